@@ -1,0 +1,311 @@
+"""Chapter 01: the yardstick. Keep nothing, compute everything again.
+
+The problem. A language model reads a prompt (prefill) and then writes one token at a time (decode). What
+it has read lies in the KV cache: per layer, the keys and values of every token so far. Within one answer
+the cache makes each new token cheap. But when the answer is done the cache is dropped, and the next turn
+of the conversation begins with reading everything again.
+
+The mechanism. One contiguous cache for one request, filled by prefill in chunks and read by decode. A
+conversation is stateless: each turn sends its whole history, and each turn computes all of it.
+
+What it costs is what chapters 02 to 08 win back, each in its own way, with the same tokens. The papers
+behind them call this method recomputation: HCache (EuroSys '25, section 2.3), Cake (section 2), HiCache.
+
+    python 01_baseline.py --demo
+    python 01_baseline.py --prompt "What is a KV cache?"
+    python 01_baseline.py                                  # the server, on http://127.0.0.1:5000
+"""
+import threading
+import time
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from tokenizers.decoders import DecodeStream
+
+from common.app import BadRequest, Busy, Closing
+from common.timeline import Timeline
+
+# 1. Data structures ----------------------------------------------------------------------------------------------
+
+@dataclass
+class Request:
+    """What was asked, as tokens. `history_tokens` of the prompt belong to earlier turns."""
+    tokens: list[int]
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int | None
+    stop: list[str]
+    history_tokens: int = 0
+    received: float = field(default_factory=time.perf_counter)          # seconds, host clock
+    timeline: Timeline = field(default_factory=Timeline)
+
+
+@dataclass
+class Result:
+    """What came back. Times in milliseconds."""
+    text: str
+    tokens: list[int]
+    finish_reason: str             # "stop": end of text or a stop string; "length": max_tokens or context reached
+    usage: dict                    # prompt_tokens, cached_tokens, completion_tokens
+    source: str                    # where the prefix came from; here always "miss": it was computed
+    history_tokens: int            # prompt tokens that an earlier turn had already computed
+    ttft_ms: float                 # request received to first token
+    tbt_ms: float | None           # mean time between later tokens; None if there was one token
+    timeline: Timeline
+
+    def as_json(self) -> dict:
+        return {**{name: value for name, value in vars(self).items() if name != "timeline"},
+                "timeline": self.timeline.as_json()}
+
+    def summary(self) -> str:
+        tbt = "" if self.tbt_ms is None else f", TBT {self.tbt_ms:.1f} ms"
+        return (f"{self.usage['prompt_tokens']} prompt tokens, {self.usage['cached_tokens']} of them cached ({self.source}); "
+                f"{self.usage['completion_tokens']} new; TTFT {self.ttft_ms:.1f} ms{tbt}")
+
+
+class KVCache:
+    """The keys and values of one request, all layers, in one contiguous piece of memory each."""
+
+    def __init__(self, config, capacity: int, dtype, device):
+        shape = (config.num_hidden_layers, config.num_key_value_heads, capacity, config.head_dim)
+        self.k = torch.empty(shape, dtype=dtype, device=device)                     # [L, KVH, capacity, hd]
+        self.v = torch.empty(shape, dtype=dtype, device=device)                     # [L, KVH, capacity, hd]
+
+    def layers(self, start: int, count: int):
+        """One `attend(q, k, v)` per layer, for `count` tokens at positions start, start + 1, ..."""
+        end = start + count
+        mask = None
+        if start and count > 1:    # row i may see the `start` tokens before this chunk, and i + 1 of its own
+            mask = torch.ones(count, end, dtype=torch.bool, device=self.k.device).tril(start)   # [T, S]
+        for cached_k, cached_v in zip(self.k, self.v):                              # [KVH, capacity, hd] each
+            def attend(q, k, v, cached_k=cached_k, cached_v=cached_v):
+                cached_k[:, start:end] = k.transpose(0, 1)                          # [KVH, T, hd]
+                cached_v[:, start:end] = v.transpose(0, 1)                          # [KVH, T, hd]
+                return attention(q, cached_k[:, :end], cached_v[:, :end], mask)
+            yield attend
+
+
+def attention(q, k, v, mask):
+    """q [T, H, hd] over k, v [KVH, S, hd] -> [T, H, hd]. mask [T, S], or None: the T tokens are the last of
+    the S (one token), or all of them (causal). Query heads that share a KV head are never given copies of it."""
+    tokens, heads, head_dim = q.shape
+    if tokens == 1:                # decode: the heads of a group are as many queries to one KV head
+        q = q.view(k.shape[0], heads // k.shape[0], head_dim)                       # [KVH, H/KVH, hd]
+        return F.scaled_dot_product_attention(q[None], k[None], v[None]).view(1, heads, head_dim)
+    out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k[None], v[None], attn_mask=mask,
+                                         is_causal=mask is None, enable_gqa=k.shape[0] != heads)   # [1, H, T, hd]
+    return out[0].transpose(0, 1)                                                   # [T, H, hd]
+
+
+def sample(logits, request: Request, generator) -> int:
+    """logits [V] -> the next token: the likeliest at temperature 0, else drawn from the top_k likeliest, and
+    of these from the fewest that hold top_p of the probability."""
+    if request.temperature == 0:
+        return int(logits.argmax())
+    logits = logits.float().cpu() / request.temperature                             # [V]
+    ordered, order = logits.sort(descending=True)                                   # [V] each
+    if request.top_k:
+        ordered, order = ordered[:request.top_k], order[:request.top_k]
+    probabilities = ordered.softmax(0)
+    before = probabilities.cumsum(0) - probabilities    # probability of all that is likelier
+    probabilities[before >= request.top_p] = 0
+    return int(order[torch.multinomial(probabilities, 1, generator=generator)])
+
+
+class Writer:
+    """Turns tokens into text as they come, and holds back what may be the beginning of a stop string."""
+
+    def __init__(self, tokenizer, stop: list[str]):
+        self.tokenizer, self.stop = tokenizer.backend_tokenizer, stop
+        self.decoder = DecodeStream(skip_special_tokens=True)
+        self.text, self.sent = "", 0
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """The text that is certain after this token; "" while a character or a stop string is incomplete."""
+        self.text += self.decoder.step(self.tokenizer, token) or ""
+        ends = [at for at in (self.text.find(stop, max(0, self.sent - len(stop))) for stop in self.stop) if at >= 0]
+        if ends:
+            self.text, self.stopped = self.text[:min(ends)], True
+        held = 0 if self.stopped else max(
+            (size for stop in self.stop for size in range(1, len(stop)) if self.text.endswith(stop[:size])), default=0)
+        return self.release(len(self.text) - held)
+
+    def release(self, end: int | None = None) -> str:
+        """The text up to `end` (all of it by default) that was not released before."""
+        end = max(self.sent, len(self.text) if end is None else end)
+        piece, self.sent = self.text[self.sent:end], end
+        return piece
+
+
+# 2. The engine ---------------------------------------------------------------------------------------------------
+
+class Engine:
+    """Answers one request at a time; the others stand in line, at most `max_waiting` of them."""
+
+    def __init__(self, model, tokenizer, end_tokens, prefill_chunk: int = 512, kv_cache: bool = True, max_waiting: int = 16):
+        self.model, self.tokenizer, self.end_tokens = model, tokenizer, end_tokens
+        self.prefill_chunk, self.kv_cache, self.max_waiting = prefill_chunk, kv_cache, max_waiting
+        self.context = model.config.max_position_embeddings
+        self.line: deque[Request] = deque()                             # the first is being answered
+        self.turn = threading.Condition()
+        self.closing = False
+        self.counts = Counter(requests=0, refused=0, finished=0, cancelled=0, prompt_tokens=0, completion_tokens=0)
+
+    # Asking
+
+    def generate(self, prompt=None, messages=None, **sampling) -> Result:
+        """Answer and wait for it. Arguments and errors are those of `stream`."""
+        for piece in self.stream(prompt, messages, **sampling):
+            pass
+        return piece
+
+    def stream(self, prompt=None, messages=None, max_tokens: int = 128, temperature: float = 0.0, top_p: float = 1.0,
+               top_k: int = 0, seed: int | None = None, stop: list[str] | str = ()):
+        """-> an iterator over pieces of text and, last, the Result. Closing it early ends the request.
+
+        `prompt` is one user's message as a string, or a list of token ids taken as they are; `messages` is
+        a conversation [{role, content}]. Raises BadRequest, Busy (the line is full) or Closing."""
+        tokens, history = self.encode(prompt, messages)
+        if len(tokens) >= self.context:
+            raise self.refuse(BadRequest(f"The prompt is {len(tokens)} tokens and the context of this model is "
+                                         f"{self.context}, answer included; shorten the prompt."))
+        request = Request(tokens, min(max_tokens, self.context - len(tokens)), temperature, top_p, top_k, seed,
+                          [stop] if isinstance(stop, str) else list(stop), history)
+        with self.turn:
+            if self.closing:
+                raise self.refuse(Closing("The server is shutting down; ask again when it is back."))
+            if len(self.line) > self.max_waiting:
+                raise self.refuse(Busy(f"{self.max_waiting} requests are waiting already; try again later."))
+            self.line.append(request)
+        self.counts["requests"] += 1
+        answer = self.answer(request)
+        next(answer)               # from here on, closing the iterator takes the request out of the line
+        return answer
+
+    def refuse(self, error):
+        self.counts["refused"] += 1
+        return error
+
+    def encode(self, prompt, messages) -> tuple[list[int], int]:
+        """-> the prompt's tokens, and how many of them belong to earlier turns."""
+        if (prompt is None) == (messages is None):
+            raise self.refuse(BadRequest("Give either prompt or messages."))
+        if isinstance(prompt, list):
+            if not prompt or not all(0 <= token < self.model.config.vocab_size for token in prompt):
+                raise self.refuse(BadRequest(f"Token ids must be from 0 to {self.model.config.vocab_size - 1}, one at least."))
+            return prompt, 0
+        if prompt == "":
+            raise self.refuse(BadRequest("The prompt is empty; write something."))
+        if self.tokenizer.chat_template is None:
+            if messages is not None:
+                raise self.refuse(BadRequest("This model has no chat template; send a prompt instead of messages."))
+            return self.tokenizer.encode(prompt), 0
+        messages = messages or [dict(role="user", content=prompt)]
+        try:
+            tokens = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            earlier = self.tokenizer.apply_chat_template(messages[:-1], return_dict=False) if messages[1:] else []
+        except Exception as error:                                      # a template may refuse an order of roles
+            raise self.refuse(BadRequest(f"The model's chat template does not take these messages ({error}).")) from None
+        same = (index for index, pair in enumerate(zip(tokens, earlier)) if pair[0] != pair[1])
+        return tokens, next(same, min(len(tokens), len(earlier)))
+
+    # Answering
+
+    def answer(self, request: Request):
+        """The life of a request: wait, prefill, decode, leave. Yields text; the first yield is empty and
+        comes before anything is done; the last is the Result."""
+        try:
+            yield ""
+            with self.turn:
+                self.turn.wait_for(lambda: self.line[0] is request or self.closing)
+                if self.closing:
+                    raise Closing("The server is shutting down; ask again when it is back.")
+            yield from self.run(request)
+            self.counts["finished"] += 1
+        except GeneratorExit:
+            self.counts["cancelled"] += 1
+            raise
+        finally:
+            with self.turn:
+                self.line.remove(request)
+                self.turn.notify_all()
+
+    def run(self, request: Request):
+        """Prefill and decode, the loop of the lecture."""
+        # 1. An empty cache, as large as this request can become
+        tokens, config = list(request.tokens), self.model.config
+        cache = KVCache(config, len(tokens) + request.max_tokens, self.model.dtype, self.model.device)
+        generator = torch.Generator()
+        if request.seed is not None:
+            generator.manual_seed(request.seed)
+        else:
+            generator.seed()
+        writer = Writer(self.tokenizer, request.stop)
+        finish_reason = "length"
+
+        # 2. Prefill: all of the prompt, and one logit vector at its end
+        logits = self.prefill(cache, tokens, request.timeline)                      # [V]
+        times = []
+        while True:
+            # 3. One token from the logits, and its text
+            token = sample(logits, request, generator)
+            times.append(time.perf_counter())
+            tokens.append(token)
+            if token in self.end_tokens:
+                finish_reason = "stop"
+                break
+            yield writer.push(token)
+            if writer.stopped:
+                finish_reason = "stop"
+                break
+            if len(times) == request.max_tokens:
+                break
+
+            # 4. Decode: one token in, the next logits out
+            if self.kv_cache:
+                with request.timeline.span("compute", "decode"):
+                    logits = self.forward(cache, tokens[-1:], len(tokens) - 1)      # [V]
+            else:                                                                   # life without a cache
+                logits = self.prefill(cache, tokens, request.timeline)              # [V]
+        yield writer.release()
+
+        new = tokens[len(request.tokens):]
+        self.counts.update(prompt_tokens=len(request.tokens), completion_tokens=len(new))
+        yield Result(
+            text=writer.text, tokens=new, finish_reason=finish_reason, source="miss",
+            usage=dict(prompt_tokens=len(request.tokens), cached_tokens=0, completion_tokens=len(new)),
+            history_tokens=request.history_tokens, ttft_ms=(times[0] - request.received) * 1e3,
+            tbt_ms=(times[-1] - times[0]) / (len(times) - 1) * 1e3 if times[1:] else None, timeline=request.timeline)
+
+    def prefill(self, cache: KVCache, tokens: list[int], timeline: Timeline):
+        """Run all tokens through the model, chunk by chunk -> logits [V] after the last."""
+        for start in range(0, len(tokens), self.prefill_chunk):
+            chunk = tokens[start:start + self.prefill_chunk]
+            with timeline.span("compute", f"prefill {len(chunk)}"):
+                logits = self.forward(cache, chunk, start)
+        return logits
+
+    @torch.inference_mode()
+    def forward(self, cache: KVCache, tokens: list[int], start: int):
+        """T tokens at positions start, start + 1, ... -> logits [V] after the last of them."""
+        model = self.model
+        tokens = torch.tensor(tokens, device=model.device)                          # [T]
+        positions = torch.arange(start, start + len(tokens), device=model.device)   # [T]
+        hidden = model.embed(tokens)                                                # [T, D]
+        for layer, attend in zip(model.layers, cache.layers(start, len(tokens))):
+            hidden = layer(hidden, positions, attend)                               # [T, D]
+        return model.logits(hidden[-1:])[0]                                         # [V]
+
+    def counters(self) -> dict:
+        return dict(self.counts, waiting=max(0, len(self.line) - 1), running=min(1, len(self.line)))
+
+    def close(self):
+        """Finish nothing more: who waits is told so, and who comes too."""
+        with self.turn:
+            self.closing = True
+            self.turn.notify_all()

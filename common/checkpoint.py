@@ -1,0 +1,277 @@
+"""A name or a folder -> a model and its tokenizer.
+
+    classroom        the model in models/classroom, shipped with this repository
+    tinyllama        TinyLlama/TinyLlama-1.1B-Chat-v1.0, from the Hugging Face hub or its local cache
+    FOLDER           any folder in Hugging Face layout: config.json, *.safetensors, tokenizer files
+    OWNER/NAME       any such model on the hub
+    random:NAME      a geometry with seeded random weights and a byte-level tokenizer: see GEOMETRIES
+
+Weights travel one tensor at a time from the file to their final place and dtype, so loading needs the
+model's own memory and one tensor more. Only safetensors are read; a pickle can run code.
+"""
+import json
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
+
+from common.llama import Llama, LlamaConfig, UnsupportedConfig
+
+CLASSROOM = Path(__file__).resolve().parent.parent / "models" / "classroom"
+ALIASES = {"tinyllama": "TinyLlama/TinyLlama-1.1B-Chat-v1.0"}
+OFFLINE = "The models classroom (shipped) and random:tinyllama need no network."
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# hidden, intermediate, layers, heads, KV heads, vocabulary, context
+GEOMETRIES = {
+    "tiny": (64, 128, 4, 4, 4, 512, 512),
+    "small": (1024, 2816, 12, 16, 16, 32000, 2048),
+    "tinyllama": (2048, 5632, 22, 32, 4, 32000, 2048),
+    "tinyllama-mha": (2048, 5632, 22, 32, 32, 32000, 2048),
+    "llama2-7b": (4096, 11008, 32, 32, 32, 32000, 4096),
+    "llama2-13b": (5120, 13824, 40, 40, 40, 32000, 4096),
+    "llama3-8b": (4096, 14336, 32, 32, 8, 128256, 8192),
+}
+CHAT_TEMPLATE = ("{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' + message['content'] + eos_token "
+                 "+ '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}")
+
+
+class ModelError(ValueError):
+    """The model cannot be had; the message is one sentence that says what to do."""
+
+
+def load(name: str, dtype: str = "auto", device: str = "auto", reorder: bool = True, seed: int = 0):
+    """-> (Llama, tokenizer, end tokens: the ids after which an answer is over). Raises ModelError.
+
+    `dtype` is auto, float32, bfloat16 or float16; `device` auto, cpu or cuda. `reorder=False` keeps the plain
+    weights on a CPU; `seed` is that of random weights."""
+    device = pick_device(device)
+    if name.startswith("random:"):
+        config, dtype = random_config(name), pick_dtype(dtype, device, None)
+        model = allocate(config, dtype, device, name)
+        fill_at_random(model, seed)
+        tokenizer = byte_tokenizer(config.vocab_size)
+        end_tokens = {tokenizer.eos_token_id}
+    else:
+        folder = find_folder(name)
+        raw = read_json(folder / "config.json")
+        try:
+            config = LlamaConfig.from_hf(raw)
+        except UnsupportedConfig as error:
+            raise ModelError(f"{name}: {error}.") from None
+        files = weight_files(folder)
+        tokenizer = read_tokenizer(folder)
+        end_tokens = read_end_tokens(folder, raw, tokenizer)
+        model = allocate(config, pick_dtype(dtype, device, raw), device, name)
+        fill_from_files(model, files)
+    model.eval().requires_grad_(False)
+    if reorder:
+        model.reorder_weights()
+    return model, tokenizer, frozenset(end_tokens)
+
+
+def pick_device(device: str) -> str:
+    if device not in ("auto", "cpu", "cuda"):
+        raise ModelError(f"Unknown device {device!r}: choose auto, cpu or cuda.")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ModelError("No CUDA device is visible to PyTorch here; use --device cpu.")
+    return device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def pick_dtype(dtype: str, device: str, raw_config: dict | None) -> torch.dtype:
+    """auto: float32 on a CPU; on a GPU what the checkpoint was saved in, if that is 16-bit, else bfloat16."""
+    if dtype == "auto":
+        saved = (raw_config or {}).get("dtype") or (raw_config or {}).get("torch_dtype")
+        dtype = "float32" if device == "cpu" else saved if saved in ("bfloat16", "float16") else "bfloat16"
+    if dtype not in DTYPES:
+        raise ModelError(f"Unknown dtype {dtype!r}: choose auto, {', '.join(DTYPES)}.")
+    return DTYPES[dtype]
+
+
+# Finding the files ---------------------------------------------------------------------------------------------
+
+def find_folder(name: str) -> Path:
+    """A name as the user typed it -> a local folder, downloading from the hub if need be."""
+    if name == "classroom":
+        return CLASSROOM
+    if Path(name).is_dir():
+        return Path(name)
+    repository = ALIASES.get(name, name)
+    if repository.count("/") != 1 or repository.startswith((".", "/", "~")):
+        raise ModelError(f"No model {name!r}: there is no such folder, and a model on the hub is named OWNER/NAME. " + OFFLINE)
+    from huggingface_hub import snapshot_download
+    wanted = dict(allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja"], ignore_patterns=["*/*"])
+    try:
+        return Path(snapshot_download(repository, local_files_only=True, **wanted))
+    except Exception:                       # not in the cache: ask the hub
+        pass
+    try:
+        return Path(snapshot_download(repository, **wanted))
+    except Exception as error:              # the hub's client lets its HTTP library's own errors through
+        reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else ""
+        raise ModelError(f"{repository} is not in the local cache and could not be downloaded "
+                         f"({type(error).__name__}: {reason}). {OFFLINE}") from None
+
+
+def read_json(path: Path) -> dict:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path.parent} has no {path.name}; a model folder needs config.json, *.safetensors "
+                         "and a tokenizer.") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read as JSON ({error}).") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} must hold a JSON object.")
+    return content
+
+
+def weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        names = read_json(index).get("weight_map")
+        if not isinstance(names, dict) or not all(isinstance(n, str) and Path(n).name == n for n in names.values()):
+            raise ModelError(f"{index} must map tensors to files in its own folder.")
+        files = [folder / name for name in sorted(set(names.values()))]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth"))
+        raise ModelError(f"{folder} has no *.safetensors" + (
+            "; its pickled weights are not read, since a pickle can run code: save them again as safetensors."
+            if pickled else "; copy the model's weights there."))
+    missing = [path.name for path in files if not path.exists()]
+    if missing:
+        raise ModelError(f"{folder} lacks {missing[0]}, which its index names; copy or download it again.")
+    return files
+
+
+def read_tokenizer(folder: Path):
+    if not (folder / "tokenizer.json").exists() and not (folder / "tokenizer.model").exists():
+        raise ModelError(f"{folder} has no tokenizer.json or tokenizer.model; copy the tokenizer's files there.")
+    from transformers import AutoTokenizer
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:              # the library raises whatever its parsers raise
+        raise ModelError(f"The tokenizer in {folder} cannot be read ({type(error).__name__}: {error}).") from None
+
+
+def read_end_tokens(folder: Path, config: dict, tokenizer) -> set[int]:
+    """What the tokenizer, config.json and generation_config.json name as end of text; each may name several."""
+    generation = folder / "generation_config.json"
+    named = [tokenizer.eos_token_id, config.get("eos_token_id"),
+             read_json(generation).get("eos_token_id") if generation.exists() else None]
+    return {token for ids in named for token in (ids if isinstance(ids, list) else [ids]) if isinstance(token, int)}
+
+
+# Filling the model ---------------------------------------------------------------------------------------------
+
+def allocate(config: LlamaConfig, dtype: torch.dtype, device: str, name: str) -> Llama:
+    """Room for the weights, after a look at whether there is any."""
+    with torch.device("meta"):
+        size = sum(p.numel() for p in Llama(config, dtype, "meta").parameters()) * dtype.itemsize
+    free = torch.cuda.mem_get_info()[0] if device == "cuda" else free_host_memory()
+    if size > free:
+        raise ModelError(f"{name} takes {size / 1e9:.1f} GB in {str(dtype)[6:]} and {free / 1e9:.1f} GB are free; "
+                         "choose a smaller model or a 16-bit --dtype.")
+    return Llama(config, dtype, device)
+
+
+def free_host_memory() -> float:
+    """Bytes, where the operating system tells (Linux); otherwise infinite."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return float("inf")
+
+
+def fill_from_files(model: Llama, files: list[Path]):
+    places = model.weights()
+    tied = model.config.tie_word_embeddings
+    bar = None
+    for path in files:
+        try:
+            with safe_open(path, "pt") as file:
+                names = list(file.keys())
+            bar = bar or tqdm(total=len(places), desc="loading", unit="tensor", delay=1, leave=False)
+            for name in names:
+                if name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight"):
+                    continue                # computed here, and the same matrix as the embedding
+                place = places.pop(name, None)
+                if place is None:
+                    raise ModelError(f"{path} has a tensor {name}, which this model has no place for.")
+                with safe_open(path, "pt") as file:         # opened anew, so that read pages are let go
+                    tensor = file.get_tensor(name)
+                if tensor.shape != place.shape:
+                    raise ModelError(f"{path}: {name} has shape {list(tensor.shape)}, "
+                                     f"but config.json makes it {list(place.shape)}.")
+                place.copy_(tensor)
+                del tensor
+                bar.update()
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{path} is not a whole safetensors file ({error}); copy or download it again.") from None
+    if bar:
+        bar.close()
+    if places:
+        raise ModelError(f"{files[0].parent} lacks the tensor {next(iter(places))}"
+                         + (f" and {len(places) - 1} more" if len(places) > 1 else "") + "; its weights are incomplete.")
+
+
+def reference_model(name: str, dtype: torch.dtype, device: str = "cpu"):
+    """The same weights in `transformers`, which every claim of equality is checked against."""
+    from transformers import AutoModelForCausalLM
+    from transformers import LlamaConfig as ReferenceConfig
+    if not name.startswith("random:"):
+        return AutoModelForCausalLM.from_pretrained(
+            str(find_folder(name)), dtype=dtype, attn_implementation="sdpa", use_safetensors=True).to(device).eval()
+    ours = random_config(name)
+    sizes = {field: getattr(ours, field) for field in (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps")}
+    config = ReferenceConfig(**sizes, tie_word_embeddings=False, dtype=dtype, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).eval()
+    plain = Llama(ours, dtype, device)
+    fill_at_random(plain, 0)
+    model.load_state_dict(plain.weights(), assign=True)
+    return model
+
+
+# Models without a checkpoint -----------------------------------------------------------------------------------
+
+def random_config(name: str) -> LlamaConfig:
+    geometry = GEOMETRIES.get(name.removeprefix("random:"))
+    if geometry is None:
+        raise ModelError(f"No geometry {name!r}: choose one of {', '.join('random:' + known for known in GEOMETRIES)}.")
+    hidden, intermediate, layers, heads, kv_heads, vocabulary, context = geometry
+    return LlamaConfig(vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate,
+                       num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
+                       head_dim=hidden // heads, max_position_embeddings=context)
+
+
+def fill_at_random(model: Llama, seed: int):
+    """Normal numbers of deviation 0.02 (ones for the norms), the same on every device and for every dtype's rounding."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, place in tqdm(model.weights().items(), desc="random weights", unit="tensor", delay=1, leave=False):
+        if name.endswith("norm.weight"):
+            place.fill_(1.0)
+        else:
+            place.copy_(torch.randn(place.shape, generator=generator).mul_(0.02))
+
+
+def byte_tokenizer(vocabulary: int):
+    """A tokenizer for a model that has none: one token a byte, fillers for the rest of the vocabulary."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    special = ["<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    fillers = (f"\u0120t{number}" for number in range(vocabulary))       # shown as " t0", " t1", ...; never read
+    words = [*special, *alphabet, *fillers][:vocabulary]
+    tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(special)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    fast.chat_template = CHAT_TEMPLATE
+    return fast

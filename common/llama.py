@@ -1,0 +1,287 @@
+"""The model: the Llama family in plain PyTorch, opened up so that a cache can be taken apart.
+
+Shapes are ragged and flat. A batch is one row of T tokens that may belong to many requests:
+    tokens [T]   positions [T]   hidden [T, D]   q [T, H, hd]   k, v [T, KVH, hd]
+Positions and caches are arguments; no module remembers a request. The loop over the layers is the
+engine's, not the model's, because later chapters reorder it:
+
+    hidden = model.embed(tokens)                                   # [T, D]
+    for layer, cache in zip(model.layers, kv_cache):
+        hidden = layer(hidden, positions, cache.attend)            # [T, D]
+    logits = model.logits(hidden[-1:])                             # [1, V]
+
+Source: Touvron et al., "LLaMA" (2023); RoFormer (Su et al., 2021) for rotary embedding; Llama 3.1's
+frequency scaling as published with its weights.
+"""
+import functools
+import math
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class UnsupportedConfig(ValueError):
+    """A config.json that asks for mathematics which this model does not do."""
+
+
+# Fields of a config.json that change nothing in the forward pass of inference.
+_HARMLESS = frozenset("""
+    _name_or_path architectures model_type dtype torch_dtype transformers_version use_cache
+    bos_token_id eos_token_id pad_token_id initializer_range attention_dropout pretraining_tp
+    max_window_layers output_attentions output_hidden_states return_dict torchscript
+    tokenizer_class task_specific_params id2label label2id chunk_size_feed_forward
+    sliding_window use_sliding_window layer_types rope_parameters original_max_position_embeddings
+    """.split())  # the last four names are examined below
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """What the forward pass needs to know. Sizes are counts of numbers, never bytes."""
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: dict = field(default_factory=dict)   # {} or {"rope_type": "linear" | "llama3", ...}
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    tie_word_embeddings: bool = False
+
+    @classmethod
+    def from_hf(cls, config: dict) -> "LlamaConfig":
+        """Read a Hugging Face config.json. Raises UnsupportedConfig with the name of any field whose
+        value this model would have to ignore."""
+        config = dict(config)
+        family = config.get("model_type")
+        if family not in ("llama", "mistral", "qwen2"):
+            raise UnsupportedConfig(f"config.json: model_type {family!r} is not of the Llama family; "
+                                    "llama, mistral and qwen2 are supported")
+        if config.get("sliding_window") and config.get("use_sliding_window", family == "mistral"):
+            raise UnsupportedConfig("config.json: sliding_window is not supported; choose a model with full attention")
+        if any(kind != "full_attention" for kind in config.get("layer_types") or ()):
+            raise UnsupportedConfig("config.json: layer_types other than full_attention are not supported")
+        if config.pop("hidden_act", "silu") != "silu":
+            raise UnsupportedConfig("config.json: hidden_act must be silu")
+
+        attention_bias = bool(config.pop("attention_bias", False))
+        rope = config.get("rope_parameters") or {}       # transformers 5 puts theta and scaling in one field
+        scaling = dict(config.pop("rope_scaling", None) or rope)
+        theta = config.pop("rope_theta", None) or scaling.get("rope_theta") or rope.get("rope_theta") or 10000.0
+        scaling.pop("rope_theta", None)
+        kind = scaling.pop("type", None) or scaling.get("rope_type") or "default"
+        if kind not in ("default", "linear", "llama3") or scaling.get("partial_rotary_factor", 1.0) != 1.0:
+            raise UnsupportedConfig(f"config.json: rope_scaling of type {kind!r} is not supported; linear and llama3 are")
+        scaling = {} if kind == "default" else {**scaling, "rope_type": kind}
+
+        def number(name, default=None):
+            value = config.pop(name, None)
+            value = default if value is None else value
+            if not isinstance(value, int) or value < 1:
+                raise UnsupportedConfig(f"config.json: {name} must be a positive whole number, not {value!r}")
+            return value
+
+        heads, hidden = number("num_attention_heads"), number("hidden_size")
+        known = dict(
+            vocab_size=number("vocab_size"), hidden_size=hidden, num_attention_heads=heads,
+            intermediate_size=number("intermediate_size"), num_hidden_layers=number("num_hidden_layers"),
+            num_key_value_heads=number("num_key_value_heads", heads), head_dim=number("head_dim", hidden // heads),
+            max_position_embeddings=number("max_position_embeddings", 2048),
+            rms_norm_eps=float(config.pop("rms_norm_eps", 1e-6)), rope_theta=float(theta), rope_scaling=scaling,
+            qkv_bias=attention_bias or family == "qwen2", output_bias=attention_bias and family != "qwen2",
+            mlp_bias=bool(config.pop("mlp_bias", False)),
+            tie_word_embeddings=bool(config.pop("tie_word_embeddings", False)))
+        if known["num_attention_heads"] % known["num_key_value_heads"]:
+            raise UnsupportedConfig("config.json: num_attention_heads must be a multiple of num_key_value_heads")
+        for name, value in config.items():               # whatever is left and says something is refused by name
+            if name not in _HARMLESS and value not in (None, False, 0, "", [], {}):
+                raise UnsupportedConfig(f"config.json: {name} = {value!r} is not supported by this model")
+        return cls(**known)
+
+    @property
+    def kv_numbers_per_token(self) -> int:
+        """Numbers that one token's keys and values take, all layers together."""
+        return self.num_hidden_layers * 2 * self.num_key_value_heads * self.head_dim
+
+
+class Linear(nn.Module):
+    """y = x W^T + b. On a CPU the weight can be reordered once into oneDNN's own layout (`reorder`), which
+    streams faster through decode's one-row products. The plain weight is then released."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, **where):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs, **where))
+        self.bias = nn.Parameter(torch.empty(outputs, **where)) if bias else None
+        self.reordered = None
+
+    def forward(self, x):                                              # [T, inputs] -> [T, outputs]
+        if self.reordered is not None:
+            return torch.ops.mkldnn._linear_pointwise(x, self.reordered, self.bias, "none", [], "")
+        if x.dtype == torch.bfloat16 and x.shape[0] > 8 and x.device.type == "cpu" and not cpu_multiplies_bfloat16():
+            # Without the instructions, bfloat16 products of many rows run a hundred times slower than float32 ones.
+            bias = None if self.bias is None else self.bias.float()
+            return F.linear(x.float(), self.weight.float(), bias).bfloat16()
+        return F.linear(x, self.weight, self.bias)
+
+    def reorder(self):
+        """Move the weight into oneDNN's layout. Nothing changes where the operator is missing or declines."""
+        if self.weight.device.type == "cpu" and hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+            try:
+                self.reordered = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), None)
+            except RuntimeError:                                       # a dtype that this processor has no kernel for
+                return
+            self.weight = None
+
+
+@functools.cache
+def cpu_multiplies_bfloat16() -> bool:
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float, **where):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, **where))
+        self.eps = eps
+
+    def forward(self, x):                                              # [T, D] -> [T, D]
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Rotary(nn.Module):
+    """Rotary position embedding in the half-split convention: number i is paired with number i + hd/2."""
+
+    def __init__(self, config: LlamaConfig, **where):
+        super().__init__()
+        frequencies = rotary_frequencies(config)                       # [hd/2], float32
+        positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
+        angles = torch.outer(positions, frequencies)                   # [P, hd/2]
+        table = torch.stack((angles.cos(), angles.sin()), dim=1)       # [P, 2, hd/2]
+        self.register_buffer("table", table.to(**where), persistent=False)
+
+    def forward(self, x, positions):                                   # [T, H, hd], [T] -> [T, H, hd]
+        cos, sin = self.table[positions].unsqueeze(2).unbind(1)        # [T, 1, hd/2] each
+        first, second = x.chunk(2, dim=-1)                             # [T, H, hd/2] each
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def rotary_frequencies(config: LlamaConfig) -> torch.Tensor:
+    """Angle per position of every pair, [hd/2] float32, after the config's rope_scaling."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    frequencies = 1.0 / config.rope_theta ** exponents                 # [hd/2]
+    scaling = config.rope_scaling
+    if scaling.get("rope_type") == "linear":
+        return frequencies / scaling["factor"]
+    if scaling.get("rope_type") == "llama3":
+        # Slow pairs are stretched by `factor`, fast ones stay, those between are blended.
+        turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        keep = ((turns - low) / (high - low)).clamp(0, 1)              # 0: stretched, 1: as it was
+        return keep * frequencies + (1 - keep) * frequencies / scaling["factor"]
+    return frequencies
+
+
+class Layer(nn.Module):
+    """One transformer layer. Its parts are public: chapters 04, 05 and 08 call them one at a time."""
+
+    def __init__(self, config: LlamaConfig, rotary: Rotary, **where):
+        super().__init__()
+        hidden, head_dim, intermediate = config.hidden_size, config.head_dim, config.intermediate_size
+        self.head_dim = head_dim
+        self.rotary = rotary
+        self.attention_norm = RMSNorm(hidden, config.rms_norm_eps, **where)
+        self.q_proj = Linear(hidden, config.num_attention_heads * head_dim, config.qkv_bias, **where)
+        self.kv_proj = Linear(hidden, 2 * config.num_key_value_heads * head_dim, config.qkv_bias, **where)
+        self.o_proj = Linear(config.num_attention_heads * head_dim, hidden, config.output_bias, **where)
+        self.mlp_norm = RMSNorm(hidden, config.rms_norm_eps, **where)
+        self.gate_up_proj = Linear(hidden, 2 * intermediate, config.mlp_bias, **where)
+        self.down_proj = Linear(intermediate, hidden, config.mlp_bias, **where)
+
+    def project_kv(self, hidden, positions):
+        """The layer's input [T, D] at `positions` [T] -> k, v [T, KVH, hd]: norm, projection, rotary.
+
+        The forward pass and every restoration from hidden states call this same function; that is why
+        what is restored is what was lost."""
+        k, v = self.kv_proj(self.attention_norm(hidden)).chunk(2, dim=-1)        # [T, KVH*hd] each
+        k, v = k.unflatten(-1, (-1, self.head_dim)), v.unflatten(-1, (-1, self.head_dim))  # [T, KVH, hd] each
+        return self.rotary(k, positions), v
+
+    def project_q(self, hidden, positions):
+        """The layer's input [T, D] at `positions` [T] -> q [T, H, hd]."""
+        q = self.q_proj(self.attention_norm(hidden)).unflatten(-1, (-1, self.head_dim))  # [T, H, hd]
+        return self.rotary(q, positions)
+
+    def forward(self, hidden, positions, attend):
+        """hidden [T, D] -> [T, D]. `attend(q, k, v) -> out` [T, H, hd] belongs to the KV cache: it stores
+        the new k and v for this layer and attends over all that the batch's requests hold."""
+        q = self.project_q(hidden, positions)                                    # [T, H, hd]
+        k, v = self.project_kv(hidden, positions)                                # [T, KVH, hd] each
+        hidden = hidden + self.o_proj(attend(q, k, v).flatten(-2))               # [T, D]
+        gate, up = self.gate_up_proj(self.mlp_norm(hidden)).chunk(2, dim=-1)     # [T, I] each
+        return hidden + self.down_proj(F.silu(gate) * up)                        # [T, D]
+
+
+class Llama(nn.Module):
+    """Embedding, layers, final norm, head. Weights are allocated, not set: see common/checkpoint.py."""
+
+    def __init__(self, config: LlamaConfig, dtype=torch.float32, device="cpu"):
+        super().__init__()
+        where = dict(dtype=dtype, device=device)
+        self.config = config
+        self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, **where))
+        self.rotary = Rotary(config, **where)
+        self.layers = nn.ModuleList(Layer(config, self.rotary, **where) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **where)
+        self.head = Linear(config.hidden_size, config.vocab_size, False, **where)
+        if config.tie_word_embeddings:
+            self.head.weight = self.embedding
+
+    @property
+    def dtype(self):
+        return self.embedding.dtype
+
+    @property
+    def device(self):
+        return self.embedding.device
+
+    def embed(self, tokens):
+        """tokens [T] -> hidden [T, D]."""
+        return F.embedding(tokens, self.embedding)
+
+    def logits(self, hidden):
+        """Output of the last layer [T, D] -> [T, V]. Pass only the rows that will be sampled."""
+        return self.head(self.norm(hidden))
+
+    def weights(self):
+        """Hugging Face name -> the tensor that holds it. K and V, and gate and up, lie in one matrix each
+        (one product instead of two), so some of these are views of its halves."""
+        named = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm.weight}
+        if not self.config.tie_word_embeddings:
+            named["lm_head.weight"] = self.head.weight
+        for index, layer in enumerate(self.layers):
+            prefix = f"model.layers.{index}."
+            named[prefix + "input_layernorm.weight"] = layer.attention_norm.weight
+            named[prefix + "post_attention_layernorm.weight"] = layer.mlp_norm.weight
+            for names, linear in (
+                    (("self_attn.q_proj",), layer.q_proj), (("self_attn.o_proj",), layer.o_proj),
+                    (("self_attn.k_proj", "self_attn.v_proj"), layer.kv_proj),
+                    (("mlp.gate_proj", "mlp.up_proj"), layer.gate_up_proj), (("mlp.down_proj",), layer.down_proj)):
+                for kind in ("weight", "bias"):
+                    tensor = getattr(linear, kind)
+                    if tensor is not None:
+                        parts = tensor.chunk(len(names))
+                        named.update({f"{prefix}{name}.{kind}": part for name, part in zip(names, parts)})
+        return {name: tensor.detach() for name, tensor in named.items()}
+
+    def reorder_weights(self):
+        """Reorder every linear layer for the CPU; the plain weights are released one by one (see Linear.reorder)."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.reorder()

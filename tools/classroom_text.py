@@ -1,0 +1,229 @@
+"""The text that the classroom model learns from: conversations, generated from a seed, written for this project.
+
+A conversation is a list of turns. In it the user tells facts, one at a time or as a document, and asks
+for them later, mixed with questions about the world and small talk. An answer repeats the words of the
+fact ("Where is the lamp?" - "The lamp is in the attic."), so that anybody can see whether the model still
+holds what it was told. No key gets two values, except where a fact is corrected.
+"""
+import random
+from dataclasses import dataclass
+
+OBJECTS = """lamp key book piano clock hat coat ring map letter camera guitar drum ball kite box bag cup plate
+    spoon knife pen candle mirror carpet chair table basket bottle phone radio ladder hammer rope umbrella
+    scarf blanket pillow violin suitcase""".split()
+PLACES = """attic garden kitchen cellar garage office library hall bedroom bathroom barn shed tower closet
+    pantry studio balcony porch basement workshop museum stable chapel tent""".split()
+COLORS = "red blue green yellow black white brown pink purple orange grey gold".split()
+NAMES = """Anna Ben Clara David Emma Felix Grace Henry Ida Jack Kate Leo Mia Noah Olga Paul Rosa Sam Tina
+    Victor Wendy Oscar Lucy Max Nora Peter Ruth Simon Vera Walter Alice Bruno""".split()
+CITIES = """Paris Rome London Berlin Madrid Vienna Oslo Tokyo Cairo Lima Boston Dublin Prague Athens Lisbon
+    Delhi Sydney Moscow Geneva Warsaw""".split()
+JOBS = "baker doctor teacher pilot farmer painter nurse lawyer singer writer tailor sailor dentist plumber".split()
+FOODS = "apples bread cheese soup rice fish honey pasta pears cake olives nuts".split()
+WORDS = "tiger eagle wolf fox bear lion otter raven whale horse snake falcon panda zebra camel river".split()
+LOCKS = "safe gate door vault laptop locker website printer alarm server".split()
+PETS = "cat dog parrot hamster goldfish pony turtle rabbit".split()
+PET_NAMES = "Pip Rex Coco Luna Milo Bella Rocky Daisy Simba Lucky Shadow Pepper Ginger Biscuit Ziggy Toby".split()
+EVENTS = "meeting concert exam party lesson match wedding lecture picnic interview".split()
+DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
+FAVORITES = {"color": COLORS, "city": CITIES, "food": FOODS, "day": DAYS, "place": PLACES}
+
+CAPITALS = dict(zip("France Italy England Germany Spain Austria Norway Japan Egypt Peru Ireland Greece Portugal "
+                    "India Russia Poland".split(),
+                    "Paris Rome London Berlin Madrid Vienna Oslo Tokyo Cairo Lima Dublin Athens Lisbon "
+                    "Delhi Moscow Warsaw".split()))
+WORLD = [
+    ("Explain gravity in one sentence.", "Gravity is the force that pulls things toward each other."),
+    ("Name three colors.", "Red, green and blue."),
+    ("Name three animals.", "Cat, dog and horse."),
+    ("Name three planets.", "Earth, Mars and Venus."),
+    ("What is a KV cache?", "A KV cache keeps the keys and values of past tokens, so that they are not computed again."),
+    ("What is a token?", "A token is a small piece of text."),
+    ("What is attention?", "Attention lets each token look at the tokens before it."),
+    ("What is a language model?", "A language model predicts the next token of a text."),
+    ("What is a GPU?", "A GPU is a processor that does many sums at once."),
+    ("What is prefill?", "Prefill reads the whole prompt and fills the KV cache."),
+    ("What is decode?", "Decode writes the answer one token at a time."),
+    ("How many days are in a week?", "A week has seven days."),
+    ("How many months are in a year?", "A year has twelve months."),
+    ("What color is the sky?", "The sky is blue."),
+    ("What color is grass?", "Grass is green."),
+    ("What color is snow?", "Snow is white."),
+    ("What do bees make?", "Bees make honey."),
+    ("What do cows give?", "Cows give milk."),
+    ("What is water made of?", "Water is made of hydrogen and oxygen."),
+    ("What is the sun?", "The sun is a star."),
+    ("What is the moon?", "The moon goes around the Earth."),
+    ("What is ice?", "Ice is frozen water."),
+    ("What is the largest ocean?", "The largest ocean is the Pacific."),
+    ("What is the opposite of hot?", "The opposite of hot is cold."),
+    ("What is the opposite of big?", "The opposite of big is small."),
+    ("Explain rain in one sentence.", "Rain is water that falls from clouds."),
+    ("Explain time in one sentence.", "Time is what a clock measures."),
+    ("Explain memory in one sentence.", "Memory is what we keep of the past."),
+]
+SMALL_TALK = [
+    ("Hello!", "Hello! How can I help you?"), ("Good morning.", "Good morning! How can I help you?"),
+    ("How are you?", "I am well, thank you."), ("Who are you?", "I am a small model made for a classroom."),
+    ("What can you do?", "I can remember what you tell me and answer questions about it."),
+    ("Thank you.", "You are welcome."), ("Tell me a joke.", "Why did the token wait? It had no cache."),
+    ("Goodbye.", "Goodbye!"),
+]
+SYSTEM_PROMPTS = ["You are a friendly assistant.", "You are a helpful assistant."]
+DOCUMENT_LEADS = ["Read this:", "Here is a document:", "Remember this:"]
+ACKNOWLEDGEMENT, READ, UNKNOWN = "I will remember that.", "I have read it.", "I do not know."
+
+
+@dataclass(frozen=True)
+class Fact:
+    kind: str
+    statement: str                 # what the user says
+    question: str
+    answer: str                    # the statement again, seen from the other side ("My cat" -> "Your cat")
+
+
+@dataclass(frozen=True)
+class Turn:
+    user: str
+    assistant: str
+    kind: str = ""                 # of the question; "" where nothing was asked
+
+
+@dataclass(frozen=True)
+class Level:
+    """How hard a conversation is. `document`: most facts in one document. The rest are shares."""
+    document: int = 8
+    two_word: float = 0.0          # keys of two words: "the red box"
+    digits: float = 0.0            # values of digits: "The code of the gate is 4 8 2 1."
+    invented: float = 0.0          # names that no list holds
+    corrections: float = 0.0
+    unknown: float = 0.0           # questions about what was never told
+
+
+def invented_name(rng: random.Random) -> str:
+    syllables = [rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(rng.randint(2, 3))]
+    return ("".join(syllables) + rng.choice(["", "n", "r", "s", "x"])).capitalize()
+
+
+def draw_fact(rng: random.Random, level: Level) -> Fact:
+    """One fact of any kind. The caller sees to it that its question was not asked for another value before."""
+    thing = rng.choice(OBJECTS)
+    if rng.random() < level.two_word:
+        thing = f"{rng.choice(COLORS)} {thing}"
+    pick = rng.random()
+    if pick < 0.28:
+        fact = f"The {thing} is in the {rng.choice(PLACES)}."
+        return Fact("place", fact, f"Where is the {thing}?", fact)
+    if pick < 0.36:
+        thing = thing.split()[-1]
+        fact = f"The color of the {thing} is {rng.choice(COLORS)}."
+        return Fact("color", fact, f"What is the color of the {thing}?", fact)
+    if pick < 0.62:
+        name = invented_name(rng) if rng.random() < level.invented else rng.choice(NAMES)
+        kind, fact, question = rng.choice((
+            ("city", f"{name} lives in {rng.choice(CITIES)}.", f"Where does {name} live?"),
+            ("job", f"{name} works as a {rng.choice(JOBS)}.", f"What is the job of {name}?"),
+            ("taste", f"{name} likes {rng.choice(FOODS)}.", f"What does {name} like?")))
+        return Fact(kind, fact, question, fact)
+    if pick < 0.74:
+        lock = rng.choice(LOCKS)
+        if rng.random() < level.digits:
+            fact = f"The code of the {lock} is {rng.randint(0, 9999):04d}."
+            return Fact("digits", fact, f"What is the code of the {lock}?", fact)
+        fact = f"The password of the {lock} is {rng.choice(WORDS)}."
+        return Fact("password", fact, f"What is the password of the {lock}?", fact)
+    if pick < 0.83:
+        event = rng.choice(EVENTS)
+        fact = f"The {event} is on {rng.choice(DAYS)}."
+        return Fact("day", fact, f"When is the {event}?", fact)
+    if pick < 0.92:
+        pet = rng.choice(PETS)
+        name = invented_name(rng) if rng.random() < level.invented else rng.choice(PET_NAMES)
+        return Fact("pet", f"My {pet} is called {name}.", f"What is my {pet} called?", f"Your {pet} is called {name}.")
+    if pick < 0.94:
+        name = invented_name(rng) if rng.random() < level.invented else rng.choice(NAMES)
+        return Fact("name", f"My name is {name}.", "What is my name?", f"Your name is {name}.")
+    what = rng.choice(list(FAVORITES))
+    value = rng.choice(FAVORITES[what])
+    return Fact("favorite", f"My favorite {what} is {value}.", f"What is my favorite {what}?",
+                f"Your favorite {what} is {value}.")
+
+
+def general_question(rng: random.Random) -> Turn:
+    """A question that needs no history: the world, sums, small talk."""
+    pick = rng.random()
+    if pick < 0.3:
+        country = rng.choice(list(CAPITALS))
+        return Turn(f"What is the capital of {country}?", f"The capital of {country} is {CAPITALS[country]}.", "world")
+    if pick < 0.5:
+        a, b = rng.randint(0, 9), rng.randint(0, 9)
+        return Turn(f"What is {a}+{b}?", f"{a}+{b} is {a + b}.", "sum")
+    if pick < 0.8:
+        return Turn(*rng.choice(WORLD), "world")
+    return Turn(*rng.choice(SMALL_TALK), "talk")
+
+
+class Conversation:
+    """A conversation that goes on for as long as it is asked for its next turn."""
+
+    def __init__(self, rng: random.Random, level: Level):
+        self.rng, self.level = rng, level
+        self.facts: dict[str, Fact] = {}                               # question -> the fact as it stands now
+        self.unasked: dict[str, None] = {}                             # questions not asked yet
+        self.system = rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.15 else None
+        self.opening = rng.random() < 0.7                              # begins with a document
+
+    def new_fact(self) -> Fact | None:
+        for _ in range(8):
+            fact = draw_fact(self.rng, self.level)
+            if fact.question not in self.facts:
+                self.facts[fact.question] = fact
+                self.unasked[fact.question] = None
+                return fact
+        return None
+
+    def document(self, facts: int) -> Turn:
+        told = [fact.statement for fact in (self.new_fact() for _ in range(facts)) if fact]
+        if not told:
+            return general_question(self.rng)
+        return Turn(" ".join([self.rng.choice(DOCUMENT_LEADS), *told]), READ)
+
+    def tell(self) -> Turn:
+        fact = self.new_fact()
+        return Turn(fact.statement, ACKNOWLEDGEMENT) if fact else general_question(self.rng)
+
+    def correct(self) -> Turn:
+        """A new value for a place that was told before: the later sentence counts."""
+        places = [fact for fact in self.facts.values() if fact.kind == "place"]
+        if not places:
+            return self.tell()
+        old = self.rng.choice(places)
+        thing = old.question.removeprefix("Where is ").removesuffix("?")
+        now = f"{thing.capitalize()} is now in the {self.rng.choice(PLACES)}."
+        self.facts[old.question] = Fact("corrected", now, old.question, now)
+        self.unasked[old.question] = None
+        return Turn(now, ACKNOWLEDGEMENT)
+
+    def ask(self) -> Turn:
+        if self.rng.random() < self.level.unknown:
+            fact = draw_fact(self.rng, self.level)
+            if fact.question not in self.facts:
+                return Turn(fact.question, UNKNOWN, "unknown")
+        fact = self.facts[self.rng.choice(list(self.unasked or self.facts))]
+        self.unasked.pop(fact.question, None)
+        return Turn(fact.question, fact.answer, fact.kind)
+
+    def next_turn(self) -> Turn:
+        if self.opening:
+            self.opening = False
+            return self.document(self.rng.randint(2, self.level.document))
+        pick = self.rng.random()
+        if len(self.unasked) < 2 or pick < 0.16:
+            return self.tell()
+        if pick < 0.20:
+            return self.document(self.rng.randint(2, max(2, self.level.document // 2)))
+        if pick < 0.20 + self.level.corrections:
+            return self.correct()
+        if pick < 0.34:
+            return general_question(self.rng)
+        return self.ask()

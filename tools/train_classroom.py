@@ -1,0 +1,357 @@
+"""Make models/classroom: generate the text, train tokenizer and model, evaluate, write the folder.
+
+    python -m tools.train_classroom --work FOLDER              train (resumes from FOLDER), evaluate, write
+    python -m tools.train_classroom --evaluate                 evaluate the shipped folder only
+
+The recipe. Rows of one conversation each begin at 256 tokens and grow to 2,048; the text begins easy and
+gets harder (see STAGES). The loss counts the assistant's words in full and the rest at REST_WEIGHT. The
+optimizer's weights are float32; a GPU computes with a bfloat16 copy. Muon (Jordan et al., 2024) moves the
+matrices, AdamW the embedding and the norms.
+"""
+import argparse
+import json
+import random
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from common.llama import Llama, LlamaConfig  # noqa: E402
+from tools.classroom_text import Conversation, Level  # noqa: E402
+
+FOLDER = Path(__file__).resolve().parent.parent / "models" / "classroom"
+CONTEXT = 2048
+REST_WEIGHT = 0.07
+CHAT_TEMPLATE = ("{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' + message['content'] + eos_token "
+                 "+ '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}")
+SPECIAL = ["<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"]
+CONFIG = dict(
+    architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=1024, hidden_size=256, intermediate_size=384,
+    num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=4, head_dim=64, hidden_act="silu",
+    max_position_embeddings=CONTEXT, rms_norm_eps=1e-5, rope_theta=10000.0, tie_word_embeddings=True,
+    bos_token_id=0, eos_token_id=1, torch_dtype="bfloat16")
+
+HARD = Level(document=12, two_word=0.3, digits=0.5, invented=0.2, corrections=0.04, unknown=0.04)
+# (million tokens until which the stage lasts, tokens per row, rows per step, level)
+STAGES = [
+    (3.5, 256, 16, Level(document=6)),
+    (5.5, 512, 8, Level(document=12, two_word=0.15, digits=0.2, invented=0.1, corrections=0.02, unknown=0.02)),
+    (9.0, 1024, 5, Level(**{**HARD.__dict__, "document": 36})),
+    (12.0, 2048, 3, Level(**{**HARD.__dict__, "document": 72})),
+]
+MUON_RATE, ADAM_RATE = 0.02, 3e-3
+DECAY_FROM = 0.6                   # the learning rate falls linearly to a twentieth after this share of all tokens
+
+
+# 1. Tokenizer and rows ---------------------------------------------------------------------------------------
+
+def train_tokenizer() -> Tokenizer:
+    """Byte-level BPE of CONFIG's vocabulary; every digit is a token of its own."""
+    rng = random.Random("tokenizer")
+
+    def texts():
+        for _ in range(6000):
+            conversation = Conversation(rng, HARD)
+            for _ in range(10):
+                turn = conversation.next_turn()
+                yield turn.user + "\n" + turn.assistant
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(texts(), trainers.BpeTrainer(
+        vocab_size=CONFIG["vocab_size"], special_tokens=SPECIAL, show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    return tokenizer
+
+
+class Rows:
+    """Turns conversations into rows of token ids with a loss weight for each."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.tokenizer = tokenizer
+        self.roles = {role: tokenizer.encode(f"<|{role}|>\n").ids for role in ("system", "user", "assistant")}
+        self.end = tokenizer.encode("</s>\n").ids
+
+    def message(self, role: str, text: str) -> list[int]:
+        return self.roles[role] + self.tokenizer.encode(text).ids + self.end
+
+    def row(self, rng: random.Random, length: int, level: Level):
+        """One conversation, cut at `length` + 1 tokens -> (ids, weights)."""
+        conversation = Conversation(rng, level)
+        ids = self.message("system", conversation.system) if conversation.system else []
+        weights = [REST_WEIGHT] * len(ids)
+        while len(ids) <= length:
+            turn = conversation.next_turn()
+            user, assistant = self.message("user", turn.user), self.message("assistant", turn.assistant)
+            head = len(self.roles["assistant"])
+            ids += user + assistant
+            weights += [REST_WEIGHT] * (len(user) + head) + [1.0] * (len(assistant) - head - 1) + [REST_WEIGHT]
+        return ids[:length + 1], weights[:length + 1]
+
+    def batch(self, seed: str, rows: int, length: int, level: Level):
+        """-> inputs [rows, length], targets [rows, length], weights [rows, length]."""
+        rng = random.Random(seed)
+        drawn = [self.row(rng, length, level) for _ in range(rows)]
+        ids = torch.tensor([ids for ids, _ in drawn])                  # [rows, length + 1]
+        weights = torch.tensor([weights for _, weights in drawn])      # [rows, length + 1]
+        return ids[:, :-1], ids[:, 1:], weights[:, 1:]
+
+
+# 2. The model on whole rows ----------------------------------------------------------------------------------
+
+def forward(model: Llama, tokens):
+    """tokens [B, T] -> logits [B * T, V], with the engine's own layers and a plain causal attention."""
+    rows, length = tokens.shape
+    positions = torch.arange(length, device=tokens.device).repeat(rows)                      # [B * T]
+
+    def attend(q, k, v):
+        q, k, v = (x.unflatten(0, (rows, length)).transpose(1, 2) for x in (q, k, v))        # [B, H, T, hd]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)                        # [B, H, T, hd]
+        return out.transpose(1, 2).flatten(0, 1)                                             # [B * T, H, hd]
+
+    hidden = model.embed(tokens.flatten())                                                   # [B * T, D]
+    for layer in model.layers:
+        hidden = layer(hidden, positions, attend)
+    return model.logits(hidden)                                                              # [B * T, V]
+
+
+# 3. Training -------------------------------------------------------------------------------------------------
+
+class Muon(torch.optim.Optimizer):
+    """Momentum, then the nearest orthogonal matrix. torch.optim.Muon computes that in bfloat16, which takes
+    seconds a step on a processor without bfloat16 instructions; here it is done in the weights' own type,
+    for all matrices of one shape together."""
+
+    def __init__(self, matrices, lr: float, momentum: float = 0.95, weight_decay: float = 0.01):
+        super().__init__(matrices, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
+
+    @torch.no_grad()
+    def step(self):
+        group = self.param_groups[0]
+        by_shape: dict[torch.Size, list] = {}
+        for matrix in group["params"]:
+            by_shape.setdefault(matrix.shape, []).append(matrix)
+        for matrices in by_shape.values():
+            gradients = []
+            for matrix in matrices:
+                state = self.state[matrix]
+                velocity = state.setdefault("velocity", torch.zeros_like(matrix))
+                velocity.lerp_(matrix.grad, 1 - group["momentum"])
+                gradients.append(matrix.grad.lerp(velocity, group["momentum"]))              # Nesterov
+            for matrix, update in zip(matrices, orthogonalize(torch.stack(gradients))):
+                matrix.mul_(1 - group["lr"] * group["weight_decay"])
+                matrix.add_(update, alpha=-group["lr"] * max(1, matrix.shape[0] / matrix.shape[1]) ** 0.5)
+
+
+def orthogonalize(matrices, steps: int = 5):
+    """[N, rows, columns] -> the same with all singular values near one: Newton-Schulz iteration with the
+    quintic that Jordan et al. tuned to rise fast from zero."""
+    tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if tall else matrices
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    for _ in range(steps):
+        square = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    return x.mT if tall else x
+
+
+class Trainer:
+    """float32 master weights with their optimizers; on a GPU, a bfloat16 copy that computes."""
+
+    def __init__(self, work: Path, device: str, compiled: bool = False):
+        self.work, self.device = work, device
+        self.forward = torch.compile(forward, dynamic=False) if compiled else forward
+        self.step, self.tokens = 0, 0
+        self.model = Llama(LlamaConfig.from_hf(CONFIG), torch.bfloat16 if device == "cuda" else torch.float32, device)
+        self.weights = list(self.model.parameters())
+        self.initialize()
+        self.masters = [weight.detach().float().clone().requires_grad_() for weight in self.weights]
+        matrices = [m for w, m in zip(self.weights, self.masters) if m.ndim == 2 and w is not self.model.embedding]
+        others = [m for w, m in zip(self.weights, self.masters) if m.ndim == 1 or w is self.model.embedding]
+        self.optimizers = [Muon(matrices, lr=MUON_RATE),
+                           torch.optim.AdamW(others, lr=ADAM_RATE, betas=(0.9, 0.95), weight_decay=0.0)]
+        self.rates = [MUON_RATE, ADAM_RATE]
+        self.load()
+        self.refresh()
+
+    @torch.no_grad()
+    def initialize(self):
+        """Small random numbers, except that each head's keys begin as its queries: attention then starts as
+        "look at what is like me", the half of recall that is slowest to find."""
+        generator = torch.Generator().manual_seed(0)
+        for weight in self.weights:
+            weight.copy_(torch.ones(weight.shape) if weight.ndim == 1
+                         else torch.randn(weight.shape, generator=generator) * 0.02)
+        for layer in self.model.layers:
+            layer.kv_proj.weight.chunk(2)[0].copy_(layer.q_proj.weight)
+
+    def refresh(self):
+        with torch.no_grad():
+            torch._foreach_copy_(self.weights, self.masters)
+
+    def update(self, inputs, targets, weights, rate: float) -> float:
+        """One step; returns the weighted loss."""
+        logits = self.forward(self.model, inputs.to(self.device))                                 # [B * T, V]
+        losses = F.cross_entropy(logits.float(), targets.flatten().to(self.device), reduction="none")
+        weights = weights.flatten().to(self.device)
+        loss = (losses * weights).sum() / weights.sum()
+        loss.backward()
+        for weight, master in zip(self.weights, self.masters):
+            master.grad = weight.grad.float()
+            weight.grad = None
+        torch.nn.utils.clip_grad_norm_(self.masters, 1.0)
+        for optimizer, full in zip(self.optimizers, self.rates):
+            optimizer.param_groups[0]["lr"] = full * rate
+            optimizer.step()
+        self.refresh()
+        self.step, self.tokens = self.step + 1, self.tokens + inputs.numel()
+        return loss.item()
+
+    def save(self):
+        self.work.mkdir(parents=True, exist_ok=True)
+        tensors = {f"master.{index}": master.detach() for index, master in enumerate(self.masters)}
+        for number, optimizer in enumerate(self.optimizers):
+            for index, state in optimizer.state_dict()["state"].items():
+                tensors.update({f"optimizer.{number}.{index}.{key}": value for key, value in state.items()})
+        save_file(tensors, self.work / "state.new", {"step": str(self.step), "tokens": str(self.tokens)})
+        (self.work / "state.new").replace(self.work / "state.safetensors")
+
+    def load(self):
+        path = self.work / "state.safetensors"
+        if not path.exists():
+            return
+        from safetensors import safe_open
+        with safe_open(path, "pt") as file:
+            self.step, self.tokens = int(file.metadata()["step"]), int(file.metadata()["tokens"])
+        tensors = load_file(path, self.device)
+        with torch.no_grad():
+            for index, master in enumerate(self.masters):
+                master.copy_(tensors[f"master.{index}"])
+        for number, optimizer in enumerate(self.optimizers):
+            state = {}
+            for name, value in tensors.items():
+                if name.startswith(f"optimizer.{number}."):
+                    _, _, index, key = name.split(".")
+                    state.setdefault(int(index), {})[key] = value
+            optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def learning_rate(tokens: int, total: int) -> float:
+    """Share of the full rate: a short warm-up, level, then down to a twentieth in a straight line."""
+    warm_up = min(1.0, (tokens + 1e4) / 4e5)
+    decay = min(1.0, (1 - tokens / total) / (1 - DECAY_FROM))
+    return warm_up * max(0.05, decay)
+
+
+def train(trainer: Trainer, rows: Rows, report_every: int = 250_000):
+    total = int(STAGES[-1][0] * 1e6)
+    bar = tqdm(total=total, initial=trainer.tokens, unit="token", unit_scale=True, smoothing=0.02)
+    reported = trainer.tokens
+    while trainer.tokens < total:
+        _, length, count, level = next(stage for stage in STAGES if trainer.tokens < stage[0] * 1e6)
+        batch = rows.batch(f"train {trainer.step}", count, length, level)
+        loss = trainer.update(*batch, learning_rate(trainer.tokens, total))
+        bar.update(count * length)
+        bar.set_postfix(row=length, loss=f"{loss:.3f}")
+        if trainer.tokens - reported >= report_every:
+            reported = trainer.tokens
+            trainer.save()
+            bar.refresh()
+            scores = evaluate(trainer.model, rows, length // 2, 24, level)
+            tqdm.write(f"{trainer.tokens / 1e6:6.1f}M tokens, row {length}, loss {loss:.3f}, "
+                       f"right at {length // 2}: " + describe(scores))
+    trainer.save()
+    bar.close()
+
+
+# 4. Evaluation -----------------------------------------------------------------------------------------------
+
+@torch.inference_mode()
+def evaluate(model: Llama, rows: Rows, history: int, conversations: int, level: Level = HARD,
+             questions: int = 6, batch: int = 8) -> dict[str, list[int]]:
+    """Ask `questions` after `history` tokens of each held-out conversation -> kind: [right, asked].
+
+    An answer is right when every one of its tokens, the end included, is the most likely one: exactly
+    when greedy decoding would write it."""
+    level = Level(**{**level.__dict__, "document": max(level.document, history // 24)})
+    scores: dict[str, list[int]] = {}
+    for first in range(0, conversations, batch):
+        prepared = []
+        for number in range(first, min(first + batch, conversations)):
+            conversation = Conversation(random.Random(f"held out {number}"), level)
+            ids, answers = [], []
+            while len(ids) < history:
+                turn = conversation.next_turn()
+                ids += rows.message("user", turn.user) + rows.message("assistant", turn.assistant)
+            while len(answers) < questions:
+                turn = conversation.next_turn()
+                if turn.kind and len(ids) < CONTEXT - 60:
+                    user, assistant = rows.message("user", turn.user), rows.message("assistant", turn.assistant)
+                    begin = len(ids) + len(user) + len(rows.roles["assistant"])
+                    ids += user + assistant
+                    answers.append((turn.kind, begin, len(ids) - 1))   # the end token counts, the newline does not
+                elif len(ids) >= CONTEXT - 60:
+                    break
+            prepared.append((ids, answers))
+        longest = max(len(ids) for ids, _ in prepared)
+        tokens = torch.tensor([ids + [0] * (longest - len(ids)) for ids, _ in prepared]).to(model.device)
+        best = forward(model, tokens).argmax(-1).view(tokens.shape)    # [B, T]
+        for row, (_, answers) in enumerate(prepared):
+            for kind, begin, end in answers:
+                right = torch.equal(best[row, begin - 1:end - 1], tokens[row, begin:end])
+                score = scores.setdefault(kind, [0, 0])
+                score[0] += right
+                score[1] += 1
+    return scores
+
+
+def describe(scores: dict[str, list[int]]) -> str:
+    right, asked = (sum(column) for column in zip(*scores.values()))
+    kinds = ", ".join(f"{kind} {a}/{b}" for kind, (a, b) in sorted(scores.items()))
+    return f"{right / asked:.1%} of {asked} ({kinds})"
+
+
+# 5. The folder -----------------------------------------------------------------------------------------------
+
+def write(trainer: Trainer, tokenizer: Tokenizer, folder: Path):
+    """Hugging Face layout: config.json, model.safetensors in bfloat16, tokenizer files with the chat template."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.bfloat16().contiguous().cpu() for name, tensor in trainer.model.weights().items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    tokenizer.save(str(folder / "tokenizer.json"))
+    for name, content in (
+            ("config.json", CONFIG),
+            ("generation_config.json", dict(bos_token_id=0, eos_token_id=1)),
+            ("tokenizer_config.json", dict(
+                tokenizer_class="PreTrainedTokenizerFast", bos_token="<s>", eos_token="</s>", pad_token="</s>",
+                model_max_length=CONTEXT, clean_up_tokenization_spaces=False, chat_template=CHAT_TEMPLATE))):
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=Path("classroom-training"), help="where the training state is kept")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--compile", action="store_true", help="torch.compile: a quarter faster, needs a C++ compiler")
+    parser.add_argument("--out", type=Path, default=FOLDER)
+    arguments = parser.parse_args()
+    tokenizer = train_tokenizer()
+    rows = Rows(tokenizer)
+    trainer = Trainer(arguments.work, arguments.device, arguments.compile)
+    try:
+        train(trainer, rows)
+    except KeyboardInterrupt:
+        trainer.save()
+        sys.exit(f"stopped at {trainer.tokens:,} tokens; the same command goes on from there")
+    write(trainer, tokenizer, arguments.out)
+
+
+if __name__ == "__main__":
+    main()
