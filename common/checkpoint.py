@@ -10,6 +10,7 @@ Weights travel one tensor at a time from the file to their final place and dtype
 model's own memory and one tensor more. Only safetensors are read; a pickle can run code.
 """
 import json
+import os
 from pathlib import Path
 
 import torch
@@ -95,18 +96,14 @@ def find_folder(name: str) -> Path:
     """A name as the user typed it -> a local folder, downloading from the hub if need be."""
     if name == "classroom":
         return CLASSROOM
-    if Path(name).is_dir():
+    if os.path.isdir(name):                 # unlike Path.is_dir, False for a name that is too long
         return Path(name)
     repository = ALIASES.get(name, name)
     if repository.count("/") != 1 or repository.startswith((".", "/", "~")):
         raise ModelError(f"No model {name!r}: there is no such folder, and a model on the hub is named OWNER/NAME. " + OFFLINE)
     from huggingface_hub import snapshot_download
     wanted = dict(allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja"], ignore_patterns=["*/*"])
-    try:
-        return Path(snapshot_download(repository, local_files_only=True, **wanted))
-    except Exception:                       # not in the cache: ask the hub
-        pass
-    try:
+    try:                                    # without a network this is what the cache holds
         return Path(snapshot_download(repository, **wanted))
     except Exception as error:              # the hub's client lets its HTTP library's own errors through
         reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else ""
@@ -120,7 +117,7 @@ def read_json(path: Path) -> dict:
     except FileNotFoundError:
         raise ModelError(f"{path.parent} has no {path.name}; a model folder needs config.json, *.safetensors "
                          "and a tokenizer.") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read as JSON ({error}).") from None
     if not isinstance(content, dict):
         raise ModelError(f"{path} must hold a JSON object.")
@@ -131,8 +128,9 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
         names = read_json(index).get("weight_map")
-        if not isinstance(names, dict) or not all(isinstance(n, str) and Path(n).name == n for n in names.values()):
-            raise ModelError(f"{index} must map tensors to files in its own folder.")
+        if not isinstance(names, dict) or not all(
+                isinstance(n, str) and Path(n).name == n and n.endswith(".safetensors") for n in names.values()):
+            raise ModelError(f"{index} must map tensors to *.safetensors files in its own folder.")
         files = [folder / name for name in sorted(set(names.values()))]
     else:
         files = sorted(folder.glob("*.safetensors"))
@@ -152,9 +150,10 @@ def read_tokenizer(folder: Path):
         raise ModelError(f"{folder} has no tokenizer.json or tokenizer.model; copy the tokenizer's files there.")
     from transformers import AutoTokenizer
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:              # the library raises whatever its parsers raise
-        raise ModelError(f"The tokenizer in {folder} cannot be read ({type(error).__name__}: {error}).") from None
+        raise ModelError(f"The tokenizer in {folder} cannot be read ({type(error).__name__}: "
+                         f"{' '.join(str(error).split())[:300]}).") from None
 
 
 def read_end_tokens(folder: Path, config: dict, tokenizer) -> set[int]:
@@ -169,8 +168,12 @@ def read_end_tokens(folder: Path, config: dict, tokenizer) -> set[int]:
 
 def allocate(config: LlamaConfig, dtype: torch.dtype, device: str, name: str) -> Llama:
     """Room for the weights, after a look at whether there is any."""
-    with torch.device("meta"):
-        size = sum(p.numel() for p in Llama(config, dtype, "meta").parameters()) * dtype.itemsize
+    try:
+        with torch.device("meta"):
+            shape = Llama(config, dtype, "meta")
+    except RuntimeError:                    # a product of its sizes is more than 64 bits
+        raise ModelError(f"{name}: the sizes in its config.json are absurd.") from None
+    size = sum(tensor.numel() for tensor in (*shape.parameters(), *shape.buffers())) * dtype.itemsize
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else free_host_memory()
     if size > free:
         raise ModelError(f"{name} takes {size / 1e9:.1f} GB in {str(dtype)[6:]} and {free / 1e9:.1f} GB are free; "
@@ -188,14 +191,12 @@ def free_host_memory() -> float:
 
 
 def fill_from_files(model: Llama, files: list[Path]):
-    places = model.weights()
-    tied = model.config.tie_word_embeddings
-    bar = None
+    places, tied = model.weights(), model.config.tie_word_embeddings
+    bar = tqdm(total=len(places), desc="loading", unit="tensor", delay=1, leave=False)
     for path in files:
         try:
             with safe_open(path, "pt") as file:
                 names = list(file.keys())
-            bar = bar or tqdm(total=len(places), desc="loading", unit="tensor", delay=1, leave=False)
             for name in names:
                 if name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight"):
                     continue                # computed here, and the same matrix as the embedding
@@ -212,30 +213,10 @@ def fill_from_files(model: Llama, files: list[Path]):
                 bar.update()
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path} is not a whole safetensors file ({error}); copy or download it again.") from None
-    if bar:
-        bar.close()
+    bar.close()
     if places:
         raise ModelError(f"{files[0].parent} lacks the tensor {next(iter(places))}"
                          + (f" and {len(places) - 1} more" if len(places) > 1 else "") + "; its weights are incomplete.")
-
-
-def reference_model(name: str, dtype: torch.dtype, device: str = "cpu"):
-    """The same weights in `transformers`, which every claim of equality is checked against."""
-    from transformers import AutoModelForCausalLM
-    from transformers import LlamaConfig as ReferenceConfig
-    if not name.startswith("random:"):
-        return AutoModelForCausalLM.from_pretrained(
-            str(find_folder(name)), dtype=dtype, attn_implementation="sdpa", use_safetensors=True).to(device).eval()
-    ours = random_config(name)
-    sizes = {field: getattr(ours, field) for field in (
-        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-        "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps")}
-    config = ReferenceConfig(**sizes, tie_word_embeddings=False, dtype=dtype, attn_implementation="sdpa")
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).eval()
-    plain = Llama(ours, dtype, device)
-    fill_at_random(plain, 0)
-    model.load_state_dict(plain.weights(), assign=True)
-    return model
 
 
 # Models without a checkpoint -----------------------------------------------------------------------------------

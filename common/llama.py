@@ -32,8 +32,46 @@ _HARMLESS = frozenset("""
     bos_token_id eos_token_id pad_token_id initializer_range attention_dropout pretraining_tp
     max_window_layers output_attentions output_hidden_states return_dict torchscript
     tokenizer_class task_specific_params id2label label2id chunk_size_feed_forward
-    sliding_window use_sliding_window layer_types rope_parameters original_max_position_embeddings
-    """.split())  # the last four names are examined below
+    sliding_window use_sliding_window layer_types
+    """.split())  # the last three names are examined below
+
+
+_ROPE_FIELDS = {"default": (), "linear": ("factor",), "llama3": (
+    "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
+
+
+def _require(fine: bool, message: str):
+    if not fine:
+        raise UnsupportedConfig("config.json: " + message)
+
+
+def _take(config: dict, name: str, default=None, kinds=(int,)):
+    """Take a positive number out of `config`."""
+    value = config.pop(name, None)
+    value = default if value is None else value
+    _require(type(value) in kinds and 0 < value < math.inf,
+             f"{name} must be a positive {'whole number' if kinds == (int,) else 'number'}, not {value!r}")
+    return value
+
+
+def _take_rope(config: dict, context: int) -> tuple[float, dict]:
+    """Take theta and the scaling out of `config`, with the precedence of transformers, whose version 5 puts both in
+    rope_parameters."""
+    scaling, parameters = config.pop("rope_scaling", None), config.pop("rope_parameters", None)
+    name, rope = ("rope_scaling", scaling) if scaling else ("rope_parameters", parameters or {})
+    _require(isinstance(rope, dict), f"{name} must be an object, not {rope!r}")
+    rope, outside = dict(rope), config.pop("rope_theta", None)
+    original = config.pop("original_max_position_embeddings", None)
+    theta = _take(rope, "rope_theta", outside or 10000.0, (int, float))
+    older = rope.pop("type", None)
+    kind = rope.pop("rope_type", None) or older or "default"
+    _require(kind in _ROPE_FIELDS, f"{name} of type {kind!r} is not supported; linear and llama3 are")
+    if kind == "llama3":
+        rope["original_max_position_embeddings"] = original or rope.get("original_max_position_embeddings") or context
+    fields = {field_name: _take(rope, field_name, None, (int, float)) for field_name in _ROPE_FIELDS[kind]}
+    for other, value in rope.items():
+        _require(other in _ROPE_FIELDS["llama3"] or value in (None, 1.0), f"{name}.{other} = {value!r} is not supported")
+    return float(theta), {} if kind == "default" else {"rope_type": kind, **fields}
 
 
 @dataclass(frozen=True)
@@ -61,48 +99,32 @@ class LlamaConfig:
         value this model would have to ignore."""
         config = dict(config)
         family = config.get("model_type")
-        if family not in ("llama", "mistral", "qwen2"):
-            raise UnsupportedConfig(f"config.json: model_type {family!r} is not of the Llama family; "
-                                    "llama, mistral and qwen2 are supported")
-        if config.get("sliding_window") and config.get("use_sliding_window", family == "mistral"):
-            raise UnsupportedConfig("config.json: sliding_window is not supported; choose a model with full attention")
-        if any(kind != "full_attention" for kind in config.get("layer_types") or ()):
-            raise UnsupportedConfig("config.json: layer_types other than full_attention are not supported")
-        if config.pop("hidden_act", "silu") != "silu":
-            raise UnsupportedConfig("config.json: hidden_act must be silu")
+        _require(family in ("llama", "mistral", "qwen2"),
+                 f"model_type {family!r} is not of the Llama family; llama, mistral and qwen2 are supported")
+        slides = config.get("sliding_window") and (family == "mistral" or config.get("use_sliding_window"))
+        _require(not slides, "sliding_window is not supported; choose a model with full attention")
+        layer_types = config.get("layer_types") or []
+        _require(isinstance(layer_types, list) and all(kind == "full_attention" for kind in layer_types),
+                 "layer_types other than full_attention are not supported")
+        _require(config.pop("hidden_act", "silu") == "silu", "hidden_act must be silu")
 
         attention_bias = bool(config.pop("attention_bias", False))
-        rope = config.get("rope_parameters") or {}       # transformers 5 puts theta and scaling in one field
-        scaling = dict(config.pop("rope_scaling", None) or rope)
-        theta = config.pop("rope_theta", None) or scaling.get("rope_theta") or rope.get("rope_theta") or 10000.0
-        scaling.pop("rope_theta", None)
-        kind = scaling.pop("type", None) or scaling.get("rope_type") or "default"
-        if kind not in ("default", "linear", "llama3") or scaling.get("partial_rotary_factor", 1.0) != 1.0:
-            raise UnsupportedConfig(f"config.json: rope_scaling of type {kind!r} is not supported; linear and llama3 are")
-        scaling = {} if kind == "default" else {**scaling, "rope_type": kind}
-
-        def number(name, default=None):
-            value = config.pop(name, None)
-            value = default if value is None else value
-            if not isinstance(value, int) or value < 1:
-                raise UnsupportedConfig(f"config.json: {name} must be a positive whole number, not {value!r}")
-            return value
-
-        heads, hidden = number("num_attention_heads"), number("hidden_size")
+        heads, hidden = _take(config, "num_attention_heads"), _take(config, "hidden_size")
+        context = _take(config, "max_position_embeddings", 2048)
+        theta, scaling = _take_rope(config, context)
         known = dict(
-            vocab_size=number("vocab_size"), hidden_size=hidden, num_attention_heads=heads,
-            intermediate_size=number("intermediate_size"), num_hidden_layers=number("num_hidden_layers"),
-            num_key_value_heads=number("num_key_value_heads", heads), head_dim=number("head_dim", hidden // heads),
-            max_position_embeddings=number("max_position_embeddings", 2048),
-            rms_norm_eps=float(config.pop("rms_norm_eps", 1e-6)), rope_theta=float(theta), rope_scaling=scaling,
-            qkv_bias=attention_bias or family == "qwen2", output_bias=attention_bias and family != "qwen2",
-            mlp_bias=bool(config.pop("mlp_bias", False)),
+            vocab_size=_take(config, "vocab_size"), hidden_size=hidden, num_attention_heads=heads,
+            intermediate_size=_take(config, "intermediate_size"), num_hidden_layers=_take(config, "num_hidden_layers"),
+            num_key_value_heads=_take(config, "num_key_value_heads", heads), head_dim=_take(config, "head_dim", hidden // heads),
+            max_position_embeddings=context, rms_norm_eps=float(_take(config, "rms_norm_eps", 1e-6, (int, float))),
+            rope_theta=theta, rope_scaling=scaling, qkv_bias=attention_bias or family == "qwen2",
+            output_bias=attention_bias and family != "qwen2", mlp_bias=bool(config.pop("mlp_bias", False)),
             tie_word_embeddings=bool(config.pop("tie_word_embeddings", False)))
-        if known["num_attention_heads"] % known["num_key_value_heads"]:
-            raise UnsupportedConfig("config.json: num_attention_heads must be a multiple of num_key_value_heads")
+        _require(heads % known["num_key_value_heads"] == 0, "num_attention_heads must be a multiple of num_key_value_heads")
+        _require(known["num_hidden_layers"] <= 1024, "num_hidden_layers must be at most 1024")
+        _require(known["head_dim"] % 2 == 0, f"head_dim must be even, not {known['head_dim']}")
         for name, value in config.items():               # whatever is left and says something is refused by name
-            if name not in _HARMLESS and value not in (None, False, 0, "", [], {}):
-                raise UnsupportedConfig(f"config.json: {name} = {value!r} is not supported by this model")
+            _require(name in _HARMLESS or value in (None, False, 0, "", [], {}), f"{name} = {value!r} is not supported")
         return cls(**known)
 
     @property
@@ -112,8 +134,10 @@ class LlamaConfig:
 
 
 class Linear(nn.Module):
-    """y = x W^T + b. On a CPU the weight can be reordered once into oneDNN's own layout (`reorder`), which
-    streams faster through decode's one-row products. The plain weight is then released."""
+    """y = x W^T + b. On a CPU the weight can be reordered once (`reorder`) into a layout that decode's one-row
+    products stream through faster: oneDNN's own from REORDER_FROM numbers on, column by column below, where
+    the call into oneDNN costs more than it saves. The plain weight is then released."""
+    REORDER_FROM = 1 << 20
 
     def __init__(self, inputs: int, outputs: int, bias: bool, **where):
         super().__init__()
@@ -131,8 +155,13 @@ class Linear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
     def reorder(self):
-        """Move the weight into oneDNN's layout. Nothing changes where the operator is missing or declines."""
-        if self.weight.device.type == "cpu" and hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+        """Move the weight into the faster layout. Nothing changes off the CPU, or where the operator is missing
+        or declines."""
+        if self.weight.device.type != "cpu":
+            return
+        if self.weight.numel() < self.REORDER_FROM:
+            self.weight = nn.Parameter(self.weight.detach().T.contiguous().T, requires_grad=False)
+        elif hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
             try:
                 self.reordered = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), None)
             except RuntimeError:                                       # a dtype that this processor has no kernel for
@@ -163,13 +192,14 @@ class Rotary(nn.Module):
         frequencies = rotary_frequencies(config)                       # [hd/2], float32
         positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
         angles = torch.outer(positions, frequencies)                   # [P, hd/2]
-        table = torch.stack((angles.cos(), angles.sin()), dim=1)       # [P, 2, hd/2]
+        cos, sin = angles.cos(), angles.sin()                          # [P, hd/2] each
+        table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1)   # [P, 2, hd]
         self.register_buffer("table", table.to(**where), persistent=False)
 
     def forward(self, x, positions):                                   # [T, H, hd], [T] -> [T, H, hd]
-        cos, sin = self.table[positions].unsqueeze(2).unbind(1)        # [T, 1, hd/2] each
-        first, second = x.chunk(2, dim=-1)                             # [T, H, hd/2] each
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        cos, sin = self.table[positions].unsqueeze(2).unbind(1)        # [T, 1, hd] each
+        swapped = x.roll(x.shape[-1] // 2, dims=-1)                    # [T, H, hd], each number at its partner's place
+        return torch.addcmul(x * cos, swapped, sin)
 
 
 def rotary_frequencies(config: LlamaConfig) -> torch.Tensor:
@@ -209,14 +239,14 @@ class Layer(nn.Module):
 
         The forward pass and every restoration from hidden states call this same function; that is why
         what is restored is what was lost."""
-        k, v = self.kv_proj(self.attention_norm(hidden)).chunk(2, dim=-1)        # [T, KVH*hd] each
-        k, v = k.unflatten(-1, (-1, self.head_dim)), v.unflatten(-1, (-1, self.head_dim))  # [T, KVH, hd] each
+        kv = self.kv_proj(self.attention_norm(hidden))                           # [T, 2*KVH*hd]
+        k, v = kv.view(len(hidden), 2, -1, self.head_dim).unbind(1)              # [T, KVH, hd] each
         return self.rotary(k, positions), v
 
     def project_q(self, hidden, positions):
         """The layer's input [T, D] at `positions` [T] -> q [T, H, hd]."""
-        q = self.q_proj(self.attention_norm(hidden)).unflatten(-1, (-1, self.head_dim))  # [T, H, hd]
-        return self.rotary(q, positions)
+        q = self.q_proj(self.attention_norm(hidden))                             # [T, H*hd]
+        return self.rotary(q.view(len(hidden), -1, self.head_dim), positions)    # [T, H, hd]
 
     def forward(self, hidden, positions, attend):
         """hidden [T, D] -> [T, D]. `attend(q, k, v) -> out` [T, H, hd] belongs to the KV cache: it stores
@@ -233,8 +263,8 @@ class Llama(nn.Module):
 
     def __init__(self, config: LlamaConfig, dtype=torch.float32, device="cpu"):
         super().__init__()
+        self.config, self.dtype, self.device = config, dtype, torch.device(device)
         where = dict(dtype=dtype, device=device)
-        self.config = config
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, **where))
         self.rotary = Rotary(config, **where)
         self.layers = nn.ModuleList(Layer(config, self.rotary, **where) for _ in range(config.num_hidden_layers))
@@ -242,14 +272,6 @@ class Llama(nn.Module):
         self.head = Linear(config.hidden_size, config.vocab_size, False, **where)
         if config.tie_word_embeddings:
             self.head.weight = self.embedding
-
-    @property
-    def dtype(self):
-        return self.embedding.dtype
-
-    @property
-    def device(self):
-        return self.embedding.device
 
     def embed(self, tokens):
         """tokens [T] -> hidden [T, D]."""
