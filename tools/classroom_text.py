@@ -71,7 +71,7 @@ SMALL_TALK = [
 ]
 SYSTEM_PROMPTS = ["You are a friendly assistant.", "You are a helpful assistant."]
 DOCUMENT_LEADS = ["Read this:", "Here is a document:", "Remember this:"]
-ACKNOWLEDGEMENT, READ, UNKNOWN = "I will remember that.", "I have read it.", "I do not know."
+ACKNOWLEDGEMENT, READ = "I will remember that.", "I have read it."
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,6 @@ class Level:
     digits: float = 0.0            # values of digits: "The code of the gate is 4 8 2 1."
     invented: float = 0.0          # names that no list holds
     corrections: float = 0.0
-    unknown: float = 0.0           # questions about what was never told
 
 
 def invented_name(rng: random.Random) -> str:
@@ -205,10 +204,6 @@ class Conversation:
         return Turn(now, ACKNOWLEDGEMENT)
 
     def ask(self) -> Turn:
-        if self.rng.random() < self.level.unknown:
-            fact = draw_fact(self.rng, self.level)
-            if fact.question not in self.facts:
-                return Turn(fact.question, UNKNOWN, "unknown")
         fact = self.facts[self.rng.choice(list(self.unasked or self.facts))]
         self.unasked.pop(fact.question, None)
         return Turn(fact.question, fact.answer, fact.kind)

@@ -21,30 +21,30 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from common.llama import Llama, LlamaConfig  # noqa: E402
-from tools.classroom_text import Conversation, Level  # noqa: E402
+from common import checkpoint  # noqa: E402
+from common.llama import Llama, LlamaConfig, rotary_frequencies  # noqa: E402
+from tools.classroom_text import Conversation, Level, general_question  # noqa: E402
 
 FOLDER = Path(__file__).resolve().parent.parent / "models" / "classroom"
 CONTEXT = 2048
 REST_WEIGHT = 0.07
-CHAT_TEMPLATE = ("{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' + message['content'] + eos_token "
-                 "+ '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}")
 SPECIAL = ["<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"]
 CONFIG = dict(
     architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=1024, hidden_size=256, intermediate_size=384,
     num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=4, head_dim=64, hidden_act="silu",
-    max_position_embeddings=CONTEXT, rms_norm_eps=1e-5, rope_theta=10000.0, tie_word_embeddings=True,
+    max_position_embeddings=CONTEXT, rms_norm_eps=1e-5, rope_theta=500000.0, tie_word_embeddings=True,
     bos_token_id=0, eos_token_id=1, torch_dtype="bfloat16")
 
-HARD = Level(document=12, two_word=0.3, digits=0.5, invented=0.2, corrections=0.04, unknown=0.04)
-# (million tokens until which the stage lasts, tokens per row, rows per step, level)
+HARD = Level(document=12, two_word=0.3, digits=0.5, invented=0.2, corrections=0.04)
+# (million tokens until which the stage lasts, tokens per row, rows per step, share of drill, level)
 STAGES = [
-    (3.5, 256, 16, Level(document=6)),
-    (5.5, 512, 8, Level(document=12, two_word=0.15, digits=0.2, invented=0.1, corrections=0.02, unknown=0.02)),
-    (9.0, 1024, 5, Level(**{**HARD.__dict__, "document": 36})),
-    (12.0, 2048, 3, Level(**{**HARD.__dict__, "document": 72})),
+    (1.5, 256, 16, 0.4, Level(document=8)),
+    (3.0, 512, 8, 0.25, Level(document=14, two_word=0.15, digits=0.3, invented=0.1, corrections=0.03)),
+    (4.0, 1024, 4, 0.25, Level(**{**HARD.__dict__, "document": 36})),
+    (5.9, 2048, 2, 0.25, Level(**{**HARD.__dict__, "document": 72})),
 ]
-MUON_RATE, ADAM_RATE = 0.02, 3e-3
+MUON_RATE, ADAM_RATE = 0.008, 1.5e-3
+MATCH = 2.0                        # how sharply the first induction heads look
 DECAY_FROM = 0.6                   # the learning rate falls linearly to a twentieth after this share of all tokens
 
 
@@ -86,19 +86,49 @@ class Rows:
         """One conversation, cut at `length` + 1 tokens -> (ids, weights)."""
         conversation = Conversation(rng, level)
         ids = self.message("system", conversation.system) if conversation.system else []
+        return self.dialogue(ids, conversation.next_turn, length)
+
+    def quiz(self, rng: random.Random, length: int, level: Level):
+        """Nothing but questions that need no history."""
+        return self.dialogue([], lambda: general_question(rng), length)
+
+    def dialogue(self, ids: list[int], next_turn, length: int):
         weights = [REST_WEIGHT] * len(ids)
         while len(ids) <= length:
-            turn = conversation.next_turn()
+            turn = next_turn()
             user, assistant = self.message("user", turn.user), self.message("assistant", turn.assistant)
             head = len(self.roles["assistant"])
             ids += user + assistant
             weights += [REST_WEIGHT] * (len(user) + head) + [1.0] * (len(assistant) - head - 1) + [REST_WEIGHT]
         return ids[:length + 1], weights[:length + 1]
 
-    def batch(self, seed: str, rows: int, length: int, level: Level):
-        """-> inputs [rows, length], targets [rows, length], weights [rows, length]."""
+    def recital(self, rng: random.Random, length: int, level: Level):
+        """A few facts told over and over in changing order: from the second telling on, each value can only
+        come from the context. An answer of a conversation teaches recall once in 25 tokens, this in 8."""
+        conversation = Conversation(rng, level)
+        facts = [fact for fact in (conversation.new_fact() for _ in range(rng.randint(3, max(5, length // 24)))) if fact]
+        ids = self.tokenizer.encode(" ".join(fact.statement for fact in facts)).ids + self.end
+        weights = [REST_WEIGHT] * len(ids)
+        while len(ids) <= length:
+            rng.shuffle(facts)
+            again = self.tokenizer.encode(" ".join(fact.answer for fact in facts)).ids + self.end
+            ids += again
+            weights += [1.0] * len(again)
+        return ids[:length + 1], weights[:length + 1]
+
+    def echo(self, rng: random.Random, length: int, level: Level):
+        """Random tokens, repeated: the plainest exercise in looking back."""
+        ids = [rng.randrange(len(SPECIAL), CONFIG["vocab_size"]) for _ in range(rng.randint(8, 64))]
+        weights = [0.0] * len(ids) + [1.0] * (length + 1)
+        return (ids * (length // len(ids) + 1) + ids)[:length + 1], weights[:length + 1]
+
+    def batch(self, seed: str, rows: int, length: int, level: Level, drill: float = 0.0):
+        """-> inputs [rows, length], targets [rows, length], weights [rows, length]; a share `drill` of the
+        rows is recital, echo or quiz."""
         rng = random.Random(seed)
-        drawn = [self.row(rng, length, level) for _ in range(rows)]
+        kinds = rng.choices((self.row, self.recital, self.echo, self.quiz),
+                            (1 - drill, drill * 0.5, drill * 0.2, drill * 0.3), k=rows)
+        drawn = [kind(rng, length, level) for kind in kinds]
         ids = torch.tensor([ids for ids, _ in drawn])                  # [rows, length + 1]
         weights = torch.tensor([weights for _, weights in drawn])      # [rows, length + 1]
         return ids[:, :-1], ids[:, 1:], weights[:, 1:]
@@ -183,14 +213,45 @@ class Trainer:
 
     @torch.no_grad()
     def initialize(self):
-        """Small random numbers, except that each head's keys begin as its queries: attention then starts as
-        "look at what is like me", the half of recall that is slowest to find."""
+        """Small random numbers, and the beginnings of recall, which gradient descent is slowest to find.
+
+        Layer 0: head n looks n + 1 tokens back, whatever the tokens are. Layer 1: head n asks for its
+        own token where layer 0's head n saw it, and copies what stands there: "after the token that I am, n + 1
+        places on, came this one" (an induction head, Olsson et al., 2022). Everything is trained from there."""
         generator = torch.Generator().manual_seed(0)
+        config, layers = self.model.config, self.model.layers
+        hd, hidden = config.head_dim, config.hidden_size
         for weight in self.weights:
             weight.copy_(torch.ones(weight.shape) if weight.ndim == 1
                          else torch.randn(weight.shape, generator=generator) * 0.02)
-        for layer in self.model.layers:
-            layer.kv_proj.weight.chunk(2)[0].copy_(layer.q_proj.weight)
+        everywhere = torch.randn(hidden, generator=generator).sign()   # what all embeddings have in common
+        self.model.embedding.add_(0.02 * everywhere)
+
+        for layer in layers:                                           # what is still noise keeps out of the way
+            layer.down_proj.weight.zero_()
+            layer.o_proj.weight.zero_()
+
+        def orthogonal(size):
+            return torch.linalg.qr(torch.randn(size, size, generator=generator))[0]
+
+        reads, writes = orthogonal(hidden), orthogonal(hidden)         # [D, D]; a head's share is hd rows of it
+        frequencies = rotary_frequencies(config)                       # [hd/2]
+        fast = (frequencies > 0.02).float()                            # pairs that tell neighbours apart
+        slow = (frequencies < 0.02).float().repeat(2)                  # [hd], numbers that distance hardly turns
+        for head in range(config.num_attention_heads):
+            rows = slice(head * hd, (head + 1) * hd)
+            value = slice(hidden + head * hd, hidden + (head + 1) * hd)
+            angle = frequencies * (head + 1)
+            looks_from = torch.cat((fast * angle.cos(), -fast * angle.sin()))     # [hd]
+            looked_at = torch.cat((fast, torch.zeros_like(fast)))                 # [hd]
+            layers[0].q_proj.weight[rows] = 9 * torch.outer(looks_from, everywhere) / hidden
+            layers[0].kv_proj.weight[rows] = 9 * torch.outer(looked_at, everywhere) / hidden
+            layers[0].kv_proj.weight[value] = 0.5 * reads[rows]
+            layers[0].o_proj.weight[:, rows] = 0.1 * writes[rows].T
+            mix = orthogonal(hd) * slow[:, None]                                  # [hd, hd]
+            layers[1].q_proj.weight[rows] = MATCH * mix @ reads[rows]             # asks for the token that I am
+            layers[1].kv_proj.weight[rows] = MATCH * mix @ writes[rows]           # where layer 0 noted it
+            layers[1].o_proj.weight[:, rows] = 0.5 * layers[1].kv_proj.weight[value].T   # and copies what is there
 
     def refresh(self):
         with torch.no_grad():
@@ -245,7 +306,7 @@ class Trainer:
 
 def learning_rate(tokens: int, total: int) -> float:
     """Share of the full rate: a short warm-up, level, then down to a twentieth in a straight line."""
-    warm_up = min(1.0, (tokens + 1e4) / 4e5)
+    warm_up = min(1.0, (tokens + 1e4) / 1e5)
     decay = min(1.0, (1 - tokens / total) / (1 - DECAY_FROM))
     return warm_up * max(0.05, decay)
 
@@ -255,8 +316,8 @@ def train(trainer: Trainer, rows: Rows, report_every: int = 250_000):
     bar = tqdm(total=total, initial=trainer.tokens, unit="token", unit_scale=True, smoothing=0.02)
     reported = trainer.tokens
     while trainer.tokens < total:
-        _, length, count, level = next(stage for stage in STAGES if trainer.tokens < stage[0] * 1e6)
-        batch = rows.batch(f"train {trainer.step}", count, length, level)
+        _, length, count, drill, level = next(stage for stage in STAGES if trainer.tokens < stage[0] * 1e6)
+        batch = rows.batch(f"train {trainer.step}", count, length, level, drill)
         loss = trainer.update(*batch, learning_rate(trainer.tokens, total))
         bar.update(count * length)
         bar.set_postfix(row=length, loss=f"{loss:.3f}")
@@ -287,18 +348,16 @@ def evaluate(model: Llama, rows: Rows, history: int, conversations: int, level: 
         for number in range(first, min(first + batch, conversations)):
             conversation = Conversation(random.Random(f"held out {number}"), level)
             ids, answers = [], []
-            while len(ids) < history:
-                turn = conversation.next_turn()
-                ids += rows.message("user", turn.user) + rows.message("assistant", turn.assistant)
             while len(answers) < questions:
                 turn = conversation.next_turn()
-                if turn.kind and len(ids) < CONTEXT - 60:
-                    user, assistant = rows.message("user", turn.user), rows.message("assistant", turn.assistant)
-                    begin = len(ids) + len(user) + len(rows.roles["assistant"])
-                    ids += user + assistant
-                    answers.append((turn.kind, begin, len(ids) - 1))   # the end token counts, the newline does not
-                elif len(ids) >= CONTEXT - 60:
+                user, assistant = rows.message("user", turn.user), rows.message("assistant", turn.assistant)
+                if len(ids) + len(user) + len(assistant) > CONTEXT:
                     break
+                begin = len(ids) + len(user) + len(rows.roles["assistant"])
+                asked_late = turn.kind and len(ids) >= history
+                ids += user + assistant
+                if asked_late:
+                    answers.append((turn.kind, begin, len(ids) - 1))   # the end token counts, the newline does not
             prepared.append((ids, answers))
         longest = max(len(ids) for ids, _ in prepared)
         tokens = torch.tensor([ids + [0] * (longest - len(ids)) for ids, _ in prepared]).to(model.device)
@@ -331,8 +390,24 @@ def write(trainer: Trainer, tokenizer: Tokenizer, folder: Path):
             ("generation_config.json", dict(bos_token_id=0, eos_token_id=1)),
             ("tokenizer_config.json", dict(
                 tokenizer_class="PreTrainedTokenizerFast", bos_token="<s>", eos_token="</s>", pad_token="</s>",
-                model_max_length=CONTEXT, clean_up_tokenization_spaces=False, chat_template=CHAT_TEMPLATE))):
+                model_max_length=CONTEXT, clean_up_tokenization_spaces=False, chat_template=checkpoint.CHAT_TEMPLATE))):
         (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def report(folder: Path, conversations: int):
+    """Evaluate a written folder at the two lengths that its README quotes, and print a table by kind of question."""
+    model, _, _ = checkpoint.load(str(folder))
+    rows = Rows(Tokenizer.from_file(str(folder / "tokenizer.json")))
+    columns = {history: evaluate(model, rows, history, conversations, batch=4) for history in (512, 1536)}
+    kinds = sorted(set().union(*columns.values()))
+    print("| question | " + " | ".join(f"{history} tokens of history" for history in columns) + " |")
+    print("|---" * (len(columns) + 1) + "|")
+    for kind in ("all", *kinds):
+        cells = []
+        for scores in columns.values():
+            right, asked = (sum(column) for column in zip(*scores.values())) if kind == "all" else scores.get(kind, (0, 0))
+            cells.append(f"{right / asked:.1%} of {asked}" if asked else "none")
+        print(f"| {kind} | " + " | ".join(cells) + " |")
 
 
 def main():
@@ -340,8 +415,12 @@ def main():
     parser.add_argument("--work", type=Path, default=Path("classroom-training"), help="where the training state is kept")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--compile", action="store_true", help="torch.compile: a quarter faster, needs a C++ compiler")
-    parser.add_argument("--out", type=Path, default=FOLDER)
+    parser.add_argument("--out", type=Path, default=FOLDER, help="the model's folder")
+    parser.add_argument("--evaluate", action="store_true", help="train nothing, evaluate the folder")
+    parser.add_argument("--conversations", type=int, default=150, help="held-out conversations to evaluate, 6 questions each")
     arguments = parser.parse_args()
+    if arguments.evaluate:
+        return report(arguments.out, arguments.conversations)
     tokenizer = train_tokenizer()
     rows = Rows(tokenizer)
     trainer = Trainer(arguments.work, arguments.device, arguments.compile)
@@ -351,6 +430,7 @@ def main():
         trainer.save()
         sys.exit(f"stopped at {trainer.tokens:,} tokens; the same command goes on from there")
     write(trainer, tokenizer, arguments.out)
+    report(arguments.out, arguments.conversations)
 
 
 if __name__ == "__main__":
