@@ -15,6 +15,7 @@ behind them call this method recomputation: HCache (EuroSys '25, section 2.3), C
     python 01_baseline.py --prompt "What is a KV cache?"
     python 01_baseline.py                                  # the server, on http://127.0.0.1:5000
 """
+import statistics
 import threading
 import time
 from collections import Counter, deque
@@ -24,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from tokenizers.decoders import DecodeStream
 
+from common import app
 from common.app import BadRequest, Busy, Closing
 from common.timeline import Timeline
 
@@ -37,10 +39,10 @@ class Request:
     temperature: float
     top_p: float
     top_k: int
-    seed: int | None
-    stop: list[str]
+    seed: int | None = None
+    stop: str | list[str] = ()
     history_tokens: int = 0
-    received: float = field(default_factory=time.perf_counter)          # seconds, host clock
+    received: float = 0.0          # seconds, host clock
     timeline: Timeline = field(default_factory=Timeline)
 
 
@@ -95,7 +97,7 @@ def attention(q, k, v, mask):
     tokens, heads, head_dim = q.shape
     if tokens == 1:                # decode: the heads of a group are as many queries to one KV head
         q = q.view(k.shape[0], heads // k.shape[0], head_dim)                       # [KVH, H/KVH, hd]
-        return F.scaled_dot_product_attention(q[None], k[None], v[None]).view(1, heads, head_dim)
+        return F.scaled_dot_product_attention(q[None], k[None], v[None]).reshape(1, heads, head_dim)
     out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k[None], v[None], attn_mask=mask,
                                          is_causal=mask is None, enable_gqa=k.shape[0] != heads)   # [1, H, T, hd]
     return out[0].transpose(0, 1)                                                   # [T, H, hd]
@@ -106,7 +108,8 @@ def sample(logits, request: Request, generator) -> int:
     of these from the fewest that hold top_p of the probability."""
     if request.temperature == 0:
         return int(logits.argmax())
-    logits = logits.float().cpu() / request.temperature                             # [V]
+    logits = logits.double().cpu()                                                  # [V]
+    logits = (logits - logits.max()) / request.temperature      # at most 0: no temperature is too small
     ordered, order = logits.sort(descending=True)                                   # [V] each
     if request.top_k:
         ordered, order = ordered[:request.top_k], order[:request.top_k]
@@ -119,8 +122,8 @@ def sample(logits, request: Request, generator) -> int:
 class Writer:
     """Turns tokens into text as they come, and holds back what may be the beginning of a stop string."""
 
-    def __init__(self, tokenizer, stop: list[str]):
-        self.tokenizer, self.stop = tokenizer.backend_tokenizer, stop
+    def __init__(self, tokenizer, stop: str | list[str]):
+        self.tokenizer, self.stop = tokenizer.backend_tokenizer, [stop] if isinstance(stop, str) else stop
         self.decoder = DecodeStream(skip_special_tokens=True)
         self.text, self.sent = "", 0
         self.stopped = False
@@ -132,7 +135,8 @@ class Writer:
         if ends:
             self.text, self.stopped = self.text[:min(ends)], True
         held = 0 if self.stopped else max(
-            (size for stop in self.stop for size in range(1, len(stop)) if self.text.endswith(stop[:size])), default=0)
+            (size for stop in self.stop for size in range(1, min(len(stop), len(self.text) + 1))
+             if self.text.endswith(stop[:size])), default=0)
         return self.release(len(self.text) - held)
 
     def release(self, end: int | None = None) -> str:
@@ -154,7 +158,7 @@ class Engine:
         self.line: deque[Request] = deque()                             # the first is being answered
         self.turn = threading.Condition()
         self.closing = False
-        self.counts = Counter(requests=0, refused=0, finished=0, cancelled=0, prompt_tokens=0, completion_tokens=0)
+        self.counts = Counter(requests=0, refused=0, finished=0, cancelled=0, failed=0, prompt_tokens=0, completion_tokens=0)
 
     # Asking
 
@@ -170,47 +174,52 @@ class Engine:
 
         `prompt` is one user's message as a string, or a list of token ids taken as they are; `messages` is
         a conversation [{role, content}]. Raises BadRequest, Busy (the line is full) or Closing."""
-        tokens, history = self.encode(prompt, messages)
-        if len(tokens) >= self.context:
-            raise self.refuse(BadRequest(f"The prompt is {len(tokens)} tokens and the context of this model is "
-                                         f"{self.context}, answer included; shorten the prompt."))
-        request = Request(tokens, min(max_tokens, self.context - len(tokens)), temperature, top_p, top_k, seed,
-                          [stop] if isinstance(stop, str) else list(stop), history)
-        with self.turn:
-            if self.closing:
-                raise self.refuse(Closing("The server is shutting down; ask again when it is back."))
-            if len(self.line) > self.max_waiting:
-                raise self.refuse(Busy(f"{self.max_waiting} requests are waiting already; try again later."))
-            self.line.append(request)
-        self.counts["requests"] += 1
+        received = time.perf_counter()
+        try:
+            sampling = app.check_fields(dict(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k,
+                                             seed=seed, stop=stop or None), app.SAMPLING)
+            tokens, history = self.encode(prompt, messages)
+            if len(tokens) >= self.context:
+                raise BadRequest(f"The prompt is {len(tokens)} tokens and the context of this model is "
+                                 f"{self.context}, answer included; shorten the prompt.")
+            sampling["max_tokens"] = min(max_tokens, self.context - len(tokens))
+            request = Request(tokens, history_tokens=history, received=received, **sampling)
+            with self.turn:
+                if self.closing:
+                    raise Closing("The server is shutting down; ask again when it is back.")
+                if len(self.line) > self.max_waiting:
+                    raise Busy(f"{self.max_waiting} requests are waiting already; try again later.")
+                self.line.append(request)
+                self.counts["requests"] += 1
+        except app.RequestError:
+            self.counts["refused"] += 1
+            raise
         answer = self.answer(request)
         next(answer)               # from here on, closing the iterator takes the request out of the line
         return answer
 
-    def refuse(self, error):
-        self.counts["refused"] += 1
-        return error
-
     def encode(self, prompt, messages) -> tuple[list[int], int]:
         """-> the prompt's tokens, and how many of them belong to earlier turns."""
         if (prompt is None) == (messages is None):
-            raise self.refuse(BadRequest("Give either prompt or messages."))
+            raise BadRequest("Give either prompt or messages.")
+        if prompt == "" or messages == []:
+            raise BadRequest("The prompt is empty; write something.")
+        earlier = []
         if isinstance(prompt, list):
-            if not prompt or not all(0 <= token < self.model.config.vocab_size for token in prompt):
-                raise self.refuse(BadRequest(f"Token ids must be from 0 to {self.model.config.vocab_size - 1}, one at least."))
-            return prompt, 0
-        if prompt == "":
-            raise self.refuse(BadRequest("The prompt is empty; write something."))
-        if self.tokenizer.chat_template is None:
+            tokens = prompt
+        elif self.tokenizer.chat_template is None:
             if messages is not None:
-                raise self.refuse(BadRequest("This model has no chat template; send a prompt instead of messages."))
-            return self.tokenizer.encode(prompt), 0
-        messages = messages or [dict(role="user", content=prompt)]
-        try:
-            tokens = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-            earlier = self.tokenizer.apply_chat_template(messages[:-1], return_dict=False) if messages[1:] else []
-        except Exception as error:                                      # a template may refuse an order of roles
-            raise self.refuse(BadRequest(f"The model's chat template does not take these messages ({error}).")) from None
+                raise BadRequest("This model has no chat template; send a prompt instead of messages.")
+            tokens = self.tokenizer.encode(prompt)
+        else:
+            messages = messages or [dict(role="user", content=prompt)]
+            try:
+                tokens = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+                earlier = self.tokenizer.apply_chat_template(messages[:-1], return_dict=False) if messages[1:] else []
+            except Exception as error:                                  # a template may refuse an order of roles
+                raise BadRequest(f"The model's chat template does not take these messages ({error}).") from None
+        if not tokens or not all(0 <= token < self.model.config.vocab_size for token in tokens):
+            raise BadRequest(f"Token ids must be from 0 to {self.model.config.vocab_size - 1}, one at least.")
         same = (index for index, pair in enumerate(zip(tokens, earlier)) if pair[0] != pair[1])
         return tokens, next(same, min(len(tokens), len(earlier)))
 
@@ -219,19 +228,22 @@ class Engine:
     def answer(self, request: Request):
         """The life of a request: wait, prefill, decode, leave. Yields text; the first yield is empty and
         comes before anything is done; the last is the Result."""
+        outcome = "failed"
         try:
             yield ""
             with self.turn:
                 self.turn.wait_for(lambda: self.line[0] is request or self.closing)
                 if self.closing:
                     raise Closing("The server is shutting down; ask again when it is back.")
-            yield from self.run(request)
-            self.counts["finished"] += 1
+            for piece in self.run(request):
+                outcome = "finished" if isinstance(piece, Result) else outcome
+                yield piece
         except GeneratorExit:
-            self.counts["cancelled"] += 1
+            outcome = "cancelled" if outcome == "failed" else outcome
             raise
         finally:
             with self.turn:
+                self.counts[outcome] += 1
                 self.line.remove(request)
                 self.turn.notify_all()
 
@@ -309,3 +321,107 @@ class Engine:
         with self.turn:
             self.closing = True
             self.turn.notify_all()
+
+
+# 3. The demo -----------------------------------------------------------------------------------------------------
+
+TURNS = [
+    "Read this: The lamp is in the attic. Anna lives in Rome. The password of the safe is tiger. My cat is called Pip. "
+    "The meeting is on Friday. Ben works as a baker. The color of the ball is green. My favorite food is honey.",
+    "Where is the lamp?",
+    "What is my cat called?",
+    "What is the password of the safe?",
+]
+HISTORIES = [64, 128, 256, 512, 1024, 1536, 1900]              # tokens
+
+
+def demo(engine: Engine, arguments):
+    """Four turns of a conversation, checked against `transformers`, then TTFT against the length of history."""
+    # 1. The conversation: every turn sends all that was said before
+    messages, results = [], []
+    for turn in TURNS:
+        messages.append(dict(role="user", content=turn))
+        results.append(engine.generate(messages=messages, max_tokens=arguments.max_tokens))
+        messages.append(dict(role="assistant", content=results[-1].text))
+        print(f"user       {turn}\nassistant  {results[-1].text}\n")
+
+    # 2. Are these the right tokens? No time is printed before that is known
+    verified = verify(engine, arguments, messages, results)
+
+    # 3. What each turn cost
+    print("turn  prompt  history  recomputed      TTFT       TBT")
+    rows = []
+    for number, result in enumerate(results, 1):
+        prompt = result.usage["prompt_tokens"]
+        rows.append(dict(turn=number, prompt_tokens=prompt, history_tokens=result.history_tokens,
+                         share_recomputed=result.history_tokens / prompt, ttft_ms=result.ttft_ms, tbt_ms=result.tbt_ms))
+        print(f"{number:4}  {prompt:6}  {result.history_tokens:7}  {result.history_tokens / prompt:10.0%}"
+              f"  {result.ttft_ms:5.1f} ms" + (f"  {result.tbt_ms:5.2f} ms" if result.tbt_ms else ""))
+    print(f"\nThe last turn, {len(results[-1].tokens)} tokens (p: prefill, d: decode)\n{results[-1].timeline.chart()}\n")
+
+    # 4. The longer the history, the longer the wait
+    by_history = ttft_by_history(engine)
+    longest = by_history[-1]["ttft_ms"]
+    print(f"TTFT against history (median of {by_history[0]['samples']})")
+    for row in by_history:
+        print(f"{row['history_tokens']:6} tokens |{'#' * max(1, round(row['ttft_ms'] / longest * 48)):48}| "
+              f"{row['ttft_ms']:8.1f} ms   {row['min_ms']:.1f} to {row['max_ms']:.1f}")
+    print("\nAll of this history had been computed before, in an earlier turn, and was thrown away.\n"
+          "What should be kept, and how should it come back? The next chapters are the answers.")
+    return dict(link=None, verified=verified, rows=rows, ttft_by_history=by_history), [r.timeline for r in results]
+
+
+def verify(engine: Engine, arguments, messages: list[dict], results: list[Result]) -> bool:
+    """Compare every answer's tokens with those of `transformers` on the same weights. In float32 they must be
+    equal; in 16 bit the share of equal tokens is printed."""
+    from benchmarks.reference import reference_model
+    reference = reference_model(arguments.model, engine.model.dtype, engine.model.device.type)
+    same, total = 0, 0
+    for number, result in enumerate(results):
+        prompt = torch.tensor([engine.encode(None, messages[:2 * number + 1])[0]], device=engine.model.device)   # [1, T]
+        theirs = reference.generate(
+            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, eos_token_id=list(engine.end_tokens),
+            max_new_tokens=min(arguments.max_tokens, engine.context - prompt.shape[1]), pad_token_id=0)
+        theirs = theirs[0, prompt.shape[1]:].tolist()
+        same += sum(a == b for a, b in zip(theirs, result.tokens))
+        total += max(len(theirs), len(result.tokens))
+    if same == total:
+        print(f"verified: all {total} tokens equal those of transformers\n")
+    elif engine.model.dtype == torch.float32:
+        raise SystemExit(f"NOT verified: {total - same} of {total} tokens differ from those of transformers.")
+    else:
+        print(f"{same} of {total} tokens equal those of transformers (16-bit rounding may part them)\n")
+    return same == total
+
+
+def ttft_by_history(engine: Engine, repeats: int = 5, budget_ms: float = 4000) -> list[dict]:
+    """TTFT of one-token answers after HISTORIES, interleaved. Lengths that would take a slow model more than
+    about `budget_ms` each are left out."""
+    filler = engine.encode(" ".join(TURNS), None)[0]
+    filler = filler * (HISTORIES[-1] // len(filler) + 1)
+    shortest = HISTORIES[0]
+    for _ in range(2):             # the first is the warm-up
+        per_token = engine.generate(prompt=filler[:shortest], max_tokens=1).ttft_ms / shortest
+    lengths = [n for n in HISTORIES if n == shortest or (n < engine.context and n * per_token < budget_ms)]
+    samples = {length: [] for length in lengths}
+    for _ in range(repeats):
+        for length in lengths:
+            samples[length].append(engine.generate(prompt=filler[:length], max_tokens=1).ttft_ms)
+    return [dict(history_tokens=length, ttft_ms=statistics.median(taken), min_ms=min(taken), max_ms=max(taken), samples=repeats)
+            for length, taken in samples.items()]
+
+
+# 4. Main ---------------------------------------------------------------------------------------------------------
+
+def add_arguments(parser):
+    parser.add_argument("--prefill-chunk", type=app.bounded(int, 1, 1 << 20), default=512, metavar="TOKENS",
+                        help="tokens per forward pass of prefill (default 512)")
+    parser.add_argument("--no-kv-cache", action="store_true", help="compute all tokens again for every new one")
+
+
+def make_engine(model, tokenizer, end_tokens, arguments) -> Engine:
+    return Engine(model, tokenizer, end_tokens, arguments.prefill_chunk, kv_cache=not arguments.no_kv_cache)
+
+
+if __name__ == "__main__":
+    app.main(__doc__, "01_baseline", add_arguments, make_engine, demo)
