@@ -1,0 +1,302 @@
+"""Loading: what is refused and how it says so, what lands where, and how much memory that takes."""
+import builtins
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, chapter, write_model
+from safetensors.torch import load_file, save_file
+
+from common import checkpoint
+
+
+def refusal(name, **options) -> str:
+    """The sentence with which loading is refused."""
+    with pytest.raises(checkpoint.ModelError) as error:
+        checkpoint.load(str(name), **{"device": "cpu", **options})
+    message = str(error.value)
+    assert "\n" not in message and message.endswith(".") and len(message) < 600
+    return message
+
+
+@pytest.fixture
+def folder(tiny_folder, tmp_path) -> Path:
+    """A copy of the tiny model to break."""
+    return Path(shutil.copytree(tiny_folder, tmp_path / "model"))
+
+
+def change_json(path: Path, **fields):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def change_weights(path: Path, change):
+    tensors = load_file(path)
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+
+
+def pickle_instead(folder: Path):
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def truncate(folder: Path, keep: float):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:int(path.stat().st_size * keep)])
+
+
+def index(folder: Path, target: str):
+    (folder / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map={"model.norm.weight": target})))
+
+
+# Models that cannot be had ---------------------------------------------------------------------------------------
+
+Q0 = "model.layers.0.self_attn.q_proj.weight"
+BROKEN = {
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), ["no *.safetensors"]),
+    "only a pickle": (pickle_instead, ["no *.safetensors", "pickle can run code"]),
+    "truncated weights": (lambda f: truncate(f, 0.9), ["model.safetensors", "not a whole"]),
+    "weights cut in the header": (lambda f: truncate(f, 0.001), ["model.safetensors", "not a whole"]),
+    "empty weights": (lambda f: truncate(f, 0), ["model.safetensors", "not a whole"]),
+    "missing tensor": (lambda f: change_weights(f / "model.safetensors", lambda t: t.pop(Q0)), [Q0, "lacks"]),
+    "wrong shape": (lambda f: change_weights(f / "model.safetensors", lambda t: t.update({Q0: t[Q0][:32]})),
+                    [Q0, "[32, 64]", "[64, 64]"]),
+    "extra tensor": (lambda f: change_weights(f / "model.safetensors", lambda t: t.update(more=torch.zeros(2))), ["more"]),
+    "missing shard": (lambda f: index(f, "model-00001-of-00002.safetensors"), ["model-00001-of-00002.safetensors", "lacks"]),
+    "index that climbs": (lambda f: index(f, "../model/model.safetensors"), ["index.json", "own folder"]),
+    "index with a root": (lambda f: index(f, "/etc/hostname"), ["index.json", "own folder"]),
+    "index to the parent": (lambda f: index(f, ".."), ["index.json", "own folder"]),
+    "index to itself": (lambda f: index(f, ""), ["index.json", "own folder"]),
+    "index that is a list": (lambda f: (f / "model.safetensors.index.json").write_text("[]"), ["index.json", "JSON object"]),
+    "another family": (lambda f: change_json(f / "config.json", model_type="gpt2"), ["model_type", "gpt2"]),
+    "field not supported": (lambda f: change_json(f / "config.json", attn_logit_softcapping=30.0), ["attn_logit_softcapping"]),
+    "number that is a word": (lambda f: change_json(f / "config.json", rms_norm_eps="small"), ["rms_norm_eps"]),
+    "layers not counted": (lambda f: change_json(f / "config.json", layer_types=5), ["layer_types"]),
+    "vocabulary beyond count": (lambda f: change_json(f / "config.json", vocab_size=10**18), []),
+    "context beyond memory": (lambda f: change_json(f / "config.json", max_position_embeddings=10**11), []),
+    "broken config": (lambda f: (f / "config.json").write_text('{"model_type": '), ["config.json", "JSON"]),
+    "deeply nested config": (lambda f: (f / "config.json").write_text("[" * 100_000), ["config.json", "JSON"]),
+    "config that is not text": (lambda f: (f / "config.json").write_bytes(b"\xff\xfe\x00"), ["config.json", "JSON"]),
+    "config that is a list": (lambda f: (f / "config.json").write_text("[]"), ["config.json", "JSON object"]),
+    "no config": (lambda f: (f / "config.json").unlink(), ["config.json"]),
+    "broken generation_config": (lambda f: (f / "generation_config.json").write_text("{"), ["generation_config.json", "JSON"]),
+    "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), ["tokenizer"]),
+    "broken tokenizer": (lambda f: (f / "tokenizer.json").write_text("{}"), ["tokenizer", "cannot be read"]),
+}
+
+
+@pytest.mark.parametrize("break_it, words", BROKEN.values(), ids=BROKEN)
+def test_a_broken_folder_is_refused_in_one_sentence(folder, break_it, words):
+    break_it(folder)
+    message = refusal(folder)
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize("name, words", [
+    ("nosuchmodel", ["nosuchmodel", "OWNER/NAME", "random:tinyllama"]),
+    ("./no/such/folder", ["no such folder"]),
+    ("a" * 300, ["no such folder"]),
+    ("random:nosuch", ["random:nosuch", "random:tinyllama"]),
+    ("random:", ["random:tinyllama"]),
+])
+def test_an_unknown_model_is_refused_in_one_sentence(name, words):
+    message = refusal(name)
+    for word in words:
+        assert word in message
+
+
+def test_an_empty_folder_is_refused(tmp_path):
+    assert "config.json" in refusal(tmp_path)
+
+
+def test_a_multi_line_error_of_the_tokenizer_becomes_one_line(folder, monkeypatch):
+    import transformers
+
+    def fail(*_, **__):
+        raise ValueError("this\nis\nlong")
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", fail)
+    assert "this" in refusal(folder)
+
+
+def test_a_tokenizer_that_brings_code_never_runs_it(folder, monkeypatch):
+    marker = folder / "marker"
+    (folder / "code.py").write_text("from transformers import PreTrainedTokenizerFast\n\n\nclass T(PreTrainedTokenizerFast):\n"
+                                    f"    open({str(marker)!r}, 'w').close()\n")
+    change_json(folder / "tokenizer_config.json", auto_map=dict(AutoTokenizer=[None, "code.T"]), tokenizer_class="T")
+    monkeypatch.setattr(builtins, "input", lambda *_: "y")
+    try:
+        checkpoint.load(str(folder), device="cpu")
+    except checkpoint.ModelError as error:
+        assert "\n" not in str(error)
+    assert not marker.exists()
+
+
+def test_unknown_dtype_and_device_are_refused(tiny_folder):
+    assert "float64" in refusal(tiny_folder, dtype="float64")
+    assert "tpu" in refusal(tiny_folder, device="tpu")
+
+
+def test_cuda_where_there_is_none_is_refused(tiny_folder, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "--device cpu" in refusal(tiny_folder, device="cuda")
+    assert checkpoint.pick_device("auto") == "cpu"
+
+
+@pytest.mark.parametrize("name", ["tiny_folder", "random:llama2-7b"])
+def test_a_model_too_large_for_the_memory_is_refused(name, request, monkeypatch):
+    monkeypatch.setattr(checkpoint, "free_host_memory", lambda: 1000.0)
+    message = refusal(request.getfixturevalue(name) if name == "tiny_folder" else name)
+    assert "GB" in message and "free" in message
+
+
+# The hub -------------------------------------------------------------------------------------------------------------
+
+def test_a_hub_model_without_network_is_refused_in_one_sentence(tmp_path, monkeypatch):
+    import huggingface_hub.constants
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    message = refusal("nobody/nothing")
+    assert "nobody/nothing" in message and "classroom" in message and "random:tinyllama" in message
+
+
+def test_a_cached_hub_model_is_used_without_network(tiny_folder, tmp_path, monkeypatch):
+    import huggingface_hub.constants
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    cached = tmp_path / "models--owner--name"
+    shutil.copytree(tiny_folder, cached / "snapshots" / commit)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text(commit)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    assert checkpoint.find_folder("owner/name").samefile(cached / "snapshots" / commit)
+
+
+def test_tinyllama_is_short_for_its_hub_name(tiny_folder, monkeypatch):
+    import huggingface_hub.constants
+    asked = []
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: asked.append(name) or str(tiny_folder))
+    checkpoint.load("tinyllama", device="cpu")
+    assert asked == ["TinyLlama/TinyLlama-1.1B-Chat-v1.0"]
+
+
+# What is loaded ------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("options", [{}, dict(max_shard_size="60KB"), dict(tie_word_embeddings=True),
+                                     dict(attention_bias=True, mlp_bias=True)], ids=["plain", "sharded", "tied", "biased"])
+def test_every_weight_is_that_of_the_file(options, dtype, tmp_path):
+    folder = write_model(tmp_path / "model", **options)
+    saved = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    model, tokenizer, end_tokens = checkpoint.load(str(folder), dtype, "cpu", reorder=False)
+    loaded = model.weights()
+    assert set(loaded) == set(saved)
+    for name, tensor in loaded.items():
+        assert tensor.dtype == checkpoint.DTYPES[dtype]
+        assert torch.equal(tensor, saved[name].to(tensor.dtype)), name
+    assert end_tokens == {1} and tokenizer.decode(tokenizer.encode("Grüße")) == "Grüße"
+
+
+def test_dtype_auto_is_float32_on_a_cpu(tmp_path):
+    folder = write_model(tmp_path / "model")
+    change_json(folder / "config.json", dtype="bfloat16")
+    assert checkpoint.load(str(folder), device="cpu")[0].dtype == torch.float32
+
+
+def test_float16_answers_on_a_cpu(tiny_folder):
+    engine = chapter("01_baseline").Engine(*checkpoint.load(str(tiny_folder), "float16", "cpu"))
+    assert len(engine.generate([70, 80, 90], max_tokens=4).tokens) == 4
+
+
+def test_end_tokens_come_from_all_who_name_them(folder):
+    change_json(folder / "config.json", eos_token_id=7)
+    change_json(folder / "generation_config.json", eos_token_id=[5, 6])
+    assert checkpoint.load(str(folder), device="cpu")[2] == {1, 5, 6, 7}
+
+
+# Random models -------------------------------------------------------------------------------------------------------
+
+def random_weights(**options) -> dict:
+    return checkpoint.load("random:tiny", **{"device": "cpu", "reorder": False, **options})[0].weights()
+
+
+def test_a_random_model_is_that_of_its_seed():
+    first, again, other = random_weights(seed=3), random_weights(seed=3), random_weights(seed=4)
+    assert all(torch.equal(tensor, again[name]) for name, tensor in first.items())
+    differ = [name for name, tensor in first.items() if not torch.equal(tensor, other[name])]
+    assert differ == [name for name in first if not name.endswith("norm.weight")]
+
+
+def test_a_random_model_in_bfloat16_is_the_rounded_one():
+    rounded = random_weights(dtype="bfloat16")
+    assert all(torch.equal(tensor.bfloat16(), rounded[name]) for name, tensor in random_weights().items())
+
+
+def test_a_random_model_has_a_tokenizer_and_an_end():
+    model, tokenizer, end_tokens = checkpoint.load("random:tiny", device="cpu")
+    assert end_tokens == {tokenizer.eos_token_id} == {1}
+    assert len(tokenizer) == model.config.vocab_size
+    assert tokenizer.decode(tokenizer.encode("naïve 🙂\n")) == "naïve 🙂\n"
+
+
+@pytest.mark.parametrize("name", checkpoint.GEOMETRIES)
+def test_every_geometry_is_sound(name):
+    config = checkpoint.random_config(f"random:{name}")
+    assert config.head_dim * config.num_attention_heads == config.hidden_size
+    assert config.num_attention_heads % config.num_key_value_heads == 0
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+MEASURE = """
+import sys
+from pathlib import Path
+from common import checkpoint
+
+def peak():      # bytes; ru_maxrss would count the parent's
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+checkpoint.load(sys.argv[1], "float32", "cpu")
+before = peak()
+model = checkpoint.load(sys.argv[2], sys.argv[3], "cpu")[0]
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/status")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_loading_takes_the_model_and_one_tensor_more(tiny_folder, tmp_path, dtype):
+    """A model of 200 MB as it is, and one whose file is twice its size in memory."""
+    hidden, intermediate, layers = 1024, 2816, 4 if dtype == "float32" else 8
+    shapes = {"self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (hidden, hidden), "self_attn.v_proj": (hidden, hidden),
+              "self_attn.o_proj": (hidden, hidden), "mlp.gate_proj": (intermediate, hidden),
+              "mlp.up_proj": (intermediate, hidden), "mlp.down_proj": (hidden, intermediate)}
+    tensors = {"model.embed_tokens.weight": torch.zeros(300, hidden), "lm_head.weight": torch.zeros(300, hidden),
+               "model.norm.weight": torch.ones(hidden)}
+    for number in range(layers):
+        prefix = f"model.layers.{number}."
+        tensors |= {f"{prefix}{name}.weight": torch.zeros(shape) for name, shape in shapes.items()}
+        tensors |= {f"{prefix}{name}.weight": torch.ones(hidden) for name in ("input_layernorm", "post_attention_layernorm")}
+    itemsize = checkpoint.DTYPES[dtype].itemsize
+    size = sum(tensor.numel() for tensor in tensors.values()) * itemsize
+    largest = 2 * intermediate * hidden * 4                        # gate and up lie in one matrix
+    folder = Path(shutil.copytree(tiny_folder, tmp_path / "large"))
+    change_json(folder / "config.json", hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
+                num_attention_heads=16, num_key_value_heads=16, head_dim=64)
+    try:
+        save_file(tensors, folder / "model.safetensors")
+        del tensors
+        done = subprocess.run([sys.executable, "-c", MEASURE, str(tiny_folder), str(folder), dtype], cwd=ROOT, text=True,
+                              capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    finally:
+        shutil.rmtree(folder)
+    assert done.returncode == 0, done.stderr
+    grown, slack = json.loads(done.stdout), 48 << 20               # the slack is the allocator's and oneDNN's
+    assert 0.9 * size <= grown <= size + largest + slack

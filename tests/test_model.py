@@ -1,0 +1,300 @@
+"""The model against `transformers`, on folders that `transformers` wrote."""
+import contextlib
+import json
+from typing import NamedTuple
+
+import pytest
+import torch
+from conftest import TINY, chapter, make_engine, write_model
+
+from benchmarks.reference import reference_model
+from common import checkpoint
+from common.llama import Linear, LlamaConfig, UnsupportedConfig, rotary_frequencies
+
+baseline = chapter("01_baseline")
+
+LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+LINEAR = dict(rope_type="linear", factor=2.0)
+FOLDERS = {
+    "mha": dict(num_key_value_heads=4),
+    "gqa": dict(num_key_value_heads=2),
+    "one KV head": dict(num_key_value_heads=1),
+    "tied": dict(tie_word_embeddings=True),
+    "biased": dict(attention_bias=True, mlp_bias=True),
+    "qwen2": dict(family="qwen2"),
+    "mistral": dict(family="mistral", sliding_window=None),
+    "odd head_dim": dict(head_dim=24),
+    "rope linear": dict(rope_parameters=dict(LINEAR, rope_theta=1e4)),
+    "rope llama3": dict(rope_parameters=dict(LLAMA3, rope_theta=1e4)),
+    "sharded": dict(max_shard_size="60KB"),
+}
+needs_reorder = pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"),
+                                   reason="this PyTorch cannot reorder weights")
+
+
+class Pair(NamedTuple):
+    ours: object                   # Engine
+    theirs: object                 # a model of transformers
+    name: str                      # for --model
+
+
+@contextlib.contextmanager
+def reordered_however_small():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Linear, "REORDER_FROM", 0)
+        yield
+
+
+def make_pair(name: str, dtype: str = "float32") -> Pair:
+    with reordered_however_small():
+        engine = make_engine(name, dtype)
+    engine.end_tokens = frozenset()                                # so that 64 tokens are 64 tokens
+    reference = reference_model(name, checkpoint.DTYPES[dtype])
+    reference.generation_config.eos_token_id = None
+    return Pair(engine, reference, name)
+
+
+def folder_for(kind: str, tmp_path_factory) -> str:
+    if kind == "classroom":
+        if not (checkpoint.CLASSROOM / "model.safetensors").exists():
+            pytest.skip("models/classroom has no weights here")
+        return "classroom"
+    return kind if kind.startswith("random:") else str(write_model(tmp_path_factory.mktemp("parity") / "model", **FOLDERS[kind]))
+
+
+@pytest.fixture(scope="module", params=[*FOLDERS, "random:tiny", "classroom"])
+def pair(request, tmp_path_factory) -> Pair:
+    return make_pair(folder_for(request.param, tmp_path_factory))
+
+
+def random_prompt(length: int, vocabulary: int = TINY["vocab_size"]) -> list[int]:
+    return torch.randint(5, vocabulary, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+
+
+def prompt_for(pair: Pair, length: int) -> list[int]:
+    return random_prompt(length, pair.ours.model.config.vocab_size)
+
+
+def logits_of(engine, tokens: list[int], chunk: int):
+    """Logits [T/chunk, V] after every chunk of the tokens."""
+    model = engine.model
+    cache = baseline.KVCache(model.config, len(tokens), model.dtype, model.device)
+    return torch.stack([engine.forward(cache, tokens[start:start + chunk], start) for start in range(0, len(tokens), chunk)])
+
+
+@torch.inference_mode()
+def reference_logits(model, tokens: list[int]):
+    return model(torch.tensor([tokens])).logits[0]                 # [T, V]
+
+
+@torch.inference_mode()
+def reference_tokens(model, prompt: list[int], count: int) -> list[int]:
+    row = torch.tensor([prompt])
+    return model.generate(row, attention_mask=torch.ones_like(row), max_new_tokens=count, do_sample=False,
+                          pad_token_id=0)[0, len(prompt):].tolist()
+
+
+# Parity ----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("length", [1, 2, 7, 64, 150])
+def test_logits_after_prefill_equal_those_of_transformers(pair, length):
+    tokens = prompt_for(pair, length)
+    error = (logits_of(pair.ours, tokens, length)[0] - reference_logits(pair.theirs, tokens)[-1]).abs().max()
+    assert error <= 1e-4
+
+
+def test_logits_at_every_position_equal_those_of_transformers(pair, record_property):
+    tokens = prompt_for(pair, 150)
+    error = (logits_of(pair.ours, tokens, 1) - reference_logits(pair.theirs, tokens)).abs().max().item()
+    record_property("largest_error", error)
+    assert error <= 1e-4
+
+
+def test_64_greedy_tokens_equal_those_of_transformers(pair):
+    prompt = prompt_for(pair, 20)
+    expected = reference_tokens(pair.theirs, prompt, 64)
+    assert pair.ours.generate(prompt, max_tokens=64).tokens == expected
+    assert len(set(expected)) > 4, "a loop of few tokens would prove little"
+
+
+def test_a_sharded_folder_has_several_files(tmp_path):
+    folder = write_model(tmp_path / "model", **FOLDERS["sharded"])
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    assert (folder / "model.safetensors.index.json").exists()
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+@pytest.mark.parametrize("kind", ["gqa", "mha", "rope llama3"])
+def test_chunked_prefill_gives_the_same_tokens(kind, chunk, tmp_path):
+    whole = make_engine(write_model(tmp_path / "model", **FOLDERS[kind]))
+    chunked = baseline.Engine(whole.model, whole.tokenizer, whole.end_tokens, prefill_chunk=chunk)
+    prompt = random_prompt(150)
+    result = chunked.generate(prompt, max_tokens=48)
+    assert result.tokens == whole.generate(prompt, max_tokens=48).tokens
+    prefills = [span for span in result.timeline.spans if span.label.startswith("prefill")]
+    assert len(prefills) == -(-150 // chunk)
+
+
+@pytest.mark.parametrize("kind", ["gqa", "qwen2", "tied", "classroom"])
+def test_bfloat16_stays_near_transformers(kind, tmp_path_factory, record_property):
+    pair = make_pair(folder_for(kind, tmp_path_factory), "bfloat16")
+    tokens = prompt_for(pair, 150)
+    ours, theirs = logits_of(pair.ours, tokens, 1).float(), reference_logits(pair.theirs, tokens).float()
+    exact = reference_logits(reference_model(pair.name, torch.float32), tokens)
+    error, rounding = (ours - theirs).abs().max().item(), (theirs - exact).abs().max().item()
+    agreement = (ours.argmax(-1) == theirs.argmax(-1)).float().mean().item()
+    prompt = tokens[:20]
+    pairs = zip(pair.ours.generate(prompt, max_tokens=64).tokens, reference_tokens(pair.theirs, prompt, 64))
+    record_property("largest_error", error)
+    record_property("rounding_of_transformers", rounding)
+    record_property("token_agreement", agreement)
+    record_property("equal_greedy_tokens_of_64", next((n for n, (a, b) in enumerate(pairs) if a != b), 64))
+    print(f"{kind}: largest error {error:.4f} (transformers' own rounding {rounding:.4f}), token agreement {agreement:.0%}")
+    assert error <= 3 * rounding
+    assert agreement >= 0.8
+
+
+# Reordered weights -----------------------------------------------------------------------------------------------
+
+@needs_reorder
+@pytest.mark.parametrize("kind", ["gqa", "biased", "tied"])
+def test_weights_reordered_by_onednn_give_the_same_logits(kind, tmp_path):
+    folder = write_model(tmp_path / "model", **FOLDERS[kind])
+    with reordered_however_small():
+        fast = make_engine(folder)
+    linears = [module for module in fast.model.modules() if isinstance(module, Linear)]
+    assert linears and all(linear.reordered is not None and linear.weight is None for linear in linears)
+    assert largest_difference(fast, make_engine(folder, reorder=False)) <= 1e-4
+
+
+@pytest.mark.parametrize("kind", ["gqa", "biased", "tied"])
+def test_small_weights_reordered_give_the_same_logits(kind, tmp_path):
+    folder = write_model(tmp_path / "model", **FOLDERS[kind])
+    fast = make_engine(folder)
+    assert all(linear.reordered is None for linear in fast.model.modules() if isinstance(linear, Linear))
+    assert largest_difference(fast, make_engine(folder, reorder=False)) <= 1e-4
+
+
+def largest_difference(ours, plain) -> float:
+    """Of the logits of two engines, in decode, in chunks and in one piece."""
+    assert all(linear.weight.is_contiguous() for linear in plain.model.modules() if isinstance(linear, Linear))
+    tokens = random_prompt(100)
+    return max((logits_of(ours, tokens, chunk) - logits_of(plain, tokens, chunk)).abs().max() for chunk in (1, 16, 100))
+
+
+# What restoration rests on ---------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("reorder", [True, False])
+@pytest.mark.parametrize("kind", ["gqa", "qwen2"])
+@torch.inference_mode()
+def test_project_kv_rebuilds_the_cache_bit_by_bit(kind, reorder, dtype, tmp_path):
+    with reordered_however_small():
+        model = (engine := make_engine(write_model(tmp_path / "model", **FOLDERS[kind]), dtype, reorder=reorder)).model
+    inputs = []
+    for layer in model.layers:
+        layer.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0].clone()))
+    tokens = random_prompt(100)
+    cache = baseline.KVCache(model.config, len(tokens), model.dtype, model.device)
+    engine.forward(cache, tokens, 0)
+    assert len(inputs) == len(model.layers)
+    for index, (layer, hidden) in enumerate(zip(model.layers, inputs)):
+        k, v = layer.project_kv(hidden, torch.arange(len(tokens)))                 # [T, KVH, hd] each
+        assert torch.equal(k.transpose(0, 1), cache.k[index])
+        assert torch.equal(v.transpose(0, 1), cache.v[index])
+
+
+# Rotary frequencies ----------------------------------------------------------------------------------------------
+
+ROPES = {
+    "nothing": {},
+    "theta": dict(rope_theta=5e5),
+    "old linear": dict(rope_theta=5e5, rope_scaling=dict(type="linear", factor=2.0)),
+    "old linear, newer name": dict(rope_theta=5e5, rope_scaling=dict(rope_type="linear", factor=4)),
+    "old llama3": dict(rope_theta=5e5, rope_scaling=LLAMA3),
+    "old default": dict(rope_theta=2e4, rope_scaling=None),
+    "new default": dict(rope_parameters=dict(rope_type="default", rope_theta=5e5)),
+    "new linear": dict(rope_parameters=dict(LINEAR, rope_theta=5e5)),
+    "new llama3": dict(rope_parameters=dict(LLAMA3, rope_theta=5e5)),
+    "new llama3, theta outside": dict(rope_theta=5e5, rope_parameters=LLAMA3),
+    "theta in both places": dict(rope_theta=3e4, rope_parameters=dict(rope_type="default", rope_theta=5e5)),
+    "llama3 without its original context": dict(
+        rope_theta=5e5, rope_scaling={name: value for name, value in LLAMA3.items() if not name.startswith("original")}),
+    "llama3, original context outside": dict(rope_theta=5e5, rope_scaling=LLAMA3, original_max_position_embeddings=128),
+}
+
+
+def raw_config(**fields) -> dict:
+    return dict(model_type="llama", vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=3,
+                num_attention_heads=4, max_position_embeddings=256, **fields)
+
+
+@pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
+def test_rotary_frequencies_equal_those_of_transformers(rope):
+    import transformers
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+    raw = json.dumps(raw_config(**rope))
+    expected = LlamaRotaryEmbedding(transformers.LlamaConfig.from_dict(json.loads(raw)))
+    assert expected.attention_scaling == 1.0
+    torch.testing.assert_close(rotary_frequencies(LlamaConfig.from_hf(json.loads(raw))), expected.inv_freq, rtol=1e-6, atol=0)
+
+
+# Configs -------------------------------------------------------------------------------------------------------------
+
+REFUSED = [
+    ("sliding_window", dict(model_type="mistral", sliding_window=4096)),
+    ("sliding_window", dict(model_type="mistral", sliding_window=4096, use_sliding_window=False)),
+    ("sliding_window", dict(model_type="qwen2", sliding_window=4096, use_sliding_window=True)),
+    ("hidden_act", dict(hidden_act="gelu")),
+    ("hidden_activation", dict(hidden_activation="gelu_pytorch_tanh")),
+    ("mixtral", dict(model_type="mixtral")),
+    ("gpt2", dict(model_type="gpt2")),
+    ("model_type", dict(model_type=None)),
+    ("quantization_config", dict(quantization_config=dict(quant_method="gptq", bits=4))),
+    ("num_local_experts", dict(num_local_experts=8)),
+    ("yarn", dict(rope_scaling=dict(rope_type="yarn", factor=2.0))),
+    ("yarn", dict(rope_scaling=dict(type="default", rope_type="yarn", factor=2.0))),
+    ("yarn", dict(rope_parameters=dict(rope_type="yarn", factor=2.0, rope_theta=1e4))),
+    ("dynamic", dict(rope_scaling=dict(type="dynamic", factor=2.0))),
+    ("rope_parameters", dict(rope_parameters=dict(full_attention=dict(LINEAR), sliding_attention=dict(rope_type="default")))),
+    ("partial_rotary_factor", dict(partial_rotary_factor=0.5)),
+    ("partial_rotary_factor", dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5))),
+    ("factor", dict(rope_scaling=dict(type="linear"))),
+    ("rope_scaling", dict(rope_scaling="linear")),
+    ("rope_theta", dict(rope_theta="large")),
+    ("layer_types", dict(layer_types=["full_attention", "sliding_attention", "full_attention"])),
+    ("attn_logit_softcapping", dict(attn_logit_softcapping=30)),
+    ("residual_multiplier", dict(residual_multiplier=0.22)),
+    ("rms_norm_eps", dict(rms_norm_eps="small")),
+    ("hidden_size", dict(hidden_size=None)),
+    ("num_hidden_layers", dict(num_hidden_layers=0)),
+    ("vocab_size", dict(vocab_size="300")),
+    ("head_dim", dict(head_dim=15)),
+    ("num_attention_heads", dict(num_attention_heads=4, num_key_value_heads=3)),
+]
+
+
+@pytest.mark.parametrize("name, fields", REFUSED, ids=[f"{n} {name}" for n, (name, _) in enumerate(REFUSED)])
+def test_what_the_model_does_not_do_is_refused_by_name(name, fields):
+    with pytest.raises(UnsupportedConfig, match=name) as refusal:
+        LlamaConfig.from_hf(raw_config() | fields)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("fields", [
+    dict(architectures=["LlamaForCausalLM"], torch_dtype="bfloat16", transformers_version="4.40.0", use_cache=True),
+    dict(bos_token_id=1, eos_token_id=[2, 3], pad_token_id=0, initializer_range=0.02, attention_dropout=0.1, pretraining_tp=1),
+    dict(model_type="qwen2", sliding_window=4096, use_sliding_window=False, max_window_layers=28, layer_types=["full_attention"]),
+    dict(model_type="mistral", sliding_window=None),
+    dict(attn_logit_softcapping=None, quantization_config=None, num_local_experts=0, hidden_act="silu"),
+])
+def test_what_changes_nothing_passes(fields):
+    config = LlamaConfig.from_hf(raw_config() | fields)
+    plain = LlamaConfig.from_hf(raw_config() | dict(model_type=fields.get("model_type", "llama")))
+    assert config == plain
+
+
+def test_kv_numbers_per_token_counts_what_the_cache_holds(tiny_engine):
+    config = tiny_engine.model.config
+    cache = baseline.KVCache(config, 10, torch.float32, "cpu")
+    assert cache.k.numel() + cache.v.numel() == 10 * config.kv_numbers_per_token
