@@ -193,7 +193,15 @@ def test_ctrl_c_while_serving(asking):
             time.sleep(0.01)
         process.interrupt()
         if asking:
-            assert connections[-1].getresponse().status == 503
+            assert 503 in map(status, connections)          # who waited was told
+
+
+def status(connection) -> int:
+    """Of the answer, 0 if the server was gone first."""
+    try:
+        return connection.getresponse().status
+    except (http.client.RemoteDisconnected, ConnectionError):
+        return 0
 
 
 def counters(port: int) -> dict:

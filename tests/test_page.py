@@ -192,12 +192,15 @@ def test_an_error_in_the_middle_of_an_answer_is_told_in_words(page):
     assert "inside the server" in page.text("#error") and page.turns() == []
 
 
-def test_a_server_that_is_gone_is_told_in_words(browser, tiny_engine):
-    with Serving(another(tiny_engine)) as port:
-        page = Page(browser, None, port)
-    page.type("Hello", Keys.ENTER)
-    page.wait(lambda: page.text("#error"))
-    assert "does not answer" in page.text("#error")
+def test_a_server_that_does_not_answer_is_told_in_words(page):
+    page.browser.set_network_conditions(offline=True, latency=0, throughput=0)
+    try:
+        page.type("Hello", Keys.ENTER)
+        page.wait(lambda: page.text("#error"))
+    finally:
+        page.browser.delete_network_conditions()
+    assert "does not answer" in page.text("#error") and page.turns() == []
+    page.ask("", 1)                             # and when it is back, the message is still in its box
 
 
 def test_nothing_is_asked_from_elsewhere(page):
