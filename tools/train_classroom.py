@@ -225,7 +225,7 @@ class Trainer:
             weight.copy_(torch.ones(weight.shape) if weight.ndim == 1
                          else torch.randn(weight.shape, generator=generator) * 0.02)
         everywhere = torch.randn(hidden, generator=generator).sign()   # what all embeddings have in common
-        self.model.embedding.add_(0.02 * everywhere)
+        self.model.embedding.add_((0.02 * everywhere).to(self.model.embedding))
 
         for layer in layers:                                           # what is still noise keeps out of the way
             layer.down_proj.weight.zero_()
