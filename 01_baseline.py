@@ -31,7 +31,7 @@ from common.timeline import Timeline
 
 # 1. Data structures ----------------------------------------------------------------------------------------------
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """What was asked, as tokens. `history_tokens` of the prompt belong to earlier turns."""
     tokens: list[int]
@@ -108,15 +108,17 @@ def sample(logits, request: Request, generator) -> int:
     of these from the fewest that hold top_p of the probability."""
     if request.temperature == 0:
         return int(logits.argmax())
-    logits = logits.double().cpu()                                                  # [V]
-    logits = (logits - logits.max()) / request.temperature      # at most 0: no temperature is too small
-    ordered, order = logits.sort(descending=True)                                   # [V] each
+    logits, order = logits.double().cpu(), None                                     # [V]
     if request.top_k:
-        ordered, order = ordered[:request.top_k], order[:request.top_k]
-    probabilities = ordered.softmax(0)
-    before = probabilities.cumsum(0) - probabilities    # probability of all that is likelier
-    probabilities[before >= request.top_p] = 0
-    return int(order[torch.multinomial(probabilities, 1, generator=generator)])
+        logits, order = logits.topk(min(request.top_k, len(logits)))                # [top_k] each, likeliest first
+    elif request.top_p < 1:
+        logits, order = logits.sort(descending=True)                                # [V] each
+    probabilities = ((logits - logits.max()) / request.temperature).softmax(0)      # at most 0: no temperature is too small
+    if request.top_p < 1:
+        before = probabilities.cumsum(0) - probabilities                            # probability of all that is likelier
+        probabilities[before >= request.top_p] = 0
+    choice = torch.multinomial(probabilities, 1, generator=generator)
+    return int(choice if order is None else order[choice])
 
 
 class Writer:
@@ -146,21 +148,51 @@ class Writer:
         return piece
 
 
+class Answer:
+    """What has been written to one request so far, and when."""
+
+    def __init__(self, request: Request, tokenizer, end_tokens):
+        self.end_tokens, self.prompt_tokens, self.max_tokens = end_tokens, len(request.tokens), request.max_tokens
+        self.writer, self.generator = Writer(tokenizer, request.stop), torch.Generator()
+        if request.seed is None:
+            self.generator.seed()
+        else:
+            self.generator.manual_seed(request.seed)
+        self.tokens: list[int] = []
+        self.times: list[float] = []       # when each token was there: seconds, host clock
+        self.finish_reason = None          # until it is over
+
+    def push(self, token: int) -> str:
+        """One more token -> the text that is certain after it; all that is left if it is the last."""
+        self.times.append(time.perf_counter())
+        self.tokens.append(token)
+        piece = "" if token in self.end_tokens else self.writer.push(token)
+        if token in self.end_tokens or self.writer.stopped:
+            self.finish_reason = "stop"
+        elif len(self.tokens) == self.max_tokens:
+            self.finish_reason = "length"
+        return piece + self.writer.release() if self.finish_reason else piece
+
+    def result(self, request: Request, source: str = "miss", cached_tokens: int = 0) -> Result:
+        first, last = self.times[0], self.times[-1]
+        return Result(
+            text=self.writer.text, tokens=self.tokens, finish_reason=self.finish_reason, source=source,
+            usage=dict(prompt_tokens=self.prompt_tokens, cached_tokens=cached_tokens, completion_tokens=len(self.tokens)),
+            history_tokens=request.history_tokens, ttft_ms=(first - request.received) * 1e3,
+            tbt_ms=(last - first) / (len(self.times) - 1) * 1e3 if self.times[1:] else None, timeline=request.timeline)
+
+
 # 2. The engine ---------------------------------------------------------------------------------------------------
 
-class Engine:
-    """Answers one request at a time; the others stand in line, at most `max_waiting` of them."""
+class Frontend:
+    """Checks what is asked and turns it into tokens; the same for the engines of all chapters."""
+    fields = {}                # what a request may say beyond app.SAMPLING
 
-    def __init__(self, model, tokenizer, end_tokens, prefill_chunk: int = 512, kv_cache: bool = True, max_waiting: int = 16):
+    def __init__(self, model, tokenizer, end_tokens):
         self.model, self.tokenizer, self.end_tokens = model, tokenizer, end_tokens
-        self.prefill_chunk, self.kv_cache, self.max_waiting = prefill_chunk, kv_cache, max_waiting
         self.context = model.config.max_position_embeddings
-        self.line: deque[Request] = deque()                             # the first is being answered
-        self.turn = threading.Condition()
         self.closing = False
         self.counts = Counter(requests=0, refused=0, finished=0, cancelled=0, failed=0, prompt_tokens=0, completion_tokens=0)
-
-    # Asking
 
     def generate(self, prompt=None, messages=None, **sampling) -> Result:
         """Answer and wait for it. Arguments and errors are those of `stream`."""
@@ -168,35 +200,24 @@ class Engine:
             pass
         return piece
 
-    def stream(self, prompt=None, messages=None, max_tokens: int = 128, temperature: float = 0.0, top_p: float = 1.0,
-               top_k: int = 0, seed: int | None = None, stop: list[str] | str = ()):
-        """-> an iterator over pieces of text and, last, the Result. Closing it early ends the request.
+    def samples(self, **asked):
+        """`stream` for the server -> an iterator of (number of the sample, piece); one sample, until a chapter has more."""
+        pieces = self.stream(**asked)
+        return ((0, piece) for piece in pieces)
 
-        `prompt` is one user's message as a string, or a list of token ids taken as they are; `messages` is
-        a conversation [{role, content}]. Raises BadRequest, Busy (the line is full) or Closing."""
+    def request(self, prompt=None, messages=None, max_tokens: int = 128, temperature: float = 0.0, top_p: float = 1.0,
+                top_k: int = 0, seed: int | None = None, stop: list[str] | str = ()) -> Request:
+        """Check what is asked, and encode it. `prompt` is one user's message as a string, or a list of token
+        ids taken as they are; `messages` is a conversation [{role, content}]. Raises BadRequest."""
         received = time.perf_counter()
-        try:
-            sampling = app.check_fields(dict(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k,
-                                             seed=seed, stop=stop or None), app.SAMPLING)
-            tokens, history = self.encode(prompt, messages)
-            if len(tokens) >= self.context:
-                raise BadRequest(f"The prompt is {len(tokens)} tokens and the context of this model is "
-                                 f"{self.context}, answer included; shorten the prompt.")
-            sampling["max_tokens"] = min(max_tokens, self.context - len(tokens))
-            request = Request(tokens, history_tokens=history, received=received, **sampling)
-            with self.turn:
-                if self.closing:
-                    raise Closing("The server is shutting down; ask again when it is back.")
-                if len(self.line) > self.max_waiting:
-                    raise Busy(f"{self.max_waiting} requests are waiting already; try again later.")
-                self.line.append(request)
-                self.counts["requests"] += 1
-        except app.RequestError:
-            self.counts["refused"] += 1
-            raise
-        answer = self.answer(request)
-        next(answer)               # from here on, closing the iterator takes the request out of the line
-        return answer
+        sampling = app.check_fields(dict(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k,
+                                         seed=seed, stop=stop or None), app.SAMPLING)
+        tokens, history = self.encode(prompt, messages)
+        if len(tokens) >= self.context:
+            raise BadRequest(f"The prompt is {len(tokens)} tokens and the context of this model is "
+                             f"{self.context}, answer included; shorten the prompt.")
+        sampling["max_tokens"] = min(max_tokens, self.context - len(tokens))
+        return Request(tokens, history_tokens=history, received=received, **sampling)
 
     def encode(self, prompt, messages) -> tuple[list[int], int]:
         """-> the prompt's tokens, and how many of them belong to earlier turns."""
@@ -218,12 +239,40 @@ class Engine:
                 earlier = self.tokenizer.apply_chat_template(messages[:-1], return_dict=False) if messages[1:] else []
             except Exception as error:                                  # a template may refuse an order of roles
                 raise BadRequest(f"The model's chat template does not take these messages ({error}).") from None
-        if not tokens or not all(0 <= token < self.model.config.vocab_size for token in tokens):
+        if not tokens or not all(app.whole(token, 0, self.model.config.vocab_size - 1) for token in tokens):
             raise BadRequest(f"Token ids must be from 0 to {self.model.config.vocab_size - 1}, one at least.")
         same = (index for index, pair in enumerate(zip(tokens, earlier)) if pair[0] != pair[1])
         return tokens, next(same, min(len(tokens), len(earlier)))
 
-    # Answering
+
+class Engine(Frontend):
+    """Answers one request at a time; the others stand in line, at most `max_waiting` of them."""
+
+    def __init__(self, model, tokenizer, end_tokens, prefill_chunk: int = 512, kv_cache: bool = True, max_waiting: int = 16):
+        super().__init__(model, tokenizer, end_tokens)
+        self.prefill_chunk, self.kv_cache, self.max_waiting = prefill_chunk, kv_cache, max_waiting
+        self.line: deque[Request] = deque()                             # the first is being answered
+        self.turn = threading.Condition()
+
+    def stream(self, prompt=None, messages=None, **sampling):
+        """-> an iterator over pieces of text and, last, the Result. Closing it early ends the request.
+
+        Arguments are those of `request`. Raises BadRequest, Busy (the line is full) or Closing."""
+        try:
+            request = self.request(prompt, messages, **sampling)
+            with self.turn:
+                if self.closing:
+                    raise Closing("The server is shutting down; ask again when it is back.")
+                if len(self.line) > self.max_waiting:
+                    raise Busy(f"{self.max_waiting} requests are waiting already; try again later.")
+                self.line.append(request)
+                self.counts["requests"] += 1
+        except app.RequestError:
+            self.counts["refused"] += 1
+            raise
+        answer = self.answer(request)
+        next(answer)               # from here on, closing the iterator takes the request out of the line
+        return answer
 
     def answer(self, request: Request):
         """The life of a request: wait, prefill, decode, leave. Yields text; the first yield is empty and
@@ -250,49 +299,27 @@ class Engine:
     def run(self, request: Request):
         """Prefill and decode, the loop of the lecture."""
         # 1. An empty cache, as large as this request can become
-        tokens, config = list(request.tokens), self.model.config
-        cache = KVCache(config, len(tokens) + request.max_tokens, self.model.dtype, self.model.device)
-        generator = torch.Generator()
-        if request.seed is not None:
-            generator.manual_seed(request.seed)
-        else:
-            generator.seed()
-        writer = Writer(self.tokenizer, request.stop)
-        finish_reason = "length"
+        cache = KVCache(self.model.config, len(request.tokens) + request.max_tokens, self.model.dtype, self.model.device)
+        answer = Answer(request, self.tokenizer, self.end_tokens)
 
         # 2. Prefill: all of the prompt, and one logit vector at its end
-        logits = self.prefill(cache, tokens, request.timeline)                      # [V]
-        times = []
+        logits = self.prefill(cache, request.tokens, request.timeline)              # [V]
         while True:
             # 3. One token from the logits, and its text
-            token = sample(logits, request, generator)
-            times.append(time.perf_counter())
-            tokens.append(token)
-            if token in self.end_tokens:
-                finish_reason = "stop"
-                break
-            yield writer.push(token)
-            if writer.stopped:
-                finish_reason = "stop"
-                break
-            if len(times) == request.max_tokens:
+            yield answer.push(sample(logits, request, answer.generator))
+            if answer.finish_reason:
                 break
 
             # 4. Decode: one token in, the next logits out
+            tokens = request.tokens + answer.tokens
             if self.kv_cache:
                 with request.timeline.span("compute", "decode"):
                     logits = self.forward(cache, tokens[-1:], len(tokens) - 1)      # [V]
             else:                                                                   # life without a cache
                 logits = self.prefill(cache, tokens, request.timeline)              # [V]
-        yield writer.release()
 
-        new = tokens[len(request.tokens):]
-        self.counts.update(prompt_tokens=len(request.tokens), completion_tokens=len(new))
-        yield Result(
-            text=writer.text, tokens=new, finish_reason=finish_reason, source="miss",
-            usage=dict(prompt_tokens=len(request.tokens), cached_tokens=0, completion_tokens=len(new)),
-            history_tokens=request.history_tokens, ttft_ms=(times[0] - request.received) * 1e3,
-            tbt_ms=(times[-1] - times[0]) / (len(times) - 1) * 1e3 if times[1:] else None, timeline=request.timeline)
+        self.counts.update(prompt_tokens=len(request.tokens), completion_tokens=len(answer.tokens))
+        yield answer.result(request)
 
     def prefill(self, cache: KVCache, tokens: list[int], timeline: Timeline):
         """Run all tokens through the model, chunk by chunk -> logits [V] after the last."""

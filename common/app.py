@@ -4,7 +4,8 @@ A chapter hands `main` its engine class, its demo and its own options. Of an eng
 
     engine.stream(prompt=... or messages=..., **sampling)   checks the request, then returns an iterator that
                                                              yields pieces of text and, last, a Result
-    engine.generate(...)  the same without the pieces: waits for the Result
+    engine.samples(...)   the same for n answers to one prompt: yields (number of the sample, piece)
+    engine.fields         what else a request may say: name -> (test, what it must be), as in SAMPLING
     engine.counters()     numbers for /health
     engine.close()        refuse what comes from now on
 
@@ -15,6 +16,7 @@ import io
 import json
 import math
 import os
+import socket
 import sys
 import time
 import uuid
@@ -44,6 +46,10 @@ class TooLarge(RequestError):
 
 class Busy(RequestError):
     status, kind = 429, "rate_limit_error"
+
+
+class HungUp(RequestError):
+    status = 499
 
 
 class Closing(RequestError):
@@ -118,7 +124,7 @@ def check_messages(messages) -> list[dict]:
     return checked
 
 
-def openai_fields(body, prompt_field: str) -> tuple[dict, bool, bool]:
+def openai_fields(body, prompt_field: str, more: dict) -> tuple[dict, bool, bool]:
     """-> fields for engine.stream, whether to stream, whether the stream ends with its usage."""
     neutral = {name: (lambda v, nothing=nothing: v == nothing and isinstance(v, bool) == isinstance(nothing, bool),
                       f"{json.dumps(nothing)}: more is not supported") for name, nothing in NEUTRAL.items()}
@@ -129,12 +135,20 @@ def openai_fields(body, prompt_field: str) -> tuple[dict, bool, bool]:
               "stream_options": (lambda v: isinstance(v, dict) and all(name == "include_usage" and isinstance(v[name], bool)
                                                                        for name in v), 'an object like {"include_usage": true}'),
               "max_completion_tokens": SAMPLING["max_tokens"]}
-    fields = check_fields(body, {prompt_field: prompt, **SAMPLING, **STREAM, **others, **neutral})
+    fields = check_fields(body, {prompt_field: prompt, **SAMPLING, **STREAM, **others, **neutral, **more})
     if "max_completion_tokens" in fields:
         fields["max_tokens"] = fields["max_completion_tokens"]
     fields.setdefault("temperature", 1.0)       # OpenAI's default; our own /generate is greedy
-    return ({name: fields[name] for name in fields if name in SAMPLING or name == prompt_field},
+    return ({name: fields[name] for name in fields if name in (prompt_field, *SAMPLING, *more)},
             fields.get("stream", False), fields.get("stream_options", {}).get("include_usage", False))
+
+
+def hung_up(connection) -> bool:
+    """Whether the client at the other end of a socket will send no more: it has closed it, or its half of it."""
+    try:
+        return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+    except OSError as error:
+        return not isinstance(error, BlockingIOError)               # which means: still there, and silent
 
 
 # 2. The server ---------------------------------------------------------------------------------------------------
@@ -161,10 +175,22 @@ def make_app(engine, info: dict):
         except (ValueError, RecursionError, OSError) as error:      # OSError: broken chunks
             raise BadRequest(f"The body is not JSON ({str(error)[:80]}).") from None
 
-    def events(pieces, chunks):
-        """Server-sent events, one per chunk made of the engine's pieces. A client that hangs up closes `pieces`."""
+    def ask(fields: dict):
+        """-> (sample, piece), until the client is gone, even if nothing is sent to it meanwhile."""
+        samples, connection = engine.samples(**fields), request.environ.get("werkzeug.socket")
+
+        def pieces():
+            with closing(samples):
+                for index, piece in samples:
+                    if connection and hung_up(connection):
+                        raise HungUp("The client hung up.")
+                    yield index, piece
+        return pieces()
+
+    def events(chunks):
+        """Server-sent events, one per chunk. A client that hangs up closes `chunks`, and so what they are made of."""
         def encode():
-            with closing(pieces):
+            with closing(chunks):
                 try:
                     for chunk in chunks:
                         yield f"data: {chunk if isinstance(chunk, str) else json.dumps(chunk)}\n\n"
@@ -174,48 +200,56 @@ def make_app(engine, info: dict):
 
     @app.post("/generate")
     def generate():
-        fields = check_fields(body(), {**PROMPT, **SAMPLING, **STREAM})
-        streaming = fields.pop("stream", False)
+        fields = check_fields(body(), {**PROMPT, **SAMPLING, **STREAM, **engine.fields})
+        streaming, several = fields.pop("stream", False), fields.get("n", 1) > 1
+        pieces = ask(fields)
         if not streaming:
-            return jsonify(engine.generate(**fields).as_json())
-        pieces = engine.stream(**fields)
-        return events(pieces, (dict(text=piece) if isinstance(piece, str) else dict(result=piece.as_json()) for piece in pieces))
+            results = [result.as_json() for _, result in sorted(dict(pieces).items())]      # the last piece of each sample
+            return jsonify(results=results) if several else jsonify(results[0])
+        return events(dict({"index": index} if several else {},
+                           **(dict(text=piece) if isinstance(piece, str) else dict(result=piece.as_json())))
+                      for index, piece in pieces)
 
     def openai(kind: str, prompt_field: str):
-        fields, streaming, with_usage = openai_fields(body(), prompt_field)
+        fields, streaming, with_usage = openai_fields(body(), prompt_field, engine.fields)
         if isinstance(fields.get("prompt"), str):       # a completion continues the text as it stands
             fields["prompt"] = engine.tokenizer.encode(fields["prompt"])
         chat = prompt_field == "messages"
         head = dict(id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}", created=int(time.time()), model=info["model"],
                     object=kind + ".chunk" if chat and streaming else kind)
 
-        def usage(result):
-            return dict(result.usage, total_tokens=result.usage["prompt_tokens"] + result.usage["completion_tokens"],
-                        prompt_tokens_details=dict(cached_tokens=result.usage["cached_tokens"]))
+        def usage(results):
+            used = dict(results[0].usage, completion_tokens=sum(result.usage["completion_tokens"] for result in results))
+            return dict(used, total_tokens=used["prompt_tokens"] + used["completion_tokens"],
+                        prompt_tokens_details=dict(cached_tokens=used["cached_tokens"]))
 
-        def choice(content, reason=None):
+        def choice(index, content, reason=None):
             message = {("delta" if streaming else "message"): content} if chat else dict(text=content)
-            return dict(index=0, finish_reason=reason, logprobs=None, **message)
+            return dict(index=index, finish_reason=reason, logprobs=None, **message)
 
+        pieces = ask(fields)
         if not streaming:
-            result = engine.generate(**fields)
-            content = dict(role="assistant", content=result.text) if chat else result.text
-            return jsonify(**head, choices=[choice(content, result.finish_reason)], usage=usage(result))
-
-        pieces = engine.stream(**fields)
+            results = [result for _, result in sorted(dict(pieces).items())]
+            return jsonify(**head, usage=usage(results), choices=[
+                choice(index, dict(role="assistant", content=result.text) if chat else result.text, result.finish_reason)
+                for index, result in enumerate(results)])
 
         def chunks():
             chunk = dict(head, usage=None) if with_usage else head
             if chat:
-                yield dict(chunk, choices=[choice(dict(role="assistant", content=""))])
-            for piece in pieces:
+                begin = dict(role="assistant", content="")
+                yield dict(chunk, choices=[choice(index, begin) for index in range(fields.get("n", 1))])
+            results = []
+            for index, piece in pieces:
                 if isinstance(piece, str):
-                    yield dict(chunk, choices=[choice(dict(content=piece) if chat else piece)])
-            yield dict(chunk, choices=[choice({} if chat else "", piece.finish_reason)])
+                    yield dict(chunk, choices=[choice(index, dict(content=piece) if chat else piece)])
+                else:
+                    results.append(piece)
+                    yield dict(chunk, choices=[choice(index, {} if chat else "", piece.finish_reason)])
             if with_usage:
-                yield dict(chunk, choices=[], usage=usage(piece))
+                yield dict(chunk, choices=[], usage=usage(results))
             yield "[DONE]"
-        return events(pieces, chunks())
+        return events(chunks())
 
     @app.post("/v1/chat/completions")
     def chat_completions():
@@ -354,8 +388,11 @@ def main(doc: str, chapter: str, add_arguments, make_engine, demo):
 
 def run(chapter: str, arguments, make_engine, demo):
     for path in (arguments.json, arguments.trace):
-        if path:
-            path.open("a").close()  # fails now, not after a minute of work
+        try:
+            if path:
+                path.open("a").close()          # fails now, not after a minute of work
+        except OSError as error:
+            raise OSError(f"Cannot write '{path}' ({error.strerror}); choose another file.") from None
     serving = not arguments.demo and arguments.prompt is None
     server = listen(arguments.host, arguments.port) if serving else None
     model, tokenizer, end_tokens = checkpoint.load(
@@ -376,6 +413,7 @@ def run(chapter: str, arguments, make_engine, demo):
                 print(piece, end="", flush=True)
         report, timelines = {**info, **piece.as_json()}, [piece.timeline]
         print(f"\n\n{piece.summary()}")
+    engine.close()
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     if arguments.trace:

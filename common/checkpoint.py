@@ -9,6 +9,7 @@
 Weights travel one tensor at a time from the file to their final place and dtype, so loading needs the
 model's own memory and one tensor more. Only safetensors are read; a pickle can run code.
 """
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -52,6 +53,7 @@ def load(name: str, dtype: str = "auto", device: str = "auto", reorder: bool = T
         config, dtype = random_config(name), pick_dtype(dtype, device, None)
         model = allocate(config, dtype, device, name)
         fill_at_random(model, seed)
+        digest = hashlib.sha256(f"{name} {seed}".encode())
         tokenizer = byte_tokenizer(config.vocab_size)
         end_tokens = {tokenizer.eos_token_id}
     else:
@@ -65,7 +67,9 @@ def load(name: str, dtype: str = "auto", device: str = "auto", reorder: bool = T
         tokenizer = read_tokenizer(folder)
         end_tokens = read_end_tokens(folder, raw, tokenizer)
         model = allocate(config, pick_dtype(dtype, device, raw), device, name)
-        fill_from_files(model, files)
+        digest = hashlib.sha256(repr(config).encode())
+        fill_from_files(model, files, digest)
+    model.digest = digest.digest()
     model.eval().requires_grad_(False)
     if reorder:
         model.reorder_weights()
@@ -190,7 +194,8 @@ def free_host_memory() -> float:
         return float("inf")
 
 
-def fill_from_files(model: Llama, files: list[Path]):
+def fill_from_files(model: Llama, files: list[Path], digest):
+    """Copy every tensor to its place, and its name and bytes into `digest`."""
     places, tied = model.weights(), model.config.tie_word_embeddings
     bar = tqdm(total=len(places), desc="loading", unit="tensor", delay=1, leave=False)
     for path in files:
@@ -209,6 +214,8 @@ def fill_from_files(model: Llama, files: list[Path]):
                     raise ModelError(f"{path}: {name} has shape {list(tensor.shape)}, "
                                      f"but config.json makes it {list(place.shape)}.")
                 place.copy_(tensor)
+                digest.update(f"{name} {tensor.dtype}".encode())
+                digest.update(tensor.flatten().view(torch.uint8).numpy())
                 del tensor
                 bar.update()
         except (SafetensorError, OSError) as error:

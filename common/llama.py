@@ -264,6 +264,7 @@ class Llama(nn.Module):
     def __init__(self, config: LlamaConfig, dtype=torch.float32, device="cpu"):
         super().__init__()
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
+        self.digest = b""          # of config and weights, set by checkpoint.load: what a saved state depends on
         where = dict(dtype=dtype, device=device)
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, **where))
         self.rotary = Rotary(config, **where)

@@ -26,17 +26,17 @@ class Timeline:
         self.began = time.perf_counter()
         self.spans: list[Span] = []
 
-    def now(self) -> float:
-        """Seconds since the timeline began."""
-        return time.perf_counter() - self.began
-
     @contextmanager
     def span(self, lane: str, label: str):
-        start = self.now()
+        start = time.perf_counter()
         try:
             yield
         finally:
-            self.spans.append(Span(lane, label, start, self.now()))
+            self.add(lane, label, start, time.perf_counter())
+
+    def add(self, lane: str, label: str, start: float, end: float):
+        """A span that was measured elsewhere, in seconds of time.perf_counter()."""
+        self.spans.append(Span(lane, label, start - self.began, end - self.began))
 
     def as_json(self) -> list[dict]:
         """[{lane, label, start_ms, end_ms}], for an HTTP reply."""
