@@ -128,6 +128,18 @@ def processor() -> str:
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
+def write(benchmark: str, device: str, path: Path | None, **found):
+    """Write what was found, and on what, to `path` or to benchmarks/results/BENCHMARK-DEVICE.json."""
+    name = "cpu" if device == "cpu" else torch.cuda.get_device_name().lower().replace(" ", "-")
+    path = path or RESULTS / f"{benchmark}-{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({
+        "command": " ".join([f"python -m benchmarks.{benchmark}", *sys.argv[1:]]), "processor": processor(),
+        "threads": torch.get_num_threads(), "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__, "transformers": transformers.__version__, **found}, indent=1) + "\n")
+    print(f"\nwritten: {path}")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="only this model")
@@ -154,14 +166,7 @@ def main():
         print(f"  decode reads {case['decode_bytes_per_second'] / 1e9:.1f} GB/s, "
               f"{case['share_of_bandwidth']:.0%} of {case['memory_bytes_per_second'] / 1e9:.1f} GB/s measured")
         print(f"  load {case['load']['seconds']:.1f} s, peak memory {case['load']['peak_bytes'] / 1e6:.0f} MB", flush=True)
-    name = "cpu" if device == "cpu" else torch.cuda.get_device_name().lower().replace(" ", "-")
-    path = arguments.json or RESULTS / f"baseline-{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({
-        "command": "python -m benchmarks.baseline " + " ".join(sys.argv[1:]), "processor": processor(),
-        "threads": torch.get_num_threads(), "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "torch": torch.__version__, "transformers": transformers.__version__, "cases": cases}, indent=1) + "\n")
-    print(f"\nwritten: {path}")
+    write("baseline", device, arguments.json, cases=cases)
 
 
 if __name__ == "__main__":
