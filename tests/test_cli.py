@@ -8,19 +8,21 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 SCRIPT = Path(__file__).resolve().parent.parent / "01_baseline.py"
+PAGED = SCRIPT.with_name("02_paged_kv.py")
 TIMEOUT = 300                      # seconds; nothing here takes more than a few
 ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONIOENCODING": "utf-8"}
 needs_signals = pytest.mark.skipif(os.name != "posix", reason="sends POSIX signals")
 
 
-def run(*arguments, **environment):
-    return subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, timeout=TIMEOUT,
+def run(*arguments, script=SCRIPT, **environment):
+    return subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, timeout=TIMEOUT,
                           encoding="utf-8", errors="replace", env={**ENVIRONMENT, **environment})
 
 
@@ -69,12 +71,12 @@ def test_a_terminal_without_utf8_shows_the_answer_all_the_same():
 
 # 2. What is asked wrongly ----------------------------------------------------------------------------------------
 
-def refused(*arguments) -> str:
+def refused(*arguments, script=SCRIPT) -> str:
     """Run it and -> its one line of complaint."""
-    done = run(*arguments)
+    done = run(*arguments, script=script)
     assert done.returncode in (1, 2), done
     assert done.stdout == "" and "Traceback" not in done.stderr
-    line, = done.stderr.splitlines()
+    line, = (line for line in done.stderr.splitlines() if not line.startswith("KV pool: "))
     return line
 
 
@@ -104,15 +106,21 @@ def test_wrong_input_ends_with_one_clear_line(words, arguments):
     ("no.such.host.invalid", ["--host", "no.such.host.invalid"]), ("label", ["--host", "x" * 99]),
 ], ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "")
 def test_wrong_options_end_with_one_clear_line(monkeypatch, capsys, words, arguments):
-    """The script as it stands, but in this process: importing PyTorch takes longer than all of these."""
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *arguments])
+    line = refused_here(monkeypatch, capsys, SCRIPT, arguments)
+    assert words in line and "01_baseline" in line
+
+
+def refused_here(monkeypatch, capsys, script, arguments) -> str:
+    """`refused` of the script as it stands, but in this process: importing PyTorch takes longer than all of these."""
+    monkeypatch.setattr(sys, "argv", [str(script), *arguments])
     with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(SCRIPT), run_name="__main__")
+        runpy.run_path(str(script), run_name="__main__")
     said, complaint = capsys.readouterr()
     if isinstance(end.value.code, str):         # sys.exit("words") prints them and ends with 1
         complaint += end.value.code + "\n"
-    line, = complaint.splitlines()
-    assert end.value.code and said == "" and words in line and "01_baseline" in line
+    line, = (line for line in complaint.splitlines() if not line.startswith("KV pool: "))
+    assert end.value.code and said == ""
+    return line
 
 
 @pytest.mark.parametrize("missing,words", [("model.safetensors", "has no *.safetensors"), ("config.json", "has no config.json"),
@@ -135,9 +143,9 @@ def test_a_port_in_use_is_told_before_the_model_is_looked_for():
 class Process:
     """The script in its own process, to be interrupted. stdout and stderr come in one stream."""
 
-    def __init__(self, *arguments):
+    def __init__(self, *arguments, script=SCRIPT):
         # A shell may have had Ctrl-C ignored for what it runs in the background, and children inherit that
-        self.process = subprocess.Popen([sys.executable, SCRIPT, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        self.process = subprocess.Popen([sys.executable, script, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                         env=ENVIRONMENT, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
         self.output = b""
 
@@ -215,3 +223,169 @@ def test_ctrl_c_in_the_demo():
     with Process(*TINY, "--demo") as process:
         process.read_until(b"\n")
         process.interrupt()
+
+
+# 4. Chapter 02 ---------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("options,blocks,size", [(["--gpu-blocks", "500", "--block-size", "100"], 500, 100),
+                                                 (["--max-running", "3"], 3 * 256 // 16, 16)], ids=str)
+def test_paged_prompt_prints_the_pool_and_the_answer_of_chapter_01(tiny_folder, tiny_engine, tmp_path, options, blocks, size):
+    expected = tiny_engine.generate(prompt="Hello", max_tokens=12, temperature=0.8, top_p=0.9, top_k=40, seed=7)
+    report, trace = tmp_path / "report.json", tmp_path / "trace.json"
+    done = run("--model", str(tiny_folder), "--device", "cpu", "--prompt", "Hello", "--max-tokens", "12", "--temperature", "0.8",
+               "--top-p", "0.9", "--top-k", "40", "--seed", "7", "--json", str(report), "--trace", str(trace), *options,
+               script=PAGED)
+    assert done.returncode == 0 and done.stdout.startswith(expected.text.replace("\r", "\n"))
+    assert " 0 of them cached (miss); " in done.stdout.splitlines()[-1]
+    megabytes = blocks * size * tiny_engine.model.config.kv_numbers_per_token * 4 / 1e6
+    assert done.stderr == f"KV pool: {blocks} blocks of {size} tokens, {blocks * size} tokens, {megabytes:.1f} MB\n"
+
+    written = json.loads(report.read_text())
+    assert (written["chapter"], written["dtype"], written["source"]) == ("02_paged_kv", "float32", "miss")
+    assert written["tokens"] == expected.tokens and written["usage"] == expected.usage
+    spans = [event["name"] for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
+    assert [name.split()[0] for name in spans] == ["prefill"] + ["decode"] * (len(expected.tokens) - 1)
+
+
+def test_paged_prompt_leaves_no_thread_behind(monkeypatch, capsys):
+    """One that is inside PyTorch when the interpreter ends aborts the process ("terminate called ...")."""
+    before = set(threading.enumerate())
+    monkeypatch.setattr(sys, "argv", [str(PAGED), *TINY, "--device", "cpu", "--prompt", "Hello", "--max-tokens", "5"])
+    runpy.run_path(str(PAGED), run_name="__main__")
+    assert "5 new; TTFT " in capsys.readouterr().out
+    assert {thread.name for thread in set(threading.enumerate()) - before} <= {"tqdm_monitor"}      # which only sleeps
+
+
+def test_paged_answers_in_the_fewest_blocks_that_hold_it_and_in_no_fewer(tiny_folder, tiny_engine, tmp_path):
+    prompt, report = len(tiny_engine.encode("Hello", None)[0]), tmp_path / "report.json"
+    ask = ("--model", str(tiny_folder), "--device", "cpu", "--prompt", "Hello", "--max-tokens", "50", "--block-size", "4",
+           "--json", str(report))
+    needed = -(-(prompt + 49) // 4)
+    line = refused(*ask, "--gpu-blocks", str(needed - 1), script=PAGED)
+    assert line.startswith("02_paged_kv: ") and f"take {needed} blocks" in line and f"the pool has {needed - 1}" in line
+    assert f"--gpu-blocks {needed}" in line
+    done = run(*ask, "--gpu-blocks", str(needed), script=PAGED)
+    assert done.returncode == 0
+    assert json.loads(report.read_text())["tokens"] == tiny_engine.generate(prompt="Hello", max_tokens=50).tokens
+
+
+def test_paged_demo_in_too_few_blocks_is_told_how_many():
+    line = refused(*TINY, "--demo", "--gpu-blocks", "1", script=PAGED)
+    assert line.startswith("02_paged_kv: ") and "the pool has 1;" in line and "--gpu-blocks" in line
+
+
+def test_paged_pool_too_large_for_the_memory_is_refused_with_what_would_fit(monkeypatch, capsys):
+    asked = ["--model", "random:tiny", "--prompt", "Hello", "--gpu-blocks", str(1 << 24), "--block-size", str(1 << 16)]
+    line = refused_here(monkeypatch, capsys, PAGED, asked)
+    assert line.startswith("02_paged_kv: ") and f"{1 << 24} blocks" in line and "are free" in line
+    assert 1 <= int(line.split("at most --gpu-blocks ")[1].rstrip(".")) < 1 << 24
+
+
+@pytest.mark.parametrize("words,arguments", [
+    ("'0'", ["--gpu-blocks", "0"]), ("'-1'", ["--gpu-blocks", "-1"]), ("'many'", ["--gpu-blocks", "many"]),
+    ("'99999999'", ["--gpu-blocks", "99999999"]), ("'0'", ["--block-size", "0"]), ("'1.5'", ["--block-size", "1.5"]),
+    ("'65537'", ["--block-size", "65537"]), ("'x'", ["--token-budget", "x"]), ("'0'", ["--token-budget", "0"]),
+    ("'0'", ["--max-running", "0"]), ("'nan'", ["--max-running", "nan"]), ("--gpu-block", ["--gpu-block", "5"]),
+    ("--no-kv-cache", ["--no-kv-cache"]), ("--demo", ["--demo", "--prompt", "Hello"]),
+    ("512", [*TINY, "--prompt", "x" * 600]), ("'/'", [*TINY, "--prompt", "Hello", "--trace", "/"]),
+], ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "")
+def test_wrong_options_of_paged_end_with_one_clear_line(monkeypatch, capsys, words, arguments):
+    line = refused_here(monkeypatch, capsys, PAGED, arguments)
+    assert words in line and "02_paged_kv" in line
+
+
+def test_paged_port_in_use_is_told_before_the_model_is_looked_for():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        line = refused("--model", "nonsense", "--port", str(port), script=PAGED)
+    assert line.startswith("02_paged_kv: ") and f"127.0.0.1:{port}" in line and "in use" in line and "--port" in line
+
+
+@pytest.fixture(scope="module")
+def paged_demo(tmp_path_factory):
+    """The lesson on the classroom model, run once -> what it printed, its report and its trace."""
+    folder = tmp_path_factory.mktemp("demo")
+    done = run("--demo", "--device", "cpu", "--json", str(folder / "report.json"), "--trace", str(folder / "trace.json"),
+               script=PAGED)
+    assert done.returncode == 0, done
+    return done, json.loads((folder / "report.json").read_text()), json.loads((folder / "trace.json").read_text())
+
+
+def test_paged_demo_is_verified_before_any_number_is_printed(paged_demo):
+    done, report, _ = paged_demo
+    assert report["verified"] is True and (report["chapter"], report["model"], report["dtype"], report["device"]) == (
+        "02_paged_kv", "classroom", "float32", "cpu")
+    first, *others = done.stdout.splitlines()
+    assert first.startswith("verified: all ") and not any("verified" in line for line in others)
+    assert all(line.startswith("KV pool: ") for line in done.stderr.splitlines() if line)
+
+
+def test_paged_demo_reports_memory_sharing_and_throughput(paged_demo):
+    done, report, _ = paged_demo
+    rows = report["rows"]
+    contiguous, blocks = (row for row in rows if "memory" in row)
+    assert "2048 tokens reserved" in contiguous["memory"] and "blocks of 16" in blocks["memory"]
+    assert contiguous["waste"] > 0.6 and 0 < blocks["waste"] < 0.04
+    for row in (contiguous, blocks):
+        assert row["waste"] == pytest.approx(1 - row["used_bytes"] / row["reserved_bytes"])
+        assert f" {row['waste']:.1%} wasted" in done.stdout
+    assert contiguous["used_bytes"] == blocks["used_bytes"] > 0
+    sources = {row["source"]: row for row in rows if "source" in row}
+    throughput = {row["throughput"]: row for row in rows if "throughput" in row}
+    assert set(sources) == {"gpu_hit", "miss"} and len(rows) == 3 + len(sources) + len(throughput)
+    sharing, = (row for row in rows if "sharing" in row)
+    assert 0.5 < sharing["sharing"] == sharing["cached_tokens"] / sharing["prompt_tokens"] < 1
+    assert 0 < sharing["blocks"] < sharing["blocks_in_tables"]
+    assert [name.split()[0] for name in throughput] == ["chapter", "1", "4", "16"]
+    for row, name in [*((row, "ttft_ms") for row in sources.values()),
+                      *((row, "tokens_per_second") for row in throughput.values())]:
+        assert 0 < row["min"] <= row[name] <= row["max"] and row["samples"] >= 5
+
+
+def test_paged_demo_gives_every_block_back(paged_demo):
+    counters = paged_demo[1]["counters"]
+    assert counters["requests"] == counters["finished"] > 0 and counters["cached_tokens"] > 0
+    assert counters["running"] == counters["waiting"] == counters["blocks_referenced"] == counters["failed"] == 0
+    assert counters["blocks_free"] + counters["blocks_cached"] == counters["blocks"]
+
+
+def test_paged_demo_writes_a_trace(paged_demo):
+    spans = [event for event in paged_demo[2]["traceEvents"] if event["ph"] == "X"]
+    assert {span["name"].split()[0] for span in spans} == {"prefill", "decode"}
+    assert all(span["dur"] > 0 and span["ts"] >= 0 for span in spans)
+
+
+@needs_signals
+def test_ctrl_c_in_the_paged_demo():
+    with Process("--demo", "--device", "cpu", script=PAGED) as process:
+        process.read_until(b" MB\n")           # the pool is there, and the demo begins
+        process.interrupt()
+        assert b"verified" not in process.output
+
+
+@needs_signals
+def test_ctrl_c_in_the_middle_of_a_paged_answer():
+    with Process(*TINY, "--prompt", "Hello", "--max-tokens", "500", script=PAGED) as process:
+        process.read_until(b" MB\n")
+        process.output += os.read(process.process.stdout.fileno(), 1)
+        process.interrupt()
+        assert b"TTFT" not in process.output
+
+
+@needs_signals
+@pytest.mark.parametrize("asking", [False, True])
+def test_ctrl_c_while_paged_serves(asking):
+    with Process(*TINY, "--port", "0", "--max-running", "1", script=PAGED) as process:
+        process.read_until(b"(Ctrl-C ends it)\n")
+        assert process.output.startswith(b"KV pool: ")
+        assert b"02_paged_kv serves random:tiny on http://127.0.0.1:" in process.output
+        port = int(process.output.split(b"127.0.0.1:")[1].split()[0])
+        connections = []
+        for number in range(8 * asking):        # one is being answered, the others wait
+            connections.append(http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT))
+            connections[-1].request("POST", "/generate", json.dumps(dict(prompt="Hello", max_tokens=500, stream=number % 2 == 1)))
+        while asking and counters(port)["requests"] < 8:
+            time.sleep(0.01)
+        process.interrupt()
+        if asking:
+            assert 503 in map(status, connections)          # who waited was told

@@ -1,0 +1,600 @@
+"""Chapter 02's engine behind a real socket: many clients, some of whom hang up, several samples, salts, errors."""
+import http.client
+import itertools
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+
+import pytest
+from conftest import chapter
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_app import ANYTHING, ASK, CHAT, VALID, Serving, another, check_error, client_of, error_of, events, eventually
+
+paged = chapter("02_paged_kv")
+TIMEOUT = 120                      # seconds; no answer here takes more than a few
+TEXT = dict(prompt="Hello", max_tokens=8, temperature=0)
+
+
+class Reply:
+    """What came over the socket, in the form in which Flask's test client gives it."""
+
+    def __init__(self, response):
+        self.status_code, self.mimetype = response.status, response.getheader("Content-Type").split(";")[0]
+        self.data = response.read().decode()
+
+    def get_data(self, as_text: bool):
+        return self.data
+
+    @property
+    def json(self):
+        return json.loads(self.data)
+
+
+def sent(port: int, body, route: str = "/generate"):
+    """-> the connection on which `body` was asked; the answer is still to come. Closing it is to hang up."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT)
+    connection.request("POST", route, body if isinstance(body, bytes) else json.dumps(body))
+    return connection
+
+
+def ask(port: int, body, route: str = "/generate") -> Reply:
+    with closing(sent(port, body, route)) as connection:
+        return Reply(connection.getresponse())
+
+
+def counters(port: int) -> dict:
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT)) as connection:
+        connection.request("GET", "/health")
+        return json.loads(connection.getresponse().read())["counters"]
+
+
+def make(tiny_engine, end_tokens=None, **options):
+    """Chapter 02's engine on the model of chapter 01's."""
+    return paged.Engine(tiny_engine.model, tiny_engine.tokenizer, tiny_engine.end_tokens if end_tokens is None else end_tokens,
+                        **{"blocks": 64, **options})
+
+
+@contextmanager
+def serving(engine):
+    """-> the port. Afterwards nobody runs or waits, every block is back, and everybody is counted once."""
+    try:
+        with Serving(engine) as port:
+            yield port
+            eventually(lambda: over(engine))
+            counts = engine.counters()
+            assert counts["running"] == counts["waiting"] == counts["blocks_referenced"] == 0
+            assert counts["blocks_free"] + counts["blocks_cached"] == counts["blocks"] == engine.pool.size
+            engine.pool.check_integrity([])
+            assert counts["finished"] + counts["failed"] + counts["cancelled"] == counts["requests"]
+    finally:
+        engine.close()
+
+
+def over(engine) -> bool:
+    """Whether the engine's thread has nothing more to do; it holds `stepping` while it does something."""
+    with engine.stepping:
+        return not (engine.running or engine.waiting or engine.cancelled)
+
+
+def hold(engine, until, passes: int = 0):
+    """After `passes` forward passes, the engine's next one waits until `until()` -> an event that says that it waits."""
+    waits = threading.Event()
+
+    def wait(number):
+        if number == passes:
+            waits.set()
+            eventually(until)
+    before_each_pass(engine, wait)
+    return waits
+
+
+def before_each_pass(engine, call):
+    """`call(number)` comes before every forward pass, in the engine's thread, which has not changed anything since."""
+    forward, numbers = engine.forward, itertools.count()
+
+    def wrapped(batch):
+        call(next(numbers))
+        return forward(batch)
+    engine.forward = wrapped
+
+
+def tokens_of(engine, body: dict) -> list[int]:
+    """What chapter 01 answers to the body of a POST to /generate."""
+    return engine.generate(**{name: value for name, value in body.items() if name not in ("n", "stream", "cache_salt")}).tokens
+
+
+# 1. Many clients, and those who hang up ---------------------------------------------------------------------------
+
+LEAVE_EARLY, LEAVE_LATE, STAY = "leaves before an answer", "leaves in the middle of a stream", "stays"
+
+
+def test_64_clients_of_whom_a_third_hangs_up_get_the_tokens_of_chapter_01(tiny_engine):
+    one_by_one = another(tiny_engine, end_tokens=frozenset())
+    engine = make(tiny_engine, frozenset(), blocks=40, max_running=8, max_waiting=64)
+    asked = []
+    for number in range(64):
+        kind = {0: LEAVE_EARLY, 3: LEAVE_EARLY, 6: LEAVE_LATE}.get(number % 9, STAY)
+        prompt = "It was said before: " * (number % 4) + f"Number {number}"
+        asked.append((kind, dict(prompt=prompt, max_tokens=90 if kind == LEAVE_LATE else 8 + number % 30,
+                                 stream=kind == LEAVE_LATE or number % 2 == 0)))
+    kinds = [kind for kind, _ in asked]
+    early, late = kinds.count(LEAVE_EARLY), kinds.count(LEAVE_LATE)
+    assert early + late == 22 and {body["stream"] for kind, body in asked if kind != LEAVE_LATE} == {False, True}
+    all_here, early_gone = threading.Event(), threading.Event()
+
+    def wait():
+        """Nothing is computed until all have asked and some have left; and who leaves late has left before token 60."""
+        if not early_gone.is_set():
+            if len(engine.cancelled) < early:
+                return False
+            early_gone.set()
+        gone = set(map(id, tuple(engine.cancelled)))
+        return not any(request.max_tokens == 90 and len(request.answer.tokens) >= 60 and id(request) not in gone
+                       for request in engine.running)
+    before_each_pass(engine, lambda _: eventually(wait))
+
+    def client(kind, body):
+        connection = sent(port, body)
+        with closing(connection):
+            if kind == LEAVE_EARLY:
+                assert all_here.wait(TIMEOUT)
+                return None
+            response = connection.getresponse()
+            if kind == STAY:
+                return Reply(response)
+            written = ""
+            while len(written) < 3:
+                line = response.readline()
+                assert line, "the stream ended"
+                if line.startswith(b"data: "):
+                    written += json.loads(line[6:])["text"]
+            response.close()
+            return written
+
+    with serving(engine) as port, ThreadPoolExecutor(64) as pool:
+        replies = [pool.submit(client, *one) for one in asked]
+        eventually(lambda: engine.counters()["requests"] == 64)
+        all_here.set()
+        for (kind, body), reply in zip(asked, replies):
+            expected = one_by_one.generate(body["prompt"], max_tokens=body["max_tokens"])
+            if kind == LEAVE_LATE:
+                assert expected.text.startswith(reply.result())
+            elif kind == STAY and body["stream"]:
+                *pieces, last = events(reply.result())
+                assert last["result"]["tokens"] == expected.tokens
+                assert "".join(piece["text"] for piece in pieces) == last["result"]["text"] == expected.text
+            elif kind == STAY:
+                assert reply.result().status_code == 200 and reply.result().json["tokens"] == expected.tokens
+        eventually(lambda: over(engine))
+        counts = counters(port)
+    assert (counts["cancelled"], counts["finished"], counts["failed"], counts["refused"]) == (early + late, 42, 0, 0)
+
+
+@pytest.mark.parametrize("route,body", [("/generate", ASK), ("/generate", dict(ASK, n=3)), ("/v1/chat/completions", CHAT),
+                                        ("/v1/completions", dict(TEXT, n=2))], ids=str)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_hangs_up_in_the_middle_of_a_long_answer_frees_its_blocks(tiny_engine, route, body, stream):
+    engine, n = make(tiny_engine, frozenset()), body.get("n", 1)
+    waits = hold(engine, until=lambda: len(engine.cancelled) == n, passes=3)
+    with serving(engine) as port:
+        with closing(sent(port, dict(body, max_tokens=200, stream=stream), route)):
+            assert waits.wait(TIMEOUT)
+            assert engine.counters()["running"] == n and engine.counters()["blocks_referenced"] > 0
+        eventually(lambda: engine.counters()["cancelled"] == n)
+        counts = counters(port)
+        assert counts["running"] == counts["blocks_referenced"] == counts["finished"] == 0 and counts["steps"] == 4
+        del engine.forward
+        assert ask(port, ASK).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_client_that_hangs_up_in_line_is_never_served(tiny_engine, stream, n):
+    engine = make(tiny_engine, frozenset(), max_running=2)
+    hold(engine, until=lambda: len(engine.cancelled) == n)
+    first = dict(prompt="Who came first", max_tokens=5, n=2)
+    with serving(engine) as port, ThreadPoolExecutor() as pool:
+        served = pool.submit(ask, port, first)
+        eventually(lambda: engine.counters()["running"] == 1)           # its second sample begins behind its prompt
+        with closing(sent(port, dict(prompt="Who came too late", max_tokens=200, n=n, stream=stream))):
+            eventually(lambda: engine.counters()["waiting"] == 1)
+        expected = tokens_of(another(tiny_engine, end_tokens=frozenset()), first)
+        assert [result["tokens"] for result in served.result().json["results"]] == [expected] * 2
+        eventually(lambda: engine.counters()["cancelled"] == n)
+        counts = counters(port)
+    prompt = tiny_engine.encode(first["prompt"], None)[0]
+    assert (counts["finished"], counts["steps"], counts["prompt_tokens"]) == (2, 5, 2 * len(prompt))
+    assert counts["blocks_cached"] == (len(prompt) + 4) // 16, "nothing was computed for who left"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route,body", [("/generate", ASK), ("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)])
+def test_a_full_line_answers_429_and_then_goes_on(tiny_engine, route, body, stream):
+    engine, opened = make(tiny_engine, max_running=1, max_waiting=1), threading.Event()
+    hold(engine, until=opened.is_set)
+    with serving(engine) as port, ThreadPoolExecutor() as pool:
+        served = [pool.submit(ask, port, ASK)]
+        eventually(lambda: engine.counters()["running"] == 1)
+        served.append(pool.submit(ask, port, ASK))
+        eventually(lambda: engine.counters()["waiting"] == 1)
+        error = error_of(ask(port, dict(body, stream=stream), route), 429)
+        assert error["type"] == "rate_limit_error" and "1 requests are waiting" in error["message"]
+        opened.set()
+        assert [reply.result().json["tokens"] for reply in served] == [tokens_of(tiny_engine, ASK)] * 2
+        assert ask(port, body, route).status_code == 200
+        counts = counters(port)
+    assert (counts["requests"], counts["finished"], counts["refused"]) == (3, 3, 1)
+
+
+# 2. Several samples ----------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def port(tiny_engine):
+    """Of a server that all tests share that leave it as it was."""
+    with serving(make(tiny_engine)) as port:
+        yield port
+
+
+@pytest.mark.parametrize("route,body", [("/generate", ASK), ("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [0, -1, 17, 10 ** 400, "two", "2", True, 1.0, 2.5, [2], {}], ids=lambda n: repr(n)[:20])
+def test_a_wrong_n_is_refused_by_name(port, route, body, stream, n):
+    message = error_of(ask(port, dict(body, n=n, stream=stream), route), 400)["message"]
+    assert message.startswith("n must be") and "from 1 to 16" in message
+
+
+DRAWN = dict(prompt="Hello", max_tokens=20, temperature=1.0, seed=7)
+
+
+def three_answers(engine, **fields):
+    return [engine.generate(**{**DRAWN, "seed": DRAWN["seed"] + number, **fields}) for number in range(3)]
+
+
+def test_n_gives_as_many_results_with_the_seeds_that_follow(port, tiny_engine):
+    answer = ask(port, dict(DRAWN, n=3))
+    expected = three_answers(tiny_engine)
+    assert answer.status_code == 200 and set(answer.json) == {"results"}
+    assert [result["tokens"] for result in answer.json["results"]] == [result.tokens for result in expected]
+    assert [result["text"] for result in answer.json["results"]] == [result.text for result in expected]
+    assert len({tuple(result.tokens) for result in expected}) == 3
+    assert ask(port, dict(DRAWN, n=1)).json["tokens"] == ask(port, DRAWN).json["tokens"] == expected[0].tokens
+
+
+def test_without_a_seed_the_samples_differ_and_greedy_ones_do_not(port, tiny_engine):
+    drawn = ask(port, dict(prompt="Hello", max_tokens=20, temperature=5, n=16)).json["results"]
+    assert len({tuple(result["tokens"]) for result in drawn}) == 16
+    greedy = ask(port, dict(ASK, n=16)).json["results"]
+    assert [result["tokens"] for result in greedy] == [tokens_of(tiny_engine, ASK)] * 16
+
+
+@pytest.mark.parametrize("fields", [dict(), dict(stop=["e", "o"]), dict(max_tokens=1)], ids=str)
+def test_a_stream_of_three_samples_says_whose_each_piece_is(port, tiny_engine, fields):
+    said = events(ask(port, {**DRAWN, "n": 3, "stream": True, **fields}))
+    assert {event["index"] for event in said} == {0, 1, 2}
+    assert {tuple(sorted(event)) for event in said} == {("index", "text"), ("index", "result")}
+    for index, expected in enumerate(three_answers(tiny_engine, **fields)):
+        *pieces, last = [event for event in said if event["index"] == index]
+        assert "".join(piece["text"] for piece in pieces) == last["result"]["text"] == expected.text
+        assert last["result"]["tokens"] == expected.tokens and last["result"]["finish_reason"] == expected.finish_reason
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_pause_after_the_first_sample_is_done_leaves_its_result_alone(tiny_engine, stream):
+    """While nothing comes, the server looks twice a second whether the client is there; nobody shall read that as a piece."""
+    expected = three_answers(tiny_engine)
+    stop = next(character for character in expected[0].text
+                if character.isalnum() and not any(character in result.text for result in expected[1:]))
+    expected = three_answers(tiny_engine, stop=stop)
+    assert len(expected[0].tokens) < min(len(result.tokens) for result in expected[1:])
+    engine, pauses = make(tiny_engine), itertools.repeat(0.7, 1)
+    before_each_pass(engine, lambda _: time.sleep(next(pauses, 0) if engine.counters()["finished"] else 0))
+    with serving(engine) as port:
+        reply = ask(port, dict(DRAWN, n=3, stop=stop, stream=stream))
+        if stream:
+            said = events(reply)
+            first = [event for event in said if event["index"] == 0]
+            assert "result" in first[-1], "something came after the result"
+            results = [next(event["result"] for event in said if event["index"] == index and "result" in event)
+                       for index in range(3)]
+        else:
+            assert reply.status_code == 200
+            results = reply.json["results"]
+    assert [result["tokens"] for result in results] == [result.tokens for result in expected]
+
+
+def openai_bodies(engine):
+    """-> (route, body, the two answers that it must bring) for both of OpenAI's routes."""
+    options = dict(max_tokens=20, temperature=1.0)
+    for route, body, prompt in (
+            ("/v1/chat/completions", dict(messages=CHAT["messages"]), dict(messages=CHAT["messages"])),
+            ("/v1/completions", dict(prompt="Hello"), dict(prompt=engine.tokenizer.encode("Hello")))):
+        yield route, dict(body, **options, seed=3, n=2), [engine.generate(**prompt, **options, seed=seed) for seed in (3, 4)]
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["chat", "completions"])
+def test_openais_n_gives_as_many_choices_and_sums_their_tokens(port, tiny_engine, which):
+    route, body, expected = list(openai_bodies(tiny_engine))[which]
+    answer = ask(port, body, route).json
+    texts = [choice["message"]["content"] if which == 0 else choice["text"] for choice in answer["choices"]]
+    assert texts == [result.text for result in expected] and texts[0] != texts[1]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert [choice["finish_reason"] for choice in answer["choices"]] == [result.finish_reason for result in expected]
+    usage, written = answer["usage"], sum(len(result.tokens) for result in expected)
+    assert usage["completion_tokens"] == written and usage["prompt_tokens"] == expected[0].usage["prompt_tokens"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + written
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["chat", "completions"])
+@pytest.mark.parametrize("with_usage", [False, True])
+def test_openais_stream_of_two_choices(port, tiny_engine, which, with_usage):
+    route, body, expected = list(openai_bodies(tiny_engine))[which]
+    body |= dict(stream=True, stream_options=dict(include_usage=with_usage))
+    *chunks, done = events(ask(port, body, route))
+    assert done == "[DONE]"
+    if with_usage:
+        last = chunks.pop()
+        assert last["choices"] == [] and last["usage"]["completion_tokens"] == sum(len(result.tokens) for result in expected)
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert {choice["index"] for choice in choices} == {0, 1}
+    for index, result in enumerate(expected):
+        own = [choice for choice in choices if choice["index"] == index]
+        assert [choice["finish_reason"] for choice in own] == [None] * (len(own) - 1) + [result.finish_reason]
+        if which == 0:
+            assert own[0]["delta"] == dict(role="assistant", content="") and own[-1]["delta"] == {}
+        assert "".join(choice["delta"].get("content", "") if which == 0 else choice["text"] for choice in own) == result.text
+
+
+def test_chapter_01_refuses_several_answers_and_takes_an_n_of_1_from_openais_clients(tiny_engine):
+    client = client_of(tiny_engine)
+    assert tiny_engine.fields == {}
+    for route, body in (("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)):
+        assert "n must be 1" in error_of(client.post(route, json=dict(body, n=2)), 400)["message"]
+        assert client.post(route, json=dict(body, n=1)).json["choices"] == client.post(route, json=body).json["choices"]
+    for fields in (dict(n=2), dict(cache_salt="a")):
+        message = error_of(client.post("/generate", json=dict(ASK, **fields)), 400)["message"]
+        assert f"Unknown field {list(fields)[0]!r}" in message
+
+
+def test_more_samples_than_may_run_are_refused(tiny_engine):
+    with serving(make(tiny_engine, max_running=2)) as port:
+        message = error_of(ask(port, dict(ASK, n=3)), 400)["message"]
+        assert "n is 3" in message and "at most 2" in message
+        assert len(ask(port, dict(ASK, n=2)).json["results"]) == 2
+
+
+def test_no_more_run_at_once_than_may_also_when_a_prompt_has_several_samples(tiny_engine):
+    engine, running = make(tiny_engine, frozenset(), max_running=2), []
+
+    def look(number):
+        running.append(len(engine.running))
+        if number == 0:
+            eventually(lambda: engine.counters()["requests"] == 4)
+    before_each_pass(engine, look)
+    with serving(engine) as port, ThreadPoolExecutor() as pool:
+        replies = []
+        for number, n in enumerate((1, 2, 1)):
+            replies.append(pool.submit(ask, port, dict(prompt=str(number), max_tokens=6, n=n)))
+            eventually(lambda number=number: len(engine.running) + len(engine.waiting) == number + 1)
+        assert [reply.result().status_code for reply in replies] == [200] * 3
+    assert max(running) == 2
+
+
+# 3. Salts --------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("route,extra", [("/generate", {}), ("/v1/completions", {}), ("/v1/chat/completions", {})])
+def test_the_second_to_ask_with_the_same_salt_finds_the_blocks_of_the_first(tiny_engine, route, extra):
+    words = "A sentence that is long enough to fill some blocks. " * 2
+    body = dict(messages=[dict(role="user", content=words)]) if "chat" in route else dict(prompt=words)
+    body |= dict(max_tokens=6, temperature=0, **extra)
+
+    def cached(**fields):
+        reply = ask(port, dict(body, **fields), route).json
+        texts.append(reply.get("text") or reply["choices"][0].get("text") or reply["choices"][0]["message"]["content"])
+        assert "source" not in reply or reply["source"] == ("gpu_hit" if reply["usage"]["cached_tokens"] else "miss")
+        return reply["usage"]["cached_tokens"]
+    texts = []
+    with serving(make(tiny_engine)) as port:
+        assert cached() == 0 and cached() >= 96
+        assert cached(cache_salt="Anna") == 0 and cached(cache_salt="Anna") == cached()
+        assert cached(cache_salt="Ben") == 0 and cached(cache_salt="Anna") == cached(cache_salt="Ben") >= 96
+        assert cached(cache_salt="") == cached(cache_salt=None) == cached() >= 96
+        assert cached(cache_salt="x" * 256) == 0 and cached(cache_salt="Änna \0 🐈") == 0
+    assert len(set(texts)) == 1
+
+
+@pytest.mark.parametrize("route,body", [("/generate", ASK), ("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)])
+@pytest.mark.parametrize("salt", ["x" * 300, "x" * 257, 5, 0, True, False, ["a"], {}, "\ud800"], ids=lambda salt: repr(salt)[:20])
+def test_a_wrong_salt_is_refused_by_name(port, route, body, salt):
+    message = error_of(ask(port, dict(body, cache_salt=salt), route), 400)["message"]
+    assert message.startswith("cache_salt must be") and "256" in message
+
+
+# 4. What goes wrong ----------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 2])
+def test_what_can_never_fit_into_the_pool_is_refused_with_both_numbers(tiny_engine, stream, n):
+    with serving(make(tiny_engine, blocks=4)) as port:
+        def asking(prompt_tokens, max_tokens):
+            return ask(port, dict(prompt=[5] * prompt_tokens, max_tokens=max_tokens, temperature=0, n=n), "/v1/completions")
+        message = error_of(asking(50, 16), 400)["message"]              # 65 tokens are kept, and the last is never read
+        assert "take 5 blocks" in message and "the pool has 4" in message and "--gpu-blocks 5" in message
+        assert asking(50, 15).json["usage"]["completion_tokens"] == n * len(tokens_of(tiny_engine, dict(prompt=[5] * 50,
+                                                                                                        max_tokens=15)))
+        error_of(ask(port, dict(prompt="x" * 100, stream=stream)), 400)
+        assert ask(port, ASK).json["tokens"] == tokens_of(tiny_engine, ASK)
+        assert counters(port)["refused"] == 2
+
+
+def test_an_exception_inside_is_a_500_for_those_in_the_step_and_for_nobody_else(tiny_engine):
+    engine, failed = make(tiny_engine, frozenset(), max_running=3), threading.Event()
+
+    def fail_once(_):
+        """When all are here, three of them run, and each has some tokens."""
+        eventually(lambda: engine.counters()["requests"] >= 5)
+        if not failed.is_set() and len(engine.running) == 3 and all(request.answer.tokens for request in engine.running):
+            failed.set()
+            raise RuntimeError("a secret of the inside")
+    before_each_pass(engine, fail_once)
+    with serving(engine) as port, ThreadPoolExecutor() as pool:
+        bodies = [dict(prompt=f"Number {number}", max_tokens=6, stream=number % 2 == 1) for number in range(5)]
+        replies = []
+        for number, body in enumerate(bodies):
+            replies.append(pool.submit(ask, port, body))
+            eventually(lambda number=number: engine.counters()["requests"] == number + 1)
+        for error in (error_of(replies[0].result(), 500), check_error(events(replies[1].result())[-1]["error"]),
+                      error_of(replies[2].result(), 500)):
+            assert error["type"] == "server_error" and "secret" not in error["message"] and "log" in error["message"]
+        one_by_one = another(tiny_engine, end_tokens=frozenset())
+        assert events(replies[3].result())[-1]["result"]["tokens"] == tokens_of(one_by_one, bodies[3])
+        assert replies[4].result().json["tokens"] == tokens_of(one_by_one, bodies[4])
+        assert ask(port, bodies[0]).json["tokens"] == tokens_of(one_by_one, bodies[0])
+        counts = counters(port)
+    assert (counts["failed"], counts["finished"], counts["cancelled"]) == (3, 3, 0)
+
+
+@pytest.mark.parametrize("route,body", [("/generate", ASK), ("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)])
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("passes", [0, 2])
+def test_an_exception_inside_is_one_error_however_many_samples_were_asked_for(tiny_engine, route, body, n, passes):
+    engine = make(tiny_engine, frozenset())
+
+    def fail(number):
+        if number >= passes:
+            raise RuntimeError("a secret of the inside")
+    with serving(engine) as port:
+        expected = ask(port, dict(body, n=n), route)
+        assert expected.status_code == 200
+        for stream in (False, True):
+            before_each_pass(engine, fail)
+            reply = ask(port, dict(body, n=n, stream=stream), route)
+            if stream:
+                *pieces, last = events(reply)
+                error = check_error(last["error"])
+                assert all("error" not in piece for piece in pieces)
+            else:
+                error = error_of(reply, 500)
+            assert error["type"] == "server_error" and "secret" not in error["message"]
+            eventually(lambda: over(engine))
+            del engine.forward
+        again = ask(port, dict(body, n=n), route)
+        assert again.status_code == 200
+        if route == "/generate":
+            assert tokens_in(again.json) == tokens_in(expected.json) == [tokens_of(
+                another(tiny_engine, end_tokens=frozenset()), body)] * n
+        else:
+            assert again.json["choices"] == expected.json["choices"]
+        counts = counters(port)
+    assert counts["failed"] >= 2 and counts["failed"] + counts["cancelled"] == 2 * n and counts["finished"] == 2 * n
+
+
+def tokens_in(answer: dict) -> list[list[int]]:
+    return [result["tokens"] for result in answer.get("results", [answer])]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_when_it_closes_who_waits_is_told_and_who_runs_is_answered(tiny_engine, n):
+    engine = make(tiny_engine, max_running=2)
+    hold(engine, until=lambda: engine.closing)
+    with serving(engine) as port, ThreadPoolExecutor() as pool:
+        running = pool.submit(ask, port, dict(ASK, n=2))
+        eventually(lambda: engine.counters()["running"] == 1)
+        plain = pool.submit(ask, port, dict(ASK, n=n))
+        stream = pool.submit(ask, port, dict(ASK, n=n, stream=True))
+        chat = pool.submit(ask, port, dict(CHAT, n=n), "/v1/chat/completions")
+        eventually(lambda: engine.counters()["waiting"] == 3)
+        engine.close()
+        for error in (error_of(plain.result(), 503), error_of(chat.result(), 503),
+                      check_error(events(stream.result())[-1]["error"]), error_of(ask(port, ASK), 503)):
+            assert error["type"] == "unavailable_error" and "shutting down" in error["message"]
+        assert tokens_in(running.result().json) == [tokens_of(tiny_engine, ASK)] * 2
+        engine.thread.join(TIMEOUT)
+        assert not engine.thread.is_alive()
+
+
+def test_health_shows_all_counters_also_while_requests_run(tiny_engine):
+    engine, opened = make(tiny_engine, frozenset(), max_running=2), threading.Event()
+    waits = hold(engine, until=opened.is_set, passes=2)
+    names = set("requests refused finished cancelled failed prompt_tokens completion_tokens cached_tokens steps preemptions "
+                "evictions copies waiting running blocks blocks_free blocks_cached blocks_referenced".split())
+    with serving(engine) as port, ThreadPoolExecutor() as pool:
+        before = counters(port)
+        assert set(before) == names and before.pop("blocks") == before.pop("blocks_free") == 64 and not any(before.values())
+        replies = [pool.submit(ask, port, dict(prompt=str(number), max_tokens=9, stream=number > 2)) for number in range(5)]
+        assert waits.wait(TIMEOUT)
+        eventually(lambda: engine.counters()["waiting"] == 3)
+        during = counters(port)
+        assert set(during) == names and all(type(value) is int for value in during.values())
+        assert (during["requests"], during["running"], during["waiting"], during["finished"]) == (5, 2, 3, 0)
+        assert during["blocks_referenced"] > 0 and during["blocks_free"] + during["blocks_referenced"] == 64
+        opened.set()
+        assert [reply.result().status_code for reply in replies] == [200] * 5
+        eventually(lambda: over(engine))
+        after = counters(port)
+    assert set(after) == names and all(type(value) is int for value in after.values())
+    assert (after["finished"], after["completion_tokens"], after["blocks_referenced"]) == (5, 45, 0)
+
+
+class Hooked(list):
+    """Tokens that call `hook` when they are compared, as another thread may be called just then."""
+
+    def __eq__(self, other):
+        self.hook()
+        return super().__eq__(other)
+
+
+def test_who_asks_while_another_one_leaves_the_line_disturbs_nobody(tiny_engine):
+    engine, hooked = make(tiny_engine, max_running=1), []
+    running, first, second = (engine.submit(prompt=str(number), max_tokens=6)[0] for number in range(3))
+    first.tokens = Hooked(first.tokens)
+    first.tokens.hook = lambda: hooked or hooked.extend(engine.submit(prompt="3", max_tokens=6))
+    assert engine.step()
+    engine.cancel(second)
+    while engine.step():
+        pass
+    engine.pool.check_integrity([])
+    for number, request in enumerate((running, first, second, *hooked)):
+        if request is not second:
+            assert request.outcome.tokens == tokens_of(tiny_engine, dict(prompt=str(number), max_tokens=6))
+
+
+# 5. Anything at all ----------------------------------------------------------------------------------------------
+
+NS, SALTS = st.integers(1, 4), st.text(max_size=8) | st.just("Anna")
+WRONG_NS = st.sampled_from([0, 17, -1, "two", True, 1.0, 10 ** 400, [], {}])
+WRONG_SALTS = st.sampled_from(["x" * 257, 5, False, [], "\ud800"])
+
+
+@st.composite
+def bodies(draw):
+    """-> whether it is a valid request, and its body: n, a salt, a stream or not, and a wrong value or two among them."""
+    body = {**draw(VALID), "max_tokens": draw(st.integers(1, 4)), "stream": draw(st.booleans()),
+            "temperature": draw(st.sampled_from([0, 1.5]))}
+    body |= draw(st.fixed_dictionaries({}, optional=dict(n=NS, cache_salt=SALTS)))
+    wrong = {}
+    if draw(st.booleans()):
+        wrong = draw(st.fixed_dictionaries({}, optional=dict(n=WRONG_NS | ANYTHING, cache_salt=WRONG_SALTS | ANYTHING)))
+        wrong |= draw(st.dictionaries(st.sampled_from(["stream", "seed", "stop", "prompt", "extra"]), ANYTHING, max_size=1))
+    return not wrong, {**body, **wrong}
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(bodies(), min_size=1, max_size=3))
+def test_nothing_that_is_asked_is_a_500(port, asked):
+    with ThreadPoolExecutor() as pool:
+        replies = list(pool.map(lambda one: ask(port, one[1]), asked))
+    for (valid, body), reply in zip(asked, replies):
+        n = body.get("n") or 1
+        if reply.mimetype == "text/event-stream":
+            results = [event for event in events(reply) if "text" not in event]
+            assert len(results) == n and all("result" in event for event in results)
+            assert sorted(event.get("index", 0) for event in results) == list(range(n))
+        elif reply.status_code == 200:
+            assert len(tokens_in(reply.json)) == n and all(1 <= len(tokens) <= 4 for tokens in tokens_in(reply.json))
+        else:
+            message = error_of(reply, 400)["message"]
+            assert not valid or any(word in message for word in ("context", "not be empty"))
+    assert counters(port)["failed"] == 0
