@@ -41,7 +41,7 @@ import torch.nn.functional as F
 
 from common import app, checkpoint
 from common.app import BadRequest, Busy, Closing, HungUp
-from common.timeline import Timeline
+from common.timeline import Clock, Timeline
 from tools import classroom_text
 
 baseline = importlib.import_module("01_baseline")
@@ -91,8 +91,7 @@ class BlockPool:
     (no table holds it, but its prefix still finds it); or referenced, by `references[block]` block tables."""
 
     def __init__(self, config, blocks: int, block_size: int, dtype, device):
-        self.kv = torch.empty(config.num_hidden_layers, 2, blocks, block_size, config.num_key_value_heads,
-                              config.head_dim, dtype=dtype, device=device)      # [L, 2, blocks, block_size, KVH, hd]
+        self.kv = self.memory(config, blocks, block_size, dtype, device)
         self.size, self.block_size = blocks, block_size
         self.references = [0] * blocks
         self.free = OrderedDict.fromkeys(range(blocks))                         # an ordered set; free for longest first
@@ -100,6 +99,11 @@ class BlockPool:
         self.prefixes: list[Prefix | None] = [None] * blocks                    # of the registered blocks
         self.blocks: dict[bytes, int] = {}                                      # key -> registered block
         self.counts = Counter(evictions=0, copies=0)
+
+    def memory(self, config, blocks: int, block_size: int, dtype, device):
+        """Layer-first: a layer's keys lie together, and so do its values."""
+        return torch.empty(config.num_hidden_layers, 2, blocks, block_size, config.num_key_value_heads,
+                           config.head_dim, dtype=dtype, device=device)         # [L, 2, blocks, block_size, KVH, hd]
 
     @property
     def available(self) -> int:
@@ -156,11 +160,17 @@ class BlockPool:
 
     def evict(self):
         """The least recently used of the cached blocks becomes free."""
-        block, _ = self.cached.popitem(last=False)
-        del self.blocks[self.prefixes[block].key]
-        self.prefixes[block] = None
-        self.free[block] = None
+        self.forget(next(iter(self.cached)))
         self.counts["evictions"] += 1
+
+    def forget(self, block: int):
+        """Nobody finds `block` any more; if no table holds it, it is free."""
+        if self.prefixes[block] is not None:
+            del self.blocks[self.prefixes[block].key]
+            self.prefixes[block] = None
+        if block in self.cached:
+            del self.cached[block]
+            self.free[block] = None
 
     def check_integrity(self, tables: list[list[int]]):
         """Every block is in one place, and counts, tables and keys agree. Raises AssertionError."""
@@ -211,7 +221,7 @@ class PagedBatch:
 
     def __init__(self, pool: BlockPool, work: list[tuple[Request, int]]):
         """`work`: requests and how many of their next tokens to compute; those of one token first, by length."""
-        self.pool, size, flat, last_rows = pool, pool.block_size, [], []
+        self.pool, self.work, size, flat, last_rows = pool, work, pool.block_size, [], []
         for request, count in work:
             for position in range(request.computed, request.computed + count):
                 slot = request.table[position // size] * size + position % size
@@ -324,6 +334,7 @@ def pool_size(model, blocks: int | None, block_size: int, max_running: int) -> i
 
 class Engine(baseline.Frontend):
     """Answers many requests at once in a fixed number of blocks. One thread runs `step`; others submit and wait."""
+    Request = Request
     fields = {"n": (lambda v: app.whole(v, 1, 16), "a whole number from 1 to 16: answers to the same prompt"),
               "cache_salt": (lambda v: app.text(v) and len(v) <= 256, "a string of at most 256 characters")}
 
@@ -337,8 +348,9 @@ class Engine(baseline.Frontend):
         self.waiting: deque[Request] = deque()                          # first come, first served
         self.running: list[Request] = []                                # who holds blocks, oldest first
         self.cancelled: deque[Request] = deque()                        # whose clients have hung up
-        self.changed, self.stepping = threading.Condition(), threading.Lock()
-        self.thread = None
+        self.changed, self.stepping = threading.Condition(), threading.RLock()
+        self.thread, self.clock = None, Clock(model.device)
+        self.stalls = []               # points in time, from and to: when the forward pass waited for something (chapter 03)
         self.counts.update(steps=0, preemptions=0, cached_tokens=0)
 
     # One step
@@ -375,9 +387,8 @@ class Engine(baseline.Frontend):
             return False
         try:
             pool, hits = self.pool, self.match(request)
-            cached = sum(pool.references[block] == 0 for block in hits)         # available, and about to be held
             empty = pool.needed(len(request.tokens)) - len(hits)
-            if empty + len(self.running) > pool.available - cached:
+            if not self.has_room(request, hits, empty):
                 return False
             self.waiting.popleft()
             self.running.append(request)
@@ -389,6 +400,11 @@ class Engine(baseline.Frontend):
         except Exception as error:
             self.finish(request, error, "failed")
         return True
+
+    def has_room(self, request: Request, hits: list[int], empty: int) -> bool:
+        """Whether the request can have `hits` and `empty` other blocks, and each who runs one more."""
+        cached = sum(self.pool.references[block] == 0 for block in hits)        # available, and about to be held
+        return empty + len(self.running) <= self.pool.available - cached
 
     def match(self, request: Request) -> list[int]:
         """-> the blocks that hold the longest cached prefix of the request's tokens, but for the last token: that is
@@ -456,19 +472,20 @@ class Engine(baseline.Frontend):
 
     def compute(self, work: list[tuple[Request, int]]):
         """The forward pass of a step, and what follows from it."""
-        began = time.perf_counter()
+        began, self.stalls = self.clock.mark(), []
         try:
             logits = self.forward(PagedBatch(self.pool, work))          # [R, V], of those whose last token was computed
             likeliest = logits.argmax(-1).tolist()                      # [R]
         except Exception as error:
-            for request, _ in work:
-                self.finish(request, error, "failed")
+            self.fail(work, error)
             return
-        ended, row = time.perf_counter(), 0
+        ended, row = self.clock.mark(), 0
+        began, ended, *stalls = map(self.clock.seconds, (began, ended, *self.stalls))
+        stalls = list(zip(stalls[::2], stalls[1::2]))
         self.counts["steps"] += 1
         for request, count in work:
             decoding = request.pending == 1 and request.answer.tokens
-            request.timeline.add("compute", "decode" if decoding else f"prefill {count}", began, ended)
+            request.timeline.add("compute", "decode" if decoding else f"prefill {count}", began, ended, stalls)
             request.computed += count
             self.save(request)
             if request.pending == 0:
@@ -479,9 +496,18 @@ class Engine(baseline.Frontend):
     @torch.inference_mode()
     def forward(self, batch: PagedBatch):
         hidden = self.model.embed(batch.tokens)                         # [T, D]
-        for layer, attend in zip(self.model.layers, batch.layers()):
+        for index, (layer, attend) in enumerate(zip(self.model.layers, batch.layers())):
+            self.tap(index, hidden, batch)
             hidden = layer(hidden, batch.positions, attend)             # [T, D]
         return self.model.logits(hidden[batch.last_rows])               # [R, V]
+
+    def tap(self, index: int, hidden, batch: PagedBatch):
+        """Sees the input [T, D] of layer `index` before the layer does. Here it does nothing."""
+
+    def fail(self, work: list[tuple[Request, int]], error: Exception):
+        """The forward pass of this `work` raised."""
+        for request, _ in work:
+            self.finish(request, error, "failed")
 
     def save(self, request: Request):
         """Register the blocks that the request has filled, so that others find them. (Who computes the same in the
@@ -511,9 +537,12 @@ class Engine(baseline.Frontend):
             request.pieces.put((request.number, request.answer.push(token)))
             request.tokens.append(token)
             if request.answer.finish_reason:
-                self.finish(request, request.answer.result(request, request.source, request.cached_tokens), "finished")
+                self.finish(request, self.result(request), "finished")
         except Exception as error:
             self.finish(request, error, "failed")
+
+    def result(self, request: Request) -> Result:
+        return request.answer.result(request, request.source, request.cached_tokens)
 
     def preempt(self, request: Request):
         """Take the request's blocks; it goes back to the head of the line, to be restored or computed again."""
@@ -569,23 +598,24 @@ class Engine(baseline.Frontend):
                 for request in (*self.running, *self.waiting):
                     self.finish(request, error, "failed")
 
-    def submit(self, prompt=None, messages=None, n: int = 1, cache_salt: str = "", **sampling) -> list[Request]:
+    def submit(self, prompt=None, messages=None, n: int = 1, **fields) -> list[Request]:
         """Stand in line -> n samples of one prompt, seeded seed, seed + 1, ... if there is a seed.
 
         Requests with different `cache_salt` share no block. The other arguments are those of `request`.
         Raises BadRequest (also for what can never fit into the pool), Busy or Closing."""
         try:
-            app.check_fields(dict(n=n, cache_salt=cache_salt), self.fields)
-            n, asked, pieces = n or 1, self.request(prompt, messages, **sampling), queue.SimpleQueue()
+            own = {name: fields.pop(name) for name in self.fields if name in fields}
+            own = app.check_fields(dict(own, n=n), self.fields)         # without those that are None
+            n, asked, pieces = own.pop("n", 1), self.request(prompt, messages, **fields), queue.SimpleQueue()
             most = self.pool.needed(len(asked.tokens) + asked.max_tokens - 1)      # the last token is never read
             if most > self.pool.size:
                 raise BadRequest(f"{len(asked.tokens)} prompt tokens and up to {asked.max_tokens} new ones take {most} blocks, "
                                  f"and the pool has {self.pool.size}; ask for less, or start with --gpu-blocks {most}.")
             if n > self.max_running:
                 raise BadRequest(f"n is {n}, and at most {self.max_running} may run at once; ask for fewer.")
-            leader, *forks = (Request(**{
+            leader, *forks = (self.Request(**{
                 **vars(asked), "tokens": list(asked.tokens), "seed": None if asked.seed is None else asked.seed + number,
-                "timeline": Timeline()}, cache_salt=cache_salt or "", number=number, pieces=pieces) for number in range(n))
+                "timeline": Timeline()}, **own, number=number, pieces=pieces) for number in range(n))
             leader.forks = forks
             for sample in (leader, *forks):
                 sample.answer = baseline.Answer(sample, self.tokenizer, self.end_tokens)

@@ -1,16 +1,50 @@
 """Who was busy when.
 
-A timeline is a list of spans (lane, label, start, end). It is drawn as a text chart in the demos and
-written as a trace file that opens in Perfetto or chrome://tracing. Times are host times: on a GPU a span
-must end after the host has seen the result (every forward pass here ends by reading a token).
+A timeline is a list of spans (lane, label, start, end). It is drawn as a text chart in the demos, as an SVG picture,
+and written as a trace file that opens in Perfetto or chrome://tracing. On a GPU a point in time is a CUDA event, which
+Clock turns into seconds of the host's clock when it has passed.
 """
 import json
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 
+import torch
+
 LANES = ("compute", "load", "save", "storage")
+COLORS = dict(compute="#4269d0", load="#efb118", save="#6cc5b0", storage="#ff725c")
+
+
+class Clock:
+    """Marks points in time where a device computes or copies; in seconds of time.perf_counter() once they have passed."""
+    REBASE = 10.0                  # seconds: CUDA gives float32 milliseconds between two events, exact only while they are few
+
+    def __init__(self, device):
+        self.device = torch.device(device)
+        if self.device.type == "cuda":
+            self.base = self.mark()
+            self.base.synchronize()
+            self.base_seconds = time.perf_counter()
+
+    def mark(self):
+        """Now, on the host; on a GPU when the current stream gets here."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, mark) -> float:
+        """The host waits until the point has passed."""
+        if self.device.type != "cuda":
+            return mark
+        mark.synchronize()
+        seconds = self.base_seconds + self.base.elapsed_time(mark) / 1e3
+        if seconds - self.base_seconds > self.REBASE:
+            self.base, self.base_seconds = mark, seconds
+        return seconds
 
 
 @dataclass(frozen=True)
@@ -28,15 +62,32 @@ class Timeline:
 
     @contextmanager
     def span(self, lane: str, label: str):
+        """What the host does inside it. (Chapter 01 on a GPU: until the work is queued, not until it is done.)"""
         start = time.perf_counter()
         try:
             yield
         finally:
             self.add(lane, label, start, time.perf_counter())
 
-    def add(self, lane: str, label: str, start: float, end: float):
-        """A span that was measured elsewhere, in seconds of time.perf_counter()."""
-        self.spans.append(Span(lane, label, start - self.began, end - self.began))
+    def add(self, lane: str, label: str, start: float, end: float, idle=()):
+        """A span that was measured elsewhere, in seconds of time.perf_counter(), but for the (start, end) in `idle`, in order."""
+        for stop, resume in (*idle, (end, end)):
+            self.spans.append(Span(lane, label, start - self.began, stop - self.began))
+            start = resume
+
+    @property
+    def end(self) -> float:
+        """Seconds from the beginning to the end of the last span."""
+        return max((span.end for span in self.spans), default=0.0)
+
+    def bubble(self, lane: str, start: float = 0.0, end: float | None = None) -> float:
+        """The share of the time from `start` to `end` (seconds since the timeline began; by default all of it) in which
+        `lane` was idle."""
+        end, busy, reached = self.end if end is None else end, 0.0, start
+        for span in sorted((span for span in self.spans if span.lane == lane), key=lambda span: span.start):
+            busy += max(0.0, min(span.end, end) - max(span.start, reached))     # spans may overlap
+            reached = max(reached, span.end)
+        return 1 - busy / (end - start) if end > start else 0.0
 
     def as_json(self) -> list[dict]:
         """[{lane, label, start_ms, end_ms}], for an HTTP reply."""
@@ -44,24 +95,45 @@ class Timeline:
                 for span in self.spans]
 
     def chart(self, width: int = 64) -> str:
-        """The lanes as lines of text: one column is 1/width of the time, a letter the span's label's first."""
+        """The lanes as lines of text: one column is 1/width of the time, a letter is the first of the span's label, a digit
+        the last of a layer's number."""
         if not self.spans:
             return "(nothing happened)"
-        total = max(span.end for span in self.spans)
         lines = []
         for lane in (lane for lane in LANES if any(span.lane == lane for span in self.spans)):
             row = ["."] * width
             for span in (span for span in self.spans if span.lane == lane):
-                first, last = int(span.start / total * width), int(span.end / total * width)
+                first, last = int(span.start / self.end * width), int(span.end / self.end * width)
                 for column in range(first, max(first + 1, min(last, width))):
-                    row[min(column, width - 1)] = span.label[0]
+                    row[min(column, width - 1)] = span.label[-1 if span.label.startswith("layer ") else 0]
             lines.append(f"{lane:>8} |{''.join(row)}|")
-        lines.append(f"{'':>8} 0{f'{total * 1e3:.0f} ms':>{width + 1}}")
+        lines.append(f"{'':>8} 0{f'{self.end * 1e3:.0f} ms':>{width + 1}}")
         return "\n".join(lines)
+
+    def svg(self, width: int = 800, row: int = 28) -> str:
+        """The lanes as a picture; a pointer over a span shows its label and its milliseconds."""
+        lanes, left = [lane for lane in LANES if any(span.lane == lane for span in self.spans)], 70
+        scale, height = (width - left - 10) / (self.end or 1.0), row * (len(lanes) + 1)
+        parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+                 f'font-family="sans-serif" font-size="12"><rect width="{width}" height="{height}" fill="white"/>']
+        for number, lane in enumerate(lanes):
+            parts.append(f'<text x="{left - 8}" y="{row * (number + 0.65):.0f}" text-anchor="end">{lane}</text>')
+            parts += [f'<rect x="{left + span.start * scale:.2f}" y="{row * number + 4}" '
+                      f'width="{max(1.0, (span.end - span.start) * scale):.2f}" height="{row - 8}" fill="{COLORS[lane]}" '
+                      f'stroke="white" stroke-width="0.5"><title>{escape(span.label)}: {span.start * 1e3:.2f} to '
+                      f'{span.end * 1e3:.2f} ms</title></rect>' for span in self.spans if span.lane == lane]
+        for share in (0, 0.25, 0.5, 0.75, 1):
+            parts.append(f'<text x="{left + share * self.end * scale:.0f}" y="{height - row * 0.3:.0f}" '
+                         f'text-anchor="{"end" if share == 1 else "middle"}">{share * self.end * 1e3:.1f} ms</text>')
+        return "\n".join([*parts, "</svg>\n"])
 
 
 def write_trace(timelines: list[Timeline], path: Path):
-    """All timelines in one Chrome-trace file, on the clock that they share."""
+    """All timelines in one Chrome-trace file, on the clock that they share; the last one as a picture in a file that ends
+    in .svg."""
+    if path.suffix == ".svg":
+        path.write_text(timelines[-1].svg())
+        return
     events = []
     for timeline in timelines:
         for span in timeline.spans:

@@ -1,0 +1,253 @@
+"""The link: copies between device memory and host memory, beside the computation.
+
+    link = Link("load", device, bytes_per_second)      # one direction is one lane: first in, first out
+    transfer = link.copy(dst, src, "layer 0")          # at once; the copying begins when the lane is free
+    transfer.ready                                     # whether it has arrived; never waits
+    transfer.wait()                                    # what is computed from here on sees the copy
+    transfer.join()                                    # the host waits
+
+With CUDA a lane is a stream, and `wait` makes the stream that computes wait, never the host. A copy begins only after
+everything that was queued to compute when it was issued: so a load cannot overwrite what queued work still reads, and
+a copy out sees what queued work still writes. That is the first half of the contract; the second is the caller's: no
+buffer of a transfer may be used for anything else before `ready`.
+
+Without CUDA both memories are ordinary memory, and the link is a model: a thread copies at once, and then sleeps until
+bandwidth and latency say that the copy has arrived. Sleeping takes no processor time, so what is computed meanwhile
+really overlaps. Everything printed about such a link calls it modelled.
+"""
+import queue
+import statistics
+import threading
+import time
+import weakref
+from collections import deque
+
+import numpy
+import torch
+
+from common.app import bounded
+from common.checkpoint import ModelError
+
+# HCache (EuroSys '25), Table 2: peak 16-bit FLOP/s of a GPU, bytes/s of its PCIe link
+PLATFORMS = {"a100": (312e12, 32e9), "a30": (165e12, 32e9), "4090": (330e12, 32e9), "l20": (120e12, 32e9), "h800": (990e12, 64e9)}
+LLAMA_2_7B_HIDDEN = 4096
+# Its section 6.1: on an A100, projection and transfer are even at 24 GB/s, so products run at this share of the peak.
+SHARE_OF_PEAK = 4 * LLAMA_2_7B_HIDDEN ** 2 / (2 * LLAMA_2_7B_HIDDEN / 24e9) / 312e12            # 0.63
+LATENCY = 10e-6                    # seconds, of a modelled transfer
+
+
+class TransferError(Exception):
+    """A copy that failed; `transfer` says which."""
+
+    def __init__(self, transfer):
+        super().__init__(f"The copy of {transfer.label} failed ({transfer.error}).")
+        self.transfer = transfer
+
+
+class Transfer:
+    """One copy, of one or many pieces, on its way. A modelled one: `start` and `end` are seconds, set by the lane."""
+
+    def __init__(self, lane: str, label: str, dst: list, src: list):
+        self.lane, self.label, self.dst, self.src = lane, label, dst, src
+        self.bytes = sum(piece.nbytes for piece in dst)
+        self.issued, self.start, self.end, self.error = time.perf_counter(), None, None, None
+        self.arrived = threading.Event()
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is over, well or not."""
+        return self.arrived.is_set()
+
+    def wait(self):
+        """What is computed from here on sees the copy. Raises TransferError."""
+        self.join()
+        if self.error is not None:
+            raise TransferError(self)
+
+    def join(self):
+        """The host waits until it is over, well or not."""
+        self.arrived.wait()
+
+    def span(self) -> tuple[float, float]:
+        """From when the lane was at it until it had arrived, in seconds of time.perf_counter(), once it is ready."""
+        return self.start, self.end
+
+
+class CudaTransfer(Transfer):
+    """`start` and `end` are events on the lane's stream. An error is one of issuing the copy."""
+    clock = None
+
+    @property
+    def ready(self) -> bool:
+        return self.end.query()
+
+    def wait(self):
+        if self.error is not None:
+            raise TransferError(self)
+        torch.cuda.current_stream().wait_event(self.end)
+
+    def join(self):
+        self.end.synchronize()
+
+    def span(self) -> tuple[float, float]:
+        return self.clock.seconds(self.start), self.clock.seconds(self.end)
+
+
+class Link:
+    """One lane of the link. Without CUDA it is modelled, with `bytes_per_second` in this direction."""
+
+    def __init__(self, lane: str, clock, bytes_per_second: float | None = None, latency: float = LATENCY):
+        self.lane, self.clock, self.bytes_per_second, self.latency = lane, clock, bytes_per_second, latency
+        self.modelled = clock.device.type != "cuda"
+        self.on_their_way: deque[Transfer] = deque()
+        self.speeds: deque[float] = deque(maxlen=9)             # bytes/s of the last transfers that say something about it
+        if self.modelled:
+            self.queue = queue.SimpleQueue()
+            self.thread = threading.Thread(target=carry, args=(self.queue,), daemon=True)
+            self.thread.start()
+            weakref.finalize(self, self.queue.put, None)        # the thread ends with the link
+        else:
+            self.stream = torch.cuda.Stream()
+
+    def copy(self, dst, src, label: str) -> Transfer:
+        """Copy tensor `src` to `dst`, or a list of tensors to as many of the same shapes -> the Transfer, at once."""
+        dst, src = ([pieces] if isinstance(pieces, torch.Tensor) else list(pieces) for pieces in (dst, src))
+        if [piece.shape for piece in dst] != [piece.shape for piece in src]:
+            raise ValueError(f"{label}: the two sides have different shapes")
+        transfer = (Transfer if self.modelled else CudaTransfer)(self.lane, label, dst, src)
+        if self.modelled:
+            transfer.seconds = self.latency + transfer.bytes / self.bytes_per_second
+            self.queue.put(transfer)
+        else:
+            self.issue(transfer)
+        self.settle()
+        self.on_their_way.append(transfer)
+        return transfer
+
+    def issue(self, transfer: CudaTransfer):
+        transfer.clock = self.clock
+        self.wait_for_compute()
+        with torch.cuda.stream(self.stream):
+            transfer.start = self.clock.mark()
+            try:
+                for dst, src in zip(transfer.dst, transfer.src, strict=True):
+                    for piece, source in contiguous_pieces(dst, src):
+                        piece.copy_(source, non_blocking=True)
+            except RuntimeError as error:
+                transfer.error = error
+            transfer.end = self.clock.mark()
+
+    def wait_for_compute(self):
+        """The lane begins when what is queued to compute is done: that may still read or write either side."""
+        self.stream.wait_stream(torch.cuda.current_stream())
+
+    def speed(self) -> float:
+        """Bytes per second: the median of the last transfers, measured now if there was none."""
+        self.settle()
+        return statistics.median(self.speeds) if self.speeds else self.measure()
+
+    def backlog(self) -> int:
+        """Bytes that were issued before and have not arrived."""
+        self.settle()
+        return sum(transfer.bytes for transfer in self.on_their_way)
+
+    def settle(self):
+        """Note the speed of what has arrived."""
+        while self.on_their_way and self.on_their_way[0].ready:
+            transfer = self.on_their_way.popleft()
+            if transfer.error is None and transfer.bytes >= 1 << 16:
+                start, end = transfer.span()
+                self.speeds.append(transfer.bytes / max(end - start, 1e-9))
+
+    def measure(self) -> float:
+        """Copy more and more until it takes 2 ms -> bytes per second of the last copy."""
+        outward, size = self.lane == "save", 64
+        while True:
+            device = torch.zeros(size, dtype=torch.uint8, device=self.clock.device)
+            host = torch.zeros(size, dtype=torch.uint8, pin_memory=not self.modelled)
+            transfer = self.copy(*((host, device) if outward else (device, host)), "measurement")
+            transfer.join()
+            start, end = transfer.span()
+            if end - start >= 2e-3 or size >= 1 << 28:
+                break
+            size *= 4
+        self.on_their_way.remove(transfer)
+        self.speeds.append(size / (end - start))
+        return self.speeds[-1]
+
+    def __str__(self):
+        if self.modelled:
+            return f"modelled link, {self.bytes_per_second / 1e9:.3g} GB/s"
+        return f"link, {statistics.median(self.speeds) / 1e9:.1f} GB/s" if self.speeds else "link"
+
+
+def carry(lane: queue.SimpleQueue):
+    """The thread of a modelled lane: copies each transfer, then sleeps until the model says that it has arrived."""
+    free = 0.0                                                  # when the lane is free, in the model
+    while (transfer := lane.get()) is not None:
+        transfer.start = max(transfer.issued, free)
+        try:
+            for dst, src in zip(transfer.dst, transfer.src, strict=True):
+                move(dst, src)
+        except Exception as error:
+            transfer.error = error
+        free = max(transfer.start + transfer.seconds, time.perf_counter())      # no model is faster than this memory
+        time.sleep(max(0.0, free - time.perf_counter()))
+        transfer.end = time.perf_counter()
+        transfer.arrived.set()
+        del transfer                                            # and what it held
+
+
+def move(dst: torch.Tensor, src: torch.Tensor):
+    """Copy in ordinary memory with one processor core: NumPy takes no other, where torch would take all of them."""
+    numpy.copyto(dst.view(torch.uint8).numpy(), src.view(torch.uint8).numpy())
+
+
+def contiguous_pieces(dst: torch.Tensor, src: torch.Tensor):
+    """The largest pieces that lie in one piece on both sides: a strided copy would be put together by the host first."""
+    if dst.is_contiguous() and src.is_contiguous():
+        yield dst, src
+    else:
+        for pair in zip(dst, src, strict=True):
+            yield from contiguous_pieces(*pair)
+
+
+# How fast the modelled link is -----------------------------------------------------------------------------------
+
+def add_arguments(parser):
+    parser.add_argument("--link", type=speed, default="auto", metavar="GB/S",
+                        help="without a GPU, the modelled link's speed; auto (default): as fast for this model on this "
+                             "processor as PCIe is for Llama-2-7B on --platform")
+    parser.add_argument("--platform", choices=PLATFORMS, default="a100", help="the GPU that --link auto resembles (default a100)")
+
+
+def speed(string: str) -> float | str:
+    """An argparse type: auto, or GB/s."""
+    return string if string == "auto" else bounded(float, 1e-9, 1e6)(string)
+
+
+def bandwidth(model, asked: float | str = "auto", platform: str = "a100") -> float | None:
+    """-> bytes per second of the modelled link; None with CUDA, where the link is real. Raises ModelError."""
+    if model.device.type == "cuda":
+        if asked != "auto":
+            raise ModelError("--link models a link on machines without a GPU, and here is one; leave it out.")
+        return None
+    return asked * 1e9 if asked != "auto" else like(platform, model)
+
+
+def like(platform: str, model, tokens: int = 512, rounds: int = 7) -> float:
+    """-> the bytes per second at which a layer's hidden states take, against their projection to K and V on this
+    processor, what they take for Llama-2-7B on `platform`."""
+    peak, pcie = PLATFORMS[platform]
+    there = (4 * LLAMA_2_7B_HIDDEN ** 2 / (SHARE_OF_PEAK * peak)) / (2 * LLAMA_2_7B_HIDDEN / pcie)      # projection / transfer
+    tokens = min(tokens, model.config.max_position_embeddings)
+    hidden = torch.randn(tokens, model.config.hidden_size).to(model.dtype)                       # [T, D]
+    positions, seconds = torch.arange(tokens), []
+    with torch.inference_mode():
+        for _ in range(rounds):
+            for layer in model.layers[:4]:
+                began = time.perf_counter()
+                layer.project_kv(hidden, positions)
+                seconds.append(time.perf_counter() - began)
+    projection = statistics.median(seconds)
+    return there * hidden.nbytes / projection
