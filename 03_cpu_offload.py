@@ -93,7 +93,7 @@ class Result(baseline.Result):
 
     def summary(self) -> str:
         found = ", ".join(f"{count} {what.replace('_', ' ')}" for what, count in self.blocks.items())
-        chosen = "\nThe choice was to {chosen}: {load_ms:.1f} ms to load, {recompute_ms:.1f} ms to recompute, as estimated ({link})"
+        chosen = "\nChosen: {chosen}; estimates: {load_ms:.1f} ms to load, {recompute_ms:.1f} ms to recompute ({link})"
         return f"{super().summary()}\nBlocks: {found}{chosen.format(**self.choice, link=self.link) if self.choice else ''}"
 
 
@@ -109,8 +109,8 @@ def host_pool_size(pool: paged.BlockPool, blocks: int | None) -> int:
         blocks = int(min(4 * pool.size, free * 0.25 // block_bytes))
     if blocks * block_bytes > free:
         raise checkpoint.ModelError(
-            f"{blocks} host blocks of {pool.block_size} tokens take {blocks * block_bytes / 1e9:.1f} GB and {free / 1e9:.1f} GB are "
-            f"free; choose at most --cpu-blocks {int(free // block_bytes)}.")
+            f"{blocks} host blocks of {pool.block_size} tokens take {blocks * block_bytes / 1e9:.1f} GB and {free / 1e9:.1f} GB "
+            f"are free; choose at most --cpu-blocks {int(free // block_bytes)}.")
     return blocks
 
 
@@ -486,8 +486,9 @@ def demo(engine: Engine, arguments):
           f"  {QUESTION} - {pressure[3].requests[0].outcome.text}")
 
     # 4. What the three ways cost
-    print(f"\nTTFT of this follow-up question, {pressure[3].requests[0].answer.prompt_tokens} tokens of prompt (median of {ROUNDS}; "
-          f"{small.load_link})\n  source     cached    bytes in        TTFT")
+    prompt = pressure[3].requests[0].answer.prompt_tokens
+    print(f"\nTTFT of this follow-up question, {prompt} tokens of prompt (median of {ROUNDS}; {small.load_link})\n"
+          "  source     cached    bytes in        TTFT")
     for source, runs in cases.items():
         request, times = runs[-1].requests[0], [run.requests[0].outcome.ttft_ms for run in runs]
         moved = request.blocks["cpu_hits"] * small.pool.kv[:, :, 0].nbytes
