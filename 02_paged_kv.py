@@ -158,6 +158,14 @@ class BlockPool:
         block = self.blocks.get(prefix.key)
         return block if block is not None and self.prefixes[block] is prefix else None
 
+    def touch(self, prefix: Prefix | None):
+        """What this prefix stands for is the most recently used, its beginning most of all."""
+        while prefix is not None:
+            block = self.find(prefix)
+            if block in self.cached:
+                self.cached.move_to_end(block)
+            prefix = prefix.parent
+
     def evict(self):
         """The least recently used of the cached blocks becomes free."""
         self.forget(next(iter(self.cached)))
@@ -208,6 +216,10 @@ class Request(baseline.Request):
     def pending(self) -> int:
         """Tokens to compute before the next one can be drawn; 1 in decode."""
         return len(self.tokens) - self.computed
+
+    def inherit(self, other: "Request"):
+        """What was found of the prompt for `other`, another sample of it, was found for this one."""
+        self.source, self.cached_tokens = other.source, other.cached_tokens
 
 
 class PagedBatch:
@@ -388,7 +400,7 @@ class Engine(baseline.Frontend):
         try:
             pool, hits = self.pool, self.match(request)
             empty = pool.needed(len(request.tokens)) - len(hits)
-            if not self.has_room(request, hits, empty):
+            if not self.find_room(request, hits, empty):
                 return False
             self.waiting.popleft()
             self.running.append(request)
@@ -401,7 +413,7 @@ class Engine(baseline.Frontend):
             self.finish(request, error, "failed")
         return True
 
-    def has_room(self, request: Request, hits: list[int], empty: int) -> bool:
+    def find_room(self, request: Request, hits: list[int], empty: int) -> bool:
         """Whether the request can have `hits` and `empty` other blocks, and each who runs one more."""
         cached = sum(self.pool.references[block] == 0 for block in hits)        # available, and about to be held
         return empty + len(self.running) <= self.pool.available - cached
@@ -462,13 +474,18 @@ class Engine(baseline.Frontend):
     def make_room(self, request: Request):
         """A slot of its own for the next token. When blocks run out, the newest request is preempted."""
         pool, table, index = self.pool, request.table, request.computed // self.pool.block_size
-        while request in self.running and (index == len(table) or pool.references[table[index]] > 1):
+        while request in self.running and self.lacks_slot(request):
             if not pool.available:
                 self.preempt(self.running[-1])
             elif index == len(table):
                 table += pool.allocate(1, table[-1])
             else:                                                       # shared with another sample until now
                 table[index] = pool.copy_on_write(table[index])
+
+    def lacks_slot(self, request: Request) -> bool:
+        """Whether the next token needs another block: the last one is full, or is shared with another sample."""
+        index = request.computed // self.pool.block_size
+        return index == len(request.table) or self.pool.references[request.table[index]] > 1
 
     def compute(self, work: list[tuple[Request, int]]):
         """The forward pass of a step, and what follows from it."""
@@ -522,7 +539,7 @@ class Engine(baseline.Frontend):
         for fork in forks:
             fork.table, fork.prefixes = list(request.table), list(request.prefixes)
             fork.computed, fork.saved = request.computed, request.saved
-            fork.cached_tokens, fork.source = request.cached_tokens, request.source
+            fork.inherit(request)
             fork.timeline.spans += request.timeline.spans
             for block in fork.table:
                 self.pool.share(block)
@@ -567,7 +584,7 @@ class Engine(baseline.Frontend):
                 leader.forks.remove(request)
         if request.forks:
             heir, *heir.forks = request.forks
-            heir.source, heir.cached_tokens = request.source, request.cached_tokens
+            heir.inherit(request)
             self.waiting.appendleft(heir)
         try:
             if request in self.running:
@@ -595,8 +612,9 @@ class Engine(baseline.Frontend):
             try:
                 self.step()
             except Exception as error:                                  # a defect: nobody waits for ever because of it
-                for request in (*self.running, *self.waiting):
-                    self.finish(request, error, "failed")
+                with self.stepping:
+                    for request in (*self.running, *self.waiting):
+                        self.finish(request, error, "failed")
 
     def submit(self, prompt=None, messages=None, n: int = 1, **fields) -> list[Request]:
         """Stand in line -> n samples of one prompt, seeded seed, seed + 1, ... if there is a seed.

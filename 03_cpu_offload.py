@@ -25,12 +25,12 @@ CachedAttention (Gao et al., USENIX ATC '24, section 3.2). `source` is a word of
 """
 import importlib
 import random
-import statistics
 import sys
 import time
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import islice
+from weakref import WeakSet
 
 import torch
 
@@ -62,18 +62,25 @@ class HostPool(paged.BlockPool):
 
 @dataclass(eq=False)
 class Swap:
-    """Blocks on their way between the tiers. It holds a reference to each of them until all have arrived."""
+    """Blocks on their way between the tiers: inward all that a request lacks, one transfer a layer; outward one block, one
+    transfer. It holds a reference to each of them, in both pools, until it is over."""
     inward: bool
-    timeline: Timeline | None = None                                            # who asked for it
-    device_blocks: list[int] = field(default_factory=list)
-    host_blocks: list[int] = field(default_factory=list)
-    transfers: list[Transfer] = field(default_factory=list)                     # inward one a layer, outward one a block
-    leaving: list[tuple[int, paged.Prefix]] = field(default_factory=list)       # outward: host block, and what it will hold
-    failed: bool = False
+    device_blocks: list[int]
+    host_blocks: list[int]
+    prefix: paged.Prefix                                                        # that the last of them holds
+    timeline: Timeline | None = None                                            # of who asked for it
+    evicts: bool = False                                                        # outward, because the device is about to evict it
+    transfers: list[Transfer] = field(default_factory=list)
+    refused: bool = False                                                       # the link did not take all of it
+    abandoned: bool = False                                                     # and nobody counts on it any more
 
     @property
     def ready(self) -> bool:
         return all(transfer.ready for transfer in self.transfers)
+
+    @property
+    def failed(self) -> bool:
+        return self.refused or any(transfer.error is not None for transfer in self.transfers)
 
 
 @dataclass(eq=False)
@@ -82,7 +89,10 @@ class Request(paged.Request):
     blocks: dict = field(default_factory=dict)                                  # of its prompt: gpu_hits, cpu_hits, misses
     choice: dict | None = None                                                  # load or recompute, and the two estimates
     swap_ins: list[Swap] = field(default_factory=list)                          # that bring blocks of its table
-    made_way: bool = False                                                      # blocks have left the device for it
+
+    def inherit(self, other: "Request"):
+        super().inherit(other)
+        self.blocks, self.choice = other.blocks, other.choice
 
 
 @dataclass
@@ -92,9 +102,10 @@ class Result(baseline.Result):
     link: str                      # what the blocks came over, and how fast it is
 
     def summary(self) -> str:
-        found = ", ".join(f"{count} {what.replace('_', ' ')}" for what, count in self.blocks.items())
-        chosen = "\nChosen: {chosen}; estimates: {load_ms:.1f} ms to load, {recompute_ms:.1f} ms to recompute ({link})"
-        return f"{super().summary()}\nBlocks: {found}{chosen.format(**self.choice, link=self.link) if self.choice else ''}"
+        found, chosen = ", ".join(f"{what} {count}" for what, count in self.blocks.items()), ""
+        if self.choice:
+            chosen = "\nChosen: " + ", ".join(f"{what} {value}" for what, value in self.choice.items()) + f" ({self.link})"
+        return f"{super().summary()}\nBlocks: {found}{chosen}"
 
 
 # 2. The engine ---------------------------------------------------------------------------------------------------
@@ -102,15 +113,16 @@ class Result(baseline.Result):
 def host_pool_size(pool: paged.BlockPool, blocks: int | None) -> int:
     """-> `blocks`, or by default four times as many as the device has, but no more than a quarter of free memory. Raises
     ModelError if they do not fit."""
-    block_bytes, free = pool.kv[:, :, 0].nbytes, checkpoint.free_host_memory()
-    if pool.kv.device.type == "cpu":                                            # it is not touched yet, and so counts as free
-        free = max(0, free - pool.kv.nbytes)
+    block_bytes, free, on_gpu = pool.kv[:, :, 0].nbytes, checkpoint.free_host_memory(), pool.kv.device.type == "cuda"
+    if not on_gpu:
+        free = max(0, free - pool.kv.nbytes)                                    # which is not touched yet, and so looks free
     if blocks is None:
         blocks = int(min(4 * pool.size, free * 0.25 // block_bytes))
-    if blocks * block_bytes > free:
-        raise checkpoint.ModelError(
-            f"{blocks} host blocks of {pool.block_size} tokens take {blocks * block_bytes / 1e9:.1f} GB and {free / 1e9:.1f} GB "
-            f"are free; choose at most --cpu-blocks {int(free // block_bytes)}.")
+    size = blocks * block_bytes
+    if (1 << (size - 1).bit_length() if on_gpu and size else size) > free:      # PyTorch pins powers of two
+        most = (1 << int(free).bit_length() - 1 if on_gpu else int(free)) // block_bytes
+        raise checkpoint.ModelError(f"{blocks} host blocks of {pool.block_size} tokens take {size / 1e9:.1f} GB and "
+                                    f"{free / 1e9:.1f} GB are free; choose at most --cpu-blocks {most}.")
     return blocks
 
 
@@ -130,17 +142,18 @@ class Engine(paged.Engine):
         self.swaps: list[Swap] = []                                             # under way, oldest first
         self.arriving: dict[int, Swap] = {}                                     # device block -> the swap that brings it
         self.leaving: set[paged.Prefix] = set()                                 # what is being saved
-        self.prefills: deque[tuple[float, float]] = deque(maxlen=16)            # FLOP and seconds of the last ones
+        self.written_back = WeakSet()                                           # prefixes that left because of an eviction
+        self.prefills: deque[tuple[int, float, float]] = deque(maxlen=16)       # tokens, FLOPs and seconds of the last ones
         self.awaited: list[Swap] = []                                           # that the forward pass of this step waits for
         self.counts.update(gpu_hits=0, cpu_hits=0, misses=0, swap_ins=0, swap_outs=0, bytes_in=0, bytes_out=0,
                            recomputed_hits=0, transfer_errors=0)
-        self.load_link.speed()                                                  # measured once; from now on a running median
+        self.load_link.speed()                                                  # measured once; then a running median
 
     def step(self) -> bool:
         """Chapter 02's, around what the link has done meanwhile."""
         with self.stepping:
             self.settle()
-            self.clean(len(self.running) - len(self.pool.free))                 # each who runs may need a block
+            self.write_back(len(self.running) - len(self.pool.free))            # each who runs may need a block
             steps, more = self.counts["steps"], super().step()
             if more and self.counts["steps"] == steps:                          # nobody can go on before something arrives
                 next((transfer.join() for swap in self.swaps for transfer in swap.transfers if not transfer.ready), None)
@@ -154,10 +167,11 @@ class Engine(paged.Engine):
         pool, host, size, table = self.pool, self.host, self.pool.block_size, request.table
 
         # 1. Where is each block? The table begins with `saved` blocks that the device holds
-        on_device, on_host, end = [], [], request.saved                         # (index in the table, block)
+        first = end = request.saved
+        on_device, on_host = [], []                                             # (index in the table, block)
         while end < (len(request.tokens) - 1) // size:
             prefix = self.prefix(request, end)
-            if (block := pool.find(prefix)) is not None:
+            if (block := pool.find(prefix)) is not None:                        # behind a gap
                 on_device.append((end, block))
             elif (block := host.find(prefix)) is not None:
                 on_host.append((end, block))
@@ -165,34 +179,35 @@ class Engine(paged.Engine):
                 break
             end += 1
 
-        # 2. Load or compute? It is all or nothing: loading grows linearly, computing faster, so if any part is worth it all is
+        # 2. Load or compute? All or nothing: loading grows linearly and computing faster, so the whole is worth most
+        choice = None
         if on_host:
-            first, chosen = on_host[0][0], "load"
             load, compute = self.seconds_to_load(len(on_host)), self.seconds_to_compute(first * size, end * size)
-            if load > compute:
+            chosen = "load" if load <= compute and self.swap_in(request, on_host) else "recompute"
+            choice = dict(chosen=chosen, load_ms=round(load * 1e3, 3),
+                          recompute_ms=round(compute * 1e3, 3) if self.prefills else None)      # None: not measured yet
+            if chosen == "recompute":
                 self.counts["recomputed_hits"] += len(on_host)
-                chosen, end, on_host = "recompute", first, []
-                on_device = [(index, block) for index, block in on_device if index < first]
-            request.choice = dict(chosen=chosen, load_ms=load * 1e3, recompute_ms=compute * 1e3)
-
-        # 3. Blocks that the device holds behind a gap take the places of empty ones; the others are swapped in
-        for index, block in on_device:
+                self.load_link.wear_out()                                       # the link may be faster the next time
+                end, on_device = first, []
+        for index, block in on_device:                                          # takes the place of an empty one
             pool.share(block)
             pool.release([table[index]])
             table[index] = block
-        if on_host:
-            self.swap_in([(table[index], block, self.prefix(request, index)) for index, block in on_host], request)
+
+        # 3. What was found
         request.saved, request.computed = end, end * size
         request.swap_ins = list(dict.fromkeys(self.arriving[block] for block in table[:end] if block in self.arriving))
         if request.source is None:
-            found = dict(gpu_hits=end - len(on_host), cpu_hits=len(on_host), misses=len(table) - end)
-            request.blocks, request.cached_tokens = found, request.computed
-            request.source = ("mixed" if found["gpu_hits"] else "cpu_hit") if on_host else "gpu_hit" if end else "miss"
-            self.counts.update(found)
+            cpu_hits = sum(block in self.arriving for block in table[:end])     # also those that another waits for
+            request.blocks, request.choice = dict(gpu_hits=end - cpu_hits, cpu_hits=cpu_hits, misses=len(table) - end), choice
+            request.source = ("cpu_hit" if cpu_hits == end else "mixed") if cpu_hits else "gpu_hit" if end else "miss"
+            request.cached_tokens = request.computed
+            self.counts.update(request.blocks)
 
-        # 4. While others decode it waits outside, where it delays nobody; alone, it begins and waits layer by layer
+        # 4. While others compute it waits outside, where it delays nobody; alone, it begins and waits layer by layer
         while not all(swap.ready for swap in request.swap_ins):
-            if any(other is not request and not other.restoration for other in self.running):
+            if self.waiting or any(other is not request and not other.restoration for other in self.running):
                 yield
             elif self.overlap:
                 return
@@ -200,34 +215,47 @@ class Engine(paged.Engine):
                 for transfer in (transfer for swap in request.swap_ins for transfer in swap.transfers):
                     transfer.join()
 
-    def swap_in(self, blocks: list[tuple[int, int, paged.Prefix]], request: Request):
-        """Issue the copies of all layers of (device block, host block, prefix). Others find the blocks from now on, and
-        wait for them too."""
-        swap = Swap(inward=True, timeline=request.timeline)
+    def swap_in(self, request: Request, blocks: list[tuple[int, int]]) -> bool:
+        """Issue the copies of all layers of (index in the request's table, host block) -> whether the link took them. Others
+        find the blocks on the device from now on, and wait for them too."""
+        swap = Swap(True, [request.table[index] for index, _ in blocks], [block for _, block in blocks],
+                    self.prefix(request, blocks[-1][0]), request.timeline)
         self.swaps.append(swap)
-        for device_block, host_block, prefix in blocks:
+        for (index, host_block), device_block in zip(blocks, swap.device_blocks):
             self.pool.share(device_block)
             self.host.share(host_block)
-            self.pool.register(device_block, prefix)
-            swap.device_blocks.append(device_block)
-            swap.host_blocks.append(host_block)
+            self.pool.register(device_block, self.prefix(request, index))
             self.arriving[device_block] = swap
         runs = adjacent(swap.device_blocks, swap.host_blocks)
         for index in range(len(self.model.layers)):
-            into = [self.pool.kv[index, :, first:first + count] for first, _, count in runs]             # [2, count, ...] each
+            into = [self.pool.kv[index, :, first:first + count] for first, _, count in runs]            # [2, count, ...] each
             out_of = [self.host.kv[first:first + count, index].transpose(0, 1) for _, first, count in runs]     # [2, count, ...]
-            swap.transfers.append(self.load_link.copy(into, out_of, f"layer {index}"))
+            self.send(swap, self.load_link, into, out_of, f"layer {index}")
+        if swap.refused:
+            for transfer in swap.transfers:                                     # nothing may come into these blocks any more
+                transfer.join()
+            self.abandon(swap)
+            return False
         self.counts.update(swap_ins=len(blocks), bytes_in=sum(transfer.bytes for transfer in swap.transfers))
+        return True
+
+    def send(self, swap: Swap, link: Link, dst, src, label: str):
+        try:
+            swap.transfers += [] if swap.refused else [link.copy(dst, src, label)]
+        except Exception:
+            swap.refused = True
 
     def compute(self, work):
-        """Chapter 02's, which also measures how fast prefill is."""
+        """Chapter 02's, which also measures how fast prefill is: by its longest chunks, because short ones are slower."""
         self.awaited = list(dict.fromkeys(swap for request, _ in work for swap in request.swap_ins if swap in self.swaps))
-        operations = sum(self.operations(request.computed, request.computed + count) for request, count in work)
-        prefill = sum(count for _, count in work) > len(work) and all(swap.ready for swap in self.awaited)
+        flops = sum(self.flops(request.computed, request.computed + count) for request, count in work)
+        tokens = sum(count for request, count in work if not request.answer.tokens)
+        telling = tokens >= min(128, max((known for known, _, _ in self.prefills), default=1))
+        telling = telling and all(swap.ready for swap in self.awaited)
         steps, began = self.counts["steps"], time.perf_counter()
         super().compute(work)
-        if prefill and self.counts["steps"] > steps:
-            self.prefills.append((operations, time.perf_counter() - began))
+        if telling and self.counts["steps"] > steps:
+            self.prefills.append((tokens, flops, time.perf_counter() - began))
 
     def tap(self, index: int, hidden, batch):
         """Before a layer is computed, its blocks must have arrived."""
@@ -246,81 +274,89 @@ class Engine(paged.Engine):
         if request.outcome is None and request in self.running and request.offload_after:
             try:
                 full = [(request.table[index], self.prefix(request, index)) for index in range(request.saved)]
-                if self.worth_keeping(len(full)):
-                    self.swap_out(full, Swap(inward=False, timeline=request.timeline))
+                if full and self.worth_keeping(len(full)):
+                    self.swap_out(full, request.timeline)
             except Exception:                                                   # the request is answered all the same
                 self.counts["transfer_errors"] += 1
         super().finish(request, outcome, counted)
 
-    def swap_out(self, blocks: list[tuple[int, paged.Prefix]], swap: Swap) -> bool:
-        """Copy (device block, prefix), in the order of their chain, to host memory, except what is there already or on its way
-        -> whether there was anything to copy. What finds no room is left out, the end of the chain first."""
-        held = {prefix: block for _, prefix in blocks if (block := self.host.find(prefix)) is not None}
-        for block in held.values():                                             # the newest now, and safe from the next lines
-            self.host.share(block)
-        self.swaps.append(swap)
-        for device_block, prefix in blocks:
-            if prefix in held:
-                swap.host_blocks.append(held[prefix])
-            elif prefix not in self.leaving and device_block not in self.arriving and self.host.available:
-                host_block, = self.host.allocate(1, swap.host_blocks[-1] if swap.host_blocks else None)
-                self.pool.share(device_block)
-                self.leaving.add(prefix)
-                swap.host_blocks.append(host_block)
-                swap.device_blocks.append(device_block)
-                swap.leaving.append((host_block, prefix))
-                swap.transfers.append(self.save_link.copy(
-                    self.host.kv[host_block], self.pool.kv[:, :, device_block], f"block {device_block}"))
-        self.counts.update(swap_outs=len(swap.transfers), bytes_out=sum(transfer.bytes for transfer in swap.transfers))
-        return bool(swap.transfers)
+    def swap_out(self, blocks: list[tuple[int, paged.Prefix]], timeline: Timeline | None = None, evicts: bool = False) -> bool:
+        """Copy (device block, prefix), in the order of their chain, to host memory, unless they are there or on their way ->
+        whether there was anything to copy. What finds no room is left out, the end of the chain first."""
+        pool, host = self.pool, self.host
+        held = [block for _, prefix in blocks if (block := host.find(prefix)) is not None]
+        lacking = [(block, prefix) for block, prefix in blocks
+                   if host.find(prefix) is None and prefix not in self.leaving and block not in self.arriving]
+        host.touch(blocks[-1][1])                                               # a chain does not evict its own beginning
+        room = host.available - sum(host.references[block] == 0 for block in held)
+        for (device_block, prefix), host_block in zip(lacking, host.allocate(min(len(lacking), room), *held[-1:])):
+            swap = Swap(False, [device_block], [host_block], prefix, timeline, evicts)
+            self.swaps.append(swap)
+            pool.share(device_block)
+            self.leaving.add(prefix)
+            self.send(swap, self.save_link, host.kv[host_block], pool.kv[:, :, device_block], f"block {device_block}")
+            self.counts.update(swap_outs=1, bytes_out=host.kv[host_block].nbytes)
+        return bool(lacking) and room > 0
 
-    def has_room(self, request: Request, hits: list[int], empty: int) -> bool:
+    def find_room(self, request: Request, hits: list[int], empty: int) -> bool:
         """Blocks that the device would evict for this request leave for the host first, if the host lacks them."""
-        if not super().has_room(request, hits, empty):
-            return False
-        if not request.made_way:                                                # once; a tiny host could take them for ever
-            request.made_way = True
-            return not self.clean(empty - len(self.pool.free))
-        return True
+        return super().find_room(request, hits, empty) and not self.write_back(empty - len(self.pool.free), hits)
 
-    def clean(self, count: int) -> bool:
-        """Swap out those of the next `count` blocks to be evicted that the host lacks -> whether there were any."""
-        next_out = [(block, self.pool.prefixes[block]) for block in islice(self.pool.cached, max(0, count))]
-        lacking = [(block, prefix) for block, prefix in next_out if self.host.find(prefix) is None]
-        return bool(lacking) and self.worth_keeping(1) and self.swap_out(lacking, Swap(inward=False))
+    def write_back(self, count: int, hits: list[int] = ()) -> bool:
+        """Swap out those of the next `count` blocks to be evicted that the host lacks, once each -> whether there were any."""
+        victims = islice((block for block in self.pool.cached if block not in hits), max(0, count))
+        lacking = [(block, prefix) for block in victims if (prefix := self.pool.prefixes[block]) not in self.written_back
+                   and self.host.find(prefix) is None]
+        if not lacking or not self.worth_keeping(1):
+            return False
+        self.written_back.update(prefix for _, prefix in lacking)
+        return self.swap_out(lacking[::-1], evicts=True)                        # the last of a chain is evicted first
+
+    def make_room(self, request: Request):
+        """Chapter 02's; but before somebody is preempted, wait for a block that is on its way out."""
+        while self.lacks_slot(request) and not self.pool.available and (
+                swap := next((swap for swap in self.swaps if not swap.inward), None)):
+            for transfer in swap.transfers:
+                transfer.join()
+            self.settle()
+        super().make_room(request)
 
     # What is on its way
 
     def settle(self):
-        """Let go of the blocks whose transfers are over."""
-        for swap in [swap for swap in self.swaps if swap.ready]:
+        """Let go of the blocks of all swaps that are over."""
+        over = [swap for swap in self.swaps if swap.ready]
+        for swap in over:
             self.swaps.remove(swap)
-            failed = [transfer.error is not None for transfer in swap.transfers]
             if swap.inward:
                 for block in swap.device_blocks:
                     del self.arriving[block]
-                if any(failed):
+                if swap.failed:
                     self.abandon(swap)
+                else:
+                    self.load_link.note(swap.transfers)
             else:
-                for (block, prefix), lost in zip(swap.leaving, failed):
-                    self.leaving.remove(prefix)
-                    if not lost:
-                        self.host.register(block, prefix)
-                self.counts["transfer_errors"] += sum(failed)
+                self.leaving.remove(swap.prefix)
+                if swap.failed:
+                    self.counts["transfer_errors"] += 1
+                else:
+                    self.host.register(swap.host_blocks[0], swap.prefix)
                 for transfer in swap.transfers if swap.timeline else ():
                     swap.timeline.add("save", transfer.label, *transfer.span())
             self.host.release(swap.host_blocks)
             self.pool.release(swap.device_blocks)
-            if not swap.inward and swap.timeline is None:                       # they were next to be evicted, and are again
-                for block in reversed(swap.device_blocks):
-                    if block in self.pool.cached:
-                        self.pool.cached.move_to_end(block, last=False)
+        for prefix in {swap.timeline: swap.prefix for swap in over if not swap.evicts}.values():      # each chain's last
+            self.host.touch(prefix)
+            self.pool.touch(prefix)
+        for swap in over:
+            if swap.evicts and swap.device_blocks[0] in self.pool.cached:       # it was next to be evicted, and is again
+                self.pool.cached.move_to_end(swap.device_blocks[0], last=False)
 
     def abandon(self, swap: Swap):
         """What a swap in was to bring is lost; whoever counted on it computes it."""
-        if swap.failed:
+        if swap.abandoned:
             return
-        swap.failed = True
+        swap.abandoned = True
         self.counts["transfer_errors"] += 1
         for block in swap.host_blocks:
             self.host.forget(block)
@@ -328,7 +364,9 @@ class Engine(paged.Engine):
             self.pool.forget(block)
         for request in reversed(self.running):
             if swap in request.swap_ins:
-                request.source = None                                           # it begins anew
+                if not request.answer.tokens:                                   # nothing was found after all
+                    request.source, request.choice = None, None
+                    self.counts.subtract(request.blocks)
                 self.preempt(request)
 
     def fail(self, work, error: Exception):
@@ -340,7 +378,7 @@ class Engine(paged.Engine):
 
     def free(self, request: Request):
         super().free(request)
-        request.swap_ins, request.made_way = [], False
+        request.swap_ins = []
 
     def flush(self):
         """Wait until nothing is on its way."""
@@ -358,14 +396,14 @@ class Engine(paged.Engine):
 
     def seconds_to_compute(self, start: int, end: int) -> float:
         """Estimate for the prefill of tokens `start` to `end`, as fast as the last prefills were."""
-        operations, seconds = map(sum, zip(*self.prefills)) if self.prefills else (1.0, float("inf"))
-        return self.operations(start, end) * seconds / operations
+        _, flops, seconds = map(sum, zip(*self.prefills)) if self.prefills else (0, 1.0, float("inf"))
+        return self.flops(start, end) * seconds / flops
 
     def worth_keeping(self, blocks: int) -> bool:
-        """Whether so many blocks would ever be loaded again."""
-        return 0 < self.seconds_to_load(blocks, behind=0) <= self.seconds_to_compute(0, blocks * self.pool.block_size)
+        """Whether so many blocks would be loaded if they were asked for again."""
+        return self.seconds_to_load(blocks, behind=0) <= self.seconds_to_compute(0, blocks * self.pool.block_size)
 
-    def operations(self, start: int, end: int) -> float:
+    def flops(self, start: int, end: int) -> float:
         """Floating-point operations of all layers for tokens `start` to `end`: two for each weight, and in attention two for
         each number of a key and of a value that a head of a query sees."""
         config, tokens = self.model.config, end - start
@@ -373,12 +411,6 @@ class Engine(paged.Engine):
         weights = config.hidden_size * (2 * heads + 2 * kv_heads + 3 * config.intermediate_size)
         seen = tokens * (start + end + 1) / 2                                   # pairs of a token and one that it sees
         return config.num_hidden_layers * (2 * weights * tokens + 4 * heads * seen)
-
-    def fork(self, request: Request) -> list[Request]:
-        forks = super().fork(request)
-        for fork in forks:
-            fork.blocks, fork.choice = request.blocks, request.choice
-        return forks
 
     def result(self, request: Request) -> Result:
         for transfer in (transfer for swap in request.swap_ins for transfer in swap.transfers):
@@ -402,7 +434,7 @@ class Engine(paged.Engine):
         self.pool.check_integrity(tables + [swap.device_blocks for swap in self.swaps])
         self.host.check_integrity([swap.host_blocks for swap in self.swaps])
         assert self.arriving == {block: swap for swap in self.swaps if swap.inward for block in swap.device_blocks}
-        assert self.leaving == {prefix for swap in self.swaps for _, prefix in swap.leaving}
+        assert self.leaving == {swap.prefix for swap in self.swaps if not swap.inward}
 
 
 def adjacent(device_blocks: list[int], host_blocks: list[int]) -> list[tuple[int, int, int]]:
@@ -424,7 +456,7 @@ SECRET, QUESTION = "The password of the safe is tiger.", "What is the password o
 
 def demo(engine: Engine, arguments):
     """Cold requests, repeats on the device, and a conversation that is forced out and comes back from host memory."""
-    # 1. What is asked: questions behind one system prompt, and two long conversations of which the device holds one
+    # 1. What is asked: questions behind one system prompt, and long conversations of which a small device holds one
     rng, size, new = random.Random(0), engine.pool.block_size, max(2, min(arguments.max_tokens, 16))
     blocks = arguments.gpu_blocks or engine.pool.needed(engine.context // 2)
     length = min(engine.context // 2, blocks * size) - 2 * new - 64             # of a conversation, its follow-up aside
@@ -434,76 +466,62 @@ def demo(engine: Engine, arguments):
     system = dict(role="system", content=document(engine, rng, min(96, length)))
     questions = [[system, dict(role="user", content=text)] for text in (
         "What is a KV cache?", "Where is the lamp?", "What is prefill?", "Where is the book?", "What is decode?")]
-    first, second, third = ([dict(role="user", content=document(engine, rng, length, fact))] for fact in (SECRET, "", ""))
-    fields = dict(max_tokens=new)
+    first = [dict(role="user", content=document(engine, rng, length, SECRET))]
+    others = [[dict(role="user", content=document(engine, rng, length))] for _ in range(-(-blocks * size // length))]
+    small = Engine(engine.model, engine.tokenizer, engine.end_tokens, blocks, size, engine.token_budget,
+                   cpu_blocks=(len(others) + 2) * blocks if arguments.cpu_blocks is None else arguments.cpu_blocks,
+                   bytes_per_second=engine.load_link.bytes_per_second)
 
     # 2. It runs, and is compared with chapter 01, before anything is printed
-    def ask(engine, messages, **more):
-        run = paged.run_together(engine, [dict(fields, messages=messages, **more)])
+    def ask(engine, messages, **fields):
+        run = paged.run_together(engine, [dict(fields, messages=messages, max_tokens=new)])
         engine.flush()
-        return run
-    cold = [ask(engine, messages) for messages in questions[:3]]
-    after_cold = engine.counters()
-    repeats = [ask(engine, messages) for messages in questions[3:]]
-    small = Engine(engine.model, engine.tokenizer, engine.end_tokens, blocks, size, engine.token_budget, cpu_blocks=3 * blocks,
-                   bytes_per_second=engine.load_link.bytes_per_second)
-    pressure = [ask(small, first), ask(small, second), ask(small, third)]
-    before_return = small.counters()
-    answer = pressure[0].requests[0].outcome.text
+        return run, engine.counters()
+    cold, repeats = ([ask(engine, messages) for messages in part] for part in (questions[:3], questions[3:]))
+    pressure = [ask(small, messages) for messages in (first, *others)]
+    answer = pressure[0][0].requests[0].outcome.text
     follow_up = [*first, dict(role="assistant", content=answer), dict(role="user", content=QUESTION)]
-    pressure.append(ask(small, follow_up))
-    after_return = small.counters()
-    cases, waited = {"miss": [], "gpu_hit": [], "cpu_hit": []}, []
+    back = ask(small, follow_up)
+    cases = {"miss": [], "cpu_hit": [], "gpu_hit": [], "cpu_hit, all layers first": []}
     for number in range(ROUNDS + 1):
-        for source, taken in cases.items():
-            if source != "gpu_hit":
+        for case, runs in cases.items():
+            if case != "gpu_hit":                                               # which finds what the cpu_hit before it brought
                 empty(small)
-            taken.append(ask(small, follow_up, **dict(cache_salt=str(number)) if source == "miss" else {}))
-            if source == "miss":                                                # what the next one finds on the device
-                empty(small)
-                ask(small, follow_up)
-        small.overlap = False
-        empty(small)
-        waited.append(ask(small, follow_up))
-        small.overlap = True
+            small.overlap = case != "cpu_hit, all layers first"
+            runs.append(ask(small, follow_up, cache_salt=str(number) * (case == "miss"))[0])
     alone = baseline.Engine(engine.model, engine.tokenizer, engine.end_tokens)
-    verified = paged.verify(alone, [*cold, *repeats, *pressure, *waited, *(run for runs in cases.values() for run in runs)])
-    cases, waited = {source: runs[1:] for source, runs in cases.items()}, waited[1:]        # the first were the warm-up
+    verified = paged.verify(alone, [run for run, _ in (*cold, *repeats, *pressure, back)] + sum(cases.values(), []))
 
     # 3. The three phases
     print(f"{engine.load_link}; {engine.pool.size} device blocks, {engine.host.size} host blocks\n\n"
           "Phase 1: cold requests behind one system prompt")
-    rows = [row("cold", run) for run in cold]
-    print(f"  then {after_cold['blocks_cached']} blocks cached on the device, {after_cold['cpu_blocks_cached']} on the host, "
-          f"{after_cold['swap_outs']} swap-outs\n\nPhase 2: other questions behind the same prompt")
-    rows += [row("repeat", run) for run in repeats]
-    print(f"\nPhase 3: {blocks} device blocks, and conversations that take {', '.join(str(run.held) for run in pressure[:3])}")
-    rows += [row("pressure", run) for run in pressure[:3]]
-    print(f"  then {before_return['cpu_blocks_cached']} blocks cached on the host, {before_return['evictions']} evicted from the "
-          f"device, and the first conversation goes on")
-    rows.append(row("return", pressure[3]))
-    print(f"  with {after_return['swap_ins'] - before_return['swap_ins']} swap-ins ({small.load_link})\n"
-          f"  {QUESTION} - {pressure[3].requests[0].outcome.text}")
+    rows = [row("cold", *one) for one in cold]
+    print("\nPhase 2: other questions behind the same prompt")
+    rows += [row("repeat", *one) for one in repeats]
+    print(f"\nPhase 3: {blocks} device blocks, {small.host.size} host blocks, and conversations of about "
+          f"{pressure[0][0].held} blocks each; then the first one goes on")
+    rows += [row("pressure", *one) for one in pressure] + [row("return", *back)]
+    print(f"  {QUESTION} - {back[0].requests[0].outcome.text}"
+          + (" (random weights say nothing)" if arguments.model.startswith("random:") else ""))
+    print(f"\nThis return (digits: layers arriving; p: prefill, d: decode, b: blocks going out; {small.load_link})\n"
+          f"{back[0].requests[0].timeline.chart()}")
 
-    # 4. What the three ways cost
-    prompt = pressure[3].requests[0].answer.prompt_tokens
-    print(f"\nTTFT of this follow-up question, {prompt} tokens of prompt (median of {ROUNDS}; {small.load_link})\n"
-          "  source     cached    bytes in        TTFT")
-    for source, runs in cases.items():
-        request, times = runs[-1].requests[0], [run.requests[0].outcome.ttft_ms for run in runs]
+    # 4. What the ways cost
+    print(f"\nTTFT of this follow-up question, {back[0].requests[0].answer.prompt_tokens} tokens of prompt (median of {ROUNDS}; "
+          f"{small.load_link})\n  source     cached    bytes in        TTFT")
+    for case, runs in cases.items():
+        request, times = runs[-1].requests[0], [run.requests[0].outcome.ttft_ms for run in runs[1:]]     # after the warm-up
         moved = request.blocks["cpu_hits"] * small.pool.kv[:, :, 0].nbytes
-        rows.append(dict(source=request.source, cached_tokens=request.cached_tokens, bytes_in=moved, **paged.measured(
+        rows.append(dict(case=case, source=request.source, cached_tokens=request.cached_tokens, bytes_in=moved, **paged.measured(
             "ttft_ms", times, f"{request.source:8} {request.cached_tokens:8} {moved / 1e6:8.1f} MB", "ms")))
-    times = [run.requests[0].outcome.ttft_ms for run in waited]
-    rows.append(dict(source=waited[-1].requests[0].source, overlap=False, **paged.measured(
-        "ttft_ms", times, "waiting for all layers first", "ms")))
-    saved = statistics.median(times) - statistics.median(run.requests[0].outcome.ttft_ms for run in cases["cpu_hit"])
-    print(f"  Computing each layer as soon as its blocks are there saves {saved:.1f} ms of it.")
-    last = cases["cpu_hit"][-1].requests[0]
-    print(f"\nOne return from the host (digits: layers arriving; p: prefill, d: decode, b: blocks going out; {small.load_link})\n"
-          f"{last.timeline.chart()}")
+    if rows[-1]["bytes_in"]:
+        saved = rows[-1]["ttft_ms"] - rows[-3]["ttft_ms"]
+        print(f"  The last line waits for all layers; computing each as soon as it is there saves {saved:.1f} ms.")
+    else:
+        print(f"  Nothing came back from the host, which has {small.host.size} blocks. A block takes "
+              f"{small.seconds_to_load(1) * 1e3:.1f} ms to load and {small.seconds_to_compute(0, size) * 1e3:.1f} ms to compute.")
     return dict(link=dict(modelled=small.load_link.modelled, gbps=small.load_link.speed() / 1e9), verified=verified, rows=rows,
-                counters=small.counters()), [run.requests[0].timeline for run in cases["cpu_hit"]]
+                counters=small.counters()), [back[0].requests[0].timeline]
 
 
 def document(engine: Engine, rng, tokens: int, secret: str = "") -> str:
@@ -519,13 +537,15 @@ def empty(engine: Engine):
             engine.pool.evict()
 
 
-def row(phase: str, run: paged.Run) -> dict:
-    """Print one line, and return it."""
+def row(phase: str, run: paged.Run, counters: dict) -> dict:
+    """Print one line, and return it; the counters are those after it."""
     request, = run.requests
-    print(f"  {request.source:8}{request.cached_tokens:6} of {request.answer.prompt_tokens:5} prompt tokens cached   "
-          f"TTFT {request.outcome.ttft_ms:6.1f} ms")
+    print(f"  {request.source:8}{request.cached_tokens:5} of {request.answer.prompt_tokens:4} tokens cached, TTFT "
+          f"{request.outcome.ttft_ms:5.1f} ms, {request.blocks['cpu_hits']:3} blocks swapped in; "
+          f"then cached: {counters['blocks_cached']:3} on the device, {counters['cpu_blocks_cached']:3} on the host")
     return dict(phase=phase, source=request.source, cached_tokens=request.cached_tokens, text=request.outcome.text,
-                prompt_tokens=request.answer.prompt_tokens, ttft_ms=request.outcome.ttft_ms, **request.blocks)
+                prompt_tokens=request.answer.prompt_tokens, ttft_ms=request.outcome.ttft_ms, **request.blocks,
+                **{name: counters[name] for name in ("swap_ins", "swap_outs", "evictions", "cpu_evictions")})
 
 
 # 4. Main ---------------------------------------------------------------------------------------------------------
@@ -533,7 +553,7 @@ def row(phase: str, run: paged.Run) -> dict:
 def add_arguments(parser):
     paged.add_arguments(parser)
     parser.add_argument("--cpu-blocks", type=app.bounded(int, 0, 1 << 26), metavar="N",
-                        help="KV blocks in host memory (default: four times as many as on the device, within a quarter of it)")
+                        help="KV blocks in host memory (default: four times the device's, within a quarter of what is free)")
     links.add_arguments(parser)
 
 

@@ -1,6 +1,6 @@
 """The link: copies between device memory and host memory, beside the computation.
 
-    link = Link("load", device, bytes_per_second)      # one direction is one lane: first in, first out
+    link = Link("load", clock, bytes_per_second)       # one direction is one lane: first in, first out
     transfer = link.copy(dst, src, "layer 0")          # at once; the copying begins when the lane is free
     transfer.ready                                     # whether it has arrived; never waits
     transfer.wait()                                    # what is computed from here on sees the copy
@@ -51,6 +51,7 @@ class Transfer:
         self.lane, self.label, self.dst, self.src = lane, label, dst, src
         self.bytes = sum(piece.nbytes for piece in dst)
         self.issued, self.start, self.end, self.error = time.perf_counter(), None, None, None
+        self.seconds = 0.0                                      # that a modelled one takes
         self.arrived = threading.Event()
 
     @property
@@ -100,12 +101,12 @@ class Link:
         self.lane, self.clock, self.bytes_per_second, self.latency = lane, clock, bytes_per_second, latency
         self.modelled = clock.device.type != "cuda"
         self.on_their_way: deque[Transfer] = deque()
-        self.speeds: deque[float] = deque(maxlen=9)             # bytes/s of the last transfers that say something about it
+        self.speeds: deque[float] = deque(maxlen=9)             # bytes/s, as noted
         if self.modelled:
             self.queue, closed = queue.SimpleQueue(), threading.Event()
             thread = threading.Thread(target=carry, args=(self.queue, closed), daemon=True)
             thread.start()
-            weakref.finalize(self, end, self.queue, closed, thread)             # the thread ends with the link
+            weakref.finalize(self, close, self.queue, closed, thread)             # the thread ends with the link
         else:
             self.stream = torch.cuda.Stream()
 
@@ -131,7 +132,7 @@ class Link:
             transfer.start = self.clock.mark()
             try:
                 for dst, src in zip(transfer.dst, transfer.src, strict=True):
-                    for piece, source in contiguous_pieces(dst, src):
+                    for piece, source in pieces(dst, src, host_side=dst if src.is_cuda else src):
                         piece.copy_(source, non_blocking=True)
             except RuntimeError as error:
                 transfer.error = error
@@ -142,9 +143,21 @@ class Link:
         self.stream.wait_stream(torch.cuda.current_stream())
 
     def speed(self) -> float:
-        """Bytes per second: the median of the last transfers, measured now if there was none."""
-        self.settle()
-        return statistics.median(self.speeds) if self.speeds else self.measure()
+        """Bytes per second: the median of what was noted last; if that is nothing, the model's, or measured now."""
+        if self.speeds:
+            return statistics.median(self.speeds)
+        return self.bytes_per_second if self.modelled else self.measure()
+
+    def note(self, transfers: list[Transfer]):
+        """Transfers that were issued one after the other are over: so fast was the lane."""
+        size, start, end = sum(transfer.bytes for transfer in transfers), transfers[0].span()[0], transfers[-1].span()[1]
+        if size >= 1 << 16 and end > start:                     # a few bytes say nothing
+            self.speeds.append(size / (end - start))
+
+    def wear_out(self):
+        """The oldest note goes. Who decides against the link learns nothing about it, and should not believe for ever."""
+        if self.speeds:
+            self.speeds.popleft()
 
     def backlog(self) -> int:
         """Bytes that were issued before and have not arrived."""
@@ -152,12 +165,9 @@ class Link:
         return sum(transfer.bytes for transfer in self.on_their_way)
 
     def settle(self):
-        """Note the speed of what has arrived."""
+        """Forget what has arrived."""
         while self.on_their_way and self.on_their_way[0].ready:
-            transfer = self.on_their_way.popleft()
-            if transfer.error is None and transfer.bytes >= 1 << 16:
-                start, end = transfer.span()
-                self.speeds.append(transfer.bytes / max(end - start, 1e-9))
+            self.on_their_way.popleft()
 
     def measure(self) -> float:
         """Copy more and more until it takes 2 ms, three times each -> bytes per second of the largest."""
@@ -179,7 +189,7 @@ class Link:
     def __str__(self):
         if self.modelled:
             return f"modelled link, {self.bytes_per_second / 1e9:.3g} GB/s"
-        return f"link, {statistics.median(self.speeds) / 1e9:.1f} GB/s" if self.speeds else "link"
+        return f"link, {self.speed() / 1e9:.1f} GB/s"
 
 
 def carry(lane: queue.SimpleQueue, closed: threading.Event):
@@ -199,7 +209,7 @@ def carry(lane: queue.SimpleQueue, closed: threading.Event):
         del transfer                                            # and what it held
 
 
-def end(lane: queue.SimpleQueue, closed: threading.Event, thread: threading.Thread):
+def close(lane: queue.SimpleQueue, closed: threading.Event, thread: threading.Thread):
     """Let the thread of a lane end, at the latest when the process does; what is still on its way arrives at once."""
     closed.set()
     lane.put(None)
@@ -212,13 +222,14 @@ def move(dst: torch.Tensor, src: torch.Tensor):
     numpy.copyto(dst.view(torch.uint8).numpy(), src.view(torch.uint8).numpy())
 
 
-def contiguous_pieces(dst: torch.Tensor, src: torch.Tensor):
-    """The largest pieces that lie in one piece on both sides: a strided copy would be put together by the host first."""
-    if dst.is_contiguous() and src.is_contiguous():
+def pieces(dst: torch.Tensor, src: torch.Tensor, host_side: torch.Tensor):
+    """The largest pieces that are contiguous on the host's side. The device puts strided memory together by itself, but
+    on the host that would be done first, and in pageable memory."""
+    if host_side.is_contiguous():
         yield dst, src
     else:
-        for pair in zip(dst, src, strict=True):
-            yield from contiguous_pieces(*pair)
+        for triple in zip(dst, src, host_side, strict=True):
+            yield from pieces(*triple)
 
 
 # How fast the modelled link is -----------------------------------------------------------------------------------
