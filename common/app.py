@@ -359,7 +359,8 @@ def parser_for(doc: str) -> argparse.ArgumentParser:
     parser.add_argument("--stop", type=readable, action="append", metavar="TEXT",
                         help="end the answer before TEXT; may be repeated")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers of the demo or of the answer")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="write the timeline, for Perfetto or chrome://tracing")
+    parser.add_argument("--trace", type=Path, metavar="FILE",
+                        help="write the timeline, for Perfetto, or as a picture if FILE ends in .svg")
     return parser
 
 

@@ -101,6 +101,7 @@ class Link:
         self.lane, self.clock, self.bytes_per_second, self.latency = lane, clock, bytes_per_second, latency
         self.modelled = clock.device.type != "cuda"
         self.on_their_way: deque[Transfer] = deque()
+        self.first_speed = bytes_per_second                     # of a real one, measured when it is asked for
         self.speeds: deque[float] = deque(maxlen=9)             # bytes/s, as noted
         if self.modelled:
             self.queue, closed = queue.SimpleQueue(), threading.Event()
@@ -113,8 +114,8 @@ class Link:
     def copy(self, dst, src, label: str) -> Transfer:
         """Copy tensor `src` to `dst`, or a list of tensors to as many of the same shapes -> the Transfer, at once."""
         dst, src = ([pieces] if isinstance(pieces, torch.Tensor) else list(pieces) for pieces in (dst, src))
-        if [piece.shape for piece in dst] != [piece.shape for piece in src]:
-            raise ValueError(f"{label}: the two sides have different shapes")
+        if [(piece.shape, piece.dtype) for piece in dst] != [(piece.shape, piece.dtype) for piece in src]:
+            raise ValueError(f"{label}: the two sides differ in shape or dtype")
         transfer = (Transfer if self.modelled else CudaTransfer)(self.lane, label, dst, src)
         if self.modelled:
             transfer.seconds = self.latency + transfer.bytes / self.bytes_per_second
@@ -143,10 +144,10 @@ class Link:
         self.stream.wait_stream(torch.cuda.current_stream())
 
     def speed(self) -> float:
-        """Bytes per second: the median of what was noted last; if that is nothing, the model's, or measured now."""
-        if self.speeds:
-            return statistics.median(self.speeds)
-        return self.bytes_per_second if self.modelled else self.measure()
+        """Bytes per second: the median of what was noted last, or else the model's, or what was measured once."""
+        if self.first_speed is None:
+            self.first_speed = self.measure()
+        return statistics.median(self.speeds) if self.speeds else self.first_speed
 
     def note(self, transfers: list[Transfer]):
         """Transfers that were issued one after the other are over: so fast was the lane."""
@@ -182,9 +183,7 @@ class Link:
                 start, end = transfer.span()
                 spans.append(end - start)
             seconds = statistics.median(spans)
-        self.on_their_way.clear()
-        self.speeds.append(size / seconds)
-        return self.speeds[-1]
+        return size / seconds
 
     def __str__(self):
         if self.modelled:
@@ -204,9 +203,9 @@ def carry(lane: queue.SimpleQueue, closed: threading.Event):
             transfer.error = error
         free = max(transfer.start + transfer.seconds, time.perf_counter())      # no model is faster than this memory
         closed.wait(max(0.0, free - time.perf_counter()))
-        transfer.end = time.perf_counter()
+        transfer.end = free
         transfer.arrived.set()
-        del transfer                                            # and what it held
+        transfer = dst = src = None                             # and what it held
 
 
 def close(lane: queue.SimpleQueue, closed: threading.Event, thread: threading.Thread):
@@ -219,7 +218,8 @@ def close(lane: queue.SimpleQueue, closed: threading.Event, thread: threading.Th
 
 def move(dst: torch.Tensor, src: torch.Tensor):
     """Copy in ordinary memory with one processor core: NumPy takes no other, where torch would take all of them."""
-    numpy.copyto(dst.view(torch.uint8).numpy(), src.view(torch.uint8).numpy())
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dst.itemsize]       # NumPy knows no bfloat16
+    numpy.copyto(dst.view(bits).numpy(), src.view(bits).numpy())
 
 
 def pieces(dst: torch.Tensor, src: torch.Tensor, host_side: torch.Tensor):

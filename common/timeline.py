@@ -70,9 +70,11 @@ class Timeline:
             self.add(lane, label, start, time.perf_counter())
 
     def add(self, lane: str, label: str, start: float, end: float, idle=()):
-        """A span that was measured elsewhere, in seconds of time.perf_counter(), but for the (start, end) in `idle`, in order."""
+        """A span that was measured elsewhere, in seconds of time.perf_counter(), but for the (start, end) in `idle`, in order,
+        and for what lies before the timeline began."""
         for stop, resume in (*idle, (end, end)):
-            self.spans.append(Span(lane, label, start - self.began, stop - self.began))
+            if stop >= self.began:
+                self.spans.append(Span(lane, label, max(0.0, start - self.began), stop - self.began))
             start = resume
 
     @property

@@ -1,7 +1,9 @@
 """The command line: what it prints and writes, what it says to wrong input, and Ctrl-C."""
+import gc
 import http.client
 import json
 import os
+import re
 import runpy
 import shutil
 import signal
@@ -15,7 +17,8 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).resolve().parent.parent / "01_baseline.py"
-PAGED = SCRIPT.with_name("02_paged_kv.py")
+PAGED, OFFLOAD = SCRIPT.with_name("02_paged_kv.py"), SCRIPT.with_name("03_cpu_offload.py")
+SIZES = ("KV pool: ", "Host pool: ", "The host is reached over a ")       # how lines begin that are no complaint
 TIMEOUT = 300                      # seconds; nothing here takes more than a few
 ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONIOENCODING": "utf-8"}
 needs_signals = pytest.mark.skipif(os.name != "posix", reason="sends POSIX signals")
@@ -76,7 +79,7 @@ def refused(*arguments, script=SCRIPT) -> str:
     done = run(*arguments, script=script)
     assert done.returncode in (1, 2), done
     assert done.stdout == "" and "Traceback" not in done.stderr
-    line, = (line for line in done.stderr.splitlines() if not line.startswith("KV pool: "))
+    line, = (line for line in done.stderr.splitlines() if not line.startswith(SIZES))
     return line
 
 
@@ -118,7 +121,7 @@ def refused_here(monkeypatch, capsys, script, arguments) -> str:
     said, complaint = capsys.readouterr()
     if isinstance(end.value.code, str):         # sys.exit("words") prints them and ends with 1
         complaint += end.value.code + "\n"
-    line, = (line for line in complaint.splitlines() if not line.startswith("KV pool: "))
+    line, = (line for line in complaint.splitlines() if not line.startswith(SIZES))
     assert end.value.code and said == ""
     return line
 
@@ -389,3 +392,194 @@ def test_ctrl_c_while_paged_serves(asking):
         process.interrupt()
         if asking:
             assert 503 in map(status, connections)          # who waited was told
+
+
+# 5. Chapter 03 ---------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("link,speed", [(["--link", "2"], "2"), ([], r"[0-9.e+-]+")], ids=["2 GB/s", "auto"])
+def test_offload_prompt_prints_both_pools_the_link_and_the_answer_of_chapter_01(tiny_folder, tiny_engine, tmp_path, link, speed):
+    expected = tiny_engine.generate(prompt="Hello", max_tokens=12, temperature=0.8, top_p=0.9, top_k=40, seed=7)
+    report, trace = tmp_path / "report.json", tmp_path / "trace.json"
+    done = run("--model", str(tiny_folder), "--device", "cpu", "--prompt", "Hello", "--max-tokens", "12", "--temperature", "0.8",
+               "--top-p", "0.9", "--top-k", "40", "--seed", "7", "--json", str(report), "--trace", str(trace),
+               "--gpu-blocks", "50", "--cpu-blocks", "20", "--block-size", "8", *link, script=OFFLOAD)
+    assert done.returncode == 0 and done.stdout.startswith(expected.text.replace("\r", "\n"))
+    token_bytes = tiny_engine.model.config.kv_numbers_per_token * 4
+    assert re.fullmatch(f"KV pool: 50 blocks of 8 tokens, 400 tokens, {400 * token_bytes / 1e6:.1f} MB\n"
+                        f"Host pool: 20 blocks of 8 tokens, 160 tokens, {160 * token_bytes / 1e6:.1f} MB\n"
+                        f"The host is reached over a modelled link, {speed} GB/s\n", done.stderr)
+    summary, blocks = done.stdout.splitlines()[-2:]
+    assert " 0 of them cached (miss); " in summary and re.fullmatch(r"Blocks: gpu_hits 0, cpu_hits 0, misses \d+", blocks)
+
+    written = json.loads(report.read_text())
+    assert (written["chapter"], written["dtype"], written["source"]) == ("03_cpu_offload", "float32", "miss")
+    assert written["tokens"] == expected.tokens and written["usage"] == expected.usage
+    needed = -(-expected.usage["prompt_tokens"] // 8)
+    assert written["blocks"] == dict(gpu_hits=0, cpu_hits=0, misses=needed) and written["choice"] is None
+    assert re.fullmatch(f"modelled link, {speed} GB/s", written["link"])
+    spans = [event["name"] for event in json.loads(trace.read_text())["traceEvents"] if event.get("cat") == "compute"]
+    assert [name.split()[0] for name in spans] == ["prefill"] + ["decode"] * (len(expected.tokens) - 1)
+
+
+@pytest.mark.parametrize("cpu_blocks", ["0", "3"])
+def test_offload_prompt_leaves_no_thread_behind(monkeypatch, capsys, cpu_blocks):
+    """One that is inside PyTorch when the interpreter ends aborts the process ("terminate called ...")."""
+    before = set(threading.enumerate())
+    monkeypatch.setattr(sys, "argv", [str(OFFLOAD), *TINY, "--device", "cpu", "--prompt", "Hello", "--max-tokens", "5",
+                                      "--cpu-blocks", cpu_blocks, "--gpu-blocks", "20"])
+    runpy.run_path(str(OFFLOAD), run_name="__main__")
+    said, complaint = capsys.readouterr()
+    assert "5 new; TTFT " in said and f"\nHost pool: {cpu_blocks} blocks of 16 tokens, " in complaint
+    gc.collect()                                                    # the lanes end with their links
+    deadline = time.monotonic() + 60
+    while not {thread.name for thread in set(threading.enumerate()) - before} <= {"tqdm_monitor"}:      # which only sleeps
+        assert time.monotonic() < deadline, threading.enumerate()
+        time.sleep(0.01)
+
+
+def test_offload_demo_in_too_few_blocks_is_told_how_many():
+    line = refused(*TINY, "--demo", "--device", "cpu", "--gpu-blocks", "1", script=OFFLOAD)
+    assert line.startswith("03_cpu_offload: ") and "do not fit into 1 blocks of 16 tokens" in line
+    assert int(line.split("ask for at least ")[1].rstrip(".")) > 1 and "--gpu-blocks" in line
+
+
+def test_offload_host_pool_too_large_for_the_memory_is_refused_with_what_would_fit(monkeypatch, capsys):
+    asked = [*TINY, "--device", "cpu", "--prompt", "Hello", "--gpu-blocks", "1", "--cpu-blocks", str(1 << 26),
+             "--block-size", str(1 << 12)]
+    line = refused_here(monkeypatch, capsys, OFFLOAD, asked)
+    assert line.startswith("03_cpu_offload: ") and f"{1 << 26} host blocks of {1 << 12} tokens" in line and "are free" in line
+    assert 1 <= int(line.split("at most --cpu-blocks ")[1].rstrip(".")) < 1 << 26
+
+
+def test_offload_device_pool_too_large_for_the_memory_is_refused_too(monkeypatch, capsys):
+    line = refused_here(monkeypatch, capsys, OFFLOAD, [*TINY, "--prompt", "Hello", "--gpu-blocks", str(1 << 24),
+                                                       "--block-size", str(1 << 16)])
+    assert line.startswith("03_cpu_offload: ") and 1 <= int(line.split("at most --gpu-blocks ")[1].rstrip(".")) < 1 << 24
+
+
+@pytest.mark.parametrize("words,arguments", [
+    ("'-1'", ["--cpu-blocks", "-1"]), ("'many'", ["--cpu-blocks", "many"]), ("'1.5'", ["--cpu-blocks", "1.5"]),
+    ("'99999999'", ["--cpu-blocks", "99999999"]), ("'0'", ["--gpu-blocks", "0"]), ("'x'", ["--token-budget", "x"]),
+    ("'0'", ["--link", "0"]), ("'-1'", ["--link", "-1"]), ("'fast'", ["--link", "fast"]), ("'nan'", ["--link", "nan"]),
+    ("'inf'", ["--link", "inf"]), ("''", ["--link", ""]), ("'1e7'", ["--link", "1e7"]), ("--link", ["--link"]),
+    ("'h100'", ["--platform", "h100"]), ("h800", ["--platform", "A100"]), ("--cpu-block", ["--cpu-block", "5"]),
+    ("--no-kv-cache", ["--no-kv-cache"]), ("--demo", ["--demo", "--prompt", "Hello"]),
+    ("512", [*TINY, "--device", "cpu", "--prompt", "x" * 600]), ("'/'", [*TINY, "--prompt", "Hello", "--trace", "/"]),
+], ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "")
+def test_wrong_options_of_offload_end_with_one_clear_line(monkeypatch, capsys, words, arguments):
+    line = refused_here(monkeypatch, capsys, OFFLOAD, arguments)
+    assert words in line and "03_cpu_offload" in line
+
+
+@pytest.fixture(scope="module")
+def offload_demo(tmp_path_factory):
+    """The lesson on the classroom model, run once -> what it printed, its report and its trace."""
+    folder = tmp_path_factory.mktemp("offload")
+    done = run("--demo", "--device", "cpu", "--json", str(folder / "report.json"), "--trace", str(folder / "trace.json"),
+               script=OFFLOAD)
+    assert done.returncode == 0, done
+    return done, json.loads((folder / "report.json").read_text()), json.loads((folder / "trace.json").read_text())
+
+
+def test_offload_demo_is_verified_before_any_time_is_printed(offload_demo):
+    done, report, _ = offload_demo
+    assert report["verified"] is True and (report["chapter"], report["model"], report["dtype"], report["device"]) == (
+        "03_cpu_offload", "classroom", "float32", "cpu")
+    first, *others = done.stdout.splitlines()
+    assert re.match(r"verified: all [1-9]\d* tokens equal", first) and not any("verified" in line for line in others)
+    assert " ms" not in first and sum(" ms" in line for line in others) > 10
+    assert [line.startswith(SIZES) for line in done.stderr.splitlines()] == [True] * 3
+
+
+def test_offload_demo_calls_the_link_modelled_wherever_it_names_it(offload_demo):
+    done, report, _ = offload_demo
+    named = [line for line in (done.stdout + done.stderr).splitlines() if "link" in line.lower() or "GB/s" in line]
+    assert len(named) >= 4 and all(re.search(r"modelled link, [0-9.e+-]+ GB/s", line) for line in named)
+    assert set(report["link"]) == {"modelled", "gbps"} and report["link"]["modelled"] is True and report["link"]["gbps"] > 0
+    for beginning in ("TTFT of ", "This return "):
+        assert any(line.startswith(beginning) for line in named), "times and the chart say over what they were taken"
+
+
+def test_offload_demo_shows_all_sources(offload_demo):
+    done, report, _ = offload_demo
+    phases = {}
+    for row in report["rows"]:
+        if "phase" in row:
+            phases.setdefault(row["phase"], []).append(row)
+            found = row["gpu_hits"] + row["cpu_hits"]
+            assert row["cached_tokens"] == 16 * found < row["prompt_tokens"]
+            assert found + row["misses"] == -(-row["prompt_tokens"] // 16)
+            assert row["ttft_ms"] > 0 and row["text"]
+    assert [row["source"] for row in phases["cold"]] == ["miss", "gpu_hit", "gpu_hit"]
+    assert phases["cold"][0]["cached_tokens"] == 0 < phases["cold"][1]["gpu_hits"]
+    assert phases["repeat"] and {row["source"] for row in phases["repeat"]} == {"gpu_hit"}
+    assert len(phases["pressure"]) >= 3 and phases["pressure"][-1]["evictions"] > 0
+    assert {(row["source"], row["gpu_hits"], row["cpu_hits"]) for row in phases["pressure"]} == {("miss", 0, 0)}
+    back, = phases["return"]
+    assert back["source"] == "cpu_hit" and back["cpu_hits"] == back["swap_ins"] > 0 == back["gpu_hits"]
+    assert "tiger" in back["text"] and "tiger" not in " ".join(row["text"] for row in phases["pressure"])
+    assert " - " + back["text"] in done.stdout
+
+
+def test_offload_demo_compares_what_the_three_ways_cost(offload_demo):
+    done, report, _ = offload_demo
+    table = {row["case"]: row for row in report["rows"] if "case" in row}
+    assert set(table) == {"miss", "gpu_hit", "cpu_hit", "cpu_hit, all layers first"}
+    assert {name: row["source"] for name, row in table.items()} == {name: name.split(",")[0] for name in table}
+    miss, on_device, on_host, waited = (table[name] for name in ("miss", "gpu_hit", "cpu_hit", "cpu_hit, all layers first"))
+    assert miss["bytes_in"] == on_device["bytes_in"] == 0 < on_host["bytes_in"] == waited["bytes_in"]
+    assert miss["cached_tokens"] == 0 < on_device["cached_tokens"] == on_host["cached_tokens"]
+    assert on_host["bytes_in"] == on_host["cached_tokens"] * 8 * 2 * 256 * 4          # 8 layers, K and V of 256 in float32
+    for row in table.values():
+        assert 0 < row["min"] <= row["ttft_ms"] <= row["max"] and row["samples"] >= 5
+        assert f"{row['bytes_in'] / 1e6:.1f} MB" in next(
+            line for line in done.stdout.split("TTFT of ")[1].splitlines() if line.startswith("  " + row["source"]))
+
+
+def test_offload_demo_gives_every_block_of_both_pools_back(offload_demo):
+    counters = offload_demo[1]["counters"]
+    assert counters["requests"] == counters["finished"] > 0
+    assert counters["swap_ins"] > 0 < counters["swap_outs"] and counters["bytes_in"] > 0 < counters["bytes_out"]
+    for name in ("running", "waiting", "blocks_referenced", "cpu_blocks_referenced", "swaps_under_way", "failed",
+                 "transfer_errors"):
+        assert counters[name] == 0
+    assert counters["blocks_free"] + counters["blocks_cached"] == counters["blocks"]
+    assert counters["cpu_blocks_free"] + counters["cpu_blocks_cached"] == counters["cpu_blocks"]
+
+
+def test_offload_demo_writes_a_trace_with_layers_that_arrive_while_others_are_computed(offload_demo):
+    spans = [event for event in offload_demo[2]["traceEvents"] if event["ph"] == "X"]
+    load, compute = ([span for span in spans if span["cat"] == lane] for lane in ("load", "compute"))
+    assert {span["name"] for span in load} == {f"layer {number}" for number in range(8)}
+    assert {span["name"].split()[0] for span in compute} == {"prefill", "decode"}
+    assert all(span["dur"] > 0 and span["ts"] >= 0 for span in spans)
+    arrived = max(span["ts"] + span["dur"] for span in load)
+    assert min(span["ts"] for span in compute) < arrived, "it waited for all layers"
+    chart = offload_demo[0].stdout.split("This return ")[1]
+    layers = re.search(r"^    load \|([0-7.]+)\|$", chart, re.M)[1].replace(".", "")
+    assert layers and list(layers) == sorted(layers) and re.search(r"^ compute \|.*p.*d", chart, re.M)
+
+
+@needs_signals
+def test_ctrl_c_in_the_offload_demo():
+    with Process("--demo", "--device", "cpu", script=OFFLOAD) as process:
+        process.read_until(b" GB/s\n")          # the pools and the link are there, and the demo begins
+        process.interrupt()
+        assert b"verified" not in process.output
+
+
+@needs_signals
+def test_ctrl_c_while_offload_serves():
+    with Process(*TINY, "--device", "cpu", "--port", "0", "--max-running", "1", script=OFFLOAD) as process:
+        process.read_until(b"(Ctrl-C ends it)\n")
+        assert process.output.startswith(b"KV pool: ") and b"\nHost pool: " in process.output
+        assert b"03_cpu_offload serves random:tiny on http://127.0.0.1:" in process.output
+        port = int(process.output.split(b"127.0.0.1:")[1].split()[0])
+        connections = []
+        for number in range(8):                 # one is being answered, the others wait
+            connections.append(http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT))
+            connections[-1].request("POST", "/generate", json.dumps(dict(prompt="Hello", max_tokens=500, stream=number % 2 == 1)))
+        while counters(port)["requests"] < 8:
+            time.sleep(0.01)
+        process.interrupt()
+        assert 503 in map(status, connections)              # who waited was told

@@ -1,6 +1,7 @@
-"""Chapters 01 and 02 on a GPU."""
+"""Chapters 01 to 03 on a GPU."""
 import argparse
 import gc
+import time
 from collections import OrderedDict
 
 import pytest
@@ -8,9 +9,12 @@ import torch
 from conftest import chapter, make_engine, write_model
 
 from common import checkpoint
+from common import link as links
+from common.link import CudaTransfer, Link, TransferError
+from common.timeline import Clock
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no CUDA device here")
-baseline, paged = chapter("01_baseline"), chapter("02_paged_kv")
+baseline, paged, offload = chapter("01_baseline"), chapter("02_paged_kv"), chapter("03_cpu_offload")
 PROMPT = list(range(40, 140))
 FOLDERS = {"mha": dict(num_key_value_heads=4), "gqa": dict(num_key_value_heads=2), "one KV head": dict(num_key_value_heads=1),
            "qwen2": dict(family="qwen2"), "tied": dict(tie_word_embeddings=True)}
@@ -265,3 +269,345 @@ def test_memory_is_constant_over_many_requests(tiny_folder):
     assert torch.cuda.max_memory_allocated() - before <= 64 << 20       # activations, and padded copies of short contexts
     assert engine.pool.kv.data_ptr() == where and engine.counts["finished"] == 8 * 15
     assert engine.pool.counts["evictions"] > 0
+
+
+# Chapter 03 ------------------------------------------------------------------------------------------------------
+
+LONG = 1_000_000_000               # cycles of torch.cuda._sleep: about half a second, and all that is copied here takes less
+
+
+def offload_engine(folder, dtype="float32", blocks: int = 64, cpu_blocks: int = 256, **options):
+    """Chapter 03's engine. A model as small as these is computed sooner than loaded; here it is loaded all the same."""
+    engine = offload.Engine(*checkpoint.load(str(folder), dtype, "cuda"), blocks, cpu_blocks=cpu_blocks, **options)
+    engine.seconds_to_load = lambda *_, **__: 1e-9
+    return engine
+
+
+def run_offload(engine):
+    """Step until nobody runs or waits and nothing is on its way; then every block of both tiers must be back."""
+    while engine.step():
+        engine.check_integrity()
+    engine.flush()
+    engine.check_integrity()
+    assert engine.pool.available == engine.pool.size and engine.host.available == engine.host.size
+
+
+def ask(engine, prompt=PROMPT, **fields):
+    """One request with nobody else around -> the request, answered."""
+    request, = engine.submit(prompt, **{"max_tokens": 12, **fields})
+    run_offload(engine)
+    if isinstance(request.outcome, Exception):
+        raise request.outcome
+    return request
+
+
+def come_back(engine, prompt=PROMPT, **fields):
+    """Ask, lose everything on the device, and ask again -> both requests; the second comes from the host."""
+    first = ask(engine, prompt, **fields)
+    offload.empty(engine)
+    with torch.inference_mode():
+        engine.pool.kv.zero_()
+    torch.cuda.synchronize()
+    again = ask(engine, prompt, **fields)
+    assert again.source == "cpu_hit" and again.cached_tokens == (len(prompt) - 1) // 16 * 16
+    return first, again
+
+
+def prefixes(engine, request) -> list:
+    """Of the full blocks of the request's prompt that are looked up."""
+    return [engine.prefix(request, index) for index in range((request.answer.prompt_tokens - 1) // engine.pool.block_size)]
+
+
+def device_bits(engine, request):
+    """Keys and values of a prompt's full blocks on the device, as bytes on the host."""
+    blocks = [engine.pool.find(prefix) for prefix in prefixes(engine, request)]
+    return engine.pool.kv[:, :, blocks].cpu().view(torch.uint8)             # [L, 2, count, block_size, KVH, bytes]
+
+
+def host_bits(engine, request):
+    """The same of what the host holds, in the same order."""
+    blocks = [engine.host.find(prefix) for prefix in prefixes(engine, request)]
+    return engine.host.kv[blocks].permute(1, 2, 0, 3, 4, 5).contiguous().view(torch.uint8)
+
+
+@pytest.fixture
+def warm():
+    """What is launched for the first time may wait for the whole device, and so hide a race."""
+    torch.cuda._sleep(1000)
+    link, pair = Link("load", Clock("cuda")), (torch.zeros(8, device="cuda"), torch.zeros(8).pin_memory())
+    for dst, src in (pair, pair[::-1]):
+        link.copy(dst, src, "warm").join()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_what_comes_back_from_the_host_gives_the_tokens_of_chapter_01_on_the_cpu(folder, overlap):
+    engine, here = offload_engine(folder, overlap=overlap), make_engine(folder)
+    for fields in (dict(), dict(temperature=0.8, top_p=0.9, seed=5)):
+        expected = here.generate(PROMPT, max_tokens=12, **fields).tokens
+        for request in come_back(engine, **fields, cache_salt=str(fields)):
+            assert request.outcome.tokens == expected
+    follow_up = [*PROMPT, *expected, *range(60, 90)]
+    offload.empty(engine)
+    request = ask(engine, follow_up, cache_salt=str(fields))
+    assert request.source == "cpu_hit" and request.cached_tokens >= len(PROMPT) // 16 * 16
+    assert request.outcome.tokens == here.generate(follow_up, max_tokens=12).tokens
+    assert engine.counts["transfer_errors"] == 0
+
+
+@pytest.mark.parametrize("options", [dict(blocks=16), dict(blocks=16, cpu_blocks=20), dict(blocks=20, token_budget=64),
+                                     dict(blocks=70, block_size=3, cpu_blocks=70)], ids=str)
+def test_many_over_two_small_tiers_get_the_tokens_of_chapter_01_on_the_cpu(folder, options):
+    engine, here = offload_engine(folder, **options), make_engine(folder)
+    for _ in range(3):
+        asked = mixed(engine.context)
+        samples = [(fields, engine.submit(**fields)) for fields in asked]
+        run_offload(engine)
+        for fields, requests in samples:
+            fields = {name: value for name, value in fields.items() if name not in ("n", "cache_salt")}
+            for number, request in enumerate(requests):
+                seed = dict(seed=fields["seed"] + number) if "seed" in fields else {}
+                assert request.outcome.tokens == here.generate(**{**fields, **seed}).tokens
+    assert engine.counts["swap_outs"] > 0 < engine.counts["swap_ins"] and engine.counts["transfer_errors"] == 0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_what_comes_back_is_bit_equal(folder, dtype):
+    engine = offload_engine(folder, dtype)
+    first = ask(engine)
+    before = device_bits(engine, first)
+    assert torch.equal(host_bits(engine, first), before)
+    offload.empty(engine)
+    with torch.inference_mode():
+        engine.pool.kv.zero_()
+    torch.cuda.synchronize()
+    again = ask(engine)
+    assert again.source == "cpu_hit" and torch.equal(device_bits(engine, again), before) and before.any()
+    assert again.outcome.tokens == first.outcome.tokens
+
+
+def test_the_host_pool_is_pinned(tiny_folder, capsys):
+    engine = offload_engine(tiny_folder)
+    assert engine.host.kv.is_pinned() and engine.host.kv.device.type == "cpu"
+    assert "pinned" not in capsys.readouterr().err
+
+
+def test_without_pinned_memory_it_warns_and_is_right(tiny_folder, monkeypatch, capsys):
+    empty = torch.empty
+
+    def refuse(*arguments, **options):
+        if options.get("pin_memory"):
+            raise RuntimeError("CUDA error: out of memory\nand more lines")
+        return empty(*arguments, **options)
+    monkeypatch.setattr(torch, "empty", refuse)
+    engine = offload_engine(tiny_folder)
+    warning, = (line for line in capsys.readouterr().err.splitlines() if "pinned" in line)
+    assert "cannot be pinned (CUDA error: out of memory)" in warning and not engine.host.kv.is_pinned()
+    expected = make_engine(tiny_folder).generate(PROMPT, max_tokens=12).tokens
+    assert [request.outcome.tokens for request in come_back(engine)] == [expected] * 2
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_a_load_overwrites_nothing_that_queued_compute_still_reads(warm, monkeypatch, guarded):
+    link, device, seen = Link("load", Clock("cuda")), torch.ones(1 << 20, device="cuda"), torch.zeros(1 << 20, device="cuda")
+    host = torch.full((1 << 20,), 2.0).pin_memory()
+    seen.copy_(device)                                             # once without the race
+    torch.cuda.synchronize()
+    if not guarded:
+        monkeypatch.setattr(link, "wait_for_compute", lambda: None)
+    torch.cuda._sleep(LONG)
+    seen.copy_(device)                                              # queued; it must read what was there when it was queued
+    link.copy(device, host, "layer 0").join()
+    torch.cuda.synchronize()
+    assert bool((device == 2).all())
+    assert bool((seen == (1 if guarded else 2)).all()), "the guard makes no difference" if not guarded else "overwritten"
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_a_swap_in_waits_for_what_is_queued_to_compute(warm, folder, monkeypatch, guarded):
+    """Something that was queued before still writes to the blocks that are to be restored."""
+    engine = offload_engine(folder)
+    before = device_bits(engine, come_back(engine)[1])
+    offload.empty(engine)
+    swap_in = engine.swap_in
+
+    def late(request, blocks):
+        torch.cuda._sleep(LONG)
+        for index, _ in blocks:                                     # one by one: a list of indices would stop the host
+            engine.pool.kv[:, :, request.table[index]].zero_()
+        return swap_in(request, blocks)
+    engine.pool.kv[:, :, 0].zero_()                                 # which nobody holds: the kernel is loaded
+    torch.cuda.synchronize()
+    monkeypatch.setattr(engine, "swap_in", late)
+    if not guarded:
+        monkeypatch.setattr(engine.load_link, "wait_for_compute", lambda: None)
+    request = ask(engine)
+    assert request.source == "cpu_hit" and torch.equal(device_bits(engine, request), before) is guarded
+
+
+@pytest.mark.parametrize("referenced", [True, False])
+def test_a_block_is_not_reused_before_its_copy_out_is_done(warm, folder, monkeypatch, referenced):
+    """The copy out begins late, and another request wants all blocks at once."""
+    engine, other, whole = offload_engine(folder, blocks=7), list(range(150, 250)), []
+    ask(engine, other, max_tokens=4, offload_after=False)           # all kernels are loaded, and their memory is there
+    ask(engine, [9, *PROMPT[1:]], max_tokens=4)
+    offload.empty(engine)
+    swap_out = engine.swap_out
+
+    def late(blocks, *options, **named_options):
+        whole.append(engine.pool.kv[:, :, [block for block, _ in blocks]].cpu())
+        with torch.cuda.stream(engine.save_link.stream):
+            torch.cuda._sleep(LONG)
+        known = list(engine.swaps)
+        more = swap_out(blocks, *options, **named_options)
+        for swap in engine.swaps:
+            if not referenced and swap not in known:
+                device_blocks, swap.device_blocks = swap.device_blocks, []
+                engine.pool.release(device_blocks)
+        return more
+    monkeypatch.setattr(engine, "swap_out", late)
+    first, = engine.submit(PROMPT, max_tokens=4)
+    second, = engine.submit(other, max_tokens=4, cache_salt="b", offload_after=False)
+    run_offload(engine)
+    assert first.source == second.source == "miss" and engine.counts["transfer_errors"] == 0
+    before = whole[0][:, :, :len(prefixes(engine, first))].view(torch.uint8)
+    assert torch.equal(host_bits(engine, first), before) is referenced
+
+
+def test_waiting_for_a_transfer_does_not_stop_the_host(warm):
+    link, device = Link("load", Clock("cuda")), torch.zeros(1 << 16, device="cuda")
+    host, seen = torch.ones(1 << 16).pin_memory(), torch.zeros(1 << 16, device="cuda")
+    seen.copy_(device)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(link.stream):
+        torch.cuda._sleep(LONG)
+    transfer = link.copy(device, host, "layer 0")
+    transfer.wait()
+    seen.copy_(device)                                              # queued behind the transfer, which is still to come
+    assert isinstance(transfer, CudaTransfer) and not transfer.ready and link.backlog() == transfer.bytes == 1 << 18
+    transfer.join()
+    assert transfer.ready and link.backlog() == 0
+    torch.cuda.synchronize()
+    assert bool((seen == 1).all())
+
+
+def test_without_the_wait_compute_reads_too_early(warm):
+    """The damage that `wait` prevents."""
+    link, device = Link("load", Clock("cuda")), torch.zeros(1 << 16, device="cuda")
+    host, seen = torch.ones(1 << 16).pin_memory(), torch.ones(1 << 16, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(link.stream):
+        torch.cuda._sleep(LONG)
+    transfer = link.copy(device, host, "layer 0")
+    seen.copy_(device)
+    transfer.join()
+    torch.cuda.synchronize()
+    assert bool((seen == 0).all()) and bool((device == 1).all())
+
+
+def test_transfers_run_beside_compute_and_beside_each_other(warm):
+    clock = Clock("cuda")
+    load, save = Link("load", clock), Link("save", clock)
+    device, host = torch.zeros(1 << 26, device="cuda"), torch.zeros(1 << 26).pin_memory()           # 256 MiB: milliseconds
+    back, there = torch.zeros_like(device), torch.zeros_like(host).pin_memory()
+    torch.cuda.synchronize()
+    transfers = [load.copy(device, host, "in"), save.copy(there, back, "out")]
+    began = clock.mark()
+    torch.cuda._sleep(LONG)
+    ended = clock.mark()
+    spans = [(clock.seconds(began), clock.seconds(ended)), *(transfer.span() for transfer in transfers)]
+    for start, end in spans:
+        assert all(start < other_end and other_start < end for other_start, other_end in spans), spans
+    assert transfers[0].ready and transfers[0].span()[1] < clock.seconds(ended)
+
+
+def test_a_lane_is_first_in_first_out_on_a_gpu(warm):
+    link, device = Link("load", Clock("cuda")), torch.zeros(4, 1 << 20, device="cuda")
+    host = torch.arange(1.0, 5.0)[:, None].expand(4, 1 << 20).contiguous().pin_memory()
+    transfers = [link.copy(device[0], host[number], str(number)) for number in range(4)]
+    transfers[-1].join()
+    assert all(transfer.ready for transfer in transfers) and bool((device[0] == 4).all())
+    spans = [transfer.span() for transfer in transfers]
+    assert all(end <= start + 1e-5 for (_, end), (start, _) in zip(spans, spans[1:]))
+    assert all(start < end for start, end in spans)
+
+
+def test_a_copy_that_cannot_be_issued_is_a_transfer_error_and_the_lane_goes_on(warm, monkeypatch):
+    link, device, host = Link("load", Clock("cuda")), torch.zeros(8, device="cuda"), torch.ones(8).pin_memory()
+    with monkeypatch.context() as patch:
+        def fail(*_, **__):
+            raise RuntimeError("CUDA error: invalid argument")
+        patch.setattr(links, "pieces", fail)
+        transfer = link.copy(device, host, "layer 3")
+    transfer.join()
+    with pytest.raises(TransferError, match="layer 3.*invalid argument"):
+        transfer.wait()
+    link.copy(device, host, "layer 4").wait()
+    assert bool((device == 1).all())
+
+
+@pytest.mark.parametrize("lane", ["load", "save"])
+def test_the_link_is_real_and_measured(lane):
+    link = Link(lane, Clock("cuda"))
+    assert not link.modelled and not link.speeds
+    assert link.speed() > 1e8 and link.backlog() == 0 and link.speeds
+    words = str(link)
+    assert words.startswith("link, ") and words.endswith(" GB/s") and "modelled" not in words
+    assert float(words.split()[1]) == pytest.approx(link.speed() / 1e9, abs=0.06)
+
+
+def test_a_speed_cannot_be_asked_for_where_the_link_is_real(tiny_folder):
+    model = checkpoint.load(str(tiny_folder), "float32", "cuda")[0]
+    assert links.bandwidth(model) is None and links.bandwidth(model, "auto", "l20") is None
+    with pytest.raises(checkpoint.ModelError, match="--link"):
+        links.bandwidth(model, 0.5)
+
+
+def test_the_clock_gives_increasing_seconds_of_the_hosts_clock(warm):
+    clock, last = Clock("cuda"), 0.0
+    clock.REBASE = 0.01                                             # a new base with nearly every mark
+    for _ in range(20):
+        before = time.perf_counter()
+        mark = clock.mark()
+        torch.cuda._sleep(20_000_000)                               # about 10 ms
+        seconds = clock.seconds(mark)
+        assert seconds > last and before - 0.1 <= seconds <= time.perf_counter() + 0.1
+        last = seconds
+    early, late = clock.mark(), clock.mark()
+    torch.cuda._sleep(20_000_000)
+    base = clock.mark()
+    clock.seconds(base)
+    assert clock.base is base, "the next two lie before the base"
+    assert last < clock.seconds(early) <= clock.seconds(late) < clock.seconds(base)
+
+
+def test_the_timeline_of_a_return_shows_layers_that_arrive_and_blocks_that_leave(folder):
+    engine = offload_engine(folder)
+    first, again = come_back(engine)
+    layers = len(engine.model.layers)
+    load = [span for span in again.timeline.spans if span.lane == "load"]
+    save = [span for span in first.timeline.spans if span.lane == "save"]
+    assert [span.label for span in load] == [f"layer {number}" for number in range(layers)]
+    assert not [span for span in first.timeline.spans if span.lane == "load"]
+    assert len(save) == engine.counts["swap_outs"] > 0 and all(span.label.startswith("block ") for span in save)
+    for span in (*load, *save):
+        assert -0.1 < span.start < span.end
+    assert all(a.start <= b.start and a.end <= b.end for a, b in zip(load, load[1:]))
+    result = again.outcome
+    assert result.source == "cpu_hit" and result.choice["chosen"] == "load" and result.link.startswith("link, ")
+    assert "modelled" not in result.summary() and again.timeline.chart()
+
+
+def test_memory_is_constant_over_many_swaps(tiny_folder):
+    engine = offload_engine(tiny_folder, "bfloat16", blocks=20, cpu_blocks=40, max_running=8)
+
+    def a_round(number: int):
+        for fields in mixed(engine.context):
+            engine.submit(**{"cache_salt": str(number % 2), **fields})
+        run_offload(engine)
+        gc.collect()
+        return torch.cuda.memory_allocated()
+    where, before = (engine.pool.kv.data_ptr(), engine.host.kv.data_ptr()), a_round(0)
+    assert {a_round(number) for number in range(1, 8)} == {before}
+    assert (engine.pool.kv.data_ptr(), engine.host.kv.data_ptr()) == where
+    assert engine.counts["finished"] == 8 * 15 and engine.counts["swap_ins"] > 0 < engine.host.counts["evictions"]

@@ -1,4 +1,4 @@
-"""Chapter 02's engine behind a real socket: many clients, some of whom hang up, several samples, salts, errors."""
+"""The engines of chapters 02 and 03 behind a real socket: many clients, some of whom hang up, several samples, salts, errors."""
 import http.client
 import itertools
 import json
@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_app import ANYTHING, ASK, CHAT, VALID, Serving, another, check_error, client_of, error_of, events, eventually
 
-paged = chapter("02_paged_kv")
+paged, offload = chapter("02_paged_kv"), chapter("03_cpu_offload")
 TIMEOUT = 120                      # seconds; no answer here takes more than a few
 TEXT = dict(prompt="Hello", max_tokens=8, temperature=0)
 
@@ -598,3 +598,185 @@ def test_nothing_that_is_asked_is_a_500(port, asked):
             message = error_of(reply, 400)["message"]
             assert not valid or any(word in message for word in ("context", "not be empty"))
     assert counters(port)["failed"] == 0
+
+
+# 6. Chapter 03 ---------------------------------------------------------------------------------------------------
+
+def make_offload(tiny_engine, end_tokens=None, **options):
+    """Chapter 03's engine on the model of chapter 01's. To load is always estimated to be faster than to compute."""
+    engine = offload.Engine(tiny_engine.model, tiny_engine.tokenizer,
+                            tiny_engine.end_tokens if end_tokens is None else end_tokens,
+                            **{"blocks": 64, "block_size": 4, "cpu_blocks": 64, "bytes_per_second": 5e7, **options})
+    engine.seconds_to_load = lambda *_, **__: 1e-9
+    return engine
+
+
+@contextmanager
+def serving_offload(engine):
+    """-> the port. Afterwards nothing is on its way, every block of both tiers is back, and everybody is counted once."""
+    try:
+        with Serving(engine) as port:
+            yield port
+            eventually(lambda: over(engine))
+            engine.flush()
+            engine.check_integrity()
+            counts = engine.counters()
+            for name in ("running", "waiting", "blocks_referenced", "cpu_blocks_referenced", "swaps_under_way"):
+                assert counts[name] == 0, name
+            assert counts["blocks_free"] + counts["blocks_cached"] == counts["blocks"] == engine.pool.size
+            assert counts["cpu_blocks_free"] + counts["cpu_blocks_cached"] == counts["cpu_blocks"] == engine.host.size
+            assert counts["finished"] + counts["failed"] + counts["cancelled"] == counts["requests"]
+    finally:
+        engine.close()
+
+
+def settled(engine):
+    eventually(lambda: over(engine))
+    engine.flush()
+
+
+WORDS = "What was said before must not be computed again. "
+
+
+@pytest.mark.parametrize("route", ["/generate", "/v1/chat/completions", "/v1/completions"])
+def test_offload_after_says_whether_the_blocks_go_to_the_host(tiny_engine, route):
+    engine = make_offload(tiny_engine)
+    question = dict(messages=[dict(role="user", content=WORDS)]) if "chat" in route else dict(prompt=WORDS)
+    texts, kept = [], []
+    with serving_offload(engine) as port:
+        for number, asked in enumerate((dict(offload_after=False), dict(offload_after=True), dict(), dict(offload_after=None))):
+            before = counters(port)["swap_outs"]
+            reply = ask(port, dict(question, max_tokens=6, temperature=0, cache_salt=str(number), **asked), route)
+            assert reply.status_code == 200
+            texts.append(reply.json.get("text") or reply.json["choices"][0])
+            settled(engine)
+            kept.append(counters(port)["swap_outs"] - before)
+    assert kept[0] == 0 < kept[1] == kept[2] == kept[3] and all(text == texts[0] for text in texts)
+
+
+@pytest.fixture(scope="module")
+def offload_port(tiny_engine):
+    with serving_offload(make_offload(tiny_engine)) as port:
+        yield port
+
+
+@pytest.mark.parametrize("route,body", [("/generate", ASK), ("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("value", ["yes", "true", 0, 1, 1.0, [], {}, [True]], ids=repr)
+def test_a_wrong_offload_after_is_refused_by_name(offload_port, route, body, stream, value):
+    message = error_of(ask(offload_port, dict(body, offload_after=value, stream=stream), route), 400)["message"]
+    assert message == "offload_after must be true or false."
+
+
+def test_chapters_that_have_no_host_tier_do_not_know_offload_after(port, tiny_engine):
+    for message in (error_of(ask(port, dict(ASK, offload_after=True)), 400)["message"],
+                    error_of(client_of(tiny_engine).post("/generate", json=dict(ASK, offload_after=True)), 400)["message"]):
+        assert "Unknown field 'offload_after'" in message
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_reply_says_where_its_blocks_came_from_and_health_counts_them(tiny_engine, stream):
+    engine, body = make_offload(tiny_engine), dict(prompt=WORDS * 2, max_tokens=6, stream=stream)
+    prompt = len(tiny_engine.encode(body["prompt"], None)[0])
+    most, full, block_bytes = -(-prompt // 4), (prompt - 1) // 4, engine.pool.kv[:, :, 0].nbytes
+    expected = tokens_of(tiny_engine, body)
+    saved = (prompt + len(expected) - 1) // 4                       # the last token's keys and values are not computed
+
+    def reply() -> dict:
+        got = ask(port, body)
+        result = events(got)[-1]["result"] if stream else got.json
+        settled(engine)
+        assert result["tokens"] == expected and result["link"] == "modelled link, 0.05 GB/s"
+        assert result["usage"]["cached_tokens"] == 4 * (result["blocks"]["gpu_hits"] + result["blocks"]["cpu_hits"])
+        return result
+    with serving_offload(engine) as port:
+        first, second = reply(), reply()
+        offload.empty(engine)
+        third = reply()
+        offload.empty(engine)
+        engine.seconds_to_load = lambda *_, **__: 1e9
+        fourth = reply()
+        counts = counters(port)
+    assert [result["source"] for result in (first, second, third, fourth)] == ["miss", "gpu_hit", "cpu_hit", "miss"]
+    assert first["blocks"] == fourth["blocks"] == dict(gpu_hits=0, cpu_hits=0, misses=most)
+    assert second["blocks"] == dict(gpu_hits=full, cpu_hits=0, misses=most - full)
+    assert third["blocks"] == dict(gpu_hits=0, cpu_hits=full, misses=most - full)
+    assert first["choice"] is second["choice"] is None
+    for result, chosen in ((third, "load"), (fourth, "recompute")):
+        assert result["choice"]["chosen"] == chosen
+        assert result["choice"]["load_ms"] >= 0 <= result["choice"]["recompute_ms"] and len(result["choice"]) == 3
+    assert (counts["gpu_hits"], counts["cpu_hits"], counts["misses"]) == (full, full, 4 * most - 2 * full)
+    assert (counts["swap_ins"], counts["bytes_in"], counts["recomputed_hits"]) == (full, full * block_bytes, full)
+    assert (counts["swap_outs"], counts["bytes_out"]) == (saved, saved * block_bytes)
+    assert counts["transfer_errors"] == counts["cpu_evictions"] == 0 and counts["cpu_blocks_cached"] == saved
+    assert counts["link"] == "modelled link, 0.05 GB/s"
+
+
+def test_health_of_chapter_03_shows_all_counters(tiny_engine):
+    engine = make_offload(tiny_engine, cpu_blocks=40)
+    with serving_offload(engine) as port:
+        counts = counters(port)
+    for name in "gpu_hits cpu_hits misses swap_ins swap_outs cpu_evictions bytes_in bytes_out transfer_errors".split():
+        assert counts[name] == 0, name
+    assert counts["cpu_blocks"] == counts["cpu_blocks_free"] == 40 and counts["cpu_blocks_cached"] == 0
+
+
+def test_replies_are_json_also_where_no_prefill_has_been_measured(tiny_engine):
+    """The estimate is infinite then, which JSON cannot say, and a browser does not read."""
+    engine, body = make_offload(tiny_engine), dict(prompt="Hello, hello", max_tokens=2)
+    with serving_offload(engine) as port:
+        assert ask(port, body).status_code == 200
+        settled(engine)
+        offload.empty(engine)
+        engine.prefills.clear()
+        reply = ask(port, body)
+    assert reply.json["source"] == "cpu_hit" and reply.json["choice"]["chosen"] == "load"
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} in a reply")
+    json.loads(reply.data, parse_constant=refuse)
+
+
+def test_a_crowd_over_two_small_tiers_gets_the_tokens_of_chapter_01_while_some_hang_up(tiny_engine):
+    one_by_one = another(tiny_engine, end_tokens=frozenset())
+    engine = make_offload(tiny_engine, frozenset(), blocks=24, cpu_blocks=40, max_running=6, max_waiting=64)
+    beginnings = [f"{number}: {word} was said before, " for number, word in enumerate(("much", "more", "most", "little", "less"))]
+    asked = []
+    for number in range(48):
+        kind = {2: LEAVE_EARLY, 5: LEAVE_LATE}.get(number % 8, STAY)
+        prompt = beginnings[number * 3 % 5] + "and more " * (number % 3) + str(number % 7)
+        asked.append((kind, dict(prompt=prompt, max_tokens=30 if kind == LEAVE_LATE else 4 + number % 9,
+                                 offload_after=number % 6 > 0, stream=kind == LEAVE_LATE or number % 2 == 0)))
+
+    def client(kind, body):
+        with closing(sent(port, body)) as connection:
+            if kind == LEAVE_EARLY:
+                return None
+            response = connection.getresponse()
+            if kind == LEAVE_LATE:
+                response.readline()
+                response.close()
+                return None
+            return Reply(response)
+
+    with serving_offload(engine) as port:
+        with ThreadPoolExecutor(12) as pool:
+            replies = [pool.submit(client, *one) for one in asked]
+        for (kind, body), reply in zip(asked, replies):
+            if kind == STAY:
+                reply = reply.result()
+                result = events(reply)[-1]["result"] if body["stream"] else reply.json
+                assert result["tokens"] == one_by_one.generate(body["prompt"], max_tokens=body["max_tokens"]).tokens
+        settled(engine)
+        counts = counters(port)
+        # And in the end both tiers still hold what they say
+        last = dict(prompt=asked[0][1]["prompt"], max_tokens=8)
+        expected = one_by_one.generate(**last).tokens
+        assert ask(port, last).json["tokens"] == expected
+        settled(engine)
+        offload.empty(engine)
+        again = ask(port, last).json
+    stayed = sum(kind == STAY for kind, _ in asked)
+    assert again["tokens"] == expected and again["source"] == "cpu_hit"
+    assert counts["failed"] == counts["transfer_errors"] == 0 and counts["finished"] >= stayed
+    assert counts["swap_ins"] > 0 < counts["swap_outs"] and counts["evictions"] > 0 < counts["cpu_evictions"]
