@@ -125,8 +125,6 @@ def test_a_view_is_copied_bit_by_bit_and_nothing_else_is_touched(dtype, view, st
 
 @pytest.mark.parametrize("view", [lambda t: t.T, lambda t: t[:, ::2], lambda t: t[0, 0]], ids=["T", "columns", "a number"])
 def test_a_view_whose_last_dimension_is_strided_is_copied_too(view):
-    # DEFECT: `move` views both sides as bytes, which PyTorch refuses unless the last dimension is contiguous; on CUDA the
-    # same copy goes through. An integer type of the same size would do for every view: t.view(torch.int32).numpy()
     dst, src = torch.zeros(4, 6), pattern(4, 6)
     make().copy(view(dst), view(src), "a view").wait()
     assert torch.equal(bits(view(dst)), bits(view(src)))
@@ -221,9 +219,7 @@ def test_transfers_back_to_back_take_the_sum_of_their_times():
 
 
 def test_the_spans_of_a_lane_do_not_overlap():
-    # DEFECT: a span ends when the thread has woken up, and the next begins when the model says that the lane was free, about
-    # 0.1 ms before. Perfetto drops an event that overlaps another one of its track without lying inside it
-    # (slice_drop_overlapping_complete_event; google/perfetto#4280): most of the demo's layers are lost there.
+    # Perfetto drops an event that overlaps another one of its track without lying inside it.
     link = make(1e6)
     transfers = [link.copy(*numbered(2000), str(number)) for number in range(10)]
     transfers[-1].join()
@@ -463,7 +459,6 @@ def test_the_thread_of_a_lane_ends_when_the_link_is_garbage(busy):
 
 
 def test_what_has_arrived_is_not_held_by_the_lane():
-    # DEFECT: `carry` says "del transfer  # and what it held", but its loop variables dst and src hold the last pieces on
     link, (dst, src) = make(), numbered(8)
     alive = weakref.ref(src)
     link.copy(dst, src, "").join()

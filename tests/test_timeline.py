@@ -179,10 +179,7 @@ def test_labels_are_escaped():
 
 @pytest.mark.parametrize("start,end", [(-4, 2), (-4, -2), (-90, 2)], ids=["began before", "was over before", "began long before"])
 def test_what_was_under_way_before_the_timeline_began_is_not_drawn_outside_of_it(start, end):
-    # DEFECT: a request that waits for blocks which another one's swap is bringing shows that swap's layers, and these may
-    # have begun, or even arrived, before this request came. Its chart then draws them at the right end (a negative column
-    # counts from there) or raises an IndexError, and its picture draws them to the left of the lanes' names. `add` could cut
-    # off what lies before `began`.
+    # A request that shares another one's swap in shows its layers, which may have begun before the request came.
     timeline = Timeline()
     began = timeline.began
     timeline.add("load", "layer 0", began + start, began + end)
