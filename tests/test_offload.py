@@ -1371,7 +1371,7 @@ def test_over_the_link_the_spans_of_a_cpu_hit_are_in_order(make):
 
 # Any order --------------------------------------------------------------------------------------------------------
 
-ACTIONS = ["ask"] * 2 + ["go_on"] * 12 + ["arrive"] * 4 + ["lose"] * 6 + ["hang_up"] * 2 + ["race"] * 2 + ["change", "flush"]
+ACTIONS = ["ask"] * 2 + ["go_on"] * 12 + ["arrive"] * 4 + ["lose"] * 6 + ["hang_up"] * 2 + ["race", "change"] * 2 + ["flush"]
 
 
 class Traffic(Crowd):
@@ -1460,7 +1460,7 @@ class Traffic(Crowd):
         getattr(self, rng.choice(["arrive", "hang_up", "go_on"]))(rng)
 
     def change(self, rng):
-        self.engine.cost = rng.choice([0.5, 0.5, 0.5, 2.0])
+        self.engine.cost = rng.choice([0.5, 2.0])
         for link in self.lanes:
             link.held, link.broken, link.refuses = (rng.random() < share for share in (0.7, 0.15, 0.1))
 
@@ -1516,10 +1516,11 @@ def any_order(base, examples: int):
 def test_in_any_order_both_pools_are_whole_and_the_tokens_are_those_of_chapter_01(tiny_engine):
     happened.clear()
     any_order(tiny_engine, 80)
-    often = ("answered", "gpu_hit", "cpu_hit", "mixed", "miss", "preemptions", "evictions", "cpu_evictions", "swap_ins",
-             "swap_outs", "recomputed_hits", "transfer_errors", "cancelled")
+    often = ("answered", "gpu_hit", "cpu_hit", "miss", "preemptions", "evictions", "cpu_evictions", "swap_ins", "swap_outs",
+             "transfer_errors", "cancelled")
     assert all(happened[name] >= 20 for name in often), happened
-    seldom = "cancelled in restoration", "load arrived", "load failed", "save arrived", "save failed"
+    seldom = ("mixed", "recomputed_hits", "cancelled in restoration", "load arrived", "load failed", "save arrived",
+              "save failed")
     assert all(happened[name] >= 5 for name in seldom), happened
     assert happened["ties"] <= 5, happened
 
