@@ -300,9 +300,9 @@ class Engine(paged.Engine):
 
     def find_room(self, request: Request, hits: list[int], empty: int) -> bool:
         """Blocks that the device would evict for this request leave for the host first, if the host lacks them."""
-        return super().find_room(request, hits, empty) and not self.write_back(empty - len(self.pool.free), hits)
+        return super().find_room(request, hits, empty) and not self.write_back(empty - len(self.pool.free), set(hits))
 
-    def write_back(self, count: int, hits: list[int] = ()) -> bool:
+    def write_back(self, count: int, hits: set[int] = frozenset()) -> bool:
         """Swap out those of the next `count` blocks to be evicted that the host lacks, once each -> whether there were any."""
         victims = islice((block for block in self.pool.cached if block not in hits), max(0, count))
         lacking = [(block, prefix) for block in victims if (prefix := self.pool.prefixes[block]) not in self.written_back

@@ -198,7 +198,7 @@ def never_idle(bench: Bench, running: int, context: int = 256, window: int = 12)
             for block in engine.pool.allocate(out):             # full blocks that nobody holds, and the host has not
                 engine.pool.register(block, engine.prefixes.extend(root, [number, block]))
                 engine.pool.release([block])
-            assert engine.clean(out)
+            assert engine.write_back(out)
         steps = []
         for _ in range(window):
             seconds, _ = paged_benchmark.timed(engine.step)
