@@ -448,6 +448,29 @@ def test_a_chain_that_goes_on_keeps_its_beginning_longest(make, right):
     assert again.outcome.tokens == right(LATE) and again.blocks == dict(gpu_hits=0, cpu_hits=4, misses=3)
 
 
+@pytest.mark.parametrize("room", [2, 4])
+def test_a_chain_that_goes_on_does_not_evict_its_own_beginning(make, right, room):
+    """What was used longest ago is its beginning, which the device had all the time; others go, or else its end is left out."""
+    engine, other = make(cpu_blocks=6 + room % 4), ids(2, 4 * (room % 4) + 1)
+    ask(engine, LATE[:17], max_tokens=1)
+    if room == 2:
+        ask(engine, other, max_tokens=1)                                       # two blocks, and two are free
+    ask(engine, LATE + ids(3, 8), max_tokens=1)                                # four blocks more
+    lose(engine)
+    assert found(engine, LATE + ids(3, 8)) == ("hhhhhhhh" if room == 2 else "hhhhhh--")
+    if room == 2:
+        assert found(engine, other) == "--"
+    assert ask(engine, LATE + ids(3, 8)) == right(LATE + ids(3, 8))
+
+
+def test_of_a_chain_that_is_evicted_and_does_not_fit_the_host_the_beginning_is_kept(make, right):
+    engine = make(blocks=8, cpu_blocks=3)
+    ask(engine, LATE, max_tokens=1, offload_after=False)
+    ask(engine, ids(2, 29), max_tokens=1, offload_after=False)                 # takes all eight
+    assert found(engine, LATE) == "hhh---"
+    assert asked(engine, LATE).blocks == dict(gpu_hits=0, cpu_hits=3, misses=4)
+
+
 # offload_after ----------------------------------------------------------------------------------------------------
 
 def test_without_offloading_after_it_the_blocks_stay_on_the_device_and_leave_when_they_are_about_to_be_evicted(make, right):
@@ -792,6 +815,18 @@ def test_what_would_arrive_later_than_it_is_computed_is_computed(make, right, co
     assert engine.load_link.worn_out == recomputes
 
 
+def test_who_computes_instead_of_loading_writes_into_no_block_that_others_find(make, right):
+    engine = make()
+    ask(engine, PROMPT)
+    forget(engine.pool, engine, 0, 1)
+    known = {engine.pool.find(prefix) for prefix in chain(engine, PROMPT)[2:]}
+    engine.cost = 2.0
+    request, = engine.submit(PROMPT, max_tokens=8)
+    steps(engine, 1)
+    assert request.source == "miss" and len(known) == 4 and not known & set(request.table)
+    assert answered(engine, request) == [right(PROMPT)]
+
+
 def test_where_the_host_holds_nothing_more_there_is_no_choice(make):
     engine = make(loads=False)
     assert asked(engine, PROMPT).outcome.choice is None
@@ -937,6 +972,24 @@ def test_others_in_the_batch_of_one_whose_load_fails_are_unharmed(make, right, t
     assert damage(engine, tiny_engine) < 1e-4
 
 
+def test_who_finds_a_layer_missing_begins_anew_before_the_others_have_arrived(make, right):
+    engine = make()
+    ask(engine, PROMPT)
+    lose(engine)
+    engine.load_link.held = True
+    late, = engine.submit(PROMPT, max_tokens=8)
+    engine.load_link.copy = lambda *arguments, plain=engine.load_link.copy: doomed(plain(*arguments))
+    engine.step()
+    assert late in engine.waiting and found(engine, PROMPT) == "------" and len(engine.swaps) == 1
+    engine.check_integrity()
+    assert answered(engine, late) == [right(PROMPT)] and late.source == "miss"
+
+
+def doomed(parcel):
+    parcel.doomed = True
+    return parcel
+
+
 @pytest.mark.parametrize("joined", [False, True])
 def test_a_load_that_fails_while_others_decode_is_noticed_and_computed(make, right, tiny_engine, joined):
     engine = make()
@@ -1025,6 +1078,8 @@ def test_who_is_refused_by_the_link_computes(make, right, tiny_engine, refused, 
     lose(engine)
     engine.load_link.refuses, engine.load_link.held = refused, held
     requests = [engine.submit(prompt, max_tokens=8)[0] for prompt in (PROMPT, *others, PROMPT)]
+    steps(engine, 1)
+    assert not engine.load_link.under_way() and requests[0].answer.tokens      # nothing comes later into what is computed
     assert answered(engine, *requests) == [right(prompt) for prompt in (PROMPT, *others, PROMPT)]
     counters = engine.counters()
     assert requests[0].choice["chosen"] == "recompute" and counters["transfer_errors"] == 1 and counters["failed"] == 0
@@ -1224,7 +1279,8 @@ def test_who_is_put_out_returns_with_the_same_tokens(make, right, tiny_engine, h
     assert engine.counters()["swap_ins"] > 0 and damage(engine, tiny_engine) < 1e-4
 
 
-def test_what_the_device_lost_of_who_was_put_out_comes_back_from_the_host(make, right):
+@pytest.mark.parametrize("broken", [False, True])
+def test_what_the_device_lost_of_who_was_put_out_comes_back_from_the_host_and_is_no_hit(make, right, broken):
     engine = make()
     request, = engine.submit(PROMPT, max_tokens=20)
     steps(engine, 8)
@@ -1233,11 +1289,12 @@ def test_what_the_device_lost_of_who_was_put_out_comes_back_from_the_host(make, 
     engine.swap_out(full[::-1])
     engine.flush()
     lose(engine)
-    engine.load_link.held = True
+    engine.load_link.held, engine.load_link.broken = True, broken
     assert answered(engine, request) == [right(PROMPT, 20)]
-    assert (request.source, request.cached_tokens) == ("miss", 0)              # its own blocks are no hit
+    assert (request.source, request.cached_tokens) == ("miss", 0)
     counters = engine.counters()
-    assert counters["swap_ins"] == 8 and (counters["gpu_hits"], counters["cpu_hits"], counters["misses"]) == (0, 0, 7)
+    assert (counters["swap_ins"], counters["transfer_errors"]) == (8, broken)
+    assert (counters["gpu_hits"], counters["cpu_hits"], counters["misses"]) == (0, 0, 7)
 
 
 def test_a_closed_engine_finishes_who_is_being_restored_and_what_is_under_way(make, right, tiny_engine):
