@@ -226,6 +226,7 @@ class Engine(paged.Engine):
             self.host.share(host_block)
             self.pool.register(device_block, self.prefix(request, index))
             self.arriving[device_block] = swap
+            self.written_back.discard(self.prefix(request, index))
         runs = adjacent(swap.device_blocks, swap.host_blocks)
         for index in range(len(self.model.layers)):
             into = [self.pool.kv[index, :, first:first + count] for first, _, count in runs]            # [2, count, ...] each
@@ -295,12 +296,17 @@ class Engine(paged.Engine):
             pool.share(device_block)
             self.leaving.add(prefix)
             self.send(swap, self.save_link, host.kv[host_block], pool.kv[:, :, device_block], f"block {device_block}")
-            self.counts.update(swap_outs=1, bytes_out=host.kv[host_block].nbytes)
+            if not swap.refused:
+                self.counts.update(swap_outs=1, bytes_out=host.kv[host_block].nbytes)
         return bool(lacking) and room > 0
 
     def find_room(self, request: Request, hits: list[int], empty: int) -> bool:
         """Blocks that the device would evict for this request leave for the host first, if the host lacks them."""
-        return super().find_room(request, hits, empty) and not self.write_back(empty - len(self.pool.free), set(hits))
+        if not super().find_room(request, hits, empty):
+            return False
+        if full := (len(request.tokens) - 1) // self.pool.block_size:
+            self.host.touch(self.prefix(request, full - 1))                     # what it is about to load is not the next to go
+        return not self.write_back(empty - len(self.pool.free), set(hits))
 
     def write_back(self, count: int, hits: set[int] = frozenset()) -> bool:
         """Swap out those of the next `count` blocks to be evicted that the host lacks, once each -> whether there were any."""

@@ -307,6 +307,7 @@ def test_a_prefix_comes_from_where_it_is_and_says_so(make, right, lost, scattere
     assert (counted["swap_outs"], counted["bytes_out"]) == (copied, copied * size)
     assert engine.counters()["evictions"] == evictions and counted["transfer_errors"] == 0
     assert (result.choice is None) == (cpu_hits == 0) and (not result.choice or result.choice["chosen"] == "load")
+    assert link is not HeldLink or engine.load_link.noted == cpu_hits * size
     restored = gpu_hits + cpu_hits
     assert torch.equal(device_kv(engine, PROMPT)[:, :, :restored], before[:, :, :restored])
     assert found(engine, PROMPT) == "bbbbbb"
@@ -448,19 +449,18 @@ def test_a_chain_that_goes_on_keeps_its_beginning_longest(make, right):
     assert again.outcome.tokens == right(LATE) and again.blocks == dict(gpu_hits=0, cpu_hits=4, misses=3)
 
 
-@pytest.mark.parametrize("room", [2, 4])
-def test_a_chain_that_goes_on_does_not_evict_its_own_beginning(make, right, room):
-    """What was used longest ago is its beginning, which the device had all the time; others go, or else its end is left out."""
-    engine, other = make(cpu_blocks=6 + room % 4), ids(2, 4 * (room % 4) + 1)
+@pytest.mark.parametrize("cpu_blocks", [8, 6])
+def test_a_chain_that_goes_on_does_not_evict_its_own_beginning(make, right, cpu_blocks):
+    """What was saved longest ago is its beginning, which the device had all the time. Others go, or else its end is left out."""
+    engine, longer, other = make(cpu_blocks=cpu_blocks), LATE + ids(3, 8), ids(2, 9)
     ask(engine, LATE[:17], max_tokens=1)
-    if room == 2:
-        ask(engine, other, max_tokens=1)                                       # two blocks, and two are free
-    ask(engine, LATE + ids(3, 8), max_tokens=1)                                # four blocks more
+    requests = [engine.submit(prompt, max_tokens=new)[0] for prompt, new in ((longer, 4), (other, 1))]
+    steps(engine, 2)
+    assert found(engine, other) == "bb"                                        # the newest on the host
+    assert answered(engine, *requests) == [right(longer, 4), right(other, 1)]
     lose(engine)
-    assert found(engine, LATE + ids(3, 8)) == ("hhhhhhhh" if room == 2 else "hhhhhh--")
-    if room == 2:
-        assert found(engine, other) == "--"
-    assert ask(engine, LATE + ids(3, 8)) == right(LATE + ids(3, 8))
+    assert (found(engine, longer), found(engine, other)) == ("hhhhhhhh"[:cpu_blocks] + "--"[cpu_blocks - 6:], "--")
+    assert ask(engine, longer) == right(longer)
 
 
 def test_of_a_chain_that_is_evicted_and_does_not_fit_the_host_the_beginning_is_kept(make, right):
@@ -468,7 +468,20 @@ def test_of_a_chain_that_is_evicted_and_does_not_fit_the_host_the_beginning_is_k
     ask(engine, LATE, max_tokens=1, offload_after=False)
     ask(engine, ids(2, 29), max_tokens=1, offload_after=False)                 # takes all eight
     assert found(engine, LATE) == "hhh---"
-    assert asked(engine, LATE).blocks == dict(gpu_hits=0, cpu_hits=3, misses=4)
+    lose(engine)
+    again = asked(engine, LATE)
+    assert again.outcome.tokens == right(LATE) and again.blocks == dict(gpu_hits=0, cpu_hits=3, misses=4)
+
+
+def test_what_leaves_for_a_request_does_not_evict_what_the_request_is_about_to_load(make, right):
+    engine, y, x = make(blocks=8, cpu_blocks=12), ids(2, 25), ids(3, 29)
+    ask(engine, LATE, max_tokens=1)
+    ask(engine, y, max_tokens=1)                                               # the host is full: six blocks each
+    ask(engine, x, max_tokens=1, offload_after=False)                          # seven blocks, on the device only
+    assert [found(engine, prompt) for prompt in (LATE, y, x)] == ["hhhhhh", "hhhhhh", "ddddddd"]
+    back = asked(engine, LATE, max_tokens=1)
+    assert back.outcome.tokens == right(LATE, 1)
+    assert (back.source, found(engine, LATE)) == ("cpu_hit", "bbbbbb")         # and the host has lost the end of y
 
 
 # offload_after ----------------------------------------------------------------------------------------------------
