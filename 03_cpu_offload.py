@@ -16,11 +16,11 @@ the tests break each of them to see the damage: what is on its way in must not b
 there, and what is on its way out must not be reused before it is gone. Here a Swap holds a reference to every block
 that it touches, in both pools, until all of it has arrived.
 
-Sources: two-tier KV offloading as in "KV Cache CPU Offloading" (part 12 of a series on vLLM); layer-by-layer loading as in
-CachedAttention (Gao et al., USENIX ATC '24, section 3.2). `source` is a word of the first: gpu_hit, cpu_hit, miss, or mixed.
+Sources: two tiers as in "KV Cache CPU Offloading" (part 12 of a series that rebuilds vLLM), from which the words gpu_hit,
+cpu_hit and miss come; layer-by-layer loading as in CachedAttention (Gao et al., USENIX ATC '24, section 3.2).
 
     python 03_cpu_offload.py --demo
-    python 03_cpu_offload.py --prompt "What is swapping?" --gpu-blocks 64 --cpu-blocks 256
+    python 03_cpu_offload.py --prompt "What is a KV cache?"
     python 03_cpu_offload.py                               # the server, on http://127.0.0.1:5000
 """
 import importlib
@@ -41,6 +41,7 @@ from common.link import Link, Transfer, TransferError
 from common.timeline import Timeline
 
 baseline, paged = importlib.import_module("01_baseline"), importlib.import_module("02_paged_kv")
+LONG_PREFILL = 128                 # tokens in a step from which prefill runs at its full speed, or nearly
 
 # 1. Data structures ----------------------------------------------------------------------------------------------
 
@@ -67,12 +68,12 @@ class Swap:
     inward: bool
     device_blocks: list[int]
     host_blocks: list[int]
-    prefix: paged.Prefix                                                        # that the last of them holds
+    prefix: paged.Prefix                                                        # of the last block
     timeline: Timeline | None = None                                            # of who asked for it
-    evicts: bool = False                                                        # outward, because the device is about to evict it
+    before_eviction: bool = False                                               # outward, because it is the next to be evicted
     transfers: list[Transfer] = field(default_factory=list)
     refused: bool = False                                                       # the link did not take all of it
-    abandoned: bool = False                                                     # and nobody counts on it any more
+    abandoned: bool = False                                                     # what it was to bring must be computed
 
     @property
     def ready(self) -> bool:
@@ -92,7 +93,7 @@ class Request(paged.Request):
 
     def inherit(self, other: "Request"):
         super().inherit(other)
-        self.blocks, self.choice = other.blocks, other.choice
+        self.blocks, self.choice, self.swap_ins = other.blocks, other.choice, list(other.swap_ins)
 
 
 @dataclass
@@ -120,7 +121,7 @@ def host_pool_size(pool: paged.BlockPool, blocks: int | None) -> int:
         blocks = int(min(4 * pool.size, free * 0.25 // block_bytes))
     size = blocks * block_bytes
     if (1 << (size - 1).bit_length() if on_gpu and size else size) > free:      # PyTorch pins powers of two
-        most = (1 << int(free).bit_length() - 1 if on_gpu else int(free)) // block_bytes
+        most = (1 << max(0, int(free).bit_length() - 1) if on_gpu else int(free)) // block_bytes
         raise checkpoint.ModelError(f"{blocks} host blocks of {pool.block_size} tokens take {size / 1e9:.1f} GB and "
                                     f"{free / 1e9:.1f} GB are free; choose at most --cpu-blocks {most}.")
     return blocks
@@ -141,8 +142,8 @@ class Engine(paged.Engine):
         self.load_link, self.save_link = (Link(lane, self.clock, bytes_per_second) for lane in ("load", "save"))
         self.swaps: list[Swap] = []                                             # under way, oldest first
         self.arriving: dict[int, Swap] = {}                                     # device block -> the swap that brings it
-        self.leaving: set[paged.Prefix] = set()                                 # what is being saved
-        self.written_back = WeakSet()                                           # prefixes that left because of an eviction
+        self.leaving: set[paged.Prefix] = set()                                 # prefixes on their way out
+        self.written_back = WeakSet()                                           # prefixes that went out before an eviction
         self.prefills: deque[tuple[int, float, float]] = deque(maxlen=16)       # tokens, FLOPs and seconds of the last ones
         self.awaited: list[Swap] = []                                           # that the forward pass of this step waits for
         self.counts.update(gpu_hits=0, cpu_hits=0, misses=0, swap_ins=0, swap_outs=0, bytes_in=0, bytes_out=0,
@@ -179,7 +180,8 @@ class Engine(paged.Engine):
                 break
             end += 1
 
-        # 2. Load or compute? All or nothing: loading grows linearly and computing faster, so the whole is worth most
+        # 2. Load or compute? All or nothing: a token costs more to compute the later it stands, and to load it does not, so if
+        # loading some of them pays, loading all of them pays more
         choice = None
         if on_host:
             load, compute = self.seconds_to_load(len(on_host)), self.seconds_to_compute(first * size, end * size)
@@ -187,7 +189,7 @@ class Engine(paged.Engine):
             choice = dict(chosen=chosen, load_ms=round(load * 1e3, 3),
                           recompute_ms=round(compute * 1e3, 3) if self.prefills else None)      # None: not measured yet
             if chosen == "recompute":
-                self.counts["recomputed_hits"] += len(on_host)
+                self.counts["recomputed_hits"] += len(on_host) if request.source is None else 0
                 self.load_link.wear_out()                                       # the link may be faster the next time
                 end, on_device = first, []
         for index, block in on_device:                                          # takes the place of an empty one
@@ -251,11 +253,11 @@ class Engine(paged.Engine):
         self.awaited = list(dict.fromkeys(swap for request, _ in work for swap in request.swap_ins if swap in self.swaps))
         flops = sum(self.flops(request.computed, request.computed + count) for request, count in work)
         tokens = sum(count for request, count in work if not request.answer.tokens)
-        telling = tokens >= min(128, max((known for known, _, _ in self.prefills), default=1))
-        telling = telling and all(swap.ready for swap in self.awaited)
+        representative = tokens >= min(LONG_PREFILL, max((known for known, _, _ in self.prefills), default=1))
+        representative = representative and all(swap.ready for swap in self.awaited)
         steps, began = self.counts["steps"], time.perf_counter()
         super().compute(work)
-        if telling and self.counts["steps"] > steps:
+        if representative and self.counts["steps"] > steps:
             self.prefills.append((tokens, flops, time.perf_counter() - began))
 
     def tap(self, index: int, hidden, batch):
@@ -281,17 +283,24 @@ class Engine(paged.Engine):
                 self.counts["transfer_errors"] += 1
         super().finish(request, outcome, counted)
 
-    def swap_out(self, blocks: list[tuple[int, paged.Prefix]], timeline: Timeline | None = None, evicts: bool = False) -> bool:
+    def swap_out(self, blocks: list[tuple[int, paged.Prefix]], timeline: Timeline | None = None, before_eviction=False) -> bool:
         """Copy (device block, prefix), in the order of their chain, to host memory, unless they are there or on their way ->
         whether there was anything to copy. What finds no room is left out, the end of the chain first."""
         pool, host = self.pool, self.host
-        held = [block for _, prefix in blocks if (block := host.find(prefix)) is not None]
+        chains = set()                                                          # that these blocks belong to, from their roots on
+        for _, prefix in reversed(blocks):
+            if prefix not in chains:
+                host.touch(prefix)
+            while prefix is not None and prefix not in chains:
+                chains.add(prefix)
+                prefix = prefix.parent
+        already = [block for prefix in chains if (block := host.find(prefix)) is not None]      # not to go for their own ends
+        room = host.available - sum(host.references[block] == 0 for block in already)
         lacking = [(block, prefix) for block, prefix in blocks
                    if host.find(prefix) is None and prefix not in self.leaving and block not in self.arriving]
-        host.touch(blocks[-1][1])                                               # a chain does not evict its own beginning
-        room = host.available - sum(host.references[block] == 0 for block in held)
-        for (device_block, prefix), host_block in zip(lacking, host.allocate(min(len(lacking), room), *held[-1:])):
-            swap = Swap(False, [device_block], [host_block], prefix, timeline, evicts)
+        after = [block for _, prefix in blocks if (block := host.find(prefix)) is not None][-1:]
+        for (device_block, prefix), host_block in zip(lacking, host.allocate(min(len(lacking), room), *after)):
+            swap = Swap(False, [device_block], [host_block], prefix, timeline, before_eviction)
             self.swaps.append(swap)
             pool.share(device_block)
             self.leaving.add(prefix)
@@ -306,17 +315,21 @@ class Engine(paged.Engine):
             return False
         if full := (len(request.tokens) - 1) // self.pool.block_size:
             self.host.touch(self.prefix(request, full - 1))                     # what it is about to load is not the next to go
+        for swap in self.swaps:
+            if not set(hits).isdisjoint(swap.device_blocks):                    # in use again, so not the next to be evicted
+                swap.before_eviction = False
         return not self.write_back(empty - len(self.pool.free), set(hits))
 
     def write_back(self, count: int, hits: set[int] = frozenset()) -> bool:
-        """Swap out those of the next `count` blocks to be evicted that the host lacks, once each -> whether there were any."""
+        """Swap out those of the next `count` blocks to be evicted that the host lacks -> whether there were any. Once each,
+        even if the copy fails: a broken link or a tiny host must not keep a request waiting for ever."""
         victims = islice((block for block in self.pool.cached if block not in hits), max(0, count))
         lacking = [(block, prefix) for block in victims if (prefix := self.pool.prefixes[block]) not in self.written_back
                    and self.host.find(prefix) is None]
-        if not lacking or not self.worth_keeping(1):
+        if not lacking or not self.worth_keeping(max(blocks_until(prefix) for _, prefix in lacking)):
             return False
         self.written_back.update(prefix for _, prefix in lacking)
-        return self.swap_out(lacking[::-1], evicts=True)                        # the last of a chain is evicted first
+        return self.swap_out(lacking[::-1], before_eviction=True)                        # the last of a chain is evicted first
 
     def make_room(self, request: Request):
         """Chapter 02's; but before somebody is preempted, wait for a block that is on its way out."""
@@ -351,11 +364,11 @@ class Engine(paged.Engine):
                     swap.timeline.add("save", transfer.label, *transfer.span())
             self.host.release(swap.host_blocks)
             self.pool.release(swap.device_blocks)
-        for prefix in {swap.timeline: swap.prefix for swap in over if not swap.evicts}.values():      # each chain's last
+        for prefix in {swap.timeline: swap.prefix for swap in over if not swap.before_eviction}.values():      # each chain's last
             self.host.touch(prefix)
             self.pool.touch(prefix)
         for swap in over:
-            if swap.evicts and swap.device_blocks[0] in self.pool.cached:       # it was next to be evicted, and is again
+            if swap.before_eviction and swap.device_blocks[0] in self.pool.cached:       # it was next to be evicted, and is again
                 self.pool.cached.move_to_end(swap.device_blocks[0], last=False)
 
     def abandon(self, swap: Swap):
@@ -384,6 +397,8 @@ class Engine(paged.Engine):
 
     def free(self, request: Request):
         super().free(request)
+        if not request.answer.finish_reason:                                    # else its result has them already
+            self.draw_loads(request)
         request.swap_ins = []
 
     def flush(self):
@@ -396,12 +411,12 @@ class Engine(paged.Engine):
     # Load or compute?
 
     def seconds_to_load(self, blocks: int, behind: int | None = None) -> float:
-        """Estimate for so many blocks, `behind` so many bytes; by default those that are on their way in."""
+        """Estimate for so many blocks, with `behind` bytes queued before them; by default those on their way in."""
         behind = self.load_link.backlog() if behind is None else behind
         return (behind + blocks * self.pool.kv[:, :, 0].nbytes) / self.load_link.speed()
 
     def seconds_to_compute(self, start: int, end: int) -> float:
-        """Estimate for the prefill of tokens `start` to `end`, as fast as the last prefills were."""
+        """Estimate for the prefill of tokens `start` to `end`, as fast as the last prefills were; without any, inf."""
         _, flops, seconds = map(sum, zip(*self.prefills)) if self.prefills else (0, 1.0, float("inf"))
         return self.flops(start, end) * seconds / flops
 
@@ -418,9 +433,12 @@ class Engine(paged.Engine):
         seen = tokens * (start + end + 1) / 2                                   # pairs of a token and one that it sees
         return config.num_hidden_layers * (2 * weights * tokens + 4 * heads * seen)
 
-    def result(self, request: Request) -> Result:
-        for transfer in (transfer for swap in request.swap_ins for transfer in swap.transfers):
+    def draw_loads(self, request: Request):
+        for transfer in (transfer for swap in request.swap_ins for transfer in swap.transfers if transfer.ready):
             request.timeline.add("load", transfer.label, *transfer.span())
+
+    def result(self, request: Request) -> Result:
+        self.draw_loads(request)
         return Result(**vars(super().result(request)), blocks=request.blocks, choice=request.choice, link=str(self.load_link))
 
     def counters(self) -> dict:
@@ -441,6 +459,14 @@ class Engine(paged.Engine):
         self.host.check_integrity([swap.host_blocks for swap in self.swaps])
         assert self.arriving == {block: swap for swap in self.swaps if swap.inward for block in swap.device_blocks}
         assert self.leaving == {swap.prefix for swap in self.swaps if not swap.inward}
+
+
+def blocks_until(prefix: paged.Prefix) -> int:
+    """How many blocks a chain has up to this prefix."""
+    count = -1                                                                  # the salt's root is none
+    while prefix.parent is not None:
+        count, prefix = count + 1, prefix.parent
+    return count
 
 
 def adjacent(device_blocks: list[int], host_blocks: list[int]) -> list[tuple[int, int, int]]:
@@ -513,7 +539,7 @@ def demo(engine: Engine, arguments):
           f"{back[0].requests[0].timeline.chart()}")
 
     # 4. What the ways cost
-    print(f"\nTTFT of this follow-up question, {back[0].requests[0].answer.prompt_tokens} tokens of prompt (median of {ROUNDS}; "
+    print(f"\nTTFT when it is asked again, {back[0].requests[0].answer.prompt_tokens} tokens of prompt (median of {ROUNDS}; "
           f"{small.load_link})\n  source     cached    bytes in        TTFT")
     for case, runs in cases.items():
         request, times = runs[-1].requests[0], [run.requests[0].outcome.ttft_ms for run in runs[1:]]     # after the warm-up

@@ -8,7 +8,7 @@ Claims, each with its own function below:
                  TTFT of a cpu_hit at least 4 times lower than of a miss, and at least 0.9 of what the bound allows; of a
                  gpu_hit at least 20 times. Restoration takes at most 1.10 times the bound: the blocks' bytes over the
                  link's bandwidth and one layer's computation of the question, or one layer's blocks and all layers'
-                 computation, whichever is longer. Its time grows linearly with the history,
+                 computation, whichever is longer. Its time grows at most linearly with the history,
                  a miss's faster: both exponents are fitted. Beside it, `transformers` computes the history again, and on a
                  GPU it also brings it back from its own offloaded cache.
     saving       8 requests run, and whoever is done makes room for the next; with and without swapping out, the steps that
@@ -97,7 +97,7 @@ def restore(bench: Bench) -> dict:
             computed = sum(span.end - span.start for span in found["gpu_hit"].timeline.spans if span.lane == "compute")
             moved = length // BLOCK * engine.pool.kv[:, :, 0].nbytes
             load, layer = moved / (link.bytes_per_second or link.speed()), computed / layers
-            bound = max(load + layer, load / layers + computed)         # the last layer comes last, or the first one delays all
+            bound = max(load + layer, load / layers + computed)         # the blocks arrive last, or the computing ends last
             figures.update(restoration_ms=restoration * 1e3, bound_ms=bound * 1e3, gbps=moved / restoration / 1e9)
             tokens = {tuple(request.outcome.tokens) for request in found.values()}
             assert len(tokens) == 1 or bench.model.dtype != torch.float32, "the tokens differ"

@@ -484,6 +484,17 @@ def test_what_leaves_for_a_request_does_not_evict_what_the_request_is_about_to_l
     assert (back.source, found(engine, LATE)) == ("cpu_hit", "bbbbbb")         # and the host has lost the end of y
 
 
+def test_the_end_of_a_chain_that_leaves_does_not_evict_its_beginning(make, right):
+    engine, prompt = make(blocks=12, cpu_blocks=6), ids(8, 41)
+    ask(engine, prompt[:25], max_tokens=1)                                     # the host is full: six blocks
+    ask(engine, prompt, max_tokens=1, offload_after=False)                     # ten blocks on the device
+    ask(engine, ids(9, 17), max_tokens=1, offload_after=False)                 # takes the last ones of them
+    assert engine.pool.counts["evictions"] > 0
+    offload.empty(engine)
+    back = asked(engine, prompt, max_tokens=1)
+    assert back.outcome.tokens == right(prompt, 1) and back.blocks == dict(gpu_hits=0, cpu_hits=6, misses=5)
+
+
 # offload_after ----------------------------------------------------------------------------------------------------
 
 def test_without_offloading_after_it_the_blocks_stay_on_the_device_and_leave_when_they_are_about_to_be_evicted(make, right):
@@ -692,7 +703,7 @@ def send_without_holding(engine, *arguments, plain=offload.Engine.swap_out, **na
     for swap in engine.swaps:
         if not swap.inward:
             engine.pool.release(swap.device_blocks)
-            swap.device_blocks, swap.evicts = [], False
+            swap.device_blocks, swap.before_eviction = [], False
     return sent
 
 
