@@ -539,8 +539,9 @@ def demo(engine: Engine, arguments):
           f"{back[0].requests[0].timeline.chart()}")
 
     # 4. What the ways cost
-    print(f"\nTTFT of this question asked again, {back[0].requests[0].answer.prompt_tokens} tokens of prompt (median of {ROUNDS}; "
-          f"{small.load_link})\n  source     cached    bytes in        TTFT")
+    prompt_tokens = back[0].requests[0].answer.prompt_tokens
+    print(f"\nTTFT of this question asked again, {prompt_tokens} tokens of prompt (median of {ROUNDS}; {small.load_link})\n"
+          "  source     cached    bytes in        TTFT")
     for case, runs in cases.items():
         request, times = runs[-1].requests[0], [run.requests[0].outcome.ttft_ms for run in runs[1:]]     # after the warm-up
         moved = request.blocks["cpu_hits"] * small.pool.kv[:, :, 0].nbytes
