@@ -364,8 +364,8 @@ class Engine(paged.Engine):
                     swap.timeline.add("save", transfer.label, *transfer.span())
             self.host.release(swap.host_blocks)
             self.pool.release(swap.device_blocks)
-        for prefix in {swap.timeline: swap.prefix for swap in over if not swap.before_eviction}.values():      # each chain's last
-            self.host.touch(prefix)
+        for prefix in {swap.timeline or swap: swap.prefix for swap in over if not swap.before_eviction}.values():
+            self.host.touch(prefix)                                             # of each request the last, and so all before it
             self.pool.touch(prefix)
         for swap in over:
             if swap.before_eviction and swap.device_blocks[0] in self.pool.cached:       # it was next to be evicted, and is again

@@ -14,7 +14,6 @@ Claims, each with its own function below:
     saving       8 requests run, and whoever is done makes room for the next; with and without swapping out, the steps that
                  only decode differ by at most 3 %. Also the worst case: the save lane never idle.
 """
-import argparse
 import dataclasses
 import importlib
 import math
@@ -28,9 +27,8 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import paged as paged_benchmark  # noqa: E402
-from benchmarks.baseline import spread, write  # noqa: E402
+from benchmarks.baseline import spread  # noqa: E402
 from benchmarks.reference import reference_model  # noqa: E402
-from common import app, checkpoint  # noqa: E402
 from common.llama import Rotary  # noqa: E402
 
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
@@ -236,26 +234,5 @@ def show(what: str, model: str, found: dict):
     sys.stdout.flush()
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=MODELS, help="only this claim")
-    parser.add_argument("--model", help="only on this model")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--rounds", type=app.bounded(int, 1, 1000), default=5)
-    parser.add_argument("--json", type=Path, help="where the results go (default benchmarks/results/offload-DEVICE.json)")
-    arguments = parser.parse_args()
-    device = checkpoint.pick_device(arguments.device)
-    found = []
-    for what, models in MODELS.items():
-        for name in [arguments.model] if arguments.model else models:
-            if arguments.only in (None, what):
-                bench = Bench(name, arguments.dtype, device, arguments.rounds)
-                found.append({"claim": what, "model": name, **globals()[what](bench)})
-                show(what, name, found[-1])
-                del bench
-    write("offload", device, arguments.json, dtype=arguments.dtype, rounds=arguments.rounds, found=found)
-
-
 if __name__ == "__main__":
-    main()
+    paged_benchmark.run("offload", __doc__, MODELS, globals(), Bench, show)

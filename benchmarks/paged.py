@@ -201,26 +201,28 @@ def show(what: str, model: str, found: dict):
     sys.stdout.flush()
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=MODELS, help="only this claim")
+def run(benchmark: str, doc: str, models: dict[str, list[str]], claims: dict, bench_on, show):
+    """The command line of a benchmark. models: claim -> the models it is measured on; claims: claim -> its function of a
+    Bench; bench_on(name, dtype, device, rounds) -> the Bench."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=models, help="only this claim")
     parser.add_argument("--model", help="only on this model")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--rounds", type=app.bounded(int, 1, 1000), default=5)
-    parser.add_argument("--json", type=Path, help="where the results go (default benchmarks/results/paged-DEVICE.json)")
+    parser.add_argument("--json", type=Path, help=f"where the results go (default benchmarks/results/{benchmark}-DEVICE.json)")
     arguments = parser.parse_args()
     device = checkpoint.pick_device(arguments.device)
     found = []
-    for what, models in MODELS.items():
-        for name in [arguments.model] if arguments.model else models:
+    for what, names in models.items():
+        for name in [arguments.model] if arguments.model else names:
             if arguments.only in (None, what):
-                bench = Bench(name, arguments.dtype, device, arguments.rounds)
-                found.append({"claim": what, "model": name, **globals()[what](bench)})
+                bench = bench_on(name, arguments.dtype, device, arguments.rounds)
+                found.append({"claim": what, "model": name, **claims[what](bench)})
                 show(what, name, found[-1])
                 del bench
-    write("paged", device, arguments.json, dtype=arguments.dtype, rounds=arguments.rounds, found=found)
+    write(benchmark, device, arguments.json, dtype=arguments.dtype, rounds=arguments.rounds, found=found)
 
 
 if __name__ == "__main__":
-    main()
+    run("paged", __doc__, MODELS, globals(), Bench, show)
