@@ -374,10 +374,11 @@ def test_no_more_run_at_once_than_may_also_when_a_prompt_has_several_samples(tin
             eventually(lambda: engine.counters()["requests"] == 4)
     before_each_pass(engine, look)
     with serving(engine) as port, ThreadPoolExecutor() as pool:
-        replies = []
+        replies, asked = [], 0
         for number, n in enumerate((1, 2, 1)):
             replies.append(pool.submit(ask, port, dict(prompt=str(number), max_tokens=6, n=n)))
-            eventually(lambda number=number: len(engine.running) + len(engine.waiting) == number + 1)
+            asked += n
+            eventually(lambda asked=asked: engine.counters()["requests"] == asked)      # in line, one after another
         assert [reply.result().status_code for reply in replies] == [200] * 3
     assert max(running) == 2
 
@@ -516,8 +517,15 @@ def test_when_it_closes_who_waits_is_told_and_who_runs_is_answered(tiny_engine, 
 
 
 def test_health_shows_all_counters_also_while_requests_run(tiny_engine):
-    engine, opened = make(tiny_engine, frozenset(), max_running=2), threading.Event()
-    waits = hold(engine, until=opened.is_set, passes=2)
+    engine, opened, waits = make(tiny_engine, frozenset(), max_running=2), threading.Event(), threading.Event()
+
+    def wait(number):
+        if number == 0:
+            eventually(lambda: engine.counters()["requests"] == 5)
+        elif number == 2:
+            waits.set()
+            eventually(opened.is_set)
+    before_each_pass(engine, wait)
     names = set("requests refused finished cancelled failed prompt_tokens completion_tokens cached_tokens steps preemptions "
                 "evictions copies waiting running blocks blocks_free blocks_cached blocks_referenced".split())
     with serving(engine) as port, ThreadPoolExecutor() as pool:
@@ -525,7 +533,6 @@ def test_health_shows_all_counters_also_while_requests_run(tiny_engine):
         assert set(before) == names and before.pop("blocks") == before.pop("blocks_free") == 64 and not any(before.values())
         replies = [pool.submit(ask, port, dict(prompt=str(number), max_tokens=9, stream=number > 2)) for number in range(5)]
         assert waits.wait(TIMEOUT)
-        eventually(lambda: engine.counters()["waiting"] == 3)
         during = counters(port)
         assert set(during) == names and all(type(value) is int for value in during.values())
         assert (during["requests"], during["running"], during["waiting"], during["finished"]) == (5, 2, 3, 0)
