@@ -79,6 +79,16 @@ class Prefixes:
     def extend(self, parent: Prefix, tokens: list[int]) -> Prefix:
         return self.intern(block_key(parent.key, tokens), parent, tokens)
 
+    def nth(self, index: int, chain: list[Prefix], cache_salt: str, tokens: list[int], size: int) -> Prefix:
+        """Number `index` of the prefixes of `tokens`, each `size` tokens longer than the one before it. `chain` remembers
+        the root and all that were looked up before."""
+        if not chain:
+            chain.append(self.salted(cache_salt))
+        while len(chain) <= index + 1:
+            end = len(chain) * size
+            chain.append(self.extend(chain[-1], tokens[end - size:end]))
+        return chain[index + 1]
+
     def intern(self, key: bytes, parent: Prefix, tokens) -> Prefix:
         known = self.known.get(key)
         if known is None:
@@ -431,13 +441,7 @@ class Engine(baseline.Frontend):
 
     def prefix(self, request: Request, index: int) -> Prefix:
         """The prefix that the request's block number `index` holds when it is full."""
-        if not request.prefixes:
-            request.prefixes.append(self.prefixes.salted(request.cache_salt))
-        while len(request.prefixes) <= index + 1:
-            end = len(request.prefixes) * self.pool.block_size
-            tokens = request.tokens[end - self.pool.block_size:end]
-            request.prefixes.append(self.prefixes.extend(request.prefixes[-1], tokens))
-        return request.prefixes[index + 1]
+        return self.prefixes.nth(index, request.prefixes, request.cache_salt, request.tokens, self.pool.block_size)
 
     def restore(self, request: Request):
         """Bring the longest saved prefix of `request.tokens` into the blocks of its table, of which the first `saved`

@@ -52,13 +52,18 @@ class HostPool(paged.BlockPool):
     def memory(self, config, blocks: int, block_size: int, dtype, device):
         """Page-first: all layers of a block lie together, so that it goes out in one copy."""
         shape = (blocks, config.num_hidden_layers, 2, block_size, config.num_key_value_heads, config.head_dim)
-        if device.type == "cuda":
-            try:
-                return torch.empty(shape, dtype=dtype, pin_memory=True)         # [blocks, L, 2, block_size, KVH, hd]
-            except RuntimeError as error:
-                print(f"The host pool cannot be pinned ({str(error).splitlines()[0]}). Every copy now goes through a buffer of "
-                      "the driver's: about half as fast, and the host waits for it.", file=sys.stderr)
-        return torch.empty(shape, dtype=dtype)                                  # [blocks, L, 2, block_size, KVH, hd]
+        return pinned(shape, dtype, device, "The host pool")                    # [blocks, L, 2, block_size, KVH, hd]
+
+
+def pinned(shape, dtype, device, what: str):
+    """Host memory that `device` can copy from and to beside the computation, where it is a GPU."""
+    if device.type == "cuda":
+        try:
+            return torch.empty(shape, dtype=dtype, pin_memory=True)
+        except RuntimeError as error:
+            print(f"{what} cannot be pinned ({str(error).splitlines()[0]}). Every copy now goes through a buffer of "
+                  "the driver's: about half as fast, and the host waits for it.", file=sys.stderr)
+    return torch.empty(shape, dtype=dtype)
 
 
 @dataclass(eq=False)
@@ -127,7 +132,39 @@ def host_pool_size(pool: paged.BlockPool, blocks: int | None) -> int:
     return blocks
 
 
-class Engine(paged.Engine):
+class MeasuringEngine(paged.Engine):
+    """Chapter 02's engine, which also learns how fast its prefill is: what brings state back must be faster."""
+
+    def __init__(self, *options, **named_options):
+        super().__init__(*options, **named_options)
+        self.prefills: deque[tuple[int, float, float]] = deque(maxlen=16)       # tokens, FLOPs and seconds of the last ones
+
+    def compute(self, work):
+        """Chapter 02's; its longest chunks of prefill are measured, because short ones are slower."""
+        flops = sum(self.flops(request.computed, request.computed + count) for request, count in work)
+        tokens = sum(count for request, count in work if not request.answer.tokens)
+        representative = tokens >= min(LONG_PREFILL, max((known for known, _, _ in self.prefills), default=1))
+        steps, began = self.counts["steps"], time.perf_counter()
+        super().compute(work)
+        if representative and not self.stalls and self.counts["steps"] > steps:          # it waited for nothing
+            self.prefills.append((tokens, flops, time.perf_counter() - began))
+
+    def seconds_to_compute(self, start: int, end: int) -> float:
+        """Estimate for the prefill of tokens `start` to `end`, as fast as the last prefills were; without any, inf."""
+        _, flops, seconds = map(sum, zip(*self.prefills)) if self.prefills else (0, 1.0, float("inf"))
+        return self.flops(start, end) * seconds / flops
+
+    def flops(self, start: int, end: int) -> float:
+        """Floating-point operations of all layers for tokens `start` to `end`: two for each weight, and in attention two for
+        each number of a key and of a value that a head of a query sees."""
+        config, tokens = self.model.config, end - start
+        heads, kv_heads = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        weights = config.hidden_size * (2 * heads + 2 * kv_heads + 3 * config.intermediate_size)
+        seen = tokens * (start + end + 1) / 2                                   # pairs of a token and one that it sees
+        return config.num_hidden_layers * (2 * weights * tokens + 4 * heads * seen)
+
+
+class Engine(MeasuringEngine):
     """Chapter 02's engine over two tiers. `bytes_per_second` is the modelled link's, without a GPU; without `overlap` a
     request waits for all of its blocks before it computes."""
     Request = Request
@@ -144,7 +181,6 @@ class Engine(paged.Engine):
         self.arriving: dict[int, Swap] = {}                                     # device block -> the swap that brings it
         self.leaving: set[paged.Prefix] = set()                                 # prefixes on their way out
         self.written_back = WeakSet()                                           # prefixes that went out before an eviction
-        self.prefills: deque[tuple[int, float, float]] = deque(maxlen=16)       # tokens, FLOPs and seconds of the last ones
         self.awaited: list[Swap] = []                                           # that the forward pass of this step waits for
         self.counts.update(gpu_hits=0, cpu_hits=0, misses=0, swap_ins=0, swap_outs=0, bytes_in=0, bytes_out=0,
                            recomputed_hits=0, transfer_errors=0)
@@ -249,16 +285,8 @@ class Engine(paged.Engine):
             swap.refused = True
 
     def compute(self, work):
-        """Chapter 02's, which also measures how fast prefill is: by its longest chunks, because short ones are slower."""
         self.awaited = list(dict.fromkeys(swap for request, _ in work for swap in request.swap_ins if swap in self.swaps))
-        flops = sum(self.flops(request.computed, request.computed + count) for request, count in work)
-        tokens = sum(count for request, count in work if not request.answer.tokens)
-        representative = tokens >= min(LONG_PREFILL, max((known for known, _, _ in self.prefills), default=1))
-        representative = representative and all(swap.ready for swap in self.awaited)
-        steps, began = self.counts["steps"], time.perf_counter()
         super().compute(work)
-        if representative and self.counts["steps"] > steps:
-            self.prefills.append((tokens, flops, time.perf_counter() - began))
 
     def tap(self, index: int, hidden, batch):
         """Before a layer is computed, its blocks must have arrived."""
@@ -415,23 +443,9 @@ class Engine(paged.Engine):
         behind = self.load_link.backlog() if behind is None else behind
         return (behind + blocks * self.pool.kv[:, :, 0].nbytes) / self.load_link.speed()
 
-    def seconds_to_compute(self, start: int, end: int) -> float:
-        """Estimate for the prefill of tokens `start` to `end`, as fast as the last prefills were; without any, inf."""
-        _, flops, seconds = map(sum, zip(*self.prefills)) if self.prefills else (0, 1.0, float("inf"))
-        return self.flops(start, end) * seconds / flops
-
     def worth_keeping(self, blocks: int) -> bool:
         """Whether so many blocks would be loaded if they were asked for again."""
         return self.seconds_to_load(blocks, behind=0) <= self.seconds_to_compute(0, blocks * self.pool.block_size)
-
-    def flops(self, start: int, end: int) -> float:
-        """Floating-point operations of all layers for tokens `start` to `end`: two for each weight, and in attention two for
-        each number of a key and of a value that a head of a query sees."""
-        config, tokens = self.model.config, end - start
-        heads, kv_heads = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-        weights = config.hidden_size * (2 * heads + 2 * kv_heads + 3 * config.intermediate_size)
-        seen = tokens * (start + end + 1) / 2                                   # pairs of a token and one that it sees
-        return config.num_hidden_layers * (2 * weights * tokens + 4 * heads * seen)
 
     def draw_loads(self, request: Request):
         for transfer in (transfer for swap in request.swap_ins for transfer in swap.transfers if transfer.ready):

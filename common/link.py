@@ -101,6 +101,7 @@ class Link:
         self.lane, self.clock, self.bytes_per_second, self.latency = lane, clock, bytes_per_second, latency
         self.modelled = clock.device.type != "cuda"
         self.on_their_way: deque[Transfer] = deque()
+        self.lock = threading.Lock()                            # any thread may copy
         self.first_speed = bytes_per_second                     # of a real one, measured when it is asked for
         self.speeds: deque[float] = deque(maxlen=9)             # bytes/s, as noted
         if self.modelled:
@@ -122,8 +123,9 @@ class Link:
             self.queue.put(transfer)
         else:
             self.issue(transfer)
-        self.settle()
-        self.on_their_way.append(transfer)
+        with self.lock:
+            self.settle()
+            self.on_their_way.append(transfer)
         return transfer
 
     def issue(self, transfer: CudaTransfer):
@@ -162,11 +164,12 @@ class Link:
 
     def backlog(self) -> int:
         """Bytes that were issued before and have not arrived."""
-        self.settle()
-        return sum(transfer.bytes for transfer in self.on_their_way)
+        with self.lock:
+            self.settle()
+            return sum(transfer.bytes for transfer in self.on_their_way)
 
     def settle(self):
-        """Forget what has arrived."""
+        """Forget what has arrived. For who holds the lock."""
         while self.on_their_way and self.on_their_way[0].ready:
             self.on_their_way.popleft()
 
