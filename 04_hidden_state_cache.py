@@ -26,26 +26,25 @@ Source: HCache (Gao et al., EuroSys '25), sections 3, 4.2 and 5. Its scheduler, 
     python 04_hidden_state_cache.py                        # the server, on http://127.0.0.1:5000
 """
 import importlib
-import json
-import os
 import queue
+import random
 import statistics
 import sys
+import tempfile
 import threading
-import time
 import weakref
-import zlib
-from collections import Counter, OrderedDict, deque
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy
 import torch
 
 from common import app, checkpoint
 from common import link as links
-from common.link import Link, Transfer, TransferError
+from common.app import BadRequest
+from common.link import Link, RowBuffer, Transfer, TransferError, as_integers
+from common.store import ChunkFiles, StoredChunk
+from tools import classroom_text
 
 baseline, paged = importlib.import_module("01_baseline"), importlib.import_module("02_paged_kv")
 offload = importlib.import_module("03_cpu_offload")
@@ -55,37 +54,6 @@ LANDING = 4                        # layers of a full context for which the devi
 LAYOUTS = ("chunked", "token-major")
 
 # 1. Data structures ----------------------------------------------------------------------------------------------
-
-class RowBuffer:
-    """Rows [rows, D] that are taken in runs, in a ring, and given back in any order. Threads may share it."""
-
-    def __init__(self, memory: torch.Tensor):
-        self.memory, self.next, self.lock = memory, 0, threading.Lock()
-        self.taken: OrderedDict[int, bool] = OrderedDict()      # first row of a run -> whether it was given back; oldest first
-
-    def take(self, count: int) -> int | None:
-        """-> the first of `count` rows that follow each other, or None while there is no room for them."""
-        with self.lock:
-            oldest = next(iter(self.taken), None)
-            if oldest is None:
-                first, end = 0, len(self.memory)
-            elif self.next <= oldest:                           # equal: full
-                first, end = self.next, oldest
-            elif self.next + count <= len(self.memory):
-                first, end = self.next, len(self.memory)
-            else:
-                first, end = 0, oldest
-            if first + count > end:
-                return None
-            self.taken[first], self.next = False, first + count
-            return first
-
-    def give_back(self, first: int):
-        with self.lock:
-            self.taken[first] = True
-            while self.taken and next(iter(self.taken.values())):
-                self.taken.popitem(last=False)
-
 
 class ChunkPool(paged.BlockPool):
     """Hidden states in host memory, pinned where there is a GPU: a number stands for 64 tokens, in all layers. They are
@@ -122,224 +90,6 @@ class Chunk:
     jobs: int = 0                  # snapshots and writes under way
     lost: bool = False             # it will not be whole
     dropped: bool = False          # and that is because saving fell behind or failed
-
-
-@dataclass(frozen=True)
-class StoredChunk:
-    """A file that was there, whole as far as its header says."""
-    path: Path
-    checksums: tuple[int, ...]     # of each layer
-
-
-class ChunkFiles:
-    """The durable store: 64 tokens, all layers, in a file named by the key of their prefix. A file consists of a header, which
-    is text that says what it holds, padded with spaces, and ends with a CRC-32 for each part (layer); then the
-    parts. Consecutive chunks of a chain lie in different directories, which are read in parallel. Any number of
-    processes may share them: a file appears by being renamed, whole, and what others delete is a miss."""
-    SUFFIX, PAGE = ".chunk", 4096
-
-    def __init__(self, directories: list[Path], shape: tuple[int, ...], dtype: torch.dtype, limit: float, layout: str = "chunked"):
-        """`shape` [parts, tokens, width] is that of all chunks; together they take at most `limit` bytes. Raises ModelError."""
-        self.directories, self.shape, self.dtype, self.limit, self.layout = directories, shape, dtype, limit, layout
-        self.part_bytes = shape[1] * shape[2] * dtype.itemsize
-        self.counts, self.lock = Counter(file_reads=0, file_read_bytes=0, file_writes=0, file_write_bytes=0, file_evictions=0,
-                                         file_errors=0), threading.Lock()
-        self.verify = True                                      # compare checksums
-        self.speeds: deque[float] = deque(maxlen=9)             # bytes/s of the last layers that were read
-        self.temporaries = 0
-        for directory in directories:
-            try:
-                directory.mkdir(parents=True, exist_ok=True)
-                for path in directory.glob(f"*{self.SUFFIX}.*.tmp"):             # of processes that were killed
-                    if not alive(path.name.split(".")[-2]):
-                        path.unlink(missing_ok=True)
-                (directory / f".{os.getpid()}.tmp").touch()
-                (directory / f".{os.getpid()}.tmp").unlink()
-            except OSError as error:
-                raise checkpoint.ModelError(f"Cannot keep chunks in '{directory}' ({error.strerror}); choose another "
-                                            "directory with --disk.") from None
-        self.readers = ThreadPoolExecutor(len(directories), "read")
-        self.bytes = sum(size for _, size, _ in self.scan())
-
-    def header(self, prefix: paged.Prefix) -> bytes:
-        """What the file of this prefix begins with, up to the checksums."""
-        text = json.dumps(dict(format="hidden states 1", key=prefix.key.hex(), parent=prefix.parent.key.hex(), shape=self.shape,
-                               dtype=str(self.dtype)[6:], layout=self.layout, tokens=prefix.tokens)).encode() + b"\n"
-        checksums = 4 * self.shape[0]
-        return text.ljust(-(-(len(text) + checksums) // self.PAGE) * self.PAGE - checksums)
-
-    def paths(self, prefix: paged.Prefix, index: int) -> list[Path]:
-        """Where the chunk may be: round-robin by its number in the chain; elsewhere if there were other directories once."""
-        first = index % len(self.directories)
-        return [directory / (prefix.key.hex() + self.SUFFIX) for directory in
-                self.directories[first:] + self.directories[:first]]
-
-    def find(self, prefix: paged.Prefix, index: int) -> StoredChunk | None:
-        """The chunk's file, if it is there and its header says what it must."""
-        for path in self.paths(prefix, index):
-            try:
-                with open(path, "rb", buffering=0) as file:
-                    expected, size = self.header(prefix), os.fstat(file.fileno()).st_size
-                    found = file.read(len(expected) + 4 * self.shape[0])
-            except FileNotFoundError:
-                continue
-            except OSError:
-                self.count(file_errors=1)
-                continue
-            if found[:len(expected)] == expected and size == len(found) + self.shape[0] * self.part_bytes:
-                return StoredChunk(path, tuple(numpy.frombuffer(found, "<u4", offset=len(expected)).tolist()))
-            self.reject(path)
-        return None
-
-    def reject(self, path: Path):
-        """What lies there is not what its name says. It goes, so that the right one can take its place."""
-        self.count(file_errors=1)
-        try:
-            path.unlink(missing_ok=True)
-        except OSError:
-            pass
-
-    def count(self, **what: int):
-        with self.lock:
-            self.counts.update(what)
-
-    def write(self, prefix: paged.Prefix, index: int, states: numpy.ndarray):
-        """Keep states [parts, tokens, width], of any integer type as wide as the dtype. Raises OSError."""
-        path, size = self.paths(prefix, index)[0], self.shape[0] * self.part_bytes + self.PAGE
-        if self.layout == "token-major":
-            parts, payload = [numpy.ascontiguousarray(part) for part in states], [numpy.ascontiguousarray(states.swapaxes(0, 1))]
-        else:
-            parts = payload = [numpy.ascontiguousarray(part) for part in states]        # copies nothing if it is so
-        checksums = numpy.array([zlib.crc32(part) for part in parts], "<u4").tobytes()
-        with self.lock:
-            self.make_room(size)
-            self.bytes += size
-            self.temporaries += 1
-            temporary = path.with_name(f"{path.name}.{os.getpid()}.{self.temporaries}.{os.getpid()}.tmp")
-        try:
-            with open(temporary, "xb", buffering=0) as file:
-                for piece in (self.header(prefix) + checksums, *payload):
-                    rest = memoryview(piece).cast("B")
-                    while rest:
-                        rest = rest[file.write(rest):]
-            os.replace(temporary, path)
-        except OSError:
-            with self.lock:
-                self.bytes -= size
-            try:
-                temporary.unlink(missing_ok=True)
-            except OSError:
-                pass
-            raise
-        self.count(file_writes=1, file_write_bytes=size)
-
-    def make_room(self, size: int):
-        """Delete the least recently used files until a tenth of the limit is free, if it would be passed. Looks at the
-        directories, because other processes write there too. For who holds the lock."""
-        if self.bytes + size <= self.limit:
-            return
-        files = sorted(self.scan())
-        self.bytes = sum(size for _, size, _ in files)
-        for _, freed, path in files:
-            if self.bytes + size <= 0.9 * self.limit:
-                break
-            try:
-                path.unlink(missing_ok=True)
-                self.bytes -= freed
-                self.counts["file_evictions"] += 1
-            except OSError:
-                self.counts["file_errors"] += 1
-        if self.bytes + size > self.limit:
-            raise OSError(f"a chunk of {size} bytes does not fit into the limit of {self.limit:.0f}")
-
-    def scan(self):
-        """-> (nanoseconds of last use, bytes, path) of every chunk."""
-        for directory in self.directories:
-            try:
-                for entry in os.scandir(directory):
-                    if entry.name.endswith(self.SUFFIX):
-                        status = entry.stat()
-                        yield status.st_mtime_ns, status.st_size, Path(entry.path)
-            except OSError:                                     # gone, or a file in it
-                continue
-
-    def touch(self, paths: list[Path]):
-        """These, in the order of their chain, are the most recently used, its beginning most of all."""
-        now = time.time_ns()
-        for number, path in enumerate(paths):
-            try:
-                os.utime(path, ns=(now, now - 1000 * number))
-            except OSError:
-                pass
-
-    def read(self, chunks: list[StoredChunk], part: int, into: torch.Tensor, done):
-        """Read one part of all chunks into `into` [chunks * tokens, width], in the background, the directories in parallel. Then
-        `done(whole, start, end)` is called in a thread: so many chunks from the first on are right; the seconds are those
-        of time.perf_counter()."""
-        into = as_integers(into).reshape(len(chunks), *self.shape[1:])
-        by_directory: dict[Path, list[int]] = {}
-        for number, chunk in enumerate(chunks):
-            by_directory.setdefault(chunk.path.parent, []).append(number)
-        found, left, began = [], len(by_directory), []
-
-        def some(numbers):
-            nonlocal left
-            began.append(time.perf_counter())
-            whole = next((number for number in numbers if not self.read_one(chunks[number], part, into[number])), len(chunks))
-            with self.lock:
-                found.append(whole)
-                left -= 1
-                last = not left
-            if last:
-                ended = time.perf_counter()
-                self.speeds.append(into.nbytes / (ended - min(began)))
-                done(min(found), min(began), ended)
-        for numbers in by_directory.values():
-            self.readers.submit(some, numbers)
-
-    def read_one(self, chunk: StoredChunk, part: int, into: numpy.ndarray) -> bool:
-        """Whether the chunk's part [tokens, width] could be read, and is what was written."""
-        parts, tokens, _ = self.shape
-        buffers = [into] if self.layout == "chunked" else list(into)
-        row_bytes, reads = self.part_bytes // tokens, 0
-        try:
-            file = os.open(chunk.path, os.O_RDONLY)
-            try:
-                payload = os.fstat(file).st_size - parts * self.part_bytes
-                for number, buffer in enumerate(buffers):
-                    at = payload + (part * self.part_bytes if self.layout == "chunked" else (number * parts + part) * row_bytes)
-                    if os.preadv(file, [buffer], at) < buffer.nbytes:
-                        raise OSError("the file is shorter than its header says")
-                    reads += 1
-            finally:
-                os.close(file)
-        except FileNotFoundError:                               # evicted meanwhile
-            self.count(file_errors=1)
-            return False
-        except (OSError, ValueError):
-            self.reject(chunk.path)
-            return False
-        self.count(file_reads=reads, file_read_bytes=into.nbytes)
-        if self.verify and zlib.crc32(into) != chunk.checksums[part]:
-            self.reject(chunk.path)
-            return False
-        return True
-
-
-def alive(process: str) -> bool:
-    """Whether a process with this number runs on this machine."""
-    try:
-        os.kill(int(process), 0)
-    except (ProcessLookupError, ValueError, OverflowError):
-        return False
-    except PermissionError:
-        pass
-    return True
-
-
-def as_integers(tensor: torch.Tensor) -> numpy.ndarray:
-    """The same memory for NumPy, which has no bfloat16, and whose copies and checksums take one core and no GIL."""
-    return tensor.view({2: torch.int16, 4: torch.int32}[tensor.itemsize]).numpy()
 
 
 # A run of rows of a step's batch: first row, rows, their chunk, and which of its tokens the first row is
@@ -565,7 +315,8 @@ class Engine(offload.MeasuringEngine):
         self.load_link, self.save_link = (Link(lane, self.clock, bytes_per_second) for lane in ("load", "save"))
         rows = LANDING * min(self.context, self.pool.size * self.pool.block_size + CHUNK)
         self.landing = RowBuffer(torch.empty(rows, config.hidden_size, dtype=dtype, device=device))             # [rows, D]
-        self.reading = RowBuffer(offload.pinned((rows if self.files else 0, config.hidden_size), dtype, device, "The read buffer"))
+        reading = (rows if self.files else 0, config.hidden_size)
+        self.reading = RowBuffer(offload.pinned(reading, dtype, device, "The read buffer"))                     # [rows, D]
         self.saver = Saver(self.chunks, self.files, self.save_link, layers * min(self.token_budget, self.context),
                            save_threads, direct)
         weakref.finalize(self, self.saver.close)
@@ -859,8 +610,8 @@ class Engine(offload.MeasuringEngine):
         """All chunks of a request were used now."""
         count = request.computed // CHUNK
         if count and self.files:
-            prefixes = [self.chunk_prefix(request, index) for index in range(count)]
-            self.files.readers.submit(self.files.touch, [self.files.paths(prefix, index)[0] for index, prefix in enumerate(prefixes)])
+            paths = [self.files.paths(self.chunk_prefix(request, index), index)[0] for index in range(count)]
+            self.files.readers.submit(self.files.touch, paths)
         elif count:
             self.chunks.touch(self.chunk_prefix(request, count - 1))
 
@@ -981,3 +732,229 @@ class Engine(offload.MeasuringEngine):
         assert filling <= set(map(id, self.saving)), "a chunk is filled that nobody saves"
         landing = {load.landing for restoration in self.restorations for load in restoration.loads if load.landing is not None}
         assert landing == {first for first, back in self.landing.taken.items() if not back}, "rows are lost where loads land"
+
+
+# 3. The demo -----------------------------------------------------------------------------------------------------
+
+ROUNDS, TURNS = 5, 4
+RECOMPUTE, OFFLOAD, HOST, FILES, TOKEN_MAJOR = "recompute (01)", "KV offload (03)", "hidden states", "same, in files", \
+    "same, token-major"
+
+
+def demo(engine: Engine, arguments):
+    """A document and questions about it; the KV cache is evicted after each turn, and comes back in several ways."""
+    # 1. Engines that are alike but for what they keep, on memory that was touched before
+    model, tokenizer, end_tokens = engine.model, engine.tokenizer, engine.end_tokens
+    context, link, layers = engine.context, engine.load_link, len(engine.model.layers)
+    if arguments.corrupt >= layers:
+        raise BadRequest(f"--corrupt {arguments.corrupt} is no layer of this model; choose one from 0 to {layers - 1}.")
+    blocks = engine.pool.needed(context) if arguments.gpu_blocks is None else arguments.gpu_blocks
+    options = dict(blocks=blocks, block_size=engine.pool.block_size, token_budget=engine.token_budget,
+                   bytes_per_second=link.bytes_per_second)
+    in_memory, direct = dict(cpu_chunks=2 * -(-context // CHUNK)), engine.saver.direct
+    with tempfile.TemporaryDirectory(prefix="chunks-") as folder:
+        in_files = dict(directories=[path / "demo" for path in arguments.disk or [Path(folder)]], direct=direct)
+        ways = {RECOMPUTE: baseline.Engine(model, tokenizer, end_tokens),
+                OFFLOAD: offload.Engine(model, tokenizer, end_tokens, **options, cpu_blocks=2 * blocks),
+                HOST: Engine(model, tokenizer, end_tokens, **options, **in_memory, direct=direct, layout=engine.chunks.layout),
+                FILES: Engine(model, tokenizer, end_tokens, **options, **in_files),
+                TOKEN_MAJOR: Engine(model, tokenizer, end_tokens, **options, **in_files, layout="token-major")}
+        for way in list(ways.values())[1:]:
+            way.pool.kv.zero_()
+
+        # 2. All turns in every way, and the last one again and again; the history has the answers of chapter 01
+        new, messages, turns = max(2, min(arguments.max_tokens, 24)), [], []
+        for text in document_and_questions(engine):
+            messages.append(dict(role="user", content=text))
+            turns.append({name: ask(way, messages, new) for name, way in ways.items()})
+            messages.append(dict(role="assistant", content=turns[-1][RECOMPUTE].text))
+        again = [{name: ask(way, messages[:-1], new) for name, way in ways.items()} for _ in range(ROUNDS)]
+        verified = verify(model, turns + again)
+        print(f"{about_sizes(model.config)}\n")
+        rows = show_turns(turns, link) + show_costs(engine, ways, again, [
+            ask(ways[HOST], messages[:-1], new, evict=False) for _ in range(ROUNDS)])
+
+        # 3. One restoration of each kind
+        timelines = [turns[-1][HOST].timeline]
+        for name in (HOST, FILES):
+            if shown := next((results[name] for results in again[::-1] if results[name].restoration), None):
+                start = shown.restoration["start_ms"] / 1e3
+                timelines.append(shown.timeline)
+                print(f"\nOne restoration, {name} (digits: layers; dots: bubbles; {link})\n" + shown.timeline.window(
+                    start, start + shown.restoration["ms"] / 1e3).chart(bubbles=True))
+
+        # 4. Does the model know what it read?
+        rows += control(ways[FILES], arguments, messages, new)
+        return dict(link=dict(modelled=link.modelled, gbps=link.speed() / 1e9), verified=verified, rows=rows,
+                    counters=ways[HOST].counters()), timelines
+
+
+def document_and_questions(engine: Engine) -> list[str]:
+    """What the user says: a document of half a context, and questions about it."""
+    talk, document, facts = classroom_text.Conversation(random.Random(3), classroom_text.Level()), "Read this:", []
+    while len(engine.tokenizer.encode(document)) < engine.context // 2 and (fact := talk.new_fact()):
+        facts.append(fact)
+        document += " " + fact.statement
+    return [document] + [fact.question for fact in random.Random(4).sample(facts, min(TURNS, len(facts)))]
+
+
+def ask(way, messages: list[dict], new: int, evict: bool = True, **fields):
+    """-> the Result; with `evict`, what the device had cached was dropped first, as if others had needed it."""
+    if isinstance(way, baseline.Engine):
+        return way.generate(messages=messages, max_tokens=new)
+    if evict:
+        offload.empty(way)
+    request, = paged.run_together(way, [dict(messages=messages, max_tokens=new, **fields)]).requests
+    way.flush()
+    return request.outcome
+
+
+def verify(model, asked: list[dict]) -> bool:
+    """Compare the tokens of all ways with those of chapter 01. In float32 they must be equal."""
+    pairs = [(results[RECOMPUTE].tokens, result.tokens) for results in asked for result in results.values()]
+    same, total = sum(a == b for pair in pairs for a, b in zip(*pair)), sum(max(map(len, pair)) for pair in pairs)
+    if same < total and model.dtype == torch.float32:
+        raise SystemExit(f"NOT verified: {total - same} of {total} tokens differ from those of chapter 01.")
+    print(f"verified: all {total} tokens equal those of chapter 01\n" if same == total else
+          f"{same} of {total} tokens equal those of chapter 01 (16-bit rounding may part them)\n")
+    return same == total
+
+
+def show_turns(turns: list[dict], link: Link) -> list[dict]:
+    print(f"A document and questions about it; the KV cache is evicted after each turn. TTFT ({link})\n  turn  history"
+          + "".join(f"{name:>20}" for name in turns[0]))
+    rows = []
+    for number, results in enumerate(turns, 1):
+        rows.append(dict(turn=number, history_tokens=results[RECOMPUTE].history_tokens, answered=results[RECOMPUTE].text,
+                         ttft_ms={name: result.ttft_ms for name, result in results.items()},
+                         source={name: result.source for name, result in results.items()}))
+        print(f"  {number:4} {rows[-1]['history_tokens']:8}" + "".join(f"{ms:17.1f} ms" for ms in rows[-1]["ttft_ms"].values()))
+    return rows
+
+
+def show_costs(engine: Engine, ways: dict, again: list[dict], hits: list) -> list[dict]:
+    """What each way keeps, and how fast it is; `hits`: the same when the device still holds the history."""
+    config, itemsize, rows = engine.model.config, engine.model.dtype.itemsize, []
+    question, prompt = statistics.median(hit.ttft_ms for hit in hits), again[0][RECOMPUTE].usage["prompt_tokens"]
+    print(f"\nThe last turn again, {prompt} tokens of prompt (median of {ROUNDS}; {engine.load_link})\n"
+          f"  {'':20}{'kept a token':>12}{'restored':>10}{'restoration':>14}{'TTFT':>12}{'restored tokens/s':>20}")
+    for name in ways:
+        results = [results[name] for results in again]
+        ttft, restored = statistics.median(result.ttft_ms for result in results), results[-1].usage["cached_tokens"]
+        if name == RECOMPUTE:
+            kept, restored, ms = 0, hits[-1].usage["cached_tokens"], max(0.0, ttft - question)
+        elif name == OFFLOAD:
+            kept, ms = config.kv_numbers_per_token * itemsize, statistics.median(map(load_ms, results))
+        else:
+            kept = config.num_hidden_layers * config.hidden_size * itemsize
+            ms = statistics.median(result.restoration["ms"] if result.restoration else 0.0 for result in results)
+        rows.append(dict(way=name, bytes_per_token=kept, restored_tokens=restored, restoration_ms=ms, ttft_ms=ttft,
+                         tokens_per_second=restored / ms * 1e3 if ms else None, source=results[-1].source))
+        print(f"  {name:20}{kept:10} B{restored:10}{ms:11.1f} ms{ttft:9.1f} ms{restored / ms * 1e3 if ms else 0:20.0f}")
+    print(f"  (recompute: TTFT less the {question:.1f} ms that it is when the device still holds the history)")
+    for name in (FILES, TOKEN_MAJOR):
+        counts, speeds = ways[name].files.counts, ways[name].files.speeds
+        if counts["file_reads"]:
+            rows.append(dict(layout=ways[name].files.layout, **counts))
+            print(f"  {name}: {counts['file_reads']} reads of {counts['file_read_bytes'] / counts['file_reads']:.0f} bytes, "
+                  f"{statistics.median(speeds) / 1e9:.2f} GB/s with their checksums")
+    return rows
+
+
+def about_sizes(config) -> str:
+    """What hidden states cost on this model, in a sentence."""
+    kv, hidden = 2 * config.num_key_value_heads * config.head_dim, config.hidden_size
+    return (f"hidden {hidden} numbers against KV {kv}, per token and layer: hidden states cost {hidden / kv:.1f}x the bytes "
+            "on this model" + ("; chapter 05 will choose KV" if hidden > kv else ""))
+
+
+def load_ms(result) -> float:
+    """From the first load's beginning to the last one's arrival."""
+    loads = [span for span in result.timeline.spans if span.lane == "load"]
+    return (max(span.end for span in loads) - min(span.start for span in loads)) * 1e3 if loads else 0.0
+
+
+def control(way: Engine, arguments, messages: list[dict], new: int) -> list[dict]:
+    """Questions about the history with the states that were kept, and with one layer's set to zero."""
+    layer, rows, questions = arguments.corrupt, [], [message for message in messages[2:] if message["role"] == "user"]
+
+    def answers():
+        return [ask(way, [*messages[:2], question], new, save=False) for question in questions]
+    print(f"\nThe questions again, right behind the document, from files; as a control with layer {layer} set to zero there"
+          + (" (random weights say nothing)" if arguments.model.startswith("random:") else ""))
+    for what in ("as it was kept", f"layer {layer} zeroed, checksum check switched off", "the same, checked: chunks refused"):
+        if what.startswith("layer"):
+            way.files.zero(layer)
+        way.files.verify = not what.startswith("layer")
+        missed, results = way.counts["chunks_missed"], answers()
+        missed = way.counts["chunks_missed"] - missed
+        print(f"  {what}" + (f" {missed}" if missed else ""))
+        for question, result in zip(questions, results):
+            rows.append(dict(control=what, asked=question["content"], answered=result.text, source=result.source,
+                             cached_tokens=result.usage["cached_tokens"], chunks_missed=missed))
+            print(f"    {question['content']:36}{result.text}   ({result.source}, {result.usage['cached_tokens']} tokens)")
+    return rows
+
+
+# 4. Main ---------------------------------------------------------------------------------------------------------
+
+def add_arguments(parser):
+    paged.add_arguments(parser)
+    parser.add_argument("--cpu-chunks", type=app.bounded(int, 0, 1 << 24), metavar="N",
+                        help=f"chunks of {CHUNK} tokens, all layers, in host memory (default: four times the device's tokens, "
+                             "within a quarter of what is free)")
+    parser.add_argument("--disk", type=Path, action="append", metavar="DIR",
+                        help="keep chunks in files in DIR instead, also when the process ends; may be repeated")
+    parser.add_argument("--disk-limit", type=app.bounded(float, 1e-6, 1e6), default=16.0, metavar="GB",
+                        help="delete the least recently used files beyond this (default 16)")
+    parser.add_argument("--save-threads", type=app.bounded(int, 1, 64), default=8, metavar="N",
+                        help="threads that sort states into chunks (default 8)")
+    parser.add_argument("--save", choices=("two-stage", "direct"), default="two-stage",
+                        help="direct: without the snapshot buffer; decoding waits for it (for comparison)")
+    parser.add_argument("--layout", choices=LAYOUTS, default="chunked",
+                        help="token-major: the layers of a token together, which suits saving (for comparison)")
+    parser.add_argument("--ingest", type=Path, nargs="+", metavar="FILE",
+                        help="save the states of texts, for prompts that will begin with them, and end; needs --disk")
+    parser.add_argument("--corrupt", type=app.bounded(int, 0, 1023), default=1, metavar="LAYER",
+                        help="the layer that the demo's control sets to zero (default 1, by which the classroom model recalls)")
+    links.add_arguments(parser)
+
+
+def make_engine(model, tokenizer, end_tokens, arguments) -> Engine:
+    if arguments.ingest and not arguments.disk:
+        raise BadRequest("--ingest keeps states in files; say where with --disk DIR.")
+    engine = Engine(model, tokenizer, end_tokens, arguments.gpu_blocks, arguments.block_size, arguments.token_budget,
+                    arguments.max_running, cpu_chunks=arguments.cpu_chunks, directories=arguments.disk or (),
+                    disk_limit=arguments.disk_limit * 1e9, save_threads=arguments.save_threads, direct=arguments.save == "direct",
+                    layout=arguments.layout, bytes_per_second=links.bandwidth(model, arguments.link, arguments.platform))
+    print(f"KV pool: {engine.pool.size} blocks of {engine.pool.block_size} tokens, {engine.pool.kv.nbytes / 1e6:.1f} MB\n"
+          f"Host memory: {engine.chunks.size} chunks of {CHUNK} tokens, {engine.chunks.states.nbytes / 1e6:.1f} MB"
+          + (f", on their way to files in {', '.join(map(str, arguments.disk))}" if arguments.disk else "") +
+          f"\n{about_sizes(model.config)}\nThe host is reached over a {engine.load_link}", file=sys.stderr)
+    return engine
+
+
+def ingest(engine: Engine, arguments):
+    """Compute each text once, as the beginning of a user's message, and keep its states."""
+    rows = []
+    for path in arguments.ingest:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise BadRequest(f"Cannot read '{path}' ({getattr(error, 'strerror', None) or 'it is not text in UTF-8'}); "
+                             "give text files.") from None
+        if not app.readable(text):
+            raise BadRequest(f"'{path}' is empty.")
+        tokens = engine.encode(None, [dict(role="user", content=text)])[0] if engine.tokenizer.chat_template \
+            else engine.tokenizer.encode(text)
+        written = engine.counts["chunks_saved"]
+        paged.run_together(engine, [dict(prompt=tokens, max_tokens=1)])
+        engine.flush()
+        written = engine.counts["chunks_saved"] - written
+        rows.append(dict(file=str(path), tokens=len(tokens), chunks=len(tokens) // CHUNK, chunks_written=written))
+        print(f"{path}: {len(tokens)} tokens, {len(tokens) // CHUNK} chunks, {written} of them new")
+    return dict(ingested=rows, counters=engine.counters()), []
+
+
+if __name__ == "__main__":
+    app.main(__doc__, "04_hidden_state_cache", add_arguments, make_engine, demo, ingest=ingest)

@@ -364,19 +364,20 @@ def parser_for(doc: str) -> argparse.ArgumentParser:
     return parser
 
 
-def main(doc: str, chapter: str, add_arguments, make_engine, demo):
+def main(doc: str, chapter: str, add_arguments, make_engine, demo, **actions):
     """Run a chapter from the command line.
 
     add_arguments(parser)                                       adds the chapter's own options
     make_engine(model, tokenizer, end_tokens, arguments)        -> its engine
     demo(engine, arguments) -> (report, timelines)              prints the lesson; `report` is what --json writes
+    actions                                                     the same for options that do something else than to answer
     """
     parser = parser_for(doc)
     add_arguments(parser)
     arguments = parser.parse_args()
     sys.stdout.reconfigure(errors="replace")            # a terminal without UTF-8 shows ?, and the answer goes on
     try:
-        run(chapter, arguments, make_engine, demo)
+        run(chapter, arguments, make_engine, dict(actions, demo=demo))
     except BrokenPipeError:         # `... | head` has seen enough
         os._exit(1)
     except (checkpoint.ModelError, RequestError, OSError) as error:
@@ -387,14 +388,15 @@ def main(doc: str, chapter: str, add_arguments, make_engine, demo):
         os._exit(130)               # at once: requests in other threads may be inside a long product
 
 
-def run(chapter: str, arguments, make_engine, demo):
+def run(chapter: str, arguments, make_engine, actions: dict):
     for path in (arguments.json, arguments.trace):
         try:
             if path:
                 path.open("a").close()          # fails now, not after a minute of work
         except OSError as error:
             raise OSError(f"Cannot write '{path}' ({error.strerror}); choose another file.") from None
-    serving = not arguments.demo and arguments.prompt is None
+    action = next((action for option, action in actions.items() if getattr(arguments, option)), None)
+    serving = not action and arguments.prompt is None
     server = listen(arguments.host, arguments.port) if serving else None
     model, tokenizer, end_tokens = checkpoint.load(
         arguments.model, arguments.dtype, arguments.device, reorder=not arguments.plain_weights)
@@ -403,8 +405,8 @@ def run(chapter: str, arguments, make_engine, demo):
                 device=torch.cuda.get_device_name() if model.device.type == "cuda" else "cpu")
     if serving:
         return serve(server, engine, info)
-    if arguments.demo:
-        report, timelines = demo(engine, arguments)
+    if action:
+        report, timelines = action(engine, arguments)
         report = {**info, **report}
     else:
         for piece in engine.stream(

@@ -20,7 +20,7 @@ import statistics
 import threading
 import time
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 
 import numpy
 import torch
@@ -194,6 +194,37 @@ class Link:
         return f"link, {self.speed() / 1e9:.1f} GB/s"
 
 
+class RowBuffer:
+    """Rows [rows, D] that are taken in runs, in a ring, and given back in any order. Threads may share it."""
+
+    def __init__(self, memory: torch.Tensor):
+        self.memory, self.next, self.lock = memory, 0, threading.Lock()
+        self.taken: OrderedDict[int, bool] = OrderedDict()      # first row of a run -> whether it was given back; oldest first
+
+    def take(self, count: int) -> int | None:
+        """-> the first of `count` rows that follow each other, or None while there is no room for them."""
+        with self.lock:
+            oldest = next(iter(self.taken), None)
+            if oldest is None:
+                first, end = 0, len(self.memory)
+            elif self.next <= oldest:                           # equal: full
+                first, end = self.next, oldest
+            elif self.next + count <= len(self.memory):
+                first, end = self.next, len(self.memory)
+            else:
+                first, end = 0, oldest
+            if first + count > end:
+                return None
+            self.taken[first], self.next = False, first + count
+            return first
+
+    def give_back(self, first: int):
+        with self.lock:
+            self.taken[first] = True
+            while self.taken and next(iter(self.taken.values())):
+                self.taken.popitem(last=False)
+
+
 def carry(lane: queue.SimpleQueue, closed: threading.Event):
     """The thread of a modelled lane: copies each transfer, then sleeps until the model says that it has arrived."""
     free = 0.0                                                  # when the lane is free, in the model
@@ -221,8 +252,12 @@ def close(lane: queue.SimpleQueue, closed: threading.Event, thread: threading.Th
 
 def move(dst: torch.Tensor, src: torch.Tensor):
     """Copy in ordinary memory with one processor core: NumPy takes no other, where torch would take all of them."""
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dst.itemsize]       # NumPy knows no bfloat16
-    numpy.copyto(dst.view(bits).numpy(), src.view(bits).numpy())
+    numpy.copyto(as_integers(dst), as_integers(src))
+
+
+def as_integers(tensor: torch.Tensor) -> numpy.ndarray:
+    """The same memory for NumPy, which knows no bfloat16."""
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]).numpy()
 
 
 def pieces(dst: torch.Tensor, src: torch.Tensor, host_side: torch.Tensor):

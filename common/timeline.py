@@ -96,9 +96,17 @@ class Timeline:
         return [dict(lane=span.lane, label=span.label, start_ms=round(span.start * 1e3, 3), end_ms=round(span.end * 1e3, 3))
                 for span in self.spans]
 
-    def chart(self, width: int = 64) -> str:
+    def window(self, start: float, end: float) -> "Timeline":
+        """What happened from `start` to `end`, in seconds since the timeline began, as a timeline of its own."""
+        part = Timeline()
+        part.began = self.began + start
+        part.spans = [Span(span.lane, span.label, max(span.start, start) - start, min(span.end, end) - start)
+                      for span in self.spans if span.start < end and span.end > start]
+        return part
+
+    def chart(self, width: int = 64, bubbles: bool = False) -> str:
         """The lanes as lines of text: one column is 1/width of the time, a letter is the first of the span's label, a digit
-        the last of a layer's number."""
+        the last of a layer's number. With `bubbles`, beside each the share of the time in which it was idle."""
         if not self.spans:
             return "(nothing happened)"
         lines = []
@@ -108,7 +116,7 @@ class Timeline:
                 first, last = int(span.start / self.end * width), int(span.end / self.end * width)
                 for column in range(first, max(first + 1, min(last, width))):
                     row[min(column, width - 1)] = span.label[-1 if span.label.startswith("layer ") else 0]
-            lines.append(f"{lane:>8} |{''.join(row)}|")
+            lines.append(f"{lane:>8} |{''.join(row)}|" + (f" idle {self.bubble(lane):.0%}" if bubbles else ""))
         lines.append(f"{'':>8} 0{f'{self.end * 1e3:.0f} ms':>{width + 1}}")
         return "\n".join(lines)
 

@@ -1,0 +1,247 @@
+"""A durable store: chunks of saved state in files.
+
+    files = ChunkFiles(directories, shape, dtype, limit)       # shape [parts, tokens, width] of every chunk
+    files.write(prefix, index, states)                         # whole or not at all
+    chunk = files.find(prefix, index)                          # None: not there, or not what its name says
+    files.read([chunk, ...], part, into, done)                 # in the background; checks what it read
+
+A chunk is named by the key of its prefix (chapter 02's Prefix: key, parent, tokens), which covers the model, the dtype and the
+caller's salt; so nobody finds what is not his. Chapters 04 to 07 keep different things in it.
+"""
+import json
+import os
+import threading
+import time
+import zlib
+from collections import Counter, deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy
+import torch
+
+from common.checkpoint import ModelError
+from common.link import as_integers
+
+
+@dataclass(frozen=True)
+class StoredChunk:
+    """A file that was there, whole as far as its header says."""
+    path: Path
+    checksums: tuple[int, ...]     # of each part
+
+
+class ChunkFiles:
+    """A file begins with a header: text that says what it holds, padded with spaces, and a CRC-32 for each part. Then come the
+    parts, or (layout token-major) for each token its row of each part. Consecutive chunks of a chain lie in
+    different directories, which are read in parallel. Any number of processes may share them: a file appears by
+    being renamed, whole, and what another process deletes is a miss."""
+    SUFFIX, PAGE = ".chunk", 4096
+
+    def __init__(self, directories: list[Path], shape: tuple[int, int, int], dtype: torch.dtype, limit: float,
+                 layout: str = "chunked"):
+        """Every chunk has `shape` [parts, tokens, width], and all of them take at most `limit` bytes. Raises ModelError."""
+        self.directories, self.shape, self.dtype, self.limit, self.layout = directories, shape, dtype, limit, layout
+        self.part_bytes = shape[1] * shape[2] * dtype.itemsize
+        self.counts, self.lock = Counter(file_reads=0, file_read_bytes=0, file_writes=0, file_write_bytes=0, file_evictions=0,
+                                         file_errors=0), threading.Lock()
+        self.verify = True                                      # compare checksums
+        self.speeds: deque[float] = deque(maxlen=9)             # bytes/s of the last layers that were read
+        self.temporaries = 0
+        for directory in directories:
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+                for path in directory.glob(f"*{self.SUFFIX}.*.tmp"):             # of processes that were killed
+                    if not alive(path.name.split(".")[-2]):
+                        path.unlink(missing_ok=True)
+                (directory / f".{os.getpid()}.tmp").touch()
+                (directory / f".{os.getpid()}.tmp").unlink()
+            except OSError as error:
+                raise ModelError(f"Cannot keep chunks in '{directory}' ({error.strerror}); choose another directory "
+                                 "with --disk.") from None
+        self.readers = ThreadPoolExecutor(len(directories), "read")
+        self.bytes = sum(size for _, size, _ in self.scan())
+
+    def header(self, prefix) -> bytes:
+        """What the file of this prefix begins with, up to the checksums."""
+        text = json.dumps(dict(format="chunk 1", key=prefix.key.hex(), parent=prefix.parent.key.hex(), shape=self.shape,
+                               dtype=str(self.dtype)[6:], layout=self.layout, tokens=prefix.tokens)).encode() + b"\n"
+        checksums = 4 * self.shape[0]
+        return text.ljust(-(-(len(text) + checksums) // self.PAGE) * self.PAGE - checksums)
+
+    def paths(self, prefix, index: int) -> list[Path]:
+        """Where the chunk may be: round-robin by its number in the chain; elsewhere if there were other directories once."""
+        first = index % len(self.directories)
+        return [directory / (prefix.key.hex() + self.SUFFIX) for directory in
+                self.directories[first:] + self.directories[:first]]
+
+    def find(self, prefix, index: int) -> StoredChunk | None:
+        """The chunk's file, if it is there and its header says what it must."""
+        for path in self.paths(prefix, index):
+            try:
+                with open(path, "rb", buffering=0) as file:
+                    expected, size = self.header(prefix), os.fstat(file.fileno()).st_size
+                    found = file.read(len(expected) + 4 * self.shape[0])
+            except FileNotFoundError:
+                continue
+            except OSError:
+                self.count(file_errors=1)
+                continue
+            if found[:len(expected)] == expected and size == len(found) + self.shape[0] * self.part_bytes:
+                return StoredChunk(path, tuple(numpy.frombuffer(found, "<u4", offset=len(expected)).tolist()))
+            self.reject(path)
+        return None
+
+    def reject(self, path: Path):
+        """What lies there is not what its name says. It goes, so that the right one can take its place."""
+        self.count(file_errors=1)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError:
+            pass
+
+    def count(self, **what: int):
+        with self.lock:
+            self.counts.update(what)
+
+    def write(self, prefix, index: int, states: numpy.ndarray):
+        """Keep `states` [parts, tokens, width], as integers (see as_integers). Raises OSError."""
+        path, header = self.paths(prefix, index)[0], self.header(prefix)
+        size = len(header) + self.shape[0] * (4 + self.part_bytes)
+        if self.layout == "token-major":
+            parts, payload = [numpy.ascontiguousarray(part) for part in states], [numpy.ascontiguousarray(states.swapaxes(0, 1))]
+        else:
+            parts = payload = [numpy.ascontiguousarray(part) for part in states]        # copies nothing if it is so
+        checksums = numpy.array([zlib.crc32(part) for part in parts], "<u4").tobytes()
+        with self.lock:
+            self.make_room(size)
+            self.bytes += size
+            self.temporaries += 1
+            temporary = path.with_name(f"{path.name}.{self.temporaries}.{os.getpid()}.tmp")
+        try:
+            with open(temporary, "xb", buffering=0) as file:
+                for piece in (header + checksums, *payload):
+                    rest = memoryview(piece).cast("B")
+                    while rest:
+                        rest = rest[file.write(rest):]
+            os.replace(temporary, path)
+        except OSError:
+            with self.lock:
+                self.bytes -= size
+            try:
+                temporary.unlink(missing_ok=True)
+            except OSError:
+                pass
+            raise
+        self.count(file_writes=1, file_write_bytes=size)
+
+    def make_room(self, size: int):
+        """Delete the least recently used files until a tenth of the limit is free, if it would be passed. Looks at the
+        directories, because other processes write there too. For who holds the lock."""
+        if self.bytes + size <= self.limit:
+            return
+        files = sorted(self.scan())
+        self.bytes = sum(size for _, size, _ in files)
+        for _, freed, path in files:
+            if self.bytes + size <= 0.9 * self.limit:
+                break
+            try:
+                path.unlink(missing_ok=True)
+                self.bytes -= freed
+                self.counts["file_evictions"] += 1
+            except OSError:
+                self.counts["file_errors"] += 1
+        if self.bytes + size > self.limit:
+            raise OSError(f"a chunk of {size} bytes does not fit into the limit of {self.limit:.0f}")
+
+    def zero(self, part: int):
+        """Set one part of every chunk to zero, to show what comes of it. Chunked only."""
+        for *_, size, path in list(self.scan()):
+            with open(path, "r+b", buffering=0) as file:
+                file.seek(size - (self.shape[0] - part) * self.part_bytes)
+                file.write(bytes(self.part_bytes))
+
+    def scan(self):
+        """-> (nanoseconds of last use, bytes, path) of every chunk."""
+        for directory in self.directories:
+            try:
+                for entry in os.scandir(directory):
+                    if entry.name.endswith(self.SUFFIX):
+                        status = entry.stat()
+                        yield status.st_mtime_ns, status.st_size, Path(entry.path)
+            except OSError:                                     # gone, or a file in it
+                continue
+
+    def touch(self, paths: list[Path]):
+        """These, in the order of their chain, are the most recently used, its beginning most of all."""
+        now = time.time_ns()
+        for number, path in enumerate(paths):
+            try:
+                os.utime(path, ns=(now, now - 1000 * number))
+            except OSError:
+                pass
+
+    def read(self, chunks: list[StoredChunk], part: int, into: torch.Tensor, done):
+        """Read one part of all chunks into `into` [chunks * tokens, width], in the background, the directories in parallel. Then
+        `done(whole, start, end)` is called in a thread: so many chunks from the first on are right; the seconds are those
+        of time.perf_counter()."""
+        into = as_integers(into).reshape(len(chunks), *self.shape[1:])
+        by_directory: dict[Path, list[int]] = {}
+        for number, chunk in enumerate(chunks):
+            by_directory.setdefault(chunk.path.parent, []).append(number)
+        found, left, began = [], len(by_directory), []
+
+        def some(numbers):
+            nonlocal left
+            began.append(time.perf_counter())
+            whole = next((number for number in numbers if not self.read_one(chunks[number], part, into[number])), len(chunks))
+            with self.lock:
+                found.append(whole)
+                left -= 1
+                last = not left
+            if last:
+                ended = time.perf_counter()
+                self.speeds.append(into.nbytes / (ended - min(began)))
+                done(min(found), min(began), ended)
+        for numbers in by_directory.values():
+            self.readers.submit(some, numbers)
+
+    def read_one(self, chunk: StoredChunk, part: int, into: numpy.ndarray) -> bool:
+        """Whether the chunk's part [tokens, width] could be read, and is what was written."""
+        parts, tokens, _ = self.shape
+        buffers = [into] if self.layout == "chunked" else list(into)
+        row_bytes, reads = self.part_bytes // tokens, 0
+        try:
+            file = os.open(chunk.path, os.O_RDONLY)
+            try:
+                payload = os.fstat(file).st_size - parts * self.part_bytes
+                for number, buffer in enumerate(buffers):
+                    at = payload + (part * self.part_bytes if self.layout == "chunked" else (number * parts + part) * row_bytes)
+                    if os.preadv(file, [buffer], at) < buffer.nbytes:
+                        raise OSError("the file is shorter than its header says")
+                    reads += 1
+            finally:
+                os.close(file)
+        except FileNotFoundError:                               # evicted meanwhile
+            self.count(file_errors=1)
+            return False
+        except (OSError, ValueError):
+            self.reject(chunk.path)
+            return False
+        self.count(file_reads=reads, file_read_bytes=into.nbytes)
+        if self.verify and zlib.crc32(into) != chunk.checksums[part]:
+            self.reject(chunk.path)
+            return False
+        return True
+
+
+def alive(process: str) -> bool:
+    """Whether a process with this number runs on this machine."""
+    try:
+        os.kill(int(process), 0)
+    except (ProcessLookupError, ValueError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True
