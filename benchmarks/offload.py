@@ -39,9 +39,9 @@ HISTORIES, QUESTION, BLOCK = (256, 512, 1024, 2048, 4096), 16, 16               
 class Bench(paged_benchmark.Bench):
     """With a context long enough for the longest history: positions beyond the model's own are as good for timing."""
 
-    def __init__(self, name: str, dtype: str, device: str, rounds: int):
+    def __init__(self, name: str, dtype: str, device: str, rounds: int, context: int = HISTORIES[-1] + 2 * QUESTION):
         super().__init__(name, dtype, device, rounds)
-        model, context = self.model, HISTORIES[-1] + 2 * QUESTION
+        model = self.model
         self.own_context = model.config.max_position_embeddings
         model.config = dataclasses.replace(model.config, max_position_embeddings=context)
         model.rotary.table = Rotary(model.config, dtype=model.dtype, device=model.device).table
