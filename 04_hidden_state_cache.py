@@ -34,6 +34,7 @@ import tempfile
 import threading
 import weakref
 from collections import deque
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -752,8 +753,9 @@ def demo(engine: Engine, arguments):
     options = dict(blocks=blocks, block_size=engine.pool.block_size, token_budget=engine.token_budget,
                    bytes_per_second=link.bytes_per_second)
     in_memory, direct = dict(cpu_chunks=2 * -(-context // CHUNK)), engine.saver.direct
-    with tempfile.TemporaryDirectory(prefix="chunks-") as folder:
-        in_files = dict(directories=[path / "demo" for path in arguments.disk or [Path(folder)]], direct=direct)
+    with ExitStack() as stack:
+        folders = [stack.enter_context(tempfile.TemporaryDirectory(prefix="demo-", dir=path)) for path in arguments.disk or [None]]
+        in_files = dict(directories=list(map(Path, folders)), direct=direct)
         ways = {RECOMPUTE: baseline.Engine(model, tokenizer, end_tokens),
                 OFFLOAD: offload.Engine(model, tokenizer, end_tokens, **options, cpu_blocks=2 * blocks),
                 HOST: Engine(model, tokenizer, end_tokens, **options, **in_memory, direct=direct, layout=engine.chunks.layout),
