@@ -860,15 +860,21 @@ def block_map(pool: BlockPool, tables: list[list[int]], width: int = 100) -> str
 
 
 def verify(alone: baseline.Engine, runs: list[Run]) -> bool:
-    """Compare the tokens of all requests with those of chapter 01. In float32 they must be equal."""
-    known, same, total = {}, 0, 0
+    """Compare the tokens of all requests with those of chapter 01."""
+    known, pairs = {}, []
     for request in (request for run in runs for request in run.requests):
-        prompt, ours = tuple(request.tokens[:request.answer.prompt_tokens]), request.outcome.tokens
+        prompt = tuple(request.tokens[:request.answer.prompt_tokens])
         if prompt not in known:
             known[prompt] = alone.generate(prompt=list(prompt), max_tokens=request.max_tokens).tokens
-        same += sum(a == b for a, b in zip(known[prompt], ours))
-        total += max(len(known[prompt]), len(ours))
-    if same < total and alone.model.dtype == torch.float32:
+        pairs.append((known[prompt], request.outcome.tokens))
+    return equal(pairs, alone.model.dtype)
+
+
+def equal(pairs: list[tuple[list[int], list[int]]], dtype) -> bool:
+    """Print how many tokens of the pairs (chapter 01's, ours) are equal. In float32 all of them must be."""
+    same = sum(a == b for theirs, ours in pairs for a, b in zip(theirs, ours))
+    total = sum(max(len(theirs), len(ours)) for theirs, ours in pairs)
+    if same < total and dtype == torch.float32:
         raise SystemExit(f"NOT verified: {total - same} of {total} tokens differ from those of chapter 01.")
     print(f"verified: all {total} tokens equal those of chapter 01\n" if same == total else
           f"{same} of {total} tokens equal those of chapter 01 (16-bit rounding may part them)\n")

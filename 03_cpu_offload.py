@@ -116,20 +116,20 @@ class Result(baseline.Result):
 
 # 2. The engine ---------------------------------------------------------------------------------------------------
 
-def host_pool_size(pool: paged.BlockPool, blocks: int | None) -> int:
-    """-> `blocks`, or by default four times as many as the device has, but no more than a quarter of free memory. Raises
-    ModelError if they do not fit."""
-    block_bytes, free, on_gpu = pool.kv[:, :, 0].nbytes, checkpoint.free_host_memory(), pool.kv.device.type == "cuda"
+def host_pool_size(pool: paged.BlockPool, wanted: int | None, useful: int, size: int, what: str, option: str) -> int:
+    """-> `wanted` pieces of `size` bytes in host memory, or by default `useful` ones, but no more than a quarter of free memory
+    takes. Raises ModelError if they do not fit beside the device's `pool`."""
+    free, on_gpu = checkpoint.free_host_memory(), pool.kv.device.type == "cuda"
     if not on_gpu:
         free = max(0, free - pool.kv.nbytes)                                    # which is not touched yet, and so looks free
-    if blocks is None:
-        blocks = int(min(4 * pool.size, free * 0.25 // block_bytes))
-    size = blocks * block_bytes
-    if (1 << (size - 1).bit_length() if on_gpu and size else size) > free:      # PyTorch pins powers of two
-        most = (1 << max(0, int(free).bit_length() - 1) if on_gpu else int(free)) // block_bytes
-        raise checkpoint.ModelError(f"{blocks} host blocks of {pool.block_size} tokens take {size / 1e9:.1f} GB and "
-                                    f"{free / 1e9:.1f} GB are free; choose at most --cpu-blocks {most}.")
-    return blocks
+    if wanted is None:
+        wanted = int(min(useful, free * 0.25 // size))
+    total = wanted * size
+    if (1 << (total - 1).bit_length() if on_gpu and total else total) > free:   # PyTorch pins powers of two
+        most = (1 << max(0, int(free).bit_length() - 1) if on_gpu else int(free)) // size
+        raise checkpoint.ModelError(f"{wanted} {what} take {total / 1e9:.1f} GB and {free / 1e9:.1f} GB are free; choose at most "
+                                    f"{option} {most}.")
+    return wanted
 
 
 class MeasuringEngine(paged.Engine):
@@ -174,7 +174,9 @@ class Engine(MeasuringEngine):
                  bytes_per_second: float | None = None, overlap: bool = True, **named_options):
         super().__init__(model, tokenizer, end_tokens, *options, **named_options)
         pool, self.overlap = self.pool, overlap
-        self.host = HostPool(model.config, host_pool_size(pool, cpu_blocks), pool.block_size, model.dtype, model.device)
+        cpu_blocks = host_pool_size(pool, cpu_blocks, 4 * pool.size, pool.kv[:, :, 0].nbytes,
+                                    f"host blocks of {pool.block_size} tokens", "--cpu-blocks")
+        self.host = HostPool(model.config, cpu_blocks, pool.block_size, model.dtype, model.device)
         bytes_per_second = bytes_per_second or links.bandwidth(model)
         self.load_link, self.save_link = (Link(lane, self.clock, bytes_per_second) for lane in ("load", "save"))
         self.swaps: list[Swap] = []                                             # under way, oldest first

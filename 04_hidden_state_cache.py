@@ -9,9 +9,9 @@ layer, or less. So the hidden states are kept. When a conversation comes back, t
 of layer l are projected, by the same `project_kv` that the forward pass calls: link and processor work side by side.
 
 Saving must not delay the next token. Stage one copies a step's states, all requests together, into a snapshot buffer in
-host memory; stage two, threads on the host, sorts the rows into chunks of 64 tokens of one layer. Restoration reads a layer
-of many tokens where saving wrote all layers of one token, and the chunks are laid out for restoration. Chunks
-stay in host memory, or go to files that survive the process.
+host memory; stage two, threads on the host, sorts the rows into chunks of 64 tokens, in which the rows of a layer lie together:
+restoration reads a layer of many tokens, where computing wrote all layers of one. Chunks stay in host memory, or go to files
+that survive the process.
 
 New against chapter 03: RowBuffer, ChunkPool, ChunkFiles and Saver, the tap on the forward pass that sees the states, and
 restoration as a phase of the scheduler of its own, between layers of which others decode. It stands on chapter 02: KV blocks
@@ -40,11 +40,11 @@ from pathlib import Path
 
 import torch
 
-from common import app, checkpoint
+from common import app
 from common import link as links
 from common.app import BadRequest
 from common.link import Link, RowBuffer, Transfer, TransferError, as_integers
-from common.store import ChunkFiles, StoredChunk
+from common.store import ChunkFiles
 from tools import classroom_text
 
 baseline, paged = importlib.import_module("01_baseline"), importlib.import_module("02_paged_kv")
@@ -52,6 +52,7 @@ offload = importlib.import_module("03_cpu_offload")
 CHUNK = 64                         # tokens (section 4.2.1)
 SNAPSHOT = 1 << 20                 # bytes: less than this of a step waits for the next layer, and goes out with it
 LANDING = 4                        # layers of a full context for which the device has room when they arrive
+BUFFER = 1 << 30                   # bytes: more than this no buffer takes, unless one layer does
 LAYOUTS = ("chunked", "token-major")
 
 # 1. Data structures ----------------------------------------------------------------------------------------------
@@ -83,14 +84,22 @@ class ChunkPool(paged.BlockPool):
 
 @dataclass(eq=False)
 class Chunk:
-    """64 tokens whose states are on their way into the store, in the ChunkPool under number `slot`."""
+    """64 tokens whose states are on their way into the store, in the ChunkPool under number `slot`.
+
+    Its life: the engine begins it when the first of its tokens is computed. Each step's rows are a job of the Saver's
+    threads, which count `missing` down; a chunk that nothing is missing of is whole, and is written to its file if there are
+    files. If its request ends before, or rows cannot be taken or written, it is `lost`. The engine's `settle` alone ends it,
+    when it is whole or lost and no job touches it any more: it is registered in the pool, or its slot is free again."""
     slot: int
     index: int                     # in its chain
     missing: int                   # rows, of all layers, that have not been sorted in
     prefix: paged.Prefix | None = None          # when all of its tokens are known
-    jobs: int = 0                  # snapshots and writes under way
+    jobs: int = 0                  # under way
     lost: bool = False             # it will not be whole
     dropped: bool = False          # and that is because saving fell behind or failed
+
+    def drop(self):
+        self.lost = self.dropped = True
 
 
 # A run of rows of a step's batch: first row, rows, their chunk, and which of its tokens the first row is
@@ -98,100 +107,125 @@ Target = tuple[int, int, Chunk, int]
 
 
 class Saver:
-    """Two-stage saving (section 4.2.2). The engine's thread calls `snapshot`; others sort. It must not know the engine,
-    which ends the threads when it goes."""
+    """Two-stage saving (section 4.2.2). The engine's thread calls `snapshot`; others sort and write. It must not know the
+    engine, which ends the threads when it goes."""
 
     def __init__(self, pool: ChunkPool, files: ChunkFiles | None, link: Link, rows: int, threads: int, direct: bool):
-        self.pool, self.files, self.link, self.direct = pool, files, link, direct
-        width, self.threads = pool.states.shape[-1], threads
-        memory = offload.pinned((0 if direct else rows, width), pool.states.dtype, link.clock.device, "The snapshot buffer")
+        self.pool, self.files, self.link, self.threads, self.direct = pool, files, link, threads, direct
+        memory = offload.pinned((0 if direct else rows, pool.states.shape[-1]), pool.states.dtype, link.clock.device,
+                                "The snapshot buffer")
         self.buffer = RowBuffer(memory)                                         # [rows, D]
-        self.rows, self.states = as_integers(memory), as_integers(pool.states)
-        self.jobs, self.changed, self.under_way = queue.SimpleQueue(), threading.Condition(), 0
-        self.started, self.errors = False, 0
+        self.taken_rows, self.chunk_rows = as_integers(memory), as_integers(pool.states)        # both for NumPy
+        self.jobs, self.changed = queue.SimpleQueue(), threading.Condition()
+        self.under_way = 0                                                      # snapshots that are not sorted and written
+        self.whole: deque[Chunk] = deque()                                      # to be written
+        self.running = self.writing = self.errors = 0
 
     def snapshot(self, layer: int, states: list[torch.Tensor], targets: list[Target]) -> list[Transfer]:
         """Stage one: the inputs [T, D] of `layer` and those after it go out in one transfer. Where there is no room for
-        them, their chunks are dropped: nobody waits. What is computed next may begin at once, because it writes to other memory,
-        and the transfer keeps this alive."""
+        them, their chunks are dropped: nobody waits. What is computed next may begin at once, because it writes to other
+        memory, and the transfer keeps this alive."""
         targets = [target for target in targets if not target[2].lost]
         if not targets:
             return []
-        if self.direct:
-            return self.write_through(layer, states, targets)
+        self.start()
         tokens, count = len(states[0]), len(states)
-        first = self.buffer.take(tokens * count)
-        if first is not None:
-            into = self.buffer.memory[first:first + tokens * count].unflatten(0, (count, tokens))       # [count, T, D]
-            try:
-                transfer = self.link.copy(list(into), states, f"layer {layer}" if count == 1 else "states")
-            except Exception:
+        transfers, first, chunks = [], None, [chunk for *_, chunk, _ in targets]
+        try:
+            if self.direct:
+                transfers = self.write_through(layer, states, targets)
+            elif (first := self.buffer.take(tokens * count)) is not None:
+                into = self.buffer.memory[first:first + tokens * count].unflatten(0, (count, tokens))   # [count, T, D]
+                transfers = [self.link.copy(list(into), states, f"layer {layer}" if count == 1 else "states")]
+        except Exception:                                                       # the link does not take it
+            self.errors += 1
+        if not transfers:
+            if first is not None:
                 self.buffer.give_back(first)
-                first, self.errors = None, self.errors + 1
-        if first is None:
-            for *_, chunk, _ in targets:
-                chunk.lost = chunk.dropped = True
+            for chunk in chunks:
+                chunk.drop()
             return []
         with self.changed:
             self.under_way += 1
-            for *_, chunk, _ in targets:
+            for chunk in chunks:
                 chunk.jobs += 1
-        if not self.started:
-            self.started = True
-            for _ in range(self.threads):
-                threading.Thread(target=self.work, daemon=True).start()
-        self.jobs.put((transfer, first, layer, count, tokens, targets))
-        return [transfer]
-
-    def work(self):
-        """A thread of stage two."""
-        while (job := self.jobs.get()) is not None:
-            transfer, first, layer, count, tokens, targets = job
-            transfer.join()
-            rows = self.rows[first:first + tokens * count].reshape(count, tokens, -1)                   # [count, T, D]
-            for start, length, chunk, at in targets:
-                if transfer.error is None and not chunk.lost:
-                    self.states[layer:layer + count, chunk.slot, at:at + length] = rows[:, start:start + length]
-            self.buffer.give_back(first)
-            self.arrived(count, targets, transfer.error is None)
-            job = transfer = targets = chunk = None                             # and what they held
+        self.jobs.put((transfers, first, layer, count, tokens, targets))
+        return transfers
 
     def write_through(self, layer: int, states: list[torch.Tensor], targets: list[Target]) -> list[Transfer]:
         """Without stage one: each request's rows of each layer go straight to their chunk, a copy for each, and the next
         layer waits for all of them (the variant of Figure 14)."""
         transfers = []
-        with self.changed:
-            self.under_way += 1
-            for *_, chunk, _ in targets:
-                chunk.jobs += 1
-        for number, hidden in enumerate(states):
-            for start, length, chunk, at in targets:
-                into = self.pool.states[layer + number, chunk.slot, at:at + length]
-                transfers.append(self.link.copy(into, hidden[start:start + length], f"layer {layer + number}"))
-        for transfer in transfers:
-            transfer.join()
-        self.arrived(len(states), targets, all(transfer.error is None for transfer in transfers))
+        try:
+            for number, hidden in enumerate(states):
+                for start, length, chunk, at in targets:
+                    into = self.pool.states[layer + number, chunk.slot, at:at + length]
+                    transfers.append(self.link.copy(into, hidden[start:start + length], f"layer {layer + number}"))
+        finally:
+            for transfer in transfers:
+                transfer.join()
         return transfers
 
-    def arrived(self, layers: int, targets: list[Target], well: bool):
-        """The rows of so many layers lie in their chunks. A chunk that is whole now is written out."""
+    def start(self):
+        while self.running < self.threads:
+            threading.Thread(target=self.work, daemon=True).start()
+            self.running += 1
+
+    def work(self):
+        """A thread of stage two."""
+        while (job := self.jobs.get()) is not None:
+            if job:                                                             # else only to write
+                self.sort(*job)
+            del job                                                             # and what it held
+            while (chunk := self.next_to_write()) is not None:
+                self.write(chunk)
+                del chunk
+
+    def sort(self, transfers: list[Transfer], first: int | None, layer: int, count: int, tokens: int, targets: list[Target]):
+        """The rows of so many layers go to their chunks; with `first` None they are there."""
+        for transfer in transfers:
+            transfer.join()
+            transfer.src = []                                                   # the device may use that memory again
+        well = all(transfer.error is None for transfer in transfers)
+        if first is not None:
+            rows = self.taken_rows[first:first + tokens * count].reshape(count, tokens, -1)             # [count, T, D]
+            for start, length, chunk, at in targets:
+                if well and not chunk.lost:
+                    self.chunk_rows[layer:layer + count, chunk.slot, at:at + length] = rows[:, start:start + length]
+            self.buffer.give_back(first)
         with self.changed:
             for _, length, chunk, _ in targets:
-                chunk.missing -= layers * length
+                chunk.missing -= count * length
                 if not well:
-                    chunk.lost = chunk.dropped = True
+                    chunk.drop()
                     self.errors += 1
-            whole = [chunk for *_, chunk, _ in targets if chunk.missing == 0 and not chunk.lost]
-        for chunk in whole if self.files else ():
-            try:
-                self.files.write(chunk.prefix, chunk.index, self.states[:, chunk.slot])
-            except OSError:
-                self.files.count(file_errors=1)
-                chunk.lost = chunk.dropped = True
-        with self.changed:
-            self.under_way -= 1
+            written = [chunk for *_, chunk, _ in targets if self.files and chunk.missing == 0 and not chunk.lost]
+            self.whole.extend(written)
             for *_, chunk, _ in targets:
-                chunk.jobs -= 1
+                chunk.jobs -= chunk not in written                              # which are over when they are written
+            self.under_way += len(written) - 1
+            self.changed.notify_all()
+        for _ in written[1:]:
+            self.jobs.put(())                                                   # other threads may write the others
+
+    def next_to_write(self) -> Chunk | None:
+        """A chunk to write, while one thread is left to sort: a slow directory must not hold the snapshot buffer."""
+        with self.changed:
+            if not self.whole or self.writing >= max(1, self.threads - 1):
+                return None
+            self.writing += 1
+            return self.whole.popleft()
+
+    def write(self, chunk: Chunk):
+        try:
+            self.files.write(chunk.prefix, chunk.index, self.chunk_rows[:, chunk.slot])
+        except Exception:                                                       # the directory is full, or gone, or ...
+            self.files.count(file_errors=1)
+            chunk.drop()
+        with self.changed:
+            self.writing -= 1
+            self.under_way -= 1
+            chunk.jobs -= 1
             self.changed.notify_all()
 
     def flush(self, seconds: float | None = None):
@@ -220,9 +254,9 @@ class Load:
     def ready(self) -> bool:
         return self.issued.is_set() and (self.transfer is None or self.transfer.ready)
 
-    def send(self, link: Link, dst: list, src: list, label: str):
+    def send(self, link: Link, dst: list, src: list, after=None):
         try:
-            self.transfer = link.copy(dst, src, label)
+            self.transfer = link.copy(dst, src, f"layer {self.layer}", after)
         except Exception:                                       # who waits for it learns that
             pass
         self.issued.set()
@@ -248,6 +282,7 @@ class Restoration:
     loads: list[Load] = field(default_factory=list)
     projections: list = field(default_factory=list)            # layer, and two marks of the clock
     over: bool = False             # nothing more is projected
+    timed: bool = False            # what it took is known
 
 
 @dataclass(eq=False)
@@ -280,21 +315,6 @@ class Result(baseline.Result):
 
 # 2. The engine ---------------------------------------------------------------------------------------------------
 
-def chunk_pool_size(engine: "Engine", chunks: int | None) -> int:
-    """-> `chunks`, or by default enough for four times the device's tokens (with files: for two chunks of each who
-    runs, and some that are being written), but no more than a quarter of free memory. Raises ModelError."""
-    config, pool = engine.model.config, engine.pool
-    chunk_bytes = config.num_hidden_layers * CHUNK * config.hidden_size * engine.model.dtype.itemsize
-    free = max(0, checkpoint.free_host_memory() - (0 if pool.kv.is_cuda else pool.kv.nbytes))
-    if chunks is None:
-        useful = 2 * engine.max_running + 64 if engine.files else -(-4 * pool.size * pool.block_size // CHUNK)
-        chunks = int(min(useful, free * 0.25 // chunk_bytes))
-    if chunks * chunk_bytes > free:
-        raise checkpoint.ModelError(f"{chunks} chunks of {CHUNK} tokens take {chunks * chunk_bytes / 1e9:.1f} GB and "
-                                    f"{free / 1e9:.1f} GB are free; choose at most --cpu-chunks {int(free // chunk_bytes)}.")
-    return chunks
-
-
 class Engine(offload.MeasuringEngine):
     """Chapter 02's engine, which keeps hidden states: in host memory, or in files if there are `directories` for them.
     `bytes_per_second` is the modelled link's, without a GPU."""
@@ -306,20 +326,25 @@ class Engine(offload.MeasuringEngine):
                  bytes_per_second: float | None = None, **named_options):
         super().__init__(model, tokenizer, end_tokens, *options, **named_options)
         config, dtype, device, layers = model.config, model.dtype, model.device, len(model.layers)
-        # 1. What is kept, and where
+        # 1. What is kept, and where. With files, host memory holds what is being filled or written: two for each who runs
+        width, size = config.hidden_size, layers * CHUNK * config.hidden_size * dtype.itemsize
         self.chunk_prefixes = paged.Prefixes(f"{model.digest.hex()} {dtype} {CHUNK} hidden {layout}")
-        self.files = ChunkFiles(list(directories), (layers, CHUNK, config.hidden_size), dtype, disk_limit, layout) \
-            if directories else None
-        self.chunks = ChunkPool(config, chunk_pool_size(self, cpu_chunks), layout, dtype, device)
+        self.files = ChunkFiles(list(directories), (layers, CHUNK, width), dtype, disk_limit, layout) if directories else None
+        useful = 2 * self.max_running + 64 if self.files else -(-4 * self.pool.size * self.pool.block_size // CHUNK)
+        cpu_chunks = offload.host_pool_size(self.pool, cpu_chunks, useful, size, f"chunks of {CHUNK} tokens", "--cpu-chunks")
+        self.chunks = ChunkPool(config, cpu_chunks, layout, dtype, device)
+        self.in_files: set[bytes] = set()                                       # keys that were found or written there
         # 2. The link, and the memory at its ends
         bytes_per_second = bytes_per_second or links.bandwidth(model)
         self.load_link, self.save_link = (Link(lane, self.clock, bytes_per_second) for lane in ("load", "save"))
-        rows = LANDING * min(self.context, self.pool.size * self.pool.block_size + CHUNK)
-        self.landing = RowBuffer(torch.empty(rows, config.hidden_size, dtype=dtype, device=device))             # [rows, D]
-        reading = (rows if self.files else 0, config.hidden_size)
-        self.reading = RowBuffer(offload.pinned(reading, dtype, device, "The read buffer"))                     # [rows, D]
-        self.saver = Saver(self.chunks, self.files, self.save_link, layers * min(self.token_budget, self.context),
-                           save_threads, direct)
+        tokens = self.pool.size * self.pool.block_size
+        rows = min(self.context, tokens + CHUNK)
+        rows = max(rows, min(LANDING * rows, BUFFER // (width * dtype.itemsize)))
+        self.landing = RowBuffer(torch.empty(rows, width, dtype=dtype, device=device))                          # [rows, D]
+        self.reading = RowBuffer(offload.pinned((rows if self.files else 0, width), dtype, device, "The read buffer"))
+        step = min(self.token_budget, tokens)                                   # rows of a layer, at most
+        rows = max(step, min((layers + 1) * step, BUFFER // (width * dtype.itemsize)))
+        self.saver = Saver(self.chunks, self.files, self.save_link, rows, save_threads, direct)
         weakref.finalize(self, self.saver.close)
         # 3. What is under way
         self.saving: list[Chunk] = []                                           # oldest first
@@ -354,24 +379,50 @@ class Engine(offload.MeasuringEngine):
     def without_gap(self, request: Request, hits: list[int]) -> list[int]:
         """Where a device hit ends inside a chunk that nobody keeps, it is cut back to the chunk's beginning: the chunk
         is filled by computing all of it, and what comes after it could not be restored without it."""
-        index, inside = divmod(len(hits) * self.pool.block_size, CHUNK)
-        if not inside or not request.save or self.kept(request, index) or not self.worth_keeping():
+        if not request.save or not self.worth_keeping():
             return hits
-        return hits[:index * CHUNK // self.pool.block_size]
+        while hits:
+            index, inside = divmod(len(hits) * self.pool.block_size, CHUNK)
+            if not inside or self.kept(request, index):
+                break
+            hits = hits[:index * CHUNK // self.pool.block_size]
+        return hits
 
     def chunk_prefix(self, request: Request, index: int) -> paged.Prefix:
         return self.chunk_prefixes.nth(index, request.chunk_prefixes, request.cache_salt, request.tokens, CHUNK)
 
-    def find_chunk(self, request: Request, index: int) -> int | StoredChunk | None:
-        prefix = self.chunk_prefix(request, index)
-        return self.files.find(prefix, index) if self.files else self.chunks.find(prefix)
-
     def kept(self, request: Request, index: int) -> bool:
-        """Whether the request's chunk number `index` is in the store, or on its way."""
+        """Whether the request's chunk number `index` is in the store, as far as is known here, or on its way."""
         if (index + 1) * CHUNK > len(request.tokens):
             return False
         prefix = self.chunk_prefix(request, index)
-        return any(chunk.prefix is prefix for chunk in self.saving) or self.find_chunk(request, index) is not None
+        if any(chunk.prefix is prefix and not chunk.lost for chunk in self.saving):
+            return True
+        return prefix.key in self.in_files if self.files else self.chunks.find(prefix) is not None
+
+    def find_chunks(self, request: Request, first: int):
+        """A generator, which returns the chunks that are kept from number `first` on, up to the first gap. All but the last
+        token may be restored. Directories are asked in another thread."""
+        prefixes = [self.chunk_prefix(request, index) for index in range(first, (len(request.tokens) - 1) // CHUNK)]
+
+        def found(find):
+            chunks = []
+            for index, prefix in enumerate(prefixes, first):
+                if (chunk := find(prefix, index)) is None:
+                    break
+                chunks.append(chunk)
+            if self.files:
+                self.files.touch([chunk.path for chunk in chunks])
+            return chunks
+        if not self.files:
+            return found(lambda prefix, _: self.chunks.find(prefix))
+        asked = self.files.readers.submit(found, self.files.find)
+        while not asked.done() and self.others_compute(request):
+            yield
+        chunks = asked.result()
+        self.in_files.difference_update(prefix.key for prefix in prefixes)
+        self.in_files.update(prefix.key for prefix in prefixes[:len(chunks)])
+        return chunks
 
     def restore(self, request: Request):
         """Chapter 02's verb: bring what the device lacks of the longest saved prefix, if that is faster than to compute it."""
@@ -383,26 +434,22 @@ class Engine(offload.MeasuringEngine):
                     yield
                 self.adopt(request)
 
-            # 2. Which chunks follow? All but the last token may be restored
-            start, found = request.saved * self.pool.block_size, []
-            for index in range(start // CHUNK, (len(request.tokens) - 1) // CHUNK):
-                chunk = self.find_chunk(request, index)
-                if chunk is None:
-                    break
-                found.append(chunk)
+            # 2. Which chunks follow?
+            start = request.saved * self.pool.block_size
+            found = yield from self.find_chunks(request, start // CHUNK)
             end = (start // CHUNK + len(found)) * CHUNK
 
             # 3. Restore or compute? And then so
             request.computed, choice = start, None
             if end > start:
                 restore, compute = self.seconds_to_restore(end - start), self.seconds_to_compute(start, end)
-                choice = dict(chosen="restore" if restore <= compute else "recompute", restore_ms=round(restore * 1e3, 3),
-                              recompute_ms=round(compute * 1e3, 3) if self.prefills else None)      # None: not measured yet
                 if restore <= compute:
                     yield from self.bring(request, Restoration(start, found))
                 else:
                     self.counts["recomputed_hits"] += request.source is None
-                    self.load_link.wear_out()                                   # the link may be faster the next time
+                    self.wear_out()
+                choice = dict(chosen="restore" if request.computed > start else "recompute", restore_ms=round(restore * 1e3, 3),
+                              recompute_ms=round(compute * 1e3, 3) if self.prefills else None)      # None: not measured yet
         finally:
             if request in self.line:
                 self.line.remove(request)
@@ -434,14 +481,13 @@ class Engine(offload.MeasuringEngine):
         positions = torch.arange(start, end, device=self.model.device)                          # [T]
         slots = torch.tensor([request.table[position // size] * size + position % size for position in range(start, end)],
                              device=self.model.device)                                          # [T]
-        if self.files:
-            self.files.touch([chunk.path for chunk in chunks])
-        else:
+        if not self.files:
             self.chunks.touch(self.chunk_prefix(request, start // CHUNK + len(chunks) - 1))
             for chunk in chunks:
                 self.chunks.share(chunk)
         self.restorations.append(restoration)
         self.counts["restorations"] += 1
+        whole = len(chunks)                                                     # from the first on
         try:
             for index in range(len(layers)):
                 # 1. Issue as many loads as have room where they land; when all are issued, the next in line may begin
@@ -457,6 +503,9 @@ class Engine(offload.MeasuringEngine):
                 while not load.ready and self.others_compute(request):
                     yield
                 load.wait()
+                whole = whole if load.whole is None else min(whole, load.whole)
+                if not whole:
+                    break
 
                 # 3. Project them into the request's blocks
                 began = self.clock.mark()
@@ -471,21 +520,22 @@ class Engine(offload.MeasuringEngine):
                 if rows * 6 >= self.token_budget * len(layers) and self.others_compute(request):
                     rows = 0
                     yield
-            whole = min((load.whole for load in restoration.loads if load.whole is not None), default=len(chunks))
         except (TransferError, OSError):
             self.counts["transfer_errors"] += 1
             whole = 0
         finally:
             restoration.over = True
         self.counts["chunks_missed"] += len(chunks) - whole
-        request.computed = max(start, (start // CHUNK + whole) * CHUNK) if whole else start
+        request.computed = max(start, (start // CHUNK + whole) * CHUNK)
         self.counts.update(restored_tokens=request.computed - start, bytes_in=sum(
             load.transfer.bytes for load in restoration.loads if load.transfer))
         if request.source is None and request.computed > start:
             request.restored = restoration
 
     def others_compute(self, request: Request) -> bool:
-        return bool(self.waiting) or any(other is not request and not other.restoration for other in self.running)
+        """Whether a step is waited for; who hung up leaves in one, too."""
+        others = (other for other in self.running if other is not request)
+        return bool(self.waiting or self.cancelled) or any(not other.restoration for other in others)
 
     def issue(self, restoration: Restoration):
         """Begin to load the next layers, as many as have room where they land."""
@@ -499,7 +549,7 @@ class Engine(offload.MeasuringEngine):
 
     def load(self, layer: int, chunks: list, skipped: int) -> Load | None:
         """Begin to load a layer of all chunks, but for the first `skipped` rows; None while there is no room for it."""
-        rows, link, label = len(chunks) * CHUNK - skipped, self.load_link, f"layer {layer}"
+        rows = len(chunks) * CHUNK - skipped
         landing = self.landing.take(rows)
         if landing is None:
             return None
@@ -507,18 +557,22 @@ class Engine(offload.MeasuringEngine):
         if self.files is None:
             pieces = self.chunks.rows(layer, chunks)
             pieces[0] = pieces[0][skipped:]
-            load.send(link, into.split([len(piece) for piece in pieces]), pieces, label)
+            load.send(self.load_link, into.split([len(piece) for piece in pieces]), pieces)
             return load
         load.buffer = self.reading.take(rows + skipped)
         if load.buffer is None:
             self.landing.give_back(landing)
             return None
-        out_of = self.reading.memory[load.buffer:load.buffer + rows + skipped]
+        out_of = self.reading.memory[load.buffer:load.buffer + rows + skipped]                  # [T + skipped, D]
+        link, free = self.load_link, self.clock.mark()                          # nothing that is queued later reads these rows
 
         def send(whole: int, *storage: float):
             load.whole, load.storage = whole, storage
-            load.send(link, [into], [out_of[skipped:]], label)
-        self.files.read(chunks, layer, out_of, send)
+            load.send(link, [into], [out_of[skipped:]], free)
+        try:
+            self.files.read(chunks, layer, out_of, send)
+        except RuntimeError:                                                    # no thread: who waits for it learns that
+            load.issued.set()
         return load
 
     def let_go(self, load: Load):
@@ -554,8 +608,8 @@ class Engine(offload.MeasuringEngine):
             while start < end and request.save:
                 index, at = divmod(start, CHUNK)
                 length = min(end - start, CHUNK - at)
-                of_the_prompt = (index + 1) * CHUNK <= len(request.tokens)      # all of its tokens, so samples share the chunk
-                for sample in (request,) if of_the_prompt else (request, *request.forks):
+                shared = (index + 1) * CHUNK <= len(request.tokens)             # by all samples: all its tokens are known
+                for sample in (request,) if shared else (request, *request.forks):
                     if at == 0:
                         sample.filling = self.begin(request, index)
                     chunk = sample.filling
@@ -569,7 +623,10 @@ class Engine(offload.MeasuringEngine):
 
     def begin(self, request: Request, index: int) -> Chunk | None:
         """A place for the states of the request's chunk number `index`, unless they are kept already or not worth it."""
-        if self.kept(request, index) or not self.worth_keeping():
+        if self.kept(request, index):
+            return None
+        if not self.worth_keeping():
+            self.wear_out()
             return None
         if not self.chunks.available:
             self.counts["chunks_dropped"] += 1
@@ -598,8 +655,11 @@ class Engine(offload.MeasuringEngine):
 
     def finish(self, request: Request, outcome, counted: str):
         self.lose(request)
-        if request.outcome is None and request.save and request.computed:
-            self.use(request)
+        try:
+            if request.outcome is None:
+                self.use(request)
+        except RuntimeError:                                                    # no thread; it is answered all the same
+            pass
         super().finish(request, outcome, counted)
 
     def lose(self, request: Request):
@@ -624,13 +684,18 @@ class Engine(offload.MeasuringEngine):
             transfer, timelines = self.snapshots.popleft()
             for timeline in timelines:
                 timeline.add("save", transfer.label, *transfer.span())
-        for chunk in [chunk for chunk in self.saving if not chunk.jobs and (chunk.lost or not chunk.missing)]:
+        over = [chunk for chunk in self.saving if not chunk.jobs and (chunk.lost or not chunk.missing)]
+        for chunk in over:
             self.saving.remove(chunk)
-            if not chunk.lost and not self.files:
+            if not chunk.lost and self.files:
+                self.in_files.add(chunk.prefix.key)
+            elif not chunk.lost:
                 self.chunks.register(chunk.slot, chunk.prefix)
             self.chunks.release([chunk.slot])
-            self.chunks.touch(chunk.prefix)
             self.counts.update(chunks_saved=not chunk.lost, chunks_dropped=chunk.dropped)
+        saved = {chunk.prefix for chunk in over if not chunk.lost} if not self.files else set()
+        for prefix in saved - {prefix.parent for prefix in saved}:              # the ends of chains
+            self.chunks.touch(prefix)
         for restoration in [restoration for restoration in self.restorations if restoration.over]:
             for load in [load for load in restoration.loads if load.ready]:
                 self.let_go(load)
@@ -670,6 +735,14 @@ class Engine(offload.MeasuringEngine):
         behind = self.load_link.backlog() if behind is None else behind
         return behind / speed + sum(stages) + (layers - 1) * max(stages)
 
+    def wear_out(self):
+        """Who decides against restoring learns nothing new about it, and should not believe the old for ever."""
+        self.load_link.wear_out()
+        if self.files and self.files.speeds:
+            self.files.speeds.popleft()
+        if len(self.row_seconds) > 1:
+            self.row_seconds.popleft()
+
     def worth_keeping(self) -> bool:
         """Whether a full context would be restored rather than computed."""
         return self.seconds_to_restore(self.context, behind=0) <= self.seconds_to_compute(0, self.context)
@@ -702,7 +775,9 @@ class Engine(offload.MeasuringEngine):
             timeline.add("load", load.transfer.label, *span)
             if load.storage:
                 timeline.add("storage", load.transfer.label, *load.storage)
-        self.row_seconds.append(statistics.median(end - start for _, start, end in spans) / restoration.loads[0].rows)
+        if not restoration.timed:                                               # its other samples report the same
+            restoration.timed = True
+            self.row_seconds.append(statistics.median(end - start for _, start, end in spans) / restoration.loads[0].rows)
         start = min(start for start, _ in [load.storage or span for load, span in zip(restoration.loads, loads)])
         start, end = start - timeline.began, spans[-1][2] - timeline.began
         tokens = request.cached_tokens - restoration.start
@@ -729,7 +804,7 @@ class Engine(offload.MeasuringEngine):
         self.chunks.check_integrity([[chunk.slot] for chunk in self.saving] + brought)
         assert all(request.restoration for request in self.line), "who is not being restored stands in line"
         filling = {id(sample.filling) for request in (*self.running, *self.waiting)
-                   for sample in (request, *request.forks) if sample.filling}
+                   for sample in (request, *request.forks) if sample.filling and not sample.filling.lost}
         assert filling <= set(map(id, self.saving)), "a chunk is filled that nobody saves"
         landing = {load.landing for restoration in self.restorations for load in restoration.loads if load.landing is not None}
         assert landing == {first for first, back in self.landing.taken.items() if not back}, "rows are lost where loads land"
@@ -747,15 +822,15 @@ def demo(engine: Engine, arguments):
     # 1. Engines that are alike but for what they keep, on memory that was touched before
     model, tokenizer, end_tokens = engine.model, engine.tokenizer, engine.end_tokens
     context, link, layers = engine.context, engine.load_link, len(engine.model.layers)
-    if arguments.corrupt >= layers:
+    if arguments.corrupt is not None and arguments.corrupt >= layers:
         raise BadRequest(f"--corrupt {arguments.corrupt} is no layer of this model; choose one from 0 to {layers - 1}.")
     blocks = engine.pool.needed(context) if arguments.gpu_blocks is None else arguments.gpu_blocks
     options = dict(blocks=blocks, block_size=engine.pool.block_size, token_budget=engine.token_budget,
                    bytes_per_second=link.bytes_per_second)
     in_memory, direct = dict(cpu_chunks=2 * -(-context // CHUNK)), engine.saver.direct
     with ExitStack() as stack:
-        folders = [stack.enter_context(tempfile.TemporaryDirectory(prefix="demo-", dir=path)) for path in arguments.disk or [None]]
-        in_files = dict(directories=list(map(Path, folders)), direct=direct)
+        folders = [tempfile.TemporaryDirectory(prefix="demo-", dir=path) for path in arguments.disk or [None]]
+        in_files = dict(directories=[Path(stack.enter_context(folder)) for folder in folders], direct=direct)
         ways = {RECOMPUTE: baseline.Engine(model, tokenizer, end_tokens),
                 OFFLOAD: offload.Engine(model, tokenizer, end_tokens, **options, cpu_blocks=2 * blocks),
                 HOST: Engine(model, tokenizer, end_tokens, **options, **in_memory, direct=direct, layout=engine.chunks.layout),
@@ -771,7 +846,8 @@ def demo(engine: Engine, arguments):
             turns.append({name: ask(way, messages, new) for name, way in ways.items()})
             messages.append(dict(role="assistant", content=turns[-1][RECOMPUTE].text))
         again = [{name: ask(way, messages[:-1], new) for name, way in ways.items()} for _ in range(ROUNDS)]
-        verified = verify(model, turns + again)
+        verified = paged.equal([(results[RECOMPUTE].tokens, result.tokens) for results in turns + again
+                                for result in results.values()], model.dtype)
         print(f"{about_sizes(model.config)}\n")
         rows = show_turns(turns, link) + show_costs(engine, ways, again, [
             ask(ways[HOST], messages[:-1], new, evict=False) for _ in range(ROUNDS)])
@@ -809,17 +885,6 @@ def ask(way, messages: list[dict], new: int, evict: bool = True, **fields):
     request, = paged.run_together(way, [dict(messages=messages, max_tokens=new, **fields)]).requests
     way.flush()
     return request.outcome
-
-
-def verify(model, asked: list[dict]) -> bool:
-    """Compare the tokens of all ways with those of chapter 01. In float32 they must be equal."""
-    pairs = [(results[RECOMPUTE].tokens, result.tokens) for results in asked for result in results.values()]
-    same, total = sum(a == b for pair in pairs for a, b in zip(*pair)), sum(max(map(len, pair)) for pair in pairs)
-    if same < total and model.dtype == torch.float32:
-        raise SystemExit(f"NOT verified: {total - same} of {total} tokens differ from those of chapter 01.")
-    print(f"verified: all {total} tokens equal those of chapter 01\n" if same == total else
-          f"{same} of {total} tokens equal those of chapter 01 (16-bit rounding may part them)\n")
-    return same == total
 
 
 def show_turns(turns: list[dict], link: Link) -> list[dict]:
@@ -878,7 +943,8 @@ def load_ms(result) -> float:
 
 def control(way: Engine, arguments, messages: list[dict], new: int) -> list[dict]:
     """Questions about the history with the states that were kept, and with one layer's set to zero."""
-    layer, rows, questions = arguments.corrupt, [], [message for message in messages[2:] if message["role"] == "user"]
+    layer = min(1, len(way.model.layers) - 1) if arguments.corrupt is None else arguments.corrupt
+    rows, questions = [], [message for message in messages[2:] if message["role"] == "user"]
 
     def answers():
         return [ask(way, [*messages[:2], question], new, save=False) for question in questions]
@@ -917,7 +983,7 @@ def add_arguments(parser):
                         help="token-major: the layers of a token together, which suits saving (for comparison)")
     parser.add_argument("--ingest", type=Path, nargs="+", metavar="FILE",
                         help="save the states of texts, for prompts that will begin with them, and end; needs --disk")
-    parser.add_argument("--corrupt", type=app.bounded(int, 0, 1023), default=1, metavar="LAYER",
+    parser.add_argument("--corrupt", type=app.bounded(int, 0, 1023), metavar="LAYER",
                         help="the layer that the demo's control sets to zero (default 1, by which the classroom model recalls)")
     links.add_arguments(parser)
 
@@ -925,6 +991,8 @@ def add_arguments(parser):
 def make_engine(model, tokenizer, end_tokens, arguments) -> Engine:
     if arguments.ingest and not arguments.disk:
         raise BadRequest("--ingest keeps states in files; say where with --disk DIR.")
+    if arguments.ingest and (arguments.demo or arguments.prompt):
+        raise BadRequest("--ingest saves texts and ends; leave out --demo and --prompt.")
     engine = Engine(model, tokenizer, end_tokens, arguments.gpu_blocks, arguments.block_size, arguments.token_budget,
                     arguments.max_running, cpu_chunks=arguments.cpu_chunks, directories=arguments.disk or (),
                     disk_limit=arguments.disk_limit * 1e9, save_threads=arguments.save_threads, direct=arguments.save == "direct",
@@ -937,24 +1005,30 @@ def make_engine(model, tokenizer, end_tokens, arguments) -> Engine:
 
 
 def ingest(engine: Engine, arguments):
-    """Compute each text once, as the beginning of a user's message, and keep its states."""
-    rows = []
+    """Compute each text once, as the beginning of a user's message, and keep its states: all of them, whatever it takes."""
+    rows, engine.worth_keeping = [], lambda: True
+    engine.token_budget = min(engine.token_budget, CHUNK * max(1, engine.chunks.size - 1))
     for path in arguments.ingest:
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise BadRequest(f"Cannot read '{path}' ({getattr(error, 'strerror', None) or 'it is not text in UTF-8'}); "
                              "give text files.") from None
-        if not app.readable(text):
-            raise BadRequest(f"'{path}' is empty.")
-        tokens = engine.encode(None, [dict(role="user", content=text)])[0] if engine.tokenizer.chat_template \
-            else engine.tokenizer.encode(text)
-        written = engine.counts["chunks_saved"]
-        paged.run_together(engine, [dict(prompt=tokens, max_tokens=1)])
+        if not text or not app.text(text):
+            raise BadRequest(f"'{path}' is empty; leave it out.")
+        messages = [dict(role="user", content=text)]
+        tokens = engine.encode(None, messages)[0] if engine.tokenizer.chat_template else engine.tokenizer.encode(text)
+        saved, dropped = engine.counts["chunks_saved"], engine.counts["chunks_dropped"]
+        request, = engine.submit(prompt=tokens, max_tokens=1)
+        while engine.step():
+            engine.flush()                                                      # nothing is dropped because it came too fast
         engine.flush()
-        written = engine.counts["chunks_saved"] - written
-        rows.append(dict(file=str(path), tokens=len(tokens), chunks=len(tokens) // CHUNK, chunks_written=written))
-        print(f"{path}: {len(tokens)} tokens, {len(tokens) // CHUNK} chunks, {written} of them new")
+        if isinstance(request.outcome, Exception):
+            raise request.outcome
+        saved, dropped = engine.counts["chunks_saved"] - saved, engine.counts["chunks_dropped"] - dropped
+        rows.append(dict(file=str(path), tokens=len(tokens), chunks=len(tokens) // CHUNK, saved=saved, dropped=dropped))
+        print(f"{path}: {len(tokens)} tokens, {len(tokens) // CHUNK} chunks; {saved} saved, {dropped} could not be saved, "
+              "the others were there")
     return dict(ingested=rows, counters=engine.counters()), []
 
 

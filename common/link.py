@@ -112,8 +112,9 @@ class Link:
         else:
             self.stream = torch.cuda.Stream()
 
-    def copy(self, dst, src, label: str) -> Transfer:
-        """Copy tensor `src` to `dst`, or a list of tensors to as many of the same shapes -> the Transfer, at once."""
+    def copy(self, dst, src, label: str, after=None) -> Transfer:
+        """Copy tensor `src` to `dst`, or a list of tensors to as many of the same shapes -> the Transfer, at once. With `after`,
+        a mark of the clock, a real one waits for what was queued to compute up to there instead of up to now."""
         dst, src = ([pieces] if isinstance(pieces, torch.Tensor) else list(pieces) for pieces in (dst, src))
         if [(piece.shape, piece.dtype) for piece in dst] != [(piece.shape, piece.dtype) for piece in src]:
             raise ValueError(f"{label}: the two sides differ in shape or dtype")
@@ -122,15 +123,19 @@ class Link:
             transfer.seconds = self.latency + transfer.bytes / self.bytes_per_second
             self.queue.put(transfer)
         else:
-            self.issue(transfer)
+            with self.lock:
+                self.issue(transfer, after)
         with self.lock:
             self.settle()
             self.on_their_way.append(transfer)
         return transfer
 
-    def issue(self, transfer: CudaTransfer):
+    def issue(self, transfer: CudaTransfer, after=None):
         transfer.clock = self.clock
-        self.wait_for_compute()
+        if after is None:
+            self.wait_for_compute()
+        else:
+            self.stream.wait_event(after)
         with torch.cuda.stream(self.stream):
             transfer.start = self.clock.mark()
             try:

@@ -10,8 +10,11 @@ caller's salt; so nobody finds what is not his. Chapters 04 to 07 keep different
 """
 import json
 import os
+import re
+import tempfile
 import threading
 import time
+import uuid
 import zlib
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
@@ -29,39 +32,41 @@ from common.link import as_integers
 class StoredChunk:
     """A file that was there, whole as far as its header says."""
     path: Path
-    checksums: tuple[int, ...]     # of each part
+    header_bytes: int
 
 
 class ChunkFiles:
     """A file begins with a header: text that says what it holds, padded with spaces, and a CRC-32 for each part. Then come the
     parts, or (layout token-major) for each token its row of each part. Consecutive chunks of a chain lie in
-    different directories, which are read in parallel. Any number of processes may share them: a file appears by
-    being renamed, whole, and what another process deletes is a miss."""
+    different directories, which are read in parallel. Processes may share them: a file appears by being renamed, with all that
+    is in it, and what another process deletes is a miss. What the power took from a file, its checksums tell."""
     SUFFIX, PAGE = ".chunk", 4096
+    ABANDONED = 600                # seconds after which nobody writes to a temporary file any more
 
     def __init__(self, directories: list[Path], shape: tuple[int, int, int], dtype: torch.dtype, limit: float,
                  layout: str = "chunked"):
-        """Every chunk has `shape` [parts, tokens, width], and all of them take at most `limit` bytes. Raises ModelError."""
-        self.directories, self.shape, self.dtype, self.limit, self.layout = directories, shape, dtype, limit, layout
+        """Every chunk has `shape` [parts, tokens, width], and all of them take at most `limit` bytes; while several processes
+        write there, each may pass it by a twentieth before it looks. Raises ModelError."""
+        self.directories = list(dict.fromkeys(Path(directory).resolve() for directory in directories))
+        self.shape, self.dtype, self.limit, self.layout = shape, dtype, limit, layout
         self.part_bytes = shape[1] * shape[2] * dtype.itemsize
         self.counts, self.lock = Counter(file_reads=0, file_read_bytes=0, file_writes=0, file_write_bytes=0, file_evictions=0,
                                          file_errors=0), threading.Lock()
         self.verify = True                                      # compare checksums
         self.speeds: deque[float] = deque(maxlen=9)             # bytes/s of the last layers that were read
-        self.temporaries = 0
-        for directory in directories:
+        for directory in self.directories:
             try:
                 directory.mkdir(parents=True, exist_ok=True)
                 for path in directory.glob(f"*{self.SUFFIX}.*.tmp"):             # of processes that were killed
-                    if not alive(path.name.split(".")[-2]):
+                    if time.time() - path.stat().st_mtime > self.ABANDONED:
                         path.unlink(missing_ok=True)
-                (directory / f".{os.getpid()}.tmp").touch()
-                (directory / f".{os.getpid()}.tmp").unlink()
+                with tempfile.TemporaryFile(dir=directory):
+                    pass
             except OSError as error:
                 raise ModelError(f"Cannot keep chunks in '{directory}' ({error.strerror}); choose another directory "
                                  "with --disk.") from None
-        self.readers = ThreadPoolExecutor(len(directories), "read")
-        self.bytes = sum(size for _, size, _ in self.scan())
+        self.readers = ThreadPoolExecutor(len(self.directories), "read")
+        self.bytes, self.unseen = sum(size for _, size, _ in self.scan()), 0    # in the directories; written since a look
 
     def header(self, prefix) -> bytes:
         """What the file of this prefix begins with, up to the checksums."""
@@ -80,21 +85,21 @@ class ChunkFiles:
         """The chunk's file, if it is there and its header says what it must."""
         for path in self.paths(prefix, index):
             try:
-                with open(path, "rb", buffering=0) as file:
+                with open(path, "rb") as file:
                     expected, size = self.header(prefix), os.fstat(file.fileno()).st_size
-                    found = file.read(len(expected) + 4 * self.shape[0])
+                    found = file.read(len(expected))
             except FileNotFoundError:
                 continue
             except OSError:
                 self.count(file_errors=1)
                 continue
-            if found[:len(expected)] == expected and size == len(found) + self.shape[0] * self.part_bytes:
-                return StoredChunk(path, tuple(numpy.frombuffer(found, "<u4", offset=len(expected)).tolist()))
+            if found == expected and size == len(expected) + self.shape[0] * (4 + self.part_bytes):
+                return StoredChunk(path, len(expected))
             self.reject(path)
         return None
 
     def reject(self, path: Path):
-        """What lies there is not what its name says. It goes, so that the right one can take its place."""
+        """What lies there is not what it should be. It goes, so that the right one can take its place."""
         self.count(file_errors=1)
         try:
             path.unlink(missing_ok=True)
@@ -106,7 +111,9 @@ class ChunkFiles:
             self.counts.update(what)
 
     def write(self, prefix, index: int, states: numpy.ndarray):
-        """Keep `states` [parts, tokens, width], as integers (see as_integers). Raises OSError."""
+        """Keep `states` [parts, tokens, width], as integers (see as_integers), if they are not there yet. Raises OSError."""
+        if self.find(prefix, index):
+            return
         path, header = self.paths(prefix, index)[0], self.header(prefix)
         size = len(header) + self.shape[0] * (4 + self.part_bytes)
         if self.layout == "token-major":
@@ -116,9 +123,8 @@ class ChunkFiles:
         checksums = numpy.array([zlib.crc32(part) for part in parts], "<u4").tobytes()
         with self.lock:
             self.make_room(size)
-            self.bytes += size
-            self.temporaries += 1
-            temporary = path.with_name(f"{path.name}.{self.temporaries}.{os.getpid()}.tmp")
+            self.bytes, self.unseen = self.bytes + size, self.unseen + size
+        temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
         try:
             with open(temporary, "xb", buffering=0) as file:
                 for piece in (header + checksums, *payload):
@@ -139,11 +145,11 @@ class ChunkFiles:
     def make_room(self, size: int):
         """Delete the least recently used files until a tenth of the limit is free, if it would be passed. Looks at the
         directories, because other processes write there too. For who holds the lock."""
-        if self.bytes + size <= self.limit:
+        if self.bytes + size <= self.limit and self.unseen <= self.limit / 20:
             return
         files = sorted(self.scan())
-        self.bytes = sum(size for _, size, _ in files)
-        for _, freed, path in files:
+        self.bytes, self.unseen = sum(size for _, size, _ in files), 0
+        for _, freed, path in files if self.bytes + size > self.limit else ():
             if self.bytes + size <= 0.9 * self.limit:
                 break
             try:
@@ -167,7 +173,7 @@ class ChunkFiles:
         for directory in self.directories:
             try:
                 for entry in os.scandir(directory):
-                    if entry.name.endswith(self.SUFFIX):
+                    if re.fullmatch(r"[0-9a-f]{64}" + re.escape(self.SUFFIX), entry.name):
                         status = entry.stat()
                         yield status.st_mtime_ns, status.st_size, Path(entry.path)
             except OSError:                                     # gone, or a file in it
@@ -195,53 +201,52 @@ class ChunkFiles:
         def some(numbers):
             nonlocal left
             began.append(time.perf_counter())
-            whole = next((number for number in numbers if not self.read_one(chunks[number], part, into[number])), len(chunks))
+            bad = [number for number in numbers if not self.read_one(chunks[number], part, into[number])]
             with self.lock:
-                found.append(whole)
+                found.extend(bad)
                 left -= 1
                 last = not left
             if last:
                 ended = time.perf_counter()
-                self.speeds.append(into.nbytes / (ended - min(began)))
-                done(min(found), min(began), ended)
+                if not found:
+                    self.speeds.append(into.nbytes / (ended - min(began)))
+                done(min(found, default=len(chunks)), min(began), ended)
         for numbers in by_directory.values():
             self.readers.submit(some, numbers)
 
     def read_one(self, chunk: StoredChunk, part: int, into: numpy.ndarray) -> bool:
         """Whether the chunk's part [tokens, width] could be read, and is what was written."""
         parts, tokens, _ = self.shape
-        buffers = [into] if self.layout == "chunked" else list(into)
-        row_bytes, reads = self.part_bytes // tokens, 0
+        in_order, row_bytes = self.layout == "chunked", self.part_bytes // tokens
         try:
             file = os.open(chunk.path, os.O_RDONLY)
             try:
-                payload = os.fstat(file).st_size - parts * self.part_bytes
-                for number, buffer in enumerate(buffers):
-                    at = payload + (part * self.part_bytes if self.layout == "chunked" else (number * parts + part) * row_bytes)
-                    if os.preadv(file, [buffer], at) < buffer.nbytes:
-                        raise OSError("the file is shorter than its header says")
-                    reads += 1
+                payload = chunk.header_bytes + 4 * parts
+                for number, buffer in enumerate([into] if in_order else into):
+                    at = payload + (part * self.part_bytes if in_order else (number * parts + part) * row_bytes)
+                    read_at(file, buffer, at)
+                checksum = numpy.empty(1, "<u4")
+                read_at(file, checksum, chunk.header_bytes + 4 * part)
             finally:
                 os.close(file)
-        except FileNotFoundError:                               # evicted meanwhile
-            self.count(file_errors=1)
-            return False
-        except (OSError, ValueError):
+        except EOFError:
             self.reject(chunk.path)
             return False
-        self.count(file_reads=reads, file_read_bytes=into.nbytes)
-        if self.verify and zlib.crc32(into) != chunk.checksums[part]:
+        except OSError:                                         # gone, or the directory is; or too many files are open
+            self.count(file_errors=1)
+            return False
+        self.count(file_reads=1 if in_order else tokens, file_read_bytes=into.nbytes)
+        if self.verify and zlib.crc32(into) != checksum:
             self.reject(chunk.path)
             return False
         return True
 
 
-def alive(process: str) -> bool:
-    """Whether a process with this number runs on this machine."""
-    try:
-        os.kill(int(process), 0)
-    except (ProcessLookupError, ValueError, OverflowError):
-        return False
-    except PermissionError:
-        pass
-    return True
+def read_at(file: int, buffer: numpy.ndarray, at: int):
+    """Fill the buffer. Raises OSError, or EOFError if the file ends before that."""
+    rest = memoryview(buffer).cast("B")
+    while rest:
+        count = os.preadv(file, [rest], at)
+        if not count:
+            raise EOFError
+        rest, at = rest[count:], at + count
