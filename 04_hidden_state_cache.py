@@ -16,7 +16,7 @@ that survive the process.
 New against chapter 03: RowBuffer, ChunkPool, ChunkFiles and Saver, the tap on the forward pass that sees the states, and
 restoration as a phase of the scheduler of its own, between layers of which others decode. It stands on chapter 02: KV blocks
 are not copied anywhere. A device hit ends where a chunk ends, unless the store has the chunk, because a chunk
-is filled by computing all of its tokens: that costs a hit up to 63 tokens, and leaves no gap in what is kept.
+is filled by computing all of its tokens: that costs a hit up to 63 tokens, and makes no gap in what is kept.
 
 Source: HCache (Gao et al., EuroSys '25), sections 3, 4.2 and 5. Its scheduler, section 4.1, is chapter 05.
 
@@ -108,7 +108,7 @@ Target = tuple[int, int, Chunk, int]
 
 class Saver:
     """Two-stage saving (section 4.2.2). The engine's thread calls `snapshot`; others sort and write. It must not know the
-    engine, which ends the threads when it goes."""
+    engine, which ends the threads when it goes. The snapshot buffer holds `rows`, of two steps or so."""
 
     def __init__(self, pool: ChunkPool, files: ChunkFiles | None, link: Link, rows: int, threads: int, direct: bool):
         self.pool, self.files, self.link, self.threads, self.direct = pool, files, link, threads, direct
@@ -279,6 +279,7 @@ class Restoration:
     """What brings one request's states back. It holds a reference to every chunk of the ChunkPool that it reads."""
     start: int                     # the first token that is brought
     chunks: list                   # numbers in the ChunkPool, or StoredChunks; the first holds token `start`
+    prefix: paged.Prefix           # of the first chunk
     loads: list[Load] = field(default_factory=list)
     projections: list = field(default_factory=list)            # layer, and two marks of the clock
     over: bool = False             # nothing more is projected
@@ -343,7 +344,7 @@ class Engine(offload.MeasuringEngine):
         self.landing = RowBuffer(torch.empty(rows, width, dtype=dtype, device=device))                          # [rows, D]
         self.reading = RowBuffer(offload.pinned((rows if self.files else 0, width), dtype, device, "The read buffer"))
         step = min(self.token_budget, tokens)                                   # rows of a layer, at most
-        rows = max(step, min((layers + 1) * step, BUFFER // (width * dtype.itemsize)))
+        rows = max(step, min(2 * layers * step, BUFFER // (width * dtype.itemsize)))
         self.saver = Saver(self.chunks, self.files, self.save_link, rows, save_threads, direct)
         weakref.finalize(self, self.saver.close)
         # 3. What is under way
@@ -411,8 +412,8 @@ class Engine(offload.MeasuringEngine):
                 if (chunk := find(prefix, index)) is None:
                     break
                 chunks.append(chunk)
-            if self.files:
-                self.files.touch([chunk.path for chunk in chunks])
+            if chunks and self.files:
+                self.files.touch(prefixes[len(chunks) - 1], first + len(chunks) - 1)
             return chunks
         if not self.files:
             return found(lambda prefix, _: self.chunks.find(prefix))
@@ -427,10 +428,12 @@ class Engine(offload.MeasuringEngine):
     def restore(self, request: Request):
         """Chapter 02's verb: bring what the device lacks of the longest saved prefix, if that is faster than to compute it."""
         # 1. One at a time loads, first come, first served; what others brought meanwhile is found on the device
+        first = request.saved * self.pool.block_size // CHUNK
+        prefix = self.chunk_prefix(request, first) if first < (len(request.tokens) - 1) // CHUNK else None
         self.line.append(request)
         try:
-            if self.line[0] is not request:
-                while self.line[0] is not request:
+            if self.must_wait(request, prefix):
+                while self.must_wait(request, prefix):
                     yield
                 self.adopt(request)
 
@@ -444,7 +447,7 @@ class Engine(offload.MeasuringEngine):
             if end > start:
                 restore, compute = self.seconds_to_restore(end - start), self.seconds_to_compute(start, end)
                 if restore <= compute:
-                    yield from self.bring(request, Restoration(start, found))
+                    yield from self.bring(request, Restoration(start, found, self.chunk_prefix(request, start // CHUNK)))
                 else:
                     self.counts["recomputed_hits"] += request.source is None
                     self.wear_out()
@@ -459,6 +462,11 @@ class Engine(offload.MeasuringEngine):
         if request.source is None:
             request.source = ("gpu_hit" if start else "miss") if request.computed == start else "mixed" if start else "hidden"
             request.choice, request.cached_tokens = choice, request.computed
+
+    def must_wait(self, request: Request, prefix: paged.Prefix | None) -> bool:
+        """Whether others load before the request, or what it would load, from the chunk of `prefix` on."""
+        return self.line[0] is not request or any(
+            not restoration.over and restoration.prefix is prefix for restoration in self.restorations)
 
     def adopt(self, request: Request):
         """Blocks that hold what follows in the request's tokens take the place of empty ones."""
@@ -526,6 +534,8 @@ class Engine(offload.MeasuringEngine):
         finally:
             restoration.over = True
         self.counts["chunks_missed"] += len(chunks) - whole
+        for index in range(start // CHUNK + whole, start // CHUNK + len(chunks)):
+            self.in_files.discard(self.chunk_prefix(request, index).key)
         request.computed = max(start, (start // CHUNK + whole) * CHUNK)
         self.counts.update(restored_tokens=request.computed - start, bytes_in=sum(
             load.transfer.bytes for load in restoration.loads if load.transfer))
@@ -616,7 +626,11 @@ class Engine(offload.MeasuringEngine):
                     if chunk and not chunk.lost:
                         targets.append((row + count - (end - start), length, chunk, at))
                     if at + length == CHUNK and chunk:
-                        chunk.prefix, sample.filling = self.chunk_prefix(request, index), None
+                        sample.filling = None
+                        if chunk.dropped:
+                            self.counts["chunks_dropped"] += 1
+                        else:
+                            chunk.prefix = self.chunk_prefix(request, index)
                 start += length
             row += count
         return targets
@@ -628,9 +642,9 @@ class Engine(offload.MeasuringEngine):
         if not self.worth_keeping():
             self.wear_out()
             return None
-        if not self.chunks.available:
-            self.counts["chunks_dropped"] += 1
-            return None
+        victim = next(iter(self.chunks.cached), None) if not self.chunks.free else None
+        if not self.chunks.available or victim is not None and self.chunks.prefixes[victim] in request.chunk_prefixes:
+            return Chunk(-1, index, 0, lost=True, dropped=True)                 # a chain does not go for its own end
         chunk = Chunk(*self.chunks.allocate(1), index, len(self.model.layers) * CHUNK)
         self.saving.append(chunk)
         return chunk
@@ -669,12 +683,14 @@ class Engine(offload.MeasuringEngine):
 
     def use(self, request: Request):
         """All chunks of a request were used now."""
-        count = request.computed // CHUNK
-        if count and self.files:
-            paths = [self.files.paths(self.chunk_prefix(request, index), index)[0] for index in range(count)]
-            self.files.readers.submit(self.files.touch, paths)
-        elif count:
-            self.chunks.touch(self.chunk_prefix(request, count - 1))
+        if count := request.computed // CHUNK:
+            self.touch(self.chunk_prefix(request, count - 1), count - 1)
+
+    def touch(self, prefix: paged.Prefix, index: int):
+        if self.files:
+            self.files.readers.submit(self.files.touch, prefix, index)
+        else:
+            self.chunks.touch(prefix)
 
     # What is on its way
 
@@ -692,10 +708,10 @@ class Engine(offload.MeasuringEngine):
             elif not chunk.lost:
                 self.chunks.register(chunk.slot, chunk.prefix)
             self.chunks.release([chunk.slot])
-            self.counts.update(chunks_saved=not chunk.lost, chunks_dropped=chunk.dropped)
-        saved = {chunk.prefix for chunk in over if not chunk.lost} if not self.files else set()
-        for prefix in saved - {prefix.parent for prefix in saved}:              # the ends of chains
-            self.chunks.touch(prefix)
+            self.counts.update(chunks_saved=not chunk.lost, chunks_dropped=chunk.dropped and chunk.prefix is not None)
+        saved = {chunk.prefix: chunk.index for chunk in over if not chunk.lost}
+        for prefix in saved.keys() - {prefix.parent for prefix in saved}:       # the ends of chains
+            self.touch(prefix, saved[prefix])
         for restoration in [restoration for restoration in self.restorations if restoration.over]:
             for load in [load for load in restoration.loads if load.ready]:
                 self.let_go(load)
@@ -827,10 +843,11 @@ def demo(engine: Engine, arguments):
     blocks = engine.pool.needed(context) if arguments.gpu_blocks is None else arguments.gpu_blocks
     options = dict(blocks=blocks, block_size=engine.pool.block_size, token_budget=engine.token_budget,
                    bytes_per_second=link.bytes_per_second)
-    in_memory, direct = dict(cpu_chunks=2 * -(-context // CHUNK)), engine.saver.direct
+    in_memory, direct = dict(cpu_chunks=arguments.cpu_chunks or 2 * -(-context // CHUNK)), engine.saver.direct
     with ExitStack() as stack:
         folders = [tempfile.TemporaryDirectory(prefix="demo-", dir=path) for path in arguments.disk or [None]]
-        in_files = dict(directories=[Path(stack.enter_context(folder)) for folder in folders], direct=direct)
+        in_files = dict(directories=[Path(stack.enter_context(folder)) for folder in folders], direct=direct,
+                        disk_limit=arguments.disk_limit * 1e9)
         ways = {RECOMPUTE: baseline.Engine(model, tokenizer, end_tokens),
                 OFFLOAD: offload.Engine(model, tokenizer, end_tokens, **options, cpu_blocks=2 * blocks),
                 HOST: Engine(model, tokenizer, end_tokens, **options, **in_memory, direct=direct, layout=engine.chunks.layout),
@@ -843,8 +860,14 @@ def demo(engine: Engine, arguments):
         new, messages, turns = max(2, min(arguments.max_tokens, 24)), [], []
         for text in document_and_questions(engine):
             messages.append(dict(role="user", content=text))
+            if len(engine.encode(None, messages)[0]) + 2 * new > context:       # a small context holds fewer questions
+                messages.pop()
+                break
             turns.append({name: ask(way, messages, new) for name, way in ways.items()})
             messages.append(dict(role="assistant", content=turns[-1][RECOMPUTE].text))
+        if len(turns) < 2:
+            raise BadRequest(f"The demo's document and a question do not fit into the context of {context} tokens; choose "
+                             "another --model.")
         again = [{name: ask(way, messages[:-1], new) for name, way in ways.items()} for _ in range(ROUNDS)]
         verified = paged.equal([(results[RECOMPUTE].tokens, result.tokens) for results in turns + again
                                 for result in results.values()], model.dtype)
@@ -971,7 +994,7 @@ def add_arguments(parser):
     parser.add_argument("--cpu-chunks", type=app.bounded(int, 0, 1 << 24), metavar="N",
                         help=f"chunks of {CHUNK} tokens, all layers, in host memory (default: four times the device's tokens, "
                              "within a quarter of what is free)")
-    parser.add_argument("--disk", type=Path, action="append", metavar="DIR",
+    parser.add_argument("--disk", type=lambda name: Path(app.readable(name)), action="append", metavar="DIR",
                         help="keep chunks in files in DIR instead, also when the process ends; may be repeated")
     parser.add_argument("--disk-limit", type=app.bounded(float, 1e-6, 1e6), default=16.0, metavar="GB",
                         help="delete the least recently used files beyond this (default 16)")
@@ -1006,8 +1029,8 @@ def make_engine(model, tokenizer, end_tokens, arguments) -> Engine:
 
 def ingest(engine: Engine, arguments):
     """Compute each text once, as the beginning of a user's message, and keep its states: all of them, whatever it takes."""
-    rows, engine.worth_keeping = [], lambda: True
-    engine.token_budget = min(engine.token_budget, CHUNK * max(1, engine.chunks.size - 1))
+    # 1. All texts, before anything is computed
+    prompts, rows = {}, []
     for path in arguments.ingest:
         try:
             text = path.read_text(encoding="utf-8")
@@ -1018,17 +1041,28 @@ def ingest(engine: Engine, arguments):
             raise BadRequest(f"'{path}' is empty; leave it out.")
         messages = [dict(role="user", content=text)]
         tokens = engine.encode(None, messages)[0] if engine.tokenizer.chat_template else engine.tokenizer.encode(text)
-        saved, dropped = engine.counts["chunks_saved"], engine.counts["chunks_dropped"]
+        if len(tokens) >= engine.context:
+            raise BadRequest(f"'{path}' is {len(tokens)} tokens and the context of this model is {engine.context}; split it.")
+        prompts[path] = tokens
+
+    # 2. One after the other, so slowly that nothing is dropped
+    engine.worth_keeping = lambda: True
+    engine.token_budget = min(engine.token_budget, CHUNK * max(1, engine.chunks.size - 1))
+    for path, tokens in prompts.items():
+        before = dict(engine.counts)
         request, = engine.submit(prompt=tokens, max_tokens=1)
         while engine.step():
-            engine.flush()                                                      # nothing is dropped because it came too fast
+            engine.flush()
         engine.flush()
         if isinstance(request.outcome, Exception):
             raise request.outcome
-        saved, dropped = engine.counts["chunks_saved"] - saved, engine.counts["chunks_dropped"] - dropped
+        saved, dropped = (engine.counts[what] - before[what] for what in ("chunks_saved", "chunks_dropped"))
         rows.append(dict(file=str(path), tokens=len(tokens), chunks=len(tokens) // CHUNK, saved=saved, dropped=dropped))
-        print(f"{path}: {len(tokens)} tokens, {len(tokens) // CHUNK} chunks; {saved} saved, {dropped} could not be saved, "
-              "the others were there")
+        print(f"{path}: {len(tokens)} tokens, {len(tokens) // CHUNK} chunks of {CHUNK}, {saved} of them saved"
+              + (", the others were there" if saved < len(tokens) // CHUNK and not dropped else ""))
+    if dropped := sum(row["dropped"] for row in rows):
+        raise BadRequest(f"{dropped} chunks could not be saved; see that there is room in "
+                         f"{', '.join(map(str, arguments.disk))}, and leave --cpu-chunks out.")
     return dict(ingested=rows, counters=engine.counters()), []
 
 

@@ -18,6 +18,7 @@ import uuid
 import zlib
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,13 +59,18 @@ class ChunkFiles:
             try:
                 directory.mkdir(parents=True, exist_ok=True)
                 for path in directory.glob(f"*{self.SUFFIX}.*.tmp"):             # of processes that were killed
-                    if time.time() - path.stat().st_mtime > self.ABANDONED:
-                        path.unlink(missing_ok=True)
+                    with suppress(FileNotFoundError):
+                        if time.time() - path.stat().st_mtime > self.ABANDONED:
+                            path.unlink()
                 with tempfile.TemporaryFile(dir=directory):
                     pass
             except OSError as error:
                 raise ModelError(f"Cannot keep chunks in '{directory}' ({error.strerror}); choose another directory "
                                  "with --disk.") from None
+        size = self.PAGE + shape[0] * self.part_bytes           # of a chunk, at least
+        if size > limit:
+            raise ModelError(f"A chunk takes {size / 1e6:.2f} MB, and all of them may take {limit / 1e6:.2f} MB; choose a "
+                             "larger --disk-limit.")
         self.readers = ThreadPoolExecutor(len(self.directories), "read")
         self.bytes, self.unseen = sum(size for _, size, _ in self.scan()), 0    # in the directories; written since a look
 
@@ -101,10 +107,8 @@ class ChunkFiles:
     def reject(self, path: Path):
         """What lies there is not what it should be. It goes, so that the right one can take its place."""
         self.count(file_errors=1)
-        try:
+        with suppress(OSError):
             path.unlink(missing_ok=True)
-        except OSError:
-            pass
 
     def count(self, **what: int):
         with self.lock:
@@ -135,10 +139,8 @@ class ChunkFiles:
         except OSError:
             with self.lock:
                 self.bytes -= size
-            try:
+            with suppress(OSError):
                 temporary.unlink(missing_ok=True)
-            except OSError:
-                pass
             raise
         self.count(file_writes=1, file_write_bytes=size)
 
@@ -171,22 +173,21 @@ class ChunkFiles:
     def scan(self):
         """-> (nanoseconds of last use, bytes, path) of every chunk."""
         for directory in self.directories:
-            try:
+            with suppress(OSError):                             # the directory is gone
                 for entry in os.scandir(directory):
-                    if re.fullmatch(r"[0-9a-f]{64}" + re.escape(self.SUFFIX), entry.name):
-                        status = entry.stat()
-                        yield status.st_mtime_ns, status.st_size, Path(entry.path)
-            except OSError:                                     # gone, or a file in it
-                continue
+                    with suppress(OSError):                     # the file is, meanwhile
+                        if re.fullmatch(r"[0-9a-f]{64}" + re.escape(self.SUFFIX), entry.name):
+                            status = entry.stat()
+                            yield status.st_mtime_ns, status.st_size, Path(entry.path)
 
-    def touch(self, paths: list[Path]):
-        """These, in the order of their chain, are the most recently used, its beginning most of all."""
+    def touch(self, prefix, index: int):
+        """What this prefix stands for, `index` in its chain, is the most recently used, its beginning most of all."""
         now = time.time_ns()
-        for number, path in enumerate(paths):
-            try:
-                os.utime(path, ns=(now, now - 1000 * number))
-            except OSError:
-                pass
+        for number in range(index, -1, -1):
+            for path in self.paths(prefix, number):
+                with suppress(OSError):
+                    os.utime(path, ns=(now, now - 1000 * number))
+            prefix = prefix.parent
 
     def read(self, chunks: list[StoredChunk], part: int, into: torch.Tensor, done):
         """Read one part of all chunks into `into` [chunks * tokens, width], in the background, the directories in parallel. Then
@@ -232,7 +233,7 @@ class ChunkFiles:
         except EOFError:
             self.reject(chunk.path)
             return False
-        except OSError:                                         # gone, or the directory is; or too many files are open
+        except Exception:                                       # it is gone, or the directory is; too many files are open; ...
             self.count(file_errors=1)
             return False
         self.count(file_reads=1 if in_order else tokens, file_read_bytes=into.nbytes)

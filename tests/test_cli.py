@@ -702,14 +702,14 @@ def test_texts_are_ingested_without_the_servers_port_and_found_by_another_proces
                    str(taken.getsockname()[1]), "--json", str(report), script=HIDDEN)
     assert done.returncode == 0 and all(line.startswith(SIZES) for line in done.stderr.splitlines()), done
     story, note = done.stdout.splitlines()
-    assert story == f"{files[0]}: {counts[0]} tokens, 3 chunks, 3 of them new"
-    assert note.startswith(f"{files[1]}: {counts[1]} tokens, 1 chunks, ")
+    assert story == f"{files[0]}: {counts[0]} tokens, 3 chunks of 64, 3 of them saved"
+    assert note == f"{files[1]}: {counts[1]} tokens, 1 chunks of 64, 1 of them saved"
     written = json.loads(report.read_text())
     rows = written["ingested"]
-    assert [(row["file"], row["tokens"], row["chunks"]) for row in rows] == [
-        (str(files[0]), counts[0], 3), (str(files[1]), counts[1], 1)]
+    assert rows == [dict(file=str(file), tokens=count, chunks=chunks, saved=chunks, dropped=0)
+                    for file, count, chunks in zip(files, counts, (3, 1))]
     assert written["chapter"] == "04_hidden_state_cache"
-    assert chunks_in(folder) == [written["counters"]["file_writes"]] == [sum(row["chunks_written"] for row in rows)]
+    assert chunks_in(folder) == [written["counters"]["file_writes"]] == [4]
 
     question = STORY + "Who wrote it?"
     done = run("--model", str(tiny_folder), "--device", "cpu", "--prompt", question, "--max-tokens", "8", "--disk", str(folder),
@@ -725,9 +725,9 @@ def test_a_text_is_ingested_once_and_found_however_many_there_are(tiny_folder, t
     for number, text in enumerate(texts):
         (tmp_path / str(number)).write_text(text)
     asked = ["--model", tiny_folder, "--disk", tmp_path / "chunks"]
-    for new in (3, 0):
+    for new in (", 3 of them saved", ", 0 of them saved, the others were there"):
         said, _ = prompted_here(monkeypatch, capsys, *asked, "--ingest", *(tmp_path / str(number) for number in range(3)))
-        assert [line.split(" tokens, ")[1] for line in said.splitlines()] == [f"3 chunks, {new} of them new"] * 3
+        assert [line.split(" tokens, ")[1] for line in said.splitlines()] == [f"3 chunks of 64{new}"] * 3
         assert chunks_in(tmp_path / "chunks") == [9]
     for text in texts:
         prompted_here(monkeypatch, capsys, *asked, "--prompt", text + " And?", "--max-tokens", 4, "--json", tmp_path / "report")
@@ -748,7 +748,10 @@ TINY_CPU = [*TINY, "--device", "cpu"]
     ("'0'", ["--save-threads", "0"]), ("'65'", ["--save-threads", "65"]), ("'0'", ["--link", "0"]),
     ("h800", ["--platform", "h100"]),
     ("--cpu-blocks", ["--cpu-blocks", "5"]), ("--cpu-chunk", ["--cpu-chunk", "5"]), ("--ingest", ["--ingest"]),
+    ("not empty", ["--disk", ""]),
     ("--disk DIR", [*TINY_CPU, "--ingest", "notes.txt"]), ("--demo", ["--demo", "--prompt", "Hello"]),
+    ("leave out --demo and --prompt", [*TINY_CPU, "--ingest", "notes.txt", "--disk", "x", "--prompt", "Hello"]),
+    ("leave out --demo and --prompt", [*TINY_CPU, "--ingest", "notes.txt", "--disk", "x", "--demo"]),
     ("512", [*TINY_CPU, "--prompt", "x" * 600]), ("'/'", [*TINY_CPU, "--prompt", "Hello", "--trace", "/"]),
 ], ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "")
 def test_wrong_options_of_hidden_end_with_one_clear_line(monkeypatch, capsys, words, arguments):
@@ -763,14 +766,26 @@ def test_wrong_options_of_hidden_end_with_one_clear_line(monkeypatch, capsys, wo
      ["--prompt", "Hello", "--disk", "{}/sub"]),
     ("Cannot read '{}' (No such file", None, ["--ingest", "{}", "--disk", "{}.chunks"]),
     ("Cannot read '{}' (it is not text in UTF-8)", b"\xff\xfe\0", ["--ingest", "{}", "--disk", "{}.chunks"]),
-    ("the context of this model is 512", b"x" * 600, ["--ingest", "{}", "--disk", "{}.chunks"]),
-], ids=["a file for a directory", "a file in the way", "no file", "no text", "a text too long"])
+    ("'{}' is empty", b"", ["--ingest", "{}", "--disk", "{}.chunks"]),
+    ("'{}' is 6", b"x" * 600, ["--ingest", "{}", "--disk", "{}.chunks"]),
+    ("larger --disk-limit", b"x", ["--ingest", "{}", "--disk", "{}.chunks", "--disk-limit", "1e-5"]),
+], ids=["a file for a directory", "a file in the way", "no file", "no text", "an empty text", "a text too long",
+        "a limit below a chunk"])
 def test_files_that_cannot_be_used_are_told_in_one_clear_line(tmp_path, monkeypatch, capsys, words, content, asked):
     path = tmp_path / "notes"
     if content is not None:
         path.write_bytes(content)
     line = refused_here(monkeypatch, capsys, HIDDEN, [*TINY_CPU, *(word.format(path) for word in asked)])
     assert line.startswith("04_hidden_state_cache: ") and words.format(path) in line
+
+
+def test_a_text_that_cannot_be_kept_whole_does_not_end_well(tmp_path, monkeypatch, capsys):
+    (tmp_path / "notes").write_text("x" * 280)
+    arguments = [*TINY_CPU, "--ingest", tmp_path / "notes", "--disk", tmp_path / "chunks", "--cpu-chunks", "0"]
+    monkeypatch.setattr(sys, "argv", ["04", *map(str, arguments)])
+    with pytest.raises(SystemExit, match=f"4 chunks could not be saved; see that there is room in {tmp_path}"):
+        runpy.run_path(str(ROOT / HIDDEN), run_name="__main__")
+    assert capsys.readouterr().out.endswith(" tokens, 4 chunks of 64, 0 of them saved\n")
 
 
 def test_chunks_too_many_for_the_memory_are_refused_with_what_would_fit(monkeypatch, capsys):
@@ -802,6 +817,8 @@ def test_hidden_demo_is_verified_with_other_options_too(tmp_path, monkeypatch, c
     assert {row["source"] for row in costs[2:]} == {"hidden" if restored else "miss"}
     assert said.count("\nOne restoration, ") == 2 * restored
     assert (tmp_path / "trace.svg").read_text().startswith("<svg ")
+    left = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert sorted(path.name for path in left) == ["report.json", "trace.svg"], "it keeps nothing on the disk"
 
 
 @pytest.fixture(scope="module")

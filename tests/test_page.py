@@ -7,6 +7,7 @@ import threading
 import pytest
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+from conftest import chapter
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
@@ -39,7 +40,7 @@ class Page:
         for log in ("browser", "performance"):
             browser.get_log(log)                # what came before is not ours
         browser.get(self.url)
-        self.wait(lambda: "01_baseline" in self.text("#title"))
+        self.wait(lambda: INFO["chapter"] in self.text("#title"))
 
     def wait(self, what):
         return WebDriverWait(self.browser, 60, poll_frequency=0.02).until(lambda _: what())
@@ -101,6 +102,31 @@ def test_enter_asks_and_the_answer_and_its_numbers_appear(page, tiny_engine):
     assert [dict(role=role, content=text) for role, text in page.turns()] == messages
     assert len(page.all("th")) == len(cells) and page.focused() == "prompt"
     assert page.complaints() == []
+
+
+def test_a_conversation_that_comes_back_shows_where_its_history_came_from(browser, tiny_engine, monkeypatch):
+    monkeypatch.setitem(INFO, "chapter", "04_hidden_state_cache")
+    offload, hidden = chapter("03_cpu_offload"), chapter("04_hidden_state_cache")
+    engine = hidden.Engine(tiny_engine.model, tiny_engine.tokenizer, tiny_engine.end_tokens, 64, cpu_chunks=8)
+    engine.seconds_to_restore = lambda *_, **__: 1e-9               # never slower than to compute
+    messages, asked = [], [("It was a long story, and so it began." * 4, "miss"), ("And then?", "hidden")]
+    with Serving(engine) as port:
+        page = Page(browser, engine, port)
+        assert page.text("#title") == "04_hidden_state_cache · tiny" == browser.title
+        browser.execute_script("document.getElementById('max-tokens').value = 8")
+        for turn, (prompt, source) in enumerate(asked, 1):
+            messages.append(dict(role="user", content=prompt))
+            expected = tiny_engine.generate(messages=messages, max_tokens=8)
+            messages.append(dict(role="assistant", content=expected.text))
+            page.ask(prompt, turn)
+            cells = [cell.text for cell in page.all(f"#numbers tr:nth-child({turn}) td")]
+            assert cells[:-2] == [str(value) for value in (turn, expected.usage["prompt_tokens"], expected.history_tokens,
+                                                           128 * (turn - 1), source, len(expected.tokens))]
+            engine.flush()
+            offload.empty(engine)
+        assert [dict(role=role, content=text) for role, text in page.turns()] == messages and page.complaints() == []
+    engine.close()
+    engine.saver.close()
 
 
 def test_shift_enter_breaks_the_line_and_does_not_send(page):

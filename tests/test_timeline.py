@@ -143,7 +143,66 @@ def test_whatever_happened_can_be_drawn(spans, width):
     rects(timeline)
 
 
-# 4. The picture --------------------------------------------------------------------------------------------------
+def test_with_bubbles_a_chart_says_beside_each_lane_how_long_it_was_idle():
+    timeline = drawn(("load", "layer 0", 0, 2), ("load", "layer 1", 2, 3), ("compute", "layer 0", 2, 4),
+                     ("compute", "layer 1", 4, 8), ("storage", "layer 0", 0, 8))
+    plain, said = timeline.chart(8).splitlines(), timeline.chart(8, bubbles=True).splitlines()
+    assert said == [" compute |..001111| idle 25%", "    load |001.....| idle 62%", " storage |00000000| idle 0%", plain[-1]]
+    assert plain[:-1] == [line.split(" idle")[0] for line in said[:-1]]
+    assert Timeline().chart(bubbles=True) == "(nothing happened)"
+
+
+# 4. Windows ------------------------------------------------------------------------------------------------------
+
+MIXED = [("load", "layer 0", 0, 2), ("load", "layer 1", 2, 6), ("compute", "layer 0", 3, 5), ("save", "states", 6, 9)]
+
+
+@pytest.mark.parametrize("start,end,expected", [
+    (0, 9, MIXED), (-1, 20, [(lane, label, a + 1, b + 1) for lane, label, a, b in MIXED]),
+    (1, 4, [("load", "layer 0", 0, 1), ("load", "layer 1", 1, 3), ("compute", "layer 0", 2, 3)]),
+    (2, 6, [("load", "layer 1", 0, 4), ("compute", "layer 0", 1, 3)]),         # what only touches it is not in it
+    (3.5, 4.5, [("load", "layer 1", 0, 1), ("compute", "layer 0", 0, 1)]),
+    (9, 12, []), (-5, 0, []),
+], ids=str)
+def test_a_window_holds_what_happened_in_it_clipped_and_on_a_clock_of_its_own(start, end, expected):
+    timeline = drawn(*MIXED)
+    before, part = list(timeline.spans), timeline.window(start, end)
+    assert [(span.lane, span.label, span.start, span.end) for span in part.spans] == expected
+    assert part.began == timeline.began + start and timeline.spans == before
+    assert all(0 <= span.start <= span.end <= end - start for span in part.spans)
+
+
+def test_a_window_of_nothing_is_empty_and_can_be_drawn():
+    part = Timeline().window(0, 1)
+    assert part.spans == [] and part.end == 0 == part.bubble("load") and part.chart(bubbles=True) == "(nothing happened)"
+
+
+def test_a_window_of_a_window_is_the_window_of_both():
+    timeline = drawn(*MIXED)
+    assert timeline.window(1, 8).window(1, 4).spans == timeline.window(2, 5).spans
+    assert timeline.window(1, 8).window(1, 4).began == timeline.window(2, 5).began
+
+
+def test_a_window_is_written_to_a_trace_at_the_time_at_which_it_happened(tmp_path):
+    timeline = drawn(*MIXED)
+    write_trace([timeline.window(3, 5)], tmp_path / "trace.json")
+    spans = [event for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if event["ph"] == "X"]
+    assert [span["ts"] for span in spans] == pytest.approx([(timeline.began + 3) * 1e6] * 2)
+    assert [span["dur"] for span in spans] == pytest.approx([2e6] * 2)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@given(st.lists(st.tuples(st.sampled_from(["load", "compute"]), INTERVAL), max_size=6), INTERVAL)
+def test_the_bubble_of_a_window_is_that_of_the_timeline_in_it(spans, within):
+    timeline, (start, end) = drawn(*((lane, "x", *span) for lane, span in spans)), within
+    part = timeline.window(start, end)
+    for lane in ("load", "compute", "save"):
+        assert part.bubble(lane, 0, end - start) == pytest.approx(timeline.bubble(lane, start, end))
+        if part.end:                            # without bounds it ends with its last span
+            assert part.bubble(lane) == pytest.approx(timeline.bubble(lane, start, start + part.end))
+
+
+# 5. The picture --------------------------------------------------------------------------------------------------
 
 def rects(timeline, width: int = 800) -> list:
     """The rectangles of its picture, after a look at whether each lies inside."""
@@ -190,7 +249,7 @@ def test_what_was_under_way_before_the_timeline_began_is_not_drawn_outside_of_it
     assert all(float(rect.get("x") or 0) >= 0 for rect in root.findall(f"{SVG}rect"))
 
 
-# 5. For programs -------------------------------------------------------------------------------------------------
+# 6. For programs -------------------------------------------------------------------------------------------------
 
 def test_as_json_is_in_milliseconds():
     assert drawn(("load", "layer 0", 0.0012345, 0.5), ("compute", "decode", 1, 2)).as_json() == [
@@ -221,7 +280,7 @@ def test_a_trace_file_that_ends_in_svg_is_the_picture_of_the_last_timeline(tmp_p
     assert (tmp_path / "trace.svg").read_text() == last.svg() != first.svg()
 
 
-# 6. The clock ----------------------------------------------------------------------------------------------------
+# 7. The clock ----------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("device", ["cpu", torch.device("cpu")])
 def test_without_a_gpu_a_mark_is_the_time_of_the_host(device):
