@@ -149,6 +149,17 @@ class MeasuringEngine(paged.Engine):
         if representative and not self.stalls and self.counts["steps"] > steps:          # it waited for nothing
             self.prefills.append((tokens, flops, time.perf_counter() - began))
 
+    def settle(self):
+        """Let go of what has arrived. Here nothing travels."""
+
+    def counters(self) -> dict:
+        if self.stepping.acquire(blocking=False):                               # who asks may see what has arrived
+            try:
+                self.settle()
+            finally:
+                self.stepping.release()
+        return super().counters()
+
     def seconds_to_compute(self, start: int, end: int) -> float:
         """Estimate for the prefill of tokens `start` to `end`, as fast as the last prefills were; without any, inf."""
         _, flops, seconds = map(sum, zip(*self.prefills)) if self.prefills else (0, 1.0, float("inf"))
@@ -458,13 +469,8 @@ class Engine(MeasuringEngine):
         return Result(**vars(super().result(request)), blocks=request.blocks, choice=request.choice, link=str(self.load_link))
 
     def counters(self) -> dict:
-        if self.stepping.acquire(blocking=False):                               # who asks may see what has arrived
-            try:
-                self.settle()
-            finally:
-                self.stepping.release()
-        host = self.host
-        return dict(super().counters(), cpu_evictions=host.counts["evictions"], cpu_blocks=host.size,
+        counters, host = super().counters(), self.host
+        return dict(counters, cpu_evictions=host.counts["evictions"], cpu_blocks=host.size,
                     cpu_blocks_free=len(host.free), cpu_blocks_cached=len(host.cached),
                     cpu_blocks_referenced=host.size - host.available, swaps_under_way=len(self.swaps), link=str(self.load_link))
 

@@ -3,26 +3,28 @@
 The problem. Computing a lost KV cache again keeps the processor busy and leaves the link idle; copying it from the host
 (chapter 03) keeps the link busy and leaves the processor idle.
 
-The mechanism. A layer's K and V are its input, the hidden states, after a norm, one projection and the rotary embedding.
-With multi-head attention that input is half as large as K and V together, and projecting it costs a sixth of computing the
-layer, or less. So the hidden states are kept. When a conversation comes back, the states of layer l+1 travel while those
-of layer l are projected, by the same `project_kv` that the forward pass calls: link and processor work side by side.
+The mechanism. A layer's K and V are projected from its input, the hidden states, after a norm; K is then rotated. With
+multi-head attention that input is half as large as K and V together, and projecting it costs a sixth of computing the layer,
+with the usual sizes of a Llama, and less behind a long context. So the hidden states are kept. When a conversation comes back,
+the states of layer l+1 travel while those of layer l are projected, by the same `project_kv` that the forward pass calls:
+link and processor work side by side.
 
 Saving must not delay the next token. Stage one copies a step's states, all requests together, into a snapshot buffer in
 host memory; stage two, threads on the host, sorts the rows into chunks of 64 tokens, in which the rows of a layer lie together:
-restoration reads a layer of many tokens, where computing wrote all layers of one. Chunks stay in host memory, or go to files
-that survive the process.
+restoration reads one layer of many tokens, where decoding writes all layers of one. Chunks stay in host memory, or go to
+files that survive the process.
 
-New against chapter 03: RowBuffer, ChunkPool, ChunkFiles and Saver, the tap on the forward pass that sees the states, and
-restoration as a phase of the scheduler of its own, between layers of which others decode. It stands on chapter 02: KV blocks
-are not copied anywhere. A device hit ends where a chunk ends, unless the store has the chunk, because a chunk
-is filled by computing all of its tokens: that costs a hit up to 63 tokens, and makes no gap in what is kept.
+New against chapter 03: ChunkPool and Saver, the tap on the forward pass that sees the states, RowBuffer (common/link.py),
+ChunkFiles (common/store.py), and restoration as a phase of its own: others decode between its layers. It stands on chapter
+02: KV blocks are not copied anywhere, `save` registers them as before, and the tap keeps the states. A device hit that
+ends inside a chunk is cut back to the chunk's beginning, unless the store has the chunk or is about to: a chunk is filled by
+computing all of its tokens. With blocks of 16 that costs at most 48 tokens, and makes no gap in what is kept.
 
-Source: HCache (Gao et al., EuroSys '25), sections 3, 4.2 and 5. Its scheduler, section 4.1, is chapter 05.
+Source: HCache (Gao et al., EuroSys '25), sections 3, 4.2 and 5. Its scheduler, section 4.1, will be chapter 05.
 
     python 04_hidden_state_cache.py --demo
-    python 04_hidden_state_cache.py --prompt "What is a KV cache?" --disk /tmp/chunks
-    python 04_hidden_state_cache.py --ingest notes.txt --disk /tmp/chunks
+    python 04_hidden_state_cache.py --prompt "What is a KV cache?" --disk chunks
+    python 04_hidden_state_cache.py --ingest notes.txt --disk chunks
     python 04_hidden_state_cache.py                        # the server, on http://127.0.0.1:5000
 """
 import importlib
@@ -34,9 +36,11 @@ import tempfile
 import threading
 import weakref
 from collections import deque
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -87,7 +91,7 @@ class Chunk:
     """64 tokens whose states are on their way into the store, in the ChunkPool under number `slot`.
 
     Its life: the engine begins it when the first of its tokens is computed. Each step's rows are a job of the Saver's
-    threads, which count `missing` down; a chunk that nothing is missing of is whole, and is written to its file if there are
+    threads, which count `missing` down; a chunk of which nothing is missing is whole, and is written to its file if there are
     files. If its request ends before, or rows cannot be taken or written, it is `lost`. The engine's `settle` alone ends it,
     when it is whole or lost and no job touches it any more: it is registered in the pool, or its slot is free again."""
     slot: int
@@ -102,8 +106,12 @@ class Chunk:
         self.lost = self.dropped = True
 
 
-# A run of rows of a step's batch: first row, rows, their chunk, and which of its tokens the first row is
-Target = tuple[int, int, Chunk, int]
+class Target(NamedTuple):
+    """Where a run of rows of a step's batch goes."""
+    row: int                       # the first of them in the batch
+    rows: int
+    chunk: Chunk
+    at: int                        # the first of them in the chunk
 
 
 class Saver:
@@ -117,20 +125,19 @@ class Saver:
         self.buffer = RowBuffer(memory)                                         # [rows, D]
         self.taken_rows, self.chunk_rows = as_integers(memory), as_integers(pool.states)        # both for NumPy
         self.jobs, self.changed = queue.SimpleQueue(), threading.Condition()
-        self.under_way = 0                                                      # snapshots that are not sorted and written
-        self.whole: deque[Chunk] = deque()                                      # to be written
-        self.running = self.writing = self.errors = 0
+        self.under_way = 0                                                      # snapshots to sort, and chunks to write
+        self.to_write: deque[Chunk] = deque()
+        self.started = self.writing = self.errors = 0                           # threads; of them writing; failures
 
     def snapshot(self, layer: int, states: list[torch.Tensor], targets: list[Target]) -> list[Transfer]:
-        """Stage one: the inputs [T, D] of `layer` and those after it go out in one transfer. Where there is no room for
-        them, their chunks are dropped: nobody waits. What is computed next may begin at once, because it writes to other
-        memory, and the transfer keeps this alive."""
-        targets = [target for target in targets if not target[2].lost]
+        """Stage one: `states`, the inputs [T, D] of layer number `layer` and of the layers after it, go out in one transfer ->
+        the transfers; none where there was no room, and then their chunks are dropped: nobody waits. What is computed next may
+        begin at once, because it writes to other memory, and the transfer keeps `states` alive."""
+        targets = [target for target in targets if not target.chunk.lost]
         if not targets:
             return []
         self.start()
-        tokens, count = len(states[0]), len(states)
-        transfers, first, chunks = [], None, [chunk for *_, chunk, _ in targets]
+        tokens, count, transfers, first = len(states[0]), len(states), [], None
         try:
             if self.direct:
                 transfers = self.write_through(layer, states, targets)
@@ -139,17 +146,17 @@ class Saver:
                 transfers = [self.link.copy(list(into), states, f"layer {layer}" if count == 1 else "states")]
         except Exception:                                                       # the link does not take it
             self.errors += 1
-        if not transfers:
             if first is not None:
                 self.buffer.give_back(first)
-            for chunk in chunks:
-                chunk.drop()
-            return []
         with self.changed:
-            self.under_way += 1
-            for chunk in chunks:
-                chunk.jobs += 1
-        self.jobs.put((transfers, first, layer, count, tokens, targets))
+            self.under_way += bool(transfers)
+            for target in targets:
+                if transfers:
+                    target.chunk.jobs += 1
+                else:
+                    target.chunk.drop()
+        if transfers:
+            self.jobs.put((transfers, first, layer, count, tokens, targets))
         return transfers
 
     def write_through(self, layer: int, states: list[torch.Tensor], targets: list[Target]) -> list[Transfer]:
@@ -158,18 +165,19 @@ class Saver:
         transfers = []
         try:
             for number, hidden in enumerate(states):
-                for start, length, chunk, at in targets:
-                    into = self.pool.states[layer + number, chunk.slot, at:at + length]
-                    transfers.append(self.link.copy(into, hidden[start:start + length], f"layer {layer + number}"))
+                for row, rows, chunk, at in targets:
+                    into = self.pool.states[layer + number, chunk.slot, at:at + rows]
+                    transfers.append(self.link.copy(into, hidden[row:row + rows], f"layer {layer + number}"))
         finally:
             for transfer in transfers:
                 transfer.join()
         return transfers
 
     def start(self):
-        while self.running < self.threads:
+        """The threads, when the first rows come."""
+        while self.started < self.threads:
             threading.Thread(target=self.work, daemon=True).start()
-            self.running += 1
+            self.started += 1
 
     def work(self):
         """A thread of stage two."""
@@ -188,35 +196,36 @@ class Saver:
             transfer.src = []                                                   # the device may use that memory again
         well = all(transfer.error is None for transfer in transfers)
         if first is not None:
-            rows = self.taken_rows[first:first + tokens * count].reshape(count, tokens, -1)             # [count, T, D]
-            for start, length, chunk, at in targets:
+            taken = self.taken_rows[first:first + tokens * count].reshape(count, tokens, -1)            # [count, T, D]
+            for row, rows, chunk, at in targets:
                 if well and not chunk.lost:
-                    self.chunk_rows[layer:layer + count, chunk.slot, at:at + length] = rows[:, start:start + length]
+                    self.chunk_rows[layer:layer + count, chunk.slot, at:at + rows] = taken[:, row:row + rows]
             self.buffer.give_back(first)
         with self.changed:
-            for _, length, chunk, _ in targets:
-                chunk.missing -= count * length
+            self.under_way -= 1
+            self.errors += not well
+            for _, rows, chunk, _ in targets:
+                chunk.missing -= count * rows
                 if not well:
                     chunk.drop()
-                    self.errors += 1
-            written = [chunk for *_, chunk, _ in targets if self.files and chunk.missing == 0 and not chunk.lost]
-            self.whole.extend(written)
-            for *_, chunk, _ in targets:
-                chunk.jobs -= chunk not in written                              # which are over when they are written
-            self.under_way += len(written) - 1
+                if self.files and not chunk.missing and not chunk.lost:
+                    self.to_write.append(chunk)                                 # its job is over when it is written
+                    self.under_way += 1
+                    self.jobs.put(())                                           # any thread may write it
+                else:
+                    chunk.jobs -= 1
             self.changed.notify_all()
-        for _ in written[1:]:
-            self.jobs.put(())                                                   # other threads may write the others
 
     def next_to_write(self) -> Chunk | None:
-        """A chunk to write, while one thread is left to sort: a slow directory must not hold the snapshot buffer."""
+        """A chunk to write, if another thread is left to sort: a slow directory must not hold the snapshot buffer."""
         with self.changed:
-            if not self.whole or self.writing >= max(1, self.threads - 1):
+            if not self.to_write or self.writing >= max(1, self.threads - 1):
                 return None
             self.writing += 1
-            return self.whole.popleft()
+            return self.to_write.popleft()
 
     def write(self, chunk: Chunk):
+        """The end of stage two: a whole chunk goes to its file, or is dropped."""
         try:
             self.files.write(chunk.prefix, chunk.index, self.chunk_rows[:, chunk.slot])
         except Exception:                                                       # the directory is full, or gone, or ...
@@ -245,8 +254,8 @@ class Load:
     rows: int
     landing: int | None            # None when they have been given back
     buffer: int | None = None      # rows of host memory that a file is read into
-    whole: int | None = None       # chunks, from the first on, that could be read
-    storage: tuple[float, float] | None = None                 # seconds in which that was done
+    readable: int | None = None    # chunks, from the first on, of those in files
+    storage: tuple[float, float] | None = None                 # (start, end) of reading them, seconds of time.perf_counter()
     transfer: Transfer | None = None
     issued: threading.Event = field(default_factory=threading.Event)            # the transfer is there, or never will be
 
@@ -276,7 +285,8 @@ class Load:
 
 @dataclass(eq=False)
 class Restoration:
-    """What brings one request's states back. It holds a reference to every chunk of the ChunkPool that it reads."""
+    """What brings one request's states back, layer by layer. It holds a reference to each chunk that it reads from the
+    ChunkPool."""
     start: int                     # the first token that is brought
     chunks: list                   # numbers in the ChunkPool, or StoredChunks; the first holds token `start`
     prefix: paged.Prefix           # of the first chunk
@@ -302,7 +312,7 @@ class Request(paged.Request):
 @dataclass
 class Result(baseline.Result):
     choice: dict | None            # chosen ("restore" or "recompute"), restore_ms, recompute_ms; None if nothing more was kept
-    restoration: dict | None       # tokens, bytes, ms, tokens_per_second, load_bubble, compute_bubble; None if there was none
+    restoration: dict | None       # tokens, bytes, start_ms (since received), ms, tokens_per_second, and two bubbles; or None
     link: str                      # what the states came over, and how fast it is
 
     def summary(self) -> str:
@@ -317,35 +327,36 @@ class Result(baseline.Result):
 # 2. The engine ---------------------------------------------------------------------------------------------------
 
 class Engine(offload.MeasuringEngine):
-    """Chapter 02's engine, which keeps hidden states: in host memory, or in files if there are `directories` for them.
-    `bytes_per_second` is the modelled link's, without a GPU."""
+    """Chapter 02's engine, which keeps hidden states: `cpu_chunks` in host memory, or `disk_limit` bytes in files if there are
+    `directories`. `save_threads` sort them; `direct` is without stage one; `layout` is one of LAYOUTS; `bytes_per_second` is the
+    modelled link's, without a GPU. Raises ModelError for what does not fit."""
     Request = Request
     fields = {**paged.Engine.fields, "save": (lambda v: isinstance(v, bool), "true or false")}
 
-    def __init__(self, model, tokenizer, end_tokens, *options, cpu_chunks: int | None = None, directories: list[Path] = (),
+    def __init__(self, model, tokenizer, end_tokens, *options, cpu_chunks: int | None = None, directories: tuple[Path, ...] = (),
                  disk_limit: float = 16e9, save_threads: int = 8, direct: bool = False, layout: str = "chunked",
                  bytes_per_second: float | None = None, **named_options):
         super().__init__(model, tokenizer, end_tokens, *options, **named_options)
         config, dtype, device, layers = model.config, model.dtype, model.device, len(model.layers)
-        # 1. What is kept, and where. With files, host memory holds what is being filled or written: two for each who runs
+        # 1. What is kept, and where. With files, host memory holds what is being filled (one for each who runs) or written
         width, size = config.hidden_size, layers * CHUNK * config.hidden_size * dtype.itemsize
         self.chunk_prefixes = paged.Prefixes(f"{model.digest.hex()} {dtype} {CHUNK} hidden {layout}")
-        self.files = ChunkFiles(list(directories), (layers, CHUNK, width), dtype, disk_limit, layout) if directories else None
+        self.files = ChunkFiles(directories, (layers, CHUNK, width), dtype, disk_limit, layout) if directories else None
         useful = 2 * self.max_running + 64 if self.files else -(-4 * self.pool.size * self.pool.block_size // CHUNK)
         cpu_chunks = offload.host_pool_size(self.pool, cpu_chunks, useful, size, f"chunks of {CHUNK} tokens", "--cpu-chunks")
         self.chunks = ChunkPool(config, cpu_chunks, layout, dtype, device)
         self.in_files: set[bytes] = set()                                       # keys that were found or written there
+        self.keep_always = False                                                # whatever restoring would take
         # 2. The link, and the memory at its ends
         bytes_per_second = bytes_per_second or links.bandwidth(model)
         self.load_link, self.save_link = (Link(lane, self.clock, bytes_per_second) for lane in ("load", "save"))
-        tokens = self.pool.size * self.pool.block_size
-        rows = min(self.context, tokens + CHUNK)
-        rows = max(rows, min(LANDING * rows, BUFFER // (width * dtype.itemsize)))
-        self.landing = RowBuffer(torch.empty(rows, width, dtype=dtype, device=device))                          # [rows, D]
-        self.reading = RowBuffer(offload.pinned((rows if self.files else 0, width), dtype, device, "The read buffer"))
-        step = min(self.token_budget, tokens)                                   # rows of a layer, at most
-        rows = max(step, min(2 * layers * step, BUFFER // (width * dtype.itemsize)))
-        self.saver = Saver(self.chunks, self.files, self.save_link, rows, save_threads, direct)
+        tokens, most = self.pool.size * self.pool.block_size, BUFFER // (width * dtype.itemsize)
+        longest, step = min(self.context, tokens + CHUNK), min(self.token_budget, tokens)
+        landing, snapshot = max(longest, min(LANDING * longest, most)), max(step, min(2 * layers * step, most))
+        self.landing = RowBuffer(torch.empty(landing, width, dtype=dtype, device=device))                       # [rows, D]
+        reading = offload.pinned((landing if self.files else 0, width), dtype, device, "The read buffer")
+        self.reading = RowBuffer(reading)                                                                       # [rows, D]
+        self.saver = Saver(self.chunks, self.files, self.save_link, snapshot, save_threads, direct)
         weakref.finalize(self, self.saver.close)
         # 3. What is under way
         self.saving: list[Chunk] = []                                           # oldest first
@@ -366,11 +377,100 @@ class Engine(offload.MeasuringEngine):
             self.settle()
             before = self.counts["steps"], self.counts["layers_projected"]
             more = super().step()
-            if more and before == (self.counts["steps"], self.counts["layers_projected"]):      # nobody can go on before
-                loads = (load for restoration in self.restorations for load in restoration.loads)       # something arrives
-                if load := next((load for load in loads if not load.ready), None):
-                    load.join()
+            # Nobody can go on before something arrives
+            if more and before == (self.counts["steps"], self.counts["layers_projected"]):
+                next((load.join() for load in self.loads if not load.ready), None)
             return more
+
+    @property
+    def loads(self) -> list[Load]:
+        return [load for restoration in self.restorations for load in restoration.loads]
+
+    # Save: a tap, and two stages
+
+    def compute(self, work):
+        """Chapter 02's; before it, where each row's states will go."""
+        self.targets, self.tapped, self.states = self.plan(work), 0, []
+        super().compute(work)
+        if self.tapped < len(self.model.layers):                                # it failed on the way
+            for target in self.targets:
+                target.chunk.lost = True
+        self.targets, self.states = [], []
+
+    def plan(self, work) -> list[Target]:
+        """Where the rows of this step's batch go."""
+        targets, row = [], 0
+        for request, count in work:
+            start, end = request.computed, request.computed + count
+            while start < end and request.save:
+                index, at = divmod(start, CHUNK)
+                length = min(end - start, CHUNK - at)
+                shared = (index + 1) * CHUNK <= len(request.tokens)             # by all samples: all its tokens are known
+                for sample in (request,) if shared else (request, *request.forks):
+                    if at == 0:
+                        sample.filling = self.begin(request, index)
+                    chunk = sample.filling
+                    if chunk and not chunk.lost:
+                        targets.append(Target(row + start - request.computed, length, chunk, at))
+                    if at + length == CHUNK and chunk:
+                        sample.filling = None
+                        if chunk.dropped:
+                            self.counts["chunks_dropped"] += 1
+                        else:
+                            chunk.prefix = self.chunk_prefix(request, index)
+                start += length
+            row += count
+        return targets
+
+    def begin(self, request: Request, index: int) -> Chunk | None:
+        """A place for the states of the request's chunk number `index`, unless they are kept already or not worth it."""
+        if self.kept(request, index):
+            return None
+        if not self.worth_keeping():
+            self.wear_out()
+            return None
+        victim = next(iter(self.chunks.cached), None)
+        if not self.chunks.free and (victim is None or self.chunks.prefixes[victim] in request.chunk_prefixes):
+            return Chunk(-1, index, 0, lost=True, dropped=True)                 # no chain's beginning goes for its end
+        chunk = Chunk(*self.chunks.allocate(1), index, len(self.model.layers) * CHUNK)
+        self.saving.append(chunk)
+        return chunk
+
+    def tap(self, index: int, hidden, batch):
+        """Chapter 02's tap: what enters layer `index`. In decode that is little, and all layers go out together."""
+        self.tapped = index + 1
+        if not self.targets:
+            return
+        self.states.append(hidden)
+        if len(self.states) * hidden.nbytes >= SNAPSHOT or self.tapped == len(self.model.layers) or self.saver.direct:
+            timelines = [request.timeline for request, _ in batch.work if request.save]
+            for transfer in self.saver.snapshot(index + 1 - len(self.states), self.states, self.targets):
+                self.snapshots.append((transfer, timelines))
+                self.counts["bytes_out"] += transfer.bytes
+            self.states = []
+
+    def free(self, request: Request):
+        for sample in (request, *request.forks):
+            self.lose(sample)
+        super().free(request)
+
+    def finish(self, request: Request, outcome, counted: str):
+        self.lose(request)
+        if request.outcome is None and (count := request.computed // CHUNK):
+            self.touch(self.chunk_prefix(request, count - 1), count - 1)
+        super().finish(request, outcome, counted)
+
+    def lose(self, request: Request):
+        """The last chunk will not be whole: the next turn computes its tokens."""
+        if request.filling:
+            request.filling.lost, request.filling = True, None
+
+    def touch(self, prefix: paged.Prefix, index: int):
+        """All chunks up to this prefix, number `index` of its chain, were used now."""
+        if not self.files:
+            return self.chunks.touch(prefix)
+        with suppress(RuntimeError):                                            # the process ends
+            self.files.readers.submit(self.files.touch, prefix, index)
 
     # Restore: load and project
 
@@ -406,18 +506,15 @@ class Engine(offload.MeasuringEngine):
         token may be restored. Directories are asked in another thread."""
         prefixes = [self.chunk_prefix(request, index) for index in range(first, (len(request.tokens) - 1) // CHUNK)]
 
-        def found(find):
-            chunks = []
-            for index, prefix in enumerate(prefixes, first):
-                if (chunk := find(prefix, index)) is None:
-                    break
-                chunks.append(chunk)
-            if chunks and self.files:
+        if not self.files:
+            return list(takewhile(lambda chunk: chunk is not None, map(self.chunks.find, prefixes)))
+
+        def found():
+            chunks = list(takewhile(bool, map(self.files.find, prefixes, range(first, first + len(prefixes)))))
+            if chunks:
                 self.files.touch(prefixes[len(chunks) - 1], first + len(chunks) - 1)
             return chunks
-        if not self.files:
-            return found(lambda prefix, _: self.chunks.find(prefix))
-        asked = self.files.readers.submit(found, self.files.find)
+        asked = self.files.readers.submit(found)
         while not asked.done() and self.others_compute(request):
             yield
         chunks = asked.result()
@@ -442,14 +539,14 @@ class Engine(offload.MeasuringEngine):
             found = yield from self.find_chunks(request, start // CHUNK)
             end = (start // CHUNK + len(found)) * CHUNK
 
-            # 3. Restore or compute? And then so
+            # 3. Restore or compute, whichever is estimated to be faster
             request.computed, choice = start, None
             if end > start:
                 restore, compute = self.seconds_to_restore(end - start), self.seconds_to_compute(start, end)
                 if restore <= compute:
                     yield from self.bring(request, Restoration(start, found, self.chunk_prefix(request, start // CHUNK)))
                 else:
-                    self.counts["recomputed_hits"] += request.source is None
+                    self.counts["recomputed_hits"] += len(found) if request.source is None else 0       # chunks
                     self.wear_out()
                 choice = dict(chosen="restore" if request.computed > start else "recompute", restore_ms=round(restore * 1e3, 3),
                               recompute_ms=round(compute * 1e3, 3) if self.prefills else None)      # None: not measured yet
@@ -484,18 +581,16 @@ class Engine(offload.MeasuringEngine):
 
     def bring(self, request: Request, restoration: Restoration):
         """Load all layers in order, and project each when it has arrived, while the next ones are on their way."""
-        start, chunks, layers = restoration.start, restoration.chunks, self.model.layers
-        end, size, rows = (start // CHUNK + len(chunks)) * CHUNK, self.pool.block_size, 0
-        positions = torch.arange(start, end, device=self.model.device)                          # [T]
-        slots = torch.tensor([request.table[position // size] * size + position % size for position in range(start, end)],
-                             device=self.model.device)                                          # [T]
+        start, chunks, layers, device = restoration.start, restoration.chunks, self.model.layers, self.model.device
+        first, size, whole, rows = start // CHUNK, self.pool.block_size, len(chunks), 0        # whole: chunks, from the first on
+        positions = torch.arange(start, (first + whole) * CHUNK, device=device)                 # [T]
+        slots = torch.tensor(request.table, device=device)[positions // size] * size + positions % size         # [T]
         if not self.files:
-            self.chunks.touch(self.chunk_prefix(request, start // CHUNK + len(chunks) - 1))
+            self.chunks.touch(self.chunk_prefix(request, first + whole - 1))
             for chunk in chunks:
                 self.chunks.share(chunk)
         self.restorations.append(restoration)
         self.counts["restorations"] += 1
-        whole = len(chunks)                                                     # from the first on
         try:
             for index in range(len(layers)):
                 # 1. Issue as many loads as have room where they land; when all are issued, the next in line may begin
@@ -511,7 +606,7 @@ class Engine(offload.MeasuringEngine):
                 while not load.ready and self.others_compute(request):
                     yield
                 load.wait()
-                whole = whole if load.whole is None else min(whole, load.whole)
+                whole = whole if load.readable is None else min(whole, load.readable)
                 if not whole:
                     break
 
@@ -523,7 +618,7 @@ class Engine(offload.MeasuringEngine):
                 load.landing = None
                 self.counts["layers_projected"] += 1
 
-                # 4. After as much as a sixth of a step's work, which is what projecting costs of computing, others take a step
+                # 4. Whenever a sixth as many rows were projected as a step may compute, others take a step
                 rows += load.rows
                 if rows * 6 >= self.token_budget * len(layers) and self.others_compute(request):
                     rows = 0
@@ -534,16 +629,24 @@ class Engine(offload.MeasuringEngine):
         finally:
             restoration.over = True
         self.counts["chunks_missed"] += len(chunks) - whole
-        for index in range(start // CHUNK + whole, start // CHUNK + len(chunks)):
+        for index in range(first + whole, first + len(chunks)):
             self.in_files.discard(self.chunk_prefix(request, index).key)
-        request.computed = max(start, (start // CHUNK + whole) * CHUNK)
+        request.computed = max(start, (first + whole) * CHUNK)
         self.counts.update(restored_tokens=request.computed - start, bytes_in=sum(
             load.transfer.bytes for load in restoration.loads if load.transfer))
         if request.source is None and request.computed > start:
             request.restored = restoration
 
+    @torch.inference_mode()
+    def project(self, index: int, hidden, positions, slots):
+        """The hidden states [T, D] that entered layer `index` -> their K and V, in `slots` [T] of the pool."""
+        keys, values = self.pool.kv[index].flatten(1, 2)                                        # [slots, KVH, hd] each
+        k, v = self.model.layers[index].project_kv(hidden, positions)                           # [T, KVH, hd] each
+        keys.index_copy_(0, slots, k)
+        values.index_copy_(0, slots, v)
+
     def others_compute(self, request: Request) -> bool:
-        """Whether a step is waited for; who hung up leaves in one, too."""
+        """Whether anybody needs a step: others that run and are not being restored, that wait, or that hung up."""
         others = (other for other in self.running if other is not request)
         return bool(self.waiting or self.cancelled) or any(not other.restoration for other in others)
 
@@ -576,8 +679,8 @@ class Engine(offload.MeasuringEngine):
         out_of = self.reading.memory[load.buffer:load.buffer + rows + skipped]                  # [T + skipped, D]
         link, free = self.load_link, self.clock.mark()                          # nothing that is queued later reads these rows
 
-        def send(whole: int, *storage: float):
-            load.whole, load.storage = whole, storage
+        def send(readable: int, *storage: float):
+            load.readable, load.storage = readable, storage
             load.send(link, [into], [out_of[skipped:]], free)
         try:
             self.files.read(chunks, layer, out_of, send)
@@ -586,111 +689,10 @@ class Engine(offload.MeasuringEngine):
         return load
 
     def let_go(self, load: Load):
-        """A file's rows are read into memory that others wait for."""
+        """Give back the host memory that a file was read into, once its rows have arrived."""
         if load.buffer is not None and load.ready:
             self.reading.give_back(load.buffer)
             load.buffer = None
-
-    @torch.inference_mode()
-    def project(self, index: int, hidden, positions, slots):
-        """The hidden states [T, D] that entered layer `index` -> their K and V, in `slots` [T] of the pool."""
-        keys, values = self.pool.kv[index].flatten(1, 2)                                        # [slots, KVH, hd] each
-        k, v = self.model.layers[index].project_kv(hidden, positions)                           # [T, KVH, hd] each
-        keys.index_copy_(0, slots, k)
-        values.index_copy_(0, slots, v)
-
-    # Save: a tap, and two stages
-
-    def compute(self, work):
-        """Chapter 02's; before it, where each row's states will go."""
-        self.targets, self.tapped, self.states = self.plan(work), 0, []
-        super().compute(work)
-        if self.tapped < len(self.model.layers):                                # it failed on the way
-            for *_, chunk, _ in self.targets:
-                chunk.lost = True
-        self.targets, self.states = [], []
-
-    def plan(self, work) -> list[Target]:
-        """Where the rows of this step's batch go."""
-        targets, row = [], 0
-        for request, count in work:
-            start, end = request.computed, request.computed + count
-            while start < end and request.save:
-                index, at = divmod(start, CHUNK)
-                length = min(end - start, CHUNK - at)
-                shared = (index + 1) * CHUNK <= len(request.tokens)             # by all samples: all its tokens are known
-                for sample in (request,) if shared else (request, *request.forks):
-                    if at == 0:
-                        sample.filling = self.begin(request, index)
-                    chunk = sample.filling
-                    if chunk and not chunk.lost:
-                        targets.append((row + count - (end - start), length, chunk, at))
-                    if at + length == CHUNK and chunk:
-                        sample.filling = None
-                        if chunk.dropped:
-                            self.counts["chunks_dropped"] += 1
-                        else:
-                            chunk.prefix = self.chunk_prefix(request, index)
-                start += length
-            row += count
-        return targets
-
-    def begin(self, request: Request, index: int) -> Chunk | None:
-        """A place for the states of the request's chunk number `index`, unless they are kept already or not worth it."""
-        if self.kept(request, index):
-            return None
-        if not self.worth_keeping():
-            self.wear_out()
-            return None
-        victim = next(iter(self.chunks.cached), None) if not self.chunks.free else None
-        if not self.chunks.available or victim is not None and self.chunks.prefixes[victim] in request.chunk_prefixes:
-            return Chunk(-1, index, 0, lost=True, dropped=True)                 # a chain does not go for its own end
-        chunk = Chunk(*self.chunks.allocate(1), index, len(self.model.layers) * CHUNK)
-        self.saving.append(chunk)
-        return chunk
-
-    def tap(self, index: int, hidden, batch):
-        """Chapter 02's tap: what enters layer `index`. In decode that is little, and all layers go out together."""
-        self.tapped = index + 1
-        if not self.targets:
-            return
-        self.states.append(hidden)
-        if len(self.states) * hidden.nbytes >= SNAPSHOT or self.tapped == len(self.model.layers) or self.saver.direct:
-            timelines = list({id(request): request.timeline for request, _ in batch.work if request.save}.values())
-            for transfer in self.saver.snapshot(index + 1 - len(self.states), self.states, self.targets):
-                self.snapshots.append((transfer, timelines))
-                self.counts["bytes_out"] += transfer.bytes
-            self.states = []
-
-    def free(self, request: Request):
-        for sample in (request, *request.forks):
-            self.lose(sample)
-        super().free(request)
-
-    def finish(self, request: Request, outcome, counted: str):
-        self.lose(request)
-        try:
-            if request.outcome is None:
-                self.use(request)
-        except RuntimeError:                                                    # no thread; it is answered all the same
-            pass
-        super().finish(request, outcome, counted)
-
-    def lose(self, request: Request):
-        """The last chunk will not be whole: the next turn computes its tokens."""
-        if request.filling:
-            request.filling.lost, request.filling = True, None
-
-    def use(self, request: Request):
-        """All chunks of a request were used now."""
-        if count := request.computed // CHUNK:
-            self.touch(self.chunk_prefix(request, count - 1), count - 1)
-
-    def touch(self, prefix: paged.Prefix, index: int):
-        if self.files:
-            self.files.readers.submit(self.files.touch, prefix, index)
-        else:
-            self.chunks.touch(prefix)
 
     # What is on its way
 
@@ -708,6 +710,7 @@ class Engine(offload.MeasuringEngine):
             elif not chunk.lost:
                 self.chunks.register(chunk.slot, chunk.prefix)
             self.chunks.release([chunk.slot])
+            # What was dropped before its last row was computed, `plan` has counted
             self.counts.update(chunks_saved=not chunk.lost, chunks_dropped=chunk.dropped and chunk.prefix is not None)
         saved = {chunk.prefix: chunk.index for chunk in over if not chunk.lost}
         for prefix in saved.keys() - {prefix.parent for prefix in saved}:       # the ends of chains
@@ -729,7 +732,7 @@ class Engine(offload.MeasuringEngine):
     def flush(self):
         """Wait until nothing is on its way."""
         with self.stepping:
-            for load in (load for restoration in self.restorations for load in restoration.loads):
+            for load in self.loads:
                 load.join()
             self.saver.flush()
             self.settle()
@@ -761,10 +764,10 @@ class Engine(offload.MeasuringEngine):
 
     def worth_keeping(self) -> bool:
         """Whether a full context would be restored rather than computed."""
-        return self.seconds_to_restore(self.context, behind=0) <= self.seconds_to_compute(0, self.context)
+        return self.keep_always or self.seconds_to_restore(self.context, behind=0) <= self.seconds_to_compute(0, self.context)
 
     def measure_projection(self, rounds: int = 5) -> float:
-        """-> seconds per row of projecting a layer's states. Before anything is in the blocks."""
+        """-> seconds per row of projecting a layer's states. It writes to blocks, before anything is in them."""
         rows, seconds = min(256, self.context, self.pool.size * self.pool.block_size), []
         positions = torch.arange(rows, device=self.model.device)
         for _ in range(rounds):
@@ -802,11 +805,6 @@ class Engine(offload.MeasuringEngine):
                     **{f"{lane}_bubble": round(timeline.bubble(lane, start, end), 3) for lane in ("load", "compute")})
 
     def counters(self) -> dict:
-        if self.stepping.acquire(blocking=False):                               # who asks may see what has arrived
-            try:
-                self.settle()
-            finally:
-                self.stepping.release()
         chunks = self.chunks
         return dict(super().counters(), chunks=chunks.size, chunks_free=len(chunks.free), chunks_cached=len(chunks.cached),
                     chunks_referenced=chunks.size - chunks.available, chunk_evictions=chunks.counts["evictions"],
@@ -822,13 +820,13 @@ class Engine(offload.MeasuringEngine):
         filling = {id(sample.filling) for request in (*self.running, *self.waiting)
                    for sample in (request, *request.forks) if sample.filling and not sample.filling.lost}
         assert filling <= set(map(id, self.saving)), "a chunk is filled that nobody saves"
-        landing = {load.landing for restoration in self.restorations for load in restoration.loads if load.landing is not None}
+        landing = {load.landing for load in self.loads if load.landing is not None}
         assert landing == {first for first, back in self.landing.taken.items() if not back}, "rows are lost where loads land"
 
 
 # 3. The demo -----------------------------------------------------------------------------------------------------
 
-ROUNDS, TURNS = 5, 4
+ROUNDS, QUESTIONS = 5, 4
 RECOMPUTE, OFFLOAD, HOST, FILES, TOKEN_MAJOR = "recompute (01)", "KV offload (03)", "hidden states", "same, in files", \
     "same, token-major"
 
@@ -840,19 +838,20 @@ def demo(engine: Engine, arguments):
     context, link, layers = engine.context, engine.load_link, len(engine.model.layers)
     if arguments.corrupt is not None and arguments.corrupt >= layers:
         raise BadRequest(f"--corrupt {arguments.corrupt} is no layer of this model; choose one from 0 to {layers - 1}.")
-    blocks = engine.pool.needed(context) if arguments.gpu_blocks is None else arguments.gpu_blocks
+    blocks = arguments.gpu_blocks or engine.pool.needed(context)
     options = dict(blocks=blocks, block_size=engine.pool.block_size, token_budget=engine.token_budget,
                    bytes_per_second=link.bytes_per_second)
-    in_memory, direct = dict(cpu_chunks=arguments.cpu_chunks or 2 * -(-context // CHUNK)), engine.saver.direct
+    saving = dict(direct=engine.saver.direct, save_threads=engine.saver.threads)
+    in_memory = dict(cpu_chunks=2 * -(-context // CHUNK) if arguments.cpu_chunks is None else arguments.cpu_chunks)
     with ExitStack() as stack:
         folders = [tempfile.TemporaryDirectory(prefix="demo-", dir=path) for path in arguments.disk or [None]]
-        in_files = dict(directories=[Path(stack.enter_context(folder)) for folder in folders], direct=direct,
+        in_files = dict(directories=[Path(stack.enter_context(folder)) for folder in folders],
                         disk_limit=arguments.disk_limit * 1e9)
         ways = {RECOMPUTE: baseline.Engine(model, tokenizer, end_tokens),
                 OFFLOAD: offload.Engine(model, tokenizer, end_tokens, **options, cpu_blocks=2 * blocks),
-                HOST: Engine(model, tokenizer, end_tokens, **options, **in_memory, direct=direct, layout=engine.chunks.layout),
-                FILES: Engine(model, tokenizer, end_tokens, **options, **in_files),
-                TOKEN_MAJOR: Engine(model, tokenizer, end_tokens, **options, **in_files, layout="token-major")}
+                HOST: Engine(model, tokenizer, end_tokens, **options, **saving, **in_memory, layout=engine.chunks.layout),
+                FILES: Engine(model, tokenizer, end_tokens, **options, **saving, **in_files),
+                TOKEN_MAJOR: Engine(model, tokenizer, end_tokens, **options, **saving, **in_files, layout="token-major")}
         for way in list(ways.values())[1:]:
             way.pool.kv.zero_()
 
@@ -896,7 +895,7 @@ def document_and_questions(engine: Engine) -> list[str]:
     while len(engine.tokenizer.encode(document)) < engine.context // 2 and (fact := talk.new_fact()):
         facts.append(fact)
         document += " " + fact.statement
-    return [document] + [fact.question for fact in random.Random(4).sample(facts, min(TURNS, len(facts)))]
+    return [document] + [fact.question for fact in random.Random(4).sample(facts, min(QUESTIONS, len(facts)))]
 
 
 def ask(way, messages: list[dict], new: int, evict: bool = True, **fields):
@@ -944,7 +943,7 @@ def show_costs(engine: Engine, ways: dict, again: list[dict], hits: list) -> lis
     print(f"  (recompute: TTFT less the {question:.1f} ms that it is when the device still holds the history)")
     for name in (FILES, TOKEN_MAJOR):
         counts, speeds = ways[name].files.counts, ways[name].files.speeds
-        if counts["file_reads"]:
+        if counts["file_reads"] and speeds:
             rows.append(dict(layout=ways[name].files.layout, **counts))
             print(f"  {name}: {counts['file_reads']} reads of {counts['file_read_bytes'] / counts['file_reads']:.0f} bytes, "
                   f"{statistics.median(speeds) / 1e9:.2f} GB/s with their checksums")
@@ -959,7 +958,7 @@ def about_sizes(config) -> str:
 
 
 def load_ms(result) -> float:
-    """From the first load's beginning to the last one's arrival."""
+    """From the first load's beginning to the last one's arrival, in milliseconds; 0 without any."""
     loads = [span for span in result.timeline.spans if span.lane == "load"]
     return (max(span.end for span in loads) - min(span.start for span in loads)) * 1e3 if loads else 0.0
 
@@ -993,21 +992,21 @@ def add_arguments(parser):
     paged.add_arguments(parser)
     parser.add_argument("--cpu-chunks", type=app.bounded(int, 0, 1 << 24), metavar="N",
                         help=f"chunks of {CHUNK} tokens, all layers, in host memory (default: four times the device's tokens, "
-                             "within a quarter of what is free)")
+                             "or with --disk two for each who may run, within a quarter of what is free)")
     parser.add_argument("--disk", type=lambda name: Path(app.readable(name)), action="append", metavar="DIR",
-                        help="keep chunks in files in DIR instead, also when the process ends; may be repeated")
+                        help="keep chunks in files in DIR, which outlive the process, not in host memory; may be repeated")
     parser.add_argument("--disk-limit", type=app.bounded(float, 1e-6, 1e6), default=16.0, metavar="GB",
                         help="delete the least recently used files beyond this (default 16)")
     parser.add_argument("--save-threads", type=app.bounded(int, 1, 64), default=8, metavar="N",
-                        help="threads that sort states into chunks (default 8)")
+                        help="threads that sort states and write files (default 8)")
     parser.add_argument("--save", choices=("two-stage", "direct"), default="two-stage",
-                        help="direct: without the snapshot buffer; decoding waits for it (for comparison)")
+                        help="direct: each layer waits until its rows are in their chunks (for comparison)")
     parser.add_argument("--layout", choices=LAYOUTS, default="chunked",
                         help="token-major: the layers of a token together, which suits saving (for comparison)")
     parser.add_argument("--ingest", type=Path, nargs="+", metavar="FILE",
                         help="save the states of texts, for prompts that will begin with them, and end; needs --disk")
     parser.add_argument("--corrupt", type=app.bounded(int, 0, 1023), metavar="LAYER",
-                        help="the layer that the demo's control sets to zero (default 1, by which the classroom model recalls)")
+                        help="the layer that the demo sets to zero (default 1, without which the classroom model forgets)")
     links.add_arguments(parser)
 
 
@@ -1030,23 +1029,22 @@ def make_engine(model, tokenizer, end_tokens, arguments) -> Engine:
 def ingest(engine: Engine, arguments):
     """Compute each text once, as the beginning of a user's message, and keep its states: all of them, whatever it takes."""
     # 1. All texts, before anything is computed
-    prompts, rows = {}, []
+    prompts, rows, timelines = {}, [], []
     for path in arguments.ingest:
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise BadRequest(f"Cannot read '{path}' ({getattr(error, 'strerror', None) or 'it is not text in UTF-8'}); "
                              "give text files.") from None
-        if not text or not app.text(text):
+        if not text:
             raise BadRequest(f"'{path}' is empty; leave it out.")
-        messages = [dict(role="user", content=text)]
-        tokens = engine.encode(None, messages)[0] if engine.tokenizer.chat_template else engine.tokenizer.encode(text)
+        tokens, _ = engine.encode(text, None)
         if len(tokens) >= engine.context:
             raise BadRequest(f"'{path}' is {len(tokens)} tokens and the context of this model is {engine.context}; split it.")
         prompts[path] = tokens
 
-    # 2. One after the other, so slowly that nothing is dropped
-    engine.worth_keeping = lambda: True
+    # 2. One after the other, so slowly that nothing is dropped: host memory has room for the chunks of a step
+    engine.keep_always = True
     engine.token_budget = min(engine.token_budget, CHUNK * max(1, engine.chunks.size - 1))
     for path, tokens in prompts.items():
         before = dict(engine.counts)
@@ -1056,6 +1054,7 @@ def ingest(engine: Engine, arguments):
         engine.flush()
         if isinstance(request.outcome, Exception):
             raise request.outcome
+        timelines.append(request.timeline)
         saved, dropped = (engine.counts[what] - before[what] for what in ("chunks_saved", "chunks_dropped"))
         rows.append(dict(file=str(path), tokens=len(tokens), chunks=len(tokens) // CHUNK, saved=saved, dropped=dropped))
         print(f"{path}: {len(tokens)} tokens, {len(tokens) // CHUNK} chunks of {CHUNK}, {saved} of them saved"
@@ -1063,7 +1062,7 @@ def ingest(engine: Engine, arguments):
     if dropped := sum(row["dropped"] for row in rows):
         raise BadRequest(f"{dropped} chunks could not be saved; see that there is room in "
                          f"{', '.join(map(str, arguments.disk))}, and leave --cpu-chunks out.")
-    return dict(ingested=rows, counters=engine.counters()), []
+    return dict(ingested=rows, counters=engine.counters()), timelines
 
 
 if __name__ == "__main__":

@@ -113,8 +113,9 @@ class Link:
             self.stream = torch.cuda.Stream()
 
     def copy(self, dst, src, label: str, after=None) -> Transfer:
-        """Copy tensor `src` to `dst`, or a list of tensors to as many of the same shapes -> the Transfer, at once. With `after`,
-        a mark of the clock, a real one waits for what was queued to compute up to there instead of up to now."""
+        """Copy tensor `src` to `dst`, or a list of tensors to as many of the same shapes -> the Transfer, at once. A thread that
+        does not compute passes `after`, a mark taken by the one that does: a real transfer waits for what was queued to compute
+        up to there, not up to now. Raises ValueError if shapes or dtypes differ."""
         dst, src = ([pieces] if isinstance(pieces, torch.Tensor) else list(pieces) for pieces in (dst, src))
         if [(piece.shape, piece.dtype) for piece in dst] != [(piece.shape, piece.dtype) for piece in src]:
             raise ValueError(f"{label}: the two sides differ in shape or dtype")
@@ -224,6 +225,7 @@ class RowBuffer:
             return first
 
     def give_back(self, first: int):
+        """The run that begins at row `first`."""
         with self.lock:
             self.taken[first] = True
             while self.taken and next(iter(self.taken.values())):
@@ -298,11 +300,15 @@ def bandwidth(model, asked: float | str = "auto", platform: str = "a100") -> flo
     return asked * 1e9 if asked != "auto" else like(platform, model)
 
 
+def projection_over_transfer(platform: str) -> float:
+    """How much longer Llama-2-7B takes on `platform` to project a layer's hidden states than to transfer them."""
+    peak, pcie = PLATFORMS[platform]
+    return (4 * LLAMA_2_7B_HIDDEN ** 2 / (SHARE_OF_PEAK * peak)) / (2 * LLAMA_2_7B_HIDDEN / pcie)
+
+
 def like(platform: str, model, tokens: int = 512, rounds: int = 7) -> float:
     """-> the bytes per second at which a layer's hidden states take, against their projection to K and V on this
     processor, what they take for Llama-2-7B on `platform`."""
-    peak, pcie = PLATFORMS[platform]
-    there = (4 * LLAMA_2_7B_HIDDEN ** 2 / (SHARE_OF_PEAK * peak)) / (2 * LLAMA_2_7B_HIDDEN / pcie)      # projection / transfer
     tokens = min(tokens, model.config.max_position_embeddings)
     hidden = torch.randn(tokens, model.config.hidden_size).to(model.dtype)                       # [T, D]
     positions, seconds = torch.arange(tokens), []
@@ -313,4 +319,4 @@ def like(platform: str, model, tokens: int = 512, rounds: int = 7) -> float:
                 layer.project_kv(hidden, positions)
                 seconds.append(time.perf_counter() - began)
     projection = min(seconds)                                   # what else this machine does, it did least then
-    return there * hidden.nbytes / projection
+    return projection_over_transfer(platform) * hidden.nbytes / projection

@@ -6,7 +6,7 @@
     files.read([chunk, ...], part, into, done)                 # in the background; checks what it read
 
 A chunk is named by the key of its prefix (chapter 02's Prefix: key, parent, tokens), which covers the model, the dtype and the
-caller's salt; so nobody finds what is not his. Chapters 04 to 07 keep different things in it.
+caller's salt; so nobody finds what is not theirs. Chapter 04 keeps hidden states in it: a part is a layer.
 """
 import json
 import os
@@ -31,7 +31,7 @@ from common.link import as_integers
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A file that was there, whole as far as its header says."""
+    """A file that was there, whole as far as its header and its size say."""
     path: Path
     header_bytes: int
 
@@ -40,11 +40,11 @@ class ChunkFiles:
     """A file begins with a header: text that says what it holds, padded with spaces, and a CRC-32 for each part. Then come the
     parts, or (layout token-major) for each token its row of each part. Consecutive chunks of a chain lie in
     different directories, which are read in parallel. Processes may share them: a file appears by being renamed, with all that
-    is in it, and what another process deletes is a miss. What the power took from a file, its checksums tell."""
+    is in it, and what another process deletes is a miss. What a power failure took from a file, its checksums show."""
     SUFFIX, PAGE = ".chunk", 4096
     ABANDONED = 600                # seconds after which nobody writes to a temporary file any more
 
-    def __init__(self, directories: list[Path], shape: tuple[int, int, int], dtype: torch.dtype, limit: float,
+    def __init__(self, directories: tuple[Path, ...], shape: tuple[int, int, int], dtype: torch.dtype, limit: float,
                  layout: str = "chunked"):
         """Every chunk has `shape` [parts, tokens, width], and all of them take at most `limit` bytes; while several processes
         write there, each may pass it by a twentieth before it looks. Raises ModelError."""
@@ -120,10 +120,9 @@ class ChunkFiles:
             return
         path, header = self.paths(prefix, index)[0], self.header(prefix)
         size = len(header) + self.shape[0] * (4 + self.part_bytes)
+        parts = payload = [numpy.ascontiguousarray(part) for part in states]    # copies nothing if it is so
         if self.layout == "token-major":
-            parts, payload = [numpy.ascontiguousarray(part) for part in states], [numpy.ascontiguousarray(states.swapaxes(0, 1))]
-        else:
-            parts = payload = [numpy.ascontiguousarray(part) for part in states]        # copies nothing if it is so
+            payload = [numpy.ascontiguousarray(states.swapaxes(0, 1))]
         checksums = numpy.array([zlib.crc32(part) for part in parts], "<u4").tobytes()
         with self.lock:
             self.make_room(size)
@@ -150,7 +149,7 @@ class ChunkFiles:
         if self.bytes + size <= self.limit and self.unseen <= self.limit / 20:
             return
         files = sorted(self.scan())
-        self.bytes, self.unseen = sum(size for _, size, _ in files), 0
+        self.bytes, self.unseen = sum(taken for _, taken, _ in files), 0
         for _, freed, path in files if self.bytes + size > self.limit else ():
             if self.bytes + size <= 0.9 * self.limit:
                 break
@@ -192,28 +191,28 @@ class ChunkFiles:
     def read(self, chunks: list[StoredChunk], part: int, into: torch.Tensor, done):
         """Read one part of all chunks into `into` [chunks * tokens, width], in the background, the directories in parallel. Then
         `done(whole, start, end)` is called in a thread: so many chunks from the first on are right; the seconds are those
-        of time.perf_counter()."""
+        of time.perf_counter(). Raises RuntimeError if the threads have ended."""
         into = as_integers(into).reshape(len(chunks), *self.shape[1:])
         by_directory: dict[Path, list[int]] = {}
         for number, chunk in enumerate(chunks):
             by_directory.setdefault(chunk.path.parent, []).append(number)
-        found, left, began = [], len(by_directory), []
+        bad, left, began = [], len(by_directory), []
 
-        def some(numbers):
+        def read_directory(numbers):
             nonlocal left
             began.append(time.perf_counter())
-            bad = [number for number in numbers if not self.read_one(chunks[number], part, into[number])]
+            damaged = [number for number in numbers if not self.read_one(chunks[number], part, into[number])]
             with self.lock:
-                found.extend(bad)
+                bad.extend(damaged)
                 left -= 1
                 last = not left
             if last:
                 ended = time.perf_counter()
-                if not found:
+                if not bad:
                     self.speeds.append(into.nbytes / (ended - min(began)))
-                done(min(found, default=len(chunks)), min(began), ended)
+                done(min(bad, default=len(chunks)), min(began), ended)
         for numbers in by_directory.values():
-            self.readers.submit(some, numbers)
+            self.readers.submit(read_directory, numbers)
 
     def read_one(self, chunk: StoredChunk, part: int, into: numpy.ndarray) -> bool:
         """Whether the chunk's part [tokens, width] could be read, and is what was written."""

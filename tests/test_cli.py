@@ -801,7 +801,7 @@ def test_hidden_demo_in_too_few_blocks_is_told_how_many(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("options,restored", [
-    ([], True), (["--block-size", "100"], True), (["--gpu-blocks", "27"], True), (["--cpu-chunks", "0"], True),
+    ([], True), (["--block-size", "100"], True), (["--gpu-blocks", "27"], True), (["--cpu-chunks", "40"], True),
     (["--save", "direct", "--layout", "token-major"], True), (["--disk", "one", "--disk", "two"], True),
     (["--link", "0.002"], False)], ids=lambda value: " ".join(value) if isinstance(value, list) else "")
 def test_hidden_demo_is_verified_with_other_options_too(tmp_path, monkeypatch, capsys, options, restored):

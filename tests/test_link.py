@@ -350,7 +350,7 @@ def test_a_note_takes_transfers_together_from_the_first_ones_start_to_the_last_o
     link = make(1e8, latency=0.0)
     transfers = sent(link, 40000, 50000, 60000)
     link.note(transfers)
-    assert link.speed() == 150000 / (transfers[-1].span()[1] - transfers[0].span()[0]) <= 1e8 * (1 + 1e-9)
+    assert link.speed() == 150000 / (transfers[-1].span()[1] - transfers[0].span()[0]) <= 1e8 * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("sizes,counts", [([(1 << 16) - 1], False), ([1 << 16], True), ([1 << 15] * 2, True), ([100] * 5, False)],
