@@ -34,6 +34,7 @@ import statistics
 import sys
 import tempfile
 import threading
+import time
 import weakref
 from collections import deque
 from contextlib import ExitStack, suppress
@@ -127,7 +128,8 @@ class Saver:
         self.jobs, self.changed = queue.SimpleQueue(), threading.Condition()
         self.under_way = 0                                                      # snapshots to sort, and chunks to write
         self.to_write: deque[Chunk] = deque()
-        self.started = self.writing = self.errors = 0                           # threads; of them writing; failures
+        self.started: list[threading.Thread] = []
+        self.writing = self.errors = 0                                          # threads that write; copies that failed
 
     def snapshot(self, layer: int, states: list[torch.Tensor], targets: list[Target]) -> list[Transfer]:
         """Stage one: `states`, the inputs [T, D] of layer number `layer` and of the layers after it, go out in one transfer ->
@@ -175,9 +177,10 @@ class Saver:
 
     def start(self):
         """The threads, when the first rows come."""
-        while self.started < self.threads:
-            threading.Thread(target=self.work, daemon=True).start()
-            self.started += 1
+        while len(self.started) < self.threads:
+            thread = threading.Thread(target=self.work, daemon=True)
+            thread.start()
+            self.started.append(thread)
 
     def work(self):
         """A thread of stage two."""
@@ -243,8 +246,13 @@ class Saver:
             self.changed.wait_for(lambda: self.under_way == 0, seconds)
 
     def close(self):
-        for _ in range(self.threads):
+        """Let the threads end, at the latest when the process does."""
+        for _ in self.started:
             self.jobs.put(None)
+        deadline = time.monotonic() + 5
+        for thread in self.started:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
 
 
 @dataclass(eq=False)
@@ -854,6 +862,9 @@ def demo(engine: Engine, arguments):
                 TOKEN_MAJOR: Engine(model, tokenizer, end_tokens, **options, **saving, **in_files, layout="token-major")}
         for way in list(ways.values())[1:]:
             way.pool.kv.zero_()
+            if isinstance(way, Engine):
+                way.chunks.states.zero_()
+                way.saver.buffer.memory.zero_()
 
         # 2. All turns in every way, and the last one again and again; the history has the answers of chapter 01
         new, messages, turns = max(2, min(arguments.max_tokens, 24)), [], []

@@ -1138,12 +1138,13 @@ def test_rows_of_a_snapshot_are_not_taken_before_they_were_sorted(make, right, t
     buffer_of(engine, 3 * 65)
     if not guarded:
         monkeypatch.setattr(engine.saver.buffer, "take", lambda count: 0)
-    engine.saver.started = 1                                                   # stage two comes later
+    monkeypatch.setattr(engine.saver, "start", lambda: None)                   # stage two comes later
     for text in texts:
         request, = engine.submit(text, max_tokens=1)
         steps(engine)
         assert request.outcome.tokens == right(text, 1)
-    threading.Thread(target=engine.saver.work, daemon=True).start()
+    monkeypatch.undo()
+    engine.saver.start()
     engine.flush()
     assert [kept(engine, text) for text in texts] == ["x", "-" if guarded else "x"]
     assert (difference(stored(engine, texts[0]), truth(tiny_engine, texts[0][:64])) < 1e-4) == guarded

@@ -874,7 +874,7 @@ def test_a_reply_says_what_was_restored_and_how_and_health_counts_it(tiny_engine
         layers = ["layer 0", "layer 1", "layer 2"]
         assert lanes == dict(load=layers, storage=layers if on_disk else [])
     assert (counts["restorations"], counts["layers_projected"], counts["restored_tokens"]) == (3, 9, sum(tokens))
-    assert counts["bytes_in"] == sum(tokens) * STATES and counts["recomputed_hits"] == 1 and counts["bytes_out"] > 0
+    assert counts["bytes_in"] == sum(tokens) * STATES and counts["recomputed_hits"] == 3 and counts["bytes_out"] > 0
     assert counts["transfer_errors"] == counts["chunks_missed"] == counts["chunks_dropped"] == counts["save_errors"] == 0
     if on_disk:
         assert counts["file_reads"] == 3 * (3 + 1 + 2)                    # layers and chunks
