@@ -55,7 +55,7 @@ from tools import classroom_text
 baseline, paged = importlib.import_module("01_baseline"), importlib.import_module("02_paged_kv")
 offload = importlib.import_module("03_cpu_offload")
 CHUNK = 64                         # tokens (section 4.2.1)
-SNAPSHOT = 1 << 20                 # bytes: less than this of a step waits for the next layer, and goes out with it
+SNAPSHOT = 1 << 20                 # bytes: less than this waits for the next layer, or step, unless it makes a chunk whole
 LANDING = 4                        # layers of a full context for which the device has room when they arrive
 BUFFER = 1 << 30                   # bytes: more than this no buffer takes, unless one layer does
 LAYOUTS = ("chunked", "token-major")
@@ -115,6 +115,10 @@ class Target(NamedTuple):
     at: int                        # the first of them in the chunk
 
 
+# Of a step: a layer's number, the inputs [T, D] of it and of the layers after it, and where their rows go
+Piece = tuple[int, list[torch.Tensor], list[Target]]
+
+
 class Saver:
     """Two-stage saving (section 4.2.2). The engine's thread calls `snapshot`; others sort and write. It must not know the
     engine, which ends the threads when it goes. The snapshot buffer holds `rows`, of two steps or so."""
@@ -131,45 +135,49 @@ class Saver:
         self.started: list[threading.Thread] = []
         self.writing = self.errors = 0                                          # threads that write; copies that failed
 
-    def snapshot(self, layer: int, states: list[torch.Tensor], targets: list[Target]) -> list[Transfer]:
-        """Stage one: `states`, the inputs [T, D] of layer number `layer` and of the layers after it, go out in one transfer ->
-        the transfers; none where there was no room, and then their chunks are dropped: nobody waits. What is computed next may
-        begin at once, because it writes to other memory, and the transfer keeps `states` alive."""
-        targets = [target for target in targets if not target.chunk.lost]
-        if not targets:
+    def snapshot(self, pieces: list[Piece]) -> list[Transfer]:
+        """Stage one: all pieces go out in one transfer -> the transfers; none where there was no room, and then their chunks
+        are dropped: nobody waits. What is computed next may begin at once, because it writes to other memory, and the
+        transfer keeps the states alive."""
+        pieces = [(layer, states, [target for target in targets if not target.chunk.lost]) for layer, states, targets in pieces]
+        pieces = [piece for piece in pieces if piece[2]]
+        if not pieces:
             return []
         self.start()
-        tokens, count, transfers, first = len(states[0]), len(states), [], None
+        states = [hidden for _, states, _ in pieces for hidden in states]                               # [T, D] each
+        transfers, first, sizes = [], None, [len(hidden) for hidden in states]
         try:
             if self.direct:
-                transfers = self.write_through(layer, states, targets)
-            elif (first := self.buffer.take(tokens * count)) is not None:
-                into = self.buffer.memory[first:first + tokens * count].unflatten(0, (count, tokens))   # [count, T, D]
-                transfers = [self.link.copy(list(into), states, f"layer {layer}" if count == 1 else "states")]
+                transfers = self.write_through(pieces)
+            elif (first := self.buffer.take(sum(sizes))) is not None:
+                into = self.buffer.memory[first:first + sum(sizes)].split(sizes)                        # [T, D] each
+                transfers = [self.link.copy(into, states, "states" if states[1:] else f"layer {pieces[0][0]}")]
         except Exception:                                                       # the link does not take it
             self.errors += 1
             if first is not None:
                 self.buffer.give_back(first)
         with self.changed:
             self.under_way += bool(transfers)
-            for target in targets:
+            for target in (target for *_, targets in pieces for target in targets):
                 if transfers:
                     target.chunk.jobs += 1
                 else:
                     target.chunk.drop()
         if transfers:
-            self.jobs.put((transfers, first, layer, count, tokens, targets))
+            pieces = [(layer, len(states), len(states[0]), targets) for layer, states, targets in pieces]
+            self.jobs.put((transfers, first, pieces))
         return transfers
 
-    def write_through(self, layer: int, states: list[torch.Tensor], targets: list[Target]) -> list[Transfer]:
+    def write_through(self, pieces: list[Piece]) -> list[Transfer]:
         """Without stage one: each request's rows of each layer go straight to their chunk, a copy for each, and the next
         layer waits for all of them (the variant of Figure 14)."""
         transfers = []
         try:
-            for number, hidden in enumerate(states):
-                for row, rows, chunk, at in targets:
-                    into = self.pool.states[layer + number, chunk.slot, at:at + rows]
-                    transfers.append(self.link.copy(into, hidden[row:row + rows], f"layer {layer + number}"))
+            for layer, states, targets in pieces:
+                for number, hidden in enumerate(states, layer):
+                    for row, rows, chunk, at in targets:
+                        into = self.pool.states[number, chunk.slot, at:at + rows]
+                        transfers.append(self.link.copy(into, hidden[row:row + rows], f"layer {number}"))
         finally:
             for transfer in transfers:
                 transfer.join()
@@ -192,23 +200,26 @@ class Saver:
                 self.write(chunk)
                 del chunk
 
-    def sort(self, transfers: list[Transfer], first: int | None, layer: int, count: int, tokens: int, targets: list[Target]):
-        """The rows of so many layers go to their chunks; with `first` None they are there."""
+    def sort(self, transfers: list[Transfer], first: int | None, pieces: list[tuple[int, int, int, list[Target]]]):
+        """The rows go to their chunks; with `first` None they are there. pieces: (first layer, layers, tokens, targets)."""
         for transfer in transfers:
             transfer.join()
             transfer.src = []                                                   # the device may use that memory again
-        well = all(transfer.error is None for transfer in transfers)
-        if first is not None:
-            taken = self.taken_rows[first:first + tokens * count].reshape(count, tokens, -1)            # [count, T, D]
+        well, start = all(transfer.error is None for transfer in transfers), first
+        for layer, count, tokens, targets in pieces if first is not None else ():
+            taken = self.taken_rows[start:start + count * tokens].reshape(count, tokens, -1)            # [count, T, D]
             for row, rows, chunk, at in targets:
                 if well and not chunk.lost:
                     self.chunk_rows[layer:layer + count, chunk.slot, at:at + rows] = taken[:, row:row + rows]
+            start += count * tokens
+        if first is not None:
             self.buffer.give_back(first)
         with self.changed:
             self.under_way -= 1
             self.errors += not well
-            for _, rows, chunk, _ in targets:
-                chunk.missing -= count * rows
+            for count, target in [(count, target) for _, count, _, targets in pieces for target in targets]:
+                chunk = target.chunk
+                chunk.missing -= count * target.rows
                 if not well:
                     chunk.drop()
                 if self.files and not chunk.missing and not chunk.lost:
@@ -360,7 +371,8 @@ class Engine(offload.MeasuringEngine):
         self.load_link, self.save_link = (Link(lane, self.clock, bytes_per_second) for lane in ("load", "save"))
         tokens, most = self.pool.size * self.pool.block_size, BUFFER // (width * dtype.itemsize)
         longest, step = min(self.context, tokens + CHUNK), min(self.token_budget, tokens)
-        landing, snapshot = max(longest, min(LANDING * longest, most)), max(step, min(2 * layers * step, most))
+        landing = max(longest, min(LANDING * longest, most))
+        snapshot = max(step, min(2 * layers * step, most), 2 * SNAPSHOT // (width * dtype.itemsize))
         self.landing = RowBuffer(torch.empty(landing, width, dtype=dtype, device=device))                       # [rows, D]
         reading = offload.pinned((landing if self.files else 0, width), dtype, device, "The read buffer")
         self.reading = RowBuffer(reading)                                                                       # [rows, D]
@@ -369,7 +381,9 @@ class Engine(offload.MeasuringEngine):
         # 3. What is under way
         self.saving: list[Chunk] = []                                           # oldest first
         self.targets: list[Target] = []                                         # of this step's rows
-        self.tapped, self.states = 0, []                                        # layers seen in this step; not yet gone out
+        self.tapped, self.states = 0, []                                        # layers seen in this step; the last ones' inputs
+        self.pieces: list[Piece] = []                                           # that wait for more, `held` bytes with the states
+        self.held = 0
         self.snapshots: deque[tuple[Transfer, list]] = deque()                  # and the timelines that show them
         self.restorations: list[Restoration] = []
         self.line: deque[Request] = deque()                                     # the first may load
@@ -445,17 +459,23 @@ class Engine(offload.MeasuringEngine):
         return chunk
 
     def tap(self, index: int, hidden, batch):
-        """Chapter 02's tap: what enters layer `index`. In decode that is little, and all layers go out together."""
-        self.tapped = index + 1
+        """Chapter 02's tap: what enters layer `index`. In decode that is little, and goes out with what follows."""
+        self.tapped, last = index + 1, index + 1 == len(self.model.layers)
         if not self.targets:
             return
         self.states.append(hidden)
-        if len(self.states) * hidden.nbytes >= SNAPSHOT or self.tapped == len(self.model.layers) or self.saver.direct:
-            timelines = [request.timeline for request, _ in batch.work if request.save]
-            for transfer in self.saver.snapshot(index + 1 - len(self.states), self.states, self.targets):
-                self.snapshots.append((transfer, timelines))
-                self.counts["bytes_out"] += transfer.bytes
+        self.held += hidden.nbytes
+        enough = min(SNAPSHOT, self.saver.buffer.memory.nbytes // 2)            # 0 without stage one
+        if last or self.held >= enough:
+            self.pieces.append((index + 1 - len(self.states), self.states, self.targets))
             self.states = []
+            whole = last and any(target.at + target.rows == CHUNK for target in self.targets)
+            if whole or self.held >= enough:
+                timelines = [request.timeline for request, _ in batch.work if request.save]
+                for transfer in self.saver.snapshot(self.pieces):
+                    self.snapshots.append((transfer, timelines))
+                    self.counts["bytes_out"] += transfer.bytes
+                self.pieces, self.held = [], 0
 
     def free(self, request: Request):
         for sample in (request, *request.forks):

@@ -41,6 +41,7 @@ MODELS = {"restore": ["random:small", "classroom", "random:tinyllama-mha", "rand
 HISTORIES = {"random:small": (256, 512, 1024, 2048, 4096, 8192), "classroom": (256, 512, 1024, 2048)}
 LARGE, QUESTION, CHUNK = (1024,), 16, hidden_states.CHUNK
 KV_HEADS = (4, 8, 16, 32)
+WINDOW = {"classroom": 64}         # steps, so that each has its share of what goes out once a chunk; 12 on larger models
 
 
 class Bench(offload_benchmark.Bench):
@@ -231,8 +232,9 @@ def forget(files):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def saving(bench: Bench, context: int = 512, window: int = 12) -> dict:
-    rows, windows = [], 4 * bench.rounds + 1
+def saving(bench: Bench, context: int = 512) -> dict:
+    window = WINDOW.get(bench.name, 12)
+    rows, windows = [], 2 * bench.rounds + 1
     for running in (1, 4, 16):
         tokens, modes = context + (windows + 1) * window + 2 * running, {}
         for mode in ("none", "two-stage", "direct"):

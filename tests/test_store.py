@@ -1418,7 +1418,8 @@ def test_who_decodes_does_not_wait_for_a_slow_disk(make, right, gate, tmp_path, 
 
 def test_a_snapshot_buffer_that_is_full_drops_chunks_and_nobody_waits(make, right, gate):
     """One thread waits for the disk, and so nobody empties the buffer: 3 layers of 8 rows."""
-    engine = make(save_threads=1, token_budget=8)
+    engine, memory = make(save_threads=1, token_budget=8), torch.empty(3 * 8, 64)
+    engine.saver.buffer, engine.saver.taken_rows = RowBuffer(memory), as_integers(memory)
     slow = gate(engine)
     request, = engine.submit(PROMPT, max_tokens=30)
     step_through(engine)
