@@ -970,6 +970,17 @@ def test_of_files_what_comes_before_a_bad_one_is_restored(make, right, tmp_path,
     assert request.cached_tokens == 192 and kept(engine, PROMPT) == "xxx"
 
 
+def test_a_chunk_that_was_gone_when_it_was_read_is_kept_again_at_once(make, right, tmp_path):
+    engine = make(**directories(tmp_path, "one directory"))
+    ask(engine, PROMPT)
+    offload.empty(engine)
+    path, plain = find(engine, PROMPT)[1].path, engine.files.read
+    with mock.patch.object(engine.files, "read", lambda *arguments: (path.unlink(missing_ok=True), plain(*arguments))):
+        request = asked(engine, PROMPT)
+    assert request.outcome.tokens == right(PROMPT) and request.cached_tokens == 64
+    assert kept(engine, PROMPT) == "xxx"
+
+
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("what", ["all fail", "all are refused"])
 def test_states_that_do_not_leave_are_not_kept_and_no_token_is_missing(make, right, tmp_path, store, what):
