@@ -56,7 +56,6 @@ baseline, paged = importlib.import_module("01_baseline"), importlib.import_modul
 offload = importlib.import_module("03_cpu_offload")
 CHUNK = 64                         # tokens (section 4.2.1)
 SNAPSHOT = 1 << 20                 # bytes: less than this waits for the next layer, or step, unless it makes a chunk whole
-LANDING = 4                        # layers of a full context for which the device has room when they arrive
 BUFFER = 1 << 30                   # bytes: more than this no buffer takes, unless one layer does
 LAYOUTS = ("chunked", "token-major")
 
@@ -85,6 +84,17 @@ class ChunkPool(paged.BlockPool):
             return [self.states[layer, chunk] for chunk in chunks]
         runs = offload.adjacent(chunks, chunks)
         return [self.states[layer, first:first + count].flatten(0, 1) for first, _, count in runs]
+
+    def put(self, chunk: int, layer: int, at: int, states):
+        """For NumPy: `states` [layers, rows, D], of `layer` and those after it, are the chunk's rows from `at` on."""
+        as_integers(self.states)[layer:layer + len(states), chunk, at:at + states.shape[1]] = states
+
+    def new(self, chain: list[paged.Prefix]) -> int | None:
+        """A number for a chunk of this chain, or None: no chain's beginning goes for its end."""
+        victim = next(iter(self.cached), None)
+        if not self.free and (victim is None or self.prefixes[victim] in chain):
+            return None
+        return self.allocate(1)[0]
 
 
 @dataclass(eq=False)
@@ -121,14 +131,13 @@ Piece = tuple[int, list[torch.Tensor], list[Target]]
 
 class Saver:
     """Two-stage saving (section 4.2.2). The engine's thread calls `snapshot`; others sort and write. It must not know the
-    engine, which ends the threads when it goes. The snapshot buffer holds `rows`, of two steps or so."""
+    engine, which ends the threads when it goes. The snapshot buffer holds `rows` of `width`, of two steps or so."""
 
-    def __init__(self, pool: ChunkPool, files: ChunkFiles | None, link: Link, rows: int, threads: int, direct: bool):
+    def __init__(self, pool: ChunkPool, files: ChunkFiles | None, link: Link, rows: int, width: int, threads: int, direct: bool):
         self.pool, self.files, self.link, self.threads, self.direct = pool, files, link, threads, direct
-        memory = offload.pinned((0 if direct else rows, pool.states.shape[-1]), pool.states.dtype, link.clock.device,
-                                "The snapshot buffer")
+        memory = offload.pinned((0 if direct else rows, width), pool.kv.dtype, link.clock.device, "The snapshot buffer")
         self.buffer = RowBuffer(memory)                                         # [rows, D]
-        self.taken_rows, self.chunk_rows = as_integers(memory), as_integers(pool.states)        # both for NumPy
+        self.taken_rows = as_integers(memory)                                   # for NumPy
         self.jobs, self.changed = queue.SimpleQueue(), threading.Condition()
         self.under_way = 0                                                      # snapshots to sort, and chunks to write
         self.to_write: deque[Chunk] = deque()
@@ -210,7 +219,7 @@ class Saver:
             taken = self.taken_rows[start:start + count * tokens].reshape(count, tokens, -1)            # [count, T, D]
             for row, rows, chunk, at in targets:
                 if well and not chunk.lost:
-                    self.chunk_rows[layer:layer + count, chunk.slot, at:at + rows] = taken[:, row:row + rows]
+                    self.pool.put(chunk.slot, layer, at, taken[:, row:row + rows])
             start += count * tokens
         if first is not None:
             self.buffer.give_back(first)
@@ -241,7 +250,7 @@ class Saver:
     def write(self, chunk: Chunk):
         """The end of stage two: a whole chunk goes to its file, or is dropped."""
         try:
-            self.files.write(chunk.prefix, chunk.index, self.chunk_rows[:, chunk.slot])
+            self.files.write(chunk.prefix, chunk.index, as_integers(self.pool.states)[:, chunk.slot])
         except Exception:                                                       # the directory is full, or gone, or ...
             self.files.count(file_errors=1)
             chunk.drop()
@@ -310,7 +319,7 @@ class Restoration:
     chunks: list                   # numbers in the ChunkPool, or StoredChunks; the first holds token `start`
     prefix: paged.Prefix           # of the first chunk
     loads: list[Load] = field(default_factory=list)
-    projections: list = field(default_factory=list)            # layer, and two marks of the clock
+    projections: list = field(default_factory=list)            # label, and two marks of the clock
     over: bool = False             # nothing more is projected
     timed: bool = False            # what it took is known
 
@@ -351,6 +360,7 @@ class Engine(offload.MeasuringEngine):
     modelled link's, without a GPU. Raises ModelError for what does not fit."""
     Request = Request
     fields = {**paged.Engine.fields, "save": (lambda v: isinstance(v, bool), "true or false")}
+    LANDING = 4                    # layers of a full context for which the device has room when they arrive
 
     def __init__(self, model, tokenizer, end_tokens, *options, cpu_chunks: int | None = None, directories: tuple[Path, ...] = (),
                  disk_limit: float = 16e9, save_threads: int = 8, direct: bool = False, layout: str = "chunked",
@@ -363,7 +373,7 @@ class Engine(offload.MeasuringEngine):
         self.files = ChunkFiles(directories, (layers, CHUNK, width), dtype, disk_limit, layout) if directories else None
         useful = 2 * self.max_running + 64 if self.files else -(-4 * self.pool.size * self.pool.block_size // CHUNK)
         cpu_chunks = offload.host_pool_size(self.pool, cpu_chunks, useful, size, f"chunks of {CHUNK} tokens", "--cpu-chunks")
-        self.chunks = ChunkPool(config, cpu_chunks, layout, dtype, device)
+        self.chunks = self.make_chunks(cpu_chunks, layout)
         self.in_files: set[bytes] = set()                                       # keys that were found or written there
         self.keep_always = False                                                # whatever restoring would take
         # 2. The link, and the memory at its ends
@@ -371,19 +381,18 @@ class Engine(offload.MeasuringEngine):
         self.load_link, self.save_link = (Link(lane, self.clock, bytes_per_second) for lane in ("load", "save"))
         tokens, most = self.pool.size * self.pool.block_size, BUFFER // (width * dtype.itemsize)
         longest, step = min(self.context, tokens + CHUNK), min(self.token_budget, tokens)
-        landing = max(longest, min(LANDING * longest, most))
+        landing = max(longest, min(self.LANDING * longest, most))
         snapshot = max(step, min(2 * layers * step, most), 2 * SNAPSHOT // (width * dtype.itemsize))
         self.landing = RowBuffer(torch.empty(landing, width, dtype=dtype, device=device))                       # [rows, D]
         reading = offload.pinned((landing if self.files else 0, width), dtype, device, "The read buffer")
         self.reading = RowBuffer(reading)                                                                       # [rows, D]
-        self.saver = Saver(self.chunks, self.files, self.save_link, snapshot, save_threads, direct)
+        self.saver = Saver(self.chunks, self.files, self.save_link, snapshot, width, save_threads, direct)
         weakref.finalize(self, self.saver.close)
         # 3. What is under way
         self.saving: list[Chunk] = []                                           # oldest first
         self.targets: list[Target] = []                                         # of this step's rows
-        self.tapped, self.states = 0, []                                        # layers seen in this step; the last ones' inputs
-        self.pieces: list[Piece] = []                                           # that wait for more, `held` bytes with the states
-        self.held = 0
+        self.tapped = self.held = 0                                             # layers seen in this step; bytes of the pieces
+        self.pieces: list[Piece] = []                                           # that wait for more
         self.snapshots: deque[tuple[Transfer, list]] = deque()                  # and the timelines that show them
         self.restorations: list[Restoration] = []
         self.line: deque[Request] = deque()                                     # the first may load
@@ -392,6 +401,9 @@ class Engine(offload.MeasuringEngine):
                            chunks_dropped=0, chunks_missed=0, recomputed_hits=0, transfer_errors=0)
         self.load_link.speed()                                                  # measured once; then a running median
         self.row_seconds: deque[float] = deque([self.measure_projection()], maxlen=9)          # per row and layer
+
+    def make_chunks(self, count: int, layout: str) -> ChunkPool:
+        return ChunkPool(self.model.config, count, layout, self.model.dtype, self.model.device)
 
     def step(self) -> bool:
         """Chapter 02's, around what has arrived meanwhile."""
@@ -412,14 +424,14 @@ class Engine(offload.MeasuringEngine):
 
     def compute(self, work):
         """Chapter 02's; before it, where each row's states will go."""
-        self.targets, self.tapped, self.states = self.plan(work), 0, []
+        self.targets, self.tapped = self.find_targets(work), 0
         super().compute(work)
         if self.tapped < len(self.model.layers):                                # it failed on the way
             for target in self.targets:
                 target.chunk.lost = True
-        self.targets, self.states = [], []
+        self.targets = []
 
-    def plan(self, work) -> list[Target]:
+    def find_targets(self, work) -> list[Target]:
         """Where the rows of this step's batch go."""
         targets, row = [], 0
         for request, count in work:
@@ -451,31 +463,34 @@ class Engine(offload.MeasuringEngine):
         if not self.worth_keeping():
             self.wear_out()
             return None
-        victim = next(iter(self.chunks.cached), None)
-        if not self.chunks.free and (victim is None or self.chunks.prefixes[victim] in request.chunk_prefixes):
-            return Chunk(-1, index, 0, lost=True, dropped=True)                 # no chain's beginning goes for its end
-        chunk = Chunk(*self.chunks.allocate(1), index, len(self.model.layers) * CHUNK)
-        self.saving.append(chunk)
-        return chunk
+        slot = self.chunks.new(request.chunk_prefixes)
+        if slot is None:
+            return Chunk(-1, index, 0, lost=True, dropped=True)
+        self.saving.append(Chunk(slot, index, len(self.model.layers) * CHUNK))
+        return self.saving[-1]
 
     def tap(self, index: int, hidden, batch):
         """Chapter 02's tap: what enters layer `index`. In decode that is little, and goes out with what follows."""
         self.tapped, last = index + 1, index + 1 == len(self.model.layers)
-        if not self.targets:
-            return
-        self.states.append(hidden)
-        self.held += hidden.nbytes
+        if targets := self.wanted(index):
+            layer, states, same = self.pieces[-1] if self.pieces else (0, [], None)
+            if layer + len(states) == index and same == targets:
+                states.append(hidden)
+            else:
+                self.pieces.append((index, [hidden], targets))
+            self.held += hidden.nbytes
         enough = min(SNAPSHOT, self.saver.buffer.memory.nbytes // 2)            # 0 without stage one
-        if last or self.held >= enough:
-            self.pieces.append((index + 1 - len(self.states), self.states, self.targets))
-            self.states = []
-            whole = last and any(target.at + target.rows == CHUNK for target in self.targets)
-            if whole or self.held >= enough:
-                timelines = [request.timeline for request, _ in batch.work if request.save]
-                for transfer in self.saver.snapshot(self.pieces):
-                    self.snapshots.append((transfer, timelines))
-                    self.counts["bytes_out"] += transfer.bytes
-                self.pieces, self.held = [], 0
+        whole = last and any(target.at + target.rows == CHUNK for target in self.targets)
+        if self.pieces and (whole or self.held >= enough):
+            timelines = [request.timeline for request, _ in batch.work if request.save]
+            for transfer in self.saver.snapshot(self.pieces):
+                self.snapshots.append((transfer, timelines))
+                self.counts["bytes_out"] += transfer.bytes
+            self.pieces, self.held = [], 0
+
+    def wanted(self, layer: int) -> list[Target]:
+        """Where this step's rows of a layer's states go: here, those of every layer alike."""
+        return self.targets
 
     def free(self, request: Request):
         for sample in (request, *request.forks):
@@ -570,9 +585,9 @@ class Engine(offload.MeasuringEngine):
             # 3. Restore or compute, whichever is estimated to be faster
             request.computed, choice = start, None
             if end > start:
-                restore, compute = self.seconds_to_restore(end - start), self.seconds_to_compute(start, end)
+                restoration, restore, compute = self.choose(request, start, found)
                 if restore <= compute:
-                    yield from self.bring(request, Restoration(start, found, self.chunk_prefix(request, start // CHUNK)))
+                    yield from self.bring(request, restoration)
                 else:
                     self.counts["recomputed_hits"] += len(found) if request.source is None else 0       # chunks
                     self.wear_out()
@@ -587,6 +602,12 @@ class Engine(offload.MeasuringEngine):
         if request.source is None:
             request.source = ("gpu_hit" if start else "miss") if request.computed == start else "mixed" if start else "hidden"
             request.choice, request.cached_tokens = choice, request.computed
+
+    def choose(self, request: Request, start: int, chunks: list):
+        """-> a Restoration of these chunks, and the seconds that it would take, and computing what they hold."""
+        end = (start // CHUNK + len(chunks)) * CHUNK
+        restoration = Restoration(start, chunks, self.chunk_prefix(request, start // CHUNK))
+        return restoration, self.seconds_to_restore(end - start), self.seconds_to_compute(start, end)
 
     def must_wait(self, request: Request, prefix: paged.Prefix | None) -> bool:
         """Whether others load before the request, or what it would load, from the chunk of `prefix` on."""
@@ -608,52 +629,21 @@ class Engine(offload.MeasuringEngine):
             request.saved = index + 1
 
     def bring(self, request: Request, restoration: Restoration):
-        """Load all layers in order, and project each when it has arrived, while the next ones are on their way."""
-        start, chunks, layers, device = restoration.start, restoration.chunks, self.model.layers, self.model.device
-        first, size, whole, rows = start // CHUNK, self.pool.block_size, len(chunks), 0        # whole: chunks, from the first on
-        positions = torch.arange(start, (first + whole) * CHUNK, device=device)                 # [T]
+        """Bring the chunks' tokens into the request's blocks."""
+        start, chunks, first = restoration.start, restoration.chunks, restoration.start // CHUNK
+        size, device, whole = self.pool.block_size, self.model.device, 0        # whole: chunks, from the first on
+        positions = torch.arange(start, (first + len(chunks)) * CHUNK, device=device)           # [T]
         slots = torch.tensor(request.table, device=device)[positions // size] * size + positions % size         # [T]
         if not self.files:
-            self.chunks.touch(self.chunk_prefix(request, first + whole - 1))
+            self.chunks.touch(self.chunk_prefix(request, first + len(chunks) - 1))
             for chunk in chunks:
                 self.chunks.share(chunk)
         self.restorations.append(restoration)
         self.counts["restorations"] += 1
         try:
-            for index in range(len(layers)):
-                # 1. Issue as many loads as have room where they land; when all are issued, the next in line may begin
-                self.issue(restoration)
-                while len(restoration.loads) <= index:                                          # others have that room
-                    yield
-                    self.issue(restoration)
-                if len(restoration.loads) == len(layers) and request in self.line:
-                    self.line.remove(request)
-
-                # 2. Wait for this layer's states; while there are others, outside, so that they can go on
-                load = restoration.loads[index]
-                while not load.ready and self.others_compute(request):
-                    yield
-                load.wait()
-                whole = whole if load.readable is None else min(whole, load.readable)
-                if not whole:
-                    break
-
-                # 3. Project them into the request's blocks
-                began = self.clock.mark()
-                self.project(index, self.landing.memory[load.landing:load.landing + load.rows], positions, slots)
-                restoration.projections.append((index, began, self.clock.mark()))
-                self.landing.give_back(load.landing)
-                load.landing = None
-                self.counts["layers_projected"] += 1
-
-                # 4. Whenever a sixth as many rows were projected as a step may compute, others take a step
-                rows += load.rows
-                if rows * 6 >= self.token_budget * len(layers) and self.others_compute(request):
-                    rows = 0
-                    yield
+            whole = yield from self.bring_layers(request, restoration, positions, slots)
         except (TransferError, OSError):
             self.counts["transfer_errors"] += 1
-            whole = 0
         finally:
             restoration.over = True
         self.counts["chunks_missed"] += len(chunks) - whole
@@ -664,6 +654,43 @@ class Engine(offload.MeasuringEngine):
             load.transfer.bytes for load in restoration.loads if load.transfer))
         if request.source is None and request.computed > start:
             request.restored = restoration
+
+    def bring_layers(self, request: Request, restoration: Restoration, positions, slots):
+        """A generator: load all layers in order, and project each into `slots` [T] when it has arrived, while the next ones are
+        on their way. Returns how many chunks, from the first on, were whole. Raises TransferError, OSError."""
+        layers, whole, rows = self.model.layers, len(restoration.chunks), 0
+        for index in range(len(layers)):
+            # 1. Issue as many loads as have room where they land; when all are issued, the next in line may begin
+            self.issue(restoration)
+            while len(restoration.loads) <= index:                              # others have that room
+                yield
+                self.issue(restoration)
+            if len(restoration.loads) == len(layers) and request in self.line:
+                self.line.remove(request)
+
+            # 2. Wait for this layer's states; while there are others, outside, so that they can go on
+            load = restoration.loads[index]
+            while not load.ready and self.others_compute(request):
+                yield
+            load.wait()
+            whole = whole if load.readable is None else min(whole, load.readable)
+            if not whole:
+                break
+
+            # 3. Project them into the request's blocks
+            began = self.clock.mark()
+            self.project(index, self.landing.memory[load.landing:load.landing + load.rows], positions, slots)
+            restoration.projections.append((f"layer {index}", began, self.clock.mark()))
+            self.landing.give_back(load.landing)
+            load.landing = None
+            self.counts["layers_projected"] += 1
+
+            # 4. Whenever a sixth as many rows were projected as a step may compute, others take a step
+            rows += load.rows
+            if rows * 6 >= self.token_budget * len(layers) and self.others_compute(request):
+                rows = 0
+                yield
+        return whole
 
     @torch.inference_mode()
     def project(self, index: int, hidden, positions, slots):
@@ -814,7 +841,7 @@ class Engine(offload.MeasuringEngine):
         restoration, timeline = request.restored, request.timeline
         if restoration is None:
             return None
-        spans = [(f"layer {layer}", *map(self.clock.seconds, marks)) for layer, *marks in restoration.projections]
+        spans = [(label, *map(self.clock.seconds, marks)) for label, *marks in restoration.projections]
         for label, *span in spans:
             timeline.add("compute", label, *span)
         loads = [load.transfer.span() for load in restoration.loads]
