@@ -152,7 +152,6 @@ class Saver:
         pieces = [piece for piece in pieces if piece[2]]
         if not pieces:
             return []
-        self.start()
         states = [hidden for _, states, _ in pieces for hidden in states]                               # [T, D] each
         transfers, first, sizes = [], None, [len(hidden) for hidden in states]
         try:
@@ -165,6 +164,12 @@ class Saver:
             self.errors += 1
             if first is not None:
                 self.buffer.give_back(first)
+        self.follow(transfers, first, [(layer, len(states), len(states[0]), targets) for layer, states, targets in pieces])
+        return transfers
+
+    def follow(self, transfers: list[Transfer], first: int | None, pieces: list[tuple[int, int, int, list[Target]]]):
+        """Stage two begins when these transfers have arrived, in the snapshot buffer from row `first` on, or in their chunks.
+        pieces: (first layer, layers, tokens, targets). Without transfers the chunks are dropped."""
         with self.changed:
             self.under_way += bool(transfers)
             for target in (target for *_, targets in pieces for target in targets):
@@ -173,9 +178,8 @@ class Saver:
                 else:
                     target.chunk.drop()
         if transfers:
-            pieces = [(layer, len(states), len(states[0]), targets) for layer, states, targets in pieces]
+            self.start()
             self.jobs.put((transfers, first, pieces))
-        return transfers
 
     def write_through(self, pieces: list[Piece]) -> list[Transfer]:
         """Without stage one: each request's rows of each layer go straight to their chunk, a copy for each, and the next
@@ -210,7 +214,7 @@ class Saver:
                 del chunk
 
     def sort(self, transfers: list[Transfer], first: int | None, pieces: list[tuple[int, int, int, list[Target]]]):
-        """The rows go to their chunks; with `first` None they are there. pieces: (first layer, layers, tokens, targets)."""
+        """The rows go to their chunks; with `first` None they are there."""
         for transfer in transfers:
             transfer.join()
             transfer.src = []                                                   # the device may use that memory again
@@ -288,12 +292,16 @@ class Load:
     issued: threading.Event = field(default_factory=threading.Event)            # the transfer is there, or never will be
 
     @property
+    def label(self) -> str:
+        return f"layer {self.layer}"
+
+    @property
     def ready(self) -> bool:
         return self.issued.is_set() and (self.transfer is None or self.transfer.ready)
 
     def send(self, link: Link, dst: list, src: list, after=None):
         try:
-            self.transfer = link.copy(dst, src, f"layer {self.layer}", after)
+            self.transfer = link.copy(dst, src, self.label, after)
         except Exception:                                       # who waits for it learns that
             pass
         self.issued.set()
@@ -307,19 +315,20 @@ class Load:
         """What is computed from here on sees the states. Raises TransferError, or OSError if they could not be sent at all."""
         self.issued.wait()
         if self.transfer is None:
-            raise OSError(f"layer {self.layer} was not sent")
+            raise OSError(f"{self.label} was not sent")
         self.transfer.wait()
 
 
 @dataclass(eq=False)
 class Restoration:
     """What brings one request's states back, layer by layer. It holds a reference to each chunk that it reads from the
-    ChunkPool."""
+    ChunkPool, and to each of `blocks`, into which transfers write."""
     start: int                     # the first token that is brought
     chunks: list                   # numbers in the ChunkPool, or StoredChunks; the first holds token `start`
     prefix: paged.Prefix           # of the first chunk
     loads: list[Load] = field(default_factory=list)
     projections: list = field(default_factory=list)            # label, and two marks of the clock
+    blocks: list[int] = field(default_factory=list)
     over: bool = False             # nothing more is projected
     timed: bool = False            # what it took is known
 
@@ -368,7 +377,7 @@ class Engine(offload.MeasuringEngine):
         super().__init__(model, tokenizer, end_tokens, *options, **named_options)
         config, dtype, device, layers = model.config, model.dtype, model.device, len(model.layers)
         # 1. What is kept, and where. With files, host memory holds what is being filled (one for each who runs) or written
-        width, size = config.hidden_size, layers * CHUNK * config.hidden_size * dtype.itemsize
+        width, size = config.hidden_size, CHUNK * self.numbers_per_token(config) * dtype.itemsize
         self.chunk_prefixes = paged.Prefixes(f"{model.digest.hex()} {dtype} {CHUNK} hidden {layout}")
         self.files = ChunkFiles(directories, (layers, CHUNK, width), dtype, disk_limit, layout) if directories else None
         useful = 2 * self.max_running + 64 if self.files else -(-4 * self.pool.size * self.pool.block_size // CHUNK)
@@ -402,6 +411,10 @@ class Engine(offload.MeasuringEngine):
         self.load_link.speed()                                                  # measured once; then a running median
         self.row_seconds: deque[float] = deque([self.measure_projection()], maxlen=9)          # per row and layer
 
+    def numbers_per_token(self, config) -> int:
+        """That are kept, all layers together, at most."""
+        return config.num_hidden_layers * config.hidden_size
+
     def make_chunks(self, count: int, layout: str) -> ChunkPool:
         return ChunkPool(self.model.config, count, layout, self.model.dtype, self.model.device)
 
@@ -409,12 +422,14 @@ class Engine(offload.MeasuringEngine):
         """Chapter 02's, around what has arrived meanwhile."""
         with self.stepping:
             self.settle()
-            before = self.counts["steps"], self.counts["layers_projected"]
-            more = super().step()
+            before, more = self.progress(), super().step()
             # Nobody can go on before something arrives
-            if more and before == (self.counts["steps"], self.counts["layers_projected"]):
+            if more and before == self.progress():
                 next((load.join() for load in self.loads if not load.ready), None)
             return more
+
+    def progress(self) -> tuple:
+        return self.counts["steps"], self.counts["layers_projected"]
 
     @property
     def loads(self) -> list[Load]:
@@ -757,7 +772,7 @@ class Engine(offload.MeasuringEngine):
             transfer, timelines = self.snapshots.popleft()
             for timeline in timelines:
                 timeline.add("save", transfer.label, *transfer.span())
-        over = [chunk for chunk in self.saving if not chunk.jobs and (chunk.lost or not chunk.missing)]
+        over = [chunk for chunk in self.saving if not chunk.jobs and (chunk.lost or chunk.prefix and not chunk.missing)]
         for chunk in over:
             self.saving.remove(chunk)
             if not chunk.lost and self.files:
@@ -781,6 +796,7 @@ class Engine(offload.MeasuringEngine):
                 for load in restoration.loads:
                     if load.transfer and load.transfer.error is None:
                         self.load_link.note([load.transfer])
+                self.pool.release(restoration.blocks)
                 if not self.files:
                     self.chunks.release(restoration.chunks)
 
@@ -851,13 +867,16 @@ class Engine(offload.MeasuringEngine):
                 timeline.add("storage", load.transfer.label, *load.storage)
         if not restoration.timed:                                               # its other samples report the same
             restoration.timed = True
-            self.row_seconds.append(statistics.median(end - start for _, start, end in spans) / restoration.loads[0].rows)
-        start = min(start for start, _ in [load.storage or span for load, span in zip(restoration.loads, loads)])
-        start, end = start - timeline.began, spans[-1][2] - timeline.began
+            self.learn(restoration, spans)
+        starts, ends = zip(*loads, *(load.storage for load in restoration.loads if load.storage), *(span for _, *span in spans))
+        start, end = min(starts) - timeline.began, max(ends) - timeline.began
         tokens = request.cached_tokens - restoration.start
         return dict(tokens=tokens, bytes=sum(load.transfer.bytes for load in restoration.loads), start_ms=round(start * 1e3, 3),
                     ms=round((end - start) * 1e3, 3), tokens_per_second=round(tokens / (end - start)),
                     **{f"{lane}_bubble": round(timeline.bubble(lane, start, end), 3) for lane in ("load", "compute")})
+
+    def learn(self, restoration: Restoration, spans: list):
+        self.row_seconds.append(statistics.median(end - start for _, start, end in spans) / restoration.loads[0].rows)
 
     def counters(self) -> dict:
         chunks = self.chunks
@@ -868,7 +887,8 @@ class Engine(offload.MeasuringEngine):
 
     def check_integrity(self):
         """Blocks and chunks agree with the tables and with what is on its way. Raises AssertionError."""
-        self.pool.check_integrity([request.table for request in self.running])
+        self.pool.check_integrity([request.table for request in self.running] + [
+            restoration.blocks for restoration in self.restorations])
         brought = [] if self.files else [restoration.chunks for restoration in self.restorations]
         self.chunks.check_integrity([[chunk.slot] for chunk in self.saving] + brought)
         assert all(request.restoration for request in self.line), "who is not being restored stands in line"

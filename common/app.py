@@ -364,20 +364,21 @@ def parser_for(doc: str) -> argparse.ArgumentParser:
     return parser
 
 
-def main(doc: str, chapter: str, add_arguments, make_engine, demo, **actions):
+def main(doc: str, chapter: str, add_arguments, make_engine, demo, without_model: dict = {}, **actions):       # noqa: B006
     """Run a chapter from the command line.
 
     add_arguments(parser)                                       adds the chapter's own options
     make_engine(model, tokenizer, end_tokens, arguments)        -> its engine
     demo(engine, arguments) -> (report, timelines)              prints the lesson; `report` is what --json writes
     actions                                                     the same for options that do something else than to answer
+    without_model                                               those that need no engine: function(arguments), as `demo`
     """
     parser = parser_for(doc)
     add_arguments(parser)
     arguments = parser.parse_args()
     sys.stdout.reconfigure(errors="replace")            # a terminal without UTF-8 shows ?, and the answer goes on
     try:
-        run(chapter, arguments, make_engine, dict(actions, demo=demo))
+        run(chapter, arguments, make_engine, dict(actions, demo=demo), without_model)
     except BrokenPipeError:         # `... | head` has seen enough
         os._exit(1)
     except (checkpoint.ModelError, RequestError, OSError) as error:
@@ -388,13 +389,16 @@ def main(doc: str, chapter: str, add_arguments, make_engine, demo, **actions):
         os._exit(130)               # at once: requests in other threads may be inside a long product
 
 
-def run(chapter: str, arguments, make_engine, actions: dict):
+def run(chapter: str, arguments, make_engine, actions: dict, without_model: dict):
     for path in (arguments.json, arguments.trace):
         try:
             if path:
                 path.open("a").close()          # fails now, not after a minute of work
         except OSError as error:
             raise OSError(f"Cannot write '{path}' ({error.strerror}); choose another file.") from None
+    if action := next((action for option, action in without_model.items() if getattr(arguments, option)), None):
+        report, timelines = action(arguments)
+        return write(arguments, dict(chapter=chapter, **report), timelines)
     action = next((action for option, action in actions.items() if getattr(arguments, option)), None)
     serving = not action and arguments.prompt is None
     server = listen(arguments.host, arguments.port) if serving else None
@@ -417,6 +421,11 @@ def run(chapter: str, arguments, make_engine, actions: dict):
         report, timelines = {**info, **piece.as_json()}, [piece.timeline]
         print(f"\n\n{piece.summary()}")
     engine.close()
+    write(arguments, report, timelines)
+
+
+def write(arguments, report: dict, timelines: list):
+    """What --json and --trace ask for."""
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     if arguments.trace:

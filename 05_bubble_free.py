@@ -1,0 +1,1023 @@
+"""Chapter 05: mix the ways, layer by layer, so that neither the link nor the processor waits for the other (HCache's scheduler).
+
+The problem. Restoring all layers from hidden states (chapter 04) takes as long as the slower of two lanes. Where projecting is
+slower, the link idles; where the link is slower, the processor does. Such a gap is a bubble.
+
+The mechanism. A layer may come back in three ways, which use the lanes differently:
+
+    R   recomputed from the tokens       much computing, no transfer, nothing kept
+    H   projected from hidden states     little computing, a transfer
+    K   loaded as K and V                no computing, twice the transfer (with multi-head attention)
+
+Four costs of a layer are measured, and all divisions of the layers are tried on paper: the first ones R, then H, the last ones K.
+The plan is the one whose pipeline ends first, a row of letters like RRHHHHHHHHHHKK. Saving follows it: hidden states, K and V,
+or nothing. Recomputing goes first, while hidden states arrive; then these are projected; K and V come last, straight into
+their blocks.
+
+Two things go beyond the paper. The last of the recomputed layers needs only its projection; so the first layer, whose hidden
+states are the embeddings of the tokens, is never kept. And a layer may be shared by two ways, some chunks of 64 tokens in one
+and the rest in the other: in a model of few layers, a whole layer too many is itself a bubble.
+
+New against chapter 04: Profile, the planner, LayerStore, in which a chunk takes as much memory as its plan says, and a
+restoration in three ways at once. If the link's speed changes by a fifth, the next request is planned anew; what is kept
+comes back as it was kept, and only how many layers are recomputed can still be chosen.
+
+Source: HCache (Gao et al., EuroSys '25), sections 4.1, 6.2 and 6.3.
+
+    python 05_bubble_free.py --demo
+    python 05_bubble_free.py --simulate                    # the paper's platforms and models, on paper
+    python 05_bubble_free.py --prompt "What is a KV cache?" --plan hidden-only
+    python 05_bubble_free.py                               # the server, on http://127.0.0.1:5000
+"""
+import functools
+import hashlib
+import importlib
+import json
+import math
+import os
+import platform
+import random
+import statistics
+import sys
+import time
+import uuid
+from collections import Counter, deque
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy
+import torch
+
+from common import app
+from common import link as links
+from common.app import BadRequest
+from common.link import as_integers
+from common.timeline import Span, Timeline
+from tools import classroom_text
+
+baseline, paged = importlib.import_module("01_baseline"), importlib.import_module("02_paged_kv")
+offload, hidden_states = importlib.import_module("03_cpu_offload"), importlib.import_module("04_hidden_state_cache")
+Chunk, PagedBatch, CHUNK = hidden_states.Chunk, paged.PagedBatch, hidden_states.CHUNK
+PARTS = 4                          # in which a layer may be shared by two ways, or its transfer be cut
+MODES = ("auto", "hidden-only", "naive", "kv-only", "token-wise", "token-wise-rounded")
+CHANGE, PACE_CHANGE = 0.2, 0.05    # of the link's speed, and of the processor's, after which plans are made anew
+LONGEST = 2048                     # tokens, up to which costs are measured
+PROFILE_DAYS = 30                  # after which they are measured again
+
+# 1. The planner --------------------------------------------------------------------------------------------------
+
+class Costs(NamedTuple):
+    """Seconds that a layer takes for all tokens of a history."""
+    io_hidden: float               # to transfer its hidden states
+    io_kv: float                   # to transfer its K and V
+    compute_token: float           # to compute it whole, in chunked prefill
+    compute_hidden: float          # to project its hidden states: norm, projection, rotary, write
+
+
+class Plan(NamedTuple):
+    """How many layers come back in each way: the first ones recomputed, the last ones loaded as K and V. A `split` divides
+    the tokens instead (section 4.1.1): those before it are projected in all layers, the others in none."""
+    recompute: float
+    hidden: float
+    kv: float
+    split: int | None = None
+
+    @property
+    def layers(self) -> int:
+        return round(self.recompute + self.hidden + self.kv)
+
+    def letters(self, chunk: int, first: int, count: int) -> str:
+        """How each layer of a history's chunk number `chunk` is kept, if `count` chunks from `first` on are computed together:
+        R not at all, H, K, or B both. In a layer that is shared by two ways, the first tokens have the earlier letter."""
+        if self.split is not None:
+            rest = "K" if self.kv else "R"
+            if chunk * CHUNK >= self.split:
+                return rest * self.layers
+            return ("H" if (chunk + 1) * CHUNK <= self.split or rest == "R" else "B") * self.layers
+        place = min(max(chunk - first, 0) / max(count, 1), 1.0)                 # 0: the first of them
+        recompute, kv = math.ceil(self.recompute - place), math.floor(self.kv + place)
+        return "R" * recompute + "H" * (self.layers - recompute - kv) + "K" * kv
+
+    def __str__(self):
+        """A letter for each layer, a small one for a layer that is shared: the way of most of its tokens."""
+        if self.split is not None:
+            return f"{self.split} tokens H, the others {'K' if self.kv else 'R'}"
+        shares = [dict(R=min(1.0, max(0.0, self.recompute - layer)), K=min(1.0, max(0.0, self.kv - (self.layers - 1 - layer))))
+                  for layer in range(self.layers)]
+        most = [max(dict(share, H=1 - sum(share.values())).items(), key=lambda item: item[1]) for share in shares]
+        return "".join(letter if share == 1 else letter.lower() for letter, share in most)
+
+
+def recompute_seconds(costs: Costs, layers, paper: bool = False):
+    """To have K and V of the first `layers`: all are computed but the last, which is only projected; for the `paper` that one
+    is computed too."""
+    if paper:
+        return costs.compute_token * layers
+    return costs.compute_hidden * numpy.minimum(layers, 1.0) + costs.compute_token * numpy.maximum(layers - 1.0, 0.0)
+
+
+def pipeline_seconds(costs: Costs, recompute, hidden, kv, parts: int, behind: float = 0.0, paper: bool = False):
+    """When the pipeline of a plan ends, if each layer's states come in so many parts, and the link is busy with other things
+    for `behind` seconds. Numbers, or arrays of them for many plans at once.
+
+    The end is that of the longest path: computing alone; the link alone; or over the link until some part has arrived, and on
+    the processor from there. Parts are alike, so that of those the longest is the one over the first part, or over the last."""
+    computing = recompute_seconds(costs, recompute, paper)
+    projecting, loading = hidden * costs.compute_hidden, hidden * costs.io_hidden
+    first = behind + costs.io_hidden / parts + projecting
+    last = behind + loading + costs.compute_hidden / parts
+    over_states = numpy.where(hidden > 0, numpy.maximum(first, last), 0.0)
+    transfers = numpy.where(hidden + kv > 0, behind + loading + kv * costs.io_kv, 0.0)
+    return numpy.maximum(numpy.maximum(computing + projecting, over_states), transfers)
+
+
+def simulate(costs: Costs, plan: Plan, parts: int, behind: float = 0.0, paper: bool = False) -> Timeline:
+    """The same, part after part: what runs when."""
+    timeline, link, processor = Timeline(), behind, float(recompute_seconds(costs, plan.recompute, paper))
+    spans = [("compute", "R", 0.0, processor)]
+    for _ in range(round(plan.hidden * parts)):
+        spans.append(("load", "H", link, link + costs.io_hidden / parts))
+        link += costs.io_hidden / parts
+        start = max(link, processor)
+        processor = start + costs.compute_hidden / parts
+        spans.append(("compute", "H", start, processor))
+    spans.append(("load", "K", link, link + plan.kv * costs.io_kv))
+    timeline.spans = [Span(*span) for span in spans if span[3] > span[2]]
+    return timeline
+
+
+@functools.cache
+def divisions(layers: int, parts: int):
+    """-> all ways to divide the layers, in steps of a part: three arrays, which add up to `layers`."""
+    steps = numpy.arange(layers * parts + 1) / parts
+    recompute, kv = (grid.ravel() for grid in numpy.meshgrid(steps, steps, indexing="ij"))
+    possible = recompute + kv <= layers
+    return recompute[possible], layers - recompute[possible] - kv[possible], kv[possible]
+
+
+def best_plan(costs: dict[int, Costs], layers: int, mode: str = "auto", paper: bool = False) -> tuple[Plan, float]:
+    """The plan that ends first, and when, in seconds; of equals the one that loads least. `costs`: for each number of parts
+    in which a layer may be cut. Modes: auto; naive, which knows no hidden states; hidden-only; kv-only."""
+    best = None
+    for parts, cost in costs.items():
+        recompute, hidden, kv = divisions(layers, parts)
+        allowed = {"auto": hidden >= 0, "naive": hidden == 0, "hidden-only": hidden == layers, "kv-only": kv == layers}[mode]
+        recompute, hidden, kv = recompute[allowed], hidden[allowed], kv[allowed]
+        seconds = pipeline_seconds(cost, recompute, hidden, kv, parts, paper=paper)
+        loads = hidden * cost.io_hidden + kv * cost.io_kv
+        nearly = numpy.flatnonzero(seconds <= seconds.min() * (1 + 1e-9))
+        index = nearly[loads[nearly].argmin()]
+        if best is None or seconds[index] < best[1]:
+            best = Plan(float(recompute[index]), float(hidden[index]), float(kv[index])), float(seconds[index])
+    return best
+
+
+def closed_form(costs: Costs, layers: int) -> Plan:
+    """Section 4.1.2, as it stands there: whole layers, two ways."""
+    if costs.compute_hidden > costs.io_hidden:
+        hidden = math.ceil(layers * costs.io_kv / (costs.io_kv + costs.compute_hidden - costs.io_hidden))
+        return Plan(0, hidden, layers - hidden)
+    hidden = math.ceil(layers * costs.compute_token / (costs.compute_token + (costs.io_hidden - costs.compute_hidden)))
+    return Plan(layers - hidden, hidden, 0)
+
+
+def token_wise_seconds(costs: Costs, layers: int, share, rest: str, computing_rest=None):
+    """The same when a `share` of the tokens, the first ones, is projected in every layer, and the others are loaded (K) or
+    recomputed (R): the processor goes to the next layer when all of that is there. `computing_rest`: seconds to compute a layer
+    of the others, if that is not in proportion, since they attend to all before them."""
+    loading = costs.io_hidden * share + (costs.io_kv * (1 - share) if rest == "K" else 0.0)
+    if computing_rest is None:
+        computing_rest = costs.compute_token * (1 - share)
+    computing = costs.compute_hidden * share + (computing_rest if rest == "R" else 0.0)
+    return numpy.maximum(loading + layers * computing, layers * loading + computing)
+
+
+def token_wise_plan(costs: Costs, layers: int, tokens: int, step: int = 1, computing_rest=None) -> tuple[Plan, float]:
+    """Section 4.1.1's other partition, with as many tokens projected as ends first, in multiples of `step`. `computing_rest`: the
+    seconds above, as a function of how many tokens are projected."""
+    rest = "K" if costs.compute_hidden > costs.io_hidden else "R"
+    splits = numpy.unique([*range(0, tokens, step), tokens])
+    computing = computing_rest and numpy.array([computing_rest(int(split)) for split in splits])
+    seconds = token_wise_seconds(costs, layers, splits / tokens, rest, computing)
+    split = int(splits[seconds.argmin()])
+    others = layers * (1 - split / tokens)
+    plan = Plan(others if rest == "R" else 0.0, layers * split / tokens, others if rest == "K" else 0.0, split)
+    return plan, float(seconds.min())
+
+
+def bound_seconds(costs: dict[int, Costs], layers: int) -> float:
+    """No division of the layers, however fine, ends before this: with both lanes busy from the beginning to the end.
+
+    Put a price on each second of either lane, `price` and 1 - `price`. Whoever ends in t seconds has paid at most t; and has
+    paid at least what the cheapest way costs for each layer. The best bound has the price at which two ways cost the same."""
+    token, hidden, io_hidden, io_kv = (min(getattr(cost, name) for cost in costs.values()) for name in (
+        "compute_token", "compute_hidden", "io_hidden", "io_kv"))
+
+    def paid(price):
+        cheapest = min(price * token, price * hidden + (1 - price) * io_hidden, (1 - price) * io_kv)
+        return min(price * hidden, cheapest) + (layers - 1) * cheapest          # the first recomputed layer is only projected
+    even = [(io_hidden, token - hidden), (io_kv, token), (io_kv - io_hidden, hidden), (io_kv, hidden)]
+    return max(paid(io / (io + compute)) for io, compute in even if io >= 0 and io + compute > 0)
+
+
+# 2. What a layer costs here --------------------------------------------------------------------------------------
+
+class Profile(NamedTuple):
+    """Costs of one layer for histories of some lengths, with a link of `bytes_per_second`."""
+    lengths: list[int]             # tokens, ascending
+    io_hidden: list[float]         # seconds, and so on
+    io_kv: list[float]
+    compute_token: list[float]
+    compute_hidden: list[float]
+    bytes_per_second: float
+
+    def seconds(self, name: str, tokens: float) -> float:
+        """One of the costs for so many tokens: linear between lengths, and from zero."""
+        lengths, seconds = [0, *self.lengths], [0.0, *getattr(self, name)]
+        if tokens <= lengths[-1]:
+            return float(numpy.interp(tokens, lengths, seconds))
+        rate, growth = seconds[-1] / lengths[-1], 0.0                           # beyond: in proportion, but attention grows
+        if name == "compute_token" and len(self.lengths) > 1:
+            growth = max(0.0, rate - seconds[-2] / lengths[-2]) / (lengths[-1] - lengths[-2])
+        return tokens * (rate + growth * (tokens - lengths[-1]))
+
+    def costs(self, start: int, end: int, bytes_per_second: float, pace: float = 1.0) -> dict[int, Costs]:
+        """For tokens `start` to `end`, over a link that is as fast now, on a processor that takes `pace` times as long, for each
+        number of parts into which a layer is cut: more of them fill the pipeline sooner, but small ones may cost more than
+        their share. Parts are at least a chunk."""
+        tokens, slower = end - start, self.bytes_per_second / bytes_per_second
+        whole = self.seconds("compute_token", end) - self.seconds("compute_token", start)
+        return {parts: Costs(parts * self.seconds("io_hidden", tokens / parts) * slower, self.seconds("io_kv", tokens) * slower,
+                             whole * pace, parts * self.seconds("compute_hidden", tokens / parts) * pace)
+                for parts in (1, 2, PARTS) if parts == 1 or tokens >= parts * CHUNK}
+
+    def save(self, identity: dict):
+        """Where it cannot be written, it is measured again the next time."""
+        path = profile_path(identity)
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+            temporary.write_text(json.dumps(dict(identity=identity, measured=time.time(), **self._asdict()), indent=1) + "\n")
+            os.replace(temporary, path)
+
+    @classmethod
+    def load(cls, identity: dict, bytes_per_second: float) -> "Profile | None":
+        """What was saved of the same machine, model and link; None for what is damaged, old, of others, or of a link that is more
+        than a fifth faster or slower now."""
+        try:
+            found = json.loads(profile_path(identity).read_text())
+            profile = cls(**{name: found[name] for name in cls._fields})
+            columns = [profile.lengths, *profile[1:5]]
+            sound = all(len(column) == len(profile.lengths) >= 1 and all(
+                isinstance(value, (int, float)) and 0 < value < math.inf for value in column) for column in columns)
+            fits = sound and sorted(set(profile.lengths)) == profile.lengths and found["identity"] == identity
+            fresh = 0 <= time.time() - found["measured"] < PROFILE_DAYS * 86400
+            return profile if fits and fresh and alike(bytes_per_second, profile.bytes_per_second) else None
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+
+
+def alike(now: float, planned: float, change: float = CHANGE) -> bool:
+    """Whether something is still nearly what a plan was made for."""
+    return abs(now / planned - 1) <= change
+
+
+def identity(engine, link: str) -> dict:
+    """What a profile holds for; `link` is what was asked for."""
+    model = engine.model
+    device = torch.cuda.get_device_name() if model.device.type == "cuda" else "cpu"
+    with suppress(OSError):
+        if model.device.type == "cpu":
+            device = next(line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name"))
+    return dict(format=1, machine=platform.node(), device=device, cores=os.cpu_count(), threads=torch.get_num_threads(),
+                torch=torch.__version__, model=model.digest.hex(), dtype=str(model.dtype), link=link,
+                tokens_a_step=engine.token_budget, block_size=engine.pool.block_size)
+
+
+def profile_path(identity: dict) -> Path:
+    """Its file, in the user's cache directory."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+    return cache / "kv-restoration" / f"profile-{name}.json"
+
+
+def profile(engine: "Engine", rounds: int = 5) -> Profile:
+    """Measure the four costs in the engine's own memory, before anything is in it: medians over `rounds`."""
+    model, pool, clock, link = engine.model, engine.pool, engine.clock, engine.load_link
+    longest, width = min(engine.context, pool.size * pool.block_size, LONGEST), model.config.hidden_size
+    lengths = sorted({longest, *(1 << power for power in range(6, 20) if 1 << power < longest)})
+    table = pool.allocate(pool.needed(longest))
+    slots = torch.tensor(table, device=model.device).repeat_interleave(pool.block_size) * pool.block_size
+    slots += torch.arange(pool.block_size, device=model.device).repeat(len(table))                      # [T]
+    host = offload.pinned((2, longest, *pool.kv.shape[-2:]), model.dtype, model.device, "The profile's buffer")
+    states = offload.pinned((longest, width), model.dtype, model.device, "The profile's buffer")
+    for memory in (host, states, engine.landing.memory[:longest]):
+        memory.zero_()
+    columns = {name: [] for name in Costs._fields}
+
+    def computed(what, tokens: int) -> float:
+        """Seconds of `what`, one after the other in layer after layer, whose weights are seldom in a cache, while as many states
+        are on their way."""
+        transfers = [link.copy(engine.landing.memory[:tokens], states[:tokens], "profile") for _ in range(rounds)]
+        marks = [clock.mark()]
+        for number in range(rounds + 1):                                        # the first warms up
+            what(number % len(model.layers))
+            marks.append(clock.mark())
+        marks = [clock.seconds(mark) for mark in marks]
+        for transfer in transfers:
+            transfer.join()
+        return statistics.median(end - start for start, end in zip(marks[1:], marks[2:]))
+
+    def copied(into, out_of) -> float:
+        transfers = [link.copy(into, out_of, "profile") for _ in range(rounds)]
+        for transfer in transfers:
+            transfer.join()
+        return statistics.median(end - start for start, end in (transfer.span() for transfer in transfers))
+
+    # 1. Chunks of prefill, each behind those before it
+    @functools.cache
+    def chunk(start: int, end: int) -> float:
+        batch = PagedBatch(pool, [(Part([0] * end, table, start), end - start)])
+        inputs = engine.embed(batch.tokens)                                     # [T, D]
+        return computed(lambda layer: engine.compute_layer(layer, inputs, slice(None), batch), end - start)
+    columns["compute_token"] = [sum(chunk(start, min(start + engine.token_budget, length))
+                                    for start in range(0, length, engine.token_budget)) for length in lengths]
+
+    # 2. Projections and transfers of so many rows
+    keys, values = pool.kv[0].flatten(1, 2)                                     # [slots, KVH, hd] each
+    positions = torch.arange(longest, device=model.device)                      # [T]
+    for rows in lengths:
+        landed = engine.landing.memory[:rows]                                   # [T, D]
+        columns["compute_hidden"].append(computed(
+            lambda layer, landed=landed: engine.project(layer, landed, positions[:len(landed)], slots[:len(landed)]), rows))
+        columns["io_hidden"].append(copied(landed, states[:rows]))
+        columns["io_kv"].append(copied([keys[:rows], values[:rows]], list(host[:, :rows])))
+    pool.release(table)
+    return Profile(lengths, **columns, bytes_per_second=longest * states[0].nbytes / columns["io_hidden"][-1])
+
+
+# 3. Data structures ----------------------------------------------------------------------------------------------
+
+class LayerStore(paged.BlockPool):
+    """Chunks in host memory, pinned where there is a GPU, with as many cells as their letters ask for. A number stands for 64
+    tokens, in all layers; it is free, cached or referenced as in chapter 04. A cell holds a layer's hidden states, or a layer's
+    K or V; where those are narrow (grouped queries), several of them."""
+
+    def __init__(self, config, chunks: int, dtype, device):
+        """Room for `chunks` that keep K and V of all layers, or for more that keep less."""
+        self.hidden_shape = CHUNK, config.hidden_size
+        self.kv_shape = CHUNK, config.num_key_value_heads, config.head_dim
+        self.numbers = max(math.prod(self.hidden_shape), math.prod(self.kv_shape))                # in a cell
+        self.kv_per_cell = self.numbers // math.prod(self.kv_shape)
+        super().__init__(config, chunks * self.needs("K" * config.num_hidden_layers), CHUNK, dtype, device)
+        self.flat = as_integers(self.kv.view(-1))                               # for NumPy
+        self.empty = list(range(self.size))[::-1]
+        self.cells: dict[int, list[int]] = {}                                   # of each chunk: hidden states first, then K and V
+        self.letters: dict[int, str] = {}                                       # what each chunk keeps of each layer
+        self.rows: dict[int, int] = {}                                          # whose hidden states are meant to be used
+
+    def memory(self, config, cells: int, size: int, dtype, device):
+        return offload.pinned((cells, self.numbers), dtype, device, "The chunks")                 # [cells, numbers]
+
+    def needs(self, letters: str) -> int:
+        """Cells."""
+        hidden, kv = (before[-1] for before in places(letters))
+        return hidden - (-2 * kv // self.kv_per_cell)
+
+    def new(self, chain: list[paged.Prefix], letters: str, rows: int = CHUNK) -> int | None:
+        """A number for a chunk of this chain, with its cells, or None: no chain's beginning goes for its end."""
+        while len(self.empty) < self.needs(letters) or not self.free:
+            victim = next(iter(self.cached), None)
+            if victim is None or self.prefixes[victim] in chain:
+                return None
+            self.evict()
+        slot, = self.allocate(1)
+        self.cells[slot] = [self.empty.pop() for _ in range(self.needs(letters))]
+        self.letters[slot], self.rows[slot] = letters, rows
+        return slot
+
+    def release(self, table: list[int]):
+        super().release(table)
+        self.reclaim(table)
+
+    def forget(self, block: int):
+        super().forget(block)
+        self.reclaim([block])
+
+    def reclaim(self, slots: list[int]):
+        """Who is free keeps no cells."""
+        for slot in slots:
+            if slot in self.free and slot in self.cells:
+                self.empty += self.cells.pop(slot)
+                del self.letters[slot], self.rows[slot]
+
+    def hidden(self, slot: int, layer: int) -> int:
+        """-> where the states [64, D] that entered this layer begin in the memory, in numbers."""
+        return self.numbers * self.cells[slot][places(self.letters[slot])[0][layer]]
+
+    def keys_and_values(self, slot: int, layer: int) -> list[int]:
+        """-> where this layer's K [64, KVH, hd] begins, and its V."""
+        hidden, kv = places(self.letters[slot])
+        return [self.numbers * self.cells[slot][hidden[-1] + number // self.kv_per_cell]
+                + number % self.kv_per_cell * math.prod(self.kv_shape) for number in (2 * kv[layer], 2 * kv[layer] + 1)]
+
+    def put(self, slot: int, layer: int, at: int, states):
+        """For NumPy: `states` [layers, rows, D], of `layer` and those after it, are the chunk's rows from `at` on."""
+        for number, rows in enumerate(states, layer):
+            first = self.hidden(slot, number) + at * rows.shape[1]
+            self.flat[first:first + rows.size].reshape(rows.shape)[:] = rows
+
+    def check_integrity(self, tables: list[list[int]]):
+        super().check_integrity(tables)
+        held = [cell for cells in self.cells.values() for cell in cells]
+        assert sorted(held + self.empty) == list(range(self.size)), "a cell is lost, or in two chunks"
+        assert self.cells.keys() == set(range(self.size)) - set(self.free), "a free chunk has cells, or a taken one has none"
+
+
+@functools.cache
+def places(letters: str) -> tuple[list[int], list[int]]:
+    """For each layer the number of layers before it that keep hidden states, and that keep K and V; and of all, at the end."""
+    return tuple([sum(letter in kinds for letter in letters[:layer]) for layer in range(len(letters) + 1)]
+                 for kinds in ("HB", "KB"))
+
+
+@dataclass
+class Part:
+    """Stands for a request in a PagedBatch that computes some layers of tokens which are not its next ones."""
+    tokens: list[int]
+    table: list[int]
+    computed: int                  # the tokens before are in the blocks of the table
+
+    @property
+    def pending(self) -> int:
+        return len(self.tokens) - self.computed
+
+
+class Run(NamedTuple):
+    """Tokens of a restoration that come back alike."""
+    row: int                       # the first of them, counted from the restoration's start
+    rows: int
+    slot: int                      # of their chunk
+    at: int                        # the first of them in the chunk
+    letters: str                   # R, H or K for each layer
+
+    @property
+    def depth(self) -> int:
+        """Layers that are recomputed, all of them first."""
+        return len(self.letters) - len(self.letters.lstrip("R"))
+
+
+@dataclass(eq=False)
+class Load(hidden_states.Load):
+    """One layer's hidden states of some runs, or its K and V, which go straight to their blocks."""
+    kind: str = "H"
+    runs: list[Run] = field(default_factory=list)
+
+    @property
+    def label(self) -> str:
+        return f"{self.kind} layer {self.layer}"
+
+
+@dataclass(eq=False)
+class Restoration(hidden_states.Restoration):
+    runs: list[Run] = field(default_factory=list)
+    plan: Plan | None = None       # as it comes back, on average
+    seconds: float = 0.0           # as predicted, after those for which the link was busy with other things
+    bound: float = 0.0
+    computing: float = 0.0         # seconds of the compute lane, by the profile alone; 0: not known
+    to_load: deque[Load] = field(default_factory=deque)         # in order, not begun yet
+    received: int = 0              # of `loads`, from the first on
+    rows: int = 0                  # projected, or as much computed, since others took a step
+    positions: torch.Tensor | None = None                       # [T]
+    slots: torch.Tensor | None = None                           # [T], where they are in the pool
+    places: dict[int, list] = field(default_factory=dict)       # first row of a run -> (slot, row of the chunk, rows) in pieces
+
+    @property
+    def next_load(self) -> Load | None:
+        return next(iter([*self.loads[self.received:self.received + 1], *islice(self.to_load, 1)]), None)
+
+
+@dataclass(eq=False)
+class Request(hidden_states.Request):
+    plan: Plan | None = None                                    # how its chunks are kept,
+    planned_from: int = 0                                       # from this number on
+
+
+# 4. The engine ---------------------------------------------------------------------------------------------------
+
+class Engine(hidden_states.Engine):
+    """Chapter 04's engine, which keeps of each layer what `mode` (one of MODES) plans, in host memory: room for `cpu_chunks`
+    with K and V of all layers. `known` is what a layer costs; without, it is measured, or with a `link_name` taken from what
+    was measured before with a link of that name. Raises ModelError."""
+    Request = Request
+    LANDING = 1 << 10              # layers: all states may arrive while the first layers are recomputed
+
+    def __init__(self, model, tokenizer, end_tokens, *options, mode: str = "auto", known: Profile | None = None,
+                 link_name: str | None = None, measure_again: bool = False, **named_options):
+        super().__init__(model, tokenizer, end_tokens, *options, **named_options)
+        self.mode, self.profile = mode, known
+        if known is None and link_name is not None and not measure_again:
+            self.profile = Profile.load(identity(self, link_name), self.load_link.speed())
+        if self.profile is None:
+            self.profile = profile(self)
+            if link_name is not None:
+                self.profile.save(identity(self, link_name))
+        self.planned_speed, self.planned_pace = self.load_link.speed(), 1.0
+        self.paces: deque[float] = deque(maxlen=9)                              # of restorations: computing took so much longer
+        self.plans: dict[int, tuple[Plan, float]] = {}                          # by chunks of history
+        self.unsent: dict[paged.Prefix, Chunk] = {}                             # whole chunks of this step that keep K and V
+        self.counts.update(plans=0)
+
+    def numbers_per_token(self, config) -> int:
+        return config.kv_numbers_per_token
+
+    def make_chunks(self, count: int, layout: str) -> LayerStore:
+        return LayerStore(self.model.config, count, self.model.dtype, self.model.device)
+
+    # The plan
+
+    def costs(self, start: int, end: int) -> dict[int, Costs]:
+        """Of a layer, for tokens `start` to `end`: as profiled, with link and processor as fast as when last planned."""
+        return self.profile.costs(start, end, self.planned_speed, self.planned_pace)
+
+    def plan(self, tokens: int) -> tuple[Plan, float]:
+        """For a history of so many tokens -> the plan, and its seconds. When the running medians of the link's speed and the
+        processor's have changed by more than CHANGE and PACE_CHANGE, what was planned is planned anew."""
+        speed, pace = self.load_link.speed(), statistics.median(self.paces or [1.0])
+        if not alike(speed, self.planned_speed) or not alike(pace, self.planned_pace, PACE_CHANGE):
+            self.planned_speed, self.planned_pace = speed, pace
+            self.plans.clear()
+        chunks = max(1, tokens // CHUNK)
+        if chunks not in self.plans:
+            costs, layers = self.costs(0, chunks * CHUNK), len(self.model.layers)
+            if self.mode.startswith("token-wise"):
+                whole, pace = self.profile.seconds("compute_token", chunks * CHUNK), self.planned_pace
+                self.plans[chunks] = token_wise_plan(
+                    costs[1], layers, chunks * CHUNK, CHUNK if self.mode.endswith("rounded") else 1,
+                    lambda split: (whole - self.profile.seconds("compute_token", split)) * pace)
+            else:
+                self.plans[chunks] = best_plan(costs, layers, self.mode)
+            self.counts["plans"] += 1
+        return self.plans[chunks]
+
+    def worth_keeping(self) -> bool:
+        return self.keep_always or self.plan(self.context)[0].recompute < len(self.model.layers)
+
+    def choose(self, request: Request, start: int, chunks: list[int]):
+        """-> a Restoration of these chunks, and the seconds that it would take, and computing what they hold. What a chunk keeps
+        is given; more layers than it lacks may be recomputed."""
+        self.plan(len(request.tokens))                                          # with the link as it is now
+        first, layers = start // CHUNK, len(self.model.layers)
+        end = (first + len(chunks)) * CHUNK
+        runs = self.runs(start, chunks)
+        costs, behind = self.costs(start, end), self.load_link.backlog() / self.planned_speed
+        best, deepest, kinds = None, max(run.depth for run in runs), Counter()
+        for run in runs:
+            kinds[run.letters] += run.rows
+        by_tokens = deepest == layers or any(self.chunks.rows[slot] < CHUNK for slot in chunks)
+        for depth in range(max(0, deepest - 1), layers) if self.mode == "auto" else range(1):
+            plan = Plan(*(sum(rows * ("R" * depth + letters[depth:]).count(letter) for letters, rows in kinds.items())
+                          / (end - start) for letter in "RHK"))
+            for parts, cost in costs.items():
+                seconds = float(pipeline_seconds(cost, *plan[:3], parts, behind))
+                if best is None or seconds < best[0]:
+                    best = seconds, plan, parts, depth
+        seconds, plan, parts, depth = best
+        runs = [run._replace(letters="R" * depth + run.letters[depth:]) for run in runs]
+        if by_tokens:
+            share, rest = plan.hidden / layers, "R" if plan.recompute else "K"
+            plan = plan._replace(split=start + round(share * (end - start)))
+            computing = (self.profile.seconds("compute_token", end) - self.profile.seconds("compute_token", plan.split))
+            seconds = behind + float(token_wise_seconds(costs[1], layers, share, rest, computing * self.planned_pace))
+        recomputing = layers * costs[1].compute_token
+        if seconds > recomputing:                                               # and what is computed is kept as planned now
+            for slot in chunks:
+                self.chunks.forget(slot)
+        busy = float(recompute_seconds(costs[parts], plan.recompute)) + plan.hidden * costs[parts].compute_hidden
+        return Restoration(
+            start, chunks, self.chunk_prefix(request, first), runs=runs, plan=plan, seconds=seconds - behind,
+            bound=bound_seconds(costs, layers), computing=0.0 if by_tokens else busy / self.planned_pace,
+            to_load=deque(self.transfers(runs, parts, by_tokens))), seconds, recomputing
+
+    def runs(self, start: int, chunks: list[int]) -> list[Run]:
+        """The chunks' tokens from `start` on, as they are kept."""
+        runs = []
+        for index, slot in enumerate(chunks, start // CHUNK):
+            kept, split, end = self.chunks.letters[slot], index * CHUNK + self.chunks.rows[slot], (index + 1) * CHUNK
+            rest = kept.replace("B", "K") if "B" in kept else "R" * len(kept)
+            begin = max(start, index * CHUNK)
+            for begins, ends, letters in ((begin, split, kept.replace("B", "H")), (max(begin, split), end, rest)):
+                if ends > begins:
+                    runs.append(Run(begins - start, ends - begins, slot, begins % CHUNK, letters))
+        return runs
+
+    def transfers(self, runs: list[Run], parts: int, by_layer: bool) -> list[Load]:
+        """What has to be loaded, in order: all hidden states, then all K and V, so that there is always something to project;
+        `by_layer`, if the recomputed rows of a layer attend to others of that layer."""
+        loads, rows = [], -(-sum(run.rows for run in runs) // parts)            # of a part
+        for layer in range(len(self.model.layers)):
+            part = []
+            for run in (run for run in runs if run.letters[layer] == "H"):
+                part.append(run)
+                if sum(run.rows for run in part) >= rows:
+                    loads.append(Load(layer, sum(run.rows for run in part), None, runs=part))
+                    part = []
+            if part:
+                loads.append(Load(layer, sum(run.rows for run in part), None, runs=part))
+            if kv := [run for run in runs if run.letters[layer] == "K"]:
+                loads.append(Load(layer, sum(run.rows for run in kv), None, kind="K", runs=kv))
+        return sorted(loads, key=lambda load: (load.layer, load.kind) if by_layer else (load.kind, load.layer))
+
+    # Save: what the plan says
+
+    def begin(self, request: Request, index: int) -> Chunk | None:
+        """Chapter 04's: a place for what is kept of the request's chunk number `index`."""
+        if self.kept(request, index):
+            return None
+        if request.plan is None:
+            request.plan, request.planned_from = self.plan(len(request.tokens))[0], index
+        if request.plan.recompute == request.plan.layers:                       # nothing is worth it
+            self.wear_out()
+            return None
+        letters = request.plan.letters(index, request.planned_from, len(request.tokens) // CHUNK - request.planned_from)
+        rows = CHUNK if request.plan.split is None else request.plan.split - index * CHUNK
+        slot = self.chunks.new(request.chunk_prefixes, letters, rows if 0 < rows < CHUNK else CHUNK)
+        if slot is None:
+            return Chunk(-1, index, 0, lost=True, dropped=True)
+        kinds = sum({"R": 0, "B": 2}.get(letter, 1) for letter in letters)
+        self.saving.append(Chunk(slot, index, kinds * CHUNK))
+        return self.saving[-1]
+
+    def find_targets(self, work) -> list[hidden_states.Target]:
+        targets = super().find_targets(work)
+        whole = [target.chunk for target in targets if target.at + target.rows == CHUNK and not target.chunk.lost]
+        self.unsent = {chunk.prefix: chunk for chunk in whole if not {"K", "B"}.isdisjoint(self.chunks.letters[chunk.slot])}
+        return targets
+
+    def wanted(self, layer: int) -> list[hidden_states.Target]:
+        """Hidden states are tapped only where a chunk keeps them."""
+        letters = self.chunks.letters
+        return [target for target in self.targets if target.chunk.slot >= 0 and letters[target.chunk.slot][layer] in "HB"]
+
+    def save(self, request: Request):
+        """Chapter 02's; K and V of chunks that have become whole in this step are in blocks, and go to the host from there."""
+        super().save(request)
+        whole = request.chunk_prefixes[1:request.computed // CHUNK + 1] if self.unsent else []
+        chunks = [self.unsent.pop(prefix) for prefix in whole if prefix in self.unsent]
+        if chunks:
+            slots = self.slots(request.table, torch.cat([torch.arange(CHUNK) + chunk.index * CHUNK for chunk in chunks]))
+            into, out_of, pieces = [], [], []
+            for layer, (keys, values) in enumerate(self.pool.kv.flatten(2, 3)):                 # [slots, KVH, hd] each
+                those = [number for number, chunk in enumerate(chunks) if self.chunks.letters[chunk.slot][layer] in "KB"]
+                for number in those:
+                    rows = slots[number * CHUNK:(number + 1) * CHUNK]
+                    for side, first in zip((keys, values), self.chunks.keys_and_values(chunks[number].slot, layer)):
+                        out_of.append(side[rows].flatten())                     # a copy: the blocks may be taken meanwhile
+                        into.append(self.chunks.kv.view(-1)[first:first + len(out_of[-1])])
+                pieces.append((layer, 1, CHUNK, [hidden_states.Target(0, CHUNK, chunks[number], 0) for number in those]))
+            transfers = []
+            with suppress(Exception):                                           # without any, the chunks are dropped
+                transfers.append(self.save_link.copy(into, out_of, "K and V"))
+                self.snapshots.append((transfers[0], [request.timeline]))
+                self.counts["bytes_out"] += transfers[0].bytes
+            self.saver.follow(transfers, None, [piece for piece in pieces if piece[3]])
+
+    def slots(self, table: list[int], positions: torch.Tensor) -> torch.Tensor:
+        """Where these positions [T] of a table lie in the pool, [T]."""
+        size = self.pool.block_size
+        return torch.tensor(table, device=self.model.device)[positions // size] * size + positions % size
+
+    # Restore: recompute, project and load
+
+    def bring_layers(self, request: Request, restoration: Restoration, positions, slots):
+        """A generator: first what is recomputed, then what arrives, in the order of the loads. Returns how many chunks are whole:
+        all of them. Raises TransferError, OSError."""
+        size, start, end = self.pool.block_size, restoration.start, restoration.start + len(positions)
+        restoration.positions, restoration.slots, places = positions, slots, slots.tolist()
+        restoration.places = {run.row: offload.adjacent(places[run.row:run.row + run.rows], range(run.at, run.at + run.rows))
+                              for run in restoration.runs}
+        restoration.blocks = request.table[start // size:self.pool.needed(end)]
+        for block in restoration.blocks:                                        # whatever becomes of the request
+            self.pool.share(block)
+        self.issue(restoration)
+        yield from self.recompute(request, restoration)
+        while restoration.received < len(restoration.loads) + len(restoration.to_load):
+            yield from self.receive(request, restoration)
+        return len(restoration.chunks)
+
+    def recompute(self, request: Request, restoration: Restoration):
+        """A generator: the first layers, one after the other, in batches of as many tokens as a step may compute; each run as
+        deep as its letters say."""
+        batches, deepest = [], max(run.depth for run in restoration.runs)
+        for run in (run for run in restoration.runs if run.depth):
+            if not batches or sum(other.rows for other in batches[-1]) + run.rows > self.token_budget:
+                batches.append([])
+            batches[-1].append(run)
+        works, end = [None] * len(batches), restoration.start + len(restoration.positions)
+        tokens = request.tokens[restoration.start:end] if deepest else []
+        tokens = torch.tensor(tokens, dtype=torch.int64, device=self.model.device)              # [T]
+        states = self.embed(tokens)                                             # [T, D]: what enters the next layer
+        for layer in range(deepest):
+            # 1. These rows attend to the others' K and V, which must be there
+            while layer + 1 < deepest and (load := restoration.next_load) and load.layer <= layer:
+                yield from self.receive(request, restoration)
+            # 2. Of a run's last layer only K and V are needed
+            if last := [run for run in restoration.runs if run.depth == layer + 1]:
+                where = rows_of(last)
+                with self.timed(restoration, f"R layer {layer}"):
+                    self.project(layer, states[where], restoration.positions[where], restoration.slots[where])
+                yield from self.make_way(request, restoration, len(restoration.positions[where]))
+            # 3. The others go through all of it
+            for number, runs in enumerate(batches):
+                runs = [run for run in runs if run.depth > layer + 1]
+                if not runs:
+                    continue
+                if runs != batches[number] or works[number] is None:
+                    batches[number], works[number] = runs, PagedBatch(self.pool, [
+                        (Part(request.tokens, request.table, restoration.start + first), count)
+                        for first, count in stretches(runs)])
+                with self.timed(restoration, f"R layer {layer}"):
+                    self.compute_layer(layer, states, rows_of(runs), works[number])
+                yield from self.make_way(request, restoration, 6 * sum(run.rows for run in runs))
+                # 4. Where all of it has no room to land, what has arrived makes some
+                self.issue(restoration)
+                while restoration.to_load and restoration.next_load.ready and layer + 1 == deepest:
+                    yield from self.receive(request, restoration)
+
+    def receive(self, request: Request, restoration: Restoration):
+        """A generator: wait for the next load, others outside; hidden states are projected, K and V are where they belong."""
+        self.issue(restoration)
+        while restoration.received == len(restoration.loads):                   # others have the room where it lands
+            yield
+            self.issue(restoration)
+        if not restoration.to_load and request in self.line:                    # the next one may begin
+            self.line.remove(request)
+        load = restoration.loads[restoration.received]
+        restoration.received += 1
+        while not load.ready and self.others_compute(request):
+            yield
+        load.wait()
+        if load.kind == "H":
+            where = rows_of(load.runs)
+            with self.timed(restoration, load.label):
+                self.project(load.layer, self.landing.memory[load.landing:load.landing + load.rows], restoration.positions[where],
+                             restoration.slots[where])
+            self.landing.give_back(load.landing)
+            load.landing = None
+            yield from self.make_way(request, restoration, load.rows)
+
+    def make_way(self, request: Request, restoration: Restoration, rows: int):
+        """A generator: others take a step whenever a sixth as many rows were projected as a step may compute, or as much done."""
+        restoration.rows += rows
+        if restoration.rows * 6 >= self.token_budget * len(self.model.layers) and self.others_compute(request):
+            restoration.rows = 0
+            yield
+
+    @contextmanager
+    def timed(self, restoration: Restoration, label: str):
+        began = self.clock.mark()
+        yield
+        restoration.projections.append((label, began, self.clock.mark()))
+        self.counts["layers_projected" if label[0] == "H" else "layers_recomputed"] += 1
+
+    @torch.inference_mode()
+    def embed(self, tokens):
+        return self.model.embed(tokens)
+
+    @torch.inference_mode()
+    def compute_layer(self, layer: int, states, where, batch: PagedBatch):
+        """The rows `where` of `states` [T, D] go through a layer; their K and V go to the pool."""
+        attend = next(islice(batch.layers(), layer, None))
+        states[where] = self.model.layers[layer](states[where], batch.positions, attend)
+
+    def issue(self, restoration: Restoration):
+        """Begin to load what comes next, as much as has room where it lands."""
+        while restoration.to_load and self.send(restoration, restoration.to_load[0]):
+            restoration.loads.append(restoration.to_load.popleft())
+
+    def send(self, restoration: Restoration, load: Load) -> bool:
+        """Begin to load -> whether there was room."""
+        into, out_of = [], []
+        if load.kind == "H":
+            load.landing = self.landing.take(load.rows)
+            if load.landing is None:
+                return False
+            width, moves, first = self.landing.memory.shape[1], [], load.landing
+            for run in load.runs:
+                moves.append((first * width, self.chunks.hidden(run.slot, load.layer) + run.at * width, run.rows * width))
+                first += run.rows
+            together(self.landing.memory, self.chunks.kv, moves, into, out_of)
+        else:
+            width = math.prod(self.chunks.kv_shape[1:])
+            for number, side in enumerate(self.pool.kv[load.layer]):                            # K, and V
+                moves = [(place * width, self.chunks.keys_and_values(run.slot, load.layer)[number] + at * width, count * width)
+                         for run in load.runs for place, at, count in restoration.places[run.row]]
+                together(side, self.chunks.kv, moves, into, out_of)
+        load.send(self.load_link, into, out_of)
+        return True
+
+    def progress(self) -> tuple:
+        return *super().progress(), self.counts["layers_recomputed"]
+
+    def learn(self, restoration: Restoration, spans: list):
+        if restoration.computing:
+            self.paces.append(sum(end - start for _, start, end in spans) / restoration.computing)
+
+    def report(self, request: Request) -> dict | None:
+        found, restoration = super().report(request), request.restored
+        return found and dict(found, plan=str(restoration.plan), layers={
+            what: round(getattr(restoration.plan, what), 2) for what in ("recompute", "hidden", "kv")},
+            predicted_ms=round(restoration.seconds * 1e3, 3), bound_ms=round(restoration.bound * 1e3, 3))
+
+    def counters(self) -> dict:
+        chunks, plan = self.chunks, self.plan(self.context)[0]
+        return dict(super().counters(), cells=chunks.size, cells_free=len(chunks.empty), plan=str(plan))
+
+
+def together(dst, src, moves: list[tuple[int, int, int]], into: list, out_of: list):
+    """Append to `into` and `out_of` views of the memories for all moves (first number in dst, first in src, how many): one view
+    for moves at equal distances, as those of chunks that were kept one after the other."""
+    groups: list[list] = []                                     # [moves, distances, first move]
+    for move in moves:
+        if groups:
+            count, distances, first = groups[-1]
+            last = [first[side] + (count - 1) * distances[side] for side in range(2)]
+            between = move[0] - last[0], move[1] - last[1]
+            if move[2] == first[2] and (count == 1 or between == distances) and min(between) >= move[2]:
+                groups[-1] = [count + 1, between, first]
+                continue
+        groups.append([1, (0, 0), move])
+    for count, distances, first in groups:
+        for memory, side, views in ((dst, 0, into), (src, 1, out_of)):
+            views.append(memory.as_strided((count, first[2]), (distances[side], 1), memory.storage_offset() + first[side]))
+
+
+def stretches(runs: list[Run]) -> list[tuple[int, int]]:
+    """-> (first row, rows) of what follows each other."""
+    found = []
+    for run in runs:
+        if found and sum(found[-1]) == run.row:
+            found[-1] = found[-1][0], found[-1][1] + run.rows
+        else:
+            found.append((run.row, run.rows))
+    return found
+
+
+def rows_of(runs: list[Run]):
+    """An index for the rows of a restoration."""
+    found = stretches(runs)
+    if len(found) == 1:
+        return slice(found[0][0], sum(found[0]))
+    return torch.cat([torch.arange(first, first + count) for first, count in found])
+
+
+# 5. The demo -----------------------------------------------------------------------------------------------------
+
+ROUNDS = 5
+SETTINGS = {"the link is the bottleneck": 2.0, "balanced": 1.0, "computing is the bottleneck": 0.5}     # transfer / projection
+WAYS = {"KV offload": "kv-only", "hidden only": "hidden-only", "naive mix": "naive", "planned mix": "auto"}
+
+
+def demo(engine: Engine, arguments):
+    """A long history that comes back in four ways, over three links."""
+    # 1. The history: documents, one after the other, and a question about the last one
+    model, tokenizer, end_tokens = engine.model, engine.tokenizer, engine.end_tokens
+    new, messages = max(2, min(arguments.max_tokens, 16)), []
+    for seed in range(64):
+        longer = messages[:-1] + document_and_question(seed)
+        if len(engine.encode(None, longer)[0]) + 2 * new > engine.context:
+            break
+        messages = longer
+    if not messages:
+        raise BadRequest(f"The demo's document and a question do not fit into the context of {engine.context} tokens; choose "
+                         "another --model.")
+    tokens = (len(engine.encode(None, messages)[0]) - 1) // CHUNK * CHUNK
+    costs = engine.profile.costs(0, tokens, engine.load_link.speed())
+    right = baseline.Engine(model, tokenizer, end_tokens).generate(messages=messages, max_tokens=new)
+
+    # 2. Every way in every setting, in turn, on memory that was touched before
+    blocks, settings = arguments.gpu_blocks or engine.pool.needed(engine.context), {}
+    for setting, ratio in SETTINGS.items() if engine.load_link.modelled else [("the link as it is", None)]:
+        speed = ratio and engine.load_link.speed() * costs[1].io_hidden / (ratio * costs[1].compute_hidden)
+        ways = {way: Engine(model, tokenizer, end_tokens, blocks, engine.pool.block_size, engine.token_budget, mode=mode,
+                            known=engine.profile, cpu_chunks=-(-engine.context // CHUNK), bytes_per_second=speed)
+                for way, mode in WAYS.items()}
+        for way in ways.values():
+            for memory in (way.pool.kv, way.chunks.kv, way.landing.memory, way.saver.buffer.memory):
+                memory.zero_()
+            for _ in range(2):                                                  # what the first one teaches, it plans with
+                forget(way)
+                hidden_states.ask(way, messages[:-1], new, evict=False)
+                hidden_states.ask(way, messages, new, save=False)
+        taken = [{name: hidden_states.ask(way, messages, new, save=False) for name, way in ways.items()} for _ in range(ROUNDS)]
+        settings[setting] = ways, {name: [results[name] for results in taken] for name in WAYS}
+    verified = paged.equal([(right.tokens, result.tokens) for _, results in settings.values()
+                            for taken in results.values() for result in taken], model.dtype)
+
+    # 3. What came of it
+    rows, timelines = [], []
+    print(f"{tokens} tokens come back, and then: {messages[-1]['content']} - {right.text}\n"
+          "R recomputed, H hidden states, K loaded as K and V; small: the layer is shared by two ways")
+    for setting, (ways, results) in settings.items():
+        shown = show(setting, tokens, ways, results)
+        rows += shown["rows"]
+        timelines += shown["timelines"]
+    return dict(link=dict(modelled=engine.load_link.modelled, gbps=engine.load_link.speed() / 1e9), verified=verified, rows=rows,
+                counters=engine.counters()), timelines
+
+
+def document_and_question(seed: int) -> list[dict]:
+    talk, facts = classroom_text.Conversation(random.Random(seed), classroom_text.Level()), []
+    while fact := talk.new_fact():
+        facts.append(fact)
+    return [dict(role="user", content="Read this: " + " ".join(fact.statement for fact in facts)),
+            dict(role="assistant", content="I have read it."),
+            dict(role="user", content=random.Random(seed).choice(facts).question)]
+
+
+def forget(engine: Engine):
+    """Neither device nor host has anything."""
+    offload.empty(engine)
+    for slot in list(engine.chunks.cached):
+        engine.chunks.forget(slot)
+
+
+def show(setting: str, tokens: int, ways: dict[str, Engine], results: dict[str, list]) -> dict:
+    """One setting: the table, the three planners, and the lanes."""
+    planned, layers = ways["planned mix"], len(ways["planned mix"].model.layers)
+    costs, link = planned.costs(0, tokens), planned.load_link
+    print(f"\n{setting[0].upper()}{setting[1:]}: {costs[1].io_hidden * 1e3:.2f} ms to transfer a layer's states, "
+          f"{costs[1].compute_hidden * 1e3:.2f} ms to project them ({link}: --link {link.speed() / 1e9:.3g})"
+          f"\n  {'':13}{'plan':{layers + 2}}{'kept a token':>12}{'restoration':>14}{'':18}{'idle: load':>12}{'compute':>9}"
+          f"{'predicted':>12}{'/ predicted':>12}{'/ bound':>9}")
+    rows, timelines, longest = [], [], 0.0
+    for name, taken in results.items():
+        if not all(result.restoration for result in taken):                     # it was faster to compute all of it
+            print(f"  {name:13}{taken[-1].source}: {taken[-1].choice}")
+            continue
+        taken = sorted(taken, key=lambda result: result.restoration["ms"])
+        middle, spans = taken[len(taken) // 2].restoration, [result.restoration["ms"] for result in taken]
+        row = dict(setting=setting, way=name, link_gbps=link.speed() / 1e9, bytes_per_token=middle["bytes"] / middle["tokens"],
+                   **{what: middle[what] for what in ("plan", "layers", "tokens", "ms", "load_bubble", "compute_bubble",
+                                                      "predicted_ms", "bound_ms")}, fastest_ms=spans[0], slowest_ms=spans[-1])
+        row.update(over_predicted=row["ms"] / row["predicted_ms"], over_bound=row["ms"] / row["bound_ms"])
+        rows.append(row)
+        start = middle["start_ms"] / 1e3
+        timelines.append(taken[len(taken) // 2].timeline.window(start, start + middle["ms"] / 1e3))
+        spread = f"{spans[0]:.1f} to {spans[-1]:.1f}"
+        print(f"  {name:13}{row['plan']:{layers + 2}}{row['bytes_per_token']:10.0f} B{row['ms']:11.1f} ms{spread:>18}"
+              f"{row['load_bubble']:12.0%}{row['compute_bubble']:9.0%}{row['predicted_ms']:9.1f} ms{row['over_predicted']:12.2f}"
+              f"{row['over_bound']:9.2f}")
+        longest = max(longest, row["ms"])
+    paper = closed_form(costs[1], layers)
+    on_paper = min(float(pipeline_seconds(cost, *paper[:3], parts)) for parts, cost in costs.items())
+    best, seconds = planned.plan(tokens)
+    measured = [row["ms"] for row in rows if row["way"] == "planned mix"]
+    print(f"  the paper's formula: {paper}, {on_paper * 1e3:.1f} ms predicted; all plans tried: {best}, {seconds * 1e3:.1f} ms"
+          f" predicted{f', {measured[0]:.1f} ms measured' if measured else ''}; no plan is faster than "
+          f"{bound_seconds(costs, layers) * 1e3:.1f} ms")
+    for row, timeline in zip(rows, timelines):
+        print(f"  {row['way']}\n" + timeline.chart(max(8, round(64 * row["ms"] / longest)), bubbles=True))
+    return dict(rows=rows, timelines=timelines)
+
+
+# 6. Main ---------------------------------------------------------------------------------------------------------
+
+def add_arguments(parser):
+    paged.add_arguments(parser)
+    parser.add_argument("--plan", choices=MODES, default="auto",
+                        help="how layers are kept: auto (default) tries all divisions; the others are for comparison")
+    parser.add_argument("--profile", action="store_true",
+                        help="measure again what a layer costs; else what was measured on this machine before is used")
+    parser.add_argument("--simulate", action="store_true", help="the paper's platforms and models on paper; no model is loaded")
+    parser.add_argument("--cpu-chunks", type=app.bounded(int, 0, 1 << 24), metavar="N",
+                        help=f"room in host memory for N chunks of {CHUNK} tokens with K and V of all layers, or more that keep "
+                             "less (default: four times the device's tokens, within a quarter of what is free)")
+    parser.add_argument("--save-threads", type=app.bounded(int, 1, 64), default=8, metavar="N",
+                        help="threads that sort states (default 8)")
+    links.add_arguments(parser)
+
+
+def make_engine(model, tokenizer, end_tokens, arguments) -> Engine:
+    engine = Engine(
+        model, tokenizer, end_tokens, arguments.gpu_blocks, arguments.block_size, arguments.token_budget, arguments.max_running,
+        mode=arguments.plan, cpu_chunks=arguments.cpu_chunks, save_threads=arguments.save_threads,
+        link_name=arguments.platform if arguments.link == "auto" else f"{arguments.link} GB/s", measure_again=arguments.profile,
+        bytes_per_second=links.bandwidth(model, arguments.link, arguments.platform))
+    plan, seconds = engine.plan(engine.context)
+    print(f"KV pool: {engine.pool.size} blocks of {engine.pool.block_size} tokens, {engine.pool.kv.nbytes / 1e6:.1f} MB\n"
+          f"Host memory: {engine.chunks.size} cells, {engine.chunks.kv.nbytes / 1e6:.1f} MB\n"
+          f"The host is reached over a {engine.load_link}; planned for {engine.context} tokens: {plan}, {seconds * 1e3:.1f} ms",
+          file=sys.stderr)
+    return engine
+
+
+def on_paper(arguments):
+    return importlib.import_module("tools.on_paper").main(sys.modules[__name__]), []
+
+
+if __name__ == "__main__":
+    app.main(__doc__, "05_bubble_free", add_arguments, make_engine, demo, without_model=dict(simulate=on_paper))
