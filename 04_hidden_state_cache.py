@@ -390,7 +390,7 @@ class Engine(offload.MeasuringEngine):
         self.load_link, self.save_link = (Link(lane, self.clock, bytes_per_second) for lane in ("load", "save"))
         tokens, most = self.pool.size * self.pool.block_size, BUFFER // (width * dtype.itemsize)
         longest, step = min(self.context, tokens + CHUNK), min(self.token_budget, tokens)
-        landing = max(longest, min(self.LANDING * longest, most))
+        landing = max(longest, min(min(self.LANDING, layers) * longest, most))
         snapshot = max(step, min(2 * layers * step, most), 2 * SNAPSHOT // (width * dtype.itemsize))
         self.landing = RowBuffer(torch.empty(landing, width, dtype=dtype, device=device))                       # [rows, D]
         reading = offload.pinned((landing if self.files else 0, width), dtype, device, "The read buffer")

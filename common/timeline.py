@@ -106,16 +106,24 @@ class Timeline:
 
     def chart(self, width: int = 64, bubbles: bool = False) -> str:
         """The lanes as lines of text: one column is 1/width of the time, a letter is the first of the span's label, a digit
-        the last of a layer's number. With `bubbles`, beside each the share of the time in which it was idle."""
+        the last of a layer's number. With `bubbles`, a column is a dot if the lane was idle for most of it, and beside each lane is
+        the share of the time in which it was idle."""
         if not self.spans:
             return "(nothing happened)"
         lines = []
         for lane in (lane for lane in LANES if any(span.lane == lane for span in self.spans)):
-            row = ["."] * width
+            row, busy = ["."] * width, [0.0] * width                            # busy: share of the column
             for span in (span for span in self.spans if span.lane == lane):
                 first, last = int(span.start / self.end * width), int(span.end / self.end * width)
+                letter = span.label[-1 if span.label.startswith("layer ") else 0]
+                if bubbles:
+                    for column in range(first, min(last + 1, width)):
+                        share = (min(span.end, self.end * (column + 1) / width) - max(span.start, self.end * column / width))
+                        busy[column] += share / self.end * width
+                        row[column] = letter if busy[column] >= 0.5 else "."
+                    continue
                 for column in range(first, max(first + 1, min(last, width))):
-                    row[min(column, width - 1)] = span.label[-1 if span.label.startswith("layer ") else 0]
+                    row[min(column, width - 1)] = letter
             lines.append(f"{lane:>8} |{''.join(row)}|" + (f" idle {self.bubble(lane):.0%}" if bubbles else ""))
         lines.append(f"{'':>8} 0{f'{self.end * 1e3:.0f} ms':>{width + 1}}")
         return "\n".join(lines)
