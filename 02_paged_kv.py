@@ -268,7 +268,7 @@ class PagedBatch:
         for request, count in work:
             size = (request.computed + count) * self.token_bytes
             alone = count > 1 or size > self.READ_ALONE[device]
-            if group and (alone or (len(group) + 1) * size > self.READ_TOGETHER[device]):
+            if group and (alone or group[-1][1] > 1 or (len(group) + 1) * size > self.READ_TOGETHER[device]):
                 yield group
                 group = []
             group.append((request, count))

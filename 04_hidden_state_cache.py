@@ -369,6 +369,7 @@ class Engine(offload.MeasuringEngine):
     modelled link's, without a GPU. Raises ModelError for what does not fit."""
     Request = Request
     fields = {**paged.Engine.fields, "save": (lambda v: isinstance(v, bool), "true or false")}
+    RESTORED = "hidden"            # the source of what came back
     LANDING = 4                    # layers of a full context for which the device has room when they arrive
 
     def __init__(self, model, tokenizer, end_tokens, *options, cpu_chunks: int | None = None, directories: tuple[Path, ...] = (),
@@ -377,7 +378,7 @@ class Engine(offload.MeasuringEngine):
         super().__init__(model, tokenizer, end_tokens, *options, **named_options)
         config, dtype, device, layers = model.config, model.dtype, model.device, len(model.layers)
         # 1. What is kept, and where. With files, host memory holds what is being filled (one for each who runs) or written
-        width, size = config.hidden_size, CHUNK * self.numbers_per_token(config) * dtype.itemsize
+        width, size = config.hidden_size, self.numbers_per_chunk(config) * dtype.itemsize
         self.chunk_prefixes = paged.Prefixes(f"{model.digest.hex()} {dtype} {CHUNK} hidden {layout}")
         self.files = ChunkFiles(directories, (layers, CHUNK, width), dtype, disk_limit, layout) if directories else None
         useful = 2 * self.max_running + 64 if self.files else -(-4 * self.pool.size * self.pool.block_size // CHUNK)
@@ -411,9 +412,9 @@ class Engine(offload.MeasuringEngine):
         self.load_link.speed()                                                  # measured once; then a running median
         self.row_seconds: deque[float] = deque([self.measure_projection()], maxlen=9)          # per row and layer
 
-    def numbers_per_token(self, config) -> int:
-        """That are kept, all layers together, at most."""
-        return config.num_hidden_layers * config.hidden_size
+    def numbers_per_chunk(self, config) -> int:
+        """That a chunk keeps, all layers together."""
+        return CHUNK * config.num_hidden_layers * config.hidden_size
 
     def make_chunks(self, count: int, layout: str) -> ChunkPool:
         return ChunkPool(self.model.config, count, layout, self.model.dtype, self.model.device)
@@ -615,7 +616,8 @@ class Engine(offload.MeasuringEngine):
         # 4. What was found
         self.save(request)
         if request.source is None:
-            request.source = ("gpu_hit" if start else "miss") if request.computed == start else "mixed" if start else "hidden"
+            restored = "mixed" if start else self.RESTORED
+            request.source = restored if request.computed > start else "gpu_hit" if start else "miss"
             request.choice, request.cached_tokens = choice, request.computed
 
     def choose(self, request: Request, start: int, chunks: list):

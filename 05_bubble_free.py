@@ -44,7 +44,7 @@ import uuid
 from collections import Counter, deque
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,6 +66,7 @@ MODES = ("auto", "hidden-only", "naive", "kv-only", "token-wise", "token-wise-ro
 CHANGE, PACE_CHANGE = 0.2, 0.05    # of the link's speed, and of the processor's, after which plans are made anew
 LONGEST = 2048                     # tokens, up to which costs are measured
 PROFILE_DAYS = 30                  # after which they are measured again
+SLOW = 0.02                        # seconds: a modelled transfer that takes longer is not waited for to measure it
 
 # 1. The planner --------------------------------------------------------------------------------------------------
 
@@ -97,7 +98,7 @@ class Plan(NamedTuple):
             if chunk * CHUNK >= self.split:
                 return rest * self.layers
             return ("H" if (chunk + 1) * CHUNK <= self.split or rest == "R" else "B") * self.layers
-        place = min(max(chunk - first, 0) / max(count, 1), 1.0)                 # 0: the first of them
+        place = max(0, min(chunk - first, count - 1)) / max(1, count)           # from 0, and below 1; what follows is as the last
         recompute, kv = math.ceil(self.recompute - place), math.floor(self.kv + place)
         return "R" * recompute + "H" * (self.layers - recompute - kv) + "K" * kv
 
@@ -226,13 +227,14 @@ def bound_seconds(costs: dict[int, Costs], layers: int) -> float:
 # 2. What a layer costs here --------------------------------------------------------------------------------------
 
 class Profile(NamedTuple):
-    """Costs of one layer for histories of some lengths, with a link of `bytes_per_second`."""
+    """Costs of one layer for histories of some lengths, and the link that they were measured with."""
     lengths: list[int]             # tokens, ascending
     io_hidden: list[float]         # seconds, and so on
     io_kv: list[float]
     compute_token: list[float]
     compute_hidden: list[float]
-    bytes_per_second: float
+    bytes_per_second: float        # as it was
+    link_speed: float              # as the link said of itself, in bytes per second
 
     def seconds(self, name: str, tokens: float) -> float:
         """One of the costs for so many tokens: linear between lengths, and from zero."""
@@ -249,34 +251,35 @@ class Profile(NamedTuple):
         number of parts into which a layer is cut: more of them fill the pipeline sooner, but small ones may cost more than
         their share. Parts are at least a chunk."""
         tokens, slower = end - start, self.bytes_per_second / bytes_per_second
-        whole = self.seconds("compute_token", end) - self.seconds("compute_token", start)
+        before, until, alone = (self.seconds("compute_token", count) for count in (start, end, tokens))
+        whole = max(until - before, alone)                                      # short prefills may cost as much as longer ones
         return {parts: Costs(parts * self.seconds("io_hidden", tokens / parts) * slower, self.seconds("io_kv", tokens) * slower,
                              whole * pace, parts * self.seconds("compute_hidden", tokens / parts) * pace)
                 for parts in (1, 2, PARTS) if parts == 1 or tokens >= parts * CHUNK}
 
     def save(self, identity: dict):
         """Where it cannot be written, it is measured again the next time."""
-        path = profile_path(identity)
-        with suppress(OSError):
+        with suppress(OSError, RuntimeError):
+            path = profile_path(identity)
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
             temporary.write_text(json.dumps(dict(identity=identity, measured=time.time(), **self._asdict()), indent=1) + "\n")
             os.replace(temporary, path)
 
     @classmethod
-    def load(cls, identity: dict, bytes_per_second: float) -> "Profile | None":
+    def load(cls, identity: dict, link_speed: float) -> "Profile | None":
         """What was saved of the same machine, model and link; None for what is damaged, old, of others, or of a link that is more
         than a fifth faster or slower now."""
         try:
             found = json.loads(profile_path(identity).read_text())
             profile = cls(**{name: found[name] for name in cls._fields})
             columns = [profile.lengths, *profile[1:5]]
-            sound = all(len(column) == len(profile.lengths) >= 1 and all(
-                isinstance(value, (int, float)) and 0 < value < math.inf for value in column) for column in columns)
+            sound = all(len(column) == len(profile.lengths) >= 1 for column in columns) and all(
+                type(value) in (int, float) and 0 < value < math.inf for value in [*sum(columns, []), *profile[5:]])
             fits = sound and sorted(set(profile.lengths)) == profile.lengths and found["identity"] == identity
             fresh = 0 <= time.time() - found["measured"] < PROFILE_DAYS * 86400
-            return profile if fits and fresh and alike(bytes_per_second, profile.bytes_per_second) else None
-        except (OSError, ValueError, TypeError, KeyError):
+            return profile if fits and fresh and alike(link_speed, profile.link_speed) else None
+        except (OSError, ValueError, TypeError, KeyError, RuntimeError):        # RuntimeError: no home; nested too deeply
             return None
 
 
@@ -293,8 +296,13 @@ def identity(engine, link: str) -> dict:
         if model.device.type == "cpu":
             device = next(line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name"))
     return dict(format=1, machine=platform.node(), device=device, cores=os.cpu_count(), threads=torch.get_num_threads(),
-                torch=torch.__version__, model=model.digest.hex(), dtype=str(model.dtype), link=link,
+                torch=torch.__version__, model=model.digest.hex(), dtype=str(model.dtype), link=link, longest=longest(engine),
                 tokens_a_step=engine.token_budget, block_size=engine.pool.block_size)
+
+
+def longest(engine) -> int:
+    """Tokens, up to which its profile goes."""
+    return min(engine.context, engine.pool.size * engine.pool.block_size, LONGEST)
 
 
 def profile_path(identity: dict) -> Path:
@@ -307,21 +315,22 @@ def profile_path(identity: dict) -> Path:
 def profile(engine: "Engine", rounds: int = 5) -> Profile:
     """Measure the four costs in the engine's own memory, before anything is in it: medians over `rounds`."""
     model, pool, clock, link = engine.model, engine.pool, engine.clock, engine.load_link
-    longest, width = min(engine.context, pool.size * pool.block_size, LONGEST), model.config.hidden_size
-    lengths = sorted({longest, *(1 << power for power in range(6, 20) if 1 << power < longest)})
-    table = pool.allocate(pool.needed(longest))
+    most, width = longest(engine), model.config.hidden_size
+    lengths = sorted({most, *(1 << power for power in range(6, 20) if 1 << power < most)})
+    table = pool.allocate(pool.needed(most))
     slots = torch.tensor(table, device=model.device).repeat_interleave(pool.block_size) * pool.block_size
     slots += torch.arange(pool.block_size, device=model.device).repeat(len(table))                      # [T]
-    host = offload.pinned((2, longest, *pool.kv.shape[-2:]), model.dtype, model.device, "The profile's buffer")
-    states = offload.pinned((longest, width), model.dtype, model.device, "The profile's buffer")
-    for memory in (host, states, engine.landing.memory[:longest]):
+    host = offload.pinned((2, most, *pool.kv.shape[-2:]), model.dtype, model.device, "The profile's buffer")
+    states = offload.pinned((most, width), model.dtype, model.device, "The profile's buffer")
+    for memory in (host, states, engine.landing.memory[:most]):
         memory.zero_()
     columns = {name: [] for name in Costs._fields}
 
     def computed(what, tokens: int) -> float:
         """Seconds of `what`, one after the other in layer after layer, whose weights are seldom in a cache, while as many states
         are on their way."""
-        transfers = [link.copy(engine.landing.memory[:tokens], states[:tokens], "profile") for _ in range(rounds)]
+        busy = rounds if link.seconds(states[:tokens].nbytes) < SLOW else 0     # a slow modelled link takes no processor time
+        transfers = [link.copy(engine.landing.memory[:tokens], states[:tokens], "profile") for _ in range(busy)]
         marks = [clock.mark()]
         for number in range(rounds + 1):                                        # the first warms up
             what(number % len(model.layers))
@@ -331,7 +340,10 @@ def profile(engine: "Engine", rounds: int = 5) -> Profile:
             transfer.join()
         return statistics.median(end - start for start, end in zip(marks[1:], marks[2:]))
 
-    def copied(into, out_of) -> float:
+    def copied(into: list, out_of: list) -> float:
+        size = sum(piece.nbytes for piece in into)
+        if link.modelled and link.seconds(size) >= SLOW:                        # it will be as slow as it was made
+            return link.seconds(size)
         transfers = [link.copy(into, out_of, "profile") for _ in range(rounds)]
         for transfer in transfers:
             transfer.join()
@@ -348,47 +360,49 @@ def profile(engine: "Engine", rounds: int = 5) -> Profile:
 
     # 2. Projections and transfers of so many rows
     keys, values = pool.kv[0].flatten(1, 2)                                     # [slots, KVH, hd] each
-    positions = torch.arange(longest, device=model.device)                      # [T]
+    positions = torch.arange(most, device=model.device)                         # [T]
     for rows in lengths:
         landed = engine.landing.memory[:rows]                                   # [T, D]
         columns["compute_hidden"].append(computed(
             lambda layer, landed=landed: engine.project(layer, landed, positions[:len(landed)], slots[:len(landed)]), rows))
-        columns["io_hidden"].append(copied(landed, states[:rows]))
+        columns["io_hidden"].append(copied([landed], [states[:rows]]))
         columns["io_kv"].append(copied([keys[:rows], values[:rows]], list(host[:, :rows])))
     pool.release(table)
-    return Profile(lengths, **columns, bytes_per_second=longest * states[0].nbytes / columns["io_hidden"][-1])
+    columns = {name: list(accumulate(column, max)) for name, column in columns.items()}         # more never takes less
+    return Profile(lengths, **columns, bytes_per_second=most * states[0].nbytes / columns["io_hidden"][-1],
+                   link_speed=link.speed())
 
 
 # 3. Data structures ----------------------------------------------------------------------------------------------
 
 class LayerStore(paged.BlockPool):
     """Chunks in host memory, pinned where there is a GPU, with as many cells as their letters ask for. A number stands for 64
-    tokens, in all layers; it is free, cached or referenced as in chapter 04. A cell holds a layer's hidden states, or a layer's
-    K or V; where those are narrow (grouped queries), several of them."""
+    tokens, in all layers; it is free, cached or referenced as in chapter 04. A cell holds a layer's hidden states, or its K, or
+    its V (see cell_size)."""
 
     def __init__(self, config, chunks: int, dtype, device):
-        """Room for `chunks` that keep K and V of all layers, or for more that keep less."""
-        self.hidden_shape = CHUNK, config.hidden_size
+        """Room for `chunks` that keep K and V of all layers."""
         self.kv_shape = CHUNK, config.num_key_value_heads, config.head_dim
-        self.numbers = max(math.prod(self.hidden_shape), math.prod(self.kv_shape))                # in a cell
-        self.kv_per_cell = self.numbers // math.prod(self.kv_shape)
+        self.numbers, self.kv_per_cell = cell_size(config)
         super().__init__(config, chunks * self.needs("K" * config.num_hidden_layers), CHUNK, dtype, device)
         self.flat = as_integers(self.kv.view(-1))                               # for NumPy
         self.empty = list(range(self.size))[::-1]
         self.cells: dict[int, list[int]] = {}                                   # of each chunk: hidden states first, then K and V
         self.letters: dict[int, str] = {}                                       # what each chunk keeps of each layer
-        self.rows: dict[int, int] = {}                                          # whose hidden states are meant to be used
+        self.splits: dict[int, int] = {}                                        # rows before a token-wise split; else 64
 
     def memory(self, config, cells: int, size: int, dtype, device):
         return offload.pinned((cells, self.numbers), dtype, device, "The chunks")                 # [cells, numbers]
 
     def needs(self, letters: str) -> int:
         """Cells."""
-        hidden, kv = (before[-1] for before in places(letters))
+        hidden, kv = (before[-1] for before in kept_before(letters))
         return hidden - (-2 * kv // self.kv_per_cell)
 
     def new(self, chain: list[paged.Prefix], letters: str, rows: int = CHUNK) -> int | None:
         """A number for a chunk of this chain, with its cells, or None: no chain's beginning goes for its end."""
+        if self.needs(letters) > self.size:
+            return None
         while len(self.empty) < self.needs(letters) or not self.free:
             victim = next(iter(self.cached), None)
             if victim is None or self.prefixes[victim] in chain:
@@ -396,7 +410,7 @@ class LayerStore(paged.BlockPool):
             self.evict()
         slot, = self.allocate(1)
         self.cells[slot] = [self.empty.pop() for _ in range(self.needs(letters))]
-        self.letters[slot], self.rows[slot] = letters, rows
+        self.letters[slot], self.splits[slot] = letters, rows
         return slot
 
     def release(self, table: list[int]):
@@ -412,15 +426,15 @@ class LayerStore(paged.BlockPool):
         for slot in slots:
             if slot in self.free and slot in self.cells:
                 self.empty += self.cells.pop(slot)
-                del self.letters[slot], self.rows[slot]
+                del self.letters[slot], self.splits[slot]
 
     def hidden(self, slot: int, layer: int) -> int:
         """-> where the states [64, D] that entered this layer begin in the memory, in numbers."""
-        return self.numbers * self.cells[slot][places(self.letters[slot])[0][layer]]
+        return self.numbers * self.cells[slot][kept_before(self.letters[slot])[0][layer]]
 
     def keys_and_values(self, slot: int, layer: int) -> list[int]:
         """-> where this layer's K [64, KVH, hd] begins, and its V."""
-        hidden, kv = places(self.letters[slot])
+        hidden, kv = kept_before(self.letters[slot])
         return [self.numbers * self.cells[slot][hidden[-1] + number // self.kv_per_cell]
                 + number % self.kv_per_cell * math.prod(self.kv_shape) for number in (2 * kv[layer], 2 * kv[layer] + 1)]
 
@@ -437,8 +451,15 @@ class LayerStore(paged.BlockPool):
         assert self.cells.keys() == set(range(self.size)) - set(self.free), "a free chunk has cells, or a taken one has none"
 
 
+def cell_size(config) -> tuple[int, int]:
+    """-> numbers in a cell, and how many layers' K, or V, it holds: one, or several if they are narrow (grouped queries)."""
+    kv = CHUNK * config.num_key_value_heads * config.head_dim
+    numbers = max(CHUNK * config.hidden_size, kv)
+    return numbers, numbers // kv
+
+
 @functools.cache
-def places(letters: str) -> tuple[list[int], list[int]]:
+def kept_before(letters: str) -> tuple[list[int], list[int]]:
     """For each layer the number of layers before it that keep hidden states, and that keep K and V; and of all, at the end."""
     return tuple([sum(letter in kinds for letter in letters[:layer]) for layer in range(len(letters) + 1)]
                  for kinds in ("HB", "KB"))
@@ -490,7 +511,7 @@ class Restoration(hidden_states.Restoration):
     computing: float = 0.0         # seconds of the compute lane, by the profile alone; 0: not known
     to_load: deque[Load] = field(default_factory=deque)         # in order, not begun yet
     received: int = 0              # of `loads`, from the first on
-    rows: int = 0                  # projected, or as much computed, since others took a step
+    done: int = 0                  # rows projected, or as much computed, since others took a step
     positions: torch.Tensor | None = None                       # [T]
     slots: torch.Tensor | None = None                           # [T], where they are in the pool
     places: dict[int, list] = field(default_factory=dict)       # first row of a run -> (slot, row of the chunk, rows) in pieces
@@ -513,11 +534,12 @@ class Engine(hidden_states.Engine):
     with K and V of all layers. `known` is what a layer costs; without, it is measured, or with a `link_name` taken from what
     was measured before with a link of that name. Raises ModelError."""
     Request = Request
+    RESTORED = "planned"
     LANDING = 1 << 10              # layers: all states may arrive while the first layers are recomputed
 
     def __init__(self, model, tokenizer, end_tokens, *options, mode: str = "auto", known: Profile | None = None,
                  link_name: str | None = None, measure_again: bool = False, **named_options):
-        super().__init__(model, tokenizer, end_tokens, *options, **named_options)
+        super().__init__(model, tokenizer, end_tokens, *options, directories=(), layout="chunked", direct=False, **named_options)
         self.mode, self.profile = mode, known
         if known is None and link_name is not None and not measure_again:
             self.profile = Profile.load(identity(self, link_name), self.load_link.speed())
@@ -525,14 +547,17 @@ class Engine(hidden_states.Engine):
             self.profile = profile(self)
             if link_name is not None:
                 self.profile.save(identity(self, link_name))
-        self.planned_speed, self.planned_pace = self.load_link.speed(), 1.0
+        self.planned_speed = self.profile.bytes_per_second * self.load_link.speed() / self.profile.link_speed
+        self.planned_pace = 1.0
         self.paces: deque[float] = deque(maxlen=9)                              # of restorations: computing took so much longer
         self.plans: dict[int, tuple[Plan, float]] = {}                          # by chunks of history
         self.unsent: dict[paged.Prefix, Chunk] = {}                             # whole chunks of this step that keep K and V
         self.counts.update(plans=0)
 
-    def numbers_per_token(self, config) -> int:
-        return config.kv_numbers_per_token
+    def numbers_per_chunk(self, config) -> int:
+        """With K and V of all layers."""
+        numbers, fit = cell_size(config)
+        return numbers * -(-2 * config.num_hidden_layers // fit)
 
     def make_chunks(self, count: int, layout: str) -> LayerStore:
         return LayerStore(self.model.config, count, self.model.dtype, self.model.device)
@@ -546,7 +571,8 @@ class Engine(hidden_states.Engine):
     def plan(self, tokens: int) -> tuple[Plan, float]:
         """For a history of so many tokens -> the plan, and its seconds. When the running medians of the link's speed and the
         processor's have changed by more than CHANGE and PACE_CHANGE, what was planned is planned anew."""
-        speed, pace = self.load_link.speed(), statistics.median(self.paces or [1.0])
+        speed = self.load_link.speed() if self.load_link.speeds else self.planned_speed
+        pace = statistics.median(self.paces or [1.0])
         if not alike(speed, self.planned_speed) or not alike(pace, self.planned_pace, PACE_CHANGE):
             self.planned_speed, self.planned_pace = speed, pace
             self.plans.clear()
@@ -563,6 +589,11 @@ class Engine(hidden_states.Engine):
             self.counts["plans"] += 1
         return self.plans[chunks]
 
+    def wear_out(self):
+        super().wear_out()
+        if self.paces:
+            self.paces.popleft()
+
     def worth_keeping(self) -> bool:
         return self.keep_always or self.plan(self.context)[0].recompute < len(self.model.layers)
 
@@ -577,7 +608,7 @@ class Engine(hidden_states.Engine):
         best, deepest, kinds = None, max(run.depth for run in runs), Counter()
         for run in runs:
             kinds[run.letters] += run.rows
-        by_tokens = deepest == layers or any(self.chunks.rows[slot] < CHUNK for slot in chunks)
+        by_tokens = self.mode.startswith("token-wise")
         for depth in range(max(0, deepest - 1), layers) if self.mode == "auto" else range(1):
             plan = Plan(*(sum(rows * ("R" * depth + letters[depth:]).count(letter) for letters, rows in kinds.items())
                           / (end - start) for letter in "RHK"))
@@ -593,7 +624,7 @@ class Engine(hidden_states.Engine):
             computing = (self.profile.seconds("compute_token", end) - self.profile.seconds("compute_token", plan.split))
             seconds = behind + float(token_wise_seconds(costs[1], layers, share, rest, computing * self.planned_pace))
         recomputing = layers * costs[1].compute_token
-        if seconds > recomputing:                                               # and what is computed is kept as planned now
+        if seconds - behind > recomputing:                                      # what is computed is kept as planned now
             for slot in chunks:
                 self.chunks.forget(slot)
         busy = float(recompute_seconds(costs[parts], plan.recompute)) + plan.hidden * costs[parts].compute_hidden
@@ -606,7 +637,7 @@ class Engine(hidden_states.Engine):
         """The chunks' tokens from `start` on, as they are kept."""
         runs = []
         for index, slot in enumerate(chunks, start // CHUNK):
-            kept, split, end = self.chunks.letters[slot], index * CHUNK + self.chunks.rows[slot], (index + 1) * CHUNK
+            kept, split, end = self.chunks.letters[slot], index * CHUNK + self.chunks.splits[slot], (index + 1) * CHUNK
             rest = kept.replace("B", "K") if "B" in kept else "R" * len(kept)
             begin = max(start, index * CHUNK)
             for begins, ends, letters in ((begin, split, kept.replace("B", "H")), (max(begin, split), end, rest)):
@@ -653,9 +684,18 @@ class Engine(hidden_states.Engine):
 
     def find_targets(self, work) -> list[hidden_states.Target]:
         targets = super().find_targets(work)
-        whole = [target.chunk for target in targets if target.at + target.rows == CHUNK and not target.chunk.lost]
-        self.unsent = {chunk.prefix: chunk for chunk in whole if not {"K", "B"}.isdisjoint(self.chunks.letters[chunk.slot])}
+        for chunk in (target.chunk for target in targets if target.at + target.rows == CHUNK and not target.chunk.lost):
+            if chunk.prefix in self.unsent:                                     # another request does the same
+                chunk.lost = True
+            elif not {"K", "B"}.isdisjoint(self.chunks.letters[chunk.slot]):
+                self.unsent[chunk.prefix] = chunk
         return targets
+
+    def compute(self, work):
+        super().compute(work)
+        for chunk in self.unsent.values():                                      # the step has failed
+            chunk.lost = True
+        self.unsent.clear()
 
     def wanted(self, layer: int) -> list[hidden_states.Target]:
         """Hidden states are tapped only where a chunk keeps them."""
@@ -667,36 +707,44 @@ class Engine(hidden_states.Engine):
         super().save(request)
         whole = request.chunk_prefixes[1:request.computed // CHUNK + 1] if self.unsent else []
         chunks = [self.unsent.pop(prefix) for prefix in whole if prefix in self.unsent]
-        if chunks:
-            slots = self.slots(request.table, torch.cat([torch.arange(CHUNK) + chunk.index * CHUNK for chunk in chunks]))
-            into, out_of, pieces = [], [], []
-            for layer, (keys, values) in enumerate(self.pool.kv.flatten(2, 3)):                 # [slots, KVH, hd] each
-                those = [number for number, chunk in enumerate(chunks) if self.chunks.letters[chunk.slot][layer] in "KB"]
-                for number in those:
-                    rows = slots[number * CHUNK:(number + 1) * CHUNK]
-                    for side, first in zip((keys, values), self.chunks.keys_and_values(chunks[number].slot, layer)):
-                        out_of.append(side[rows].flatten())                     # a copy: the blocks may be taken meanwhile
-                        into.append(self.chunks.kv.view(-1)[first:first + len(out_of[-1])])
-                pieces.append((layer, 1, CHUNK, [hidden_states.Target(0, CHUNK, chunks[number], 0) for number in those]))
-            transfers = []
-            with suppress(Exception):                                           # without any, the chunks are dropped
-                transfers.append(self.save_link.copy(into, out_of, "K and V"))
-                self.snapshots.append((transfers[0], [request.timeline]))
-                self.counts["bytes_out"] += transfers[0].bytes
-            self.saver.follow(transfers, None, [piece for piece in pieces if piece[3]])
-
-    def slots(self, table: list[int], positions: torch.Tensor) -> torch.Tensor:
-        """Where these positions [T] of a table lie in the pool, [T]."""
-        size = self.pool.block_size
-        return torch.tensor(table, device=self.model.device)[positions // size] * size + positions % size
+        if not chunks:
+            return
+        size, layers = self.pool.block_size, len(self.model.layers)
+        keeps = [[number for number, chunk in enumerate(chunks) if self.chunks.letters[chunk.slot][layer] in "KB"]
+                 for layer in range(layers)]
+        into, out_of, transfers = [], [], []
+        with suppress(Exception):                                               # without a transfer, the chunks are dropped
+            positions = [chunk.index * CHUNK + at for chunk in chunks for at in range(CHUNK)]
+            slots = torch.tensor([request.table[position // size] * size + position % size for position in positions],
+                                 device=self.model.device)                      # [T]
+            for layer in (layer for layer in range(layers) if keeps[layer]):
+                for number, side in enumerate(self.pool.kv[layer].flatten(1, 2)):               # [slots, KVH, hd]
+                    rows = side[slots].view(len(chunks), -1)                    # [chunks, 64 * KVH * hd]: a copy, as blocks go
+                    out_of += [rows[chunk] for chunk in keeps[layer]]
+                    firsts = [self.chunks.keys_and_values(chunks[chunk].slot, layer)[number] for chunk in keeps[layer]]
+                    into += [self.chunks.kv.view(-1)[first:first + rows.shape[1]] for first in firsts]
+            transfers.append(self.save_link.copy(into, out_of, "K and V"))
+            self.snapshots.append((transfers[0], [request.timeline]))
+            self.counts["bytes_out"] += transfers[0].bytes
+        self.saver.follow(transfers, None, [
+            (layer, 1, CHUNK, [hidden_states.Target(0, CHUNK, chunks[number], 0) for number in numbers])
+            for layer, numbers in enumerate(keeps) if numbers])
 
     # Restore: recompute, project and load
+
+    def preempt(self, request: Request):
+        """Chapter 02's; what still travels into the request's blocks must arrive before they are anybody's."""
+        super().preempt(request)
+        for load in (load for restoration in self.restorations if restoration.over for load in restoration.loads):
+            load.join()
+        self.settle()
 
     def bring_layers(self, request: Request, restoration: Restoration, positions, slots):
         """A generator: first what is recomputed, then what arrives, in the order of the loads. Returns how many chunks are whole:
         all of them. Raises TransferError, OSError."""
         size, start, end = self.pool.block_size, restoration.start, restoration.start + len(positions)
-        restoration.positions, restoration.slots, places = positions, slots, slots.tolist()
+        restoration.positions, restoration.slots = positions, slots
+        places = [request.table[position // size] * size + position % size for position in range(start, end)]
         restoration.places = {run.row: offload.adjacent(places[run.row:run.row + run.rows], range(run.at, run.at + run.rows))
                               for run in restoration.runs}
         restoration.blocks = request.table[start // size:self.pool.needed(end)]
@@ -726,7 +774,7 @@ class Engine(hidden_states.Engine):
                 yield from self.receive(request, restoration)
             # 2. Of a run's last layer only K and V are needed
             if last := [run for run in restoration.runs if run.depth == layer + 1]:
-                where = rows_of(last)
+                where = rows_of(last, tokens.device)
                 with self.timed(restoration, f"R layer {layer}"):
                     self.project(layer, states[where], restoration.positions[where], restoration.slots[where])
                 yield from self.make_way(request, restoration, len(restoration.positions[where]))
@@ -740,11 +788,11 @@ class Engine(hidden_states.Engine):
                         (Part(request.tokens, request.table, restoration.start + first), count)
                         for first, count in stretches(runs)])
                 with self.timed(restoration, f"R layer {layer}"):
-                    self.compute_layer(layer, states, rows_of(runs), works[number])
+                    self.compute_layer(layer, states, rows_of(runs, tokens.device), works[number])
                 yield from self.make_way(request, restoration, 6 * sum(run.rows for run in runs))
-                # 4. Where all of it has no room to land, what has arrived makes some
+                # 4. Where not all of it has room to land, what has arrived makes some
                 self.issue(restoration)
-                while restoration.to_load and restoration.next_load.ready and layer + 1 == deepest:
+                while restoration.to_load and restoration.next_load.ready:
                     yield from self.receive(request, restoration)
 
     def receive(self, request: Request, restoration: Restoration):
@@ -761,7 +809,7 @@ class Engine(hidden_states.Engine):
             yield
         load.wait()
         if load.kind == "H":
-            where = rows_of(load.runs)
+            where = rows_of(load.runs, self.model.device)
             with self.timed(restoration, load.label):
                 self.project(load.layer, self.landing.memory[load.landing:load.landing + load.rows], restoration.positions[where],
                              restoration.slots[where])
@@ -771,9 +819,9 @@ class Engine(hidden_states.Engine):
 
     def make_way(self, request: Request, restoration: Restoration, rows: int):
         """A generator: others take a step whenever a sixth as many rows were projected as a step may compute, or as much done."""
-        restoration.rows += rows
-        if restoration.rows * 6 >= self.token_budget * len(self.model.layers) and self.others_compute(request):
-            restoration.rows = 0
+        restoration.done += rows
+        if restoration.done * 6 >= self.token_budget * len(self.model.layers) and self.others_compute(request):
+            restoration.done = 0
             yield
 
     @contextmanager
@@ -833,8 +881,11 @@ class Engine(hidden_states.Engine):
             predicted_ms=round(restoration.seconds * 1e3, 3), bound_ms=round(restoration.bound * 1e3, 3))
 
     def counters(self) -> dict:
-        chunks, plan = self.chunks, self.plan(self.context)[0]
-        return dict(super().counters(), cells=chunks.size, cells_free=len(chunks.empty), plan=str(plan))
+        chunks, planned = self.chunks, self.plans.get(self.context // CHUNK)    # of a full context
+        found = dict(super().counters(), chunks=len(chunks.cells), cells=chunks.size, cells_free=len(chunks.empty),
+                     plan=str(planned[0]) if planned else None)
+        del found["chunks_free"]                                                # it is cells that run out
+        return found
 
 
 def together(dst, src, moves: list[tuple[int, int, int]], into: list, out_of: list):
@@ -866,12 +917,12 @@ def stretches(runs: list[Run]) -> list[tuple[int, int]]:
     return found
 
 
-def rows_of(runs: list[Run]):
+def rows_of(runs: list[Run], device):
     """An index for the rows of a restoration."""
     found = stretches(runs)
     if len(found) == 1:
         return slice(found[0][0], sum(found[0]))
-    return torch.cat([torch.arange(first, first + count) for first, count in found])
+    return torch.cat([torch.arange(first, first + count, device=device) for first, count in found])
 
 
 # 5. The demo -----------------------------------------------------------------------------------------------------

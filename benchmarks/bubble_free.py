@@ -75,7 +75,7 @@ class Bench(offload_benchmark.Bench):
     def engine(self):
         blocks, chunks = 2 * (self.histories[-1] // 16 + CHUNK), 2 * (sum(self.histories) // CHUNK + 2)
         engine = Engine(self.model, self.tokenizer, frozenset(), blocks=blocks, block_size=16, cpu_chunks=chunks,
-                        known=bubble_free.Profile([1], [1.0], [1.0], [1.0], [1.0], 1.0))
+                        known=bubble_free.Profile([1], [1.0], [1.0], [1.0], [1.0], 1.0, 1.0))
         for memory in (engine.pool.kv, engine.chunks.kv, engine.landing.memory, engine.saver.buffer.memory):
             memory.zero_()
         engine.profile = bubble_free.profile(engine)            # on memory that was touched

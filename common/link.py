@@ -121,7 +121,7 @@ class Link:
             raise ValueError(f"{label}: the two sides differ in shape or dtype")
         transfer = (Transfer if self.modelled else CudaTransfer)(self.lane, label, dst, src)
         if self.modelled:
-            transfer.seconds = self.latency + transfer.bytes / self.bytes_per_second
+            transfer.seconds = self.seconds(transfer.bytes)
             self.queue.put(transfer)
         else:
             with self.lock:
@@ -130,6 +130,10 @@ class Link:
             self.settle()
             self.on_their_way.append(transfer)
         return transfer
+
+    def seconds(self, size: int) -> float:
+        """That so many bytes take, as far as is known: exactly, if it is modelled, and memory is no slower."""
+        return self.latency + size / (self.bytes_per_second if self.modelled else self.speed())
 
     def issue(self, transfer: CudaTransfer, after=None):
         transfer.clock = self.clock
