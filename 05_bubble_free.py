@@ -179,9 +179,11 @@ def best_plan(costs: dict[int, Costs], layers: int, mode: str = "auto", paper: b
 def closed_form(costs: Costs, layers: int) -> Plan:
     """Section 4.1.2, as it stands there: whole layers, two ways."""
     if costs.compute_hidden > costs.io_hidden:
-        hidden = math.ceil(layers * costs.io_kv / (costs.io_kv + costs.compute_hidden - costs.io_hidden))
+        hidden = layers * costs.io_kv / (costs.io_kv + costs.compute_hidden - costs.io_hidden)
+        hidden = min(layers, math.ceil(hidden))                                 # rounding may pass it where both are even
         return Plan(0, hidden, layers - hidden)
-    hidden = math.ceil(layers * costs.compute_token / (costs.compute_token + (costs.io_hidden - costs.compute_hidden)))
+    hidden = layers * costs.compute_token / (costs.compute_token + costs.io_hidden - costs.compute_hidden)
+    hidden = min(layers, math.ceil(hidden))
     return Plan(layers - hidden, hidden, 0)
 
 
@@ -263,8 +265,11 @@ class Profile(NamedTuple):
             path = profile_path(identity)
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
-            temporary.write_text(json.dumps(dict(identity=identity, measured=time.time(), **self._asdict()), indent=1) + "\n")
-            os.replace(temporary, path)
+            try:
+                temporary.write_text(json.dumps(dict(identity=identity, measured=time.time(), **self._asdict()), indent=1) + "\n")
+                os.replace(temporary, path)
+            finally:
+                temporary.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, identity: dict, link_speed: float) -> "Profile | None":
@@ -275,11 +280,11 @@ class Profile(NamedTuple):
             profile = cls(**{name: found[name] for name in cls._fields})
             columns = [profile.lengths, *profile[1:5]]
             sound = all(len(column) == len(profile.lengths) >= 1 for column in columns) and all(
-                type(value) in (int, float) and 0 < value < math.inf for value in [*sum(columns, []), *profile[5:]])
+                type(value) in (int, float) and 0 < value <= sys.float_info.max for value in [*sum(columns, []), *profile[5:]])
             fits = sound and sorted(set(profile.lengths)) == profile.lengths and found["identity"] == identity
             fresh = 0 <= time.time() - found["measured"] < PROFILE_DAYS * 86400
             return profile if fits and fresh and alike(link_speed, profile.link_speed) else None
-        except (OSError, ValueError, TypeError, KeyError, RuntimeError):        # RuntimeError: no home; nested too deeply
+        except (OSError, ValueError, TypeError, KeyError, OverflowError, RuntimeError):           # no home; nested too deeply
             return None
 
 
@@ -552,7 +557,7 @@ class Engine(hidden_states.Engine):
         self.paces: deque[float] = deque(maxlen=9)                              # of restorations: computing took so much longer
         self.plans: dict[int, tuple[Plan, float]] = {}                          # by chunks of history
         self.unsent: dict[paged.Prefix, Chunk] = {}                             # whole chunks of this step that keep K and V
-        self.counts.update(plans=0)
+        self.counts.update(plans=0, layers_recomputed=0)
 
     def numbers_per_chunk(self, config) -> int:
         """With K and V of all layers."""
@@ -881,7 +886,7 @@ class Engine(hidden_states.Engine):
             predicted_ms=round(restoration.seconds * 1e3, 3), bound_ms=round(restoration.bound * 1e3, 3))
 
     def counters(self) -> dict:
-        chunks, planned = self.chunks, self.plans.get(self.context // CHUNK)    # of a full context
+        chunks, planned = self.chunks, self.plans.get(max(1, self.context // CHUNK))              # of a full context
         found = dict(super().counters(), chunks=len(chunks.cells), cells=chunks.size, cells_free=len(chunks.empty),
                      plan=str(planned[0]) if planned else None)
         del found["chunks_free"]                                                # it is cells that run out
@@ -936,12 +941,13 @@ def demo(engine: Engine, arguments):
     """A long history that comes back in four ways, over three links."""
     # 1. The history: documents, one after the other, and a question about the last one
     model, tokenizer, end_tokens = engine.model, engine.tokenizer, engine.end_tokens
-    new, messages = max(2, min(arguments.max_tokens, 16)), []
+    new, messages, length = max(2, min(arguments.max_tokens, 16)), [], 0
     for seed in range(64):
-        longer = messages[:-1] + document_and_question(seed)
-        if len(engine.encode(None, longer)[0]) + 2 * new > engine.context:
+        longer = document_and_question(seed)
+        length += sum(len(engine.encode(None, [message])[0]) for message in longer)
+        if length + 2 * new > engine.context:
             break
-        messages = longer
+        messages = messages[:-1] + longer
     if not messages:
         raise BadRequest(f"The demo's document and a question do not fit into the context of {engine.context} tokens; choose "
                          "another --model.")
@@ -999,6 +1005,7 @@ def forget(engine: Engine):
 def show(setting: str, tokens: int, ways: dict[str, Engine], results: dict[str, list]) -> dict:
     """One setting: the table, the three planners, and the lanes."""
     planned, layers = ways["planned mix"], len(ways["planned mix"].model.layers)
+    best, seconds = planned.plan(tokens)
     costs, link = planned.costs(0, tokens), planned.load_link
     print(f"\n{setting[0].upper()}{setting[1:]}: {costs[1].io_hidden * 1e3:.2f} ms to transfer a layer's states, "
           f"{costs[1].compute_hidden * 1e3:.2f} ms to project them ({link}: --link {link.speed() / 1e9:.3g})"
@@ -1025,7 +1032,6 @@ def show(setting: str, tokens: int, ways: dict[str, Engine], results: dict[str, 
         longest = max(longest, row["ms"])
     paper = closed_form(costs[1], layers)
     on_paper = min(float(pipeline_seconds(cost, *paper[:3], parts)) for parts, cost in costs.items())
-    best, seconds = planned.plan(tokens)
     measured = [row["ms"] for row in rows if row["way"] == "planned mix"]
     print(f"  the paper's formula: {paper}, {on_paper * 1e3:.1f} ms predicted; all plans tried: {best}, {seconds * 1e3:.1f} ms"
           f" predicted{f', {measured[0]:.1f} ms measured' if measured else ''}; no plan is faster than "

@@ -112,18 +112,17 @@ class Timeline:
             return "(nothing happened)"
         lines = []
         for lane in (lane for lane in LANES if any(span.lane == lane for span in self.spans)):
-            row, busy = ["."] * width, [0.0] * width                            # busy: share of the column
-            for span in (span for span in self.spans if span.lane == lane):
+            row, busy, reached = ["."] * width, [0.0] * width, 0.0              # busy: share of the column
+            for span in sorted((span for span in self.spans if span.lane == lane), key=lambda span: span.start if bubbles else 0):
                 first, last = int(span.start / self.end * width), int(span.end / self.end * width)
                 letter = span.label[-1 if span.label.startswith("layer ") else 0]
-                if bubbles:
-                    for column in range(first, min(last + 1, width)):
-                        share = (min(span.end, self.end * (column + 1) / width) - max(span.start, self.end * column / width))
-                        busy[column] += share / self.end * width
-                        row[column] = letter if busy[column] >= 0.5 else "."
-                    continue
-                for column in range(first, max(first + 1, min(last, width))):
-                    row[min(column, width - 1)] = letter
+                for column in range(first, max(first + 1, min(last + bubbles, width))):
+                    column = min(column, width - 1)
+                    edges = self.end * column / width, self.end * (column + 1) / width
+                    busy[column] += max(0.0, min(span.end, edges[1]) - max(span.start, edges[0], reached)) / (edges[1] - edges[0])
+                    if not bubbles or busy[column] >= 0.5:
+                        row[column] = letter
+                reached = max(reached, span.end)
             lines.append(f"{lane:>8} |{''.join(row)}|" + (f" idle {self.bubble(lane):.0%}" if bubbles else ""))
         lines.append(f"{'':>8} 0{f'{self.end * 1e3:.0f} ms':>{width + 1}}")
         return "\n".join(lines)

@@ -104,15 +104,17 @@ def test_enter_asks_and_the_answer_and_its_numbers_appear(page, tiny_engine):
     assert page.complaints() == []
 
 
-def test_a_conversation_that_comes_back_shows_where_its_history_came_from(browser, tiny_engine, monkeypatch):
-    monkeypatch.setitem(INFO, "chapter", "04_hidden_state_cache")
-    offload, hidden = chapter("03_cpu_offload"), chapter("04_hidden_state_cache")
-    engine = hidden.Engine(tiny_engine.model, tiny_engine.tokenizer, tiny_engine.end_tokens, 64, cpu_chunks=8)
+@pytest.mark.parametrize("name", ["04_hidden_state_cache", "05_bubble_free"])
+def test_a_conversation_that_comes_back_shows_where_its_history_came_from(browser, tiny_engine, monkeypatch, name):
+    monkeypatch.setitem(INFO, "chapter", name)
+    offload, hidden = chapter("03_cpu_offload"), chapter(name)
+    costly = {} if name[1] == "4" else dict(known=hidden.Profile([256], [1e-3], [1e-3], [1e3], [1e-3], 5e7, 5e7))
+    engine = hidden.Engine(tiny_engine.model, tiny_engine.tokenizer, tiny_engine.end_tokens, 64, cpu_chunks=8, **costly)
     engine.seconds_to_restore = lambda *_, **__: 1e-9               # never slower than to compute
-    messages, asked = [], [("It was a long story, and so it began." * 4, "miss"), ("And then?", "hidden")]
+    messages, asked = [], [("It was a long story, and so it began." * 4, "miss"), ("And then?", hidden.Engine.RESTORED)]
     with Serving(engine) as port:
         page = Page(browser, engine, port)
-        assert page.text("#title") == "04_hidden_state_cache · tiny" == browser.title
+        assert page.text("#title") == f"{name} · tiny" == browser.title
         browser.execute_script("document.getElementById('max-tokens').value = 8")
         for turn, (prompt, source) in enumerate(asked, 1):
             messages.append(dict(role="user", content=prompt))

@@ -152,6 +152,16 @@ def test_with_bubbles_a_chart_says_beside_each_lane_how_long_it_was_idle():
     assert Timeline().chart(bubbles=True) == "(nothing happened)"
 
 
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@given(st.lists(st.tuples(st.integers(0, 16), st.integers(0, 16)).map(sorted), max_size=6), st.sampled_from([1, 2, 4, 8, 16]))
+def test_with_bubbles_a_column_is_a_letter_exactly_where_the_lane_was_busy_for_half_of_it_or_more(spans, width):
+    timeline = drawn(("load", "x", 15, 16), *(("load", "x", *span) for span in spans))          # they may overlap
+    busy = [any(start <= cell < end for start, end in [*spans, (15, 16)]) for cell in range(16)]
+    columns = [busy[column * 16 // width:(column + 1) * 16 // width] for column in range(width)]
+    row = timeline.chart(width, bubbles=True).split("|")[1]
+    assert row == "".join("x" if 2 * sum(column) >= len(column) else "." for column in columns)
+
+
 # 4. Windows ------------------------------------------------------------------------------------------------------
 
 MIXED = [("load", "layer 0", 0, 2), ("load", "layer 1", 2, 6), ("compute", "layer 0", 3, 5), ("save", "states", 6, 9)]
