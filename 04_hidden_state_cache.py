@@ -479,6 +479,7 @@ class Engine(offload.MeasuringEngine):
         if not self.worth_keeping():
             self.wear_out()
             return None
+        self.chain(request, index)
         slot = self.chunks.new(request.chunk_prefixes)
         if slot is None:
             return Chunk(-1, index, 0, lost=True, dropped=True)
@@ -550,6 +551,11 @@ class Engine(offload.MeasuringEngine):
 
     def chunk_prefix(self, request: Request, index: int) -> paged.Prefix:
         return self.chunk_prefixes.nth(index, request.chunk_prefixes, request.cache_salt, request.tokens, CHUNK)
+
+    def chain(self, request: Request, index: int):
+        """Look up all chunks before this one: they must not go for it."""
+        if index:
+            self.chunk_prefix(request, index - 1)
 
     def kept(self, request: Request, index: int) -> bool:
         """Whether the request's chunk number `index` is in the store, as far as is known here, or on its way."""

@@ -511,7 +511,7 @@ class Load(hidden_states.Load):
 class Restoration(hidden_states.Restoration):
     runs: list[Run] = field(default_factory=list)
     plan: Plan | None = None       # as it comes back, on average
-    seconds: float = 0.0           # as predicted, after those for which the link was busy with other things
+    seconds: float = 0.0           # as predicted, from when the link is free
     bound: float = 0.0
     computing: float = 0.0         # seconds of the compute lane, by the profile alone; 0: not known
     to_load: deque[Load] = field(default_factory=deque)         # in order, not begun yet
@@ -610,31 +610,31 @@ class Engine(hidden_states.Engine):
         end = (first + len(chunks)) * CHUNK
         runs = self.runs(start, chunks)
         costs, behind = self.costs(start, end), self.load_link.backlog() / self.planned_speed
-        best, deepest, kinds = None, max(run.depth for run in runs), Counter()
+        layouts, deepest, kinds = [], max(run.depth for run in runs), Counter()
         for run in runs:
             kinds[run.letters] += run.rows
         by_tokens = self.mode.startswith("token-wise")
         for depth in range(max(0, deepest - 1), layers) if self.mode == "auto" else range(1):
             plan = Plan(*(sum(rows * ("R" * depth + letters[depth:]).count(letter) for letters, rows in kinds.items())
                           / (end - start) for letter in "RHK"))
-            for parts, cost in costs.items():
-                seconds = float(pipeline_seconds(cost, *plan[:3], parts, behind))
-                if best is None or seconds < best[0]:
-                    best = seconds, plan, parts, depth
-        seconds, plan, parts, depth = best
+            layouts += [(float(pipeline_seconds(cost, *plan[:3], parts, behind)), plan, parts, depth)
+                        for parts, cost in costs.items()]
+        seconds, plan, parts, depth = min(layouts)
+        alone = float(pipeline_seconds(costs[parts], *plan[:3], parts))         # from when the link is free
         runs = [run._replace(letters="R" * depth + run.letters[depth:]) for run in runs]
         if by_tokens:
             share, rest = plan.hidden / layers, "R" if plan.recompute else "K"
             plan = plan._replace(split=start + round(share * (end - start)))
-            computing = (self.profile.seconds("compute_token", end) - self.profile.seconds("compute_token", plan.split))
-            seconds = behind + float(token_wise_seconds(costs[1], layers, share, rest, computing * self.planned_pace))
+            computing = self.profile.seconds("compute_token", end) - self.profile.seconds("compute_token", plan.split)
+            alone = float(token_wise_seconds(costs[1], layers, share, rest, computing * self.planned_pace))
+            seconds = behind + alone
         recomputing = layers * costs[1].compute_token
-        if seconds - behind > recomputing:                                      # what is computed is kept as planned now
-            for slot in chunks:
+        if alone > recomputing and request.save:                                # what is computed is kept as planned now
+            for slot in chunks[bool(start % CHUNK):]:
                 self.chunks.forget(slot)
         busy = float(recompute_seconds(costs[parts], plan.recompute)) + plan.hidden * costs[parts].compute_hidden
         return Restoration(
-            start, chunks, self.chunk_prefix(request, first), runs=runs, plan=plan, seconds=seconds - behind,
+            start, chunks, self.chunk_prefix(request, first), runs=runs, plan=plan, seconds=alone,
             bound=bound_seconds(costs, layers), computing=0.0 if by_tokens else busy / self.planned_pace,
             to_load=deque(self.transfers(runs, parts, by_tokens))), seconds, recomputing
 
@@ -680,6 +680,7 @@ class Engine(hidden_states.Engine):
             return None
         letters = request.plan.letters(index, request.planned_from, len(request.tokens) // CHUNK - request.planned_from)
         rows = CHUNK if request.plan.split is None else request.plan.split - index * CHUNK
+        self.chain(request, index)
         slot = self.chunks.new(request.chunk_prefixes, letters, rows if 0 < rows < CHUNK else CHUNK)
         if slot is None:
             return Chunk(-1, index, 0, lost=True, dropped=True)
@@ -718,7 +719,7 @@ class Engine(hidden_states.Engine):
         keeps = [[number for number, chunk in enumerate(chunks) if self.chunks.letters[chunk.slot][layer] in "KB"]
                  for layer in range(layers)]
         into, out_of, transfers = [], [], []
-        with suppress(Exception):                                               # without a transfer, the chunks are dropped
+        try:
             positions = [chunk.index * CHUNK + at for chunk in chunks for at in range(CHUNK)]
             slots = torch.tensor([request.table[position // size] * size + position % size for position in positions],
                                  device=self.model.device)                      # [T]
@@ -731,6 +732,8 @@ class Engine(hidden_states.Engine):
             transfers.append(self.save_link.copy(into, out_of, "K and V"))
             self.snapshots.append((transfers[0], [request.timeline]))
             self.counts["bytes_out"] += transfers[0].bytes
+        except Exception:                                                       # the chunks are dropped
+            self.saver.errors += 1
         self.saver.follow(transfers, None, [
             (layer, 1, CHUNK, [hidden_states.Target(0, CHUNK, chunks[number], 0) for number in numbers])
             for layer, numbers in enumerate(keeps) if numbers])
@@ -1062,7 +1065,8 @@ def make_engine(model, tokenizer, end_tokens, arguments) -> Engine:
     engine = Engine(
         model, tokenizer, end_tokens, arguments.gpu_blocks, arguments.block_size, arguments.token_budget, arguments.max_running,
         mode=arguments.plan, cpu_chunks=arguments.cpu_chunks, save_threads=arguments.save_threads,
-        link_name=arguments.platform if arguments.link == "auto" else f"{arguments.link} GB/s", measure_again=arguments.profile,
+        link_name=arguments.platform if arguments.link == "auto" else f"{arguments.link} GB/s",
+        measure_again=arguments.profile or arguments.demo,
         bytes_per_second=links.bandwidth(model, arguments.link, arguments.platform))
     plan, seconds = engine.plan(engine.context)
     print(f"KV pool: {engine.pool.size} blocks of {engine.pool.block_size} tokens, {engine.pool.kv.nbytes / 1e6:.1f} MB\n"
