@@ -59,9 +59,9 @@ class Engine(bubble_free.Engine):
         for index, slot in enumerate(chunks, first):
             kept, rows = self.chunks.letters[slot], CHUNK if plan.split is None else plan.split - index * CHUNK
             self.chunks.letters[slot] = plan.letters(index, first, len(chunks))
-            self.chunks.rows[slot] = rows if 0 < rows < CHUNK else CHUNK
+            self.chunks.splits[slot] = rows if 0 < rows < CHUNK else CHUNK
             found += [run._replace(row=run.row + (index - first) * CHUNK) for run in super().runs(index * CHUNK, [slot])]
-            self.chunks.letters[slot] = kept
+            self.chunks.letters[slot], self.chunks.splits[slot] = kept, CHUNK
         return found
 
 
