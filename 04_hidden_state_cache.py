@@ -20,7 +20,7 @@ ChunkFiles (common/store.py), and restoration as a phase of its own: others deco
 ends inside a chunk is cut back to the chunk's beginning, unless the store has the chunk or is about to: a chunk is filled by
 computing all of its tokens. With blocks of 16 that costs at most 48 tokens, and makes no gap in what is kept.
 
-Source: HCache (Gao et al., EuroSys '25), sections 3, 4.2 and 5. Its scheduler, section 4.1, will be chapter 05.
+Source: HCache (Gao et al., EuroSys '25), sections 3, 4.2 and 5. Its scheduler, section 4.1, is chapter 05.
 
     python 04_hidden_state_cache.py --demo
     python 04_hidden_state_cache.py --prompt "What is a KV cache?" --disk chunks
@@ -1040,7 +1040,7 @@ def about_sizes(config) -> str:
     """What hidden states cost on this model, in a sentence."""
     kv, hidden = 2 * config.num_key_value_heads * config.head_dim, config.hidden_size
     return (f"hidden {hidden} numbers against KV {kv}, per token and layer: hidden states cost {hidden / kv:.1f}x the bytes "
-            "on this model" + ("; chapter 05 will choose KV" if hidden > kv else ""))
+            "on this model" + ("; chapter 05 then loads K and V" if hidden > kv else ""))
 
 
 def load_ms(result) -> float:

@@ -14,13 +14,13 @@ The plan is the one whose pipeline ends first, a row of letters like RRHHHHHHHHH
 or nothing. Recomputing goes first, while hidden states arrive; then these are projected; K and V come last, straight into
 their blocks.
 
-Two things go beyond the paper. The last of the recomputed layers needs only its projection; so the first layer, whose hidden
-states are the embeddings of the tokens, is never kept. And a layer may be shared by two ways, some chunks of 64 tokens in one
+Two things go beyond the paper. The last of the recomputed layers needs only its projection; so the first layer's hidden states,
+which are the embeddings of the tokens, need not be kept. And a layer may be shared by two ways, some chunks of 64 tokens in one
 and the rest in the other: in a model of few layers, a whole layer too many is itself a bubble.
 
 New against chapter 04: Profile, the planner, LayerStore, in which a chunk takes as much memory as its plan says, and a
-restoration in three ways at once. If the link's speed changes by a fifth, the next request is planned anew; what is kept
-comes back as it was kept, and only how many layers are recomputed can still be chosen.
+restoration in three ways at once. If the link's speed changes by a fifth, or the processor's by a twentieth, the next request
+is planned anew; what is kept comes back as it was kept, and only how many layers are recomputed can still be chosen.
 
 Source: HCache (Gao et al., EuroSys '25), sections 4.1, 6.2 and 6.3.
 
@@ -44,7 +44,7 @@ import uuid
 from collections import Counter, deque
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import accumulate, islice
+from itertools import accumulate, chain, islice, repeat
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,6 +62,7 @@ baseline, paged = importlib.import_module("01_baseline"), importlib.import_modul
 offload, hidden_states = importlib.import_module("03_cpu_offload"), importlib.import_module("04_hidden_state_cache")
 Chunk, PagedBatch, CHUNK = hidden_states.Chunk, paged.PagedBatch, hidden_states.CHUNK
 PARTS = 4                          # in which a layer may be shared by two ways, or its transfer be cut
+# All divisions of the layers; all layers H; R and K only; all layers K; tokens divided (section 4.1.1), also in whole chunks
 MODES = ("auto", "hidden-only", "naive", "kv-only", "token-wise", "token-wise-rounded")
 CHANGE, PACE_CHANGE = 0.2, 0.05    # of the link's speed, and of the processor's, after which plans are made anew
 LONGEST = 2048                     # tokens, up to which costs are measured
@@ -71,11 +72,12 @@ SLOW = 0.02                        # seconds: a modelled transfer that takes lon
 # 1. The planner --------------------------------------------------------------------------------------------------
 
 class Costs(NamedTuple):
-    """Seconds that a layer takes for all tokens of a history."""
-    io_hidden: float               # to transfer its hidden states
-    io_kv: float                   # to transfer its K and V
-    compute_token: float           # to compute it whole, in chunked prefill
-    compute_hidden: float          # to project its hidden states: norm, projection, rotary, write
+    """Seconds that one layer takes for all tokens of a history. They depend on how many parts a layer is cut into (hence tables
+    of parts -> Costs): more parts fill the pipeline sooner, but a small one may cost more than its share."""
+    io_hidden: float               # to transfer its hidden states (IO_H in section 4.1.2)
+    io_kv: float                   # to transfer its K and V (IO_KV)
+    compute_token: float           # to compute it whole, in chunked prefill (C_Token)
+    compute_hidden: float          # to project its hidden states: norm, projection, rotary, write (C_H)
 
 
 class Plan(NamedTuple):
@@ -92,14 +94,15 @@ class Plan(NamedTuple):
 
     def letters(self, chunk: int, first: int, count: int) -> str:
         """How each layer of a history's chunk number `chunk` is kept, if `count` chunks from `first` on are computed together:
-        R not at all, H, K, or B both. In a layer that is shared by two ways, the first tokens have the earlier letter."""
+        R not at all, H, K, or B both, for a chunk inside which a split lies. In a layer that is shared by two ways, the first
+        tokens have the earlier letter: with 2.25 R and 4 chunks RRR, RR, RR and RR."""
         if self.split is not None:
             rest = "K" if self.kv else "R"
             if chunk * CHUNK >= self.split:
                 return rest * self.layers
             return ("H" if (chunk + 1) * CHUNK <= self.split or rest == "R" else "B") * self.layers
-        place = max(0, min(chunk - first, count - 1)) / max(1, count)           # from 0, and below 1; what follows is as the last
-        recompute, kv = math.ceil(self.recompute - place), math.floor(self.kv + place)
+        before = max(0, min(chunk - first, count - 1)) / max(1, count)          # share of the chunks; later ones are as the last
+        recompute, kv = math.ceil(self.recompute - before), math.floor(self.kv + before)
         return "R" * recompute + "H" * (self.layers - recompute - kv) + "K" * kv
 
     def __str__(self):
@@ -113,8 +116,8 @@ class Plan(NamedTuple):
 
 
 def recompute_seconds(costs: Costs, layers, paper: bool = False):
-    """To have K and V of the first `layers`: all are computed but the last, which is only projected; for the `paper` that one
-    is computed too."""
+    """To have K and V of the first `layers`: all are computed but the last, which is only projected. As the `paper` counts (for
+    --simulate), that one is computed too."""
     if paper:
         return costs.compute_token * layers
     return costs.compute_hidden * numpy.minimum(layers, 1.0) + costs.compute_token * numpy.maximum(layers - 1.0, 0.0)
@@ -136,7 +139,7 @@ def pipeline_seconds(costs: Costs, recompute, hidden, kv, parts: int, behind: fl
 
 
 def simulate(costs: Costs, plan: Plan, parts: int, behind: float = 0.0, paper: bool = False) -> Timeline:
-    """The same, part after part: what runs when."""
+    """The pipeline whose end `pipeline_seconds` gives, as a timeline: part after part."""
     timeline, link, processor = Timeline(), behind, float(recompute_seconds(costs, plan.recompute, paper))
     spans = [("compute", "R", 0.0, processor)]
     for _ in range(round(plan.hidden * parts)):
@@ -188,9 +191,9 @@ def closed_form(costs: Costs, layers: int) -> Plan:
 
 
 def token_wise_seconds(costs: Costs, layers: int, share, rest: str, computing_rest=None):
-    """The same when a `share` of the tokens, the first ones, is projected in every layer, and the others are loaded (K) or
-    recomputed (R): the processor goes to the next layer when all of that is there. `computing_rest`: seconds to compute a layer
-    of the others, if that is not in proportion, since they attend to all before them."""
+    """When the pipeline ends if a `share` of the tokens, the first ones, is projected in every layer, and the others are loaded
+    (K) or recomputed (R): the processor goes to the next layer when all of that is there. `computing_rest`: seconds to compute
+    a layer of the others, if that is not in proportion, since they attend to all before them."""
     loading = costs.io_hidden * share + (costs.io_kv * (1 - share) if rest == "K" else 0.0)
     if computing_rest is None:
         computing_rest = costs.compute_token * (1 - share)
@@ -216,8 +219,7 @@ def bound_seconds(costs: dict[int, Costs], layers: int) -> float:
 
     Put a price on each second of either lane, `price` and 1 - `price`. Whoever ends in t seconds has paid at most t; and has
     paid at least what the cheapest way costs for each layer. The best bound has the price at which two ways cost the same."""
-    token, hidden, io_hidden, io_kv = (min(getattr(cost, name) for cost in costs.values()) for name in (
-        "compute_token", "compute_hidden", "io_hidden", "io_kv"))
+    io_hidden, io_kv, token, hidden = map(min, zip(*costs.values()))
 
     def paid(price):
         cheapest = min(price * token, price * hidden + (1 - price) * io_hidden, (1 - price) * io_kv)
@@ -248,15 +250,14 @@ class Profile(NamedTuple):
             growth = max(0.0, rate - seconds[-2] / lengths[-2]) / (lengths[-1] - lengths[-2])
         return tokens * (rate + growth * (tokens - lengths[-1]))
 
-    def costs(self, start: int, end: int, bytes_per_second: float, pace: float = 1.0) -> dict[int, Costs]:
-        """For tokens `start` to `end`, over a link that is as fast now, on a processor that takes `pace` times as long, for each
-        number of parts into which a layer is cut: more of them fill the pipeline sooner, but small ones may cost more than
-        their share. Parts are at least a chunk."""
+    def costs(self, start: int, end: int, bytes_per_second: float, paces: tuple[float, float] = (1.0, 1.0)) -> dict[int, Costs]:
+        """For tokens `start` to `end`, over a link that is as fast now, on a processor that takes `paces` times as long to
+        recompute and to project, for each number of parts into which a layer is cut. Parts are at least a chunk."""
         tokens, slower = end - start, self.bytes_per_second / bytes_per_second
         before, until, alone = (self.seconds("compute_token", count) for count in (start, end, tokens))
         whole = max(until - before, alone)                                      # short prefills may cost as much as longer ones
         return {parts: Costs(parts * self.seconds("io_hidden", tokens / parts) * slower, self.seconds("io_kv", tokens) * slower,
-                             whole * pace, parts * self.seconds("compute_hidden", tokens / parts) * pace)
+                             whole * paces[0], parts * self.seconds("compute_hidden", tokens / parts) * paces[1])
                 for parts in (1, 2, PARTS) if parts == 1 or tokens >= parts * CHUNK}
 
     def save(self, identity: dict):
@@ -299,7 +300,8 @@ def identity(engine, link: str) -> dict:
     device = torch.cuda.get_device_name() if model.device.type == "cuda" else "cpu"
     with suppress(OSError):
         if model.device.type == "cpu":
-            device = next(line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name"))
+            lines = Path("/proc/cpuinfo").read_text().splitlines()
+            device = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), device)
     return dict(format=1, machine=platform.node(), device=device, cores=os.cpu_count(), threads=torch.get_num_threads(),
                 torch=torch.__version__, model=model.digest.hex(), dtype=str(model.dtype), link=link, longest=longest(engine),
                 tokens_a_step=engine.token_budget, block_size=engine.pool.block_size)
@@ -381,9 +383,9 @@ def profile(engine: "Engine", rounds: int = 5) -> Profile:
 # 3. Data structures ----------------------------------------------------------------------------------------------
 
 class LayerStore(paged.BlockPool):
-    """Chunks in host memory, pinned where there is a GPU, with as many cells as their letters ask for. A number stands for 64
-    tokens, in all layers; it is free, cached or referenced as in chapter 04. A cell holds a layer's hidden states, or its K, or
-    its V (see cell_size)."""
+    """Chunks in host memory, pinned where there is a GPU. A number stands for 64 tokens, in all layers; it is free, cached or
+    referenced as in chapter 04. A chunk has as many cells as its letters ask for, most several, some none; a cell holds a
+    layer's hidden states, or its K, or its V (see cell_size). `size` is the number of cells, and of numbers."""
 
     def __init__(self, config, chunks: int, dtype, device):
         """Room for `chunks` that keep K and V of all layers."""
@@ -400,7 +402,7 @@ class LayerStore(paged.BlockPool):
         return offload.pinned((cells, self.numbers), dtype, device, "The chunks")                 # [cells, numbers]
 
     def needs(self, letters: str) -> int:
-        """Cells."""
+        """How many cells a chunk with these letters takes."""
         hidden, kv = (before[-1] for before in kept_before(letters))
         return hidden - (-2 * kv // self.kv_per_cell)
 
@@ -427,18 +429,18 @@ class LayerStore(paged.BlockPool):
         self.reclaim([block])
 
     def reclaim(self, slots: list[int]):
-        """Who is free keeps no cells."""
+        """Chunks that are free keep no cells."""
         for slot in slots:
             if slot in self.free and slot in self.cells:
                 self.empty += self.cells.pop(slot)
                 del self.letters[slot], self.splits[slot]
 
     def hidden(self, slot: int, layer: int) -> int:
-        """-> where the states [64, D] that entered this layer begin in the memory, in numbers."""
+        """-> which number of the memory is the first of the states [64, D] that entered this layer."""
         return self.numbers * self.cells[slot][kept_before(self.letters[slot])[0][layer]]
 
     def keys_and_values(self, slot: int, layer: int) -> list[int]:
-        """-> where this layer's K [64, KVH, hd] begins, and its V."""
+        """-> the same of this layer's K [64, KVH, hd], and of its V."""
         hidden, kv = kept_before(self.letters[slot])
         return [self.numbers * self.cells[slot][hidden[-1] + number // self.kv_per_cell]
                 + number % self.kv_per_cell * math.prod(self.kv_shape) for number in (2 * kv[layer], 2 * kv[layer] + 1)]
@@ -466,8 +468,7 @@ def cell_size(config) -> tuple[int, int]:
 @functools.cache
 def kept_before(letters: str) -> tuple[list[int], list[int]]:
     """For each layer the number of layers before it that keep hidden states, and that keep K and V; and of all, at the end."""
-    return tuple([sum(letter in kinds for letter in letters[:layer]) for layer in range(len(letters) + 1)]
-                 for kinds in ("HB", "KB"))
+    return tuple(list(accumulate((letter in kinds for letter in letters), initial=0)) for kinds in ("HB", "KB"))
 
 
 @dataclass
@@ -483,7 +484,8 @@ class Part:
 
 
 class Run(NamedTuple):
-    """Tokens of a restoration that come back alike."""
+    """A chunk's tokens, from where the restoration begins: all of them come back alike. A chunk has two runs only where a
+    token-wise split lies inside it."""
     row: int                       # the first of them, counted from the restoration's start
     rows: int
     slot: int                      # of their chunk
@@ -513,7 +515,7 @@ class Restoration(hidden_states.Restoration):
     plan: Plan | None = None       # as it comes back, on average
     seconds: float = 0.0           # as predicted, from when the link is free
     bound: float = 0.0
-    computing: float = 0.0         # seconds of the compute lane, by the profile alone; 0: not known
+    costs: Costs | None = None     # of a layer, by the profile alone; None: they say nothing about it
     to_load: deque[Load] = field(default_factory=deque)         # in order, not begun yet
     received: int = 0              # of `loads`, from the first on
     done: int = 0                  # rows projected, or as much computed, since others took a step
@@ -523,13 +525,13 @@ class Restoration(hidden_states.Restoration):
 
     @property
     def next_load(self) -> Load | None:
-        return next(iter([*self.loads[self.received:self.received + 1], *islice(self.to_load, 1)]), None)
+        return next(chain(islice(self.loads, self.received, None), self.to_load), None)
 
 
 @dataclass(eq=False)
 class Request(hidden_states.Request):
-    plan: Plan | None = None                                    # how its chunks are kept,
-    planned_from: int = 0                                       # from this number on
+    plan: Plan | None = None                                    # how its chunks are kept
+    planned_from: int = 0                                       # the first chunk of that plan
 
 
 # 4. The engine ---------------------------------------------------------------------------------------------------
@@ -540,7 +542,7 @@ class Engine(hidden_states.Engine):
     was measured before with a link of that name. Raises ModelError."""
     Request = Request
     RESTORED = "planned"
-    LANDING = 1 << 10              # layers: all states may arrive while the first layers are recomputed
+    LANDING = 1 << 10              # layers: all states may arrive while the first ones are recomputed, but for BUFFER bytes
 
     def __init__(self, model, tokenizer, end_tokens, *options, mode: str = "auto", known: Profile | None = None,
                  link_name: str | None = None, measure_again: bool = False, **named_options):
@@ -553,8 +555,8 @@ class Engine(hidden_states.Engine):
             if link_name is not None:
                 self.profile.save(identity(self, link_name))
         self.planned_speed = self.profile.bytes_per_second * self.load_link.speed() / self.profile.link_speed
-        self.planned_pace = 1.0
-        self.paces: deque[float] = deque(maxlen=9)                              # of restorations: computing took so much longer
+        self.planned_paces = 1.0, 1.0
+        self.paces = deque(maxlen=9), deque(maxlen=9)                           # so much longer recomputing took, and projecting
         self.plans: dict[int, tuple[Plan, float]] = {}                          # by chunks of history
         self.unsent: dict[paged.Prefix, Chunk] = {}                             # whole chunks of this step that keep K and V
         self.counts.update(plans=0, layers_recomputed=0)
@@ -571,21 +573,21 @@ class Engine(hidden_states.Engine):
 
     def costs(self, start: int, end: int) -> dict[int, Costs]:
         """Of a layer, for tokens `start` to `end`: as profiled, with link and processor as fast as when last planned."""
-        return self.profile.costs(start, end, self.planned_speed, self.planned_pace)
+        return self.profile.costs(start, end, self.planned_speed, self.planned_paces)
 
     def plan(self, tokens: int) -> tuple[Plan, float]:
         """For a history of so many tokens -> the plan, and its seconds. When the running medians of the link's speed and the
         processor's have changed by more than CHANGE and PACE_CHANGE, what was planned is planned anew."""
         speed = self.load_link.speed() if self.load_link.speeds else self.planned_speed
-        pace = statistics.median(self.paces or [1.0])
-        if not alike(speed, self.planned_speed) or not alike(pace, self.planned_pace, PACE_CHANGE):
-            self.planned_speed, self.planned_pace = speed, pace
+        paces = tuple(statistics.median(known or [1.0]) for known in self.paces)
+        if not alike(speed, self.planned_speed) or not all(map(alike, paces, self.planned_paces, repeat(PACE_CHANGE))):
+            self.planned_speed, self.planned_paces = speed, paces
             self.plans.clear()
         chunks = max(1, tokens // CHUNK)
         if chunks not in self.plans:
             costs, layers = self.costs(0, chunks * CHUNK), len(self.model.layers)
             if self.mode.startswith("token-wise"):
-                whole, pace = self.profile.seconds("compute_token", chunks * CHUNK), self.planned_pace
+                whole, pace = self.profile.seconds("compute_token", chunks * CHUNK), self.planned_paces[0]
                 self.plans[chunks] = token_wise_plan(
                     costs[1], layers, chunks * CHUNK, CHUNK if self.mode.endswith("rounded") else 1,
                     lambda split: (whole - self.profile.seconds("compute_token", split)) * pace)
@@ -596,8 +598,9 @@ class Engine(hidden_states.Engine):
 
     def wear_out(self):
         super().wear_out()
-        if self.paces:
-            self.paces.popleft()
+        for paces in self.paces:
+            if paces:
+                paces.popleft()
 
     def worth_keeping(self) -> bool:
         return self.keep_always or self.plan(self.context)[0].recompute < len(self.model.layers)
@@ -610,33 +613,35 @@ class Engine(hidden_states.Engine):
         end = (first + len(chunks)) * CHUNK
         runs = self.runs(start, chunks)
         costs, behind = self.costs(start, end), self.load_link.backlog() / self.planned_speed
-        layouts, deepest, kinds = [], max(run.depth for run in runs), Counter()
+        # 1. How many layers to recompute? All runs about equally deep, so that nobody attends to what is still on its way
+        candidates, deepest, rows, by_tokens = [], max(run.depth for run in runs), Counter(), self.mode.startswith("token-wise")
         for run in runs:
-            kinds[run.letters] += run.rows
-        by_tokens = self.mode.startswith("token-wise")
+            rows[run.letters] += run.rows
         for depth in range(max(0, deepest - 1), layers) if self.mode == "auto" else range(1):
-            plan = Plan(*(sum(rows * ("R" * depth + letters[depth:]).count(letter) for letters, rows in kinds.items())
+            plan = Plan(*(sum(count * ("R" * depth + letters[depth:]).count(letter) for letters, count in rows.items())
                           / (end - start) for letter in "RHK"))
-            layouts += [(float(pipeline_seconds(cost, *plan[:3], parts, behind)), plan, parts, depth)
+            candidates += [(float(pipeline_seconds(cost, *plan[:3], parts, behind)), plan, parts, depth)
                         for parts, cost in costs.items()]
-        seconds, plan, parts, depth = min(layouts)
+        seconds, plan, parts, depth = min(candidates)
         alone = float(pipeline_seconds(costs[parts], *plan[:3], parts))         # from when the link is free
         runs = [run._replace(letters="R" * depth + run.letters[depth:]) for run in runs]
+        # 2. Where tokens are divided, there is one way
         if by_tokens:
             share, rest = plan.hidden / layers, "R" if plan.recompute else "K"
             plan = plan._replace(split=start + round(share * (end - start)))
             computing = self.profile.seconds("compute_token", end) - self.profile.seconds("compute_token", plan.split)
-            alone = float(token_wise_seconds(costs[1], layers, share, rest, computing * self.planned_pace))
+            alone = float(token_wise_seconds(costs[1], layers, share, rest, computing * self.planned_paces[0]))
             seconds = behind + alone
+        # 3. What is computed is kept anew, as planned now; but not a first chunk whose beginning the device has
         recomputing = layers * costs[1].compute_token
-        if alone > recomputing and request.save:                                # what is computed is kept as planned now
+        if alone > recomputing and request.save:
             for slot in chunks[bool(start % CHUNK):]:
                 self.chunks.forget(slot)
-        busy = float(recompute_seconds(costs[parts], plan.recompute)) + plan.hidden * costs[parts].compute_hidden
+        # 4. What is to be loaded
+        profiled = None if by_tokens else self.profile.costs(start, end, self.planned_speed)[parts]
         return Restoration(
-            start, chunks, self.chunk_prefix(request, first), runs=runs, plan=plan, seconds=alone,
-            bound=bound_seconds(costs, layers), computing=0.0 if by_tokens else busy / self.planned_pace,
-            to_load=deque(self.transfers(runs, parts, by_tokens))), seconds, recomputing
+            start, chunks, self.chunk_prefix(request, first), runs=runs, plan=plan, seconds=alone, costs=profiled,
+            bound=bound_seconds(costs, layers), to_load=deque(self.transfers(runs, parts, by_tokens))), seconds, recomputing
 
     def runs(self, start: int, chunks: list[int]) -> list[Run]:
         """The chunks' tokens from `start` on, as they are kept."""
@@ -653,18 +658,15 @@ class Engine(hidden_states.Engine):
     def transfers(self, runs: list[Run], parts: int, by_layer: bool) -> list[Load]:
         """What has to be loaded, in order: all hidden states, then all K and V, so that there is always something to project;
         `by_layer`, if the recomputed rows of a layer attend to others of that layer."""
-        loads, rows = [], -(-sum(run.rows for run in runs) // parts)            # of a part
+        loads, part = [], sum(run.rows for run in runs) / parts                 # rows
         for layer in range(len(self.model.layers)):
-            part = []
-            for run in (run for run in runs if run.letters[layer] == "H"):
-                part.append(run)
-                if sum(run.rows for run in part) >= rows:
-                    loads.append(Load(layer, sum(run.rows for run in part), None, runs=part))
-                    part = []
-            if part:
-                loads.append(Load(layer, sum(run.rows for run in part), None, runs=part))
-            if kv := [run for run in runs if run.letters[layer] == "K"]:
-                loads.append(Load(layer, sum(run.rows for run in kv), None, kind="K", runs=kv))
+            for kind, most in (("H", part), ("K", math.inf)):
+                groups = [[]]
+                for run in (run for run in runs if run.letters[layer] == kind):
+                    if sum(other.rows for other in groups[-1]) >= most:
+                        groups.append([])
+                    groups[-1].append(run)
+                loads += [Load(layer, sum(run.rows for run in group), None, kind=kind, runs=group) for group in groups if group]
         return sorted(loads, key=lambda load: (load.layer, load.kind) if by_layer else (load.kind, load.layer))
 
     # Save: what the plan says
@@ -684,8 +686,7 @@ class Engine(hidden_states.Engine):
         slot = self.chunks.new(request.chunk_prefixes, letters, rows if 0 < rows < CHUNK else CHUNK)
         if slot is None:
             return Chunk(-1, index, 0, lost=True, dropped=True)
-        kinds = sum({"R": 0, "B": 2}.get(letter, 1) for letter in letters)
-        self.saving.append(Chunk(slot, index, kinds * CHUNK))
+        self.saving.append(Chunk(slot, index, CHUNK * sum(before[-1] for before in kept_before(letters))))
         return self.saving[-1]
 
     def find_targets(self, work) -> list[hidden_states.Target]:
@@ -741,7 +742,7 @@ class Engine(hidden_states.Engine):
     # Restore: recompute, project and load
 
     def preempt(self, request: Request):
-        """Chapter 02's; what still travels into the request's blocks must arrive before they are anybody's."""
+        """Chapter 02's. Its blocks are free only when what travels into them has arrived, and who preempts needs them now."""
         super().preempt(request)
         for load in (load for restoration in self.restorations if restoration.over for load in restoration.loads):
             load.join()
@@ -752,13 +753,15 @@ class Engine(hidden_states.Engine):
         all of them. Raises TransferError, OSError."""
         size, start, end = self.pool.block_size, restoration.start, restoration.start + len(positions)
         restoration.positions, restoration.slots = positions, slots
-        places = [request.table[position // size] * size + position % size for position in range(start, end)]
-        restoration.places = {run.row: offload.adjacent(places[run.row:run.row + run.rows], range(run.at, run.at + run.rows))
+        on_host = [request.table[position // size] * size + position % size for position in range(start, end)]  # slots, unasked
+        restoration.places = {run.row: offload.adjacent(on_host[run.row:run.row + run.rows], range(run.at, run.at + run.rows))
                               for run in restoration.runs}
         restoration.blocks = request.table[start // size:self.pool.needed(end)]
         for block in restoration.blocks:                                        # whatever becomes of the request
             self.pool.share(block)
         self.issue(restoration)
+        if not restoration.to_load and request in self.line:                    # the next one may begin
+            self.line.remove(request)
         yield from self.recompute(request, restoration)
         while restoration.received < len(restoration.loads) + len(restoration.to_load):
             yield from self.receive(request, restoration)
@@ -767,36 +770,35 @@ class Engine(hidden_states.Engine):
     def recompute(self, request: Request, restoration: Restoration):
         """A generator: the first layers, one after the other, in batches of as many tokens as a step may compute; each run as
         deep as its letters say."""
-        batches, deepest = [], max(run.depth for run in restoration.runs)
+        batches, works = [], {}
         for run in (run for run in restoration.runs if run.depth):
             if not batches or sum(other.rows for other in batches[-1]) + run.rows > self.token_budget:
                 batches.append([])
             batches[-1].append(run)
-        works, end = [None] * len(batches), restoration.start + len(restoration.positions)
-        tokens = request.tokens[restoration.start:end] if deepest else []
-        tokens = torch.tensor(tokens, dtype=torch.int64, device=self.model.device)              # [T]
-        states = self.embed(tokens)                                             # [T, D]: what enters the next layer
+        if not batches:
+            return
+        device, start, deepest = self.model.device, restoration.start, max(run.depth for run in restoration.runs)
+        states = self.embed(torch.tensor(request.tokens[start:start + len(restoration.positions)], device=device))     # [T, D]
         for layer in range(deepest):
             # 1. These rows attend to the others' K and V, which must be there
             while layer + 1 < deepest and (load := restoration.next_load) and load.layer <= layer:
                 yield from self.receive(request, restoration)
             # 2. Of a run's last layer only K and V are needed
             if last := [run for run in restoration.runs if run.depth == layer + 1]:
-                where = rows_of(last, tokens.device)
+                where = rows_of(last, device)
                 with self.timed(restoration, f"R layer {layer}"):
                     self.project(layer, states[where], restoration.positions[where], restoration.slots[where])
-                yield from self.make_way(request, restoration, len(restoration.positions[where]))
+                yield from self.make_way(request, restoration, sum(run.rows for run in last))
             # 3. The others go through all of it
-            for number, runs in enumerate(batches):
-                runs = [run for run in runs if run.depth > layer + 1]
+            for batch in batches:
+                runs = tuple(run for run in batch if run.depth > layer + 1)
                 if not runs:
                     continue
-                if runs != batches[number] or works[number] is None:
-                    batches[number], works[number] = runs, PagedBatch(self.pool, [
-                        (Part(request.tokens, request.table, restoration.start + first), count)
-                        for first, count in stretches(runs)])
+                if runs not in works:
+                    works[runs] = PagedBatch(self.pool, [(Part(request.tokens, request.table, start + first), count)
+                                                         for first, count in stretches(runs)])
                 with self.timed(restoration, f"R layer {layer}"):
-                    self.compute_layer(layer, states, rows_of(runs, tokens.device), works[number])
+                    self.compute_layer(layer, states, rows_of(runs, device), works[runs])
                 yield from self.make_way(request, restoration, 6 * sum(run.rows for run in runs))
                 # 4. Where not all of it has room to land, what has arrived makes some
                 self.issue(restoration)
@@ -809,7 +811,7 @@ class Engine(hidden_states.Engine):
         while restoration.received == len(restoration.loads):                   # others have the room where it lands
             yield
             self.issue(restoration)
-        if not restoration.to_load and request in self.line:                    # the next one may begin
+        if not restoration.to_load and request in self.line:
             self.line.remove(request)
         load = restoration.loads[restoration.received]
         restoration.received += 1
@@ -826,7 +828,8 @@ class Engine(hidden_states.Engine):
             yield from self.make_way(request, restoration, load.rows)
 
     def make_way(self, request: Request, restoration: Restoration, rows: int):
-        """A generator: others take a step whenever a sixth as many rows were projected as a step may compute, or as much done."""
+        """A generator: others take a step whenever a sixth as many rows were projected as a step may compute; a row that goes
+        through a whole layer counts as six."""
         restoration.done += rows
         if restoration.done * 6 >= self.token_budget * len(self.model.layers) and self.others_compute(request):
             restoration.done = 0
@@ -879,8 +882,16 @@ class Engine(hidden_states.Engine):
         return *super().progress(), self.counts["layers_recomputed"]
 
     def learn(self, restoration: Restoration, spans: list):
-        if restoration.computing:
-            self.paces.append(sum(end - start for _, start, end in spans) / restoration.computing)
+        """How much longer it took than profiled to recompute, and to project; the last recomputed layer is projected."""
+        if restoration.costs is None:
+            return
+        recomputed, projected = (sum(end - start for label, start, end in spans if label[0] == kind) for kind in "RH")
+        deep, costs = restoration.plan.recompute - 1, restoration.costs
+        if projected:
+            self.paces[1].append(projected / (restoration.plan.hidden * costs.compute_hidden))
+        if deep > 0:
+            pace = statistics.median(self.paces[1] or [1.0])
+            self.paces[0].append(max(0.1, (recomputed - pace * costs.compute_hidden) / (deep * costs.compute_token)))
 
     def report(self, request: Request) -> dict | None:
         found, restoration = super().report(request), request.restored
@@ -898,7 +909,8 @@ class Engine(hidden_states.Engine):
 
 def together(dst, src, moves: list[tuple[int, int, int]], into: list, out_of: list):
     """Append to `into` and `out_of` views of the memories for all moves (first number in dst, first in src, how many): one view
-    for moves at equal distances, as those of chunks that were kept one after the other."""
+    for moves at equal distances, as those of chunks that were kept one after the other. Its shape is [moves, how many], and its
+    stride the distance; both memories are contiguous."""
     groups: list[list] = []                                     # [moves, distances, first move]
     for move in moves:
         if groups:
@@ -961,7 +973,8 @@ def demo(engine: Engine, arguments):
     # 2. Every way in every setting, in turn, on memory that was touched before
     blocks, settings = arguments.gpu_blocks or engine.pool.needed(engine.context), {}
     for setting, ratio in SETTINGS.items() if engine.load_link.modelled else [("the link as it is", None)]:
-        speed = ratio and engine.load_link.speed() * costs[1].io_hidden / (ratio * costs[1].compute_hidden)
+        size = tokens * model.config.hidden_size * model.dtype.itemsize
+        speed = ratio and size / (ratio * costs[1].compute_hidden)
         ways = {way: Engine(model, tokenizer, end_tokens, blocks, engine.pool.block_size, engine.token_budget, mode=mode,
                             known=engine.profile, cpu_chunks=-(-engine.context // CHUNK), bytes_per_second=speed)
                 for way, mode in WAYS.items()}
@@ -973,7 +986,7 @@ def demo(engine: Engine, arguments):
                 hidden_states.ask(way, messages[:-1], new, evict=False)
                 hidden_states.ask(way, messages, new, save=False)
         taken = [{name: hidden_states.ask(way, messages, new, save=False) for name, way in ways.items()} for _ in range(ROUNDS)]
-        settings[setting] = ways, {name: [results[name] for results in taken] for name in WAYS}
+        settings[setting] = ways["planned mix"], {way: [results[way] for results in taken] for way in WAYS}
     verified = paged.equal([(right.tokens, result.tokens) for _, results in settings.values()
                             for taken in results.values() for result in taken], model.dtype)
 
@@ -981,12 +994,12 @@ def demo(engine: Engine, arguments):
     rows, timelines = [], []
     print(f"{tokens} tokens come back, and then: {messages[-1]['content']} - {right.text}\n"
           "R recomputed, H hidden states, K loaded as K and V; small: the layer is shared by two ways")
-    for setting, (ways, results) in settings.items():
-        shown = show(setting, tokens, ways, results)
+    for setting, (planned, results) in settings.items():
+        shown = show(setting, tokens, planned, results)
         rows += shown["rows"]
         timelines += shown["timelines"]
     return dict(link=dict(modelled=engine.load_link.modelled, gbps=engine.load_link.speed() / 1e9), verified=verified, rows=rows,
-                counters=engine.counters()), timelines
+                counters=planned.counters()), timelines
 
 
 def document_and_question(seed: int) -> list[dict]:
@@ -1005,16 +1018,16 @@ def forget(engine: Engine):
         engine.chunks.forget(slot)
 
 
-def show(setting: str, tokens: int, ways: dict[str, Engine], results: dict[str, list]) -> dict:
-    """One setting: the table, the three planners, and the lanes."""
-    planned, layers = ways["planned mix"], len(ways["planned mix"].model.layers)
+def show(setting: str, tokens: int, planned: Engine, results: dict[str, list]) -> dict:
+    """One setting: the table, the paper's formula beside all plans tried and the bound, and the lanes."""
+    layers = len(planned.model.layers)
     best, seconds = planned.plan(tokens)
     costs, link = planned.costs(0, tokens), planned.load_link
     print(f"\n{setting[0].upper()}{setting[1:]}: {costs[1].io_hidden * 1e3:.2f} ms to transfer a layer's states, "
           f"{costs[1].compute_hidden * 1e3:.2f} ms to project them ({link}: --link {link.speed() / 1e9:.3g})"
           f"\n  {'':13}{'plan':{layers + 2}}{'kept a token':>12}{'restoration':>14}{'':18}{'idle: load':>12}{'compute':>9}"
           f"{'predicted':>12}{'/ predicted':>12}{'/ bound':>9}")
-    rows, timelines, longest = [], [], 0.0
+    rows, timelines, slowest = [], [], 0.0
     for name, taken in results.items():
         if not all(result.restoration for result in taken):                     # it was faster to compute all of it
             print(f"  {name:13}{taken[-1].source}: {taken[-1].choice}")
@@ -1032,7 +1045,7 @@ def show(setting: str, tokens: int, ways: dict[str, Engine], results: dict[str, 
         print(f"  {name:13}{row['plan']:{layers + 2}}{row['bytes_per_token']:10.0f} B{row['ms']:11.1f} ms{spread:>18}"
               f"{row['load_bubble']:12.0%}{row['compute_bubble']:9.0%}{row['predicted_ms']:9.1f} ms{row['over_predicted']:12.2f}"
               f"{row['over_bound']:9.2f}")
-        longest = max(longest, row["ms"])
+        slowest = max(slowest, row["ms"])
     paper = closed_form(costs[1], layers)
     on_paper = min(float(pipeline_seconds(cost, *paper[:3], parts)) for parts, cost in costs.items())
     measured = [row["ms"] for row in rows if row["way"] == "planned mix"]
@@ -1040,7 +1053,7 @@ def show(setting: str, tokens: int, ways: dict[str, Engine], results: dict[str, 
           f" predicted{f', {measured[0]:.1f} ms measured' if measured else ''}; no plan is faster than "
           f"{bound_seconds(costs, layers) * 1e3:.1f} ms")
     for row, timeline in zip(rows, timelines):
-        print(f"  {row['way']}\n" + timeline.chart(max(8, round(64 * row["ms"] / longest)), bubbles=True))
+        print(f"  {row['way']}\n" + timeline.chart(max(8, round(64 * row["ms"] / slowest)), bubbles=True))
     return dict(rows=rows, timelines=timelines)
 
 

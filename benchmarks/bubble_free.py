@@ -19,6 +19,7 @@ Each history is computed once, and all of it kept: hidden states, K and V. Every
 have the same history, and take turns in one engine. Without a GPU the link is modelled.
 """
 import importlib
+import math
 import sys
 import time
 from pathlib import Path
@@ -36,8 +37,8 @@ bubble_free = importlib.import_module("05_bubble_free")
 CHUNK, QUESTION = bubble_free.CHUNK, 16
 MODELS = {"mix": ["random:small", "classroom", "random:tinyllama-mha", "random:tinyllama"],
           "partition": ["random:small", "classroom"], "planner": ["random:tiny"]}
-HISTORIES = {"random:tinyllama": (1024,)}       # grouped queries; else
 BOTH = (1024, 2048)
+HISTORIES = {"random:tinyllama": (1024,)}       # grouped queries; the others: BOTH
 GAINS = {"the link is the bottleneck": 2.0, "balanced": 1.7, "computing is the bottleneck": 1.35}       # over KV offload
 
 
@@ -140,12 +141,12 @@ def mix(bench: Bench) -> dict:
             plan, predicted = engine.plan(tokens)
             hcache.ask(engine, history + bench.prompt(QUESTION), save=False)
             difference = (hcache.kv_of(engine, history) - computed).abs().amax((1, 2, 3, 4, 5)).tolist()         # of each layer
-            depth = max(0, -int(-plan.recompute // 1))
+            depth = math.ceil(plan.recompute)
             costs = engine.costs(0, tokens)
             paper = bubble_free.closed_form(costs[1], layers)
             best_single = [min(a["ms"], b["ms"]) for a, b in zip(ways["KV offload"], ways["hidden only"])]
             rows.append(dict(
-                history_tokens=tokens, setting=setting, gbps=engine.load_link.speed() / 1e9, pace=engine.planned_pace,
+                history_tokens=tokens, setting=setting, gbps=engine.load_link.speed() / 1e9, paces=engine.planned_paces,
                 costs_ms={name: seconds * 1e3 for name, seconds in costs[1]._asdict().items()}, plan=str(plan),
                 layers=dict(recompute=plan.recompute, hidden=plan.hidden, kv=plan.kv), closed_form=str(paper),
                 closed_form_ms=min(float(bubble_free.pipeline_seconds(cost, *paper[:3], parts)) for parts, cost in

@@ -113,7 +113,8 @@ class Timeline:
         lines = []
         for lane in (lane for lane in LANES if any(span.lane == lane for span in self.spans)):
             row, busy, reached = ["."] * width, [0.0] * width, 0.0              # busy: share of the column
-            for span in sorted((span for span in self.spans if span.lane == lane), key=lambda span: span.start if bubbles else 0):
+            spans = [span for span in self.spans if span.lane == lane]
+            for span in sorted(spans, key=lambda span: span.start) if bubbles else spans:
                 first, last = int(span.start / self.end * width), int(span.end / self.end * width)
                 letter = span.label[-1 if span.label.startswith("layer ") else 0]
                 for column in range(first, max(first + 1, min(last + bubbles, width))):

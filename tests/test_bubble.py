@@ -606,23 +606,29 @@ def test_a_link_that_is_a_fifth_slower_or_faster_is_planned_for_anew_and_no_othe
     assert (engine.planned_speed == 1e9) != anew
 
 
+@pytest.mark.parametrize("kind", [0, 1], ids=["recomputing", "projecting"])
 @pytest.mark.parametrize("change, anew", [(1.04, False), (0.96, False), (1.06, True), (0.9, True)])
-def test_a_processor_that_is_a_twentieth_slower_or_faster_is_planned_for_anew_and_no_other(make, change, anew):
+def test_a_processor_that_is_a_twentieth_slower_or_faster_is_planned_for_anew_and_no_other(make, change, anew, kind):
     engine = make(known=costing(compute_token=4.0))
     assert engine.plan(200) and (count := engine.counts["plans"]) == 1
-    engine.paces.extend([change, 50.0, change])                                # their median counts
-    assert engine.plan(200) and engine.counts["plans"] == count + anew and engine.planned_pace == (change if anew else 1.0)
+    engine.paces[kind].extend([change, 50.0, change])                          # their median counts
+    assert engine.plan(200) and engine.counts["plans"] == count + anew
+    assert engine.planned_paces[kind] == (change if anew else 1.0) and engine.planned_paces[1 - kind] == 1.0
 
 
-def test_pace_is_what_computing_took_against_what_was_predicted(make):
-    engine = make(Plan(1, 2, 0), known=costing(compute_token=8.0, compute_hidden=3.0))
+@pytest.mark.parametrize("plan", [Plan(1, 2, 0), Plan(2, 1, 0)], ids=str)
+def test_paces_are_what_recomputing_and_projecting_took_against_what_was_profiled(make, plan):
+    engine = make(plan, known=costing(compute_token=8.0, compute_hidden=1e-6))
     del engine.learn
     ask(engine, PROMPT)
     forget_device(engine)
     request = asked(engine, PROMPT)
     spans = [span for span in request.outcome.timeline.spans if span.lane == "compute" and span.label[:2] in ("R ", "H ")]
-    took = sum(span.end - span.start for span in spans)
-    assert len(spans) >= 3 and list(engine.paces) == [pytest.approx(took / (3 * 3.0 * 192 / 1024))]
+    recomputed, projected = (sum(span.end - span.start for span in spans if span.label[0] == kind) for kind in "RH")
+    share = 192 / 1024
+    assert list(engine.paces[1]) == [pytest.approx(projected / (plan.hidden * 1e-6 * share))]
+    expected = max(0.1, (recomputed - engine.paces[1][0] * 1e-6 * share) / (8.0 * share))
+    assert list(engine.paces[0]) == ([pytest.approx(expected)] if plan.recompute > 1 else [])
 
 
 def test_a_link_that_slows_tenfold_in_the_middle_of_a_restoration_changes_the_next_plan(make, right):

@@ -676,7 +676,7 @@ def test_a_model_with_grouped_queries_is_told_that_hidden_states_cost_more(tmp_p
     folder = write_model(tmp_path / "model", num_key_value_heads=1)
     _, complaint = prompted_here(monkeypatch, capsys, "--model", folder, "--prompt", "Hello", "--max-tokens", 2)
     assert ("\nhidden 64 numbers against KV 32, per token and layer: hidden states cost 2.0x the bytes on this model; "
-            "chapter 05 will choose KV\n") in complaint
+            "chapter 05 then loads K and V\n") in complaint
 
 
 @pytest.mark.parametrize("options", [[], ["--disk", "DIR"], ["--save", "direct", "--cpu-chunks", "0"]], ids=" ".join)
@@ -1194,11 +1194,12 @@ def test_bubble_demo_finds_no_plan_that_is_faster_than_the_bound_or_slower_than_
 
 
 def test_bubble_demo_gives_every_block_and_every_cell_back(bubble_demo):
-    counters = bubble_demo[1]["counters"]
+    counters = bubble_demo[1]["counters"]                              # of an engine that answered
     for name in ("running", "waiting", "blocks_referenced", "chunks_referenced", "failed", "chunks_missed", "save_errors",
                  "transfer_errors"):
         assert counters[name] == 0, name
-    assert counters["cells_free"] == counters["cells"] > 0 == counters["chunks"] and re.fullmatch("[RrHhKk]{8}", counters["plan"])
+    assert counters["requests"] == counters["finished"] > 0 < counters["restorations"] and counters["chunks"] > 0
+    assert 0 < counters["cells_free"] < counters["cells"] and re.fullmatch("[RrHhKk]{8}", counters["plan"])
 
 
 def test_bubble_demo_writes_a_trace_with_layers_that_are_computed_while_others_arrive(bubble_demo):

@@ -347,10 +347,10 @@ def test_computing_is_additive_over_start_and_end_and_the_rest_depends_on_how_ma
 
 def test_a_link_half_as_fast_doubles_transfers_and_a_slower_processor_the_rest():
     for (parts, before), after, slower in zip(KNOWN.costs(64, 512, 1e9).items(), KNOWN.costs(64, 512, 5e8).values(),
-                                              KNOWN.costs(64, 512, 1e9, 1.5).values()):
+                                              KNOWN.costs(64, 512, 1e9, (1.5, 2.0)).values()):
         assert after == pytest.approx(before._replace(io_hidden=2 * before.io_hidden, io_kv=2 * before.io_kv))
         assert slower == pytest.approx(before._replace(compute_token=1.5 * before.compute_token,
-                                                       compute_hidden=1.5 * before.compute_hidden))
+                                                       compute_hidden=2.0 * before.compute_hidden))
 
 
 @pytest.mark.parametrize("known", [KNOWN, Profile([100], [1.0], [2.0], [3.0], [4.0], 1.0, 1.0)], ids=["three", "one length"])
@@ -625,9 +625,10 @@ def test_where_what_was_kept_is_damaged_the_engine_measures_anew_and_keeps_that(
 @pytest.mark.parametrize("pace", [1.0, 0.5, 2.0])
 def test_the_plans_and_the_bound_that_the_demo_prints_are_those_of_the_same_costs(tiny_engine, capsys, pace):
     engine = engine_on(tiny_engine, known=KNOWN)
-    engine.paces.extend([pace] * 9)                                 # as the last restorations taught it
+    for paces in engine.paces:                                      # as the last restorations taught it
+        paces.extend([pace] * 9)
     computed = SimpleNamespace(restoration=None, source="miss", choice=None)
-    planner.show("balanced", 192, {"planned mix": engine}, {"planned mix": [computed]})
+    planner.show("balanced", 192, engine, {"planned mix": [computed]})
     line = capsys.readouterr().out.splitlines()[-1]
     formula, best, bound = (float(number) for number in re.findall(r"([0-9.]+) ms", line))
     assert bound <= best <= formula and best == pytest.approx(engine.plan(192)[1] * 1e3, abs=0.06)
