@@ -220,8 +220,8 @@ def run(benchmark: str, doc: str, models: dict[str, list[str]], claims: dict, be
                 bench = bench_on(name, arguments.dtype, device, arguments.rounds)
                 found.append({"claim": what, "model": name, **claims[what](bench)})
                 show(what, name, found[-1])
+                write(benchmark, device, arguments.json, dtype=arguments.dtype, rounds=arguments.rounds, found=found)
                 del bench
-    write(benchmark, device, arguments.json, dtype=arguments.dtype, rounds=arguments.rounds, found=found)
 
 
 if __name__ == "__main__":
