@@ -558,6 +558,7 @@ class Engine(hidden_states.Engine):
         self.planned_paces = 1.0, 1.0
         self.paces = deque(maxlen=9), deque(maxlen=9)                           # so much longer recomputing took, and projecting
         self.plans: dict[int, tuple[Plan, float]] = {}                          # by chunks of history
+        self.latest: Plan | None = None                                         # that was asked for
         self.unsent: dict[paged.Prefix, Chunk] = {}                             # whole chunks of this step that keep K and V
         self.counts.update(plans=0, layers_recomputed=0)
 
@@ -583,18 +584,21 @@ class Engine(hidden_states.Engine):
         if not alike(speed, self.planned_speed) or not all(map(alike, paces, self.planned_paces, repeat(PACE_CHANGE))):
             self.planned_speed, self.planned_paces = speed, paces
             self.plans.clear()
-        chunks = max(1, tokens // CHUNK)
-        if chunks not in self.plans:
-            costs, layers = self.costs(0, chunks * CHUNK), len(self.model.layers)
+        chunks, layers = max(1, tokens // CHUNK), len(self.model.layers)
+        planned = self.plans.get(chunks)
+        if planned is None:
+            costs = self.costs(0, chunks * CHUNK)
             if self.mode.startswith("token-wise"):
                 whole, pace = self.profile.seconds("compute_token", chunks * CHUNK), self.planned_paces[0]
-                self.plans[chunks] = token_wise_plan(
+                planned = token_wise_plan(
                     costs[1], layers, chunks * CHUNK, CHUNK if self.mode.endswith("rounded") else 1,
                     lambda split: (whole - self.profile.seconds("compute_token", split)) * pace)
             else:
-                self.plans[chunks] = best_plan(costs, layers, self.mode)
+                planned = best_plan(costs, layers, self.mode)
+            self.plans[chunks] = planned
             self.counts["plans"] += 1
-        return self.plans[chunks]
+        self.latest = planned[0]
+        return planned
 
     def wear_out(self):
         super().wear_out()
@@ -900,9 +904,9 @@ class Engine(hidden_states.Engine):
             predicted_ms=round(restoration.seconds * 1e3, 3), bound_ms=round(restoration.bound * 1e3, 3))
 
     def counters(self) -> dict:
-        chunks, planned = self.chunks, self.plans.get(max(1, self.context // CHUNK))              # of a full context
+        chunks = self.chunks
         found = dict(super().counters(), chunks=len(chunks.cells), cells=chunks.size, cells_free=len(chunks.empty),
-                     plan=str(planned[0]) if planned else None)
+                     plan=str(self.latest) if self.latest else None)
         del found["chunks_free"]                                                # it is cells that run out
         return found
 
