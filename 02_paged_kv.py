@@ -403,8 +403,7 @@ class Engine(baseline.Frontend):
         """Let the first in line in, if there is budget left in this step, room to run, and blocks for all its tokens
         and one more for each who runs, since who comes in must not be the next to be preempted. The blocks are taken
         at once: cached ones for the prefix that they hold, empty ones for the rest."""
-        ready = [other for other in self.running if not other.restoration]
-        if (sum(other.pending for other in ready) >= self.token_budget or
+        if (sum(map(self.turn, self.running)) >= self.token_budget or
                 sum(1 + len(other.forks) for other in (*self.running, request)) > self.max_running):
             return False
         try:
@@ -467,13 +466,16 @@ class Engine(baseline.Frontend):
             if request in self.running:                                 # and was not preempted for an older one
                 self.make_room(request)
         work, budget = [], self.token_budget
-        ready = [request for request in self.running if not request.restoration]
-        for request in sorted(ready, key=lambda request: request.pending > 1):
-            count = min(request.pending, budget)
+        for request in sorted(self.running, key=lambda request: request.pending > 1):
+            count = min(self.turn(request), budget)
             if count:
                 work.append((request, count))
                 budget -= count
         return sorted(work, key=lambda item: (item[1] > 1, item[0].computed))
+
+    def turn(self, request: Request) -> int:
+        """How many of its tokens the request would compute in this step: none while it is being restored."""
+        return 0 if request.restoration else request.pending
 
     def make_room(self, request: Request):
         """A slot of its own for the next token. When blocks run out, the newest request is preempted."""

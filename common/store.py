@@ -6,11 +6,13 @@
     files.read([chunk, ...], part, into, done)                 # in the background; checks what it read
 
 A chunk is named by the key of its prefix (chapter 02's Prefix: key, parent, tokens), which covers the model, the dtype and the
-caller's salt; so nobody finds what is not theirs. Chapter 04 keeps hidden states in it: a part is a layer.
+caller's salt; so nobody finds what is not theirs. Chapter 04 keeps hidden states in it, and a part is a layer; chapter 06
+keeps K and V of all layers in one part.
 """
 import json
 import os
 import re
+import stat
 import tempfile
 import threading
 import time
@@ -45,11 +47,11 @@ class ChunkFiles:
     ABANDONED = 600                # seconds after which nobody writes to a temporary file any more
 
     def __init__(self, directories: tuple[Path, ...], shape: tuple[int, int, int], dtype: torch.dtype, limit: float,
-                 layout: str = "chunked"):
+                 layout: str = "chunked", content: str = "hidden states"):
         """Every chunk has `shape` [parts, tokens, width], and all of them take at most `limit` bytes; while several processes
-        write there, each may pass it by a twentieth before it looks. Raises ModelError."""
+        write there, each may pass it by a twentieth before it looks. `content` says what the numbers are. Raises ModelError."""
         self.directories = list(dict.fromkeys(Path(directory).resolve() for directory in directories))
-        self.shape, self.dtype, self.limit, self.layout = shape, dtype, limit, layout
+        self.shape, self.dtype, self.limit, self.layout, self.content = shape, dtype, limit, layout, content
         self.part_bytes = shape[1] * shape[2] * dtype.itemsize
         self.counts, self.lock = Counter(file_reads=0, file_read_bytes=0, file_writes=0, file_write_bytes=0, file_evictions=0,
                                          file_errors=0), threading.Lock()
@@ -77,7 +79,8 @@ class ChunkFiles:
     def header(self, prefix) -> bytes:
         """What the file of this prefix begins with, up to the checksums."""
         text = json.dumps(dict(format="chunk 1", key=prefix.key.hex(), parent=prefix.parent.key.hex(), shape=self.shape,
-                               dtype=str(self.dtype)[6:], layout=self.layout, tokens=prefix.tokens)).encode() + b"\n"
+                               dtype=str(self.dtype)[6:], layout=self.layout, content=self.content,
+                               tokens=prefix.tokens)).encode() + b"\n"
         checksums = 4 * self.shape[0]
         return text.ljust(-(-(len(text) + checksums) // self.PAGE) * self.PAGE - checksums)
 
@@ -91,9 +94,9 @@ class ChunkFiles:
         """The chunk's file, if it is there and its header says what it must."""
         for path in self.paths(prefix, index):
             try:
-                with open(path, "rb") as file:
-                    expected, size = self.header(prefix), os.fstat(file.fileno()).st_size
-                    found = file.read(len(expected))
+                with open(path, "rb", opener=without_waiting) as file:
+                    expected, status = self.header(prefix), os.fstat(file.fileno())
+                    found, size = file.read(len(expected)) if stat.S_ISREG(status.st_mode) else b"", status.st_size
             except FileNotFoundError:
                 continue
             except OSError:
@@ -214,17 +217,21 @@ class ChunkFiles:
         for numbers in by_directory.values():
             self.readers.submit(read_directory, numbers)
 
-    def read_one(self, chunk: StoredChunk, part: int, into: numpy.ndarray) -> bool:
-        """Whether the chunk's part [tokens, width] could be read, and is what was written."""
+    def read_one(self, chunk: StoredChunk, part: int, into: numpy.ndarray, progress=None, pieces: int = 1) -> bool:
+        """Whether the chunk's part [tokens, width] could be read, and is what was written. A part that lies together is read
+        in `pieces`; after each, progress(bytes) says whether to go on."""
         parts, tokens, _ = self.shape
         in_order, row_bytes = self.layout == "chunked", self.part_bytes // tokens
         try:
-            file = os.open(chunk.path, os.O_RDONLY)
+            file = without_waiting(chunk.path, os.O_RDONLY)
             try:
                 payload = chunk.header_bytes + 4 * parts
-                for number, buffer in enumerate([into] if in_order else into):
-                    at = payload + (part * self.part_bytes if in_order else (number * parts + part) * row_bytes)
+                at = payload + part * (self.part_bytes if in_order else row_bytes)
+                for buffer in numpy.array_split(into.reshape(-1), pieces) if in_order else into:
                     read_at(file, buffer, at)
+                    if progress and not progress(buffer.nbytes):
+                        return False
+                    at += buffer.nbytes if in_order else parts * row_bytes
                 checksum = numpy.empty(1, "<u4")
                 read_at(file, checksum, chunk.header_bytes + 4 * part)
             finally:
@@ -235,11 +242,16 @@ class ChunkFiles:
         except Exception:                                       # it is gone, or the directory is; too many files are open; ...
             self.count(file_errors=1)
             return False
-        self.count(file_reads=1 if in_order else tokens, file_read_bytes=into.nbytes)
+        self.count(file_reads=pieces if in_order else tokens, file_read_bytes=into.nbytes)
         if self.verify and zlib.crc32(into) != checksum:
             self.reject(chunk.path)
             return False
         return True
+
+
+def without_waiting(path, flags: int) -> int:
+    """Open a file; a pipe that lies there instead is opened too, and does not wait for who would write to it."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def read_at(file: int, buffer: numpy.ndarray, at: int):

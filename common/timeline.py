@@ -106,7 +106,7 @@ class Timeline:
 
     def chart(self, width: int = 64, bubbles: bool = False) -> str:
         """The lanes as lines of text: one column is 1/width of the time, a letter is the first of the span's label, a digit
-        the last of a layer's number. With `bubbles`, a column is a dot where the lane was idle for most of it, and beside each is
+        the last of a layer's or a chunk's number. With `bubbles`, a column is a dot where the lane was idle for most of it, and beside each is
         the share of the time in which it was idle."""
         if not self.spans:
             return "(nothing happened)"
@@ -116,7 +116,7 @@ class Timeline:
             spans = [span for span in self.spans if span.lane == lane]
             for span in sorted(spans, key=lambda span: span.start) if bubbles else spans:
                 first, last = int(span.start / self.end * width), int(span.end / self.end * width)
-                letter = span.label[-1 if span.label.startswith("layer ") else 0]
+                letter = span.label[-1 if span.label.startswith(("layer ", "chunk ")) else 0]
                 for column in range(first, max(first + 1, min(last + bubbles, width))):
                     column = min(column, width - 1)
                     edges = self.end * column / width, self.end * (column + 1) / width

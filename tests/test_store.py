@@ -268,7 +268,7 @@ def test_a_file_is_a_line_of_json_checksums_and_the_parts(keep, tmp_path, layout
     text = data[:begin - 4 * shape[0]]
     assert json.loads(text) == dict(
         format="chunk 1", key=second.key.hex(), parent=first.key.hex(), shape=list(shape), dtype="bfloat16", layout=layout,
-        tokens=second.tokens)
+        content="hidden states", tokens=second.tokens)
     assert text.rstrip(b" ").endswith(b"}\n") and text.count(b"\n") == 1
     assert numpy.frombuffer(data[begin - 4 * shape[0]:begin], "<u4").tolist() == [zlib.crc32(part.tobytes()) for part in state]
     assert data[begin:] == (state if layout == "chunked" else state.swapaxes(0, 1)).tobytes()
