@@ -200,6 +200,9 @@ class Frontend:
             pass
         return piece
 
+    def release(self):
+        """What the engine keeps outside of this process goes, if nobody asked for it to stay. Here there is nothing."""
+
     def samples(self, **asked):
         """`stream` for the server -> an iterator of (number of the sample, piece); one sample, until a chapter has more."""
         pieces = self.stream(**asked)

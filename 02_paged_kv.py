@@ -438,6 +438,20 @@ class Engine(baseline.Frontend):
             hits.append(block)
         return hits
 
+    def adopt(self, request: Request):
+        """Blocks that hold what follows in the request's tokens, and were registered since it came in, take the place of empty
+        ones."""
+        hits = self.match(request)
+        for index in range(request.saved, len(hits)):
+            self.replace(request, index, hits[index])
+            request.saved = index + 1
+
+    def replace(self, request: Request, index: int, block: int):
+        """The registered `block` takes the place of an empty one."""
+        self.pool.share(block)
+        self.pool.release([request.table[index]])
+        request.table[index] = block
+
     def prefix(self, request: Request, index: int) -> Prefix:
         """The prefix that the request's block number `index` holds when it is full."""
         return self.prefixes.nth(index, request.prefixes, request.cache_salt, request.tokens, self.pool.block_size)

@@ -242,9 +242,7 @@ class Engine(MeasuringEngine):
                 self.load_link.wear_out()                                       # the link may be faster the next time
                 end, on_device = first, []
         for index, block in on_device:                                          # takes the place of an empty one
-            pool.share(block)
-            pool.release([table[index]])
-            table[index] = block
+            self.replace(request, index, block)
 
         # 3. What was found
         request.saved, request.computed = end, end * size

@@ -637,20 +637,6 @@ class Engine(offload.MeasuringEngine):
         return self.line[0] is not request or any(
             not restoration.over and restoration.prefix is prefix for restoration in self.restorations)
 
-    def adopt(self, request: Request):
-        """Blocks that hold what follows in the request's tokens take the place of empty ones."""
-        pool, found = self.pool, request.table[:request.saved]
-        while len(found) < (len(request.tokens) - 1) // pool.block_size:
-            block = pool.find(self.prefix(request, len(found)))
-            if block is None:
-                break
-            found.append(block)
-        for index in range(request.saved, len(self.without_gap(request, found))):
-            pool.share(found[index])
-            pool.release([request.table[index]])
-            request.table[index] = found[index]
-            request.saved = index + 1
-
     def bring(self, request: Request, restoration: Restoration):
         """Bring the chunks' tokens into the request's blocks."""
         start, chunks, first = restoration.start, restoration.chunks, restoration.start // CHUNK

@@ -960,16 +960,8 @@ def demo(engine: Engine, arguments):
     """A long history that comes back in four ways, over three links."""
     # 1. The history: documents, one after the other, and a question about the last one
     model, tokenizer, end_tokens = engine.model, engine.tokenizer, engine.end_tokens
-    new, messages, length = max(2, min(arguments.max_tokens, 16)), [], 0
-    for seed in range(64):
-        longer = document_and_question(seed)
-        length += sum(len(engine.encode(None, [message])[0]) for message in longer)
-        if length + 2 * new > engine.context:
-            break
-        messages = messages[:-1] + longer
-    if not messages:
-        raise BadRequest(f"The demo's document and a question do not fit into the context of {engine.context} tokens; choose "
-                         "another --model.")
+    new = max(2, min(arguments.max_tokens, 16))
+    messages = documents_and_question(engine, new)
     tokens = (len(engine.encode(None, messages)[0]) - 1) // CHUNK * CHUNK
     costs = engine.profile.costs(0, tokens, engine.load_link.speed())
     right = baseline.Engine(model, tokenizer, end_tokens).generate(messages=messages, max_tokens=new)
@@ -1004,6 +996,21 @@ def demo(engine: Engine, arguments):
         timelines += shown["timelines"]
     return dict(link=dict(modelled=engine.load_link.modelled, gbps=engine.load_link.speed() / 1e9), verified=verified, rows=rows,
                 counters=planned.counters()), timelines
+
+
+def documents_and_question(engine, new: int) -> list[dict]:
+    """Messages: as many documents as leave room for `new` tokens, and a question about the last one. Raises BadRequest."""
+    messages, length = [], 0
+    for seed in range(64):
+        longer = document_and_question(seed)
+        length += sum(len(engine.encode(None, [message])[0]) for message in longer)
+        if length + 2 * new > engine.context:
+            break
+        messages = messages[:-1] + longer
+    if not messages:
+        raise BadRequest(f"The demo's document and a question do not fit into the context of {engine.context} tokens; choose "
+                         "another --model.")
+    return messages
 
 
 def document_and_question(seed: int) -> list[dict]:

@@ -405,9 +405,17 @@ def run(chapter: str, arguments, make_engine, actions: dict, without_model: dict
     model, tokenizer, end_tokens = checkpoint.load(
         arguments.model, arguments.dtype, arguments.device, reorder=not arguments.plain_weights)
     engine = make_engine(model, tokenizer, end_tokens, arguments)
+    try:
+        use(chapter, arguments, model, engine, server, action)
+    finally:
+        engine.release()
+
+
+def use(chapter: str, arguments, model, engine, server, action):
+    """Serve, do what an option asks for, or answer once."""
     info = dict(chapter=chapter, model=arguments.model, dtype=str(model.dtype)[6:],
                 device=torch.cuda.get_device_name() if model.device.type == "cuda" else "cpu")
-    if serving:
+    if server:
         return serve(server, engine, info)
     if action:
         report, timelines = action(engine, arguments)

@@ -106,8 +106,8 @@ class Timeline:
 
     def chart(self, width: int = 64, bubbles: bool = False) -> str:
         """The lanes as lines of text: one column is 1/width of the time, a letter is the first of the span's label, a digit
-        the last of a layer's or a chunk's number. With `bubbles`, a column is a dot where the lane was idle for most of it, and beside each is
-        the share of the time in which it was idle."""
+        the last of a layer's or a chunk's number. With `bubbles`, a column is a dot where the lane was idle for most of it, and
+        beside each is the share of the time in which it was idle."""
         if not self.spans:
             return "(nothing happened)"
         lines = []

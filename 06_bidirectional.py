@@ -1,0 +1,1160 @@
+"""Chapter 06: compute from the front while loading from the back (Cake).
+
+The problem. A disk or a network holds far more saved K and V than host memory, but it is slow: loading a long history from it
+may take longer than computing the history again. Which of the two is faster changes with the device, the length, and what
+else the processor does; and whoever picks one of them leaves the other idle.
+
+The mechanism. Two pointers. The engine prefills the prompt's chunks from the first one on; at the same time a loader fetches
+saved chunks from the last one backwards, into host memory and from there over the link into the request's blocks. After every
+step the engine looks whether its next chunk is there; where the two meet, the history is whole. It is the late chunks
+that should be loaded: a token costs more to compute the later it stands, since it attends to all before it, and to load it
+costs the same. Nothing is profiled and nothing is set: a faster device or a busier processor moves the meeting point. A chunk
+that is half loaded when the engine reaches it goes to whoever will be done first, as far as this request has shown.
+
+The prompt's new tokens are prefilled afterwards, as always. Only loading and only computing are special cases.
+
+New against chapter 03: a storage tier below the host (the files of chapter 04, with K and V in them), the Loader and its two
+hops, storage to host and host to device; Bandwidth, a slower device, modelled; K and V in 8 bit. It stands on chapter 02: `save`
+sends each chunk to its file when it is whole, by a Writer; `restore` is the two pointers, and what it computes is part of the
+engine's ordinary steps, beside other requests.
+
+Source: Cake ("Compute or Load KV Cache? Why Not Both?", Jin et al., ICML '25), section 4, appendices A and B.
+
+    python 06_bidirectional.py --demo
+    python 06_bidirectional.py --demo --storage-mbps 200:2000:50 --gpu-share 0.3
+    python 06_bidirectional.py --disk chunks               # the server, on http://127.0.0.1:5000
+"""
+import importlib
+import math
+import queue
+import random
+import statistics
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from common import app, checkpoint
+from common import link as links
+from common.app import BadRequest
+from common.link import Link, Transfer, TransferError, as_integers
+from common.store import ChunkFiles
+
+baseline, paged = importlib.import_module("01_baseline"), importlib.import_module("02_paged_kv")
+offload, bubble_free = importlib.import_module("03_cpu_offload"), importlib.import_module("05_bubble_free")
+CHUNK = 512                        # tokens, at most by default (appendix A)
+PIECES, PIECE = 8, 5e-3            # a chunk is read in so many pieces, to see how fast it comes, unless they took less (seconds)
+PATIENCE = 5.0                     # seconds without a byte after which who only loads computes
+MODES = ("both", "compute", "load")
+
+# 1. Data structures ----------------------------------------------------------------------------------------------
+
+@dataclass(eq=False)
+class Chunk:
+    """A chunk of a request's prompt that is to be restored, and who brings it.
+
+    `side` is open (None) until one of the two has it for certain. The engine takes it ("compute") at the beginning of the
+    step that will complete it; the loader ("load") when it was read, and is sent on to the device; "device" if another
+    request has left it there. Until then both may be at work on it: rows before `at` are computed, the others are loaded."""
+    restoration: "Restoration" = field(repr=False)
+    index: int                     # in its chain
+    prefix: paged.Prefix
+    block_prefixes: list[paged.Prefix]
+    blocks: list[int] = field(default_factory=list)            # of the device, that it fills
+    at: int = 0                    # rows that are computed, or will be by the end of this step
+    side: str | None = None
+    absent: bool = False           # storage has nothing right
+    began: float | None = None     # when the loader began, seconds of time.perf_counter()
+    bytes: int = 0                 # read so far
+    buffer: int | None = None      # where it waits in host memory
+    storage: tuple[float, float] | None = None                 # (start, end) of the first hop
+    transfer: Transfer | None = None                           # the second hop
+    settled: bool = False          # it has arrived there, or is lost, and the engine knows
+
+
+@dataclass(eq=False)
+class Restoration:
+    """One request's chunks between the two pointers. It holds a reference to each of their blocks, because the loader writes to
+    them whatever becomes of the request."""
+    first: int                     # number of the first chunk in the chain
+    start: int                     # the first token
+    end: int                       # one after the last
+    mode: str                      # of MODES
+    began: float
+    chunks: list[Chunk] = field(default_factory=list)
+    to_load: list[Chunk] = field(default_factory=list)          # the next one last
+    asked: float = 0.0             # since when the device could have been reading the next one
+    mark: object = None            # of the clock: what was queued to compute before may read these blocks
+    steps: list[tuple[int, int, float, float]] = field(default_factory=list)    # first token, tokens, began, ended
+    given_up: bool = False         # storage hangs, and who only loads computes
+    over: bool = False             # nothing more is loaded
+
+    @property
+    def blocks(self) -> list[int]:
+        return [block for chunk in self.chunks for block in chunk.blocks]
+
+    @property
+    def transfers(self) -> list[Transfer]:
+        return [chunk.transfer for chunk in self.chunks if chunk.transfer]
+
+    def bar(self, width: int = 64) -> str:
+        """The prompt as it fills: # computed, = loaded, > being read, - on the device already, . open."""
+        letters = [{"compute": "#", "load": "=", "device": "-"}.get(chunk.side) or (
+            ">" if chunk.buffer is not None else "#" if chunk.at else ".") for chunk in self.chunks]
+        width = min(width, len(letters))
+        return "".join(letters[column * len(letters) // width] for column in range(width))
+
+
+@dataclass(eq=False)
+class Leaving:
+    """A chunk on its way from the device to its file. It holds a reference to each of its blocks until they are copied."""
+    prefix: paged.Prefix
+    index: int
+    blocks: list[int]
+    timeline: object
+    buffer: int | None = None
+    transfer: Transfer | None = None
+    written: bool | None = None    # None: not yet; False: it could not be
+
+
+class Buffers:
+    """Places for a chunk each in host memory, pinned where there is a GPU: one tensor, and a list of those that are free."""
+
+    def __init__(self, config, count: int, tokens: int, dtype, device):
+        shape = count, config.num_hidden_layers, 2, tokens, config.num_key_value_heads, config.head_dim
+        self.memory = offload.pinned(shape, dtype, device, "Memory for chunks")         # [count, L, 2, tokens, KVH, hd]
+        self.free = deque(range(count))
+
+    def take(self) -> int | None:
+        try:
+            return self.free.popleft()                          # a deque may be shared by threads
+        except IndexError:
+            return None
+
+
+class Bandwidth:
+    """A device of so many megabits a second; or of one speed after the other, each for `seconds`, then from the beginning."""
+
+    def __init__(self, mbps: tuple[float, ...], seconds: float = 0.1):
+        self.mbps, self.seconds, self.lock = mbps, seconds, threading.Lock()
+        self.began = self.free = 0.0                            # when the first speed began; when the device is free
+
+    def restart(self):
+        """Whatever it was reading, nobody waits for it any more; the first speed begins now."""
+        with self.lock:
+            self.began = self.free = time.perf_counter()
+
+    def arrival(self, size: int, asked: float) -> float:
+        """-> when so many bytes have been read, which were asked for at this time. The next ones follow behind them."""
+        with self.lock:
+            at = max(asked, self.free, self.began)
+            slot = int((at - self.began) / self.seconds)
+            while True:
+                rate, end = self.mbps[slot % len(self.mbps)] * 1e6 / 8, self.began + (slot + 1) * self.seconds
+                if len(self.mbps) == 1 or size <= rate * (end - at):
+                    self.free = at + size / rate
+                    return self.free
+                size, at, slot = size - rate * max(0.0, end - at), max(at, end), slot + 1
+
+    def __str__(self):
+        speeds = ":".join(f"{mbps:.4g}" for mbps in self.mbps)
+        return f"modelled storage, {speeds} Mbit/s" + (f", {self.seconds:g} s each" if len(self.mbps) > 1 else "")
+
+
+# 2. K and V as bytes ---------------------------------------------------------------------------------------------
+
+def bytes_per_token(config, bits: int) -> int:
+    """That K and V of all layers take: in 8 bit, one for each number, and a scale of two for each head."""
+    numbers = config.kv_numbers_per_token
+    return numbers * bits // 8 + (2 * numbers // config.head_dim if bits == 8 else 0)
+
+
+def quantize(kv):
+    """Symmetric, per head and token: kv [N, hd] -> whole numbers from -127 to 127 (int8) and scales [N, 1] (float16)."""
+    scales = (kv.abs().amax(-1, keepdim=True).float() / 127).clamp(max=65504.0).half()                  # [N, 1]
+    steps = torch.where(scales > 0, scales.float(), 1.0)                        # nothing but zeros, or nearly
+    return (kv.float() / steps).round().clamp(-127, 127).to(torch.int8), scales
+
+
+def pack(kv, bits: int):
+    """K and V [L, 2, tokens, KVH, hd] -> what a file holds of them, for NumPy."""
+    if bits != 8:
+        return as_integers(kv).reshape(-1)
+    rows = kv.flatten(0, -2)                                                    # [N, hd]
+    parts = [quantize(piece) for piece in rows.split(rows_at_once(kv))]
+    return torch.cat([part.view(-1).view(torch.uint8) for kind in zip(*parts) for part in kind]).numpy()
+
+
+def unpack(packed, into):
+    """Bytes of 8-bit K and V -> `into` [L, 2, tokens, KVH, hd]."""
+    rows, count = into.flatten(0, -2), rows_at_once(into)                       # [N, hd]
+    numbers = packed[:rows.numel()].view(torch.int8).view_as(rows)
+    scales = packed[rows.numel():].view(torch.float16)[:, None]                 # [N, 1]
+    for piece, number, scale in zip(rows.split(count), numbers.split(count), scales.split(count)):
+        piece.copy_(number.float() * scale.float())
+
+
+def rows_at_once(kv) -> int:
+    """So few that torch does not take a second core, which computes."""
+    return max(1, 32768 // kv.shape[-1])
+
+
+def rows_of(blocks: list[int], size: int, at: int = 0) -> list[tuple[int, int, int]]:
+    """Where a chunk's rows from row `at` on lie in the device's pool, blocks of `size`: (first slot, first row, rows), in as few
+    pieces as they lie in."""
+    found = []
+    for block, number, count in offload.adjacent(blocks, range(len(blocks))):
+        first = max(number * size, at)
+        if first < (number + count) * size:
+            found.append((block * size + first - number * size, first, (number + count) * size - first))
+    return found
+
+
+# 3. The loader and the writer: threads that do not know the engine, which ends them when it goes ------------------
+
+@dataclass(eq=False)
+class Reader:
+    """A thread of the loader, and what it is at."""
+    chunk: Chunk | None = None
+    retired: bool = False          # it ends when it comes back
+
+
+class Loader:
+    """Reads chunks in the background, each request's last one first, the requests in the order in which they came; and sends them
+    on to the device (B.1). There are as many threads as directories. One that does not come back is left behind, at most
+    MOST_RETIRED of them: it keeps its buffer, and nobody else."""
+    MOST_RETIRED = 8
+
+    def __init__(self, files: ChunkFiles, bits: int, buffers: Buffers, link: Link, pool: paged.BlockPool,
+                 bandwidth: Bandwidth | None):
+        self.files, self.bits, self.buffers, self.link, self.bandwidth = files, bits, buffers, link, bandwidth
+        self.slots, self.block_size = pool.kv.flatten(2, 3), pool.block_size                    # [L, 2, slots, KVH, hd]
+        self.chunk_bytes = files.shape[0] * files.part_bytes
+        self.changed = threading.Condition()                    # holds all that follows, and `side`, `at` and `buffer` of chunks
+        self.line: list[Restoration] = []                       # the first is being loaded
+        self.readers: list[Reader] = []
+        self.retired: list[Reader] = []                         # that have not come back
+        self.sent: deque[Chunk] = deque()                       # whose buffers are free when they have arrived
+        self.pace: float | None = None                          # seconds that the last chunk took
+        self.moved, self.moves = 0.0, 0                         # when a byte came last; how often something was over
+        self.closed, self.errors = False, 0
+        self.speeds: deque[float] = deque(maxlen=9)             # bytes/s of the last chunks
+
+    # Called by the engine
+
+    def begin(self, restoration: Restoration):
+        with self.changed:
+            for reader in [reader for reader in self.readers if reader.chunk and reader.chunk.restoration.over]:
+                reader.retired = True                           # it may hang: another takes its place
+                self.readers.remove(reader)
+                self.retired.append(reader)
+            while len(self.readers) < len(self.files.directories) and len(self.retired) < self.MOST_RETIRED:
+                self.readers.append(Reader())
+                threading.Thread(target=self.work, args=(self.readers[-1],), daemon=True).start()
+            if self.bandwidth and not self.line:
+                self.bandwidth.restart()
+            self.moved = time.perf_counter()
+            self.line.append(restoration)
+            self.changed.notify_all()
+
+    def drop(self, restoration: Restoration):
+        """Nothing more of it is loaded; what is on its way to the device arrives."""
+        with self.changed:
+            restoration.over, restoration.to_load = True, []
+            if restoration in self.line:
+                self.line.remove(restoration)
+            self.changed.notify_all()
+
+    def wait(self, seen: int, seconds: float = 5e-3):
+        """Until something is over that was not when `moves` was `seen`, or for so long."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.moves != seen, seconds)
+
+    def estimate(self, restoration: Restoration) -> tuple[float, float]:
+        """-> seconds until what is being read has been read, and those for each chunk after it; infinite if nobody knows. For who
+        holds the lock."""
+        now, pace = time.perf_counter(), self.pace
+        if self.line[:1] != [restoration] or not self.readers:
+            return math.inf, math.inf
+        rests = [0.0]
+        for chunk in (reader.chunk for reader in self.readers if reader.chunk and reader.chunk.restoration is restoration):
+            elapsed, share = now - chunk.began, chunk.bytes / self.chunk_bytes
+            if share:                                           # as fast as it has come so far
+                rests.append(elapsed * (1 - share) / share)
+                pace = elapsed / share
+            else:                                               # at least as long again as it has taken already
+                rests.append(max(elapsed, math.inf if pace is None else pace - elapsed))
+        return max(rests), math.inf if pace is None else pace / len(self.readers)
+
+    def reap(self):
+        """Give back the buffers of what has arrived. For who holds the lock."""
+        while self.sent and self.sent[0].transfer.ready:
+            self.give_back(self.sent.popleft())
+
+    def give_back(self, chunk: Chunk):
+        self.buffers.free.append(chunk.buffer)
+        chunk.buffer = None
+
+    # The threads
+
+    def work(self, reader: Reader):
+        while self.take(reader):
+            self.load(reader.chunk)
+            with self.changed:
+                reader.chunk = None
+                self.moves += 1
+                self.changed.notify_all()
+        with self.changed:
+            if reader in self.retired:
+                self.retired.remove(reader)
+
+    def take(self, reader: Reader) -> bool:
+        """The next chunk, and a buffer for it -> False when the thread is to end."""
+        with self.changed:
+            while not (self.closed or reader.retired):
+                self.reap()
+                chunk = next((restoration.to_load[-1] for restoration in self.line if restoration.to_load), None)
+                if chunk and chunk.side is not None:            # somebody has it
+                    chunk.restoration.to_load.pop()
+                elif chunk and (buffer := self.buffers.take()) is not None:
+                    chunk.restoration.to_load.pop()
+                    chunk.buffer, chunk.began, reader.chunk = buffer, time.perf_counter(), chunk
+                    return True
+                else:
+                    self.line = [other for other in self.line if other.to_load or any(
+                        reader.chunk and reader.chunk.restoration is other for reader in self.readers)]
+                    self.changed.wait(5e-3 if chunk else None)
+            return False
+
+    def load(self, chunk: Chunk):
+        """Both hops of one chunk: read it, and send it on."""
+        whole, restoration = False, chunk.restoration
+        try:
+            if stored := self.files.find(chunk.prefix, chunk.index):
+                whole = self.read(chunk, stored)
+        except Exception:                                       # whatever it is, the chunk is computed
+            self.errors += 1
+        if whole:
+            chunk.storage = chunk.began, time.perf_counter()
+            self.pace = chunk.storage[1] - chunk.storage[0]
+            self.speeds.append(self.chunk_bytes / self.pace)
+            with self.changed:
+                before = [other.transfer for other in self.sent][:-1]
+            if before and not before[-1].ready:                 # one travels and one waits: more could as well be computed
+                before[-1].join()
+                restoration.asked = time.perf_counter()         # the device had to wait for us
+        with self.changed:
+            self.reap()
+            chunk.absent = not whole and self.wanted(chunk)
+            if whole and self.wanted(chunk):
+                try:
+                    self.send(chunk)
+                    chunk.side = "load"
+                    self.sent.append(chunk)
+                except Exception:                               # the link does not take it
+                    self.errors += 1
+                    chunk.absent = True
+            if chunk.side != "load":
+                self.give_back(chunk)
+
+    def wanted(self, chunk: Chunk) -> bool:
+        """Whether it is still open."""
+        return chunk.side is None and not chunk.restoration.over
+
+    def read(self, chunk: Chunk, stored) -> bool:
+        """The first hop: a file into the chunk's buffer -> whether it is what was written. It ends early when the chunk is no
+        longer wanted."""
+        kv = self.buffers.memory[chunk.buffer]                                  # [L, 2, tokens, KVH, hd]
+        packed = torch.empty(self.chunk_bytes, dtype=torch.uint8) if self.bits == 8 else kv.view(-1).view(torch.uint8)
+        arrivals, pieces = deque(), PIECES if self.pace is None else min(PIECES, max(1, int(self.pace / PIECE)))
+        if self.bandwidth:
+            sizes = [len(piece) for piece in packed.tensor_split(pieces)]
+            arrivals.extend(self.bandwidth.arrival(size, chunk.restoration.asked) for size in sizes)
+
+        def progress(size: int) -> bool:
+            with self.changed:
+                if arrivals:
+                    self.changed.wait_for(lambda: not self.wanted(chunk), max(0.0, arrivals.popleft() - time.perf_counter()))
+                chunk.bytes += size
+                self.moved = time.perf_counter()
+                return self.wanted(chunk)
+        if not self.files.read_one(stored, 0, packed.numpy(), progress, pieces):
+            return False
+        if self.bits == 8:
+            unpack(packed, kv)
+        return True
+
+    def send(self, chunk: Chunk):
+        """The second hop: from host memory into the request's blocks, all layers in one transfer. For who holds the lock."""
+        kv, into, out_of = self.buffers.memory[chunk.buffer], [], []            # [L, 2, tokens, KVH, hd]
+        for slot, row, count in rows_of(chunk.blocks, self.block_size, chunk.at):
+            into.append(self.slots[:, :, slot:slot + count])                    # [L, 2, count, KVH, hd]
+            out_of.append(kv[:, :, row:row + count])
+        chunk.transfer = self.link.copy(into, out_of, f"chunk {chunk.index}", chunk.restoration.mark)
+
+    def close(self):
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+
+
+class Writer:
+    """Writes chunks to their files in the background, when they have arrived in their buffers."""
+
+    def __init__(self, files: ChunkFiles, bits: int, buffers: Buffers):
+        self.files, self.bits, self.buffers = files, bits, buffers
+        self.jobs, self.threads = queue.SimpleQueue(), []
+
+    def put(self, job):
+        """A Leaving, or a function to call."""
+        while len(self.threads) < len(self.files.directories):
+            self.threads.append(threading.Thread(target=self.work, daemon=True))
+            self.threads[-1].start()
+        self.jobs.put(job)
+
+    def work(self):
+        while (job := self.jobs.get()) is not None:
+            if isinstance(job, Leaving):
+                self.write(job)
+            else:
+                job()
+            del job                                             # and what it held
+
+    def write(self, leaving: Leaving):
+        written = False
+        try:
+            leaving.transfer.join()
+            if leaving.transfer.error is None:
+                payload = pack(self.buffers.memory[leaving.buffer], self.bits)
+                self.files.write(leaving.prefix, leaving.index, payload.reshape(self.files.shape))
+                written = True
+        except Exception:                                       # a full disk, a directory that is gone; it is counted
+            pass
+        self.buffers.free.append(leaving.buffer)
+        leaving.written = written
+
+    def close(self):
+        for _ in self.threads:
+            self.jobs.put(None)
+
+
+# 4. The engine ---------------------------------------------------------------------------------------------------
+
+@dataclass(eq=False)
+class Request(paged.Request):
+    save: bool = True                                           # keep its chunks
+    mode: str | None = None                                     # of MODES; None: the engine's
+    gpu_share: float | None = None                              # of each step's token budget that its prefill may take; or None
+    chunk_prefixes: list[paged.Prefix] = field(default_factory=list)            # the root, then of chunks, as far as looked up
+    active: Restoration | None = None                           # until all of it has arrived
+    restored: Restoration | None = None                         # what its Result reports
+    tokens_now: int = 0                                         # to compute in this step, while it is being restored
+    kept: int = 0                                               # chunks that were looked at by `save`
+
+    def inherit(self, other: "Request"):
+        super().inherit(other)
+        self.restored, self.chunk_prefixes, self.kept = other.restored, list(other.chunk_prefixes), other.kept
+
+
+@dataclass
+class Result(baseline.Result):
+    restoration: dict | None       # how the two pointers met; None without a whole chunk to restore
+    storage: str                   # where chunks came from, and how fast it is
+    link: str
+
+    def summary(self) -> str:
+        said = super().summary()
+        if self.restoration:
+            said += f"\nRestoration ({self.storage}; {self.link}): " + ", ".join(
+                f"{what} {value}" for what, value in self.restoration.items())
+        return said
+
+
+class Engine(offload.MeasuringEngine):
+    """Chapter 02's engine, which keeps K and V in files, in chunks of `chunk` tokens, at most `disk_limit` bytes of them, in
+    `kv_bits` a number (8, or as many as the model's). Without `directories` the files go with the engine. `cpu_chunks` of them
+    have room in host memory on their way. `bandwidth` models slower storage, `bytes_per_second` a link, without a GPU. Raises
+    ModelError for what does not fit."""
+    Request = Request
+    fields = {**paged.Engine.fields, "save": (lambda v: isinstance(v, bool), "true or false"),
+              "mode": (lambda v: v in MODES, f"one of {', '.join(MODES)}"),
+              "gpu_share": (lambda v: app.real(v, 1e-3, 1), "a number from 0.001 to 1")}
+
+    def __init__(self, model, tokenizer, end_tokens, *options, directories: tuple[Path, ...] = (), disk_limit: float = 16e9,
+                 chunk: int | None = None, cpu_chunks: int | None = None, kv_bits: int | None = None, mode: str = "both",
+                 gpu_share: float = 1.0, bandwidth: Bandwidth | None = None, bytes_per_second: float | None = None,
+                 **named_options):
+        super().__init__(model, tokenizer, end_tokens, *options, **named_options)
+        config, dtype, device, block_size = model.config, model.dtype, model.device, self.pool.block_size
+        self.mode, self.gpu_share = mode, gpu_share
+        # 1. What a chunk is. A context has 32, unless they would be very long
+        self.chunk = chunk or max(1, min(CHUNK, self.context // 32) // block_size) * block_size
+        own_bits = 8 * dtype.itemsize
+        self.kv_bits = kv_bits or own_bits
+        if self.kv_bits not in (8, own_bits):
+            raise checkpoint.ModelError(f"K and V of this model have {own_bits} bit; choose --kv-bits {own_bits} or 8.")
+        if self.chunk % block_size:
+            raise checkpoint.ModelError(f"A chunk of {self.chunk} tokens is not whole blocks of {block_size}; choose --chunk "
+                                        f"{max(1, self.chunk // block_size) * block_size}.")
+        # 2. Where chunks are kept
+        self.folder = None if directories else tempfile.TemporaryDirectory(prefix="kv-chunks-", ignore_cleanup_errors=True)
+        width = bytes_per_token(config, self.kv_bits)
+        content = f"K and V, {self.kv_bits} bit" + (", a float16 scale for each head and token" if self.kv_bits == 8 else "")
+        self.chunk_prefixes = paged.Prefixes(f"{model.digest.hex()} {dtype} {self.chunk} {content}")
+        dtype_of_files, width = (torch.uint8, width) if self.kv_bits == 8 else (dtype, width // dtype.itemsize)
+        self.files = ChunkFiles(directories or (Path(self.folder.name),), (1, self.chunk, width), dtype_of_files, disk_limit,
+                                content=content)
+        self.in_files: set[bytes] = set()                                       # keys that were read or written there
+        # 3. The link, and the memory on the way
+        bytes_per_second = bytes_per_second or links.bandwidth(model)
+        self.load_link, self.save_link = (Link(lane, self.clock, bytes_per_second) for lane in ("load", "save"))
+        least, size = 2 * len(self.files.directories) + 2, self.pool.kv[:, :, 0].nbytes * self.chunk // block_size
+        cpu_chunks = offload.host_pool_size(self.pool, cpu_chunks, 2 * least + self.context // self.chunk, size,
+                                            f"chunks of {self.chunk} tokens", "--cpu-chunks")
+        if cpu_chunks <= least:
+            raise checkpoint.ModelError(f"There is room for {cpu_chunks} chunks of {self.chunk} tokens in host memory, and at "
+                                        f"least {least + 1} are needed; choose a smaller --chunk, or a larger --cpu-chunks.")
+        reading = Buffers(config, min(2 * least, cpu_chunks - 1), self.chunk, dtype, device)
+        writing = Buffers(config, cpu_chunks - len(reading.free), self.chunk, dtype, device)
+        self.loader = Loader(self.files, self.kv_bits, reading, self.load_link, self.pool, bandwidth)
+        self.writer = Writer(self.files, self.kv_bits, writing)
+        weakref.finalize(self, self.loader.close)
+        weakref.finalize(self, self.writer.close)
+        # 4. What is under way
+        self.restorations: list[Restoration] = []
+        self.to_save: deque[Leaving] = deque()                                  # that wait for a buffer
+        self.leaving: list[Leaving] = []
+        self.saving: set[paged.Prefix] = set()                                  # of both
+        self.counts.update(restorations=0, chunks_computed=0, chunks_loaded=0, chunks_missed=0, loaded_tokens=0, chunks_saved=0,
+                           chunks_dropped=0, transfer_errors=0, storage_stalls=0)
+
+    def step(self) -> bool:
+        """Chapter 02's, around what has arrived meanwhile."""
+        with self.stepping:
+            seen = self.loader.moves
+            self.settle()
+            steps, more = self.counts["steps"], super().step()
+            if more and self.counts["steps"] == steps:                          # all wait for what is on its way
+                self.loader.wait(seen)
+            return more
+
+    # Restore: two pointers
+
+    def chunk_prefix(self, request: Request, index: int) -> paged.Prefix:
+        return self.chunk_prefixes.nth(index, request.chunk_prefixes, request.cache_salt, request.tokens, self.chunk)
+
+    def restore(self, request: Request):
+        """Chapter 02's verb: fill the blocks of all whole chunks of the request's prompt, from both ends."""
+        # 1. What another request is restoring is waited for, and then found on the device
+        while self.brought_by_another(request):
+            request.tokens_now = 0
+            yield
+            self.adopt(request)
+        start = request.computed = request.saved * self.pool.block_size
+        end = (len(request.tokens) - 1) // self.chunk * self.chunk              # the last token is computed in any case
+        restoration = self.set_out(request, start, end) if start < end else None
+
+        # 2. In every step the next tokens from the front are computed, until the rest is there
+        try:
+            while request.computed < end:
+                request.tokens_now = self.advance(request, restoration)
+                if request.computed < end:
+                    yield
+            # 3. Where the two met, the last chunks may still be on the link; alone, the request waits in `compute`
+            while restoration and not all(transfer.ready for transfer in restoration.transfers) and self.others_compute(request):
+                request.tokens_now = 0
+                yield
+        finally:
+            if restoration:
+                self.loader.drop(restoration)
+
+        # 4. What was found
+        loaded = self.count(restoration) if restoration else 0
+        if request.source is None:
+            request.restored, request.cached_tokens = restoration, start + loaded
+            request.source = ("mixed" if start else "storage") if loaded else "gpu_hit" if start else "miss"
+
+    def set_out(self, request: Request, start: int, end: int) -> Restoration:
+        """The loader begins at the end; buffers were allocated before. What is on the device behind a gap need not be brought."""
+        pool, size, mode = self.pool, self.chunk, request.mode or self.mode
+        now, blocks = time.perf_counter(), size // pool.block_size
+        restoration = Restoration(start // size, start, end, mode, now, asked=now, mark=self.clock.mark())
+        for index in range(start // size, end // size):
+            numbers = range(index * blocks, (index + 1) * blocks)
+            chunk = Chunk(restoration, index, self.chunk_prefix(request, index), [
+                self.prefix(request, number) for number in numbers])
+            restoration.chunks.append(chunk)
+            on_device = [pool.find(prefix) for prefix in chunk.block_prefixes]
+            if None not in on_device:
+                chunk.side = "device"
+                for number, block in zip(numbers, on_device):
+                    if request.table[number] != block:
+                        self.replace(request, number, block)
+            chunk.blocks = request.table[index * blocks:(index + 1) * blocks]
+        restoration.chunks[0].at, request.active = start % size, restoration
+        for block in restoration.blocks:
+            pool.share(block)
+        self.restorations.append(restoration)
+        self.counts["restorations"] += 1
+        if mode != "compute":
+            restoration.to_load = list(restoration.chunks)
+            self.loader.begin(restoration)
+        return restoration
+
+    def brought_by_another(self, request: Request) -> bool:
+        """Whether another request's restoration is about to bring this one's next chunk."""
+        index = request.saved * self.pool.block_size // self.chunk
+        if (index + 1) * self.chunk >= len(request.tokens):
+            return False
+        prefix = self.chunk_prefix(request, index)
+        return any(chunk.prefix is prefix for restoration in self.restorations for chunk in restoration.chunks)
+
+    def advance(self, request: Request, restoration: Restoration) -> int:
+        """Move past what is there (B.2) -> how many tokens to compute in this step: none if the loader will be done first."""
+        size = self.chunk
+        with self.loader.changed:
+            while request.computed < restoration.end:
+                chunk = restoration.chunks[request.computed // size - restoration.first]
+                at = request.computed % size
+                if chunk.side == "load" and chunk.transfer.ready and chunk.transfer.error is not None:
+                    chunk.side, chunk.absent = None, True                       # it was lost on the second hop
+                    self.counts["transfer_errors"] += 1
+                if chunk.side not in ("load", "device"):
+                    return 0 if self.waits(request, chunk) else self.take(request, chunk)
+                if at < chunk.at and chunk.side == "load":                      # it arrived while these were to be computed
+                    return min(chunk.at - at, self.most(request))
+                if chunk.side == "load":
+                    self.in_files.add(chunk.prefix.key)
+                request.computed += size - at
+        return 0
+
+    def waits(self, request: Request, chunk: Chunk) -> bool:
+        """Whether the loader is expected to have brought this chunk, which is its last one, before it would be computed."""
+        restoration, loader, size = chunk.restoration, self.loader, self.chunk
+        if chunk.side == "compute" or chunk.absent or restoration.mode == "compute" or restoration.given_up:
+            return False
+        if restoration.mode == "load":
+            if not loader.readers or time.perf_counter() - loader.moved > PATIENCE:
+                restoration.given_up = True
+                self.counts["storage_stalls"] += 1
+            return not restoration.given_up
+        rest, pace = loader.estimate(restoration)
+        before = sum(other.index >= chunk.index for other in restoration.to_load if other.side is None)
+        hop = loader.link.seconds(loader.link.backlog() + self.pool.kv[:, :, 0].nbytes * size // self.pool.block_size)
+        start = chunk.index * size + max(chunk.at, request.computed % size)
+        compute = self.seconds_per_token(request, start) * ((chunk.index + 1) * size - start)
+        return rest + (before and before * pace) + hop <= compute
+
+    def take(self, request: Request, chunk: Chunk) -> int:
+        """The engine takes this chunk, and while the loader is far away those after it -> how many tokens to compute in this
+        step. A chunk that the step will not complete stays open."""
+        restoration, size, most = chunk.restoration, self.chunk, self.most(request)
+        at, count, ahead = request.computed % size, 0, self.ahead(request, restoration)
+        for number, each in enumerate(restoration.chunks[chunk.index - restoration.first:]):
+            if number and (each.side is not None or each.buffer is not None or not each.absent and number >= ahead):
+                break
+            if size - at > most - count:
+                each.at = max(each.at, at + most - count)
+                return most
+            each.side, count, at = "compute", count + size - at, 0
+        return count
+
+    def ahead(self, request: Request, restoration: Restoration) -> float:
+        """How many chunks a step may take, because steps of many tokens are faster: of many that are the engine's if both sides
+        go on as they do, three quarters, so that there is time to see whether they did; one at least."""
+        if restoration.mode == "compute" or restoration.given_up:
+            return math.inf
+        rest, pace = self.loader.estimate(restoration)
+        left = sum(chunk.side is None and not chunk.absent for chunk in restoration.to_load)
+        compute = self.seconds_per_token(request, request.computed) * self.chunk
+        if not left or not compute < math.inf or not pace < math.inf:
+            return 1
+        chunks = (rest + left * pace) / (compute + pace)
+        return max(1, chunks // 1 if chunks < 4 else chunks * 3 // 4)
+
+    def most(self, request: Request) -> int:
+        """Tokens of the request's prefill that a step may compute."""
+        share = self.gpu_share if request.gpu_share is None else request.gpu_share
+        return max(1, int(share * self.token_budget))
+
+    def seconds_per_token(self, request: Request, start: int) -> float:
+        """As fast as the request's last step was, in which others may have had their share; before it, as prefill was."""
+        if request.active.steps:
+            _, count, began, ended = request.active.steps[-1]
+            return (ended - began) / count
+        return self.seconds_to_compute(start, start + self.chunk) / self.chunk
+
+    def turn(self, request: Request) -> int:
+        if request.restoration:
+            return request.tokens_now
+        return request.pending if request.pending == 1 else min(request.pending, self.most(request))
+
+    def others_compute(self, request: Request) -> bool:
+        """Whether anybody needs a step: others that run and are not being restored, that wait, or that hung up."""
+        return bool(self.waiting or self.cancelled) or any(self.turn(other) for other in self.running if other is not request)
+
+    def compute(self, work):
+        """Chapter 02's, for those whose chunks have arrived."""
+        work = [(request, count) for request, count in work if self.has_arrived(request)]
+        if not work:
+            return
+        restoring = [(request.active, request.computed, count) for request, count in work if request.restoration]
+        steps, began = self.counts["steps"], time.perf_counter()
+        super().compute(work)
+        if self.counts["steps"] > steps:
+            for restoration, start, count in restoring:
+                restoration.steps.append((start, count, began, time.perf_counter()))
+
+    def has_arrived(self, request: Request) -> bool:
+        """What the forward pass reads of loaded chunks must be there. If some of it was lost, the request starts over."""
+        restoration, size = request.active, self.chunk
+        for chunk in restoration.chunks if restoration else ():
+            if chunk.side == "load" and (chunk.index + 1) * size <= request.computed:
+                try:
+                    chunk.transfer.wait()
+                except TransferError:
+                    self.counts["transfer_errors"] += 1
+                    if not request.answer.tokens:                               # nothing was found after all
+                        request.source = None
+                    request.mode = "compute"
+                    self.preempt(request)
+                    return False
+        if not request.restoration:
+            request.active = None
+        return True
+
+    def preempt(self, request: Request):
+        """Chapter 02's. Its blocks are free only when what travels into them has arrived, and who preempts needs them now."""
+        super().preempt(request)
+        for transfer in (transfer for restoration in self.restorations if restoration.over for transfer in restoration.transfers):
+            transfer.join()
+        self.settle()
+
+    def free(self, request: Request):
+        request.active, request.tokens_now, request.kept = None, 0, 0
+        super().free(request)
+
+    # Save: each chunk goes to its file when it is whole
+
+    def save(self, request: Request):
+        """Chapter 02's verb; chunks that are not in files are sent there. They wait until there is room in host memory."""
+        super().save(request)
+        blocks = self.chunk // self.pool.block_size
+        for index in range(request.kept, request.computed // self.chunk if request.save else 0):
+            request.kept, prefix = index + 1, self.chunk_prefix(request, index)
+            if prefix.key not in self.in_files and prefix not in self.saving:
+                leaving = Leaving(prefix, index, request.table[index * blocks:(index + 1) * blocks], request.timeline)
+                for block in leaving.blocks:
+                    self.pool.share(block)
+                self.saving.add(prefix)
+                self.to_save.append(leaving)
+        self.send_out()
+
+    def send_out(self):
+        """The first hop of those that wait, as far as there are buffers: from the device's blocks to host memory."""
+        slots = self.pool.kv.flatten(2, 3)                                      # [L, 2, slots, KVH, hd]
+        while self.to_save and (buffer := self.writer.buffers.take()) is not None:
+            leaving = self.to_save.popleft()
+            kv, into, out_of = self.writer.buffers.memory[buffer], [], []       # [L, 2, tokens, KVH, hd]
+            for slot, row, count in rows_of(leaving.blocks, self.pool.block_size):
+                into.append(kv[:, :, row:row + count])                          # [L, 2, count, KVH, hd]
+                out_of.append(slots[:, :, slot:slot + count])
+            try:
+                leaving.transfer = self.save_link.copy(into, out_of, f"chunk {leaving.index}")
+            except Exception:                                                   # the link does not take it
+                self.writer.buffers.free.append(buffer)
+                self.counts["transfer_errors"] += 1
+                self.forget(leaving)
+                continue
+            leaving.buffer = buffer
+            self.leaving.append(leaving)
+            self.writer.put(leaving)
+
+    def forget(self, leaving: Leaving):
+        """It is not saved; it will be when somebody computes it again."""
+        self.pool.release(leaving.blocks)
+        leaving.blocks = []
+        self.saving.discard(leaving.prefix)
+        self.counts["chunks_dropped"] += 1
+
+    def find_room(self, request: Request, hits: list[int], empty: int) -> bool:
+        """Chapter 02's; who wants to come in is worth more than a chunk that waits for room in host memory."""
+        while not super().find_room(request, hits, empty):
+            if not self.to_save:
+                return False
+            self.forget(self.to_save.pop())
+        return True
+
+    def make_room(self, request: Request):
+        """Chapter 02's; and so is who runs. Before somebody is preempted, blocks that are being copied out are waited for."""
+        while self.lacks_slot(request) and not self.pool.available and self.to_save:
+            self.forget(self.to_save.pop())
+        if self.lacks_slot(request) and not self.pool.available:
+            for leaving in self.leaving:
+                leaving.transfer.join()
+            self.settle()
+        super().make_room(request)
+
+    def finish(self, request: Request, outcome, counted: str):
+        if request.outcome is None and (count := request.computed // self.chunk):
+            self.writer.put(partial(self.files.touch, self.chunk_prefix(request, count - 1), count - 1))
+        super().finish(request, outcome, counted)
+
+    # What is on its way
+
+    def settle(self):
+        """Let go of what has arrived; what was loaded can be found by others from now on."""
+        with self.loader.changed:
+            self.loader.reap()
+        for restoration in list(self.restorations):
+            for chunk in restoration.chunks:
+                if chunk.transfer and not chunk.settled and chunk.transfer.ready:
+                    chunk.settled = True
+                    if chunk.transfer.error is None:
+                        self.load_link.note([chunk.transfer])
+                        for block, prefix in zip(chunk.blocks, chunk.block_prefixes) if not chunk.at else ():
+                            self.pool.register(block, prefix)
+            if restoration.over and all(chunk.settled for chunk in restoration.chunks if chunk.transfer):
+                self.restorations.remove(restoration)
+                self.pool.release(restoration.blocks)
+        for leaving in list(self.leaving):
+            if leaving.blocks and leaving.transfer.ready:
+                self.pool.release(leaving.blocks)
+                leaving.blocks = []
+                leaving.timeline.add("save", leaving.transfer.label, *leaving.transfer.span())
+            if leaving.written is not None and not leaving.blocks:
+                self.leaving.remove(leaving)
+                self.saving.discard(leaving.prefix)
+                if leaving.written:
+                    self.in_files.add(leaving.prefix.key)
+                self.counts.update(chunks_saved=leaving.written, chunks_dropped=not leaving.written)
+        self.send_out()
+
+    def flush(self, seconds: float = math.inf):
+        """Wait until nothing is on its way, or for so long."""
+        end = time.perf_counter() + seconds
+        with self.stepping:
+            self.settle()
+            while (self.leaving or self.to_save or self.restorations) and time.perf_counter() < end:
+                time.sleep(5e-4)
+                self.settle()
+
+    def close(self):
+        super().close()
+        self.flush(10.0)                                                        # what was computed reaches its file
+
+    def release(self):
+        if self.folder:
+            self.folder.cleanup()
+
+    # What came of it
+
+    def count(self, restoration: Restoration) -> int:
+        """-> tokens that were loaded."""
+        sides = [chunk.side for chunk in restoration.chunks]
+        loaded = sum(self.chunk - chunk.at for chunk in restoration.chunks if chunk.side == "load")
+        missed = [chunk for chunk in restoration.chunks if chunk.absent]
+        self.in_files.difference_update(chunk.prefix.key for chunk in missed)   # so that they are saved again
+        self.counts.update(chunks_computed=sides.count("compute"), chunks_loaded=sides.count("load"), chunks_missed=len(missed),
+                           loaded_tokens=loaded)
+        return loaded
+
+    def result(self, request: Request) -> Result:
+        return Result(**vars(super().result(request)), restoration=self.report(request), storage=self.storage,
+                      link=str(self.load_link))
+
+    @property
+    def storage(self) -> str:
+        loader = self.loader
+        if loader.bandwidth:
+            return str(loader.bandwidth)
+        return f"storage, {statistics.median(loader.speeds) / 1e9:.2g} GB/s" if loader.speeds else "storage, nothing read yet"
+
+    def report(self, request: Request) -> dict | None:
+        """Draw the request's restoration, and say how it went."""
+        restoration, timeline = request.restored, request.timeline
+        if restoration is None:
+            return None
+        loaded = [chunk for chunk in restoration.chunks if chunk.side == "load"]
+        for chunk in loaded:
+            timeline.add("storage", f"chunk {chunk.index}", *chunk.storage)
+            timeline.add("load", f"chunk {chunk.index}", *chunk.transfer.span())
+        ends = [ended for *_, ended in restoration.steps] + [chunk.transfer.span()[1] for chunk in loaded]
+        start, end = restoration.began - timeline.began, max(ends, default=restoration.began) - timeline.began
+        sides = [chunk.side for chunk in restoration.chunks]
+        return dict(
+            mode=restoration.mode, tokens=restoration.end - restoration.start, chunks=len(sides), computed=sides.count("compute"),
+            loaded=len(loaded), absent=sum(chunk.absent for chunk in restoration.chunks),
+            bytes=len(loaded) * self.loader.chunk_bytes, meeting=min((chunk.index * self.chunk + chunk.at for chunk in loaded), default=restoration.end),
+            start_ms=round(start * 1e3, 3), ms=round((end - start) * 1e3, 3),
+            **{f"{lane}_bubble": round(timeline.bubble(lane, start, end), 3) for lane in ("storage", "compute")})
+
+    def counters(self) -> dict:
+        loader, writer = self.loader, self.writer
+        return dict(super().counters(), **self.files.counts, file_bytes=self.files.bytes, read_errors=loader.errors,
+                    readers=len(loader.readers), readers_that_hang=len(loader.retired), chunks_leaving=len(self.saving),
+                    read_buffers=len(loader.buffers.memory), read_buffers_free=len(loader.buffers.free),
+                    write_buffers=len(writer.buffers.memory), write_buffers_free=len(writer.buffers.free),
+                    link=str(self.load_link), storage=self.storage)
+
+    def check_integrity(self):
+        """Blocks and buffers agree with the tables and with what is on its way. Raises AssertionError."""
+        self.pool.check_integrity([request.table for request in self.running] + [
+            holder.blocks for holder in (*self.restorations, *self.to_save, *self.leaving)])
+        with self.loader.changed:
+            readers = [reader.chunk for reader in (*self.loader.readers, *self.loader.retired) if reader.chunk]
+            held = sorted(chunk.buffer for chunk in {*readers, *self.loader.sent} if chunk.buffer is not None)
+            assert sorted((*held, *self.loader.buffers.free)) == list(range(len(self.loader.buffers.memory))), "a buffer is lost"
+
+
+# 5. The bound ----------------------------------------------------------------------------------------------------
+
+def meet(computed: list[float], loaded: list[float]) -> tuple[float, int]:
+    """Two opposite pointers over n chunks, on paper: seconds until the first 0 to n are computed, and until the last 0 to n are
+    loaded -> the least seconds in which the two meet, and how many chunks are computed then. Whole chunks are never faster."""
+    chunks = len(computed) - 1
+    return min((max(computed[count], loaded[chunks - count]), count) for count in range(chunks + 1))
+
+
+def seconds_computed(engine: Engine, restoration: Restoration) -> list[float]:
+    """From a restoration by computing only: seconds until the first 0 to n chunks were computed. Within a step they are divided
+    by their operations."""
+    ends = [0.0]
+    for start, count, began, ended in restoration.steps:
+        while len(ends) <= len(restoration.chunks):
+            end = (restoration.first + len(ends)) * engine.chunk
+            if end > start + count:
+                break
+            share = engine.flops(start, end) / engine.flops(start, start + count)
+            ends.append(began + share * (ended - began) - restoration.began)
+    return ends
+
+
+def seconds_loaded(restoration: Restoration) -> list[float]:
+    """From a restoration by loading only: seconds until the last 0 to n chunks were on the device."""
+    return [0.0, *sorted(transfer.span()[1] - restoration.began for transfer in restoration.transfers)]
+
+
+# 6. The demo -----------------------------------------------------------------------------------------------------
+
+ROUNDS = 5
+SETTINGS = {"storage as fast as computing": 1.0, "four times slower": 0.25, "four times faster": 4.0}
+TRACE = (200, 2000, 50)            # its shape; as megabits, where 500 are as fast as computing
+WAYS = {"compute only": "compute", "load only": "load", "both": "both", "both, 8 bit": "both"}
+
+
+class Crowd:
+    """Real requests of other users, who take what is left of each step's token budget: prompts of random tokens, and answers."""
+
+    def __init__(self, engine: Engine, share: float):
+        self.engine, self.tokens, self.requests, self.rng = engine, int((1 - share) * engine.token_budget), [], random.Random(0)
+
+    def fill(self):
+        """Before a step: whoever is missing comes in."""
+        self.requests = [request for request in self.requests if request.outcome is None]
+        missing = self.tokens - sum(request.pending for request in self.requests)
+        missing = min(missing, self.engine.context - 8)
+        if missing > 0:
+            prompt = [self.rng.randrange(self.engine.model.config.vocab_size) for _ in range(missing)]
+            self.requests += self.engine.submit(prompt=prompt, max_tokens=8, save=False, mode="compute", gpu_share=1.0)
+
+    def leave(self):
+        for request in self.requests:
+            self.engine.cancel(request)
+        self.engine.step()
+
+
+def ask(engine: Engine, share: float = 1.0, bar=None, evict: bool = True, **asked) -> Request:
+    """-> the finished request; with `evict`, what the device had cached was dropped first. Others use the rest of the budget."""
+    if evict:
+        offload.empty(engine)
+    crowd = Crowd(engine, share)
+    for _ in range(8 if share < 1 else 0):                      # until as many decode as will
+        crowd.fill()
+        engine.step()
+    request, = engine.submit(gpu_share=share, **asked)
+    while request.outcome is None:
+        crowd.fill()
+        engine.step()
+        if bar is not None and request.active:
+            bar.set_description_str(f"{request.active.mode:8}|{request.active.bar()}|")
+    crowd.leave()
+    engine.flush()
+    if isinstance(request.outcome, Exception):
+        raise request.outcome
+    return request
+
+
+def long_conversation(engine: Engine, new: int) -> list[dict]:
+    """Chapter 05's documents and a question, behind as much of another document as leaves room for `new` tokens."""
+    messages = bubble_free.documents_and_question(engine, new)
+    document, answer, _ = bubble_free.document_and_question(64)
+    room, sentences = engine.context - 2 * new - len(engine.encode(None, messages)[0]), document["content"].split(". ")
+    for count in range(len(sentences), 0, -1):
+        shorter = [dict(document, content=". ".join(sentences[:count]).rstrip(".") + "."), answer]
+        if len(engine.encode(None, shorter)[0]) <= room:
+            return shorter + messages
+    return messages
+
+
+def kv_of(engine: Engine, tokens: list[int]):
+    """-> a copy of the K and V of these tokens' full blocks, [L, 2, blocks, block_size, KVH, hd]."""
+    chain, size = [], engine.pool.block_size
+    blocks = [engine.pool.find(engine.prefixes.nth(index, chain, "", tokens, size)) for index in range(len(tokens) // size)]
+    return engine.pool.kv[:, :, blocks].clone()
+
+
+def demo(engine: Engine, arguments):
+    """A long document in storage, brought back in four ways over devices of several speeds."""
+    # 1. The document, and two engines that keep it: as it is, and in 8 bit
+    model, tokenizer, end_tokens, new = engine.model, engine.tokenizer, engine.end_tokens, max(2, min(arguments.max_tokens, 16))
+    messages = long_conversation(engine, new)
+    tokens, _ = engine.encode(None, messages)
+    history, share = len(tokens) // engine.chunk * engine.chunk, arguments.gpu_share
+    if history < engine.chunk:
+        raise BadRequest(f"The demo's document is {len(tokens)} tokens, less than a chunk; choose a smaller --chunk.")
+    asked = dict(messages=messages, max_tokens=new)
+    right = baseline.Engine(model, tokenizer, end_tokens).generate(**asked)
+    with tempfile.TemporaryDirectory(prefix="demo-", dir=arguments.disk[0] if arguments.disk else None) as folder, \
+            tqdm(total=0, bar_format="{desc}", leave=False, disable=None) as bar:
+        blocks = arguments.gpu_blocks or 2 * engine.pool.needed(engine.context)
+        exact, small = (
+            Engine(model, tokenizer, end_tokens, blocks, engine.pool.block_size, engine.token_budget, directories=(Path(folder),),
+                   chunk=engine.chunk, cpu_chunks=arguments.cpu_chunks, kv_bits=bits,
+                   bytes_per_second=engine.load_link.bytes_per_second) for bits in (engine.kv_bits, 8))
+        for way in (exact, small):
+            for memory in (way.pool.kv, way.loader.buffers.memory, way.writer.buffers.memory):
+                memory.zero_()                                                  # touched before anything is measured
+            ask(way, **asked)
+        engines = {name: small if "8 bit" in name else exact for name in WAYS}
+
+        # 2. How fast is computing? What is lost in 8 bit?
+        alone = [ask(exact, share, mode="compute", save=False, **asked) for _ in range(3)]
+        computed = kv_of(exact, tokens)
+        seconds = statistics.median(seconds_computed(exact, request.restored)[-1] for request in alone)
+        ask(small, mode="load", save=False, **asked)
+        error, largest = (kv_of(small, tokens) - computed).abs().max().item(), computed.abs().max().item()
+        ask(exact, mode="load", save=False, **asked)
+        same = torch.equal(kv_of(exact, tokens), computed)
+        equal = history // exact.chunk * exact.loader.chunk_bytes * 8 / 1e6 / seconds          # Mbit/s
+
+        # 3. Every way over every device, in turn
+        if engine.loader.bandwidth:
+            settings = {"as asked": engine.loader.bandwidth}
+        else:
+            settings = {name: Bandwidth((factor * equal,)) for name, factor in SETTINGS.items()}
+            settings["a speed that changes"] = Bandwidth(tuple(mbps / 500 * equal for mbps in TRACE), seconds / 8)
+        taken = {setting: {way: [] for way in WAYS} for setting in settings}
+        loads = {}
+        for number in range(ROUNDS):
+            for setting, bandwidth in settings.items():
+                exact.loader.bandwidth = small.loader.bandwidth = bandwidth
+                for way, mode in WAYS.items():
+                    taken[setting][way].append(ask(engines[way], share, bar, mode=mode, save=False, **asked))
+                if not number:                                                  # for the bound
+                    loading = ask(small, share, bar, mode="load", save=False, **asked)
+                    loads[setting] = seconds_loaded(loading.restored)
+    exactly = [request for ways in taken.values() for way in ways if engines[way] is exact for request in ways[way]]
+    verified = exact.kv_bits != 8 and paged.equal([(right.tokens, request.outcome.tokens) for request in exactly], model.dtype)
+
+    # 4. What came of it
+    agree = [(right.tokens, request.outcome.tokens) for ways in taken.values() for request in ways["both, 8 bit"]]
+    agreeing, total = sum(a == b for pair in agree for a, b in zip(*pair)), sum(max(map(len, pair)) for pair in agree)
+    chunks, size = history // exact.chunk, exact.loader.chunk_bytes
+    print(f"{chunks} chunks of {exact.chunk} tokens in storage, and then: {messages[-1]['content']} - {right.text}\n"
+          f"  {exact.kv_bits} bit: {size / 1e6:.2f} MB a chunk; K and V that were loaded are "
+          f"{'bit-equal to' if same else 'not bit-equal to'} those computed\n"
+          f"   8 bit: {small.loader.chunk_bytes / 1e6:.2f} MB a chunk; {agreeing} of {total} tokens equal chapter 01's, largest "
+          f"error of K and V {error:.2g} (the largest of them is {largest:.2g})"
+          + (f"\n{1 - share:.0%} of every step's tokens go to other requests" if share < 1 else ""))
+    rows, timelines = [], []
+    for setting, bandwidth in settings.items():
+        shown = show(setting, bandwidth, taken[setting], exact, loads[setting])
+        rows, timelines = rows + shown["rows"], timelines + shown["timelines"]
+    eight = dict(tokens_equal=agreeing, tokens=total, largest_kv_error=error, largest_kv=largest)
+    return dict(link=dict(modelled=exact.load_link.modelled, gbps=exact.load_link.speed() / 1e9), verified=verified,
+                eight_bit=eight, rows=rows, counters=exact.counters()), timelines
+
+
+def show(setting: str, bandwidth: Bandwidth, taken: dict[str, list[Request]], exact: Engine, loads_in_8_bit: list[float]) -> dict:
+    """One device: the prompt as each way filled it, the table, and the lanes of the middle one of both."""
+    def middle(requests):
+        return sorted(requests, key=lambda request: request.outcome.ttft_ms)[len(requests) // 2]
+    alone, loading = middle(taken["compute only"]).restored, middle(taken["load only"]).restored
+    computed, loaded = seconds_computed(exact, alone), seconds_loaded(loading)
+    print(f"\n{setting[0].upper()}{setting[1:]} ({bandwidth}; {exact.load_link})")
+    print(f"  {'':14}{'TTFT':>10}{'':21}{'computed':>9}{'loaded':>8}{'meet at':>9}{'restored in':>13}{'/ bound':>9}")
+    rows = []
+    for way, requests in taken.items():
+        request, spans = middle(requests), sorted(request.outcome.ttft_ms for request in requests)
+        report = request.outcome.restoration
+        bound = meet(computed, loads_in_8_bit if "8 bit" in way else loaded)[0] * 1e3
+        rows.append(dict(setting=setting, way=way, mbps=bandwidth.mbps, ttft_ms=request.outcome.ttft_ms, fastest_ms=spans[0],
+                         slowest_ms=spans[-1], bound_ms=bound, over_bound=report["ms"] / bound, source=request.outcome.source,
+                         **{what: report[what] for what in ("chunks", "computed", "loaded", "absent", "meeting", "ms")}))
+        print(f"  {way:14}{spans[len(spans) // 2]:7.1f} ms{f'{spans[0]:.1f} to {spans[-1]:.1f}':>21}{report['computed']:9}"
+              f"{report['loaded']:8}{report['meeting']:9}{report['ms']:10.1f} ms{report['ms'] / bound:9.2f}")
+    for way, requests in taken.items():
+        print(f"  {way:14}|{middle(requests).restored.bar()}|")
+    shown = middle(taken["both"])
+    start = shown.outcome.restoration["start_ms"] / 1e3
+    timeline = shown.timeline.window(start, start + shown.outcome.restoration["ms"] / 1e3)
+    print(f"  both, the lanes (digits: chunks; p: prefill)\n{timeline.chart(bubbles=True)}")
+    return dict(rows=rows, timelines=[shown.timeline])
+
+
+# 7. Main ---------------------------------------------------------------------------------------------------------
+
+def trace(string: str) -> Bandwidth:
+    """An argparse type: megabits a second, several with colons between them, and after @ the seconds that each holds."""
+    speeds, _, seconds = string.partition("@")
+    number = app.bounded(float, 1e-3, 1e9)
+    return Bandwidth(tuple(map(number, speeds.split(":"))), app.bounded(float, 1e-3, 1e6)(seconds) if seconds else 0.1)
+
+
+def add_arguments(parser):
+    paged.add_arguments(parser)
+    parser.add_argument("--chunk", type=app.bounded(int, 1, 1 << 20), metavar="TOKENS",
+                        help=f"tokens in a chunk (default {CHUNK}, or a 32nd of the context if that is less)")
+    parser.add_argument("--disk", type=lambda name: Path(app.readable(name)), action="append", metavar="DIR",
+                        help="keep chunks in files in DIR, which outlive the process; may be repeated (default: a temporary one)")
+    parser.add_argument("--disk-limit", type=app.bounded(float, 1e-6, 1e6), default=16.0, metavar="GB",
+                        help="delete the least recently used files beyond this (default 16)")
+    parser.add_argument("--storage-mbps", type=trace, metavar="M[:M...][@S]",
+                        help="model storage of so many megabits a second on top of the files; several: one after the other, each "
+                             "for S seconds (default 0.1)")
+    parser.add_argument("--mode", choices=MODES, default="both", help="compute, load, or both (default)")
+    parser.add_argument("--gpu-share", type=app.bounded(float, 1e-3, 1), default=1.0, metavar="SHARE",
+                        help="most of each step's token budget that one request's prefill may take (default 1); in the demo, "
+                             "other requests take the rest")
+    parser.add_argument("--kv-bits", type=int, choices=(8, 16, 32),
+                        help="8: symmetric per head and token, lossy (default: as many as the model's, exact)")
+    parser.add_argument("--cpu-chunks", type=app.bounded(int, 1, 1 << 24), metavar="N",
+                        help="chunks in host memory on their way (default: as many as a context has, and a few, within a quarter "
+                             "of what is free)")
+    links.add_arguments(parser)
+
+
+def make_engine(model, tokenizer, end_tokens, arguments) -> Engine:
+    engine = Engine(
+        model, tokenizer, end_tokens, arguments.gpu_blocks, arguments.block_size, arguments.token_budget, arguments.max_running,
+        directories=tuple(arguments.disk or ()), disk_limit=arguments.disk_limit * 1e9, chunk=arguments.chunk,
+        cpu_chunks=arguments.cpu_chunks, kv_bits=arguments.kv_bits, mode=arguments.mode, gpu_share=arguments.gpu_share,
+        bandwidth=arguments.storage_mbps, bytes_per_second=links.bandwidth(model, arguments.link, arguments.platform))
+    where = ", ".join(map(str, arguments.disk)) if arguments.disk else "a temporary directory; keep them with --disk DIR"
+    print(f"KV pool: {engine.pool.size} blocks of {engine.pool.block_size} tokens, {engine.pool.kv.nbytes / 1e6:.1f} MB\n"
+          f"Chunks of {engine.chunk} tokens, {engine.loader.chunk_bytes / 1e6:.2f} MB in {engine.kv_bits} bit, in {where}\n"
+          f"{engine.storage[0].upper()}{engine.storage[1:]}; the host is reached over a {engine.load_link}", file=sys.stderr)
+    return engine
+
+
+if __name__ == "__main__":
+    app.main(__doc__, "06_bidirectional", add_arguments, make_engine, demo)
