@@ -893,8 +893,8 @@ class Engine(offload.MeasuringEngine):
         return dict(
             mode=restoration.mode, tokens=restoration.end - restoration.start, chunks=len(sides), computed=sides.count("compute"),
             loaded=len(loaded), absent=sum(chunk.absent for chunk in restoration.chunks),
-            bytes=len(loaded) * self.loader.chunk_bytes, meeting=min((chunk.index * self.chunk + chunk.at for chunk in loaded), default=restoration.end),
-            start_ms=round(start * 1e3, 3), ms=round((end - start) * 1e3, 3),
+            meeting=min((chunk.index * self.chunk + chunk.at for chunk in loaded), default=restoration.end),
+            bytes=len(loaded) * self.loader.chunk_bytes, start_ms=round(start * 1e3, 3), ms=round((end - start) * 1e3, 3),
             **{f"{lane}_bubble": round(timeline.bubble(lane, start, end), 3) for lane in ("storage", "compute")})
 
     def counters(self) -> dict:
