@@ -661,6 +661,8 @@ class Engine(offload.MeasuringEngine):
         for number, each in enumerate(restoration.chunks[chunk.index - restoration.first:]):
             if number and (each.side is not None or each.buffer is not None or not each.absent and number >= ahead):
                 break
+            if each.absent:                                                     # it will be saved again
+                self.in_files.discard(each.prefix.key)
             if size - at > most - count:
                 each.at = max(each.at, at + most - count)
                 return most
@@ -686,11 +688,14 @@ class Engine(offload.MeasuringEngine):
         return max(1, int(share * self.token_budget))
 
     def seconds_per_token(self, request: Request, start: int) -> float:
-        """As fast as the request's last step was, in which others may have had their share; before it, as prefill was."""
+        """As fast as the request's last step was, in which others may have had their share; before it, as prefill was, with what
+        the others will have of the first step."""
         if request.active.steps:
             _, count, began, ended = request.active.steps[-1]
             return (ended - began) / count
-        return self.seconds_to_compute(start, start + self.chunk) / self.chunk
+        tokens = min(self.chunk, self.most(request))
+        others = sum(self.turn(other) for other in self.running if other is not request)
+        return self.seconds_to_compute(start, start + min(tokens + others, self.token_budget)) / tokens
 
     def turn(self, request: Request) -> int:
         if request.restoration:
@@ -861,10 +866,8 @@ class Engine(offload.MeasuringEngine):
         """-> tokens that were loaded."""
         sides = [chunk.side for chunk in restoration.chunks]
         loaded = sum(self.chunk - chunk.at for chunk in restoration.chunks if chunk.side == "load")
-        missed = [chunk for chunk in restoration.chunks if chunk.absent]
-        self.in_files.difference_update(chunk.prefix.key for chunk in missed)   # so that they are saved again
-        self.counts.update(chunks_computed=sides.count("compute"), chunks_loaded=sides.count("load"), chunks_missed=len(missed),
-                           loaded_tokens=loaded)
+        self.counts.update(chunks_computed=sides.count("compute"), chunks_loaded=sides.count("load"), loaded_tokens=loaded,
+                           chunks_missed=sum(chunk.absent for chunk in restoration.chunks))
         return loaded
 
     def result(self, request: Request) -> Result:
@@ -1048,7 +1051,7 @@ def demo(engine: Engine, arguments):
 
         # 3. Every way over every device, in turn
         if engine.loader.bandwidth:
-            settings = {"as asked": engine.loader.bandwidth}
+            settings = {"storage as asked for": engine.loader.bandwidth}
         else:
             settings = {name: Bandwidth((factor * equal,)) for name, factor in SETTINGS.items()}
             settings["a speed that changes"] = Bandwidth(tuple(mbps / 500 * equal for mbps in TRACE), seconds / 8)

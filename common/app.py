@@ -16,6 +16,7 @@ import io
 import json
 import math
 import os
+import signal
 import socket
 import sys
 import time
@@ -376,6 +377,7 @@ def main(doc: str, chapter: str, add_arguments, make_engine, demo, without_model
     parser = parser_for(doc)
     add_arguments(parser)
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)           # who is told to end leaves nothing behind
     sys.stdout.reconfigure(errors="replace")            # a terminal without UTF-8 shows ?, and the answer goes on
     try:
         run(chapter, arguments, make_engine, dict(actions, demo=demo), without_model)
