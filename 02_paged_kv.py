@@ -491,6 +491,10 @@ class Engine(baseline.Frontend):
         """How many of its tokens the request would compute in this step: none while it is being restored."""
         return 0 if request.restoration else request.pending
 
+    def others_compute(self, request: Request) -> bool:
+        """Whether anybody needs a step: others that compute, that wait, or that hung up."""
+        return bool(self.waiting or self.cancelled) or any(self.turn(other) for other in self.running if other is not request)
+
     def make_room(self, request: Request):
         """A slot of its own for the next token. When blocks run out, the newest request is preempted."""
         pool, table, index = self.pool, request.table, request.computed // self.pool.block_size

@@ -709,11 +709,6 @@ class Engine(offload.MeasuringEngine):
         keys.index_copy_(0, slots, k)
         values.index_copy_(0, slots, v)
 
-    def others_compute(self, request: Request) -> bool:
-        """Whether anybody needs a step: others that run and are not being restored, that wait, or that hung up."""
-        others = (other for other in self.running if other is not request)
-        return bool(self.waiting or self.cancelled) or any(not other.restoration for other in others)
-
     def issue(self, restoration: Restoration):
         """Begin to load the next layers, as many as have room where they land."""
         for load in restoration.loads:

@@ -14,9 +14,9 @@ that is half loaded when the engine reaches it goes to whoever will be done firs
 The prompt's new tokens are prefilled afterwards, as always. Only loading and only computing are special cases.
 
 New against chapter 03: a storage tier below the host (the files of chapter 04, with K and V in them), the Loader and its two
-hops, storage to host and host to device; Bandwidth, a slower device, modelled; K and V in 8 bit. It stands on chapter 02: `save`
-sends each chunk to its file when it is whole, by a Writer; `restore` is the two pointers, and what it computes is part of the
-engine's ordinary steps, beside other requests.
+hops, storage to host and host to device; Bandwidth, a slower device, modelled; K and V in 8 bit. The engine is chapter 02's, with
+the measuring of chapter 03: `save` sends each chunk to its file when it is whole, by a Writer; `restore` is the two pointers,
+and what it computes is part of the engine's ordinary steps, beside other requests.
 
 Source: Cake ("Compute or Load KV Cache? Why Not Both?", Jin et al., ICML '25), section 4, appendices A and B.
 
@@ -52,7 +52,7 @@ baseline, paged = importlib.import_module("01_baseline"), importlib.import_modul
 offload, bubble_free = importlib.import_module("03_cpu_offload"), importlib.import_module("05_bubble_free")
 CHUNK = 512                        # tokens, at most by default (appendix A)
 PIECES, PIECE = 8, 5e-3            # a chunk is read in so many pieces, to see how fast it comes, unless they took less (seconds)
-PATIENCE = 5.0                     # seconds without a byte after which who only loads computes
+PATIENCE = 5.0                     # seconds without a byte after which nobody waits for storage any more
 MODES = ("both", "compute", "load")
 
 # 1. Data structures ----------------------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ class Chunk:
     blocks: list[int] = field(default_factory=list)            # of the device, that it fills
     at: int = 0                    # rows that are computed, or will be by the end of this step
     side: str | None = None
-    absent: bool = False           # storage has nothing right
+    absent: bool = False           # it cannot be loaded: storage has nothing right, or the link has lost it
     began: float | None = None     # when the loader began, seconds of time.perf_counter()
     bytes: int = 0                 # read so far
     buffer: int | None = None      # where it waits in host memory
@@ -88,13 +88,15 @@ class Restoration:
     start: int                     # the first token
     end: int                       # one after the last
     mode: str                      # of MODES
+    share: float                   # of each step's token budget
     began: float
+    moved: float                   # when its last byte came, or the loader turned to it; seconds of time.perf_counter()
     chunks: list[Chunk] = field(default_factory=list)
     to_load: list[Chunk] = field(default_factory=list)          # the next one last
     asked: float = 0.0             # since when the device could have been reading the next one
     mark: object = None            # of the clock: what was queued to compute before may read these blocks
     steps: list[tuple[int, int, float, float]] = field(default_factory=list)    # first token, tokens, began, ended
-    given_up: bool = False         # storage hangs, and who only loads computes
+    given_up: bool = False         # storage hangs, and nobody waits for it
     over: bool = False             # nothing more is loaded
 
     @property
@@ -120,6 +122,7 @@ class Leaving:
     index: int
     blocks: list[int]
     timeline: object
+    mark: object                   # of the clock: what was queued to compute before has written these blocks
     buffer: int | None = None
     transfer: Transfer | None = None
     written: bool | None = None    # None: not yet; False: it could not be
@@ -156,7 +159,10 @@ class Bandwidth:
         """-> when so many bytes have been read, which were asked for at this time. The next ones follow behind them."""
         with self.lock:
             at = max(asked, self.free, self.began)
-            slot = int((at - self.began) / self.seconds)
+            slot, all_speeds = int((at - self.began) / self.seconds), sum(self.mbps) * 1e6 / 8 * self.seconds      # bytes
+            if len(self.mbps) > 1 and size > all_speeds:        # once through all of them, or several times
+                times, size = divmod(size, all_speeds)
+                at, slot = at + times * len(self.mbps) * self.seconds, slot + int(times) * len(self.mbps)
             while True:
                 rate, end = self.mbps[slot % len(self.mbps)] * 1e6 / 8, self.began + (slot + 1) * self.seconds
                 if len(self.mbps) == 1 or size <= rate * (end - at):
@@ -244,7 +250,7 @@ class Loader:
         self.retired: list[Reader] = []                         # that have not come back
         self.sent: deque[Chunk] = deque()                       # whose buffers are free when they have arrived
         self.pace: float | None = None                          # seconds that the last chunk took
-        self.moved, self.moves = 0.0, 0                         # when a byte came last; how often something was over
+        self.moves = 0                                          # how often something was over
         self.closed, self.errors = False, 0
         self.speeds: deque[float] = deque(maxlen=9)             # bytes/s of the last chunks
 
@@ -256,12 +262,13 @@ class Loader:
                 reader.retired = True                           # it may hang: another takes its place
                 self.readers.remove(reader)
                 self.retired.append(reader)
-            while len(self.readers) < len(self.files.directories) and len(self.retired) < self.MOST_RETIRED:
-                self.readers.append(Reader())
-                threading.Thread(target=self.work, args=(self.readers[-1],), daemon=True).start()
+            most = min(self.MOST_RETIRED, len(self.buffers.memory) - len(self.files.directories))       # each has a buffer
+            while len(self.readers) < len(self.files.directories) and len(self.retired) < most:
+                reader = Reader()
+                threading.Thread(target=self.work, args=(reader,), daemon=True).start()         # waits for this lock
+                self.readers.append(reader)
             if self.bandwidth and not self.line:
                 self.bandwidth.restart()
-            self.moved = time.perf_counter()
             self.line.append(restoration)
             self.changed.notify_all()
 
@@ -269,9 +276,21 @@ class Loader:
         """Nothing more of it is loaded; what is on its way to the device arrives."""
         with self.changed:
             restoration.over, restoration.to_load = True, []
-            if restoration in self.line:
-                self.line.remove(restoration)
+            self.next_in_line()
             self.changed.notify_all()
+
+    def next_in_line(self):
+        """Who has nothing left to load leaves the line. For who holds the lock."""
+        at_it = [reader.chunk.restoration for reader in self.readers if reader.chunk]
+        first, self.line = self.line[:1], [other for other in self.line if other.to_load or other in at_it and not other.over]
+        if self.line and self.line[:1] != first:
+            self.line[0].moved = time.perf_counter()
+
+    def stalled(self, restoration: Restoration) -> bool:
+        """Whether there is no use in waiting for what it still lacks. For who holds the lock."""
+        if not self.readers or restoration not in self.line:
+            return True
+        return self.line[0] is restoration and time.perf_counter() - restoration.moved > PATIENCE
 
     def wait(self, seen: int, seconds: float = 5e-3):
         """Until something is over that was not when `moves` was `seen`, or for so long."""
@@ -329,8 +348,7 @@ class Loader:
                     chunk.buffer, chunk.began, reader.chunk = buffer, time.perf_counter(), chunk
                     return True
                 else:
-                    self.line = [other for other in self.line if other.to_load or any(
-                        reader.chunk and reader.chunk.restoration is other for reader in self.readers)]
+                    self.next_in_line()
                     self.changed.wait(5e-3 if chunk else None)
             return False
 
@@ -384,7 +402,7 @@ class Loader:
                 if arrivals:
                     self.changed.wait_for(lambda: not self.wanted(chunk), max(0.0, arrivals.popleft() - time.perf_counter()))
                 chunk.bytes += size
-                self.moved = time.perf_counter()
+                chunk.restoration.moved = time.perf_counter()
                 return self.wanted(chunk)
         if not self.files.read_one(stored, 0, packed.numpy(), progress, pieces):
             return False
@@ -407,28 +425,60 @@ class Loader:
 
 
 class Writer:
-    """Writes chunks to their files in the background, when they have arrived in their buffers."""
+    """Copies chunks out of the device's blocks as soon as there are buffers for them, and writes them to their files."""
 
-    def __init__(self, files: ChunkFiles, bits: int, buffers: Buffers):
-        self.files, self.bits, self.buffers = files, bits, buffers
-        self.jobs, self.threads = queue.SimpleQueue(), []
+    def __init__(self, files: ChunkFiles, bits: int, buffers: Buffers, link: Link, pool: paged.BlockPool):
+        self.files, self.bits, self.buffers, self.link = files, bits, buffers, link
+        self.slots, self.block_size = pool.kv.flatten(2, 3), pool.block_size                    # [L, 2, slots, KVH, hd]
+        self.jobs, self.threads, self.lock = queue.SimpleQueue(), [], threading.Lock()
+        self.waiting: deque[Leaving] = deque()                  # for a buffer
 
-    def put(self, job):
-        """A Leaving, or a function to call."""
+    def put(self, leaving: Leaving):
+        with self.lock:
+            self.waiting.append(leaving)
+        self.send()
+
+    def take_back(self, leaving: Leaving) -> bool:
+        """Whether it was still waiting, and now is not."""
+        with self.lock:
+            if leaving in self.waiting:
+                self.waiting.remove(leaving)
+                return True
+        return False
+
+    def send(self):
+        """The first hop of those that wait, as far as there are buffers: from the device's blocks to host memory."""
+        with self.lock:
+            while self.waiting and (buffer := self.buffers.take()) is not None:
+                leaving = self.waiting.popleft()
+                kv, into, out_of = self.buffers.memory[buffer], [], []          # [L, 2, tokens, KVH, hd]
+                for slot, row, count in rows_of(leaving.blocks, self.block_size):
+                    into.append(kv[:, :, row:row + count])                      # [L, 2, count, KVH, hd]
+                    out_of.append(self.slots[:, :, slot:slot + count])
+                leaving.buffer = buffer
+                try:
+                    self.start()
+                    leaving.transfer = self.link.copy(into, out_of, f"chunk {leaving.index}", leaving.mark)
+                except Exception:                                               # the link does not take it
+                    self.buffers.free.append(buffer)
+                    leaving.written = False
+                else:
+                    self.jobs.put(partial(self.write, leaving))
+
+    def start(self):
+        """The threads, when the first chunk comes."""
         while len(self.threads) < len(self.files.directories):
-            self.threads.append(threading.Thread(target=self.work, daemon=True))
-            self.threads[-1].start()
-        self.jobs.put(job)
+            thread = threading.Thread(target=self.work, daemon=True)
+            thread.start()
+            self.threads.append(thread)
 
     def work(self):
         while (job := self.jobs.get()) is not None:
-            if isinstance(job, Leaving):
-                self.write(job)
-            else:
-                job()
+            job()
             del job                                             # and what it held
 
     def write(self, leaving: Leaving):
+        """The second hop: to its file."""
         written = False
         try:
             leaving.transfer.join()
@@ -440,6 +490,7 @@ class Writer:
             pass
         self.buffers.free.append(leaving.buffer)
         leaving.written = written
+        self.send()
 
     def close(self):
         for _ in self.threads:
@@ -512,7 +563,6 @@ class Engine(offload.MeasuringEngine):
         dtype_of_files, width = (torch.uint8, width) if self.kv_bits == 8 else (dtype, width // dtype.itemsize)
         self.files = ChunkFiles(directories or (Path(self.folder.name),), (1, self.chunk, width), dtype_of_files, disk_limit,
                                 content=content)
-        self.in_files: set[bytes] = set()                                       # keys that were read or written there
         # 3. The link, and the memory on the way
         bytes_per_second = bytes_per_second or links.bandwidth(model)
         self.load_link, self.save_link = (Link(lane, self.clock, bytes_per_second) for lane in ("load", "save"))
@@ -525,16 +575,15 @@ class Engine(offload.MeasuringEngine):
         reading = Buffers(config, min(2 * least, cpu_chunks - 1), self.chunk, dtype, device)
         writing = Buffers(config, cpu_chunks - len(reading.free), self.chunk, dtype, device)
         self.loader = Loader(self.files, self.kv_bits, reading, self.load_link, self.pool, bandwidth)
-        self.writer = Writer(self.files, self.kv_bits, writing)
+        self.writer = Writer(self.files, self.kv_bits, writing, self.save_link, self.pool)
         weakref.finalize(self, self.loader.close)
         weakref.finalize(self, self.writer.close)
         # 4. What is under way
         self.restorations: list[Restoration] = []
-        self.to_save: deque[Leaving] = deque()                                  # that wait for a buffer
-        self.leaving: list[Leaving] = []
-        self.saving: set[paged.Prefix] = set()                                  # of both
+        self.leaving: dict[paged.Prefix, Leaving] = {}                          # oldest first
         self.counts.update(restorations=0, chunks_computed=0, chunks_loaded=0, chunks_missed=0, loaded_tokens=0, chunks_saved=0,
                            chunks_dropped=0, transfer_errors=0, storage_stalls=0)
+        self.load_link.speed()                                                  # measured once; then a running median
 
     def step(self) -> bool:
         """Chapter 02's, around what has arrived meanwhile."""
@@ -564,6 +613,8 @@ class Engine(offload.MeasuringEngine):
 
         # 2. In every step the next tokens from the front are computed, until the rest is there
         try:
+            if restoration and restoration.mode != "compute":
+                self.loader.begin(restoration)
             while request.computed < end:
                 request.tokens_now = self.advance(request, restoration)
                 if request.computed < end:
@@ -577,16 +628,18 @@ class Engine(offload.MeasuringEngine):
                 self.loader.drop(restoration)
 
         # 4. What was found
-        loaded = self.count(restoration) if restoration else 0
+        loaded, on_device = self.count(restoration) if restoration else (0, 0)
         if request.source is None:
-            request.restored, request.cached_tokens = restoration, start + loaded
-            request.source = ("mixed" if start else "storage") if loaded else "gpu_hit" if start else "miss"
+            on_device += start
+            request.restored, request.cached_tokens = restoration, on_device + loaded
+            request.source = ("mixed" if on_device else "storage") if loaded else "gpu_hit" if on_device else "miss"
 
     def set_out(self, request: Request, start: int, end: int) -> Restoration:
-        """The loader begins at the end; buffers were allocated before. What is on the device behind a gap need not be brought."""
+        """The chunks, and a reference to each of their blocks. What is on the device behind a gap need not be brought."""
         pool, size, mode = self.pool, self.chunk, request.mode or self.mode
         now, blocks = time.perf_counter(), size // pool.block_size
-        restoration = Restoration(start // size, start, end, mode, now, asked=now, mark=self.clock.mark())
+        restoration = Restoration(start // size, start, end, mode, self.share(request), began=now, moved=now, asked=now,
+                                  mark=self.clock.mark())
         for index in range(start // size, end // size):
             numbers = range(index * blocks, (index + 1) * blocks)
             chunk = Chunk(restoration, index, self.chunk_prefix(request, index), [
@@ -606,16 +659,16 @@ class Engine(offload.MeasuringEngine):
         self.counts["restorations"] += 1
         if mode != "compute":
             restoration.to_load = list(restoration.chunks)
-            self.loader.begin(restoration)
         return restoration
 
     def brought_by_another(self, request: Request) -> bool:
-        """Whether another request's restoration is about to bring this one's next chunk."""
+        """Whether another request's restoration is about to bring this one's next chunk, and is no slower about it."""
         index = request.saved * self.pool.block_size // self.chunk
         if (index + 1) * self.chunk >= len(request.tokens):
             return False
-        prefix = self.chunk_prefix(request, index)
-        return any(chunk.prefix is prefix for restoration in self.restorations for chunk in restoration.chunks)
+        prefix, mode, share = self.chunk_prefix(request, index), request.mode or self.mode, self.share(request)
+        return any(chunk.prefix is prefix for restoration in self.restorations for chunk in restoration.chunks
+                   if restoration.share >= share and restoration.mode in ("both", mode))
 
     def advance(self, request: Request, restoration: Restoration) -> int:
         """Move past what is there (B.2) -> how many tokens to compute in this step: none if the loader will be done first."""
@@ -628,30 +681,32 @@ class Engine(offload.MeasuringEngine):
                     chunk.side, chunk.absent = None, True                       # it was lost on the second hop
                     self.counts["transfer_errors"] += 1
                 if chunk.side not in ("load", "device"):
+                    behind = (other.transfer for other in restoration.chunks[:chunk.index - restoration.first] if other.transfer)
+                    if not all(transfer.ready for transfer in behind) and self.others_compute(request):
+                        return 0                                                # what it attends to must be there
                     return 0 if self.waits(request, chunk) else self.take(request, chunk)
                 if at < chunk.at and chunk.side == "load":                      # it arrived while these were to be computed
                     return min(chunk.at - at, self.most(request))
-                if chunk.side == "load":
-                    self.in_files.add(chunk.prefix.key)
                 request.computed += size - at
         return 0
 
     def waits(self, request: Request, chunk: Chunk) -> bool:
-        """Whether the loader is expected to have brought this chunk, which is its last one, before it would be computed."""
+        """Whether the loader is expected to bring the engine's next chunk, for it the last one, before it would be computed."""
         restoration, loader, size = chunk.restoration, self.loader, self.chunk
         if chunk.side == "compute" or chunk.absent or restoration.mode == "compute" or restoration.given_up:
             return False
+        if loader.stalled(restoration):
+            restoration.given_up = True
+            self.counts["storage_stalls"] += 1
+            return False
         if restoration.mode == "load":
-            if not loader.readers or time.perf_counter() - loader.moved > PATIENCE:
-                restoration.given_up = True
-                self.counts["storage_stalls"] += 1
-            return not restoration.given_up
+            return True
         rest, pace = loader.estimate(restoration)
         before = sum(other.index >= chunk.index for other in restoration.to_load if other.side is None)
         hop = loader.link.seconds(loader.link.backlog() + self.pool.kv[:, :, 0].nbytes * size // self.pool.block_size)
         start = chunk.index * size + max(chunk.at, request.computed % size)
         compute = self.seconds_per_token(request, start) * ((chunk.index + 1) * size - start)
-        return rest + (before and before * pace) + hop <= compute
+        return rest + (before and before * pace) + hop <= compute < math.inf
 
     def take(self, request: Request, chunk: Chunk) -> int:
         """The engine takes this chunk, and while the loader is far away those after it -> how many tokens to compute in this
@@ -661,8 +716,6 @@ class Engine(offload.MeasuringEngine):
         for number, each in enumerate(restoration.chunks[chunk.index - restoration.first:]):
             if number and (each.side is not None or each.buffer is not None or not each.absent and number >= ahead):
                 break
-            if each.absent:                                                     # it will be saved again
-                self.in_files.discard(each.prefix.key)
             if size - at > most - count:
                 each.at = max(each.at, at + most - count)
                 return most
@@ -684,8 +737,10 @@ class Engine(offload.MeasuringEngine):
 
     def most(self, request: Request) -> int:
         """Tokens of the request's prefill that a step may compute."""
-        share = self.gpu_share if request.gpu_share is None else request.gpu_share
-        return max(1, int(share * self.token_budget))
+        return max(1, int(self.share(request) * self.token_budget))
+
+    def share(self, request: Request) -> float:
+        return self.gpu_share if request.gpu_share is None else request.gpu_share
 
     def seconds_per_token(self, request: Request, start: int) -> float:
         """As fast as the request's last step was, in which others may have had their share; before it, as prefill was, with what
@@ -701,10 +756,6 @@ class Engine(offload.MeasuringEngine):
         if request.restoration:
             return request.tokens_now
         return request.pending if request.pending == 1 else min(request.pending, self.most(request))
-
-    def others_compute(self, request: Request) -> bool:
-        """Whether anybody needs a step: others that run and are not being restored, that wait, or that hung up."""
-        return bool(self.waiting or self.cancelled) or any(self.turn(other) for other in self.running if other is not request)
 
     def compute(self, work):
         """Chapter 02's, for those whose chunks have arrived."""
@@ -755,62 +806,53 @@ class Engine(offload.MeasuringEngine):
         blocks = self.chunk // self.pool.block_size
         for index in range(request.kept, request.computed // self.chunk if request.save else 0):
             request.kept, prefix = index + 1, self.chunk_prefix(request, index)
-            if prefix.key not in self.in_files and prefix not in self.saving:
-                leaving = Leaving(prefix, index, request.table[index * blocks:(index + 1) * blocks], request.timeline)
+            if prefix.key not in self.files.known and prefix not in self.leaving:
+                leaving = Leaving(prefix, index, request.table[index * blocks:(index + 1) * blocks], request.timeline,
+                                  self.clock.mark())
                 for block in leaving.blocks:
                     self.pool.share(block)
-                self.saving.add(prefix)
-                self.to_save.append(leaving)
-        self.send_out()
+                self.leaving[prefix] = leaving
+                self.writer.put(leaving)
 
-    def send_out(self):
-        """The first hop of those that wait, as far as there are buffers: from the device's blocks to host memory."""
-        slots = self.pool.kv.flatten(2, 3)                                      # [L, 2, slots, KVH, hd]
-        while self.to_save and (buffer := self.writer.buffers.take()) is not None:
-            leaving = self.to_save.popleft()
-            kv, into, out_of = self.writer.buffers.memory[buffer], [], []       # [L, 2, tokens, KVH, hd]
-            for slot, row, count in rows_of(leaving.blocks, self.pool.block_size):
-                into.append(kv[:, :, row:row + count])                          # [L, 2, count, KVH, hd]
-                out_of.append(slots[:, :, slot:slot + count])
-            try:
-                leaving.transfer = self.save_link.copy(into, out_of, f"chunk {leaving.index}")
-            except Exception:                                                   # the link does not take it
-                self.writer.buffers.free.append(buffer)
-                self.counts["transfer_errors"] += 1
-                self.forget(leaving)
-                continue
-            leaving.buffer = buffer
-            self.leaving.append(leaving)
-            self.writer.put(leaving)
+    def forget_one(self) -> bool:
+        """The oldest chunk that waits for room in host memory, and would leave a block free, is not saved -> whether there was
+        one. It will be when somebody computes it again."""
+        for leaving in self.leaving.values():
+            if self.held_alone(leaving) and self.writer.take_back(leaving):
+                self.pool.release(leaving.blocks)
+                del self.leaving[leaving.prefix]
+                self.counts["chunks_dropped"] += 1
+                return True
+        return False
 
-    def forget(self, leaving: Leaving):
-        """It is not saved; it will be when somebody computes it again."""
-        self.pool.release(leaving.blocks)
-        leaving.blocks = []
-        self.saving.discard(leaving.prefix)
-        self.counts["chunks_dropped"] += 1
+    def held_alone(self, leaving: Leaving) -> int:
+        """Blocks that nobody else holds."""
+        return sum(self.pool.references[block] == 1 for block in leaving.blocks)
 
     def find_room(self, request: Request, hits: list[int], empty: int) -> bool:
-        """Chapter 02's; who wants to come in is worth more than a chunk that waits for room in host memory."""
-        while not super().find_room(request, hits, empty):
-            if not self.to_save:
-                return False
-            self.forget(self.to_save.pop())
-        return True
+        """Chapter 02's; who wants to come in is worth more than chunks that wait for room in host memory."""
+        if super().find_room(request, hits, empty):
+            return True
+        waiting = sum(self.held_alone(leaving) for leaving in self.leaving.values() if leaving.transfer is None)
+        if super().find_room(request, hits, empty - waiting):
+            while self.forget_one() and not super().find_room(request, hits, empty):
+                pass
+        return super().find_room(request, hits, empty)
 
     def make_room(self, request: Request):
         """Chapter 02's; and so is who runs. Before somebody is preempted, blocks that are being copied out are waited for."""
-        while self.lacks_slot(request) and not self.pool.available and self.to_save:
-            self.forget(self.to_save.pop())
+        while self.lacks_slot(request) and not self.pool.available and self.forget_one():
+            pass
         if self.lacks_slot(request) and not self.pool.available:
-            for leaving in self.leaving:
-                leaving.transfer.join()
+            for leaving in self.leaving.values():
+                if leaving.transfer:
+                    leaving.transfer.join()
             self.settle()
         super().make_room(request)
 
     def finish(self, request: Request, outcome, counted: str):
         if request.outcome is None and (count := request.computed // self.chunk):
-            self.writer.put(partial(self.files.touch, self.chunk_prefix(request, count - 1), count - 1))
+            self.writer.jobs.put(partial(self.files.touch, self.chunk_prefix(request, count - 1), count - 1))
         super().finish(request, outcome, counted)
 
     # What is on its way
@@ -830,27 +872,25 @@ class Engine(offload.MeasuringEngine):
             if restoration.over and all(chunk.settled for chunk in restoration.chunks if chunk.transfer):
                 self.restorations.remove(restoration)
                 self.pool.release(restoration.blocks)
-        for leaving in list(self.leaving):
-            if leaving.blocks and leaving.transfer.ready:
+        for leaving in list(self.leaving.values()):
+            if leaving.blocks and (leaving.transfer.ready if leaving.transfer else leaving.written is False):
                 self.pool.release(leaving.blocks)
                 leaving.blocks = []
-                leaving.timeline.add("save", leaving.transfer.label, *leaving.transfer.span())
+                if leaving.transfer:
+                    leaving.timeline.add("save", leaving.transfer.label, *leaving.transfer.span())
             if leaving.written is not None and not leaving.blocks:
-                self.leaving.remove(leaving)
-                self.saving.discard(leaving.prefix)
-                if leaving.written:
-                    self.in_files.add(leaving.prefix.key)
+                del self.leaving[leaving.prefix]
                 self.counts.update(chunks_saved=leaving.written, chunks_dropped=not leaving.written)
-        self.send_out()
 
     def flush(self, seconds: float = math.inf):
-        """Wait until nothing is on its way, or for so long."""
+        """Wait until nothing is on its way, or for so long; the engine's thread goes on."""
         end = time.perf_counter() + seconds
-        with self.stepping:
-            self.settle()
-            while (self.leaving or self.to_save or self.restorations) and time.perf_counter() < end:
-                time.sleep(5e-4)
+        while True:
+            with self.stepping:
                 self.settle()
+                if not (self.leaving or self.restorations) or time.perf_counter() > end:
+                    return
+            time.sleep(5e-4)
 
     def close(self):
         super().close()
@@ -862,13 +902,16 @@ class Engine(offload.MeasuringEngine):
 
     # What came of it
 
-    def count(self, restoration: Restoration) -> int:
-        """-> tokens that were loaded."""
-        sides = [chunk.side for chunk in restoration.chunks]
+    def count(self, restoration: Restoration) -> tuple[int, int]:
+        """-> tokens that were loaded, and that were on the device behind a gap."""
+        sides, absent = [chunk.side for chunk in restoration.chunks], sum(chunk.absent for chunk in restoration.chunks)
         loaded = sum(self.chunk - chunk.at for chunk in restoration.chunks if chunk.side == "load")
         self.counts.update(chunks_computed=sides.count("compute"), chunks_loaded=sides.count("load"), loaded_tokens=loaded,
-                           chunks_missed=sum(chunk.absent for chunk in restoration.chunks))
-        return loaded
+                           chunks_missed=absent)
+        if absent:                                                              # those before may be gone too
+            self.files.known.difference_update(chunk.prefix.key for chunk in restoration.chunks if chunk.side == "compute"
+                                               and not chunk.absent)
+        return loaded, sides.count("device") * self.chunk
 
     def result(self, request: Request) -> Result:
         return Result(**vars(super().result(request)), restoration=self.report(request), storage=self.storage,
@@ -895,15 +938,15 @@ class Engine(offload.MeasuringEngine):
         sides = [chunk.side for chunk in restoration.chunks]
         return dict(
             mode=restoration.mode, tokens=restoration.end - restoration.start, chunks=len(sides), computed=sides.count("compute"),
-            loaded=len(loaded), absent=sum(chunk.absent for chunk in restoration.chunks),
+            loaded=len(loaded), on_device=sides.count("device"), absent=sum(chunk.absent for chunk in restoration.chunks),
             meeting=min((chunk.index * self.chunk + chunk.at for chunk in loaded), default=restoration.end),
             bytes=len(loaded) * self.loader.chunk_bytes, start_ms=round(start * 1e3, 3), ms=round((end - start) * 1e3, 3),
             **{f"{lane}_bubble": round(timeline.bubble(lane, start, end), 3) for lane in ("storage", "compute")})
 
     def counters(self) -> dict:
         loader, writer = self.loader, self.writer
-        return dict(super().counters(), **self.files.counts, file_bytes=self.files.bytes, read_errors=loader.errors,
-                    readers=len(loader.readers), readers_that_hang=len(loader.retired), chunks_leaving=len(self.saving),
+        return dict(super().counters(), **self.files.counts, file_bytes=self.files.bytes, load_errors=loader.errors,
+                    readers=len(loader.readers), readers_that_hang=len(loader.retired), chunks_leaving=len(self.leaving),
                     read_buffers=len(loader.buffers.memory), read_buffers_free=len(loader.buffers.free),
                     write_buffers=len(writer.buffers.memory), write_buffers_free=len(writer.buffers.free),
                     link=str(self.load_link), storage=self.storage)
@@ -911,7 +954,7 @@ class Engine(offload.MeasuringEngine):
     def check_integrity(self):
         """Blocks and buffers agree with the tables and with what is on its way. Raises AssertionError."""
         self.pool.check_integrity([request.table for request in self.running] + [
-            holder.blocks for holder in (*self.restorations, *self.to_save, *self.leaving)])
+            holder.blocks for holder in (*self.restorations, *self.leaving.values())])
         with self.loader.changed:
             readers = [reader.chunk for reader in (*self.loader.readers, *self.loader.retired) if reader.chunk]
             held = sorted(chunk.buffer for chunk in {*readers, *self.loader.sent} if chunk.buffer is not None)

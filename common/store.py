@@ -56,6 +56,7 @@ class ChunkFiles:
         self.counts, self.lock = Counter(file_reads=0, file_read_bytes=0, file_writes=0, file_write_bytes=0, file_evictions=0,
                                          file_errors=0), threading.Lock()
         self.verify = True                                      # compare checksums
+        self.known: set[bytes] = set()                          # keys of chunks that were there when they were last looked for
         self.speeds: deque[float] = deque(maxlen=9)             # bytes/s of the last layers that were read
         for directory in self.directories:
             try:
@@ -103,12 +104,15 @@ class ChunkFiles:
                 self.count(file_errors=1)
                 continue
             if found == expected and size == len(expected) + self.shape[0] * (4 + self.part_bytes):
+                self.known.add(prefix.key)
                 return StoredChunk(path, len(expected))
             self.reject(path)
+        self.known.discard(prefix.key)
         return None
 
     def reject(self, path: Path):
         """What lies there is not what it should be. It goes, so that the right one can take its place."""
+        self.known.discard(bytes.fromhex(path.stem))
         self.count(file_errors=1)
         with suppress(OSError):
             path.unlink(missing_ok=True)
@@ -144,6 +148,7 @@ class ChunkFiles:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
             raise
+        self.known.add(prefix.key)
         self.count(file_writes=1, file_write_bytes=size)
 
     def make_room(self, size: int):
@@ -158,6 +163,7 @@ class ChunkFiles:
                 break
             try:
                 path.unlink(missing_ok=True)
+                self.known.discard(bytes.fromhex(path.stem))
                 self.bytes -= freed
                 self.counts["file_evictions"] += 1
             except OSError:
