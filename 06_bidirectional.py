@@ -35,6 +35,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -201,11 +202,11 @@ def pack(kv, bits: int):
 
 def unpack(packed, into):
     """Bytes of 8-bit K and V -> `into` [L, 2, tokens, KVH, hd]."""
-    rows, count = into.flatten(0, -2), rows_at_once(into)                       # [N, hd]
+    rows, count, most = into.flatten(0, -2), rows_at_once(into), torch.finfo(into.dtype).max           # [N, hd]
     numbers = packed[:rows.numel()].view(torch.int8).view_as(rows)
     scales = packed[rows.numel():].view(torch.float16)[:, None]                 # [N, 1]
     for piece, number, scale in zip(rows.split(count), numbers.split(count), scales.split(count)):
-        piece.copy_(number.float() * scale.float())
+        piece.copy_((number.float() * scale.float()).clamp(-most, most))
 
 
 def rows_at_once(kv) -> int:
@@ -258,12 +259,13 @@ class Loader:
 
     def begin(self, restoration: Restoration):
         with self.changed:
-            for reader in [reader for reader in self.readers if reader.chunk and reader.chunk.restoration.over]:
+            most = min(self.MOST_RETIRED, len(self.buffers.memory) - len(self.files.directories))       # each has a buffer
+            late = [reader for reader in self.readers if reader.chunk and reader.chunk.restoration.over]
+            for reader in late[:max(0, most - len(self.retired))]:
                 reader.retired = True                           # it may hang: another takes its place
                 self.readers.remove(reader)
                 self.retired.append(reader)
-            most = min(self.MOST_RETIRED, len(self.buffers.memory) - len(self.files.directories))       # each has a buffer
-            while len(self.readers) < len(self.files.directories) and len(self.retired) < most:
+            while len(self.readers) < len(self.files.directories):
                 reader = Reader()
                 threading.Thread(target=self.work, args=(reader,), daemon=True).start()         # waits for this lock
                 self.readers.append(reader)
@@ -288,7 +290,8 @@ class Loader:
 
     def stalled(self, restoration: Restoration) -> bool:
         """Whether there is no use in waiting for what it still lacks. For who holds the lock."""
-        if not self.readers or restoration not in self.line:
+        able = [reader for reader in self.readers if not (reader.chunk and reader.chunk.restoration.over)]
+        if not able or restoration not in self.line:
             return True
         return self.line[0] is restoration and time.perf_counter() - restoration.moved > PATIENCE
 
@@ -432,6 +435,7 @@ class Writer:
         self.slots, self.block_size = pool.kv.flatten(2, 3), pool.block_size                    # [L, 2, slots, KVH, hd]
         self.jobs, self.threads, self.lock = queue.SimpleQueue(), [], threading.Lock()
         self.waiting: deque[Leaving] = deque()                  # for a buffer
+        self.stopped = False                                    # nothing more is written
 
     def put(self, leaving: Leaving):
         with self.lock:
@@ -482,7 +486,7 @@ class Writer:
         written = False
         try:
             leaving.transfer.join()
-            if leaving.transfer.error is None:
+            if leaving.transfer.error is None and not self.stopped:
                 payload = pack(self.buffers.memory[leaving.buffer], self.bits)
                 self.files.write(leaving.prefix, leaving.index, payload.reshape(self.files.shape))
                 written = True
@@ -495,6 +499,13 @@ class Writer:
     def close(self):
         for _ in self.threads:
             self.jobs.put(None)
+
+    def stop(self):
+        """Write nothing more; what is being written is waited for, unless it takes long."""
+        self.stopped = True
+        self.close()
+        for thread in self.threads:
+            thread.join(2.0)
 
 
 # 4. The engine ---------------------------------------------------------------------------------------------------
@@ -555,18 +566,11 @@ class Engine(offload.MeasuringEngine):
         if self.chunk % block_size:
             raise checkpoint.ModelError(f"A chunk of {self.chunk} tokens is not whole blocks of {block_size}; choose --chunk "
                                         f"{max(1, self.chunk // block_size) * block_size}.")
-        # 2. Where chunks are kept
-        self.folder = None if directories else tempfile.TemporaryDirectory(prefix="kv-chunks-", ignore_cleanup_errors=True)
-        width = bytes_per_token(config, self.kv_bits)
-        content = f"K and V, {self.kv_bits} bit" + (", a float16 scale for each head and token" if self.kv_bits == 8 else "")
-        self.chunk_prefixes = paged.Prefixes(f"{model.digest.hex()} {dtype} {self.chunk} {content}")
-        dtype_of_files, width = (torch.uint8, width) if self.kv_bits == 8 else (dtype, width // dtype.itemsize)
-        self.files = ChunkFiles(directories or (Path(self.folder.name),), (1, self.chunk, width), dtype_of_files, disk_limit,
-                                content=content)
-        # 3. The link, and the memory on the way
+        # 2. The link, and the memory on the way
         bytes_per_second = bytes_per_second or links.bandwidth(model)
         self.load_link, self.save_link = (Link(lane, self.clock, bytes_per_second) for lane in ("load", "save"))
-        least, size = 2 * len(self.files.directories) + 2, self.pool.kv[:, :, 0].nbytes * self.chunk // block_size
+        self.load_link.speed()                                                  # measured once; then a running median
+        least, size = 2 * max(1, len(directories)) + 2, self.pool.kv[:, :, 0].nbytes * self.chunk // block_size
         cpu_chunks = offload.host_pool_size(self.pool, cpu_chunks, 2 * least + self.context // self.chunk, size,
                                             f"chunks of {self.chunk} tokens", "--cpu-chunks")
         if cpu_chunks <= least:
@@ -574,6 +578,14 @@ class Engine(offload.MeasuringEngine):
                                         f"least {least + 1} are needed; choose a smaller --chunk, or a larger --cpu-chunks.")
         reading = Buffers(config, min(2 * least, cpu_chunks - 1), self.chunk, dtype, device)
         writing = Buffers(config, cpu_chunks - len(reading.free), self.chunk, dtype, device)
+        # 3. Where chunks are kept
+        self.folder = None if directories else tempfile.TemporaryDirectory(prefix="kv-chunks-", ignore_cleanup_errors=True)
+        width = bytes_per_token(config, self.kv_bits)
+        content = f"K and V, {self.kv_bits} bit" + (", a float16 scale for each head and token" if self.kv_bits == 8 else "")
+        self.chunk_prefixes = paged.Prefixes(f"{model.digest.hex()} {dtype} {self.chunk} {content}")
+        dtype_of_files, width = (torch.uint8, width) if self.kv_bits == 8 else (dtype, width // dtype.itemsize)
+        self.files = ChunkFiles(directories or (Path(self.folder.name),), (1, self.chunk, width), dtype_of_files, disk_limit,
+                                content=content)
         self.loader = Loader(self.files, self.kv_bits, reading, self.load_link, self.pool, bandwidth)
         self.writer = Writer(self.files, self.kv_bits, writing, self.save_link, self.pool)
         weakref.finalize(self, self.loader.close)
@@ -583,7 +595,6 @@ class Engine(offload.MeasuringEngine):
         self.leaving: dict[paged.Prefix, Leaving] = {}                          # oldest first
         self.counts.update(restorations=0, chunks_computed=0, chunks_loaded=0, chunks_missed=0, loaded_tokens=0, chunks_saved=0,
                            chunks_dropped=0, transfer_errors=0, storage_stalls=0)
-        self.load_link.speed()                                                  # measured once; then a running median
 
     def step(self) -> bool:
         """Chapter 02's, around what has arrived meanwhile."""
@@ -880,6 +891,7 @@ class Engine(offload.MeasuringEngine):
                     leaving.timeline.add("save", leaving.transfer.label, *leaving.transfer.span())
             if leaving.written is not None and not leaving.blocks:
                 del self.leaving[leaving.prefix]
+                self.counts["transfer_errors"] += leaving.transfer is None or leaving.transfer.error is not None
                 self.counts.update(chunks_saved=leaving.written, chunks_dropped=not leaving.written)
 
     def flush(self, seconds: float = math.inf):
@@ -897,6 +909,7 @@ class Engine(offload.MeasuringEngine):
         self.flush(10.0)                                                        # what was computed reaches its file
 
     def release(self):
+        self.writer.stop()
         if self.folder:
             self.folder.cleanup()
 
@@ -1064,32 +1077,35 @@ def demo(engine: Engine, arguments):
     model, tokenizer, end_tokens, new = engine.model, engine.tokenizer, engine.end_tokens, max(2, min(arguments.max_tokens, 16))
     messages = long_conversation(engine, new)
     tokens, _ = engine.encode(None, messages)
-    history, share = len(tokens) // engine.chunk * engine.chunk, arguments.gpu_share
+    history, share, size = (len(tokens) - 1) // engine.chunk * engine.chunk, arguments.gpu_share, engine.pool.block_size
     if history < engine.chunk:
         raise BadRequest(f"The demo's document is {len(tokens)} tokens, less than a chunk; choose a smaller --chunk.")
     asked = dict(messages=messages, max_tokens=new)
     right = baseline.Engine(model, tokenizer, end_tokens).generate(**asked)
-    with tempfile.TemporaryDirectory(prefix="demo-", dir=arguments.disk[0] if arguments.disk else None) as folder, \
-            tqdm(total=0, bar_format="{desc}", leave=False, disable=None) as bar:
+    with ExitStack() as stack:
+        where = arguments.disk[0] if arguments.disk else None
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="demo-", dir=where))
+        bar = stack.enter_context(tqdm(total=0, bar_format="{desc}", leave=False, disable=None))
         blocks = arguments.gpu_blocks or 2 * engine.pool.needed(engine.context)
         exact, small = (
-            Engine(model, tokenizer, end_tokens, blocks, engine.pool.block_size, engine.token_budget, directories=(Path(folder),),
+            Engine(model, tokenizer, end_tokens, blocks, size, engine.token_budget, directories=(Path(folder),),
                    chunk=engine.chunk, cpu_chunks=arguments.cpu_chunks, kv_bits=bits,
                    bytes_per_second=engine.load_link.bytes_per_second) for bits in (engine.kv_bits, 8))
         for way in (exact, small):
+            stack.callback(way.release)
             for memory in (way.pool.kv, way.loader.buffers.memory, way.writer.buffers.memory):
                 memory.zero_()                                                  # touched before anything is measured
             ask(way, **asked)
+        saved = kv_of(exact, tokens)
         engines = {name: small if "8 bit" in name else exact for name in WAYS}
 
         # 2. How fast is computing? What is lost in 8 bit?
         alone = [ask(exact, share, mode="compute", save=False, **asked) for _ in range(3)]
-        computed = kv_of(exact, tokens)
         seconds = statistics.median(seconds_computed(exact, request.restored)[-1] for request in alone)
         ask(small, mode="load", save=False, **asked)
-        error, largest = (kv_of(small, tokens) - computed).abs().max().item(), computed.abs().max().item()
+        error, largest = (kv_of(small, tokens) - saved)[:, :, :history // size].abs().max().item(), saved.abs().max().item()
         ask(exact, mode="load", save=False, **asked)
-        same = torch.equal(kv_of(exact, tokens), computed)
+        same = torch.equal(kv_of(exact, tokens)[:, :, :history // size], saved[:, :, :history // size])
         equal = history // exact.chunk * exact.loader.chunk_bytes * 8 / 1e6 / seconds          # Mbit/s
 
         # 3. Every way over every device, in turn
@@ -1114,10 +1130,10 @@ def demo(engine: Engine, arguments):
     # 4. What came of it
     agree = [(right.tokens, request.outcome.tokens) for ways in taken.values() for request in ways["both, 8 bit"]]
     agreeing, total = sum(a == b for pair in agree for a, b in zip(*pair)), sum(max(map(len, pair)) for pair in agree)
-    chunks, size = history // exact.chunk, exact.loader.chunk_bytes
-    print(f"{chunks} chunks of {exact.chunk} tokens in storage, and then: {messages[-1]['content']} - {right.text}\n"
-          f"  {exact.kv_bits} bit: {size / 1e6:.2f} MB a chunk; K and V that were loaded are "
-          f"{'bit-equal to' if same else 'not bit-equal to'} those computed\n"
+    print(f"{history // exact.chunk} chunks of {exact.chunk} tokens in storage, and then: {messages[-1]['content']} - "
+          f"{right.text}\n"
+          f"  {exact.kv_bits} bit: {exact.loader.chunk_bytes / 1e6:.2f} MB a chunk; K and V that were loaded are "
+          f"{'bit-equal to' if same else 'not bit-equal to'} those saved\n"
           f"   8 bit: {small.loader.chunk_bytes / 1e6:.2f} MB a chunk; {agreeing} of {total} tokens equal chapter 01's, largest "
           f"error of K and V {error:.2g} (the largest of them is {largest:.2g})"
           + (f"\n{1 - share:.0%} of every step's tokens go to other requests" if share < 1 else ""))
@@ -1161,9 +1177,9 @@ def show(setting: str, bandwidth: Bandwidth, taken: dict[str, list[Request]], ex
 
 def trace(string: str) -> Bandwidth:
     """An argparse type: megabits a second, several with colons between them, and after @ the seconds that each holds."""
-    speeds, _, seconds = string.partition("@")
+    speeds, at, seconds = string.partition("@")
     number = app.bounded(float, 1e-3, 1e9)
-    return Bandwidth(tuple(map(number, speeds.split(":"))), app.bounded(float, 1e-3, 1e6)(seconds) if seconds else 0.1)
+    return Bandwidth(tuple(map(number, speeds.split(":"))), app.bounded(float, 1e-3, 1e6)(seconds) if at else 0.1)
 
 
 def add_arguments(parser):

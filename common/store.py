@@ -246,6 +246,7 @@ class ChunkFiles:
             self.reject(chunk.path)
             return False
         except Exception:                                       # it is gone, or the directory is; too many files are open; ...
+            self.known.discard(bytes.fromhex(chunk.path.stem))
             self.count(file_errors=1)
             return False
         self.count(file_reads=pieces if in_order else tokens, file_read_bytes=into.nbytes)

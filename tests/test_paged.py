@@ -761,6 +761,80 @@ def test_others_decode_while_one_is_restored(make, right):
     assert answered(engine, other, slow) == [right(ids(1, 5), 20), right(SLOW)]
 
 
+def test_blocks_that_others_registered_meanwhile_take_the_place_of_empty_ones(make):
+    """And what the request held instead is free again, and found by nobody."""
+    engine, prompt = make(Slow), [7, *ids(5, 29)]
+    request, = engine.submit(prompt, max_tokens=4)
+    engine.step()
+    assert request.restoration and request.saved == 0 and len(request.table) == 8
+    pool, empty = engine.pool, list(request.table)
+    registered = pool.allocate(3)
+    for number, block in enumerate(registered):
+        pool.register(block, engine.prefix(request, number))
+    pool.release(registered)
+    available = pool.available
+    engine.adopt(request)
+    assert request.table == registered + empty[3:] and request.saved == 3
+    assert [pool.references[block] for block in (*registered, *empty[:3])] == [1] * 3 + [0] * 3
+    assert pool.available == available, "as many were taken as were given back"
+    check(engine)
+    engine.adopt(request)
+    assert request.table == registered + empty[3:], "nothing more to adopt"
+    engine.replace(request, 5, registered[0])
+    assert request.table[5] == registered[0] and pool.references[registered[0]] == 2 and pool.references[empty[5]] == 0
+    engine.cancel(request)
+    steps(engine)
+    assert pool.available == pool.size
+
+
+def test_the_last_token_is_never_adopted(make):
+    engine, prompt = make(Slow), [7, *ids(6, 7)]
+    request, = engine.submit(prompt, max_tokens=4)
+    engine.step()
+    blocks = engine.pool.allocate(2)
+    for number, block in enumerate(blocks):
+        engine.pool.register(block, engine.prefix(request, number))
+    engine.pool.release(blocks)
+    engine.adopt(request)
+    assert request.saved == 1 and request.table[0] == blocks[0] and request.table[1] != blocks[1]
+    engine.cancel(request)
+    steps(engine)
+
+
+class Sparing(paged.Engine):
+    """Every prefill computes at most seven tokens in a step."""
+
+    def turn(self, request):
+        return min(7, super().turn(request))
+
+
+@pytest.mark.parametrize("budget", [512, 10, 7, 3])
+def test_a_request_computes_no_more_than_its_turn(make, right, monkeypatch, budget):
+    engine, counts = make(Sparing, token_budget=budget), []
+    compute = engine.compute
+
+    def watched(work):
+        counts.append([count for _, count in work])
+        compute(work)
+    monkeypatch.setattr(engine, "compute", watched)
+    prompts = [ids(7, 30), ids(8, 11)]
+    requests = [engine.submit(prompt, max_tokens=8)[0] for prompt in prompts]
+    assert answered(engine, *requests) == [right(prompt) for prompt in prompts]
+    assert max(count for step in counts for count in step) == min(7, budget)
+    assert all(sum(step) <= budget for step in counts) and sum(map(sum, counts)) == sum(
+        len(prompt) + len(request.outcome.tokens) - 1 for prompt, request in zip(prompts, requests))
+
+
+def test_while_it_is_restored_a_request_has_no_turn(make):
+    engine = make(Slow)
+    request, = engine.submit([7, *ids(9, 19)], max_tokens=4)
+    engine.step()
+    assert request.restoration and engine.turn(request) == 0 and request.pending == 20
+    request.restoration = None
+    assert engine.turn(request) == 20
+    steps(engine)
+
+
 @pytest.mark.parametrize("waited", [1, 3, 6])
 def test_who_hangs_up_while_being_restored_frees_its_blocks(make, right, waited):
     engine = make(Slow)

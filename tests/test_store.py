@@ -137,12 +137,12 @@ def contents(seed, shape=SHAPE, dtype=torch.float32):
 
 @pytest.fixture
 def keep(tmp_path):
-    """keep("a", "b", shape=..., dtype=..., limit=..., layout=...) -> ChunkFiles in these directories; its threads end with
-    the test."""
+    """keep("a", "b", shape=..., dtype=..., limit=..., layout=..., content=...) -> ChunkFiles in these directories; its threads
+    end with the test."""
     kept = []
 
-    def files(*names, shape=SHAPE, dtype=torch.float32, limit=WIDE, layout="chunked"):
-        kept.append(ChunkFiles([tmp_path / name for name in names or ("a",)], shape, dtype, limit, layout))
+    def files(*names, shape=SHAPE, dtype=torch.float32, limit=WIDE, layout="chunked", **options):
+        kept.append(ChunkFiles([tmp_path / name for name in names or ("a",)], shape, dtype, limit, layout, **options))
         return kept[-1]
     yield files
     for one in kept:
@@ -291,6 +291,195 @@ def test_a_part_of_a_chunk_is_one_read_or_one_for_each_token(keep, monkeypatch, 
         assert read(files, chunks, part)[0] == 3
         assert len(calls) == files.counts["file_reads"] == 3 * reads * (part + 1)
         assert sum(calls) == files.counts["file_read_bytes"] == 3 * bytes_of_part * (part + 1)
+
+
+PART = SHAPE[1] * SHAPE[2]          # numbers of a part
+
+
+def one_part(files, chunk, part: int, *progress):
+    """`read_one` of it -> whether it is right, and what was read."""
+    into = numpy.zeros(SHAPE[1:], "<i4")
+    return files.read_one(chunk, part, into, *progress), into
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 3, 7, 8, 127, PART])
+@pytest.mark.parametrize("part", range(SHAPE[0]))
+def test_a_part_is_read_in_as_many_pieces_as_are_asked_for(keep, part, pieces):
+    files, sizes = keep(), []
+    prefixes, states = written(files, 2)
+
+    def progress(size):
+        sizes.append(size)
+        return True
+    right, into = one_part(files, files.find(prefixes[1], 1), part, progress, pieces)
+    assert right and (into == states[1][part]).all()
+    assert len(sizes) == files.counts["file_reads"] == pieces and sum(sizes) == files.counts["file_read_bytes"] == 4 * PART
+    assert max(sizes) - min(sizes) <= 4, "they are equal, as far as that goes"
+    assert files.counts["file_errors"] == 0
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 7, 8])
+def test_what_has_come_is_in_its_place_when_progress_is_told(keep, pieces):
+    files, came = keep(), 0
+    prefixes, states = written(files, 1)
+    into, expected = numpy.zeros(SHAPE[1:], "<i4"), states[0][1].reshape(-1)
+
+    def progress(size):
+        nonlocal came
+        came += size // 4
+        assert (into.reshape(-1)[:came] == expected[:came]).all() and not into.reshape(-1)[came:].any()
+        return True
+    assert files.read_one(files.find(prefixes[0], 0), 1, into, progress, pieces) and came == PART
+
+
+@pytest.mark.parametrize("pieces,stop", [(pieces, stop) for pieces in (1, 2, 8) for stop in range(pieces)])
+def test_who_stops_a_read_gets_no_chunk_and_its_file_stays(keep, tmp_path, pieces, stop):
+    files, told = keep(), []
+    prefixes, states = written(files, 2)
+
+    def progress(size):
+        told.append(size)
+        return len(told) <= stop
+    chunk = files.find(prefixes[1], 1)
+    right, into = one_part(files, chunk, 2, progress, pieces)
+    read = sum(told) // 4
+    assert right is False and len(told) == stop + 1
+    assert (into.reshape(-1)[:read] == states[1][2].reshape(-1)[:read]).all() and not into.reshape(-1)[read:].any()
+    assert chunk.path.is_file() and files.counts["file_errors"] == files.counts["file_reads"] == 0
+    assert holds(files, prefixes, states)
+
+
+def test_a_read_that_is_stopped_or_fails_leaves_no_file_open(keep):
+    files = keep()
+    prefixes, _ = written(files, 2)
+    chunks = found(files, prefixes)
+    os.truncate(chunks[1].path, 5000)
+    before = len(os.listdir("/proc/self/fd"))
+    for chunk in chunks * 3:
+        assert one_part(files, chunk, 2, lambda size: False, 4)[0] is False
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("pieces", [1, 3, 8])
+@pytest.mark.parametrize("bad", [0, PART // 2, PART - 1])
+def test_however_many_pieces_a_damaged_part_is_refused_and_goes(keep, pieces, bad):
+    files = keep()
+    prefixes, states = written(files, 1)
+    chunk = files.find(prefixes[0], 0)
+    with open(chunk.path, "r+b") as file:
+        at = chunk.header_bytes + 4 * SHAPE[0] + 4 * (PART + bad)
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+    assert one_part(files, chunk, 0, lambda size: True, pieces)[0], "the part before is whole"
+    assert not one_part(files, chunk, 1, lambda size: True, pieces)[0]
+    assert not chunk.path.exists() and files.counts["file_errors"] == 1
+
+
+@pytest.mark.parametrize("cut", [1, 4 * PART, 4 * PART + 1, 8 * PART])
+def test_a_part_that_ends_in_one_of_its_pieces_is_refused_and_goes(keep, cut):
+    files, told = keep(), []
+    prefixes, _ = written(files, 1)
+    chunk = files.find(prefixes[0], 0)
+    os.truncate(chunk.path, chunk.path.stat().st_size - cut)
+
+    def progress(size):
+        told.append(size)
+        return True
+    assert not one_part(files, chunk, 2, progress, 4)[0] and len(told) < 4
+    assert not chunk.path.exists() and files.counts["file_errors"] == 1
+
+
+def test_rows_of_a_token_major_file_tell_progress_too(keep):
+    files, told = keep(layout="token-major"), []
+    prefixes, states = written(files, 1)
+
+    def progress(size):
+        told.append(size)
+        return len(told) < 5
+    right, into = one_part(files, files.find(prefixes[0], 0), 1, progress)
+    assert not right and told == [4 * SHAPE[2]] * 5 and (into[:5] == states[0][1][:5]).all() and holds(files, prefixes, states)
+
+
+def test_stores_of_other_contents_do_not_find_each_others_chunks(keep, tmp_path):
+    """The same prefix, shape and dtype; only what the numbers are differs. Whoever looks in vain takes the place."""
+    exact, packed, plain = (keep(name, **options) for name, options in (
+        ("a", dict(content="K and V, 32 bit")), ("b", dict(content="K and V, 8 bit")), ("c", {})))
+    prefixes, states = written(exact, 3)
+    for other in (packed, plain):
+        for number, prefix in enumerate(prefixes):
+            shutil.copy(exact.paths(prefix, number)[0], other.paths(prefix, number)[0])
+        assert found(other, prefixes) == [None] * 3 and other.counts["file_errors"] == 3
+        other.write(prefixes[0], 0, states[1])
+        assert holds(other, prefixes[:1], states[1:2])
+    assert holds(exact, prefixes, states)
+    for files, content in ((exact, "K and V, 32 bit"), (packed, "K and V, 8 bit"), (plain, "hidden states")):
+        header = files.paths(prefixes[0], 0)[0].read_bytes().splitlines()[0]
+        assert json.loads(header)["content"] == files.content == content
+
+
+def in_place(kind: str, path: Path):
+    """Something else lies where the file was."""
+    path.unlink()
+    if kind == "directory":
+        path.mkdir()
+    elif kind == "link to a pipe":
+        os.mkfifo(path.with_suffix(".pipe"))
+        path.symlink_to(path.with_suffix(".pipe"))
+    else:
+        os.mkfifo(path)
+
+
+ELSE = ["directory", "pipe", "link to a pipe"]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="makes pipes")
+@pytest.mark.parametrize("kind", ELSE)
+def test_what_is_no_file_is_a_miss_and_nobody_waits_for_it(keep, kind):
+    """To open a pipe is to wait until somebody writes to it."""
+    files = keep("a", "b")
+    prefixes, states = written(files, 3)
+    in_place(kind, files.paths(prefixes[1], 1)[0])
+    for _ in range(2):
+        chunks, = in_threads(lambda: found(files, prefixes))
+        assert [chunk is not None for chunk in chunks] == [True, False, True]
+    assert files.counts["file_errors"] >= 1
+    if kind != "directory":                                     # which goes, and the right one takes its place
+        files.write(prefixes[1], 1, states[1])
+        assert holds(files, prefixes, states)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="makes pipes")
+@pytest.mark.parametrize("pieces", [1, 8])
+@pytest.mark.parametrize("kind", ELSE)
+def test_what_is_no_file_any_more_when_it_is_read_is_a_miss_and_nobody_waits_for_it(keep, kind, pieces):
+    files, told = keep("a"), []
+    prefixes, _ = written(files, 2)
+    chunk = files.find(prefixes[1], 1)
+    in_place(kind, chunk.path)
+    (right, _), = in_threads(lambda: one_part(files, chunk, 0, told.append, pieces))
+    assert right is False and told == [] and files.counts["file_errors"] == 1
+    whole, = in_threads(lambda: read(files, [files.find(prefixes[0], 0), chunk], 0)[0])
+    assert whole == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="makes pipes")
+def test_a_pipe_that_somebody_writes_to_is_no_chunk_either(keep):
+    files = keep("a")
+    prefixes, _ = written(files, 1)
+    path = files.paths(prefixes[0], 0)[0]
+    content, chunk = path.read_bytes(), files.find(prefixes[0], 0)
+    path.unlink()
+    os.mkfifo(path)
+    pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+    try:
+        os.write(pipe, content[:4096])
+        (right, _), = in_threads(lambda: one_part(files, chunk, 0))
+        missed, = in_threads(lambda: files.find(prefixes[0], 0))
+    finally:
+        os.close(pipe)
+    assert right is False and missed is None
 
 
 def test_directories_are_read_in_parallel(keep, monkeypatch):

@@ -104,6 +104,14 @@ def test_a_chart_has_a_line_for_each_lane_and_a_column_for_each_share_of_the_tim
         "         0  8000 ms"]
 
 
+@pytest.mark.parametrize("bubbles", [False, True])
+def test_a_chunk_is_the_last_digit_of_its_number(bubbles):
+    timeline = drawn(("storage", "chunk 12", 0, 2), ("storage", "chunk 11", 2, 4), ("load", "chunk 12", 2, 3),
+                     ("load", "chunk 0", 3, 4), ("compute", "chunks 34", 0, 4))
+    compute, load, storage, _ = (line.split("|") for line in timeline.chart(8, bubbles=bubbles).splitlines()[:3] + ["|"])
+    assert (compute[1], load[1], storage[1]) == ("cccccccc", "....2200", "22221111")
+
+
 def test_the_lanes_of_a_chart_have_their_order_and_width():
     timeline = drawn(*((lane, lane, 0, 1) for lane in reversed(LANES)))
     lines = timeline.chart().splitlines()
