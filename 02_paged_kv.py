@@ -439,8 +439,8 @@ class Engine(baseline.Frontend):
         return hits
 
     def adopt(self, request: Request):
-        """Blocks that hold what follows in the request's tokens, and were registered since it came in, take the place of empty
-        ones."""
+        """For chapters that bring blocks: those that hold what follows in the request's tokens, and were registered since it came
+        in, take the place of empty ones."""
         hits = self.match(request)
         for index in range(request.saved, len(hits)):
             self.replace(request, index, hits[index])

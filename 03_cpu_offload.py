@@ -256,7 +256,7 @@ class Engine(MeasuringEngine):
 
         # 4. While others compute it waits outside, where it delays nobody; alone, it begins and waits layer by layer
         while not all(swap.ready for swap in request.swap_ins):
-            if self.waiting or any(other is not request and not other.restoration for other in self.running):
+            if self.others_compute(request):
                 yield
             elif self.overlap:
                 return

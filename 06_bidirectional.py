@@ -4,14 +4,18 @@ The problem. A disk or a network holds far more saved K and V than host memory, 
 may take longer than computing the history again. Which of the two is faster changes with the device, the length, and what
 else the processor does; and whoever picks one of them leaves the other idle.
 
-The mechanism. Two pointers. The engine prefills the prompt's chunks from the first one on; at the same time a loader fetches
-saved chunks from the last one backwards, into host memory and from there over the link into the request's blocks. After every
-step the engine looks whether its next chunk is there; where the two meet, the history is whole. It is the late chunks
-that should be loaded: a token costs more to compute the later it stands, since it attends to all before it, and to load it
-costs the same. Nothing is profiled and nothing is set: a faster device or a busier processor moves the meeting point. A chunk
-that is half loaded when the engine reaches it goes to whoever will be done first, as far as this request has shown.
+The mechanism. Two pointers over chunks: runs of so many tokens, whole KV blocks, named by all tokens up to their end. The
+engine prefills the prompt's chunks from the first one on; at the same time a loader fetches saved chunks from the last one
+backwards, in two hops: from storage into host memory, and while the next is read, over the link into the request's blocks. K
+and V can be put in place before those that their tokens attended to. After every step the engine looks whether its next chunk
+is there; where the two meet, the history is whole. It is the late chunks that should be loaded: a token costs more to compute
+the later it stands, since it attends to all before it, and to load it costs the same.
 
-The prompt's new tokens are prefilled afterwards, as always. Only loading and only computing are special cases.
+Nothing is profiled beforehand and no ratio is set: a faster device or a busier processor moves the meeting point. Only who gets
+the last chunk, half loaded when the engine reaches it, and how many chunks one step takes depend on how fast both sides have
+just been. What storage lacks or does not deliver is computed. In 8 bit fewer bytes travel, and the meeting point moves
+towards the front, at the price of exactness. The prompt's new tokens are prefilled afterwards, as always. Only loading and
+only computing are special cases. Requests are loaded one after the other; others go on in the same steps.
 
 New against chapter 03: a storage tier below the host (the files of chapter 04, with K and V in them), the Loader and its two
 hops, storage to host and host to device; Bandwidth, a slower device, modelled; K and V in 8 bit. The engine is chapter 02's, with
@@ -35,7 +39,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -46,14 +50,14 @@ from tqdm import tqdm
 from common import app, checkpoint
 from common import link as links
 from common.app import BadRequest
-from common.link import Link, Transfer, TransferError, as_integers
+from common.link import Link, Transfer, as_integers
 from common.store import ChunkFiles
 
 baseline, paged = importlib.import_module("01_baseline"), importlib.import_module("02_paged_kv")
 offload, bubble_free = importlib.import_module("03_cpu_offload"), importlib.import_module("05_bubble_free")
 CHUNK = 512                        # tokens, at most by default (appendix A)
-PIECES, PIECE = 8, 5e-3            # a chunk is read in so many pieces, to see how fast it comes, unless they took less (seconds)
-PATIENCE = 5.0                     # seconds without a byte after which nobody waits for storage any more
+PIECES, PIECE = 8, 5e-3            # a chunk is read in 8 pieces, so that its pace is known early; in fewer, if one took < 5 ms
+PATIENCE = 5.0                     # seconds without a piece after which nobody waits for storage any more
 MODES = ("both", "compute", "load")
 
 # 1. Data structures ----------------------------------------------------------------------------------------------
@@ -62,9 +66,11 @@ MODES = ("both", "compute", "load")
 class Chunk:
     """A chunk of a request's prompt that is to be restored, and who brings it.
 
-    `side` is open (None) until one of the two has it for certain. The engine takes it ("compute") at the beginning of the
-    step that will complete it; the loader ("load") when it was read, and is sent on to the device; "device" if another
-    request has left it there. Until then both may be at work on it: rows before `at` are computed, the others are loaded."""
+    Its life: `side` is None while both may be at work on it, and then set once: to "compute" at the beginning of a step that is
+    to complete it, or to "load" when it has been read and is sent on to the device. ("device", from the beginning: another
+    request has left it there.) Only a copy that fails sets it back, with `absent`; then the engine takes it. `at` only grows
+    until there is a side: rows before it are the engine's, computed or promised, and the loader sends the others. The buffer
+    is the loader's until the transfer is ready. Loader.changed guards all of that."""
     restoration: "Restoration" = field(repr=False)
     index: int                     # in its chain
     prefix: paged.Prefix
@@ -83,8 +89,8 @@ class Chunk:
 
 @dataclass(eq=False)
 class Restoration:
-    """One request's chunks between the two pointers. It holds a reference to each of their blocks, because the loader writes to
-    them whatever becomes of the request."""
+    """One request's chunks between the two pointers. It holds a reference to each of their blocks, whatever becomes of the
+    request, until it is over and all that was sent to them has arrived (`Engine.settle`)."""
     first: int                     # number of the first chunk in the chain
     start: int                     # the first token
     end: int                       # one after the last
@@ -118,7 +124,8 @@ class Restoration:
 
 @dataclass(eq=False)
 class Leaving:
-    """A chunk on its way from the device to its file. It holds a reference to each of its blocks until they are copied."""
+    """A chunk on its way from the device to its file. It holds a reference to each of its blocks until they are copied; its
+    buffer is the Writer's until the file is written."""
     prefix: paged.Prefix
     index: int
     blocks: list[int]
@@ -179,7 +186,7 @@ class Bandwidth:
 # 2. K and V as bytes ---------------------------------------------------------------------------------------------
 
 def bytes_per_token(config, bits: int) -> int:
-    """That K and V of all layers take: in 8 bit, one for each number, and a scale of two for each head."""
+    """That K and V of all layers take: in 8 bit a byte for each number, and a float16 scale for each head."""
     numbers = config.kv_numbers_per_token
     return numbers * bits // 8 + (2 * numbers // config.head_dim if bits == 8 else 0)
 
@@ -192,12 +199,13 @@ def quantize(kv):
 
 
 def pack(kv, bits: int):
-    """K and V [L, 2, tokens, KVH, hd] -> what a file holds of them, for NumPy."""
+    """K and V [L, 2, tokens, KVH, hd] -> what a file holds of them, for NumPy: the numbers in this order, as integers; in 8 bit
+    bytes, all numbers and then all scales."""
     if bits != 8:
         return as_integers(kv).reshape(-1)
     rows = kv.flatten(0, -2)                                                    # [N, hd]
-    parts = [quantize(piece) for piece in rows.split(rows_at_once(kv))]
-    return torch.cat([part.view(-1).view(torch.uint8) for kind in zip(*parts) for part in kind]).numpy()
+    numbers, scales = zip(*(quantize(piece) for piece in rows.split(rows_at_once(kv))))
+    return torch.cat([part.view(-1).view(torch.uint8) for part in numbers + scales]).numpy()
 
 
 def unpack(packed, into):
@@ -225,6 +233,13 @@ def rows_of(blocks: list[int], size: int, at: int = 0) -> list[tuple[int, int, i
     return found
 
 
+def both_sides(slots, kv, blocks: list[int], size: int, at: int = 0) -> tuple[list, list]:
+    """The rows of a chunk from row `at` on, in the device's slots [L, 2, slots, KVH, hd] and in its buffer `kv` [L, 2, tokens,
+    KVH, hd]: two lists of views [L, 2, count, KVH, hd]."""
+    rows = rows_of(blocks, size, at)
+    return [slots[:, :, slot:slot + count] for slot, _, count in rows], [kv[:, :, row:row + count] for _, row, count in rows]
+
+
 # 3. The loader and the writer: threads that do not know the engine, which ends them when it goes ------------------
 
 @dataclass(eq=False)
@@ -236,8 +251,9 @@ class Reader:
 
 class Loader:
     """Reads chunks in the background, each request's last one first, the requests in the order in which they came; and sends them
-    on to the device (B.1). There are as many threads as directories. One that does not come back is left behind, at most
-    MOST_RETIRED of them: it keeps its buffer, and nobody else."""
+    on to the device (B.1). There are as many threads as directories. One that is still at a finished request's chunk when
+    the next request comes is retired, for it may hang: another takes its place, it keeps its buffer, and ends when it
+    returns."""
     MOST_RETIRED = 8
 
     def __init__(self, files: ChunkFiles, bits: int, buffers: Buffers, link: Link, pool: paged.BlockPool,
@@ -245,13 +261,14 @@ class Loader:
         self.files, self.bits, self.buffers, self.link, self.bandwidth = files, bits, buffers, link, bandwidth
         self.slots, self.block_size = pool.kv.flatten(2, 3), pool.block_size                    # [L, 2, slots, KVH, hd]
         self.chunk_bytes = files.shape[0] * files.part_bytes
-        self.changed = threading.Condition()                    # holds all that follows, and `side`, `at` and `buffer` of chunks
-        self.line: list[Restoration] = []                       # the first is being loaded
+        # Guards all that follows, what Chunk says, and of a Restoration `to_load`, `asked`, `moved` and `over`
+        self.changed = threading.Condition()
+        self.line: list[Restoration] = []                       # oldest first; the first is waited for
         self.readers: list[Reader] = []
         self.retired: list[Reader] = []                         # that have not come back
         self.sent: deque[Chunk] = deque()                       # whose buffers are free when they have arrived
         self.pace: float | None = None                          # seconds that the last chunk took
-        self.moves = 0                                          # how often something was over
+        self.reads = 0                                          # that are over, well or not
         self.closed, self.errors = False, 0
         self.speeds: deque[float] = deque(maxlen=9)             # bytes/s of the last chunks
 
@@ -283,8 +300,8 @@ class Loader:
 
     def next_in_line(self):
         """Who has nothing left to load leaves the line. For who holds the lock."""
-        at_it = [reader.chunk.restoration for reader in self.readers if reader.chunk]
-        first, self.line = self.line[:1], [other for other in self.line if other.to_load or other in at_it and not other.over]
+        first, being_read = self.line[:1], [reader.chunk.restoration for reader in self.readers if reader.chunk]
+        self.line = [other for other in self.line if not other.over and (other.to_load or other in being_read)]
         if self.line and self.line[:1] != first:
             self.line[0].moved = time.perf_counter()
 
@@ -296,9 +313,9 @@ class Loader:
         return self.line[0] is restoration and time.perf_counter() - restoration.moved > PATIENCE
 
     def wait(self, seen: int, seconds: float = 5e-3):
-        """Until something is over that was not when `moves` was `seen`, or for so long."""
+        """Until something is over that was not when `reads` was `seen`, or for so long."""
         with self.changed:
-            self.changed.wait_for(lambda: self.moves != seen, seconds)
+            self.changed.wait_for(lambda: self.reads != seen, seconds)
 
     def estimate(self, restoration: Restoration) -> tuple[float, float]:
         """-> seconds until what is being read has been read, and those for each chunk after it; infinite if nobody knows. For who
@@ -312,7 +329,7 @@ class Loader:
             if share:                                           # as fast as it has come so far
                 rests.append(elapsed * (1 - share) / share)
                 pace = elapsed / share
-            else:                                               # at least as long again as it has taken already
+            else:                                               # what the last one took, and no less than it has taken already
                 rests.append(max(elapsed, math.inf if pace is None else pace - elapsed))
         return max(rests), math.inf if pace is None else pace / len(self.readers)
 
@@ -329,10 +346,13 @@ class Loader:
 
     def work(self, reader: Reader):
         while self.take(reader):
-            self.load(reader.chunk)
+            try:
+                self.load(reader.chunk)
+            except Exception:                                   # whatever it is, the chunk is computed
+                self.fail(reader.chunk, 1)
             with self.changed:
                 reader.chunk = None
-                self.moves += 1
+                self.reads += 1
                 self.changed.notify_all()
         with self.changed:
             if reader in self.retired:
@@ -357,56 +377,62 @@ class Loader:
 
     def load(self, chunk: Chunk):
         """Both hops of one chunk: read it, and send it on."""
-        whole, restoration = False, chunk.restoration
-        try:
-            if stored := self.files.find(chunk.prefix, chunk.index):
-                whole = self.read(chunk, stored)
-        except Exception:                                       # whatever it is, the chunk is computed
-            self.errors += 1
-        if whole:
+        # 1. The first hop
+        stored = self.files.find(chunk.prefix, chunk.index)
+        if stored is None or not self.read(chunk, stored):      # ChunkFiles counts what was wrong
+            return self.fail(chunk)
+        with self.changed:
             chunk.storage = chunk.began, time.perf_counter()
             self.pace = chunk.storage[1] - chunk.storage[0]
             self.speeds.append(self.chunk_bytes / self.pace)
+            before = [other.transfer for other in self.sent][:-1]
+        # 2. One travels and one waits: more could as well be computed, while they wait here
+        if before and not before[-1].ready:
+            before[-1].join()
             with self.changed:
-                before = [other.transfer for other in self.sent][:-1]
-            if before and not before[-1].ready:                 # one travels and one waits: more could as well be computed
-                before[-1].join()
-                restoration.asked = time.perf_counter()         # the device had to wait for us
+                chunk.restoration.asked = chunk.restoration.moved = time.perf_counter()         # the device had to wait for us
+        # 3. The second hop. A pinned copy is only queued under the lock; an unpinned one would hold up the engine
         with self.changed:
             self.reap()
-            chunk.absent = not whole and self.wanted(chunk)
-            if whole and self.wanted(chunk):
-                try:
-                    self.send(chunk)
-                    chunk.side = "load"
-                    self.sent.append(chunk)
-                except Exception:                               # the link does not take it
-                    self.errors += 1
-                    chunk.absent = True
-            if chunk.side != "load":
+            if self.wanted(chunk):
+                self.send(chunk)
+                chunk.side = "load"
+                self.sent.append(chunk)
+            else:
                 self.give_back(chunk)
 
+    def fail(self, chunk: Chunk, errors: int = 0):
+        with self.changed:
+            chunk.absent = self.wanted(chunk)
+            self.errors += errors
+            self.give_back(chunk)
+
     def wanted(self, chunk: Chunk) -> bool:
-        """Whether it is still open."""
+        """Whether it is still open. For who holds the lock."""
         return chunk.side is None and not chunk.restoration.over
 
     def read(self, chunk: Chunk, stored) -> bool:
         """The first hop: a file into the chunk's buffer -> whether it is what was written. It ends early when the chunk is no
         longer wanted."""
-        kv = self.buffers.memory[chunk.buffer]                                  # [L, 2, tokens, KVH, hd]
+        kv, restoration = self.buffers.memory[chunk.buffer], chunk.restoration                  # [L, 2, tokens, KVH, hd]
         packed = torch.empty(self.chunk_bytes, dtype=torch.uint8) if self.bits == 8 else kv.view(-1).view(torch.uint8)
-        arrivals, pieces = deque(), PIECES if self.pace is None else min(PIECES, max(1, int(self.pace / PIECE)))
-        if self.bandwidth:
-            sizes = [len(piece) for piece in packed.tensor_split(pieces)]
-            arrivals.extend(self.bandwidth.arrival(size, chunk.restoration.asked) for size in sizes)
+        pieces = PIECES if self.pace is None else min(PIECES, max(1, int(self.pace / PIECE)))
+        sizes = deque(len(piece) for piece in packed.tensor_split(pieces))
+
+        def due() -> float:
+            """When the next piece will have arrived."""
+            return self.bandwidth.arrival(sizes.popleft(), restoration.asked) if self.bandwidth and sizes else 0.0
+        arrival = due()
 
         def progress(size: int) -> bool:
+            nonlocal arrival
             with self.changed:
-                if arrivals:
-                    self.changed.wait_for(lambda: not self.wanted(chunk), max(0.0, arrivals.popleft() - time.perf_counter()))
+                self.changed.wait_for(lambda: not self.wanted(chunk), max(0.0, arrival - time.perf_counter()))
                 chunk.bytes += size
-                chunk.restoration.moved = time.perf_counter()
-                return self.wanted(chunk)
+                restoration.moved = time.perf_counter()
+                if wanted := self.wanted(chunk):
+                    arrival = due()
+                return wanted
         if not self.files.read_one(stored, 0, packed.numpy(), progress, pieces):
             return False
         if self.bits == 8:
@@ -415,10 +441,7 @@ class Loader:
 
     def send(self, chunk: Chunk):
         """The second hop: from host memory into the request's blocks, all layers in one transfer. For who holds the lock."""
-        kv, into, out_of = self.buffers.memory[chunk.buffer], [], []            # [L, 2, tokens, KVH, hd]
-        for slot, row, count in rows_of(chunk.blocks, self.block_size, chunk.at):
-            into.append(self.slots[:, :, slot:slot + count])                    # [L, 2, count, KVH, hd]
-            out_of.append(kv[:, :, row:row + count])
+        into, out_of = both_sides(self.slots, self.buffers.memory[chunk.buffer], chunk.blocks, self.block_size, chunk.at)
         chunk.transfer = self.link.copy(into, out_of, f"chunk {chunk.index}", chunk.restoration.mark)
 
     def close(self):
@@ -455,11 +478,8 @@ class Writer:
         with self.lock:
             while self.waiting and (buffer := self.buffers.take()) is not None:
                 leaving = self.waiting.popleft()
-                kv, into, out_of = self.buffers.memory[buffer], [], []          # [L, 2, tokens, KVH, hd]
-                for slot, row, count in rows_of(leaving.blocks, self.block_size):
-                    into.append(kv[:, :, row:row + count])                      # [L, 2, count, KVH, hd]
-                    out_of.append(self.slots[:, :, slot:slot + count])
                 leaving.buffer = buffer
+                out_of, into = both_sides(self.slots, self.buffers.memory[buffer], leaving.blocks, self.block_size)
                 try:
                     self.start()
                     leaving.transfer = self.link.copy(into, out_of, f"chunk {leaving.index}", leaving.mark)
@@ -469,8 +489,14 @@ class Writer:
                 else:
                     self.jobs.put(partial(self.write, leaving))
 
+    def later(self, job):
+        """Call it in one of the threads."""
+        with self.lock:
+            self.start()
+            self.jobs.put(job)
+
     def start(self):
-        """The threads, when the first chunk comes."""
+        """The threads, when there is something to do. For who holds the lock."""
         while len(self.threads) < len(self.files.directories):
             thread = threading.Thread(target=self.work, daemon=True)
             thread.start()
@@ -492,8 +518,9 @@ class Writer:
                 written = True
         except Exception:                                       # a full disk, a directory that is gone; it is counted
             pass
-        self.buffers.free.append(leaving.buffer)
-        leaving.written = written
+        with self.lock:
+            self.buffers.free.append(leaving.buffer)
+            leaving.written = written
         self.send()
 
     def close(self):
@@ -516,9 +543,9 @@ class Request(paged.Request):
     mode: str | None = None                                     # of MODES; None: the engine's
     gpu_share: float | None = None                              # of each step's token budget that its prefill may take; or None
     chunk_prefixes: list[paged.Prefix] = field(default_factory=list)            # the root, then of chunks, as far as looked up
-    active: Restoration | None = None                           # until all of it has arrived
+    in_flight: Restoration | None = None                        # until all of it has arrived
     restored: Restoration | None = None                         # what its Result reports
-    tokens_now: int = 0                                         # to compute in this step, while it is being restored
+    scheduled: int = 0                                          # tokens to compute in this step, while it is being restored
     kept: int = 0                                               # chunks that were looked at by `save`
 
     def inherit(self, other: "Request"):
@@ -559,10 +586,10 @@ class Engine(offload.MeasuringEngine):
         self.mode, self.gpu_share = mode, gpu_share
         # 1. What a chunk is. A context has 32, unless they would be very long
         self.chunk = chunk or max(1, min(CHUNK, self.context // 32) // block_size) * block_size
-        own_bits = 8 * dtype.itemsize
-        self.kv_bits = kv_bits or own_bits
-        if self.kv_bits not in (8, own_bits):
-            raise checkpoint.ModelError(f"K and V of this model have {own_bits} bit; choose --kv-bits {own_bits} or 8.")
+        model_bits = 8 * dtype.itemsize
+        self.kv_bits = kv_bits or model_bits
+        if self.kv_bits not in (8, model_bits):
+            raise checkpoint.ModelError(f"K and V of this model have {model_bits} bit; choose --kv-bits {model_bits} or 8.")
         if self.chunk % block_size:
             raise checkpoint.ModelError(f"A chunk of {self.chunk} tokens is not whole blocks of {block_size}; choose --chunk "
                                         f"{max(1, self.chunk // block_size) * block_size}.")
@@ -570,6 +597,7 @@ class Engine(offload.MeasuringEngine):
         bytes_per_second = bytes_per_second or links.bandwidth(model)
         self.load_link, self.save_link = (Link(lane, self.clock, bytes_per_second) for lane in ("load", "save"))
         self.load_link.speed()                                                  # measured once; then a running median
+        # Of each directory a chunk is read and another has been; two are on the link
         least, size = 2 * max(1, len(directories)) + 2, self.pool.kv[:, :, 0].nbytes * self.chunk // block_size
         cpu_chunks = offload.host_pool_size(self.pool, cpu_chunks, 2 * least + self.context // self.chunk, size,
                                             f"chunks of {self.chunk} tokens", "--cpu-chunks")
@@ -584,22 +612,24 @@ class Engine(offload.MeasuringEngine):
         content = f"K and V, {self.kv_bits} bit" + (", a float16 scale for each head and token" if self.kv_bits == 8 else "")
         self.chunk_prefixes = paged.Prefixes(f"{model.digest.hex()} {dtype} {self.chunk} {content}")
         dtype_of_files, width = (torch.uint8, width) if self.kv_bits == 8 else (dtype, width // dtype.itemsize)
+        # One part, whose size is that of [tokens, width]; in it the numbers lie as `pack` says
         self.files = ChunkFiles(directories or (Path(self.folder.name),), (1, self.chunk, width), dtype_of_files, disk_limit,
                                 content=content)
         self.loader = Loader(self.files, self.kv_bits, reading, self.load_link, self.pool, bandwidth)
         self.writer = Writer(self.files, self.kv_bits, writing, self.save_link, self.pool)
         weakref.finalize(self, self.loader.close)
         weakref.finalize(self, self.writer.close)
-        # 4. What is under way
+        # 4. What is under way; the engine's thread alone, which holds `stepping`, touches it, and the pool
         self.restorations: list[Restoration] = []
         self.leaving: dict[paged.Prefix, Leaving] = {}                          # oldest first
+        self.awaited: list[Transfer] = []                                       # that this step's forward pass reads
         self.counts.update(restorations=0, chunks_computed=0, chunks_loaded=0, chunks_missed=0, loaded_tokens=0, chunks_saved=0,
                            chunks_dropped=0, transfer_errors=0, storage_stalls=0)
 
     def step(self) -> bool:
         """Chapter 02's, around what has arrived meanwhile."""
         with self.stepping:
-            seen = self.loader.moves
+            seen = self.loader.reads
             self.settle()
             steps, more = self.counts["steps"], super().step()
             if more and self.counts["steps"] == steps:                          # all wait for what is on its way
@@ -615,7 +645,7 @@ class Engine(offload.MeasuringEngine):
         """Chapter 02's verb: fill the blocks of all whole chunks of the request's prompt, from both ends."""
         # 1. What another request is restoring is waited for, and then found on the device
         while self.brought_by_another(request):
-            request.tokens_now = 0
+            request.scheduled = 0
             yield
             self.adopt(request)
         start = request.computed = request.saved * self.pool.block_size
@@ -627,12 +657,12 @@ class Engine(offload.MeasuringEngine):
             if restoration and restoration.mode != "compute":
                 self.loader.begin(restoration)
             while request.computed < end:
-                request.tokens_now = self.advance(request, restoration)
+                request.scheduled = self.advance(request, restoration)
                 if request.computed < end:
                     yield
             # 3. Where the two met, the last chunks may still be on the link; alone, the request waits in `compute`
             while restoration and not all(transfer.ready for transfer in restoration.transfers) and self.others_compute(request):
-                request.tokens_now = 0
+                request.scheduled = 0
                 yield
         finally:
             if restoration:
@@ -663,7 +693,7 @@ class Engine(offload.MeasuringEngine):
                     if request.table[number] != block:
                         self.replace(request, number, block)
             chunk.blocks = request.table[index * blocks:(index + 1) * blocks]
-        restoration.chunks[0].at, request.active = start % size, restoration
+        restoration.chunks[0].at, request.in_flight = start % size, restoration
         for block in restoration.blocks:
             pool.share(block)
         self.restorations.append(restoration)
@@ -692,12 +722,12 @@ class Engine(offload.MeasuringEngine):
                     chunk.side, chunk.absent = None, True                       # it was lost on the second hop
                     self.counts["transfer_errors"] += 1
                 if chunk.side not in ("load", "device"):
-                    behind = (other.transfer for other in restoration.chunks[:chunk.index - restoration.first] if other.transfer)
-                    if not all(transfer.ready for transfer in behind) and self.others_compute(request):
+                    earlier = [other for other in restoration.chunks if other.transfer and other.index < chunk.index]
+                    if not all(other.transfer.ready for other in earlier) and self.others_compute(request):
                         return 0                                                # what it attends to must be there
-                    return 0 if self.waits(request, chunk) else self.take(request, chunk)
-                if at < chunk.at and chunk.side == "load":                      # it arrived while these were to be computed
-                    return min(chunk.at - at, self.most(request))
+                    return 0 if self.waits(request, chunk) else self.claim(request, chunk)
+                if at < chunk.at and chunk.side == "load":                      # promised, but the step's budget ended before
+                    return min(chunk.at - at, self.prefill_limit(request))
                 request.computed += size - at
         return 0
 
@@ -713,19 +743,20 @@ class Engine(offload.MeasuringEngine):
         if restoration.mode == "load":
             return True
         rest, pace = loader.estimate(restoration)
-        before = sum(other.index >= chunk.index for other in restoration.to_load if other.side is None)
+        queued = sum(other.index >= chunk.index for other in restoration.to_load if other.side is None)
         hop = loader.link.seconds(loader.link.backlog() + self.pool.kv[:, :, 0].nbytes * size // self.pool.block_size)
         start = chunk.index * size + max(chunk.at, request.computed % size)
-        compute = self.seconds_per_token(request, start) * ((chunk.index + 1) * size - start)
-        return rest + (before and before * pace) + hop <= compute < math.inf
+        computing = self.seconds_per_token(request, start) * ((chunk.index + 1) * size - start)
+        return rest + (queued * pace if queued else 0.0) + hop <= computing < math.inf          # 0 * inf is nan
 
-    def take(self, request: Request, chunk: Chunk) -> int:
-        """The engine takes this chunk, and while the loader is far away those after it -> how many tokens to compute in this
+    def claim(self, request: Request, chunk: Chunk) -> int:
+        """This chunk is the engine's, and while the loader is far away those after it -> how many tokens to compute in this
         step. A chunk that the step will not complete stays open."""
-        restoration, size, most = chunk.restoration, self.chunk, self.most(request)
+        restoration, size, most = chunk.restoration, self.chunk, self.prefill_limit(request)
         at, count, ahead = request.computed % size, 0, self.ahead(request, restoration)
         for number, each in enumerate(restoration.chunks[chunk.index - restoration.first:]):
-            if number and (each.side is not None or each.buffer is not None or not each.absent and number >= ahead):
+            free = each.side is None and each.buffer is None and (each.absent or number < ahead)
+            if number and not free and each.side != "compute":                  # claimed, when a step's budget ended before
                 break
             if size - at > most - count:
                 each.at = max(each.at, at + most - count)
@@ -734,19 +765,20 @@ class Engine(offload.MeasuringEngine):
         return count
 
     def ahead(self, request: Request, restoration: Restoration) -> float:
-        """How many chunks a step may take, because steps of many tokens are faster: of many that are the engine's if both sides
-        go on as they do, three quarters, so that there is time to see whether they did; one at least."""
+        """How many chunks one step may take, because long steps cost less a token: those that the engine will have computed at
+        the meeting point, if both sides go on as they do; of four or more only three quarters, since they may not; at least
+        one."""
         if restoration.mode == "compute" or restoration.given_up:
             return math.inf
         rest, pace = self.loader.estimate(restoration)
         left = sum(chunk.side is None and not chunk.absent for chunk in restoration.to_load)
-        compute = self.seconds_per_token(request, request.computed) * self.chunk
-        if not left or not compute < math.inf or not pace < math.inf:
+        computing = self.seconds_per_token(request, request.computed) * self.chunk
+        if not left or math.inf in (rest, pace, computing):
             return 1
-        chunks = (rest + left * pace) / (compute + pace)
-        return max(1, chunks // 1 if chunks < 4 else chunks * 3 // 4)
+        chunks = (rest + left * pace) / (computing + pace)
+        return max(1, math.floor(chunks if chunks < 4 else chunks * 3 / 4))
 
-    def most(self, request: Request) -> int:
+    def prefill_limit(self, request: Request) -> int:
         """Tokens of the request's prefill that a step may compute."""
         return max(1, int(self.share(request) * self.token_budget))
 
@@ -756,24 +788,23 @@ class Engine(offload.MeasuringEngine):
     def seconds_per_token(self, request: Request, start: int) -> float:
         """As fast as the request's last step was, in which others may have had their share; before it, as prefill was, with what
         the others will have of the first step."""
-        if request.active.steps:
-            _, count, began, ended = request.active.steps[-1]
+        if request.in_flight.steps:
+            _, count, began, ended = request.in_flight.steps[-1]
             return (ended - began) / count
-        tokens = min(self.chunk, self.most(request))
+        tokens = min(self.chunk, self.prefill_limit(request))
         others = sum(self.turn(other) for other in self.running if other is not request)
         return self.seconds_to_compute(start, start + min(tokens + others, self.token_budget)) / tokens
 
     def turn(self, request: Request) -> int:
-        if request.restoration:
-            return request.tokens_now
-        return request.pending if request.pending == 1 else min(request.pending, self.most(request))
+        return request.scheduled if request.restoration else min(request.pending, self.prefill_limit(request))
 
     def compute(self, work):
         """Chapter 02's, for those whose chunks have arrived."""
+        self.awaited = []
         work = [(request, count) for request, count in work if self.has_arrived(request)]
         if not work:
             return
-        restoring = [(request.active, request.computed, count) for request, count in work if request.restoration]
+        restoring = [(request.in_flight, request.computed, count) for request, count in work if request.restoration]
         steps, began = self.counts["steps"], time.perf_counter()
         super().compute(work)
         if self.counts["steps"] > steps:
@@ -782,21 +813,30 @@ class Engine(offload.MeasuringEngine):
 
     def has_arrived(self, request: Request) -> bool:
         """What the forward pass reads of loaded chunks must be there. If some of it was lost, the request starts over."""
-        restoration, size = request.active, self.chunk
+        restoration, size = request.in_flight, self.chunk
         for chunk in restoration.chunks if restoration else ():
             if chunk.side == "load" and (chunk.index + 1) * size <= request.computed:
-                try:
-                    chunk.transfer.wait()
-                except TransferError:
+                if self.load_link.modelled:
+                    chunk.transfer.join()
+                if chunk.transfer.error is not None:
                     self.counts["transfer_errors"] += 1
                     if not request.answer.tokens:                               # nothing was found after all
                         request.source = None
                     request.mode = "compute"
                     self.preempt(request)
                     return False
+                self.awaited.append(chunk.transfer)
         if not request.restoration:
-            request.active = None
+            request.in_flight = None
         return True
+
+    def tap(self, index: int, hidden, batch):
+        """Before the first layer reads them; a GPU waits for its own link, while the host goes on."""
+        for transfer in self.awaited if index == 0 else ():
+            late, began = not transfer.ready, self.clock.mark()
+            transfer.wait()
+            if late:
+                self.stalls += began, self.clock.mark()
 
     def preempt(self, request: Request):
         """Chapter 02's. Its blocks are free only when what travels into them has arrived, and who preempts needs them now."""
@@ -806,7 +846,7 @@ class Engine(offload.MeasuringEngine):
         self.settle()
 
     def free(self, request: Request):
-        request.active, request.tokens_now, request.kept = None, 0, 0
+        request.in_flight, request.scheduled, request.kept = None, 0, 0
         super().free(request)
 
     # Save: each chunk goes to its file when it is whole
@@ -825,28 +865,28 @@ class Engine(offload.MeasuringEngine):
                 self.leaving[prefix] = leaving
                 self.writer.put(leaving)
 
-    def forget_one(self) -> bool:
+    def forget_one(self, hits: list[int] = ()) -> bool:
         """The oldest chunk that waits for room in host memory, and would leave a block free, is not saved -> whether there was
         one. It will be when somebody computes it again."""
         for leaving in self.leaving.values():
-            if self.held_alone(leaving) and self.writer.take_back(leaving):
+            if self.held_alone(leaving, hits) and self.writer.take_back(leaving):
                 self.pool.release(leaving.blocks)
                 del self.leaving[leaving.prefix]
                 self.counts["chunks_dropped"] += 1
                 return True
         return False
 
-    def held_alone(self, leaving: Leaving) -> int:
-        """Blocks that nobody else holds."""
-        return sum(self.pool.references[block] == 1 for block in leaving.blocks)
+    def held_alone(self, leaving: Leaving, hits: list[int] = ()) -> int:
+        """Blocks that nobody else holds, nor is about to."""
+        return sum(self.pool.references[block] == 1 and block not in hits for block in leaving.blocks)
 
     def find_room(self, request: Request, hits: list[int], empty: int) -> bool:
         """Chapter 02's; who wants to come in is worth more than chunks that wait for room in host memory."""
         if super().find_room(request, hits, empty):
             return True
-        waiting = sum(self.held_alone(leaving) for leaving in self.leaving.values() if leaving.transfer is None)
+        waiting = sum(self.held_alone(leaving, hits) for leaving in self.leaving.values() if leaving.transfer is None)
         if super().find_room(request, hits, empty - waiting):
-            while self.forget_one() and not super().find_room(request, hits, empty):
+            while self.forget_one(hits) and not super().find_room(request, hits, empty):
                 pass
         return super().find_room(request, hits, empty)
 
@@ -863,7 +903,8 @@ class Engine(offload.MeasuringEngine):
 
     def finish(self, request: Request, outcome, counted: str):
         if request.outcome is None and (count := request.computed // self.chunk):
-            self.writer.jobs.put(partial(self.files.touch, self.chunk_prefix(request, count - 1), count - 1))
+            with suppress(RuntimeError):                                        # no thread can be started
+                self.writer.later(partial(self.files.touch, self.chunk_prefix(request, count - 1), count - 1))
         super().finish(request, outcome, counted)
 
     # What is on its way
@@ -921,7 +962,7 @@ class Engine(offload.MeasuringEngine):
         loaded = sum(self.chunk - chunk.at for chunk in restoration.chunks if chunk.side == "load")
         self.counts.update(chunks_computed=sides.count("compute"), chunks_loaded=sides.count("load"), loaded_tokens=loaded,
                            chunks_missed=absent)
-        if absent:                                                              # those before may be gone too
+        if absent:                                                              # those before may be gone too: the next one looks
             self.files.known.difference_update(chunk.prefix.key for chunk in restoration.chunks if chunk.side == "compute"
                                                and not chunk.absent)
         return loaded, sides.count("device") * self.chunk
@@ -959,7 +1000,7 @@ class Engine(offload.MeasuringEngine):
     def counters(self) -> dict:
         loader, writer = self.loader, self.writer
         return dict(super().counters(), **self.files.counts, file_bytes=self.files.bytes, load_errors=loader.errors,
-                    readers=len(loader.readers), readers_that_hang=len(loader.retired), chunks_leaving=len(self.leaving),
+                    readers=len(loader.readers), readers_retired=len(loader.retired), chunks_leaving=len(self.leaving),
                     read_buffers=len(loader.buffers.memory), read_buffers_free=len(loader.buffers.free),
                     write_buffers=len(writer.buffers.memory), write_buffers_free=len(writer.buffers.free),
                     link=str(self.load_link), storage=self.storage)
@@ -972,13 +1013,18 @@ class Engine(offload.MeasuringEngine):
             readers = [reader.chunk for reader in (*self.loader.readers, *self.loader.retired) if reader.chunk]
             held = sorted(chunk.buffer for chunk in {*readers, *self.loader.sent} if chunk.buffer is not None)
             assert sorted((*held, *self.loader.buffers.free)) == list(range(len(self.loader.buffers.memory))), "a buffer is lost"
+        with self.writer.lock:
+            held = [leaving.buffer for leaving in self.leaving.values() if leaving.transfer and leaving.written is None]
+            free = self.writer.buffers.free
+            assert sorted((*held, *free)) == list(range(len(self.writer.buffers.memory))), "a buffer is lost"
 
 
 # 5. The bound ----------------------------------------------------------------------------------------------------
 
 def meet(computed: list[float], loaded: list[float]) -> tuple[float, int]:
     """Two opposite pointers over n chunks, on paper: seconds until the first 0 to n are computed, and until the last 0 to n are
-    loaded -> the least seconds in which the two meet, and how many chunks are computed then. Whole chunks are never faster."""
+    loaded -> the least seconds in which the two meet, and how many chunks are computed then. What is measured may be a little
+    less, since both sides were measured in other runs, and a chunk may be shared."""
     chunks = len(computed) - 1
     return min((max(computed[count], loaded[chunks - count]), count) for count in range(chunks + 1))
 
@@ -1043,8 +1089,8 @@ def ask(engine: Engine, share: float = 1.0, bar=None, evict: bool = True, **aske
     while request.outcome is None:
         crowd.fill()
         engine.step()
-        if bar is not None and request.active:
-            bar.set_description_str(f"{request.active.mode:8}|{request.active.bar()}|")
+        if bar is not None and request.in_flight:
+            bar.set_description_str(f"{request.in_flight.mode:8}|{request.in_flight.bar()}|")
     crowd.leave()
     engine.flush()
     if isinstance(request.outcome, Exception):
@@ -1089,7 +1135,7 @@ def demo(engine: Engine, arguments):
         blocks = arguments.gpu_blocks or 2 * engine.pool.needed(engine.context)
         exact, small = (
             Engine(model, tokenizer, end_tokens, blocks, size, engine.token_budget, directories=(Path(folder),),
-                   chunk=engine.chunk, cpu_chunks=arguments.cpu_chunks, kv_bits=bits,
+                   disk_limit=arguments.disk_limit * 1e9, chunk=engine.chunk, cpu_chunks=arguments.cpu_chunks, kv_bits=bits,
                    bytes_per_second=engine.load_link.bytes_per_second) for bits in (engine.kv_bits, 8))
         for way in (exact, small):
             stack.callback(way.release)
@@ -1193,7 +1239,7 @@ def add_arguments(parser):
     parser.add_argument("--storage-mbps", type=trace, metavar="M[:M...][@S]",
                         help="model storage of so many megabits a second on top of the files; several: one after the other, each "
                              "for S seconds (default 0.1)")
-    parser.add_argument("--mode", choices=MODES, default="both", help="compute, load, or both (default)")
+    parser.add_argument("--mode", choices=MODES, default="both", help="compute, load, or both (default); the demo shows all")
     parser.add_argument("--gpu-share", type=app.bounded(float, 1e-3, 1), default=1.0, metavar="SHARE",
                         help="most of each step's token budget that one request's prefill may take (default 1); in the demo, "
                              "other requests take the rest")

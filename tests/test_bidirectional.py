@@ -3,6 +3,7 @@ keys and values of chapter 01 as the yardstick."""
 import argparse
 import gc
 import os
+import math
 import random
 import threading
 import time
@@ -387,11 +388,11 @@ def test_the_loader_takes_over_a_chunk_that_is_half_computed(make, right, comput
     works, hangs = record_work(engine), Hangs(engine)
     request, = engine.submit(PROMPT, max_tokens=8)
     steps(engine, computed)
-    assert request.computed == computed and request.restored is None and request.active.chunks[0].side is None
+    assert request.computed == computed and request.restored is None and request.in_flight.chunks[0].side is None
     hangs.on = False
     hangs.released.set()
-    until(lambda: all(chunk.side == "load" for chunk in request.active.chunks))
-    restoration = request.active
+    until(lambda: all(chunk.side == "load" for chunk in request.in_flight.chunks))
+    restoration = request.in_flight
     assert answered(engine, request) == [right(PROMPT)]
     first = restoration.chunks[0]
     assert first.at == computed and request.cached_tokens == 192 - computed
@@ -410,7 +411,7 @@ def test_rows_that_others_left_no_budget_for_are_computed_although_the_chunk_was
         steps(engine, 1)
     request, = engine.submit(PROMPT, max_tokens=8)
     steps(engine, 1)
-    chunk = request.active.chunks[0]
+    chunk = request.in_flight.chunks[0]
     assert chunk.at == 10 and 0 < request.computed == 6 and chunk.side is None
     hangs.on = False
     hangs.released.set()
@@ -835,7 +836,7 @@ def test_a_storage_that_hangs_is_not_waited_for(make, right, impatient, mode, st
     loader_first(engine)
     again = asked(engine)
     assert again.outcome.tokens == right(PROMPT) and again.cached_tokens == 192
-    assert engine.counters()["readers_that_hang"] == len(engine.loader.readers) == 1
+    assert engine.counters()["readers_retired"] == len(engine.loader.readers) == 1
     # What hung comes back, and leaves
     hangs.released.set()
     until(lambda: not engine.loader.retired)
@@ -1573,3 +1574,14 @@ def test_the_bar_shows_who_brings_what(width, bar):
     assert drawn == (bar if width >= 9 else "".join("##-#>..=="[column * 9 // width] for column in range(width)))
     restoration.chunks = []
     assert restoration.bar() == ""
+
+
+@pytest.mark.parametrize("estimate", [(math.inf, 1e-3), (1e-3, math.inf), (math.inf, math.inf), (0.0, 1e-3)])
+def test_a_pace_that_nobody_knows_yet_makes_short_steps(make, right, monkeypatch, estimate):
+    engine = make()
+    asked(engine, PROMPT)
+    forget_device(engine)
+    monkeypatch.setattr(engine.loader, "estimate", lambda restoration: estimate)
+    monkeypatch.setattr(engine, "waits", lambda request, chunk: False)
+    request = asked(engine, PROMPT)
+    assert request.outcome.tokens == right(PROMPT)

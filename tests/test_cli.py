@@ -1566,7 +1566,7 @@ def test_bidirectional_demo_gives_every_block_and_every_buffer_back(bidirectiona
     counts = bidirectional_demo[1]["counters"]
     assert counts["requests"] == counts["finished"] > 0 < counts["restorations"] and counts["loaded_tokens"] % 64 == 0
     for name in ("running", "waiting", "blocks_referenced", "chunks_leaving", "failed", "chunks_dropped", "transfer_errors",
-                 "storage_stalls", "load_errors", "file_errors", "readers_that_hang"):
+                 "storage_stalls", "load_errors", "file_errors", "readers_retired"):
         assert counts[name] == 0, name
     assert counts["blocks_free"] + counts["blocks_cached"] == counts["blocks"]
     assert (counts["read_buffers_free"], counts["write_buffers_free"]) == (counts["read_buffers"], counts["write_buffers"])

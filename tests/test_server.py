@@ -1260,7 +1260,7 @@ def serving_cake(engine):
             eventually(lambda: engine.counters()["read_buffers_free"] == len(loader.buffers.memory))
             engine.check_integrity()
             counts = engine.counters()
-            for name in ("running", "waiting", "blocks_referenced", "chunks_leaving", "readers_that_hang"):
+            for name in ("running", "waiting", "blocks_referenced", "chunks_leaving", "readers_retired"):
                 assert counts[name] == 0, name
             assert counts["blocks_free"] + counts["blocks_cached"] == counts["blocks"] == engine.pool.size
             assert counts["finished"] + counts["failed"] + counts["cancelled"] == counts["requests"]
@@ -1424,7 +1424,7 @@ def test_health_of_chapter_06_shows_all_counters(tiny_engine, tmp_path, options,
     engine = make_cake(tiny_engine, **options)
     zero = set("restorations chunks_computed chunks_loaded chunks_missed loaded_tokens chunks_saved chunks_dropped "
                "transfer_errors storage_stalls file_reads file_read_bytes file_writes file_write_bytes file_evictions "
-               "file_errors file_bytes load_errors readers readers_that_hang chunks_leaving requests steps".split())
+               "file_errors file_bytes load_errors readers readers_retired chunks_leaving requests steps".split())
     with serving_cake(engine) as port:
         before = counters(port)
         assert all(before[name] == 0 for name in zero) and before["storage"] == "storage, nothing read yet"
