@@ -2,8 +2,8 @@
 keys and values of chapter 01 as the yardstick."""
 import argparse
 import gc
-import os
 import math
+import os
 import random
 import threading
 import time
