@@ -1077,10 +1077,9 @@ class Crowd:
         self.engine.step()
 
 
-def ask(engine: Engine, share: float = 1.0, bar=None, evict: bool = True, **asked) -> Request:
-    """-> the finished request; with `evict`, what the device had cached was dropped first. Others use the rest of the budget."""
-    if evict:
-        offload.empty(engine)
+def ask(engine: Engine, share: float = 1.0, bar=None, **asked) -> Request:
+    """-> the finished request; what the device had cached was dropped first. Others use the rest of the token budget."""
+    offload.empty(engine)
     crowd = Crowd(engine, share)
     for _ in range(8 if share < 1 else 0):                      # until as many decode as will
         crowd.fill()
