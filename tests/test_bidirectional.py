@@ -1585,3 +1585,23 @@ def test_a_pace_that_nobody_knows_yet_makes_short_steps(make, right, monkeypatch
     monkeypatch.setattr(engine, "waits", lambda request, chunk: False)
     request = asked(engine, PROMPT)
     assert request.outcome.tokens == right(PROMPT)
+
+
+@pytest.mark.parametrize("rest, loader_is_first", [(1e-6, True), (1e6, False), (math.inf, False)])
+def test_a_half_loaded_chunk_goes_to_whoever_will_be_done_first(make, monkeypatch, rest, loader_is_first):
+    engine = make()
+    asked(engine, PROMPT)
+    forget_device(engine)
+    seen = []
+    waits = engine.waits
+
+    def noted(request, chunk):
+        with monkeypatch.context() as patch:                    # all that is left is being read, and computing it takes a second
+            patch.setattr(engine.loader, "estimate", lambda restoration: (rest, 0.0))
+            patch.setattr(engine.loader, "stalled", lambda restoration: False)
+            patch.setattr(engine, "seconds_per_token", lambda request, start: 1.0)
+            seen.append(waits(request, chunk))
+        return False
+    monkeypatch.setattr(engine, "waits", noted)
+    asked(engine, PROMPT)
+    assert seen and seen[0] is loader_is_first
