@@ -190,12 +190,16 @@ class BlockPool:
             del self.cached[block]
             self.free[block] = None
 
+    def check_index(self):
+        """What finds blocks agrees with what they hold. Raises AssertionError."""
+        registered = {prefix.key: block for block, prefix in enumerate(self.prefixes) if prefix}
+        assert self.blocks == registered, "keys and prefixes differ"
+
     def check_integrity(self, tables: list[list[int]]):
         """Every block is in one place, and counts, tables and keys agree. Raises AssertionError."""
         held = Counter(block for table in tables for block in set(table))
         assert sum(map(len, tables)) == held.total(), "a table holds a block twice"
-        registered = {prefix.key: block for block, prefix in enumerate(self.prefixes) if prefix}
-        assert self.blocks == registered, "keys and prefixes differ"
+        self.check_index()
         for block, references in enumerate(self.references):
             places = (block in self.free) + (block in self.cached) + (references > 0)
             assert places == 1, f"block {block} is in {places} places"
@@ -903,10 +907,10 @@ def equal(pairs: list[tuple[list[int], list[int]]], dtype) -> bool:
 
 # 4. Main ---------------------------------------------------------------------------------------------------------
 
-def add_arguments(parser):
+def add_arguments(parser, size_option: str = "--block-size"):
     parser.add_argument("--gpu-blocks", type=app.bounded(int, 1, 1 << 24), metavar="N",
                         help="KV blocks in device memory (default: all that can be used, within most of what is free)")
-    parser.add_argument("--block-size", type=app.bounded(int, 1, 1 << 16), default=16, metavar="TOKENS",
+    parser.add_argument(size_option, dest="block_size", type=app.bounded(int, 1, 1 << 16), default=16, metavar="TOKENS",
                         help="tokens per block (default 16)")
     parser.add_argument("--token-budget", type=app.bounded(int, 1, 1 << 20), default=512, metavar="TOKENS",
                         help="tokens per step, decode and prefill together (default 512)")

@@ -73,7 +73,7 @@ class Swap:
     inward: bool
     device_blocks: list[int]
     host_blocks: list[int]
-    prefix: paged.Prefix                                                        # of the last block
+    prefix: paged.Prefix | None                                                 # of the last block
     timeline: Timeline | None = None                                            # of who asked for it
     before_eviction: bool = False                                               # outward, because it is the next to be evicted
     transfers: list[Transfer] = field(default_factory=list)
@@ -175,28 +175,21 @@ class MeasuringEngine(paged.Engine):
         return config.num_hidden_layers * (2 * weights * tokens + 4 * heads * seen)
 
 
-class Engine(MeasuringEngine):
-    """Chapter 02's engine over two tiers. `bytes_per_second` is the modelled link's, without a GPU; without `overlap` a
-    request waits for all of its blocks before it computes."""
-    Request = Request
-    fields = {**paged.Engine.fields, "offload_after": (lambda v: isinstance(v, bool), "true or false")}
+class SwappingEngine(MeasuringEngine):
+    """An engine over two tiers: how swaps are sent, waited for layer by layer, and let go of. What is swapped, and how it is
+    found again, is for the engine below and for chapter 07's. `bytes_per_second` is the modelled link's, without a GPU; without
+    `overlap` a request waits for all of its blocks before it computes."""
 
-    def __init__(self, model, tokenizer, end_tokens, *options, cpu_blocks: int | None = None,
-                 bytes_per_second: float | None = None, overlap: bool = True, **named_options):
+    def __init__(self, model, tokenizer, end_tokens, *options, bytes_per_second: float | None = None, overlap: bool = True,
+                 **named_options):
         super().__init__(model, tokenizer, end_tokens, *options, **named_options)
-        pool, self.overlap = self.pool, overlap
-        cpu_blocks = host_pool_size(pool, cpu_blocks, 4 * pool.size, pool.kv[:, :, 0].nbytes,
-                                    f"host blocks of {pool.block_size} tokens", "--cpu-blocks")
-        self.host = HostPool(model.config, cpu_blocks, pool.block_size, model.dtype, model.device)
+        self.overlap = overlap
         bytes_per_second = bytes_per_second or links.bandwidth(model)
         self.load_link, self.save_link = (Link(lane, self.clock, bytes_per_second) for lane in ("load", "save"))
         self.swaps: list[Swap] = []                                             # under way, oldest first
         self.arriving: dict[int, Swap] = {}                                     # device block -> the swap that brings it
-        self.leaving: set[paged.Prefix] = set()                                 # prefixes on their way out
-        self.written_back = WeakSet()                                           # prefixes that went out before an eviction
         self.awaited: list[Swap] = []                                           # that the forward pass of this step waits for
-        self.counts.update(gpu_hits=0, cpu_hits=0, misses=0, swap_ins=0, swap_outs=0, bytes_in=0, bytes_out=0,
-                           recomputed_hits=0, transfer_errors=0)
+        self.counts.update(swap_ins=0, swap_outs=0, bytes_in=0, bytes_out=0, transfer_errors=0)
         self.load_link.speed()                                                  # measured once; then a running median
 
     def step(self) -> bool:
@@ -208,6 +201,169 @@ class Engine(MeasuringEngine):
             if more and self.counts["steps"] == steps:                          # nobody can go on before something arrives
                 next((transfer.join() for swap in self.swaps for transfer in swap.transfers if not transfer.ready), None)
             return more
+
+    def write_back(self, count: int, hits: set[int] = frozenset()) -> bool:
+        """Copy out what would be lost of the next `count` blocks to be evicted -> whether to wait for it. Here nothing is."""
+        return False
+
+    def load(self, swap: Swap) -> bool:
+        """Issue the copies of all layers -> whether the link took them."""
+        runs = adjacent(swap.device_blocks, swap.host_blocks)
+        for index in range(len(self.model.layers)):
+            into = [self.pool.kv[index, :, first:first + count] for first, _, count in runs]            # [2, count, ...] each
+            out_of = [self.host.kv[first:first + count, index].transpose(0, 1) for _, first, count in runs]     # [2, count, ...]
+            self.send(swap, self.load_link, into, out_of, f"layer {index}")
+        if swap.refused:
+            for transfer in swap.transfers:                                     # nothing may come into these blocks any more
+                transfer.join()
+            self.abandon(swap)
+            return False
+        self.counts.update(swap_ins=len(swap.device_blocks), bytes_in=sum(transfer.bytes for transfer in swap.transfers))
+        return True
+
+    def send(self, swap: Swap, link: Link, dst, src, label: str):
+        try:
+            swap.transfers += [] if swap.refused else [link.copy(dst, src, label)]
+        except Exception:
+            swap.refused = True
+
+    def arrival(self, request: Request):
+        """Wait for what is on its way to the request: while others compute, outside, where it delays nobody (a generator, as
+        `restore` is); alone, it begins and waits layer by layer."""
+        while not all(swap.ready for swap in request.swap_ins):
+            if self.others_compute(request):
+                yield
+            elif self.overlap:
+                return
+            else:
+                for transfer in (transfer for swap in request.swap_ins for transfer in swap.transfers):
+                    transfer.join()
+
+    def compute(self, work):
+        self.awaited = list(dict.fromkeys(swap for request, _ in work for swap in request.swap_ins if swap in self.swaps))
+        super().compute(work)
+
+    def tap(self, index: int, hidden, batch):
+        """Before a layer is computed, its blocks must have arrived."""
+        for swap in self.awaited:
+            transfer = swap.transfers[index]
+            if transfer.ready:
+                transfer.wait()                                                 # raises if it failed
+            else:
+                began = self.clock.mark()
+                transfer.wait()
+                self.stalls += began, self.clock.mark()
+
+    def make_room(self, request: Request):
+        """Chapter 02's; but before somebody is preempted, wait for a block that is on its way out."""
+        while self.lacks_slot(request) and not self.pool.available and (
+                swap := next((swap for swap in self.swaps if not swap.inward), None)):
+            for transfer in swap.transfers:
+                transfer.join()
+            self.settle()
+        super().make_room(request)
+
+    # What is on its way
+
+    def settle(self) -> list[Swap]:
+        """Let go of the blocks of all swaps that are over -> these swaps."""
+        over = [swap for swap in self.swaps if swap.ready]
+        for swap in over:
+            self.swaps.remove(swap)
+            if swap.inward:
+                for block in swap.device_blocks:
+                    del self.arriving[block]
+                if swap.failed:
+                    self.abandon(swap)
+                else:
+                    self.load_link.note(swap.transfers)
+            else:
+                self.counts["transfer_errors"] += swap.failed
+                self.kept(swap)
+                for transfer in swap.transfers if swap.timeline else ():
+                    swap.timeline.add("save", transfer.label, *transfer.span())
+            self.let_go(swap)
+        return over
+
+    def kept(self, swap: Swap):
+        """A swap out is over, well or not."""
+
+    def let_go(self, swap: Swap):
+        """Give back the references that the swap holds."""
+        self.host.release(swap.host_blocks)
+        self.pool.release(swap.device_blocks)
+
+    def abandon(self, swap: Swap):
+        """What a swap in was to bring is lost; whoever counted on it computes it."""
+        if swap.abandoned:
+            return
+        swap.abandoned = True
+        self.counts["transfer_errors"] += 1
+        self.lose(swap)
+        for request in reversed(self.running):
+            if swap in request.swap_ins:
+                if not request.answer.tokens:                                   # nothing was found after all
+                    request.source, request.choice = None, None
+                    self.counts.subtract(request.blocks)
+                self.preempt(request)
+
+    def lose(self, swap: Swap):
+        """Nobody may find what a swap in was to bring, on either side."""
+
+    def fail(self, work, error: Exception):
+        if not isinstance(error, TransferError):
+            return super().fail(work, error)
+        for swap in self.awaited:
+            if error.transfer in swap.transfers:
+                self.abandon(swap)
+
+    def free(self, request: Request):
+        super().free(request)
+        if not request.answer.finish_reason:                                    # else its result has them already
+            self.draw_loads(request)
+        request.swap_ins = []
+
+    def flush(self):
+        """Wait until nothing is on its way."""
+        with self.stepping:
+            for transfer in (transfer for swap in self.swaps for transfer in swap.transfers):
+                transfer.join()
+            self.settle()
+
+    def seconds_to_load(self, blocks: int, behind: int | None = None) -> float:
+        """Estimate for so many blocks, with `behind` bytes queued before them; by default those on their way in."""
+        behind = self.load_link.backlog() if behind is None else behind
+        return (behind + blocks * self.pool.kv[:, :, 0].nbytes) / self.load_link.speed()
+
+    def worth_keeping(self, blocks: int) -> bool:
+        """Whether so many blocks would be loaded if they were asked for again."""
+        return self.seconds_to_load(blocks, behind=0) <= self.seconds_to_compute(0, blocks * self.pool.block_size)
+
+    def draw_loads(self, request: Request):
+        for transfer in (transfer for swap in request.swap_ins for transfer in swap.transfers if transfer.ready):
+            request.timeline.add("load", transfer.label, *transfer.span())
+
+    def counters(self) -> dict:
+        counters, host = super().counters(), self.host
+        return dict(counters, cpu_evictions=host.counts["evictions"], cpu_blocks=host.size,
+                    cpu_blocks_free=len(host.free), cpu_blocks_cached=len(host.cached),
+                    cpu_blocks_referenced=host.size - host.available, swaps_under_way=len(self.swaps), link=str(self.load_link))
+
+
+class Engine(SwappingEngine):
+    """Chapter 02's engine over two tiers, which find blocks by the same prefixes."""
+    Request = Request
+    fields = {**paged.Engine.fields, "offload_after": (lambda v: isinstance(v, bool), "true or false")}
+
+    def __init__(self, model, tokenizer, end_tokens, *options, cpu_blocks: int | None = None, **named_options):
+        super().__init__(model, tokenizer, end_tokens, *options, **named_options)
+        pool = self.pool
+        cpu_blocks = host_pool_size(pool, cpu_blocks, 4 * pool.size, pool.kv[:, :, 0].nbytes,
+                                    f"host blocks of {pool.block_size} tokens", "--cpu-blocks")
+        self.host = HostPool(model.config, cpu_blocks, pool.block_size, model.dtype, model.device)
+        self.leaving: set[paged.Prefix] = set()                                 # prefixes on their way out
+        self.written_back = WeakSet()                                           # prefixes that went out before an eviction
+        self.counts.update(gpu_hits=0, cpu_hits=0, misses=0, recomputed_hits=0)
 
     # Restore: swap in
 
@@ -254,15 +410,8 @@ class Engine(MeasuringEngine):
             request.cached_tokens = request.computed
             self.counts.update(request.blocks)
 
-        # 4. While others compute it waits outside, where it delays nobody; alone, it begins and waits layer by layer
-        while not all(swap.ready for swap in request.swap_ins):
-            if self.others_compute(request):
-                yield
-            elif self.overlap:
-                return
-            else:
-                for transfer in (transfer for swap in request.swap_ins for transfer in swap.transfers):
-                    transfer.join()
+        # 4. Wait for it, or begin
+        yield from self.arrival(request)
 
     def swap_in(self, request: Request, blocks: list[tuple[int, int]]) -> bool:
         """Issue the copies of all layers of (index in the request's table, host block) -> whether the link took them. Others
@@ -276,39 +425,7 @@ class Engine(MeasuringEngine):
             self.pool.register(device_block, self.prefix(request, index))
             self.arriving[device_block] = swap
             self.written_back.discard(self.prefix(request, index))
-        runs = adjacent(swap.device_blocks, swap.host_blocks)
-        for index in range(len(self.model.layers)):
-            into = [self.pool.kv[index, :, first:first + count] for first, _, count in runs]            # [2, count, ...] each
-            out_of = [self.host.kv[first:first + count, index].transpose(0, 1) for _, first, count in runs]     # [2, count, ...]
-            self.send(swap, self.load_link, into, out_of, f"layer {index}")
-        if swap.refused:
-            for transfer in swap.transfers:                                     # nothing may come into these blocks any more
-                transfer.join()
-            self.abandon(swap)
-            return False
-        self.counts.update(swap_ins=len(blocks), bytes_in=sum(transfer.bytes for transfer in swap.transfers))
-        return True
-
-    def send(self, swap: Swap, link: Link, dst, src, label: str):
-        try:
-            swap.transfers += [] if swap.refused else [link.copy(dst, src, label)]
-        except Exception:
-            swap.refused = True
-
-    def compute(self, work):
-        self.awaited = list(dict.fromkeys(swap for request, _ in work for swap in request.swap_ins if swap in self.swaps))
-        super().compute(work)
-
-    def tap(self, index: int, hidden, batch):
-        """Before a layer is computed, its blocks must have arrived."""
-        for swap in self.awaited:
-            transfer = swap.transfers[index]
-            if transfer.ready:
-                transfer.wait()                                                 # raises if it failed
-            else:
-                began = self.clock.mark()
-                transfer.wait()
-                self.stalls += began, self.clock.mark()
+        return self.load(swap)
 
     # Save: swap out
 
@@ -370,107 +487,32 @@ class Engine(MeasuringEngine):
         self.written_back.update(prefix for _, prefix in lacking)
         return self.swap_out(lacking[::-1], before_eviction=True)                        # the last of a chain is evicted first
 
-    def make_room(self, request: Request):
-        """Chapter 02's; but before somebody is preempted, wait for a block that is on its way out."""
-        while self.lacks_slot(request) and not self.pool.available and (
-                swap := next((swap for swap in self.swaps if not swap.inward), None)):
-            for transfer in swap.transfers:
-                transfer.join()
-            self.settle()
-        super().make_room(request)
+    # What is over
 
-    # What is on its way
+    def kept(self, swap: Swap):
+        self.leaving.remove(swap.prefix)
+        if not swap.failed:
+            self.host.register(swap.host_blocks[0], swap.prefix)
 
-    def settle(self):
-        """Let go of the blocks of all swaps that are over."""
-        over = [swap for swap in self.swaps if swap.ready]
-        for swap in over:
-            self.swaps.remove(swap)
-            if swap.inward:
-                for block in swap.device_blocks:
-                    del self.arriving[block]
-                if swap.failed:
-                    self.abandon(swap)
-                else:
-                    self.load_link.note(swap.transfers)
-            else:
-                self.leaving.remove(swap.prefix)
-                if swap.failed:
-                    self.counts["transfer_errors"] += 1
-                else:
-                    self.host.register(swap.host_blocks[0], swap.prefix)
-                for transfer in swap.transfers if swap.timeline else ():
-                    swap.timeline.add("save", transfer.label, *transfer.span())
-            self.host.release(swap.host_blocks)
-            self.pool.release(swap.device_blocks)
+    def settle(self) -> list[Swap]:
+        over = super().settle()
         for prefix in {swap.timeline or swap: swap.prefix for swap in over if not swap.before_eviction}.values():
             self.host.touch(prefix)                                             # of each request the last, and so all before it
             self.pool.touch(prefix)
         for swap in over:
             if swap.before_eviction and swap.device_blocks[0] in self.pool.cached:       # it was next to be evicted, and is again
                 self.pool.cached.move_to_end(swap.device_blocks[0], last=False)
+        return over
 
-    def abandon(self, swap: Swap):
-        """What a swap in was to bring is lost; whoever counted on it computes it."""
-        if swap.abandoned:
-            return
-        swap.abandoned = True
-        self.counts["transfer_errors"] += 1
+    def lose(self, swap: Swap):
         for block in swap.host_blocks:
             self.host.forget(block)
         for block in swap.device_blocks:
             self.pool.forget(block)
-        for request in reversed(self.running):
-            if swap in request.swap_ins:
-                if not request.answer.tokens:                                   # nothing was found after all
-                    request.source, request.choice = None, None
-                    self.counts.subtract(request.blocks)
-                self.preempt(request)
-
-    def fail(self, work, error: Exception):
-        if not isinstance(error, TransferError):
-            return super().fail(work, error)
-        for swap in self.awaited:
-            if error.transfer in swap.transfers:
-                self.abandon(swap)
-
-    def free(self, request: Request):
-        super().free(request)
-        if not request.answer.finish_reason:                                    # else its result has them already
-            self.draw_loads(request)
-        request.swap_ins = []
-
-    def flush(self):
-        """Wait until nothing is on its way."""
-        with self.stepping:
-            for transfer in (transfer for swap in self.swaps for transfer in swap.transfers):
-                transfer.join()
-            self.settle()
-
-    # Load or compute?
-
-    def seconds_to_load(self, blocks: int, behind: int | None = None) -> float:
-        """Estimate for so many blocks, with `behind` bytes queued before them; by default those on their way in."""
-        behind = self.load_link.backlog() if behind is None else behind
-        return (behind + blocks * self.pool.kv[:, :, 0].nbytes) / self.load_link.speed()
-
-    def worth_keeping(self, blocks: int) -> bool:
-        """Whether so many blocks would be loaded if they were asked for again."""
-        return self.seconds_to_load(blocks, behind=0) <= self.seconds_to_compute(0, blocks * self.pool.block_size)
-
-    def draw_loads(self, request: Request):
-        for transfer in (transfer for swap in request.swap_ins for transfer in swap.transfers if transfer.ready):
-            request.timeline.add("load", transfer.label, *transfer.span())
 
     def result(self, request: Request) -> Result:
         self.draw_loads(request)
         return Result(**vars(super().result(request)), blocks=request.blocks, choice=request.choice, link=str(self.load_link))
-
-    def counters(self) -> dict:
-        counters, host = super().counters(), self.host
-        return dict(counters, cpu_evictions=host.counts["evictions"], cpu_blocks=host.size,
-                    cpu_blocks_free=len(host.free), cpu_blocks_cached=len(host.cached),
-                    cpu_blocks_referenced=host.size - host.available, swaps_under_way=len(self.swaps), link=str(self.load_link))
 
     def check_integrity(self):
         """Both pools agree with the tables and with what is on its way. Raises AssertionError."""
