@@ -187,6 +187,7 @@ class Answer:
 class Frontend:
     """Checks what is asked and turns it into tokens; the same for the engines of all chapters."""
     fields = {}                # what a request may say beyond app.SAMPLING
+    admin, admin_token = {}, None                              # what the server does beside answering; see common/app.py
 
     def __init__(self, model, tokenizer, end_tokens):
         self.model, self.tokenizer, self.end_tokens = model, tokenizer, end_tokens

@@ -360,7 +360,7 @@ def pool_size(model, blocks: int | None, block_size: int, max_running: int) -> i
 
 class Engine(baseline.Frontend):
     """Answers many requests at once in a fixed number of blocks. One thread runs `step`; others submit and wait."""
-    Request = Request
+    Request, Pool = Request, BlockPool
     fields = {"n": (lambda v: app.whole(v, 1, 16), "a whole number from 1 to 16: answers to the same prompt"),
               "cache_salt": (lambda v: app.text(v) and len(v) <= 256, "a string of at most 256 characters")}
 
@@ -369,7 +369,7 @@ class Engine(baseline.Frontend):
         super().__init__(model, tokenizer, end_tokens)
         self.token_budget, self.max_running, self.max_waiting = token_budget, max_running, max_waiting
         blocks = pool_size(model, blocks, block_size, max_running)
-        self.pool = BlockPool(model.config, blocks, block_size, model.dtype, model.device)
+        self.pool = self.Pool(model.config, blocks, block_size, model.dtype, model.device)
         self.prefixes = Prefixes(f"{model.digest.hex()} {model.dtype} {block_size} kv")
         self.waiting: deque[Request] = deque()                          # first come, first served
         self.running: list[Request] = []                                # who holds blocks, oldest first

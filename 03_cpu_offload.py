@@ -198,9 +198,13 @@ class SwappingEngine(MeasuringEngine):
             self.settle()
             self.write_back(len(self.running) - len(self.pool.free))            # each who runs may need a block
             steps, more = self.counts["steps"], super().step()
-            if more and self.counts["steps"] == steps:                          # nobody can go on before something arrives
-                next((transfer.join() for swap in self.swaps for transfer in swap.transfers if not transfer.ready), None)
+            if more and self.counts["steps"] == steps:
+                self.idle()
             return more
+
+    def idle(self):
+        """Nobody can go on before something arrives."""
+        next((transfer.join() for swap in self.swaps for transfer in swap.transfers if not transfer.ready), None)
 
     def write_back(self, count: int, hits: set[int] = frozenset()) -> bool:
         """Copy out what would be lost of the next `count` blocks to be evicted -> whether to wait for it. Here nothing is."""

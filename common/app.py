@@ -7,12 +7,16 @@ A chapter hands `main` its engine class, its demo and its own options. Of an eng
     engine.samples(...)   the same for n answers to one prompt: yields (number of the sample, piece)
     engine.fields         what else a request may say: name -> (test, what it must be), as in SAMPLING
     engine.counters()     numbers for /health
+    engine.admin          what else the server does: path -> {method: function(JSON object or None, whether the caller has the
+                          token) -> JSON object}; open to who is on this machine, or has `engine.admin_token`
     engine.close()        refuse what comes from now on
 
 and that it raises BadRequest, Busy or Closing, whose messages go to the user as they are.
 """
 import argparse
+import hmac
 import io
+import ipaddress
 import json
 import math
 import os
@@ -23,6 +27,7 @@ import time
 import uuid
 from contextlib import closing, redirect_stderr
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import torch
 
@@ -39,6 +44,10 @@ class RequestError(Exception):
 
 class BadRequest(RequestError):
     status, kind = 400, "invalid_request_error"
+
+
+class Forbidden(RequestError):
+    status, kind = 403, "permission_error"
 
 
 class TooLarge(RequestError):
@@ -267,6 +276,31 @@ def make_app(engine, info: dict):
     @app.get("/health")
     def health():
         return jsonify(status="ok", **info, counters=engine.counters())
+
+    def has_token() -> bool:
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        return bool(engine.admin_token) and hmac.compare_digest(given.encode(), engine.admin_token.encode())
+
+    def is_local() -> bool:
+        """Whether who asks is a program on this machine: no proxy stands between, and no web page has sent a browser here."""
+        try:
+            local = ipaddress.ip_address(request.remote_addr or "").is_loopback
+        except ValueError:
+            local = False
+        name = urlsplit(f"//{request.host}").hostname
+        return (local and name in ("127.0.0.1", "::1", "localhost")
+                and not any(header in request.headers for header in ("Origin", "Forwarded", "X-Forwarded-For")))
+
+    def administer():
+        with_token = has_token()
+        if not with_token and not is_local():
+            raise Forbidden(f"{request.path} is for programs on this machine, or with the header 'Authorization: Bearer TOKEN' "
+                            "and the token that the server was started with (--admin-token).")
+        fields = body() if request.method == "POST" else None
+        return jsonify(engine.admin[request.path][request.method](fields, with_token))
+
+    for path, methods in engine.admin.items():
+        app.add_url_rule(path, path, administer, methods=list(methods))
 
     @app.get("/")
     def index():
