@@ -66,8 +66,8 @@ PATIENCE = 5.0                     # seconds without a page after which nobody w
 @dataclass(eq=False, slots=True)
 class Node:
     """A run of whole pages, behind all those of its parents. It is on the device, in host memory, or both: where it is on the
-    device, its parents are too. Its locks are the references that its pages have in the pools: whoever needs a node holds all
-    pages from the root to it, so the pages of a node have equally many."""
+    device, its parents are too. Its locks are the references that its pages have in the two pools, equally many along a node:
+    on the device of all who need it or what is behind it, in host memory of what is under way from or to it."""
     parent: "Node | None"          # None: the root of a cache_salt, or a node that was removed
     tokens: bytes                  # token ids, little-endian int32; so a comparison is one of memory
     device: list[int] | None = None                             # its pages in L1
@@ -272,7 +272,7 @@ class HiRadixTree:
             for pages, lie in ((self.pool, node.device), (self.host, node.host)):
                 assert lie is None or len(lie) == count, "a node has not as many places as pages"
                 assert len({pages.references[place] for place in lie or ()}) <= 1, "a node is locked in part"
-                above = (node.parent.device if pages is self.pool else node.parent.host) or ()
+                above = node.parent.device if pages is self.pool and node.parent.device else ()
                 assert not lie or all(pages.references[place] >= pages.references[lie[0]] for place in above), "an open path"
                 places[pages].update((place, node) for place in lie or ())
         for pages, owned in places.items():
@@ -449,7 +449,6 @@ class Write:
     tokens: bytes
     keys: list[str]
     places: list[int]
-    path: list[int]                # places of the nodes before it, referenced too
     timeline: Timeline | None
     over: bool = False
     failed: bool = False
@@ -660,10 +659,9 @@ def work(storage: Storage, kind: str):
 
 @dataclass(eq=False)
 class Swap(offload.Swap):
-    """Chapter 03's, of nodes. It also holds all pages before them, in both pools."""
+    """Chapter 03's, of nodes. On the device it also holds all pages before them."""
     nodes: list[Node] = field(default_factory=list)                             # and what they were split into
     device_path: list[int] = field(default_factory=list)
-    host_path: list[int] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -841,10 +839,9 @@ class Engine(offload.SwappingEngine):
     def swap_in(self, request: Request, nodes: list[Node], end: int) -> bool:
         """Issue the copies of these nodes into the request's pages up to number `end` -> whether the link took them. Others find
         them on the device from now on, and wait for them too."""
-        start, prefetch, above = request.saved, request.prefetch, self.tree.path(nodes[0])[:-1]
+        start, prefetch = request.saved, request.prefetch
         swap = Swap(True, request.table[start:end], [place for node in nodes for place in node.host], None, request.timeline,
-                    nodes=nodes, device_path=request.table[:start],
-                    host_path=[place for node in above for place in node.host or ()])
+                    nodes=nodes, device_path=request.table[:start])
         self.hold(swap)
         at = start
         for node in nodes:
@@ -865,7 +862,7 @@ class Engine(offload.SwappingEngine):
         self.swaps.append(swap)
         for page in (*swap.device_path, *swap.device_blocks):
             self.pool.share(page)
-        for place in (*swap.host_path, *swap.host_blocks) if swap.inward else ():       # outward, they have just been allocated
+        for place in swap.host_blocks if swap.inward else ():                   # outward, they have just been allocated
             self.host.share(place)
 
     # Prefetch: from storage into host memory
@@ -1006,7 +1003,7 @@ class Engine(offload.SwappingEngine):
         """Send a node to host memory -> whether it is on its way. Not if nobody would load it from there, unless `anyway`."""
         if node.leaving or not anyway and not self.worth_keeping(sum(map(self.tree.pages, self.tree.path(node)))):
             return False
-        places = self.take_host(self.tree.pages(node))
+        places = self.take_host(self.tree.pages(node), self.tree.pages(node))
         if not places:
             self.counts["writes_skipped"] += 1
             return False
@@ -1030,25 +1027,22 @@ class Engine(offload.SwappingEngine):
         if self.write_policy != "write_back" and waiting and waiting + len(node.host) > self.host.size // 2:
             self.counts["writes_skipped"] += 1                                  # else slow storage would lock all of host memory
             return False
-        path = [place for above in self.tree.path(node)[:-1] for place in above.host or ()]
-        write = Write(storage, [node], node.tokens, [key.hex() for key in self.tree.keys(node)], list(node.host), path, timeline)
-        for place in (*path, *write.places):
+        write = Write(storage, [node], node.tokens, [key.hex() for key in self.tree.keys(node)], list(node.host), timeline)
+        for place in write.places:
             self.host.share(place)
         node.writing = write
         self.writes.append(write)
         storage.put(write)
         return True
 
-    def take_host(self, count: int) -> list[int]:
-        """-> so many places of host memory, or none. What must be stored before it is evicted is sent off."""
-        host = self.host
-        while len(host.free) < count:
-            leaf, dirty = next(host.leaves(), None), self.write_policy == "write_back"
-            if leaf is None or dirty and len(host.free) + sum(len(write.places) for write in self.writes) >= count:
-                return []
+    def take_host(self, count: int, least: int) -> list[int]:
+        """-> so many places in host memory, or at least `least`, or none. What must be stored before it goes is sent off."""
+        host, dirty = self.host, self.write_policy == "write_back"
+        while len(host.free) < count and (leaf := next(host.leaves(), None)) and not (
+                dirty and len(host.free) + sum(len(write.places) for write in self.writes) >= count):
             if not (dirty and self.worth_storing(leaf) and self.store(leaf)):
                 host.evict_node(leaf)
-        return host.allocate(count)
+        return host.allocate(min(count, len(host.free))) if len(host.free) >= least else []
 
     def worth_storing(self, node: Node) -> bool:
         """Whether storage would be asked for it, as far as is known."""
@@ -1101,7 +1095,7 @@ class Engine(offload.SwappingEngine):
             self.writes.remove(write)
             for node in write.nodes:
                 node.writing, node.stored = None, node.stored if write.failed else write.storage.attachment
-            self.host.release(write.path + write.places)
+            self.host.release(write.places)
             for start, end, pages in write.spans if write.timeline else ():
                 write.timeline.add("storage", f"write {pages} pages", start, end)
         return over
@@ -1112,7 +1106,7 @@ class Engine(offload.SwappingEngine):
         if prefetch.queued:
             return
         if not prefetch.over and not prefetch.places:
-            prefetch.places = self.take_host(min(prefetch.hit, prefetch.most, self.host.available))
+            prefetch.places = self.take_host(min(prefetch.hit, prefetch.most), 1)
             prefetch.stopped = not prefetch.places and not self.writes          # else there will be room
             if prefetch.places:
                 prefetch.queued, prefetch.moved = True, time.perf_counter()
@@ -1135,7 +1129,7 @@ class Engine(offload.SwappingEngine):
                     self.store(node, swap.timeline)
 
     def let_go(self, swap: Swap):
-        self.host.release(swap.host_path + swap.host_blocks)
+        self.host.release(swap.host_blocks)
         self.pool.release(swap.device_path + swap.device_blocks)
 
     def lose(self, swap: Swap):
@@ -1262,9 +1256,9 @@ class Engine(offload.SwappingEngine):
         """The tree, both pools, and all that is on its way agree. Raises AssertionError."""
         self.pool.check_integrity([request.table for request in self.running]
                                   + [swap.device_path + swap.device_blocks for swap in self.swaps])
-        self.host.check_integrity([swap.host_path + swap.host_blocks for swap in self.swaps]
+        self.host.check_integrity([swap.host_blocks for swap in self.swaps]
                                   + [prefetch.places[prefetch.taken:] for prefetch in self.prefetches]
-                                  + [write.path + write.places for write in self.writes])
+                                  + [write.places for write in self.writes])
         self.tree.check_integrity()
         assert self.arriving == {page: swap for swap in self.swaps if swap.inward for page in swap.device_blocks}
         leaving = {node: swap for swap in self.swaps if not swap.inward for node in swap.nodes}

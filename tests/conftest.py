@@ -1,7 +1,12 @@
 """Tiny models, written as folders with `transformers`, and an engine on one of them."""
 import importlib
+import os
 import sys
 from pathlib import Path
+
+# PyTorch's threads sleep while they wait for each other, here and in all children. By default they spin, and then the threads of
+# an engine, of a server and of other processes wait for a core: on two cores most of the time of these tests went there.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")                # read when PyTorch is imported
 
 import pytest
 import torch

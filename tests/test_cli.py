@@ -1,6 +1,7 @@
 """The command line: what it prints and writes, what it says to wrong input, and Ctrl-C."""
 import gc
 import http.client
+import io
 import json
 import os
 import random
@@ -15,6 +16,7 @@ import threading
 import time
 
 import pytest
+import warm
 from conftest import ROOT, chapter, write_model
 
 from common import app
@@ -31,9 +33,29 @@ ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONIOENCODING": "utf-8"}
 needs_signals = pytest.mark.skipif(os.name != "posix", reason="sends POSIX signals")
 
 
-def run(*arguments, script=SCRIPT, **environment):
-    return subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, timeout=TIMEOUT,
-                          encoding="utf-8", errors="replace", env={**ENVIRONMENT, **environment})
+def start(*arguments, script=SCRIPT, fresh=False, together=False, **environment):
+    """The script in its own process. A fresh one is a Python of its own; others are forked where they can be, which is faster."""
+    environment = {**ENVIRONMENT, **environment}
+    if not fresh and warm.available():
+        return warm.Process([script, *arguments], environment, together)
+    return subprocess.Popen([sys.executable, script, *arguments], stdout=subprocess.PIPE, env=environment,
+                            stderr=subprocess.STDOUT if together else subprocess.PIPE,
+                            preexec_fn=heed_ctrl_c if os.name == "posix" else None)
+
+
+def heed_ctrl_c():
+    """A shell may have had Ctrl-C ignored for what it runs in the background, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def run(*arguments, **options) -> subprocess.CompletedProcess:
+    process = start(*arguments, **options)
+    try:
+        said = process.communicate(timeout=TIMEOUT)
+    finally:
+        process.kill()
+    said = (io.TextIOWrapper(io.BytesIO(stream), "utf-8", "replace").read() for stream in said)         # \r\n and \r are \n then
+    return subprocess.CompletedProcess(arguments, process.returncode, *said)
 
 
 # 1. What is asked rightly ----------------------------------------------------------------------------------------
@@ -42,7 +64,7 @@ def test_prompt_prints_the_answer_and_writes_its_numbers(tiny_folder, tiny_engin
     expected = tiny_engine.generate(prompt="Hello", max_tokens=12, temperature=0.8, top_p=0.9, top_k=40, seed=7, stop=["#"])
     report, trace = tmp_path / "report.json", tmp_path / "trace.json"
     done = run("--model", str(tiny_folder), "--prompt", "Hello", "--max-tokens", "12", "--temperature", "0.8", "--top-p", "0.9",
-               "--top-k", "40", "--seed", "7", "--stop", "#", "--json", str(report), "--trace", str(trace))
+               "--top-k", "40", "--seed", "7", "--stop", "#", "--json", str(report), "--trace", str(trace), fresh=True)
     assert done.returncode == 0 and done.stderr == ""
     assert done.stdout.startswith(expected.text.replace("\r", "\n"))            # a pipe read as text folds line ends
     assert done.stdout.splitlines()[-1].startswith(
@@ -75,15 +97,15 @@ def test_help_names_every_option_of_the_design():
 
 
 def test_a_terminal_without_utf8_shows_the_answer_all_the_same():
-    done = run("--model", "random:tiny", "--prompt", "Hello", "--max-tokens", "40", PYTHONIOENCODING="ascii")
+    done = run("--model", "random:tiny", "--prompt", "Hello", "--max-tokens", "40", PYTHONIOENCODING="ascii", fresh=True)
     assert done.returncode == 0 and "?" in done.stdout and "TTFT" in done.stdout and done.stderr == ""
 
 
 # 2. What is asked wrongly ----------------------------------------------------------------------------------------
 
-def refused(*arguments, script=SCRIPT) -> str:
+def refused(*arguments, **options) -> str:
     """Run it and -> its one line of complaint."""
-    done = run(*arguments, script=script)
+    done = run(*arguments, **options)
     assert done.returncode in (1, 2), done
     assert done.stdout == "" and "Traceback" not in done.stderr
     line, = (line for line in done.stderr.splitlines() if not line.startswith(SIZES))
@@ -100,7 +122,7 @@ TINY = ("--model", "random:tiny")
     ("/no/such/x.json", [*TINY, "--json", "/no/such/x.json"]),
 ], ids=lambda value: " ".join(map(str, value))[:40] if isinstance(value, list) else "")
 def test_wrong_input_ends_with_one_clear_line(words, arguments):
-    assert words in refused(*arguments)
+    assert words in refused(*arguments, fresh=words == "UTF-8")
 
 
 @pytest.mark.parametrize("words,arguments", [
@@ -153,11 +175,8 @@ def test_a_port_in_use_is_told_before_the_model_is_looked_for():
 class Process:
     """The script in its own process, to be interrupted. stdout and stderr come in one stream."""
 
-    def __init__(self, *arguments, script=SCRIPT, **environment):
-        # A shell may have had Ctrl-C ignored for what it runs in the background, and children inherit that
-        self.process = subprocess.Popen([sys.executable, script, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                                        env={**ENVIRONMENT, **environment},
-                                        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    def __init__(self, *arguments, **options):
+        self.process = start(*arguments, together=True, **options)
         self.output = b""
 
     def __enter__(self):
@@ -176,15 +195,14 @@ class Process:
     def interrupt(self, number=signal.SIGINT):
         """Ctrl-C; it must end by itself, and quietly."""
         self.process.send_signal(number)
-        rest, _ = self.process.communicate(timeout=TIMEOUT)
-        self.output += rest
+        self.output += self.process.communicate(timeout=TIMEOUT)[0]
         assert self.process.returncode == 130, self.output
         assert self.output.endswith(b"\nInterrupted.\n") and b"Traceback" not in self.output and b"Error" not in self.output
 
 
 @needs_signals
 def test_ctrl_c_while_the_model_is_loaded():
-    with Process("--model", "random:small", "--port", "0") as process:
+    with Process("--model", "random:small", "--port", "0", fresh=True) as process:
         process.read_until(b"random weights", b" serves ")
         process.interrupt()
 
@@ -200,7 +218,7 @@ def test_ctrl_c_in_the_middle_of_an_answer():
 @needs_signals
 @pytest.mark.parametrize("asking", [False, True])
 def test_ctrl_c_while_serving(asking):
-    with Process(*TINY, "--port", "0", "--no-kv-cache") as process:
+    with Process(*TINY, "--port", "0", "--no-kv-cache", fresh=not asking) as process:
         process.read_until(b"(Ctrl-C ends it)\n")
         assert b"01_baseline serves random:tiny on http://127.0.0.1:" in process.output
         port = int(process.output.split(b"127.0.0.1:")[1].split()[0])
@@ -317,7 +335,7 @@ def paged_demo(tmp_path_factory):
     """The lesson on the classroom model, run once -> what it printed, its report and its trace."""
     folder = tmp_path_factory.mktemp("demo")
     done = run("--demo", "--device", "cpu", "--json", str(folder / "report.json"), "--trace", str(folder / "trace.json"),
-               script=PAGED)
+               script=PAGED, fresh=True)
     assert done.returncode == 0, done
     return done, json.loads((folder / "report.json").read_text()), json.loads((folder / "trace.json").read_text())
 
@@ -484,7 +502,7 @@ def offload_demo(tmp_path_factory):
     """The lesson on the classroom model, run once -> what it printed, its report and its trace."""
     folder = tmp_path_factory.mktemp("offload")
     done = run("--demo", "--device", "cpu", "--json", str(folder / "report.json"), "--trace", str(folder / "trace.json"),
-               script=OFFLOAD)
+               script=OFFLOAD, fresh=True)
     assert done.returncode == 0, done
     return done, json.loads((folder / "report.json").read_text()), json.loads((folder / "trace.json").read_text())
 
@@ -704,7 +722,7 @@ def test_texts_are_ingested_without_the_servers_port_and_found_by_another_proces
     counts = [len(tiny_engine.encode(None, [dict(role="user", content=text)])[0]) for text in texts]
     with socket.create_server(("127.0.0.1", 0)) as taken:
         done = run("--model", str(tiny_folder), "--device", "cpu", "--ingest", *map(str, files), "--disk", str(folder), "--port",
-                   str(taken.getsockname()[1]), "--json", str(report), script=HIDDEN)
+                   str(taken.getsockname()[1]), "--json", str(report), script=HIDDEN, fresh=True)
     assert done.returncode == 0 and all(line.startswith(SIZES) for line in done.stderr.splitlines()), done
     story, note = done.stdout.splitlines()
     assert story == f"{files[0]}: {counts[0]} tokens, 3 chunks of 64, 3 of them saved"
@@ -718,7 +736,7 @@ def test_texts_are_ingested_without_the_servers_port_and_found_by_another_proces
 
     question = STORY + "Who wrote it?"
     done = run("--model", str(tiny_folder), "--device", "cpu", "--prompt", question, "--max-tokens", "8", "--disk", str(folder),
-               "--json", str(report), script=HIDDEN)
+               "--json", str(report), script=HIDDEN, fresh=True)
     written = json.loads(report.read_text())
     assert done.returncode == 0 and (written["source"], written["usage"]["cached_tokens"]) == ("hidden", 192)
     assert written["tokens"] == tiny_engine.generate(prompt=question, max_tokens=8).tokens
@@ -831,7 +849,7 @@ def hidden_demo(tmp_path_factory):
     """The lesson on the classroom model, run once -> what it printed, its report and its trace."""
     folder = tmp_path_factory.mktemp("hidden")
     done = run("--demo", "--device", "cpu", "--json", str(folder / "report.json"), "--trace", str(folder / "trace.json"),
-               script=HIDDEN)
+               script=HIDDEN, fresh=True)
     assert done.returncode == 0, done
     return done, json.loads((folder / "report.json").read_text()), json.loads((folder / "trace.json").read_text())
 
@@ -1135,7 +1153,7 @@ def bubble_demo(tmp_path_factory):
     """The lesson on the classroom model, run once -> what it printed, its report and its trace."""
     folder = tmp_path_factory.mktemp("bubble")
     done = run("--demo", "--device", "cpu", "--json", str(folder / "report.json"), "--trace", str(folder / "trace.json"),
-               script=BUBBLE, XDG_CACHE_HOME=str(folder / "cache"))
+               script=BUBBLE, fresh=True, XDG_CACHE_HOME=str(folder / "cache"))
     assert done.returncode == 0, done
     return done, json.loads((folder / "report.json").read_text()), json.loads((folder / "trace.json").read_text())
 
@@ -1295,7 +1313,7 @@ def test_a_second_process_finds_the_chunks_of_the_first(tiny_folder, tiny_engine
     for mode, source, loaded in (("both", "miss", 0), ("load", "storage", whole)):
         done = run("--model", str(tiny_folder), "--device", "cpu", "--prompt", LONG_STORY, *options, "--disk", str(folder),
                    "--json", str(report), "--trace", str(trace), "--gpu-blocks", "50", "--block-size", "8",
-                   "--chunk", "16", "--link", "2", "--mode", mode, script=CAKE)
+                   "--chunk", "16", "--link", "2", "--mode", mode, script=CAKE, fresh=True)
         assert done.returncode == 0 and done.stdout.startswith(expected.text.replace("\r", "\n")), done
         assert done.stderr == (
             f"KV pool: 50 blocks of 8 tokens, {400 * token_bytes / 1e6:.1f} MB\n"
@@ -1531,7 +1549,7 @@ def bidirectional_demo(tmp_path_factory):
     """The lesson on the classroom model, run once -> what it printed, its report, its trace, and its temporary directories."""
     folder = tmp_path_factory.mktemp("bidirectional")
     done = run("--demo", "--device", "cpu", "--link", "0.5", "--json", str(folder / "report.json"), "--trace",
-               str(folder / "trace.json"), script=CAKE, TMPDIR=str(folder))
+               str(folder / "trace.json"), script=CAKE, fresh=True, TMPDIR=str(folder))
     assert done.returncode == 0, done
     report, trace = (json.loads((folder / f"{name}.json").read_text()) for name in ("report", "trace"))
     return done, report, trace, left_in(folder)
@@ -1610,7 +1628,8 @@ def test_ctrl_c_while_bidirectional_serves(tmp_path, disk, signum):
     folder, chunks = tmp_path / "temporary", tmp_path / "chunks"
     folder.mkdir()
     options = ["--disk", str(chunks)] if disk else []
-    with Process(*TINY_CPU, "--port", "0", "--max-running", "1", *options, script=CAKE, TMPDIR=str(folder)) as process:
+    with Process(*TINY_CPU, "--port", "0", "--max-running", "1", *options, script=CAKE, TMPDIR=str(folder),
+                 fresh=signum == signal.SIGTERM) as process:
         process.read_until(b"(Ctrl-C ends it)\n")
         assert process.output.startswith(b"KV pool: ") and b"\nChunks of 16 tokens, " in process.output
         assert b"06_bidirectional serves random:tiny on http://127.0.0.1:" in process.output
