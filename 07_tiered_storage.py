@@ -59,6 +59,7 @@ WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
 PREFETCH_POLICIES = ("best_effort", "wait_complete", "timeout")
 HOT = 2                            # hits from which write_through_selective writes
 ATTACHMENTS = itertools.count(1)
+NEARLY_IDLE = 3e-3                 # seconds that the link still has to do: send more
 PATIENCE = 5.0                     # seconds without a page after which nobody waits for storage any more
 
 # 1. The tree and the two pools -----------------------------------------------------------------------------------
@@ -569,8 +570,8 @@ class Storage:
 
     def fetch(self, prefetch: Prefetch) -> bool:
         """Read the next pages, in order -> whether there are more to come."""
-        with self.changed:
-            count = min(self.batch, len(prefetch.places) - prefetch.arrived)
+        with self.changed:                                      # the first ones soon, so that the link has something to do
+            count = min(self.batch if prefetch.arrived else -(-self.batch // 4), len(prefetch.places) - prefetch.arrived)
         numbers, began = range(prefetch.arrived, prefetch.arrived + count), time.perf_counter()
         values = self.ask(self.reading, backends.get_all, [prefetch.keys[number] for number in numbers])
         if values and self.bandwidth:
@@ -789,7 +790,8 @@ class Engine(offload.SwappingEngine):
         while worth and (prefetch := request.prefetch or self.begin_prefetch(request)):
             while worth and not (ended := self.enough(prefetch, began)):
                 yield
-                worth = self.bring(request)
+                if self.seconds_to_load(0) < NEARLY_IDLE:                       # what goes together goes layer by layer
+                    worth = self.bring(request)
             self.take(prefetch)
             worth = worth and self.bring(request)
             self.report(request, began, ended or "slower than computing")
