@@ -153,8 +153,13 @@ class HiRadixTree:
 
     def keys(self, node: Node) -> list[bytes]:
         """The keys of the node's pages in storage: chapter 02's chain of SHA-256, which no longer needs to be in memory whole."""
-        if node.keys is None:
-            node.keys = self.chain(self.keys(node.parent)[-1], node.tokens)
+        unknown, above = [], node
+        while above.keys is None:
+            unknown.append(above)
+            above = above.parent
+        for below in reversed(unknown):
+            below.keys = self.chain(above.keys[-1], below.tokens)
+            above = below
         return node.keys
 
     def chain(self, key: bytes, tokens: bytes) -> list[bytes]:
@@ -677,6 +682,7 @@ class Request(paged.Request):
 
     @property
     def blocks(self) -> dict:
+        """Chapter 03's name for it."""
         return self.pages
 
     def inherit(self, other: "Request"):
@@ -796,6 +802,7 @@ class Engine(offload.SwappingEngine):
             worth = worth and self.bring(request)
             self.report(request, began, ended or "slower than computing")
             self.leave(request)
+        self.leave(request)
 
         # 3. What was found
         request.computed = request.saved * size
@@ -825,7 +832,9 @@ class Engine(offload.SwappingEngine):
             at += pages
         worth = True
         if on_host:
-            load, compute = self.seconds_to_load(at - request.saved), self.seconds_to_compute(request.saved * size, at * size)
+            behind = 0 if request.swap_ins else None                            # for what is before these, it waits in any case
+            load = self.seconds_to_load(at - request.saved, behind)
+            compute = self.seconds_to_compute(request.saved * size, at * size)
             worth = load <= compute and self.swap_in(request, on_host, at)
             before = request.choice or dict(load_ms=0.0, recompute_ms=0.0)
             compute_ms = round((before["recompute_ms"] or 0.0) + compute * 1e3, 3) if self.prefills else None
@@ -913,8 +922,11 @@ class Engine(offload.SwappingEngine):
             hit, moved, over, batch = prefetch.hit, prefetch.moved, prefetch.over, storage.batch
             left = prefetch.arrived - prefetch.taken
         if over:
-            why = "complete" if prefetch.places else "below the threshold" if hit else "not there"
-            return None if left else "failed" if prefetch.failed else why       # what has arrived is taken first
+            if left:                                                            # what has arrived is taken first
+                return None
+            if prefetch.failed or prefetch.stopped:                             # detached, or host memory has no room
+                return "failed" if prefetch.failed else "stopped"
+            return "complete" if prefetch.places else "below the threshold" if hit else "not there"
         if self.prefetch_policy == "best_effort":
             return "the device was free"
         first, pages = prefetch.first + prefetch.taken, min(prefetch.most, len(prefetch.keys) if hit is None else hit)

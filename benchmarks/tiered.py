@@ -258,15 +258,15 @@ def show(what: str, model: str, found: dict):
                   f"{text(row['throughput'], 'x')}, of the bound {text(row['of_bound'])}; L1 {row['gpu_hits']['median']:.0%}, "
                   f"L2 {row['cpu_hits']['median']:.0%}, L3 {row['storage_hits']['median']:.0%}")
         elif what == "admission":
-            print(f"    {row['history_tokens']:5} tokens, {row['way']:26} {row['source']:12} of computing {text(row['ratio'])}; the "
-                  f"first time {row['first']:.2f}")
+            print(f"    {row['history_tokens']:5} tokens, {row['way']:26} {row['source']:12} of computing {text(row['ratio'])}; "
+                  f"the first time {row['first']:.2f}")
         elif what == "match":
             print(f"    {row['conversations']:6} conversations, {row['pages']} pages, {row['nodes']} nodes: "
                   f"{text(row['match_ms'], ' ms')}; {row['bytes_per_page']:.0f} bytes a page")
         else:
             print(f"    {row['layout']:18} a page to storage {row['storage_copies']:3} pieces, "
-                  f"{text(row['write_us_per_page'], ' us')}, from it {text(row['read_us_per_page'], ' us')}; to a layer {row['layer_copies']:5} pieces, "
-                  f"{text(row['load_us_per_page'], ' us')} a page for all")
+                  f"{text(row['write_us_per_page'], ' us')}, from it {text(row['read_us_per_page'], ' us')}; to a layer "
+                  f"{row['layer_copies']:5} pieces, {text(row['load_us_per_page'], ' us')} a page for all")
     sys.stdout.flush()
 
 
