@@ -173,8 +173,7 @@ def read_end_tokens(folder: Path, config: dict, tokenizer) -> set[int]:
 def allocate(config: LlamaConfig, dtype: torch.dtype, device: str, name: str) -> Llama:
     """Room for the weights, after a look at whether there is any."""
     try:
-        with torch.device("meta"):
-            shape = Llama(config, dtype, "meta")
+        shape = Llama(config, dtype, "meta")
     except RuntimeError:                    # a product of its sizes is more than 64 bits
         raise ModelError(f"{name}: the sizes in its config.json are absurd.") from None
     size = sum(tensor.numel() for tensor in (*shape.parameters(), *shape.buffers())) * dtype.itemsize

@@ -189,6 +189,10 @@ class Rotary(nn.Module):
 
     def __init__(self, config: LlamaConfig, **where):
         super().__init__()
+        if where["device"] == "meta":              # only its size is asked for; for products there PyTorch imports half of itself
+            shape = config.max_position_embeddings, 2, config.head_dim
+            self.register_buffer("table", torch.empty(shape, **where), persistent=False)
+            return
         frequencies = rotary_frequencies(config)                       # [hd/2], float32
         positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
         angles = torch.outer(positions, frequencies)                   # [P, hd/2]

@@ -38,7 +38,7 @@ class Serving:
     def __init__(self, engine):
         self.server = app.listen("127.0.0.1", 0)
         self.server.app = app.make_app(engine, INFO)
-        self.thread = threading.Thread(target=self.server.serve_forever, args=[0.01], daemon=True)      # seconds to notice its end
+        self.thread = threading.Thread(target=self.server.serve_forever, args=[0.01], daemon=True)    # seconds to notice its end
 
     def __enter__(self):
         self.thread.start()
