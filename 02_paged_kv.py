@@ -634,15 +634,23 @@ class Engine(baseline.Frontend):
     def loop(self):
         while True:
             with self.changed:
-                self.changed.wait_for(lambda: self.running or self.waiting or self.cancelled or self.closing)
+                self.changed.wait_for(lambda: self.busy() or self.closing)
                 if self.closing and not (self.running or self.waiting or self.cancelled):
                     return
             try:
-                self.step()
+                if not self.step() and self.busy():
+                    self.rest()
             except Exception as error:                                  # a defect: nobody waits for ever because of it
                 with self.stepping:
                     for request in (*self.running, *self.waiting):
                         self.finish(request, error, "failed")
+
+    def busy(self) -> bool:
+        """Whether the engine's thread has something to do."""
+        return bool(self.running or self.waiting or self.cancelled)
+
+    def rest(self):
+        """For chapters in which something goes on between the steps when nobody asks."""
 
     def submit(self, prompt=None, messages=None, n: int = 1, **fields) -> list[Request]:
         """Stand in line -> n samples of one prompt, seeded seed, seed + 1, ... if there is a seed.

@@ -26,6 +26,7 @@ import hashlib
 import importlib
 import itertools
 import json
+import math
 import random
 import re
 import statistics
@@ -39,6 +40,7 @@ import zlib
 from collections import Counter, deque
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy
@@ -59,6 +61,7 @@ WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
 PREFETCH_POLICIES = ("best_effort", "wait_complete", "timeout")
 HOT = 2                            # hits from which write_through_selective writes
 ATTACHMENTS = itertools.count(1)
+RECHECK = 10.0                     # seconds after which storage is asked again whether it still has what it had
 NEARLY_IDLE = 3e-3                 # seconds that the link still has to do: send more
 PATIENCE = 5.0                     # seconds without a page after which nobody waits for storage any more
 
@@ -76,7 +79,8 @@ class Node:
     keys: list[bytes] | None = None                             # of its pages, once somebody asked (HiRadixTree.keys)
     children: dict[bytes, "Node"] = field(default_factory=dict)                 # by the tokens of their first pages
     hits: int = 0                  # requests that found it
-    stored: int = 0                # the attachment of storage that has it, as far as is known: see Engine.epoch
+    stored: int = 0                # the attachment of storage (Storage.attachment) that has it, as far as is known
+    checked: float = 0.0           # when that was seen, seconds of time.perf_counter()
     leaving: "Swap | None" = None                               # that copies it to host memory
     writing: "Write | None" = None                              # that writes it to storage
     tried: bool = False            # it was to be copied before its eviction, and that need not be tried again
@@ -88,21 +92,21 @@ class HiRadixTree:
     def __init__(self, pool: "DevicePages", host: "HostPages", namespace: str):
         self.pool, self.host, self.page_bytes = pool, host, 4 * pool.block_size
         self.namespace = hashlib.sha256(namespace.encode()).digest()            # what the numbers depend on besides tokens
-        self.roots: dict[str, Node] = {}                                        # by cache_salt
-        self.size = self.lost = 0                                               # nodes; pages evicted from their last tier
+        self.roots: dict[bytes, Node] = {}                                      # by their keys
+        self.size = self.lost = 0                                               # nodes; pages that went, and storage never had
         for pages in (pool, host):
             pages.tree = weakref.proxy(self)
 
     def root(self, cache_salt: str) -> Node:
         """The root for requests with this cache_salt; they share nothing with others. Not in `roots` before it has a child."""
-        return self.roots.get(cache_salt) or Node(None, b"", keys=[hashlib.sha256(
-            self.namespace + cache_salt.encode()).digest()])
+        key = hashlib.sha256(self.namespace + cache_salt.encode()).digest()
+        return self.roots.get(key) or Node(None, b"", keys=[key])
 
     def match(self, cache_salt: str, tokens: bytes) -> list[Node]:
         """-> the nodes, from the top, that hold the longest cached prefix of `tokens` in whole pages: on the device first, then
         in host memory. Where it ends inside of a node, the node is split. Copies nothing."""
-        node, at, path = self.roots.get(cache_salt), 0, []
-        while node and (child := node.children.get(tokens[at:at + self.page_bytes])):
+        node, at, path = self.root(cache_salt), 0, []
+        while (child := node.children.get(tokens[at:at + self.page_bytes])):
             common = self.common(child, tokens, at)
             node = child if common == len(child.tokens) else self.split(child, common)
             path.append(node)
@@ -123,8 +127,9 @@ class HiRadixTree:
     def split(self, node: Node, at: int) -> Node:
         """-> a new parent of the node, which takes its first `at` bytes, and half of what is under way."""
         count = at // self.page_bytes
-        front = Node(node.parent, node.tokens[:at], hits=node.hits, stored=node.stored, leaving=node.leaving,
-                     writing=node.writing, tried=node.tried, children={node.tokens[at:at + self.page_bytes]: node})
+        front = Node(node.parent, node.tokens[:at], children={node.tokens[at:at + self.page_bytes]: node})
+        for name in ("hits", "stored", "checked", "leaving", "writing", "tried"):
+            setattr(front, name, getattr(node, name))
         node.parent.children[node.tokens[:self.page_bytes]] = front
         self.size += 1
         node.parent, node.tokens = front, node.tokens[at:]
@@ -173,7 +178,7 @@ class HiRadixTree:
     def insert(self, cache_salt: str, tokens: bytes, pages: list[int]) -> tuple[list[int], list[Node]]:
         """What these device pages hold is to be found from now on -> the pages that hold it (others', where there are any), and
         the new nodes."""
-        node = self.roots[cache_salt] = self.root(cache_salt)
+        node = self.root(cache_salt)
         at, found, new = 0, [], []
         while at < len(tokens):
             child, own = node.children.get(tokens[at:at + self.page_bytes]), pages[len(found):]
@@ -183,7 +188,7 @@ class HiRadixTree:
             elif (common := self.common(child, tokens, at)) < len(child.tokens):
                 child = self.split(child, common)
             if child.device is None:                                            # new, or in host memory only
-                child.device = own[:self.pages(child)]
+                child.device, child.tried = own[:self.pages(child)], False
                 for page in child.device:
                     self.pool.register(page, child)
             found += child.device
@@ -193,7 +198,7 @@ class HiRadixTree:
     def insert_host(self, cache_salt: str, tokens: bytes, start: int, places: list[int]) -> list[Node]:
         """Pages `start` and following of `tokens` are in these places of host memory -> the nodes that lie there now: none of
         them if what is before has gone, and not those that are there already or on their way."""
-        node = root = self.root(cache_salt)
+        node = self.root(cache_salt)
         at, taken = 0, []
         while at < len(tokens):
             child, number = node.children.get(tokens[at:at + self.page_bytes]), at // self.page_bytes
@@ -212,11 +217,11 @@ class HiRadixTree:
                     self.host.register(place, child)
                 taken.append(child)
             node, at = child, at + len(child.tokens)
-        if root.children:
-            self.roots[cache_salt] = root
         return taken
 
     def add(self, parent: Node, tokens: bytes) -> Node:
+        if parent.parent is None:
+            self.roots[parent.keys[0]] = parent
         node = parent.children[tokens[:self.page_bytes]] = Node(parent, tokens)
         self.size += 1
         return node
@@ -235,9 +240,8 @@ class HiRadixTree:
         if on_device:
             node.device = None
         else:
-            node.host = None
+            node.host, node.tried = None, False
         if node.device is None and node.host is None:
-            self.lost += 0 if node.stored else self.pages(node)
             self.remove(node)
 
     def remove(self, node: Node):
@@ -251,10 +255,11 @@ class HiRadixTree:
             for pages, places in ((self.pool, node.device), (self.host, node.host)):
                 for place in places or ():
                     pages.forget(place)
+            self.lost += 0 if node.stored else self.pages(node)
             node.parent, node.device, node.host, node.children = None, None, None, {}
             self.size -= 1
         if parent.parent is None and not parent.children:
-            self.roots = {salt: root for salt, root in self.roots.items() if root is not parent}
+            del self.roots[parent.keys[0]]
 
     def nodes(self):
         """All of them, parents before children; without the roots."""
@@ -305,15 +310,16 @@ class Pages(paged.BlockPool):
                 self.cached.move_to_end(page)
 
     def leaves(self):
-        """The nodes that nobody needs, and without others behind them in this tier, least recently used first. Nothing must be
-        evicted while this goes on."""
+        """The nodes that nobody needs, and without others behind them in this tier: those behind the least recently used first.
+        Nothing must be evicted while this goes on."""
         seen = set()
         for page in self.cached:
             node = self.prefixes[page]
-            if node not in seen:
+            while below := next(filter(self.places, node.children.values()), None):
+                node = below
+            if node not in seen and not self.references[self.places(node)[0]]:
                 seen.add(node)
-                if not any(map(self.holds, node.children.values())):
-                    yield node
+                yield node
 
     def evict(self):
         self.evict_node(next(self.leaves()))
@@ -329,8 +335,8 @@ class Pages(paged.BlockPool):
 class DevicePages(Pages):
     """L1, layer-first as in chapter 02."""
 
-    def holds(self, node: Node) -> bool:
-        return node.device is not None
+    def places(self, node: Node) -> list[int] | None:
+        return node.device
 
 
 class HostPages(Pages):
@@ -352,8 +358,8 @@ class HostPages(Pages):
         super().__init__(config, pages, page_size, dtype, device)
         self.page_bytes = self.header_bytes + page_size * config.kv_numbers_per_token * dtype.itemsize          # in storage
 
-    def holds(self, node: Node) -> bool:
-        return node.host is not None
+    def places(self, node: Node) -> list[int] | None:
+        return node.host
 
     def memory(self, config, pages: int, page_size: int, dtype, device):
         layers, heads, head_dim = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
@@ -431,8 +437,10 @@ class Prefetch:
     taken: int = 0                 # of them are in the tree
     users: int = 0                 # requests that wait for it
     queued: bool = True            # a thread is at it, or will be
+    at_work: bool = False          # a thread is at it
     stopped: bool = False          # nothing more is asked for
     failed: bool = False           # storage raised, or what it gave is not what it must be
+    attachment: int = 0            # Storage.attachment when it was looked for
     spans: list[tuple[float, float, int]] = field(default_factory=list)         # began, ended, pages
 
     @property
@@ -458,6 +466,7 @@ class Write:
     timeline: Timeline | None
     over: bool = False
     failed: bool = False
+    attachment: int = 0            # Storage.attachment when it was written
     spans: list[tuple[float, float, int]] = field(default_factory=list)
 
 
@@ -483,17 +492,19 @@ class Storage:
     is queued, and then the engine's; a Write only reads."""
     READERS = 2
     ASKED = 128                    # keys that are looked for at a time
-    MOST, SLOW = 32, 5e-3          # pages read at a time: twice as many as before until it takes so many seconds
+    MOST, SLOW = 32, 5e-3          # pages read or written at a time; fewer, if reading takes so many seconds
     PROBE = 8                      # pages that are read where reading is not worth it, to see whether that has changed
 
-    def __init__(self, backend, name: str, host: HostPages, bandwidth: "bidirectional.Bandwidth | None" = None):
-        self.backend, self.name, self.host, self.bandwidth = backend, name, host, bandwidth
+    def __init__(self, backend, name: str, host: HostPages, bandwidth: "bidirectional.Bandwidth | None" = None, say=str):
+        self.backend, self.name, self.host, self.bandwidth, self.say = backend, name, host, bandwidth, say
         self.changed = threading.Condition()
         self.reads: deque[Prefetch] = deque()
         self.writes: deque[Write] = deque()
         self.reading, self.writing = Backoff(), Backoff()
-        self.batch = 1
-        self.paces: deque[float] = deque(maxlen=3)              # seconds a page, of the last reads
+        self.batch = 1                                          # pages to read at a time
+        self.times: deque[tuple[int, float]] = deque(maxlen=8)  # pages and seconds of the last reads
+        self.damaged: set[str] = set()                          # keys under which something wrong was
+        self.heard = self.wrote = time.perf_counter()           # when something was read; when writing last came on
         self.counts = Counter(storage_looked_for=0, storage_pages_read=0, storage_bytes_read=0, storage_pages_written=0,
                               storage_bytes_written=0, storage_pages_refused=0, storage_errors=0)
         self.error: str | None = None                           # the last one
@@ -517,12 +528,20 @@ class Storage:
                 self.reads.remove(prefetch)
                 prefetch.queued = False
 
-    def blame(self):
+    def blame(self, backoff: Backoff):
         """It has not answered in time; a thread may hang there."""
         with self.changed:
-            self.counts["storage_errors"] += 1
-            self.error = "no answer in time"
-            self.reading.note(False)
+            self.complain("no answer in time", backoff)
+
+    def abandon(self):
+        """What no thread is at will not be done."""
+        with self.changed:
+            for prefetch in self.reads:
+                prefetch.stopped, prefetch.queued = True, False
+            for write in self.writes:
+                write.failed = write.over = True
+            self.reads.clear()
+            self.writes.clear()
 
     def close(self):
         """The threads end when they have done what is queued; nobody waits long for one that hangs."""
@@ -533,11 +552,35 @@ class Storage:
             if thread is not threading.current_thread():
                 thread.join(0.5)
 
+    def costs(self) -> tuple[float, float]:
+        """-> seconds for each read, however small, and for each page of it, by the last ones."""
+        pages, seconds = zip(*self.times)
+        if len(set(pages)) == 1:
+            return 0.0, statistics.mean(seconds) / pages[0]
+        slope, start = statistics.linear_regression(pages, seconds)
+        if slope <= 0 or start <= 0:                            # the times vary by more than the sizes
+            return (0.0, sum(seconds) / sum(pages)) if slope > 0 else (statistics.mean(seconds), 0.0)
+        return start, slope
+
     def seconds(self, pages: int) -> float | None:
-        """Estimate for reading so many pages, as fast as the best of the last reads (a short one is mostly latency); None before
-        any."""
+        """Estimate for reading so many pages, while others are read too; None before any was read."""
         with self.changed:
-            return pages * min(self.paces) if self.paces else None
+            if not self.times:
+                return None
+            start, slope = self.costs()
+            crowd = max(1.0, (len(self.reads) + 1) / self.READERS)
+            return (-(-pages // self.batch) * start + pages * slope) * crowd
+
+    def note(self, pages: int, seconds: float):
+        """A read took so long: how many pages to read next. As many as take SLOW, or twice as long as one page does: more costs
+        little then. For who holds `changed`."""
+        self.times.append((pages, seconds))
+        start, slope = self.costs()
+        if len({count for count, _ in self.times}) == 1:        # nothing to compare with
+            most = 2 * self.batch
+        else:
+            most = (max(self.SLOW, 2 * start) - start) / slope if slope else self.MOST
+        self.batch = int(max(1, min(self.MOST, 2 * self.batch, most)))
 
     def ask(self, backoff: Backoff, function, *arguments):
         """-> what the back end says, or None if it raised."""
@@ -545,27 +588,31 @@ class Storage:
             answer = function(self.backend, *arguments)
         except Exception as error:
             with self.changed:
-                self.counts["storage_errors"] += 1
-                self.error = f"{type(error).__name__}: {error}"[:300]
+                self.complain(f"{type(error).__name__}: {self.say(error)}", backoff)
                 self.attachment = next(ATTACHMENTS)
-                backoff.note(False)
             return None
         with self.changed:
             backoff.note(True)
         return answer
 
+    def complain(self, error: str, backoff: Backoff):
+        """Count an error, and ask for nothing for a while. For who holds `changed`."""
+        self.counts["storage_errors"] += 1
+        self.error = error[:300]
+        backoff.note(False)
+
     # In a thread
 
     def look(self, prefetch: Prefetch):
         """How many pages in a row are there?"""
-        hit = 0
+        hit, prefetch.attachment = 0, self.attachment
         while hit < prefetch.most and not prefetch.stopped:
             keys = prefetch.keys[hit:min(hit + self.ASKED, prefetch.most)]
             there = self.ask(self.reading, backends.exist_all, keys)
             with self.changed:
                 self.counts["storage_looked_for"] += len(keys)
                 prefetch.failed = there is None
-                prefetch.moved = time.perf_counter()
+                prefetch.moved = self.heard = time.perf_counter()
             found = next((number for number, one in enumerate(there or [False]) if not one), len(keys))
             hit += found
             if found < len(keys):
@@ -591,36 +638,42 @@ class Storage:
         with self.changed:
             if values is not None and right < count and values[right] is not None:
                 self.counts["storage_pages_refused"] += 1
+                self.damaged.add(prefetch.keys[numbers[right]])
+                self.complain("a page was not what it must be", self.reading)
             self.counts.update(storage_pages_read=right, storage_bytes_read=right * self.host.page_bytes)
             prefetch.arrived += right
             prefetch.failed = prefetch.failed or right < count
-            prefetch.moved = ended
+            prefetch.moved = self.heard = ended
             if right:
-                self.paces.append((ended - began) / right)
                 prefetch.spans.append((began, ended, right))
-                if ended - began > self.SLOW:
-                    self.batch = max(1, count // 2)
-                elif count == self.batch:
-                    self.batch = min(self.MOST, 2 * count)
+                self.note(right, ended - began)
             return not prefetch.failed and not prefetch.stopped and prefetch.arrived < len(prefetch.places)
 
     def write(self, write: Write):
-        """Write what storage lacks of a node."""
-        began, size = time.perf_counter(), len(write.tokens) // len(write.keys)
+        """Write what storage lacks of a node, or has in another form."""
+        size, write.attachment = len(write.tokens) // len(write.keys), self.attachment
         for first in range(0, len(write.keys), self.MOST):
-            numbers = range(first, min(first + self.MOST, len(write.keys)))
+            numbers, began = range(first, min(first + self.MOST, len(write.keys))), time.perf_counter()
             there = self.ask(self.writing, backends.exist_all, [write.keys[number] for number in numbers])
-            lacking = [number for number, one in zip(numbers, there or ()) if not one]
+            lacking = [number for number, one in zip(numbers, there or ()) if not one or write.keys[number] in self.damaged]
             values = [self.host.value(write.places[number], write.tokens[number * size:][:size]) for number in lacking]
-            if there is None or lacking and self.ask(
-                    self.writing, lambda *all: [backends.set_all(*all)], [write.keys[number] for number in lacking],
-                    values) is None:
+            keys = [write.keys[number] for number in lacking]
+            if there is None or lacking and self.ask(self.writing, set_all, keys, values) is None:
                 write.failed = True
-                break
+                return
+            ended = time.perf_counter()
             with self.changed:
+                self.wrote = ended
+                self.damaged.difference_update(keys)
                 self.counts.update(storage_pages_written=len(lacking),
                                    storage_bytes_written=len(lacking) * self.host.page_bytes)
-        write.spans.append((began, time.perf_counter(), len(write.keys)))
+            if lacking:
+                write.spans.append((began, ended, len(lacking)))
+
+
+def set_all(backend, keys: list[str], values: list) -> bool:
+    backends.set_all(backend, keys, values)
+    return True
 
 
 def work(storage: Storage, kind: str):
@@ -632,6 +685,10 @@ def work(storage: Storage, kind: str):
             if not jobs:
                 return
             job = jobs.popleft()
+            if kind == "write":
+                storage.wrote = time.perf_counter()
+            else:
+                job.at_work, job.moved = True, time.perf_counter()
         more = False
         try:
             if kind == "write":
@@ -648,15 +705,14 @@ def work(storage: Storage, kind: str):
         except Exception as error:                              # a defect, or a back end that gives what it must not
             job.failed = True
             with storage.changed:
-                storage.counts["storage_errors"] += 1
-                storage.error = f"{type(error).__name__}: {error}"[:300]
+                storage.complain(f"{type(error).__name__}: {storage.say(error)}",
+                                 storage.writing if kind == "write" else storage.reading)
         with storage.changed:
             if kind == "write":
-                job.over = True
-            elif more:
-                jobs.append(job)
+                job.over, storage.wrote = True, time.perf_counter()
             else:
-                job.queued = False
+                job.at_work, job.queued = False, more
+                jobs.extend([job] if more else [])
             storage.changed.notify_all()
         job = None
 
@@ -736,6 +792,13 @@ class Engine(offload.SwappingEngine):
         self.counts.update(gpu_hits=0, cpu_hits=0, storage_hits=0, misses=0, recomputed_hits=0, prefetches=0, prefetched_pages=0,
                            prefetches_cut=0, prefetches_not_worth=0, late_pages=0, writes_skipped=0)
 
+    def busy(self) -> bool:
+        return super().busy() or bool(self.swaps or self.prefetches or self.writes)
+
+    def rest(self):
+        with self.stepping:
+            self.idle()
+
     @property
     def admin(self) -> dict:
         return {"/storage": dict(GET=lambda body, with_token: self.storage_state(), POST=self.post_storage,
@@ -755,7 +818,7 @@ class Engine(offload.SwappingEngine):
     def idle(self):
         if jobs := [*self.prefetches, *self.writes]:
             with jobs[0].storage.changed:
-                jobs[0].storage.changed.wait(2e-3)
+                jobs[0].storage.changed.wait(2e-3 if self.running or self.waiting else 20e-3)
         else:
             super().idle()
 
@@ -802,6 +865,7 @@ class Engine(offload.SwappingEngine):
             worth = worth and self.bring(request)
             self.report(request, began, ended or "slower than computing")
             self.leave(request)
+            request.asked = request.asked or ended != "complete"                # who has waited for another's asks for the rest
         self.leave(request)
 
         # 3. What was found
@@ -856,7 +920,7 @@ class Engine(offload.SwappingEngine):
         self.hold(swap)
         at = start
         for node in nodes:
-            node.device = request.table[at:at + self.tree.pages(node)]
+            node.device, node.tried = request.table[at:at + self.tree.pages(node)], False
             at += self.tree.pages(node)
             for page in node.device:
                 self.pool.register(page, node)
@@ -870,11 +934,11 @@ class Engine(offload.SwappingEngine):
 
     def hold(self, swap: Swap):
         """The swap is under way, and needs these pages."""
-        self.swaps.append(swap)
         for page in (*swap.device_path, *swap.device_blocks):
             self.pool.share(page)
         for place in swap.host_blocks if swap.inward else ():                   # outward, they have just been allocated
             self.host.share(place)
+        self.swaps.append(swap)
 
     # Prefetch: from storage into host memory
 
@@ -882,29 +946,33 @@ class Engine(offload.SwappingEngine):
         """Have storage asked for what the tree lacks of the request's prefix, if that may be enough, once. Where somebody waits
         for the beginning of it, wait for that first. Where it is known to be sooner computed, only a few pages are asked for,
         and nobody waits: to see whether that has changed."""
-        storage, size = self.storage, self.pool.block_size
+        storage, size, least = self.storage, self.pool.block_size, max(1, -(-self.prefetch_threshold // self.pool.block_size))
         if storage is None or request.asked:
             return None
+        room = self.prefetch_limit // size - sum(prefetch.most for prefetch in self.prefetches
+                                                 if prefetch.storage is storage and not prefetch.stopped)
+        if not storage.reading.ready or min(room, self.host.available) < min(least, len(request.tokens) // size + 1):
+            return None                                                         # another time, if it is still in line then
         request.asked = True
         path, tokens = self.path(request), self.whole_pages(request)
-        self.tree.touch(path)                                                   # so that what comes does not take its place
         first = sum(map(self.tree.pages, path))
         pages = len(tokens) // self.tree.page_bytes - first
-        room = self.prefetch_limit // size - sum(prefetch.most for prefetch in self.prefetches)
-        least = max(1, -(-self.prefetch_threshold // size))
-        if not storage.reading.ready or pages < least or min(room, self.host.available) < 1:
+        if pages < least:
             return None
+        self.tree.touch(path)                                                   # so that what comes does not take its place
         key = self.tree.keys(path[-1] if path else self.tree.root(request.cache_salt))[-1]
         keys = [key.hex() for key in self.tree.chain(key, tokens[first * self.tree.page_bytes:])]
         seconds, most = storage.seconds(pages), min(pages, room)
         worth = seconds is None or seconds <= self.seconds_to_compute(first * size, (first + pages) * size)
-        for prefetch in self.prefetches if worth else ():
-            if prefetch.keys[0] == keys[0] and prefetch.users and not prefetch.over:
-                request.asked = False                                           # for what it lacks then
+        for prefetch in self.prefetches if worth else ():                       # another waits for the same
+            if (prefetch.storage is storage and prefetch.users and not prefetch.over
+                    and prefetch.keys[prefetch.taken:prefetch.taken + 1] == keys[:1]):
+                request.asked = False
                 break
         else:
-            most = most if worth else min(most, storage.PROBE)
-            prefetch = Prefetch(storage, request.cache_salt, tokens, first, keys, most, min(least, most))
+            if not worth:
+                least, most = 1, min(most, storage.PROBE)
+            prefetch = Prefetch(storage, request.cache_salt, tokens, first, keys, most, least)
             prefetch.moved = prefetch.began
             self.prefetches.append(prefetch)
             self.counts.update(prefetches=1, prefetches_not_worth=not worth)
@@ -919,8 +987,8 @@ class Engine(offload.SwappingEngine):
         """Why nobody should wait for more of it, or None. Who came out of the line at `began` has waited since then."""
         storage, size, now = prefetch.storage, self.pool.block_size, time.perf_counter()
         with storage.changed:
-            hit, moved, over, batch = prefetch.hit, prefetch.moved, prefetch.over, storage.batch
-            left = prefetch.arrived - prefetch.taken
+            hit, over, left = prefetch.hit, prefetch.over, prefetch.arrived - prefetch.taken
+            moved = max(began, prefetch.moved, 0.0 if prefetch.at_work else storage.heard)       # or others are
         if over:
             if left:                                                            # what has arrived is taken first
                 return None
@@ -933,11 +1001,11 @@ class Engine(offload.SwappingEngine):
         base, per_1k, cap = self.timeout
         if self.prefetch_policy == "timeout" and now - prefetch.began > min(cap, base + per_1k * pages * size / 1024):
             return "timeout"
-        rest, pace = pages - prefetch.taken, storage.seconds(1)
-        compute = self.seconds_to_compute(first * size, (first + rest) * size)
-        if pace is not None and max(pace * rest, self.seconds_to_load(rest, behind=0)) > compute:
+        rest = pages - prefetch.taken
+        read, compute = storage.seconds(rest), self.seconds_to_compute(first * size, (first + rest) * size)
+        if read is not None and max(read, self.seconds_to_load(rest, behind=0)) > compute:
             return "slower than computing"
-        if now - max(moved, began) > max(min(PATIENCE, compute / 4), 2 * batch * (pace or 0.0)):
+        if now - moved > max(min(PATIENCE, compute / 4), 2 * (storage.seconds(storage.batch) or 0.0)):
             return "silent"
         return None
 
@@ -949,7 +1017,7 @@ class Engine(offload.SwappingEngine):
         if places:
             tokens = prefetch.tokens[:(prefetch.first + arrived) * self.tree.page_bytes]
             for node in self.tree.insert_host(prefetch.cache_salt, tokens, prefetch.first + prefetch.taken, places):
-                node.stored = prefetch.storage.attachment
+                node.stored, node.checked = prefetch.attachment, time.perf_counter()
             self.host.release(places)                                           # those that the tree did not want are free
             self.counts.update(prefetched_pages=len(places), late_pages=0 if prefetch.users else len(places))
             prefetch.taken = arrived
@@ -969,7 +1037,7 @@ class Engine(offload.SwappingEngine):
                                fetched_tokens=prefetch.taken * size, waited_ms=round((time.perf_counter() - began) * 1e3, 3))
         self.counts["prefetches_cut"] += not prefetch.over
         if ended == "silent":
-            prefetch.storage.blame()
+            prefetch.storage.blame(prefetch.storage.reading)
         for start, end, pages in prefetch.spans:
             request.timeline.add("storage", f"fetch {pages} pages", start, end)
 
@@ -996,9 +1064,11 @@ class Engine(offload.SwappingEngine):
             self.write_down(node, request.timeline)
 
     def free(self, request: Request):
-        self.insert(request)
-        super().free(request)
-        self.leave(request)
+        try:
+            self.insert(request)
+        finally:
+            super().free(request)
+            self.leave(request)
 
     def finish(self, request: Request, outcome, counted: str):
         super().finish(request, outcome, counted)
@@ -1015,7 +1085,8 @@ class Engine(offload.SwappingEngine):
 
     def back_up(self, node: Node, timeline: Timeline | None = None, before_eviction: bool = False, anyway: bool = False) -> bool:
         """Send a node to host memory -> whether it is on its way. Not if nobody would load it from there, unless `anyway`."""
-        if node.leaving or not anyway and not self.worth_keeping(sum(map(self.tree.pages, self.tree.path(node)))):
+        depth = sum(map(self.tree.pages, self.tree.path(node)))
+        if node.device is None or node.leaving or not anyway and not self.worth_keeping(depth):
             return False
         places = self.take_host(self.tree.pages(node), self.tree.pages(node))
         if not places:
@@ -1035,7 +1106,7 @@ class Engine(offload.SwappingEngine):
     def store(self, node: Node, timeline: Timeline | None = None) -> bool:
         """Send a node from host memory to storage -> whether it is on its way."""
         storage = self.storage
-        if storage is None or node.host is None or node.writing or node.stored == storage.attachment or not storage.writing.ready:
+        if storage is None or node.host is None or node.writing or self.is_stored(node) or not storage.writing.ready:
             return False
         waiting = sum(len(write.places) for write in self.writes)
         if self.write_policy != "write_back" and waiting and waiting + len(node.host) > self.host.size // 2:
@@ -1053,10 +1124,21 @@ class Engine(offload.SwappingEngine):
         """-> so many places in host memory, or at least `least`, or none. What must be stored before it goes is sent off."""
         host, dirty = self.host, self.write_policy == "write_back"
         while len(host.free) < count and (leaf := next(host.leaves(), None)) and not (
-                dirty and len(host.free) + sum(len(write.places) for write in self.writes) >= count):
+                dirty and len(host.free) + self.storage_writes() >= count):
             if not (dirty and self.worth_storing(leaf) and self.store(leaf)):
                 host.evict_node(leaf)
         return host.allocate(min(count, len(host.free))) if len(host.free) >= least else []
+
+    def is_stored(self, node: Node, for_seconds: float = RECHECK) -> bool:
+        """Whether the storage that is attached has it, as was seen not too long ago: it may lose what it has."""
+        return node.stored == self.storage.attachment and time.perf_counter() - node.checked < for_seconds
+
+    def storage_writes(self) -> int:
+        """Pages on their way to storage; none if it does not come on with them any more."""
+        moving = [write for write in self.writes if time.perf_counter() - write.storage.wrote < PATIENCE]
+        if self.writes and not moving and self.writes[0].storage.writing.ready:
+            self.writes[0].storage.blame(self.writes[0].storage.writing)
+        return sum(len(write.places) for write in moving)
 
     def worth_storing(self, node: Node) -> bool:
         """Whether storage would be asked for it, as far as is known."""
@@ -1064,25 +1146,22 @@ class Engine(offload.SwappingEngine):
         end = sum(map(self.tree.pages, self.tree.path(node))) * self.pool.block_size
         return seconds is None or seconds <= self.seconds_to_compute(end - len(node.tokens) // 4, end)
 
-    def is_dirty(self, node: Node) -> bool:
-        """Under write_back: storage should have it, and has not."""
-        return (self.write_policy == "write_back" and self.storage is not None and node.stored != self.storage.attachment)
-
     def write_back(self, count: int, hits: set[int] = frozenset()) -> bool:
         """Under write_back: send to host memory what will be evicted for `count` pages -> whether to wait for that."""
         if self.write_policy != "write_back":
             return False
-        wait = False
-        for node in dict.fromkeys(self.pool.prefixes[page] for page in self.pool.cached) if count > 0 else ():
-            if count <= 0:
-                break
-            if not hits.isdisjoint(node.device):
-                continue
-            count -= self.tree.pages(node)
+        victims, wait = {}, False
+        for page in self.pool.cached if count > 0 else ():
+            if page not in hits:
+                victims[self.pool.prefixes[page]] = None
+                if (count := count - 1) <= 0:
+                    break
+        for node in victims:
             if node.host is None and not node.tried:
                 sent = self.back_up(node, before_eviction=True)
-                node.tried = sent or not self.writes                            # else there will be room when these are written
-                wait = wait or sent or bool(self.writes)
+                coming = not sent and self.storage_writes() > 0                 # there will be room when these are written
+                node.tried = not coming
+                wait = wait or sent or coming
         return wait
 
     def make_room(self, request: Request):
@@ -1101,14 +1180,16 @@ class Engine(offload.SwappingEngine):
         for swap in over:                                                       # what made room may go now
             for node in reversed(swap.nodes) if swap.before_eviction else ():
                 if node.host and node.device and not self.pool.references[node.device[0]] and not any(
-                        map(self.pool.holds, node.children.values())):
+                        map(self.pool.places, node.children.values())):
                     self.pool.evict_node(node)
         for prefetch in list(self.prefetches):
             self.settle_prefetch(prefetch)
         for write in [write for write in self.writes if write.over]:
             self.writes.remove(write)
             for node in write.nodes:
-                node.writing, node.stored = None, node.stored if write.failed else write.storage.attachment
+                node.writing = None
+                if not write.failed:
+                    node.stored, node.checked = write.attachment, time.perf_counter()
             self.host.release(write.places)
             for start, end, pages in write.spans if write.timeline else ():
                 write.timeline.add("storage", f"write {pages} pages", start, end)
@@ -1121,7 +1202,7 @@ class Engine(offload.SwappingEngine):
             return
         if not prefetch.over and not prefetch.places:
             prefetch.places = self.take_host(min(prefetch.hit, prefetch.most), 1)
-            prefetch.stopped = not prefetch.places and not self.writes          # else there will be room
+            prefetch.stopped = not prefetch.places and not self.storage_writes()        # else there will be room
             if prefetch.places:
                 prefetch.queued, prefetch.moved = True, time.perf_counter()
                 prefetch.storage.put(prefetch)
@@ -1154,11 +1235,11 @@ class Engine(offload.SwappingEngine):
         if node is not None:
             self.tree.remove(node)
 
-    def flush(self, patience: float = PATIENCE):
-        """Wait until nothing is on its way, or storage has done nothing for so many seconds."""
+    def flush(self, patience: float = PATIENCE) -> bool:
+        """Wait until nothing is on its way, or storage has done nothing for so many seconds -> whether nothing is."""
         super().flush()
         moved, done = time.perf_counter(), None
-        while jobs := [*self.prefetches, *self.writes]:
+        while jobs := [job for job in (*self.prefetches, *self.writes) if not job.storage.closed.is_set()]:
             with jobs[0].storage.changed:
                 jobs[0].storage.changed.wait(0.05)
                 counts = len(jobs), dict(jobs[0].storage.counts)
@@ -1166,19 +1247,37 @@ class Engine(offload.SwappingEngine):
             if counts != done:
                 moved, done = time.perf_counter(), counts
             elif time.perf_counter() - moved > patience:
-                return
+                return False
+        return True
 
     # Storage is attached and detached while the engine runs
 
-    def attach(self, backend, name: str, bandwidth: "bidirectional.Bandwidth | None" = None):
-        """Use this back end from now on. What is cached already goes there when it is found, or evicted."""
+    def attach(self, backend, name: str, bandwidth: "bidirectional.Bandwidth | None" = None, say=str):
+        """Use this back end from now on. What is cached already goes there when it is found, or evicted. `say` puts an error into
+        words, without passwords."""
         with self.attaching:
             if self.storage:
                 raise BadRequest(f"{self.storage.name} is attached already; detach it first, with DELETE /storage.")
             if not self.host.size:
                 raise BadRequest("Storage is read into host memory, and there is none; start with a larger --cpu-blocks.")
-            self.storage = Storage(backend, name, self.host, bandwidth)
+            with self.stepping:
+                if not self.prefills:                                           # else the first request could not decide
+                    self.measure_prefill()
+            self.storage = Storage(backend, name, self.host, bandwidth, say)
             self.finalizer = weakref.finalize(self, self.storage.close)
+
+    def measure_prefill(self, rounds: int = 2):
+        """How fast is prefill? In pages that are free, and stay so."""
+        count = min(2 * offload.LONG_PREFILL, self.context, len(self.pool.free) * self.pool.block_size)
+        request = self.Request([0] * count, 1, 0.0, 1.0, 0)
+        request.table = self.pool.allocate(self.pool.needed(count))
+        for _ in range(rounds if count else 0):                                 # the first one warms up
+            began = self.clock.mark()
+            self.forward(paged.PagedBatch(self.pool, [(request, count)]))
+            began, ended = map(self.clock.seconds, (began, self.clock.mark()))
+            self.prefills.clear()
+            self.prefills.append((count, self.flops(0, count), ended - began))
+        self.pool.release(request.table)
 
     def detach(self, patience: float = PATIENCE) -> dict:
         """Ask nothing more of storage, wait for what is under way, and let go of it. All three tiers keep what they have."""
@@ -1189,10 +1288,12 @@ class Engine(offload.SwappingEngine):
             with self.stepping:
                 self.storage = None
                 for prefetch in self.prefetches:
-                    prefetch.stopped = True
-            self.flush(patience)
+                    storage.give_up(prefetch)
+            drained = self.flush(patience)
+            storage.abandon()
             self.finalizer()
-            drained = not any(job.storage is storage for job in (*self.prefetches, *self.writes))
+            with self.stepping:
+                self.settle()
             if drained and hasattr(storage.backend, "close"):
                 storage.backend.close()
             return dict(storage=None, detached=storage.name, drained=drained)
@@ -1206,11 +1307,12 @@ class Engine(offload.SwappingEngine):
             raise BadRequest("module:Class is loaded only for who has the token of --admin-token; or give it with --storage.")
         if self.storage:
             raise BadRequest(f"{self.storage.name} is attached already; detach it first, with DELETE /storage.")
+        url, config = fields["storage"], fields.get("config", {})
         try:
-            backend = backends.open_backend(fields["storage"], fields.get("config", {}))
+            backend = backends.open_backend(url, config)
+            self.attach(backend, backends.label(url), say=partial(backends.said, url=url, config=config))
         except checkpoint.ModelError as error:
             raise BadRequest(str(error)) from None
-        self.attach(backend, backends.label(fields["storage"]))
         return self.storage_state()
 
     def storage_state(self) -> dict:
@@ -1225,31 +1327,50 @@ class Engine(offload.SwappingEngine):
         return state
 
     def release(self):
-        """A clean end: what is on its way to storage arrives there, and under write_back all that it lacks."""
-        storage, lost = self.storage, 0
+        """A clean end: what is on its way to storage arrives there, and under write_back all that it lacks; unless storage does
+        not come on with it."""
+        storage = self.storage
         if storage is None:
             return
-        self.flush()
-        for node in list(self.tree.nodes()) if self.write_policy == "write_back" else ():
-            while node.host is None and self.tree.pages(node) > self.host.size > 0:
-                lost += self.store_now(self.tree.split(node, self.host.size * self.tree.page_bytes))
-            lost += self.store_now(node)
-        if lost:
-            print(f"{lost} pages could not be written to {storage.name} ({storage.error}).", file=sys.stderr)
+        with self.stepping:
+            for prefetch in self.prefetches:
+                storage.give_up(prefetch)
+        alive = self.flush()
+        if self.write_policy == "write_back":
+            with self.stepping:                                                 # first what lies in host memory already
+                for node in self.tree.nodes():
+                    self.store(node)
+            alive = alive and self.flush()
+            while alive and (node := self.next_unsaved()):
+                alive = self.save_now(node)
+            with self.stepping:
+                lost = sum(self.tree.pages(node) for node in self.tree.nodes() if not self.is_stored(node, math.inf))
+            if lost:
+                print(f"{lost} pages could not be written to {storage.name} ({storage.error}).", file=sys.stderr)
         self.detach(patience=0.0)
 
-    def store_now(self, node: Node) -> int:
-        """-> how many of the node's pages storage lacks after all."""
+    def next_unsaved(self) -> Node | None:
+        """A node on the device that neither host memory nor storage has, and that fits into host memory."""
         with self.stepping:
-            if node.parent is None or not self.is_dirty(node):
-                return 0
-            if node.host is None:
+            for node in self.tree.nodes():
+                if node.host is None and not self.is_stored(node, math.inf):
+                    most = self.host.size * self.tree.page_bytes
+                    return node if len(node.tokens) <= most else self.tree.split(node, most)
+            return None
+
+    def save_now(self, node: Node) -> bool:
+        """Send it to host memory and on to storage -> whether that has it. At first there may be no room in host memory, until
+        storage has what is there."""
+        for _ in range(3):
+            with self.stepping:
                 self.back_up(node, anyway=True)
-        self.flush()
+            if not self.flush():
+                return False
+            if node.host is not None:
+                break
         with self.stepping:
             self.store(node)
-        self.flush()
-        return self.tree.pages(node) if self.is_dirty(node) else 0
+        return self.flush() and self.is_stored(node, math.inf)
 
     # What came of it
 
@@ -1551,7 +1672,8 @@ def make_engine(model, tokenizer, end_tokens, arguments) -> Engine:
         print(f"{name}: {pool.size} pages of {pool.block_size} tokens, {pool.size * pool.block_size} tokens, "
               f"{pool.kv.nbytes / 1e6:.1f} MB", file=sys.stderr)
     if backend:
-        engine.attach(backend, backends.label(arguments.storage), arguments.storage_mbps)
+        engine.attach(backend, backends.label(arguments.storage), arguments.storage_mbps,
+                      partial(backends.said, url=arguments.storage, config=config))
     print(f"L3, storage: {engine.storage.name if backend else 'none'}; L2 is reached over a {engine.load_link}", file=sys.stderr)
     return engine
 

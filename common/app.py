@@ -278,8 +278,8 @@ def make_app(engine, info: dict):
         return jsonify(status="ok", **info, counters=engine.counters())
 
     def has_token() -> bool:
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        return bool(engine.admin_token) and hmac.compare_digest(given.encode(), engine.admin_token.encode())
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode("latin-1", "replace")
+        return bool(engine.admin_token) and hmac.compare_digest(given, engine.admin_token.encode())
 
     def is_local() -> bool:
         """Whether who asks is a program on this machine: no proxy stands between, and no web page has sent a browser here."""
