@@ -38,7 +38,7 @@ import time
 import weakref
 import zlib
 from collections import Counter, deque
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -591,8 +591,9 @@ class Storage:
                 self.complain(f"{type(error).__name__}: {self.say(error)}", backoff)
                 self.attachment = next(ATTACHMENTS)
             return None
-        with self.changed:
-            backoff.note(True)
+        if function is not backends.exist_all:                  # who only says what it has may still not take or give it
+            with self.changed:
+                backoff.note(True)
         return answer
 
     def complain(self, error: str, backoff: Backoff):
@@ -669,6 +670,11 @@ class Storage:
                                    storage_bytes_written=len(lacking) * self.host.page_bytes)
             if lacking:
                 write.spans.append((began, ended, len(lacking)))
+
+
+def close_backend(backend):
+    with suppress(Exception):
+        getattr(backend, "close", lambda: None)()
 
 
 def set_all(backend, keys: list[str], values: list) -> bool:
@@ -896,8 +902,8 @@ class Engine(offload.SwappingEngine):
             at += pages
         worth = True
         if on_host:
-            behind = 0 if request.swap_ins else None                            # for what is before these, it waits in any case
-            load = self.seconds_to_load(at - request.saved, behind)
+            waits = any(not swap.ready for swap in request.swap_ins)            # in any case, for what is before these
+            load = self.seconds_to_load(at - request.saved, behind=0 if waits else None)
             compute = self.seconds_to_compute(request.saved * size, at * size)
             worth = load <= compute and self.swap_in(request, on_host, at)
             before = request.choice or dict(load_ms=0.0, recompute_ms=0.0)
@@ -907,8 +913,8 @@ class Engine(offload.SwappingEngine):
             if not worth:
                 self.counts["recomputed_hits"] += at - request.saved
                 self.load_link.wear_out()                                       # the link may be faster the next time
-        request.swap_ins = list(dict.fromkeys(self.arriving[page] for page in request.table[:request.saved]
-                                              if page in self.arriving))
+        request.swap_ins = list(dict.fromkeys([*request.swap_ins, *(
+            self.arriving[page] for page in request.table[:request.saved] if page in self.arriving)]))
         return worth
 
     def swap_in(self, request: Request, nodes: list[Node], end: int) -> bool:
@@ -1005,7 +1011,7 @@ class Engine(offload.SwappingEngine):
         read, compute = storage.seconds(rest), self.seconds_to_compute(first * size, (first + rest) * size)
         if read is not None and max(read, self.seconds_to_load(rest, behind=0)) > compute:
             return "slower than computing"
-        if now - moved > max(min(PATIENCE, compute / 4), 2 * (storage.seconds(storage.batch) or 0.0)):
+        if now - moved > max(20e-3, min(PATIENCE, compute / 4), 2 * (storage.seconds(storage.batch) or 0.0)):
             return "silent"
         return None
 
@@ -1256,10 +1262,11 @@ class Engine(offload.SwappingEngine):
         """Use this back end from now on. What is cached already goes there when it is found, or evicted. `say` puts an error into
         words, without passwords."""
         with self.attaching:
-            if self.storage:
-                raise BadRequest(f"{self.storage.name} is attached already; detach it first, with DELETE /storage.")
-            if not self.host.size:
-                raise BadRequest("Storage is read into host memory, and there is none; start with a larger --cpu-blocks.")
+            if self.storage or not self.host.size:
+                close_backend(backend)
+                raise BadRequest(
+                    f"{self.storage.name} is attached already; detach it first, with DELETE /storage." if self.storage else
+                    "Storage is read into host memory, and there is none; start with a larger --cpu-blocks.")
             with self.stepping:
                 if not self.prefills:                                           # else the first request could not decide
                     self.measure_prefill()
@@ -1294,8 +1301,8 @@ class Engine(offload.SwappingEngine):
             self.finalizer()
             with self.stepping:
                 self.settle()
-            if drained and hasattr(storage.backend, "close"):
-                storage.backend.close()
+            if drained:
+                close_backend(storage.backend)
             return dict(storage=None, detached=storage.name, drained=drained)
 
     def post_storage(self, body: dict, with_token: bool) -> dict:
@@ -1616,8 +1623,8 @@ def fill(engine: Engine, arguments):
         raise BadRequest(f"'{arguments.fill}' must hold a JSON list of conversations, each a list of messages.")
     tokens = 0
     for messages in tqdm(asked, unit="conversation", disable=None):
-        request = answer(engine, messages=app.check_messages(app.check_fields(
-            dict(messages=messages), app.PROMPT)["messages"]), max_tokens=1)
+        fields = app.check_fields(dict(messages=messages or []), app.PROMPT, "Each conversation")
+        request = answer(engine, **fields, max_tokens=1)
         tokens += request.answer.prompt_tokens
     engine.flush()
     counts = engine.counters()

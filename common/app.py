@@ -278,8 +278,8 @@ def make_app(engine, info: dict):
         return jsonify(status="ok", **info, counters=engine.counters())
 
     def has_token() -> bool:
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode("latin-1", "replace")
-        return bool(engine.admin_token) and hmac.compare_digest(given, engine.admin_token.encode())
+        given = request.headers.get("Authorization", "").encode("latin-1", "replace")
+        return bool(engine.admin_token) and hmac.compare_digest(given, f"Bearer {engine.admin_token}".encode())
 
     def is_local() -> bool:
         """Whether who asks is a program on this machine: no proxy stands between, and no web page has sent a browser here."""
@@ -296,8 +296,8 @@ def make_app(engine, info: dict):
         if not with_token and not is_local():
             raise Forbidden(f"{request.path} is for programs on this machine, or with the header 'Authorization: Bearer TOKEN' "
                             "and the token that the server was started with (--admin-token).")
-        fields = body() if request.method == "POST" else None
-        return jsonify(engine.admin[request.path][request.method](fields, with_token))
+        method = "GET" if request.method == "HEAD" else request.method
+        return jsonify(engine.admin[request.path][method](body() if method == "POST" else None, with_token))
 
     for path, methods in engine.admin.items():
         app.add_url_rule(path, path, administer, methods=list(methods))

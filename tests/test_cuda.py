@@ -1,4 +1,4 @@
-"""Chapters 01 to 06 on a GPU."""
+"""Chapters 01 to 07 on a GPU."""
 import argparse
 import gc
 import math
@@ -9,14 +9,15 @@ import pytest
 import torch
 from conftest import chapter, make_engine, write_model
 
-from common import checkpoint
+from common import backends, checkpoint
 from common import link as links
 from common.link import CudaTransfer, Link, RowBuffer, TransferError
 from common.timeline import Clock
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no CUDA device here")
-baseline, paged, offload, hidden, bubble, cake = (chapter(name) for name in (
-    "01_baseline", "02_paged_kv", "03_cpu_offload", "04_hidden_state_cache", "05_bubble_free", "06_bidirectional"))
+baseline, paged, offload, hidden, bubble, cake, tiered = (chapter(name) for name in (
+    "01_baseline", "02_paged_kv", "03_cpu_offload", "04_hidden_state_cache", "05_bubble_free", "06_bidirectional",
+    "07_tiered_storage"))
 PROMPT = list(range(40, 140))
 FOLDERS = {"mha": dict(num_key_value_heads=4), "gqa": dict(num_key_value_heads=2), "one KV head": dict(num_key_value_heads=1),
            "qwen2": dict(family="qwen2"), "tied": dict(tie_word_embeddings=True)}
@@ -1605,3 +1606,365 @@ def test_memory_is_constant_over_many_restorations_from_both_ends(tiny_folder):
     where, before = engine.pool.kv.data_ptr(), a_round(0)
     assert {a_round(number) for number in range(1, 8)} == {before} and engine.pool.kv.data_ptr() == where
     assert engine.counts["finished"] == 8 * 15 and engine.counts["restorations"] > 0
+
+
+# Chapter 07 ------------------------------------------------------------------------------------------------------
+
+PAGES = (len(STORY) - 1) // 16     # whole pages of STORY, without its last token
+
+
+def tiered_engine(folder, dtype="float32", blocks: int = 64, cpu_blocks: int = 64, directory=None, **options):
+    """Chapter 07's engine, with files for storage where there is a directory. A model as small as these is computed sooner than
+    loaded; here it is loaded all the same, and storage is waited for."""
+    engine = tiered.Engine(*checkpoint.load(str(folder), dtype, "cuda"), blocks, cpu_blocks=cpu_blocks, **{
+        "prefetch_policy": "wait_complete", "prefetch_threshold": 16, **options})
+    engine.seconds_to_load, engine.seconds_to_compute = lambda *_, **__: 1e-9, lambda *_: 1e3
+    if directory:
+        engine.attach(backends.open_backend(f"file:{directory}"), "files")
+    return engine
+
+
+def run_tiered(engine):
+    """Step until nobody runs or waits and nothing is on its way; then every page of both tiers must be back."""
+    while engine.step():
+        engine.check_integrity()
+    engine.flush()
+    engine.check_integrity()
+    assert engine.pool.available == engine.pool.size and engine.host.available == engine.host.size
+    assert not (engine.swaps or engine.prefetches or engine.writes)
+
+
+def ask_tiered(engine, prompt=STORY, **fields):
+    """One request with nobody else around -> the request, answered."""
+    request, = engine.submit(prompt, **{"max_tokens": 12, **fields})
+    run_tiered(engine)
+    if isinstance(request.outcome, Exception):
+        raise request.outcome
+    return request
+
+
+def leave_only(engine, tier: str):
+    """What is cached lies in host memory ("cpu") or in storage ("storage") only, and elsewhere there is nothing but zeros."""
+    offload.empty(engine)
+    pools = [engine.pool.kv]
+    if tier == "storage":
+        with engine.stepping:
+            while engine.host.cached:
+                engine.host.evict()
+        pools.append(engine.host.kv)
+    with torch.inference_mode():
+        for kv in pools:
+            kv.zero_()
+    torch.cuda.synchronize()
+
+
+def come_back_tiered(engine, tier: str, prompt=STORY, **fields):
+    """Ask, lose all but one tier, and ask again -> both requests."""
+    first = ask_tiered(engine, prompt, **fields)
+    leave_only(engine, tier)
+    again = ask_tiered(engine, prompt, **fields)
+    assert again.source == f"{tier}_hit" and again.cached_tokens == (len(prompt) - 1) // 16 * 16
+    return first, again
+
+
+def device_pages(engine, salt: str = "") -> list[int]:
+    """Where the whole pages of STORY lie on the device."""
+    path = engine.tree.match(salt, tiered.as_bytes(STORY[:16 * PAGES]))
+    return [page for node in path for page in node.device]
+
+
+def bits_of(engine, salt: str = ""):
+    """Keys and values of STORY's pages on the device, as bytes on the host -> [L, 2, PAGES, 16, KVH, bytes]."""
+    pages = device_pages(engine, salt)
+    assert len(pages) == PAGES
+    return engine.pool.kv[:, :, pages].cpu().view(torch.uint8)
+
+
+@pytest.mark.parametrize("tier", ["cpu", "storage"])
+@pytest.mark.parametrize("layout", tiered.LAYOUTS)
+def test_what_comes_back_from_any_tier_gives_the_tokens_of_chapter_01_on_the_cpu(folder, tmp_path, layout, tier):
+    engine, here = tiered_engine(folder, layout=layout, directory=tmp_path), make_engine(folder)
+    for fields in (dict(), dict(temperature=0.8, top_p=0.9, seed=5)):
+        expected = here.generate(STORY, max_tokens=12, **fields).tokens
+        for request in come_back_tiered(engine, tier, **fields, cache_salt=str(fields)):
+            assert request.outcome.tokens == expected
+    counts = engine.counters()
+    assert counts["transfer_errors"] == counts["storage_errors"] == counts["storage_pages_refused"] == 0
+    engine.release()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("layout", tiered.LAYOUTS)
+def test_what_comes_back_from_any_tier_is_bit_equal(folder, tmp_path, layout, dtype):
+    engine = tiered_engine(folder, dtype, layout=layout, directory=tmp_path)
+    first = ask_tiered(engine)
+    before = bits_of(engine)
+    for tier in ("cpu", "storage"):
+        leave_only(engine, tier)
+        again = ask_tiered(engine)
+        assert again.source == f"{tier}_hit" and torch.equal(bits_of(engine), before) and before.any()
+        assert again.outcome.tokens == first.outcome.tokens
+    engine.release()
+
+
+@pytest.mark.parametrize("policy", tiered.WRITE_POLICIES)
+@pytest.mark.parametrize("options", [dict(blocks=16), dict(blocks=16, cpu_blocks=20), dict(blocks=20, token_budget=64),
+                                     dict(blocks=70, block_size=3, cpu_blocks=90), dict(blocks=40, cpu_blocks=12)], ids=str)
+def test_many_over_three_tiers_get_the_tokens_of_chapter_01_on_the_cpu(folder, tmp_path, policy, options):
+    engine, here = tiered_engine(folder, directory=tmp_path, write_policy=policy, **options), make_engine(folder)
+    for _ in range(3):
+        samples = [(fields, engine.submit(**fields)) for fields in mixed(engine.context)]
+        run_tiered(engine)
+        for fields, requests in samples:
+            fields = {name: value for name, value in fields.items() if name not in ("n", "cache_salt")}
+            for number, request in enumerate(requests):
+                seed = dict(seed=fields["seed"] + number) if "seed" in fields else {}
+                assert request.outcome.tokens == here.generate(**{**fields, **seed}).tokens
+    counts = engine.counters()
+    assert counts["transfer_errors"] == counts["storage_errors"] == 0 < counts["swap_outs"]
+    engine.release()
+
+
+@pytest.mark.parametrize("layout", tiered.LAYOUTS)
+def test_the_host_pool_of_every_layout_is_pinned(tiny_folder, layout, capsys):
+    engine = tiered_engine(tiny_folder, layout=layout)
+    assert engine.host.kv.is_pinned() and engine.host.kv.device.type == "cpu" and "pinned" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("layout", tiered.LAYOUTS)
+def test_without_pinned_memory_for_pages_it_warns_and_is_right(tiny_folder, tmp_path, monkeypatch, capsys, layout):
+    empty = torch.empty
+
+    def refuse(*arguments, **options):
+        if options.get("pin_memory"):
+            raise RuntimeError("CUDA error: out of memory\nand more lines")
+        return empty(*arguments, **options)
+    monkeypatch.setattr(torch, "empty", refuse)
+    engine = tiered_engine(tiny_folder, layout=layout, directory=tmp_path)
+    warning, = (line for line in capsys.readouterr().err.splitlines() if "pinned" in line)
+    assert "The host pool cannot be pinned (CUDA error: out of memory)" in warning and not engine.host.kv.is_pinned()
+    expected = make_engine(tiny_folder).generate(STORY, max_tokens=12).tokens
+    assert [request.outcome.tokens for request in come_back_tiered(engine, "storage")] == [expected] * 2
+    engine.release()
+
+
+@pytest.mark.parametrize("tier", ["cpu", "storage"])
+@pytest.mark.parametrize("guarded", [True, False])
+def test_a_page_does_not_land_where_what_is_queued_still_works(warm, tiny_folder, tmp_path, monkeypatch, guarded, tier):
+    """Something that was queued before still writes to the pages that are to be restored."""
+    engine = tiered_engine(tiny_folder, directory=tmp_path)
+    come_back_tiered(engine, tier)                                  # all kernels are loaded, and their memory is there
+    before = bits_of(engine)
+    leave_only(engine, tier)
+    swap_in = engine.swap_in
+
+    def late(request, nodes, end):
+        torch.cuda._sleep(LONG)
+        for page in request.table[request.saved:end]:               # one by one: a list of indices would stop the host
+            engine.pool.kv[:, :, page].zero_()
+        return swap_in(request, nodes, end)
+    monkeypatch.setattr(engine, "swap_in", late)
+    if not guarded:
+        monkeypatch.setattr(engine.load_link, "wait_for_compute", lambda: None)
+    request = ask_tiered(engine)
+    torch.cuda.synchronize()
+    assert request.source == f"{tier}_hit" and engine.counts["transfer_errors"] == 0
+    assert torch.equal(bits_of(engine), before) is guarded, "overwritten" if guarded else "the guard makes no difference"
+    engine.release()
+
+
+@pytest.mark.parametrize("referenced", [True, False])
+def test_a_page_is_not_reused_before_its_copy_out_is_done(warm, tiny_folder, monkeypatch, referenced):
+    """The copies out begin late, and another request wants all pages at once."""
+    engine, other = tiered_engine(tiny_folder, blocks=PAGES + 2), STORY[::-1]
+    ask_tiered(engine, other, max_tokens=4, cache_salt="warm")
+    ask_tiered(engine, max_tokens=4, cache_salt="warm")
+    before = bits_of(engine, "warm")
+    offload.empty(engine)
+    back_up = engine.back_up
+
+    def late(node, *options, **named_options):
+        delayed(engine, "save")
+        known = list(engine.swaps)
+        sent = back_up(node, *options, **named_options)
+        for swap in engine.swaps:
+            if not referenced and swap not in known:                # it lets go of its pages at once
+                engine.pool.release(swap.device_path + swap.device_blocks)
+                swap.device_path, swap.device_blocks = [], []
+        return sent
+    monkeypatch.setattr(engine, "back_up", late)
+    first, = engine.submit(STORY, max_tokens=4)
+    while first.outcome is None:
+        engine.step()
+    assert engine.swaps and not any(swap.ready for swap in engine.swaps), "the answer waited for what is saved"
+    second, = engine.submit(other, max_tokens=1)
+    while engine.step():
+        pass
+    engine.flush()
+    monkeypatch.setattr(engine, "back_up", back_up)
+    assert second.outcome.tokens == make_engine(tiny_folder).generate(other, max_tokens=1).tokens
+    path = engine.tree.match("", tiered.as_bytes(STORY[:16 * PAGES]))
+    places = [place for node in path for place in node.host or ()]
+    saved = engine.host.kv[places].permute(1, 2, 0, 3, 4, 5).contiguous().view(torch.uint8)
+    assert len(places) == PAGES and torch.equal(saved, before) is referenced
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_no_page_is_stored_before_it_has_left_the_device(warm, tiny_folder, tmp_path, monkeypatch, guarded):
+    """The copy to host memory begins late; it is zeros that lie there before. Their checksum would be right."""
+    engine = tiered_engine(tiny_folder, directory=tmp_path)
+    ask_tiered(engine, cache_salt="warm")
+    before = bits_of(engine, "warm")
+    leave_only(engine, "storage")
+    back_up = engine.back_up
+
+    def late(*arguments, **options):
+        delayed(engine, "save")
+        return back_up(*arguments, **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "back_up", late)
+        if not guarded:
+            patch.setattr(tiered.Swap, "ready", property(lambda self: True))
+            patch.setattr(tiered.Swap, "failed", property(lambda self: False))
+            patch.setattr(CudaTransfer, "join", lambda self: None)
+            patch.setattr(CudaTransfer, "span", lambda self: (0.0, 0.0))
+        request, = engine.submit(STORY, max_tokens=4)
+        while engine.step():
+            pass
+        engine.flush()
+        torch.cuda.synchronize()
+    assert request.outcome.tokens and engine.counters()["storage_pages_written"] >= 2 * PAGES
+    leave_only(engine, "storage")
+    again = ask_tiered(engine, max_tokens=4)
+    assert again.source == "storage_hit" and engine.counters()["storage_pages_refused"] == 0
+    assert torch.equal(bits_of(engine), before) is guarded
+    engine.release()
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_a_place_in_host_memory_is_not_filled_while_it_is_still_to_be_copied(warm, tiny_folder, monkeypatch, held):
+    """The copies in begin late, and there is no other place: who wants one for another page meanwhile must get none."""
+    engine = tiered_engine(tiny_folder, cpu_blocks=PAGES + 1)
+    come_back_tiered(engine, "cpu", max_tokens=2)
+    before = bits_of(engine)
+    leave_only(engine, "cpu")
+    load, taken = engine.load, []
+
+    def late(swap):
+        delayed(engine, "load")
+        sent = load(swap)
+        if not held:
+            engine.host.release(swap.host_blocks)
+        places = engine.take_host(PAGES, 1)
+        taken.extend(places)
+        with torch.inference_mode():
+            for place in places:
+                engine.host.kv[place].fill_(7.0)                    # what a prefetch would do
+        if not held:
+            for place in swap.host_blocks:
+                engine.host.share(place)
+        return sent
+    monkeypatch.setattr(engine, "load", late)
+    request, = engine.submit(STORY, max_tokens=2)
+    while engine.step():
+        pass
+    engine.flush()
+    torch.cuda.synchronize()
+    assert request.source == "cpu_hit" and (len(taken) <= 1) is held
+    assert torch.equal(bits_of(engine), before) is held
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_without_the_wait_tokens_attend_to_a_page_that_has_not_arrived(warm, tiny_folder, tmp_path, monkeypatch, waits):
+    engine = tiered_engine(tiny_folder, directory=tmp_path)
+    come_back_tiered(engine, "cpu")
+    after = bits_of(engine)
+    leave_only(engine, "cpu")
+    load, seen, layers = engine.load, [], len(engine.model.layers)
+
+    def late(swap):
+        delayed(engine, "load")
+        return load(swap)
+    tap = engine.tap
+
+    def look(index, *arguments):
+        tap(index, *arguments)
+        if len(seen) < layers:
+            seen.append(engine.pool.kv[index].clone())              # queued: what this layer reads
+    monkeypatch.setattr(engine, "load", late)
+    monkeypatch.setattr(engine, "tap", look)
+    if not waits:
+        monkeypatch.setattr(CudaTransfer, "wait", lambda self: None)
+    request = ask_tiered(engine)
+    pages = device_pages(engine)
+    read = torch.stack([kv[:, pages] for kv in seen]).cpu().view(torch.uint8)
+    assert request.source == "cpu_hit" and len(seen) == layers
+    assert torch.equal(read, after) is waits
+    engine.release()
+
+
+def test_who_leaves_does_not_free_what_is_still_on_its_way_to_the_device(warm, tiny_folder, monkeypatch):
+    engine = tiered_engine(tiny_folder)
+    come_back_tiered(engine, "cpu")
+    leave_only(engine, "cpu")
+    other, = engine.submit([9, *PROMPT[1:]], max_tokens=100)        # who makes steps meanwhile
+    while other.computed < len(PROMPT):
+        assert engine.step()
+    load = engine.load
+
+    def late(swap):
+        delayed(engine, "load")
+        return load(swap)
+    monkeypatch.setattr(engine, "load", late)
+    request, = engine.submit(STORY, max_tokens=4)
+    while not (arriving := [swap for swap in engine.swaps if swap.inward]):
+        assert engine.step()
+    swap, = arriving
+    engine.cancel(request)
+    assert engine.step()
+    held = [pool.references[place] for pool, places in ((engine.pool, swap.device_blocks), (engine.host, swap.host_blocks))
+            for place in places]
+    assert not swap.ready, "it was not late"
+    assert held == [1] * (2 * PAGES), "of the swap itself"
+    run_tiered(engine)
+    assert engine.counts["cancelled"] == 1 and other.outcome is not None
+    assert ask_tiered(engine).source == "gpu_hit", "what came for who left is kept"
+
+
+def test_pages_go_on_to_the_device_while_the_rest_is_read(tiny_folder, tmp_path):
+    """Storage gives 20 Mbit/s: of the pages that have come, some are on the device before the last has been read."""
+    engine = tiered_engine(tiny_folder, directory=tmp_path)
+    ask_tiered(engine)
+    before = bits_of(engine)
+    engine.detach()
+    engine.attach(backends.open_backend(f"file:{tmp_path}"), "slow files", cake.Bandwidth((20.0,)))
+    leave_only(engine, "storage")
+    load, happened = engine.load, []
+
+    def note(swap):
+        happened.append(engine.storage.counts["storage_pages_read"])
+        return load(swap)
+    engine.load = note
+    request = ask_tiered(engine)
+    assert request.source == "storage_hit" and torch.equal(bits_of(engine), before)
+    assert len(happened) > 2 and happened[0] < happened[-1] == PAGES
+    result = request.outcome
+    assert result.link.startswith("link, ") and "modelled" not in result.summary() and result.prefetch["ended"] == "complete"
+    engine.release()
+
+
+@pytest.mark.parametrize("layout", tiered.LAYOUTS)
+def test_memory_is_constant_over_many_trips_through_three_tiers(tiny_folder, tmp_path, layout):
+    engine = tiered_engine(tiny_folder, "bfloat16", blocks=20, cpu_blocks=30, max_running=8, layout=layout, directory=tmp_path)
+
+    def a_round(number: int):
+        for fields in mixed(engine.context):
+            engine.submit(**{"cache_salt": str(number % 2), **fields})
+        run_tiered(engine)
+        gc.collect()
+        return torch.cuda.memory_allocated()
+    where, before = (engine.pool.kv.data_ptr(), engine.host.kv.data_ptr()), a_round(0)
+    assert {a_round(number) for number in range(1, 8)} == {before}
+    assert (engine.pool.kv.data_ptr(), engine.host.kv.data_ptr()) == where
+    assert engine.counts["finished"] == 8 * 15 and engine.counters()["storage_pages_read"] > 0
+    engine.release()
