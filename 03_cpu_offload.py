@@ -220,7 +220,7 @@ class SwappingEngine(MeasuringEngine):
         if swap.refused:
             for transfer in swap.transfers:                                     # nothing may come into these blocks any more
                 transfer.join()
-            self.abandon(swap)
+            self.settle_swap(swap)
             return False
         self.counts.update(swap_ins=len(swap.device_blocks), bytes_in=sum(transfer.bytes for transfer in swap.transfers))
         return True
@@ -273,21 +273,24 @@ class SwappingEngine(MeasuringEngine):
         """Let go of the blocks of all swaps that are over -> these swaps."""
         over = [swap for swap in self.swaps if swap.ready]
         for swap in over:
-            self.swaps.remove(swap)
-            if swap.inward:
-                for block in swap.device_blocks:
-                    del self.arriving[block]
-                if swap.failed:
-                    self.abandon(swap)
-                else:
-                    self.load_link.note(swap.transfers)
-            else:
-                self.counts["transfer_errors"] += swap.failed
-                self.kept(swap)
-                for transfer in swap.transfers if swap.timeline else ():
-                    swap.timeline.add("save", transfer.label, *transfer.span())
-            self.let_go(swap)
+            self.settle_swap(swap)
         return over
+
+    def settle_swap(self, swap: Swap):
+        self.swaps.remove(swap)
+        if swap.inward:
+            for block in swap.device_blocks:
+                del self.arriving[block]
+            if swap.failed:
+                self.abandon(swap)
+            else:
+                self.load_link.note(swap.transfers)
+        else:
+            self.counts["transfer_errors"] += swap.failed
+            self.kept(swap)
+            for transfer in swap.transfers if swap.timeline else ():
+                swap.timeline.add("save", transfer.label, *transfer.span())
+        self.let_go(swap)
 
     def kept(self, swap: Swap):
         """A swap out is over, well or not."""

@@ -1129,6 +1129,8 @@ class Engine(offload.SwappingEngine):
     def take_host(self, count: int, least: int) -> list[int]:
         """-> so many places in host memory, or at least `least`, or none. What must be stored before it goes is sent off."""
         host, dirty = self.host, self.write_policy == "write_back"
+        if host.available < least:
+            return []
         while len(host.free) < count and (leaf := next(host.leaves(), None)) and not (
                 dirty and len(host.free) + self.storage_writes() >= count):
             if not (dirty and self.worth_storing(leaf) and self.store(leaf)):
