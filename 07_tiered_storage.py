@@ -60,9 +60,9 @@ LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
 PREFETCH_POLICIES = ("best_effort", "wait_complete", "timeout")
 HOT = 2                            # hits from which write_through_selective writes
-ATTACHMENTS = itertools.count(1)
+EPOCHS = itertools.count(1)
 RECHECK = 10.0                     # seconds after which storage is asked again whether it still has what it had
-NEARLY_IDLE = 3e-3                 # seconds that the link still has to do: send more
+NEARLY_IDLE = 3e-3                 # seconds of transfers left in the link's queue: send the next pages
 PATIENCE = 5.0                     # seconds without a page after which nobody waits for storage any more
 
 # 1. The tree and the two pools -----------------------------------------------------------------------------------
@@ -71,7 +71,8 @@ PATIENCE = 5.0                     # seconds without a page after which nobody w
 class Node:
     """A run of whole pages, behind all those of its parents. It is on the device, in host memory, or both: where it is on the
     device, its parents are too. Its locks are the references that its pages have in the two pools, equally many along a node:
-    on the device of all who need it or what is behind it, in host memory of what is under way from or to it."""
+    on the device of all who need it or what is behind it, in host memory of what is under way from or to it. A page of the device
+    and a place in host memory are ints, numbers in their pools."""
     parent: "Node | None"          # None: the root of a cache_salt, or a node that was removed
     tokens: bytes                  # token ids, little-endian int32; so a comparison is one of memory
     device: list[int] | None = None                             # its pages in L1
@@ -79,7 +80,7 @@ class Node:
     keys: list[bytes] | None = None                             # of its pages, once somebody asked (HiRadixTree.keys)
     children: dict[bytes, "Node"] = field(default_factory=dict)                 # by the tokens of their first pages
     hits: int = 0                  # requests that found it
-    stored: int = 0                # the attachment of storage (Storage.attachment) that has it, as far as is known
+    stored: int = 0                # the epoch of storage (Storage.epoch) in which it was seen to have it
     checked: float = 0.0           # when that was seen, seconds of time.perf_counter()
     leaving: "Swap | None" = None                               # that copies it to host memory
     writing: "Write | None" = None                              # that writes it to storage
@@ -90,12 +91,12 @@ class HiRadixTree:
     """What is cached, as a tree over tokens in pages; in which tier a node lies, and what is to be evicted next."""
 
     def __init__(self, pool: "DevicePages", host: "HostPages", namespace: str):
-        self.pool, self.host, self.page_bytes = pool, host, 4 * pool.block_size
+        self.pool, self.host, self.id_bytes = pool, host, 4 * pool.block_size           # id_bytes: of a page's token ids
         self.namespace = hashlib.sha256(namespace.encode()).digest()            # what the numbers depend on besides tokens
         self.roots: dict[bytes, Node] = {}                                      # by their keys
         self.size = self.lost = 0                                               # nodes; pages that went, and storage never had
-        for pages in (pool, host):
-            pages.tree = weakref.proxy(self)
+        for tier in (pool, host):
+            tier.tree = weakref.proxy(self)
 
     def root(self, cache_salt: str) -> Node:
         """The root for requests with this cache_salt; they share nothing with others. Not in `roots` before it has a child."""
@@ -106,7 +107,7 @@ class HiRadixTree:
         """-> the nodes, from the top, that hold the longest cached prefix of `tokens` in whole pages: on the device first, then
         in host memory. Where it ends inside of a node, the node is split. Copies nothing."""
         node, at, path = self.root(cache_salt), 0, []
-        while (child := node.children.get(tokens[at:at + self.page_bytes])):
+        while (child := node.children.get(tokens[at:at + self.id_bytes])):
             common = self.common(child, tokens, at)
             node = child if common == len(child.tokens) else self.split(child, common)
             path.append(node)
@@ -119,34 +120,34 @@ class HiRadixTree:
         """How many bytes of whole pages the node has in common with tokens[at:]; one page at least."""
         if tokens[at:at + len(node.tokens)] == node.tokens:
             return len(node.tokens)
-        common, page = self.page_bytes, self.page_bytes
+        common, page = self.id_bytes, self.id_bytes
         while node.tokens[common:common + page] == tokens[at + common:at + common + page]:
             common += page
         return common
 
     def split(self, node: Node, at: int) -> Node:
-        """-> a new parent of the node, which takes its first `at` bytes, and half of what is under way."""
-        count = at // self.page_bytes
-        front = Node(node.parent, node.tokens[:at], children={node.tokens[at:at + self.page_bytes]: node})
+        """-> a new parent of the node, which takes its first `at` bytes, and shares with it what is under way."""
+        count = at // self.id_bytes
+        front = Node(node.parent, node.tokens[:at], children={node.tokens[at:at + self.id_bytes]: node})
         for name in ("hits", "stored", "checked", "leaving", "writing", "tried"):
             setattr(front, name, getattr(node, name))
-        node.parent.children[node.tokens[:self.page_bytes]] = front
+        node.parent.children[node.tokens[:self.id_bytes]] = front
         self.size += 1
         node.parent, node.tokens = front, node.tokens[at:]
         for name in ("device", "host", "keys"):
             if (pages := getattr(node, name)) is not None:
                 setattr(front, name, pages[:count])
                 setattr(node, name, pages[count:])
-        for pages, places in ((self.pool, front.device), (self.host, front.host)):
+        for tier, places in ((self.pool, front.device), (self.host, front.host)):
             for place in places or ():
-                pages.register(place, front)
+                tier.register(place, front)
         for job in (node.leaving, node.writing):
             if job:
                 job.nodes.insert(job.nodes.index(node), front)
         return front
 
     def pages(self, node: Node) -> int:
-        return len(node.tokens) // self.page_bytes
+        return len(node.tokens) // self.id_bytes
 
     def path(self, node: Node) -> list[Node]:
         """-> the nodes from the top to this one."""
@@ -157,7 +158,7 @@ class HiRadixTree:
         return path[::-1]
 
     def keys(self, node: Node) -> list[bytes]:
-        """The keys of the node's pages in storage: chapter 02's chain of SHA-256, which no longer needs to be in memory whole."""
+        """The keys of the node's pages in storage: chapter 02's chain of SHA-256, computed when they are first asked for."""
         unknown, above = [], node
         while above.keys is None:
             unknown.append(above)
@@ -170,8 +171,8 @@ class HiRadixTree:
     def chain(self, key: bytes, tokens: bytes) -> list[bytes]:
         """The keys of the pages of `tokens`, behind a page with this key: SHA-256 over the parent's key and the token ids."""
         keys = []
-        for at in range(0, len(tokens), self.page_bytes):
-            key = hashlib.sha256(key + tokens[at:at + self.page_bytes]).digest()
+        for at in range(0, len(tokens), self.id_bytes):
+            key = hashlib.sha256(key + tokens[at:at + self.id_bytes]).digest()
             keys.append(key)
         return keys
 
@@ -181,7 +182,7 @@ class HiRadixTree:
         node = self.root(cache_salt)
         at, found, new = 0, [], []
         while at < len(tokens):
-            child, own = node.children.get(tokens[at:at + self.page_bytes]), pages[len(found):]
+            child, own = node.children.get(tokens[at:at + self.id_bytes]), pages[len(found):]
             if child is None:
                 child = self.add(node, tokens[at:])
                 new.append(child)
@@ -201,13 +202,13 @@ class HiRadixTree:
         node = self.root(cache_salt)
         at, taken = 0, []
         while at < len(tokens):
-            child, number = node.children.get(tokens[at:at + self.page_bytes]), at // self.page_bytes
+            child, number = node.children.get(tokens[at:at + self.id_bytes]), at // self.id_bytes
             if child is None:
                 if number < start:
                     break
                 child = self.add(node, tokens[at:])
             else:
-                common, before = self.common(child, tokens, at), start * self.page_bytes - at
+                common, before = self.common(child, tokens, at), start * self.id_bytes - at
                 common = min(common, before) if before > 0 else common
                 if common < len(child.tokens):
                     child = self.split(child, common)
@@ -222,7 +223,7 @@ class HiRadixTree:
     def add(self, parent: Node, tokens: bytes) -> Node:
         if parent.parent is None:
             self.roots[parent.keys[0]] = parent
-        node = parent.children[tokens[:self.page_bytes]] = Node(parent, tokens)
+        node = parent.children[tokens[:self.id_bytes]] = Node(parent, tokens)
         self.size += 1
         return node
 
@@ -232,11 +233,12 @@ class HiRadixTree:
             self.pool.touch(node.device)
             self.host.touch(node.host)
 
-    def evict(self, node: Node, pages: "Pages"):
-        """The node leaves this tier; if it was its last, the tree."""
-        on_device = pages is self.pool
+    def evict(self, node: Node, tier: "PagePool"):
+        """The node leaves this tier; if it was its last, the tree, with all that lies behind it in host memory: nobody could find
+        that any more."""
+        on_device = tier is self.pool
         for place in (node.device if on_device else node.host):
-            pages.forget(place)
+            tier.forget(place)
         if on_device:
             node.device = None
         else:
@@ -247,14 +249,14 @@ class HiRadixTree:
     def remove(self, node: Node):
         """The node and all below it leave the tree, and with it all tiers that this engine knows."""
         parent = node.parent
-        del parent.children[node.tokens[:self.page_bytes]]
+        del parent.children[node.tokens[:self.id_bytes]]
         below = [node]
         while below:
             node = below.pop()
             below += node.children.values()
-            for pages, places in ((self.pool, node.device), (self.host, node.host)):
+            for tier, places in ((self.pool, node.device), (self.host, node.host)):
                 for place in places or ():
-                    pages.forget(place)
+                    tier.forget(place)
             self.lost += 0 if node.stored else self.pages(node)
             node.parent, node.device, node.host, node.children = None, None, None, {}
             self.size -= 1
@@ -275,22 +277,23 @@ class HiRadixTree:
         assert self.size == sum(1 for _ in self.nodes()) and all(root.children for root in self.roots.values())
         for node in self.nodes():
             count = self.pages(node)
-            assert count and count * self.page_bytes == len(node.tokens), "a node is not made of whole pages"
-            assert node.parent.children[node.tokens[:self.page_bytes]] is node, "a node is not its parent's child"
+            assert count and count * self.id_bytes == len(node.tokens), "a node is not made of whole pages"
+            assert node.parent.children[node.tokens[:self.id_bytes]] is node, "a node is not its parent's child"
             assert node.device is not None or node.host is not None, "a node lies nowhere"
             assert node.device is None or node.parent.device is not None or not node.parent.tokens, "a gap on the device"
             assert node.keys is None or node.keys == self.chain(self.keys(node.parent)[-1], node.tokens), "wrong keys"
-            for pages, lie in ((self.pool, node.device), (self.host, node.host)):
+            for tier, lie in ((self.pool, node.device), (self.host, node.host)):
                 assert lie is None or len(lie) == count, "a node has not as many places as pages"
-                assert len({pages.references[place] for place in lie or ()}) <= 1, "a node is locked in part"
-                above = node.parent.device if pages is self.pool and node.parent.device else ()
-                assert not lie or all(pages.references[place] >= pages.references[lie[0]] for place in above), "an open path"
-                places[pages].update((place, node) for place in lie or ())
-        for pages, owned in places.items():
-            assert owned == {place: node for place, node in enumerate(pages.prefixes) if node}, "the tree and a pool differ"
+                assert len({tier.references[place] for place in lie or ()}) <= 1, "a node is locked in part"
+                above = node.parent.device if tier is self.pool and node.parent.device else ()
+                assert not lie or all(tier.references[place] >= tier.references[lie[0]] for place in above), (
+                    "a page is locked, and one before it is not")
+                places[tier].update((place, node) for place in lie or ())
+        for tier, owned in places.items():
+            assert owned == {place: node for place, node in enumerate(tier.prefixes) if node}, "the tree and a pool differ"
 
 
-class Pages(paged.BlockPool):
+class PagePool(paged.BlockPool):
     """One tier. Chapter 02's pool, but it is the tree that finds what a page holds: `prefixes[page]` is the page's node, and what
     is evicted is the least recently used leaf, all of it."""
     tree: HiRadixTree = None
@@ -332,14 +335,14 @@ class Pages(paged.BlockPool):
         assert not self.blocks                                                  # the tree's check_integrity sees to the rest
 
 
-class DevicePages(Pages):
+class DevicePages(PagePool):
     """L1, layer-first as in chapter 02."""
 
     def places(self, node: Node) -> list[int] | None:
         return node.device
 
 
-class HostPages(Pages):
+class HostPages(PagePool):
     """L2, pinned where there is a GPU. `kv` is [pages, L, 2, page_size, KVH, hd] whatever the layout:
 
     layer_first          memory [L, 2, pages, page_size, KVH, hd]: adjacent pages come to a layer in one piece each of K and V;
@@ -440,7 +443,7 @@ class Prefetch:
     at_work: bool = False          # a thread is at it
     stopped: bool = False          # nothing more is asked for
     failed: bool = False           # storage raised, or what it gave is not what it must be
-    attachment: int = 0            # Storage.attachment when it was looked for
+    epoch: int = 0                 # Storage.epoch when it was looked for
     spans: list[tuple[float, float, int]] = field(default_factory=list)         # began, ended, pages
 
     @property
@@ -466,7 +469,7 @@ class Write:
     timeline: Timeline | None
     over: bool = False
     failed: bool = False
-    attachment: int = 0            # Storage.attachment when it was written
+    epoch: int = 0                 # Storage.epoch when it was written
     spans: list[tuple[float, float, int]] = field(default_factory=list)
 
 
@@ -488,14 +491,15 @@ class Backoff:
 
 class Storage:
     """A back end (common/backends.py) and the threads that ask it: some read, one writes. What it raises is counted, and not
-    passed on. `changed` guards all that engine and threads both touch. A place in host memory is the thread's while its Prefetch
-    is queued, and then the engine's; a Write only reads."""
+    passed on. A thread sets `queued` or `over` of a job last, under `changed`; what it set before may be read when that is
+    seen. A place in host memory is the thread's while its Prefetch is queued, and then the engine's; a Write changes nothing
+    there but the header in front of the page."""
     READERS = 2
     ASKED = 128                    # keys that are looked for at a time
     MOST, SLOW = 32, 5e-3          # pages read or written at a time; fewer, if reading takes so many seconds
     PROBE = 8                      # pages that are read where reading is not worth it, to see whether that has changed
 
-    def __init__(self, backend, name: str, host: HostPages, bandwidth: "bidirectional.Bandwidth | None" = None, say=str):
+    def __init__(self, backend, name: str, host: HostPages, bandwidth: bidirectional.Bandwidth | None = None, say=str):
         self.backend, self.name, self.host, self.bandwidth, self.say = backend, name, host, bandwidth, say
         self.changed = threading.Condition()
         self.reads: deque[Prefetch] = deque()
@@ -508,7 +512,7 @@ class Storage:
         self.counts = Counter(storage_looked_for=0, storage_pages_read=0, storage_bytes_read=0, storage_pages_written=0,
                               storage_bytes_written=0, storage_pages_refused=0, storage_errors=0)
         self.error: str | None = None                           # the last one
-        self.attachment = next(ATTACHMENTS)                     # another after each error: storage may have lost what it had
+        self.epoch = next(EPOCHS)                     # another after each error: storage may have lost what it had
         self.closed = threading.Event()
         self.threads = [threading.Thread(target=work, args=(self, kind), name=f"storage {kind}", daemon=True)
                         for kind in ["read"] * self.READERS + ["write"]]
@@ -553,7 +557,7 @@ class Storage:
                 thread.join(0.5)
 
     def costs(self) -> tuple[float, float]:
-        """-> seconds for each read, however small, and for each page of it, by the last ones."""
+        """-> seconds for each read, however small, and for each page of it, by the last ones. For who holds `changed`."""
         pages, seconds = zip(*self.times)
         if len(set(pages)) == 1:
             return 0.0, statistics.mean(seconds) / pages[0]
@@ -572,8 +576,8 @@ class Storage:
             return (-(-pages // self.batch) * start + pages * slope) * crowd
 
     def note(self, pages: int, seconds: float):
-        """A read took so long: how many pages to read next. As many as take SLOW, or twice as long as one page does: more costs
-        little then. For who holds `changed`."""
+        """A read took so long: how many pages to read next. As many as take SLOW, or twice the fixed cost of a read: then
+        that weighs little. For who holds `changed`."""
         self.times.append((pages, seconds))
         start, slope = self.costs()
         if len({count for count, _ in self.times}) == 1:        # nothing to compare with
@@ -589,7 +593,7 @@ class Storage:
         except Exception as error:
             with self.changed:
                 self.complain(f"{type(error).__name__}: {self.say(error)}", backoff)
-                self.attachment = next(ATTACHMENTS)
+                self.epoch = next(EPOCHS)
             return None
         if function is not backends.exist_all:                  # who only says what it has may still not take or give it
             with self.changed:
@@ -606,7 +610,7 @@ class Storage:
 
     def look(self, prefetch: Prefetch):
         """How many pages in a row are there?"""
-        hit, prefetch.attachment = 0, self.attachment
+        hit, prefetch.epoch = 0, self.epoch
         while hit < prefetch.most and not prefetch.stopped:
             keys = prefetch.keys[hit:min(hit + self.ASKED, prefetch.most)]
             there = self.ask(self.reading, backends.exist_all, keys)
@@ -652,7 +656,7 @@ class Storage:
 
     def write(self, write: Write):
         """Write what storage lacks of a node, or has in another form."""
-        size, write.attachment = len(write.tokens) // len(write.keys), self.attachment
+        size, write.epoch = len(write.tokens) // len(write.keys), self.epoch
         for first in range(0, len(write.keys), self.MOST):
             numbers, began = range(first, min(first + self.MOST, len(write.keys))), time.perf_counter()
             there = self.ask(self.writing, backends.exist_all, [write.keys[number] for number in numbers])
@@ -678,6 +682,7 @@ def close_backend(backend):
 
 
 def set_all(backend, keys: list[str], values: list) -> bool:
+    """-> True, because `Storage.ask` says None of an error."""
     backends.set_all(backend, keys, values)
     return True
 
@@ -718,9 +723,10 @@ def work(storage: Storage, kind: str):
                 job.over, storage.wrote = True, time.perf_counter()
             else:
                 job.at_work, job.queued = False, more
-                jobs.extend([job] if more else [])
+                if more:
+                    jobs.append(job)
             storage.changed.notify_all()
-        job = None
+        job = None                                              # which a thread that waits should not keep alive
 
 
 # 3. The engine ---------------------------------------------------------------------------------------------------
@@ -728,7 +734,7 @@ def work(storage: Storage, kind: str):
 @dataclass(eq=False)
 class Swap(offload.Swap):
     """Chapter 03's, of nodes. On the device it also holds all pages before them."""
-    nodes: list[Node] = field(default_factory=list)                             # and what they were split into
+    nodes: list[Node] = field(default_factory=list)                             # outward: the node, or what it was split into
     device_path: list[int] = field(default_factory=list)
 
 
@@ -738,7 +744,8 @@ class Request(paged.Request):
     choice: dict | None = None                                  # load or recompute, and the two estimates
     origins: list[str] = field(default_factory=list)            # of the pages that it has not computed
     prefetch: Prefetch | None = None                            # that it waits for
-    asked: bool = False                                         # storage was, or need not be
+    shared: int = 0                                             # pages of that which are of its prompt too
+    asked: bool = False                                         # storage was asked, or need not be
     fetched: dict | None = None                                 # what came of it, for the reply
     swap_ins: list[Swap] = field(default_factory=list)
 
@@ -756,7 +763,7 @@ class Request(paged.Request):
 class Result(baseline.Result):
     pages: dict                    # of the prompt: gpu_hits, cpu_hits, storage_hits, misses
     choice: dict | None            # chosen ("load" or "recompute"), load_ms, recompute_ms; None if the host had nothing more
-    prefetch: dict | None          # policy, hit_tokens, fetched_tokens, waited_ms, ended; None if storage was not asked
+    prefetch: dict | None          # policy, hit_tokens, fetched_tokens, waited_ms, ended; None if it did not wait for storage
     link: str                      # what the pages came over, and how fast it is
 
     def summary(self) -> str:
@@ -774,7 +781,13 @@ def as_bytes(tokens: list[int]) -> bytes:
 
 class Engine(offload.SwappingEngine):
     """Chapter 03's engine with a tree over its two tiers, and storage below them. `timeout` is (base, per_1k_tokens, cap) in
-    seconds; at most `prefetch_limit` tokens are on their way from storage."""
+    seconds; at most `prefetch_limit` tokens are on their way from storage.
+
+    The way of a request: in line, storage is asked for what the tree lacks (`begin_prefetch`). It comes in with the device's
+    pages (`match`, `find_room`). `restore` sends for those of host memory (`bring`), and while it is not `enough`, for those
+    that arrive there from storage (`take`). Prefill puts its pages into the tree (`save`, `insert`), from where they go down:
+    `write_down`, `back_up` to host memory, `kept` when they are there, `store` in storage. `settle` lets go of whatever is
+    over."""
     Request, Pool = Request, DevicePages
 
     def __init__(self, model, tokenizer, end_tokens, *options, cpu_blocks: int | None = None, layout: str = "page_first_direct",
@@ -830,9 +843,9 @@ class Engine(offload.SwappingEngine):
 
     def match(self, request: Request) -> list[int]:
         """The pages on the device that hold the longest cached prefix, but for the last token."""
-        return [page for node in self.path(request) for page in node.device or ()]
+        return [page for node in self.cached_nodes(request) for page in node.device or ()]
 
-    def path(self, request: Request) -> list[Node]:
+    def cached_nodes(self, request: Request) -> list[Node]:
         """The nodes that hold the longest prefix of the request's tokens that the tree has."""
         return self.tree.match(request.cache_salt, self.whole_pages(request))
 
@@ -844,7 +857,7 @@ class Engine(offload.SwappingEngine):
     def find_room(self, request: Request, hits: list[int], empty: int) -> bool:
         if not super().find_room(request, hits, empty):
             return False
-        self.tree.touch(self.path(request))                                     # what it is about to use is not the next to go
+        self.tree.touch(self.cached_nodes(request))                             # what it will use is not the next to go
         return not self.write_back(empty - len(self.pool.free), set(hits))
 
     # Restore: what the tree has, and then what storage has
@@ -854,7 +867,7 @@ class Engine(offload.SwappingEngine):
         first_time, size, began = request.source is None, self.pool.block_size, time.perf_counter()
         request.origins = ["cpu_hits" if page in self.arriving else "gpu_hits" for page in request.table[:request.saved]]
         # 1. The device's pages are in the table. Those of host memory are sent for
-        path = self.path(request)
+        path = self.cached_nodes(request)
         self.tree.touch(path)
         for node in path if first_time else ():
             node.hits += 1
@@ -863,9 +876,9 @@ class Engine(offload.SwappingEngine):
 
         # 2. What storage has comes into the tree (`settle`), and goes on to the device while the rest is read
         while worth and (prefetch := request.prefetch or self.begin_prefetch(request)):
-            while worth and not (ended := self.enough(prefetch, began)):
+            while worth and not (ended := self.enough(prefetch, request.shared, began)):
                 yield
-                if self.seconds_to_load(0) < NEARLY_IDLE:                       # what goes together goes layer by layer
+                if self.seconds_to_load(0) < NEARLY_IDLE:                       # few swaps: within one, layers overlap
                     worth = self.bring(request)
             self.take(prefetch)
             worth = worth and self.bring(request)
@@ -888,9 +901,9 @@ class Engine(offload.SwappingEngine):
 
     def bring(self, request: Request) -> bool:
         """Put into the request's table all that the tree has of its prefix by now: what lies in host memory is sent for, if that
-        takes no longer than to compute it -> whether there is nothing left that would."""
+        takes no longer than to compute it -> False if it is sooner computed, or the link did not take it."""
         at, on_host, size = 0, [], self.pool.block_size
-        for node in self.path(request):
+        for node in self.cached_nodes(request):
             pages = self.tree.pages(node)
             if at >= request.saved and node.device is not None:                 # others have brought or computed it
                 for index, page in enumerate(node.device, at):
@@ -906,12 +919,13 @@ class Engine(offload.SwappingEngine):
             load = self.seconds_to_load(at - request.saved, behind=0 if waits else None)
             compute = self.seconds_to_compute(request.saved * size, at * size)
             worth = load <= compute and self.swap_in(request, on_host, at)
-            before = request.choice or dict(load_ms=0.0, recompute_ms=0.0)
-            compute_ms = round((before["recompute_ms"] or 0.0) + compute * 1e3, 3) if self.prefills else None
-            request.choice = dict(chosen="load" if worth else "recompute", load_ms=round(before["load_ms"] + load * 1e3, 3),
-                                  recompute_ms=compute_ms)
+            if request.source is None:                                          # a preempted request has said it already
+                before = request.choice or dict(load_ms=0.0, recompute_ms=0.0)
+                compute_ms = round((before["recompute_ms"] or 0.0) + compute * 1e3, 3) if self.prefills else None
+                request.choice = dict(chosen="load" if worth else "recompute", load_ms=round(before["load_ms"] + load * 1e3, 3),
+                                      recompute_ms=compute_ms)
+                self.counts["recomputed_hits"] += 0 if worth else at - request.saved
             if not worth:
-                self.counts["recomputed_hits"] += at - request.saved
                 self.load_link.wear_out()                                       # the link may be faster the next time
         request.swap_ins = list(dict.fromkeys([*request.swap_ins, *(
             self.arriving[page] for page in request.table[:request.saved] if page in self.arriving)]))
@@ -922,7 +936,7 @@ class Engine(offload.SwappingEngine):
         them on the device from now on, and wait for them too."""
         start, prefetch = request.saved, request.prefetch
         swap = Swap(True, request.table[start:end], [place for node in nodes for place in node.host], None, request.timeline,
-                    nodes=nodes, device_path=request.table[:start])
+                    device_path=request.table[:start])
         self.hold(swap)
         at = start
         for node in nodes:
@@ -933,7 +947,7 @@ class Engine(offload.SwappingEngine):
                 self.arriving[page] = swap
         if not self.load(swap):
             return False
-        fetched = range(prefetch.first, prefetch.first + prefetch.taken) if prefetch else ()
+        fetched = range(prefetch.first, prefetch.first + min(prefetch.taken, request.shared)) if prefetch else ()
         request.origins += ["storage_hits" if number in fetched else "cpu_hits" for number in range(start, end)]
         request.saved = end
         return True
@@ -960,14 +974,14 @@ class Engine(offload.SwappingEngine):
         if not storage.reading.ready or min(room, self.host.available) < min(least, len(request.tokens) // size + 1):
             return None                                                         # another time, if it is still in line then
         request.asked = True
-        path, tokens = self.path(request), self.whole_pages(request)
+        path, tokens = self.cached_nodes(request), self.whole_pages(request)
         first = sum(map(self.tree.pages, path))
-        pages = len(tokens) // self.tree.page_bytes - first
+        pages = len(tokens) // self.tree.id_bytes - first
         if pages < least:
             return None
         self.tree.touch(path)                                                   # so that what comes does not take its place
         key = self.tree.keys(path[-1] if path else self.tree.root(request.cache_salt))[-1]
-        keys = [key.hex() for key in self.tree.chain(key, tokens[first * self.tree.page_bytes:])]
+        keys = [key.hex() for key in self.tree.chain(key, tokens[first * self.tree.id_bytes:])]
         seconds, most = storage.seconds(pages), min(pages, room)
         worth = seconds is None or seconds <= self.seconds_to_compute(first * size, (first + pages) * size)
         for prefetch in self.prefetches if worth else ():                       # another waits for the same
@@ -985,25 +999,30 @@ class Engine(offload.SwappingEngine):
             storage.put(prefetch)
         if not worth:
             return None
-        request.prefetch = prefetch
+        same = (a == b for a, b in zip(prefetch.keys[prefetch.taken:], keys))   # in a chain of keys, those before are too
+        request.prefetch, request.shared = prefetch, prefetch.taken + sum(itertools.takewhile(bool, same))
         prefetch.users += 1
         return prefetch
 
-    def enough(self, prefetch: Prefetch, began: float) -> str | None:
-        """Why nobody should wait for more of it, or None. Who came out of the line at `began` has waited since then."""
+    def enough(self, prefetch: Prefetch, shared: int, began: float) -> str | None:
+        """Why a request that came out of the line at `began` should wait no longer for the first `shared` pages of this, or
+        None."""
         storage, size, now = prefetch.storage, self.pool.block_size, time.perf_counter()
         with storage.changed:
             hit, over, left = prefetch.hit, prefetch.over, prefetch.arrived - prefetch.taken
-            moved = max(began, prefetch.moved, 0.0 if prefetch.at_work else storage.heard)       # or others are
+            # While a thread is at it, it must come on; else storage is busy with others, and they must
+            moved = max(began, prefetch.moved, 0.0 if prefetch.at_work else storage.heard)
         if over:
             if left:                                                            # what has arrived is taken first
                 return None
             if prefetch.failed or prefetch.stopped:                             # detached, or host memory has no room
                 return "failed" if prefetch.failed else "stopped"
             return "complete" if prefetch.places else "below the threshold" if hit else "not there"
+        if prefetch.taken >= shared:
+            return "complete"
         if self.prefetch_policy == "best_effort":
             return "the device was free"
-        first, pages = prefetch.first + prefetch.taken, min(prefetch.most, len(prefetch.keys) if hit is None else hit)
+        first, pages = prefetch.first + prefetch.taken, min(shared, prefetch.most if hit is None else hit)
         base, per_1k, cap = self.timeout
         if self.prefetch_policy == "timeout" and now - prefetch.began > min(cap, base + per_1k * pages * size / 1024):
             return "timeout"
@@ -1016,14 +1035,14 @@ class Engine(offload.SwappingEngine):
         return None
 
     def take(self, prefetch: Prefetch):
-        """What has arrived is in the tree from now on."""
+        """Put what has arrived into the tree."""
         with prefetch.storage.changed:
             arrived = prefetch.arrived
         places = prefetch.places[prefetch.taken:arrived]
         if places:
-            tokens = prefetch.tokens[:(prefetch.first + arrived) * self.tree.page_bytes]
+            tokens = prefetch.tokens[:(prefetch.first + arrived) * self.tree.id_bytes]
             for node in self.tree.insert_host(prefetch.cache_salt, tokens, prefetch.first + prefetch.taken, places):
-                node.stored, node.checked = prefetch.attachment, time.perf_counter()
+                node.stored, node.checked = prefetch.epoch, time.perf_counter()
             self.host.release(places)                                           # those that the tree did not want are free
             self.counts.update(prefetched_pages=len(places), late_pages=0 if prefetch.users else len(places))
             prefetch.taken = arrived
@@ -1039,10 +1058,11 @@ class Engine(offload.SwappingEngine):
 
     def report(self, request: Request, began: float, ended: str):
         prefetch, size = request.prefetch, self.pool.block_size
-        request.fetched = dict(policy=self.prefetch_policy, hit_tokens=(prefetch.hit or 0) * size, ended=ended,
-                               fetched_tokens=prefetch.taken * size, waited_ms=round((time.perf_counter() - began) * 1e3, 3))
+        hit, fetched = min(prefetch.hit or 0, request.shared), min(prefetch.taken, request.shared)
+        request.fetched = dict(policy=self.prefetch_policy, hit_tokens=hit * size, fetched_tokens=fetched * size, ended=ended,
+                               waited_ms=round((time.perf_counter() - began) * 1e3, 3))
         self.counts["prefetches_cut"] += not prefetch.over
-        if ended == "silent":
+        if ended == "silent" and prefetch.storage.reading.ready:                # once, however many have waited
             prefetch.storage.blame(prefetch.storage.reading)
         for start, end, pages in prefetch.spans:
             request.timeline.add("storage", f"fetch {pages} pages", start, end)
@@ -1139,7 +1159,9 @@ class Engine(offload.SwappingEngine):
 
     def is_stored(self, node: Node, for_seconds: float = RECHECK) -> bool:
         """Whether the storage that is attached has it, as was seen not too long ago: it may lose what it has."""
-        return node.stored == self.storage.attachment and time.perf_counter() - node.checked < for_seconds
+        storage = self.storage
+        return (storage is not None and node.stored == storage.epoch
+                and time.perf_counter() - node.checked < for_seconds)
 
     def storage_writes(self) -> int:
         """Pages on their way to storage; none if it does not come on with them any more."""
@@ -1197,7 +1219,7 @@ class Engine(offload.SwappingEngine):
             for node in write.nodes:
                 node.writing = None
                 if not write.failed:
-                    node.stored, node.checked = write.attachment, time.perf_counter()
+                    node.stored, node.checked = write.epoch, time.perf_counter()
             self.host.release(write.places)
             for start, end, pages in write.spans if write.timeline else ():
                 write.timeline.add("storage", f"write {pages} pages", start, end)
@@ -1205,17 +1227,15 @@ class Engine(offload.SwappingEngine):
 
     def settle_prefetch(self, prefetch: Prefetch):
         """Take what has come; give places to one that has found something; let go of one that is over."""
-        self.take(prefetch)
-        if prefetch.queued:
-            return
-        if not prefetch.over and not prefetch.places:
-            prefetch.places = self.take_host(min(prefetch.hit, prefetch.most), 1)
+        if not prefetch.queued and not prefetch.over and not prefetch.places:
+            prefetch.places = self.take_host(prefetch.hit, 1)
             prefetch.stopped = not prefetch.places and not self.storage_writes()        # else there will be room
             if prefetch.places:
                 prefetch.queued, prefetch.moved = True, time.perf_counter()
                 prefetch.storage.put(prefetch)
-        if prefetch.over:
-            self.take(prefetch)
+        over = prefetch.over                                                    # before, because more may arrive until it is
+        self.take(prefetch)
+        if over:
             self.host.release(prefetch.places[prefetch.taken:])
             self.prefetches.remove(prefetch)
 
@@ -1260,7 +1280,7 @@ class Engine(offload.SwappingEngine):
 
     # Storage is attached and detached while the engine runs
 
-    def attach(self, backend, name: str, bandwidth: "bidirectional.Bandwidth | None" = None, say=str):
+    def attach(self, backend, name: str, bandwidth: bidirectional.Bandwidth | None = None, say=str):
         """Use this back end from now on. What is cached already goes there when it is found, or evicted. `say` puts an error into
         words, without passwords."""
         with self.attaching:
@@ -1275,12 +1295,12 @@ class Engine(offload.SwappingEngine):
             self.storage = Storage(backend, name, self.host, bandwidth, say)
             self.finalizer = weakref.finalize(self, self.storage.close)
 
-    def measure_prefill(self, rounds: int = 2):
+    def measure_prefill(self):
         """How fast is prefill? In pages that are free, and stay so."""
         count = min(2 * offload.LONG_PREFILL, self.context, len(self.pool.free) * self.pool.block_size)
         request = self.Request([0] * count, 1, 0.0, 1.0, 0)
         request.table = self.pool.allocate(self.pool.needed(count))
-        for _ in range(rounds if count else 0):                                 # the first one warms up
+        for _ in range(2 if count else 0):                                      # the first one warms up
             began = self.clock.mark()
             self.forward(paged.PagedBatch(self.pool, [(request, count)]))
             began, ended = map(self.clock.seconds, (began, self.clock.mark()))
@@ -1314,8 +1334,6 @@ class Engine(offload.SwappingEngine):
             raise BadRequest('The body must say which: {"storage": URL, "config": {...}}.')
         if not re.match(r"file:|[\w+.:-]+://", fields["storage"]) and not with_token:             # it runs code
             raise BadRequest("module:Class is loaded only for who has the token of --admin-token; or give it with --storage.")
-        if self.storage:
-            raise BadRequest(f"{self.storage.name} is attached already; detach it first, with DELETE /storage.")
         url, config = fields["storage"], fields.get("config", {})
         try:
             backend = backends.open_backend(url, config)
@@ -1356,14 +1374,15 @@ class Engine(offload.SwappingEngine):
                 lost = sum(self.tree.pages(node) for node in self.tree.nodes() if not self.is_stored(node, math.inf))
             if lost:
                 print(f"{lost} pages could not be written to {storage.name} ({storage.error}).", file=sys.stderr)
-        self.detach(patience=0.0)
+        with suppress(BadRequest):                                              # somebody else has just done it
+            self.detach(patience=0.0)
 
     def next_unsaved(self) -> Node | None:
         """A node on the device that neither host memory nor storage has, and that fits into host memory."""
         with self.stepping:
             for node in self.tree.nodes():
                 if node.host is None and not self.is_stored(node, math.inf):
-                    most = self.host.size * self.tree.page_bytes
+                    most = self.host.size * self.tree.id_bytes
                     return node if len(node.tokens) <= most else self.tree.split(node, most)
             return None
 
@@ -1428,7 +1447,8 @@ def demo(engine: Engine, arguments):
     alone = baseline.Engine(model, tokenizer, end_tokens)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="demo-")))
-        bar = stack.enter_context(tqdm(total=5 * CONVERSATIONS * ROUNDS, unit="answer", leave=False, disable=None))
+        answers = 5 * CONVERSATIONS * ROUNDS                                    # chapter 01's, and those of four settings
+        bar = stack.enter_context(tqdm(total=answers, unit="answer", leave=False, disable=None))
         turns = conversations(engine, alone, new, bar)                          # [conversation][round]: (messages, tokens)
         longest = max(len(engine.encode(None, messages)[0]) for turn in turns for messages, _ in turn) + new
         pages = -(-longest // size)
@@ -1463,7 +1483,8 @@ def demo(engine: Engine, arguments):
                            for turn in range(ROUNDS)]
             way.flush()
             way.check_integrity()
-        slow = policies(engines[name], turns[0][-1][0], new)
+        filled, last = taken[name], engines[name]                               # of the last setting
+        slow = policies(last, turns[0][-1][0], new)
         bar.close()
         pairs = [(turns[number][turn][1], request.outcome.tokens) for rounds in taken.values() for turn in range(ROUNDS)
                  for number, request in zip(order[turn], rounds[turn])]
@@ -1471,7 +1492,7 @@ def demo(engine: Engine, arguments):
         verified = paged.equal(pairs, model.dtype)
 
         # 4. What came of it
-        link = engines[name].load_link
+        link = last.load_link
         print(f"{CONVERSATIONS} conversations of up to {longest} tokens go on for {ROUNDS} rounds, in any order; pages of {size} "
               f"tokens, {engine.host.page_bytes} bytes\nL1 holds {ON_DEVICE} of them, L2 {ON_HOST}; {link}; "
               f"{engine.write_policy}, {engine.prefetch_policy}")
@@ -1481,11 +1502,11 @@ def demo(engine: Engine, arguments):
         print("\nThe tree after L1 + L2 + L3, and where each node lies\n" + draw(engines["L1 + L2 + L3"]))
         rows += show_policies(slow, link)
         rows += show_layouts(engine, 32)
-        timeline = max((request.timeline for request in taken[name][0]), key=lambda timeline: len(timeline.spans))
+        timeline = max((request.timeline for request in filled[0]), key=lambda timeline: len(timeline.spans))
         print(f"\nOne answer out of the other process's L3 (f: from storage to L2; digits: layers from L2 to L1; {link})\n"
               f"{timeline.chart()}")
         return dict(link=dict(modelled=link.modelled, gbps=link.speed() / 1e9), verified=verified, rows=rows,
-                    counters=engines[name].counters()), [timeline]
+                    counters=last.counters()), [timeline]
 
 
 def conversations(engine: Engine, alone: baseline.Engine, new: int, bar) -> list[list[tuple[list[dict], list[int]]]]:
@@ -1516,7 +1537,7 @@ def answer(engine: Engine, bar=None, **asked) -> Request:
 
 
 def forget(engine: Engine):
-    """L1 and L2 are empty."""
+    """Empty L1 and L2."""
     engine.flush()
     with engine.stepping:
         for pages in (engine.pool, engine.host):
@@ -1534,7 +1555,7 @@ def policies(engine: Engine, messages: list[dict], new: int) -> dict[str, list[R
     slow = {name: Storage(attached.backend, "modelled", engine.host, bidirectional.Bandwidth((mbps,))) for name, mbps in (
         *((policy, mbits / compute * 1.5) for policy in PREFETCH_POLICIES), ("wait_complete, 1 MB/s", 8.0))}
     taken = {"computed": [], **{name: [] for name in slow}}
-    for _ in range(ROUNDS + 1):
+    for _ in range(ROUNDS + 1):                                                 # the first is a warm-up, which is not shown
         for name, requests in taken.items():
             forget(engine)
             engine.storage, engine.prefetch_policy = slow.get(name), name.split(",")[0]

@@ -188,7 +188,7 @@ def match(bench: Bench, pages: int = 100_000, prompt_tokens: int = 4096) -> dict
             table, hits = [], [page for node in tree.match("", tokens) for page in node.device]
             for page in hits:
                 pool.share(page)
-            table = hits + pool.allocate(len(tokens) // tree.page_bytes - len(hits))
+            table = hits + pool.allocate(len(tokens) // tree.id_bytes - len(hits))
             tree.insert("", tokens, table)
             pool.release(table)
             del tokens, table, hits

@@ -10,6 +10,7 @@ A chapter hands `main` its engine class, its demo and its own options. Of an eng
     engine.admin          what else the server does: path -> {method: function(JSON object or None, whether the caller has the
                           token) -> JSON object}; open to who is on this machine, or has `engine.admin_token`
     engine.close()        refuse what comes from now on
+    engine.release()      let go of what it keeps outside of this process
 
 and that it raises BadRequest, Busy or Closing, whose messages go to the user as they are.
 """
@@ -285,9 +286,9 @@ def make_app(engine, info: dict):
         """Whether who asks is a program on this machine: no proxy stands between, and no web page has sent a browser here."""
         try:
             local = ipaddress.ip_address(request.remote_addr or "").is_loopback
+            name = urlsplit(f"//{request.host}").hostname
         except ValueError:
-            local = False
-        name = urlsplit(f"//{request.host}").hostname
+            return False
         return (local and name in ("127.0.0.1", "::1", "localhost")
                 and not any(header in request.headers for header in ("Origin", "Forwarded", "X-Forwarded-For")))
 

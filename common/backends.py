@@ -45,8 +45,8 @@ def get_all(backend, keys: list[str]) -> list:
 
 
 def exist_all(backend, keys: list[str]) -> list[bool]:
-    """Right up to the first False. Where keys are asked for one by one, nothing is asked behind that, and all of it is False:
-    callers want to know how many of the first keys are there."""
+    """-> for each key whether it is there, right up to the first False. Where keys are asked for one by one, nothing is asked
+    behind that, and all of it is False: callers want to know how many of the first keys are there."""
     if hasattr(backend, "batch_exists"):
         return as_many(keys, map(bool, backend.batch_exists(keys)))
     for number, key in enumerate(keys):

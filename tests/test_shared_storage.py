@@ -122,7 +122,8 @@ def test_what_another_salt_has_read_is_not_found(redis, slow_model, slow_engine)
 
 def answered(monkeypatch, capsys, tmp_path, url, *options) -> dict:
     """Run chapter 07 once in this process -> the numbers of its answer. When it ends, all that it wrote is in the storage."""
-    report = tmp_path / "report.json"
+    report, offload = tmp_path / "report.json", chapter("03_cpu_offload")
+    monkeypatch.setattr(offload.MeasuringEngine, "seconds_to_compute", lambda engine, start, end: float(end - start))
     monkeypatch.setattr("sys.argv", [str(SCRIPT), *OPTIONS, "--storage", url, "--prompt", STORY, "--max-tokens", "2", "--json",
                                      str(report), *map(str, options)])
     runpy.run_path(str(SCRIPT), run_name="__main__")
@@ -672,7 +673,7 @@ def test_at_a_clean_end_all_that_is_dirty_is_written_however_full_host_memory_is
     engines.append(engine)
     for prompt in prompts:
         answer(engine, tiny_engine, prompt)
-    dirty = [node for node in engine.tree.nodes() if node.stored != engine.storage.attachment]
+    dirty = [node for node in engine.tree.nodes() if node.stored != engine.storage.epoch]
     assert any(node.host is None for node in dirty) and any(node.device is None for node in dirty)
     engine.release()
     for prompt in prompts:

@@ -229,7 +229,7 @@ def lose(engine, *pools):
 
 def find(engine, tokens, salt: str = "") -> list:
     """-> for each whole page of these tokens its node and its number in it; None: nowhere. Splits nothing."""
-    data, size, found = tiered.as_bytes(tokens[:len(tokens) // 4 * 4]), engine.tree.page_bytes, []
+    data, size, found = tiered.as_bytes(tokens[:len(tokens) // 4 * 4]), engine.tree.id_bytes, []
     node = engine.tree.root(salt)
     while node and (child := node.children.get(data[len(found) * size:][:size])):
         for index in range(len(child.tokens) // size):
@@ -600,7 +600,7 @@ def test_a_broken_tree_is_noticed(tiny_engine, monkeypatch, broken):
 
 
 def test_evicting_what_has_others_behind_it_is_noticed(tiny_engine, monkeypatch):
-    monkeypatch.setattr(tiered.Pages, "leaves", lambda pages: iter(dict.fromkeys(pages.prefixes[page] for page in pages.cached)))
+    monkeypatch.setattr(tiered.PagePool, "leaves", lambda tier: iter(dict.fromkeys(tier.prefixes[page] for page in tier.cached)))
     with pytest.raises((AssertionError, KeyError)):
         any_tree(tiny_engine, 60)
 
@@ -968,10 +968,10 @@ def test_the_timeout_grows_with_the_tokens_up_to_a_cap(make, shelf, monkeypatch,
     seconds = min(cap, base + per_1k * 4 * (pages if hit is None else hit) / 1024)
     for after, ended in ((0.0, None), (seconds * 0.999, None), (seconds * 1.001 + 1e-6, "timeout")):
         clock.now = 100.0 + after
-        assert engine.enough(prefetch, 100.0) == ended
+        assert engine.enough(prefetch, 1 << 30, 100.0) == ended
     for policy, ended in (("wait_complete", None), ("best_effort", "the device was free")):
         engine.prefetch_policy = policy
-        assert engine.enough(prefetch, 100.0) == ended
+        assert engine.enough(prefetch, 1 << 30, 100.0) == ended
 
 
 def test_why_nobody_waits_any_longer(make, shelf, monkeypatch, clock):
@@ -983,25 +983,25 @@ def test_why_nobody_waits_any_longer(make, shelf, monkeypatch, clock):
             (dict(queued=False, hit=2, places=[0, 1], arrived=2, taken=2), "complete"),
             (dict(queued=False, hit=2, places=[0, 1], arrived=2, taken=1), None),               # what has arrived is taken first
             (dict(queued=False, hit=0, failed=True), "failed"), (dict(hit=8), None)):
-        assert engine.enough(held_prefetch(engine, storage, 8, **state), 100.0) == ended
+        assert engine.enough(held_prefetch(engine, storage, 8, **state), 1 << 30, 100.0) == ended
     waiting = held_prefetch(engine, storage, 8, 8, at_work=True)
     for moved, began, now, ended in ((100, 100, 104.9, None), (100, 100, 105.1, "silent"), (100, 103, 105.1, None),
                                      (104, 100, 105.1, None), (104, 100, 109.1, "silent")):
         waiting.moved, clock.now = moved, now
-        assert engine.enough(waiting, began) == ended
+        assert engine.enough(waiting, 1 << 30, began) == ended
     storage.times.append((20, 6.0))                                             # a batch takes so long; twice that may pass
     storage.batch, waiting.moved = 20, 100.0
     for now, ended in ((111.9, None), (112.1, "silent")):
         clock.now = now
-        assert engine.enough(waiting, 100.0) == ended
+        assert engine.enough(waiting, 1 << 30, 100.0) == ended
     engine.seconds_to_compute = lambda start, end: (end - start) / 4 * 0.2
     clock.now = 100.0
-    assert engine.enough(waiting, 100.0) == "slower than computing"
+    assert engine.enough(waiting, 1 << 30, 100.0) == "slower than computing"
     storage.times.clear()
     storage.times.append((20, 2.0))
-    assert engine.enough(waiting, 100.0) is None
+    assert engine.enough(waiting, 1 << 30, 100.0) is None
     engine.seconds_to_load = lambda pages, behind=None: 0.25 * pages            # the link may be what is slow
-    assert engine.enough(waiting, 100.0) == "slower than computing"
+    assert engine.enough(waiting, 1 << 30, 100.0) == "slower than computing"
 
 
 @pytest.mark.parametrize("threshold, ended, pages", [(1, "complete", 6), (24, "complete", 6), (25, "below the threshold", 0),
