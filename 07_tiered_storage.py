@@ -1334,6 +1334,8 @@ class Engine(offload.SwappingEngine):
             raise BadRequest('The body must say which: {"storage": URL, "config": {...}}.')
         if not re.match(r"file:|[\w+.:-]+://", fields["storage"]) and not with_token:             # it runs code
             raise BadRequest("module:Class is loaded only for who has the token of --admin-token; or give it with --storage.")
+        if self.storage:                                                        # `attach` looks again, when it is opened
+            raise BadRequest(f"{self.storage.name} is attached already; detach it first, with DELETE /storage.")
         url, config = fields["storage"], fields.get("config", {})
         try:
             backend = backends.open_backend(url, config)
