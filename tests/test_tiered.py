@@ -958,6 +958,42 @@ def held_prefetch(engine, storage, pages, hit=None, **state):
     return prefetch
 
 
+def test_nobody_waits_for_pages_of_anothers_prefetch_that_are_not_of_the_own_prompt(make, shelf):
+    engine = make(storage=shelf(), prefetch_policy="wait_complete")
+    prefetch = held_prefetch(engine, engine.storage, 8, hit=8, taken=5, arrived=5, places=[0] * 8)
+    began = time.perf_counter() + 100                           # so that nothing is silent yet
+    assert engine.enough(prefetch, 5, began) == "complete" and engine.enough(prefetch, 6, began) is None
+
+
+def test_storage_that_is_silent_is_blamed_once_however_many_have_waited(make, shelf):
+    engine = make(storage=shelf())
+    for request in engine.submit(PROMPT, max_tokens=1, n=3):
+        request.prefetch = held_prefetch(engine, engine.storage, 6)
+        engine.report(request, 100.0, "silent")
+        request.prefetch = None
+    assert engine.storage.counts["storage_errors"] == 1 and engine.storage.reading.seconds == tiered.Backoff.FIRST
+
+
+def test_what_storage_has_is_believed_for_a_while(make, shelf):
+    engine = make(storage=shelf())
+    asked(engine, PROMPT)
+    engine.flush()
+    node = next(engine.tree.nodes())
+    assert engine.is_stored(node)
+    node.checked -= tiered.RECHECK
+    assert not engine.is_stored(node) and engine.is_stored(node, INF)
+
+
+def test_the_engines_thread_is_busy_while_something_is_on_its_way(make, shelf):
+    engine = make(storage=shelf())
+    assert not engine.busy()
+    for jobs in (engine.swaps, engine.prefetches, engine.writes):
+        jobs.append(None)
+        assert engine.busy()
+        jobs.clear()
+    assert not engine.busy()
+
+
 @pytest.mark.parametrize("base, per_1k, cap", [
     (1.0, 0.25, 5.0), (0.0, 2.0, 100.0), (0.5, 0.0, 9.0), (3.0, 1.0, 2.0), (1.0, 40.0, 3.0)])
 @pytest.mark.parametrize("pages, hit", [(10, None), (600, None), (600, 100), (600, 600)])
