@@ -260,12 +260,16 @@ class SwappingEngine(MeasuringEngine):
 
     def make_room(self, request: Request):
         """Chapter 02's; but before somebody is preempted, wait for a block that is on its way out."""
-        while self.lacks_slot(request) and not self.pool.available and (
+        while self.lacks_slot(request) and not self.spare_blocks() and (
                 swap := next((swap for swap in self.swaps if not swap.inward), None)):
             for transfer in swap.transfers:
                 transfer.join()
             self.settle()
         super().make_room(request)
+
+    def spare_blocks(self) -> int:
+        """Blocks that may be taken for a next token without waiting."""
+        return self.pool.available
 
     # What is on its way
 

@@ -512,7 +512,7 @@ class Storage:
         self.counts = Counter(storage_looked_for=0, storage_pages_read=0, storage_bytes_read=0, storage_pages_written=0,
                               storage_bytes_written=0, storage_pages_refused=0, storage_errors=0)
         self.error: str | None = None                           # the last one
-        self.epoch = next(EPOCHS)                     # another after each error: storage may have lost what it had
+        self.epoch = next(EPOCHS)                               # another after each error: storage may have lost what it had
         self.closed = threading.Event()
         self.threads = [threading.Thread(target=work, args=(self, kind), name=f"storage {kind}", daemon=True)
                         for kind in ["read"] * self.READERS + ["write"]]
@@ -1194,14 +1194,9 @@ class Engine(offload.SwappingEngine):
                 wait = wait or sent or coming
         return wait
 
-    def make_room(self, request: Request):
-        """Chapter 03's; under write_back, nothing that is on its way down is given up for the next token."""
-        while self.write_policy == "write_back" and self.lacks_slot(request) and not self.pool.free and (
-                swap := next((swap for swap in self.swaps if not swap.inward), None)):
-            for transfer in swap.transfers:
-                transfer.join()
-            self.settle()
-        super().make_room(request)
+    def spare_blocks(self) -> int:
+        """Chapter 03's; under write_back only free ones, because what has to go down first is not given up."""
+        return len(self.pool.free) if self.write_policy == "write_back" else super().spare_blocks()
 
     # What is over
 
