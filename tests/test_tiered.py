@@ -984,6 +984,14 @@ def test_what_storage_has_is_believed_for_a_while(make, shelf):
     assert not engine.is_stored(node) and engine.is_stored(node, INF)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_under_write_back_a_cached_page_is_not_given_up_for_a_next_token_while_others_go_down(make, policy):
+    engine = make(write_policy=policy)
+    asked(engine, PROMPT)
+    spare = len(engine.pool.free) + (policy != "write_back") * len(engine.pool.cached)
+    assert engine.pool.cached and engine.spare_blocks() == spare
+
+
 def test_the_engines_thread_is_busy_while_something_is_on_its_way(make, shelf):
     engine = make(storage=shelf())
     assert not engine.busy()
