@@ -828,8 +828,9 @@ def test_a_storage_that_hangs_is_not_waited_for(make, right, impatient, mode, st
     request = asked(engine)
     assert request.outcome.tokens == right(PROMPT) and request.source == "miss" and difference(
         device_kv(engine, PROMPT), before) < 1e-5
-    assert hangs.inside == 1 and engine.counts["storage_stalls"] in ([1] if mode == "load" else [0, 1])     # 1: it waited in vain
-    assert request.restored.bar() == "#" * 12 and request.restored.given_up == (mode == "load")
+    stalls = engine.counts["storage_stalls"]
+    assert hangs.inside == 1 and stalls in ([1] if mode == "load" else [0, 1])       # 1: it waited in vain, longer than PATIENCE
+    assert request.restored.bar() == "#" * 12 and request.restored.given_up == (stalls == 1)
     # The next one has a thread of its own
     hangs.on = False
     forget_device(engine)
