@@ -124,16 +124,16 @@ class BlockPool:
         """Blocks that hold so many tokens."""
         return -(-tokens // self.block_size)
 
-    def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """Take `count` blocks, at most `available`: free ones, then the least recently used of the cached. They
-        follow block `after` where that is possible: a table of adjacent blocks is read without a copy."""
+    def allocate(self, count: int, table: list[int] = ()) -> list[int]:
+        """Take `count` blocks for the end of `table`, at most `available`: free ones, then the least recently used of the
+        cached. They follow its last one where that is possible: a table of adjacent blocks is read without a copy."""
         while len(self.free) < count:
             self.evict()
-        taken = []
-        while len(taken) < count and after is not None and after + 1 in self.free:
-            after += 1
-            del self.free[after]
-            taken.append(after)
+        taken, following = [], table[-1] + 1 if table else None
+        while len(taken) < count and following in self.free:
+            del self.free[following]
+            taken.append(following)
+            following += 1
         taken += sorted(self.free.popitem(last=False)[0] for _ in range(count - len(taken)))
         for block in taken:
             self.references[block] = 1
@@ -368,8 +368,7 @@ class Engine(baseline.Frontend):
                  token_budget: int = 512, max_running: int = 64, max_waiting: int = 256):
         super().__init__(model, tokenizer, end_tokens)
         self.token_budget, self.max_running, self.max_waiting = token_budget, max_running, max_waiting
-        blocks = pool_size(model, blocks, block_size, max_running)
-        self.pool = self.Pool(model.config, blocks, block_size, model.dtype, model.device)
+        self.pool = self.make_pool(blocks, block_size)
         self.prefixes = Prefixes(f"{model.digest.hex()} {model.dtype} {block_size} kv")
         self.waiting: deque[Request] = deque()                          # first come, first served
         self.running: list[Request] = []                                # who holds blocks, oldest first
@@ -378,6 +377,10 @@ class Engine(baseline.Frontend):
         self.thread, self.clock = None, Clock(model.device)
         self.stalls = []               # points in time, from and to: when the forward pass waited for something (chapter 03)
         self.counts.update(steps=0, preemptions=0, cached_tokens=0)
+
+    def make_pool(self, blocks: int | None, block_size: int) -> BlockPool:
+        blocks = pool_size(self.model, blocks, block_size, self.max_running)
+        return self.Pool(self.model.config, blocks, block_size, self.model.dtype, self.model.device)
 
     # One step
 
@@ -419,7 +422,7 @@ class Engine(baseline.Frontend):
             self.running.append(request)
             for block in hits:
                 pool.share(block)
-            request.table, request.saved = hits + pool.allocate(empty, *hits[-1:]), len(hits)
+            request.table, request.saved = hits + pool.allocate(empty, hits), len(hits)
             request.restoration = self.restore(request)
             self.advance_restoration(request)
         except Exception as error:
@@ -506,7 +509,7 @@ class Engine(baseline.Frontend):
             if not pool.available:
                 self.preempt(self.running[-1])
             elif index == len(table):
-                table += pool.allocate(1, table[-1])
+                table += pool.allocate(1, table)
             else:                                                       # shared with another sample until now
                 table[index] = pool.copy_on_write(table[index])
 
@@ -519,7 +522,7 @@ class Engine(baseline.Frontend):
         """The forward pass of a step, and what follows from it."""
         began, self.stalls = self.clock.mark(), []
         try:
-            logits = self.forward(PagedBatch(self.pool, work))          # [R, V], of those whose last token was computed
+            logits = self.forward(self.batch(work))                     # [R, V], of those whose last token was computed
             likeliest = logits.argmax(-1).tolist()                      # [R]
         except Exception as error:
             self.fail(work, error)
@@ -537,6 +540,10 @@ class Engine(baseline.Frontend):
                 for sample in (request, *self.fork(request)):
                     self.draw(sample, logits[row], likeliest[row])
                 row += 1
+
+    def batch(self, work: list[tuple[Request, int]]) -> PagedBatch:
+        """What the forward pass of a step computes."""
+        return PagedBatch(self.pool, work)
 
     @torch.inference_mode()
     def forward(self, batch: PagedBatch):

@@ -466,7 +466,7 @@ class Engine(SwappingEngine):
         lacking = [(block, prefix) for block, prefix in blocks
                    if host.find(prefix) is None and prefix not in self.leaving and block not in self.arriving]
         after = [block for _, prefix in blocks if (block := host.find(prefix)) is not None][-1:]
-        for (device_block, prefix), host_block in zip(lacking, host.allocate(min(len(lacking), room), *after)):
+        for (device_block, prefix), host_block in zip(lacking, host.allocate(min(len(lacking), room), after)):
             swap = Swap(False, [device_block], [host_block], prefix, timeline, before_eviction)
             self.swaps.append(swap)
             pool.share(device_block)

@@ -1106,11 +1106,11 @@ def test_a_request_that_grows_alone_lies_in_one_run(make, right):
 def test_a_table_goes_on_behind_its_last_block_if_that_place_is_free(pool):
     first, second = pool.allocate(2), pool.allocate(1)
     assert first == [0, 1] and second == [2]
-    assert pool.allocate(2, 2) == [3, 4] and pool.allocate(1, 1) == [5]
+    assert pool.allocate(2, [2]) == [3, 4] and pool.allocate(1, first) == [5]
     pool.check_integrity([[0, 1, 5], [2, 3, 4]])
     pool.release([2, 3, 4])
-    assert pool.allocate(2, 1) == [2, 3]
-    assert pool.allocate(1, 5) == [4]
+    assert pool.allocate(2, [1]) == [2, 3]
+    assert pool.allocate(1, [5]) == [4]
     pool.check_integrity([[0, 1, 5, 4], [2, 3]])
 
 
