@@ -295,9 +295,10 @@ def speed(string: str) -> float | str:
     return string if string == "auto" else bounded(float, 1e-9, 1e6)(string)
 
 
-def bandwidth(model, asked: float | str = "auto", platform: str = "a100") -> float | None:
-    """-> bytes per second of the modelled link; None with CUDA, where the link is real. Raises ModelError."""
-    if model.device.type == "cuda":
+def bandwidth(model, asked: float | str = "auto", platform: str = "a100", device=None) -> float | None:
+    """-> bytes per second of the modelled link; None with CUDA, where the link is real. `device`, if the model is not on
+    it: the one that computes. Raises ModelError."""
+    if (device or model.device).type == "cuda":
         if asked != "auto":
             raise ModelError("--link models a link on machines without a GPU, and here is one; leave it out.")
         return None

@@ -1,0 +1,961 @@
+"""Chapter 08: even the weights live in host memory, and some of the context is kept as activations.
+
+The problem. A model that is larger than the device, and a large batch that nobody waits for, one answer at a time. In every
+decode step each layer's weights and all of its K and V come over the link. The link is the bottleneck, and the processor idles.
+
+The mechanism. Part of the context is kept as activations, the inputs of the layers (ACT blocks), and the rest as K and V (KV
+blocks). With multi-head attention an ACT block has half the bytes of a KV block, and K and V are rebuilt from it while the link
+brings the next weights and blocks. So many ACT blocks are kept that both lanes take equally long:
+
+    link          weights + KV blocks + ACT blocks of the host
+    processor     K and V rebuilt from ACT blocks + attention + the rest of the layer, for the new tokens
+
+The device itself holds ACT blocks only: they cost no link at all, and rebuilding them fills the time in which weights come.
+Layer by layer the batch passes in mini-batches (zig-zag), so that one fetch of the weights serves all. Everything that travels
+has two places on the device, one that is computed with and one that the link fills.
+
+New against chapter 02: OffloadedModel, HybridPool with blocks of both kinds in one block table, Algorithm 1, the ratio that each
+request keeps, mini-batches that are balanced too, and a forward pass in which the context arrives while it is read. Chapter 02's
+`restore` only takes note of what is cached here: bringing it back is part of every step.
+
+Source: CAPTURE (Lee et al.), sections III-C and IV; its Algorithm 1 and equations 5 to 7. The zig-zag order is FlexGen's (Sheng
+et al., ICML '23). Three things differ. Its equations 2 and 3 leave out the transfer of ACT blocks, attention, and what the new
+tokens compute; here they count, so that the lanes end together in fact. Its KV buffer and its attention buffer are one here: the
+link writes where attention reads. And where the batch needs less memory than there is, the batch is divided, not the memory.
+
+    python 08_hybrid_blocks.py --demo
+    python 08_hybrid_blocks.py --batch requests.jsonl --out replies.jsonl      # in OpenAI's batch format
+    python 08_hybrid_blocks.py --prompt "What is a KV cache?" --policy act-only
+    python 08_hybrid_blocks.py                                                 # the server, on http://127.0.0.1:5000
+"""
+import importlib
+import math
+import statistics
+from collections import Counter, deque
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from common import checkpoint
+from common import link as links
+from common.link import Link, Transfer, TransferError
+from common.llama import Layer, Llama
+from common.timeline import Timeline
+
+baseline, paged, offload = map(importlib.import_module, ("01_baseline", "02_paged_kv", "03_cpu_offload"))
+POLICIES = ("hybrid", "kv-only", "act-only", "static")
+ROWS = 512                         # tokens that are projected, or go through a layer, at once: what is temporary stays small
+RETRIES = 3                        # steps in a row that may fail because of a transfer
+
+# 1. How much of what: Algorithm 1 --------------------------------------------------------------------------------
+
+class Costs(NamedTuple):
+    """What a layer takes in one decode step, in seconds; the last four for each block of tokens."""
+    load_weights: float            # T_load_w in the paper, on average over all layers
+    forward: float                 # the new tokens' own: all products of the layer but attention, and a share of the head
+    attend: float                  # attention over a block
+    rebuild: float                 # T_kv_gen: K and V of a block from its activations
+    load_act: float                # an ACT block over the link
+    load_kv: float                 # T_load_kv
+
+    def link(self, blocks: "Allocation") -> float:
+        """Equation 2, and the ACT blocks that come from the host."""
+        return self.load_weights + self.load_kv * blocks.kv_host + self.load_act * blocks.act_host
+
+    def compute(self, blocks: "Allocation") -> float:
+        """Equation 3, and what is not rebuilding."""
+        return self.forward + self.attend * sum(blocks) + self.rebuild * (blocks.act_device + blocks.act_host)
+
+    def layer(self, blocks: "Allocation") -> float:
+        """A layer takes as long as the slower lane."""
+        return max(self.link(blocks), self.compute(blocks))
+
+
+class Allocation(NamedTuple):
+    """Blocks of each kind, and where they are."""
+    act_device: int
+    act_host: int
+    kv_host: int
+
+
+class Room(NamedTuple):
+    """What there is to divide. A block's bytes are those of all layers."""
+    host: int                      # bytes: M_Host - S_weight
+    act_bytes: int                 # S_ACT
+    kv_bytes: int                  # S_KV
+    device: int                    # ACT blocks that the device can hold
+    useful: int                    # blocks that the batch can use
+
+    def fits(self, blocks: Allocation) -> bool:
+        return (self.act_bytes * blocks.act_host + self.kv_bytes * blocks.kv_host <= self.host
+                and blocks.act_device <= self.device and sum(blocks) <= self.useful)
+
+
+def allocate(policy: str, costs: Costs, room: Room) -> Allocation:
+    """How many blocks of each kind. All policies but kv-only use the device for ACT blocks."""
+    act_device = min(room.device, room.useful)
+    rest = room.useful - act_device
+    if policy == "kv-only":                                             # FlexGen's
+        return Allocation(0, 0, min(room.useful, room.host // room.kv_bytes))
+    if policy == "act-only":
+        return Allocation(act_device, min(rest, room.host // room.act_bytes), 0)
+    if policy == "static":                                              # as many bytes of one kind as of the other
+        memory = min(room.host // 2, rest * room.act_bytes * room.kv_bytes // (room.act_bytes + room.kv_bytes))
+        act_host = min(rest, math.ceil(memory / room.act_bytes)) if memory < room.host // 2 else memory // room.act_bytes
+        return Allocation(act_device, act_host, min(rest - act_host, room.host // 2 // room.kv_bytes))
+    return algorithm_1(costs, room)
+
+
+def algorithm_1(costs: Costs, room: Room) -> Allocation:
+    """The paper's, in its two steps, over the times of Costs."""
+    if room.act_bytes >= room.kv_bytes:                                 # grouped queries: activations are the larger ones
+        return Allocation(0, 0, min(room.useful, room.host // room.kv_bytes))
+    act_device = device_blocks(costs, room)
+    act_init, kv_init = initial_allocation(costs, room, act_device)
+    act_remain, kv_remain = remaining_allocation(costs, room, act_device, act_init, kv_init)
+    return whole(costs, room, act_device, act_init + act_remain, kv_init + kv_remain)
+
+
+def device_blocks(costs: Costs, room: Room) -> int:
+    """Before step 1. The paper fills the device; but if even with K and V for all others the processor were the slower lane, a
+    block less is rebuilt and one more is loaded."""
+    idle = costs.load_weights - costs.forward + room.useful * (costs.load_kv - costs.attend)
+    return max(0, min(room.device, room.useful, int(idle / (costs.rebuild + costs.load_kv))))
+
+
+def initial_allocation(costs: Costs, room: Room, act_device: int) -> tuple[float, float]:
+    """Step 1: while the weights come, the device's own ACT blocks are rebuilt. What time is left on either lane is filled:
+    on the processor by ACT blocks of the host, on the link by KV blocks."""
+    budget = costs.load_weights - costs.compute(Allocation(act_device, 0, 0))
+    act_cost, kv_cost = net_costs(costs)
+    most = room.useful - act_device
+    if budget >= 0:
+        act_init = budget / act_cost if act_cost > 0 else math.inf
+        return min(act_init, most, room.host / room.act_bytes), 0.0
+    kv_init = -budget / kv_cost if kv_cost > 0 else math.inf
+    return 0.0, min(kv_init, most, room.host / room.kv_bytes)
+
+
+def remaining_allocation(costs: Costs, room: Room, act_device: int, act_init: float, kv_init: float) -> tuple[float, float]:
+    """Step 2: what is left of memory, or of the batch, in the ratio in which rebuilding and loading take equally long."""
+    act_cost, kv_cost = net_costs(costs)
+    # act_cost * act = kv_cost * kv; where one costs nothing, there is only that
+    act, kv = (1.0, 0.0) if act_cost <= 0 else (0.0, 1.0) if kv_cost <= 0 else (kv_cost, act_cost)
+    memory = room.host - room.act_bytes * act_init - room.kv_bytes * kv_init
+    blocks = room.useful - act_device - act_init - kv_init
+    scale = max(0.0, min(memory / (room.act_bytes * act + room.kv_bytes * kv), blocks / (act + kv)))
+    return scale * act, scale * kv
+
+
+def net_costs(costs: Costs) -> tuple[float, float]:
+    """By how much a host's ACT block keeps the processor busy longer than the link, and a KV block the link longer than the
+    processor. The paper has T_kv_gen and T_load_kv here."""
+    return costs.rebuild + costs.attend - costs.load_act, costs.load_kv - costs.attend
+
+
+def whole(costs: Costs, room: Room, act_device: int, act: float, kv: float) -> Allocation:
+    """Whole blocks; what rounding leaves goes to the lane that would end first."""
+    blocks = Allocation(act_device, int(act), int(kv))
+    while True:
+        more = [blocks._replace(act_host=blocks.act_host + 1), blocks._replace(kv_host=blocks.kv_host + 1)]
+        more = [candidate for candidate in more if room.fits(candidate)]
+        if not more:
+            return blocks
+        blocks = min(more, key=costs.layer)
+
+
+def bound(costs: Costs, blocks: int, device: int, policy: str = "hybrid") -> float:
+    """The least that a layer can take, in seconds, for so many blocks of context of which the device may hold `device`:
+    every division is tried. `static` has no choice, and is not bounded here."""
+    on_device = 0 if policy == "kv-only" else min(device, blocks)
+    if policy == "kv-only":
+        choices = [Allocation(0, 0, blocks)]
+    elif policy == "act-only":
+        choices = [Allocation(on_device, blocks - on_device, 0)]
+    else:
+        choices = [Allocation(on_device, act, blocks - on_device - act) for act in range(blocks - on_device + 1)]
+        choices += [Allocation(act, 0, blocks - act) for act in range(on_device)]
+    return min(map(costs.layer, choices))
+
+
+# 2. Data structures ----------------------------------------------------------------------------------------------
+
+class OffloadedModel(Llama):
+    """A model whose layers lie in host memory, each in one piece, and come to the device one after the other, into one of two
+    places: the weights of the next are fetched while one computes. Embedding, head, and `resident` layers, spread
+    evenly, stay on the device. `model` is on the host; its parameters move into those pieces and stay usable."""
+
+    def __init__(self, model: Llama, device: torch.device, resident: int = 0):
+        layers = model.config.num_hidden_layers
+        if resident > layers:
+            raise checkpoint.ModelError(f"The model has {layers} layers; choose --resident-layers {layers} or less.")
+        super().__init__(replace(model.config, num_hidden_layers=0), model.dtype, "meta")
+        self.config, self.device, self.digest = model.config, device, model.digest
+        self.embedding, self.rotary.table = on(device, model.embedding), model.rotary.table.to(device)
+        self.norm.weight = on(device, model.norm.weight)
+        self.head.weight = self.embedding if model.config.tie_word_embeddings else on(device, model.head.weight)
+
+        resident = {number * layers // resident for number in range(resident)}
+        self.streamed = [index for index in range(layers) if index not in resident]
+        self.resident, self.host = {}, {}
+        for index, layer in enumerate(model.layers):
+            piece = offload.pinned((piece_size(layer),), model.dtype, device if index in self.streamed else torch.device("cpu"),
+                                   f"Layer {index}")
+            bind(layer, piece, fill=True)
+            if index in self.streamed:
+                self.host[index] = piece
+            else:
+                self.resident[index] = self.layer_on(piece.to(device))
+        self.pieces = [torch.zeros(piece_size(model.layers[0]), dtype=model.dtype, device=device)
+                       for _ in range(2 if self.streamed else 0)]
+        self.places = [self.layer_on(piece) for piece in self.pieces]
+        self.link, self.coming, self.sent, self.transfers = None, None, 0, []
+
+    def layer_on(self, piece) -> Layer:
+        layer = Layer(self.config, self.rotary, dtype=self.dtype, device="meta")
+        bind(layer, piece)
+        return layer
+
+    @property
+    def device_bytes(self) -> int:
+        """What of the weights is on the device, the two places included."""
+        own = [self.embedding, self.rotary.table, self.norm.weight]
+        own += [] if self.config.tie_word_embeddings else [self.head.weight]
+        layers = [parameter for layer in self.resident.values() for parameter in layer.parameters()]
+        return sum(tensor.nbytes for tensor in (*own, *layers, *self.pieces))
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(piece.nbytes for piece in self.host.values())
+
+    def following(self, index: int) -> tuple[int, int]:
+        """The layer that is fetched while layer `index` computes, and for how many layers that goes on."""
+        at = self.streamed.index(index) + 1
+        return (self.streamed[at], self.streamed[at] - index) if at < len(self.streamed) else (
+            self.streamed[0], self.streamed[0] + self.config.num_hidden_layers - index)
+
+    def begin(self, index: int) -> Layer:
+        """Layer `index`, when its weights are there: what is computed from here on sees them. From now on the next one's may be
+        fetched, into the place of the one before. Raises TransferError."""
+        if index in self.resident:
+            return self.resident[index]
+        if self.coming != index:                                        # at first, and after a failure
+            self.forget()
+            self.coming, self.layers_left = index, 1
+        self.fetch(1.0)
+        for transfer in self.transfers:
+            transfer.wait()
+        place = self.places.pop(0)
+        self.places.append(place)
+        self.pieces.reverse()
+        (self.coming, self.layers_left), self.sent, self.transfers = self.following(index), 0, []
+        return place
+
+    def fetch(self, share: float) -> Transfer | None:
+        """So large a share of the weights that are coming, or what is left of them."""
+        size = len(self.pieces[0]) if self.coming is not None else 0
+        end = size if share >= 1.0 else min(size, self.sent + math.ceil(share * size))
+        if end <= self.sent:
+            return None
+        self.transfers.append(self.link.copy(self.pieces[0][self.sent:end], self.host[self.coming][self.sent:end], "weights"))
+        self.sent = end
+        return self.transfers[-1]
+
+    def forget(self):
+        """After a failure: nothing is coming any more."""
+        for transfer in self.transfers:
+            transfer.join()
+        self.coming, self.sent, self.transfers = None, 0, []
+
+
+def on(device, parameter) -> nn.Parameter:
+    return nn.Parameter(parameter.detach().to(device), requires_grad=False)
+
+
+def places_in(layer: Layer):
+    """name, first and last + 1 number of each parameter of a layer in one piece of memory, on addresses divisible by 64."""
+    end = 0
+    for name, parameter in layer.named_parameters():
+        first, step = end, 64 // parameter.itemsize
+        end = first + parameter.numel()
+        yield name, parameter, first, end
+        end += -end % step
+
+
+def piece_size(layer: Layer) -> int:
+    """Numbers."""
+    return max(end for _, _, _, end in places_in(layer))
+
+
+def bind(layer: Layer, piece, fill: bool = False):
+    """Let all parameters of the layer lie in `piece` [numbers]; with `fill`, with the values that they have."""
+    for name, parameter, first, end in list(places_in(layer)):
+        view = piece[first:end].view(parameter.shape)
+        if fill:
+            view.copy_(parameter.detach())
+        module, _, leaf = name.rpartition(".")
+        setattr(layer.get_submodule(module), leaf, nn.Parameter(view, requires_grad=False))
+
+
+class Entry(NamedTuple):
+    """Of a block table: what a block holds, where it is, and its number there."""
+    kind: str                      # "act" or "kv"
+    place: str                     # "device" or "host"
+    number: int
+
+
+class HybridPool(paged.BlockPool):
+    """Blocks of both kinds, numbered through: first the device's ACT blocks, then the host's, then the host's KV blocks. For all
+    that chapter 02 does with blocks they are alike; only who takes some asks for the right mix."""
+    KINDS = ("act", "device"), ("act", "host"), ("kv", "host")
+
+    def __init__(self, config, allocation: Allocation, block_size: int, dtype, device, in_order: bool = False):
+        self.allocation, self.in_order = allocation, in_order           # in_order: ACT blocks first, as long as there are any
+        self.firsts = 0, allocation.act_device, allocation.act_device + allocation.act_host
+        super().__init__(config, sum(allocation), block_size, dtype, device)
+
+    def memory(self, config, blocks: int, block_size: int, dtype, device):
+        """Layer-first, in slots of one token: what a mini-batch reads of a layer lies in long runs."""
+        act_device, act_host, kv_host = (blocks * block_size for blocks in self.allocation)
+        layers, hidden, kv = config.num_hidden_layers, config.hidden_size, (config.num_key_value_heads, config.head_dim)
+        self.act_device = torch.empty(layers, act_device, hidden, dtype=dtype, device=device)       # [L, slots, D]
+        self.act_host = offload.pinned((layers, act_host, hidden), dtype, device, "The ACT pool")   # [L, slots, D]
+        return offload.pinned((layers, 2, kv_host, *kv), dtype, device, "The KV pool")              # [L, 2, slots, KVH, hd]
+
+    def kind(self, block: int) -> int:
+        """Index into KINDS."""
+        return (block >= self.firsts[1]) + (block >= self.firsts[2])
+
+    def entry(self, block: int) -> Entry:
+        kind = self.kind(block)
+        return Entry(*self.KINDS[kind], block - self.firsts[kind])
+
+    def allocate(self, count: int, table: list[int] = ()) -> list[int]:
+        """Equation 5: each block is of the kind of which `table` then has the smallest part of its share. Where a kind has run
+        out, another one does."""
+        room = Counter(map(self.kind, (*self.free, *self.cached)))
+        held, kinds = Counter(map(self.kind, table)), []
+        for _ in range(count):
+            kind = min((kind for kind in range(3) if room[kind]),
+                       key=lambda kind: kind if self.in_order else (held[kind] + 1) / self.allocation[kind])
+            kinds.append(kind)
+            held[kind] += 1
+            room[kind] -= 1
+        after = {self.kind(block): block for block in table}
+        taken = {kind: iter(self.take(kind, wanted, after.get(kind))) for kind, wanted in Counter(kinds).items()}
+        return [next(taken[kind]) for kind in kinds]
+
+    def take(self, kind: int, count: int, after: int | None) -> list[int]:
+        """`count` blocks of a kind, adjacent ones and behind `after` as far as possible; a run of them is one copy."""
+        mine = [block for block in self.cached if self.kind(block) == kind]
+        free = sorted(block for block in self.free if self.kind(block) == kind)
+        for block in mine[:max(0, count - len(free))]:
+            self.forget(block)
+            self.counts["evictions"] += 1
+            free.append(block)
+        free.sort(key=lambda block: (after is None or block <= after, block))
+        for block in free[:count]:
+            del self.free[block]
+            self.references[block] = 1
+        return free[:count]
+
+    def runs(self, table: list[int], tokens: int) -> list[tuple[list[slice], list[int]]]:
+        """Where the first `tokens` tokens of a table are -> for each of KINDS, its slots and its positions."""
+        slots, positions = ([], [], []), ([], [], [])
+        for index in range(self.needed(tokens)):
+            kind, position = self.kind(table[index]), index * self.block_size
+            first, count = (table[index] - self.firsts[kind]) * self.block_size, min(self.block_size, tokens - position)
+            if slots[kind] and slots[kind][-1].stop == first:
+                slots[kind][-1] = slice(slots[kind][-1].start, first + count)
+            else:
+                slots[kind].append(slice(first, first + count))
+            positions[kind].extend(range(position, position + count))
+        return list(zip(slots, positions))
+
+    def check_integrity(self, tables: list[list[int]]):
+        super().check_integrity(tables)
+        assert [sum(self.kind(block) == kind for block in range(self.size)) for kind in range(3)] == list(self.allocation)
+
+
+@dataclass(eq=False)
+class Buffer:
+    """One of a pair: what the link has brought for a mini-batch, and where attention reads."""
+    act: torch.Tensor              # [rows, D]
+    kv: torch.Tensor               # [2, rows, KVH, hd]
+
+
+class Context:
+    """What a mini-batch has read before: where a layer's share of it lies, and where it lands. In the attention buffer the rows
+    of a request follow each other: what comes as K and V, what is rebuilt, and at last its new tokens. The order of what
+    was read makes no difference to attention: positions are in the keys."""
+
+    def __init__(self, pool: HybridPool, items: list[tuple[paged.Request, int, int]]):
+        """`items`: request, tokens of context, new tokens."""
+        self.new: dict[paged.Request, tuple[int, int, int]] = {}        # first row, row of the first new token, context
+        self.kv, self.act = ([], []), ([], [])                          # the host's slots, rows of the buffer: as many slices
+        self.device_slots: list[int] = []
+        rebuilt, self.rows, self.act_rows = ([], []), 0, 0              # (row, position): of the device's and of the host's
+        for request, start, count in items:
+            first, (on_device, from_host, kv) = self.rows, pool.runs(request.table, start)
+            for slots in kv[0]:
+                self.land(self.kv, slots)
+            for target, (slots, positions) in zip(rebuilt, (on_device, from_host)):
+                target.extend(zip(range(self.rows, self.rows + len(positions)), positions))
+                self.rows += len(positions)
+            for slots in from_host[0]:
+                self.act[0].append(slots)
+                self.act[1].append(slice(self.act_rows, self.act_rows + slots.stop - slots.start))
+                self.act_rows = self.act[1][-1].stop
+            self.device_slots += [slot for slots in on_device[0] for slot in range(slots.start, slots.stop)]
+            self.new[request] = first, self.rows, start
+            self.rows += count
+        device = pool.act_device.device
+        self.device_slots = torch.tensor(self.device_slots, dtype=torch.int64, device=device)
+        self.rebuilt = [torch.tensor(pairs, dtype=torch.int64, device=device).reshape(-1, 2).T.contiguous() for pairs in rebuilt]
+
+    def land(self, pieces: tuple[list, list], slots: slice):
+        pieces[0].append(slots)
+        pieces[1].append(slice(self.rows, self.rows + slots.stop - slots.start))
+        self.rows = pieces[1][-1].stop
+
+
+class Item(NamedTuple):
+    """What one request does in a step."""
+    request: paged.Request
+    start: int                     # tokens of context
+    count: int                     # new tokens
+    blocks: Allocation             # of the context
+
+    @property
+    def tokens(self) -> int:
+        return self.start + self.count
+
+
+class MiniBatch(list):
+    """Items that fit the buffers together."""
+
+    @property
+    def tokens(self) -> int:
+        return sum(item.tokens for item in self)
+
+    @property
+    def blocks(self) -> Allocation:
+        return Allocation(*map(sum, zip(*(item.blocks for item in self))))
+
+    def imbalance(self, costs: Costs, share: float) -> float:
+        """Equations 6 and 7: by how much one lane takes longer than the other, at least 1. Meanwhile `share` of the weights
+        travels, and so much of the step's new tokens is computed."""
+        costs = costs._replace(load_weights=costs.load_weights * share, forward=costs.forward * share)
+        compute, link = costs.compute(self.blocks), costs.link(self.blocks)
+        return max(compute, link) / max(min(compute, link), 1e-9)
+
+
+def form_mini_batches(items: list[Item], costs: Costs, rows: int, act_rows: int, block_size: int) -> list[MiniBatch]:
+    """Section IV-C-3, greedily: as few mini-batches as the buffers allow, `rows` tokens in that of attention and `act_rows` in
+    that of ACT blocks from the host, all about equally long. Each begins with the longest request that is left, and takes
+    those with which it is balanced best."""
+    left, formed = sorted(items, key=lambda item: -item.tokens), []
+    total = sum(item.tokens for item in items)
+    while left:
+        tokens, act = sum(item.tokens for item in left), sum(item.blocks.act_host for item in left) * block_size
+        even = tokens / max(math.ceil(tokens / rows), math.ceil(act / act_rows) if act else 0)
+        mini_batch = MiniBatch([left.pop(0)])
+        while True:
+            size, act = mini_batch.tokens, mini_batch.blocks.act_host * block_size
+            fitting = [item for item in left if size + item.tokens <= rows and size + item.tokens / 2 <= even
+                       and act + item.blocks.act_host * block_size <= act_rows]
+            if not fitting:
+                break
+            best = min(fitting, key=lambda item: MiniBatch([*mini_batch, item]).imbalance(costs, (size + item.tokens) / total))
+            mini_batch.append(best)
+            left.remove(best)
+        formed.append(mini_batch)
+    return formed
+
+
+class Rows:
+    """New tokens of a mini-batch that go through the layer together, at most ROWS: where their keys and values are written,
+    what each may read, and which blocks keep their state."""
+
+    def __init__(self, pool: HybridPool, parts: list[tuple[paged.Request, int, int]], context: Context, first: int):
+        """`parts`: request, position of the first token, tokens; `first` is their row in the step's hidden states."""
+        self.rows, self.reads, self.blocks = slice(first, first + sum(count for _, _, count in parts)), [], set()
+        keeps, positions, targets, row = ([], [], []), [], [], 0
+        for request, position, count in parts:
+            begin, new, start = context.new[request]
+            end, mask = new + position - start + count, None
+            if count > 1 and position:
+                mask = torch.ones(count, position + count, dtype=torch.bool, device=pool.act_device.device).tril(position)
+            self.reads.append((slice(row, row + count), slice(begin, end), mask))
+            positions += range(position, position + count)
+            targets += range(end - count, end)
+            for at in range(position, position + count):
+                block = request.table[at // pool.block_size]
+                kind = pool.kind(block)
+                keeps[kind].append((row + at - position, (block - pool.firsts[kind]) * pool.block_size + at % pool.block_size))
+                self.blocks.add(block)
+            row += count
+
+        def tensor(numbers):
+            return torch.tensor(numbers, dtype=torch.int64, device=pool.act_device.device)
+        self.positions, self.targets = tensor(positions), tensor(targets)                           # [T] each
+        self.kept = [tensor([row for row, _ in pairs]) for pairs in keeps]                          # [n] for each of KINDS
+        self.device_slots = tensor([slot for _, slot in keeps[0]])                                  # [n]
+        self.act, self.kv = ([slots for slots in adjacent([slot for _, slot in pairs])] for pairs in keeps[1:])
+
+
+def adjacent(slots: list[int]) -> list[tuple[slice, slice]]:
+    """Numbers 0, 1, ... go to `slots` -> (those that follow each other, their slots) as pairs of slices."""
+    pieces = []
+    for number, slot in enumerate(slots):
+        if pieces and pieces[-1][1].stop == slot:
+            pieces[-1] = slice(pieces[-1][0].start, number + 1), slice(pieces[-1][1].start, slot + 1)
+        else:
+            pieces.append((slice(number, number + 1), slice(slot, slot + 1)))
+    return pieces
+
+
+class Step:
+    """One step's tokens in mini-batches, in the order in which they go through each layer."""
+
+    def __init__(self, pool: HybridPool, work: list[tuple[paged.Request, int]], mini_batches: list[MiniBatch],
+                 first: Context | None = None):
+        """`first`: the context of the first mini-batch, where it is on its way already."""
+        self.work, self.mini_batches, flat, last = work, [], [], {}
+        total = sum(mini_batch.tokens for mini_batch in mini_batches)
+        for mini_batch in mini_batches:
+            context, first = first or Context(pool, [item[:3] for item in mini_batch]), None
+            row, groups, parts, room = len(flat), [], [], ROWS
+            for request, start, count, _ in mini_batch:
+                flat += request.tokens[start:start + count]
+                last[request] = len(flat) - 1
+                while count:
+                    taken = min(count, room)
+                    parts.append((request, start, taken))
+                    start, count, room = start + taken, count - taken, room - taken
+                    if not room:
+                        groups.append(parts)
+                        parts, room = [], ROWS
+            rows = []
+            for group in [*groups, parts] if parts else groups:
+                rows.append(Rows(pool, group, context, row))
+                row = rows[-1].rows.stop
+            self.mini_batches.append((context, rows, mini_batch.tokens / total))
+        device = pool.act_device.device
+        self.tokens = torch.tensor(flat, dtype=torch.int64, device=device)                          # [T]
+        last = [last[request] for request, count in work if count == request.pending]
+        self.last_rows = torch.tensor(last, dtype=torch.int64, device=device)                       # [R], as in chapter 02
+
+
+@dataclass(eq=False)
+class Arrival:
+    """The context of a mini-batch in one layer, on its way into one of the buffers."""
+    context: Context
+    buffer: Buffer
+    act: Transfer | None = None
+    kv: Transfer | None = None
+
+
+@dataclass(eq=False)
+class Staging:
+    """What is on its way to the host's blocks."""
+    act: torch.Tensor              # [ROWS, D]
+    kv: torch.Tensor               # [2, ROWS, KVH, hd]
+    transfers: list[Transfer] = field(default_factory=list)
+
+
+class Stored(NamedTuple):
+    """A transfer that keeps the state of new tokens in `blocks` of the host."""
+    step: int
+    transfer: Transfer
+    blocks: set[int]
+
+
+@dataclass
+class Record:
+    """What a step did; times in seconds since the engine's timeline began."""
+    start: float
+    end: float
+    tokens: int                    # that were computed
+    context: int                   # that they read
+    decoding: bool                 # one token for each request
+    moved: Counter                 # bytes over the link: weights, act, kv, and back: stored
+
+
+# 3. The engine ---------------------------------------------------------------------------------------------------
+
+class Engine(paged.Engine):
+    """Chapter 02's engine on an OffloadedModel. `model` is in host memory, `device` computes. `lengths` are the tokens of the
+    requests that are expected, prompt and answer; by default as many as may run, each as long as the context."""
+    KEPT_STEPS = 4                 # whose spans the timeline keeps
+
+    def __init__(self, model, tokenizer, end_tokens, block_size: int = 16, token_budget: int = 8192, max_running: int = 128,
+                 max_waiting: int = 256, *, device=None, policy: str = "hybrid", device_memory: float | None = None,
+                 host_memory: float | None = None, resident_layers: int = 0, mini_batch: int = 8192,
+                 bytes_per_second: float | None = None, lengths: list[int] | None = None):
+        """Memory in bytes. Raises ModelError if it is too small, with the sizes."""
+        device = torch.device(device or model.device)
+        self.policy, self.memory = policy, (device_memory, host_memory)
+        self.bytes_per_second = bytes_per_second or links.bandwidth(model, device=device)
+        context = model.config.max_position_embeddings
+        self.lengths = sorted(lengths or [context] * max_running, reverse=True)[:max_running]       # of those at once, at worst
+        self.rows = max(min(mini_batch, sum(self.lengths)), self.lengths[0])
+        offloaded = OffloadedModel(model, device, resident_layers)
+        super().__init__(offloaded, tokenizer, end_tokens, None, block_size, token_budget, max_running, max_waiting)
+        self.context = min(self.context, self.rows)
+        self.ahead: Arrival | None = None                               # the next step's first context, on its way
+        self.stored: list[deque[Stored]] = [deque() for _ in range(model.config.num_hidden_layers)]
+        self.damaged: set[int] = set()                                  # blocks whose state was lost on its way to the host
+        self.failures = 0                                               # steps in a row that failed because of a transfer
+        self.timeline, self.records = Timeline(), deque(maxlen=256)
+        self.marks, self.travelling, self.moved = [], deque(), Counter()
+        self.counts.update(weight_bytes=0, act_bytes=0, kv_bytes=0, stored_bytes=0, transfer_errors=0)
+
+    # Memory
+
+    def make_pool(self, _, block_size: int) -> HybridPool:
+        """Buffers first; with them the costs are measured, and with the costs memory is divided."""
+        model, config = self.model, self.model.config
+        self.load_link, self.save_link = (Link(lane, self.clock, self.bytes_per_second) for lane in ("load", "save"))
+        model.link = self.load_link
+        tensor = partial(torch.zeros, dtype=model.dtype, device=model.device)
+        hidden, kv = config.hidden_size, (config.num_key_value_heads, config.head_dim)
+        self.act_rows = 0 if self.policy == "kv-only" else self.rows
+        self.buffers = [Buffer(tensor(self.act_rows, hidden), tensor(2, self.rows, *kv)) for _ in range(2)]
+        self.staging = [Staging(tensor(ROWS, hidden), tensor(2, ROWS, *kv)) for _ in range(2)]
+        self.hidden = tensor(self.token_budget, hidden)                 # [T, D], between the layers
+        self.act_bytes = config.num_hidden_layers * block_size * hidden * model.dtype.itemsize
+        self.kv_bytes = block_size * config.kv_numbers_per_token * model.dtype.itemsize
+        self.limits = self.measure_limits()
+        room = self.room(block_size)
+        self.costs = self.measure(block_size)
+        self.allocation = allocate(self.policy, self.costs, room)
+        longest = -(-self.lengths[-1] // block_size)
+        if sum(self.allocation) < longest:
+            raise checkpoint.ModelError(
+                f"A request of {self.lengths[-1]} tokens takes {longest} blocks and there is memory for {sum(self.allocation)}: "
+                f"of {self.limits[1] / 1e6:.1f} MB of host memory the weights take {model.host_bytes / 1e6:.1f} MB, and a block of "
+                f"{block_size} tokens takes {self.kv_bytes / 1e6:.3f} MB as K and V; choose a larger --host-memory.")
+        return HybridPool(config, self.allocation, block_size, model.dtype, model.device, in_order=self.policy == "static")
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory that is taken beside ACT blocks: weights, buffers, and what products need for a moment."""
+        config, size = self.model.config, self.model.dtype.itemsize
+        buffers = [tensor for pair in (*self.buffers, *self.staging) for tensor in (pair.act, pair.kv)] + [self.hidden]
+        heads, kv_heads = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        row = 6 * config.hidden_size + 4 * heads + 6 * kv_heads + 4 * config.intermediate_size + 2 * self.rows      # numbers
+        head = self.max_running * (config.vocab_size + 2 * config.hidden_size)
+        return self.model.device_bytes + sum(tensor.nbytes for tensor in buffers) + (ROWS * row + head) * size
+
+    def measure_limits(self) -> tuple[float, float]:
+        """-> bytes of device and host memory: as asked for, or on a GPU most of what is free, and elsewhere room for half of the
+        weights as ACT blocks; and in the host what the batch can use, within half of what is free."""
+        device, host = self.memory
+        if device is None and self.model.device.type == "cuda":
+            device = 0.9 * torch.cuda.mem_get_info()[0] + torch.cuda.memory_allocated()
+        elif device is None:
+            device = self.device_bytes + self.model.host_bytes / 2
+        if host is None:
+            blocks = sum(-(-length // 16) + 1 for length in self.lengths)
+            host = self.model.host_bytes + min(blocks * max(self.kv_bytes, self.act_bytes), checkpoint.free_host_memory() / 2)
+        return device, host
+
+    def room(self, block_size: int) -> Room:
+        (device, host), model = self.limits, self.model
+        if device < self.device_bytes:
+            raise checkpoint.ModelError(
+                f"Weights of {len(model.resident) + len(model.pieces)} layers, embedding, head and buffers for {self.rows} tokens "
+                f"take {self.device_bytes / 1e6:.1f} MB of device memory, and there are {device / 1e6:.1f} MB; choose a larger "
+                "--device-memory, a smaller --mini-batch or fewer --resident-layers.")
+        if host < model.host_bytes:
+            raise checkpoint.ModelError(
+                f"The weights of {len(model.streamed)} layers take {model.host_bytes / 1e6:.1f} MB of host memory, and there are "
+                f"{host / 1e6:.1f} MB; choose a larger --host-memory.")
+        if host - model.host_bytes > checkpoint.free_host_memory():
+            raise checkpoint.ModelError(
+                f"{(host - model.host_bytes) / 1e9:.1f} GB for blocks in host memory are more than the "
+                f"{checkpoint.free_host_memory() / 1e9:.1f} GB that are free; choose a smaller --host-memory.")
+        useful = sum(-(-length // block_size) + 1 for length in self.lengths)           # one more each: see find_room
+        on_device = int((device - self.device_bytes) // self.act_bytes)
+        return Room(int(host - model.host_bytes), self.act_bytes, self.kv_bytes, on_device, useful)
+
+    @torch.inference_mode()
+    def measure(self, block_size: int, rounds: int = 5) -> Costs:
+        """What a layer costs on this machine, with as many requests and as long contexts as are expected; medians."""
+        model, buffer = self.model, self.buffers[0]
+        index = model.streamed[0] if model.streamed else 0
+        layer, requests = model.begin(index), min(len(self.lengths), self.token_budget)
+        length = max(1, int(statistics.mean(self.lengths)))
+        together = max(1, min(requests, self.rows // length))           # contexts that the buffer holds
+        rows = min(self.rows, 4 * ROWS)
+        states = torch.randn(rows, model.config.hidden_size).to(model.dtype).to(model.device)       # [rows, D]
+        targets = torch.arange(rows, device=model.device)
+        positions = targets % self.context
+        hidden = states[:1].expand(requests, -1).contiguous()           # [R, D]
+        queries = layer.project_q(hidden[:together], positions[:1].expand(together))                # [R', H, hd]
+        reads = [(slice(row, row + 1), slice(row * length, (row + 1) * length), None) for row in range(together)]
+        buffer.kv.normal_()
+
+        def seconds(what) -> float:
+            taken = []
+            for _ in range(rounds + 1):
+                began = self.clock.mark()
+                what()
+                taken.append((began, self.clock.mark()))
+            return statistics.median(self.clock.seconds(end) - self.clock.seconds(began) for began, end in taken[1:])
+
+        def project():
+            for first in range(0, rows, ROWS):
+                part = slice(first, first + ROWS)
+                self.rebuild(layer, states[part], buffer, targets[part], positions[part])
+
+        def forward():
+            for first in range(0, requests, ROWS):
+                part = hidden[first:first + ROWS]
+                layer(part, positions[:1].expand(len(part)), lambda q, k, v: q)
+        layers = model.config.num_hidden_layers
+        size = sum(piece.nbytes for piece in model.host.values()) / layers
+        speed, per_block = self.load_link.speed(), model.config.num_hidden_layers
+        return Costs(load_weights=size / speed, forward=seconds(forward) + seconds(lambda: model.logits(hidden)) / layers,
+                     attend=seconds(lambda: self.attend(queries, buffer, reads)) / (together * length) * block_size,
+                     rebuild=seconds(project) / rows * block_size,
+                     load_act=self.act_bytes / per_block / speed, load_kv=self.kv_bytes / per_block / speed)
+
+    # One step
+
+    def batch(self, work) -> Step:
+        """The step's mini-batches. What is on its way already comes first, if it is still wanted."""
+        items = {request: Item(request, request.computed, count, self.blocks_of(request, request.computed))
+                 for request, count in work}
+        first = []
+        if self.ahead:
+            first = [items.pop(request) for request, (_, _, start) in self.ahead.context.new.items()
+                     if request in items and items[request][1:3] == (start, 1)]
+            if not first:
+                self.discard()
+        mini_batches = ([MiniBatch(first)] if first else []) + self.form(list(items.values()))
+        return Step(self.pool, work, mini_batches, self.ahead.context if first else None)
+
+    def discard(self):
+        """Nobody waits for what is on its way for the next step, and nothing else may come into its buffer before it is there."""
+        for transfer in (self.ahead.act, self.ahead.kv) if self.ahead else ():
+            if transfer:
+                transfer.join()
+        self.ahead = None
+
+    def blocks_of(self, request, tokens: int) -> Allocation:
+        held = Counter(map(self.pool.kind, request.table[:self.pool.needed(tokens)]))
+        return Allocation(held[0], held[1], held[2])
+
+    def form(self, items: list[Item]) -> list[MiniBatch]:
+        if self.policy == "static":                                     # in the order of arrival
+            formed = []
+            for item in items:
+                if not formed or formed[-1].tokens + item.tokens > self.rows:
+                    formed.append(MiniBatch())
+                formed[-1].append(item)
+            return formed
+        return form_mini_batches(items, self.costs, self.rows, self.act_rows, self.pool.block_size)
+
+    @torch.inference_mode()
+    def forward(self, step: Step):
+        """All mini-batches through layer after layer; while one computes, the context of the next one arrives, and a part of the
+        next layer's weights."""
+        model, hidden = self.model, self.hidden[:len(step.tokens)]      # [T, D]
+        self.moved, self.marks, number = Counter(), [], self.counts["steps"]
+        hidden.copy_(model.embed(step.tokens))
+        arrival, self.ahead = self.ahead or self.bring(0, step.mini_batches[0][0], number), None
+        layers = model.config.num_hidden_layers
+        for index in range(layers):
+            layer = model.begin(index)
+            for at, (_, rows, share) in enumerate(step.mini_batches):
+                # 1. What comes next: a part of the next weights, and the next context
+                self.travel("weights", model.fetch(share / model.layers_left))
+                if at + 1 < len(step.mini_batches):
+                    following = self.bring(index, step.mini_batches[at + 1][0], number)
+                elif index + 1 < layers:
+                    following = self.bring(index + 1, step.mini_batches[0][0], number)
+                else:
+                    following = self.ahead = self.look_ahead(step, number)
+
+                # 2. K and V of what was kept as activations
+                self.rebuild_all(index, layer, arrival)
+
+                # 3. The layer, for the new tokens
+                if arrival.kv:
+                    arrival.kv.wait()
+                began = self.clock.mark()
+                for part in rows:
+                    self.compute_rows(index, layer, part, arrival.buffer, hidden, number)
+                self.marks.append(("forward", began, self.clock.mark()))
+                arrival = following
+        return model.logits(hidden[step.last_rows])                     # [R, V]
+
+    def bring(self, index: int, context: Context, number: int) -> Arrival:
+        """Issue the transfers of a context in one layer. What earlier steps stored in that layer must be there."""
+        self.settle(index, number)
+        arrival = Arrival(context, self.buffers[0])
+        self.buffers.reverse()
+        pool, buffer = self.pool, arrival.buffer
+        if context.act[0]:
+            arrival.act = self.load_link.copy([buffer.act[rows] for rows in context.act[1]],
+                                              [pool.act_host[index, slots] for slots in context.act[0]], "act")
+            self.travel("act", arrival.act)
+        if context.kv[0]:
+            arrival.kv = self.load_link.copy([buffer.kv[:, rows] for rows in context.kv[1]],
+                                             [pool.kv[index, :, slots] for slots in context.kv[0]], "kv")
+            self.travel("kv", arrival.kv)
+        return arrival
+
+    def look_ahead(self, step: Step, number: int) -> Arrival | None:
+        """In its last layer, a step does not know who goes on. But who does reads what it reads now, and one token more."""
+        going_on = [(request, request.computed + count) for request, count in step.work if count == request.pending]
+        items = [Item(request, start, 1, self.blocks_of(request, start)) for request, start in going_on]
+        if not items:
+            return None
+        return self.bring(0, Context(self.pool, [item[:3] for item in self.form(items)[0]]), number + 1)
+
+    def rebuild_all(self, index: int, layer, arrival: Arrival):
+        context, buffer = arrival.context, arrival.buffer
+        for (targets, positions), on_device in zip(context.rebuilt, (True, False)):
+            if not on_device and arrival.act:
+                arrival.act.wait()
+            began = self.clock.mark()
+            for first in range(0, len(targets), ROWS):
+                part = slice(first, first + ROWS)
+                states = self.pool.act_device[index].index_select(0, context.device_slots[part]) if on_device else (
+                    buffer.act[part][:len(targets) - first])            # [T, D]
+                self.rebuild(layer, states, buffer, targets[part], positions[part])
+            if len(targets):
+                self.marks.append(("rebuild", began, self.clock.mark()))
+
+    def rebuild(self, layer, states, buffer: Buffer, targets, positions):
+        """K and V of activations [T, D] at `positions` [T], into rows `targets` [T] of the attention buffer."""
+        for rows, values in zip(buffer.kv, layer.project_kv(states, positions)):                    # [T, KVH, hd] each
+            rows.index_copy_(0, targets, values)
+
+    def compute_rows(self, index: int, layer, part: Rows, buffer: Buffer, hidden, number: int):
+        """At most ROWS new tokens through a layer, and their state into their blocks."""
+        states = hidden[part.rows]                                      # [T, D]
+        staging = self.staging[0]
+        self.staging.reverse()
+        for transfer in staging.transfers:                              # an error is seen in `settle`
+            with suppress(TransferError):
+                transfer.wait()
+        if len(part.device_slots):
+            self.pool.act_device[index].index_copy_(0, part.device_slots, states.index_select(0, part.kept[0]))
+        staging.act[:len(part.kept[1])] = states.index_select(0, part.kept[1])
+
+        def attend(q, k, v):
+            for rows, values, staged in zip(buffer.kv, (k, v), staging.kv):
+                rows.index_copy_(0, part.targets, values)
+                staged[:len(part.kept[2])] = values.index_select(0, part.kept[2])
+            return self.attend(q, buffer, part.reads)
+        hidden[part.rows] = layer(states, part.positions, attend)
+        staging.transfers = self.store(index, part, staging, number)
+
+    def attend(self, q, buffer: Buffer, reads):
+        """q [T, H, hd] -> [T, H, hd]: each request's rows over its rows of the buffer."""
+        out, (keys, values) = torch.empty_like(q), buffer.kv            # [rows, KVH, hd] each
+        for rows, seen, mask in reads:
+            out[rows] = baseline.attention(q[rows], keys[seen].transpose(0, 1), values[seen].transpose(0, 1), mask)
+        return out
+
+    def store(self, index: int, part: Rows, staging: Staging, number: int) -> list[Transfer]:
+        """What belongs to the host's blocks goes there."""
+        pool, transfers = self.pool, []
+        if part.act:
+            transfers.append(self.save_link.copy([pool.act_host[index, slots] for _, slots in part.act],
+                                                 [staging.act[rows] for rows, _ in part.act], "act"))
+        if part.kv:
+            transfers.append(self.save_link.copy([pool.kv[index, :, slots] for _, slots in part.kv],
+                                                 [staging.kv[:, rows] for rows, _ in part.kv], "kv"))
+        for transfer in transfers:
+            self.travel("stored", transfer)
+            self.stored[index].append(Stored(number, transfer, part.blocks))
+        return transfers
+
+    def settle(self, index: int, number: int):
+        """Wait until what steps before `number` stored in layer `index` is there. Raises TransferError."""
+        stored = self.stored[index]
+        while stored and stored[0].step < number:
+            _, transfer, blocks = stored.popleft()
+            transfer.join()
+            if transfer.error is not None:
+                self.damaged |= blocks
+                raise TransferError(transfer)
+
+    def travel(self, kind: str, transfer: Transfer | None):
+        if transfer is not None:
+            self.travelling.append(transfer)
+            self.moved[kind] += transfer.bytes
+
+    def compute(self, work):
+        """Chapter 02's, and the books of the step."""
+        steps, began = self.counts["steps"], self.clock.mark()
+        read, tokens = sum(request.computed for request, _ in work), sum(count for _, count in work)
+        decoding = all(count == 1 for _, count in work)
+        super().compute(work)
+        began, ended = (self.clock.seconds(mark) - self.timeline.began for mark in (began, self.clock.mark()))
+        self.note_spans()
+        if self.counts["steps"] > steps:
+            self.failures = 0
+            self.records.append(Record(began, ended, tokens, read, decoding, self.moved))
+            self.counts.update(weight_bytes=self.moved["weights"], act_bytes=self.moved["act"], kv_bytes=self.moved["kv"],
+                               stored_bytes=self.moved["stored"])
+
+    def note_spans(self):
+        """What is over goes into the timeline, and what was before the last steps goes out of it."""
+        for label, began, ended in self.marks:
+            self.timeline.add("compute", label, self.clock.seconds(began), self.clock.seconds(ended))
+        for transfer in [transfer for transfer in self.travelling if transfer.ready]:
+            self.travelling.remove(transfer)
+            self.timeline.add(transfer.lane, transfer.label, *transfer.span())
+        self.marks, oldest = [], self.records[-self.KEPT_STEPS].start if len(self.records) >= self.KEPT_STEPS else 0.0
+        self.timeline.spans = [span for span in self.timeline.spans if span.end > oldest]
+
+    def fail(self, work, error: Exception):
+        """After a failed transfer nobody has lost anything but a step; whose state was lost on its way to the host
+        is computed again. After RETRIES in a row, all of the step's requests fail."""
+        self.discard()
+        self.model.forget()
+        for transfer in self.travelling:
+            transfer.join()
+        for block in self.damaged:
+            self.pool.forget(block)
+        for request in [request for request in self.running if not self.damaged.isdisjoint(request.table)]:
+            self.preempt(request)
+        self.damaged = set()
+        if isinstance(error, TransferError):
+            self.counts["transfer_errors"] += 1
+            self.failures += 1
+            if self.failures < RETRIES:
+                return
+        self.failures = 0
+        super().fail([item for item in work if item[0] in self.running], error)
+
+    def restore(self, request):
+        """Chapter 02's: what is cached is in the table already. It is brought in every step."""
+        first_time = request.source is None
+        yield from super().restore(request)
+        if first_time and any(self.pool.entry(block).place == "host" for block in request.table[:request.saved]):
+            request.source = "cpu_hit"
+
+    def fork(self, request) -> list:
+        """The other samples come in next, and find the prompt's full blocks; a block that is written has one owner."""
+        forks, request.forks = request.forks, []
+        for fork in forks:
+            fork.inherit(request)
+        self.waiting.extendleft(reversed(forks))
+        return []
+
+    def counters(self) -> dict:
+        pool = self.pool
+        return dict(super().counters(), **self.allocation._asdict(), policy=self.policy,
+                    device_bytes=self.device_bytes + pool.act_device.nbytes,
+                    host_bytes=self.model.host_bytes + pool.act_host.nbytes + pool.kv.nbytes)
