@@ -107,6 +107,16 @@ NEUTRAL = {"n": 1, "best_of": 1, "echo": False, "suffix": "", "logprobs": False,
            "presence_penalty": 0, "frequency_penalty": 0, "tools": [], "tool_choice": "none", "response_format": {"type": "text"}}
 
 
+def parse_json(raw: bytes, what: str = "The body"):
+    """Raises BadRequest at what is not JSON in UTF-8."""
+    try:
+        return json.loads(raw.decode("utf-8"))
+    except UnicodeDecodeError:
+        raise BadRequest(f"{what} is not UTF-8.") from None
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"{what} is not JSON ({str(error)[:80]}).") from None
+
+
 def check_fields(body, fields: dict, what: str = "The body") -> dict:
     """The fields of a JSON object that are set. Raises BadRequest at the first that is unknown or wrong."""
     if not isinstance(body, dict):
@@ -135,11 +145,13 @@ def check_messages(messages) -> list[dict]:
     return checked
 
 
-def openai_fields(body, prompt_field: str, more: dict) -> tuple[dict, bool, bool]:
-    """-> fields for engine.stream, whether to stream, whether the stream ends with its usage."""
+def openai_fields(body, chat: bool, tokenizer, more: dict) -> tuple[dict, bool, bool]:
+    """What OpenAI's clients send for a chat, or else for a completion -> fields for an engine whose own are `more`, whether to
+    stream, whether the stream ends with its usage. Raises BadRequest."""
+    prompt_field = "messages" if chat else "prompt"
     neutral = {name: (lambda v, nothing=nothing: v == nothing and isinstance(v, bool) == isinstance(nothing, bool),
                       f"{json.dumps(nothing)}: more is not supported") for name, nothing in NEUTRAL.items()}
-    prompt = PROMPT["messages"] if prompt_field == "messages" else (
+    prompt = PROMPT["messages"] if chat else (
         lambda v: text(v) or (isinstance(v, list) and all(whole(token, 0, 1 << 31) for token in v)),
         "a string or a list of token ids")
     others = {"model": (text, "a string"), "user": (text, "a string"), "store": (lambda v: v is False, "false"),
@@ -150,8 +162,33 @@ def openai_fields(body, prompt_field: str, more: dict) -> tuple[dict, bool, bool
     if "max_completion_tokens" in fields:
         fields["max_tokens"] = fields["max_completion_tokens"]
     fields.setdefault("temperature", 1.0)       # OpenAI's default; our own /generate is greedy
+    if isinstance(fields.get("prompt"), str):   # a completion continues the text as it stands
+        fields["prompt"] = tokenizer.encode(fields["prompt"])
     return ({name: fields[name] for name in fields if name in (prompt_field, *SAMPLING, *more)},
             fields.get("stream", False), fields.get("stream_options", {}).get("include_usage", False))
+
+
+def openai_head(chat: bool, model: str, kind: str) -> dict:
+    return dict(id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}", created=int(time.time()), model=model, object=kind)
+
+
+def openai_usage(results: list) -> dict:
+    """What the samples of one prompt took together."""
+    used = dict(results[0].usage, completion_tokens=sum(result.usage["completion_tokens"] for result in results))
+    return dict(used, total_tokens=used["prompt_tokens"] + used["completion_tokens"],
+                prompt_tokens_details=dict(cached_tokens=used["cached_tokens"]))
+
+
+def openai_choice(index: int, reason: str | None = None, **content) -> dict:
+    return dict(index=index, finish_reason=reason, logprobs=None, **content)
+
+
+def openai_reply(results: list, chat: bool, model: str) -> dict:
+    """The Results of the samples of one prompt, in their order -> the body of a reply that is no stream."""
+    return dict(openai_head(chat, model, "chat.completion" if chat else "text_completion"), usage=openai_usage(results), choices=[
+        openai_choice(index, result.finish_reason,
+                      **(dict(message=dict(role="assistant", content=result.text)) if chat else dict(text=result.text)))
+        for index, result in enumerate(results)])
 
 
 def hung_up(connection) -> bool:
@@ -180,11 +217,9 @@ def make_app(engine, info: dict):
                 while stream.read(MAX_BODY):    # who is still sending would not see the answer
                     pass
                 raise TooLarge(f"The body is larger than {MAX_BODY} bytes; send less.")
-            return json.loads(raw.decode("utf-8"))
-        except UnicodeDecodeError:
-            raise BadRequest("The body is not UTF-8.") from None
-        except (ValueError, RecursionError, OSError) as error:      # OSError: broken chunks
+        except (ValueError, OSError) as error:      # broken chunks
             raise BadRequest(f"The body is not JSON ({str(error)[:80]}).") from None
+        return parse_json(raw)
 
     def ask(fields: dict):
         """-> (sample, piece), until the client is gone, even if nothing is sent to it meanwhile."""
@@ -221,54 +256,40 @@ def make_app(engine, info: dict):
                            **(dict(text=piece) if isinstance(piece, str) else dict(result=piece.as_json())))
                       for index, piece in pieces)
 
-    def openai(kind: str, prompt_field: str):
-        fields, streaming, with_usage = openai_fields(body(), prompt_field, engine.fields)
-        if isinstance(fields.get("prompt"), str):       # a completion continues the text as it stands
-            fields["prompt"] = engine.tokenizer.encode(fields["prompt"])
-        chat = prompt_field == "messages"
-        head = dict(id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}", created=int(time.time()), model=info["model"],
-                    object=kind + ".chunk" if chat and streaming else kind)
-
-        def usage(results):
-            used = dict(results[0].usage, completion_tokens=sum(result.usage["completion_tokens"] for result in results))
-            return dict(used, total_tokens=used["prompt_tokens"] + used["completion_tokens"],
-                        prompt_tokens_details=dict(cached_tokens=used["cached_tokens"]))
-
-        def choice(index, content, reason=None):
-            message = {("delta" if streaming else "message"): content} if chat else dict(text=content)
-            return dict(index=index, finish_reason=reason, logprobs=None, **message)
-
+    def openai(chat: bool):
+        fields, streaming, with_usage = openai_fields(body(), chat, engine.tokenizer, engine.fields)
         pieces = ask(fields)
         if not streaming:
-            results = [result for _, result in sorted(dict(pieces).items())]
-            return jsonify(**head, usage=usage(results), choices=[
-                choice(index, dict(role="assistant", content=result.text) if chat else result.text, result.finish_reason)
-                for index, result in enumerate(results)])
+            return jsonify(openai_reply([result for _, result in sorted(dict(pieces).items())], chat, info["model"]))
 
         def chunks():
-            chunk = dict(head, usage=None) if with_usage else head
+            chunk = openai_head(chat, info["model"], "chat.completion.chunk" if chat else "text_completion")
+            if with_usage:
+                chunk["usage"] = None
             if chat:
                 begin = dict(role="assistant", content="")
-                yield dict(chunk, choices=[choice(index, begin) for index in range(fields.get("n", 1))])
+                yield dict(chunk, choices=[openai_choice(index, delta=begin) for index in range(fields.get("n", 1))])
             results = []
             for index, piece in pieces:
                 if isinstance(piece, str):
-                    yield dict(chunk, choices=[choice(index, dict(content=piece) if chat else piece)])
+                    content = dict(delta=dict(content=piece)) if chat else dict(text=piece)
+                    yield dict(chunk, choices=[openai_choice(index, **content)])
                 else:
                     results.append(piece)
-                    yield dict(chunk, choices=[choice(index, {} if chat else "", piece.finish_reason)])
+                    content = dict(delta={}) if chat else dict(text="")
+                    yield dict(chunk, choices=[openai_choice(index, piece.finish_reason, **content)])
             if with_usage:
-                yield dict(chunk, choices=[], usage=usage(results))
+                yield dict(chunk, choices=[], usage=openai_usage(results))
             yield "[DONE]"
         return events(chunks())
 
     @app.post("/v1/chat/completions")
     def chat_completions():
-        return openai("chat.completion", "messages")
+        return openai(chat=True)
 
     @app.post("/v1/completions")
     def completions():
-        return openai("text_completion", "prompt")
+        return openai(chat=False)
 
     @app.get("/v1/models")
     def models():
@@ -400,7 +421,8 @@ def parser_for(doc: str) -> argparse.ArgumentParser:
     return parser
 
 
-def main(doc: str, chapter: str, add_arguments, make_engine, demo, without_model: dict = {}, **actions):       # noqa: B006
+def main(doc: str, chapter: str, add_arguments, make_engine, demo, without_model: dict = {},       # noqa: B006
+         load=checkpoint.load, check=None, **actions):
     """Run a chapter from the command line.
 
     add_arguments(parser)                                       adds the chapter's own options
@@ -408,6 +430,8 @@ def main(doc: str, chapter: str, add_arguments, make_engine, demo, without_model
     demo(engine, arguments) -> (report, timelines)              prints the lesson; `report` is what --json writes
     actions                                                     the same for options that do something else than to answer
     without_model                                               those that need no engine: function(arguments), as `demo`
+    load                                                        what reads the model, with the arguments of checkpoint.load
+    check(arguments)                                            refuses wrong options, before anything is done
     """
     parser = parser_for(doc)
     add_arguments(parser)
@@ -415,7 +439,9 @@ def main(doc: str, chapter: str, add_arguments, make_engine, demo, without_model
     signal.signal(signal.SIGTERM, signal.default_int_handler)           # who is told to end leaves nothing behind
     sys.stdout.reconfigure(errors="replace")            # a terminal without UTF-8 shows ?, and the answer goes on
     try:
-        run(chapter, arguments, make_engine, dict(actions, demo=demo), without_model)
+        if check:
+            check(arguments)
+        run(chapter, arguments, load, make_engine, dict(actions, demo=demo), without_model)
     except BrokenPipeError:         # `... | head` has seen enough
         os._exit(1)
     except (checkpoint.ModelError, RequestError, OSError) as error:
@@ -426,7 +452,7 @@ def main(doc: str, chapter: str, add_arguments, make_engine, demo, without_model
         os._exit(130)               # at once: requests in other threads may be inside a long product
 
 
-def run(chapter: str, arguments, make_engine, actions: dict, without_model: dict):
+def run(chapter: str, arguments, load, make_engine, actions: dict, without_model: dict):
     for path in (arguments.json, arguments.trace):
         try:
             if path:
@@ -439,19 +465,18 @@ def run(chapter: str, arguments, make_engine, actions: dict, without_model: dict
     action = next((action for option, action in actions.items() if getattr(arguments, option)), None)
     serving = not action and arguments.prompt is None
     server = listen(arguments.host, arguments.port) if serving else None
-    model, tokenizer, end_tokens = checkpoint.load(
-        arguments.model, arguments.dtype, arguments.device, reorder=not arguments.plain_weights)
+    model, tokenizer, end_tokens = load(arguments.model, arguments.dtype, arguments.device, reorder=not arguments.plain_weights)
     engine = make_engine(model, tokenizer, end_tokens, arguments)
     try:
-        use(chapter, arguments, model, engine, server, action)
+        use(chapter, arguments, engine, server, action)
     finally:
         engine.release()
 
 
-def use(chapter: str, arguments, model, engine, server, action):
+def use(chapter: str, arguments, engine, server, action):
     """Serve, do what an option asks for, or answer once."""
-    info = dict(chapter=chapter, model=arguments.model, dtype=str(model.dtype)[6:],
-                device=torch.cuda.get_device_name() if model.device.type == "cuda" else "cpu")
+    info = dict(chapter=chapter, model=arguments.model, dtype=str(engine.model.dtype)[6:],
+                device=torch.cuda.get_device_name() if engine.model.device.type == "cuda" else "cpu")
     if server:
         return serve(server, engine, info)
     if action:

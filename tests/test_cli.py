@@ -19,7 +19,7 @@ import pytest
 import warm
 from conftest import ROOT, chapter, write_model
 
-from common import app
+from common import app, checkpoint
 from tools import classroom_text
 
 SCRIPT = ROOT / "01_baseline.py"
@@ -1692,7 +1692,7 @@ def test_whatever_comes_of_it_the_engine_is_released_once(tmp_path, monkeypatch,
         monkeypatch.setattr("pathlib.Path.write_text", lambda *_, **__: (_ for _ in ()).throw(OSError("the disk is full")))
 
     def run_it():
-        app.run("01_baseline", parsed, make, dict(demo=demo), {})
+        app.run("01_baseline", parsed, checkpoint.load, make, dict(demo=demo), {})
     if error:
         with pytest.raises(error):
             run_it()
@@ -1705,7 +1705,7 @@ def test_what_needs_no_model_has_no_engine_to_release():
     def make(*_):
         raise AssertionError("an engine was made")
     parsed = app.parser_for("").parse_args(["--demo", "--model", "nonsense"])
-    app.run("01_baseline", parsed, make, {}, dict(demo=lambda arguments: ({}, [])))
+    app.run("01_baseline", parsed, checkpoint.load, make, {}, dict(demo=lambda arguments: ({}, [])))
 
 
 @pytest.mark.parametrize("name", ["01_baseline", "02_paged_kv", "03_cpu_offload", "04_hidden_state_cache"])
