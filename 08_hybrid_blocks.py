@@ -30,7 +30,10 @@ link writes where attention reads. And where the batch needs less memory than th
 """
 import importlib
 import math
+import random
 import statistics
+import sys
+import time
 from collections import Counter, deque
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -40,7 +43,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from common import checkpoint
+from common import app, batch, checkpoint
 from common import link as links
 from common.link import Link, Transfer, TransferError
 from common.llama import Layer, Llama
@@ -203,13 +206,13 @@ class OffloadedModel(Llama):
         self.streamed = [index for index in range(layers) if index not in resident]
         self.resident, self.host = {}, {}
         for index, layer in enumerate(model.layers):
-            piece = offload.pinned((piece_size(layer),), model.dtype, device if index in self.streamed else torch.device("cpu"),
-                                   f"Layer {index}")
-            bind(layer, piece, fill=True)
-            if index in self.streamed:
-                self.host[index] = piece
+            if not hasattr(layer, "piece"):                             # else another engine has put it into one
+                layer.piece = offload.pinned((piece_size(layer),), model.dtype, device, f"Layer {index}")
+                bind(layer, layer.piece, fill=True)
+            if index in resident:
+                self.resident[index] = self.layer_on(layer.piece.to(device))
             else:
-                self.resident[index] = self.layer_on(piece.to(device))
+                self.host[index] = layer.piece
         self.pieces = [torch.zeros(piece_size(model.layers[0]), dtype=model.dtype, device=device)
                        for _ in range(2 if self.streamed else 0)]
         self.places = [self.layer_on(piece) for piece in self.pieces]
@@ -598,7 +601,10 @@ class Engine(paged.Engine):
                  host_memory: float | None = None, resident_layers: int = 0, mini_batch: int = 8192,
                  bytes_per_second: float | None = None, lengths: list[int] | None = None):
         """Memory in bytes. Raises ModelError if it is too small, with the sizes."""
-        device = torch.device(device or model.device)
+        self.options = dict(block_size=block_size, token_budget=token_budget, max_running=max_running, max_waiting=max_waiting,
+                            device=device, policy=policy, device_memory=device_memory, host_memory=host_memory,
+                            resident_layers=resident_layers, mini_batch=mini_batch, bytes_per_second=bytes_per_second)
+        self.on_host, device = model, torch.device(device or model.device)
         self.policy, self.memory = policy, (device_memory, host_memory)
         self.bytes_per_second = bytes_per_second or links.bandwidth(model, device=device)
         context = model.config.max_position_embeddings
@@ -630,15 +636,15 @@ class Engine(paged.Engine):
         self.hidden = tensor(self.token_budget, hidden)                 # [T, D], between the layers
         self.act_bytes = config.num_hidden_layers * block_size * hidden * model.dtype.itemsize
         self.kv_bytes = block_size * config.kv_numbers_per_token * model.dtype.itemsize
-        self.limits = self.measure_limits()
-        room = self.room(block_size)
+        self.limits = self.measure_limits(block_size)
+        self.room = self.measure_room(block_size)
         self.costs = self.measure(block_size)
-        self.allocation = allocate(self.policy, self.costs, room)
+        self.allocation = allocate(self.policy, self.costs, self.room)
         longest = -(-self.lengths[-1] // block_size)
         if sum(self.allocation) < longest:
             raise checkpoint.ModelError(
-                f"A request of {self.lengths[-1]} tokens takes {longest} blocks and there is memory for {sum(self.allocation)}: "
-                f"of {self.limits[1] / 1e6:.1f} MB of host memory the weights take {model.host_bytes / 1e6:.1f} MB, and a block of "
+                f"A request of {self.lengths[-1]} tokens takes {longest} blocks and there is memory for {sum(self.allocation)}: of "
+                f"{self.limits[1] / 1e6:.1f} MB of host memory the weights take {model.host_bytes / 1e6:.1f} MB, and a block of "
                 f"{block_size} tokens takes {self.kv_bytes / 1e6:.3f} MB as K and V; choose a larger --host-memory.")
         return HybridPool(config, self.allocation, block_size, model.dtype, model.device, in_order=self.policy == "static")
 
@@ -652,7 +658,7 @@ class Engine(paged.Engine):
         head = self.max_running * (config.vocab_size + 2 * config.hidden_size)
         return self.model.device_bytes + sum(tensor.nbytes for tensor in buffers) + (ROWS * row + head) * size
 
-    def measure_limits(self) -> tuple[float, float]:
+    def measure_limits(self, block_size: int) -> tuple[float, float]:
         """-> bytes of device and host memory: as asked for, or on a GPU most of what is free, and elsewhere room for half of the
         weights as ACT blocks; and in the host what the batch can use, within half of what is free."""
         device, host = self.memory
@@ -661,17 +667,21 @@ class Engine(paged.Engine):
         elif device is None:
             device = self.device_bytes + self.model.host_bytes / 2
         if host is None:
-            blocks = sum(-(-length // 16) + 1 for length in self.lengths)
-            host = self.model.host_bytes + min(blocks * max(self.kv_bytes, self.act_bytes), checkpoint.free_host_memory() / 2)
+            host = self.model.host_bytes + min(self.useful(block_size) * max(self.kv_bytes, self.act_bytes),
+                                               checkpoint.free_host_memory() / 2)
         return device, host
 
-    def room(self, block_size: int) -> Room:
+    def useful(self, block_size: int) -> int:
+        """Blocks that the expected requests can use; one more each, which must be free when another one comes in."""
+        return sum(-(-length // block_size) + 1 for length in self.lengths)
+
+    def measure_room(self, block_size: int) -> Room:
         (device, host), model = self.limits, self.model
         if device < self.device_bytes:
             raise checkpoint.ModelError(
-                f"Weights of {len(model.resident) + len(model.pieces)} layers, embedding, head and buffers for {self.rows} tokens "
-                f"take {self.device_bytes / 1e6:.1f} MB of device memory, and there are {device / 1e6:.1f} MB; choose a larger "
-                "--device-memory, a smaller --mini-batch or fewer --resident-layers.")
+                f"Weights of {len(model.resident) + len(model.pieces)} layers, embedding, head and buffers for {self.rows} "
+                f"tokens take {self.device_bytes / 1e6:.1f} MB of device memory, and there are {device / 1e6:.1f} MB; choose a "
+                "larger --device-memory, a smaller --mini-batch or fewer --resident-layers.")
         if host < model.host_bytes:
             raise checkpoint.ModelError(
                 f"The weights of {len(model.streamed)} layers take {model.host_bytes / 1e6:.1f} MB of host memory, and there are "
@@ -680,9 +690,8 @@ class Engine(paged.Engine):
             raise checkpoint.ModelError(
                 f"{(host - model.host_bytes) / 1e9:.1f} GB for blocks in host memory are more than the "
                 f"{checkpoint.free_host_memory() / 1e9:.1f} GB that are free; choose a smaller --host-memory.")
-        useful = sum(-(-length // block_size) + 1 for length in self.lengths)           # one more each: see find_room
         on_device = int((device - self.device_bytes) // self.act_bytes)
-        return Room(int(host - model.host_bytes), self.act_bytes, self.kv_bytes, on_device, useful)
+        return Room(int(host - model.host_bytes), self.act_bytes, self.kv_bytes, on_device, self.useful(block_size))
 
     @torch.inference_mode()
     def measure(self, block_size: int, rounds: int = 5) -> Costs:
@@ -871,10 +880,10 @@ class Engine(paged.Engine):
         pool, transfers = self.pool, []
         if part.act:
             transfers.append(self.save_link.copy([pool.act_host[index, slots] for _, slots in part.act],
-                                                 [staging.act[rows] for rows, _ in part.act], "act"))
+                                                 [staging.act[rows] for rows, _ in part.act], "store act"))
         if part.kv:
             transfers.append(self.save_link.copy([pool.kv[index, :, slots] for _, slots in part.kv],
-                                                 [staging.kv[:, rows] for rows, _ in part.kv], "kv"))
+                                                 [staging.kv[:, rows] for rows, _ in part.kv], "store kv"))
         for transfer in transfers:
             self.travel("stored", transfer)
             self.stored[index].append(Stored(number, transfer, part.blocks))
@@ -959,3 +968,145 @@ class Engine(paged.Engine):
         return dict(super().counters(), **self.allocation._asdict(), policy=self.policy,
                     device_bytes=self.device_bytes + pool.act_device.nbytes,
                     host_bytes=self.model.host_bytes + pool.act_host.nbytes + pool.kv.nbytes)
+
+
+# 4. The demo -----------------------------------------------------------------------------------------------------
+
+REQUESTS, NEW, TURN = 32, 16, 4    # answers at once, tokens of each, steps that a policy takes before it is another one's turn
+
+
+class Run:
+    """A batch under one policy, in turns of some steps. The first step of a turn is not counted, for its transfers began in
+    another one's time, nor are those in which not all requests decode."""
+
+    def __init__(self, engine: Engine, prompts: list[list[int]], new: int):
+        for memory in (engine.pool.kv, engine.pool.act_host, engine.pool.act_device):
+            memory.zero_()                                              # the first touch is slow, and not what is measured
+        self.engine, self.requests = engine, [engine.submit(prompt=prompt, max_tokens=new)[0] for prompt in prompts]
+        self.seconds: list[float] = []
+        self.busy: dict[str, list[float]] = dict(compute=[], load=[])
+        self.record: Record | None = None                               # of the last step that counted
+        self.blocks = 0                                                 # of context, in that step
+        self.chart = Timeline()                                         # two layers of it
+
+    def turn(self, steps: int = TURN) -> bool:
+        """-> whether there is more to do."""
+        engine, more = self.engine, True
+        for number in range(steps):
+            blocks, began = sum(engine.pool.needed(request.computed) for request in engine.running), time.perf_counter()
+            more = engine.step()
+            seconds, records = time.perf_counter() - began, engine.records
+            if self.record is not None:                                 # by now all of the step before is in the timeline
+                self.look_at(self.record)
+            self.record = None
+            if number and more and records[-1].decoding and records[-1].tokens == len(self.requests):
+                self.seconds.append(seconds)
+                self.record, self.blocks = records[-1], blocks
+            if not more:
+                break
+        return more
+
+    def look_at(self, record: Record):
+        timeline, layers = self.engine.timeline, self.engine.model.config.num_hidden_layers
+        for lane, busy in self.busy.items():
+            busy.append(1 - timeline.bubble(lane, record.start, record.end))
+        middle, two = (record.start + record.end) / 2, (record.end - record.start) * 2 / layers
+        self.chart, self.moved = timeline.window(middle - two / 2, middle + two / 2), record.moved
+
+    def bound(self, costs: Costs) -> float | None:
+        """Seconds of a step in which neither lane could have been faster."""
+        layers, room = self.engine.model.config.num_hidden_layers, self.engine.room
+        return None if self.engine.policy == "static" else layers * bound(costs, self.blocks, room.device, self.engine.policy)
+
+    def row(self, costs: Costs) -> dict:
+        tokens, seconds, least = len(self.requests), statistics.median(self.seconds), self.bound(costs)
+        return dict(policy=self.engine.policy, **self.engine.allocation._asdict(), tokens_per_second=tokens / seconds,
+                    min=tokens / max(self.seconds), max=tokens / min(self.seconds), samples=len(self.seconds),
+                    bytes_per_step=dict(self.moved), compute_busy=statistics.median(self.busy["compute"]),
+                    link_busy=statistics.median(self.busy["load"]), measured_over_bound=seconds / least if least else None)
+
+
+def demo(engine: Engine, arguments):
+    """A batch under the four policies, in turn, on one model, one link and one clock."""
+    # 1. The batch, and an engine for each policy
+    rng, new = random.Random(0), max(8, min(arguments.max_tokens, NEW))
+    talks = [paged.conversation(engine, rng, engine.context // (12, 10, 8, 7)[number % 4]) for number in range(REQUESTS)]
+    prompts = [engine.encode(None, messages)[0][:engine.context - new] for messages in talks]
+    lengths = [len(prompt) + new for prompt in prompts]
+    options = dict(engine.options, mini_batch=min(arguments.mini_batch, max(sum(lengths) // 4, *lengths)), lengths=lengths)
+    runs = [Run(Engine(engine.on_host, engine.tokenizer, frozenset(), **dict(options, policy=policy)), prompts, new)
+            for policy in POLICIES]
+
+    # 2. They take turns, and are compared with chapter 01 before anything is printed
+    while any([run.turn() for run in runs]):
+        pass
+    alone = baseline.Engine(engine.on_host, engine.tokenizer, frozenset())
+    verified = paged.verify(alone, [paged.Run(run.requests) for run in runs])
+
+    # 3. What they did
+    hybrid = runs[0].engine
+    print(f"{REQUESTS} prompts, {sum(map(len, prompts))} tokens; {hybrid.load_link}; the weights of {len(hybrid.model.streamed)} "
+          f"layers take {hybrid.model.host_bytes / 1e6:.1f} MB,\nand the device has room for "
+          f"{hybrid.room.device * hybrid.act_bytes / 1e6:.1f} MB of blocks\n")
+    print("           blocks: ACT     ACT      KV    tokens/s                      MB a step            busy         time\n"
+          "             on device  in host in host   (median of the steps)    weights   KV   ACT   compute link   / bound")
+    rows = [run.row(hybrid.costs) for run in runs]
+    for row in rows:
+        moved = [row["bytes_per_step"].get(kind, 0) / 1e6 for kind in ("weights", "kv", "act")]
+        print(f"  {row['policy']:9} {row['act_device']:10} {row['act_host']:8} {row['kv_host']:7} {row['tokens_per_second']:9.1f}   "
+              f"{row['min']:.1f} to {row['max']:.1f}".ljust(70) + " {:6.1f} {:5.1f} {:5.1f}".format(*moved)
+              + f"   {row['compute_busy']:7.0%} {row['link_busy']:4.0%}"
+              + ("" if row["measured_over_bound"] is None else f"   {row['measured_over_bound']:7.2f}"))
+    for run in runs[:3]:
+        print(f"\nTwo layers of a decode step, {run.engine.policy} (w: weights, k: KV blocks, a: ACT blocks arrive; r: K and V are\n"
+              f"rebuilt, f: the rest of the layer; s: new states leave)\n{run.chart.chart(width=96, bubbles=True)}")
+    return dict(link=dict(modelled=hybrid.load_link.modelled, gbps=hybrid.load_link.speed() / 1e9), verified=verified, rows=rows,
+                costs=hybrid.costs._asdict(), counters=hybrid.counters()), [run.chart for run in reversed(runs)]
+
+
+# 5. Main ---------------------------------------------------------------------------------------------------------
+
+def add_arguments(parser):
+    parser.add_argument("--policy", choices=POLICIES, default="hybrid", help="what the context is kept as (default hybrid)")
+    parser.add_argument("--device-memory", type=app.bounded(float, 0, 1e6), metavar="GB",
+                        help="device memory for weights, buffers and ACT blocks (default: most of what is free on a GPU; else "
+                             "enough to hold half of the layers as ACT blocks)")
+    parser.add_argument("--host-memory", type=app.bounded(float, 0, 1e6), metavar="GB",
+                        help="host memory for weights and blocks (default: all that can be used, within half of what is free)")
+    parser.add_argument("--resident-layers", type=app.bounded(int, 0, 1024), default=0, metavar="N",
+                        help="layers whose weights stay on the device (default 0)")
+    parser.add_argument("--mini-batch", type=app.bounded(int, 1, 1 << 20), default=8192, metavar="TOKENS",
+                        help="tokens of context that are on the device at once (default 8192)")
+    parser.add_argument("--block-size", type=app.bounded(int, 1, 1 << 16), default=16, metavar="TOKENS",
+                        help="tokens per block (default 16)")
+    parser.add_argument("--token-budget", type=app.bounded(int, 1, 1 << 20), default=8192, metavar="TOKENS",
+                        help="tokens per step, decode and prefill together (default 8192)")
+    parser.add_argument("--max-running", type=app.bounded(int, 1, 1 << 12), default=128, metavar="N",
+                        help="answers that may be written at once (default 128)")
+    links.add_arguments(parser)
+    batch.add_arguments(parser)
+
+
+def make_engine(model, tokenizer, end_tokens, arguments) -> Engine:
+    device, lengths = torch.device(checkpoint.pick_device(arguments.device)), None
+    if arguments.batch:                                                 # they are known: memory is divided for them
+        frontend = baseline.Frontend(model, tokenizer, end_tokens)
+        lengths = [prompt + most for prompt, most in batch.requests_in(arguments.batch, frontend, Engine.fields)]
+    engine = Engine(model, tokenizer, end_tokens, arguments.block_size, arguments.token_budget, arguments.max_running,
+                    device=device, policy=arguments.policy, lengths=lengths,
+                    device_memory=arguments.device_memory and arguments.device_memory * 1e9,
+                    host_memory=arguments.host_memory and arguments.host_memory * 1e9,
+                    resident_layers=arguments.resident_layers, mini_batch=arguments.mini_batch,
+                    bytes_per_second=links.bandwidth(model, arguments.link, arguments.platform, device))
+    blocks, offloaded = engine.allocation, engine.model
+    print(f"Weights: {len(offloaded.streamed)} layers, {offloaded.host_bytes / 1e6:.1f} MB, in host memory, "
+          f"{len(offloaded.resident)} on the device\n"
+          f"Blocks of {arguments.block_size} tokens: {blocks.act_device} ACT on the device, {blocks.act_host} ACT and "
+          f"{blocks.kv_host} KV in host memory; an ACT block takes {engine.act_bytes / 1e6:.3f} MB, a KV block "
+          f"{engine.kv_bytes / 1e6:.3f} MB\nThe host is reached over a {engine.load_link}", file=sys.stderr)
+    return engine
+
+
+if __name__ == "__main__":
+    app.main(__doc__, "08_hybrid_blocks", add_arguments, make_engine, demo, load=partial(checkpoint.load, on_host=True),
+             check=batch.check, batch=batch.answer)
