@@ -368,13 +368,13 @@ class Engine(baseline.Frontend):
                  token_budget: int = 512, max_running: int = 64, max_waiting: int = 256):
         super().__init__(model, tokenizer, end_tokens)
         self.token_budget, self.max_running, self.max_waiting = token_budget, max_running, max_waiting
+        self.thread, self.clock = None, Clock(model.device)
         self.pool = self.make_pool(blocks, block_size)
         self.prefixes = Prefixes(f"{model.digest.hex()} {model.dtype} {block_size} kv")
         self.waiting: deque[Request] = deque()                          # first come, first served
         self.running: list[Request] = []                                # who holds blocks, oldest first
         self.cancelled: deque[Request] = deque()                        # whose clients have hung up
         self.changed, self.stepping = threading.Condition(), threading.RLock()
-        self.thread, self.clock = None, Clock(model.device)
         self.stalls = []               # points in time, from and to: when the forward pass waited for something (chapter 03)
         self.counts.update(steps=0, preemptions=0, cached_tokens=0)
 

@@ -43,15 +43,17 @@ class ModelError(ValueError):
     """The model cannot be had; the message is one sentence that says what to do."""
 
 
-def load(name: str, dtype: str = "auto", device: str = "auto", reorder: bool = True, seed: int = 0):
+def load(name: str, dtype: str = "auto", device: str = "auto", reorder: bool = True, seed: int = 0, on_host: bool = False):
     """-> (Llama, tokenizer, end tokens: the ids after which an answer is over). Raises ModelError.
 
     `dtype` is auto, float32, bfloat16 or float16; `device` auto, cpu or cuda. `reorder=False` keeps the plain
-    weights on a CPU; `seed` is that of random weights."""
+    weights on a CPU; `seed` is that of random weights. With `on_host` the weights lie in host memory, plain, with the dtype
+    for `device`."""
     device = pick_device(device)
+    place = "cpu" if on_host else device
     if name.startswith("random:"):
         config, dtype = random_config(name), pick_dtype(dtype, device, None)
-        model = allocate(config, dtype, device, name)
+        model = allocate(config, dtype, place, name)
         fill_at_random(model, seed)
         digest = hashlib.sha256(f"{name} {seed}".encode())
         tokenizer = byte_tokenizer(config.vocab_size)
@@ -66,12 +68,12 @@ def load(name: str, dtype: str = "auto", device: str = "auto", reorder: bool = T
         files = weight_files(folder)
         tokenizer = read_tokenizer(folder)
         end_tokens = read_end_tokens(folder, raw, tokenizer)
-        model = allocate(config, pick_dtype(dtype, device, raw), device, name)
+        model = allocate(config, pick_dtype(dtype, device, raw), place, name)
         digest = hashlib.sha256(repr(config).encode())
         fill_from_files(model, files, digest)
     model.digest = digest.digest()
     model.eval().requires_grad_(False)
-    if reorder:
+    if reorder and not on_host:
         model.reorder_weights()
     return model, tokenizer, frozenset(end_tokens)
 
