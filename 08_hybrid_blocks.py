@@ -28,6 +28,7 @@ link writes where attention reads. And where the batch needs less memory than th
     python 08_hybrid_blocks.py --prompt "What is a KV cache?" --policy act-only
     python 08_hybrid_blocks.py                                                 # the server, on http://127.0.0.1:5000
 """
+import copy
 import importlib
 import math
 import random
@@ -171,17 +172,17 @@ def whole(costs: Costs, room: Room, act_device: int, act: float, kv: float) -> A
         blocks = min(more, key=costs.layer)
 
 
-def bound(costs: Costs, blocks: int, device: int, policy: str = "hybrid") -> float:
-    """The least that a layer can take, in seconds, for so many blocks of context of which the device may hold `device`:
-    every division is tried. `static` has no choice, and is not bounded here."""
+def bound(costs: Costs, blocks: float, device: int, policy: str = "hybrid") -> float:
+    """The least that a layer can take, in seconds, for so many blocks of context (full ones and parts) of which the device may
+    hold `device`: every division is tried. `static` has no choice, and is not bounded here."""
     on_device = 0 if policy == "kv-only" else min(device, blocks)
     if policy == "kv-only":
         choices = [Allocation(0, 0, blocks)]
     elif policy == "act-only":
         choices = [Allocation(on_device, blocks - on_device, 0)]
     else:
-        choices = [Allocation(on_device, act, blocks - on_device - act) for act in range(blocks - on_device + 1)]
-        choices += [Allocation(act, 0, blocks - act) for act in range(on_device)]
+        choices = [Allocation(on_device, act, blocks - on_device - act) for act in range(int(blocks - on_device) + 1)]
+        choices += [Allocation(act, 0, blocks - act) for act in range(int(on_device))]
     return min(map(costs.layer, choices))
 
 
@@ -599,13 +600,13 @@ class Engine(paged.Engine):
     def __init__(self, model, tokenizer, end_tokens, block_size: int = 16, token_budget: int = 8192, max_running: int = 128,
                  max_waiting: int = 256, *, device=None, policy: str = "hybrid", device_memory: float | None = None,
                  host_memory: float | None = None, resident_layers: int = 0, mini_batch: int = 8192,
-                 bytes_per_second: float | None = None, lengths: list[int] | None = None):
-        """Memory in bytes. Raises ModelError if it is too small, with the sizes."""
+                 bytes_per_second: float | None = None, lengths: list[int] | None = None, costs: Costs | None = None):
+        """Memory in bytes; `costs`, if they were measured before. Raises ModelError if memory is too small, with the sizes."""
         self.options = dict(block_size=block_size, token_budget=token_budget, max_running=max_running, max_waiting=max_waiting,
                             device=device, policy=policy, device_memory=device_memory, host_memory=host_memory,
                             resident_layers=resident_layers, mini_batch=mini_batch, bytes_per_second=bytes_per_second)
         self.on_host, device = model, torch.device(device or model.device)
-        self.policy, self.memory = policy, (device_memory, host_memory)
+        self.policy, self.memory, self.costs = policy, (device_memory, host_memory), costs
         self.bytes_per_second = bytes_per_second or links.bandwidth(model, device=device)
         context = model.config.max_position_embeddings
         self.lengths = sorted(lengths or [context] * max_running, reverse=True)[:max_running]       # of those at once, at worst
@@ -638,12 +639,12 @@ class Engine(paged.Engine):
         self.kv_bytes = block_size * config.kv_numbers_per_token * model.dtype.itemsize
         self.limits = self.measure_limits(block_size)
         self.room = self.measure_room(block_size)
-        self.costs = self.measure(block_size)
+        self.costs = self.costs or self.measure(block_size)
         self.allocation = allocate(self.policy, self.costs, self.room)
         longest = -(-self.lengths[-1] // block_size)
         if sum(self.allocation) < longest:
             raise checkpoint.ModelError(
-                f"A request of {self.lengths[-1]} tokens takes {longest} blocks and there is memory for {sum(self.allocation)}: of "
+                f"A request of {self.lengths[-1]} tokens takes {longest} blocks and there is room for {sum(self.allocation)}: of "
                 f"{self.limits[1] / 1e6:.1f} MB of host memory the weights take {model.host_bytes / 1e6:.1f} MB, and a block of "
                 f"{block_size} tokens takes {self.kv_bytes / 1e6:.3f} MB as K and V; choose a larger --host-memory.")
         return HybridPool(config, self.allocation, block_size, model.dtype, model.device, in_order=self.policy == "static")
@@ -694,14 +695,14 @@ class Engine(paged.Engine):
         return Room(int(host - model.host_bytes), self.act_bytes, self.kv_bytes, on_device, self.useful(block_size))
 
     @torch.inference_mode()
-    def measure(self, block_size: int, rounds: int = 5) -> Costs:
+    def measure(self, block_size: int, rounds: int = 3) -> Costs:
         """What a layer costs on this machine, with as many requests and as long contexts as are expected; medians."""
         model, buffer = self.model, self.buffers[0]
         index = model.streamed[0] if model.streamed else 0
         layer, requests = model.begin(index), min(len(self.lengths), self.token_budget)
         length = max(1, int(statistics.mean(self.lengths)))
         together = max(1, min(requests, self.rows // length))           # contexts that the buffer holds
-        rows = min(self.rows, 4 * ROWS)
+        rows = min(self.rows, 16 * ROWS)                                # as in a step, more than the processor's cache holds
         states = torch.randn(rows, model.config.hidden_size).to(model.dtype).to(model.device)       # [rows, D]
         targets = torch.arange(rows, device=model.device)
         positions = targets % self.context
@@ -986,14 +987,15 @@ class Run:
         self.seconds: list[float] = []
         self.busy: dict[str, list[float]] = dict(compute=[], load=[])
         self.record: Record | None = None                               # of the last step that counted
-        self.blocks = 0                                                 # of context, in that step
+        self.blocks = 0.0                                               # of context, in that step
         self.chart = Timeline()                                         # two layers of it
 
     def turn(self, steps: int = TURN) -> bool:
         """-> whether there is more to do."""
         engine, more = self.engine, True
         for number in range(steps):
-            blocks, began = sum(engine.pool.needed(request.computed) for request in engine.running), time.perf_counter()
+            blocks = sum(request.computed for request in engine.running) / engine.pool.block_size
+            began = time.perf_counter()
             more = engine.step()
             seconds, records = time.perf_counter() - began, engine.records
             if self.record is not None:                                 # by now all of the step before is in the timeline
@@ -1034,13 +1036,15 @@ def demo(engine: Engine, arguments):
     prompts = [engine.encode(None, messages)[0][:engine.context - new] for messages in talks]
     lengths = [len(prompt) + new for prompt in prompts]
     options = dict(engine.options, mini_batch=min(arguments.mini_batch, max(sum(lengths) // 4, *lengths)), lengths=lengths)
-    runs = [Run(Engine(engine.on_host, engine.tokenizer, frozenset(), **dict(options, policy=policy)), prompts, new)
-            for policy in POLICIES]
+    costs, runs = None, []
+    for policy in POLICIES:
+        one = Engine(engine.on_host, engine.tokenizer, frozenset(), **dict(options, policy=policy, costs=costs))
+        costs, runs = one.costs, [*runs, Run(one, prompts, new)]
 
     # 2. They take turns, and are compared with chapter 01 before anything is printed
     while any([run.turn() for run in runs]):
         pass
-    alone = baseline.Engine(engine.on_host, engine.tokenizer, frozenset())
+    alone = baseline.Engine(whole_model(engine), engine.tokenizer, frozenset())
     verified = paged.verify(alone, [paged.Run(run.requests) for run in runs])
 
     # 3. What they did
@@ -1048,20 +1052,29 @@ def demo(engine: Engine, arguments):
     print(f"{REQUESTS} prompts, {sum(map(len, prompts))} tokens; {hybrid.load_link}; the weights of {len(hybrid.model.streamed)} "
           f"layers take {hybrid.model.host_bytes / 1e6:.1f} MB,\nand the device has room for "
           f"{hybrid.room.device * hybrid.act_bytes / 1e6:.1f} MB of blocks\n")
-    print("           blocks: ACT     ACT      KV    tokens/s                      MB a step            busy         time\n"
-          "             on device  in host in host   (median of the steps)    weights   KV   ACT   compute link   / bound")
-    rows = [run.row(hybrid.costs) for run in runs]
+    rows = [run.row(costs) for run in runs]
+    print(" " * 13 + "blocks there is room for" + " " * 28 + "MB over the link" + " " * 6 + "busy share of" + " " * 5 + "time\n"
+          "  policy   ACT, device  ACT, host  KV, host   tokens/s, steps        weights   KV  ACT   compute  link  / bound")
     for row in rows:
-        moved = [row["bytes_per_step"].get(kind, 0) / 1e6 for kind in ("weights", "kv", "act")]
-        print(f"  {row['policy']:9} {row['act_device']:10} {row['act_host']:8} {row['kv_host']:7} {row['tokens_per_second']:9.1f}   "
-              f"{row['min']:.1f} to {row['max']:.1f}".ljust(70) + " {:6.1f} {:5.1f} {:5.1f}".format(*moved)
-              + f"   {row['compute_busy']:7.0%} {row['link_busy']:4.0%}"
-              + ("" if row["measured_over_bound"] is None else f"   {row['measured_over_bound']:7.2f}"))
+        weights, kv, act = (row["bytes_per_step"].get(kind, 0) / 1e6 for kind in ("weights", "kv", "act"))
+        over = "      " if row["measured_over_bound"] is None else f"{row['measured_over_bound']:6.2f}"
+        print(f"  {row['policy']:8} {row['act_device']:11} {row['act_host']:10} {row['kv_host']:9} {row['tokens_per_second']:7.1f} "
+              f"({row['min']:.1f} to {row['max']:.1f})".ljust(65) + f"{weights:6.1f}{kv:6.1f}{act:5.1f}   {row['compute_busy']:7.0%}"
+              f"  {row['link_busy']:4.0%}  {over}".rstrip())
     for run in runs[:3]:
-        print(f"\nTwo layers of a decode step, {run.engine.policy} (w: weights, k: KV blocks, a: ACT blocks arrive; r: K and V are\n"
-              f"rebuilt, f: the rest of the layer; s: new states leave)\n{run.chart.chart(width=96, bubbles=True)}")
+        print(f"\nTwo layers of a decode step, {run.engine.policy} (w: weights, k: KV blocks, a: ACT blocks arrive; r: K and V\n"
+              f"are rebuilt, f: the rest of the layer; s: new states leave)\n{run.chart.chart(width=96, bubbles=True)}")
     return dict(link=dict(modelled=hybrid.load_link.modelled, gbps=hybrid.load_link.speed() / 1e9), verified=verified, rows=rows,
-                costs=hybrid.costs._asdict(), counters=hybrid.counters()), [run.chart for run in reversed(runs)]
+                costs=costs._asdict(), counters=hybrid.counters()), [run.chart for run in reversed(runs)]
+
+
+def whole_model(engine: Engine) -> Llama:
+    """For chapter 01: all of the model where it computes."""
+    if engine.model.device.type == "cpu":
+        return engine.on_host
+    model = copy.deepcopy(engine.on_host).to(engine.model.device)
+    model.device = engine.model.device
+    return model
 
 
 # 5. Main ---------------------------------------------------------------------------------------------------------

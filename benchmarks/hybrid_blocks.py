@@ -8,14 +8,14 @@ Claims, for batches of 32 to 128 requests with contexts of 128 to 1,024 tokens:
                  1.12 times the bound, and both lanes are busy for at least 85 % of it
     gain         in its best cell at least 1.5 times the throughput of kv-only and 1.3 times that of act-only, on the larger
                  model 1.1 times that of static; nowhere slower than the best of them
-The bound is that of Costs, measured before on the same machine: of all divisions of the context into ACT blocks on the device, ACT
-blocks in the host and KV blocks, the one for which the slower lane ends first. CAPTURE's 2.19 times is against FlexGen, which is
-other code; here all policies run on one code path, where no gain over kv-only can be more than what the bounds allow.
+The bound is that of Costs, measured before on the same machine: of all divisions of the context into ACT blocks on the device,
+ACT blocks in the host and KV blocks, the one for which the slower lane ends first. CAPTURE's 2.19 times is against FlexGen, which
+is other code; here all policies run on one code path, where no gain over kv-only can be more than what the bounds allow.
 
 What is measured are decode steps. The context is not computed but filled in (what the numbers are does not change how long they
-take), and the model is cut to LAYERS layers, which are all alike: a step of the whole model takes as much longer as it has more of
-them. The device has as much memory as all weights of the whole model take. The policies take turns, two steps each, of which
-the second counts. Without a GPU the link is modelled.
+take), and the model is cut to LAYERS layers, which are all alike: a step of the whole model takes as much longer as it has more
+of them. The device has as much memory as all weights of the whole model take. The policies take turns, two steps each, of
+which the second counts. Without a GPU the link is modelled.
 """
 import argparse
 import importlib
@@ -59,21 +59,20 @@ class Bench:
         self.engine = partial(hybrid.Engine, self.model, self.tokenizer, frozenset(), device=torch_device,
                               bytes_per_second=self.speed)
 
-    def device_memory(self, lengths: list[int]) -> int:
-        """Bytes, so that the cut model's device holds as many blocks as that of the whole one, which has as much memory as its
-        weights take."""
+    def options(self, lengths: list[int]) -> dict:
+        """Costs, and bytes of device memory, so that the cut model's device holds as many blocks as that of the whole one, which
+        has as much memory as its weights take."""
         engine = self.engine(lengths=lengths)
         layer = engine.model.host_bytes // LAYERS
         limit = self.layers * layer + engine.model.device_bytes - 2 * layer
         blocks = max(0, limit - engine.device_bytes) // (engine.act_bytes // LAYERS * self.layers)
-        return engine.device_bytes + blocks * engine.act_bytes
+        return dict(lengths=lengths, costs=engine.costs, device_memory=engine.device_bytes + blocks * engine.act_bytes)
 
     def cell(self, batch: int, context: int, rounds: int) -> dict:
         new = STEPS * (rounds + 1) + 1
         prompts, lengths = [[5 + number] * context for number in range(batch)], [context + new] * batch
-        memory = self.device_memory(lengths)
-        runs = {policy: Filled(self.engine(policy=policy, lengths=lengths, device_memory=memory), prompts, new)
-                for policy in hybrid.POLICIES}
+        options = self.options(lengths)
+        runs = {policy: Filled(self.engine(policy=policy, **options), prompts, new) for policy in hybrid.POLICIES}
         for number in range(rounds + 1):
             for run in runs.values():
                 run.turn(STEPS)
@@ -98,16 +97,18 @@ def show(found: dict):
     mine, gain, possible = found["policies"]["hybrid"], found["gain"], found["possible_gain"]
     blocks = f"{mine['act_device']}+{mine['act_host']} : {mine['kv_host']}"
     print(f"  {found['batch']:4} x {found['context']:5} {blocks:>18} {mine['whole_model_tokens_per_second']:9.2f} tokens/s  "
-          f"{found['measured_over_bound']['median']:5.2f} of the bound, busy {mine['compute_busy']:4.0%} {mine['link_busy']:4.0%}   "
-          + "   ".join(f"{policy} {gain[policy]['median']:.2f}" + (f" (of {possible[policy]:.2f})" if policy in possible else "")
-                       for policy in gain), flush=True)
+          f"{found['measured_over_bound']['median']:5.2f} of the bound, busy {mine['compute_busy']:4.0%} "
+          f"{mine['link_busy']:4.0%}  " + "  ".join(
+              f"{policy} {gain[policy]['median']:.2f}" + (f" (of {possible[policy]:.2f})" if policy in possible else "")
+              for policy in gain), flush=True)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="only this model, random:NAME")
     parser.add_argument("--dtype", help="in this dtype")
-    parser.add_argument("--platform", choices=links.PLATFORMS, action="append", help="only like this GPU's link (default a100, 4090)")
+    parser.add_argument("--platform", choices=links.PLATFORMS, action="append",
+                        help="only with a link like this GPU's (default a100, 4090)")
     parser.add_argument("--batch", type=app.bounded(int, 1, 4096), action="append", help="only batches of so many requests")
     parser.add_argument("--context", type=app.bounded(int, 2, 1 << 16), action="append", help="only contexts of so many tokens")
     parser.add_argument("--device", default="auto")
@@ -121,8 +122,8 @@ def main():
             bench = Bench(name, arguments.dtype or dtype, device, platform)
             grids.append(dict(model=name, dtype=str(bench.model.dtype)[6:], platform=platform, layers=LAYERS, cells=[],
                               link_bytes_per_second=bench.speed))
-            print(f"\n{name} {grids[-1]['dtype']}, link like {platform}'s: batch x context, ACT blocks on the device + in the host : "
-                  "KV blocks, hybrid's throughput, and its gains (of what the bounds allow)", flush=True)
+            print(f"\n{name} {grids[-1]['dtype']}, link like {platform}'s: batch x context, ACT blocks on the device + in the "
+                  "host : KV blocks, hybrid's throughput, and its gains (of what the bounds allow)", flush=True)
             for batch in arguments.batch or BATCHES:
                 for context in tqdm(arguments.context or CONTEXTS, desc=f"{name} {batch}", unit="cell", leave=False):
                     grids[-1]["cells"].append(bench.cell(batch, context, arguments.rounds))
