@@ -1056,11 +1056,10 @@ def demo(engine: Engine, arguments):
     print(" " * 13 + "blocks there is room for" + " " * 28 + "MB over the link" + " " * 6 + "busy share of" + " " * 5 + "time\n"
           "  policy   ACT, device  ACT, host  KV, host   tokens/s, steps        weights   KV  ACT   compute  link  / bound")
     for row in rows:
-        weights, kv, act = (row["bytes_per_step"].get(kind, 0) / 1e6 for kind in ("weights", "kv", "act"))
-        over = "      " if row["measured_over_bound"] is None else f"{row['measured_over_bound']:6.2f}"
-        print(f"  {row['policy']:8} {row['act_device']:11} {row['act_host']:10} {row['kv_host']:9} {row['tokens_per_second']:7.1f} "
-              f"({row['min']:.1f} to {row['max']:.1f})".ljust(65) + f"{weights:6.1f}{kv:6.1f}{act:5.1f}   {row['compute_busy']:7.0%}"
-              f"  {row['link_busy']:4.0%}  {over}".rstrip())
+        moved = [row["bytes_per_step"].get(kind, 0) / 1e6 for kind in ("weights", "kv", "act")]
+        over = f"{row['measured_over_bound']:9.2f}" if row["measured_over_bound"] else ""
+        print("  {policy:8} {act_device:11} {act_host:10} {kv_host:9} {tokens_per_second:7.1f} ({min:.1f} to {max:.1f})".format(
+            **row).ljust(65) + "{:6.1f}{:6.1f}{:5.1f}".format(*moved) + f"{row['compute_busy']:10.0%}{row['link_busy']:6.0%}{over}")
     for run in runs[:3]:
         print(f"\nTwo layers of a decode step, {run.engine.policy} (w: weights, k: KV blocks, a: ACT blocks arrive; r: K and V\n"
               f"are rebuilt, f: the rest of the layer; s: new states leave)\n{run.chart.chart(width=96, bubbles=True)}")
