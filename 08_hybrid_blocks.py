@@ -1058,7 +1058,8 @@ def demo(engine: Engine, arguments):
     for row in rows:
         moved = [row["bytes_per_step"].get(kind, 0) / 1e6 for kind in ("weights", "kv", "act")]
         over = f"{row['measured_over_bound']:9.2f}" if row["measured_over_bound"] else ""
-        line = "  {policy:8} {act_device:11} {act_host:10} {kv_host:9} {tokens_per_second:7.1f} ({min:.1f} to {max:.1f})".format(**row)
+        line = ("  {policy:8} {act_device:11} {act_host:10} {kv_host:9} {tokens_per_second:7.1f} "
+                "({min:.1f} to {max:.1f})").format(**row)
         print(f"{line:65}{moved[0]:6.1f}{moved[1]:6.1f}{moved[2]:5.1f}{row['compute_busy']:10.0%}{row['link_busy']:6.0%}{over}")
     for run in runs[:3]:
         print(f"\nTwo layers of a decode step, {run.engine.policy} (w: weights, k: KV blocks, a: ACT blocks arrive; r: K and V\n"
