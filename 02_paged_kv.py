@@ -361,6 +361,7 @@ def pool_size(model, blocks: int | None, block_size: int, max_running: int) -> i
 class Engine(baseline.Frontend):
     """Answers many requests at once in a fixed number of blocks. One thread runs `step`; others submit and wait."""
     Request, Pool = Request, BlockPool
+    LARGER = "--gpu-blocks {}"             # what makes room for so many blocks
     fields = {"n": (lambda v: app.whole(v, 1, 16), "a whole number from 1 to 16: answers to the same prompt"),
               "cache_salt": (lambda v: app.text(v) and len(v) <= 256, "a string of at most 256 characters")}
 
@@ -671,7 +672,7 @@ class Engine(baseline.Frontend):
             most = self.pool.needed(len(asked.tokens) + asked.max_tokens - 1)      # the last token is never read
             if most > self.pool.size:
                 raise BadRequest(f"{len(asked.tokens)} prompt tokens and up to {asked.max_tokens} new ones take {most} blocks, "
-                                 f"and the pool has {self.pool.size}; ask for less, or start with --gpu-blocks {most}.")
+                                 f"and the pool has {self.pool.size}; ask for less, or start with {self.LARGER.format(most)}.")
             if n > self.max_running:
                 raise BadRequest(f"n is {n}, and at most {self.max_running} may run at once; ask for fewer.")
             leader, *forks = (self.Request(**{

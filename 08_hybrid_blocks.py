@@ -46,6 +46,7 @@ from torch import nn
 
 from common import app, batch, checkpoint
 from common import link as links
+from common.app import BadRequest
 from common.link import Link, Transfer, TransferError
 from common.llama import Layer, Llama
 from common.timeline import Timeline
@@ -100,7 +101,8 @@ class Room(NamedTuple):
 
 
 def allocate(policy: str, costs: Costs, room: Room) -> Allocation:
-    """How many blocks of each kind. All policies but kv-only use the device for ACT blocks."""
+    """How many blocks of each kind. All policies use the device for ACT blocks, but for kv-only, and for hybrid where these are
+    not smaller than KV blocks."""
     act_device = min(room.device, room.useful)
     rest = room.useful - act_device
     if policy == "kv-only":                                             # FlexGen's
@@ -126,9 +128,10 @@ def algorithm_1(costs: Costs, room: Room) -> Allocation:
 
 def device_blocks(costs: Costs, room: Room) -> int:
     """Before step 1. The paper fills the device; but if even with K and V for all others the processor were the slower lane, a
-    block less is rebuilt and one more is loaded."""
+    block less is rebuilt and one more is loaded, as long as the host has room for it."""
     idle = costs.load_weights - costs.forward + room.useful * (costs.load_kv - costs.attend)
-    return max(0, min(room.device, room.useful, int(idle / (costs.rebuild + costs.load_kv))))
+    balanced, needed = int(idle / (costs.rebuild + costs.load_kv)), room.useful - room.host // room.kv_bytes
+    return min(room.device, room.useful, max(0, balanced, needed))
 
 
 def initial_allocation(costs: Costs, room: Room, act_device: int) -> tuple[float, float]:
@@ -137,10 +140,13 @@ def initial_allocation(costs: Costs, room: Room, act_device: int) -> tuple[float
     budget = costs.load_weights - costs.compute(Allocation(act_device, 0, 0))
     act_cost, kv_cost = net_costs(costs)
     most = room.useful - act_device
+    # A kind of less than no cost fills the lane that the other kind fills: step 2 has no ratio then, and all is divided here
+    all_act = max(0.0, budget + kv_cost * most) / (act_cost + kv_cost)
+    all_kv = max(0.0, act_cost * most - budget) / (act_cost + kv_cost)
     if budget >= 0:
-        act_init = budget / act_cost if act_cost > 0 else math.inf
+        act_init = all_act if kv_cost < 0 else budget / act_cost if act_cost > 0 else math.inf
         return min(act_init, most, room.host / room.act_bytes), 0.0
-    kv_init = -budget / kv_cost if kv_cost > 0 else math.inf
+    kv_init = all_kv if act_cost < 0 else -budget / kv_cost if kv_cost > 0 else math.inf
     return 0.0, min(kv_init, most, room.host / room.kv_bytes)
 
 
@@ -176,7 +182,7 @@ def bound(costs: Costs, blocks: float, device: int, policy: str = "hybrid") -> f
     """The least that a layer can take, in seconds, for so many blocks of context (full ones and parts) of which the device may
     hold `device`: every division is tried. `static` has no choice, and is not bounded here."""
     on_device = 0 if policy == "kv-only" else min(device, blocks)
-    if policy == "kv-only":
+    if policy == "kv-only" or policy == "hybrid" and costs.load_act >= costs.load_kv:
         choices = [Allocation(0, 0, blocks)]
     elif policy == "act-only":
         choices = [Allocation(on_device, blocks - on_device, 0)]
@@ -217,7 +223,7 @@ class OffloadedModel(Llama):
         self.pieces = [torch.zeros(piece_size(model.layers[0]), dtype=model.dtype, device=device)
                        for _ in range(2 if self.streamed else 0)]
         self.places = [self.layer_on(piece) for piece in self.pieces]
-        self.link, self.coming, self.sent, self.transfers = None, None, 0, []
+        self.link, self.coming, self.layers_left, self.sent, self.transfers = None, None, 1, 0, []
 
     def layer_on(self, piece) -> Layer:
         layer = Layer(self.config, self.rotary, dtype=self.dtype, device="meta")
@@ -339,13 +345,15 @@ class HybridPool(paged.BlockPool):
         return Entry(*self.KINDS[kind], block - self.firsts[kind])
 
     def allocate(self, count: int, table: list[int] = ()) -> list[int]:
-        """Equation 5: each block is of the kind of which `table` then has the smallest part of its share. Where a kind has run
+        """Equation 5: each block is of a kind of which `table` has less than its share, and of these the one of which most is
+        left in the pool: a kind with a small share is not forgotten where all requests are short. Where all such kinds have run
         out, another one does."""
         room = Counter(map(self.kind, (*self.free, *self.cached)))
         held, kinds = Counter(map(self.kind, table)), []
-        for _ in range(count):
-            kind = min((kind for kind in range(3) if room[kind]),
-                       key=lambda kind: kind if self.in_order else (held[kind] + 1) / self.allocation[kind])
+        for length in range(len(table) + 1, len(table) + count + 1):
+            left = [kind for kind in range(3) if room[kind]]
+            short = [kind for kind in left if held[kind] < length * self.allocation[kind] / self.size] or left
+            kind = left[0] if self.in_order else max(short, key=lambda kind: room[kind] / self.allocation[kind])
             kinds.append(kind)
             held[kind] += 1
             room[kind] -= 1
@@ -367,6 +375,9 @@ class HybridPool(paged.BlockPool):
             self.references[block] = 1
         return free[:count]
 
+    def copy_on_write(self, block: int) -> int:
+        raise NotImplementedError("here a block that is written has one owner: see Engine.fork")
+
     def runs(self, table: list[int], tokens: int) -> list[tuple[list[slice], list[int]]]:
         """Where the first `tokens` tokens of a table are -> for each of KINDS, its slots and its positions."""
         slots, positions = ([], [], []), ([], [], [])
@@ -382,7 +393,8 @@ class HybridPool(paged.BlockPool):
 
     def check_integrity(self, tables: list[list[int]]):
         super().check_integrity(tables)
-        assert [sum(self.kind(block) == kind for block in range(self.size)) for kind in range(3)] == list(self.allocation)
+        slots = self.act_device.shape[1], self.act_host.shape[1], self.kv.shape[2]
+        assert slots == tuple(blocks * self.block_size for blocks in self.allocation), "a pool has not as many slots as blocks"
 
 
 @dataclass(eq=False)
@@ -402,13 +414,14 @@ class Context:
         self.new: dict[paged.Request, tuple[int, int, int]] = {}        # first row, row of the first new token, context
         self.kv, self.act = ([], []), ([], [])                          # the host's slots, rows of the buffer: as many slices
         self.device_slots: list[int] = []
-        rebuilt, self.rows, self.act_rows = ([], []), 0, 0              # (row, position): of the device's and of the host's
+        rebuilt, self.rows, self.act_rows = (([], []), ([], [])), 0, 0          # (rows, positions) of the device's and the host's
         for request, start, count in items:
             first, (on_device, from_host, kv) = self.rows, pool.runs(request.table, start)
             for slots in kv[0]:
                 self.land(self.kv, slots)
-            for target, (slots, positions) in zip(rebuilt, (on_device, from_host)):
-                target.extend(zip(range(self.rows, self.rows + len(positions)), positions))
+            for (rows, at), (_, positions) in zip(rebuilt, (on_device, from_host)):
+                rows += range(self.rows, self.rows + len(positions))
+                at += positions
                 self.rows += len(positions)
             for slots in from_host[0]:
                 self.act[0].append(slots)
@@ -419,7 +432,7 @@ class Context:
             self.rows += count
         device = pool.act_device.device
         self.device_slots = torch.tensor(self.device_slots, dtype=torch.int64, device=device)
-        self.rebuilt = [torch.tensor(pairs, dtype=torch.int64, device=device).reshape(-1, 2).T.contiguous() for pairs in rebuilt]
+        self.rebuilt = [torch.tensor(rows_and_positions, dtype=torch.int64, device=device) for rows_and_positions in rebuilt]
 
     def land(self, pieces: tuple[list, list], slots: slice):
         pieces[0].append(slots)
@@ -439,46 +452,37 @@ class Item(NamedTuple):
         return self.start + self.count
 
 
-class MiniBatch(list):
-    """Items that fit the buffers together."""
-
-    @property
-    def tokens(self) -> int:
-        return sum(item.tokens for item in self)
-
-    @property
-    def blocks(self) -> Allocation:
-        return Allocation(*map(sum, zip(*(item.blocks for item in self))))
-
-    def imbalance(self, costs: Costs, share: float) -> float:
-        """Equations 6 and 7: by how much one lane takes longer than the other, at least 1. Meanwhile `share` of the weights
-        travels, and so much of the step's new tokens is computed."""
+    def lanes(self, costs: Costs, share: float) -> tuple[float, float]:
+        """Seconds on the link and on the processor, where `share` of the weights travels meanwhile, and so much of the step's new
+        tokens is computed."""
         costs = costs._replace(load_weights=costs.load_weights * share, forward=costs.forward * share)
-        compute, link = costs.compute(self.blocks), costs.link(self.blocks)
-        return max(compute, link) / max(min(compute, link), 1e-9)
+        return costs.link(self.blocks), costs.compute(self.blocks)
 
 
-def form_mini_batches(items: list[Item], costs: Costs, rows: int, act_rows: int, block_size: int) -> list[MiniBatch]:
-    """Section IV-C-3, greedily: as few mini-batches as the buffers allow, `rows` tokens in that of attention and `act_rows` in
-    that of ACT blocks from the host, all about equally long. Each begins with the longest request that is left, and takes
-    those with which it is balanced best."""
-    left, formed = sorted(items, key=lambda item: -item.tokens), []
+def imbalance(link: float, compute: float) -> float:
+    """Equations 6 and 7: by how much one lane takes longer than the other, at least 1."""
+    return max(compute, link) / max(min(compute, link), 1e-9)
+
+
+def form_mini_batches(items: list[Item], costs: Costs, rows: int, act_rows: int, block_size: int):
+    """Section IV-C-3, greedily -> an iterator over lists of Items: as few as the buffers allow, `rows` tokens in that of
+    attention and `act_rows` in that of ACT blocks from the host, all about equally long. Each begins with the longest request
+    that is left, and takes those with which it is balanced best."""
     total = sum(item.tokens for item in items)
+    left = [(item, item.tokens, item.blocks.act_host * block_size, *item.lanes(costs, item.tokens / total)) for item in items]
+    left.sort(key=lambda each: -each[1])
     while left:
-        tokens, act = sum(item.tokens for item in left), sum(item.blocks.act_host for item in left) * block_size
+        tokens, act = sum(each[1] for each in left), sum(each[2] for each in left)
         even = tokens / max(math.ceil(tokens / rows), math.ceil(act / act_rows) if act else 0)
-        mini_batch = MiniBatch([left.pop(0)])
-        while True:
-            size, act = mini_batch.tokens, mini_batch.blocks.act_host * block_size
-            fitting = [item for item in left if size + item.tokens <= rows and size + item.tokens / 2 <= even
-                       and act + item.blocks.act_host * block_size <= act_rows]
-            if not fitting:
-                break
-            best = min(fitting, key=lambda item: MiniBatch([*mini_batch, item]).imbalance(costs, (size + item.tokens) / total))
-            mini_batch.append(best)
+        first, tokens, act, link, compute = left.pop(0)
+        mini_batch = [first]
+        while fitting := [each for each in left if tokens + each[1] <= rows and tokens + each[1] / 2 <= even
+                          and act + each[2] <= act_rows]:
+            best = min(fitting, key=lambda each: imbalance(link + each[3], compute + each[4]))
             left.remove(best)
-        formed.append(mini_batch)
-    return formed
+            mini_batch.append(best[0])
+            tokens, act, link, compute = tokens + best[1], act + best[2], link + best[3], compute + best[4]
+        yield mini_batch
 
 
 class Rows:
@@ -487,14 +491,13 @@ class Rows:
 
     def __init__(self, pool: HybridPool, parts: list[tuple[paged.Request, int, int]], context: Context, first: int):
         """`parts`: request, position of the first token, tokens; `first` is their row in the step's hidden states."""
-        self.rows, self.reads, self.blocks = slice(first, first + sum(count for _, _, count in parts)), [], set()
+        self.rows, self.blocks = slice(first, first + sum(count for _, _, count in parts)), set()
+        self.reads: list[tuple[slice, slice]] = []                      # rows of the queries, rows of the buffer that they see
         keeps, positions, targets, row = ([], [], []), [], [], 0
         for request, position, count in parts:
             begin, new, start = context.new[request]
-            end, mask = new + position - start + count, None
-            if count > 1 and position:
-                mask = torch.ones(count, position + count, dtype=torch.bool, device=pool.act_device.device).tril(position)
-            self.reads.append((slice(row, row + count), slice(begin, end), mask))
+            end = new + position - start + count
+            self.reads.append((slice(row, row + count), slice(begin, end)))
             positions += range(position, position + count)
             targets += range(end - count, end)
             for at in range(position, position + count):
@@ -523,32 +526,38 @@ def adjacent(slots: list[int]) -> list[tuple[slice, slice]]:
     return pieces
 
 
+def split(mini_batch: list[Item]):
+    """Its new tokens in groups of at most ROWS -> an iterator over lists of (request, position of the first token, tokens)."""
+    parts, room = [], ROWS
+    for request, position, count, _ in mini_batch:
+        while count:
+            taken = min(count, room)
+            parts.append((request, position, taken))
+            position, count, room = position + taken, count - taken, room - taken
+            if not room:
+                yield parts
+                parts, room = [], ROWS
+    if parts:
+        yield parts
+
+
 class Step:
     """One step's tokens in mini-batches, in the order in which they go through each layer."""
 
-    def __init__(self, pool: HybridPool, work: list[tuple[paged.Request, int]], mini_batches: list[MiniBatch],
+    def __init__(self, pool: HybridPool, work: list[tuple[paged.Request, int]], mini_batches: list[list[Item]],
                  first: Context | None = None):
         """`first`: the context of the first mini-batch, where it is on its way already."""
         self.work, self.mini_batches, flat, last = work, [], [], {}
-        total = sum(mini_batch.tokens for mini_batch in mini_batches)
+        total = sum(item.tokens for mini_batch in mini_batches for item in mini_batch)
         for mini_batch in mini_batches:
             context, first = first or Context(pool, [item[:3] for item in mini_batch]), None
-            row, groups, parts, room = len(flat), [], [], ROWS
-            for request, start, count, _ in mini_batch:
-                flat += request.tokens[start:start + count]
-                last[request] = len(flat) - 1
-                while count:
-                    taken = min(count, room)
-                    parts.append((request, start, taken))
-                    start, count, room = start + taken, count - taken, room - taken
-                    if not room:
-                        groups.append(parts)
-                        parts, room = [], ROWS
-            rows = []
-            for group in [*groups, parts] if parts else groups:
-                rows.append(Rows(pool, group, context, row))
-                row = rows[-1].rows.stop
-            self.mini_batches.append((context, rows, mini_batch.tokens / total))
+            rows, share = [], sum(item.tokens for item in mini_batch) / total
+            for parts in split(mini_batch):
+                rows.append(Rows(pool, parts, context, len(flat)))
+                for request, position, count in parts:
+                    flat += request.tokens[position:position + count]
+                    last[request] = len(flat) - 1
+            self.mini_batches.append((context, rows, share))
         device = pool.act_device.device
         self.tokens = torch.tensor(flat, dtype=torch.int64, device=device)                          # [T]
         last = [last[request] for request, count in work if count == request.pending]
@@ -587,15 +596,17 @@ class Record:
     tokens: int                    # that were computed
     context: int                   # that they read
     decoding: bool                 # one token for each request
-    moved: Counter                 # bytes over the link: weights, act, kv, and back: stored
+    moved: Counter                 # bytes over the link: weights, act, kv (with what is for the next step), and back: stored
 
 
 # 3. The engine ---------------------------------------------------------------------------------------------------
 
 class Engine(paged.Engine):
-    """Chapter 02's engine on an OffloadedModel. `model` is in host memory, `device` computes. `lengths` are the tokens of the
+    """Chapter 02's engine on an OffloadedModel. `model` is in host memory, as checkpoint.load(..., on_host=True) leaves it, and
+    `device` computes. `lengths` are the tokens of the
     requests that are expected, prompt and answer; by default as many as may run, each as long as the context."""
     KEPT_STEPS = 4                 # whose spans the timeline keeps
+    LARGER = "a larger --host-memory"
 
     def __init__(self, model, tokenizer, end_tokens, block_size: int = 16, token_budget: int = 8192, max_running: int = 128,
                  max_waiting: int = 256, *, device=None, policy: str = "hybrid", device_memory: float | None = None,
@@ -613,7 +624,6 @@ class Engine(paged.Engine):
         self.rows = max(min(mini_batch, sum(self.lengths)), self.lengths[0])
         offloaded = OffloadedModel(model, device, resident_layers)
         super().__init__(offloaded, tokenizer, end_tokens, None, block_size, token_budget, max_running, max_waiting)
-        self.context = min(self.context, self.rows)
         self.ahead: Arrival | None = None                               # the next step's first context, on its way
         self.stored: list[deque[Stored]] = [deque() for _ in range(model.config.num_hidden_layers)]
         self.damaged: set[int] = set()                                  # blocks whose state was lost on its way to the host
@@ -621,6 +631,15 @@ class Engine(paged.Engine):
         self.timeline, self.records = Timeline(), deque(maxlen=256)
         self.marks, self.travelling, self.moved = [], deque(), Counter()
         self.counts.update(weight_bytes=0, act_bytes=0, kv_bytes=0, stored_bytes=0, transfer_errors=0)
+
+    def request(self, *prompt, **sampling):
+        """Chapter 01's, if its context fits into a buffer."""
+        request = super().request(*prompt, **sampling)
+        most = len(request.tokens) + request.max_tokens - 1             # the last token is never read
+        if most > self.rows:
+            raise BadRequest(f"{len(request.tokens)} prompt tokens and up to {request.max_tokens} new ones are more than the "
+                             f"{self.rows} that the buffers hold; ask for less, or start with --mini-batch {most}.")
+        return request
 
     # Memory
 
@@ -641,30 +660,35 @@ class Engine(paged.Engine):
         self.room = self.measure_room(block_size)
         self.costs = self.costs or self.measure(block_size)
         self.allocation = allocate(self.policy, self.costs, self.room)
-        longest = -(-self.lengths[-1] // block_size)
-        if sum(self.allocation) < longest:
+        least = -(-self.lengths[-1] // block_size)
+        if sum(self.allocation) < least:
             raise checkpoint.ModelError(
-                f"A request of {self.lengths[-1]} tokens takes {longest} blocks and there is room for {sum(self.allocation)}: of "
+                f"A request of {self.lengths[-1]} tokens takes {least} blocks and there is room for {sum(self.allocation)}: of "
                 f"{self.limits[1] / 1e6:.1f} MB of host memory the weights take {model.host_bytes / 1e6:.1f} MB, and a block of "
                 f"{block_size} tokens takes {self.kv_bytes / 1e6:.3f} MB as K and V; choose a larger --host-memory.")
         return HybridPool(config, self.allocation, block_size, model.dtype, model.device, in_order=self.policy == "static")
 
     @property
+    def tensor_bytes(self) -> int:
+        """Of weights and buffers on the device."""
+        buffers = [tensor for pair in (*self.buffers, *self.staging) for tensor in (pair.act, pair.kv)] + [self.hidden]
+        return self.model.device_bytes + sum(tensor.nbytes for tensor in buffers)
+
+    @property
     def device_bytes(self) -> int:
         """Device memory that is taken beside ACT blocks: weights, buffers, and what products need for a moment."""
         config, size = self.model.config, self.model.dtype.itemsize
-        buffers = [tensor for pair in (*self.buffers, *self.staging) for tensor in (pair.act, pair.kv)] + [self.hidden]
         heads, kv_heads = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
         row = 6 * config.hidden_size + 4 * heads + 6 * kv_heads + 4 * config.intermediate_size + 2 * self.rows      # numbers
         head = self.max_running * (config.vocab_size + 2 * config.hidden_size)
-        return self.model.device_bytes + sum(tensor.nbytes for tensor in buffers) + (ROWS * row + head) * size
+        return self.tensor_bytes + (ROWS * row + head) * size
 
     def measure_limits(self, block_size: int) -> tuple[float, float]:
         """-> bytes of device and host memory: as asked for, or on a GPU most of what is free, and elsewhere room for half of the
         weights as ACT blocks; and in the host what the batch can use, within half of what is free."""
         device, host = self.memory
         if device is None and self.model.device.type == "cuda":
-            device = 0.9 * torch.cuda.mem_get_info()[0] + torch.cuda.memory_allocated()
+            device = 0.9 * torch.cuda.mem_get_info()[0] + self.tensor_bytes
         elif device is None:
             device = self.device_bytes + self.model.host_bytes / 2
         if host is None:
@@ -708,7 +732,7 @@ class Engine(paged.Engine):
         positions = targets % self.context
         hidden = states[:1].expand(requests, -1).contiguous()           # [R, D]
         queries = layer.project_q(hidden[:together], positions[:1].expand(together))                # [R', H, hd]
-        reads = [(slice(row, row + 1), slice(row * length, (row + 1) * length), None) for row in range(together)]
+        reads = [(slice(row, row + 1), slice(row * length, (row + 1) * length)) for row in range(together)]
         buffer.kv.normal_()
 
         def seconds(what) -> float:
@@ -748,7 +772,7 @@ class Engine(paged.Engine):
                      if request in items and items[request][1:3] == (start, 1)]
             if not first:
                 self.discard()
-        mini_batches = ([MiniBatch(first)] if first else []) + self.form(list(items.values()))
+        mini_batches = ([first] if first else []) + list(self.form(list(items.values())))
         return Step(self.pool, work, mini_batches, self.ahead.context if first else None)
 
     def discard(self):
@@ -762,15 +786,18 @@ class Engine(paged.Engine):
         held = Counter(map(self.pool.kind, request.table[:self.pool.needed(tokens)]))
         return Allocation(held[0], held[1], held[2])
 
-    def form(self, items: list[Item]) -> list[MiniBatch]:
-        if self.policy == "static":                                     # in the order of arrival
-            formed = []
-            for item in items:
-                if not formed or formed[-1].tokens + item.tokens > self.rows:
-                    formed.append(MiniBatch())
-                formed[-1].append(item)
-            return formed
-        return form_mini_batches(items, self.costs, self.rows, self.act_rows, self.pool.block_size)
+    def form(self, items: list[Item]):
+        """-> an iterator over mini-batches."""
+        if self.policy != "static":
+            return form_mini_batches(items, self.costs, self.rows, self.act_rows, self.pool.block_size)
+        formed, room = [], 0                                            # in the order of arrival
+        for item in items:
+            if item.tokens > room:
+                formed.append([])
+                room = self.rows
+            formed[-1].append(item)
+            room -= item.tokens
+        return iter(formed)
 
     @torch.inference_mode()
     def forward(self, step: Step):
@@ -780,7 +807,7 @@ class Engine(paged.Engine):
         self.moved, self.marks, number = Counter(), [], self.counts["steps"]
         hidden.copy_(model.embed(step.tokens))
         arrival, self.ahead = self.ahead or self.bring(0, step.mini_batches[0][0], number), None
-        layers = model.config.num_hidden_layers
+        layers, ahead = model.config.num_hidden_layers, self.look_ahead(step)
         for index in range(layers):
             layer = model.begin(index)
             for at, (_, rows, share) in enumerate(step.mini_batches):
@@ -790,8 +817,8 @@ class Engine(paged.Engine):
                     following = self.bring(index, step.mini_batches[at + 1][0], number)
                 elif index + 1 < layers:
                     following = self.bring(index + 1, step.mini_batches[0][0], number)
-                else:
-                    following = self.ahead = self.look_ahead(step, number)
+                elif ahead and layers > 1:                              # else this step's own states are not all there yet
+                    following = self.ahead = self.bring(0, ahead, number + 1)
 
                 # 2. K and V of what was kept as activations
                 self.rebuild_all(index, layer, arrival)
@@ -822,13 +849,13 @@ class Engine(paged.Engine):
             self.travel("kv", arrival.kv)
         return arrival
 
-    def look_ahead(self, step: Step, number: int) -> Arrival | None:
-        """In its last layer, a step does not know who goes on. But who does reads what it reads now, and one token more."""
-        going_on = [(request, request.computed + count) for request, count in step.work if count == request.pending]
-        items = [Item(request, start, 1, self.blocks_of(request, start)) for request, start in going_on]
-        if not items:
-            return None
-        return self.bring(0, Context(self.pool, [item[:3] for item in self.form(items)[0]]), number + 1)
+    def look_ahead(self, step: Step) -> Context | None:
+        """The first context of the next step, which is to arrive while this one is in its last layer. Nobody knows yet who has
+        said his last word; but who goes on reads what he reads now, and one token more."""
+        items = [Item(request, request.computed + count, 1, self.blocks_of(request, request.computed + count))
+                 for request, count in step.work
+                 if count == request.pending and len(request.answer.tokens) + 1 < request.max_tokens]
+        return Context(self.pool, [item[:3] for item in next(self.form(items))]) if items else None
 
     def rebuild_all(self, index: int, layer, arrival: Arrival):
         context, buffer = arrival.context, arrival.buffer
@@ -872,8 +899,11 @@ class Engine(paged.Engine):
     def attend(self, q, buffer: Buffer, reads):
         """q [T, H, hd] -> [T, H, hd]: each request's rows over its rows of the buffer."""
         out, (keys, values) = torch.empty_like(q), buffer.kv            # [rows, KVH, hd] each
-        for rows, seen, mask in reads:
-            out[rows] = baseline.attention(q[rows], keys[seen].transpose(0, 1), values[seen].transpose(0, 1), mask)
+        for rows, seen in reads:
+            (count, _, _), k, v, mask = q[rows].shape, keys[seen].transpose(0, 1), values[seen].transpose(0, 1), None
+            if 1 < count < k.shape[1]:                                  # row i sees what was before these rows, and i + 1 of them
+                mask = torch.ones(count, k.shape[1], dtype=torch.bool, device=q.device).tril(k.shape[1] - count)    # [T, S]
+            out[rows] = baseline.attention(q[rows], k, v, mask)
         return out
 
     def store(self, index: int, part: Rows, staging: Staging, number: int) -> list[Transfer]:
@@ -891,7 +921,8 @@ class Engine(paged.Engine):
         return transfers
 
     def settle(self, index: int, number: int):
-        """Wait until what steps before `number` stored in layer `index` is there. Raises TransferError."""
+        """Wait until what steps before `number` stored in layer `index` is there; the host waits, but that was layers ago.
+        Raises TransferError."""
         stored = self.stored[index]
         while stored and stored[0].step < number:
             _, transfer, blocks = stored.popleft()
@@ -930,12 +961,15 @@ class Engine(paged.Engine):
         self.timeline.spans = [span for span in self.timeline.spans if span.end > oldest]
 
     def fail(self, work, error: Exception):
-        """After a failed transfer nobody has lost anything but a step; whose state was lost on its way to the host
-        is computed again. After RETRIES in a row, all of the step's requests fail."""
+        """After a failed transfer nobody has lost anything but a step; whose state was lost on its way to the host is computed
+        again. After RETRIES steps in a row, all of the step's requests fail."""
         self.discard()
         self.model.forget()
         for transfer in self.travelling:
             transfer.join()
+        for stored in self.stored:                                      # what else was lost shows now, not in the retries
+            self.damaged.update(*(blocks for _, transfer, blocks in stored if transfer.error is not None))
+            stored.clear()
         for block in self.damaged:
             self.pool.forget(block)
         for request in [request for request in self.running if not self.damaged.isdisjoint(request.table)]:
@@ -947,7 +981,7 @@ class Engine(paged.Engine):
             if self.failures < RETRIES:
                 return
         self.failures = 0
-        super().fail([item for item in work if item[0] in self.running], error)
+        super().fail(work, error)
 
     def restore(self, request):
         """Chapter 02's: what is cached is in the table already. It is brought in every step."""
