@@ -719,46 +719,49 @@ class Engine(paged.Engine):
         return Room(int(host - model.host_bytes), self.act_bytes, self.kv_bytes, on_device, self.useful(block_size))
 
     @torch.inference_mode()
-    def measure(self, block_size: int, rounds: int = 3) -> Costs:
-        """What a layer costs on this machine, with as many requests and as long contexts as are expected; medians."""
-        model, buffer = self.model, self.buffers[0]
-        index = model.streamed[0] if model.streamed else 0
-        layer, requests = model.begin(index), min(len(self.lengths), self.token_budget)
-        length = max(1, int(statistics.mean(self.lengths)))
-        together = max(1, min(requests, self.rows // length))           # contexts that the buffer holds
-        rows = min(self.rows, 16 * ROWS)                                # as in a step, more than the processor's cache holds
+    def measure(self, block_size: int, rounds: int = 4) -> Costs:
+        """What a layer costs on this machine, with as many requests and as long contexts as are expected; medians. The processor
+        works in one buffer while the link fills the other, as in a step."""
+        model, layers = self.model, self.model.config.num_hidden_layers
+        layer = model.begin(model.streamed[0] if model.streamed else 0)
+        length, requests = max(1, int(statistics.mean(self.lengths))), min(len(self.lengths), self.token_budget)
+        together = max(1, min(requests, self.rows // length))           # requests in a mini-batch
+        rows = min(self.rows, together * length)
         states = torch.randn(rows, model.config.hidden_size).to(model.dtype).to(model.device)       # [rows, D]
         targets = torch.arange(rows, device=model.device)
         positions = targets % self.context
         hidden = states[:1].expand(requests, -1).contiguous()           # [R, D]
-        queries = layer.project_q(hidden[:together], positions[:1].expand(together))                # [R', H, hd]
+        queries = layer.project_q(hidden[:together], positions[:1].expand(together))                # [together, H, hd]
         reads = [(slice(row, row + 1), slice(row * length, (row + 1) * length)) for row in range(together)]
-        buffer.kv.normal_()
 
-        def seconds(what) -> float:
-            taken = []
-            for _ in range(rounds + 1):
-                began = self.clock.mark()
-                what()
-                taken.append((began, self.clock.mark()))
-            return statistics.median(self.clock.seconds(end) - self.clock.seconds(began) for began, end in taken[1:])
+        def forward(buffer):
+            for first in range(0, together, ROWS):
+                part = hidden[:together][first:first + ROWS]
+                layer(part, positions[:1].expand(len(part)), lambda q, k, v: q)
 
-        def project():
+        def rebuild(buffer):
             for first in range(0, rows, ROWS):
                 part = slice(first, first + ROWS)
                 self.rebuild(layer, states[part], buffer, targets[part], positions[part])
-
-        def forward():
-            for first in range(0, requests, ROWS):
-                part = hidden[first:first + ROWS]
-                layer(part, positions[:1].expand(len(part)), lambda q, k, v: q)
-        layers = model.config.num_hidden_layers
-        size = sum(piece.nbytes for piece in model.host.values()) / layers
-        speed, per_block = self.load_link.speed(), model.config.num_hidden_layers
-        return Costs(load_weights=size / speed, forward=seconds(forward) + seconds(lambda: model.logits(hidden)) / layers,
-                     attend=seconds(lambda: self.attend(queries, buffer, reads)) / (together * length) * block_size,
-                     rebuild=seconds(project) / rows * block_size,
-                     load_act=self.act_bytes / per_block / speed, load_kv=self.kv_bytes / per_block / speed)
+        work = dict(attend=lambda buffer: self.attend(queries, buffer, reads), forward=forward, rebuild=rebuild,
+                    head=lambda buffer: model.logits(hidden))
+        taken = {name: [] for name in work}
+        on_host = offload.pinned((2, rows, *self.buffers[0].kv.shape[2:]), model.dtype, model.device, "A buffer").normal_()
+        for _ in range(rounds + 1):
+            self.buffers.reverse()
+            transfer = self.load_link.copy(self.buffers[1].kv[:, :rows], on_host, "measurement")
+            for name, function in work.items():
+                began = self.clock.mark()
+                function(self.buffers[0])
+                taken[name].append((began, self.clock.mark()))
+            transfer.join()
+        attend, forward, rebuild, head = (
+            statistics.median(self.clock.seconds(end) - self.clock.seconds(began) for began, end in marks[1:])
+            for marks in taken.values())
+        speed = self.load_link.speed()
+        return Costs(load_weights=model.host_bytes / layers / speed, forward=forward * requests / together + head / layers,
+                     attend=attend / (together * length) * block_size, rebuild=rebuild / rows * block_size,
+                     load_act=self.act_bytes / layers / speed, load_kv=self.kv_bytes / layers / speed)
 
     # One step
 
