@@ -110,8 +110,8 @@ def allocate(policy: str, costs: Costs, room: Room) -> Allocation:
     if policy == "act-only":
         return Allocation(act_device, min(rest, room.host // room.act_bytes), 0)
     if policy == "static":                                              # as many bytes of one kind as of the other
-        memory = min(room.host // 2, rest * room.act_bytes * room.kv_bytes // (room.act_bytes + room.kv_bytes))
-        act_host = min(rest, math.ceil(memory / room.act_bytes)) if memory < room.host // 2 else memory // room.act_bytes
+        memory = min(room.host // 2, math.ceil(rest * room.act_bytes * room.kv_bytes / (room.act_bytes + room.kv_bytes)))
+        act_host = min(rest, math.ceil(memory / room.act_bytes), room.host // 2 // room.act_bytes)
         return Allocation(act_device, act_host, min(rest - act_host, room.host // 2 // room.kv_bytes))
     return algorithm_1(costs, room)
 
@@ -627,7 +627,7 @@ class Engine(paged.Engine):
         self.ahead: Arrival | None = None                               # the next step's first context, on its way
         self.stored: list[deque[Stored]] = [deque() for _ in range(model.config.num_hidden_layers)]
         self.damaged: set[int] = set()                                  # blocks whose state was lost on its way to the host
-        self.failures = 0                                               # steps in a row that failed because of a transfer
+        self.failures, self.kept = 0, False                             # steps that failed since a state was last seen to be kept
         self.timeline, self.records = Timeline(), deque(maxlen=256)
         self.marks, self.travelling, self.moved = [], deque(), Counter()
         self.counts.update(weight_bytes=0, act_bytes=0, kv_bytes=0, stored_bytes=0, transfer_errors=0)
@@ -820,8 +820,10 @@ class Engine(paged.Engine):
                     following = self.bring(index, step.mini_batches[at + 1][0], number)
                 elif index + 1 < layers:
                     following = self.bring(index + 1, step.mini_batches[0][0], number)
-                elif ahead and layers > 1:                              # else this step's own states are not all there yet
+                elif ahead and layers > 1:
                     following = self.ahead = self.bring(0, ahead, number + 1)
+                else:                                                   # of one layer, this step's own states are not there yet
+                    following = None
 
                 # 2. K and V of what was kept as activations
                 self.rebuild_all(index, layer, arrival)
@@ -933,6 +935,7 @@ class Engine(paged.Engine):
             if transfer.error is not None:
                 self.damaged |= blocks
                 raise TransferError(transfer)
+            self.kept = True
 
     def travel(self, kind: str, transfer: Transfer | None):
         if transfer is not None:
@@ -948,7 +951,8 @@ class Engine(paged.Engine):
         began, ended = (self.clock.seconds(mark) - self.timeline.began for mark in (began, self.clock.mark()))
         self.note_spans()
         if self.counts["steps"] > steps:
-            self.failures = 0
+            if self.kept or not self.moved["stored"]:                   # what this step stored is not known to be there yet
+                self.failures, self.kept = 0, False
             self.records.append(Record(began, ended, tokens, read, decoding, self.moved))
             self.counts.update(weight_bytes=self.moved["weights"], act_bytes=self.moved["act"], kv_bytes=self.moved["kv"],
                                stored_bytes=self.moved["stored"])
