@@ -110,7 +110,7 @@ def allocate(policy: str, costs: Costs, room: Room) -> Allocation:
     if policy == "act-only":
         return Allocation(act_device, min(rest, room.host // room.act_bytes), 0)
     if policy == "static":                                              # as many bytes of one kind as of the other
-        memory = min(room.host // 2, math.ceil(rest * room.act_bytes * room.kv_bytes / (room.act_bytes + room.kv_bytes)))
+        memory = min(room.host // 2, rest * room.act_bytes * room.kv_bytes // (room.act_bytes + room.kv_bytes))
         act_host = min(rest, math.ceil(memory / room.act_bytes), room.host // 2 // room.act_bytes)
         return Allocation(act_device, act_host, min(rest - act_host, room.host // 2 // room.kv_bytes))
     return algorithm_1(costs, room)
@@ -981,7 +981,7 @@ class Engine(paged.Engine):
             self.pool.forget(block)
         for request in [request for request in self.running if not self.damaged.isdisjoint(request.table)]:
             self.preempt(request)
-        self.damaged = set()
+        self.damaged, self.kept = set(), False
         if isinstance(error, TransferError):
             self.counts["transfer_errors"] += 1
             self.failures += 1
