@@ -1076,7 +1076,8 @@ def demo(engine: Engine, arguments):
     talks = [paged.conversation(engine, rng, engine.context // (12, 10, 8, 7)[number % 4]) for number in range(REQUESTS)]
     prompts = [engine.encode(None, messages)[0][:engine.context - new] for messages in talks]
     lengths = [len(prompt) + new for prompt in prompts]
-    options = dict(engine.options, mini_batch=min(arguments.mini_batch, max(sum(lengths) // 4, *lengths)), lengths=lengths)
+    options = dict(engine.options, mini_batch=min(arguments.mini_batch, max(sum(lengths) // 4, *lengths)), lengths=lengths,
+                   max_running=max(REQUESTS, engine.max_running), token_budget=max(sum(lengths), engine.token_budget))
     costs, runs = None, []
     for policy in POLICIES:
         one = Engine(engine.on_host, engine.tokenizer, frozenset(), **dict(options, policy=policy, costs=costs))
@@ -1085,6 +1086,9 @@ def demo(engine: Engine, arguments):
     # 2. They take turns, and are compared with chapter 01 before anything is printed
     while any([run.turn() for run in runs]):
         pass
+    if not all(run.seconds for run in runs):
+        raise checkpoint.ModelError(f"There is not memory for {REQUESTS} requests at once under every policy; choose a larger "
+                                    "--host-memory or leave it out.")
     alone = baseline.Engine(whole_model(engine), engine.tokenizer, frozenset())
     verified = paged.verify(alone, [paged.Run(run.requests) for run in runs])
 

@@ -1,4 +1,4 @@
-"""Chapters 01 to 07 on a GPU."""
+"""Chapters 01 to 08 on a GPU."""
 import argparse
 import gc
 import math
@@ -15,9 +15,9 @@ from common.link import CudaTransfer, Link, RowBuffer, TransferError
 from common.timeline import Clock
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no CUDA device here")
-baseline, paged, offload, hidden, bubble, cake, tiered = (chapter(name) for name in (
+baseline, paged, offload, hidden, bubble, cake, tiered, hybrid = (chapter(name) for name in (
     "01_baseline", "02_paged_kv", "03_cpu_offload", "04_hidden_state_cache", "05_bubble_free", "06_bidirectional",
-    "07_tiered_storage"))
+    "07_tiered_storage", "08_hybrid_blocks"))
 PROMPT = list(range(40, 140))
 FOLDERS = {"mha": dict(num_key_value_heads=4), "gqa": dict(num_key_value_heads=2), "one KV head": dict(num_key_value_heads=1),
            "qwen2": dict(family="qwen2"), "tied": dict(tie_word_embeddings=True)}
@@ -1968,3 +1968,426 @@ def test_memory_is_constant_over_many_trips_through_three_tiers(tiny_folder, tmp
     assert (engine.pool.kv.data_ptr(), engine.host.kv.data_ptr()) == where
     assert engine.counts["finished"] == 8 * 15 and engine.counters()["storage_pages_read"] > 0
     engine.release()
+
+
+# Chapter 08 ------------------------------------------------------------------------------------------------------
+
+SHORT = LONG // 5                  # cycles: a tenth of a second
+MIXED = hybrid.Costs(load_weights=10.0, forward=1.0, attend=0.1, rebuild=3.0, load_act=1.0, load_kv=2.0)    # all kinds of blocks
+
+
+def hybrid_engine(folder, dtype="float32", device_blocks: int | None = None, host_blocks: int | None = None, **options):
+    """Chapter 08's engine, where asked for with room for so many ACT blocks on the device, and so many blocks in the host."""
+    loaded = checkpoint.load(str(folder), dtype, "cuda", on_host=True)
+    options = {"max_running": 16, "mini_batch": 1024, "token_budget": 2048, "costs": MIXED, **options, "device": "cuda"}
+    engine = hybrid.Engine(*loaded, **options)
+    if device_blocks is not None:
+        options["device_memory"] = engine.device_bytes + device_blocks * engine.act_bytes
+    if host_blocks is not None:
+        options["host_memory"] = engine.model.host_bytes + host_blocks * max(engine.act_bytes, engine.kv_bytes)
+    return engine if device_blocks is host_blocks is None else hybrid.Engine(*loaded, **options)
+
+
+def run_hybrid(engine):
+    """Step until nobody runs or waits; then every block must be back."""
+    while engine.step():
+        engine.pool.check_integrity([request.table for request in engine.running])
+    run_all(engine)
+
+
+def ask_hybrid(engine, prompt=STORY, **fields):
+    """One request with nobody else around -> the request, answered."""
+    request, = engine.submit(prompt, **{"max_tokens": 12, **fields})
+    run_hybrid(engine)
+    if isinstance(request.outcome, Exception):
+        raise request.outcome
+    return request
+
+
+def passes(engine, salt: str, **fields) -> torch.Tensor:
+    """Logits of all forward passes of one request that finds nothing cached -> [passes, V]."""
+    seen, forward = [], engine.forward
+
+    def watch(step):
+        seen.append(forward(step))
+        return seen[-1]
+    engine.forward = watch
+    try:
+        ask_hybrid(engine, cache_salt=salt, **{"max_tokens": 4, **fields})
+    finally:
+        engine.forward = forward
+    return torch.cat(seen).float().cpu()
+
+
+def host_states(engine, request) -> torch.Tensor:
+    """What the host keeps of a prompt's full blocks, as bytes -> [L, blocks, ...]."""
+    torch.cuda.synchronize()
+    pool, states = engine.pool, []
+    for index in range((request.answer.prompt_tokens - 1) // pool.block_size):
+        kind, place, number = pool.entry(pool.find(engine.prefix(request, index)))
+        slots = slice(number * pool.block_size, (number + 1) * pool.block_size)
+        assert place == "host"
+        states.append(pool.act_host[:, slots] if kind == "act" else pool.kv[:, :, slots])
+    return torch.stack([state.flatten(1) for state in states], 1).view(torch.uint8)
+
+
+@pytest.fixture
+def mha(tmp_path):
+    return write_model(tmp_path / "mha", num_key_value_heads=4)
+
+
+@pytest.mark.parametrize("resident", [0, 1, 3])
+@pytest.mark.parametrize("policy", hybrid.POLICIES)
+def test_every_policy_gives_the_tokens_of_chapter_01_on_the_same_device(folder, policy, resident):
+    engine = hybrid_engine(folder, policy=policy, device_blocks=3, resident_layers=resident)
+    alone = make_engine(folder, device="cuda")
+    assert engine.pool.allocation.act_device == (0 if policy == "kv-only" or engine.pool.allocation.act_host == 0 else 3)
+    for fields in (dict(), dict(temperature=0.8, seed=5)):
+        expected = alone.generate(STORY, max_tokens=12, **fields).tokens
+        for source in ("miss", None):                               # and again, with what is cached
+            request = ask_hybrid(engine, **fields, cache_salt=str(fields))
+            assert request.outcome.tokens == expected and (source is None or request.source == source)
+    assert engine.counts["transfer_errors"] == 0
+
+
+@pytest.mark.parametrize("options", [
+    dict(mini_batch=256), dict(token_budget=40, resident_layers=1), dict(block_size=3, device_blocks=9),
+    dict(device_blocks=20, host_blocks=17, mini_batch=300, token_budget=100)], ids=str)
+@pytest.mark.parametrize("policy", hybrid.POLICIES)
+def test_many_in_mini_batches_get_the_tokens_of_chapter_01_on_the_cpu(folder, policy, options):
+    engine, here = hybrid_engine(folder, policy=policy, **{"device_blocks": 5, **options}), make_engine(folder)
+    samples = [(fields, engine.submit(**fields)) for fields in mixed(engine.context)]
+    run_hybrid(engine)
+    for fields, requests in samples:
+        fields = {name: value for name, value in fields.items() if name not in ("n", "cache_salt")}
+        for number, request in enumerate(requests):
+            seed = dict(seed=fields["seed"] + number) if "seed" in fields else {}
+            assert request.outcome.tokens == here.generate(**{**fields, **seed}).tokens
+    assert engine.counts["transfer_errors"] == 0 < engine.counts["weight_bytes"]
+
+
+@pytest.mark.parametrize("policy", hybrid.POLICIES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bit_of_every_policy_agrees_with_chapter_01_on_the_same_device(folder, dtype, policy, record_property):
+    theirs = logits_of(make_engine(folder, dtype, "cuda"), PROMPT).argmax(-1).tolist()
+    starts, same, total = (50, 61, 83), 0, 0
+    for start, ours in zip(starts, forced(hybrid_engine(folder, dtype, policy=policy, device_blocks=3), starts), strict=True):
+        same += sum(a == b for a, b in zip(ours, theirs[start - 50:], strict=True))
+        total += len(ours)
+    record_property("token_agreement", same / total)
+    print(f"{dtype}, {policy}: token agreement with chapter 01 {same / total:.0%}")
+    assert same / total >= 0.8
+
+
+def test_the_model_stays_in_pinned_host_memory(mha, capsys):
+    engine = hybrid_engine(mha, "auto", policy="static", device_blocks=2, resident_layers=1)
+    model, pool = engine.on_host, engine.pool
+    assert model.device.type == "cpu" and model.dtype == torch.bfloat16, "the dtype is the device's"
+    assert all(parameter.device.type == "cpu" for parameter in model.parameters())
+    for layer in model.layers:
+        assert layer.piece.is_pinned()
+        assert {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()} == {
+            layer.piece.untyped_storage().data_ptr()}
+    assert pool.kv.is_pinned() and pool.act_host.is_pinned() and pool.act_device.is_cuda
+    assert all(tensor.is_cuda for tensor in (*engine.model.pieces, engine.model.embedding, engine.model.rotary.table))
+    assert all(parameter.is_cuda for layer in engine.model.resident.values() for parameter in layer.parameters())
+    assert "pinned" not in capsys.readouterr().err
+
+
+def test_without_pinned_memory_for_weights_and_blocks_it_warns_and_is_right(mha, monkeypatch, capsys):
+    empty = torch.empty
+
+    def refuse(*arguments, **options):
+        if options.get("pin_memory"):
+            raise RuntimeError("CUDA error: out of memory\nand more lines")
+        return empty(*arguments, **options)
+    monkeypatch.setattr(torch, "empty", refuse)
+    engine = hybrid_engine(mha, policy="static")
+    warnings = [line.split(" cannot")[0] for line in capsys.readouterr().err.splitlines() if "pinned" in line]
+    assert warnings == ["Layer 0", "Layer 1", "Layer 2", "The ACT pool", "The KV pool"]
+    assert ask_hybrid(engine).outcome.tokens == make_engine(mha).generate(STORY, max_tokens=12).tokens
+
+
+# What alone is on the load lane: weights, KV blocks or ACT blocks
+ALONE = {"weights": dict(policy="act-only", device_blocks=60), "kv": dict(policy="kv-only", device_blocks=0, resident_layers=3),
+         "act": dict(policy="act-only", device_blocks=0, resident_layers=3)}
+
+
+def late_copies(engine, monkeypatch, lane: str, label: str):
+    """What is copied under this label begins a tenth of a second late."""
+    link = getattr(engine, f"{lane}_link")
+    copy = link.copy
+
+    def late(dst, src, name):
+        if name == label:
+            with torch.cuda.stream(link.stream):
+                torch.cuda._sleep(SHORT)
+        return copy(dst, src, name)
+    monkeypatch.setattr(link, "copy", late)
+
+
+def early_copies(engine, monkeypatch, lane: str, label: str):
+    """What is copied under this label waits for nothing that is computed from now on."""
+    link, early = getattr(engine, f"{lane}_link"), engine.clock.mark()
+    copy = link.copy
+    monkeypatch.setattr(link, "copy", lambda dst, src, name: copy(dst, src, name, early if name == label else None))
+
+
+def late_layers(engine, monkeypatch):
+    """What is computed in a layer begins a tenth of a second late, from its first part on."""
+    rebuild_all = engine.rebuild_all
+
+    def late(*arguments):
+        torch.cuda._sleep(SHORT)
+        rebuild_all(*arguments)
+    monkeypatch.setattr(engine, "rebuild_all", late)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("label", ALONE)
+def test_without_the_wait_a_layer_computes_with_what_has_not_arrived(warm, mha, monkeypatch, label, waits):
+    engine, wait = hybrid_engine(mha, **ALONE[label]), CudaTransfer.wait
+    before = passes(engine, "warm")
+    late_copies(engine, monkeypatch, "load", label)
+    if not waits:
+        monkeypatch.setattr(CudaTransfer, "wait", lambda self: None if self.label == label else wait(self))
+    after = passes(engine, "again")
+    assert len(after) == len(before) == 4 and engine.counts["transfer_errors"] == 0
+    assert (difference(after, before) < 1e-4) is waits, "too early" if waits else "the wait makes no difference"
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+@pytest.mark.parametrize("label", ALONE)
+def test_nothing_lands_where_a_layer_is_still_to_compute(warm, mha, monkeypatch, label, guarded):
+    """There are two places, and the layer before the one that computes is late."""
+    engine = hybrid_engine(mha, **ALONE[label])
+    before = passes(engine, "warm")
+    late_layers(engine, monkeypatch)
+    if not guarded:
+        early_copies(engine, monkeypatch, "load", label)
+    after = passes(engine, "again")
+    assert len(after) == len(before) == 4 and engine.counts["transfer_errors"] == 0
+    assert (difference(after, before) < 1e-4) is guarded, "overwritten" if guarded else "the guard makes no difference"
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+@pytest.mark.parametrize("label", ["kv", "act"])
+def test_states_leave_when_they_are_computed_and_not_before(warm, mha, monkeypatch, label, guarded):
+    engine = hybrid_engine(mha, **ALONE[label])
+    before = host_states(engine, ask_hybrid(engine, cache_salt="warm", max_tokens=1))
+    late_layers(engine, monkeypatch)
+    if not guarded:
+        early_copies(engine, monkeypatch, "save", f"store {label}")
+    after = host_states(engine, ask_hybrid(engine, cache_salt="again", max_tokens=1))
+    assert before.any() and torch.equal(after, before) is guarded, "too early" if guarded else "the guard makes no difference"
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("label", ["kv", "act"])
+def test_no_layer_is_staged_where_another_is_still_to_leave(warm, mha, monkeypatch, label, waits):
+    """There are two staging buffers, and the copies out are late."""
+    engine, wait = hybrid_engine(mha, **ALONE[label]), CudaTransfer.wait
+    before = host_states(engine, ask_hybrid(engine, cache_salt="warm", max_tokens=1))
+    late_copies(engine, monkeypatch, "save", f"store {label}")
+    if not waits:
+        monkeypatch.setattr(CudaTransfer, "wait", lambda self: None if self.label.startswith("store") else wait(self))
+    after = host_states(engine, ask_hybrid(engine, cache_salt="again", max_tokens=1))
+    assert before.any() and torch.equal(after, before) is waits, "overwritten" if waits else "the wait makes no difference"
+
+
+@pytest.mark.parametrize("settles", [True, False])
+@pytest.mark.parametrize("label", ["kv", "act"])
+def test_what_a_step_stored_is_there_before_the_next_one_loads_it(warm, mha, monkeypatch, label, settles):
+    """The copies out are late; it is zeros that lie there before."""
+    engine = hybrid_engine(mha, **ALONE[label])
+    engine.pool.kv.zero_()
+    engine.pool.act_host.zero_()
+    before = passes(engine, "warm")
+    late_copies(engine, monkeypatch, "save", f"store {label}")
+    if not settles:
+        monkeypatch.setattr(engine, "settle", lambda *_: None)
+    after = passes(engine, "again")
+    assert len(after) == len(before) == 4
+    assert (difference(after, before) < 1e-4) is settles, "too early" if settles else "to settle makes no difference"
+
+
+@pytest.mark.parametrize("stops", [False, True])
+@pytest.mark.parametrize("policy", hybrid.POLICIES)
+def test_no_layer_stops_the_host(warm, mha, monkeypatch, policy, stops):
+    """PyTorch raises where the host would wait for the device, from the first layer to the last."""
+    engine = hybrid_engine(mha, policy=policy, device_blocks=3, mini_batch=256)
+    model, rebuild_all = engine.model, engine.rebuild_all
+    before = [ask_hybrid(engine, prompt, cache_salt="warm").outcome.tokens for prompt in (STORY, STORY[::-1])]
+    begin, logits = model.begin, model.logits
+
+    def strictly(index):
+        torch.cuda.set_sync_debug_mode("error")
+        return begin(index)
+
+    def leniently(states):
+        torch.cuda.set_sync_debug_mode("default")
+        return logits(states)
+
+    def stop(index, layer, arrival):
+        rebuild_all(index, layer, arrival)
+        if stops and index == 1:
+            engine.hidden.sum().item()
+    monkeypatch.setattr(model, "begin", strictly)
+    monkeypatch.setattr(model, "logits", leniently)
+    monkeypatch.setattr(engine, "rebuild_all", stop)
+    try:
+        samples = [engine.submit(prompt, max_tokens=12, cache_salt="again")[0] for prompt in (STORY, STORY[::-1])]
+        run_hybrid(engine)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    if stops:
+        assert all(isinstance(sample.outcome, RuntimeError) and "synchroniz" in str(sample.outcome) for sample in samples)
+    else:
+        assert [sample.outcome.tokens for sample in samples] == before
+
+
+def test_all_layers_are_queued_before_the_weights_of_the_second_arrive(warm, mha, monkeypatch):
+    engine = hybrid_engine(mha, policy="kv-only")
+    before = passes(engine, "warm", max_tokens=1)
+    copy, logits, transfers, ready = engine.load_link.copy, engine.model.logits, [], []
+
+    def late(*what):
+        if not transfers:
+            delayed(engine, "load")
+        transfers.append(copy(*what))
+        return transfers[-1]
+
+    def look(states):
+        ready.extend(transfer.ready for transfer in transfers)
+        return logits(states)
+    monkeypatch.setattr(engine.load_link, "copy", late)
+    monkeypatch.setattr(engine.model, "logits", look)
+    after = passes(engine, "again", max_tokens=1)
+    assert ready == [False] * 3, "the host waited"
+    assert difference(after, before) < 1e-4
+
+
+def test_both_lanes_are_busy_at_once(warm, mha, monkeypatch):
+    """A mini-batch of a layer computes for 200 ms here, and each copy takes 50 ms: most of each lies within what computes."""
+    engine = hybrid_engine(mha, policy="static", device_blocks=2, host_blocks=18)
+    compute_rows, pieces = engine.compute_rows, links.pieces
+
+    def both(salt):                                                     # one alone would have ACT blocks only
+        for prompt in (STORY, STORY[::-1]):
+            engine.submit(prompt, max_tokens=3, cache_salt=salt)
+        run_hybrid(engine)
+    both("warm")
+
+    def late(*arguments):
+        torch.cuda._sleep(2 * SHORT)
+        compute_rows(*arguments)
+
+    def slow(*arguments, **options):
+        torch.cuda._sleep(SHORT // 2)                                   # on the lane
+        yield from pieces(*arguments, **options)
+    monkeypatch.setattr(engine, "compute_rows", late)
+    monkeypatch.setattr(links, "pieces", slow)
+    both("again")
+    records = list(engine.records)[-3:]
+    spans = [span for span in engine.timeline.spans if span.start >= records[0].start]
+    compute = [span for span in spans if span.lane == "compute"]
+    arriving = {label: [span for span in spans if span.label == label] for label in ("weights", "kv", "act")}
+    assert all(arriving.values()) and len([span for span in compute if span.label == "forward"]) >= 9
+    for span in (*arriving["weights"], *arriving["kv"], *arriving["act"]):
+        beside = sum(max(0.0, min(span.end, other.end) - max(span.start, other.start)) for other in compute)
+        assert beside >= 0.5 * (span.end - span.start) > 0, span
+    assert {span.lane for span in spans} == {"compute", "load", "save"} and engine.timeline.chart(bubbles=True)
+
+
+@pytest.mark.parametrize("policy", hybrid.POLICIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_more_device_memory_is_taken_than_was_allowed(tmp_path, dtype, policy):
+    folder = write_model(tmp_path / "model", hidden_size=256, intermediate_size=688, num_hidden_layers=6, num_attention_heads=8,
+                         num_key_value_heads=8, max_position_embeddings=1024)
+    options = dict(policy=policy, device_blocks=20, costs=None, mini_batch=2048, token_budget=1024)
+
+    def answer(engine):
+        for number in range(16):
+            engine.submit([7 + number, *STORY * 4][:100 + 50 * number], max_tokens=20)
+        run_hybrid(engine)
+        return engine.memory[0], engine.tensor_bytes + engine.pool.act_device.nbytes
+    answer(hybrid_engine(folder, dtype, **options))                     # workspaces of the libraries come with the first
+    loaded = checkpoint.load(str(folder), dtype, "cuda", on_host=True)
+    gc.collect()
+    limit = hybrid_engine(folder, dtype, **options).memory[0]
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    del options["device_blocks"]
+    engine = hybrid.Engine(*loaded, device="cuda", max_running=16, **options, device_memory=limit)
+    _, kept = answer(engine)
+    peak = torch.cuda.max_memory_allocated() - before
+    assert kept <= peak <= limit
+
+
+def test_a_limit_below_what_weights_and_buffers_take_is_refused(mha):
+    least = hybrid_engine(mha).device_bytes
+    with pytest.raises(checkpoint.ModelError, match="larger --device-memory"):
+        hybrid_engine(mha, device_memory=least - 1)
+    assert hybrid_engine(mha, device_memory=least).allocation.act_device == 0
+
+
+@pytest.mark.parametrize("lane,label", [("load", "weights"), ("load", "kv"), ("load", "act"), ("save", "store kv"),
+                                        ("save", "store act")])
+def test_a_copy_that_cannot_be_issued_costs_a_step(mha, monkeypatch, lane, label):
+    engine = hybrid_engine(mha, policy="static", device_blocks=2, host_blocks=18)
+    prompts, link, failed = (STORY, STORY[::-1]), getattr(engine, f"{lane}_link"), []
+    issue = link.issue
+
+    def fail(*_, **__):
+        failed.append(True)
+        raise RuntimeError("CUDA error: invalid argument")
+
+    def once(transfer, *after):
+        with monkeypatch.context() as patch:
+            if transfer.label == label and not failed:
+                patch.setattr(links, "pieces", fail)
+            issue(transfer, *after)
+    monkeypatch.setattr(link, "issue", once)
+    samples = [engine.submit(prompt, max_tokens=12)[0] for prompt in prompts]
+    run_hybrid(engine)
+    alone = make_engine(mha)
+    assert failed and engine.counts["transfer_errors"] == 1
+    assert [sample.outcome.tokens for sample in samples] == [alone.generate(prompt, max_tokens=12).tokens for prompt in prompts]
+
+
+def test_the_demo_of_chapter_08_is_verified_over_a_real_link(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(hybrid, "REQUESTS", 8)
+    folder = write_model(tmp_path / "model", max_position_embeddings=1024, num_key_value_heads=4)
+    engine = hybrid_engine(folder, device_blocks=20)
+    report, charts = hybrid.demo(engine, argparse.Namespace(max_tokens=16, mini_batch=4096))
+    said = capsys.readouterr().out
+    assert report["verified"] is True and said.startswith("verified: all 512 tokens ") and "modelled" not in said
+    assert report["link"]["modelled"] is False and report["link"]["gbps"] > 0.1
+    assert [row["policy"] for row in report["rows"]] == list(hybrid.POLICIES) and len(charts) == 4
+    assert all(0 <= row[lane] <= 1 for row in report["rows"] for lane in ("compute_busy", "link_busy"))
+    whole = hybrid.whole_model(engine)
+    assert whole.device.type == "cuda" and all(parameter.is_cuda for parameter in whole.parameters())
+
+
+def test_a_links_speed_cannot_be_asked_for_where_the_model_is_on_the_host_of_a_gpu(mha):
+    model = checkpoint.load(str(mha), "float32", "cuda", on_host=True)[0]
+    assert links.bandwidth(model, device=torch.device("cuda")) is None
+    with pytest.raises(checkpoint.ModelError, match="--link"):
+        links.bandwidth(model, 0.5, device=torch.device("cuda"))
+
+
+@pytest.mark.parametrize("policy", hybrid.POLICIES)
+def test_memory_is_constant_over_many_steps_of_mini_batches(mha, policy):
+    engine = hybrid_engine(mha, "bfloat16", policy=policy, device_blocks=5, host_blocks=40, max_running=8, mini_batch=256)
+
+    def a_round(number: int):
+        for fields in mixed(engine.context):
+            engine.submit(**{"cache_salt": str(number % 2), **fields})
+        run_hybrid(engine)
+        gc.collect()
+        return torch.cuda.memory_allocated()
+    where, before = (engine.pool.act_device.data_ptr(), engine.pool.kv.data_ptr()), a_round(0)
+    assert {a_round(number) for number in range(1, 8)} == {before}
+    assert (engine.pool.act_device.data_ptr(), engine.pool.kv.data_ptr()) == where
+    assert engine.counts["finished"] == 8 * 15
