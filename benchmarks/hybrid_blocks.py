@@ -32,8 +32,9 @@ from common import link as links  # noqa: E402
 
 hybrid = importlib.import_module("08_hybrid_blocks")
 LAYERS, STEPS = 2, 2
-MODELS = {"random:small": "float32", "random:tinyllama-mha": "bfloat16"}
 BATCHES, CONTEXTS = (32, 64, 128), (128, 256, 512, 1024)
+GRID = [(batch, context) for batch in BATCHES for context in CONTEXTS]
+MODELS = {"random:small": GRID, "random:tinyllama-mha": [(32, 128), (32, 512), (128, 256)]}     # where a cell takes minutes
 
 
 class Filled(hybrid.Run):
@@ -69,14 +70,14 @@ class Bench:
         return dict(lengths=lengths, costs=engine.costs, device_memory=engine.device_bytes + blocks * engine.act_bytes)
 
     def cell(self, batch: int, context: int, rounds: int) -> dict:
-        new = STEPS * (rounds + 1) + 1
+        new = STEPS * rounds + 2
         prompts, lengths = [[5 + number] * context for number in range(batch)], [context + new] * batch
         options = self.options(lengths)
         runs = {policy: Filled(self.engine(policy=policy, **options), prompts, new) for policy in hybrid.POLICIES}
-        for number in range(rounds + 1):
+        for number in range(rounds):
             for run in runs.values():
                 run.turn(STEPS)
-        costs, ours = runs["hybrid"].engine.costs, runs["hybrid"].seconds[1:]           # the first round is the warm-up
+        costs, ours = runs["hybrid"].engine.costs, runs["hybrid"].seconds
         bounds = {policy: run.bound(costs) for policy, run in runs.items() if policy != "static"}
         found = dict(batch=batch, context=context, device_blocks=runs["hybrid"].engine.room.device, costs=costs._asdict(),
                      bound_seconds=bounds, policies={},
@@ -84,8 +85,8 @@ class Bench:
         for policy, run in runs.items():
             row = run.row(costs)
             whole = row["tokens_per_second"] * LAYERS / self.layers
-            found["policies"][policy] = dict(row, step_seconds=spread(run.seconds[1:]), whole_model_tokens_per_second=whole)
-        found["gain"] = {policy: spread([theirs / mine for theirs, mine in zip(runs[policy].seconds[1:], ours)])
+            found["policies"][policy] = dict(row, step_seconds=spread(run.seconds), whole_model_tokens_per_second=whole)
+        found["gain"] = {policy: spread([theirs / mine for theirs, mine in zip(runs[policy].seconds, ours)])
                          for policy in hybrid.POLICIES[1:]}
         found["measured_over_bound"] = spread([mine / bounds["hybrid"] for mine in ours])
         for run in runs.values():
@@ -103,32 +104,35 @@ def show(found: dict):
               for policy in gain), flush=True)
 
 
+def cell(string: str) -> tuple[int, int]:
+    """An argparse type."""
+    batch, context = map(int, string.split("x"))
+    return batch, context
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="only this model, random:NAME")
-    parser.add_argument("--dtype", help="in this dtype")
+    parser.add_argument("--dtype", default="bfloat16", help="default bfloat16, with which a cell takes a third of the time")
     parser.add_argument("--platform", choices=links.PLATFORMS, action="append",
                         help="only with a link like this GPU's (default a100, 4090)")
-    parser.add_argument("--batch", type=app.bounded(int, 1, 4096), action="append", help="only batches of so many requests")
-    parser.add_argument("--context", type=app.bounded(int, 2, 1 << 16), action="append", help="only contexts of so many tokens")
+    parser.add_argument("--cell", type=cell, action="append", metavar="BATCHxCONTEXT", help="only this cell, such as 64x512")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--rounds", type=app.bounded(int, 1, 1000), default=5)
     parser.add_argument("--json", type=Path, help="where the results go (default benchmarks/results/hybrid_blocks-DEVICE.json)")
     arguments = parser.parse_args()
     device, grids = checkpoint.pick_device(arguments.device), []
-    wanted = {arguments.model: MODELS.get(arguments.model, "auto")} if arguments.model else MODELS
-    for name, dtype in wanted.items():
+    for name in [arguments.model] if arguments.model else MODELS:
         for platform in arguments.platform or ("a100", "4090"):
-            bench = Bench(name, arguments.dtype or dtype, device, platform)
+            bench = Bench(name, arguments.dtype, device, platform)
             grids.append(dict(model=name, dtype=str(bench.model.dtype)[6:], platform=platform, layers=LAYERS, cells=[],
                               link_bytes_per_second=bench.speed))
             print(f"\n{name} {grids[-1]['dtype']}, link like {platform}'s: batch x context, ACT blocks on the device + in the "
                   "host : KV blocks, hybrid's throughput, and its gains (of what the bounds allow)", flush=True)
-            for batch in arguments.batch or BATCHES:
-                for context in tqdm(arguments.context or CONTEXTS, desc=f"{name} {batch}", unit="cell", leave=False):
-                    grids[-1]["cells"].append(bench.cell(batch, context, arguments.rounds))
-                    show(grids[-1]["cells"][-1])
-                    write("hybrid_blocks", device, arguments.json, grids=grids)
+            for batch, context in tqdm(arguments.cell or MODELS.get(name, GRID), desc=f"{name} {platform}", unit="cell"):
+                grids[-1]["cells"].append(bench.cell(batch, context, arguments.rounds))
+                show(grids[-1]["cells"][-1])
+                write("hybrid_blocks", device, arguments.json, grids=grids)
 
 
 if __name__ == "__main__":

@@ -63,6 +63,7 @@ def run_here(monkeypatch, capsys, *arguments, link="0.5") -> tuple[str, str]:
 
 def refused_here(monkeypatch, capsys, *arguments) -> str:
     """-> its one line of complaint."""
+    monkeypatch.setattr(app, "serve", lambda *_: pytest.fail("it serves"))
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), *map(str, arguments)])
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(SCRIPT), run_name="__main__")
@@ -346,7 +347,7 @@ def test_the_demo_has_a_row_for_each_policy_that_the_table_shows(demo):
         moved = row["bytes_per_step"]
         assert moved["weights"] == report["counters"]["weight_bytes"] // report["counters"]["steps"]
         for kind, blocks in (("act", row["act_host"]), ("kv", row["kv_host"])):
-            assert (moved.get(kind, 0) > 0) == (blocks > 0), "what is kept in the host is brought in every step"
+            assert moved.get(kind, 0) == 0 if blocks == 0 else moved.get(kind, 0) > 0 or policy == "hybrid"
         line, = (line for line in said.splitlines() if line.startswith(f"  {policy} "))
         shown = [f"{row[kind]}" for kind in hybrid.Allocation._fields]
         shown += [f"{row[name]:.1f}" for name in ("tokens_per_second", "min", "max")]
@@ -367,9 +368,9 @@ def test_the_demo_draws_two_layers_of_three_policies(demo):
     for policy, chart in zip(charts[1::2], charts[2::2]):
         lanes = dict(re.findall(r"^ *(compute|load|save) \|([a-z.]+)\| idle +\d+%$", chart, re.M))
         assert list(lanes) == ["compute", "load", "save"] and all(len(lane) == 96 for lane in lanes.values())
-        assert set(lanes["compute"]) <= set("rf.") and set(lanes["load"]) <= set("wak.") and set(lanes["save"]) <= set("s.")
-        assert "f" in lanes["compute"] and set(lanes["load"]) > {"."}
-        assert ("r" in lanes["compute"]) <= (policy != "kv-only")
+        assert set(lanes["compute"]) - {"."} in ({"f"}, {"r", "f"}) and set(lanes["save"]) <= set("s.")
+        assert set() < set(lanes["load"]) - {"."} <= set("wak")
+        assert "r" in lanes["compute"] if policy == "act-only" else "r" not in lanes["compute"] or policy == "hybrid"
         assert "k" not in lanes["load"] or policy != "act-only"
         assert "a" not in lanes["load"] or policy != "kv-only"
     labels = {"compute": {"forward", "rebuild"}, "load": {"weights", "act", "kv"}, "save": {"store act", "store kv"}}
@@ -410,9 +411,17 @@ def wrong_weights(begin):
     return damaged
 
 
-@pytest.mark.parametrize("damage", [None, "rebuilt", "stored", "weights"])
-def test_a_demo_whose_tokens_differ_ends_and_prints_no_number(long_model, tmp_path, monkeypatch, capsys, damage):
-    """Keys and values that are rebuilt, or states that go to the host, are all zeros; or a layer has not its own weights."""
+def main_here():
+    """What SCRIPT does, with the module as a test has left it."""
+    app.main(hybrid.__doc__, "08_hybrid_blocks", hybrid.add_arguments, hybrid.make_engine, hybrid.demo,
+             load=partial(checkpoint.load, on_host=True), check=batch.check, batch=batch.answer)
+
+
+@pytest.mark.parametrize("dtype,damage", [
+    ("float32", None), ("float32", "rebuilt"), ("float32", "stored"), ("float32", "weights"), ("bfloat16", "rebuilt")])
+def test_a_demo_whose_tokens_differ_ends_and_prints_no_number(long_model, tmp_path, monkeypatch, capsys, dtype, damage):
+    """Keys and values that are rebuilt, or states that go to the host, are all zeros; or a layer has not its own weights. In 16
+    bit it says how many tokens are equal."""
     monkeypatch.setattr(hybrid, "REQUESTS", 6)
     monkeypatch.setattr(hybrid.Engine, "measure", lambda *_, **__: COSTS)
     if damage == "rebuilt":
@@ -421,20 +430,21 @@ def test_a_demo_whose_tokens_differ_ends_and_prints_no_number(long_model, tmp_pa
         monkeypatch.setattr(hybrid.Engine, "store", zeros_stored(hybrid.Engine.store))
     if damage == "weights":
         monkeypatch.setattr(hybrid.OffloadedModel, "begin", wrong_weights(hybrid.OffloadedModel.begin))
-    monkeypatch.setattr(sys, "argv", ["08_hybrid_blocks.py", "--model", str(long_model), "--device", "cpu", "--link", "0.5",
-                                      "--demo", "--json", str(tmp_path / "report.json"), "--trace", str(tmp_path / "trace.svg")])
-
-    def main():
-        app.main(hybrid.__doc__, "08_hybrid_blocks", hybrid.add_arguments, hybrid.make_engine, hybrid.demo,
-                 load=partial(checkpoint.load, on_host=True), check=batch.check, batch=batch.answer)
-    if damage is None:
-        main()
+    monkeypatch.setattr(sys, "argv", [
+        "08_hybrid_blocks.py", "--model", str(long_model), "--device", "cpu", "--link", "0.5", "--dtype", dtype, "--demo",
+        "--json", str(tmp_path / "report.json"), "--trace", str(tmp_path / "trace.svg")])
+    if damage is None or dtype != "float32":
+        main_here()
         said = capsys.readouterr().out
-        assert said.startswith("verified: all 384 tokens ") and "tokens/s" in said
-        assert (tmp_path / "trace.svg").read_text().startswith("<svg ")
+        assert "tokens/s" in said and (tmp_path / "trace.svg").read_text().startswith("<svg ")
+        if damage is None:
+            assert said.startswith("verified: all 384 tokens ")
+        else:
+            assert re.match(r"[1-9]\d* of 384 tokens equal those of chapter 01 \(16-bit ", said) and "verified" not in said
+        assert json.loads((tmp_path / "report.json").read_text())["verified"] is (damage is None)
         return
     with pytest.raises(SystemExit, match=r"NOT verified: [1-9]\d* of 384 tokens differ"):
-        main()
+        main_here()
     assert capsys.readouterr().out == ""
     assert (tmp_path / "report.json").read_text() == (tmp_path / "trace.svg").read_text() == ""
 
@@ -447,8 +457,7 @@ def test_a_demo_shows_all_rows_or_says_what_to_change(long_model, tmp_path, monk
     monkeypatch.setattr(sys, "argv", ["08_hybrid_blocks.py", "--model", str(long_model), "--device", "cpu", "--link", "0.5",
                                       "--demo", "--max-tokens", "8", "--json", str(tmp_path / "report.json"), *options])
     try:
-        app.main(hybrid.__doc__, "08_hybrid_blocks", hybrid.add_arguments, hybrid.make_engine, hybrid.demo,
-                 load=partial(checkpoint.load, on_host=True), check=batch.check, batch=batch.answer)
+        main_here()
     except SystemExit as end:
         assert isinstance(end.code, str) and re.fullmatch(r"08_hybrid_blocks: .*--[a-z-]+.*\.", end.code), end.code
         assert "tokens/s" not in capsys.readouterr().out
@@ -737,7 +746,7 @@ def test_16_clients_at_once_in_little_memory_get_the_tokens_of_chapter_01(on_hos
 @pytest.mark.parametrize("n,stream", [(1, False), (1, True), (2, True)])
 def test_a_client_that_hangs_up_frees_its_blocks_and_disturbs_nobody(on_host, alone, policy, n, stream):
     """What it reads is on its way for the step in which it leaves."""
-    engine, waits = make(on_host, policy, frozenset()), threading.Event()
+    engine, waits = make(on_host, policy, frozenset(), mini_batch=1), threading.Event()
 
     def look(number):
         if number == 0:
@@ -747,7 +756,7 @@ def test_a_client_that_hangs_up_frees_its_blocks_and_disturbs_nobody(on_host, al
             waits.set()
             eventually(lambda: len(engine.cancelled) == n)
     before_each_pass(engine, look)
-    stays = dict(prompt=STORY[7:90], max_tokens=12)
+    stays = dict(prompt=STORY[7:120], max_tokens=12)
     with serving(engine) as port:
         leaves = sent(port, dict(prompt=STORY, max_tokens=60, n=n, stream=stream))
         with closing(sent(port, stays)) as other:
