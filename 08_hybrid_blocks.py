@@ -603,8 +603,8 @@ class Record:
 
 class Engine(paged.Engine):
     """Chapter 02's engine on an OffloadedModel. `model` is in host memory, as checkpoint.load(..., on_host=True) leaves it, and
-    `device` computes. `lengths` are the tokens of the
-    requests that are expected, prompt and answer; by default as many as may run, each as long as the context."""
+    `device` computes. `lengths` are the tokens of the requests that are expected, prompt and answer; by default as many requests
+    as may run, each as long as the context."""
     KEPT_STEPS = 4                 # whose spans the timeline keeps
     LARGER = "a larger --host-memory"
 
