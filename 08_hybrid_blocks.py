@@ -1086,6 +1086,8 @@ def demo(engine: Engine, arguments):
     # 2. They take turns, and are compared with chapter 01 before anything is printed
     while any([run.turn() for run in runs]):
         pass
+    for failed in [request.outcome for run in runs for request in run.requests if isinstance(request.outcome, Exception)]:
+        raise failed
     if not all(run.seconds for run in runs):
         raise checkpoint.ModelError(f"There is not memory for {REQUESTS} requests at once under every policy; choose a larger "
                                     "--host-memory or leave it out.")

@@ -110,7 +110,7 @@ def read(path: Path):
 
 
 def requests_in(path: Path, frontend, fields: dict | None = None):
-    """-> an iterator of (tokens of the prompt, max_tokens at most) over the valid lines. Raises OSError.
+    """-> an iterator of (tokens of the prompt, max_tokens at most) over the samples of the valid lines. Raises OSError.
 
     `frontend`, a Frontend of chapter 01 or any engine, checks and encodes them. `fields`: those of the engine that will answer
     (`engine.fields`), where they are not the frontend's."""
@@ -121,7 +121,8 @@ def requests_in(path: Path, frontend, fields: dict | None = None):
             request = frontend.request(**{name: value for name, value in asked.items() if name not in more})
         except BadRequest:
             continue
-        yield len(request.tokens), request.max_tokens
+        for _ in range(asked.get("n", 1)):
+            yield len(request.tokens), request.max_tokens
 
 
 # 2. The file of replies ------------------------------------------------------------------------------------------

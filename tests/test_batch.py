@@ -416,7 +416,8 @@ def test_the_lengths_of_requests_are_told_one_by_one(tiny_engine, make, right, t
              asked("g", n=2, cache_salt="x", max_tokens=2), asked("h", n=0)]
     requests, engine = write(tmp_path / "requests.jsonl", *lines), make()
     expected = [(len(tiny_engine.tokenizer.encode("Hello a")), 5), (right(lines[2]).usage["prompt_tokens"], 7),
-                (len(tiny_engine.tokenizer.encode("Hello c")), 128), (250, 6), (len(tiny_engine.tokenizer.encode("Hello g")), 2)]
+                (len(tiny_engine.tokenizer.encode("Hello c")), 128), (250, 6),
+                *[(len(tiny_engine.tokenizer.encode("Hello g")), 2)] * 2]                   # two samples of one prompt
     assert list(batch.requests_in(requests, engine)) == expected
     frontend = baseline.Frontend(tiny_engine.model, tiny_engine.tokenizer, tiny_engine.end_tokens)
     assert list(batch.requests_in(requests, frontend, paged.Engine.fields)) == expected

@@ -2268,7 +2268,8 @@ def test_all_layers_are_queued_before_the_weights_of_the_second_arrive(warm, mha
 
 
 def test_both_lanes_are_busy_at_once(warm, mha, monkeypatch):
-    """A mini-batch of a layer computes for 200 ms here, and each copy takes 50 ms: most of each lies within what computes."""
+    """A layer computes for 200 ms here, and each of the 30 pieces at most that it needs is copied for 5 ms: most of each copy
+    lies within what computes."""
     engine = hybrid_engine(mha, policy="static", device_blocks=2, host_blocks=18)
     compute_rows, pieces = engine.compute_rows, links.pieces
 
@@ -2283,7 +2284,7 @@ def test_both_lanes_are_busy_at_once(warm, mha, monkeypatch):
         compute_rows(*arguments)
 
     def slow(*arguments, **options):
-        torch.cuda._sleep(SHORT // 2)                                   # on the lane
+        torch.cuda._sleep(SHORT // 20)                                  # on the lane
         yield from pieces(*arguments, **options)
     monkeypatch.setattr(engine, "compute_rows", late)
     monkeypatch.setattr(links, "pieces", slow)

@@ -1039,14 +1039,14 @@ def traffic(base, right, seed: int, failures: bool = False):
     happened.update({name: counters[name] for name in ("preemptions", "evictions", "steps", "transfer_errors")})
 
 
-@pytest.mark.parametrize("family,seeds", [("multi-head", range(24)), ("grouped", range(30, 34)), ("biases", range(40, 44)),
+@pytest.mark.parametrize("family,seeds", [("multi-head", range(18)), ("grouped", range(30, 34)), ("biases", range(40, 44)),
                                           ("odd", range(50, 54))])
 def test_in_any_order_the_tokens_are_those_of_chapter_01(models, right, monkeypatch, family, seeds):
     happened.clear()
     for seed in seeds:
         monkeypatch.setattr(hybrid, "ROWS", [4, 16, 512][seed % 3])
         traffic(models(family), right, seed)
-    if len(seeds) == 24:
+    if len(seeds) == 18:
         names = "answered", "miss", "gpu_hit", "cpu_hit", "cancelled", "preemptions", "evictions", "refused"
         assert all(happened[name] >= 5 for name in names), happened
 
@@ -1247,7 +1247,7 @@ def test_resident_layers_are_spread(models):
 
 @pytest.mark.parametrize("lane,label", [("load_link", "weights"), ("load_link", "act"), ("load_link", "kv"),
                                         ("save_link", "store act"), ("save_link", "store kv")])
-@pytest.mark.parametrize("number", [0, 1, 2, 3, 7, 20])
+@pytest.mark.parametrize("number", [0, 1, 2, 8])
 @pytest.mark.parametrize("when", ["late", "early"])
 def test_a_transfer_that_fails_once_costs_a_step(base, right, lane, label, number, when):
     engine = build(base, ALL_KINDS, when=when, token_budget=30)
@@ -1277,9 +1277,10 @@ def test_what_never_arrives_fails_those_who_need_it_and_the_engine_goes_on(base,
     assert engine.counters()["transfer_errors"] == hybrid.RETRIES
 
 
-def test_failures_are_counted_in_a_row_only(base, right):
+@pytest.mark.parametrize("allocation", [(0, 30, 30), (30, 0, 0)], ids=["stored", "nothing is stored"])
+def test_failures_are_counted_in_a_row_only(base, right, allocation):
     """Two, a step that goes well, two more."""
-    engine = build(base, (0, 30, 30))
+    engine = build(base, allocation)
     request, = engine.submit(PROMPT, max_tokens=12)
     steps(engine, 3)
     for _ in range(3):
@@ -1437,8 +1438,8 @@ def workspace(engine) -> int:
     ("tied", "hybrid", 2), ("wide heads", "hybrid", 1)])
 def test_what_is_said_of_memory_is_what_there_is(models, family, policy, resident):
     base = models(family)
-    model, limits = base.model, dict(device_memory=8e6, host_memory=1.2e6)
-    build(base)                                                # from here on each layer lies in one piece
+    first = build(base, policy=policy, resident_layers=resident)               # from here on each layer lies in one piece
+    model, limits = base.model, dict(device_memory=first.device_bytes + 20.5 * first.act_bytes, host_memory=1.2e6)
     before = storages()
     engine = build(base, policy=policy, resident_layers=resident, **limits)
     counters, after = engine.counters(), storages()
@@ -1453,6 +1454,8 @@ def test_what_is_said_of_memory_is_what_there_is(models, family, policy, residen
     assert engine.model.host_bytes == (3 - resident) * 4 * hybrid.piece_size(model.layers[0])
     assert (counters["act_device"], counters["act_host"], counters["kv_host"]) == pool.allocation == engine.allocation
     assert counters["policy"] == policy and counters["blocks"] == sum(engine.allocation)
+    assert engine.allocation.act_device == (0 if policy == "kv-only" else 20)
+    assert (engine.allocation.act_host > 0) == (policy != "kv-only")
     for block in range(pool.size):
         assert slots(pool, block).nbytes == (engine.kv_bytes if pool.entry(block).kind == "kv" else engine.act_bytes)
 

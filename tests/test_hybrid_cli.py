@@ -449,11 +449,12 @@ def test_a_demo_whose_tokens_differ_ends_and_prints_no_number(long_model, tmp_pa
     assert (tmp_path / "report.json").read_text() == (tmp_path / "trace.svg").read_text() == ""
 
 
-@pytest.mark.parametrize("options", [["--max-running", "2"], ["--token-budget", "8"], ["--host-memory", "0.0003"],
-                                     ["--resident-layers", "2"], ["--resident-layers", "3"], ["--mini-batch", "1"]], ids=" ".join)
+@pytest.mark.parametrize("options", [
+    ["--max-running", "2"], ["--token-budget", "8"], ["--host-memory", "0.0003"], ["--host-memory", "0.001"],
+    ["--resident-layers", "2"], ["--resident-layers", "3"], ["--mini-batch", "1"]], ids=" ".join)
 def test_a_demo_shows_all_rows_or_says_what_to_change(long_model, tmp_path, monkeypatch, capsys, options):
-    """Whether or not all requests can be answered at once."""
-    monkeypatch.setattr(hybrid, "REQUESTS", 6)
+    """Whether or not all requests can be answered at once: 12 of them do not fit into 1 MB."""
+    monkeypatch.setattr(hybrid, "REQUESTS", 12 if "0.001" in options else 6)
     monkeypatch.setattr(sys, "argv", ["08_hybrid_blocks.py", "--model", str(long_model), "--device", "cpu", "--link", "0.5",
                                       "--demo", "--max-tokens", "8", "--json", str(tmp_path / "report.json"), *options])
     try:
