@@ -630,7 +630,7 @@ class Engine(paged.Engine):
         self.failures, self.kept = 0, False                             # steps that failed since a state was last seen to be kept
         self.timeline, self.records = Timeline(), deque(maxlen=256)
         self.marks, self.travelling, self.moved = [], deque(), Counter()
-        self.counts.update(weight_bytes=0, act_bytes=0, kv_bytes=0, stored_bytes=0, transfer_errors=0)
+        self.counts.update(weights_bytes=0, act_bytes=0, kv_bytes=0, stored_bytes=0, transfer_errors=0)
 
     def request(self, *prompt, **sampling):
         """Chapter 01's, if its context fits into a buffer."""
@@ -941,6 +941,7 @@ class Engine(paged.Engine):
         if transfer is not None:
             self.travelling.append(transfer)
             self.moved[kind] += transfer.bytes
+            self.counts[f"{kind}_bytes"] += transfer.bytes
 
     def compute(self, work):
         """Chapter 02's, and the books of the step."""
@@ -954,8 +955,6 @@ class Engine(paged.Engine):
             if self.kept or not self.moved["stored"]:                   # what this step stored is not known to be there yet
                 self.failures, self.kept = 0, False
             self.records.append(Record(began, ended, tokens, read, decoding, self.moved))
-            self.counts.update(weight_bytes=self.moved["weights"], act_bytes=self.moved["act"], kv_bytes=self.moved["kv"],
-                               stored_bytes=self.moved["stored"])
 
     def note_spans(self):
         """What is over goes into the timeline, and what was before the last steps goes out of it."""

@@ -2063,7 +2063,7 @@ def test_many_in_mini_batches_get_the_tokens_of_chapter_01_on_the_cpu(folder, po
         for number, request in enumerate(requests):
             seed = dict(seed=fields["seed"] + number) if "seed" in fields else {}
             assert request.outcome.tokens == here.generate(**{**fields, **seed}).tokens
-    assert engine.counts["transfer_errors"] == 0 < engine.counts["weight_bytes"]
+    assert engine.counts["transfer_errors"] == 0 < engine.counts["weights_bytes"]
 
 
 @pytest.mark.parametrize("policy", hybrid.POLICIES)

@@ -1653,8 +1653,8 @@ def test_the_counters_add_up(base):
     assert counters["act_bytes"] == sent["act"] > 0 and counters["kv_bytes"] == sent["kv"] > 0
     assert counters["stored_bytes"] == sum(size for _, size in engine.save_link.sent) > 0
     # But for the first layer of the first step, which is fetched while nothing is computed
-    assert counters["weight_bytes"] == sent["weights"] - engine.model.host[0].nbytes
-    assert counters["weight_bytes"] == counters["steps"] * engine.model.host_bytes
+    assert counters["weights_bytes"] == sent["weights"] - engine.model.host[0].nbytes
+    assert counters["weights_bytes"] == counters["steps"] * engine.model.host_bytes
 
 
 # 9. Timeline -----------------------------------------------------------------------------------------------------

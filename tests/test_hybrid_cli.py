@@ -345,7 +345,7 @@ def test_the_demo_has_a_row_for_each_policy_that_the_table_shows(demo):
         assert 0 < row["compute_busy"] <= 1 and 0 < row["link_busy"] <= 1
         assert (row["measured_over_bound"] is None) == (policy == "static") and (row["measured_over_bound"] or 1) > 0
         moved = row["bytes_per_step"]
-        assert moved["weights"] == report["counters"]["weight_bytes"] // report["counters"]["steps"]
+        assert moved["weights"] == report["counters"]["weights_bytes"] // report["counters"]["steps"]
         for kind, blocks in (("act", row["act_host"]), ("kv", row["kv_host"])):
             assert moved.get(kind, 0) == 0 if blocks == 0 else moved.get(kind, 0) > 0 or policy == "hybrid"
         line, = (line for line in said.splitlines() if line.startswith(f"  {policy} "))
@@ -387,7 +387,7 @@ def test_the_demo_gives_every_block_back(demo):
     for name in ("running", "waiting", "blocks_referenced", "failed", "cancelled", "transfer_errors", "preemptions"):
         assert counts[name] == 0, name
     assert counts["requests"] == counts["finished"] == hybrid.REQUESTS and counts["policy"] == "hybrid"
-    assert counts["weight_bytes"] > 0 < counts["stored_bytes"]
+    assert counts["weights_bytes"] > 0 < counts["stored_bytes"]
 
 
 def zeros_rebuilt(self, layer, states, buffer, targets, positions):
@@ -652,14 +652,14 @@ def test_generate_answers_as_chapter_01_and_health_counts_what_travelled(on_host
     assert result["tokens"] == make_alone(alone).generate(prompt=STORY, max_tokens=6).tokens
     assert result["source"] == "miss" and {span["lane"] for span in result["timeline"]} == {"compute"}
     assert before.keys() == counts.keys() and {
-        "policy", "act_device", "act_host", "kv_host", "device_bytes", "host_bytes", "weight_bytes", "act_bytes", "kv_bytes",
+        "policy", "act_device", "act_host", "kv_host", "device_bytes", "host_bytes", "weights_bytes", "act_bytes", "kv_bytes",
         "stored_bytes", "transfer_errors", "blocks", "blocks_free", "blocks_cached", "blocks_referenced", "steps", "requests",
         "finished", "running", "waiting", "preemptions", "cached_tokens"} <= counts.keys()
     assert counts["policy"] == policy and counts["transfer_errors"] == counts["failed"] == 0 < counts["device_bytes"]
     assert counts["act_device"] + counts["act_host"] + counts["kv_host"] == counts["blocks"] == engine.pool.size
-    assert not any(before[name] for name in ("weight_bytes", "act_bytes", "kv_bytes", "stored_bytes"))
+    assert not any(before[name] for name in ("weights_bytes", "act_bytes", "kv_bytes", "stored_bytes"))
     layer = 64 * (4 * 64 + 3 * 128) * 4 + 2 * 64 * 4
-    assert counts["steps"] == 6 and counts["weight_bytes"] == 6 * 3 * layer, "in each step all layers, once"
+    assert counts["steps"] == 6 and counts["weights_bytes"] == 6 * 3 * layer, "in each step all layers, once"
     assert counts["host_bytes"] == 3 * layer + 4 * 64 * 3 * 4 * (counts["act_host"] + 2 * counts["kv_host"])
     used = [engine.pool.kind(block) for block in engine.pool.cached]
     assert (counts["act_bytes"] > 0, counts["kv_bytes"] > 0) == (1 in used, 2 in used)
