@@ -19,9 +19,9 @@ request keeps, mini-batches that are balanced too, and a forward pass in which t
 `restore` only takes note of what is cached here: bringing it back is part of every step.
 
 Source: CAPTURE (Lee et al.), sections III-C and IV; its Algorithm 1 and equations 5 to 7. The zig-zag order is FlexGen's (Sheng
-et al., ICML '23). Three things differ. Its equations 2 and 3 leave out the transfer of ACT blocks, attention, and what the new
-tokens compute; here they count, so that the lanes end together in fact. Its KV buffer and its attention buffer are one here: the
-link writes where attention reads. And where the batch needs less memory than there is, the batch is divided, not the memory.
+et al., ICML '23). Three things differ from CAPTURE. Its equations 2 and 3 leave out the transfer of ACT blocks, attention, and
+what the new tokens compute; here they count, so that the lanes end together in fact. Its KV buffer and its attention buffer are
+one here: the link writes where attention reads. And where the batch needs less memory than there is, the batch is divided, not the memory.
 
     python 08_hybrid_blocks.py --demo
     python 08_hybrid_blocks.py --batch requests.jsonl --out replies.jsonl      # in OpenAI's batch format
@@ -451,7 +451,6 @@ class Item(NamedTuple):
     def tokens(self) -> int:
         return self.start + self.count
 
-
     def lanes(self, costs: Costs, share: float) -> tuple[float, float]:
         """Seconds on the link and on the processor, where `share` of the weights travels meanwhile, and so much of the step's new
         tokens is computed."""
@@ -855,8 +854,8 @@ class Engine(paged.Engine):
         return arrival
 
     def look_ahead(self, step: Step) -> Context | None:
-        """The first context of the next step, which is to arrive while this one is in its last layer. Nobody knows yet who has
-        said his last word; but who goes on reads what he reads now, and one token more."""
+        """The first context of the next step, which is to arrive while this one is in its last layer. Which answers end here is
+        not known yet; but a request that goes on reads what it reads now, and one token more."""
         items = [Item(request, request.computed + count, 1, self.blocks_of(request, request.computed + count))
                  for request, count in step.work
                  if count == request.pending and len(request.answer.tokens) + 1 < request.max_tokens]
