@@ -21,7 +21,8 @@ request keeps, mini-batches that are balanced too, and a forward pass in which t
 Source: CAPTURE (Lee et al.), sections III-C and IV; its Algorithm 1 and equations 5 to 7. The zig-zag order is FlexGen's (Sheng
 et al., ICML '23). Three things differ from CAPTURE. Its equations 2 and 3 leave out the transfer of ACT blocks, attention, and
 what the new tokens compute; here they count, so that the lanes end together in fact. Its KV buffer and its attention buffer are
-one here: the link writes where attention reads. And where the batch needs less memory than there is, the batch is divided, not the memory.
+one here: the link writes where attention reads. And where the batch needs less memory than there is, the batch is divided, not
+the memory.
 
     python 08_hybrid_blocks.py --demo
     python 08_hybrid_blocks.py --batch requests.jsonl --out replies.jsonl      # in OpenAI's batch format
