@@ -21,13 +21,17 @@ import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
+import numpy
 import torch
 import torch.nn.functional as F
 from tokenizers.decoders import DecodeStream
 
-from common import app
+from common import app, live
 from common.app import BadRequest, Busy, Closing
 from common.timeline import Timeline
+
+BLOCK, TIER = 16, "Device: one contiguous KV cache, in pieces of 16 tokens"              # for the page
+RECOMPUTE = "recompute (01)"       # in comparisons
 
 # 1. Data structures ----------------------------------------------------------------------------------------------
 
@@ -43,12 +47,14 @@ class Request:
     stop: str | list[str] = ()
     history_tokens: int = 0
     received: float = 0.0          # seconds, host clock
+    id: int = 0                    # which of the engine's requests it is, from 1 on
     timeline: Timeline = field(default_factory=Timeline)
 
 
 @dataclass
 class Result:
     """What came back. Times in milliseconds."""
+    id: int                        # of the request
     text: str
     tokens: list[int]
     finish_reason: str             # "stop": end of text or a stop string; "length": max_tokens or context reached
@@ -76,10 +82,11 @@ class KVCache:
         shape = (config.num_hidden_layers, config.num_key_value_heads, capacity, config.head_dim)
         self.k = torch.empty(shape, dtype=dtype, device=device)                     # [L, KVH, capacity, hd]
         self.v = torch.empty(shape, dtype=dtype, device=device)                     # [L, KVH, capacity, hd]
+        self.capacity, self.length = capacity, 0                                    # tokens; written
 
     def layers(self, start: int, count: int):
         """One `attend(q, k, v)` per layer, for `count` tokens at positions start, start + 1, ..."""
-        end = start + count
+        self.length = end = start + count
         mask = None
         if start and count > 1:    # row i may see the `start` tokens before this chunk, and i + 1 of its own
             mask = torch.ones(count, end, dtype=torch.bool, device=self.k.device).tril(start)   # [T, S]
@@ -176,7 +183,7 @@ class Answer:
     def result(self, request: Request, source: str = "miss", cached_tokens: int = 0) -> Result:
         first, last = self.times[0], self.times[-1]
         return Result(
-            text=self.writer.text, tokens=self.tokens, finish_reason=self.finish_reason, source=source,
+            id=request.id, text=self.writer.text, tokens=self.tokens, finish_reason=self.finish_reason, source=source,
             usage=dict(prompt_tokens=self.prompt_tokens, cached_tokens=cached_tokens, completion_tokens=len(self.tokens)),
             history_tokens=request.history_tokens, ttft_ms=(first - request.received) * 1e3,
             tbt_ms=(last - first) / (len(self.times) - 1) * 1e3 if self.times[1:] else None, timeline=request.timeline)
@@ -188,11 +195,13 @@ class Frontend:
     """Checks what is asked and turns it into tokens; the same for the engines of all chapters."""
     fields = {}                # what a request may say beyond app.SAMPLING
     admin, admin_token = {}, None                              # what the server does beside answering; see common/app.py
+    compared = "TTFT"          # what the page's comparison shows; see common/live.py
 
     def __init__(self, model, tokenizer, end_tokens):
-        self.model, self.tokenizer, self.end_tokens = model, tokenizer, end_tokens
+        self.model, self.tokenizer, self.end_tokens = self.parts = model, tokenizer, end_tokens
         self.context = model.config.max_position_embeddings
         self.closing = False
+        self.over: deque[tuple[Result, Request]] = deque(maxlen=8)      # the last ones, for the page
         self.counts = Counter(requests=0, refused=0, finished=0, cancelled=0, failed=0, prompt_tokens=0, completion_tokens=0)
 
     def generate(self, prompt=None, messages=None, **sampling) -> Result:
@@ -256,6 +265,7 @@ class Engine(Frontend):
         super().__init__(model, tokenizer, end_tokens)
         self.prefill_chunk, self.kv_cache, self.max_waiting = prefill_chunk, kv_cache, max_waiting
         self.line: deque[Request] = deque()                             # the first is being answered
+        self.cache: KVCache | None = None                               # its keys and values
         self.turn = threading.Condition()
 
     def stream(self, prompt=None, messages=None, **sampling):
@@ -271,6 +281,7 @@ class Engine(Frontend):
                     raise Busy(f"{self.max_waiting} requests are waiting already; try again later.")
                 self.line.append(request)
                 self.counts["requests"] += 1
+                request.id = self.counts["requests"]
         except app.RequestError:
             self.counts["refused"] += 1
             raise
@@ -297,6 +308,8 @@ class Engine(Frontend):
         finally:
             with self.turn:
                 self.counts[outcome] += 1
+                if self.line[0] is request:
+                    self.cache = None                                   # kept: nothing
                 self.line.remove(request)
                 self.turn.notify_all()
 
@@ -304,6 +317,7 @@ class Engine(Frontend):
         """Prefill and decode, the loop of the lecture."""
         # 1. An empty cache, as large as this request can become
         cache = KVCache(self.model.config, len(request.tokens) + request.max_tokens, self.model.dtype, self.model.device)
+        self.cache = cache
         answer = Answer(request, self.tokenizer, self.end_tokens)
 
         # 2. Prefill: all of the prompt, and one logit vector at its end
@@ -323,7 +337,9 @@ class Engine(Frontend):
                 logits = self.prefill(cache, tokens, request.timeline)              # [V]
 
         self.counts.update(prompt_tokens=len(request.tokens), completion_tokens=len(answer.tokens))
-        yield answer.result(request)
+        result = answer.result(request)
+        self.over.append((result, request))
+        yield result
 
     def prefill(self, cache: KVCache, tokens: list[int], timeline: Timeline):
         """Run all tokens through the model, chunk by chunk -> logits [V] after the last."""
@@ -352,6 +368,39 @@ class Engine(Frontend):
         with self.turn:
             self.closing = True
             self.turn.notify_all()
+
+    # What the page shows
+
+    def tiers(self) -> list[live.Tier]:
+        """The cache of who is being answered, in blocks of BLOCK tokens: all are taken at once, and written as it goes on."""
+        cache, line = self.cache, list(self.line)
+        if cache is None or not line:
+            return [live.Tier("device", TIER, numpy.empty(0, numpy.int64))]
+        blocks, tokens, request = -(-cache.capacity // BLOCK), list(line[0].tokens), line[0].id
+        states = numpy.where(numpy.arange(blocks) * BLOCK < cache.length, live.IN_USE, live.RESERVED)
+        return [live.Tier("device", TIER, states, {block: [request] for block in range(blocks)}, cache.k.nbytes * 2 // blocks,
+                          lambda block: (None, tokens[block * BLOCK:(block + 1) * BLOCK], None))]
+
+    def who(self) -> list[dict]:
+        """The line; only its first is being answered."""
+        computed = self.cache.length if self.cache else 0
+        return [dict(id=request.id, state="waiting" if number else "decode" if computed > len(request.tokens) else "prefill",
+                     prompt_tokens=len(request.tokens), computed=0 if number else min(computed, len(request.tokens)),
+                     new_tokens=0 if number else max(0, computed - len(request.tokens)), cached_tokens=0, source=None)
+                for number, request in enumerate(list(self.line))]
+
+    def drawn(self, request: Request):
+        """What is drawn above the lanes of a request that is over: one of common/figure.py's plans, or None."""
+
+    def examples(self) -> dict[str, str]:
+        return {"Facts": TURNS[0], "A question about them": TURNS[1], "Another one": TURNS[3]}
+
+    def ways(self, prompt: list[int], new: int, stack) -> dict:
+        """All of them compute the prompt: nothing is kept."""
+        again, without = Engine(*self.parts), Engine(*self.parts, kv_cache=False)
+        return {RECOMPUTE: lambda: again.generate(prompt=prompt, max_tokens=new),
+                "the same, asked again": lambda: again.generate(prompt=prompt, max_tokens=new),
+                "without a KV cache": lambda: without.generate(prompt=prompt, max_tokens=new)}
 
 
 # 3. The demo -----------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ from weakref import WeakValueDictionary
 import torch
 import torch.nn.functional as F
 
-from common import app, checkpoint
+from common import app, checkpoint, figure, live
 from common.app import BadRequest, Busy, Closing, HungUp
 from common.timeline import Clock, Timeline
 from tools import classroom_text
@@ -611,6 +611,7 @@ class Engine(baseline.Frontend):
         request.outcome = outcome
         self.counts[counted] += 1
         if isinstance(outcome, Result):
+            self.over.append((outcome, request))
             self.counts.update(prompt_tokens=request.answer.prompt_tokens, completion_tokens=len(outcome.tokens),
                                cached_tokens=request.cached_tokens)
         if request in self.waiting:
@@ -686,8 +687,10 @@ class Engine(baseline.Frontend):
                     raise Closing("The server is shutting down; ask again when it is back.")
                 if len(self.waiting) >= self.max_waiting:
                     raise Busy(f"{self.max_waiting} requests are waiting already; try again later.")
+                for sample in (leader, *forks):
+                    self.counts["requests"] += 1
+                    sample.id = self.counts["requests"]
                 self.waiting.append(leader)
-                self.counts["requests"] += n
                 self.changed.notify()
             return [leader, *forks]
         except app.RequestError:
@@ -763,6 +766,64 @@ class Engine(baseline.Frontend):
         return dict(self.counts, **pool.counts, waiting=len(self.waiting), running=len(self.running), blocks=pool.size,
                     blocks_free=len(pool.free), blocks_cached=len(pool.cached),
                     blocks_referenced=pool.size - pool.available)
+
+    # What the page shows, and does
+
+    def tiers(self) -> list[live.Tier]:
+        """What each memory holds now."""
+        return [self.device_tier()]
+
+    def device_tier(self, in_flight=(), arrived=()) -> live.Tier:
+        return live.of_pool("device", f"Device: KV blocks of {self.pool.block_size} tokens", self.pool, list(self.running),
+                            in_flight, arrived, block_bytes=self.pool.kv[:, :, :1].nbytes)
+
+    def who(self) -> list[dict]:
+        waiting = list(self.waiting)
+        return [dict(id=request.id, state="waiting" if request in waiting else "restoring" if request.restoration else
+                     "decode" if request.answer.tokens else "prefill", prompt_tokens=request.answer.prompt_tokens,
+                     computed=min(request.computed, request.answer.prompt_tokens), new_tokens=len(request.answer.tokens),
+                     cached_tokens=request.cached_tokens, source=request.source) for request in (*self.running, *waiting)]
+
+    def drawn(self, request: Request):
+        """Where each block of its prompt came from."""
+        hits, blocks = request.cached_tokens // self.pool.block_size, self.pool.needed(request.answer.prompt_tokens)
+        cells = [("g", "on the device")] * hits + [("m", "computed")] * (blocks - hits)
+        return figure.Cells("The blocks of the prompt", [("", cells)], dict(g="found on the device", m="computed"))
+
+    def evict_cached(self) -> int:
+        """The device drops all that it has cached, as if others had needed the room -> how many blocks."""
+        with self.stepping:
+            cached = len(self.pool.cached)
+            while self.pool.cached:
+                self.pool.evict()
+            return cached
+
+    @property
+    def admin(self) -> dict:
+        return {"/evict": dict(POST=self.post_evict)}
+
+    def post_evict(self, body: dict, with_token: bool) -> dict:
+        """POST /evict {"tier": "device"}"""
+        app.check_fields(body, {"tier": (lambda v: v == "device", '"device"')})
+        return dict(evicted=self.evict_cached())
+
+    def examples(self) -> dict[str, str]:
+        """Two prompts with the same long beginning, and a short one."""
+        talk, text, facts = classroom_text.Conversation(random.Random(3), classroom_text.Level()), "Read this:", []
+        while len(self.tokenizer.encode(text)) < min(768, self.context // 2) and (fact := talk.new_fact()):
+            facts.append(fact)
+            text += " " + fact.statement
+        return {"A long document and a question": f"{text} {facts[0].question}",
+                "The same document, another question": f"{text} {facts[-1].question}", "A short question": "What is a KV cache?"}
+
+    def ways(self, prompt: list[int], new: int, stack) -> dict:
+        small = self.small(self.pool.needed(len(prompt) + new))
+        return {baseline.RECOMPUTE: chapter_01(self, prompt, new),
+                "blocks on the device": lambda: answer(small, prompt=prompt, max_tokens=new)}
+
+    def small(self, blocks: int, **options) -> "Engine":
+        """An engine of the same kind for a comparison, with room for one request."""
+        return type(self)(*self.parts, blocks + 1, self.pool.block_size, self.token_budget, **options)
 
 
 # 3. The demo -----------------------------------------------------------------------------------------------------
@@ -845,6 +906,7 @@ def demo(engine: Engine, arguments):
           f"(median of {ROUNDS})")
     rows += [dict(throughput=what, **measured("tokens_per_second", taken, what, "tokens/s")) for what, taken in rates.items()]
     last = together[-1].requests[-1]
+    last.timeline.plan = lambda: engine.drawn(last)
     print(f"\nOne of the {CONCURRENT[-1]} (p: prefill, d: decode)\n{last.timeline.chart()}")
     return dict(link=None, verified=verified, rows=rows, counters=engine.counters()), [last.timeline]
 
@@ -887,6 +949,24 @@ def run_together(engine: Engine, asked: list[dict]) -> Run:
         if isinstance(request.outcome, Exception):
             raise request.outcome
     return run
+
+
+def answer(engine: Engine, **asked) -> Result:
+    """Submit one request, and step until it is answered."""
+    return run_together(engine, [asked]).requests[0].outcome
+
+
+def show_plan(engine: Engine, result: Result):
+    """Above the lanes of a result, if it is one of the last, its plan is drawn."""
+    for known, request in engine.over:
+        if known is result:
+            result.timeline.plan = lambda request=request: engine.drawn(request)
+
+
+def chapter_01(engine: Engine, prompt: list[int], new: int):
+    """The first way of every comparison."""
+    alone = baseline.Engine(*engine.parts)
+    return lambda: alone.generate(prompt=prompt, max_tokens=new)
 
 
 def block_map(pool: BlockPool, tables: list[list[int]], width: int = 100) -> str:

@@ -27,14 +27,14 @@ import importlib
 import random
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from itertools import islice
 from weakref import WeakSet
 
 import torch
 
-from common import app, checkpoint
+from common import app, checkpoint, figure, live
 from common import link as links
 from common.app import BadRequest
 from common.link import Link, Transfer, TransferError
@@ -360,6 +360,31 @@ class SwappingEngine(MeasuringEngine):
                     cpu_blocks_free=len(host.free), cpu_blocks_cached=len(host.cached),
                     cpu_blocks_referenced=host.size - host.available, swaps_under_way=len(self.swaps), link=str(self.load_link))
 
+    # What the page shows, and does
+
+    def tiers(self) -> list[live.Tier]:
+        swaps = list(self.swaps)
+        return [self.device_tier([block for swap in swaps for block in swap.device_blocks]),
+                self.host_tier([block for swap in swaps for block in swap.host_blocks])]
+
+    def host_tier(self, in_flight) -> live.Tier:
+        return live.of_pool("host", f"Host memory: KV blocks of {self.host.block_size} tokens", self.host, in_flight=in_flight,
+                            block_bytes=self.host.kv[:1].nbytes)
+
+    def drawn(self, request: Request):
+        names, count = dict(gpu_hits="g", cpu_hits="c", storage_hits="s", misses="m"), Counter(request.blocks)
+        legend = dict(g="found on the device", c="came from host memory", s="came from storage", m="computed")
+        cells = [(letter, legend[letter]) for what, letter in names.items() for _ in range(count[what])]
+        return figure.Cells("The blocks of the prompt", [("", cells)],
+                            {letter: words for letter, words in legend.items() if (letter, words) in cells})
+
+    def evict_cached(self) -> int:
+        """Chapter 02's; what would be lost is copied out first."""
+        with self.stepping:
+            self.write_back(len(self.pool.cached))
+            self.flush()
+            return super().evict_cached()
+
 
 class Engine(SwappingEngine):
     """Chapter 02's engine over two tiers, which find blocks by the same prefixes."""
@@ -525,6 +550,22 @@ class Engine(SwappingEngine):
         self.draw_loads(request)
         return Result(**vars(super().result(request)), blocks=request.blocks, choice=request.choice, link=str(self.load_link))
 
+    def ways(self, prompt: list[int], new: int, stack) -> dict:
+        blocks = self.pool.needed(len(prompt) + new)
+        small = self.small(blocks, cpu_blocks=blocks, bytes_per_second=self.load_link.bytes_per_second)
+
+        def from_host(overlap: bool) -> Result:
+            empty(small)
+            small.overlap = overlap
+            return ask()
+
+        def ask() -> Result:
+            result = paged.answer(small, prompt=prompt, max_tokens=new)
+            small.flush()
+            return result
+        return {baseline.RECOMPUTE: paged.chapter_01(self, prompt, new), "from host memory": lambda: from_host(True),
+                "the same, all layers first": lambda: from_host(False), "on the device": ask}
+
     def check_integrity(self):
         """Both pools agree with the tables and with what is on its way. Raises AssertionError."""
         tables = [request.table for request in self.running]
@@ -612,7 +653,8 @@ def demo(engine: Engine, arguments):
           f"{back[0].requests[0].timeline.chart()}")
 
     # 4. What the ways cost
-    prompt_tokens = back[0].requests[0].answer.prompt_tokens
+    returned, prompt_tokens = back[0].requests[0], back[0].requests[0].answer.prompt_tokens
+    returned.timeline.plan = lambda: small.drawn(returned)
     print(f"\nTTFT of this question asked again, {prompt_tokens} tokens of prompt (median of {ROUNDS}; {small.load_link})\n"
           "  source     cached    bytes in        TTFT")
     for case, runs in cases.items():
@@ -627,7 +669,7 @@ def demo(engine: Engine, arguments):
         print(f"  Nothing came back from the host, which has {small.host.size} blocks. A block takes "
               f"{small.seconds_to_load(1) * 1e3:.1f} ms to load and {small.seconds_to_compute(0, size) * 1e3:.1f} ms to compute.")
     return dict(link=dict(modelled=small.load_link.modelled, gbps=small.load_link.speed() / 1e9), verified=verified, rows=rows,
-                counters=small.counters()), [back[0].requests[0].timeline]
+                counters=small.counters()), [returned.timeline]
 
 
 def document(engine: Engine, rng, tokens: int, secret: str = "") -> str:
@@ -637,10 +679,8 @@ def document(engine: Engine, rng, tokens: int, secret: str = "") -> str:
 
 
 def empty(engine: Engine):
-    """The device evicts all that it has cached, as if others had needed it."""
-    with engine.stepping:
-        while engine.pool.cached:
-            engine.pool.evict()
+    """The device evicts all that it has cached, and nothing of it is copied out first."""
+    paged.Engine.evict_cached(engine)
 
 
 def row(phase: str, run: paged.Run, counters: dict) -> dict:

@@ -45,7 +45,7 @@ from typing import NamedTuple
 
 import torch
 
-from common import app
+from common import app, figure, live
 from common import link as links
 from common.app import BadRequest
 from common.link import Link, RowBuffer, Transfer, TransferError, as_integers
@@ -385,6 +385,7 @@ class Engine(offload.MeasuringEngine):
         cpu_chunks = offload.host_pool_size(self.pool, cpu_chunks, useful, size, f"chunks of {CHUNK} tokens", "--cpu-chunks")
         self.chunks = self.make_chunks(cpu_chunks, layout)
         self.in_files: set[bytes] = set()                                       # keys that were found or written there
+        self.stored = live.Keys()                                               # the same, for the page
         self.keep_always = False                                                # whatever restoring would take
         # 2. The link, and the memory at its ends
         bytes_per_second = bytes_per_second or links.bandwidth(model)
@@ -887,11 +888,48 @@ class Engine(offload.MeasuringEngine):
         landing = {load.landing for load in self.loads if load.landing is not None}
         assert landing == {first for first, back in self.landing.taken.items() if not back}, "rows are lost where loads land"
 
+    # What the page shows, and does
+
+    def tiers(self) -> list[live.Tier]:
+        coming = [block for request in list(self.running) if request.restoration for block in request.table[request.saved:]]
+        saving, restorations = list(self.saving), list(self.restorations)
+        slots = [chunk.slot for chunk in saving if chunk.slot >= 0]
+        tiers = [self.device_tier(coming), self.host_tier(slots + [
+            chunk for restoration in restorations if not self.files for chunk in restoration.chunks])]
+        if self.files:
+            moving = [chunk.prefix.key for chunk in saving if chunk.prefix and not chunk.lost] + [
+                bytes.fromhex(chunk.path.stem) for restoration in restorations for chunk in restoration.chunks]
+            tiers.append(self.stored.tier("storage", f"Storage: hidden states of {CHUNK} tokens in files", list(self.files.known),
+                                          moving, self.files.shape[0] * self.files.part_bytes, self.chunk_prefixes.known))
+        return tiers
+
+    def host_tier(self, in_flight: list[int]) -> live.Tier:
+        chunks = self.chunks
+        return live.of_pool("host", f"Host memory: hidden states of {CHUNK} tokens", chunks, in_flight=in_flight,
+                            block_bytes=chunks.states[:, :1].nbytes)
+
+    def drawn(self, request: Request):
+        size, letter = self.pool.block_size, "H" if self.RESTORED == "hidden" else "K"
+        cached, blocks = request.cached_tokens // size, self.pool.needed(request.answer.prompt_tokens)
+        held = request.restored.start // size if request.restored else cached
+        legend = {"g": "found on the device", letter: f"restored: {self.RESTORED}", "m": "computed"}
+        cells = [(kind, legend[kind]) for kind in "g" * held + letter * (cached - held) + "m" * (blocks - cached)]
+        return figure.Cells("The blocks of the prompt", [("", cells)], legend)
+
+    def ways(self, prompt: list[int], new: int, stack) -> dict:
+        blocks, speed = self.pool.needed(len(prompt) + new), self.load_link.bytes_per_second
+        kv = offload.Engine(*self.parts, blocks + 1, self.pool.block_size, self.token_budget, cpu_blocks=blocks,
+                            bytes_per_second=speed)
+        hidden = self.small(blocks, cpu_chunks=len(prompt) // CHUNK + 2, layout=self.chunks.layout, bytes_per_second=speed)
+        return {RECOMPUTE: paged.chapter_01(self, prompt, new),
+                OFFLOAD: lambda: ask(kv, new=new, prompt=prompt),
+                HOST: lambda: ask(hidden, new=new, prompt=prompt)}
+
 
 # 3. The demo -----------------------------------------------------------------------------------------------------
 
 ROUNDS, QUESTIONS = 5, 4
-RECOMPUTE, OFFLOAD, HOST, FILES, TOKEN_MAJOR = "recompute (01)", "KV offload (03)", "hidden states", "same, in files", \
+RECOMPUTE, OFFLOAD, HOST, FILES, TOKEN_MAJOR = baseline.RECOMPUTE, "KV offload (03)", "hidden states", "same, in files", \
     "same, token-major"
 
 
@@ -947,6 +985,7 @@ def demo(engine: Engine, arguments):
             if shown := next((results[name] for results in again[::-1] if results[name].restoration), None):
                 start = shown.restoration["start_ms"] / 1e3
                 timelines.append(shown.timeline)
+                paged.show_plan(ways[name], shown)
                 print(f"\nOne restoration, {name} (digits: layers; dots: bubbles; {link})\n" + shown.timeline.window(
                     start, start + shown.restoration["ms"] / 1e3).chart(bubbles=True))
 
@@ -965,15 +1004,16 @@ def document_and_questions(engine: Engine) -> list[str]:
     return [document] + [fact.question for fact in random.Random(4).sample(facts, min(QUESTIONS, len(facts)))]
 
 
-def ask(way, messages: list[dict], new: int, evict: bool = True, **fields):
+def ask(way, messages: list[dict] | None = None, new: int | None = None, evict: bool = True, **fields):
     """-> the Result; with `evict`, what the device had cached was dropped first, as if others had needed it."""
+    asked = dict(messages=messages, max_tokens=new, **fields)
     if isinstance(way, baseline.Engine):
-        return way.generate(messages=messages, max_tokens=new)
+        return way.generate(**asked)
     if evict:
         offload.empty(way)
-    request, = paged.run_together(way, [dict(messages=messages, max_tokens=new, **fields)]).requests
+    result = paged.answer(way, **asked)
     way.flush()
-    return request.outcome
+    return result
 
 
 def show_turns(turns: list[dict], link: Link) -> list[dict]:

@@ -51,7 +51,7 @@ from typing import NamedTuple
 import numpy
 import torch
 
-from common import app
+from common import app, figure, live
 from common import link as links
 from common.app import BadRequest
 from common.link import as_integers
@@ -910,6 +910,31 @@ class Engine(hidden_states.Engine):
         del found["chunks_free"]                                                # it is cells that run out
         return found
 
+    # What the page shows
+
+    def host_tier(self, in_flight: list[int]) -> live.Tier:
+        chunks, free = self.chunks, f"{len(self.chunks.empty)} of {self.chunks.size} cells are free"
+        return live.of_pool("host", f"Host memory: of {CHUNK} tokens what the plan keeps; {free}", chunks, in_flight=in_flight,
+                            note=lambda slot: f"kept of its layers: {chunks.letters[slot]}" if slot in chunks.letters else None)
+
+    def drawn(self, request: Request):
+        """Layers and chunks: how each comes back."""
+        if request.restored is None:
+            return super().drawn(request)
+        start, runs, legend = request.restored.start, request.restored.runs, dict(
+            R="recomputed", H="projected from hidden states", K="loaded as K and V")
+        rows = [(f"layer {layer}", [
+            (run.letters[layer], f"tokens {start + run.row} to {start + run.row + run.rows}, {legend[run.letters[layer]]}")
+            for run in runs]) for layer in range(len(self.model.layers))]
+        return figure.Cells(f"How each layer of the {sum(run.rows for run in runs)} restored tokens came back", rows, legend)
+
+    def ways(self, prompt: list[int], new: int, stack) -> dict:
+        blocks, chunks = self.pool.needed(len(prompt) + new), len(prompt) // CHUNK + 2
+        ways = {way: self.small(blocks, mode=mode, known=self.profile, cpu_chunks=chunks,
+                                bytes_per_second=self.load_link.bytes_per_second) for way, mode in WAYS.items()}
+        return {baseline.RECOMPUTE: paged.chapter_01(self, prompt, new), **{
+            name: functools.partial(hidden_states.ask, way, new=new, prompt=prompt) for name, way in ways.items()}}
+
 
 def together(dst, src, moves: list[tuple[int, int, int]], into: list, out_of: list):
     """Append to `into` and `out_of` views of the memories for all moves (first number in dst, first in src, how many): one view
@@ -1051,7 +1076,10 @@ def show(setting: str, tokens: int, planned: Engine, results: dict[str, list]) -
         row.update(over_predicted=row["ms"] / row["predicted_ms"], over_bound=row["ms"] / row["bound_ms"])
         rows.append(row)
         start = middle["start_ms"] / 1e3
-        timelines.append(taken[len(taken) // 2].timeline.window(start, start + middle["ms"] / 1e3))
+        shown = taken[len(taken) // 2]
+        paged.show_plan(planned, shown)
+        timelines.append(shown.timeline.window(start, start + middle["ms"] / 1e3))
+        timelines[-1].plan = shown.timeline.plan
         spread = f"{spans[0]:.1f} to {spans[-1]:.1f}"
         print(f"  {name:13}{row['plan']:{layers + 2}}{row['bytes_per_token']:10.0f} B{row['ms']:11.1f} ms{spread:>18}"
               f"{row['load_bubble']:12.0%}{row['compute_bubble']:9.0%}{row['predicted_ms']:9.1f} ms{row['over_predicted']:12.2f}"

@@ -44,10 +44,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import numpy
 import torch
 from tqdm import tqdm
 
-from common import app, checkpoint
+from common import app, checkpoint, figure, live
 from common import link as links
 from common.app import BadRequest
 from common.link import Link, Transfer, as_integers
@@ -622,6 +623,7 @@ class Engine(offload.MeasuringEngine):
         # 4. What is under way; the engine's thread alone, which holds `stepping`, touches it, and the pool
         self.restorations: list[Restoration] = []
         self.leaving: dict[paged.Prefix, Leaving] = {}                          # oldest first
+        self.stored = live.Keys()                                               # what lies in files, for the page
         self.awaited: list[Transfer] = []                                       # that this step's forward pass reads
         self.counts.update(restorations=0, chunks_computed=0, chunks_loaded=0, chunks_missed=0, loaded_tokens=0, chunks_saved=0,
                            chunks_dropped=0, transfer_errors=0, storage_stalls=0)
@@ -1018,6 +1020,50 @@ class Engine(offload.MeasuringEngine):
             free = self.writer.buffers.free
             assert sorted((*held, *free)) == list(range(len(self.writer.buffers.memory))), "a buffer is lost"
 
+    # What the page shows
+
+    def tiers(self) -> list[live.Tier]:
+        leaving, loader, size = list(self.leaving.values()), self.loader, self.loader.chunk_bytes
+        chunks = [chunk for restoration in list(self.restorations) for chunk in restoration.chunks]
+        coming = [chunk for chunk in chunks if chunk.transfer and not chunk.settled]
+        device = self.device_tier([block for holder in (*leaving, *coming) for block in holder.blocks],
+                                  [block for chunk in chunks if chunk.settled for block in chunk.blocks])
+        taken = [number not in buffers.free for buffers in (loader.buffers, self.writer.buffers)
+                 for number in range(len(buffers.memory))]
+        host = live.Tier("host", f"Host memory: chunks of {self.chunk} tokens on their way",
+                         numpy.where(taken, live.IN_FLIGHT, live.FREE), block_bytes=size, describe=lambda _: (None, None, None))
+        moving = [holder.prefix.key for holder in (*leaving, *(chunk for chunk in chunks if chunk.began and chunk.side is None))]
+        storage = self.stored.tier("storage", f"Storage: K and V of {self.chunk} tokens in files", list(self.files.known), moving,
+                                   size, self.chunk_prefixes.known)
+        return [device, host, storage]
+
+    def drawn(self, request: Request):
+        """The two pointers, in time."""
+        restoration, timeline = request.restored, request.timeline
+        if restoration is None:
+            return super().drawn(request)
+        first, size, computed = restoration.first, self.chunk, []
+        for start, count, began, ended in restoration.steps:                    # a step computes a part of a chunk, or several
+            for index in range(start // size, -(-(start + count) // size)):
+                low, high = (min(max(at, start), start + count) for at in (index * size, (index + 1) * size))
+                at, until = (began + (edge - start) / count * (ended - began) - timeline.began for edge in (low, high))
+                computed.append((index - first, at, until))
+        ends = {span.label: span.end for span in timeline.spans if span.lane == "load"}
+        loaded = [(int(span.label.removeprefix("chunk ")) - first, span.start, ends[span.label])
+                  for span in timeline.spans if span.lane == "storage"]
+        return figure.Pointers("Who brings which chunk, and when", len(restoration.chunks), computed, loaded)
+
+    def ways(self, prompt: list[int], new: int, stack) -> dict:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="compare-", ignore_cleanup_errors=True)))
+        small = self.small(self.pool.needed(len(prompt) + new), directories=(folder,), chunk=self.chunk, kv_bits=self.kv_bits,
+                           bandwidth=self.loader.bandwidth, bytes_per_second=self.load_link.bytes_per_second)
+        stack.callback(small.release)
+
+        def way(mode: str):
+            return lambda: ask(small, prompt=prompt, max_tokens=new, mode=mode).outcome
+        return {baseline.RECOMPUTE: paged.chapter_01(self, prompt, new),
+                **{name: way(mode) for name, mode in WAYS.items() if "8 bit" not in name}}
+
 
 # 5. The bound ----------------------------------------------------------------------------------------------------
 
@@ -1212,6 +1258,7 @@ def show(setting: str, bandwidth: Bandwidth, taken: dict[str, list[Request]], ex
     for way, requests in taken.items():
         print(f"  {way:14}|{middle(requests).restored.bar()}|")
     shown = middle(taken["both"])
+    shown.timeline.plan = lambda: exact.drawn(shown)
     start = shown.outcome.restoration["start_ms"] / 1e3
     timeline = shown.timeline.window(start, start + shown.outcome.restoration["ms"] / 1e3)
     print(f"  both, the lanes (digits: chunks; p: prefill)\n{timeline.chart(bubbles=True)}")

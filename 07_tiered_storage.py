@@ -47,7 +47,7 @@ import numpy
 import torch
 from tqdm import tqdm
 
-from common import app, backends, checkpoint
+from common import app, backends, checkpoint, figure, live
 from common import link as links
 from common.app import BadRequest
 from common.link import as_integers
@@ -64,6 +64,7 @@ EPOCHS = itertools.count(1)
 RECHECK = 10.0                     # seconds after which storage is asked again whether it still has what it had
 NEARLY_IDLE = 3e-3                 # seconds of transfers left in the link's queue: send the next pages
 PATIENCE = 5.0                     # seconds without a page after which nobody waits for storage any more
+SHOWN = 4096                       # pages of storage that the page of the server shows
 
 # 1. The tree and the two pools -----------------------------------------------------------------------------------
 
@@ -512,6 +513,7 @@ class Storage:
         self.counts = Counter(storage_looked_for=0, storage_pages_read=0, storage_bytes_read=0, storage_pages_written=0,
                               storage_bytes_written=0, storage_pages_refused=0, storage_errors=0)
         self.error: str | None = None                           # the last one
+        self.seen: deque[bytes] = deque(maxlen=SHOWN)           # keys of the last pages that were read or written, for the page
         self.epoch = next(EPOCHS)                               # another after each error: storage may have lost what it had
         self.closed = threading.Event()
         self.threads = [threading.Thread(target=work, args=(self, kind), name=f"storage {kind}", daemon=True)
@@ -649,6 +651,7 @@ class Storage:
             prefetch.arrived += right
             prefetch.failed = prefetch.failed or right < count
             prefetch.moved = self.heard = ended
+            self.seen += [bytes.fromhex(prefetch.keys[number]) for number in numbers[:right]]
             if right:
                 prefetch.spans.append((began, ended, right))
                 self.note(right, ended - began)
@@ -670,6 +673,7 @@ class Storage:
             with self.changed:
                 self.wrote = ended
                 self.damaged.difference_update(keys)
+                self.seen += [bytes.fromhex(write.keys[number]) for number in numbers]
                 self.counts.update(storage_pages_written=len(lacking),
                                    storage_bytes_written=len(lacking) * self.host.page_bytes)
             if lacking:
@@ -804,6 +808,7 @@ class Engine(offload.SwappingEngine):
         self.prefetch_threshold = prefetch_threshold
         self.prefetch_limit = cpu_blocks * size // 2 if prefetch_limit is None else prefetch_limit
         self.storage: Storage | None = None
+        self.stored = live.Keys()                                               # what storage has, for the page
         self.attaching = threading.Lock()                                       # one at a time attaches or detaches
         self.prefetches: list[Prefetch] = []                                    # not over, or not let go of
         self.writes: list[Write] = []
@@ -820,7 +825,7 @@ class Engine(offload.SwappingEngine):
 
     @property
     def admin(self) -> dict:
-        return {"/storage": dict(GET=lambda body, with_token: self.storage_state(), POST=self.post_storage,
+        return {**super().admin, "/storage": dict(GET=lambda body, with_token: self.storage_state(), POST=self.post_storage,
                                  DELETE=lambda body, with_token: self.detach())}
 
     # One step
@@ -1426,6 +1431,72 @@ class Engine(offload.SwappingEngine):
         for node in self.tree.nodes():
             assert node.leaving is leaving.get(node) and node.writing is writing.get(node), "a copy is not what the node says"
 
+    # What the page shows
+
+    def tiers(self) -> list[live.Tier]:
+        swaps, prefetches, writes, storage = list(self.swaps), list(self.prefetches), list(self.writes), self.storage
+        tiers = [self.device_tier([page for swap in swaps for page in swap.device_blocks]), self.host_tier(
+            [place for swap in swaps for place in swap.host_blocks] + [place for write in writes for place in write.places]
+            + [place for prefetch in prefetches for place in prefetch.places[prefetch.arrived:]])]
+        if storage:
+            moving = [key for prefetch in prefetches for key in prefetch.keys[prefetch.arrived:len(prefetch.places)]]
+            moving += [key for write in writes for key in write.keys]
+            tiers.append(self.stored.tier(
+                "storage", f"Storage: the last {SHOWN} pages read or written of {storage.name}", list(storage.seen),
+                map(bytes.fromhex, moving), self.host.page_bytes, {}))
+        for tier, pool in zip(tiers, (self.pool, self.host)):
+            tier.title = tier.title.replace("KV blocks", "pages")
+            tier.describe = partial(self.page_content, pool, tier.describe)
+        return tiers
+
+    def page_content(self, pool: PagePool, describe, page: int):
+        """The key and the tokens of a page, which the tree knows."""
+        with self.stepping:
+            node = pool.prefixes[page]
+            places = node and pool.places(node)
+            if not places or page not in places:
+                return describe(page) if node is None else (None, None, "on its way")
+            index = places.index(page)
+            tokens = numpy.frombuffer(node.tokens, "<i4")[index * pool.block_size:(index + 1) * pool.block_size].tolist()
+            return self.tree.keys(node)[index], tokens, f"{node.hits} requests found it"
+
+    def drawn(self, request: Request):
+        """The tree as it is now, and the request's path."""
+        with self.stepping:
+            path, node, at, tokens = set(), self.tree.root(request.cache_salt), 0, self.whole_pages(request)
+            while (node := node.children.get(tokens[at:at + self.tree.id_bytes])) and self.tree.common(node, tokens, at):
+                path.add(node)
+                at += len(node.tokens)
+            nodes, storage = [], self.storage
+
+            def below(node: Node, depth: int):
+                for child in node.children.values():
+                    tiers = dict(L1=child.device is not None, L2=child.host is not None,
+                                 L3=bool(storage) and child.stored == storage.epoch)
+                    nodes.append((depth, self.tree.pages(child), child.hits, tuple(tier for tier in tiers if tiers[tier]),
+                                  child in path))
+                    below(child, depth + 1)
+            for root in self.tree.roots.values():
+                below(root, 0)
+        return figure.Tree("The radix tree, and the path of this request", nodes, dict(
+            L1="on the device", L2="in host memory", L3="in storage, when it was last seen"))
+
+    def ways(self, prompt: list[int], new: int, stack) -> dict:
+        folder, blocks = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="compare-"))), self.pool.needed(
+            len(prompt) + new)
+        small = self.small(blocks, cpu_blocks=2 * blocks, layout=self.host.layout, prefetch_policy="wait_complete",
+                           prefetch_threshold=1, bytes_per_second=self.load_link.bytes_per_second)
+        stack.callback(small.release)
+        small.attach(backends.open_backend(f"file:{folder}"), "files")
+
+        def way(lose) -> Result:
+            lose(small)
+            result = paged.answer(small, prompt=prompt, max_tokens=new)
+            small.flush()
+            return result
+        return {baseline.RECOMPUTE: paged.chapter_01(self, prompt, new), "from L3, storage": lambda: way(forget),
+                "from L2, host memory": lambda: way(offload.empty), "from L1, the device": lambda: way(lambda _: None)}
+
 
 # 4. The demo -----------------------------------------------------------------------------------------------------
 
@@ -1481,6 +1552,9 @@ def demo(engine: Engine, arguments):
             way.flush()
             way.check_integrity()
         filled, last = taken[name], engines[name]                               # of the last setting
+        shown = max(filled[0], key=lambda request: len(request.timeline.spans))
+        tree = last.drawn(shown)
+        shown.timeline.plan = lambda: tree
         slow = policies(last, turns[0][-1][0], new)
         bar.close()
         pairs = [(turns[number][turn][1], request.outcome.tokens) for rounds in taken.values() for turn in range(ROUNDS)
@@ -1499,11 +1573,10 @@ def demo(engine: Engine, arguments):
         print("\nThe tree after L1 + L2 + L3, and where each node lies\n" + draw(engines["L1 + L2 + L3"]))
         rows += show_policies(slow, link)
         rows += show_layouts(engine, 32)
-        timeline = max((request.timeline for request in filled[0]), key=lambda timeline: len(timeline.spans))
         print(f"\nOne answer out of the other process's L3 (f: from storage to L2; digits: layers from L2 to L1; {link})\n"
-              f"{timeline.chart()}")
+              f"{shown.timeline.chart()}")
         return dict(link=dict(modelled=link.modelled, gbps=link.speed() / 1e9), verified=verified, rows=rows,
-                    counters=last.counters()), [timeline]
+                    counters=last.counters()), [shown.timeline]
 
 
 def conversations(engine: Engine, alone: baseline.Engine, new: int, bar) -> list[list[tuple[list[dict], list[int]]]]:

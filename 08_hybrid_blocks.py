@@ -31,6 +31,7 @@ the memory.
 """
 import copy
 import importlib
+import itertools
 import math
 import random
 import statistics
@@ -45,7 +46,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from common import app, batch, checkpoint
+from common import app, batch, checkpoint, figure, live
 from common import link as links
 from common.app import BadRequest
 from common.link import Link, Transfer, TransferError
@@ -606,6 +607,7 @@ class Engine(paged.Engine):
     `device` computes. `lengths` are the tokens of the requests that are expected, prompt and answer; by default as many requests
     as may run, each as long as the context."""
     KEPT_STEPS = 4                 # whose spans the timeline keeps
+    compared = "TBT"               # on the page: weights and context come back in every decode step
     LARGER = "a larger --host-memory"
 
     def __init__(self, model, tokenizer, end_tokens, block_size: int = 16, token_budget: int = 8192, max_running: int = 128,
@@ -627,6 +629,7 @@ class Engine(paged.Engine):
         self.ahead: Arrival | None = None                               # the next step's first context, on its way
         self.stored: list[deque[Stored]] = [deque() for _ in range(model.config.num_hidden_layers)]
         self.damaged: set[int] = set()                                  # blocks whose state was lost on its way to the host
+        self.formed: list[list[Item]] = []                              # the mini-batches of the last step
         self.failures, self.kept = 0, False                             # steps that failed since a state was last seen to be kept
         self.timeline, self.records = Timeline(), deque(maxlen=256)
         self.marks, self.travelling, self.moved = [], deque(), Counter()
@@ -775,7 +778,7 @@ class Engine(paged.Engine):
                      if request in items and items[request][1:3] == (start, 1)]
             if not first:
                 self.discard()
-        mini_batches = ([first] if first else []) + list(self.form(list(items.values())))
+        self.formed = mini_batches = ([first] if first else []) + list(self.form(list(items.values())))
         return Step(self.pool, work, mini_batches, self.ahead.context if first else None)
 
     def discard(self):
@@ -1010,9 +1013,58 @@ class Engine(paged.Engine):
                     device_bytes=self.device_bytes + pool.act_device.nbytes,
                     host_bytes=self.model.host_bytes + pool.act_host.nbytes + pool.kv.nbytes)
 
+    # What the page shows
+
+    admin = {}                     # noqa: RUF012   what is cached is in host memory, and nothing else has it
+
+    def tiers(self) -> list[live.Tier]:
+        pool, tiers = live.of_pool("", "", self.pool, list(self.running)), []
+        for kind, (what, place) in enumerate(HybridPool.KINDS):
+            where, start = "Device" if place == "device" else "Host memory", self.pool.firsts[kind]
+            tiers.append(live.part(
+                f"{what}-{place}", f"{where}: {what.upper()} blocks of {self.pool.block_size} tokens", pool, start,
+                start + self.allocation[kind], self.kv_bytes if what == "kv" else self.act_bytes))
+        return tiers
+
+    def result(self, request):
+        """Chapter 02's; drawn are the mini-batches of its last step, and the lanes of the last steps."""
+        result, costs, batches = super().result(request), self.costs, []
+        total = sum(item.tokens for items in self.formed for item in items)
+        for items in self.formed:
+            blocks = Allocation(*map(sum, zip(*(item.blocks for item in items))))
+            share = sum(item.tokens for item in items) / total
+            part = costs._replace(load_weights=costs.load_weights * share, forward=costs.forward * share)
+            batches.append((len(items), *blocks, part.link(blocks), part.compute(blocks)))
+        request.timeline.plan = partial(figure.MiniBatches, "The mini-batches of its last step, as planned", batches)
+        if self.records:
+            start = self.records[max(0, len(self.records) - 2)].start
+            result.timeline.detail = self.timeline.window(start, time.perf_counter() - self.timeline.began)
+        return result
+
+    def drawn(self, request):
+        return request.timeline.plan()
+
+    def ways(self, prompt: list[int], new: int, stack) -> dict:
+        """TOGETHER requests with this prompt, under each policy."""
+        alone = baseline.Engine(whole_model(self), *self.parts[1:])
+        options = dict(self.options, lengths=[len(prompt) + new] * TOGETHER, max_running=TOGETHER, device_memory=None,
+                       host_memory=None)
+        engines, costs = {}, None
+        for policy in POLICIES:
+            engines[policy] = Engine(self.on_host, *self.parts[1:], **dict(options, policy=policy, costs=costs))
+            costs = engines[policy].costs
+        salts = map(str, itertools.count())
+
+        def way(engine: Engine):
+            asked = [dict(prompt=prompt, max_tokens=new, cache_salt=next(salts)) for _ in range(TOGETHER)]
+            return paged.run_together(engine, asked).requests[0].outcome
+        return {"one request, all on the device (01)": lambda: alone.generate(prompt=prompt, max_tokens=new),
+                **{f"{policy}, {TOGETHER} at once": partial(way, engine) for policy, engine in engines.items()}}
+
 
 # 4. The demo -----------------------------------------------------------------------------------------------------
 
+TOGETHER = 4                       # answers at once in the page's comparison
 REQUESTS, NEW, TURN = 32, 16, 4    # answers at once, tokens of each, steps that a policy takes before it is another one's turn
 
 
@@ -1054,6 +1106,7 @@ class Run:
             busy.append(1 - timeline.bubble(lane, record.start, record.end))
         middle, two = (record.start + record.end) / 2, (record.end - record.start) * 2 / layers
         self.chart, self.moved = timeline.window(middle - two / 2, middle + two / 2), record.moved
+        self.chart.plan = lambda: self.engine.drawn(self.requests[0])
 
     def bound(self, costs: Costs) -> float | None:
         """Seconds of a step in which neither lane could have been faster."""

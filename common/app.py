@@ -10,6 +10,7 @@ A chapter hands `main` its engine class, its demo and its own options. Of an eng
     engine.admin          what else the server does: path -> {method: function(JSON object or None, whether the caller has the
                           token) -> JSON object}; open to who is on this machine, or has `engine.admin_token`
     engine.close()        refuse what comes from now on
+    what the page shows of it: see common/live.py
     engine.release()      let go of what it keeps outside of this process
 
 and that it raises BadRequest, Busy or Closing, whose messages go to the user as they are.
@@ -24,15 +25,16 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import uuid
-from contextlib import closing, redirect_stderr
+from contextlib import ExitStack, closing, redirect_stderr
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import torch
 
-from common import checkpoint
+from common import checkpoint, figure, live
 from common.timeline import write_trace
 
 MAX_BODY = 1 << 20                 # bytes of an HTTP request; a full context fits many times
@@ -49,6 +51,10 @@ class BadRequest(RequestError):
 
 class Forbidden(RequestError):
     status, kind = 403, "permission_error"
+
+
+class NotHere(RequestError):
+    status, kind = 404, "invalid_request_error"
 
 
 class TooLarge(RequestError):
@@ -208,6 +214,7 @@ def make_app(engine, info: dict):
 
     app = Flask("kv", static_folder=None)
     page = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
+    feed, comparing = live.Feed(engine), threading.Lock()
 
     def body():
         try:
@@ -242,7 +249,10 @@ def make_app(engine, info: dict):
                         yield f"data: {chunk if isinstance(chunk, str) else json.dumps(chunk)}\n\n"
                 except Exception as error:      # the headers are out: the error travels as an event
                     yield f"data: {json.dumps(explain(error)[0])}\n\n"
-        return Response(encode(), mimetype="text/event-stream", headers={"Cache-Control": "no-store"})
+        return stream(encode())
+
+    def stream(lines):
+        return Response(lines, mimetype="text/event-stream", headers={"Cache-Control": "no-store"})
 
     @app.post("/generate")
     def generate():
@@ -304,14 +314,15 @@ def make_app(engine, info: dict):
         return bool(engine.admin_token) and hmac.compare_digest(given, f"Bearer {engine.admin_token}".encode())
 
     def is_local() -> bool:
-        """Whether who asks is a program on this machine: no proxy stands between, and no web page has sent a browser here."""
+        """Whether who asks is a program on this machine: no proxy stands between, and no other web page has sent a browser."""
         try:
             local = ipaddress.ip_address(request.remote_addr or "").is_loopback
             name = urlsplit(f"//{request.host}").hostname
         except ValueError:
             return False
         return (local and name in ("127.0.0.1", "::1", "localhost")
-                and not any(header in request.headers for header in ("Origin", "Forwarded", "X-Forwarded-For")))
+                and request.headers.get("Origin", own := f"http://{request.host}") == own
+                and not any(header in request.headers for header in ("Forwarded", "X-Forwarded-For")))
 
     def administer():
         with_token = has_token()
@@ -324,9 +335,56 @@ def make_app(engine, info: dict):
     for path, methods in engine.admin.items():
         app.add_url_rule(path, path, administer, methods=list(methods))
 
+    # What the page shows
+
     @app.get("/")
     def index():
         return Response(page, mimetype="text/html")
+
+    @app.get("/events")
+    def page_events():
+        if feed.pages >= live.PAGES:
+            raise Busy(f"{live.PAGES} pages are open already; close one.")
+        allowed, connection = has_token() or is_local(), request.environ.get("werkzeug.socket")
+        hello = dict(info, examples=[dict(name=name, prompt=prompt) for name, prompt in engine.examples().items()],
+                     compare=dict(measure=engine.compared), evict="/evict" in engine.admin and allowed)
+        return stream(feed.events(hello, lambda: connection is not None and hung_up(connection)))
+
+    @app.get("/timelines/<int:number>.svg")
+    def timeline(number: int):
+        over = {result.id: (result, request) for result, request in list(engine.over)}
+        if number not in over:
+            raise NotHere(f"The timeline of request {number} is not kept; GET /events names the last {engine.over.maxlen}.")
+        result, asked = over[number]
+        lanes = result.timeline.detail or result.timeline
+        return Response(figure.picture(lanes, engine.drawn(asked), f"Request {number}: {result.source}"),
+                        mimetype="image/svg+xml", headers={"Cache-Control": "no-store"})
+
+    @app.get("/blocks/<tier>/<int:number>")
+    def block(tier: str, number: int):
+        known = feed.block(tier, number, has_token() or is_local())
+        if known is None:
+            raise NotHere(f"There is no block {number} in a tier {tier[:40]!r}; GET /events names the tiers.")
+        return jsonify(known)
+
+    @app.post("/compare")
+    def compare():
+        fields = check_fields(body(), {**PROMPT, "max_tokens": (lambda v: whole(v, 2, 64), "a whole number from 2 to 64")})
+        asked, connection = engine.request(**{"max_tokens": 8, **fields}), request.environ.get("werkzeug.socket")
+        if not comparing.acquire(blocking=False):
+            raise Busy("Another comparison is running; ask again when it is over.")
+
+        def table():
+            with ExitStack() as stack:
+                stack.callback(comparing.release)
+                try:
+                    for row in live.compare(engine, asked.tokens, asked.max_tokens, stack):
+                        yield row
+                        if connection and hung_up(connection):
+                            return
+                except checkpoint.ModelError as error:          # there is no memory for the engines that are compared
+                    raise BadRequest(str(error)) from None
+        return events(table())
 
     @app.errorhandler(Exception)
     def explain(error):
@@ -417,7 +475,8 @@ def parser_for(doc: str) -> argparse.ArgumentParser:
                         help="end the answer before TEXT; may be repeated")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers of the demo or of the answer")
     parser.add_argument("--trace", type=Path, metavar="FILE",
-                        help="write the timeline, for Perfetto, or as a picture if FILE ends in .svg")
+                        help="write the timeline, for Perfetto or chrome://tracing")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write the timeline as a picture, the last one of a demo")
     return parser
 
 
@@ -453,7 +512,7 @@ def main(doc: str, chapter: str, add_arguments, make_engine, demo, without_model
 
 
 def run(chapter: str, arguments, load, make_engine, actions: dict, without_model: dict):
-    for path in (arguments.json, arguments.trace):
+    for path in (arguments.json, arguments.trace, arguments.svg):
         try:
             if path:
                 path.open("a").close()          # fails now, not after a minute of work
@@ -461,7 +520,7 @@ def run(chapter: str, arguments, load, make_engine, actions: dict, without_model
             raise OSError(f"Cannot write '{path}' ({error.strerror}); choose another file.") from None
     if action := next((action for option, action in without_model.items() if getattr(arguments, option)), None):
         report, timelines = action(arguments)
-        return write(arguments, dict(chapter=chapter, **report), timelines)
+        return write(chapter, arguments, dict(chapter=chapter, **report), timelines)
     action = next((action for option, action in actions.items() if getattr(arguments, option)), None)
     serving = not action and arguments.prompt is None
     server = listen(arguments.host, arguments.port) if serving else None
@@ -489,14 +548,19 @@ def use(chapter: str, arguments, engine, server, action):
             if isinstance(piece, str):
                 print(piece, end="", flush=True)
         report, timelines = {**info, **piece.as_json()}, [piece.timeline]
+        piece.timeline.plan = lambda: engine.drawn(engine.over[-1][1])
         print(f"\n\n{piece.summary()}")
     engine.close()
-    write(arguments, report, timelines)
+    write(chapter, arguments, report, timelines)
 
 
-def write(arguments, report: dict, timelines: list):
-    """What --json and --trace ask for."""
+def write(chapter: str, arguments, report: dict, timelines: list):
+    """What --json, --trace and --svg ask for."""
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     if arguments.trace:
         write_trace(timelines, arguments.trace)
+    if arguments.svg:
+        if not timelines:
+            raise OSError(f"There is no timeline to draw in '{arguments.svg}'; leave --svg out here.")
+        arguments.svg.write_text(figure.of(timelines[-1], f"{chapter}, {arguments.model}"))

@@ -1,20 +1,18 @@
 """Who was busy when.
 
-A timeline is a list of spans (lane, label, start, end). It is drawn as a text chart in the demos, as an SVG picture,
-and written as a trace file that opens in Perfetto or chrome://tracing. On a GPU a point in time is a CUDA event, which
-Clock turns into seconds of the host's clock when it has passed.
+A timeline is a list of spans (lane, label, start, end). It is drawn as a text chart in the demos, as a picture by
+common/figure.py, and written as a trace file that opens in Perfetto or chrome://tracing. On a GPU a point in time is a
+CUDA event, which Clock turns into seconds of the host's clock when it has passed.
 """
 import json
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 
 import torch
 
 LANES = ("compute", "load", "save", "storage")
-COLORS = dict(compute="#4269d0", load="#efb118", save="#6cc5b0", storage="#ff725c")
 
 
 class Clock:
@@ -59,6 +57,8 @@ class Timeline:
     def __init__(self):
         self.began = time.perf_counter()
         self.spans: list[Span] = []
+        self.plan = None           # what is drawn above the lanes: a function that returns a plan of common/figure.py, or None
+        self.detail: Timeline | None = None                     # drawn in its place, where there is a closer look
 
     @contextmanager
     def span(self, lane: str, label: str):
@@ -128,30 +128,9 @@ class Timeline:
         lines.append(f"{'':>8} 0{f'{self.end * 1e3:.0f} ms':>{width + 1}}")
         return "\n".join(lines)
 
-    def svg(self, width: int = 800, row: int = 28) -> str:
-        """The lanes as a picture; a pointer over a span shows its label and its milliseconds."""
-        lanes, left = [lane for lane in LANES if any(span.lane == lane for span in self.spans)], 70
-        scale, height = (width - left - 10) / (self.end or 1.0), row * (len(lanes) + 1)
-        parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-                 f'font-family="sans-serif" font-size="12"><rect width="{width}" height="{height}" fill="white"/>']
-        for number, lane in enumerate(lanes):
-            parts.append(f'<text x="{left - 8}" y="{row * (number + 0.65):.0f}" text-anchor="end">{lane}</text>')
-            parts += [f'<rect x="{left + span.start * scale:.2f}" y="{row * number + 4}" '
-                      f'width="{max(1.0, (span.end - span.start) * scale):.2f}" height="{row - 8}" fill="{COLORS[lane]}" '
-                      f'stroke="white" stroke-width="0.5"><title>{escape(span.label)}: {span.start * 1e3:.2f} to '
-                      f'{span.end * 1e3:.2f} ms</title></rect>' for span in self.spans if span.lane == lane]
-        for share in (0, 0.25, 0.5, 0.75, 1):
-            parts.append(f'<text x="{left + share * self.end * scale:.0f}" y="{height - row * 0.3:.0f}" '
-                         f'text-anchor="{"end" if share == 1 else "middle"}">{share * self.end * 1e3:.1f} ms</text>')
-        return "\n".join([*parts, "</svg>\n"])
-
 
 def write_trace(timelines: list[Timeline], path: Path):
-    """All timelines in one Chrome-trace file, on the clock that they share; the last one as a picture in a file that ends
-    in .svg."""
-    if path.suffix == ".svg":
-        path.write_text(timelines[-1].svg())
-        return
+    """All timelines in one Chrome-trace file, on the clock that they share."""
     events = []
     for timeline in timelines:
         for span in timeline.spans:
