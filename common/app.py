@@ -356,8 +356,7 @@ def make_app(engine, info: dict):
         if number not in over:
             raise NotHere(f"The timeline of request {number} is not kept; GET /events names the last {engine.over.maxlen}.")
         result, asked = over[number]
-        lanes = result.timeline.detail or result.timeline
-        return Response(figure.picture(lanes, engine.drawn(asked), f"Request {number}: {result.source}"),
+        return Response(figure.of(result.timeline, f"Request {number}: {result.source}", lambda: engine.drawn(asked)),
                         mimetype="image/svg+xml", headers={"Cache-Control": "no-store"})
 
     @app.get("/blocks/<tier>/<int:number>")

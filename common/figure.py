@@ -15,6 +15,7 @@ from common.timeline import LANES, Span, Timeline
 
 WIDTH, LEFT, RIGHT = 800, 92, 712                   # px: the picture; from LEFT to RIGHT is the time
 LANE, SIZE = 28, 12                                 # px: the height of a lane, and of letters
+LONG = 4                                            # times until the first token: what is drawn of a longer timeline
 NEAR, SMALL, TINY = 0.3, 2.0, 0.5                   # px: gaps and spans that are too small to be drawn one by one
 COLORS = dict(compute=("#2a5cc4", "#8ab4ff"), load=("#9a5b00", "#f0b64a"), save=("#0f7464", "#5fcfb8"),
               storage=("#b5372a", "#ff9c8a"), hidden=("#7a3fb0", "#cfa4ff"), device=("#2f7a2a", "#86d67a"),
@@ -312,11 +313,16 @@ def ticks(end: float) -> tuple[list[float], int]:
     return [number * step for number in range(int(end / step + 1e-9) + 1)], max(0, -math.floor(math.log10(step) + 1e-9))
 
 
+def before_first_token(timeline: Timeline) -> tuple[float, bool]:
+    """Seconds until something is decoded, or else until the last that computes or brings is over; whether anything is decoded."""
+    starts = [span.start for span in timeline.spans if span.label == "decode"]
+    return min(starts, default=max((span.end for span in timeline.spans if span.lane != "save"), default=0.0)), bool(starts)
+
+
 def picture(timeline: Timeline, plan=None, title: str = "") -> str:
     """An SVG document: `plan`, and under it the lanes of `timeline` that occur, with their idle time before the first token."""
     lanes = [lane for lane in LANES if any(span.lane == lane for span in timeline.spans)]
-    decodes = [span.start for span in timeline.spans if span.label == "decode"]
-    first = min(decodes, default=max((span.end for span in timeline.spans if span.lane != "save"), default=0.0))
+    first, decodes = before_first_token(timeline)
     parts, y, scale = [], 12.0, (RIGHT - LEFT) / (timeline.end or 1.0)
 
     def at(seconds: float) -> float:
@@ -330,7 +336,7 @@ def picture(timeline: Timeline, plan=None, title: str = "") -> str:
         parts, y = [*parts, text(12, y + 12, plan.title, "head", WIDTH), *drawn], end + 14
 
     # 2. The lanes
-    y, said, low = y + 16 * bool(decodes), [], False
+    y, said, low = y + 16 * decodes, [], False
     bottom, (marks, decimals) = y + LANE * len(lanes), ticks(timeline.end * 1e3)
     for mark in marks if lanes else ():
         x = at(mark / 1e3)
@@ -355,7 +361,7 @@ def picture(timeline: Timeline, plan=None, title: str = "") -> str:
                   text(round(x, 2), y - 6, "first token", "mid halo" if x < RIGHT else "end halo")]
     if lanes:
         y = bottom + 24
-        parts += box(LEFT, y + 2, 22, 14, "idle") + [text(LEFT + 28, y + 13, "idle" + " before the first token" * bool(decodes) +
+        parts += box(LEFT, y + 2, 22, 14, "idle") + [text(LEFT + 28, y + 13, "idle" + " before the first token" * decodes +
                                                           "; a lower bar: many spans, and the share they were busy" * low)]
     else:
         parts.append(text(LEFT, y + 14, "(nothing happened)"))
@@ -376,6 +382,11 @@ def picture(timeline: Timeline, plan=None, title: str = "") -> str:
         style(), f'<rect class="page" {size}/>', *parts, "</svg>\n"])
 
 
-def of(timeline: Timeline, title: str = "") -> str:
-    """The picture of a timeline with the plan that goes with it."""
-    return picture(timeline.detail or timeline, timeline.plan and timeline.plan(), title)
+def of(timeline: Timeline, title: str = "", plan=None) -> str:
+    """The picture of a timeline with the plan that goes with it, or that the function `plan` returns. Of a long answer it shows
+    the beginning, so that what came before the first token is not too narrow to see."""
+    plan, lanes = plan or timeline.plan, timeline.detail or timeline
+    first, decodes = before_first_token(lanes)
+    if decodes and lanes.end > LONG * first:
+        title, lanes = f"{title}, the first {LONG * first * 1e3:.0f} of {lanes.end * 1e3:.0f} ms", lanes.window(0, LONG * first)
+    return picture(lanes, plan and plan(), title)

@@ -22,6 +22,8 @@ from itertools import pairwise
 
 import numpy
 
+from common import figure
+
 LOOK, IDLE_LOOK = 0.1, 0.5         # seconds between two looks at an engine that computes, and at one that does not
 SILENCE = 10.0                     # seconds after which a page is told that the server is still there
 PAGES = 64                         # that may be open at once
@@ -180,9 +182,9 @@ def finished(result, version: int) -> dict:
 
 def in_words(result) -> str:
     """What the picture of a request's lanes shows."""
-    timeline, until, when = result.timeline, result.ttft_ms / 1e3, "until the first token"
-    if timeline.detail:
-        timeline, until, when = timeline.detail, None, "in the last steps"
+    timeline = result.timeline.detail or result.timeline
+    until, decodes = figure.before_first_token(timeline)
+    when = "in the last steps" if result.timeline.detail else "until the first token" if decodes else "in all"
     lanes = dict.fromkeys(span.lane for span in timeline.spans if span.lane != "save")
     idle = ", ".join(f"{lane} idle {timeline.bubble(lane, 0, until):.0%}" for lane in lanes)
     return f"{when}: {idle or 'nothing was drawn'}"
