@@ -1752,7 +1752,7 @@ def add_arguments(parser):
     parser.add_argument("--prefetch-limit", type=app.bounded(int, 1, 1 << 30), metavar="TOKENS",
                         help="on their way from storage, at most (default: half of host memory's)")
     parser.add_argument("--admin-token", type=app.readable, metavar="TOKEN",
-                        help="who is not on this machine must send it to use /storage (Authorization: Bearer TOKEN)")
+                        help="who is not on this machine must send it to use /storage and /evict (Authorization: Bearer TOKEN)")
     parser.add_argument("--fill", type=Path, metavar="FILE",
                         help="compute the conversations in FILE, a JSON list of lists of messages, for --storage, and end")
     links.add_arguments(parser)

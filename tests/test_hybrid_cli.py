@@ -22,7 +22,7 @@ from test_paged import in_threads
 from test_server import Reply, before_each_pass, counters, sent, serving
 from test_server import ask as ask_server
 
-from common import app, batch, checkpoint
+from common import app, batch, checkpoint, figure
 from common import link as links
 
 baseline, paged, hybrid = (chapter(name) for name in ("01_baseline", "02_paged_kv", "08_hybrid_blocks"))
@@ -306,14 +306,14 @@ def demo(long_model, tmp_path_factory):
     folder, said, out, timelines = tmp_path_factory.mktemp("demo"), [], sys.stdout, []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [str(SCRIPT), "--model", str(long_model), "--device", "cpu", "--link", "0.5", "--demo",
-                                    "--json", str(folder / "report.json"), "--trace", str(folder / "trace.json")])
+                                    "--json", str(folder / "report.json"), "--trace", str(folder / "trace.json"),
+                                    "--svg", str(folder / "trace.svg")])
         write_trace = app.write_trace
 
-        def both(these, path):
+        def noted(these, path):
             timelines.extend(these)
             write_trace(these, path)
-            write_trace(these, path.with_suffix(".svg"))
-        patch.setattr(app, "write_trace", both)
+        patch.setattr(app, "write_trace", noted)
         patch.setattr(sys, "stdout", types.SimpleNamespace(
             write=said.append, flush=lambda: None, reconfigure=lambda **_: None, isatty=lambda: False, encoding="utf-8"))
         runpy.run_path(str(SCRIPT), run_name="__main__")
@@ -362,7 +362,7 @@ def test_the_demo_has_a_row_for_each_policy_that_the_table_shows(demo):
 
 
 def test_the_demo_draws_two_layers_of_three_policies(demo):
-    said, _, trace, picture, timelines = demo
+    said, report, trace, picture, timelines = demo
     charts = re.split(r"\nTwo layers of a decode step, ([a-z-]+) \(w: weights", said)
     assert charts[1::2] == ["hybrid", "kv-only", "act-only"]
     for policy, chart in zip(charts[1::2], charts[2::2]):
@@ -379,7 +379,8 @@ def test_the_demo_draws_two_layers_of_three_policies(demo):
     assert all(span["name"] in labels[span["cat"]] for span in spans) and len(timelines) == 4
     assert len(spans) == sum(len(timeline.spans) for timeline in timelines)
     first = timelines[-1]                                           # which the picture shows: that of hybrid
-    assert first.chart(width=96, bubbles=True) in charts[2] and picture == first.svg() and picture.startswith("<svg ")
+    assert first.chart(width=96, bubbles=True) in charts[2] and picture == figure.of(first, f"08_hybrid_blocks, {report['model']}")
+    assert picture.startswith("<svg ") and "mini-batches of its last step" in picture
 
 
 def test_the_demo_gives_every_block_back(demo):
@@ -432,7 +433,7 @@ def test_a_demo_whose_tokens_differ_ends_and_prints_no_number(long_model, tmp_pa
         monkeypatch.setattr(hybrid.OffloadedModel, "begin", wrong_weights(hybrid.OffloadedModel.begin))
     monkeypatch.setattr(sys, "argv", [
         "08_hybrid_blocks.py", "--model", str(long_model), "--device", "cpu", "--link", "0.5", "--dtype", dtype, "--demo",
-        "--json", str(tmp_path / "report.json"), "--trace", str(tmp_path / "trace.svg")])
+        "--json", str(tmp_path / "report.json"), "--svg", str(tmp_path / "trace.svg")])
     if damage is None or dtype != "float32":
         main_here()
         said = capsys.readouterr().out
