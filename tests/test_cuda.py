@@ -3,13 +3,16 @@ import argparse
 import gc
 import math
 import time
+import types
 from collections import OrderedDict, deque
+from contextlib import ExitStack
 
 import pytest
 import torch
 from conftest import chapter, make_engine, write_model
+from test_live import NAMES, WAYS, make
 
-from common import backends, checkpoint
+from common import backends, checkpoint, figure, live
 from common import link as links
 from common.link import CudaTransfer, Link, RowBuffer, TransferError
 from common.timeline import Clock
@@ -2392,3 +2395,25 @@ def test_memory_is_constant_over_many_steps_of_mini_batches(mha, policy):
     assert {a_round(number) for number in range(1, 8)} == {before}
     assert (engine.pool.act_device.data_ptr(), engine.pool.kv.data_ptr()) == where
     assert engine.counts["finished"] == 8 * 15
+
+
+# 9. What the page shows ------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("number", list(NAMES))
+def test_the_page_sees_an_engine_on_a_gpu(number, tmp_path):
+    folder = write_model(tmp_path / "model")
+    parts = checkpoint.load(str(folder), "float32", "cuda", reorder=False, on_host=number == "08")
+    model = types.SimpleNamespace(**dict(zip(("model", "tokenizer", "end_tokens"), parts)))
+    engine = make(number, model, tmp_path / "kept", **(dict(device=torch.device("cuda")) if number == "08" else {}))
+    expected = make_engine(folder, device="cuda").generate(PROMPT, max_tokens=4)
+    assert [engine.generate(PROMPT, max_tokens=4).tokens for _ in range(2)] == [expected.tokens] * 2
+    for tier in engine.tiers():
+        assert sum(count for _, count, _ in tier.as_json()["runs"]) == len(tier.states)
+    for result, request in engine.over:
+        assert figure.of(result.timeline, "", lambda request=request: engine.drawn(request)).endswith("</svg>\n")
+        assert "idle" in live.in_words(result)
+    with ExitStack() as stack:
+        *_, table = live.compare(engine, PROMPT, 4, stack)
+    assert len(table["rows"]) == len(WAYS[number]) and all(row["equal"] for row in table["rows"])
+    engine.close()
+    engine.release()

@@ -22,7 +22,7 @@ NAMES = {"01": "01_baseline", "02": "02_paged_kv", "03": "03_cpu_offload", "04":
 STORY = "It was a long story, and it began with a letter that nobody had written. " * 3
 
 
-def make(number: str, model, folder):
+def make(number: str, model, folder, **more):
     """A chapter's engine, with a link so fast that whatever is kept is brought back."""
     module, fast = chapter(NAMES[number]), dict(bytes_per_second=1e12)
     options = {"01": {}, "02": dict(blocks=64), "03": dict(blocks=64, cpu_blocks=128, **fast),
@@ -30,7 +30,7 @@ def make(number: str, model, folder):
                "06": dict(blocks=64, chunk=32, directories=(folder,), mode="load", **fast),
                "07": dict(blocks=64, cpu_blocks=128, prefetch_threshold=1, prefetch_policy="wait_complete", **fast),
                "08": dict(max_running=4, **fast)}[number]
-    engine = module.Engine(model.model, model.tokenizer, model.end_tokens, **options)
+    engine = module.Engine(model.model, model.tokenizer, model.end_tokens, **options, **more)
     if number == "07":
         engine.attach(chapter("common.backends").open_backend(f"file:{folder}"), "files")
     return engine
