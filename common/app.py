@@ -348,7 +348,13 @@ def make_app(engine, info: dict):
         allowed, connection = has_token() or is_local(), request.environ.get("werkzeug.socket")
         hello = dict(info, examples=[dict(name=name, prompt=prompt) for name, prompt in engine.examples().items()],
                      compare=dict(measure=engine.compared), evict="/evict" in engine.admin and allowed)
-        return stream(feed.events(hello, lambda: connection is not None and hung_up(connection)))
+
+        def lines():
+            try:
+                yield from feed.events(hello, lambda: connection is not None and hung_up(connection))
+            except Exception as error:
+                yield live.event(**explain(error)[0])
+        return stream(lines())
 
     @app.get("/timelines/<int:number>.svg")
     def timeline(number: int):

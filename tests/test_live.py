@@ -371,6 +371,16 @@ def test_events_over_a_socket(tiny_engine, quick):
     assert "device" in error_of(client_of(engine).post("/evict", json=dict(tier="host")), 400)["message"]
 
 
+def test_an_engine_that_cannot_be_looked_at_is_told(tiny_engine, quick):
+    engine = another(tiny_engine)
+
+    def tiers():
+        raise RuntimeError("a defect")
+    engine.tiers = tiers
+    told = client_of(engine).get("/events").get_data(as_text=True).split("\n\n")
+    assert "inside the server" in json.loads(told[-2].removeprefix("data: "))["error"]["message"]
+
+
 # 3. Examples and comparisons -------------------------------------------------------------------------------------
 
 def test_examples_fit_the_context(engine):
