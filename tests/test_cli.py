@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 
+import demos
 import pytest
 import warm
 from conftest import ROOT, chapter, write_model
@@ -333,11 +334,8 @@ def test_paged_port_in_use_is_told_before_the_model_is_looked_for():
 @pytest.fixture(scope="module")
 def paged_demo(tmp_path_factory):
     """The lesson on the classroom model, run once -> what it printed, its report and its trace."""
-    folder = tmp_path_factory.mktemp("demo")
-    done = run("--demo", "--device", "cpu", "--json", str(folder / "report.json"), "--trace", str(folder / "trace.json"),
-               script=PAGED, fresh=True)
-    assert done.returncode == 0, done
-    return done, json.loads((folder / "report.json").read_text()), json.loads((folder / "trace.json").read_text())
+    done = demos.shown(PAGED.stem, tmp_path_factory)
+    return done, done.report, done.trace
 
 
 def test_paged_demo_is_verified_before_any_number_is_printed(paged_demo):
@@ -500,11 +498,8 @@ def test_wrong_options_of_offload_end_with_one_clear_line(monkeypatch, capsys, w
 @pytest.fixture(scope="module")
 def offload_demo(tmp_path_factory):
     """The lesson on the classroom model, run once -> what it printed, its report and its trace."""
-    folder = tmp_path_factory.mktemp("offload")
-    done = run("--demo", "--device", "cpu", "--json", str(folder / "report.json"), "--trace", str(folder / "trace.json"),
-               script=OFFLOAD, fresh=True)
-    assert done.returncode == 0, done
-    return done, json.loads((folder / "report.json").read_text()), json.loads((folder / "trace.json").read_text())
+    done = demos.shown(OFFLOAD.stem, tmp_path_factory)
+    return done, done.report, done.trace
 
 
 def test_offload_demo_is_verified_before_any_time_is_printed(offload_demo):
@@ -826,13 +821,13 @@ def test_hidden_demo_in_too_few_blocks_is_told_how_many(monkeypatch, capsys):
 @pytest.mark.parametrize("options,restored", [
     ([], True), (["--block-size", "100"], True), (["--gpu-blocks", "27"], True), (["--cpu-chunks", "40"], True),
     (["--save", "direct", "--layout", "token-major"], True), (["--disk", "one", "--disk", "two"], True),
-    (["--link", "0.002"], False)], ids=lambda value: " ".join(value) if isinstance(value, list) else "")
+    (["--link", "0.0002"], False)], ids=lambda value: " ".join(value) if isinstance(value, list) else "")
 def test_hidden_demo_is_verified_with_other_options_too(tmp_path, monkeypatch, capsys, options, restored):
     if restored:
         monkeypatch.setattr(chapter("03_cpu_offload").MeasuringEngine, "seconds_to_compute", lambda *_: 1e9)
     monkeypatch.chdir(tmp_path)
     said, _ = prompted_here(monkeypatch, capsys, *TINY, "--demo", "--max-tokens", 1, "--json", "report.json",
-                            "--trace", "trace.svg", *options)
+                            "--svg", "trace.svg", *options)
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["verified"] is True and said.startswith("verified: all ") and "(random weights say nothing)" in said
     costs = [row for row in report["rows"] if "way" in row]
@@ -847,11 +842,8 @@ def test_hidden_demo_is_verified_with_other_options_too(tmp_path, monkeypatch, c
 @pytest.fixture(scope="module")
 def hidden_demo(tmp_path_factory):
     """The lesson on the classroom model, run once -> what it printed, its report and its trace."""
-    folder = tmp_path_factory.mktemp("hidden")
-    done = run("--demo", "--device", "cpu", "--json", str(folder / "report.json"), "--trace", str(folder / "trace.json"),
-               script=HIDDEN, fresh=True)
-    assert done.returncode == 0, done
-    return done, json.loads((folder / "report.json").read_text()), json.loads((folder / "trace.json").read_text())
+    done = demos.shown(HIDDEN.stem, tmp_path_factory)
+    return done, done.report, done.trace
 
 
 def test_hidden_demo_is_verified_before_any_time_is_printed_and_says_what_states_cost(hidden_demo):
@@ -1129,7 +1121,7 @@ def test_simulating_loads_no_model_and_measures_nothing(tmp_path):
 def test_bubble_demo_is_verified_with_another_model_and_other_options_too(tmp_path, monkeypatch, capsys, cache):
     folder = write_model(tmp_path / "model", max_position_embeddings=8192, num_key_value_heads=1)
     report = tmp_path / "report.json"
-    asked = ["--model", folder, "--demo", "--max-tokens", 1, "--json", report, "--trace", tmp_path / "trace.svg"]
+    asked = ["--model", folder, "--demo", "--max-tokens", 1, "--json", report, "--svg", tmp_path / "trace.svg"]
     monkeypatch.setattr(sys, "argv", [str(BUBBLE), *map(str, asked), "--device", "cpu", "--link", "0.5", "--gpu-blocks", "9"])
     with pytest.raises(SystemExit, match="^05_bubble_free: .* the pool has 9; ask for less, or start with --gpu-blocks"):
         runpy.run_path(str(BUBBLE), run_name="__main__")
@@ -1151,11 +1143,8 @@ BALANCES = {"the link is the bottleneck": 2.0, "balanced": 1.0, "computing is th
 @pytest.fixture(scope="module")
 def bubble_demo(tmp_path_factory):
     """The lesson on the classroom model, run once -> what it printed, its report and its trace."""
-    folder = tmp_path_factory.mktemp("bubble")
-    done = run("--demo", "--device", "cpu", "--json", str(folder / "report.json"), "--trace", str(folder / "trace.json"),
-               script=BUBBLE, fresh=True, XDG_CACHE_HOME=str(folder / "cache"))
-    assert done.returncode == 0, done
-    return done, json.loads((folder / "report.json").read_text()), json.loads((folder / "trace.json").read_text())
+    done = demos.shown(BUBBLE.stem, tmp_path_factory)
+    return done, done.report, done.trace
 
 
 def test_bubble_demo_is_verified_before_any_time_is_printed(bubble_demo):
@@ -1460,8 +1449,8 @@ def long_model(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("models") / "long", max_position_embeddings=4096, num_key_value_heads=1)
 
 
-def check_table(said: str, report: dict, devices: list[str]):
-    """For each device a table of four ways, their bars, and the lanes of both."""
+def check_table(said: str, report: dict, devices: list[str], link: str = "0.5"):
+    """For each device a table of four ways, their bars, and the lanes of both. `link`: a pattern of its GB/s."""
     rows = {(row["setting"], row["way"]): row for row in report["rows"]}
     assert list(rows) == [(device, way) for device in devices for way in FOUR_WAYS] and len(rows) == len(report["rows"])
     for (_, way), row in rows.items():
@@ -1475,7 +1464,8 @@ def check_table(said: str, report: dict, devices: list[str]):
     assert len(tables) == len(devices)
     for device, table in zip(devices, tables):
         head, titles, *lines = table.splitlines()
-        assert head.startswith(f"{device[0].upper()}{device[1:]} (modelled storage, ") and "; modelled link, 0.5 GB/s)" in head
+        assert head.startswith(f"{device[0].upper()}{device[1:]} (modelled storage, ")
+        assert re.search(f"; modelled link, {link} GB/s\\)$", head)
         assert titles.split() == "TTFT computed loaded meet at restored in / bound".split()
         for (way, _), line, bar in zip(FOUR_WAYS.items(), lines, lines[4:]):
             row = rows[device, way]
@@ -1499,7 +1489,7 @@ def check_table(said: str, report: dict, devices: list[str]):
 def test_bidirectional_demo_over_storage_as_asked(long_model, tmp_path, monkeypatch, capsys, temporary):
     monkeypatch.chdir(tmp_path)
     said, complaint = restored_here(monkeypatch, capsys, "--model", long_model, "--demo", "--max-tokens", 2, "--disk", "DIR",
-                                    "--storage-mbps", "200:2000:50@0.01", "--json", "report.json", "--trace", "trace.svg")
+                                    "--storage-mbps", "200:2000:50@0.01", "--json", "report.json", "--svg", "trace.svg")
     speed = "200:2000:50 Mbit/s, 0.01 s each"
     assert f"\nModelled storage, {speed}; the host is reached over a modelled link, 0.5 GB/s\n" in complaint
     report = json.loads((tmp_path / "report.json").read_text())
@@ -1546,13 +1536,9 @@ def test_bidirectional_demo_is_told_when_its_document_is_no_chunk(monkeypatch, c
 
 @pytest.fixture(scope="module")
 def bidirectional_demo(tmp_path_factory):
-    """The lesson on the classroom model, run once -> what it printed, its report, its trace, and its temporary directories."""
-    folder = tmp_path_factory.mktemp("bidirectional")
-    done = run("--demo", "--device", "cpu", "--link", "0.5", "--json", str(folder / "report.json"), "--trace",
-               str(folder / "trace.json"), script=CAKE, fresh=True, TMPDIR=str(folder))
-    assert done.returncode == 0, done
-    report, trace = (json.loads((folder / f"{name}.json").read_text()) for name in ("report", "trace"))
-    return done, report, trace, left_in(folder)
+    """The lesson on the classroom model, run once -> what it printed, its report, its trace, and the directories it left."""
+    done = demos.shown(CAKE.stem, tmp_path_factory)
+    return done, done.report, done.trace, done.left
 
 
 def test_bidirectional_demo_is_verified_before_any_time_is_printed(bidirectional_demo):
@@ -1568,7 +1554,7 @@ def test_bidirectional_demo_is_verified_before_any_time_is_printed(bidirectional
 
 def test_bidirectional_demo_compares_four_ways_over_four_devices(bidirectional_demo):
     done, report, *_ = bidirectional_demo
-    first, rows = check_table(done.stdout, report, DEVICES)
+    first, rows = check_table(done.stdout, report, DEVICES, "[0-9.e+-]+")
     equal, = rows[DEVICES[0], "both"]["mbps"]
     for device, factors in zip(DEVICES, ((1,), (0.25,), (4,), (0.4, 4, 0.1))):
         for way in FOUR_WAYS:

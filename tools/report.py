@@ -1,0 +1,568 @@
+"""The tables of README.md and docs/measured.md, written from what the benchmarks measured.
+
+    python -m tools.report             write them
+    python -m tools.report --check     write nothing; name those that are out of date, and exit with 1
+
+A part of a file lies between the lines `<!-- begin NAME -->` and `<!-- end NAME -->`, where NAME is one of PARTS: the function
+that makes the part's text of the JSON files in benchmarks/results/. So a number that was measured is typed nowhere, and when a
+benchmark has run again this command alone changes the pages. What is claimed stands in the results too, or in CLAIMED.
+"""
+import argparse
+import importlib
+import io
+import json
+import re
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = [ROOT / "README.md", ROOT / "docs" / "measured.md"]
+PLATFORMS = {"a100": "an A100", "h800": "an H800", "4090": "an RTX 4090"}
+PART = re.compile(r"^<!-- begin ([\w-]+) -->\n(.*?)^<!-- end \1 -->$", re.M | re.S)
+
+# What the benchmarks' docstrings claim and their results do not hold
+CLAIMED = {
+    "cpu_hit": 4, "gpu_hit": 20, "share_of_allowed_gain": 0.9, "restoration_over_bound": 1.10,             # chapter 03, at 2,048
+    "hidden": 1.9, "hidden_over_recompute": 5.7, "hidden_over_bound": 1.10,                                # chapter 04
+    "the link is the bottleneck": 2.0, "balanced": 1.7, "computing is the bottleneck": 1.35,               # chapter 05, over KV
+    "hidden only": 1.25, "naive mix": 1.28, "over_predicted": 1.08, "over_bound": 1.10, "bubble": 0.08,
+    "hybrid_over_bound": 1.12, "busy": 0.85, "kv-only": 1.5, "act-only": 1.3,                              # chapter 08
+}
+
+
+# 1. Numbers and tables -------------------------------------------------------------------------------------------
+
+def number(value: float) -> str:
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+
+
+def median(figures: dict, unit: str = "") -> str:
+    return number(figures["median"]) + unit
+
+
+def spread(figures: dict, unit: str = "") -> str:
+    """The median, the smallest and the largest; of one sample, that."""
+    if len(figures["samples"]) == 1:
+        return median(figures, unit)
+    return f"{number(figures['median'])}{unit} ({number(figures['min'])} to {number(figures['max'])})"
+
+
+def milliseconds(figures: dict | float) -> str:
+    """The median, or a number."""
+    value = figures["median"] if isinstance(figures, dict) else figures
+    return f"{value:.2f} ms" if value < 1 else f"{value:.1f} ms" if value < 20 else f"{value:,.0f} ms"
+
+
+def table(header: str, rows: list[list]) -> str:
+    """Columns' names, divided by |, and the cells."""
+    names = [name.strip() for name in header.split("|")]
+    assert all(len(row) == len(names) for row in rows), header
+    lines = [names, ["---"] * len(names), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def paragraphs(*texts: str) -> str:
+    return "\n\n".join(text for text in texts if text)
+
+
+def bullets(*texts: str) -> str:
+    return "\n".join(f"- {text}" for text in texts)
+
+
+def listed(texts) -> str:
+    """a, b and c."""
+    *first, last = texts
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def verdict(met: bool) -> str:
+    return "met" if met else "**missed**"
+
+
+def share(count: int, of: int) -> str:
+    return f"all {of}" if count == of else f"{count} of {of}"
+
+
+def conditions(*files: dict) -> str:
+    """On what the numbers of these files were measured, and how to measure them again."""
+    lines = []
+    for file in files:
+        rounds = f", {file['rounds']} rounds" if "rounds" in file else ""
+        dtype = f", {file['dtype']}" if "dtype" in file else ""
+        lines.append(f"`{file['command']}`: {file['threads']} threads of an {file['processor']} ({file['cpu_capability']})"
+                     f"{dtype}, PyTorch {file['torch']}{rounds}")
+    return "Measured by " + "; ".join(lines) + "."
+
+
+def entry(file: dict, claim: str, model: str | None = None) -> dict:
+    """What a benchmark found about one claim on one model."""
+    return next(found for found in file["found"] if found["claim"] == claim and model in (None, found["model"]))
+
+
+def entries(file: dict, claim: str) -> list[dict]:
+    return [found for found in file["found"] if found["claim"] == claim]
+
+
+def at(rows: list[dict], tokens: int, **wanted) -> dict:
+    return next(row for row in rows if row["history_tokens"] == tokens and all(row[name] == wanted[name] for name in wanted))
+
+
+# 2. The parts ----------------------------------------------------------------------------------------------------
+
+def chapters(results: dict) -> str:
+    """README.md: each chapter in one row, and the result that says most about it."""
+    case = next(case for case in results["baseline-cpu-float32"]["cases"] if case["model"] == "random:tinyllama")
+    paged, tiered = results["paged-cpu"], entry(results["tiered-cpu"], "mix", "random:small")["rows"][0]
+    many, hit = (entry(paged, claim, "classroom") for claim in ("throughput", "hit"))
+    offload = at(entry(results["offload-cpu"], "restore", "random:small")["rows"], 2048)
+    rows = entry(results["hcache-cpu"], "restore", "random:small")["rows"]
+    like, slow = (at(rows, 2048, link=link)["gain_over_kv_offload"] for link in ("as an A100's", "the bottleneck"))
+    mixes = [row["gains"]["KV offload"]["median"] for row in entry(results["bubble_free-cpu"], "mix", "random:small")["rows"]
+             if row["history_tokens"] == 2048]
+    both = at(entry(results["bidirectional-cpu"], "grid")["rows"], 2048, gpu_share=1.0, load_over_compute=1.0)
+    cells = [cell for grid in results["hybrid_blocks-cpu"]["grids"] if grid["model"] == "random:small" for cell in grid["cells"]]
+    best = {policy: max(cell["gain"][policy]["median"] for cell in cells) for policy in ("kv-only", "act-only", "static")}
+    rows = [
+        ("01_baseline", "What does it cost to keep nothing?", "the yardstick of all the papers below",
+         "nothing: everything is computed again",
+         f"writes tokens {median(case['tbt_ratio'])}x as fast as `transformers` (random:tinyllama)"),
+        ("02_paged_kv", "How do many requests share one memory?",
+         "[PagedAttention](https://arxiv.org/abs/2309.06180) (SOSP '23)",
+         "KV blocks on the device, shared by prefix: a block table points at them",
+         f"{many['requests']} requests at once: {median(many['ratio']['chapter 01'])}x the tokens per second of chapter 01; "
+         f"behind a cached prompt of {hit['system_tokens']:,} tokens the first token comes {median(hit['ratio'])}x sooner "
+         "(classroom)"),
+        ("03_cpu_offload", "What if the device is full?",
+         "[CachedAttention](https://www.usenix.org/conference/atc24/presentation/gao-bin-cost) (ATC '24)",
+         "KV blocks in host memory: a copy over the link, layer by layer, while the layers before are computed",
+         f"behind {offload['history_tokens']:,} tokens the first token comes {median(offload['cpu_hit_gain'])}x sooner than by "
+         f"computing, {median(offload['restoration_over_bound'])} times the bound (random:small)"),
+        ("04_hidden_state_cache", "Can half the bytes do?", "[HCache](https://arxiv.org/abs/2410.05004) (EuroSys '25)",
+         "each layer's input: projected to K and V again, while the next layer is on its way",
+         f"restores {median(like)}x as fast as K and V over a link like an A100's, {median(slow)}x where the link is the "
+         "bottleneck (random:small)"),
+        ("05_bubble_free", "Why should link or processor wait?", "HCache, section 4.1",
+         "of each layer what a plan says: recomputed, projected or loaded, so that both end together",
+         f"restores {number(min(mixes))} to {number(max(mixes))}x as fast as K and V, over three links (random:small)"),
+        ("06_bidirectional", "What if storage is as slow as computing?",
+         "[Cake](https://arxiv.org/abs/2410.03065) (ICML '25)",
+         "KV chunks in files: computed from the front while the last are loaded first, until both meet",
+         f"where both are equally fast, the first token comes {median(both['over_better'])}x sooner than by the better of the "
+         "two (classroom)"),
+        ("07_tiered_storage", "How do many engines share what each has read?",
+         "[HiCache](https://docs.sglang.io/advanced_features/hicache_design.html)",
+         "KV pages on the device, in host memory and in shared storage: a radix tree, and reading ahead under a policy",
+         f"against no cache: TTFT lower by {tiered['lower']['median']:.0%}, {median(tiered['throughput'])}x the throughput "
+         "(random:small)"),
+        ("08_hybrid_blocks", "What if not even the weights fit?", "[CAPTURE](https://github.com/casys-kaist/Capture)",
+         "KV blocks and activation blocks in host memory, and the weights: some loaded, some rebuilt, in every decode step",
+         f"up to {number(best['kv-only'])}x the throughput of K and V only, {number(best['act-only'])}x of activations "
+         "only (random:small)"),
+    ]
+    return table("chapter | question | paper | what is kept, and how it comes back | measured", [
+        [f"[`{name}.py`]({name}.py)", question, paper, kept, found] for name, question, paper, kept, found in rows])
+
+
+def baseline(results: dict) -> str:
+    files = [results["baseline-cpu-float32"], results["baseline-cpu-bfloat16"]]
+    cases = [case for file in files for case in file["cases"]]
+    return paragraphs(conditions(*files), table(
+        "model | TTFT of 512 tokens: times as fast | TBT, ours | TBT, `transformers` | TBT: times as fast | claimed | "
+        "tokens equal | share of memory bandwidth | loading", [
+            [f"{case['model']}, {case['dtype']}", spread(case["ttft_ratio"]), milliseconds(case["tbt_ms"]["ours"]),
+             milliseconds(case["tbt_ms"]["transformers"]), spread(case["tbt_ratio"]),
+             f"{case['claimed_tbt_ratio']}: {verdict(case['tbt_ratio']['median'] >= case['claimed_tbt_ratio'])}",
+             f"{case['equal_tokens']} of {case['new_tokens']}", f"{case['share_of_bandwidth']:.0%}",
+             f"{case['load']['seconds']:.1f} s, {case['load']['peak_bytes'] / 1e6:,.0f} MB"] for case in cases]))
+
+
+def paged(results: dict) -> str:
+    file, rows = results["paged-cpu"], []
+    for found in entries(file, "tbt"):
+        for case, what in (("one run", "blocks in one run"), ("shared prefix", "behind a prefix that another request computed"),
+                           ("scattered", "every block in another place")):
+            ratio = found["cases"][case]["ratio"]
+            claim = f"at most {found['at_most']:.2f}: {verdict(ratio['median'] <= found['at_most'])}" if case == "one run" else ""
+            rows.append([f"TBT at {found['context']:,} tokens of context against chapter 01, {what}", found["model"],
+                         spread(ratio), claim])
+    for found in entries(file, "throughput"):
+        for other, what in (("chapter 01", "chapter 01, one after another"), ("transformers", "`transformers`, as one batch")):
+            ratio, least = found["ratio"][other], found["at_least"][other]
+            rows.append([f"{found['requests']} requests at once ({found['prompt_tokens']} tokens in, {found['new_tokens']} out): "
+                         f"tokens per second against {what}", found["model"], spread(ratio, "x"),
+                         f"at least {least}x: {verdict(ratio['median'] >= least)}"])
+    for found in entries(file, "hit"):
+        rows.append([f"TTFT behind a system prompt of {found['system_tokens']:,} tokens, computed / cached", found["model"],
+                     spread(found["ratio"], "x"), f"at least {found['at_least']}x: "
+                     f"{verdict(found['ratio']['median'] >= found['at_least'])}"])
+    found = entry(file, "waste")
+    rows.append([f"memory wasted by {found['conversations']} conversations in blocks of 16 (reservations: "
+                 f"{found['contiguous_waste']:.1%})", found["model"], f"{found['waste']:.1%}",
+                 f"under {found['at_most']:.0%}: {verdict(found['waste'] < found['at_most'])}"])
+    found = entry(file, "allocator")
+    for context, figures in found["per_request_step"].items():
+        step = figures["step_without_model_us"]
+        rows.append([f"a step without the model, per request, {found['running']} running, {context}", found["model"],
+                     spread(step, " us"), f"under {found['at_most_us']} us: {verdict(step['median'] < found['at_most_us'])}"])
+    admission = found["admission_us"]
+    rows.append([f"admission with {listed(f'{int(name.split()[0]):,}' for name in admission)} cached blocks", found["model"],
+                 listed(median(figures, " us") for figures in admission.values()), "the same"])
+    return paragraphs(conditions(file), table("claim | model | measured | claimed", rows))
+
+
+def offload(results: dict) -> str:
+    file, texts = results["offload-cpu"], []
+    for found in entries(file, "restore"):
+        row = at(found["rows"], 2048)
+        claims = "" if found["model"] != "random:small" else "At 2,048 tokens: " + ", ".join(
+            f"{what} {median(row[name])} (claimed: {most} {CLAIMED[claim]}; {verdict(met(row[name]['median'], CLAIMED[claim]))})"
+            for what, name, claim, most, met in (
+                ("from the host", "cpu_hit_gain", "cpu_hit", "at least", float.__ge__),
+                ("from the device", "gpu_hit_gain", "gpu_hit", "at least", float.__ge__),
+                ("share of the gain that the bound allows", "share_of_allowed_gain", "share_of_allowed_gain", "at least",
+                 float.__ge__),
+                ("over the bound", "restoration_over_bound", "restoration_over_bound", "at most", float.__le__))) + ". "
+        size = f"{row['bytes_in'] / row['history_tokens'] / 1e3:.0f} KB"
+        texts += [f"**{found['model']}**, {size} a token, {found['link']}:", table(
+            "history | computed again | from the host | that is, times as fast | from the device, times as fast | "
+            "`transformers`, computed again | restoration / bound", [
+                [f"{row['history_tokens']:,}", milliseconds(row["miss"]), milliseconds(row["cpu_hit"]),
+                 spread(row["cpu_hit_gain"]), spread(row["gpu_hit_gain"]),
+                 milliseconds(row["transformers, computed again"]), spread(row["restoration_over_bound"])]
+                for row in found["rows"]]),
+            f"{claims}Waiting for all layers before computing takes {median(row['overlap_gain'])} times as long at 2,048 tokens. "
+            f"Time grows with the history to the power {found['exponents']['restoration_ms']:.2f} when it is restored, "
+            f"{found['exponents']['miss']:.2f} when it is computed. Of the first tokens, "
+            f"{share(found['equal_to_transformers'], found['compared'])} equal those of `transformers`."]
+    saving = table("what saving costs others: steps that only decode, with saving / without | measured | claimed | "
+                   "save lane never idle", [[f"{found['model']}, {found['running']} requests running", spread(found["ratio"]),
+                             f"at most {found['at_most']}: {verdict(found['ratio']['median'] <= found['at_most'])}",
+                             spread(found["never_idle"]["ratio"])] for found in entries(file, "saving")])
+    return paragraphs(conditions(file), *texts, saving)
+
+
+def hcache(results: dict) -> str:
+    file, rows = results["hcache-cpu"], []
+    found = entries(file, "restore")
+    for model in found:
+        for row in model["rows"]:
+            rows.append([f"{model['model']}, {row['history_tokens']:,}", f"{row['link']}, {row['gbps']:.3f} GB/s",
+                         f"{row['hidden_bytes_per_token'] / row['kv_bytes_per_token']:.1f}",
+                         *(milliseconds(row[f"{way}_ms"]) for way in ("recompute", "kv_offload", "restoration")),
+                         spread(row["gain_over_kv_offload"]), median(row["gain_over_recompute"]), median(row["over_bound"])])
+    every = [row for model in found for row in model["rows"]]
+    small = entry(file, "restore", "random:small")
+    like, slow = (at(small["rows"], 2048, link=link) for link in ("as an A100's", "the bottleneck"))
+    within = sum(row["over_bound"]["median"] <= CLAIMED["hidden_over_bound"] for row in every)
+    gain, over, equal = slow["gain_over_kv_offload"], like["gain_over_recompute"], sum(row["parity"]["equal"] for row in every)
+    growth = [list(small["exponents"][what].values()) for what in ("restoration_ms", "recompute_ms")]
+    return paragraphs(conditions(file), table(
+        "model, history | link | bytes against KV | recompute | KV offload | hidden states | over KV offload | over recompute | "
+        "/ bound", rows), bullets(
+            f"random:small at 2,048 tokens: where the link is the bottleneck, {spread(gain)} times as fast as KV offload "
+            f"(claimed: {CLAIMED['hidden']}; {verdict(gain['median'] >= CLAIMED['hidden'])}); over a link like an A100's, "
+            f"{spread(over)} times as fast as recomputing (claimed: {CLAIMED['hidden_over_recompute']}; "
+            f"{verdict(over['median'] >= CLAIMED['hidden_over_recompute'])}).",
+            f"At most {CLAIMED['hidden_over_bound']:.2f} of the bound (claimed for every row): {share(within, len(every))} rows.",
+            f"Time grows with the history to the power {listed(f'{power:.2f}' for power in growth[0])} on the two links, "
+            f"recomputing to {growth[1][0]:.2f} (random:small).",
+            f"K and V are bit-equal to those of the forward pass in {share(equal, len(every))} rows."))
+
+
+def hcache_more(results: dict) -> str:
+    file = results["hcache-cpu"]
+    heads, files, saving = entry(file, "heads"), entry(file, "files"), []
+    for found in entries(file, "saving"):
+        for kind in ("two-stage", "direct"):
+            saving.append([f"{found['model']}, {kind}", *(spread(row[f"ratio_{kind}"]) for row in found["rows"]),
+                           f"at most {found['at_most']}: " + verdict(all(
+                               row[f"ratio_{kind}"]["median"] <= found["at_most"] for row in found["rows"]))
+                           if kind == "two-stage" else "for comparison"])
+    running = [row["running"] for row in found["rows"]]
+    return paragraphs(
+        "**Where hidden states begin to pay**, by the number of KV heads, on one link:",
+        table("KV heads (of " + str(heads["rows"][0]["query_heads"]) + " query heads) | bytes against KV | over KV offload", [
+            [row["kv_heads"], f"{row['bytes_over_kv']:.1f}", spread(row["gain_over_kv_offload"])] for row in heads["rows"]]),
+        f"**From files** that the operating system was told to forget, {files['history_tokens']:,} tokens of {files['model']}:",
+        table("layout | reads | bytes a read | reading | restoration", [
+            [row["layout"], f"{row['reads']:,}", f"{row['bytes_a_read']:,.0f}", milliseconds(row["reading_ms"]),
+             milliseconds(row["restoration_ms"])] for row in files["rows"]]),
+        f"Token-major takes {spread(files['reading_ms_ratio'])} times as long to read, and "
+        f"{spread(files['restoration_ms_ratio'])} times as long to restore.",
+        "**What saving costs decode**, TBT against not saving:",
+        table("model, way | " + " | ".join(f"{count} running" for count in running) + " | claimed", saving))
+
+
+def bubble_free(results: dict) -> str:
+    files = [results["bubble_free-cpu"], results["bubble_free-tinyllama-mha-cpu"]]
+    found = [each for file in files for each in entries(file, "mix")]
+    rows, all_rows = [], [(each["model"], row) for each in found for row in each["rows"]]
+    for model, row in all_rows:
+        ours = row["ways"]["planned mix"]
+        rows.append([f"{model}, {row['history_tokens']:,}, {row['setting']}", f"`{row['plan']}`", milliseconds(ours["ms"]),
+                     spread(row["gains"]["KV offload"]), *(median(row["gains"][way]) for way in ("hidden only", "naive mix")),
+                     median(ours["over_predicted"]), median(ours["over_bound"]),
+                     f"{ours['load_bubble']['median']:.0%}, {ours['compute_bubble']['median']:.0%}"])
+    mha = [(model, row) for model, row in all_rows if model != "random:tinyllama"]
+
+    def kept(test, among) -> str:
+        return f"{share(sum(map(test, among)), len(among))} rows"
+
+    compute = [pair for pair in mha if pair[1]["setting"] == "computing is the bottleneck"]
+    planned = "planned mix"
+    difference = max(row["largest_difference"] for _, row in all_rows)
+    return paragraphs(conditions(*files), table(
+        "model, history, setting | plan | planned mix | over KV offload | over hidden only | over the naive mix | / predicted | "
+        "/ bound | idle: load, compute", rows),
+        "Claimed, and in how many of the rows it is so (the last two: all rows, the others: those of multi-head models):",
+        bullets(
+            *(f"over KV offload at least {CLAIMED[setting]}, {setting}: " + kept(
+                lambda pair: pair[1]["gains"]["KV offload"]["median"] >= CLAIMED[pair[1]["setting"]],
+                [pair for pair in mha if pair[1]["setting"] == setting])
+              for setting in ("the link is the bottleneck", "balanced", "computing is the bottleneck")),
+            *(f"over {name} at least {CLAIMED[way]}, computing is the bottleneck: " + kept(
+                lambda pair, way=way: pair[1]["gains"][way]["median"] >= CLAIMED[way], compute)
+              for way, name in (("hidden only", "hidden only"), ("naive mix", "the naive mix"))),
+            *(f"at most {CLAIMED[name]:.2f} of the {what}: " + kept(
+                lambda pair, name=name: pair[1]["ways"][planned][name]["median"] <= CLAIMED[name], mha)
+              for name, what in (("over_predicted", "prediction"), ("over_bound", "bound"))),
+            f"both lanes idle for less than {CLAIMED['bubble']:.0%}: " + kept(
+                lambda pair: all(pair[1]["ways"][planned][f"{lane}_bubble"]["median"] < CLAIMED["bubble"]
+                                 for lane in ("load", "compute")), mha),
+            "never slower than the best single method, within the spread: " + kept(
+                lambda pair: pair[1]["over_best_single"]["max"] >= 1, all_rows),
+            f"K and V that were loaded or projected bit-equal to those of the forward pass, and recomputed ones to within "
+            f"{difference:.0e}: " + kept(lambda pair: pair[1]["equal_from_layer"] <= pair[1]["recomputed_layers"], all_rows)))
+
+
+def bubble_free_more(results: dict) -> str:
+    file, rows = results["bubble_free-cpu"], []
+    planner = entry(file, "planner")
+    small = entry(file, "partition", "random:small")["projection_ms"]
+    slowest = max(row["first_ms"] for row in planner["rows"])
+    for found in entries(file, "partition"):
+        for row in found["rows"]:
+            rows.append([f"{found['model']}, {row['history_tokens']:,}, {row['setting']}", milliseconds(row["layers"]),
+                         spread(row["tokens_over_layers"]), spread(row["tokens, rounded_over_layers"])])
+    return paragraphs(
+        "**Layers or tokens divided** (section 6.3.2; the paper reports speeds 12 and 7 % lower, where the link is the "
+        "bottleneck):",
+        table("model, history, setting | layers divided | tokens: times as long | in whole chunks: times as long", rows),
+        f"A projection of 794 rows of random:small takes {small['794']['median'] / small['1024']['median']:.2f} of the time of "
+        "one of 1,024.",
+        f"**The planner**, claimed to take at most {planner['at_most_ms']:.0f} ms:",
+        table("layers | plans tried | time | the first time", [
+            [row["layers"], f"{row['plans_tried']:,}", milliseconds(row["ms"]), milliseconds(row["first_ms"])]
+            for row in planner["rows"]]),
+        f"The slowest took {milliseconds(slowest)}: {verdict(slowest <= planner['at_most_ms'])}.")
+
+
+def on_paper(results: dict) -> str:
+    """What the planner says on the paper's platforms; no result of a benchmark, but computed too."""
+    planner = importlib.import_module("05_bubble_free")
+    paper = importlib.import_module("tools.on_paper")
+    with redirect_stdout(io.StringIO()) as said:
+        found = paper.main(planner)
+    schedules = [row["name"].replace(", closed form:", "") for row in found["rows"] if ", closed form:" in row["name"]]
+    return paragraphs(said.getvalue().strip().splitlines()[-1], "The paper's formula, on its own figures: " + "; ".join(
+        f"{schedule} (Table 3: {paper.counts(planner.Plan(*paper.PAPER[f'{schedule.split()[0]} schedule']))})"
+        for schedule in schedules) + ".")
+
+
+def bidirectional(results: dict) -> str:
+    files = [results["bidirectional-cpu"], results["bidirectional-small-cpu"]]
+    found = [entry(file, "grid") for file in files]
+    shares, slowness = (1.0, 0.5, 0.1), (4.0, 2.0, 1.0, 0.25)
+    budget = {1.0: "all", 0.5: "half", 0.1: "a tenth"}
+    rows, cells = [], [(each, row) for each in found for row in each["rows"]]
+    for each in found:
+        for tokens in dict.fromkeys(row["history_tokens"] for row in each["rows"]):
+            for part in shares:
+                line = {row["load_over_compute"]: row for row in each["rows"]
+                        if (row["history_tokens"], row["gpu_share"]) == (tokens, part)}
+                if line:
+                    rows.append([f"{each['model']}, {tokens:,}, {budget[part]}", max(row["rounds"] for row in line.values()), *(
+                        f"{spread(line[slow]['over_better'])}; {median(line[slow]['over_bound'])}" if slow in line else ""
+                        for slow in slowness)])
+    least, most = found[1]["at_least_at_equal_speeds"], found[1]["at_most_of_bound"]
+    slower = [(each, row) for each, row in cells if row["over_better"]["median"] < 1]
+    beyond = [(each, row) for each, row in slower if row["over_better"]["max"] < 1]
+    equal = [row for _, row in cells if row["load_over_compute"] == 1 and row["gpu_share"] == 1]
+    reached = sum(row["over_better"]["median"] >= least for row in equal)
+
+    def lower(each: dict, way: str) -> str:
+        return f"{each['reduction'][way]['mean']:.0%} and {each['reduction'][way]['best']:.0%}"
+
+    within = [sum(row["over_bound"]["median"] <= most for each, row in cells if each is one) for one in found]
+    return paragraphs(conditions(*files), table(
+        "model, history, budget | rounds | loading 4x slower | 2x slower | as fast | 4x faster", rows), bullets(
+            f"Both together are faster than the better of the two in {share(len(cells) - len(slower), len(cells))} cells. In "
+            f"{len(slower) - len(beyond)} of the others the difference is within the spread of the rounds" + (
+                "; they are slower in " + listed(
+                    f"{each['model']}, {row['history_tokens']:,}, {budget[row['gpu_share']]}, loading "
+                    f"{row['load_over_compute']:g} times as long as computing ({median(row['over_better'])})"
+                    for each, row in beyond) if beyond else "") + ".",
+            f"At equal speeds with all of the budget {least} times (claimed) is reached in {share(reached, len(equal))} cells; "
+            f"the least is {number(min(row['over_better']['median'] for row in equal))}, the most "
+            f"{number(max(row['over_better']['median'] for row in equal))}.",
+            f"At most {most:.2f} of the bound (claimed): " + listed(f"{share(count, len(each['rows']))} cells on {each['model']}"
+                                                          for count, each in zip(within, found)) + ".",
+            "TTFT is lower, on average and at best, " + listed(
+                f"on {each['model']} by {lower(each, 'compute')} than by only computing, by {lower(each, 'load')} than by only "
+                "loading" for each in found)
+            + f" (the paper, at best: {found[0]['paper']['compute']:.0%} and {found[0]['paper']['load']:.0%})."))
+
+
+def bidirectional_more(results: dict) -> str:
+    file = results["bidirectional-cpu"]
+    grown, small = entry(file, "histories")["rows"], entry(file, "eight_bit")
+    looking = entries(file, "looking")
+    return paragraphs(
+        "**On one device** the share of chunks that is computed falls as the history grows (Figure 5b); classroom:",
+        table("history | computed | TTFT of only computing", [
+            [f"{row['history_tokens']:,}", f"{row['computed_share']['median']:.1%}", spread(row["ttft_over_compute"])]
+            for row in grown]),
+        f"**In 8 bit**, {small['model']}: a chunk has {small['chunk_bytes'][1]:,} bytes instead of {small['chunk_bytes'][0]:,}, "
+        "and the first token comes " + listed(
+            f"{median(row['faster_than_exact'])} times as fast where loading takes {row['load_over_compute']:g} times as long as "
+            "computing" for row in small["rows"])
+        + f". The largest error of K and V is {small['largest_kv_error']:.2f}, where the largest of them is "
+          f"{small['largest_kv']:.0f}.",
+        "**To look whether the next chunk is there** takes " + listed(
+            f"{found['look_us']['median']:.0f} us of the {milliseconds(found['chunk_us']['median'] / 1e3)} that a chunk takes on "
+            f"{found['model']} ({found['share']:.2%}; {verdict(found['share'] < found['at_most'])})" for found in looking) + ".")
+
+
+def tiered(results: dict) -> str:
+    file, rows = results["tiered-cpu"], []
+    for found in entries(file, "mix")[::-1]:
+        for row in found["rows"]:
+            met = {name: verdict(row[name]["median"] >= least) for name, least in found["claimed"].items()}
+            hits = (row[f"{tier}_hits"]["median"] for tier in ("gpu", "cpu", "storage"))
+            rows.append([f"{found['model']}, {PLATFORMS[row['platform']]} ({row['link']})", milliseconds(row["none_ms"]),
+                         milliseconds(row["ttft_ms"]), milliseconds(row["on_device_ms"]),
+                         f"{row['lower']['median']:.0%} ({row['lower']['min']:.0%} to {row['lower']['max']:.0%}): {met['lower']}",
+                         f"{spread(row['throughput'], 'x')}: {met['throughput']}",
+                         f"{spread(row['of_bound'])}: {met['of_bound']}", ", ".join(f"{hit:.0%}" for hit in hits)])
+    claimed = found["claimed"]
+    return paragraphs(conditions(file), table(
+        f"model, link as of | TTFT, no cache | TTFT | all on the device | lower by (claimed {claimed['lower']:.0%}) | throughput "
+        f"(claimed {claimed['throughput']:g}x) | bound / measured (claimed {claimed['of_bound']}) | found in L1, L2, L3", rows))
+
+
+def tiered_more(results: dict) -> str:
+    file = results["tiered-cpu"]
+    admission, match = entry(file, "admission"), entry(file, "match")
+    lengths = list(dict.fromkeys(row["history_tokens"] for row in admission["rows"]))
+    ways = [way for way in dict.fromkeys(row["way"] for row in admission["rows"]) if way != "computed"]
+    by = {(row["way"], row["history_tokens"]): row for row in admission["rows"]}
+    layouts = [[f"{found['model']}, `{row['layout']}`", row["storage_copies"],
+                f"{row['write_us_per_page']['median']:.0f} us ({median(row['write_over_layer_first'], 'x')})",
+                f"{row['read_us_per_page']['median']:.0f} us", f"{row['layer_copies']:,}",
+                f"{row['load_us_per_page']['median']:.0f} us"]
+               for found in entries(file, "layouts")[::-1] for row in found["rows"]]
+    slowest = max(row["match_ms"]["median"] for row in match["rows"])
+    return paragraphs(
+        f"**A hit against computing** ({admission['model']}, {admission['link']}), TTFT of a hit / of a miss; in brackets the "
+        "first time:",
+        table("found | " + " | ".join(f"{length:,} tokens" for length in lengths) + " | source of the last", [
+            [way, *(f"{median(by[way, length]['ratio'])} ({number(by[way, length]['first'])})" for length in lengths),
+             f"`{by[way, lengths[-1]]['source']}`"] for way in ways]),
+        f"**Finding a prefix** of {match['prompt_tokens']:,} tokens (claimed: under {match['at_most_ms']:g} ms; "
+        f"{verdict(slowest < match['at_most_ms'])}):",
+        table("conversations | pages in the tree | nodes | time | bytes a page", [
+            [f"{row['conversations']:,}", f"{row['pages']:,}", f"{row['nodes']:,}", milliseconds(row["match_ms"]),
+             f"{row['bytes_per_page']:.0f}"] for row in match["rows"]]),
+        "**What the layouts of host memory cost**, a page:",
+        table("model, layout | pieces to storage | to storage | from it | pieces to a layer (32 pages) | to all layers", layouts))
+
+
+def hybrid_blocks(results: dict) -> str:
+    file = results["hybrid_blocks-cpu"]
+    texts, cells = [], [cell for grid in file["grids"] for cell in grid["cells"]]
+    for grid in file["grids"]:
+        rows = []
+        for cell in grid["cells"]:
+            mine, gain, possible = cell["policies"]["hybrid"], cell["gain"], cell["possible_gain"]
+            rows.append([f"{cell['batch']} x {cell['context']:,}",
+                         f"{mine['act_device']:,} + {mine['act_host']:,} : {mine['kv_host']:,}",
+                         spread(cell["measured_over_bound"]), f"{mine['link_busy']:.0%}, {mine['compute_busy']:.0%}",
+                         *(f"{spread(gain[policy])} of {number(possible[policy])}" for policy in ("kv-only", "act-only")),
+                         spread(gain["static"])])
+        rounds = len(grid["cells"][0]["gain"]["static"]["samples"])
+        texts += [f"**{grid['model']}**, {grid['dtype']}, link as of {PLATFORMS[grid['platform']]} "
+                  f"({grid['link_bytes_per_second'] / 1e9:.3f} GB/s), {rounds} rounds:", table(
+                      "batch x context | ACT blocks, device + host : KV blocks | time / bound | busy: link, compute | "
+                      "over `kv-only`, of what is possible | over `act-only`, of what is possible | over `static`", rows)]
+    within = sum(cell["measured_over_bound"]["median"] <= CLAIMED["hybrid_over_bound"] for cell in cells)
+    lanes = [(cell["policies"]["hybrid"]["link_busy"], cell["policies"]["hybrid"]["compute_busy"]) for cell in cells]
+    busy = sum(min(pair) >= CLAIMED["busy"] for pair in lanes)
+    best = {policy: max(cell["gain"][policy]["median"] for cell in cells) for policy in ("kv-only", "act-only", "static")}
+    slower = [f"{grid['model']}, {PLATFORMS[grid['platform']]}, {cell['batch']} x {cell['context']:,} (`{policy}`, "
+              f"{cell['gain'][policy]['median']:.3f})"
+              for grid in file["grids"] for cell in grid["cells"] for policy in best if cell["gain"][policy]["max"] < 1]
+    return paragraphs(conditions(file), *texts, bullets(
+        f"A step takes at most {CLAIMED['hybrid_over_bound']} times the bound (claimed for every cell): "
+        f"{share(within, len(cells))} cells; the largest median is "
+        f"{number(max(cell['measured_over_bound']['median'] for cell in cells))}.",
+        f"Both lanes are busy for at least {CLAIMED['busy']:.0%} (claimed for every cell): {share(busy, len(cells))} cells.",
+        *(f"In the best cell {number(best[policy])} times the throughput of `{policy}` (claimed: {CLAIMED[policy]}; "
+          f"{verdict(best[policy] >= CLAIMED[policy])})." for policy in ("kv-only", "act-only")),
+        f"In the best cell {number(best['static'])} times the throughput of `static`.",
+        "Slower than one of the three, beyond the spread of the rounds (claimed: nowhere): "
+        f"{listed(slower) if slower else 'nowhere'}."))
+
+
+PARTS = {
+    "chapters": chapters, "baseline": baseline, "paged": paged, "offload": offload, "hcache": hcache, "hcache-more": hcache_more,
+    "bubble-free": bubble_free, "bubble-free-more": bubble_free_more, "on-paper": on_paper, "bidirectional": bidirectional,
+    "bidirectional-more": bidirectional_more, "tiered": tiered, "tiered-more": tiered_more, "hybrid-blocks": hybrid_blocks,
+}
+
+
+# 3. Pages --------------------------------------------------------------------------------------------------------
+
+def read(folder: Path = RESULTS) -> dict:
+    """File name without its ending -> what the benchmark wrote."""
+    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
+
+
+def written(page: str, results: dict) -> str:
+    """The text of a page, its parts made anew. Raises ValueError at a marker without its other half, or of no part."""
+    for mark in re.findall(r"^<!-- (?:begin|end) (.*) -->$", PART.sub("", page), re.M):
+        raise ValueError(f"the marker of {mark!r} has no other half")
+
+    def part(match):
+        name = match.group(1)
+        if name not in PARTS:
+            raise ValueError(f"no part is called {name!r}; they are {', '.join(PARTS)}")
+        return f"<!-- begin {name} -->\n{PARTS[name](results)}\n<!-- end {name} -->"
+    return PART.sub(part, page)
+
+
+def out_of_date(page: str, results: dict) -> list[str]:
+    """The names of the parts that are not what the results say."""
+    return [now.group(1) for now, then in zip(PART.finditer(written(page, results)), PART.finditer(page)) if now[0] != then[0]]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing, exit with 1 if a part is out of date")
+    check, results, stale = parser.parse_args().check, read(), False
+    for path in PAGES:
+        page = path.read_text(encoding="utf-8")
+        for name in out_of_date(page, results):
+            stale = True
+            print(f"{path.relative_to(ROOT)}: {name} {'is out of date' if check else 'written'}")
+        if not check:
+            path.write_text(written(page, results), encoding="utf-8")
+    if check and stale:
+        sys.exit("python -m tools.report writes them.")
+
+
+if __name__ == "__main__":
+    main()
