@@ -379,7 +379,8 @@ def test_the_demo_draws_two_layers_of_three_policies(demo):
     assert all(span["name"] in labels[span["cat"]] for span in spans) and len(timelines) == 4
     assert len(spans) == sum(len(timeline.spans) for timeline in timelines)
     first = timelines[-1]                                           # which the picture shows: that of hybrid
-    assert first.chart(width=96, bubbles=True) in charts[2] and picture == figure.of(first, f"08_hybrid_blocks, {report['model']}")
+    assert first.chart(width=96, bubbles=True) in charts[2]
+    assert picture == figure.of(first, f"08_hybrid_blocks, {report['model']}")
     assert picture.startswith("<svg ") and "mini-batches of its last step" in picture
 
 
