@@ -301,9 +301,17 @@ def make_app(engine, info: dict):
     def completions():
         return openai(chat=False)
 
+    served = dict(id=info["model"], object="model", created=0, owned_by="local")
+
     @app.get("/v1/models")
     def models():
-        return jsonify(object="list", data=[dict(id=info["model"], object="model", created=0, owned_by="local")])
+        return jsonify(object="list", data=[served])
+
+    @app.get("/v1/models/<path:name>")              # OWNER/NAME has a slash, and the path of a folder begins with one
+    def model(name: str):
+        if name.strip("/") != served["id"].strip("/"):
+            raise NotHere(f"There is no model {name[:80]!r}; {served['id']!r} is served.")
+        return jsonify(served)
 
     @app.get("/health")
     def health():

@@ -7,6 +7,9 @@ from pathlib import Path
 # PyTorch's threads sleep while they wait for each other, here and in all children. By default they spin, and then the threads of
 # an engine, of a server and of other processes wait for a core: on two cores most of the time of these tests went there.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")                # read when PyTorch is imported
+# Test processes that run side by side share the cores; more threads than cores only wait for each other.
+if (workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
 
 import pytest
 import torch

@@ -1400,7 +1400,7 @@ def any_order(base, examples: int):
 
 def test_in_any_order_nothing_is_lost_and_the_tokens_are_those_of_chapter_01(tiny_engine):
     happened.clear()
-    any_order(tiny_engine, 40)
+    any_order(tiny_engine, 25)
     often = ("answered", "miss", "gpu_hit", "storage", "cancelled", "evictions", "restorations", "chunks_saved", "chunks_loaded",
              "chunks_computed", "chunks_missed", "damaged")
     assert all(happened[name] >= 5 for name in often), happened

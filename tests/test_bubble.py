@@ -1367,7 +1367,7 @@ def any_order(base, examples: int):
 
 def test_in_any_order_nothing_is_lost_and_the_tokens_are_those_of_chapter_01(tiny_engine):
     happened.clear()
-    any_order(tiny_engine, 30)
+    any_order(tiny_engine, 20)
     often = ("answered", "miss", "gpu_hit", "planned", "cancelled", "restorations", "chunks_saved", "chunks_dropped",
              "layers_recomputed", "layers_projected", "chunks compared")
     assert all(happened[name] >= 5 for name in often), happened

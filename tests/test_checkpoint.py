@@ -273,8 +273,8 @@ print(peak() - before)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/status")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_loading_takes_the_model_and_one_tensor_more(tiny_folder, tmp_path, dtype):
-    """A model of 200 MB as it is, and one whose file is twice its size in memory."""
-    hidden, intermediate, layers = 1024, 2816, 4 if dtype == "float32" else 8
+    """A model of 100 MB as it is, and one whose file is twice its size in memory."""
+    hidden, intermediate, layers = 1024, 2816, 2 if dtype == "float32" else 4
     shapes = {"self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (hidden, hidden), "self_attn.v_proj": (hidden, hidden),
               "self_attn.o_proj": (hidden, hidden), "mlp.gate_proj": (intermediate, hidden),
               "mlp.up_proj": (intermediate, hidden), "mlp.down_proj": (hidden, intermediate)}

@@ -1038,21 +1038,21 @@ def traffic(base, right, seed: int, failures: bool = False):
     happened.update({name: counters[name] for name in ("preemptions", "evictions", "steps", "transfer_errors")})
 
 
-@pytest.mark.parametrize("family,seeds", [("multi-head", range(18)), ("grouped", range(30, 34)), ("biases", range(40, 44)),
-                                          ("odd", range(50, 54))])
+@pytest.mark.parametrize("family,seeds", [("multi-head", range(12)), ("grouped", range(30, 33)), ("biases", range(40, 43)),
+                                          ("odd", range(50, 53))])
 def test_in_any_order_the_tokens_are_those_of_chapter_01(models, right, monkeypatch, family, seeds):
     happened.clear()
     for seed in seeds:
         monkeypatch.setattr(hybrid, "ROWS", [4, 16, 512][seed % 3])
         traffic(models(family), right, seed)
-    if len(seeds) == 18:
+    if family == "multi-head":
         names = "answered", "miss", "gpu_hit", "cpu_hit", "cancelled", "preemptions", "evictions", "refused"
         assert all(happened[name] >= 5 for name in names), happened
 
 
 def test_in_any_order_with_transfers_that_fail(base, right, monkeypatch):
     happened.clear()
-    for seed in range(100, 116):
+    for seed in range(100, 110):
         monkeypatch.setattr(hybrid, "ROWS", [4, 16, 512][seed % 3])
         traffic(base, right, seed, failures=True)
     assert happened["transfer_errors"] >= 30 and happened["answered"] >= 80, happened

@@ -1596,7 +1596,7 @@ def any_order(base, examples: int):
 
 def test_in_any_order_both_pools_are_whole_and_the_tokens_are_those_of_chapter_01(tiny_engine):
     happened.clear()
-    any_order(tiny_engine, 80)
+    any_order(tiny_engine, 40)
     often = ("answered", "gpu_hit", "cpu_hit", "miss", "preemptions", "evictions", "cpu_evictions", "swap_ins", "swap_outs",
              "transfer_errors", "cancelled")
     assert all(happened[name] >= 20 for name in often), happened
@@ -1609,7 +1609,7 @@ def test_in_any_order_both_pools_are_whole_and_the_tokens_are_those_of_chapter_0
 @pytest.mark.parametrize("collision", COLLISIONS)
 def test_in_any_order_keys_that_collide_change_no_token(tiny_engine, monkeypatch, collision):
     monkeypatch.setattr(paged, "block_key", COLLISIONS[collision])
-    any_order(tiny_engine, 12)
+    any_order(tiny_engine, 6)
 
 
 def abandon_and_still_find(engine, swap, plain=offload.Engine.abandon):

@@ -181,6 +181,15 @@ def engines():
         engine.close()
 
 
+known: dict[tuple[str, int], list[int]] = {}                        # what chapter 01 answers with `tiny_engine`
+
+
+def right(tiny_engine, prompt: str, max_tokens: int) -> list[int]:
+    if (prompt, max_tokens) not in known:
+        known[prompt, max_tokens] = tiny_engine.generate(prompt, max_tokens=max_tokens).tokens
+    return known[prompt, max_tokens]
+
+
 def answer(engine, tiny_engine, *prompts: str, max_tokens: int = 4) -> list:
     """Ask all at once, with chapter 01's tokens -> the requests. Nothing is on its way afterwards."""
     prompts = prompts or (STORY,)
@@ -192,7 +201,7 @@ def answer(engine, tiny_engine, *prompts: str, max_tokens: int = 4) -> list:
     for prompt, request in zip(prompts, requests):
         if isinstance(request.outcome, Exception):
             raise request.outcome
-        assert request.outcome.tokens == tiny_engine.generate(prompt, max_tokens=max_tokens).tokens
+        assert request.outcome.tokens == right(tiny_engine, prompt, max_tokens)
     assert not (engine.swaps or engine.prefetches or engine.writes)
     assert engine.pool.available == engine.pool.size and engine.host.available == engine.host.size
     return requests

@@ -10,7 +10,6 @@ import random
 import signal
 import struct
 import subprocess
-import sys
 import threading
 import time
 import types
@@ -32,6 +31,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from test_cli import run
 from test_offload import HeldLink
 from test_paged import ids, in_threads, until
 
@@ -626,6 +626,47 @@ def test_a_split_gives_both_halves_hits_storage_keys_and_the_copies_under_way(ma
     engine.tree.check_integrity()
 
 
+def forget_the_copy(engine):
+    engine.swaps[0].nodes[0].leaving = None
+
+
+def forget_the_write(engine):
+    engine.writes[0].nodes[0].writing = None
+
+
+def forget_whom_it_concerns(engine):
+    engine.swaps[0].nodes.clear()
+
+
+def forget_what_arrives(engine):
+    engine.arriving.clear()
+
+
+@pytest.mark.parametrize("way,broken", [("out", forget_the_copy), ("out", forget_whom_it_concerns), ("down", forget_the_write),
+                                        ("in", forget_what_arrives)])
+def test_a_copy_under_way_that_the_engine_has_lost_sight_of_is_noticed(make, shelf, way, broken):
+    storage = shelf()
+    engine = make(storage=storage)
+    if way == "down":
+        storage.hold("set")
+        engine.submit(PROMPT, max_tokens=1)
+        stepped_until(engine, lambda: engine.writes and storage.waiting["set"])
+    elif way == "out":
+        engine.save_link.held = True
+        engine.submit(PROMPT, max_tokens=1)
+        stepped_until(engine, lambda: engine.swaps)
+    else:
+        asked(engine, PROMPT)
+        lose(engine, engine.pool)
+        engine.load_link.held = True
+        engine.submit(ids(9, 2), max_tokens=40)                 # with somebody else around, the request waits outside
+        engine.submit(PROMPT, max_tokens=1)
+        stepped_until(engine, lambda: engine.swaps)
+    broken(engine)
+    with pytest.raises(AssertionError, match=None if way == "in" else "a copy is not what the node says"):
+        engine.check_integrity()
+
+
 @pytest.mark.parametrize("salt", ["", "tenant", "größe"])
 def test_pages_are_named_by_chapter_02s_chain(make, shelf, salt):
     storage = shelf()
@@ -851,6 +892,29 @@ def test_prompts_around_the_edge_of_a_page_come_back_with_the_right_tokens(make,
             request = asked(engine, prompt)
             pages = (length - 1) // page_size if what != "misses" else -(-length // page_size)
             assert request.outcome.tokens == right(prompt) and request.outcome.pages[what] == pages
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("tier", ["host", "storage"])
+def test_a_layer_is_computed_while_the_next_is_on_its_way_if_they_may_overlap(make, shelf, right, monkeypatch, overlap, tier):
+    engine = make(storage=shelf(), overlap=overlap)
+    asked(engine, PROMPT, max_tokens=1)
+    lose(engine, engine.pool, *([engine.host] if tier == "storage" else []))
+    engine.load_link.held = True                                # a layer comes when somebody waits for it
+    log = engine.load_link.log
+    for index, layer in enumerate(engine.model.layers):
+        def forward(*arguments, index=index, plain=layer.forward):
+            log.append(("compute", f"layer {index}"))
+            return plain(*arguments)
+        monkeypatch.setattr(layer, "forward", forward)
+    request, = engine.submit(PROMPT, max_tokens=1)
+    while not request.outcome:
+        engine.step()
+    monkeypatch.undo()
+    assert request.outcome.tokens == right(PROMPT, 1) and request.source == {"host": "cpu_hit", "storage": "storage_hit"}[tier]
+    by_layer = [event for layer in range(3) for event in (("load", f"layer {layer}"), ("compute", f"layer {layer}"))]
+    assert list(dict.fromkeys(log)) == by_layer if overlap else [lane for lane, _ in log][-3:] == ["compute"] * 3
+    answered(engine)
 
 
 def test_the_next_turn_finds_the_answer_too(make, shelf, right):
@@ -1469,6 +1533,23 @@ def test_what_nobody_would_load_is_not_kept_and_what_nobody_would_ask_for_is_not
     assert engine.worth_storing(find(engine, PROMPT)[0][0])                     # nothing is known: try
 
 
+def test_what_the_host_has_is_computed_where_that_is_sooner_and_loaded_again_when_it_no_longer_is(make, right):
+    engine = make()
+    asked(engine, PROMPT)
+    for load, compute, source, loaded in ((2.0, 1.0, "miss", 0), (1.0, 1.0, "cpu_hit", 6), (1.1, 1.0, "miss", 0)):
+        lose(engine, engine.pool)
+        engine.seconds_to_load = lambda pages, behind=None, load=load: load
+        engine.seconds_to_compute = lambda start, end, compute=compute: compute
+        before, worn_out = engine.counters(), engine.load_link.worn_out
+        request = asked(engine, PROMPT)
+        after = engine.counters()
+        assert (request.outcome.tokens, request.source, request.cached_tokens) == (right(PROMPT), source, 4 * loaded)
+        assert request.outcome.choice["chosen"] == ("load" if loaded else "recompute")
+        assert request.outcome.choice["load_ms"] == 1e3 * load
+        assert after["recomputed_hits"] - before["recomputed_hits"] == 6 - loaded
+        assert engine.load_link.worn_out - worn_out == (loaded == 0), "a slow link is not slow for ever"
+
+
 def test_write_back_stores_nothing_that_is_sooner_computed(make, shelf):
     engine = make(storage=shelf(), write_policy="write_back", blocks=16, cpu_blocks=8)
     slow_storage(engine, 100.0, 50.0)
@@ -1901,17 +1982,28 @@ import os, signal, sys
 sys.path[:0] = [{root!r}, {root!r} + "/tests"]
 import test_tiered as tests
 from common import backends, store
-base, plain, writes = tests.make_engine({folder!r}), store.DurableFiles.put, []
+base, writes = tests.make_engine({folder!r}), []
 
-def put(files, path, pieces):
-    writes.append(path)
-    if len(writes) == after:
-        with open(path.with_name(path.name + ".0123.tmp"), "wb") as file:       # half of it is written
-            file.write(bytes(pieces[0])[:len(bytes(pieces[0])) // 2])
+class Half:
+    def __init__(self, file):
+        self.file = file
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.file.close()
+
+    def write(self, rest):
+        self.file.write(rest[:len(rest) // 2])
         os.kill(os.getpid(), signal.SIGKILL)
-    plain(files, path, pieces)
 
-store.DurableFiles.put = put
+def opened(path, mode="r", *rest, plain=open, **options):
+    file = plain(path, mode, *rest, **options)
+    writes.extend([path] if "x" in mode else [])
+    return Half(file) if "x" in mode and len(writes) == after else file
+
+store.open = opened                                             # of all that this module opens
 for policy, after in {cases!r}.items():
     if process := os.fork():
         print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
@@ -1927,9 +2019,9 @@ for policy, after in {cases!r}.items():
 
 def test_after_kill_9_while_it_writes_a_fresh_engine_reads_what_is_whole(make, right, tmp_path, tiny_folder):
     cases = dict(write_through=17, write_back=9)                # in which write
-    script = KILLED.format(root=str(ROOT), folder=str(tiny_folder), cases=cases, folders=tmp_path)
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100,
-                           env={**os.environ, "OMP_NUM_THREADS": "1"})
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED.format(root=str(ROOT), folder=str(tiny_folder), cases=cases, folders=tmp_path))
+    ended = run(script=script, OMP_NUM_THREADS="1")
     assert ended.stdout.split() == [str(-signal.SIGKILL)] * 2, ended.stderr
     for policy, after in cases.items():
         names = os.listdir(tmp_path / policy)
@@ -2014,9 +2106,9 @@ def test_a_small_disk_keeps_what_fits(make, right, tmp_path, policy, capsys):
 
 # 11. Small host memories ------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("cpu_blocks", [0, 1, 3, 8])
+@pytest.mark.parametrize("cpu_blocks,policy,layout", [
+    (size, policy, LAYOUTS[(row + column) % 3]) for row, size in enumerate([0, 1, 3, 8])
+    for column, policy in enumerate(POLICIES)])
 def test_host_memory_may_be_as_small_as_one_likes(make, shelf, right, cpu_blocks, policy, layout):
     engine = make(storage=shelf() if cpu_blocks else None, cpu_blocks=cpu_blocks, blocks=24, write_policy=policy, layout=layout)
     for _ in range(2):
