@@ -905,10 +905,10 @@ def demo(engine: Engine, arguments):
     print(f"\nThroughput of {len(questions)} short questions, about {written / len(questions):.0f} tokens an answer "
           f"(median of {ROUNDS})")
     rows += [dict(throughput=what, **measured("tokens_per_second", taken, what, "tokens/s")) for what, taken in rates.items()]
-    last = together[-1].requests[-1]
-    last.timeline.plan = lambda: engine.drawn(last)
+    last, shown = together[-1].requests[-1], hits[-1].requests[0]
+    shown.timeline.plan = lambda: engine.drawn(shown)
     print(f"\nOne of the {CONCURRENT[-1]} (p: prefill, d: decode)\n{last.timeline.chart()}")
-    return dict(link=None, verified=verified, rows=rows, counters=engine.counters()), [last.timeline]
+    return dict(link=None, verified=verified, rows=rows, counters=engine.counters()), [last.timeline, shown.timeline]
 
 
 def measured(name: str, samples: list[float], what: str, unit: str) -> dict:
