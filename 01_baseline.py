@@ -383,7 +383,8 @@ class Engine(Frontend):
 
     def who(self) -> list[dict]:
         """The line; only its first is being answered."""
-        computed = self.cache.length if self.cache else 0
+        cache = self.cache
+        computed = cache.length if cache else 0
         return [dict(id=request.id, state="waiting" if number else "decode" if computed > len(request.tokens) else "prefill",
                      prompt_tokens=len(request.tokens), computed=0 if number else min(computed, len(request.tokens)),
                      new_tokens=0 if number else max(0, computed - len(request.tokens)), cached_tokens=0, source=None)

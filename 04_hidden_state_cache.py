@@ -914,7 +914,7 @@ class Engine(offload.MeasuringEngine):
         held = request.restored.start // size if request.restored else cached
         legend = {"g": "found on the device", letter: f"restored: {self.RESTORED}", "m": "computed"}
         cells = [(kind, legend[kind]) for kind in "g" * held + letter * (cached - held) + "m" * (blocks - cached)]
-        return figure.Cells("The blocks of the prompt", [("", cells)], legend)
+        return figure.Cells("The blocks of the prompt", [("", cells)], {kind: legend[kind] for kind, _ in cells})
 
     def ways(self, prompt: list[int], new: int, stack) -> dict:
         blocks, speed = self.pool.needed(len(prompt) + new), self.load_link.bytes_per_second

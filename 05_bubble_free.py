@@ -389,9 +389,9 @@ class LayerStore(paged.BlockPool):
 
     def __init__(self, config, chunks: int, dtype, device):
         """Room for `chunks` that keep K and V of all layers."""
-        self.kv_shape = CHUNK, config.num_key_value_heads, config.head_dim
+        self.layers, self.kv_shape = config.num_hidden_layers, (CHUNK, config.num_key_value_heads, config.head_dim)
         self.numbers, self.kv_per_cell = cell_size(config)
-        super().__init__(config, chunks * self.needs("K" * config.num_hidden_layers), CHUNK, dtype, device)
+        super().__init__(config, chunks * self.needs("K" * self.layers), CHUNK, dtype, device)
         self.flat = as_integers(self.kv.view(-1))                               # for NumPy
         self.empty = list(range(self.size))[::-1]
         self.cells: dict[int, list[int]] = {}                                   # of each chunk: hidden states first, then K and V
@@ -405,6 +405,11 @@ class LayerStore(paged.BlockPool):
         """How many cells a chunk with these letters takes."""
         hidden, kv = (before[-1] for before in kept_before(letters))
         return hidden - (-2 * kv // self.kv_per_cell)
+
+    def room(self, chunks: int) -> int:
+        """Room for so many chunks whatever they keep, as a number of chunks with K and V: hidden states may take more."""
+        hidden, kv = (self.needs(letter * self.layers) for letter in "HK")
+        return chunks * max(1, -(-hidden // kv))
 
     def new(self, chain: list[paged.Prefix], letters: str, rows: int = CHUNK) -> int | None:
         """A number for a chunk of this chain, with its cells, or None: no chain's beginning goes for its end."""
@@ -926,11 +931,12 @@ class Engine(hidden_states.Engine):
         rows = [(f"layer {layer}", [
             (run.letters[layer], f"tokens {start + run.row} to {start + run.row + run.rows}, {legend[run.letters[layer]]}")
             for run in runs]) for layer in range(len(self.model.layers))]
-        return figure.Cells(f"How each layer of the {sum(run.rows for run in runs)} restored tokens came back", rows, legend)
+        return figure.Cells(f"How each layer of the {sum(run.rows for run in runs)} restored tokens came back", rows, {
+            letter: legend[letter] for letter in legend if any(letter in run.letters for run in runs)})
 
     def ways(self, prompt: list[int], new: int, stack) -> dict:
         blocks, chunks = self.pool.needed(len(prompt) + new), len(prompt) // CHUNK + 2
-        ways = {way: self.small(blocks, mode=mode, known=self.profile, cpu_chunks=chunks,
+        ways = {way: self.small(blocks, mode=mode, known=self.profile, cpu_chunks=self.chunks.room(chunks),
                                 bytes_per_second=self.load_link.bytes_per_second) for way, mode in WAYS.items()}
         return {baseline.RECOMPUTE: paged.chapter_01(self, prompt, new), **{
             name: functools.partial(hidden_states.ask, way, new=new, prompt=prompt) for name, way in ways.items()}}
@@ -997,7 +1003,8 @@ def demo(engine: Engine, arguments):
         size = tokens * model.config.hidden_size * model.dtype.itemsize
         speed = ratio and size / (ratio * costs[1].compute_hidden)
         ways = {way: Engine(model, tokenizer, end_tokens, blocks, engine.pool.block_size, engine.token_budget, mode=mode,
-                            known=engine.profile, cpu_chunks=-(-engine.context // CHUNK), bytes_per_second=speed)
+                            known=engine.profile, bytes_per_second=speed,
+                            cpu_chunks=engine.chunks.room(-(-engine.context // CHUNK)))
                 for way, mode in WAYS.items()}
         for way in ways.values():
             for memory in (way.pool.kv, way.chunks.kv, way.landing.memory, way.saver.buffer.memory):

@@ -1055,8 +1055,10 @@ class Engine(offload.MeasuringEngine):
 
     def ways(self, prompt: list[int], new: int, stack) -> dict:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="compare-", ignore_cleanup_errors=True)))
+        storage = self.loader.bandwidth
         small = self.small(self.pool.needed(len(prompt) + new), directories=(folder,), chunk=self.chunk, kv_bits=self.kv_bits,
-                           bandwidth=self.loader.bandwidth, bytes_per_second=self.load_link.bytes_per_second)
+                           bandwidth=storage and Bandwidth(storage.mbps, storage.seconds),
+                           bytes_per_second=self.load_link.bytes_per_second)
         stack.callback(small.release)
 
         def way(mode: str):

@@ -834,7 +834,7 @@ class Engine(offload.SwappingEngine):
         """Chapter 03's; then those who are still in line have storage asked, so that their pages come while others compute."""
         with self.stepping:
             more = super().step()
-            for request in itertools.islice(self.waiting, self.max_running):
+            for request in list(itertools.islice(self.waiting, self.max_running)):      # a copy: the line may grow meanwhile
                 if request.prefetch is None:
                     self.begin_prefetch(request)
             return more
@@ -1458,7 +1458,7 @@ class Engine(offload.SwappingEngine):
                 return describe(page) if node is None else (None, None, "on its way")
             index = places.index(page)
             tokens = numpy.frombuffer(node.tokens, "<i4")[index * pool.block_size:(index + 1) * pool.block_size].tolist()
-            return self.tree.keys(node)[index], tokens, f"{node.hits} requests found it"
+            return self.tree.keys(node)[index], tokens, f"hits: {node.hits}"
 
     def drawn(self, request: Request):
         """The tree as it is now, and the request's path."""

@@ -1015,7 +1015,7 @@ class Engine(paged.Engine):
 
     # What the page shows
 
-    admin = {}                     # noqa: RUF012   what is cached is in host memory, and nothing else has it
+    admin = {}                     # noqa: RUF012   no /evict: what is cached is in host memory, and nobody else has it
 
     def tiers(self) -> list[live.Tier]:
         pool, tiers = live.of_pool("", "", self.pool, list(self.running)), []

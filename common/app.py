@@ -29,6 +29,7 @@ import threading
 import time
 import uuid
 from contextlib import ExitStack, closing, redirect_stderr
+from functools import cache
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -38,6 +39,7 @@ from common import checkpoint, figure, live
 from common.timeline import write_trace
 
 MAX_BODY = 1 << 20                 # bytes of an HTTP request; a full context fits many times
+PROXY = "Forwarded", "X-Forwarded-For", "X-Forwarded-Host", "X-Real-IP", "Via"          # headers that say that one stands between
 
 
 class RequestError(Exception):
@@ -215,6 +217,7 @@ def make_app(engine, info: dict):
     app = Flask("kv", static_folder=None)
     page = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
     feed, comparing = live.Feed(engine), threading.Lock()
+    app.comparing = comparing                   # whoever holds it has files and memory of its own
 
     def body():
         try:
@@ -330,7 +333,7 @@ def make_app(engine, info: dict):
             return False
         return (local and name in ("127.0.0.1", "::1", "localhost")
                 and request.headers.get("Origin", own := f"http://{request.host}") == own
-                and not any(header in request.headers for header in ("Forwarded", "X-Forwarded-For")))
+                and not any(header in request.headers for header in PROXY))
 
     def administer():
         with_token = has_token()
@@ -349,13 +352,16 @@ def make_app(engine, info: dict):
     def index():
         return Response(page, mimetype="text/html")
 
+    @cache                      # encoding them takes a while, and a class opens its pages together
+    def examples():
+        return [dict(name=name, prompt=prompt) for name, prompt in engine.examples().items()]
+
     @app.get("/events")
     def page_events():
         if feed.pages >= live.PAGES:
             raise Busy(f"{live.PAGES} pages are open already; close one.")
         allowed, connection = has_token() or is_local(), request.environ.get("werkzeug.socket")
-        hello = dict(info, examples=[dict(name=name, prompt=prompt) for name, prompt in engine.examples().items()],
-                     compare=dict(measure=engine.compared), evict="/evict" in engine.admin and allowed)
+        hello = dict(info, examples=examples(), compare=dict(measure=engine.compared), evict="/evict" in engine.admin and allowed)
 
         def lines():
             try:
@@ -393,6 +399,8 @@ def make_app(engine, info: dict):
                 try:
                     for row in live.compare(engine, asked.tokens, asked.max_tokens, stack):
                         yield row
+                        if engine.closing:
+                            raise Closing("The server is shutting down; compare again when it is back.")
                         if connection and hung_up(connection):
                             return
                 except checkpoint.ModelError as error:          # there is no memory for the engines that are compared
@@ -439,6 +447,7 @@ def serve(server, engine, info: dict):
     print(f"{info['chapter']} serves {info['model']} on http://{server.host}:{server.port}   (Ctrl-C ends it)", flush=True)
     server.serve_forever()                      # until Ctrl-C, which werkzeug takes for itself
     engine.close()
+    server.app.comparing.acquire(timeout=5)     # a comparison takes its files with it
     time.sleep(0.5)                             # those in line are being told
     raise KeyboardInterrupt
 
@@ -525,6 +534,9 @@ def main(doc: str, chapter: str, add_arguments, make_engine, demo, without_model
 
 
 def run(chapter: str, arguments, load, make_engine, actions: dict, without_model: dict):
+    files = [path.resolve() for path in (arguments.json, arguments.trace, arguments.svg) if path]
+    if len(set(files)) < len(files):
+        raise OSError("--json, --trace and --svg name the same file; give each its own.")
     for path in (arguments.json, arguments.trace, arguments.svg):
         try:
             if path:
@@ -576,4 +588,4 @@ def write(chapter: str, arguments, report: dict, timelines: list):
     if arguments.svg:
         if not timelines:
             raise OSError(f"There is no timeline to draw in '{arguments.svg}'; leave --svg out here.")
-        arguments.svg.write_text(figure.of(timelines[-1], f"{chapter}, {arguments.model}"))
+        arguments.svg.write_text(figure.of(timelines[-1], f"{chapter}, {arguments.model}"), encoding="utf-8")

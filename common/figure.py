@@ -5,6 +5,7 @@ light and on a dark page, and says in words whatever a colour says. A plan is on
 `draw(y, at)` gives its elements, from `y` down, and where they end (`at`: seconds -> x, as in the lanes); `words()` is what
 a screen reader says of it.
 """
+import itertools
 import math
 import re
 from dataclasses import dataclass, field
@@ -187,16 +188,23 @@ class Tree:
     legend: dict[str, str] = field(default_factory=dict)                        # tier -> words
     MOST = 40
 
+    def shown(self) -> list[tuple]:
+        """The first nodes, and those on the path wherever they stand."""
+        room = self.MOST - sum(node[4] for node in self.nodes)
+        beside = itertools.count()
+        return [node for node in self.nodes if node[4] or next(beside) < room]
+
     def words(self) -> str:
         lines = [f"depth {depth}, {number(pages, 'page')}, {number(hits, 'hit')}, in {' and '.join(tiers) or 'no tier'}" +
-                 ", on the path" * on_path for depth, pages, hits, tiers, on_path in self.nodes[:self.MOST]]
-        lines += [f"and {len(self.nodes) - self.MOST} more"] * (len(self.nodes) > self.MOST)
+                 ", on the path" * on_path for depth, pages, hits, tiers, on_path in self.shown()]
+        more = len(self.nodes) - len(lines)
+        lines += [f"and {more} more"] * (more > 0)
         return "; ".join(lines + [f"{tier}: {words}" for tier, words in self.legend.items()])
 
     def draw(self, y: float, at) -> tuple[list[str], float]:
         tiers = sorted({*self.legend, *(tier for node in self.nodes for tier in node[3])})
         longest, parts, parents = max((pages for _, pages, *_ in self.nodes), default=1) or 1, [], {}
-        for depth, pages, hits, where, on_path in self.nodes[:self.MOST]:
+        for depth, pages, hits, where, on_path in self.shown():
             x, said = 28 + 14 * min(depth, 14), f"{number(pages, 'page')}, {number(hits, 'hit')}"
             length, parents[depth] = max(6, pages / longest * (260 - 14 * min(depth, 14))), y
             if depth:
@@ -211,7 +219,7 @@ class Tree:
                 parts += (box(left, y + 1, 36, 15, "device", f"held in {tier}", [tier]) if tier in where else
                           [f'<path class="thin" stroke-dasharray="2 3" d="M{left:.6g} {y + 1:.6g}h36v15h-36z"/>'])
             y += 19
-        more, y = and_more(y, self.nodes, self.MOST)
+        more, y = and_more(y, self.nodes, len(self.shown()))
         below, end = legend(y + 4, [("device", tier, words) for tier, words in self.legend.items()])
         return parts + more + below, end
 

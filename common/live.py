@@ -17,6 +17,7 @@ import statistics
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -25,6 +26,7 @@ import numpy
 from common import figure
 
 LOOK, IDLE_LOOK = 0.1, 0.5         # seconds between two looks at an engine that computes, and at one that does not
+SHARE = 0.1                        # of the time, at most, in which somebody looks: the more blocks, the longer a look takes
 SILENCE = 10.0                     # seconds after which a page is told that the server is still there
 PAGES = 64                         # that may be open at once
 ROUNDS, PATIENCE = 5, 10.0         # of a comparison, after a warm-up; seconds after which it is content with fewer
@@ -43,7 +45,7 @@ class Tier:
     states: numpy.ndarray          # [blocks], of STATES
     holders: dict[int, list[int]] = field(default_factory=dict)         # block -> ids of the requests that hold it
     block_bytes: int | None = None
-    describe: object = None        # function(block) -> (key or None, tokens or None, note or None)
+    describe: Callable | None = None                            # block -> (key or None, tokens or None, note or None)
 
     def as_json(self) -> dict:
         """With runs of equal blocks: [state, how many, ids of who holds them]."""
@@ -124,16 +126,16 @@ class Feed:
     """What the open pages are sent. They share one look at the engine."""
 
     def __init__(self, engine):
-        self.engine, self.lock, self.seen, self.looked, self.pages = engine, threading.Lock(), {}, 0.0, 0
+        self.engine, self.lock, self.seen, self.due, self.pages = engine, threading.Lock(), {}, 0.0, 0
 
     def look(self) -> dict[str, str]:
-        """-> what of the engine may have changed, as JSON, at most LOOK seconds old."""
+        """-> what of the engine may have changed, as JSON, at most LOOK seconds old, or what SHARE makes of that."""
         with self.lock:
-            if time.perf_counter() - self.looked >= LOOK:
+            if (began := time.perf_counter()) >= self.due:
                 engine = self.engine
                 self.seen = dict(requests=json.dumps(engine.who()), counters=json.dumps(engine.counters(), default=str),
                                  memory=json.dumps([tier.as_json() for tier in engine.tiers()]))
-                self.looked = time.perf_counter()
+                self.due = began + max(LOOK, (time.perf_counter() - began) / SHARE)
             return self.seen
 
     def block(self, tier: str, number: int, with_text: bool) -> dict | None:
@@ -158,11 +160,9 @@ class Feed:
             while not engine.closing and not gone():
                 seen = self.look()
                 news, sent = [f'data: {{"{kind}": {now}}}\n\n' for kind, now in seen.items() if sent.get(kind) != now], seen
-                for result, _ in list(engine.over):
-                    version = len(result.timeline.spans)
-                    if versions.get(result.id) != version:
-                        versions[result.id] = version
-                        news.append(event(finished=finished(result, version)))
+                over = [(result, len(result.timeline.spans)) for result, _ in list(engine.over)]
+                news += [event(finished=finished(*one)) for one in over if versions.get(one[0].id) != one[1]]
+                versions = {result.id: version for result, version in over}
                 if news or time.perf_counter() - spoke > SILENCE:
                     spoke = time.perf_counter()
                     yield "".join(news) or ": still here\n\n"
@@ -195,7 +195,7 @@ def in_words(result) -> str:
 def compare(engine, prompt: list[int], new: int, stack):
     """Answer one prompt in all of the chapter's ways, in turn, in engines of their own, which go with `stack`. Yields how far it
     is, and last the table: medians in milliseconds, with the fastest and the slowest."""
-    asked, ways = engine.counts["requests"], engine.ways(prompt, new, stack)
+    asked, busy, ways = engine.counts["requests"], bool(engine.who()), engine.ways(prompt, new, stack)
     taken, began, rounds, done = {way: [] for way in ways}, time.perf_counter(), ROUNDS, 0
     while done <= rounds * len(ways):
         for way, answer in ways.items():
@@ -207,12 +207,14 @@ def compare(engine, prompt: list[int], new: int, stack):
     first, rows = next(iter(taken.values()))[0], []
     for way, results in taken.items():
         times = [result.tbt_ms if engine.compared == "TBT" else result.ttft_ms for result in results[1:]]
-        times, last = [milliseconds for milliseconds in times if milliseconds is not None] or [0.0], results[-1]
+        times, last = [milliseconds for milliseconds in times if milliseconds is not None], results[-1]
         tbt = [result.tbt_ms for result in results[1:] if result.tbt_ms is not None]
-        rows.append(dict(way=way, ttft_ms=statistics.median(result.ttft_ms for result in results[1:]), min_ms=min(times),
-                         max_ms=max(times), tbt_ms=statistics.median(tbt) if tbt else None, source=last.source,
-                         cached_tokens=last.usage["cached_tokens"], samples=len(results) - 1,
-                         equal=all(result.tokens == first.tokens for result in results)))
-    yield dict(rows=rows, measure=engine.compared, link=next((result.link for results in taken.values() for result in results
-                                                             if hasattr(result, "link")), None),
-               disturbed=engine.counts["requests"] != asked)
+        rows.append(dict(way=way, ttft_ms=statistics.median(result.ttft_ms for result in results[1:]),
+                         tbt_ms=statistics.median(tbt) if tbt else None, min_ms=min(times, default=None),
+                         max_ms=max(times, default=None), source=last.source, cached_tokens=last.usage["cached_tokens"],
+                         samples=len(times), equal=all(result.tokens == first.tokens for result in results)))
+    link = next((result.link for results in taken.values() for result in results if hasattr(result, "link")), None)
+    if link is None and hasattr(engine, "load_link"):           # chapter 08's results do not name it
+        link = str(engine.load_link)
+    yield dict(rows=rows, measure=engine.compared, link=link,
+               disturbed=busy or engine.counts["requests"] != asked)

@@ -1342,7 +1342,7 @@ class Traffic(Crowd):
         for path in rng.sample(files, rng.randint(0, len(files) // 2)):
             try:
                 DAMAGES[rng.choice(["missing", "truncated", "empty", "bit", "bit of the header", "pipe"])](path)
-            except OSError:                                                    # it went meanwhile
+            except (OSError, IndexError):                                      # it went meanwhile, or is empty already
                 continue
             happened["damaged"] += 1
 

@@ -352,6 +352,13 @@ def test_of_a_large_tree_the_first_forty_nodes_are_drawn():
     assert sum("1 page, 0 hits" == words for words in shown.texts) == 40
 
 
+def test_of_a_large_tree_the_path_is_drawn_wherever_it_stands():
+    nodes = [(0, 1, 0, ("L1",), False)] * 45 + [(0, 7, 3, ("L2",), True), (1, 2, 3, (), True)] + [(0, 1, 0, ("L1",), False)] * 3
+    shown = Picture(RESTORED, Tree("t", nodes))
+    assert "and 10 more" in shown.texts and shown.desc.count("depth") == 40 and "and 10 more" in shown.desc
+    assert shown.desc.count("on the path") == 2 and sum("on the path" in words for words in shown.texts) == 2
+
+
 def test_mini_batches_show_their_blocks_and_whether_they_are_balanced():
     shown = Picture(Timeline(), BATCHES)
     blocks = [(rect[0], rect[1], rect[4]) for rect in shown.rects if "K and V" in rect[1] or "activations" in rect[1]]

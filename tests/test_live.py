@@ -311,7 +311,7 @@ def test_pages_share_one_look_and_a_closed_page_costs_nothing(tiny_engine, monke
     monkeypatch.setattr(engine, "tiers", lambda: looks.append(1) or tiers())
     monkeypatch.setattr(live, "LOOK", 1e9)                          # a look stays new
     feed = live.Feed(engine)
-    feed.looked = -1e12
+    feed.due = -1e12
     pages = [Page(feed) for _ in range(5)]
     for page in pages:
         page.read()
@@ -324,6 +324,23 @@ def test_pages_share_one_look_and_a_closed_page_costs_nothing(tiny_engine, monke
     while engine.step():
         pass
     assert len(looks) == 1, "somebody looked for nobody"
+
+
+def test_who_has_many_blocks_is_looked_at_less_often(tiny_engine, monkeypatch):
+    engine, now, looks = make("02", tiny_engine, None), [0.0], []
+    monkeypatch.setattr(live, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    tiers = engine.tiers
+
+    def slow():
+        looks.append(now[0])
+        now[0] += 2.0
+        return tiers()
+    monkeypatch.setattr(engine, "tiers", slow)
+    feed = live.Feed(engine)
+    while now[0] < 100:
+        feed.look()
+        now[0] += 0.25
+    assert 2.0 * len(looks) <= 100 * live.SHARE + 2.0 and len(looks) >= 4
 
 
 def test_the_last_eight_are_told_to_who_comes_later(tiny_engine, quick):
@@ -419,6 +436,8 @@ def test_a_comparison_answers_in_every_way_with_the_tokens_of_chapter_01(number,
     sources = [row["source"] for row in rows]
     if number == "05":                                              # which may find that computing all of it is faster
         assert sources[0] == "miss" and set(sources[1:]) <= {"planned", "miss"}
+        whole = (len(engine.encode(prompt, None)[0]) - 1) // 64 * 64
+        assert {row["cached_tokens"] for row in rows if row["source"] == "planned"} <= {whole}, "there was no room for all of it"
     elif number in ("04", "06"):
         assert sources[:2] == WAYS[number][:2] and len(sources) == len(WAYS[number])
     else:
@@ -426,7 +445,7 @@ def test_a_comparison_answers_in_every_way_with_the_tokens_of_chapter_01(number,
     for row in rows:
         shown = row["tbt_ms"] if number == "08" else row["ttft_ms"]
         assert 0 < row["min_ms"] <= shown <= row["max_ms"]
-    assert (table["link"] is None) == (number in ("01", "02", "08"))
+    assert (table["link"] is None) == (number in ("01", "02"))
     assert engine.counts == before and not engine.over, "it asked the engine that serves"
     engine.close()
     engine.release()
@@ -438,6 +457,50 @@ def test_others_who_ask_meanwhile_disturb_a_comparison(tiny_engine):
         next(told)
         engine.generate("Hello", max_tokens=1)
         assert list(told)[-1]["disturbed"] is True
+
+
+def test_who_was_there_before_disturbs_it_too(tiny_engine):
+    engine = make("02", tiny_engine, None)
+    engine.submit(prompt="Hello", max_tokens=3)
+    with ExitStack() as stack:
+        assert list(live.compare(engine, [5, 6, 7], 2, stack))[-1]["disturbed"] is True
+    while engine.step():
+        pass
+    with ExitStack() as stack:
+        assert list(live.compare(engine, [5, 6, 7], 2, stack))[-1]["disturbed"] is False
+
+
+def test_answers_of_one_token_have_no_time_between_tokens(tiny_engine):
+    engine = another(tiny_engine)
+    engine.compared = "TBT"
+    with ExitStack() as stack:
+        rows = list(live.compare(engine, [5, 6, 7], 1, stack))[-1]["rows"]
+    for row in rows:
+        assert (row["tbt_ms"], row["min_ms"], row["max_ms"], row["samples"]) == (None, None, None, 0) and row["ttft_ms"] > 0
+
+
+def test_a_comparison_has_a_modelled_disk_of_its_own(tiny_engine, tmp_path):
+    engine, cake = make("06", tiny_engine, tmp_path), chapter(NAMES["06"])
+    engine.loader.bandwidth = cake.Bandwidth((8.0,))
+    made, small = [], engine.small
+    engine.small = lambda *options, **named: made.append(small(*options, **named)) or made[0]
+    with ExitStack() as stack:
+        engine.ways(list(range(40, 100)), 2, stack)
+        theirs = made[0].loader.bandwidth
+        assert theirs is not engine.loader.bandwidth and vars(theirs)["mbps"] == (8.0,)
+    engine.close()
+    engine.release()
+
+
+def test_a_comparison_ends_with_the_server(tiny_engine):
+    engine, gone = another(tiny_engine), []
+    ways = engine.ways
+    engine.ways = lambda prompt, new, stack: stack.callback(gone.append, 1) and ways(prompt, new, stack)
+    response = client_of(engine).post("/compare", json=dict(prompt="Hello"), buffered=False)
+    told = response.iter_encoded()
+    next(told)
+    engine.close()
+    assert "shutting down" in json.loads(list(told)[-1].removeprefix(b"data: "))["error"]["message"] and gone == [1]
 
 
 def test_a_way_that_answers_otherwise_is_told(tiny_engine):
@@ -513,3 +576,13 @@ def test_a_picture_is_written_with_the_plan_above_the_lanes(tiny_folder, tmp_pat
     picture = (tmp_path / "picture.svg").read_text()
     assert ElementTree.fromstring(picture).tag.endswith("svg")
     assert "The blocks of the prompt" in picture and "compute" in picture and STORY[:20] not in picture
+
+
+def test_two_files_of_one_name_are_refused_before_anything_is_done(tiny_folder, tmp_path, monkeypatch):
+    paged = chapter("02_paged_kv")
+    monkeypatch.setattr("sys.argv", ["02", "--model", str(tiny_folder), "--prompt", "x", "--json", str(tmp_path / "one"),
+                                     "--svg", str(tmp_path / "." / "one")])
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO()))
+    with pytest.raises(SystemExit, match="name the same file; give each its own"):
+        app.main(paged.__doc__, "02_paged_kv", paged.add_arguments, paged.make_engine, paged.demo)
+    assert not (tmp_path / "one").exists()

@@ -963,6 +963,20 @@ def test_best_effort_does_not_wait(stored, right):
     accounted(engine)
 
 
+def test_the_line_may_grow_while_storage_is_asked_for_those_in_it(make, shelf, right):
+    engine, others = make(storage=shelf()), []
+    begin = engine.begin_prefetch
+
+    def while_another_comes(request):
+        if len(others) < 3 and request in engine.waiting:
+            others.extend(engine.submit(ids(9, 5 + len(others)), max_tokens=1))
+        return begin(request)
+    engine.begin_prefetch, engine.max_running = while_another_comes, 2
+    requests = [engine.submit(ids(seed, 26), max_tokens=4)[0] for seed in range(1, 6)]
+    assert answered(engine, *requests) == [right(ids(seed, 26), 4) for seed in range(1, 6)] and len(others) == 3
+    answered(engine, *others)
+
+
 def test_best_effort_uses_what_came_while_it_was_in_line(stored, right):
     engine, storage = stored(prefetch_policy="best_effort", max_running=1)
     other, = engine.submit(ids(9, 3), max_tokens=20)
