@@ -26,6 +26,7 @@ import numpy
 from common import figure
 
 LOOK, IDLE_LOOK = 0.1, 0.5         # seconds between two looks at an engine that computes, and at one that does not
+NOTICE = 0.02                      # seconds in which it is noticed that an engine begins to compute
 SHARE = 0.1                        # of the time, at most, in which somebody looks: the more blocks, the longer a look takes
 SILENCE = 10.0                     # seconds after which a page is told that the server is still there
 PAGES = 64                         # that may be open at once
@@ -166,7 +167,12 @@ class Feed:
                 if news or time.perf_counter() - spoke > SILENCE:
                     spoke = time.perf_counter()
                     yield "".join(news) or ": still here\n\n"
-                time.sleep(LOOK if engine.who() else IDLE_LOOK)
+                if engine.who():
+                    time.sleep(LOOK)
+                else:              # whoever comes now may be gone soon
+                    until = time.perf_counter() + IDLE_LOOK
+                    while time.perf_counter() < until and not engine.who():
+                        time.sleep(NOTICE)
         finally:
             self.pages -= 1
 

@@ -261,7 +261,7 @@ class Page:
 @pytest.fixture
 def quick(monkeypatch):
     """Pages look as often as they can."""
-    for name in ("LOOK", "IDLE_LOOK"):
+    for name in ("LOOK", "IDLE_LOOK", "NOTICE"):
         monkeypatch.setattr(live, name, 1e-3)
 
 
@@ -289,6 +289,20 @@ def test_a_page_hears_hello_and_then_what_changes(tiny_engine, quick):
     with pytest.raises(StopIteration):
         page.read()
     assert feed.pages == 0
+
+
+def test_who_comes_to_an_idle_engine_is_noticed_before_the_next_look_is_due(tiny_engine, monkeypatch):
+    monkeypatch.setattr(live, "IDLE_LOOK", 1e9)
+    engine = make("02", tiny_engine, None)
+    page, request = Page(live.Feed(engine)), []
+    page.read()
+    page.read()
+    timer = threading.Timer(0.05, lambda: request.extend(engine.submit(prompt="Hello", max_tokens=3)))
+    timer.start()
+    assert any(one.get("requests") for one in page.read()) and request
+    engine.cancel(request[0])
+    engine.step()
+    page.lines.close()
 
 
 def test_silence_is_broken_now_and_then_and_the_end_of_the_engine_ends_a_page(tiny_engine, quick, monkeypatch):
