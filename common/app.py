@@ -339,7 +339,7 @@ def make_app(engine, info: dict):
         with_token = has_token()
         if not with_token and not is_local():
             with_a_token = (" or with the header 'Authorization: Bearer TOKEN' and the token that the server was started with "
-                            "(--admin-token)") if "/storage" in engine.admin else ""            # elsewhere there is no such option
+                            "(--admin-token)") if "/storage" in engine.admin else ""    # elsewhere there is no such option
             raise Forbidden(f"{request.path} is for programs on this machine{with_a_token}; ask from there.")
         method = "GET" if request.method == "HEAD" else request.method
         return jsonify(engine.admin[request.path][method](body() if method == "POST" else None, with_token))
