@@ -381,9 +381,11 @@ class SwappingEngine(MeasuringEngine):
     def evict_cached(self) -> int:
         """Chapter 02's; what would be lost is copied out first."""
         with self.stepping:
-            self.write_back(len(self.pool.cached))
+            cached = len(self.pool.cached)
+            self.write_back(cached)
             self.flush()
-            return super().evict_cached()
+            super().evict_cached()
+            return cached
 
 
 class Engine(SwappingEngine):

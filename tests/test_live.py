@@ -202,6 +202,73 @@ def test_what_travels_is_in_flight_and_what_was_evicted_comes_back(number, engin
     assert said and ElementTree.fromstring(client.get(f"/timelines/{result.id}.svg").data).tag.endswith("svg")
 
 
+def holder(**fields):
+    """A request as far as tiers know it: its first block is computed."""
+    return SimpleNamespace(id=7, saved=1, computed=16, source="miss", cached_tokens=16,
+                           answer=SimpleNamespace(tokens=[], prompt_tokens=60), **{"restoration": None, **fields})
+
+
+def device_states(engine, table: list[int]) -> list[str]:
+    states = states_of(engine.tiers()[0].as_json())
+    return [states[block][0] for block in table]
+
+
+@pytest.fixture
+def held(engine):
+    """-> an engine, and four blocks of the device that are held, by nobody that it knows."""
+    table = engine.pool.allocate(4)
+    yield engine, table
+    engine.running.clear()
+    engine.pool.release(table)
+
+
+@pytest.mark.parametrize("number", ["02", "03", "04", "05", "06", "07"])
+def test_what_is_not_computed_yet_is_reserved_and_what_is_being_restored_says_so(number, held):
+    engine, table = held
+    engine.running = [holder(table=table)]
+    assert device_states(engine, table) == ["in use", *["reserved"] * 3] and engine.who()[0]["state"] == "prefill"
+    engine.running = [holder(table=table, restoration=iter(()))]
+    coming = "in flight" if number in ("04", "05") else "reserved"                   # in 03, 06 and 07 a transfer says what comes
+    assert device_states(engine, table) == ["in use", *[coming] * 3] and engine.who()[0]["state"] == "restoring"
+
+
+@pytest.mark.parametrize("number", ["06"])
+def test_loaded_chunks_are_there_ahead_of_what_is_computed(held):
+    def chunk(**fields):
+        return SimpleNamespace(**{**dict(settled=False, transfer=None, began=None, side="load", prefix=None), **fields})
+    engine, table = held
+    engine.running = [holder(table=table)]
+    chunks = [chunk(blocks=table[2:3], transfer="on its way"), chunk(blocks=table[3:], settled=True)]
+    engine.restorations = [SimpleNamespace(chunks=chunks)]
+    assert device_states(engine, table) == ["in use", "reserved", "in flight", "in use"]
+    engine.restorations = []
+
+
+@pytest.mark.parametrize("number", ["07"])
+def test_pages_that_came_from_storage_are_no_longer_in_flight(engine):
+    places = engine.host.allocate(3)
+    engine.prefetches = [SimpleNamespace(places=places, arrived=2, keys=[f"{at:064x}" for at in range(5)])]
+    _, host, storage = (states_of(tier.as_json()) for tier in engine.tiers())
+    assert [host[place][0] for place in places] == ["in use", "in use", "in flight"]
+    assert [state for state, _ in storage] == ["in flight"] and engine.tiers()[2].describe(0)[0] == bytes.fromhex(f"{2:064x}")
+    engine.prefetches = []
+    engine.host.release(places)
+
+
+@pytest.mark.parametrize("number", ["03", "07"])
+def test_what_only_the_device_has_goes_down_before_it_is_evicted(number, engine, monkeypatch):
+    monkeypatch.setattr(engine, "seconds_to_load", lambda *_, **__: 1e-12)
+    if number == "07":
+        engine.write_policy = "write_back"
+        engine.detach()
+    Watched(engine).answer(dict(prompt=STORY, max_tokens=2, **(dict(offload_after=False) if number == "03" else {})))
+    assert not engine.host.cached and engine.pool.cached
+    assert client_of(engine).post("/evict", json={}).json["evicted"] > 4
+    assert not engine.pool.cached and len(engine.host.cached) > 4
+    Watched(engine).answer(dict(prompt=STORY, max_tokens=2))
+    assert engine.over[-1][0].source == "cpu_hit"
+
+
 @pytest.mark.parametrize("number", list(NAMES)[1:7])
 def test_blocks_are_told_with_their_tokens_and_keys(number, engine):
     result, = Watched(engine).answer(dict(prompt=STORY, max_tokens=2))
