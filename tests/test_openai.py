@@ -1,6 +1,7 @@
 """OpenAI's own Python client against the server: what it sends is understood, and what it makes of the answers is right."""
 import asyncio
 import threading
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -65,7 +66,7 @@ def stored(tiny_engine):
     engine = tiered.Engine(tiny_engine.model, tiny_engine.tokenizer, tiny_engine.end_tokens, blocks=64, cpu_blocks=64,
                            bytes_per_second=5e8, prefetch_policy="wait_complete", prefetch_threshold=16)
     engine.seconds_to_load, engine.seconds_to_compute = lambda *_, **__: 1e-9, lambda *_: 1e3
-    engine.attach(backends.open_backend("memory://openai"), "memory")
+    engine.attach(backends.open_backend(f"memory://{uuid.uuid4().hex}"), "memory")          # which a process has only once
     try:
         with serving(engine) as port:
             yield engine, port
