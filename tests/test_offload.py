@@ -1175,18 +1175,24 @@ def test_who_is_restored_while_others_decode_begins_when_all_layers_have_arrived
     assert answered(engine, other, late) == [right(OTHER, 30), right(LATE)]
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_alone_a_layer_is_computed_while_the_next_is_on_its_way_if_they_may_overlap(make, right, monkeypatch, overlap):
-    engine = make(overlap=overlap)
-    ask(engine, LATE, max_tokens=1)
-    lose(engine)
-    engine.load_link.held = True
+def log_layers(engine, monkeypatch) -> list:
+    """-> the log of the link, in which from now on stands, too, when each layer is computed."""
     log = engine.load_link.log
     for index, layer in enumerate(engine.model.layers):
         def forward(*arguments, index=index, plain=layer.forward):
             log.append(("compute", f"layer {index}"))
             return plain(*arguments)
         monkeypatch.setattr(layer, "forward", forward)
+    return log
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_alone_a_layer_is_computed_while_the_next_is_on_its_way_if_they_may_overlap(make, right, monkeypatch, overlap):
+    engine = make(overlap=overlap)
+    ask(engine, LATE, max_tokens=1)
+    lose(engine)
+    engine.load_link.held = True
+    log = log_layers(engine, monkeypatch)
     late, = engine.submit(LATE, max_tokens=1, offload_after=False)
     assert answered(engine, late)[0]
     monkeypatch.undo()

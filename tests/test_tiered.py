@@ -32,7 +32,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from test_cli import run
-from test_offload import HeldLink
+from test_offload import HeldLink, log_layers
 from test_paged import ids, in_threads, until
 
 from common import backends
@@ -901,12 +901,7 @@ def test_a_layer_is_computed_while_the_next_is_on_its_way_if_they_may_overlap(ma
     asked(engine, PROMPT, max_tokens=1)
     lose(engine, engine.pool, *([engine.host] if tier == "storage" else []))
     engine.load_link.held = True                                # a layer comes when somebody waits for it
-    log = engine.load_link.log
-    for index, layer in enumerate(engine.model.layers):
-        def forward(*arguments, index=index, plain=layer.forward):
-            log.append(("compute", f"layer {index}"))
-            return plain(*arguments)
-        monkeypatch.setattr(layer, "forward", forward)
+    log = log_layers(engine, monkeypatch)
     request, = engine.submit(PROMPT, max_tokens=1)
     while not request.outcome:
         engine.step()
