@@ -355,9 +355,10 @@ class Engine(Frontend):
         model = self.model
         tokens = torch.tensor(tokens, device=model.device)                          # [T]
         positions = torch.arange(start, start + len(tokens), device=model.device)   # [T]
+        rotation = model.rotary(positions)                                          # [T, 1, hd] each
         hidden = model.embed(tokens)                                                # [T, D]
         for layer, attend in zip(model.layers, cache.layers(start, len(tokens))):
-            hidden = layer(hidden, positions, attend)                               # [T, D]
+            hidden = layer(hidden, rotation, attend)                                # [T, D]
         return model.logits(hidden[-1:])[0]                                         # [V]
 
     def counters(self) -> dict:

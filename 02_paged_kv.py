@@ -312,10 +312,8 @@ class PagedBatch:
             def attend(q, k, v, keys=keys, values=values):
                 keys.index_copy_(0, self.slots, k)
                 values.index_copy_(0, self.slots, v)
-                out = torch.empty_like(q)                                                       # [T, H, hd]
-                for rows, slots, mask in self.reads:
-                    out[rows] = self.read(q[rows], keys, values, slots, mask)
-                return out
+                outs = [self.read(q[rows], keys, values, slots, mask) for rows, slots, mask in self.reads]
+                return outs[0] if len(outs) == 1 else torch.cat(outs)                           # [T, H, hd]
             yield attend
 
     def read(self, q, keys, values, slots, mask):
@@ -548,10 +546,11 @@ class Engine(baseline.Frontend):
 
     @torch.inference_mode()
     def forward(self, batch: PagedBatch):
+        rotation = self.model.rotary(batch.positions)                   # [T, 1, hd] each
         hidden = self.model.embed(batch.tokens)                         # [T, D]
         for index, (layer, attend) in enumerate(zip(self.model.layers, batch.layers())):
             self.tap(index, hidden, batch)
-            hidden = layer(hidden, batch.positions, attend)             # [T, D]
+            hidden = layer(hidden, rotation, attend)                    # [T, D]
         return self.model.logits(hidden[batch.last_rows])               # [R, V]
 
     def tap(self, index: int, hidden, batch: PagedBatch):

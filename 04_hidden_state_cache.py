@@ -6,7 +6,7 @@ The problem. Computing a lost KV cache again keeps the processor busy and leaves
 The mechanism. A layer's K and V are projected from its input, the hidden states, after a norm; K is then rotated. With
 multi-head attention that input is half as large as K and V together, and projecting it costs a sixth of computing the layer,
 with the usual sizes of a Llama, and less behind a long context. So the hidden states are kept. When a conversation comes back,
-the states of layer l+1 travel while those of layer l are projected, by the same `project_kv` that the forward pass calls:
+the states of layer l+1 travel while those of layer l are projected, with the same `keys_values` that the forward pass calls:
 link and processor work side by side.
 
 Saving must not delay the next token. Stage one copies a step's states, all requests together, into a snapshot buffer in

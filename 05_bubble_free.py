@@ -859,7 +859,7 @@ class Engine(hidden_states.Engine):
     def compute_layer(self, layer: int, states, where, batch: PagedBatch):
         """The rows `where` of `states` [T, D] go through a layer; their K and V go to the pool."""
         attend = next(islice(batch.layers(), layer, None))
-        states[where] = self.model.layers[layer](states[where], batch.positions, attend)
+        states[where] = self.model.layers[layer](states[where], self.model.rotary(batch.positions), attend)
 
     def issue(self, restoration: Restoration):
         """Begin to load what comes next, as much as has room where it lands."""

@@ -734,13 +734,13 @@ class Engine(paged.Engine):
         targets = torch.arange(rows, device=model.device)
         positions = targets % self.context
         hidden = states[:1].expand(requests, -1).contiguous()           # [R, D]
-        queries = layer.project_q(hidden[:together], positions[:1].expand(together))                # [together, H, hd]
+        first_position = model.rotary(positions[:1])                    # [1, 1, hd] each
+        queries = layer.queries(hidden[:together], first_position)      # [together, H, hd]
         reads = [(slice(row, row + 1), slice(row * length, (row + 1) * length)) for row in range(together)]
 
         def forward(buffer):
             for first in range(0, together, ROWS):
-                part = hidden[:together][first:first + ROWS]
-                layer(part, positions[:1].expand(len(part)), lambda q, k, v: q)
+                layer(hidden[:together][first:first + ROWS], first_position, lambda q, k, v: q)
 
         def rebuild(buffer):
             for first in range(0, rows, ROWS):
@@ -901,7 +901,7 @@ class Engine(paged.Engine):
                 rows.index_copy_(0, part.targets, values)
                 staged[:len(part.kept[2])] = values.index_select(0, part.kept[2])
             return self.attend(q, buffer, part.reads)
-        hidden[part.rows] = layer(states, part.positions, attend)
+        hidden[part.rows] = layer(states, self.model.rotary(part.positions), attend)
         staging.transfers = self.store(index, part, staging, number)
 
     def attend(self, q, buffer: Buffer, reads):

@@ -6,8 +6,9 @@ Positions and caches are arguments; no module remembers a request. The loop over
 engine's, not the model's, because later chapters reorder it:
 
     hidden = model.embed(tokens)                                   # [T, D]
+    rotation = model.rotary(positions)                             # [T, 1, hd] each, the same for all layers
     for layer, cache in zip(model.layers, kv_cache):
-        hidden = layer(hidden, positions, cache.attend)            # [T, D]
+        hidden = layer(hidden, rotation, cache.attend)             # [T, D]
     logits = model.logits(hidden[-1:])                             # [1, V]
 
 Source: Touvron et al., "LLaMA" (2023); RoFormer (Su et al., 2021) for rotary embedding; Llama 3.1's
@@ -134,39 +135,52 @@ class LlamaConfig:
 
 
 class Linear(nn.Module):
-    """y = x W^T + b. On a CPU the weight can be reordered once (`reorder`) into a layout that decode's one-row
-    products stream through faster: oneDNN's own from REORDER_FROM numbers on, column by column below, where
-    the call into oneDNN costs more than it saves. The plain weight is then released."""
-    REORDER_FROM = 1 << 20
+    """y = x W^T + b. On a CPU the weight can be reordered once (`reorder`) into oneDNN's own layout, and the plain weight is then
+    released. Decode's one-row products only stream through the weight; two things help them:
+    - oneDNN streams faster through four rows than through one, so fewer are filled up with zeros;
+    - a small weight, for which the call into oneDNN costs more than it saves, is kept in a second layout too, which doubles its
+      memory, in one piece for each thread there is now: one thread does one small product, all of them do a batch."""
+    SMALL = 1 << 20            # numbers
+    FEWEST_ROWS = 4
 
     def __init__(self, inputs: int, outputs: int, bias: bool, **where):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs, **where))
         self.bias = nn.Parameter(torch.empty(outputs, **where)) if bias else None
-        self.reordered = None
+        self.reordered = self.pieces = None
 
     def forward(self, x):                                              # [T, inputs] -> [T, outputs]
         if self.reordered is not None:
-            return torch.ops.mkldnn._linear_pointwise(x, self.reordered, self.bias, "none", [], "")
+            return self.multiply_reordered(x)
         if x.dtype == torch.bfloat16 and x.shape[0] > 8 and x.device.type == "cpu" and not cpu_multiplies_bfloat16():
             # Without the instructions, bfloat16 products of many rows run a hundred times slower than float32 ones.
             bias = None if self.bias is None else self.bias.float()
             return F.linear(x.float(), self.weight.float(), bias).bfloat16()
         return F.linear(x, self.weight, self.bias)
 
+    def multiply_reordered(self, x):
+        rows = x.shape[0]
+        if rows == 1 and self.pieces is not None:
+            out = torch.bmm(x.expand(len(self.pieces), 1, -1), self.pieces).view(1, -1)          # [1, outputs]
+            return out if self.bias is None else out + self.bias
+        if rows < self.FEWEST_ROWS:
+            x = F.pad(x, (0, 0, 0, self.FEWEST_ROWS - rows))           # [FEWEST_ROWS, inputs]
+        return torch.ops.mkldnn._linear_pointwise(x, self.reordered, self.bias, "none", [], "")[:rows]
+
     def reorder(self):
-        """Move the weight into the faster layout. Nothing changes off the CPU, or where the operator is missing
-        or declines."""
-        if self.weight.device.type != "cpu":
+        """Move the weight into the faster layouts. Nothing changes off the CPU, or where the operator is missing or declines."""
+        if self.weight.device.type != "cpu" or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
             return
-        if self.weight.numel() < self.REORDER_FROM:
-            self.weight = nn.Parameter(self.weight.detach().T.contiguous().T, requires_grad=False)
-        elif hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
-            try:
-                self.reordered = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), None)
-            except RuntimeError:                                       # a dtype that this processor has no kernel for
-                return
-            self.weight = None
+        weight = self.weight.detach()
+        try:
+            self.reordered = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        except RuntimeError:                                           # a dtype that this processor has no kernel for
+            return
+        self.weight = None
+        if weight.numel() < self.SMALL and weight.dtype == torch.float32:
+            count = math.gcd(len(weight), torch.get_num_threads())
+            pieces = weight.unflatten(0, (count, -1))                  # [pieces, outputs / pieces, inputs]
+            self.pieces = pieces.transpose(1, 2).contiguous()          # [pieces, inputs, outputs / pieces]
 
 
 @functools.cache
@@ -185,7 +199,8 @@ class RMSNorm(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Rotary position embedding in the half-split convention: number i is paired with number i + hd/2."""
+    """Rotary position embedding in the half-split convention: number i is paired with number i + hd/2. All
+    layers turn by the same angles, so an engine looks them up once for a forward pass."""
 
     def __init__(self, config: LlamaConfig, **where):
         super().__init__()
@@ -200,10 +215,15 @@ class Rotary(nn.Module):
         table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1)   # [P, 2, hd]
         self.register_buffer("table", table.to(**where), persistent=False)
 
-    def forward(self, x, positions):                                   # [T, H, hd], [T] -> [T, H, hd]
-        cos, sin = self.table[positions].unsqueeze(2).unbind(1)        # [T, 1, hd] each
-        swapped = x.roll(x.shape[-1] // 2, dims=-1)                    # [T, H, hd], each number at its partner's place
-        return torch.addcmul(x * cos, swapped, sin)
+    def forward(self, positions):                                      # [T] -> cos and sin, [T, 1, hd] each
+        return self.table[positions].unsqueeze(2).unbind(1)
+
+
+def rotate(x, rotation):
+    """q or k [T, H, hd], turned by what `Rotary` gave for its T positions -> [T, H, hd]."""
+    cos, sin = rotation                                                # [T, 1, hd] each
+    swapped = x.roll(x.shape[-1] // 2, dims=-1)                        # [T, H, hd], each number at its partner's place
+    return torch.addcmul(x * cos, swapped, sin)
 
 
 def rotary_frequencies(config: LlamaConfig) -> torch.Tensor:
@@ -239,24 +259,28 @@ class Layer(nn.Module):
         self.down_proj = Linear(intermediate, hidden, config.mlp_bias, **where)
 
     def project_kv(self, hidden, positions):
-        """The layer's input [T, D] at `positions` [T] -> k, v [T, KVH, hd]: norm, projection, rotary.
+        """The layer's input [T, D] at `positions` [T] -> k, v [T, KVH, hd], for a restoration from hidden states: norm and
+        `keys_values`, as in the forward pass; that is why what is restored is what was lost."""
+        return self.keys_values(self.attention_norm(hidden), self.rotary(positions))
 
-        The forward pass and every restoration from hidden states call this same function; that is why
-        what is restored is what was lost."""
-        kv = self.kv_proj(self.attention_norm(hidden))                           # [T, 2*KVH*hd]
-        k, v = kv.view(len(hidden), 2, -1, self.head_dim).unbind(1)              # [T, KVH, hd] each
-        return self.rotary(k, positions), v
+    def keys_values(self, normed, rotation):
+        """The layer's input after its norm [T, D] -> k, v [T, KVH, hd]: projection, rotary. The forward pass and every
+        restoration call this same function."""
+        kv = self.kv_proj(normed)                                                # [T, 2*KVH*hd]
+        k, v = kv.view(len(normed), 2, -1, self.head_dim).unbind(1)              # [T, KVH, hd] each
+        return rotate(k, rotation), v
 
-    def project_q(self, hidden, positions):
-        """The layer's input [T, D] at `positions` [T] -> q [T, H, hd]."""
-        q = self.q_proj(self.attention_norm(hidden))                             # [T, H*hd]
-        return self.rotary(q.view(len(hidden), -1, self.head_dim), positions)    # [T, H, hd]
+    def queries(self, normed, rotation):
+        """The layer's input after its norm [T, D] -> q [T, H, hd]."""
+        return rotate(self.q_proj(normed).view(len(normed), -1, self.head_dim), rotation)
 
-    def forward(self, hidden, positions, attend):
-        """hidden [T, D] -> [T, D]. `attend(q, k, v) -> out` [T, H, hd] belongs to the KV cache: it stores
-        the new k and v for this layer and attends over all that the batch's requests hold."""
-        q = self.project_q(hidden, positions)                                    # [T, H, hd]
-        k, v = self.project_kv(hidden, positions)                                # [T, KVH, hd] each
+    def forward(self, hidden, rotation, attend):
+        """hidden [T, D] -> [T, D]. `rotation` is what the model's `rotary` gives for the T positions. `attend(q, k, v) -> out`
+        [T, H, hd] belongs to the KV cache: it stores the new k and v for this layer and attends over all that the batch's
+        requests hold."""
+        normed = self.attention_norm(hidden)                                     # [T, D]
+        q = self.queries(normed, rotation)                                       # [T, H, hd]
+        k, v = self.keys_values(normed, rotation)                                # [T, KVH, hd] each
         hidden = hidden + self.o_proj(attend(q, k, v).flatten(-2))               # [T, D]
         gate, up = self.gate_up_proj(self.mlp_norm(hidden)).chunk(2, dim=-1)     # [T, I] each
         return hidden + self.down_proj(F.silu(gate) * up)                        # [T, D]

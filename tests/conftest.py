@@ -60,6 +60,12 @@ def tiny_folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def plain_engine(tiny_folder):
+    """The same with plain weights, which chapter 08 moves into pieces of its own."""
+    return make_engine(tiny_folder, reorder=False)
+
+
+@pytest.fixture(scope="session")
 def tiny_engine(tiny_folder):
     """Chapter 01's engine on `tiny_folder`: float32, on the CPU. Shared, so leave it open and empty."""
     return make_engine(tiny_folder)

@@ -418,10 +418,10 @@ def test_an_error_in_the_model_leaves_the_engine_usable(engine, monkeypatch, whe
     expected = engine.generate(PROMPT, max_tokens=8).tokens
     layer = engine.model.layers[1]
 
-    def fail(hidden, positions, attend):
+    def fail(hidden, rotation, attend):
         if when == "prefill" or len(hidden) == 1:
             raise RuntimeError("injected")
-        return type(layer).forward(layer, hidden, positions, attend)
+        return type(layer).forward(layer, hidden, rotation, attend)
     with monkeypatch.context() as patch:
         patch.setattr(layer, "forward", fail)
         with pytest.raises(RuntimeError, match="injected"):

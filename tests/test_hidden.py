@@ -257,12 +257,13 @@ def stored(engine, tokens, salt: str = ""):
 @torch.inference_mode()
 def truth(base, tokens):
     """[L, T, D]: what enters each layer, computed layer by layer without any engine."""
-    model, inputs, positions = base.model, [], torch.arange(len(tokens))
+    model, inputs = base.model, []
+    rotation = model.rotary(torch.arange(len(tokens)))
     cache = baseline.KVCache(model.config, len(tokens), model.dtype, model.device)
     rows = model.embed(torch.tensor(tokens))                                                    # [T, D]
     for layer, attend in zip(model.layers, cache.layers(0, len(tokens))):
         inputs.append(rows)
-        rows = layer(rows, positions, attend)                                                   # [T, D]
+        rows = layer(rows, rotation, attend)                                                    # [T, D]
     return torch.stack(inputs)
 
 

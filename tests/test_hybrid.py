@@ -746,7 +746,7 @@ def truth(base, tokens):
         hidden = model.embed(torch.tensor(tokens))
         for layer, attend in zip(model.layers, cache.layers(0, len(tokens))):
             inputs.append(hidden)
-            hidden = layer(hidden, torch.arange(len(tokens)), attend)
+            hidden = layer(hidden, model.rotary(torch.arange(len(tokens))), attend)
     return torch.stack(inputs), torch.stack((cache.k, cache.v), 1).transpose(2, 3)
 
 
@@ -1421,7 +1421,8 @@ def storages() -> dict[int, int]:
     """Address -> bytes of all memory that any tensor holds."""
     gc.collect()
     tensors = (thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter))
-    return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors if tensor.device == CPU}
+    plain = (tensor for tensor in tensors if tensor.device == CPU and tensor.layout == torch.strided)    # no reordered ones
+    return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in plain}
 
 
 def workspace(engine) -> int:

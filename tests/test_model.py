@@ -1,6 +1,7 @@
 """The model against `transformers`, on folders that `transformers` wrote."""
-import contextlib
+import copy
 import json
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -38,16 +39,8 @@ class Pair(NamedTuple):
     name: str                      # for --model
 
 
-@contextlib.contextmanager
-def reordered_however_small():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Linear, "REORDER_FROM", 0)
-        yield
-
-
 def make_pair(name: str, dtype: str = "float32") -> Pair:
-    with reordered_however_small():
-        engine = make_engine(name, dtype)
+    engine = make_engine(name, dtype)
     engine.end_tokens = frozenset()                                # so that 64 tokens are 64 tokens
     reference = reference_model(name, checkpoint.DTYPES[dtype])
     reference.generation_config.eos_token_id = None
@@ -115,14 +108,16 @@ def test_logits_after_prefill_equal_those_of_transformers(pair, length):
 
 
 def test_logits_at_every_position_equal_those_of_transformers(pair, record_property):
-    """Token by token on both sides: in float32 a trained model's logits differ by more than 1e-4 between its own
-    prefill and its own decode, in `transformers` too."""
+    """Token by token. In float32 a trained model's logits are more than 1e-4 away from the exact ones, in `transformers`
+    too: ours must be as near to them as those of its prefill and its decode, up to twice the distance."""
     tokens = prompt_for(pair, 150)
-    theirs = reference_decode(pair.theirs, tokens)
-    error = (logits_of(pair.ours, tokens, 1) - theirs).abs().max().item()
-    own = (reference_logits(pair.theirs, tokens) - theirs).abs().max().item()
-    record_property("largest_error", error)
-    assert error <= max(1e-4, own)
+    exact = reference_logits(copy.deepcopy(pair.theirs).double(), tokens)
+
+    def error(logits):
+        return (logits - exact).abs().max().item()
+    ours = error(logits_of(pair.ours, tokens, 1))
+    record_property("largest_error", ours)
+    assert ours <= max(1e-4, 2 * error(reference_decode(pair.theirs, tokens)), 2 * error(reference_logits(pair.theirs, tokens)))
 
 
 def test_64_greedy_tokens_equal_those_of_transformers(pair):
@@ -172,22 +167,59 @@ def test_bfloat16_stays_near_transformers(kind, tmp_path_factory, record_propert
 # Reordered weights -----------------------------------------------------------------------------------------------
 
 @needs_reorder
+@pytest.mark.parametrize("pieces", [0, 1, 2])
 @pytest.mark.parametrize("kind", ["gqa", "biased", "tied"])
-def test_weights_reordered_by_onednn_give_the_same_logits(kind, tmp_path):
-    folder = write_model(tmp_path / "model", **FOLDERS[kind])
-    with reordered_however_small():
+def test_reordered_weights_give_the_same_logits(kind, pieces, tmp_path, monkeypatch):
+    """As large ones are kept (no pieces), and as small ones are, with one thread and with two."""
+    folder, threads = write_model(tmp_path / "model", **FOLDERS[kind]), torch.get_num_threads()
+    monkeypatch.setattr(Linear, "SMALL", 1 << 20 if pieces else 0)
+    try:
+        torch.set_num_threads(max(1, pieces))
         fast = make_engine(folder)
+        difference = largest_difference(fast, make_engine(folder, reorder=False))
+    finally:
+        torch.set_num_threads(threads)
     linears = [module for module in fast.model.modules() if isinstance(module, Linear)]
     assert linears and all(linear.reordered is not None and linear.weight is None for linear in linears)
-    assert largest_difference(fast, make_engine(folder, reorder=False)) <= 1e-4
+    assert {0 if linear.pieces is None else len(linear.pieces) for linear in linears} == {pieces}
+    assert difference <= 1e-4
 
 
-@pytest.mark.parametrize("kind", ["gqa", "biased", "tied"])
-def test_small_weights_reordered_give_the_same_logits(kind, tmp_path):
-    folder = write_model(tmp_path / "model", **FOLDERS[kind])
-    fast = make_engine(folder)
-    assert all(linear.reordered is None for linear in fast.model.modules() if isinstance(linear, Linear))
-    assert largest_difference(fast, make_engine(folder, reorder=False)) <= 1e-4
+@needs_reorder
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 33])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_a_reordered_product_is_the_product(rows, bias, small, dtype, monkeypatch):
+    generator = torch.Generator().manual_seed(rows)
+    linear, x = Linear(48, 30, bias, dtype=dtype), torch.randn(rows, 48, generator=generator).to(dtype)
+    for parameter in linear.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    expected = linear(x)
+    monkeypatch.setattr(Linear, "SMALL", 1 << 20 if small else 0)
+    linear.reorder()
+    assert linear.weight is None and (linear.pieces is not None) == (small and dtype == torch.float32)
+    assert linear(x).shape == expected.shape == (rows, 30)
+    torch.testing.assert_close(linear(x), expected, **(dict(rtol=1e-5, atol=1e-5) if dtype == torch.float32 else dict(
+        rtol=2e-2, atol=0.1)))
+
+
+@torch.inference_mode()
+def test_where_the_operator_is_missing_or_declines_the_plain_weight_stays(monkeypatch):
+    for broken in (SimpleNamespace(), SimpleNamespace(_reorder_linear_weight=declines)):
+        linear = Linear(48, 30, True, dtype=torch.float32)
+        for parameter in linear.parameters():
+            parameter.copy_(torch.ones(parameter.shape))
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.ops, "mkldnn", broken)
+            linear.reorder()
+            assert linear.reordered is None and linear.pieces is None
+            assert torch.equal(linear(torch.ones(3, 48)), torch.full((3, 30), 49.0))
+
+
+def declines(*_):
+    raise RuntimeError("no kernel")
 
 
 def largest_difference(ours, plain) -> float:
@@ -204,8 +236,7 @@ def largest_difference(ours, plain) -> float:
 @pytest.mark.parametrize("kind", ["gqa", "qwen2"])
 @torch.inference_mode()
 def test_project_kv_rebuilds_the_cache_bit_by_bit(kind, reorder, dtype, tmp_path):
-    with reordered_however_small():
-        model = (engine := make_engine(write_model(tmp_path / "model", **FOLDERS[kind]), dtype, reorder=reorder)).model
+    model = (engine := make_engine(write_model(tmp_path / "model", **FOLDERS[kind]), dtype, reorder=reorder)).model
     inputs = []
     for layer in model.layers:
         layer.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0].clone()))

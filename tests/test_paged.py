@@ -884,7 +884,7 @@ def test_an_error_in_the_forward_pass_fails_those_of_the_step_and_nobody_else(ma
     requests = [engine.submit(ids(seed, 9), max_tokens=8)[0] for seed in range(4)]
     steps(engine, 3)
     with monkeypatch.context() as patch:
-        def fail(hidden, positions, attend):
+        def fail(hidden, rotation, attend):
             raise RuntimeError("injected")
         patch.setattr(engine.model.layers[1], "forward", fail)
         steps(engine, 1)

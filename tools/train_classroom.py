@@ -146,9 +146,10 @@ def forward(model: Llama, tokens):
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)                        # [B, H, T, hd]
         return out.transpose(1, 2).flatten(0, 1)                                             # [B * T, H, hd]
 
+    rotation = model.rotary(positions)                                                       # [B * T, 1, hd] each
     hidden = model.embed(tokens.flatten())                                                   # [B * T, D]
     for layer in model.layers:
-        hidden = layer(hidden, positions, attend)
+        hidden = layer(hidden, rotation, attend)
     return model.logits(hidden)                                                              # [B * T, V]
 
 
