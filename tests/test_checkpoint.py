@@ -115,13 +115,33 @@ def test_an_empty_folder_is_refused(tmp_path):
     assert "config.json" in refusal(tmp_path)
 
 
-def test_a_multi_line_error_of_the_tokenizer_becomes_one_line(folder, monkeypatch):
+@pytest.mark.parametrize("kind, reader", [("TokenizersBackend", "PreTrainedTokenizerFast"), ("LlamaTokenizer", "AutoTokenizer")])
+def test_a_multi_line_error_of_the_tokenizer_becomes_one_line(folder, monkeypatch, kind, reader):
     import transformers
 
     def fail(*_, **__):
         raise ValueError("this\nis\nlong")
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", fail)
+    change_json(folder / "tokenizer_config.json", tokenizer_class=kind)
+    monkeypatch.setattr(getattr(transformers, reader), "from_pretrained", fail)
     assert "this" in refusal(folder)
+
+
+def test_a_tokenizer_that_its_file_describes_needs_no_model_classes():
+    """Importing them takes longer than everything else at the start."""
+    code = ("import sys; from common import checkpoint; checkpoint.load('classroom'); "
+            "print([name for name in ('torch._dynamo', 'transformers.modeling_utils') if name in sys.modules])")
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[]"
+
+
+def test_a_tokenizer_that_both_readers_know_is_the_same(folder):
+    text, tokenizers = "Grüße, what is a KV cache?", []
+    for kind in ("TokenizersBackend", None):
+        change_json(folder / "tokenizer_config.json", tokenizer_class=kind)
+        tokenizers.append(checkpoint.read_tokenizer(folder))
+    ours, auto = tokenizers
+    assert ours.encode(text) == auto.encode(text) and ours.eos_token_id == auto.eos_token_id
+    assert ours.chat_template == auto.chat_template
 
 
 def test_a_tokenizer_that_brings_code_never_runs_it(folder, monkeypatch):
