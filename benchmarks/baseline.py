@@ -1,14 +1,19 @@
-"""Chapter 01 against `transformers` on the same weights, in one interleaved run.
+"""Chapters 01 and 02 against `transformers` on the same weights, in one interleaved run.
 
     python -m benchmarks.baseline                       all models; results in benchmarks/results/
     python -m benchmarks.baseline --model classroom --dtype float32
 
 Claims: TBT 1.4 times better on random:tinyllama in float32 and in bfloat16, 1.5 times on classroom; TTFT of a
 512-token prompt at least equal. TBT is the mean time between the tokens of one answer; each round measures
-both engines, and a ratio is the median over rounds of theirs / ours. Also reported: what share of the
-measured memory bandwidth decode reaches, and time and peak memory of loading, each in a fresh process.
+all engines, and a ratio is the median over rounds of theirs / ours. Chapter 02 has one request, and blocks for
+more; `transformers` runs eager, with each of its caches: dynamic (its default, and what the claims are against),
+static, and on a GPU offloaded to host memory. Also reported: what share of the measured memory bandwidth decode
+reaches, and prefill of the measured matrix rate; the peak of memory beyond the weights, in one more answer; and
+time and peak memory of loading, each in a fresh process.
 """
 import argparse
+import ctypes
+import gc
 import importlib
 import json
 import platform
@@ -16,6 +21,8 @@ import statistics
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,12 +31,15 @@ from tqdm import tqdm
 from transformers.generation.streamers import BaseStreamer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.reference import reference_model  # noqa: E402
+from benchmarks.limits import matrix_rate, memory_bandwidth  # noqa: E402
+from benchmarks.reference import one_sentence, reference_model  # noqa: E402
 from common import app, checkpoint  # noqa: E402
 
-baseline = importlib.import_module("01_baseline")
+baseline, paged = importlib.import_module("01_baseline"), importlib.import_module("02_paged_kv")
 CASES = [("classroom", "float32", 1.5), ("random:tinyllama", "float32", 1.4), ("random:tinyllama", "bfloat16", 1.4)]
 RESULTS = Path(__file__).resolve().parent / "results"
+UNITS = "ttft", "tbt"
+PEERS = {"dynamic": {}, "static": dict(cache_implementation="static"), "offloaded": dict(cache_implementation="offloaded")}
 
 
 class Clock(BaseStreamer):
@@ -45,14 +55,20 @@ class Clock(BaseStreamer):
         pass
 
 
-def measure_theirs(model, prompt: list[int], new: int) -> tuple[float, float, list[int]]:
+def generate(model, prompt: list[int], new: int, **cache) -> tuple[list[float], list[int]]:
+    """`generate` of transformers, greedy and eager (compiling takes longer than it wins, and needs a compiler) -> when each token
+    was there, in seconds of time.perf_counter(), and the tokens."""
+    ids, clock = torch.tensor([prompt], device=model.device), Clock()                           # [1, T]
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False,
+                         streamer=clock, pad_token_id=0, disable_compile=True, **cache)
+    return clock.times[1:], out[0, len(prompt):].tolist()
+
+
+def measure_theirs(model, prompt: list[int], new: int, **cache) -> tuple[float, float, list[int]]:
     """-> TTFT ms, TBT ms, tokens."""
-    ids, clock = torch.tensor([prompt], device=model.device), Clock()
     begin = time.perf_counter()
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new,
-                         do_sample=False, streamer=clock, pad_token_id=0)
-    times = clock.times[1:]
-    return (times[0] - begin) * 1e3, (times[-1] - times[0]) / (new - 1) * 1e3, out[0, len(prompt):].tolist()
+    times, tokens = generate(model, prompt, new, **cache)
+    return (times[0] - begin) * 1e3, (times[-1] - times[0]) / (new - 1) * 1e3, tokens
 
 
 def measure_ours(engine, prompt: list[int], new: int) -> tuple[float, float, list[int]]:
@@ -60,16 +76,41 @@ def measure_ours(engine, prompt: list[int], new: int) -> tuple[float, float, lis
     return result.ttft_ms, result.tbt_ms, result.tokens
 
 
-def memory_bandwidth(device, size: int = 1 << 28, repeats: int = 9) -> float:
-    """Bytes per second that a sum over `size` float32 numbers reads; the best of `repeats`."""
-    numbers = torch.ones(size, device=device)
+def measure_paged(engine, prompt: list[int], new: int) -> tuple[float, float, list[int]]:
+    """A lone request, stepped as the engine's thread would; nothing of the prompt is cached."""
+    engine.evict_cached()
+    result = paged.answer(engine, prompt=prompt, max_tokens=new)
+    return result.ttft_ms, result.tbt_ms, result.tokens
 
-    def once():
-        begin = time.perf_counter()
-        numbers.sum().item()
-        return time.perf_counter() - begin
 
-    return size * 4 / min(once() for _ in range(repeats + 1))
+class Memory:
+    """How much more is in use at the peak than now."""
+
+    def __init__(self, device: torch.device):
+        self.on_gpu, self.base = device.type == "cuda", None
+        gc.collect()
+        if self.on_gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            self.base = torch.cuda.memory_allocated()
+            return
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)             # what was freed goes back, so that it counts when it is used again
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")               # the peak begins anew
+            self.base = resident_peak()
+
+    def added(self) -> int | None:
+        """Bytes; None where the operating system does not tell."""
+        if self.base is None:
+            return None
+        return max(0, (torch.cuda.max_memory_allocated() if self.on_gpu else resident_peak()) - self.base)
+
+
+def resident_peak() -> int:
+    """Bytes of this process in memory, at most (Linux). Raises OSError elsewhere."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
 
 def spread(samples: list[float]) -> dict:
@@ -88,37 +129,85 @@ def measure_load(name: str, dtype: str, device: str) -> dict:
     return {"seconds": float(seconds), "peak_bytes": int(float(peak))}
 
 
+def measure_start(name: str, dtype: str, device: str, rounds: int = 5) -> dict:
+    """Seconds from the interpreter's first line to a model that is loaded, as each `--demo` begins; each in a fresh process,
+    after one that warms the files up."""
+    code = ("import time; began = time.perf_counter(); import importlib; importlib.import_module('01_baseline'); "
+            f"from common import checkpoint; checkpoint.load({name!r}, {dtype!r}, {device!r}); "
+            "print(time.perf_counter() - began)")
+    return spread([float(subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).resolve().parent.parent,
+                                        capture_output=True, text=True, check=True).stdout) for _ in range(rounds + 1)][1:])
+
+
 def run_case(name: str, dtype: str, claim: float, device: str, rounds: int, new: int) -> dict:
+    found = compare(name, dtype, claim, device, rounds, new)                    # whose models are gone by now
+    found = dict(found, load=measure_load(name, dtype, device))
+    return found if name.startswith("random:") else dict(found, start_seconds=measure_start(name, dtype, device))
+
+
+def compare(name: str, dtype: str, claim: float, device: str, rounds: int, new: int) -> dict:
+    # 1. All engines on the same weights
     model, tokenizer, _ = checkpoint.load(name, dtype, device)
-    engine = baseline.Engine(model, tokenizer, end_tokens=frozenset())
     reference = reference_model(name, model.dtype, model.device.type)
     reference.generation_config.eos_token_id = None
-    prompt = torch.randint(5, model.config.vocab_size, (512,), generator=torch.Generator().manual_seed(0)).tolist()
-    ours, theirs, same = [], [], 0
+    length = min(512, model.config.max_position_embeddings - new)
+    prompt = torch.randint(5, model.config.vocab_size, (length,), generator=torch.Generator().manual_seed(0)).tolist()
+    make = {"01": lambda: partial(measure_ours, baseline.Engine(model, tokenizer, end_tokens=frozenset())),
+            "02": lambda: partial(measure_paged, paged.Engine(model, tokenizer, frozenset(), blocks=(len(prompt) + new) // 8)),
+            **{peer: lambda cache=cache: partial(measure_theirs, reference, **cache) for peer, cache in PEERS.items()
+               if peer != "offloaded" or device == "cuda"}}
+
+    # 2. They take turns, and then each answers once more from nothing, for its memory
+    measure, taken, same = {what: made() for what, made in make.items()}, {what: [] for what in make}, {}
     for round_ in tqdm(range(rounds + 1), desc=f"{name} {dtype}", unit="round"):
-        a, b = measure_ours(engine, prompt, new), measure_theirs(reference, prompt, new)
-        same = sum(x == y for x, y in zip(a[2], b[2]))
-        if round_:                                       # the first is the warm-up
-            ours.append(a)
-            theirs.append(b)
+        answers = {what: call(prompt, new) for what, call in measure.items()}
+        same = {what: {yardstick: sum(x == y for x, y in zip(answers[what][2], answers[yardstick][2]))
+                       for yardstick in ("01", "dynamic")} for what in answers}
+        for what, answer in answers.items() if round_ else ():          # the first is the warm-up
+            taken[what].append(answer)
+    del measure
+    peaks = {}
+    for what, made in make.items():
+        memory = Memory(model.device)
+        made()(prompt, new)
+        peaks[what] = memory.added()
+
+    # 3. What each needs at least: bytes for a decoded token, products for the prompt
     weights = sum(p.numel() for p in reference.parameters())
     if not model.config.tie_word_embeddings:
         weights -= model.embedding.numel()               # one row of it is read for a token
     cached = (len(prompt) + new / 2) * model.config.kv_numbers_per_token
     read = (weights + cached) * model.dtype.itemsize     # bytes per decoded token
-    tbt = statistics.median(row[1] for row in ours) / 1e3
-    bandwidth = memory_bandwidth(model.device)
-    del engine, model, reference
+    head = model.config.hidden_size * model.config.vocab_size           # logits are computed for the last token only
+    flops = 2 * (weights - head) * len(prompt) + 2 * head
+    bandwidth, rate = memory_bandwidth(model.device), matrix_rate(model.dtype, model.device)
+
+    def figures(what: str) -> dict:
+        ttft, tbt = ([answer[index] for answer in taken[what]] for index in (0, 1))
+        return {"ttft_ms": spread(ttft), "tbt_ms": spread(tbt), "peak_memory_bytes": peaks[what],
+                "equal_tokens": same[what]["01"], "share_of_bandwidth": read / statistics.median(tbt) * 1e3 / bandwidth,
+                "share_of_matrix_rate": flops / statistics.median(ttft) * 1e3 / rate}
+
+    def ratios(ours: str) -> dict:
+        return {f"{unit}_ratio": {peer: spread([b[index] / a[index] for a, b in zip(taken[ours], taken[peer])])
+                                  for peer in PEERS if peer in taken}
+                for index, unit in enumerate(UNITS)}
+    ours, theirs, against = figures("01"), figures("dynamic"), ratios("01")
+    tbt = ours["tbt_ms"]["median"] / 1e3
     return {
-        "model": name, "dtype": dtype, "claimed_tbt_ratio": claim, "equal_tokens": same, "new_tokens": new,
-        "ttft_ms": {"ours": spread([row[0] for row in ours]), "transformers": spread([row[0] for row in theirs])},
-        "tbt_ms": {"ours": spread([row[1] for row in ours]), "transformers": spread([row[1] for row in theirs])},
-        "ttft_ratio": spread([b[0] / a[0] for a, b in zip(ours, theirs)]),
-        "tbt_ratio": spread([b[1] / a[1] for a, b in zip(ours, theirs)]),
+        "model": name, "dtype": dtype, "claimed_tbt_ratio": claim, "equal_tokens": same["01"]["dynamic"], "new_tokens": new,
+        "prompt_tokens": len(prompt),
+        "ttft_ms": {"ours": ours["ttft_ms"], "transformers": theirs["ttft_ms"]},
+        "tbt_ms": {"ours": ours["tbt_ms"], "transformers": theirs["tbt_ms"]},
+        "ttft_ratio": against["ttft_ratio"]["dynamic"], "tbt_ratio": against["tbt_ratio"]["dynamic"],
         "decode_bytes_per_token": read, "decode_bytes_per_second": read / tbt,
-        "memory_bytes_per_second": bandwidth, "share_of_bandwidth": read / tbt / bandwidth,
-        "load": measure_load(name, dtype, device),
-    }
+        "memory_bytes_per_second": bandwidth, "share_of_bandwidth": ours["share_of_bandwidth"],
+        "prefill_flops": flops, "matrix_flops_per_second": rate, "share_of_matrix_rate": ours["share_of_matrix_rate"],
+        "peak_memory_bytes": ours["peak_memory_bytes"],
+        "paged": dict(figures("02"), **ratios("02")),
+        "peers": {peer: dict(figures(peer), ours_over={what: {unit: ratios(what)[f"{unit}_ratio"][peer] for unit in UNITS}
+                                                       for what in ("01", "02")})
+                  if peer in taken else {"not_run": "needs a GPU"} for peer in PEERS}}
 
 
 def processor() -> str:
@@ -128,16 +217,43 @@ def processor() -> str:
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
+def device_name(device: str) -> str:
+    """As files of results are named: cpu, or the GPU's name."""
+    return "cpu" if device == "cpu" else torch.cuda.get_device_name().lower().replace(" ", "-")
+
+
 def write(benchmark: str, device: str, path: Path | None, **found):
     """Write what was found, and on what, to `path` or to benchmarks/results/BENCHMARK-DEVICE.json."""
-    name = "cpu" if device == "cpu" else torch.cuda.get_device_name().lower().replace(" ", "-")
-    path = path or RESULTS / f"{benchmark}-{name}.json"
+    path = path or RESULTS / f"{benchmark}-{device_name(device)}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({
         "command": " ".join([f"python -m benchmarks.{benchmark}", *sys.argv[1:]]), "processor": processor(),
         "threads": torch.get_num_threads(), "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__, "transformers": transformers.__version__, **found}, indent=1) + "\n")
     print(f"\nwritten: {path}")
+
+
+def show(case: dict):
+    ours = dict(ttft_ms=case["ttft_ms"]["ours"], tbt_ms=case["tbt_ms"]["ours"], equal_tokens=case["new_tokens"],
+                **{what: case[what] for what in ("share_of_bandwidth", "share_of_matrix_rate", "peak_memory_bytes")})
+    peers = {f"transformers, {peer}": figures for peer, figures in case["peers"].items()}
+    for what, figures in {"chapter 01": ours, "chapter 02": case["paged"], **peers}.items():
+        if "not_run" in figures:
+            print(f"  {what:24}not run: {figures['not_run']}")
+            continue
+        peak = "" if figures["peak_memory_bytes"] is None else f", peak {figures['peak_memory_bytes'] / 1e6:.0f} MB"
+        ttft, tbt = figures["ttft_ms"]["median"], figures["tbt_ms"]["median"]
+        print(f"  {what:24}TTFT {ttft:8.2f} ms, {figures['share_of_matrix_rate']:4.0%} of the matrix rate; "
+              f"TBT {tbt:7.2f} ms, {figures['share_of_bandwidth']:4.0%} of the bandwidth; "
+              f"{figures['equal_tokens']} tokens equal to chapter 01's{peak}")
+    for peer in (peer for peer, figures in case["peers"].items() if "not_run" not in figures):
+        for unit in UNITS:
+            claimed = (case["claimed_tbt_ratio"] if unit == "tbt" else 1.0) if peer == "dynamic" else None
+            ratios = {what: case["peers"][peer]["ours_over"][what][unit] for what in ("01", "02")}
+            print(f"  {unit.upper()} of {peer} / ours: " + ", ".join(
+                f"{what} {ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f})" for what, ratio in ratios.items())
+                  + (f"; claimed for 01: {claimed}" if claimed else ""))
+    print(f"  limits: {case['matrix_flops_per_second'] / 1e9:.0f} GFLOP/s, {case['memory_bytes_per_second'] / 1e9:.1f} GB/s")
 
 
 def main():
@@ -158,16 +274,11 @@ def main():
         case = run_case(name, dtype, claim, device, arguments.rounds, arguments.new_tokens)
         cases.append(case)
         print(f"\n{name} {dtype}   ({case['equal_tokens']} of {case['new_tokens']} tokens equal)")
-        for what in ("ttft", "tbt"):
-            ours, theirs, ratio = case[f"{what}_ms"]["ours"], case[f"{what}_ms"]["transformers"], case[f"{what}_ratio"]
-            print(f"  {what.upper()}  ours {ours['median']:9.2f} ms   transformers {theirs['median']:9.2f} ms   "
-                  f"ratio {ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f}), "
-                  f"claimed {claim if what == 'tbt' else 1.0}")
-        print(f"  decode reads {case['decode_bytes_per_second'] / 1e9:.1f} GB/s, "
-              f"{case['share_of_bandwidth']:.0%} of {case['memory_bytes_per_second'] / 1e9:.1f} GB/s measured")
+        show(case)
         print(f"  load {case['load']['seconds']:.1f} s, peak memory {case['load']['peak_bytes'] / 1e6:.0f} MB", flush=True)
     write("baseline", device, arguments.json, cases=cases)
 
 
 if __name__ == "__main__":
-    main()
+    with one_sentence():
+        main()

@@ -10,8 +10,8 @@ Claims, each with its own function below:
                  run's noise, and at equal speeds with all of the budget at least 1.8 times faster; it takes at most 1.08 times
                  the bound, in which two opposite pointers over the measured costs of whole chunks meet. The reductions of TTFT
                  stand beside the paper's best: 68.1 % of only computing and 94.6 % of only loading.
-    histories    on one device (as fast as computing 2,048 tokens), the share of chunks that is computed falls as the
-                 history grows (Figure 5b).
+    histories    on one device (as fast as computing 2,048 tokens, or the middle one of --histories), the share of chunks that is
+                 computed falls as the history grows (Figure 5b).
     looking      to look whether the next chunk is there takes less than 1 % of computing one (Figure 7).
     eight_bit    the same at equal speeds with K and V in 8 bit: how much faster, and what is lost.
 
@@ -42,6 +42,7 @@ HISTORIES = (1024, 2048, 4096, 8192)
 SLOWNESS = (4.0, 2.0, 1.0, 0.25)                                # loading / computing
 SHARES = (1.0, 0.5, 0.1)                                        # of each step's token budget
 ROUNDS = {"classroom": {4096: 3, 8192: 2}, "random:small": {1024: 2, 2048: 1, 4096: 1, 8192: 1}}        # at most
+OPTIONS = {"--share": dict(type=float, choices=SHARES, action="append", help="only with this share of each step's budget")}
 # (share, slowness): on random:small a round of all cells of all histories would take two hours
 CELLS = {("random:small", 2048): [(share, slowness) for share in SHARES[:2] for slowness in SLOWNESS],
          ("random:small", 4096): [(1.0, 1.0), (1.0, 0.25)], ("random:small", 8192): [(1.0, 1.0), (1.0, 0.25)]}
@@ -50,12 +51,14 @@ CELLS = {("random:small", 2048): [(share, slowness) for share in SHARES[:2] for 
 class Bench(offload_benchmark.Bench):
     """Engines over one directory, on memory that was touched before."""
 
-    def __init__(self, name: str, dtype: str, device: str, rounds: int):
-        super().__init__(name, dtype, device, rounds, HISTORIES[-1] + 2 * CHUNK)
-        self.folder = tempfile.TemporaryDirectory(prefix="benchmark-")
-        self.histories = {}
+    def __init__(self, name: str, dtype: str, device: str, rounds: int, histories: tuple[int, ...] | None = None,
+                 share: list[float] | None = None):
+        super().__init__(name, dtype, device, rounds, histories or HISTORIES, 2 * CHUNK)
+        self.folder, self.shares = tempfile.TemporaryDirectory(prefix="benchmark-"), share or SHARES
+        self.texts = {}
 
-    def engine(self, longest: int = HISTORIES[-1], **options):
+    def engine(self, longest: int | None = None, **options):
+        longest = longest or self.histories[-1]
         engine = bidirectional.Engine(self.model, self.tokenizer, frozenset(), blocks=2 * longest // 16 + 256, block_size=16,
                                       chunk=CHUNK, directories=(Path(self.folder.name),), **options)
         for memory in (engine.pool.kv, engine.loader.buffers.memory, engine.writer.buffers.memory):
@@ -64,7 +67,7 @@ class Bench(offload_benchmark.Bench):
 
     def kept(self, engine, tokens: int) -> list[int]:
         """A history of so many tokens, in storage."""
-        history = self.histories.setdefault(tokens, self.prompt(tokens))
+        history = self.texts.setdefault(tokens, self.prompt(tokens))
         bidirectional.ask(engine, prompt=history + self.prompt(QUESTION), max_tokens=1)
         return history
 
@@ -86,9 +89,10 @@ def as_slow(engine, tokens: int, seconds: float):
 
 def grid(bench: Bench) -> dict:
     engine, rows = bench.engine(), []
-    for tokens in HISTORIES:
+    for tokens in bench.histories:
         history, rounds = bench.kept(engine, tokens), min(bench.rounds, ROUNDS.get(bench.name, {}).get(tokens, bench.rounds))
         cells = CELLS.get((bench.name, tokens), [(share, slowness) for share in SHARES for slowness in SLOWNESS])
+        cells = [cell for cell in cells if cell[0] in bench.shares]
         prompt, tokens_of = history + bench.prompt(QUESTION), set()
         compute_seconds = computing(engine, prompt, min(3, rounds))
         taken = {cell: [] for cell in cells}
@@ -129,9 +133,10 @@ def grid(bench: Bench) -> dict:
 
 def histories(bench: Bench) -> dict:
     engine, rows = bench.engine(), []
-    history = bench.kept(engine, 2048) + bench.prompt(QUESTION)
-    as_slow(engine, 2048, computing(engine, history))
-    for tokens in HISTORIES:
+    middle = bench.histories[(len(bench.histories) - 1) // 2]
+    history = bench.kept(engine, middle) + bench.prompt(QUESTION)
+    as_slow(engine, middle, computing(engine, history))
+    for tokens in bench.histories:
         prompt, found = bench.kept(engine, tokens) + bench.prompt(QUESTION), []
         for number in range(bench.rounds + 1):
             both, alone = ask(engine, prompt, "both"), ask(engine, prompt, "compute")
@@ -140,10 +145,11 @@ def histories(bench: Bench) -> dict:
                               both.outcome.ttft_ms / alone.outcome.ttft_ms))
         rows.append(dict(history_tokens=tokens, computed_share=spread([share for share, _ in found]),
                          ttft_over_compute=spread([ratio for _, ratio in found])))
-    return dict(link=str(engine.load_link), storage=engine.storage, rows=rows)
+    return dict(link=str(engine.load_link), storage=engine.storage, as_fast_at_tokens=middle, rows=rows)
 
 
 def looking(bench: Bench, tokens: int = 2048) -> dict:
+    tokens = min(tokens, bench.histories[-1])
     engine, looks, steps = bench.engine(tokens), [], []
     prompt = bench.kept(engine, tokens) + bench.prompt(QUESTION)
     as_slow(engine, tokens, 4 * computing(engine, prompt))
@@ -163,6 +169,7 @@ def looking(bench: Bench, tokens: int = 2048) -> dict:
 
 
 def eight_bit(bench: Bench, tokens: int = 2048) -> dict:
+    tokens = min(tokens, bench.histories[-1])
     exact, small, rows = bench.engine(tokens), bench.engine(tokens, kv_bits=8), []
     prompt = bench.kept(exact, tokens) + bench.prompt(QUESTION)
     bidirectional.ask(small, prompt=prompt, max_tokens=1)
@@ -210,4 +217,4 @@ def show(what: str, model: str, found: dict):
 
 
 if __name__ == "__main__":
-    paged_benchmark.run("bidirectional", __doc__, MODELS, globals(), Bench, show)
+    paged_benchmark.run("bidirectional", __doc__, MODELS, globals(), Bench, show, OPTIONS)

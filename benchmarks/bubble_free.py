@@ -73,9 +73,8 @@ class Engine(bubble_free.Engine):
 class Bench(offload_benchmark.Bench):
     """The engine, on memory that was touched before, and always restoring."""
 
-    def __init__(self, name: str, dtype: str, device: str, rounds: int):
-        self.histories = HISTORIES.get(name, BOTH)
-        super().__init__(name, dtype, device, rounds, self.histories[-1] + 2 * CHUNK)
+    def __init__(self, name: str, dtype: str, device: str, rounds: int, histories: tuple[int, ...] | None = None):
+        super().__init__(name, dtype, device, rounds, histories or HISTORIES.get(name, BOTH), 2 * CHUNK)
 
     def engine(self):
         config, blocks = self.model.config, 2 * (self.histories[-1] // 16 + CHUNK)
@@ -175,7 +174,7 @@ def mix(bench: Bench) -> dict:
 
 
 def partition(bench: Bench, tokens: int = 1024) -> dict:
-    engine, rows = bench.engine(), []
+    tokens, engine, rows = min(tokens, bench.histories[-1]), bench.engine(), []
     history, _, _ = kept_history(bench, engine, tokens)
     ways = {"layers": "auto", "tokens": "token-wise", "tokens, rounded": "token-wise-rounded"}
     for setting, (_, found) in restored(bench, engine, history, ways).items():

@@ -11,6 +11,10 @@ Claims, each with its own function below:
                  projection, or one transfer and all projections, whichever is longer. Exponents of growth are fitted. K and V are
                  compared with those of the forward pass, and the first token with the one that was computed.
     heads        4 layers of 2,048 with 32 query heads and 4, 8, 16 or 32 KV heads, on one link: where hidden states begin to pay.
+    bandwidth    a history of 1,024 on random:small over links from a 16th of an A100's speed to 16 times it (against this
+                 processor's projection): where hidden states pay against KV offload, and where against computing again.
+    compute      the same history over one link, as an A100's is to all threads in float32, while the processor is faster or
+                 slower: one thread and more, float32 and, where the processor multiplies it, bfloat16. On a GPU the dtypes.
     files        a history of 2,048 from files that the operating system was told to forget, chunked and token-major: number and
                  size of reads.
     saving       1, 4 and 16 requests decode behind 512 tokens each: TBT without saving, with two-stage saving (at most
@@ -33,23 +37,25 @@ from benchmarks import paged as paged_benchmark  # noqa: E402
 from benchmarks.baseline import spread  # noqa: E402
 from common import checkpoint  # noqa: E402
 from common import link as links  # noqa: E402
+from common.llama import cpu_multiplies_bfloat16  # noqa: E402
 
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
 hidden_states = importlib.import_module("04_hidden_state_cache")
 MODELS = {"restore": ["random:small", "classroom", "random:tinyllama-mha", "random:tinyllama"], "heads": ["random:tinyllama"],
-          "files": ["random:small"], "saving": ["random:small", "classroom"]}
+          "bandwidth": ["random:small"], "compute": ["random:small"], "files": ["random:small"],
+          "saving": ["random:small", "classroom"]}
 HISTORIES = {"random:small": (256, 512, 1024, 2048, 4096, 8192), "classroom": (256, 512, 1024, 2048)}
 LARGE, QUESTION, CHUNK = (1024,), 16, hidden_states.CHUNK
 KV_HEADS = (4, 8, 16, 32)
+TIMES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8, 16)           # an A100's link
 WINDOW = {"classroom": 64}         # steps, so that each has its share of what goes out once a chunk; 12 on larger models
 
 
 class Bench(offload_benchmark.Bench):
     """Both engines, on memory that was touched before, and always restoring: what pays is to be seen."""
 
-    def __init__(self, name: str, dtype: str, device: str, rounds: int):
-        self.histories = HISTORIES.get(name, LARGE)
-        super().__init__(name, dtype, device, rounds, self.histories[-1] + 2 * CHUNK)
+    def __init__(self, name: str, dtype: str, device: str, rounds: int, histories: tuple[int, ...] | None = None):
+        super().__init__(name, dtype, device, rounds, histories or HISTORIES.get(name, LARGE), 2 * CHUNK)
 
     def engine(self, kind, tokens: int, **options):
         blocks = 2 * (tokens // 16 + CHUNK)
@@ -104,6 +110,11 @@ def speeds(bench: Bench) -> dict:
     return {"as an A100's": alike, "the bottleneck": alike / links.projection_over_transfer("a100") / 2}
 
 
+def least_seconds(layers: int, transfer: float, projecting: float) -> float:
+    """All layers' transfers and one projection, or one transfer and all projections, whichever is longer."""
+    return max(layers * transfer + projecting / layers, transfer + projecting)
+
+
 def restore(bench: Bench) -> dict:
     tokens = sum(bench.histories) + CHUNK * len(bench.histories)
     kept = bench.engine(offload.Engine, bench.histories[-1], cpu_blocks=tokens // 16)
@@ -135,7 +146,7 @@ def restore(bench: Bench) -> dict:
                 assert len(tokens) == 1 or bench.model.dtype != torch.float32, "the tokens differ"
                 transfer = length * bench.model.config.hidden_size * itemsize / engine.load_link.speed()        # of a layer
                 projecting, report = projections(engine, length), request.outcome.restoration
-                bound = max(layers * transfer + projecting / layers, transfer + projecting)
+                bound = least_seconds(layers, transfer, projecting)
                 figures = dict(restoration_ms=report["ms"], kv_offload_ms=hidden_states.load_ms(loaded.outcome),
                                recompute_ms=miss.outcome.ttft_ms - hit.outcome.ttft_ms, ttft_ms=request.outcome.ttft_ms,
                                kv_offload_ttft_ms=loaded.outcome.ttft_ms, recompute_ttft_ms=miss.outcome.ttft_ms,
@@ -192,6 +203,119 @@ def heads(bench: Bench, tokens: int = 1024) -> dict:
                          gain_over_kv_offload=spread(gain), **{what: spread(samples) for what, samples in figures.items()}))
         link, modelled = str(engine.load_link), engine.load_link.modelled
     return dict(link=link, modelled=modelled, history_tokens=tokens, layers=4, rows=rows)
+
+
+class Three:
+    """A history that KV offload and hidden states each have kept, and that is computed again: three ways to the same tokens."""
+
+    def __init__(self, bench: Bench, tokens: int):
+        self.bench, self.tokens, self.history = bench, tokens, bench.prompt(tokens)
+        self.kept = bench.engine(offload.Engine, tokens, cpu_blocks=2 * tokens // 16)
+        self.engine = bench.engine(hidden_states.Engine, tokens, cpu_chunks=2 * tokens // CHUNK)
+        self.kept.host.kv.zero_()
+        self.engine.chunks.states.zero_()
+        ask(self.kept, self.history)
+        ask(self.engine, self.history)
+
+    def again(self, prompt: list[int], salt: str) -> tuple[float, list[int]]:
+        """Compute all of it -> milliseconds without the question's, and the tokens."""
+        miss = ask(self.engine, prompt, cache_salt=salt, save=False)
+        hit = ask(self.engine, prompt, evict=False, cache_salt=salt, save=False)                # the device holds it
+        assert miss.source == "miss" and hit.source == "gpu_hit"
+        return miss.outcome.ttft_ms - hit.outcome.ttft_ms, miss.outcome.tokens
+
+    def both(self, prompt: list[int], speed: float | None, computed: list[int]) -> dict:
+        """Restore it in both ways over a link of so many bytes per second (None: as it is) -> milliseconds; `computed` are the
+        tokens that must come out."""
+        for engine in (self.kept, self.engine):
+            set_speed(engine, speed)
+        loaded, request = ask(self.kept, prompt, offload_after=False), ask(self.engine, prompt, save=False)
+        assert loaded.cached_tokens == request.cached_tokens == self.tokens
+        tokens = [loaded.outcome.tokens, request.outcome.tokens]
+        assert tokens == [computed] * 2 or self.bench.model.dtype != torch.float32, "the tokens differ"
+        return dict(restoration_ms=request.outcome.restoration["ms"], kv_offload_ms=hidden_states.load_ms(loaded.outcome))
+
+    @property
+    def speed(self) -> float:
+        """Bytes per second of the link."""
+        return self.engine.load_link.bytes_per_second or self.engine.load_link.speed()
+
+    def transfer(self) -> float:
+        """Seconds that all layers' states take over the link."""
+        config, dtype = self.bench.model.config, self.bench.model.dtype
+        return self.tokens * config.hidden_size * config.num_hidden_layers * dtype.itemsize / self.speed
+
+
+def gains(samples: list[dict]) -> dict:
+    """One row's figures: what the ways took, and how much faster hidden states are than the two others."""
+    def ratio(way):
+        return spread([sample[way] / sample["restoration_ms"] for sample in samples])
+    return dict(gain_over_kv_offload=ratio("kv_offload_ms"), gain_over_recompute=ratio("recompute_ms"),
+                **{what: spread([sample[what] for sample in samples]) for what in samples[0]})
+
+
+def crossing(points: list[tuple[float, float]]) -> float | None:
+    """Where a line through the points (x, gain), straight between their logarithms, first passes a gain of 1; None if it never
+    does."""
+    for (before, one), (after, other) in zip(points, points[1:]):
+        if (one - 1) * (other - 1) <= 0 and one != other:
+            return before * (after / before) ** (math.log(one) / (math.log(one) - math.log(other)))
+    return None
+
+
+def bandwidth(bench: Bench, tokens: int = 1024) -> dict:
+    tokens = min(tokens, bench.histories[-1])
+    alike, ways = links.bandwidth(bench.model), Three(bench, tokens)
+    speeds = {times: times * alike for times in TIMES} if alike else {1: None}          # a real link is as fast as it is
+    taken, ratios = {times: [] for times in speeds}, {times: [] for times in speeds}
+    for number in tqdm(range(bench.rounds + 1), desc=f"bandwidth {bench.name}", unit="round"):
+        prompt = ways.history + bench.prompt(QUESTION)
+        recompute, computed = ways.again(prompt, str(number))
+        projecting = projections(ways.engine, tokens)
+        for times, speed in speeds.items():
+            found = ways.both(prompt, speed, computed)
+            if number:                                          # the first is the warm-up
+                taken[times].append(dict(found, recompute_ms=recompute))
+                ratios[times].append(projecting / ways.transfer())
+    rows = [dict(gbps=(speeds[times] or ways.speed) / 1e9, times_an_a100s=times,
+                 projection_over_transfer=statistics.median(ratios[times]), **gains(samples))
+            for times, samples in taken.items()]
+    return dict(link=str(ways.engine.load_link), modelled=ways.engine.load_link.modelled, history_tokens=tokens, rows=rows,
+                crosses_at_gbps={way: crossing([(row["gbps"], row[f"gain_over_{way}"]["median"]) for row in rows])
+                                 for way in ("kv_offload", "recompute")})
+
+
+def compute(bench: Bench, tokens: int = 1024) -> dict:
+    tokens, device, all_threads = min(tokens, bench.histories[-1]), bench.model.device.type, torch.get_num_threads()
+    speed, own = links.bandwidth(bench.model), str(bench.model.dtype)[6:]
+    threads, dtypes = [all_threads], dict.fromkeys([own, "bfloat16"])
+    if device == "cpu":
+        threads = sorted({1 << power for power in range(all_threads.bit_length())} | {all_threads})
+        dtypes = dtypes if cpu_multiplies_bfloat16() else [own]
+    taken, ratios = {}, {}
+    try:
+        for dtype in dtypes:
+            on = bench if dtype == own else Bench(bench.name, dtype, device, bench.rounds, bench.histories)
+            ways = Three(on, tokens)
+            for number in tqdm(range(bench.rounds + 1), desc=f"compute {bench.name} {dtype}", unit="round"):
+                prompt = ways.history + on.prompt(QUESTION)
+                for count in threads:
+                    torch.set_num_threads(count)
+                    recompute, computed = ways.again(prompt, f"{number} {count}")
+                    found = ways.both(prompt, speed, computed)
+                    if number:
+                        taken.setdefault((dtype, count), []).append(dict(found, recompute_ms=recompute))
+                        ratios.setdefault((dtype, count), []).append(projections(ways.engine, tokens) / ways.transfer())
+            link, modelled = str(ways.engine.load_link), ways.engine.load_link.modelled
+            gbps = ways.speed / 1e9
+            del on, ways
+    finally:
+        torch.set_num_threads(all_threads)
+    rows = [dict(compute=(f"{count} thread{'s' * (count > 1)}, " if device == "cpu" else "") + dtype, dtype=dtype, threads=count,
+                 gbps=gbps, projection_over_transfer=statistics.median(ratios[dtype, count]), **gains(samples))
+            for (dtype, count), samples in taken.items()]
+    rows.sort(key=lambda row: -row["recompute_ms"]["median"])                   # the slowest first
+    return dict(link=link, modelled=modelled, history_tokens=tokens, rows=rows)
 
 
 def files(bench: Bench) -> dict:
@@ -282,6 +406,9 @@ def show(what: str, model: str, found: dict):
     if what == "restore":
         print(f"    exponents: {found['exponents']}\n    claimed where the link is the bottleneck: over KV offload 1.9; at 2,048 "
               "on random:small over recompute 5.7; over the bound 1.10")
+    elif what == "bandwidth":
+        print("    a gain of 1: " + ", ".join(f"over {way.replace('_', ' ')} at {f'{gbps:.3g} GB/s' if gbps else 'no such link'}"
+                                              for way, gbps in found["crosses_at_gbps"].items()))
     elif what == "saving":
         print(f"    claimed: two-stage at most {found['at_most']}")
     sys.stdout.flush()

@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.baseline import spread, write  # noqa: E402
+from benchmarks.reference import one_sentence  # noqa: E402
 from common import app, checkpoint  # noqa: E402
 from common import link as links  # noqa: E402
 
@@ -52,6 +53,7 @@ class Filled(hybrid.Run):
 class Bench:
     def __init__(self, name: str, dtype: str, device: str, platform: str):
         self.name, self.device = name, checkpoint.pick_device(device)
+        checkpoint.random_config(name)                          # which refuses what is none
         hidden, intermediate, self.layers, *rest = checkpoint.GEOMETRIES[name.removeprefix("random:")]
         checkpoint.GEOMETRIES["cut"] = hidden, intermediate, LAYERS, *rest
         self.model, self.tokenizer, _ = checkpoint.load("random:cut", dtype, device, on_host=True)
@@ -136,4 +138,5 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    with one_sentence():
+        main()

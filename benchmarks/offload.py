@@ -39,9 +39,12 @@ HISTORIES, QUESTION, BLOCK = (256, 512, 1024, 2048, 4096), 16, 16               
 class Bench(paged_benchmark.Bench):
     """With a context long enough for the longest history: positions beyond the model's own are as good for timing."""
 
-    def __init__(self, name: str, dtype: str, device: str, rounds: int, context: int = HISTORIES[-1] + 2 * QUESTION):
-        super().__init__(name, dtype, device, rounds)
-        model = self.model
+    def __init__(self, name: str, dtype: str, device: str, rounds: int, histories: tuple[int, ...] | None = None,
+                 more: int = 2 * QUESTION):
+        """`more`: tokens of context beyond the longest history."""
+        histories = histories or HISTORIES
+        super().__init__(name, dtype, device, rounds, histories)
+        model, context = self.model, histories[-1] + more
         self.own_context = model.config.max_position_embeddings
         model.config = dataclasses.replace(model.config, max_position_embeddings=context)
         model.rotary.table = Rotary(model.config, dtype=model.dtype, device=model.device).table
@@ -55,12 +58,13 @@ class Bench(paged_benchmark.Bench):
 
 
 def restore(bench: Bench) -> dict:
-    longest = HISTORIES[-1] // BLOCK + 2
-    engine = bench.engine(blocks=2 * longest, block_size=BLOCK, cpu_blocks=sum(HISTORIES) // BLOCK + len(HISTORIES) * longest)
+    lengths = bench.histories
+    longest = lengths[-1] // BLOCK + 2
+    engine = bench.engine(blocks=2 * longest, block_size=BLOCK, cpu_blocks=sum(lengths) // BLOCK + len(lengths) * longest)
     reference = reference_model(bench.name, bench.model.dtype, bench.model.device.type)
     link, layers = engine.load_link, len(bench.model.layers)
-    histories = {length: bench.prompt(length) for length in HISTORIES}
-    taken = {length: {} for length in HISTORIES}
+    histories = {length: bench.prompt(length) for length in lengths}
+    taken = {length: {} for length in lengths}
 
     def ask(prompt, **fields) -> offload.Request:
         request, = paged.run_together(engine, [dict(prompt=prompt, max_tokens=1, **fields)]).requests
@@ -96,7 +100,10 @@ def restore(bench: Bench) -> dict:
             moved = length // BLOCK * engine.pool.kv[:, :, 0].nbytes
             load, layer = moved / (link.bytes_per_second or link.speed()), computed / layers
             bound = max(load + layer, load / layers + computed)         # the blocks arrive last, or the computing ends last
-            figures.update(restoration_ms=restoration * 1e3, bound_ms=bound * 1e3, gbps=moved / restoration / 1e9)
+            loads = [span for span in spans if span.lane == "load"]
+            copying = max(span.end for span in loads) - min(span.start for span in loads)
+            figures.update(restoration_ms=restoration * 1e3, bound_ms=bound * 1e3, gbps=moved / restoration / 1e9,
+                           copy_gbps=moved / copying / 1e9)
             tokens = {tuple(request.outcome.tokens) for request in found.values()}
             assert len(tokens) == 1 or bench.model.dtype != torch.float32, "the tokens differ"
             same += tokens == {(theirs,)}
@@ -116,9 +123,9 @@ def restore(bench: Bench) -> dict:
             transformers_over_cpu_hit=ratio("transformers, computed again", "cpu_hit"),
             share_of_allowed_gain=spread([bound / hit for bound, hit in zip(figures["bound_ms"], figures["cpu_hit"])])))
     exponents = {what: exponent([(length, statistics.median(figures[what])) for length, figures in taken.items()])
-                 for what in ("restoration_ms", "miss")}
+                 for what in ("restoration_ms", "miss")} if len(lengths) > 1 else {}
     return dict(link=str(link), modelled=link.modelled, own_context=bench.own_context, question_tokens=QUESTION, rows=rows,
-                exponents=exponents, equal_to_transformers=same, compared=len(HISTORIES) * (bench.rounds + 1))
+                exponents=exponents, equal_to_transformers=same, compared=len(lengths) * (bench.rounds + 1))
 
 
 @torch.inference_mode()
@@ -192,7 +199,7 @@ def never_idle(bench: Bench, running: int, context: int = 256, window: int = 12)
     for number in range(windows):
         if number % 2:
             seconds = window * statistics.median(taken[False]) / 1e3
-            out = min(1024, math.ceil(2 * seconds * speed / engine.pool.kv[:, :, 0].nbytes))
+            out = min(1024, math.ceil(4 * seconds * speed / engine.pool.kv[:, :, 0].nbytes))         # steps take longer now
             for block in engine.pool.allocate(out):             # full blocks that nobody holds, and the host has not
                 engine.pool.register(block, engine.prefixes.extend(root, [number, block]))
                 engine.pool.release([block])
@@ -228,7 +235,7 @@ def show(what: str, model: str, found: dict):
             for label, figures in row.items():
                 if isinstance(figures, dict):
                     line(label.replace("_", " "), figures)
-        print(f"    exponents: restoration {found['exponents']['restoration_ms']:.2f}, miss {found['exponents']['miss']:.2f}\n"
+        print("    exponents: " + ", ".join(f"{what} {power:.2f}" for what, power in found["exponents"].items()) + "\n"
               "    claimed at 2,048 on random:small: cpu_hit gain 4, gpu_hit gain 20, share of allowed gain 0.9, restoration "
               "over bound 1.10")
     sys.stdout.flush()

@@ -13,12 +13,17 @@ Claims, each with its own function below:
     hit          TTFT of a question behind a cached system prompt of 1,024 tokens: at least 8 times lower.
     allocator    what a step costs besides the model, at 64 running requests: under 50 microseconds a request; and
                  admission, which must not grow with the number of cached blocks.
+    host         scheduling, building the batch, drawing tokens and writing text: under 10 % of a decode step of classroom, in
+                 chapter 01 and with 1, 4 and 16 requests in chapter 02; and what tokenising a prompt takes, in such steps.
+
+--histories sets the context of `tbt` and the system prompt of `hit`, the longest of them.
 """
 import argparse
 import importlib
 import random
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,20 +31,22 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.baseline import spread, write  # noqa: E402
-from benchmarks.reference import reference_model  # noqa: E402
+from benchmarks.reference import one_sentence, reference_model  # noqa: E402
 from common import app, checkpoint  # noqa: E402
 
 baseline, paged = importlib.import_module("01_baseline"), importlib.import_module("02_paged_kv")
 MODELS = {"tbt": ["random:tinyllama", "random:small"], "throughput": ["classroom", "random:tinyllama"],
-          "waste": ["classroom"], "hit": ["classroom", "random:small"], "allocator": ["random:tiny"]}
+          "waste": ["classroom"], "hit": ["classroom", "random:small"], "allocator": ["random:tiny"],
+          "host": ["classroom"]}
+CHUNK = 128                                     # tokens, a multiple of those of all chapters' chunks
 MOST_TBT = {"random:tinyllama": 1.10, "random:small": 1.3}
 
 
 class Bench:
     """A model, both engines on it without an end of text, and prompts of random tokens."""
 
-    def __init__(self, name: str, dtype: str, device: str, rounds: int):
-        self.name, self.rounds, self.rng = name, rounds, random.Random(0)
+    def __init__(self, name: str, dtype: str, device: str, rounds: int, histories: tuple[int, ...] | None = None):
+        self.name, self.rounds, self.histories, self.rng = name, rounds, histories, random.Random(0)
         self.model, self.tokenizer, _ = checkpoint.load(name, dtype, device)
         self.alone = baseline.Engine(self.model, self.tokenizer, frozenset())
 
@@ -58,7 +65,7 @@ def timed(what, *arguments, **named):
 
 
 def tbt(bench: Bench, new: int = 33) -> dict:
-    context = bench.model.config.max_position_embeddings
+    context = min(bench.model.config.max_position_embeddings, max(bench.histories or (1 << 30,)))
     prompt, cases = bench.prompt(context - new), {}
     engine = bench.engine(blocks=3 * context // 16)
     for case in ("one run", "shared prefix", "scattered"):
@@ -116,6 +123,8 @@ def waste(bench: Bench) -> dict:
 
 
 def hit(bench: Bench, system: int = 1024, question: int = 16) -> dict:
+    room = (bench.model.config.max_position_embeddings - question - 1) // CHUNK * CHUNK
+    system = min(max(bench.histories or (system,)), room)
     engine, shared, hits, misses = bench.engine(), bench.prompt(system), [], []
     for number in range(bench.rounds + 1):
         asked = dict(prompt=shared + bench.prompt(question), max_tokens=1)
@@ -127,6 +136,34 @@ def hit(bench: Bench, system: int = 1024, question: int = 16) -> dict:
             misses.append(miss.outcome.ttft_ms)
     return dict(system_tokens=system, question_tokens=question, hit_ms=spread(hits), miss_ms=spread(misses),
                 ratio=spread([b / a for a, b in zip(hits, misses)]), at_least=8)
+
+
+def host(bench: Bench, context: int = 512, steps: int = 60) -> dict:
+    """A decode step less its forward pass."""
+    rows, alone = [], bench.alone
+    for running in (0, 1, 4, 16):                               # 0: chapter 01
+        forwards, engine = [], bench.engine(blocks=running * (context // 16 + steps // 16 + 2)) if running else alone
+        engine.forward = noting(engine.forward, forwards)
+        prompts = [bench.prompt(context) for _ in range(max(1, running))]
+        if running:
+            requests, step = [engine.submit(prompt=prompt, max_tokens=steps + 9)[0] for prompt in prompts], engine.step
+            while not all(request.answer.tokens for request in requests):
+                assert engine.step(), requests[0].outcome       # or they have failed
+        else:
+            pieces = engine.stream(prompt=prompts[0], max_tokens=steps + 9)
+            step = partial(next, pieces)
+            step()                                              # prefill, and the first token
+        forwards.clear()
+        whole = [timed(step)[0] for _ in range(steps)][5:]
+        own = [seconds - forward for seconds, forward in zip(whole, forwards[5:])]
+        rows.append(dict(chapter="02" if running else "01", running=max(1, running),
+                         step_ms=spread([each * 1e3 for each in whole]), own_us=spread([each * 1e6 for each in own]),
+                         share=spread([a / b for a, b in zip(own, whole)])))
+        del engine.forward
+    text = " ".join(baseline.TURNS) * 4
+    taken = [timed(bench.alone.encode, None, [dict(role="user", content=text)]) for _ in range(bench.rounds + 1)][1:]
+    return dict(context=context, rows=rows, at_most=0.10, tokenising=dict(
+        tokens=len(taken[0][1][0]), ms=spread([seconds * 1e3 for seconds, _ in taken])))
 
 
 def noting(what, samples: list):
@@ -186,6 +223,12 @@ def show(what: str, model: str, found: dict):
         print(f"    claimed: at least 5 and 1; {found['equal_answers']} of {found['compared']} answers equal chapter 01's")
     elif what == "waste":
         print(f"    {found['waste']:.1%} in blocks, claimed: at most 4 %; {found['contiguous_waste']:.1%} in reservations")
+    elif what == "host":
+        for row in found["rows"]:
+            line(f"chapter {row['chapter']}, {row['running']} running: own", row["own_us"], " us")
+            line("  share of the step", row["share"])
+        line(f"tokenising {found['tokenising']['tokens']} tokens", found["tokenising"]["ms"], " ms")
+        print(f"    claimed: under {found['at_most']:.0%}")
     elif what == "hit":
         line("TTFT hit", found["hit_ms"], " ms")
         line("TTFT miss", found["miss_ms"], " ms")
@@ -201,23 +244,41 @@ def show(what: str, model: str, found: dict):
     sys.stdout.flush()
 
 
-def run(benchmark: str, doc: str, models: dict[str, list[str]], claims: dict, bench_on, show):
-    """The command line of a benchmark. models: claim -> the models it is measured on; claims: claim -> its function of a
-    Bench; bench_on(name, dtype, device, rounds) -> the Bench."""
+def lengths(text: str) -> tuple[int, ...]:
+    """An argparse type: '1024,2048' -> tokens, the shortest first; whole chunks of every chapter."""
+    found = tuple(sorted({app.bounded(int, CHUNK, 1 << 20)(part) for part in text.split(",")}))
+    if any(tokens % CHUNK for tokens in found):
+        raise argparse.ArgumentTypeError(f"{text!r} are not multiples of {CHUNK}")
+    return found
+
+
+def parser_for(benchmark: str, doc: str, models: dict[str, list[str]], options: dict[str, dict]) -> argparse.ArgumentParser:
+    """The parser of a benchmark's command line; `options` is what it takes beside what all take: option -> argparse's words."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=models, help="only this claim")
     parser.add_argument("--model", help="only on this model")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--rounds", type=app.bounded(int, 1, 1000), default=5)
+    parser.add_argument("--histories", type=lengths, metavar="TOKENS,...", help="only these lengths, in tokens")
     parser.add_argument("--json", type=Path, help=f"where the results go (default benchmarks/results/{benchmark}-DEVICE.json)")
-    arguments = parser.parse_args()
-    device = checkpoint.pick_device(arguments.device)
-    found = []
+    for option, words in options.items():
+        parser.add_argument(option, **words)
+    return parser
+
+
+def run(benchmark: str, doc: str, models: dict[str, list[str]], claims: dict, bench_on, show,
+        options: dict[str, dict] | None = None):
+    """The command line of a benchmark. models: claim -> the models it is measured on; claims: claim -> its function of a
+    Bench; bench_on(name, dtype, device, rounds, histories) -> the Bench, which gets what was asked of `options` by name."""
+    arguments = parser_for(benchmark, doc, models, options or {}).parse_args()
+    more, found = {name: getattr(arguments, name) for name in (option.removeprefix("--") for option in options or ())}, []
     for what, names in models.items():
         for name in [arguments.model] if arguments.model else names:
             if arguments.only in (None, what):
-                bench = bench_on(name, arguments.dtype, device, arguments.rounds)
+                with one_sentence():
+                    device = checkpoint.pick_device(arguments.device)
+                    bench = bench_on(name, arguments.dtype, device, arguments.rounds, arguments.histories, **more)
                 found.append({"claim": what, "model": name, **claims[what](bench)})
                 show(what, name, found[-1])
                 write(benchmark, device, arguments.json, dtype=arguments.dtype, rounds=arguments.rounds, found=found)

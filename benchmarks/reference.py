@@ -1,9 +1,21 @@
 """The same weights in `transformers`, which every claim of equality is checked against."""
+import sys
+from contextlib import contextmanager
+
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from common import checkpoint
 from common.llama import Llama
+
+
+@contextmanager
+def one_sentence():
+    """A model, a dtype or a device that cannot be had ends a benchmark with one sentence."""
+    try:
+        yield
+    except checkpoint.ModelError as error:
+        sys.exit(str(error))
 
 
 def reference_model(name: str, dtype: torch.dtype, device: str = "cpu"):

@@ -16,6 +16,8 @@ Claims, each with its own function below:
                  grow with the number of conversations; the memory of the tree.
     layouts      what the layouts of host memory cost on both ways: to storage and back, and to the device's layers.
 
+--histories sets the lengths of `admission` and, the longest of them, of the documents of `mix`.
+
 The three engines of the mix take turns; so do the ways of the others.
 """
 import gc
@@ -52,10 +54,11 @@ HISTORIES = (512, 1024, 2048)                                   # of admission
 class Bench(offload_benchmark.Bench):
     """Engines over one directory, on memory that was touched before."""
 
-    def __init__(self, name: str, dtype: str, device: str, rounds: int):
+    def __init__(self, name: str, dtype: str, device: str, rounds: int, histories: tuple[int, ...] | None = None):
         self.name, self.rounds, self.folder = name, rounds, tempfile.TemporaryDirectory(prefix="benchmark-")
+        self.document = histories[-1] if histories else DOCUMENT
         if name != "no model":
-            super().__init__(name, dtype, device, rounds, HISTORIES[-1] + 8 * QUESTION)
+            super().__init__(name, dtype, device, rounds, histories or HISTORIES, 8 * QUESTION)
 
     def engine(self, storage: bool = True, **options):
         engine = tiered.Engine(self.model, self.tokenizer, frozenset(), block_size=SIZE, **options)
@@ -71,8 +74,8 @@ def ask(engine, prompt: list[int], new: int = 1):
 
 
 def mix(bench: Bench) -> dict:
-    longest = DOCUMENT + TURNS * (QUESTION + ANSWER)
-    pages, documents = -(-longest // SIZE), [bench.prompt(DOCUMENT) for _ in range(CONVERSATIONS)]
+    longest = bench.document + TURNS * (QUESTION + ANSWER)
+    pages, documents = -(-longest // SIZE), [bench.prompt(bench.document) for _ in range(CONVERSATIONS)]
     known = bench.engine(blocks=CONVERSATIONS * 2 * pages, cpu_blocks=2 * pages)            # everything stays on its device
     for document in documents:                                  # the other process
         ask(known, document + [0])
@@ -105,7 +108,7 @@ def mix(bench: Bench) -> dict:
                 throughput=taken["none"][1] / seconds, of_bound=statistics.mean(bounds) / ttft[platform],
                 **{what: count / sum(found.values()) for what, count in found.items()}))
     return dict(
-        conversations=CONVERSATIONS, turns=TURNS, document_tokens=DOCUMENT, question_tokens=QUESTION, answer_tokens=ANSWER,
+        conversations=CONVERSATIONS, turns=TURNS, document_tokens=bench.document, question_tokens=QUESTION, answer_tokens=ANSWER,
         rows=[dict(platform=platform, link=str(ways[platform].load_link), **{
             what: spread([sample[what] for sample in samples]) for what in samples[0]}) for platform, samples in rows.items()],
         claimed=dict(lower=0.75, throughput=3.0, of_bound=0.9), published=dict(lower=0.8, throughput=6.0))
@@ -135,10 +138,10 @@ def bound(engine, request, direct) -> float:
 
 
 def admission(bench: Bench) -> dict:
-    pages, rows = HISTORIES[-1] // SIZE + 8, []
+    pages, rows = bench.histories[-1] // SIZE + 8, []
     options = dict(blocks=2 * pages, cpu_blocks=2 * pages)
     default = links.bandwidth(bench.model)
-    histories = {length: bench.prompt(length) for length in HISTORIES}
+    histories = {length: bench.prompt(length) for length in bench.histories}
     engines = {"computed": bench.engine(storage=False, blocks=2 * pages, cpu_blocks=0, bytes_per_second=default),
                "device": bench.engine(storage=False, **options, bytes_per_second=default),
                "host": bench.engine(storage=False, **options, bytes_per_second=default),
