@@ -19,6 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
+from benchmarks import claims as benchmark_claims  # noqa: E402
+
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", ROOT / "docs" / "measured.md"]
 PLATFORMS = {"a100": "an A100", "h800": "an H800", "4090": "an RTX 4090"}
@@ -111,20 +113,61 @@ def at(rows: list[dict], tokens: int, **wanted) -> dict:
     return next(row for row in rows if row["history_tokens"] == tokens and all(row[name] == wanted[name] for name in wanted))
 
 
+def one_run(results: dict, benchmark: str) -> dict:
+    """What `python -m benchmarks` found with one benchmark, as if that had written it all into one file."""
+    file = results["cpu"]
+    whole = {name: value for name, value in file.items() if name != "parts"}
+    for part in file["parts"].values():
+        if part["found"] and part["command"].split()[2] == f"benchmarks.{benchmark}":
+            dtype = part["found"].get("dtype", "float32")
+            for name in ("found", "cases", "grids"):
+                found = part["found"].get(name, [])
+                if name == "found" and dtype != "float32":      # in a table of float32 it is named
+                    found = [{**each, "model": f"{each['model']} in {dtype}"} for each in found]
+                whole.setdefault(name, []).extend(found)
+    return whole
+
+
 # 2. The parts ----------------------------------------------------------------------------------------------------
+
+def claims(results: dict) -> str:
+    """Each claim in one row, what was missed first: what `python -m benchmarks` prints."""
+    file = results["cpu"]
+    rows = benchmark_claims.rows(file)
+    order = [row for kind in (benchmark_claims.MISSED, benchmark_claims.UNKNOWN, benchmark_claims.MET) for row in rows
+             if row["verdict"] == kind]
+    count = {kind: sum(row["verdict"] == kind for row in rows) for kind in (benchmark_claims.MET, benchmark_claims.MISSED)}
+    commands = dict.fromkeys(row["command"] for row in order)
+    number_of = {command: index for index, command in enumerate(commands, 1)}
+
+    def cell(text: str) -> str:
+        return text.replace("|", "\\|")
+    return paragraphs(
+        f"Measured by `{file['command']}` in {file['seconds'] / 60:.0f} minutes: {file['threads']} threads of an "
+        f"{file['processor']} ({file['cpu_capability']}), PyTorch {file['torch']}, transformers {file['transformers']}.",
+        f"Of {len(rows)} claims {count[benchmark_claims.MET]} are met and {count[benchmark_claims.MISSED]} missed.",
+        table("chapter | claim | paper | asked | measured | verdict | share of the limit | command", [
+            [row["chapter"], *(cell(row[name]) for name in ("claim", "paper", "asked", "ours")),
+             "**missed**" if row["verdict"] == benchmark_claims.MISSED else row["verdict"], row["limit"],
+             number_of[row["command"]]] for row in order]),
+        "The commands, each of which measures its rows alone:",
+        "\n".join(f"{index}. `{command}`" for command, index in number_of.items()))
+
 
 def chapters(results: dict) -> str:
     """README.md: each chapter in one row, and the result that says most about it."""
-    case = next(case for case in results["baseline-cpu-float32"]["cases"] if case["model"] == "random:tinyllama")
-    paged, tiered = results["paged-cpu"], entry(results["tiered-cpu"], "mix", "random:small")["rows"][0]
+    case = next(case for case in one_run(results, "baseline")["cases"]
+                if (case["model"], case["dtype"]) == ("random:tinyllama", "float32"))
+    paged, tiered = one_run(results, "paged"), entry(one_run(results, "tiered"), "mix", "random:small")["rows"][0]
     many, hit = (entry(paged, claim, "classroom") for claim in ("throughput", "hit"))
-    offload = at(entry(results["offload-cpu"], "restore", "random:small")["rows"], 2048)
-    rows = entry(results["hcache-cpu"], "restore", "random:small")["rows"]
+    offload = at(entry(one_run(results, "offload"), "restore", "random:small")["rows"], 2048)
+    rows = entry(one_run(results, "hcache"), "restore", "random:small")["rows"]
     like, slow = (at(rows, 2048, link=link)["gain_over_kv_offload"] for link in ("as an A100's", "the bottleneck"))
-    mixes = [row["gains"]["KV offload"]["median"] for row in entry(results["bubble_free-cpu"], "mix", "random:small")["rows"]
-             if row["history_tokens"] == 2048]
-    both = at(entry(results["bidirectional-cpu"], "grid")["rows"], 2048, gpu_share=1.0, load_over_compute=1.0)
-    cells = [cell for grid in results["hybrid_blocks-cpu"]["grids"] if grid["model"] == "random:small" for cell in grid["cells"]]
+    mixes = [row["gains"]["KV offload"]["median"]
+             for row in entry(one_run(results, "bubble_free"), "mix", "random:small")["rows"] if row["history_tokens"] == 2048]
+    both = at(entry(one_run(results, "bidirectional"), "grid", "classroom")["rows"], 2048, gpu_share=1.0, load_over_compute=1.0)
+    cells = [cell for grid in one_run(results, "hybrid_blocks")["grids"] if grid["model"] == "random:small"
+             for cell in grid["cells"]]
     best = {policy: max(cell["gain"][policy]["median"] for cell in cells) for policy in ("kv-only", "act-only", "static")}
     rows = [
         ("01_baseline", "What does it cost to keep nothing?", "the yardstick of all the papers below",
@@ -168,20 +211,33 @@ def chapters(results: dict) -> str:
 
 
 def baseline(results: dict) -> str:
-    files = [results["baseline-cpu-float32"], results["baseline-cpu-bfloat16"]]
-    cases = [case for file in files for case in file["cases"]]
-    return paragraphs(conditions(*files), table(
-        "model | TTFT of 512 tokens: times as fast | TBT, ours | TBT, `transformers` | TBT: times as fast | claimed | "
-        "tokens equal | share of memory bandwidth | loading", [
-            [f"{case['model']}, {case['dtype']}", spread(case["ttft_ratio"]), milliseconds(case["tbt_ms"]["ours"]),
-             milliseconds(case["tbt_ms"]["transformers"]), spread(case["tbt_ratio"]),
-             f"{case['claimed_tbt_ratio']}: {verdict(case['tbt_ratio']['median'] >= case['claimed_tbt_ratio'])}",
-             f"{case['equal_tokens']} of {case['new_tokens']}", f"{case['share_of_bandwidth']:.0%}",
-             f"{case['load']['seconds']:.1f} s, {case['load']['peak_bytes'] / 1e6:,.0f} MB"] for case in cases]))
+    file, rows = one_run(results, "baseline"), []
+    for case in file["cases"]:
+        for name, peer in case["peers"].items():
+            if "not_run" in peer:
+                continue
+            for chapter, ours in (("01", case), ("02", case["paged"])):
+                over = peer["ours_over"][chapter]
+                tbt = ours["tbt_ms"]["ours"] if chapter == "01" else ours["tbt_ms"]
+                ttft = ours["ttft_ms"]["ours"] if chapter == "01" else ours["ttft_ms"]
+                met = over["tbt"]["median"] >= case["claimed_tbt_ratio"] and over["ttft"]["median"] >= 1
+                asked = f"1 and {case['claimed_tbt_ratio']}: {verdict(met)}" if name == "dynamic" else ""
+                rows.append([f"{case['model']}, {case['dtype']}, {chapter} against {name}", milliseconds(ttft),
+                             spread(over["ttft"]), milliseconds(tbt), spread(over["tbt"]), asked,
+                             f"{ours['share_of_matrix_rate']:.0%}", f"{ours['share_of_bandwidth']:.0%}",
+                             f"{ours['equal_tokens']} of {case['new_tokens']}"])
+    loads = [f"{case['model']}, {case['dtype']}: {case['load']['seconds']:.1f} s, {case['load']['peak_bytes'] / 1e6:,.0f} MB"
+             for case in file["cases"]]
+    unrun = sorted({f"{name} ({peer['not_run']})" for case in file["cases"] for name, peer in case["peers"].items()
+                    if "not_run" in peer})
+    return paragraphs(conditions(file), table(
+        "model, chapter, cache of `transformers` | TTFT, ours | times as fast | TBT, ours | times as fast | claimed | "
+        "TTFT: share of the matrix rate | TBT: share of memory bandwidth | tokens equal", rows),
+        f"Loading, in a fresh process: {'; '.join(loads)}." + (f" Not run: {listed(unrun)}." if unrun else ""))
 
 
 def paged(results: dict) -> str:
-    file, rows = results["paged-cpu"], []
+    file, rows = one_run(results, "paged"), []
     for found in entries(file, "tbt"):
         for case, what in (("one run", "blocks in one run"), ("shared prefix", "behind a prefix that another request computed"),
                            ("scattered", "every block in another place")):
@@ -517,7 +573,66 @@ def hybrid_blocks(results: dict) -> str:
         f"{listed(slower) if slower else 'nowhere'}."))
 
 
+def methods(results: dict) -> str:
+    """All ways to restore, on one link."""
+    texts = []
+    for part in results["cpu"]["parts"].values():
+        if not part["found"] or part["command"].split()[2] != "benchmarks.restoration":
+            continue
+        found, rows = part["found"], []
+        for row in found["rows"]:
+            rows.append([f"{row['history_tokens']:,}", row["method"], milliseconds(row["ttft_ms"]), *(
+                "" if row[name] is None else show(row[name]) for name, show in (
+                    ("restoration_ms", milliseconds), ("over_bound", median), ("load_bubble", idle), ("compute_bubble", idle))),
+                f"{row['bytes_per_token']:,.0f}"])
+        texts += [f"**{found['model']}**, {found['dtype']}, {found['link']['gbps']:.3f} GB/s"
+                  + (", modelled" if found["link"]["modelled"] else "") + f" (`{part['command']}`):",
+                  table("history | way | TTFT | restoration | / bound | link idle | processor idle | bytes a token", rows)]
+    return paragraphs(*texts)
+
+
+def idle(figures: dict) -> str:
+    return f"{figures['median']:.0%}"
+
+
+def matrix(results: dict) -> str:
+    """All systems on the same requests."""
+    texts = []
+    for part in results["cpu"]["parts"].values():
+        if not part["found"] or part["command"].split()[2] != "benchmarks.matrix":
+            continue
+        found = part["found"]
+        for group in found.get("skews", [found]):
+            asked = group["asked"]
+            what = (f"{asked['conversations']} conversations, {asked['requests']} turns, answers of "
+                    f"{asked['mean_answer_tokens']:.0f} tokens, histories of {asked['median_history_tokens']:,.0f} (median)"
+                    if "conversations" in asked else f"Documents of {asked['document_tokens']:,} tokens, {asked['requests']} "
+                    f"questions, popularity Zipf {group['zipf']:g}")
+            slower = {}
+            for row in group["peer_faster"]:
+                peer = f"{row['measure']}, {row['peer']}, {milliseconds(row['peer_ms'])}"
+                slower.setdefault(peer, []).append(f"{row['system'][:2]} ({milliseconds(row['ms'])})")
+            faster = bullets(*(f"{peer}: faster than {listed(systems)}" for peer, systems in slower.items()))
+            texts += [f"**{what}** ({found['model']}, {found['dtype']}, {found['link']['gbps']:.3f} GB/s"
+                      + (", modelled" if found["link"]["modelled"] else "") + "):",
+                      f"Where a peer is faster (the fastest of them):\n\n{faster}" if faster else
+                      "No peer is faster than any chapter.",
+                      table("system | TTFT p50, p95, p99 | TBT p50, p95, p99 | tokens/s | found | kept, bytes a token | "
+                            "peak memory | share of the limit: TTFT, TBT | tokens equal", [
+                                [row["system"], *(", ".join(milliseconds(row[name][share]) for share in ("p50", "p95", "p99"))
+                                                  for name in ("ttft_ms", "tbt_ms")), number(row["tokens_per_second"]["median"]),
+                                 f"{row['cached_share']:.0%}", f"{row['kept_bytes_per_token']:,.0f}",
+                                 "" if row["peak_memory_bytes"] is None else f"{row['peak_memory_bytes'] / 1e6:,.0f} MB",
+                                 f"{row['limit']['ttft_share']:.0%}, {row['limit']['tbt_share']:.0%}", row["equal_tokens"]]
+                                for row in group["systems"] if "not_run" not in row])]
+            unrun = [f"{row['system']} ({row['not_run']})" for row in group["systems"] if "not_run" in row]
+            texts.append(f"Not run: {listed(unrun)}." if unrun else "")
+        texts.append(f"Measured by `{part['command']}`.")
+    return paragraphs(*texts)
+
+
 PARTS = {
+    "claims": claims, "methods": methods, "matrix": matrix,
     "chapters": chapters, "baseline": baseline, "paged": paged, "offload": offload, "hcache": hcache, "hcache-more": hcache_more,
     "bubble-free": bubble_free, "bubble-free-more": bubble_free_more, "on-paper": on_paper, "bidirectional": bidirectional,
     "bidirectional-more": bidirectional_more, "tiered": tiered, "tiered-more": tiered_more, "hybrid-blocks": hybrid_blocks,
@@ -527,8 +642,9 @@ PARTS = {
 # 3. Pages --------------------------------------------------------------------------------------------------------
 
 def read(folder: Path = RESULTS) -> dict:
-    """File name without its ending -> what the benchmark wrote."""
-    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
+    """File name without its ending -> what the benchmark wrote. Quick runs are nobody's reference."""
+    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))
+            if not path.stem.endswith("-quick")}
 
 
 def written(page: str, results: dict) -> str:
