@@ -32,7 +32,7 @@ from transformers.generation.streamers import BaseStreamer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.limits import matrix_rate, memory_bandwidth  # noqa: E402
-from benchmarks.reference import one_sentence, reference_model  # noqa: E402
+from benchmarks.reference import one_sentence, reference_model, set_imports_aside  # noqa: E402
 from common import app, checkpoint  # noqa: E402
 
 baseline, paged = importlib.import_module("01_baseline"), importlib.import_module("02_paged_kv")
@@ -266,6 +266,7 @@ def main():
     parser.add_argument("--json", type=Path, help="where the results go (default benchmarks/results/baseline-DEVICE.json)")
     arguments = parser.parse_args()
     device = checkpoint.pick_device(arguments.device)
+    set_imports_aside()
     wanted = [case for case in CASES if arguments.model in (None, case[0]) and arguments.dtype in (None, case[1])]
     if arguments.model and not wanted:
         wanted = [(arguments.model, arguments.dtype or "float32", 1.4)]

@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.baseline import spread, write  # noqa: E402
-from benchmarks.reference import one_sentence  # noqa: E402
+from benchmarks.reference import one_sentence, set_imports_aside  # noqa: E402
 from common import app, checkpoint  # noqa: E402
 from common import link as links  # noqa: E402
 
@@ -124,6 +124,7 @@ def main():
     parser.add_argument("--json", type=Path, help="where the results go (default benchmarks/results/hybrid_blocks-DEVICE.json)")
     arguments = parser.parse_args()
     device, grids = checkpoint.pick_device(arguments.device), []
+    set_imports_aside()
     for name in [arguments.model] if arguments.model else MODELS:
         for platform in arguments.platform or ("a100", "4090"):
             bench = Bench(name, arguments.dtype, device, platform)

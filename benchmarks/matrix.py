@@ -59,7 +59,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import baseline as baseline_benchmark  # noqa: E402
 from benchmarks.baseline import RESULTS, Memory, device_name, spread, write  # noqa: E402
 from benchmarks.limits import matrix_rate, memory_bandwidth  # noqa: E402
-from benchmarks.reference import reference_model  # noqa: E402
+from benchmarks.reference import reference_model, set_imports_aside  # noqa: E402
 from common import app, backends, checkpoint, live  # noqa: E402
 from common import link as links  # noqa: E402
 
@@ -663,6 +663,7 @@ def main(arguments=None):
         parser.error("--json takes the results of one workload; say which with --only.")
     try:
         device = checkpoint.pick_device(arguments.device)
+        set_imports_aside()
         bench = Bench(arguments.model, arguments.dtype, device, arguments.link, arguments.platform)
     except checkpoint.ModelError as error:
         parser.error(str(error))

@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.baseline import spread, write  # noqa: E402
-from benchmarks.reference import one_sentence, reference_model  # noqa: E402
+from benchmarks.reference import one_sentence, reference_model, set_imports_aside  # noqa: E402
 from common import app, checkpoint  # noqa: E402
 
 baseline, paged = importlib.import_module("01_baseline"), importlib.import_module("02_paged_kv")
@@ -272,6 +272,7 @@ def run(benchmark: str, doc: str, models: dict[str, list[str]], claims: dict, be
     """The command line of a benchmark. models: claim -> the models it is measured on; claims: claim -> its function of a
     Bench; bench_on(name, dtype, device, rounds, histories) -> the Bench, which gets what was asked of `options` by name."""
     arguments = parser_for(benchmark, doc, models, options or {}).parse_args()
+    set_imports_aside()
     more, found = {name: getattr(arguments, name) for name in (option.removeprefix("--") for option in options or ())}, []
     for what, names in models.items():
         for name in [arguments.model] if arguments.model else names:

@@ -1,4 +1,5 @@
-"""The same weights in `transformers`, which every claim of equality is checked against."""
+"""The same weights in `transformers`, which every claim of equality is checked against; and what all benchmarks begin with."""
+import gc
 import sys
 from contextlib import contextmanager
 
@@ -7,6 +8,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from common import checkpoint
 from common.llama import Llama
+
+
+def set_imports_aside():
+    """Python's collector goes through all that was imported now and then, and stops everything for a quarter of a second: no
+    method's fault. A chapter's command line does the same (common/app.py)."""
+    gc.freeze()
 
 
 @contextmanager

@@ -40,7 +40,7 @@ from benchmarks import hcache, limits  # noqa: E402
 from benchmarks import offload as offload_benchmark  # noqa: E402
 from benchmarks import paged as paged_benchmark  # noqa: E402
 from benchmarks.baseline import spread, write  # noqa: E402
-from benchmarks.reference import one_sentence  # noqa: E402
+from benchmarks.reference import one_sentence, set_imports_aside  # noqa: E402
 from common import app, backends, checkpoint  # noqa: E402
 from common import link as links  # noqa: E402
 
@@ -253,6 +253,7 @@ def main():
     parser.add_argument("--json", type=Path, help="where the results go (default benchmarks/results/restoration-DEVICE.json)")
     arguments = parser.parse_args()
     device = checkpoint.pick_device(arguments.device)
+    set_imports_aside()
     bench = Bench(arguments.model, arguments.dtype, device, arguments.rounds, arguments.histories)
     found = measure(bench)
     print(f"\n{found['model']}, {bench.offloaded.load_link}; {bench.both.storage}; tokens equal in {found['equal_rounds']} of "

@@ -16,6 +16,7 @@ A chapter hands `main` its engine class, its demo and its own options. Of an eng
 and that it raises BadRequest, Busy or Closing, whose messages go to the user as they are.
 """
 import argparse
+import gc
 import hmac
 import io
 import ipaddress
@@ -551,6 +552,7 @@ def run(chapter: str, arguments, load, make_engine, actions: dict, without_model
     serving = not action and arguments.prompt is None
     server = listen(arguments.host, arguments.port) if serving else None
     model, tokenizer, end_tokens = load(arguments.model, arguments.dtype, arguments.device, reorder=not arguments.plain_weights)
+    gc.freeze()     # what is there stays: Python's collector need not go through it again, which stops everything for 0.1 s
     engine = make_engine(model, tokenizer, end_tokens, arguments)
     try:
         use(chapter, arguments, engine, server, action)

@@ -1687,6 +1687,19 @@ def test_whatever_comes_of_it_the_engine_is_released_once(tmp_path, monkeypatch,
     assert len(made) == 1 and released == made
 
 
+def test_the_garbage_collector_leaves_alone_what_was_there_before_the_engine():
+    """Going through all that is imported takes 0.1 s and more, in which nobody gets a token."""
+    gc.unfreeze()
+    counts, parsed = [], app.parser_for("").parse_args([*TINY_CPU, "--demo"])
+
+    def make(model, tokenizer, end_tokens, _):
+        counts.append(gc.get_freeze_count())
+        return chapter("01_baseline").Engine(model, tokenizer, end_tokens)
+    app.run("01_baseline", parsed, checkpoint.load, make, dict(demo=lambda *_: ({}, [])), {})
+    assert counts[0] > 100_000 and gc.get_freeze_count() <= counts[0]
+    gc.unfreeze()
+
+
 def test_what_needs_no_model_has_no_engine_to_release():
     def make(*_):
         raise AssertionError("an engine was made")
