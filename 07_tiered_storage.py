@@ -377,31 +377,34 @@ class HostPages(PagePool):
             return kv.permute(0, 2, 3, 1, 4, 5)                                 # [pages, L, 2, page_size, KVH, hd]
         return self.rows[:, header:].unflatten(1, (layers, 2, page_size, heads, head_dim))
 
+    def room(self, place: int) -> memoryview | None:
+        """Where a page may be read to as storage keeps it; None for layer_first."""
+        return None if self.layout == "layer_first" else memoryview(self.rows[place].view(torch.uint8).numpy())
+
     def value(self, place: int, tokens: bytes) -> memoryview:
         """A page as storage keeps it: its memory, with the header filled in; for layer_first gathered first."""
-        if self.layout == "layer_first":
-            value = numpy.empty(self.page_bytes, numpy.uint8)
-            self.gathered(value)[...] = as_integers(self.kv[place])
-        else:
-            value = self.rows[place].view(torch.uint8).numpy()
-        value = memoryview(value)
+        value = self.room(place)
+        if value is None:
+            gathered = numpy.empty(self.page_bytes, numpy.uint8)
+            self.gathered(gathered)[...] = as_integers(self.kv[place])
+            value = memoryview(gathered)
         header = self.MAGIC + zlib.crc32(value[self.header_bytes:], zlib.crc32(tokens)).to_bytes(4, "little") + tokens
         value[:self.header_bytes] = header.ljust(self.header_bytes, b"\0")
         return value
 
-    def fill(self, place: int, tokens: bytes, value) -> bool:
-        """Put a page from storage into its place -> whether it is what it must be; else the place is as it was."""
+    def fill(self, place: int, tokens: bytes, value, read_there: bool = False) -> bool:
+        """Put a page from storage into its place, if it was not read there -> whether it is what it must be; else it is not put
+        there."""
         value, known = memoryview(value).cast("B"), len(self.MAGIC) + 4
         if len(value) != self.page_bytes or value[:len(self.MAGIC)] != self.MAGIC or value[known:known + len(tokens)] != tokens:
             return False
         checksum = zlib.crc32(value[self.header_bytes:], zlib.crc32(tokens))
         if value[len(self.MAGIC):known] != checksum.to_bytes(4, "little"):
             return False
-        value = numpy.frombuffer(value, numpy.uint8)
         if self.layout == "layer_first":
-            numpy.copyto(as_integers(self.kv[place]), self.gathered(value))
-        else:
-            numpy.copyto(self.rows[place].view(torch.uint8).numpy(), value)
+            numpy.copyto(as_integers(self.kv[place]), self.gathered(numpy.frombuffer(value, numpy.uint8)))
+        elif not read_there:
+            self.room(place)[:] = value
         return True
 
     def gathered(self, value: numpy.ndarray) -> numpy.ndarray:
@@ -424,8 +427,9 @@ class HostPages(PagePool):
 
 @dataclass(eq=False)
 class Prefetch:
-    """What storage may have of one prompt behind what the tree had, on its way into host memory. The thread that is at it sets
-    `hit`, `arrived` and `over`; the engine gives it places in between, takes what has arrived, and may stop it."""
+    """What storage may have of one prompt behind what the tree had, on its way into host memory. A thread sets `hit`; the engine
+    gives it places then, takes what has arrived, and may stop it. When a thread has read some pages, another goes on with the
+    next ones, so that storage is busy while these are checked and put into their places."""
     storage: "Storage"
     cache_salt: str
     tokens: bytes                  # of the prompt's whole pages
@@ -437,19 +441,26 @@ class Prefetch:
     moved: float = 0.0             # when it last came on
     hit: int | None = None         # pages in a row that storage has; None: it has not said yet
     places: list[int] = field(default_factory=list)             # in host memory, for the first pages of the hit
-    arrived: int = 0               # of them are there
+    asked: int = 0                 # of them a thread reads, or has read
+    read: dict[int, tuple[int, int, bool]] = field(default_factory=dict)    # of a read that is checked, but not all before it:
+    #                                its first page -> how many are right, of how many, and whether the next one is wrong
+    arrived: int = 0               # of them are there, and all before them
     taken: int = 0                 # of them are in the tree
     users: int = 0                 # requests that wait for it
-    queued: bool = True            # a thread is at it, or will be
-    at_work: bool = False          # a thread is at it
+    queued: bool = True            # a thread will be at it
+    at_work: int = 0               # threads that are at it
     stopped: bool = False          # nothing more is asked for
     failed: bool = False           # storage raised, or what it gave is not what it must be
     epoch: int = 0                 # Storage.epoch when it was looked for
     spans: list[tuple[float, float, int]] = field(default_factory=list)         # began, ended, pages
 
     @property
+    def idle(self) -> bool:
+        return not self.queued and not self.at_work
+
+    @property
     def over(self) -> bool:
-        return not self.queued and (self.stopped or self.failed or self.hit is not None and (
+        return self.idle and (self.stopped or self.failed or self.hit is not None and (
             self.hit < self.least or bool(self.places) and self.arrived == len(self.places)))
 
     def page(self, number: int) -> bytes:
@@ -492,8 +503,8 @@ class Backoff:
 
 class Storage:
     """A back end (common/backends.py) and the threads that ask it: some read, one writes. What it raises is counted, and not
-    passed on. A thread sets `queued` or `over` of a job last, under `changed`; what it set before may be read when that is
-    seen. A place in host memory is the thread's while its Prefetch is queued, and then the engine's; a Write changes nothing
+    passed on. A thread sets `at_work` or `over` of a job last, under `changed`; what it set before may be read when that is
+    seen. A place in host memory is the threads' until its Prefetch is idle, and then the engine's; a Write changes nothing
     there but the header in front of the page."""
     READERS = 2
     ASKED = 128                    # keys that are looked for at a time
@@ -590,6 +601,7 @@ class Storage:
 
     def ask(self, backoff: Backoff, function, *arguments):
         """-> what the back end says, or None if it raised."""
+        errors, ready = self.counts["storage_errors"], backoff.ready
         try:
             answer = function(self.backend, *arguments)
         except Exception as error:
@@ -597,8 +609,8 @@ class Storage:
                 self.complain(f"{type(error).__name__}: {self.say(error)}", backoff)
                 self.epoch = next(EPOCHS)
             return None
-        if function is not backends.exist_all:                  # who only says what it has may still not take or give it
-            with self.changed:
+        with self.changed:                                      # who only says what it has may still not take or give it
+            if function is not backends.exist_all and ready and errors == self.counts["storage_errors"]:
                 backoff.note(True)
         return answer
 
@@ -627,35 +639,56 @@ class Storage:
         with self.changed:
             prefetch.hit = hit
 
-    def fetch(self, prefetch: Prefetch) -> bool:
-        """Read the next pages, in order -> whether there are more to come."""
-        with self.changed:                                      # the first ones soon, so that the link has something to do
-            count = min(self.batch if prefetch.arrived else -(-self.batch // 4), len(prefetch.places) - prefetch.arrived)
-        numbers, began = range(prefetch.arrived, prefetch.arrived + count), time.perf_counter()
-        values = self.ask(self.reading, backends.get_all, [prefetch.keys[number] for number in numbers])
+    def next_pages(self, prefetch: Prefetch) -> range:
+        """Those that a thread is to read now. A quarter of a batch first, because the link has nothing to do yet; and fewer and
+        fewer in the end, because nothing is read any more while the last ones go over it. For who holds `changed`."""
+        rest = len(prefetch.places) - prefetch.asked
+        count = min(rest, self.batch, max(-(-self.batch // 4), -(-rest // 2) if prefetch.asked else 0))
+        prefetch.asked += count
+        return range(prefetch.asked - count, prefetch.asked)
+
+    def fetch(self, prefetch: Prefetch, numbers: range):
+        """Read these pages."""
+        began = time.perf_counter()
+        rooms = [self.host.room(prefetch.places[number]) for number in numbers]
+        values = self.ask(self.reading, backends.get_all, [prefetch.keys[number] for number in numbers], rooms)
         if values and self.bandwidth:
             size = sum(self.host.page_bytes for value in values if value is not None)
             self.closed.wait(max(0.0, self.bandwidth.arrival(size, began) - time.perf_counter()))
+        with self.changed:
+            if values and all(value is not None for value in values) and prefetch.asked < len(prefetch.places):
+                prefetch.queued = True
+                self.put(prefetch)
         right = 0
-        for number, value in zip(numbers, values or ()):
-            if value is None or not self.host.fill(prefetch.places[number], prefetch.page(number), value):
+        for number, value, room in zip(numbers, values or (), rooms):
+            if value is None or not self.host.fill(prefetch.places[number], prefetch.page(number), value, value is room):
                 break
             right += 1
-        ended = time.perf_counter()
+        wrong = values is not None and right < len(numbers) and values[right] is not None
         with self.changed:
-            if values is not None and right < count and values[right] is not None:
-                self.counts["storage_pages_refused"] += 1
-                self.damaged.add(prefetch.keys[numbers[right]])
-                self.complain("a page was not what it must be", self.reading)
-            self.counts.update(storage_pages_read=right, storage_bytes_read=right * self.host.page_bytes)
+            prefetch.moved = self.heard = time.perf_counter()
+            prefetch.read[numbers.start] = right, len(numbers), wrong
+            self.arrive(prefetch, began)
+
+    def arrive(self, prefetch: Prefetch, began: float):
+        """What has been read without a gap is there; the last of it since `began`. For who holds `changed`."""
+        before = prefetch.arrived
+        while prefetch.arrived in prefetch.read:
+            right, count, wrong = prefetch.read.pop(prefetch.arrived)
             prefetch.arrived += right
             prefetch.failed = prefetch.failed or right < count
-            prefetch.moved = self.heard = ended
-            self.seen += [bytes.fromhex(prefetch.keys[number]) for number in numbers[:right]]
-            if right:
-                prefetch.spans.append((began, ended, right))
-                self.note(right, ended - began)
-            return not prefetch.failed and not prefetch.stopped and prefetch.arrived < len(prefetch.places)
+            if wrong:
+                self.counts["storage_pages_refused"] += 1
+                self.damaged.add(prefetch.keys[prefetch.arrived])
+                self.complain("a page was not what it must be", self.reading)
+        count = prefetch.arrived - before
+        if count:
+            self.counts.update(storage_pages_read=count, storage_bytes_read=count * self.host.page_bytes)
+            self.seen += [bytes.fromhex(key) for key in prefetch.keys[before:prefetch.arrived]]
+            if prefetch.spans:                                  # what is read at the same time takes its time only once
+                began = max(began, prefetch.spans[-1][1])
+            prefetch.spans.append((began, prefetch.moved, count))
+            self.note(count, prefetch.moved - began)
 
     def write(self, write: Write):
         """Write what storage lacks of a node, or has in another form."""
@@ -703,20 +736,21 @@ def work(storage: Storage, kind: str):
             if kind == "write":
                 storage.wrote = time.perf_counter()
             else:
-                job.at_work, job.moved = True, time.perf_counter()
-        more = False
+                job.queued, job.at_work, job.moved = False, job.at_work + 1, time.perf_counter()
+                wanted = not job.failed and not job.stopped and storage.reading.ready
+                numbers = storage.next_pages(job) if wanted and job.places else range(0)
         try:
             if kind == "write":
                 if storage.writing.ready:
                     storage.write(job)
                 else:
                     job.failed = True
-            elif job.stopped or not storage.reading.ready:
+            elif not wanted:
                 job.failed = True
             elif job.hit is None:
                 storage.look(job)
             else:
-                more = storage.fetch(job)
+                storage.fetch(job, numbers)
         except Exception as error:                              # a defect, or a back end that gives what it must not
             job.failed = True
             with storage.changed:
@@ -726,9 +760,7 @@ def work(storage: Storage, kind: str):
             if kind == "write":
                 job.over, storage.wrote = True, time.perf_counter()
             else:
-                job.at_work, job.queued = False, more
-                if more:
-                    jobs.append(job)
+                job.at_work -= 1
             storage.changed.notify_all()
         job = None                                              # which a thread that waits should not keep alive
 
@@ -1227,7 +1259,7 @@ class Engine(offload.SwappingEngine):
 
     def settle_prefetch(self, prefetch: Prefetch):
         """Take what has come; give places to one that has found something; let go of one that is over."""
-        if not prefetch.queued and not prefetch.over and not prefetch.places:
+        if prefetch.idle and not prefetch.over and not prefetch.places:
             prefetch.places = self.take_host(prefetch.hit, 1)
             prefetch.stopped = not prefetch.places and not self.storage_writes()        # else there will be room
             if prefetch.places:

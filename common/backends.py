@@ -12,6 +12,7 @@ memoryview of a host buffer, C-contiguous):
     set(key, value)            whole or not at all. A key's value never changes, so setting one that is there may do nothing.
                                When it returns or raises, the caller may overwrite its buffer.
     batch_get(keys) -> list, batch_exists(keys) -> list of bool, batch_set(keys, values), close()              optional
+    read_into(key, room)       optional: as get, but a value as long as `room`, a memoryview or None, is read there and is `room`
 
 They are called from several threads at the same time. Each may raise anything: the caller counts it, goes on without, and does
 not ask again for a while. So a back end does not try again by itself, and should not take long to give up. It need not check
@@ -39,8 +40,10 @@ KINDS = ("file:DIR, redis://HOST:PORT/N, another URL that fsspec knows (s3://BUC
 
 # All keys of a list --------------------------------------------------------------------------------------------------
 
-def get_all(backend, keys: list[str]) -> list:
-    """-> for each key its value, or None."""
+def get_all(backend, keys: list[str], rooms=()) -> list:
+    """-> for each key its value, or None. `rooms`: for each key where its value may be read to, a memoryview or None."""
+    if rooms and hasattr(backend, "read_into"):
+        return as_many(keys, map(backend.read_into, keys, rooms))
     return as_many(keys, backend.batch_get(keys) if hasattr(backend, "batch_get") else map(backend.get, keys))
 
 
@@ -93,6 +96,9 @@ class FileBackend:
         return self.files.directories[0] / f"{key}.page"
 
     def get(self, key: str) -> bytes | None:
+        return self.read_into(key, None)
+
+    def read_into(self, key: str, room: memoryview | None) -> bytes | memoryview | None:
         try:
             with open(self.path(key), "rb", buffering=0, opener=without_waiting) as file:
                 status = os.fstat(file.fileno())
@@ -100,7 +106,10 @@ class FileBackend:
                     return None
                 with suppress(OSError):                         # it may not be ours; then it goes earlier
                     os.utime(file.fileno())
-                value = file.read()
+                if room is not None and len(room) == status.st_size:
+                    value = room if file.readinto(room) == len(room) else b""
+                else:
+                    value = file.read()
         except (FileNotFoundError, IsADirectoryError):
             return None
         self.files.count(file_reads=1, file_read_bytes=len(value))

@@ -1174,6 +1174,130 @@ def test_a_partial_hit_is_used_up_to_the_last_page_that_is_right(stored, right, 
     assert sum(request.outcome.pages.values()) == 12
 
 
+class Checks:
+    """Lets the test say in which order threads are done with checking pages: `fill` of a page waits until it may."""
+
+    def __init__(self, monkeypatch, *first_pages):
+        self.changed, self.held, self.waiting, fill = threading.Condition(), set(first_pages), set(), tiered.HostPages.fill
+
+        def held(host, place, tokens, *more):
+            with self.changed:
+                if tokens in self.held:
+                    self.waiting.add(tokens)
+                    self.changed.wait_for(lambda: tokens not in self.held)
+            return fill(host, place, tokens, *more)
+        monkeypatch.setattr(tiered.HostPages, "fill", held)
+
+    def allow(self, tokens):
+        with self.changed:
+            self.held.discard(tokens)
+            self.changed.notify_all()
+
+
+def page_tokens(prompt) -> list[bytes]:
+    tokens = tiered.as_bytes(prompt)
+    return [tokens[at:at + 16] for at in range(0, len(tokens) // 16 * 16, 16)]                  # of pages of 4
+
+
+def test_the_next_pages_are_read_while_the_last_ones_are_checked_and_come_after_them(stored, right, monkeypatch):
+    engine, storage = stored(LONG)
+    first = page_tokens(LONG)[0]
+    checks = Checks(monkeypatch, first)
+    request, = engine.submit(LONG, max_tokens=8)
+    stepped_until(engine, lambda: checks.waiting and engine.prefetches[0].asked == 11)
+    prefetch, = engine.prefetches
+    until(lambda: sum(count for _, count, _ in prefetch.read.values()) == 10)                   # all others are checked
+    steps(engine, 5)
+    assert prefetch.arrived == 0 and engine.counts["prefetched_pages"] == 0
+    assert where(engine, LONG) == "-" * 11 and request.outcome is None
+    checks.allow(first)
+    steps(engine)
+    assert request.outcome.tokens == right(LONG) and request.outcome.pages["storage_hits"] == 11
+    assert storage.asked("get") == page_keys(engine, LONG)      # each page once, in order
+    spans = sorted((span.start, span.end) for span in request.timeline.spans if span.lane == "storage")
+    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:]))
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_behind_a_page_that_is_wrong_nothing_is_used_whoever_is_done_first(stored, right, monkeypatch, late):
+    """The page after it is right, and has been read and checked before (late) or after it."""
+    engine, storage = stored(LONG)
+    keys, (first, second, *_) = page_keys(engine, LONG), page_tokens(LONG)
+    good = storage.pages[keys[0]]
+    storage.pages[keys[0]] = good[:-1] + bytes([good[-1] ^ 1])
+    checks = Checks(monkeypatch, first, second)
+    request, = engine.submit(LONG, max_tokens=8)
+    stepped_until(engine, lambda: len(checks.waiting) == 2)
+    prefetch, = engine.prefetches
+    checks.allow(second if late else first)
+    until(lambda: prefetch.read if late else prefetch.failed)
+    checks.allow(first if late else second)
+    steps(engine)
+    assert request.outcome.tokens == right(LONG) and request.outcome.pages["storage_hits"] == 0
+    assert request.outcome.prefetch["ended"] == "failed" and not engine.storage.reading.ready
+    assert engine.storage.counts["storage_pages_refused"] == engine.storage.counts["storage_errors"] == 1
+    assert engine.storage.counts["storage_pages_read"] == 0
+    accounted(engine)
+
+
+def test_an_error_behind_pages_that_are_still_checked_does_not_lose_them(stored, right, monkeypatch):
+    engine, storage = stored(LONG)
+    first, *_ = page_tokens(LONG)
+    checks, gets = Checks(monkeypatch, first), []
+    get = storage.get
+
+    def fails(key):
+        gets.append(key)
+        if len(gets) > 1:
+            raise OSError("injected")
+        return get(key)
+    monkeypatch.setattr(storage, "get", fails)
+    request, = engine.submit(LONG, max_tokens=8)
+    stepped_until(engine, lambda: checks.waiting and engine.storage.error)
+    checks.allow(first)
+    steps(engine)
+    assert request.outcome.tokens == right(LONG) and request.outcome.pages["storage_hits"] == 1
+    assert engine.storage.counts["storage_errors"] == 1 and not engine.storage.reading.ready
+    accounted(engine)
+
+
+def test_the_last_reads_of_a_prefetch_are_small(make, shelf):
+    """Nothing more is read while they go over the link."""
+    engine = make(storage=shelf())
+    storage = engine.storage
+    storage.batch = 16
+    prefetch, sizes = held_prefetch(engine, storage, 60, 60, places=list(range(60))), []
+    while prefetch.asked < 60:
+        numbers = storage.next_pages(prefetch)
+        assert numbers.start == sum(sizes) and numbers.stop == prefetch.asked
+        sizes.append(len(numbers))
+    assert sizes == [4, 16, 16, 12, 6, 4, 2]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("damaged", [False, True])
+def test_files_are_read_into_the_pages_place_where_the_layout_has_one(make, right, monkeypatch, tmp_path, layout, damaged):
+    def engine():
+        return make(storage=backends.open_backend(f"file:{tmp_path}"), layout=layout)
+    first = engine()
+    asked(first, LONG)
+    first.flush()
+    if damaged:
+        path = tmp_path / f"{page_keys(first, LONG)[5]}.page"
+        value = bytearray(path.read_bytes())
+        value[-3] ^= 4
+        path.write_bytes(value)
+    there, fill = [], tiered.HostPages.fill
+    monkeypatch.setattr(tiered.HostPages, "fill", lambda host, place, tokens, value, read_there: (
+        there.append(read_there) or fill(host, place, tokens, value, read_there)))
+    second = engine()
+    request = asked(second, LONG)
+    assert request.outcome.tokens == right(LONG) and set(there) == {layout != "layer_first"}
+    assert request.outcome.pages["storage_hits"] == (5 if damaged else 11)
+    second.flush()
+    accounted(second)
+
+
 def test_a_page_that_was_damaged_in_storage_does_not_stay_so(stored, right):
     engine, storage = stored(LONG)
     keys = page_keys(engine, LONG)
@@ -1750,7 +1874,7 @@ def test_in_that_traffic_pages_come_from_storage(tiny_engine, conversations, mon
     storage = Flaky(1, 0.0, 0.0)
     assert answers().source == "miss" and answers().outcome.tokens == conversations[0][3][1]
     assert answers().source == "storage_hit"
-    monkeypatch.setattr(tiered.HostPages, "fill", lambda host, place, tokens, value: not host.kv[place].copy_(
+    monkeypatch.setattr(tiered.HostPages, "fill", lambda host, place, *_: not host.kv[place].copy_(
         torch.full_like(host.kv[place], 0.5)).isnan().any())
     assert answers().outcome.tokens != conversations[0][3][1]
 

@@ -344,8 +344,8 @@ def test_a_demo_whose_tokens_differ_ends_and_prints_no_number(long_model, tmp_pa
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     fill = tiered.HostPages.fill
 
-    def zeros(self, place, tokens, value):
-        right = fill(self, place, tokens, value)
+    def zeros(self, place, *arguments):
+        right = fill(self, place, *arguments)
         self.kv[place].zero_()
         return right
     if tampered:
