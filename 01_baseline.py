@@ -15,6 +15,7 @@ behind them call this method recomputation: HCache (EuroSys '25, section 2.3), C
     python 01_baseline.py --prompt "What is a KV cache?"
     python 01_baseline.py                                  # the server, on http://127.0.0.1:5000
 """
+import math
 import statistics
 import threading
 import time
@@ -89,13 +90,19 @@ class KVCache:
         self.length = end = start + count
         mask = None
         if start and count > 1:    # row i may see the `start` tokens before this chunk, and i + 1 of its own
-            mask = torch.ones(count, end, dtype=torch.bool, device=self.k.device).tril(start)   # [T, S]
+            mask = score_mask(torch.ones(count, end, dtype=torch.bool, device=self.k.device).tril(start), self.k.dtype)   # [T, S]
         for cached_k, cached_v in zip(self.k, self.v):                              # [KVH, capacity, hd] each
             def attend(q, k, v, cached_k=cached_k, cached_v=cached_v):
                 cached_k[:, start:end] = k.transpose(0, 1)                          # [KVH, T, hd]
                 cached_v[:, start:end] = v.transpose(0, 1)                          # [KVH, T, hd]
                 return attention(q, cached_k[:, :end], cached_v[:, :end], mask)
             yield attend
+
+
+def score_mask(seen, dtype):
+    """seen [.., S]: True where a token may look -> what is added to its scores: 0 there, minus infinity elsewhere. Of `seen`
+    itself PyTorch would make this in every layer again."""
+    return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -math.inf)
 
 
 def attention(q, k, v, mask):

@@ -289,7 +289,8 @@ class PagedBatch:
         runs = [slice(first * size, end * size) for first, end in runs]
         runs[-1] = slice(runs[-1].start, runs[-1].stop - (-length) % size)
         if count > 1 and request.computed:
-            mask = torch.ones(count, length, dtype=torch.bool, device=self.pool.kv.device).tril(request.computed)
+            seen = torch.ones(count, length, dtype=torch.bool, device=self.pool.kv.device).tril(request.computed)
+            mask = baseline.score_mask(seen, self.pool.kv.dtype)
         in_place = count == 1 and self.pool.kv.dtype == torch.float32 and len(runs) * self.READ_RUN <= length * self.token_bytes
         if len(runs) == 1 or in_place:
             return runs, mask
@@ -304,7 +305,8 @@ class PagedBatch:
         slots = (blocks[:, :, None] * self.pool.block_size + offsets).flatten(1)                # [B, longest * block_size]
         slots = slots[:, :max(request.computed + 1 for request, _ in group)]                    # [B, S]
         seen = torch.arange(slots.shape[1], device=slots.device) < lengths                      # [B, S]
-        return torch.where(seen, slots, slots[:, :1]), seen[:, None, None]                      # padding: a slot of its own
+        slots = torch.where(seen, slots, slots[:, :1])                                          # padding: a slot of its own
+        return slots, baseline.score_mask(seen, self.pool.kv.dtype)[:, None, None]
 
     def layers(self):
         """One `attend(q, k, v)` per layer."""
