@@ -2,6 +2,7 @@
 import builtins
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -273,6 +274,36 @@ def test_every_geometry_is_sound(name):
 
 
 # Memory --------------------------------------------------------------------------------------------------------------
+
+FREED = """
+import os, torch
+from common import checkpoint
+checkpoint.load("random:tiny", device="cpu")
+def megabytes():                    # that are in memory
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+before = megabytes()
+tensors = [torch.ones(7 << 20) for _ in range(3)]
+del tensors
+print(megabytes() - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told to keep what is freed")
+@pytest.mark.parametrize("kept", [True, False])
+def test_what_a_step_frees_is_there_for_the_next_one(kept):
+    """Three tensors of 29 MB; where glibc gives them back, the next step has all their pages faulted in again."""
+    code = FREED if kept else FREED.replace("checkpoint.load(", "checkpoint.keep_freed_memory = lambda: None\ncheckpoint.load(")
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert float(run.stdout) > 80 if kept else float(run.stdout) < 30
+
+
+def test_where_there_is_no_glibc_memory_is_left_alone(monkeypatch):
+    for error in (AttributeError("mallopt"), OSError("no library"), TypeError("None")):
+        def library(name, error=error):
+            raise error
+        monkeypatch.setattr(checkpoint.ctypes, "CDLL", library)
+        checkpoint.keep_freed_memory()
+
 
 MEASURE = """
 import sys
