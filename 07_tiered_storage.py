@@ -377,13 +377,13 @@ class HostPages(PagePool):
             return kv.permute(0, 2, 3, 1, 4, 5)                                 # [pages, L, 2, page_size, KVH, hd]
         return self.rows[:, header:].unflatten(1, (layers, 2, page_size, heads, head_dim))
 
-    def room(self, place: int) -> memoryview | None:
+    def buffer(self, place: int) -> memoryview | None:
         """Where a page may be read to as storage keeps it; None for layer_first."""
         return None if self.layout == "layer_first" else memoryview(self.rows[place].view(torch.uint8).numpy())
 
     def value(self, place: int, tokens: bytes) -> memoryview:
         """A page as storage keeps it: its memory, with the header filled in; for layer_first gathered first."""
-        value = self.room(place)
+        value = self.buffer(place)
         if value is None:
             gathered = numpy.empty(self.page_bytes, numpy.uint8)
             self.gathered(gathered)[...] = as_integers(self.kv[place])
@@ -393,8 +393,8 @@ class HostPages(PagePool):
         return value
 
     def fill(self, place: int, tokens: bytes, value, read_there: bool = False) -> bool:
-        """Put a page from storage into its place, if it was not read there -> whether it is what it must be; else it is not put
-        there."""
+        """-> whether a value from storage is the page that it must be; then it lies in its place. `read_there`: it was read right
+        there; then what lies there must not be used if it is wrong."""
         value, known = memoryview(value).cast("B"), len(self.MAGIC) + 4
         if len(value) != self.page_bytes or value[:len(self.MAGIC)] != self.MAGIC or value[known:known + len(tokens)] != tokens:
             return False
@@ -404,7 +404,7 @@ class HostPages(PagePool):
         if self.layout == "layer_first":
             numpy.copyto(as_integers(self.kv[place]), self.gathered(numpy.frombuffer(value, numpy.uint8)))
         elif not read_there:
-            self.room(place)[:] = value
+            self.buffer(place)[:] = value
         return True
 
     def gathered(self, value: numpy.ndarray) -> numpy.ndarray:
@@ -442,8 +442,8 @@ class Prefetch:
     hit: int | None = None         # pages in a row that storage has; None: it has not said yet
     places: list[int] = field(default_factory=list)             # in host memory, for the first pages of the hit
     asked: int = 0                 # of them a thread reads, or has read
-    read: dict[int, tuple[int, int, bool]] = field(default_factory=dict)    # of a read that is checked, but not all before it:
-    #                                its first page -> how many are right, of how many, and whether the next one is wrong
+    checked: dict[int, tuple[int, int, bool]] = field(default_factory=dict)     # reads that were checked before an earlier one
+    #                                was: first page -> pages that are right, pages read, whether the next one is wrong
     arrived: int = 0               # of them are there, and all before them
     taken: int = 0                 # of them are in the tree
     users: int = 0                 # requests that wait for it
@@ -609,8 +609,10 @@ class Storage:
                 self.complain(f"{type(error).__name__}: {self.say(error)}", backoff)
                 self.epoch = next(EPOCHS)
             return None
-        with self.changed:                                      # who only says what it has may still not take or give it
-            if function is not backends.exist_all and ready and errors == self.counts["storage_errors"]:
+        with self.changed:
+            # Of several readers, one that was under way says nothing about what has just gone wrong for another
+            worked = backoff is self.writing or ready and errors == self.counts["storage_errors"]
+            if worked and function is not backends.exist_all:   # who only says what it has may still not take or give it
                 backoff.note(True)
         return answer
 
@@ -641,40 +643,42 @@ class Storage:
 
     def next_pages(self, prefetch: Prefetch) -> range:
         """Those that a thread is to read now. A quarter of a batch first, because the link has nothing to do yet; and fewer and
-        fewer in the end, because nothing is read any more while the last ones go over it. For who holds `changed`."""
+        fewer in the end, so that little is left to copy to the device when the last are there. For who holds `changed`."""
         rest = len(prefetch.places) - prefetch.asked
         count = min(rest, self.batch, max(-(-self.batch // 4), -(-rest // 2) if prefetch.asked else 0))
         prefetch.asked += count
         return range(prefetch.asked - count, prefetch.asked)
 
     def fetch(self, prefetch: Prefetch, numbers: range):
-        """Read these pages."""
+        """Read these pages, let another thread read the next ones, and meanwhile check these and put them into their places."""
         began = time.perf_counter()
-        rooms = [self.host.room(prefetch.places[number]) for number in numbers]
-        values = self.ask(self.reading, backends.get_all, [prefetch.keys[number] for number in numbers], rooms)
+        buffers = [self.host.buffer(prefetch.places[number]) for number in numbers]
+        values = self.ask(self.reading, backends.get_all, [prefetch.keys[number] for number in numbers], buffers)
         if values and self.bandwidth:
             size = sum(self.host.page_bytes for value in values if value is not None)
             self.closed.wait(max(0.0, self.bandwidth.arrival(size, began) - time.perf_counter()))
         with self.changed:
-            if values and all(value is not None for value in values) and prefetch.asked < len(prefetch.places):
+            wanted = not prefetch.failed and not prefetch.stopped and prefetch.asked < len(prefetch.places)
+            if wanted and values and all(value is not None for value in values):
                 prefetch.queued = True
                 self.put(prefetch)
         right = 0
-        for number, value, room in zip(numbers, values or (), rooms):
-            if value is None or not self.host.fill(prefetch.places[number], prefetch.page(number), value, value is room):
+        for number, value, buffer in zip(numbers, values or (), buffers):
+            if value is None or not self.host.fill(prefetch.places[number], prefetch.page(number), value, value is buffer):
                 break
             right += 1
         wrong = values is not None and right < len(numbers) and values[right] is not None
         with self.changed:
             prefetch.moved = self.heard = time.perf_counter()
-            prefetch.read[numbers.start] = right, len(numbers), wrong
+            prefetch.checked[numbers.start] = right, len(numbers), wrong
             self.arrive(prefetch, began)
 
     def arrive(self, prefetch: Prefetch, began: float):
-        """What has been read without a gap is there; the last of it since `began`. For who holds `changed`."""
+        """Count what is there without a gap, now that what a thread began to read at `began` is checked. For who holds
+        `changed`."""
         before = prefetch.arrived
-        while prefetch.arrived in prefetch.read:
-            right, count, wrong = prefetch.read.pop(prefetch.arrived)
+        while prefetch.arrived in prefetch.checked:
+            right, count, wrong = prefetch.checked.pop(prefetch.arrived)
             prefetch.arrived += right
             prefetch.failed = prefetch.failed or right < count
             if wrong:
@@ -761,6 +765,9 @@ def work(storage: Storage, kind: str):
                 job.over, storage.wrote = True, time.perf_counter()
             else:
                 job.at_work -= 1
+                if job.failed and job.queued:                   # whoever waits need not wait until a thread finds that out
+                    jobs.remove(job)
+                    job.queued = False
             storage.changed.notify_all()
         job = None                                              # which a thread that waits should not keep alive
 
@@ -1259,13 +1266,16 @@ class Engine(offload.SwappingEngine):
 
     def settle_prefetch(self, prefetch: Prefetch):
         """Take what has come; give places to one that has found something; let go of one that is over."""
-        if prefetch.idle and not prefetch.over and not prefetch.places:
+        with prefetch.storage.changed:
+            has_looked = prefetch.idle and not prefetch.over and not prefetch.places
+        if has_looked:
             prefetch.places = self.take_host(prefetch.hit, 1)
             prefetch.stopped = not prefetch.places and not self.storage_writes()        # else there will be room
             if prefetch.places:
                 prefetch.queued, prefetch.moved = True, time.perf_counter()
                 prefetch.storage.put(prefetch)
-        over = prefetch.over                                                    # before, because more may arrive until it is
+        with prefetch.storage.changed:
+            over = prefetch.over                                                # before, because more may arrive until it is
         self.take(prefetch)
         if over:
             self.host.release(prefetch.places[prefetch.taken:])

@@ -910,8 +910,7 @@ class Engine(paged.Engine):
         for rows, seen in reads:
             (count, _, _), k, v, mask = q[rows].shape, keys[seen].transpose(0, 1), values[seen].transpose(0, 1), None
             if 1 < count < k.shape[1]:                                  # row i sees what was before these rows, and i + 1 of them
-                seen = torch.ones(count, k.shape[1], dtype=torch.bool, device=q.device).tril(k.shape[1] - count)    # [T, S]
-                mask = baseline.score_mask(seen, q.dtype)
+                mask = torch.ones(count, k.shape[1], dtype=torch.bool, device=q.device).tril(k.shape[1] - count)    # [T, S]
             out[rows] = baseline.attention(q[rows], k, v, mask)
         return out
 

@@ -1,4 +1,4 @@
-"""The same weights in `transformers`, which every claim of equality is checked against; and what all benchmarks begin with."""
+"""The same weights in `transformers`, which every claim of equality is checked against; and what benchmarks begin with."""
 import gc
 import sys
 from contextlib import contextmanager
@@ -11,8 +11,8 @@ from common.llama import Llama
 
 
 def set_imports_aside():
-    """Python's collector goes through all that was imported now and then, and stops everything for a quarter of a second: no
-    method's fault. A chapter's command line does the same (common/app.py)."""
+    """Now and then Python's garbage collector goes through all that was imported, and stops everything for a quarter of a second:
+    no method's fault. A chapter's command line does the same (common/app.py)."""
     gc.freeze()
 
 

@@ -12,7 +12,9 @@ memoryview of a host buffer, C-contiguous):
     set(key, value)            whole or not at all. A key's value never changes, so setting one that is there may do nothing.
                                When it returns or raises, the caller may overwrite its buffer.
     batch_get(keys) -> list, batch_exists(keys) -> list of bool, batch_set(keys, values), close()              optional
-    read_into(key, room)       optional: as get, but a value as long as `room`, a memoryview or None, is read there and is `room`
+    read_into(key, buffer) -> bytes-like or None     optional, and asked before batch_get: as get, but a value as long as the
+                               buffer (a memoryview, or None) is read into it, and the buffer is returned. When it returns or
+                               raises, nothing of it may write there any more.
 
 They are called from several threads at the same time. Each may raise anything: the caller counts it, goes on without, and does
 not ask again for a while. So a back end does not try again by itself, and should not take long to give up. It need not check
@@ -40,10 +42,10 @@ KINDS = ("file:DIR, redis://HOST:PORT/N, another URL that fsspec knows (s3://BUC
 
 # All keys of a list --------------------------------------------------------------------------------------------------
 
-def get_all(backend, keys: list[str], rooms=()) -> list:
-    """-> for each key its value, or None. `rooms`: for each key where its value may be read to, a memoryview or None."""
-    if rooms and hasattr(backend, "read_into"):
-        return as_many(keys, map(backend.read_into, keys, rooms))
+def get_all(backend, keys: list[str], buffers=()) -> list:
+    """-> for each key its value, or None. `buffers`: for each key where its value may be read to, a memoryview or None."""
+    if any(buffer is not None for buffer in buffers) and hasattr(backend, "read_into"):
+        return as_many(keys, map(backend.read_into, keys, buffers))
     return as_many(keys, backend.batch_get(keys) if hasattr(backend, "batch_get") else map(backend.get, keys))
 
 
@@ -98,7 +100,7 @@ class FileBackend:
     def get(self, key: str) -> bytes | None:
         return self.read_into(key, None)
 
-    def read_into(self, key: str, room: memoryview | None) -> bytes | memoryview | None:
+    def read_into(self, key: str, buffer: memoryview | None) -> bytes | memoryview | None:
         try:
             with open(self.path(key), "rb", buffering=0, opener=without_waiting) as file:
                 status = os.fstat(file.fileno())
@@ -106,8 +108,8 @@ class FileBackend:
                     return None
                 with suppress(OSError):                         # it may not be ours; then it goes earlier
                     os.utime(file.fileno())
-                if room is not None and len(room) == status.st_size:
-                    value = room if file.readinto(room) == len(room) else b""
+                if buffer is not None and len(buffer) == status.st_size:
+                    value = buffer if file.readinto(buffer) == len(buffer) else b""
                 else:
                     value = file.read()
         except (FileNotFoundError, IsADirectoryError):

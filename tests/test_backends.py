@@ -210,18 +210,18 @@ def test_conformance_threads_at_once_see_nothing_or_all_of_a_value(again):
     assert any(seen) and all(exist_all(backend, shared))
 
 
-def test_values_are_read_into_the_room_that_they_fit(again):
-    """Where the back end can; else, and where the room is missing or of another size, they are given as they are."""
+def test_values_are_read_into_buffers_that_they_fit(again):
+    """Where the back end can; else, and where the buffer is missing or of another size, they are given as they are."""
     backend, names = again(), keys(5)
     for name, size in zip(names[:4], (100, 100, 99, 0)):
         backend.set(name, value_of(name, size))
-    rooms = [memoryview(bytearray(size)) if size is not None else None for size in (100, None, 100, 0, 100)]
-    values = get_all(backend, names, rooms)
+    buffers = [memoryview(bytearray(size)) if size is not None else None for size in (100, None, 100, 0, 100)]
+    values = get_all(backend, names, buffers)
     assert [value if value is None else bytes(value) for value in values] == [
         *(value_of(name, size) for name, size in zip(names, (100, 100, 99, 0))), None]
     if hasattr(backend, "read_into"):
-        assert values[0] is rooms[0] and values[2] is not rooms[2]
-    assert bytes(rooms[4]) == bytes(100)
+        assert values[0] is buffers[0] and values[2] is not buffers[2]
+    assert bytes(buffers[4]) == bytes(100)
 
 
 # 2. Lists ------------------------------------------------------------------------------------------------------------

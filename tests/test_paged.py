@@ -1077,8 +1077,8 @@ def test_large_and_small_contexts_in_one_step_are_read_apart(make, some_engine, 
 def test_padding_that_is_not_masked_changes_the_logits(make, tiny_engine, monkeypatch):
     """The guard removed: short requests read what pads them."""
     def read_many(batch, group, plain=paged.PagedBatch.read_many):
-        slots, seen = plain(batch, group)
-        return slots, torch.ones_like(seen)
+        slots, mask = plain(batch, group)
+        return slots, torch.zeros_like(mask)
     monkeypatch.setattr(paged.PagedBatch, "read_many", read_many)
     engine = make()
     rows, kinds = logits_of(engine, monkeypatch)

@@ -1206,7 +1206,7 @@ def test_the_next_pages_are_read_while_the_last_ones_are_checked_and_come_after_
     request, = engine.submit(LONG, max_tokens=8)
     stepped_until(engine, lambda: checks.waiting and engine.prefetches[0].asked == 11)
     prefetch, = engine.prefetches
-    until(lambda: sum(count for _, count, _ in prefetch.read.values()) == 10)                   # all others are checked
+    until(lambda: sum(count for _, count, _ in list(prefetch.checked.values())) == 10)          # all others are checked
     steps(engine, 5)
     assert prefetch.arrived == 0 and engine.counts["prefetched_pages"] == 0
     assert where(engine, LONG) == "-" * 11 and request.outcome is None
@@ -1221,6 +1221,8 @@ def test_the_next_pages_are_read_while_the_last_ones_are_checked_and_come_after_
 @pytest.mark.parametrize("late", [False, True])
 def test_behind_a_page_that_is_wrong_nothing_is_used_whoever_is_done_first(stored, right, monkeypatch, late):
     """The page after it is right, and has been read and checked before (late) or after it."""
+    monkeypatch.setattr(tiered.Backoff, "FIRST", 1e6)
+    monkeypatch.setattr(tiered.Backoff, "LONGEST", 1e6)
     engine, storage = stored(LONG)
     keys, (first, second, *_) = page_keys(engine, LONG), page_tokens(LONG)
     good = storage.pages[keys[0]]
@@ -1230,7 +1232,7 @@ def test_behind_a_page_that_is_wrong_nothing_is_used_whoever_is_done_first(store
     stepped_until(engine, lambda: len(checks.waiting) == 2)
     prefetch, = engine.prefetches
     checks.allow(second if late else first)
-    until(lambda: prefetch.read if late else prefetch.failed)
+    until(lambda: prefetch.checked if late else prefetch.failed)
     checks.allow(first if late else second)
     steps(engine)
     assert request.outcome.tokens == right(LONG) and request.outcome.pages["storage_hits"] == 0
@@ -1241,6 +1243,8 @@ def test_behind_a_page_that_is_wrong_nothing_is_used_whoever_is_done_first(store
 
 
 def test_an_error_behind_pages_that_are_still_checked_does_not_lose_them(stored, right, monkeypatch):
+    monkeypatch.setattr(tiered.Backoff, "FIRST", 1e6)
+    monkeypatch.setattr(tiered.Backoff, "LONGEST", 1e6)
     engine, storage = stored(LONG)
     first, *_ = page_tokens(LONG)
     checks, gets = Checks(monkeypatch, first), []
@@ -1259,6 +1263,65 @@ def test_an_error_behind_pages_that_are_still_checked_does_not_lose_them(stored,
     assert request.outcome.tokens == right(LONG) and request.outcome.pages["storage_hits"] == 1
     assert engine.storage.counts["storage_errors"] == 1 and not engine.storage.reading.ready
     accounted(engine)
+
+
+def test_a_prefetch_that_is_given_up_while_it_reads_is_stopped_and_has_not_failed(stored):
+    engine, storage = stored(LONG)
+    storage.hold("get")
+    request, = engine.submit(LONG, max_tokens=8)
+    stepped_until(engine, lambda: storage.waiting["get"] == 1)
+    prefetch, = engine.prefetches
+    engine.storage.give_up(prefetch)
+    storage.allow("get")
+    until(lambda: prefetch.over)
+    assert prefetch.stopped and not prefetch.failed and prefetch.arrived == 1 and len(storage.asked("get")) == 1
+    steps(engine)
+    accounted(engine)
+
+
+def test_a_prefetch_that_has_failed_is_over_though_all_threads_are_busy(stored, monkeypatch):
+    """Its next pages stand in line when the check of the first ones fails, and no thread comes for them."""
+    engine, storage = stored(LONG)
+    first = page_tokens(LONG)[0]
+    good = storage.pages[page_keys(engine, LONG)[0]]
+    storage.pages[page_keys(engine, LONG)[0]] = good[:-1] + bytes([good[-1] ^ 1])
+    checks, reading = Checks(monkeypatch, first), engine.storage
+    request, = engine.submit(LONG, max_tokens=8)
+    get, second = storage.get, []
+
+    def held(key):
+        if storage.asked("get"):
+            second.append(key)
+            until(lambda: checks.held == set() and done)
+        return get(key)
+    done = []
+    monkeypatch.setattr(storage, "get", held)
+    stepped_until(engine, lambda: checks.waiting and second)
+    prefetch, = engine.prefetches
+    with reading.changed:                                       # as if more were to be read after these
+        prefetch.queued = True
+        reading.reads.append(prefetch)
+        checks.allow(first)
+        reading.changed.wait_for(lambda: prefetch.failed and prefetch.at_work == 1, timeout=30)
+        assert prefetch.failed and not prefetch.queued and prefetch not in reading.reads
+    done.append(True)
+    until(lambda: prefetch.over)
+    steps(engine)
+    accounted(engine)
+
+
+@pytest.mark.parametrize("kind, after", [("writing", 0.0), ("reading", tiered.Backoff.FIRST)])
+def test_an_answer_that_was_under_way_ends_the_backoff_of_writing_only(make, shelf, kind, after):
+    """There is one writer: it has just come on. Of the readers, another one has not."""
+    engine = make(storage=shelf())
+    storage, backoff = engine.storage, getattr(engine.storage, kind)
+
+    def answers(backend):
+        storage.blame(backoff)
+        return "an answer"
+    assert storage.ask(backoff, answers) == "an answer" and backoff.seconds == after
+    backoff.until = 0.0                                         # time passes
+    assert storage.ask(backoff, lambda backend: "an answer") == "an answer" and backoff.seconds == 0.0
 
 
 def test_the_last_reads_of_a_prefetch_are_small(make, shelf):
@@ -1490,9 +1553,10 @@ def test_write_back_writes_what_has_to_leave(make, shelf, right):
     asked(engine, others[0], max_tokens=3)
     asked(engine, others[1], max_tokens=3)
     assert where(engine, PROMPT) == "h" * 6 and not engine.storage.backend.pages
-    for other in others[2:]:
-        asked(engine, other, max_tokens=3)
-    assert where(engine, PROMPT) == "-" * 6 and all(in_storage(engine, PROMPT))  # host memory is full, too
+    for other in [*others[2:], *(ids(80 + number, 30) for number in range(20))]:                 # until host memory is full, too
+        if where(engine, PROMPT) != "-" * 6:
+            asked(engine, other, max_tokens=3)
+    assert where(engine, PROMPT) == "-" * 6 and all(in_storage(engine, PROMPT))
     assert asked(engine, PROMPT).outcome.tokens == right(PROMPT) and engine.tree.lost == 0
     assert engine.counters()["storage_hits"] >= 1                               # as many as there is room for
 
