@@ -552,7 +552,6 @@ def run(chapter: str, arguments, load, make_engine, actions: dict, without_model
     serving = not action and arguments.prompt is None
     server = listen(arguments.host, arguments.port) if serving else None
     model, tokenizer, end_tokens = load(arguments.model, arguments.dtype, arguments.device, reorder=not arguments.plain_weights)
-    gc.freeze()     # what is there stays: Python's collector need not go through it again, which stops everything for 0.1 s
     engine = make_engine(model, tokenizer, end_tokens, arguments)
     try:
         use(chapter, arguments, engine, server, action)
@@ -565,6 +564,7 @@ def use(chapter: str, arguments, engine, server, action):
     info = dict(chapter=chapter, model=arguments.model, dtype=str(engine.model.dtype)[6:],
                 device=torch.cuda.get_device_name() if engine.model.device.type == "cuda" else "cpu")
     if server:
+        gc.freeze()     # else Python's collector goes through all this now and then, and nobody gets a token for 0.1 s
         return serve(server, engine, info)
     if action:
         report, timelines = action(engine, arguments)
