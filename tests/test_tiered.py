@@ -997,7 +997,7 @@ def test_wait_complete_waits_to_the_end(stored, right):
     assert other.outcome.tokens == right(ids(9, 3), 10) and not request.answer.tokens           # and delays nobody
     storage.allow("exists")
     for number in range(11):
-        stepped_until(engine, lambda: storage.waiting["get"] == 1)
+        stepped_until(engine, lambda number=number: len(storage.asked("get")) > number and storage.waiting["get"] == 1)
         steps(engine, 3)
         assert not request.answer.tokens and len(storage.asked("get")) == number + 1
         storage.allow("get", 1)
