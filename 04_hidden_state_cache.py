@@ -695,9 +695,9 @@ class Engine(offload.MeasuringEngine):
             load.landing = None
             self.counts["layers_projected"] += 1
 
-            # 4. Whenever a sixth as many rows were projected as a step may compute, others take a step
+            # 4. Whenever as many rows were projected as a step may compute, which takes a sixth as long, others take a step
             rows += load.rows
-            if rows * 6 >= self.token_budget * len(layers) and self.others_compute(request):
+            if rows >= self.token_budget * len(layers) and self.others_compute(request):
                 rows = 0
                 yield
         return whole

@@ -837,10 +837,10 @@ class Engine(hidden_states.Engine):
             yield from self.make_way(request, restoration, load.rows)
 
     def make_way(self, request: Request, restoration: Restoration, rows: int):
-        """A generator: others take a step whenever a sixth as many rows were projected as a step may compute; a row that goes
-        through a whole layer counts as six."""
+        """A generator: others take a step whenever as many rows were projected as a step may compute, which takes a sixth as
+        long; a row that goes through a whole layer counts as six."""
         restoration.done += rows
-        if restoration.done * 6 >= self.token_budget * len(self.model.layers) and self.others_compute(request):
+        if restoration.done >= self.token_budget * len(self.model.layers) and self.others_compute(request):
             restoration.done = 0
             yield
 

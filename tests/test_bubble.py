@@ -49,7 +49,7 @@ from common.app import HungUp
 paged, offload, hidden, bubble = (chapter(name) for name in (
     "02_paged_kv", "03_cpu_offload", "04_hidden_state_cache", "05_bubble_free"))
 Plan, Profile, Run, LayerStore = bubble.Plan, bubble.Profile, bubble.Run, bubble.LayerStore
-right, models = of_04.right, of_04.models                                      # fixtures
+right, models, nothing_is_late = of_04.right, of_04.models, of_04.nothing_is_late                                      # fixtures
 LONG = ids(1, 460)                 # seven chunks, and twelve tokens
 of_04.FAMILIES.update({
     "one KV head": dict(num_key_value_heads=1), "wide heads": dict(num_key_value_heads=4, head_dim=32),
@@ -808,6 +808,26 @@ def test_while_layers_are_recomputed_projected_and_loaded_others_decode(make, ri
     assert all(b - a == 1 for a, b in zip(written, written[1:])) and not engine.load_link.log
     assert len(set(recomputed)) > 4 and recomputed[-1] == 2 * 7 + 1 and projected[-1] > projected[0] == 0
     assert projected[recomputed.index(15)] == 0
+    assert answered(engine, other, late) == [right(OTHER, 40, base=base), right(LONG, base=base)]
+
+
+@pytest.mark.parametrize("plan, expected", [(Plan(0, 6, 0), [(0, 8), (0, 16), (0, 24)]), (Plan(0, 2, 4), [(0, 2)]),
+                                            (Plan(2, 4, 0), [(2, 0), (4, 0), (5, 1), (5, 3), (5, 4)])], ids=str)
+def test_after_as_many_rows_as_a_step_may_compute_others_take_one(make, right, models, nothing_is_late, plan, expected):
+    """Here two layers of 448 rows, in one part or in four. Two batches of 128 rows that go through all of it count more."""
+    base = models("six")
+    engine = make(plan, base=base, token_budget=448 * 2 // 6)
+    ask(engine, LONG, max_tokens=1)
+    forget_device(engine)
+    other, = engine.submit(OTHER, max_tokens=40, save=False)
+    steps(engine, 1)
+    late, = engine.submit(LONG, max_tokens=8)
+    seen = []
+    while not late.answer.tokens:
+        steps(engine, 1)
+        counts = engine.counters()
+        seen.append((counts["layers_recomputed"], counts["layers_projected"]))
+    assert list(dict.fromkeys(seen)) == expected
     assert answered(engine, other, late) == [right(OTHER, 40, base=base), right(LONG, base=base)]
 
 

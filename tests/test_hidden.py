@@ -773,8 +773,17 @@ def test_while_directories_are_asked_others_decode(make, right, tmp_path):
     assert late.source == "hidden"
 
 
-def test_after_a_sixth_of_a_step_of_projecting_others_take_a_step(make, right):
-    engine = make(token_budget=64)                                             # 192 rows are as much as half of its rows
+@pytest.fixture
+def nothing_is_late(monkeypatch):
+    """Whoever looks whether states have arrived finds them."""
+    monkeypatch.setattr(hidden.Load, "ready", property(lambda load: load.join() or True))
+
+
+@pytest.mark.parametrize("budget, expected", [
+    (64, [(2, 1), (3, 2), (4, 3), (5, 3)]), (65, [(2, 2), (3, 3)]), (128, [(2, 2), (3, 3)]), (129, [(2, 3), (3, 3)])])
+def test_after_as_many_rows_as_a_step_may_compute_others_take_one(make, right, nothing_is_late, budget, expected):
+    """Three layers of 192 rows are projected; a step may compute three layers of `budget`."""
+    engine = make(token_budget=budget)
     ask(engine, PROMPT, max_tokens=1)
     offload.empty(engine)
     other, = engine.submit(OTHER, max_tokens=40)
@@ -784,7 +793,7 @@ def test_after_a_sixth_of_a_step_of_projecting_others_take_a_step(make, right):
     while not late.answer.tokens:
         steps(engine, 1)
         seen.append((len(other.answer.tokens), engine.counters()["layers_projected"]))
-    assert seen == [(2, 1), (3, 2), (4, 3), (5, 3)]
+    assert seen == expected
     assert answered(engine, other, late) == [right(OTHER, 40), right(PROMPT)]
 
 
