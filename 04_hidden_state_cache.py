@@ -14,8 +14,8 @@ host memory; stage two, threads on the host, sorts the rows into chunks of 64 to
 restoration reads one layer of many tokens, where decoding writes all layers of one. Chunks stay in host memory, or go to
 files that survive the process.
 
-New against chapter 03: ChunkPool and Saver, the tap on the forward pass that sees the states, RowBuffer (common/link.py),
-ChunkFiles (common/store.py), and restoration as a phase of its own: others decode between its layers. It stands on chapter
+New against chapter 03: ChunkPool and Saver, the tap on the forward pass that sees the states, RowBuffer (legacy/link.py),
+ChunkFiles (legacy/store.py), and restoration as a phase of its own: others decode between its layers. It stands on chapter
 02: KV blocks are not copied anywhere, `save` registers them as before, and the tap keeps the states. A device hit that
 ends inside a chunk is cut back to the chunk's beginning, unless the store has the chunk or is about to: a chunk is filled by
 computing all of its tokens. With blocks of 16 that costs at most 48 tokens, and makes no gap in what is kept.
@@ -27,7 +27,6 @@ Source: HCache (Gao et al., EuroSys '25), sections 3, 4.2 and 5. Its scheduler, 
     python 04_hidden_state_cache.py --ingest notes.txt --disk chunks
     python 04_hidden_state_cache.py                        # the server, on http://127.0.0.1:5000
 """
-import importlib
 import queue
 import random
 import statistics
@@ -45,15 +44,13 @@ from typing import NamedTuple
 
 import torch
 
-from common import app, figure, live
-from common import link as links
-from common.app import BadRequest
-from common.link import Link, RowBuffer, Transfer, TransferError, as_integers
-from common.store import ChunkFiles
+from legacy import app, baseline, figure, live, offload, paged
+from legacy import link as links
+from legacy.app import BadRequest
+from legacy.link import Link, RowBuffer, Transfer, TransferError, as_integers
+from legacy.store import ChunkFiles
 from tools import classroom_text
 
-baseline, paged = importlib.import_module("01_baseline"), importlib.import_module("02_paged_kv")
-offload = importlib.import_module("03_cpu_offload")
 CHUNK = 64                         # tokens (section 4.2.1)
 SNAPSHOT = 1 << 20                 # bytes: less than this waits for the next layer, or step, unless it makes a chunk whole
 BUFFER = 1 << 30                   # bytes: more than this no buffer takes, unless one layer does

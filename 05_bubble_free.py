@@ -51,15 +51,14 @@ from typing import NamedTuple
 import numpy
 import torch
 
-from common import app, figure, live
-from common import link as links
-from common.app import BadRequest
-from common.link import as_integers
-from common.timeline import Span, Timeline
+from legacy import app, baseline, figure, live, offload, paged
+from legacy import link as links
+from legacy.app import BadRequest
+from legacy.link import as_integers
+from legacy.timeline import Span, Timeline
 from tools import classroom_text
 
-baseline, paged = importlib.import_module("01_baseline"), importlib.import_module("02_paged_kv")
-offload, hidden_states = importlib.import_module("03_cpu_offload"), importlib.import_module("04_hidden_state_cache")
+hidden_states = importlib.import_module("04_hidden_state_cache")
 Chunk, PagedBatch, CHUNK = hidden_states.Chunk, paged.PagedBatch, hidden_states.CHUNK
 PARTS = 4                          # in which a layer may be shared by two ways, or its transfer be cut
 # All divisions of the layers; all layers H; R and K only; all layers K; tokens divided (section 4.1.1), also in whole chunks

@@ -48,14 +48,14 @@ import numpy
 import torch
 from tqdm import tqdm
 
-from common import app, checkpoint, figure, live
-from common import link as links
-from common.app import BadRequest
-from common.link import Link, Transfer, as_integers
-from common.store import ChunkFiles
+from common import checkpoint
+from legacy import app, baseline, figure, live, offload, paged
+from legacy import link as links
+from legacy.app import BadRequest
+from legacy.link import Link, Transfer, as_integers
+from legacy.store import ChunkFiles
 
-baseline, paged = importlib.import_module("01_baseline"), importlib.import_module("02_paged_kv")
-offload, bubble_free = importlib.import_module("03_cpu_offload"), importlib.import_module("05_bubble_free")
+bubble_free = importlib.import_module("05_bubble_free")
 CHUNK = 512                        # tokens, at most by default (appendix A)
 PIECES, PIECE = 8, 5e-3            # a chunk is read in 8 pieces, so that its pace is known early; in fewer, if one took < 5 ms
 PATIENCE = 5.0                     # seconds without a piece after which nobody waits for storage any more

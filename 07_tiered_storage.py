@@ -47,15 +47,15 @@ import numpy
 import torch
 from tqdm import tqdm
 
-from common import app, backends, checkpoint, figure, live
-from common import link as links
-from common.app import BadRequest
-from common.link import as_integers
-from common.timeline import Timeline
+from common import checkpoint
+from legacy import app, backends, baseline, figure, live, offload, paged
+from legacy import link as links
+from legacy.app import BadRequest
+from legacy.link import as_integers
+from legacy.timeline import Timeline
 from tools import classroom_text
 
-baseline, paged = importlib.import_module("01_baseline"), importlib.import_module("02_paged_kv")
-offload, bidirectional = importlib.import_module("03_cpu_offload"), importlib.import_module("06_bidirectional")
+bidirectional = importlib.import_module("06_bidirectional")
 LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
 PREFETCH_POLICIES = ("best_effort", "wait_complete", "timeout")
@@ -502,7 +502,7 @@ class Backoff:
 
 
 class Storage:
-    """A back end (common/backends.py) and the threads that ask it: some read, one writes. What it raises is counted, and not
+    """A back end (legacy/backends.py) and the threads that ask it: some read, one writes. What it raises is counted, and not
     passed on. A thread sets `at_work` or `over` of a job last, under `changed`; what it set before may be read when that is
     seen. A place in host memory is the threads' until its Prefetch is idle, and then the engine's; a Write changes nothing
     there but the header in front of the page."""

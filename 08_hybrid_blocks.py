@@ -30,7 +30,6 @@ the memory.
     python 08_hybrid_blocks.py                                                 # the server, on http://127.0.0.1:5000
 """
 import copy
-import importlib
 import itertools
 import math
 import random
@@ -46,14 +45,14 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from common import app, batch, checkpoint, figure, live
-from common import link as links
-from common.app import BadRequest
-from common.link import Link, Transfer, TransferError
+from common import checkpoint
 from common.llama import Layer, Llama
-from common.timeline import Timeline
+from legacy import app, baseline, batch, figure, live, offload, paged
+from legacy import link as links
+from legacy.app import BadRequest
+from legacy.link import Link, Transfer, TransferError
+from legacy.timeline import Timeline
 
-baseline, paged, offload = map(importlib.import_module, ("01_baseline", "02_paged_kv", "03_cpu_offload"))
 POLICIES = ("hybrid", "kv-only", "act-only", "static")
 ROWS = 512                         # tokens that are projected, or go through a layer, at once: what is temporary stays small
 RETRIES = 3                        # steps in a row that may fail because of a transfer

@@ -32,7 +32,8 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmarks import claims  # noqa: E402
-from common import app, checkpoint  # noqa: E402
+from common import checkpoint  # noqa: E402
+from legacy import app  # noqa: E402
 
 # kind: the benchmark, and what it measures by --only; model: None where only the benchmark's own makes sense. Then the options of
 # the full run, and those of the quick one, which leaves out what has None. Without --rounds a benchmark takes its own, mostly 5.

@@ -14,7 +14,6 @@ time and peak memory of loading, each in a fresh process.
 import argparse
 import ctypes
 import gc
-import importlib
 import json
 import platform
 import statistics
@@ -33,9 +32,9 @@ from transformers.generation.streamers import BaseStreamer
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.limits import matrix_rate, memory_bandwidth  # noqa: E402
 from benchmarks.reference import one_sentence, reference_model, set_imports_aside  # noqa: E402
-from common import app, checkpoint  # noqa: E402
+from common import checkpoint  # noqa: E402
+from legacy import app, baseline, paged  # noqa: E402
 
-baseline, paged = importlib.import_module("01_baseline"), importlib.import_module("02_paged_kv")
 CASES = [("classroom", "float32", 1.5), ("random:tinyllama", "float32", 1.4), ("random:tinyllama", "bfloat16", 1.4)]
 RESULTS = Path(__file__).resolve().parent / "results"
 UNITS = "ttft", "tbt"
@@ -132,7 +131,7 @@ def measure_load(name: str, dtype: str, device: str) -> dict:
 def measure_start(name: str, dtype: str, device: str, rounds: int = 5) -> dict:
     """Seconds from the interpreter's first line to a model that is loaded, as each `--demo` begins; each in a fresh process,
     after one that warms the files up."""
-    code = ("import time; began = time.perf_counter(); import importlib; importlib.import_module('01_baseline'); "
+    code = ("import time; began = time.perf_counter(); import legacy.baseline; "
             f"from common import checkpoint; checkpoint.load({name!r}, {dtype!r}, {device!r}); "
             "print(time.perf_counter() - began)")
     return spread([float(subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).resolve().parent.parent,

@@ -34,7 +34,7 @@ from benchmarks import offload as offload_benchmark  # noqa: E402
 from benchmarks import paged as paged_benchmark  # noqa: E402
 from benchmarks.baseline import spread  # noqa: E402
 
-offload, bidirectional = importlib.import_module("03_cpu_offload"), importlib.import_module("06_bidirectional")
+bidirectional = importlib.import_module("06_bidirectional")
 CHUNK, QUESTION = 128, 16                                       # tokens
 MODELS = {"looking": ["random:small", "classroom"], "eight_bit": ["classroom"], "histories": ["classroom"],
           "grid": ["classroom", "random:small"]}

@@ -36,10 +36,10 @@ from benchmarks import offload as offload_benchmark  # noqa: E402
 from benchmarks import paged as paged_benchmark  # noqa: E402
 from benchmarks.baseline import spread  # noqa: E402
 from common import checkpoint  # noqa: E402
-from common import link as links  # noqa: E402
 from common.llama import cpu_multiplies_bfloat16  # noqa: E402
+from legacy import link as links  # noqa: E402
+from legacy import offload, paged  # noqa: E402
 
-paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
 hidden_states = importlib.import_module("04_hidden_state_cache")
 MODELS = {"restore": ["random:small", "classroom", "random:tinyllama-mha", "random:tinyllama"], "heads": ["random:tinyllama"],
           "bandwidth": ["random:small"], "compute": ["random:small"], "files": ["random:small"],

@@ -28,8 +28,9 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.baseline import spread, write  # noqa: E402
 from benchmarks.reference import one_sentence, set_imports_aside  # noqa: E402
-from common import app, checkpoint  # noqa: E402
-from common import link as links  # noqa: E402
+from common import checkpoint  # noqa: E402
+from legacy import app  # noqa: E402
+from legacy import link as links  # noqa: E402
 
 hybrid = importlib.import_module("08_hybrid_blocks")
 LAYERS, STEPS = 2, 2

@@ -18,8 +18,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.reference import one_sentence  # noqa: E402
-from common import app, checkpoint  # noqa: E402
+from common import checkpoint  # noqa: E402
 from common.llama import Linear  # noqa: E402
+from legacy import app  # noqa: E402
 
 HIDDEN, INTERMEDIATE, *_ = checkpoint.GEOMETRIES["tinyllama"]
 ROWS = {"cpu": 1024, "cuda": 8192}                              # tokens of a product: enough that more are no faster

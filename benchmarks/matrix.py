@@ -60,11 +60,11 @@ from benchmarks import baseline as baseline_benchmark  # noqa: E402
 from benchmarks.baseline import RESULTS, Memory, device_name, spread, write  # noqa: E402
 from benchmarks.limits import matrix_rate, memory_bandwidth  # noqa: E402
 from benchmarks.reference import reference_model, set_imports_aside  # noqa: E402
-from common import app, backends, checkpoint, live  # noqa: E402
-from common import link as links  # noqa: E402
+from common import checkpoint  # noqa: E402
+from legacy import app, backends, baseline, live, offload, paged  # noqa: E402
+from legacy import link as links  # noqa: E402
 
-baseline, paged = importlib.import_module("01_baseline"), importlib.import_module("02_paged_kv")
-offload, hidden_states = importlib.import_module("03_cpu_offload"), importlib.import_module("04_hidden_state_cache")
+hidden_states = importlib.import_module("04_hidden_state_cache")
 bubble_free, bidirectional = importlib.import_module("05_bubble_free"), importlib.import_module("06_bidirectional")
 tiered, hybrid = importlib.import_module("07_tiered_storage"), importlib.import_module("08_hybrid_blocks")
 

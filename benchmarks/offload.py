@@ -15,7 +15,6 @@ Claims, each with its own function below:
                  only decode differ by at most 3 %. Also the worst case: the save lane never idle.
 """
 import dataclasses
-import importlib
 import math
 import statistics
 import sys
@@ -30,8 +29,8 @@ from benchmarks import paged as paged_benchmark  # noqa: E402
 from benchmarks.baseline import spread  # noqa: E402
 from benchmarks.reference import reference_model  # noqa: E402
 from common.llama import Rotary  # noqa: E402
+from legacy import offload, paged  # noqa: E402
 
-paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
 MODELS = {"restore": ["random:small", "classroom"], "saving": ["random:small", "classroom"]}
 HISTORIES, QUESTION, BLOCK = (256, 512, 1024, 2048, 4096), 16, 16                      # tokens
 

@@ -19,7 +19,6 @@ Claims, each with its own function below:
 --histories sets the context of `tbt` and the system prompt of `hit`, the longest of them.
 """
 import argparse
-import importlib
 import random
 import sys
 import time
@@ -32,9 +31,9 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.baseline import spread, write  # noqa: E402
 from benchmarks.reference import one_sentence, reference_model, set_imports_aside  # noqa: E402
-from common import app, checkpoint  # noqa: E402
+from common import checkpoint  # noqa: E402
+from legacy import app, baseline, paged  # noqa: E402
 
-baseline, paged = importlib.import_module("01_baseline"), importlib.import_module("02_paged_kv")
 MODELS = {"tbt": ["random:tinyllama", "random:small"], "throughput": ["classroom", "random:tinyllama"],
           "waste": ["classroom"], "hit": ["classroom", "random:small"], "allocator": ["random:tiny"],
           "host": ["classroom"]}

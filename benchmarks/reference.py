@@ -12,7 +12,7 @@ from common.llama import Llama
 
 def set_imports_aside():
     """Now and then Python's garbage collector goes through all that was imported, and stops everything for a quarter of a second:
-    no method's fault. A chapter's server does the same (common/app.py)."""
+    no method's fault. A chapter's server does the same (legacy/app.py)."""
     gc.freeze()
 
 

@@ -41,10 +41,10 @@ from benchmarks import offload as offload_benchmark  # noqa: E402
 from benchmarks import paged as paged_benchmark  # noqa: E402
 from benchmarks.baseline import spread, write  # noqa: E402
 from benchmarks.reference import one_sentence, set_imports_aside  # noqa: E402
-from common import app, backends, checkpoint  # noqa: E402
-from common import link as links  # noqa: E402
+from common import checkpoint  # noqa: E402
+from legacy import app, backends, offload, paged  # noqa: E402
+from legacy import link as links  # noqa: E402
 
-paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
 hidden_states, bubble_free = importlib.import_module("04_hidden_state_cache"), importlib.import_module("05_bubble_free")
 bidirectional, tiered = importlib.import_module("06_bidirectional"), importlib.import_module("07_tiered_storage")
 

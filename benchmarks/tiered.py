@@ -37,9 +37,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import offload as offload_benchmark  # noqa: E402
 from benchmarks import paged as paged_benchmark  # noqa: E402
 from benchmarks.baseline import spread  # noqa: E402
-from common import backends  # noqa: E402
-from common import link as links  # noqa: E402
 from common.llama import LlamaConfig  # noqa: E402
+from legacy import backends  # noqa: E402
+from legacy import link as links  # noqa: E402
 
 tiered, bidirectional = importlib.import_module("07_tiered_storage"), importlib.import_module("06_bidirectional")
 MODELS = {"match": ["no model"], "layouts": ["random:small", "classroom"], "admission": ["classroom"],

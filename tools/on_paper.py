@@ -14,7 +14,7 @@ Llama 3 and Qwen2.5: their config.json.
 """
 from typing import NamedTuple
 
-from common.link import PLATFORMS, SHARE_OF_PEAK
+from legacy.link import PLATFORMS, SHARE_OF_PEAK
 
 MEMORY = {"a100": 40e9, "a30": 24e9, "4090": 24e9, "l20": 48e9, "h800": 80e9}                  # bytes; Table 2
 LATER = {"H100, H200": (989e12, 64e9), "B200": (2250e12, 64e9)}          # H200: more memory, but no cost of a layer differs

@@ -1,0 +1,959 @@
+"""The engines of chapters 04 to 06 behind a real socket: many clients, some of whom hang up, several samples, salts, errors."""
+import http.client
+import itertools
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from legacy.tests.conftest import chapter
+from legacy.tests.test_app import (
+    ANYTHING,
+    ASK,
+    CHAT,
+    VALID,
+    Serving,
+    another,
+    client_of,
+    error_of,
+    events,
+    eventually,
+)
+
+paged, offload, hidden, bubble, cake = (
+    chapter(name) for name in ("02_paged_kv", "03_cpu_offload", "04_hidden_state_cache", "05_bubble_free", "06_bidirectional"))
+TIMEOUT = 120                      # seconds; no answer here takes more than a few
+TEXT = dict(prompt="Hello", max_tokens=8, temperature=0)
+
+
+class Reply:
+    """What came over the socket, in the form in which Flask's test client gives it."""
+
+    def __init__(self, response):
+        self.status_code, self.mimetype = response.status, response.getheader("Content-Type").split(";")[0]
+        self.data = response.read().decode()
+
+    def get_data(self, as_text: bool):
+        return self.data
+
+    @property
+    def json(self):
+        return json.loads(self.data)
+
+
+def sent(port: int, body, route: str = "/generate"):
+    """-> the connection on which `body` was asked; the answer is still to come. Closing it is to hang up."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT)
+    connection.request("POST", route, body if isinstance(body, bytes) else json.dumps(body))
+    return connection
+
+
+def ask(port: int, body, route: str = "/generate") -> Reply:
+    with closing(sent(port, body, route)) as connection:
+        return Reply(connection.getresponse())
+
+
+def counters(port: int) -> dict:
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT)) as connection:
+        connection.request("GET", "/health")
+        return json.loads(connection.getresponse().read())["counters"]
+
+
+def make(tiny_engine, end_tokens=None, **options):
+    """Chapter 02's engine on the model of chapter 01's."""
+    return paged.Engine(tiny_engine.model, tiny_engine.tokenizer, tiny_engine.end_tokens if end_tokens is None else end_tokens,
+                        **{"blocks": 64, **options})
+
+
+@contextmanager
+def serving(engine):
+    """-> the port. Afterwards nobody runs or waits, every block is back, and everybody is counted once."""
+    try:
+        with Serving(engine) as port:
+            yield port
+            eventually(lambda: over(engine))
+            counts = engine.counters()
+            assert counts["running"] == counts["waiting"] == counts["blocks_referenced"] == 0
+            assert counts["blocks_free"] + counts["blocks_cached"] == counts["blocks"] == engine.pool.size
+            engine.pool.check_integrity([])
+            assert counts["finished"] + counts["failed"] + counts["cancelled"] == counts["requests"]
+    finally:
+        engine.close()
+
+
+def over(engine) -> bool:
+    """Whether the engine's thread has nothing more to do; it holds `stepping` while it does something."""
+    with engine.stepping:
+        return not (engine.running or engine.waiting or engine.cancelled)
+
+
+def hold(engine, until, passes: int = 0):
+    """After `passes` forward passes, the engine's next one waits until `until()` -> an event that says that it waits."""
+    waits = threading.Event()
+
+    def wait(number):
+        if number == passes:
+            waits.set()
+            eventually(until)
+    before_each_pass(engine, wait)
+    return waits
+
+
+def before_each_pass(engine, call):
+    """`call(number)` comes before every forward pass, in the engine's thread, which has not changed anything since."""
+    forward, numbers = engine.forward, itertools.count()
+
+    def wrapped(batch):
+        call(next(numbers))
+        return forward(batch)
+    engine.forward = wrapped
+
+
+def tokens_of(engine, body: dict) -> list[int]:
+    """What chapter 01 answers to the body of a POST to /generate."""
+    return engine.generate(**{name: value for name, value in body.items() if name not in ("n", "stream", "cache_salt")}).tokens
+
+
+@pytest.fixture(scope="module")
+def port(tiny_engine):
+    """Of a server that all tests share that leave it as it was."""
+    with serving(make(tiny_engine)) as port:
+        yield port
+
+
+def tokens_in(answer: dict) -> list[list[int]]:
+    return [result["tokens"] for result in answer.get("results", [answer])]
+
+
+NS, SALTS = st.integers(1, 4), st.text(max_size=8) | st.just("Anna")
+WRONG_NS = st.sampled_from([0, 17, -1, "two", True, 1.0, 10 ** 400, [], {}])
+WRONG_SALTS = st.sampled_from(["x" * 257, 5, False, [], "\ud800"])
+
+
+@st.composite
+def bodies(draw):
+    """-> whether it is a valid request, and its body: n, a salt, a stream or not, and a wrong value or two among them."""
+    body = {**draw(VALID), "max_tokens": draw(st.integers(1, 4)), "stream": draw(st.booleans()),
+            "temperature": draw(st.sampled_from([0, 1.5]))}
+    body |= draw(st.fixed_dictionaries({}, optional=dict(n=NS, cache_salt=SALTS)))
+    wrong = {}
+    if draw(st.booleans()):
+        wrong = draw(st.fixed_dictionaries({}, optional=dict(n=WRONG_NS | ANYTHING, cache_salt=WRONG_SALTS | ANYTHING)))
+        wrong |= draw(st.dictionaries(st.sampled_from(["stream", "seed", "stop", "prompt", "extra"]), ANYTHING, max_size=1))
+    return not wrong, {**body, **wrong}
+
+
+def make_offload(tiny_engine, end_tokens=None, **options):
+    """Chapter 03's engine on the model of chapter 01's. To load is always estimated to be faster than to compute."""
+    engine = offload.Engine(tiny_engine.model, tiny_engine.tokenizer,
+                            tiny_engine.end_tokens if end_tokens is None else end_tokens,
+                            **{"blocks": 64, "block_size": 4, "cpu_blocks": 64, "bytes_per_second": 5e7, **options})
+    engine.seconds_to_load = lambda *_, **__: 1e-9
+    return engine
+
+
+@contextmanager
+def serving_offload(engine):
+    """-> the port. Afterwards nothing is on its way, every block of both tiers is back, and everybody is counted once."""
+    try:
+        with Serving(engine) as port:
+            yield port
+            eventually(lambda: over(engine))
+            engine.flush()
+            engine.check_integrity()
+            counts = engine.counters()
+            for name in ("running", "waiting", "blocks_referenced", "cpu_blocks_referenced", "swaps_under_way"):
+                assert counts[name] == 0, name
+            assert counts["blocks_free"] + counts["blocks_cached"] == counts["blocks"] == engine.pool.size
+            assert counts["cpu_blocks_free"] + counts["cpu_blocks_cached"] == counts["cpu_blocks"] == engine.host.size
+            assert counts["finished"] + counts["failed"] + counts["cancelled"] == counts["requests"]
+    finally:
+        engine.close()
+
+
+def settled(engine):
+    eventually(lambda: over(engine))
+    engine.flush()
+
+
+@pytest.fixture(scope="module")
+def offload_port(tiny_engine):
+    with serving_offload(make_offload(tiny_engine)) as port:
+        yield port
+
+
+# 1. Chapter 04 ---------------------------------------------------------------------------------------------------
+
+STORY = "It was a long story, and it began with a letter. " * 4         # three chunks of 64 tokens, and the fourth begins
+STATES = 3 * 64 * 4                # bytes of a token's hidden states: layers, width, float32
+
+
+def make_hidden(tiny_engine, end_tokens=None, **options):
+    """Chapter 04's engine on the model of chapter 01's. To restore is always estimated to be faster than to compute."""
+    engine = hidden.Engine(tiny_engine.model, tiny_engine.tokenizer,
+                           tiny_engine.end_tokens if end_tokens is None else end_tokens,
+                           **{"blocks": 256, "block_size": 4, "cpu_chunks": 32, "bytes_per_second": 5e7, **options})
+    engine.seconds_to_restore = lambda *_, **__: 1e-9
+    return engine
+
+
+@contextmanager
+def serving_hidden(engine):
+    """-> the port. Afterwards nothing is on its way, every block and every chunk is back, and everybody is counted once."""
+    try:
+        with Serving(engine) as port:
+            yield port
+            settled(engine)
+            engine.check_integrity()
+            counts = engine.counters()
+            for name in ("running", "waiting", "blocks_referenced", "chunks_referenced"):
+                assert counts[name] == 0, name
+            assert counts["blocks_free"] + counts["blocks_cached"] == counts["blocks"] == engine.pool.size
+            if "cells" in counts:
+                assert counts["chunks_cached"] == counts["chunks"] and counts["cells"] == engine.chunks.size
+            else:
+                assert counts["chunks_free"] + counts["chunks_cached"] == counts["chunks"] == engine.chunks.size
+            assert counts["finished"] + counts["failed"] + counts["cancelled"] == counts["requests"]
+            assert not (engine.restorations or engine.line or engine.saving)
+            assert not (engine.landing.taken or engine.reading.taken or engine.saver.buffer.taken)
+    finally:
+        engine.close()
+        engine.saver.close()
+
+
+def forget(engine):
+    """The device lost all that it had cached, as if others had needed it."""
+    settled(engine)
+    offload.empty(engine)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("on_disk", [False, True], ids=["in memory", "in files"])
+def test_a_reply_says_what_was_restored_and_how_and_health_counts_it(tiny_engine, tmp_path, stream, on_disk):
+    engine = make_hidden(tiny_engine, directories=[tmp_path] if on_disk else [])
+
+    def reply(text: str) -> dict:
+        body = dict(messages=[dict(role="user", content=text)], max_tokens=6, stream=stream)
+        got = ask(port, body)
+        result = events(got)[-1]["result"] if stream else got.json
+        settled(engine)
+        assert result["tokens"] == tokens_of(tiny_engine, body) and result["link"] == "modelled link, 0.05 GB/s"
+        return result
+    with serving_hidden(engine) as port:
+        first, second = reply(STORY), reply(STORY)
+        forget(engine)
+        third = reply(STORY)
+        forget(engine)
+        short = reply(STORY[:80])                                   # restores a chunk, and computes what follows
+        mixed = reply(STORY)
+        forget(engine)
+        engine.seconds_to_restore = lambda *_, **__: 1e9
+        refused = reply(STORY)
+        counts = counters(port)
+    results = (first, second, third, short, mixed, refused)
+    assert [result["source"] for result in results] == ["miss", "gpu_hit", "hidden", "hidden", "mixed", "miss"]
+    # The device holds more than 192 tokens, but the fourth chunk must be computed from its beginning to be kept
+    assert [result["usage"]["cached_tokens"] for result in results] == [0, 192, 192, 64, 192, 0]
+    assert first["choice"] is second["choice"] is first["restoration"] is second["restoration"] is refused["restoration"] is None
+    for result, chosen in ((third, "restore"), (short, "restore"), (mixed, "restore"), (refused, "recompute")):
+        assert result["choice"]["chosen"] == chosen and len(result["choice"]) == 3
+        assert result["choice"]["restore_ms"] >= 0 <= result["choice"]["recompute_ms"]
+    brought = [result["restoration"] for result in (third, short, mixed)]
+    tokens = [restoration["tokens"] for restoration in brought]
+    assert tokens[:2] == [192, 64] and 64 < 192 - tokens[2] < 128, "the device held what is not restored"
+    for restoration, count in zip(brought, tokens):
+        assert set(restoration) == {"tokens", "bytes", "start_ms", "ms", "tokens_per_second", "load_bubble", "compute_bubble"}
+        assert restoration["bytes"] == count * STATES and restoration["ms"] > 0 < restoration["tokens_per_second"]
+        assert 0 <= restoration["load_bubble"] <= 1 and 0 <= restoration["compute_bubble"] <= 1
+    for result in (third, short, mixed):
+        lanes = {lane: [span["label"] for span in result["timeline"] if span["lane"] == lane] for lane in ("load", "storage")}
+        layers = ["layer 0", "layer 1", "layer 2"]
+        assert lanes == dict(load=layers, storage=layers if on_disk else [])
+    assert (counts["restorations"], counts["layers_projected"], counts["restored_tokens"]) == (3, 9, sum(tokens))
+    assert counts["bytes_in"] == sum(tokens) * STATES and counts["recomputed_hits"] == 3 and counts["bytes_out"] > 0
+    assert counts["transfer_errors"] == counts["chunks_missed"] == counts["chunks_dropped"] == counts["save_errors"] == 0
+    if on_disk:
+        assert counts["file_reads"] == 3 * (3 + 1 + 2)                    # layers and chunks
+        assert counts["file_writes"] == counts["chunks_saved"] and counts["file_errors"] == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions"])
+def test_openais_routes_say_the_same_after_a_restoration(tiny_engine, route, stream):
+    body = dict(messages=[dict(role="user", content=STORY)]) if "chat" in route else dict(prompt=STORY)
+    body |= dict(max_tokens=9, temperature=0)
+    engine = make_hidden(tiny_engine)
+    with serving_hidden(engine) as port:
+        first = ask(port, body, route).json
+        forget(engine)
+        if stream:
+            *chunks, last, done = events(ask(port, dict(body, stream=True, stream_options=dict(include_usage=True)), route))
+            choices = [choice for chunk in chunks for choice in chunk["choices"]]
+            said = "".join(choice["delta"].get("content", "") if "chat" in route else choice["text"] for choice in choices)
+            usage = last["usage"]
+            assert done == "[DONE]" and choices[-1]["finish_reason"] == first["choices"][0]["finish_reason"]
+        else:
+            again = ask(port, body, route).json
+            said, usage = (again["choices"][0]["message"]["content"] if "chat" in route else again["choices"][0]["text"],
+                           again["usage"])
+            assert again["choices"] == first["choices"] and set(again) == set(first)
+    assert said == (first["choices"][0]["message"]["content"] if "chat" in route else first["choices"][0]["text"])
+    assert first["usage"]["prompt_tokens_details"] == dict(cached_tokens=0)
+    assert usage["prompt_tokens_details"] == dict(cached_tokens=192) and usage["total_tokens"] == first["usage"]["total_tokens"]
+    assert engine.counts["restorations"] == 1
+
+
+@pytest.mark.parametrize("route", ["/generate", "/v1/chat/completions", "/v1/completions"])
+def test_save_says_whether_hidden_states_are_kept(tiny_engine, route):
+    engine, texts, kept = make_hidden(tiny_engine), [], []
+    question = dict(messages=[dict(role="user", content=STORY)]) if "chat" in route else dict(prompt=STORY)
+    with serving_hidden(engine) as port:
+        for number, asked in enumerate((dict(save=False), dict(save=True), dict(), dict(save=None), dict(save=False, n=2))):
+            before = counters(port)
+            reply = ask(port, dict(question, max_tokens=6, temperature=0, cache_salt=str(number), **asked), route)
+            assert reply.status_code == 200
+            answers = reply.json.get("choices") or reply.json.get("results") or [reply.json]
+            texts.append([answer["message"]["content"] if "chat" in route else answer["text"] for answer in answers])
+            settled(engine)
+            after = counters(port)
+            kept.append(after["chunks_saved"] - before["chunks_saved"])
+            assert (after["bytes_out"] > before["bytes_out"]) == (kept[-1] > 0)
+    assert kept == [0, 3, 3, 3, 0] and texts == [texts[0]] * 4 + [texts[0] * 2]
+
+
+@pytest.fixture(scope="module")
+def hidden_port(tiny_engine):
+    with serving_hidden(make_hidden(tiny_engine)) as port:
+        yield port
+
+
+@pytest.mark.parametrize("route,body", [("/generate", ASK), ("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("value", ["yes", "true", 0, 1, 1.0, [], {}, [True]], ids=repr)
+def test_a_wrong_save_is_refused_by_name(hidden_port, route, body, stream, value):
+    message = error_of(ask(hidden_port, dict(body, save=value, stream=stream), route), 400)["message"]
+    assert message == "save must be true or false."
+
+
+def test_other_chapters_do_not_know_save_and_this_one_no_offload_after(port, offload_port, hidden_port, tiny_engine):
+    for one, field in ((port, "save"), (offload_port, "save"), (hidden_port, "offload_after")):
+        message = error_of(ask(one, {**ASK, field: True}), 400)["message"]
+        assert f"Unknown field '{field}'" in message and "cache_salt" in message
+    assert "Unknown field 'save'" in error_of(client_of(tiny_engine).post("/generate", json=dict(ASK, save=True)), 400)["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_samples_share_what_was_restored_for_their_prompt(tiny_engine, stream):
+    engine, body = make_hidden(tiny_engine), dict(prompt=STORY, max_tokens=12, temperature=1.0, seed=7)
+    expected = [tiny_engine.generate(**{**body, "seed": 7 + number}).tokens for number in range(3)]
+    with serving_hidden(engine) as port:
+        assert tokens_in(ask(port, dict(body, n=3)).json) == expected
+        forget(engine)
+        reply = ask(port, dict(body, n=3, stream=stream))
+        if stream:
+            ended = {event["index"]: event["result"] for event in events(reply) if "result" in event}
+            results = [ended[number] for number in range(3)]
+        else:
+            results = reply.json["results"]
+    assert [result["tokens"] for result in results] == expected and len(set(map(tuple, expected))) == 3
+    for result in results:
+        assert (result["source"], result["usage"]["cached_tokens"], result["choice"]["chosen"]) == ("hidden", 192, "restore")
+    assert engine.counts["restorations"] == 1 and engine.counts["restored_tokens"] == 192
+
+
+@pytest.mark.parametrize("on_disk", [False, True], ids=["in memory", "in files"])
+def test_a_salt_never_restores_the_states_of_another(tiny_engine, tmp_path, on_disk):
+    engine = make_hidden(tiny_engine, directories=[tmp_path] if on_disk else [])
+    body = dict(prompt=STORY, max_tokens=6)
+    expected = tokens_of(tiny_engine, body)
+
+    def source(**fields) -> str:
+        forget(engine)
+        result = ask(port, dict(body, **fields)).json
+        assert result["tokens"] == expected and result["usage"]["cached_tokens"] == (192 if result["source"] == "hidden" else 0)
+        return result["source"]
+    with serving_hidden(engine) as port:
+        salts = [dict(), dict(cache_salt="Anna"), dict(cache_salt="Ben"), dict(cache_salt="anna"), dict(cache_salt="x" * 256)]
+        assert [source(**salt) for salt in salts] == ["miss"] * 5
+        assert [source(**salt) for salt in (*salts, dict(cache_salt=""), dict(cache_salt=None))] == ["hidden"] * 7
+
+
+@pytest.mark.parametrize("on_disk", [False, True], ids=["in memory", "in files"])
+def test_health_of_chapter_04_shows_all_counters(tiny_engine, tmp_path, on_disk):
+    engine = make_hidden(tiny_engine, directories=[tmp_path / "a", tmp_path / "b"] if on_disk else [])
+    zero = set("restorations layers_projected restored_tokens bytes_in bytes_out chunks_saved chunks_dropped chunks_missed "
+               "recomputed_hits transfer_errors chunks_cached chunks_referenced chunk_evictions save_errors".split())
+    files = {f"file_{name}" for name in "reads read_bytes writes write_bytes evictions errors bytes".split()}
+    with serving_hidden(engine) as port:
+        before = counters(port)
+        assert all(before[name] == 0 for name in zero) and before["chunks"] == before["chunks_free"] == 32
+        assert before["link"] == "modelled link, 0.05 GB/s"
+        assert {name for name in before if name.startswith("file")} == (files if on_disk else set())
+        assert all(before[name] == 0 for name in before if name.startswith("file"))
+        assert ask(port, dict(prompt=STORY, max_tokens=2)).status_code == 200
+        settled(engine)
+        after = counters(port)
+    assert after["chunks_saved"] == 3 and after["chunks_cached"] == (0 if on_disk else 3)
+    assert set(after) == set(before)
+    if on_disk:
+        sizes = [file.stat().st_size for folder in ("a", "b") for file in (tmp_path / folder).iterdir()]
+        assert (after["file_writes"], after["file_write_bytes"], after["file_bytes"]) == (3, sum(sizes), sum(sizes))
+
+
+def test_who_asks_a_server_that_was_started_again_finds_the_files_of_the_first(tiny_engine, tmp_path):
+    body = dict(prompt=STORY + "And then?", max_tokens=6)
+    with serving_hidden(make_hidden(tiny_engine, directories=[tmp_path])) as port:
+        assert ask(port, dict(prompt=STORY, max_tokens=6)).json["source"] == "miss"
+    with serving_hidden(make_hidden(tiny_engine, directories=[tmp_path])) as port:
+        reply = ask(port, body)
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} in a reply, which a browser does not read")
+    result = json.loads(reply.data, parse_constant=refuse)          # no prefill has been measured there, and its estimate is inf
+    assert (result["source"], result["usage"]["cached_tokens"], result["choice"]["recompute_ms"]) == ("hidden", 192, None)
+    assert result["tokens"] == tokens_of(tiny_engine, body)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("on_disk", [False, True], ids=["in memory", "in files"])
+def test_a_client_that_hangs_up_in_the_middle_of_a_restoration_frees_everything(tiny_engine, tmp_path, stream, on_disk):
+    """Somebody else decodes, and between two of his tokens the link, which is slow, has not brought a layer."""
+    engine = make_hidden(tiny_engine, frozenset(), bytes_per_second=1e6, directories=[tmp_path] if on_disk else [])
+    other, waits, restoring = dict(prompt="Meanwhile", max_tokens=60), threading.Event(), []
+
+    def wait(_):
+        if not waits.is_set() and engine.restorations:              # before that, chunks are looked for
+            restoring.extend(request for request in engine.running if request.restoration)
+            waits.set()
+            eventually(lambda: engine.cancelled)
+    with serving_hidden(engine) as port, ThreadPoolExecutor() as pool:
+        assert ask(port, dict(prompt=STORY, max_tokens=2)).status_code == 200
+        forget(engine)
+        opened = threading.Event()
+        before_each_pass(engine, lambda number: eventually(opened.is_set) if number == 1 else wait(number))
+        goes_on = pool.submit(ask, port, other)
+        eventually(lambda: engine.counters()["running"] == 1)
+        with closing(sent(port, dict(prompt=STORY, max_tokens=100, stream=stream))):
+            eventually(lambda: engine.counters()["requests"] == 3)
+            opened.set()
+            assert waits.wait(TIMEOUT)
+            assert len(restoring) == 1 and restoring[0].source is None and engine.counters()["restorations"] == 1
+        assert goes_on.result().json["tokens"] == tokens_of(another(tiny_engine, end_tokens=frozenset()), other)
+        settled(engine)
+        counts = counters(port)
+        assert (counts["cancelled"], counts["finished"], counts["blocks_referenced"], counts["chunks_referenced"]) == (1, 2, 0, 0)
+        assert counts["layers_projected"] < 3 and not engine.landing.taken and not engine.reading.taken
+        again = ask(port, dict(prompt=STORY, max_tokens=4)).json
+        assert again["source"] == "hidden" and again["tokens"] == tokens_of(
+            another(tiny_engine, end_tokens=frozenset()), dict(prompt=STORY, max_tokens=4))
+
+
+@pytest.mark.parametrize("options", [dict(), dict(directories=True), dict(direct=True, layout="token-major"),
+                                     dict(blocks=150, cpu_chunks=9), dict(token_budget=40, save_threads=1)], ids=str)
+def test_16_clients_at_once_with_restorations_get_the_tokens_of_chapter_01(tiny_engine, tmp_path, options):
+    if options.get("directories"):
+        options = dict(directories=[tmp_path / "a", tmp_path / "b"])
+    engine = make_hidden(tiny_engine, frozenset(), max_running=8, **options)
+    one_by_one = another(tiny_engine, end_tokens=frozenset())
+    beginnings = [f"{number}: {STORY}"[:150] for number in range(4)]
+    asked = [dict(prompt=beginnings[number % 4] + "and so on, " * (number % 3), max_tokens=4 + number, stream=number % 2 == 1,
+                  save=number % 5 > 0) for number in range(16)]
+    with serving_hidden(engine) as port, ThreadPoolExecutor(16) as pool:
+        for beginning in beginnings:
+            assert ask(port, dict(prompt=beginning, max_tokens=2)).status_code == 200
+        forget(engine)
+        hold(engine, until=lambda: engine.counters()["requests"] == 4 + 16)
+        replies = list(pool.map(lambda body: ask(port, body), asked))
+        results = [events(reply)[-1]["result"] if body["stream"] else reply.json for body, reply in zip(asked, replies)]
+        settled(engine)
+        counts = counters(port)
+    for body, result in zip(asked, results):
+        assert result["tokens"] == one_by_one.generate(body["prompt"], max_tokens=body["max_tokens"]).tokens
+    assert counts["finished"] == 20 and counts["failed"] == counts["transfer_errors"] == counts["save_errors"] == 0
+    assert counts["restorations"] >= 2 and {"hidden", "mixed"} & {result["source"] for result in results}
+    assert counts["restored_tokens"] >= 2 * 128
+
+
+# 2. Chapter 05 ---------------------------------------------------------------------------------------------------
+
+# Of a layer, for 64 and 256 tokens. A layer recomputed, one projected and one loaded end first, one of each
+KNOWN = bubble.Profile([64, 256], [1e-3, 4e-3], [1.5e-3, 6e-3], [4e-3, 17e-3], [1.3e-3, 5.2e-3], 5e7, 5e7)
+MIXES = {"auto": "RHK", "naive": "RKK", "hidden-only": "HHH", "kv-only": "KKK"}
+
+
+def make_bubble(tiny_engine, end_tokens=None, **options):
+    """Chapter 05's engine on the model of chapter 01's, with a profile in which to restore is always faster than to compute.
+    It learns nothing of this machine, so that its plans stay."""
+    engine = bubble.Engine(tiny_engine.model, tiny_engine.tokenizer,
+                           tiny_engine.end_tokens if end_tokens is None else end_tokens,
+                           **{"blocks": 256, "block_size": 4, "cpu_chunks": 32, "bytes_per_second": 5e7, "known": KNOWN,
+                              **options})
+    engine.load_link.note = engine.learn = lambda *_: None
+    return engine
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("mode", MIXES)
+def test_a_reply_says_what_was_planned_and_how_it_came_back(tiny_engine, mode, stream):
+    engine, letters = make_bubble(tiny_engine, mode=mode), MIXES[mode]
+
+    def reply() -> dict:
+        body = dict(messages=[dict(role="user", content=STORY)], max_tokens=6, stream=stream)
+        got = ask(port, body)
+        settled(engine)
+        result = events(got)[-1]["result"] if stream else got.json
+        assert result["tokens"] == tokens_of(tiny_engine, body)
+        return result
+    with serving_hidden(engine) as port:
+        first = reply()
+        forget(engine)
+        again, counts = reply(), counters(port)
+    restoration, seconds = again["restoration"], engine.plan(192)[1]
+    assert (first["source"], first["restoration"], first["choice"]) == ("miss", None, None)
+    assert (again["source"], again["usage"]["cached_tokens"], again["choice"]["chosen"]) == ("planned", 192, "restore")
+    assert set(restoration) == {"tokens", "bytes", "start_ms", "ms", "tokens_per_second", "load_bubble", "compute_bubble", "plan",
+                                "layers", "predicted_ms", "bound_ms"}
+    assert restoration["plan"] == letters == str(engine.plan(192)[0])
+    assert restoration["layers"] == dict(recompute=letters.count("R"), hidden=letters.count("H"), kv=letters.count("K"))
+    assert restoration["bytes"] == 192 * 64 * 4 * (3 - letters.count("R"))         # K and V are as wide as a hidden state here
+    assert restoration["predicted_ms"] == pytest.approx(seconds * 1e3, abs=0.001)
+    assert restoration["bound_ms"] == pytest.approx(bubble.bound_seconds(engine.costs(0, 192), 3) * 1e3, abs=0.001)
+    assert 0 < restoration["bound_ms"] <= restoration["predicted_ms"] <= again["choice"]["restore_ms"] + 0.001
+    load = {span["label"] for span in again["timeline"] if span["lane"] == "load"}
+    assert load == {f"{letter} layer {layer}" for layer, letter in enumerate(letters) if letter != "R"}
+    assert counts.get("layers_recomputed", 0) == letters.count("R") and (counts["layers_projected"] > 0) == ("H" in letters)
+    assert counts["transfer_errors"] == counts["chunks_missed"] == counts["chunks_dropped"] == counts["save_errors"] == 0
+
+
+def test_health_of_chapter_05_shows_the_plan_and_the_cells(tiny_engine):
+    engine = make_bubble(tiny_engine)
+    with serving_hidden(engine) as port:
+        before = counters(port)
+        assert ask(port, dict(prompt=STORY, max_tokens=2)).status_code == 200
+        settled(engine)
+        after = counters(port)
+        forget(engine)
+        assert ask(port, dict(prompt=STORY, max_tokens=2)).json["source"] == "planned"
+        settled(engine)
+        restored = counters(port)
+    assert set(before) == set(after) == set(restored)
+    assert before["cells"] == before["cells_free"] == 32 * 3 and before["chunks_cached"] == before["layers_recomputed"] == 0
+    assert after["plan"] == str(engine.plan(256)[0]) and before["plan"] in (None, after["plan"])
+    assert (after["chunks_saved"], after["chunks_cached"], after["chunks"]) == (3, 3, 3)
+    assert after["cells"] - after["cells_free"] == 3 * 2, "of each chunk one layer's states are kept, and another's K and V"
+    assert after["plans"] > before["plans"] and restored["cells_free"] == after["cells_free"]
+    assert (restored["layers_recomputed"], restored["restored_tokens"]) == (1, 192)
+
+
+@pytest.mark.parametrize("mode", MIXES)
+def test_a_chunk_that_the_answer_fills_is_kept_as_those_before_it(tiny_engine, mode):
+    """The last chunk of a prompt is seldom whole: its other tokens are those of the answer."""
+    engine = make_bubble(tiny_engine, frozenset(), mode=mode)
+    expected = tokens_of(another(tiny_engine, end_tokens=frozenset()), dict(prompt=STORY[:150], max_tokens=80))
+    with serving_hidden(engine) as port:
+        assert ask(port, dict(prompt=STORY[:150], max_tokens=80)).json["tokens"] == expected
+        settled(engine)
+        assert counters(port)["chunks_saved"] == 3 and not engine.saving
+        assert list(engine.chunks.letters.values()) == [MIXES[mode]] * 3
+
+
+@pytest.mark.parametrize("route", ["/generate", "/v1/chat/completions", "/v1/completions"])
+def test_save_says_in_chapter_05_whether_what_was_planned_is_kept(tiny_engine, route):
+    engine, texts, kept = make_bubble(tiny_engine), [], []
+    question = dict(messages=[dict(role="user", content=STORY)]) if "chat" in route else dict(prompt=STORY)
+    with serving_hidden(engine) as port:
+        for number, asked in enumerate((dict(save=False), dict(save=True), dict(), dict(save=None), dict(save=False, n=2))):
+            before = counters(port)
+            reply = ask(port, dict(question, max_tokens=6, temperature=0, cache_salt=str(number), **asked), route)
+            assert reply.status_code == 200
+            answers = reply.json.get("choices") or reply.json.get("results") or [reply.json]
+            texts.append([answer["message"]["content"] if "chat" in route else answer["text"] for answer in answers])
+            settled(engine)
+            after = counters(port)
+            kept.append((after["chunks_saved"] - before["chunks_saved"], before["cells_free"] - after["cells_free"]))
+            assert (after["bytes_out"] > before["bytes_out"]) == (kept[-1][0] > 0)
+    assert kept == [(0, 0), (3, 6), (3, 6), (3, 6), (0, 0)] and texts == [texts[0]] * 4 + [texts[0] * 2]
+
+
+@pytest.fixture(scope="module")
+def bubble_port(tiny_engine):
+    with serving_hidden(make_bubble(tiny_engine)) as port:
+        yield port
+
+
+@pytest.mark.parametrize("route,body", [("/generate", ASK), ("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)])
+@pytest.mark.parametrize("value", ["yes", 0, 1.0, [], {}], ids=repr)
+def test_a_wrong_save_is_refused_by_name_in_chapter_05_too(bubble_port, route, body, value):
+    assert error_of(ask(bubble_port, dict(body, save=value), route), 400)["message"] == "save must be true or false."
+    assert "Unknown field 'plan'" in error_of(ask(bubble_port, dict(body, plan="auto"), route), 400)["message"]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(st.tuples(bodies(), st.booleans()), min_size=1, max_size=3))
+def test_nothing_that_is_asked_of_chapter_05_is_a_500(bubble_port, asked):
+    asked = [(valid, dict(body, save=save) if isinstance(body, dict) else body) for (valid, body), save in asked]
+    with ThreadPoolExecutor() as pool:
+        replies = list(pool.map(lambda one: ask(bubble_port, one[1]), asked))
+    for (valid, body), reply in zip(asked, replies):
+        if reply.mimetype == "text/event-stream":
+            assert all("result" in event for event in events(reply) if "text" not in event)
+        elif reply.status_code != 200:
+            message = error_of(reply, 400)["message"]
+            assert not valid or any(word in message for word in ("context", "not be empty"))
+    assert counters(bubble_port)["failed"] == 0
+
+
+@pytest.mark.parametrize("mode", [*MIXES, "token-wise", "token-wise-rounded"])
+def test_16_clients_at_once_with_mixed_restorations_get_the_tokens_of_chapter_01(tiny_engine, mode):
+    engine = make_bubble(tiny_engine, frozenset(), mode=mode, max_running=8)
+    one_by_one = another(tiny_engine, end_tokens=frozenset())
+    beginnings = [f"{number}: {STORY}"[:150] for number in range(4)]
+    asked = [dict(prompt=beginnings[number % 4] + "and so on, " * (number % 3), max_tokens=4 + number, stream=number % 2 == 1,
+                  save=number % 5 > 0) for number in range(16)]
+    with serving_hidden(engine) as port, ThreadPoolExecutor(16) as pool:
+        for beginning in beginnings:
+            assert ask(port, dict(prompt=beginning, max_tokens=2)).status_code == 200
+        forget(engine)
+        hold(engine, until=lambda: engine.counters()["requests"] == 4 + 16)
+        replies = list(pool.map(lambda body: ask(port, body), asked))
+        results = [events(reply)[-1]["result"] if body["stream"] else reply.json for body, reply in zip(asked, replies)]
+        settled(engine)
+        counts = counters(port)
+    for body, result in zip(asked, results):
+        assert result["tokens"] == one_by_one.generate(body["prompt"], max_tokens=body["max_tokens"]).tokens
+    assert counts["finished"] == 20 and counts["failed"] == counts["transfer_errors"] == counts["save_errors"] == 0
+    assert counts["restorations"] >= 2 and counts["restored_tokens"] >= 2 * 128
+
+
+# 3. Chapter 06 ---------------------------------------------------------------------------------------------------
+
+WHOLE = 12                         # chunks of 16 tokens of STORY's prompt, but for its last token
+KV = 3 * 2 * 2 * 16 * 4            # bytes of a token's keys and values: layers, both, heads, width, float32
+RESTORATION = {"mode", "tokens", "chunks", "computed", "loaded", "on_device", "absent", "meeting", "bytes", "start_ms", "ms",
+               "storage_bubble", "compute_bubble"}
+
+
+def make_cake(tiny_engine, end_tokens=None, **options):
+    """Chapter 06's engine on the model of chapter 01's. It restores by loading only, unless it is asked otherwise: what both
+    do depends on how busy this machine is."""
+    return cake.Engine(tiny_engine.model, tiny_engine.tokenizer, tiny_engine.end_tokens if end_tokens is None else end_tokens,
+                       **{"blocks": 256, "block_size": 4, "chunk": 16, "bytes_per_second": 5e8, "mode": "load", **options})
+
+
+@contextmanager
+def serving_cake(engine):
+    """-> the port. Afterwards nothing is on its way, every block and every buffer is back, and everybody is counted once."""
+    try:
+        with Serving(engine) as port:
+            yield port
+            settled(engine)
+            loader, writer = engine.loader, engine.writer
+            eventually(lambda: len(writer.buffers.free) == len(writer.buffers.memory))
+            eventually(lambda: engine.counters()["read_buffers_free"] == len(loader.buffers.memory))
+            engine.check_integrity()
+            counts = engine.counters()
+            for name in ("running", "waiting", "blocks_referenced", "chunks_leaving", "readers_retired"):
+                assert counts[name] == 0, name
+            assert counts["blocks_free"] + counts["blocks_cached"] == counts["blocks"] == engine.pool.size
+            assert counts["finished"] + counts["failed"] + counts["cancelled"] == counts["requests"]
+            assert not (engine.restorations or engine.leaving)
+    finally:
+        engine.close()
+        engine.release()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("mode", cake.MODES)
+def test_a_reply_says_how_the_two_pointers_met(tiny_engine, mode, stream):
+    engine = make_cake(tiny_engine)
+
+    def reply(**fields) -> dict:
+        body = dict(messages=[dict(role="user", content=STORY)], max_tokens=6, stream=stream)
+        got = ask(port, {**body, **fields})
+        settled(engine)
+        result = events(got)[-1]["result"] if stream else got.json
+        assert result["tokens"] == tokens_of(tiny_engine, body) and result["link"] == "modelled link, 0.5 GB/s"
+        return result
+    with serving_cake(engine) as port:
+        first, second = reply(), reply()
+        forget(engine)
+        third = reply(mode=mode)
+        counts = counters(port)
+    assert (first["source"], second["source"]) == ("miss", "gpu_hit") and second["restoration"] is None
+    shown, loaded = third["restoration"], third["restoration"]["loaded"]
+    assert set(shown) == set(first["restoration"]) == RESTORATION
+    assert (first["restoration"]["absent"], first["restoration"]["computed"]) == (WHOLE, WHOLE)
+    assert (shown["mode"], shown["tokens"], shown["chunks"], shown["absent"]) == (mode, 16 * WHOLE, WHOLE, 0)
+    assert shown["computed"] + loaded == WHOLE and loaded == dict(compute=0, load=WHOLE).get(mode, loaded)
+    assert third["source"] == ("storage" if loaded else "miss") and third["storage"].startswith("storage, ")
+    cached = third["usage"]["cached_tokens"]
+    assert shown["bytes"] == loaded * 16 * KV and 16 * (loaded - 1) < cached <= 16 * loaded if loaded else cached == 0
+    assert shown["meeting"] == 16 * WHOLE - cached and shown["ms"] > 0 <= shown["start_ms"]
+    assert 0 <= shown["storage_bubble"] <= 1 and 0 <= shown["compute_bubble"] <= 1
+    lanes = {lane: [span["label"] for span in third["timeline"] if span["lane"] == lane] for lane in ("load", "storage")}
+    assert lanes["load"] == lanes["storage"] == [f"chunk {number}" for number in range(WHOLE - loaded, WHOLE)]
+    assert counts["restorations"] == 2 and counts["chunks_missed"] == WHOLE
+    assert (counts["chunks_loaded"], counts["loaded_tokens"]) == (loaded, cached)
+    assert counts["chunks_computed"] == 2 * WHOLE - loaded and counts["chunks_saved"] == WHOLE == counts["file_writes"]
+
+
+@pytest.fixture(scope="module")
+def cake_port(tiny_engine):
+    with serving_cake(make_cake(tiny_engine, mode="both")) as port:
+        yield port
+
+
+ROUTES = [("/generate", ASK), ("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)]
+WRONG = {"save": ("true or false", ["yes", "true", 0, 1, 1.0, [], {}, [True]]),
+         "mode": ("one of both, compute, load", ["", "Both", "loads", "both ", 0, True, [], ["both"], {}, "x" * 300]),
+         "gpu_share": ("a number from 0.001 to 1", [0, -1, 1.001, 2, 1e-4, "0.5", "", True, False, [], [0.5], {}, 10 ** 400,
+                                                    float("nan"), float("inf")])}
+
+
+@pytest.mark.parametrize("route,body", ROUTES)
+@pytest.mark.parametrize("field,value", [(field, value) for field, (_, values) in WRONG.items() for value in values],
+                         ids=lambda value: repr(value)[:20])
+def test_wrong_fields_of_chapter_06_are_refused_by_name(cake_port, route, body, field, value):
+    for stream in (False, True):
+        error = error_of(ask(cake_port, {**body, field: value, "stream": stream}, route), 400)
+        assert error == dict(message=f"{field} must be {WRONG[field][0]}.", type="invalid_request_error")
+
+
+@pytest.mark.parametrize("route,body", ROUTES)
+@pytest.mark.parametrize("fields", [
+    dict(save=True), dict(save=False), dict(save=None), dict(mode="both"), dict(mode="compute"), dict(mode="load"),
+    dict(mode=None), dict(gpu_share=1), dict(gpu_share=1.0), dict(gpu_share=0.001), dict(gpu_share=0.3), dict(gpu_share=None),
+    dict(save=False, mode="load", gpu_share=0.01, n=2)], ids=str)
+def test_right_fields_of_chapter_06_change_no_answer(cake_port, tiny_engine, route, body, fields):
+    plain, reply = (ask(cake_port, one, route) for one in (body, {**body, **fields}))
+    assert plain.status_code == reply.status_code == 200, reply.data
+    if route == "/generate":
+        assert tokens_in(reply.json) == [tokens_of(tiny_engine, body)] * fields.get("n", 1)
+    else:
+        assert [{**choice, "index": 0} for choice in reply.json["choices"]] == plain.json["choices"] * fields.get("n", 1)
+
+
+def test_fields_of_chapter_06_are_unknown_to_the_others_and_theirs_to_it(port, bubble_port, cake_port):
+    for one, field, value in ((port, "mode", "both"), (port, "gpu_share", 1), (port, "save", True), (bubble_port, "mode", "both"),
+                              (bubble_port, "gpu_share", 1), (cake_port, "offload_after", True), (cake_port, "plan", "auto")):
+        assert f"Unknown field '{field}'" in error_of(ask(one, {**ASK, field: value}), 400)["message"]
+
+
+@pytest.mark.parametrize("route,body", ROUTES)
+@pytest.mark.parametrize("broken", [b"", b"{", b"[]", b"null", b"\xff", b'{"prompt": "Hello", "mode": }', b'"mode"',
+                                    b'{"prompt": "Hello", "gpu_share": 0.5', b"[" * 100000], ids=lambda broken: repr(broken)[:30])
+def test_broken_json_is_refused_by_chapter_06(cake_port, route, body, broken):
+    assert error_of(ask(cake_port, broken, route), 400)["type"] == "invalid_request_error"
+    assert ask(cake_port, body, route).status_code == 200
+
+
+def test_gpu_share_bounds_what_a_step_computes_of_a_prompt(tiny_engine):
+    engine, prefills = make_cake(tiny_engine, token_budget=40), []
+    forward = engine.forward
+
+    def watched(batch):
+        prefills.append(len(batch.tokens))
+        return forward(batch)
+    engine.forward = watched
+    body = dict(prompt=STORY, max_tokens=2, mode="compute", save=False)
+    expected, prompt = tiny_engine.generate(STORY, max_tokens=2).tokens, len(tiny_engine.encode(STORY, None)[0])
+    with serving_cake(engine) as port:
+        for number, (share, most) in enumerate(((1, 40), (0.5, 20), (0.25, 10), (0.001, 1))):
+            prefills.clear()
+            reply = ask(port, dict(body, gpu_share=share, cache_salt=str(number))).json
+            assert reply["tokens"] == expected
+            assert max(prefills) == most and sum(prefills) == prompt + len(expected) - 1
+
+
+@pytest.mark.parametrize("route", ["/generate", "/v1/chat/completions", "/v1/completions"])
+def test_save_says_whether_chunks_are_kept(tiny_engine, route):
+    engine, texts, kept = make_cake(tiny_engine), [], []
+    question = dict(messages=[dict(role="user", content=STORY)]) if "chat" in route else dict(prompt=STORY)
+    with serving_cake(engine) as port:
+        for number, asked in enumerate((dict(save=False), dict(save=True), dict(), dict(save=None), dict(save=False, n=2))):
+            before = counters(port)
+            reply = ask(port, dict(question, max_tokens=6, temperature=0, cache_salt=str(number), **asked), route)
+            assert reply.status_code == 200
+            answers = reply.json.get("choices") or reply.json.get("results") or [reply.json]
+            texts.append([answer["message"]["content"] if "chat" in route else answer["text"] for answer in answers])
+            settled(engine)
+            after = counters(port)
+            kept.append(after["chunks_saved"] - before["chunks_saved"])
+            assert after["file_writes"] - before["file_writes"] == kept[-1]
+    assert kept == [0, WHOLE, WHOLE, WHOLE, 0] and texts == [texts[0]] * 4 + [texts[0] * 2]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions"])
+def test_openais_routes_say_the_same_after_both_pointers_met(tiny_engine, route, stream):
+    body = dict(messages=[dict(role="user", content=STORY)]) if "chat" in route else dict(prompt=STORY)
+    body |= dict(max_tokens=9, temperature=0)
+    engine, content = make_cake(tiny_engine), lambda choice: choice["message"]["content"] if "chat" in route else choice["text"]
+    with serving_cake(engine) as port:
+        first = ask(port, body, route).json
+        forget(engine)
+        if stream:
+            *chunks, last, done = events(ask(port, dict(body, stream=True, stream_options=dict(include_usage=True)), route))
+            choices = [choice for chunk in chunks for choice in chunk["choices"]]
+            said = "".join(choice["delta"].get("content", "") if "chat" in route else choice["text"] for choice in choices)
+            usage = last["usage"]
+            assert done == "[DONE]" and choices[-1]["finish_reason"] == first["choices"][0]["finish_reason"]
+        else:
+            again = ask(port, body, route).json
+            said, usage = content(again["choices"][0]), again["usage"]
+            assert again["choices"] == first["choices"] and set(again) == set(first)
+    whole = (first["usage"]["prompt_tokens"] - 1) // 16
+    assert said == content(first["choices"][0]) and first["usage"]["prompt_tokens_details"] == dict(cached_tokens=0)
+    assert usage["prompt_tokens_details"] == dict(cached_tokens=16 * whole)
+    assert usage["total_tokens"] == first["usage"]["total_tokens"]
+    assert engine.counts["restorations"] == 2 and engine.counts["chunks_loaded"] == whole
+
+
+@pytest.mark.parametrize("options,bits", [(dict(), 32), (dict(kv_bits=8), 8), (dict(directories="ab"), 32)], ids=str)
+def test_health_of_chapter_06_shows_all_counters(tiny_engine, tmp_path, options, bits):
+    if "directories" in options:
+        options = dict(directories=(tmp_path / "a", tmp_path / "b"))
+    engine = make_cake(tiny_engine, **options)
+    zero = set("restorations chunks_computed chunks_loaded chunks_missed loaded_tokens chunks_saved chunks_dropped "
+               "transfer_errors storage_stalls file_reads file_read_bytes file_writes file_write_bytes file_evictions "
+               "file_errors file_bytes load_errors readers readers_retired chunks_leaving requests steps".split())
+    with serving_cake(engine) as port:
+        before = counters(port)
+        assert all(before[name] == 0 for name in zero) and before["storage"] == "storage, nothing read yet"
+        assert before["link"] == "modelled link, 0.5 GB/s"
+        assert before["read_buffers"] == before["read_buffers_free"] > 0
+        assert before["write_buffers"] == before["write_buffers_free"] > 0
+        for _ in range(2):
+            assert ask(port, dict(prompt=STORY, max_tokens=2)).status_code == 200
+            forget(engine)
+        after = counters(port)
+    assert set(after) == set(before) and after["chunks_saved"] == after["file_writes"] == WHOLE == after["chunks_loaded"]
+    assert after["loaded_tokens"] == 16 * WHOLE and after["storage"].startswith("storage, ") and "GB/s" in after["storage"]
+    assert after["file_bytes"] == after["file_write_bytes"] == WHOLE * (4096 + engine.loader.chunk_bytes)
+    per_token = KV if bits == 32 else KV // 4 + KV // 4 // 16 * 2                   # a float16 for each head of 16 numbers
+    assert engine.loader.chunk_bytes == 16 * per_token and after["file_read_bytes"] == WHOLE * 16 * per_token
+    assert after["readers"] == len(engine.files.directories)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("mode", ["load", "both"])
+def test_a_client_that_hangs_up_while_both_pointers_move_frees_everything(tiny_engine, stream, mode):
+    """Storage, which is slow, has not brought a chunk when he leaves; somebody else goes on to decode meanwhile."""
+    engine, released = make_cake(tiny_engine, frozenset(), mode=mode), threading.Event()
+    read_one, reading = engine.files.read_one, threading.Event()
+    other = dict(prompt="Meanwhile", max_tokens=60, save=False)
+
+    def slow(*arguments):
+        reading.set()
+        eventually(released.is_set)
+        return read_one(*arguments)
+    with serving_cake(engine) as port, ThreadPoolExecutor() as pool:
+        assert ask(port, dict(prompt=STORY, max_tokens=2)).status_code == 200
+        forget(engine)
+        engine.files.read_one, opened = slow, threading.Event()
+        before_each_pass(engine, lambda number: eventually(opened.is_set if number == 1 else lambda: engine.cancelled)
+                         if number in (1, 2) else None)
+        goes_on = pool.submit(ask, port, other)
+        eventually(lambda: engine.counters()["running"] == 1)
+        with closing(sent(port, dict(prompt=STORY, max_tokens=100, stream=stream, gpu_share=0.001))):
+            eventually(lambda: engine.counters()["requests"] == 3)
+            opened.set()
+            assert reading.wait(TIMEOUT)
+            assert engine.restorations and engine.counts["restorations"] == 2
+        assert goes_on.result().json["tokens"] == tiny_engine_without_end(tiny_engine, other)
+        eventually(lambda: engine.counters()["cancelled"] == 1)
+        assert engine.counters()["running"] == 0
+        released.set()
+        settled(engine)
+        counts = counters(port)
+        assert (counts["cancelled"], counts["finished"], counts["blocks_referenced"]) == (1, 2, 0)
+        assert counts["chunks_loaded"] == 0
+        engine.files.read_one = read_one
+        again = ask(port, dict(prompt=STORY, max_tokens=4, mode="load")).json
+        assert again["source"] == "storage" and again["tokens"] == tiny_engine_without_end(
+            tiny_engine, dict(prompt=STORY, max_tokens=4))
+
+
+def tiny_engine_without_end(tiny_engine, body: dict) -> list[int]:
+    """What chapter 01 answers if no token ends an answer."""
+    return another(tiny_engine, end_tokens=frozenset()).generate(body["prompt"], max_tokens=body["max_tokens"]).tokens
+
+
+@pytest.mark.parametrize("mode", cake.MODES)
+@pytest.mark.parametrize("same", [True, False], ids=["the same prompt", "other prompts"])
+def test_two_clients_at_once_get_the_tokens_of_chapter_01(tiny_engine, mode, same):
+    engine = make_cake(tiny_engine, frozenset(), mode=mode)
+    prompts = [STORY, STORY if same else "2: " + STORY[:180]]
+    asked = [dict(prompt=prompt, max_tokens=12, stream=number == 1) for number, prompt in enumerate(prompts)]
+    expected = [tiny_engine_without_end(tiny_engine, body) for body in asked]
+    with serving_cake(engine) as port, ThreadPoolExecutor() as pool:
+        for prompt in prompts:
+            assert ask(port, dict(prompt=prompt, max_tokens=2)).status_code == 200
+        forget(engine)
+        hold(engine, until=lambda: engine.counters()["requests"] == 4)
+        first, second = pool.map(lambda body: ask(port, body), asked)
+        results = [first.json, events(second)[-1]["result"]]
+        settled(engine)
+        counts = counters(port)
+    assert [result["tokens"] for result in results] == expected
+    assert counts["failed"] == counts["transfer_errors"] == 0 and counts["finished"] == 4
+    if mode == "load":
+        assert {result["source"] for result in results} <= {"storage", "gpu_hit", "mixed"}
+    elif mode == "compute":
+        assert {result["source"] for result in results} <= {"miss", "gpu_hit"} and counts["chunks_loaded"] == 0
+
+
+@pytest.mark.parametrize("options", [dict(), dict(mode="both"), dict(kv_bits=8, mode="compute"), dict(blocks=150, cpu_chunks=6),
+                                     dict(mode="both", token_budget=40), dict(mode="both", gpu_share=0.1)], ids=str)
+def test_16_clients_at_once_from_both_ends_get_the_tokens_of_chapter_01(tiny_engine, options):
+    engine = make_cake(tiny_engine, frozenset(), max_running=8, **options)
+    beginnings = [f"{number}: {STORY}"[:150] for number in range(4)]
+    asked = [dict(prompt=beginnings[number % 4] + "and so on, " * (number % 3), max_tokens=4 + number, stream=number % 2 == 1,
+                  save=number % 5 > 0) for number in range(16)]
+    with serving_cake(engine) as port, ThreadPoolExecutor(16) as pool:
+        for beginning in beginnings:
+            assert ask(port, dict(prompt=beginning, max_tokens=2)).status_code == 200
+        forget(engine)
+        hold(engine, until=lambda: engine.counters()["requests"] == 4 + 16)
+        replies = list(pool.map(lambda body: ask(port, body), asked))
+        results = [events(reply)[-1]["result"] if body["stream"] else reply.json for body, reply in zip(asked, replies)]
+        settled(engine)
+        counts = counters(port)
+    for body, result in zip(asked, results):
+        assert result["tokens"] == tiny_engine_without_end(tiny_engine, body)
+    assert counts["finished"] == 20 and counts["failed"] == counts["transfer_errors"] == counts["load_errors"] == 0
+    assert counts["restorations"] >= 8 and (counts["chunks_loaded"] > 0 or "mode" in options)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(st.tuples(bodies(), st.fixed_dictionaries({}, optional=dict(
+    save=st.booleans(), mode=st.sampled_from(cake.MODES), gpu_share=st.floats(0.001, 1)))), min_size=1, max_size=3))
+def test_nothing_that_is_asked_of_chapter_06_is_a_500(cake_port, asked):
+    asked = [(valid, {**body, **fields}) for (valid, body), fields in asked]
+    with ThreadPoolExecutor() as pool:
+        replies = list(pool.map(lambda one: ask(cake_port, one[1]), asked))
+    for (valid, body), reply in zip(asked, replies):
+        if reply.mimetype == "text/event-stream":
+            assert all("result" in event for event in events(reply) if "text" not in event)
+        elif reply.status_code != 200:
+            message = error_of(reply, 400)["message"]
+            assert not valid or any(word in message for word in ("context", "not be empty"))
+    assert counters(cake_port)["failed"] == 0
+
+
+def test_who_asks_a_server_of_chapter_06_that_was_started_again_finds_the_files_of_the_first(tiny_engine, tmp_path):
+    body = dict(prompt=STORY + "And then?", max_tokens=6)
+    with serving_cake(make_cake(tiny_engine, directories=(tmp_path,))) as port:
+        assert ask(port, dict(prompt=STORY, max_tokens=6)).json["source"] == "miss"
+    with serving_cake(make_cake(tiny_engine, directories=(tmp_path,))) as port:
+        reply = ask(port, body)
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} in a reply, which a browser does not read")
+    result = json.loads(reply.data, parse_constant=refuse)
+    assert (result["source"], result["usage"]["cached_tokens"]) == ("storage", 16 * WHOLE)
+    assert result["tokens"] == tokens_of(tiny_engine, body)

@@ -1,0 +1,289 @@
+"""docs/walkthrough.md: what it shows is what the programs print, and what it names is there.
+
+A fenced block that is marked `console` is a command behind `$ ` and what it prints to the standard output. A line `...` stands
+for lines left out. What varies is not compared: see `UNITS` and `VARIES`.
+"""
+import ast
+import re
+import shlex
+from functools import cache
+
+import pytest
+
+from legacy import app
+from legacy.tests import demos
+from legacy.tests.conftest import ROOT, chapter
+
+PAGES = ("docs/walkthrough.md", "docs/production.md")
+TEXT = (ROOT / PAGES[0]).read_text(encoding="utf-8")
+PARTS = ["Run it", "What the class can see in it", "Where to look", "The figure", "One thing to change", "Three questions",
+         "The claim"]
+NAME = r"[A-Za-z_][\w.]*"
+HIDDEN_WAYS = r"recompute \(01\)|KV offload \(03\)|hidden states|same, in files|same, token-major"
+BUBBLE_WAYS = "KV offload|hidden only|naive mix|planned mix"
+
+
+def sections(text: str, level: int) -> dict[str, str]:
+    """Heading -> what is below it."""
+    parts = re.split(rf"^{'#' * level} (.+)\n", text, flags=re.M)
+    return dict(zip(parts[1::2], parts[2::2]))
+
+
+LESSONS = {name: text for name, text in sections(TEXT, 2).items() if re.match("Chapter 0[4-8]", name)}
+
+
+# 1. What is printed ----------------------------------------------------------------------------------------------
+
+N = r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?"
+UNITS = [                          # what never is the same twice, in all chapters
+    (rf"^ *(?:compute|load|save|storage) \|[^|]*\|(?: idle +{N}%)?$", "<a lane>"),
+    (r"\|[#= ]+\| +(?=\d)", "<a bar> "),
+    (rf"{N} to {N}", "N to N"),
+    (rf"{N}(?= (?:ms|tokens/s|GB/s)\b)", "N"),
+]
+VARIES = {                         # what else varies, in one chapter, and what becomes of it
+    "04_hidden_state_cache": [
+        (rf"^(  (?:{HIDDEN_WAYS}) +\d+ B +\d+ .*) \d+$", r"\1 N"),                      # restored tokens a second
+        (r"^(  same, token-major +\d+ B) .*", r"\1"),                                   # slow enough not to be used, at times
+        (r"^  same, token-major: .*\n", ""),
+        (r"\d+ reads of", "N reads of"),
+        (r"(?<=checksum check switched off\n)(?:    .*\n)+", "    <what a damaged memory says>\n"),
+    ],
+    "05_bubble_free": [
+        (r"--link [\d.]+", "--link N"),
+        (rf"^  (?:{BUBBLE_WAYS})\n(?:<a lane>\n)+.*\n", ""),                              # a chart; a way not taken has none
+        (r"^(  (?:naive|planned) mix +)[RrHhKk]{8} .*", r"\1"),
+        (r"^(  (?:KV offload|hidden only) +[RrHhKk]{8} +\d+ B).*", r"\1"),
+        (r"^(  (?:naive|planned) mix +)miss: .*", r"\1"),                               # to compute was estimated to be faster
+        (r"^  KV offload +miss: .*", "  KV offload KKKKKKKK 16384 B"),
+        (r"^  hidden only +miss: .*", "  hidden only HHHHHHHH 8192 B"),
+        (r"(formula|tried): [RrHhKk]{8},", r"\1: a plan,"), (r", N ms measured", ""),
+    ],
+    "06_bidirectional": [
+        (rf"{N}(?::{N})*(?= Mbit/s)", "N"), (rf"{N}(?= s each)", "N"),
+        (r"^(  both(?:, 8 bit)? +N ms +N to N) .*", r"\1"),
+        (r"^(  both(?:, 8 bit)? +\|)[#=]+\|$", r"\1"),
+        (r"( +N ms) +[\d.]+$", r"\1"),                                                  # over the bound
+    ],
+    "07_tiered_storage": [
+        (r"\d+%", "N%"),
+        (r"^  [L ][1 ] [L ][2 ] [L ][3 ] +\d+ pages .*", "  <a node>"),
+    ],
+    "08_hybrid_blocks": [
+        (r"^(  hybrid) .*", r"\1"),
+        (r"^(  (?:kv-only|act-only|static) +\d+ +\d+ +\d+) .*", r"\1"),
+    ],
+}
+
+
+def compared(name: str, printed: str) -> list[str]:
+    """The lines that are compared: without what varies, lanes and nodes that follow each other as one, spaces as one."""
+    printed = re.sub(r"[ \t]+$", "", printed, flags=re.M) + "\n"
+    for pattern, instead in UNITS + VARIES[name]:
+        printed = re.sub(pattern, instead, printed, flags=re.M)
+    lines = []
+    for line in (re.sub(" +", " ", line).strip() for line in printed.splitlines()):
+        if line and (line not in ("<a lane>", "<a node>") or lines[-1:] != [line]):
+            lines.append(line)
+    return lines
+
+
+def first_difference(name: str, shown: str, printed: str) -> str | None:
+    """Between what a page shows and what a program has printed; a line `...` of the one may be any lines of the other."""
+    printed, at, pieces = compared(name, printed), 0, re.split(r"^\.\.\.$", shown, flags=re.M)
+    for number, piece in enumerate(pieces):
+        lines = compared(name, piece)
+        if number and number == len(pieces) - 1:                # at the end
+            at = max(at, len(printed) - len(lines))
+        elif number:                                            # the next place where it fits
+            at = next((start for start in range(at, len(printed)) if printed[start:start + len(lines)] == lines), at)
+        for line in lines:
+            if printed[at:at + 1] != [line]:
+                return f"shown {line!r}, printed {printed[at:at + 1]}"
+            at += 1
+    return f"not shown: {printed[at]!r}" if at < len(printed) else None
+
+
+BLOCKS = re.findall(r"^```console\n\$ (python 0[4-8].+)\n((?s:.*?))^```$", TEXT, re.M)
+
+
+def test_each_chapter_shows_its_demo_with_default_options():
+    assert [command for command, _ in BLOCKS] == [f"python {name}.py --demo" for name in demos.CHAPTERS]
+    assert list(VARIES) == demos.CHAPTERS and len(BLOCKS) == 5
+
+
+@pytest.mark.parametrize("command,shown", BLOCKS, ids=demos.CHAPTERS)
+def test_what_is_shown_is_what_is_printed(command, shown, tmp_path_factory):
+    name = command.split()[1].removesuffix(".py")
+    assert first_difference(name, shown, demos.shown(name, tmp_path_factory).stdout) is None
+
+
+WRONG = {
+    "04_hidden_state_cache": [("16384 B", "8192 B"), ("as a pilot", "as a cook"), ("refused 9", "refused 8")],
+    "05_bubble_free": [("KKKKKKKK", "HHHHHHHH"), ("1472 tokens", "1473 tokens")],
+    "06_bidirectional": [("31 chunks", "32 chunks"), ("|===", "|#=="), ("bit-equal", "equal")],
+    "07_tiered_storage": [("262272 bytes\nL1", "262273 bytes\nL1"), ("64 x", "63 x"), ("  wait_complete  ", "  wait  ")],
+    "08_hybrid_blocks": [("562", "561"), ("17.8 MB", "17.9 MB")],
+}
+
+
+@pytest.mark.parametrize("name,right,wrong", [(name, *pair) for name, pairs in WRONG.items() for pair in pairs])
+def test_a_wrong_count_and_a_wrong_answer_are_noticed(name, right, wrong):
+    """And other times are not."""
+    shown = dict(zip(demos.CHAPTERS, (shown for _, shown in BLOCKS)))[name]
+    other_times = re.sub(rf"{N}(?= (?:ms|GB/s|tokens/s))", "123.4", shown)
+    assert first_difference(name, shown, other_times) is None and shown.count(right) >= 1
+    if "\n...\n" not in shown:
+        assert first_difference(name, shown, shown + "one line more\n")
+        assert first_difference(name, shown, shown.split("\n", 1)[1])
+    assert first_difference(name, shown, shown.replace(right, wrong))
+    assert first_difference(name, shown.replace(right, wrong), shown)
+
+
+def test_lines_left_out_may_be_any():
+    assert first_difference("04_hidden_state_cache", "one\n...\nfour\n", "one\ntwo\nthree\nfour\n") is None
+    assert first_difference("04_hidden_state_cache", "one\n...\n", "one\ntwo\n") is None
+    assert first_difference("04_hidden_state_cache", "one\n...\nfour\n", "one\ntwo\nthree\n")
+    assert first_difference("04_hidden_state_cache", "one\n...\nfour\n", "one\nfour\nfive\n")
+    assert first_difference("04_hidden_state_cache", "two\n...\nfour\n", "one\ntwo\nfour\n")
+
+
+# 2. What is named ------------------------------------------------------------------------------------------------
+
+@cache
+def names_in(file: str) -> set[str]:
+    """The classes, functions and constants of a file, and the methods of its classes."""
+    names = set()
+    for node in ast.parse((ROOT / file).read_text(encoding="utf-8")).body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            names.add(node.name)
+        for target in getattr(node, "targets", []):
+            names |= {name.id for name in ast.walk(target) if isinstance(name, ast.Name)}
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{method.name}" for method in node.body if isinstance(method, ast.FunctionDef)}
+    return names
+
+
+def test_what_a_file_defines_is_found():
+    assert {"CHAPTERS", "Demo", "Demo.report", "shown"} <= names_in("legacy/tests/demos.py")
+    assert not {"report", "Demo.stdout", "ROOT"} & names_in("legacy/tests/demos.py")
+
+
+def test_each_lesson_has_all_its_parts():
+    assert [name.split(":")[0] for name in LESSONS] == [f"Chapter {number:02}" for number in range(4, 9)]
+    for (name, text), script in zip(LESSONS.items(), demos.CHAPTERS):
+        assert text.strip().startswith("**The question.** ") and list(sections(text, 3)) == PARTS, name
+        parts = sections(text, 3)
+        assert all(len(part.split()) > 20 for part in parts.values()), name
+        assert len(re.findall("<details>", parts["Three questions"])) == 3, name
+        assert script in parts["Where to look"] and script in parts["The figure"] and script in parts["One thing to change"]
+        assert re.search(r"^\| the papers?.* \| ours \|$", parts["The claim"], re.M), name
+        assert f"(measured.md#chapter-{script[:2]}" in parts["The claim"]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_fold_and_every_block_is_closed(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    marks = re.findall(r"</?(?:details|summary)>", text)
+    assert marks == ["<details>", "<summary>", "</summary>", "</details>"] * (len(marks) // 4)
+    fences = re.findall(r"^```(.*)$", text, re.M)
+    assert len(fences) % 2 == 0 and not any(fences[1::2])
+    assert re.findall(r"<details>.*\n\n", text) == re.findall(r"<details><summary>.+</summary>\n\n", text), "Markdown in a fold"
+
+
+def test_each_place_to_look_at_is_there():
+    for name, text in LESSONS.items():
+        places = re.findall(r"^- (.+(?:\n  .+)*)", sections(text, 3)["Where to look"], re.M)
+        assert len(places) >= 4, name
+        for place in places:
+            file, *words = re.findall(r"`([^`]+)`", place)
+            assert words and (file.startswith("common/") or set(words) <= names_in(file)), f"{file} has no {words}"
+
+
+def test_each_term_of_the_index_is_in_the_code():
+    rows = re.findall(r"^\| (.+) \| (.+) \| (.+) \|$", sections(TEXT, 2)["Index"], re.M)[1:]
+    assert len(rows) > 50
+    terms = [term.lower() for term, *_ in rows]
+    assert terms == sorted(terms) and len(set(terms)) == len(terms)
+    for term in ("hidden states", "radix tree", "page", "prefetch", "mini-batch", "act block"):
+        assert term in terms
+    for term, _, where in rows:
+        for place in where.split("; "):
+            found = re.fullmatch(rf"`([\w/]+\.py)`: (`{NAME}`(?:, `{NAME}`)*)", place)
+            assert found, f"{term}: {place}"
+            if not re.match("0[1-3]_|common/", found[1]):
+                assert set(re.findall(NAME, found[2])) <= names_in(found[1]), f"{term}: {place}"
+
+
+def test_each_name_in_the_text_is_defined_somewhere():
+    """In answers and captions, where no file is named."""
+    everywhere = set().union(*(names_in(path.relative_to(ROOT).as_posix()) for path in (
+        *ROOT.glob("0[4-8]*.py"), *ROOT.glob("legacy/*.py"), ROOT / "common" / "llama.py", *ROOT.glob("tools/*.py"))))
+    for text in LESSONS.values():
+        for word in re.findall(r"`([A-Z]\w*\.\w+)`", text):
+            assert word in everywhere, word
+
+
+# 3. Commands, edits, links, figures ------------------------------------------------------------------------------
+
+def commands() -> list[str]:
+    blocks = "\n".join(re.findall(r"^```\n((?s:.*?))^```$", TEXT, re.M))
+    return re.findall(r"^(?:\$ )?(python 0[4-8].+)$", blocks, re.M) + re.findall(r"`(python 0[4-8][^`]+)`", TEXT)
+
+
+@pytest.mark.parametrize("command", sorted(set(commands())))
+def test_each_command_is_one_that_the_chapter_takes(command):
+    _, script, *options = shlex.split(command)
+    assert (ROOT / script).exists()
+    parser = app.parser_for("")
+    chapter(script.removesuffix(".py")).add_arguments(parser)
+    parser.parse_args(options)
+
+
+def test_each_edit_is_one_that_can_be_made():
+    """Each line to be replaced is there once, and the program is one with the other line too."""
+    edits = re.findall(r"^```diff\n--- (0[4-8]\S+)\n-(.+)\n\+(.+)\n```$", TEXT, re.M)
+    assert edits
+    for file, old, new in edits:
+        source = (ROOT / file).read_text(encoding="utf-8")
+        assert source.count(f"{old}\n") == 1, f"{file}: {old}"
+        edited = source.replace(old, new)
+        assert ast.dump(ast.parse(edited)) != ast.dump(ast.parse(source)), "it changes nothing"
+
+
+def anchors(text: str) -> set[str]:
+    """As GitHub makes them of headings."""
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in re.findall("^#+ (.+)$", text, re.M)}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_leads_somewhere(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)]+)\)", text) + re.findall(r"^\[[^\]]+\]: (\S+)$", text, re.M)
+    assert links
+    for link in links:
+        if link.startswith("https://") or re.search(r"0[1-3]_\w+\.py", link):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / file if file else ROOT / page
+        assert target.exists(), f"{page} -> {link}"
+        assert not anchor or anchor in anchors(target.read_text(encoding="utf-8")), f"{page} -> {link}"
+    labels, defined = set(re.findall(r"\]\[([\w-]+)\]", text)), set(re.findall(r"^\[([^\]]+)\]: ", text, re.M))
+    assert labels == defined, "a link without an address, or an address without a link"
+
+
+def test_each_figure_is_made_by_the_command_below_it():
+    for (name, text), script in zip(LESSONS.items(), demos.CHAPTERS):
+        figure = sections(text, 3)["The figure"]
+        (words, path), = re.findall(r"!\[(.+)\]\((.+)\)", figure)
+        assert path == f"figures/{script}.svg" and len(words) > 30, name
+        assert f"\npython {script}.py --demo --svg docs/{path}\n" in figure
+        assert (ROOT / "docs" / path).read_text(encoding="utf-8").startswith("<svg "), path
+
+
+@pytest.mark.parametrize("name", demos.CHAPTERS)
+def test_each_demo_is_verified_draws_its_picture_and_leaves_nothing_behind(name, tmp_path_factory):
+    demo = demos.shown(name, tmp_path_factory)
+    assert demo.report["verified"] is True and (demo.report["chapter"], demo.report["model"]) == (name, "classroom")
+    assert demo.picture.startswith("<svg ") and demo.picture.rstrip().endswith("</svg>") and "<title>" in demo.picture
+    assert demo.left == [] and demo.trace["traceEvents"]
