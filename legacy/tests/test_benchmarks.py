@@ -230,7 +230,7 @@ def processes_with(text: str) -> list[int]:
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if text in (folder / "cmdline").read_text() and int(folder.name) != os.getpid():
+            if text in (folder / "cmdline").read_text(errors="replace") and int(folder.name) != os.getpid():
                 found.append(int(folder.name))
         except OSError:
             continue
