@@ -1,1027 +1,680 @@
 """Chapter 02: blocks, sharing, and many requests at once.
 
-The problem. Chapter 01 gives a request one contiguous piece of memory, as long as the request may become, and
-answers one request at a time. Most of that memory is never written, two requests with the same beginning hold
-it twice, and a processor that reads all weights for one token could have read them for sixteen.
+The problem. Chapter 01 gives a request one contiguous piece of memory, as long as the request may become, and answers
+one request at a time. Most of that memory is never written, two requests with the same beginning hold it twice, and a
+processor that reads all weights for one token could have read them for sixteen.
 
-The mechanism. Device memory is cut into blocks of 16 tokens. A request holds a block table, a list of block
-numbers, and takes the next block when the last one is full. The key of a full block is a hash of the tokens in it
-and all before it, so a request that begins with the same tokens points at it instead of computing it; a block
-that no table holds any more stays cached until the pool needs it. In every step, one forward pass serves all who
-run: one token for each who decodes, and chunks of prefill for the rest of the budget.
+The mechanism. Device memory is cut into blocks of 16 tokens. A request holds a block table, a list of block numbers,
+and takes the next block when the last one is full:
 
-New against chapter 01: BlockPool, block tables and attention over them, prefix sharing, copy-on-write,
-continuous batching with preemption, and the two verbs that all later chapters override, `restore` and `save`.
-Here `save` registers filled blocks under their keys, and `restore` finds all that was saved in the block table already.
+    token at position p  ->  slot  table[p // 16] * 16 + p % 16          table [12, 5, 3]: token 20 is in slot 5 * 16 + 4
 
-Sources: PagedAttention (Kwon et al., SOSP '23, section 4) for blocks, sharing and preemption; Orca (Yu et al.,
-OSDI '22, section 3) for batching by the step; Sarathi-Serve (Agrawal et al., OSDI '24, section 4) for decode first
-and prefill in chunks under a token budget.
+A full block is known by its prefix: its tokens after those of all blocks before it. A request whose tokens begin with
+the same prefixes points at the blocks that hold them; a block that no table holds any more stays cached until the pool
+needs it. In every step one forward pass serves everybody who runs: one token for each who decodes, and chunks of
+prefill for the rest of the budget.
+
+Every later chapter is this engine with another Cache: what is kept behind the device's blocks, and how it comes back
+(common/restoring.py, with which chapter 03 begins). Here the Cache keeps nothing.
+
+Sources: PagedAttention (Kwon et al., SOSP '23, section 4) for blocks, sharing and preemption; Orca (Yu et al., OSDI
+'22, section 3) for batching by the step; Sarathi-Serve (Agrawal et al., OSDI '24, section 4) for decode first and
+prefill in chunks under a token budget.
 
     python 02_paged_kv.py --demo
-    python 02_paged_kv.py --prompt "What is prefill?"
+    python 02_paged_kv.py --prompt "What is prefill?" --explain
     python 02_paged_kv.py                                  # the server, on http://127.0.0.1:5000
 """
+
+import functools
 import hashlib
 import importlib
-import queue
+import math
 import random
-import statistics
 import struct
 import sys
-import threading
 import time
-from collections import Counter, OrderedDict, deque
-from contextlib import closing
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
 
-from common import app, checkpoint, figure, live
-from common.app import BadRequest, Busy, Closing, HungUp
-from common.timeline import Clock, Timeline
-from tools import classroom_text
+from common import cli, lesson
+from common.requests import Frontend, Line, Request, Unavailable, text
+from common.restoring import LATER, Cache, Interrupted, Restorer
+from common.timeline import Clock
 
-baseline = importlib.import_module("01_baseline")
-Result = baseline.Result
+ALONE = 1 << 20  # bytes of K and V in a layer from which a context is read alone, not in the padded read
+ATTEMPTS = 3  # of a step that raises
 
-# 1. Data structures ----------------------------------------------------------------------------------------------
-
-def block_key(parent: bytes, tokens: list[int]) -> bytes:
-    """The key of a full block: SHA-256 over its parent's key and its token ids as little-endian int32."""
-    return hashlib.sha256(parent + struct.pack(f"<{len(tokens)}i", *tokens)).digest()
+# 1. Prefixes -----------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
 class Prefix:
-    """What a full block stands for: its `tokens`, after all that `parent` stands for. The root of a chain is its
-    namespace: a string with what the numbers depend on besides tokens."""
-    key: bytes
+    """`tokens` after all that `parent` stands for. One object per content: compare with `is`."""
+
     parent: "Prefix | None" = field(repr=False)
-    tokens: list[int] | str
+    tokens: tuple
+    key: bytes  # SHA-256 chain: the name of the content outside of this process
 
 
 class Prefixes:
-    """One Prefix object for each content, so that two blocks hold the same if and only if their prefixes are one
-    object. A key is trusted only together with the token ids: of two contents that collide in a key, the second
-    gets an object that nobody finds."""
+    """Interns prefixes of `size` tokens each by (parent, tokens): contents are compared, never hashes. `namespace`:
+    what the numbers depend on besides tokens."""
 
-    def __init__(self, namespace: str):
-        self.root = Prefix(hashlib.sha256(namespace.encode()).digest(), None, namespace)
-        self.known: WeakValueDictionary[bytes, Prefix] = WeakValueDictionary()
+    def __init__(self, namespace: str, size: int):
+        self.namespace, self.size = hashlib.sha256(namespace.encode()).digest(), size
+        self.known: WeakValueDictionary[tuple, Prefix] = WeakValueDictionary()
 
-    def salted(self, cache_salt: str) -> Prefix:
-        """The root for requests with this cache_salt; they share no block with others."""
-        return self.intern(hashlib.sha256(self.root.key + cache_salt.encode()).digest(), self.root, cache_salt)
+    def extend(self, chain: list[Prefix], tokens: list[int], salt: str = "") -> list[Prefix]:
+        """Extend `chain`, one Prefix per full block, to all full blocks of `tokens`. Other salts share nothing."""
+        while (end := (len(chain) + 1) * self.size) <= len(tokens):
+            block = tuple(tokens[end - self.size : end])
+            parent = chain[-1] if chain else self.intern(None, (salt,), self.namespace + salt.encode())
+            chain.append(self.intern(parent, block, parent.key + struct.pack(f"<{self.size}i", *block)))
+        return chain
 
-    def extend(self, parent: Prefix, tokens: list[int]) -> Prefix:
-        return self.intern(block_key(parent.key, tokens), parent, tokens)
+    def intern(self, parent: Prefix | None, tokens: tuple, content: bytes) -> Prefix:
+        prefix = self.known.get((parent, tokens))
+        if prefix is None:
+            prefix = Prefix(parent, tokens, hashlib.sha256(content).digest())
+            self.known[parent, tokens] = prefix
+        return prefix
 
-    def nth(self, index: int, chain: list[Prefix], cache_salt: str, tokens: list[int], size: int) -> Prefix:
-        """Number `index` of the prefixes of `tokens`, each `size` tokens longer than the one before it. `chain` remembers
-        the root and all that were looked up before."""
-        if not chain:
-            chain.append(self.salted(cache_salt))
-        while len(chain) <= index + 1:
-            end = len(chain) * size
-            chain.append(self.extend(chain[-1], tokens[end - size:end]))
-        return chain[index + 1]
 
-    def intern(self, key: bytes, parent: Prefix, tokens) -> Prefix:
-        known = self.known.get(key)
-        if known is None:
-            known = self.known[key] = Prefix(key, parent, tokens)
-        return known if known.parent is parent and known.tokens == tokens else Prefix(key, parent, tokens)
+# 2. Blocks -------------------------------------------------------------------------------------
 
 
 class BlockPool:
-    """All KV blocks of all layers in one tensor. A block is an int, and it is in one of three places: free; cached
-    (no table holds it, but its prefix still finds it); or referenced, by `references[block]` block tables."""
+    """Numbers of blocks. Each block is free, cached (unreferenced, but its prefix finds it) or referenced, by block
+    tables and by whatever still copies from or to it. `memory`, if set, holds their contents."""
 
-    def __init__(self, config, blocks: int, block_size: int, dtype, device):
-        self.kv = self.memory(config, blocks, block_size, dtype, device)
-        self.size, self.block_size = blocks, block_size
+    def __init__(self, blocks: int, block_size: int, memory: torch.Tensor | None = None):
+        self.size, self.block_size, self.memory = blocks, block_size, memory
+        self.block_bytes = 0 if memory is None else memory.nbytes // max(1, blocks)
         self.references = [0] * blocks
-        self.free = OrderedDict.fromkeys(range(blocks))                         # an ordered set; free for longest first
-        self.cached: OrderedDict[int, None] = OrderedDict()                     # least recently used first
-        self.prefixes: list[Prefix | None] = [None] * blocks                    # of the registered blocks
-        self.blocks: dict[bytes, int] = {}                                      # key -> registered block
-        self.counts = Counter(evictions=0, copies=0)
-
-    def memory(self, config, blocks: int, block_size: int, dtype, device):
-        """Layer-first: a layer's keys lie together, and so do its values."""
-        return torch.empty(config.num_hidden_layers, 2, blocks, block_size, config.num_key_value_heads,
-                           config.head_dim, dtype=dtype, device=device)         # [L, 2, blocks, block_size, KVH, hd]
+        self.free = bytearray(b"\1" * blocks)  # 1: free. As bytes, so that a run is found fast
+        self.cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self.prefix_of: list[Prefix | None] = [None] * blocks
+        self.block_of: dict[Prefix, int] = {}
+        self.leaving: set[int] = set()  # evicted, but somebody still reads them
+        self.evicting = lambda block, prefix: None  # called before a block loses its contents
+        self.next = 0  # where the search for a run begins
+        self.evictions = 0
 
     @property
     def available(self) -> int:
-        """Blocks that can be had without taking one from a table."""
-        return len(self.free) + len(self.cached)
+        """Blocks that can be had without taking one from a table; those that are leaving, soon."""
+        return self.free.count(1) + len(self.leaving) + len(self.cached)
 
-    def needed(self, tokens: int) -> int:
-        """Blocks that hold so many tokens."""
+    def num_blocks(self, tokens: int) -> int:
+        """Blocks needed for `tokens`."""
         return -(-tokens // self.block_size)
 
-    def allocate(self, count: int, table: list[int] = ()) -> list[int]:
-        """Take `count` blocks for the end of `table`, at most `available`: free ones, then the least recently used of the
-        cached. They follow its last one where that is possible: a table of adjacent blocks is read without a copy."""
-        while len(self.free) < count:
-            self.evict()
-        taken, following = [], table[-1] + 1 if table else None
-        while len(taken) < count and following in self.free:
-            del self.free[following]
-            taken.append(following)
-            following += 1
-        taken += sorted(self.free.popitem(last=False)[0] for _ in range(count - len(taken)))
-        for block in taken:
-            self.references[block] = 1
-        return taken
+    def allocate(self, count: int, after: int | None = None, room: int = 0) -> list[int] | None:
+        """Take `count` blocks, at most `available`, and evict the least recently used for them. Adjacent ones where
+        that is possible: they follow block `after`, or begin a free run that has room for `room`. None: somebody
+        still reads what was evicted; ask again in the next step."""
+        while self.free.count(1) + len(self.leaving) < count:
+            self.evict(next(iter(self.cached)))
+        if self.free.count(1) < count:
+            return None
+        blocks, follow = [], after + 1 if after is not None else self.size
+        while len(blocks) < count and follow < self.size and self.free[follow]:
+            blocks.append(follow)
+            follow += 1
+        if rest := count - len(blocks):
+            for block in blocks:
+                self.free[block] = 0
+            blocks += self.find_free(rest, max(rest, room))
+        for block in blocks:
+            self.free[block], self.references[block] = 0, 1
+        return blocks
 
-    def share(self, block: int):
-        """One more table holds `block`."""
-        self.cached.pop(block, None)
-        self.references[block] += 1
+    def find_free(self, count: int, room: int) -> list[int]:
+        """`count` free blocks in one run, if there is one; with space behind it for the rest of `room`, if that is."""
+        for length, start in (room, self.next), (room, 0), (count, 0):
+            if (at := self.free.find(b"\1" * length, start)) >= 0:
+                self.next = at + length
+                return list(range(at, at + count))
+        return [block for block, free in enumerate(self.free) if free][:count]
 
-    def release(self, table: list[int]):
-        """A table is given back, its last block first, so that a chain is evicted from its end."""
-        for block in reversed(table):
+    def share(self, blocks: list[int]):
+        """Add a reference to each."""
+        for block in blocks:
+            self.cached.pop(block, None)
+            self.references[block] += 1
+
+    def release(self, blocks: list[int]):
+        """Take a reference from each, the last block first, so that a chain is evicted from its end."""
+        for block in reversed(blocks):
             self.references[block] -= 1
             if self.references[block] == 0:
-                (self.free if self.prefixes[block] is None else self.cached)[block] = None
-
-    def copy_on_write(self, block: int) -> int:
-        """-> a block of the caller's own, with the same content, in place of one that other tables hold too."""
-        copy, = self.allocate(1)
-        self.kv[:, :, copy] = self.kv[:, :, block]                              # [L, 2, block_size, KVH, hd]
-        self.release([block])
-        self.counts["copies"] += 1
-        return copy
+                self.leaving.discard(block)
+                if self.prefix_of[block] is None:
+                    self.free[block] = 1
+                else:
+                    self.cached[block] = None
 
     def register(self, block: int, prefix: Prefix):
-        """`block` is full and holds `prefix`. Where a block has that key already, it keeps it."""
-        if self.blocks.setdefault(prefix.key, block) == block:
-            self.prefixes[block] = prefix
+        """`block` holds `prefix` from now on, unless another block does already."""
+        if self.block_of.setdefault(prefix, block) == block:
+            self.prefix_of[block] = prefix
 
-    def find(self, prefix: Prefix) -> int | None:
-        block = self.blocks.get(prefix.key)
-        return block if block is not None and self.prefixes[block] is prefix else None
+    def find(self, chain: list[Prefix]) -> list[int]:
+        """The blocks that hold the beginning of `chain`, up to the first gap."""
+        blocks = []
+        for prefix in chain:
+            if prefix not in self.block_of:
+                break
+            blocks.append(self.block_of[prefix])
+        return blocks
 
-    def touch(self, prefix: Prefix | None):
-        """What this prefix stands for is the most recently used, its beginning most of all."""
-        while prefix is not None:
-            block = self.find(prefix)
-            if block in self.cached:
+    def touch(self, chain: list[Prefix]):
+        """Mark the cached blocks of `chain` most recently used, its end evicted first."""
+        for prefix in reversed(chain):
+            if (block := self.block_of.get(prefix)) in self.cached:
                 self.cached.move_to_end(block)
-            prefix = prefix.parent
 
-    def evict(self):
-        """The least recently used of the cached blocks becomes free."""
-        self.forget(next(iter(self.cached)))
-        self.counts["evictions"] += 1
-
-    def forget(self, block: int):
-        """Nobody finds `block` any more; if no table holds it, it is free."""
-        if self.prefixes[block] is not None:
-            del self.blocks[self.prefixes[block].key]
-            self.prefixes[block] = None
-        if block in self.cached:
-            del self.cached[block]
-            self.free[block] = None
-
-    def check_index(self):
-        """What finds blocks agrees with what they hold. Raises AssertionError."""
-        registered = {prefix.key: block for block, prefix in enumerate(self.prefixes) if prefix}
-        assert self.blocks == registered, "keys and prefixes differ"
-
-    def check_integrity(self, tables: list[list[int]]):
-        """Every block is in one place, and counts, tables and keys agree. Raises AssertionError."""
-        held = Counter(block for table in tables for block in set(table))
-        assert sum(map(len, tables)) == held.total(), "a table holds a block twice"
-        self.check_index()
-        for block, references in enumerate(self.references):
-            places = (block in self.free) + (block in self.cached) + (references > 0)
-            assert places == 1, f"block {block} is in {places} places"
-            assert references == held[block], f"block {block} has {references} references and {held[block]} tables hold it"
-            found = self.prefixes[block] is not None
-            assert found or block not in self.cached, f"block {block} is cached and cannot be found"
-            assert not found or block not in self.free, f"block {block} is free and can be found"
+    def evict(self, block: int):
+        """Make a cached block free: at once, or when whoever shares it in `evicting` releases it."""
+        prefix, self.prefix_of[block] = self.prefix_of[block], None
+        del self.cached[block], self.block_of[prefix]
+        self.evictions += 1
+        self.evicting(block, prefix)
+        if self.references[block]:
+            self.leaving.add(block)
+        else:
+            self.free[block] = 1
 
 
-@dataclass(eq=False)
-class Request(baseline.Request):
-    """A sample of a prompt, and where its keys and values lie. `tokens` grows with the answer."""
-    cache_salt: str = ""
-    number: int = 0                                             # of this sample among those of the prompt
-    forks: list["Request"] = field(default_factory=list)        # samples that begin when this one's prompt is computed
-    answer: baseline.Answer | None = None
-    table: list[int] = field(default_factory=list)              # its blocks, in order
-    computed: int = 0                                           # tokens whose keys and values are in them
-    saved: int = 0                                              # full blocks that have been saved
-    prefixes: list[Prefix] = field(default_factory=list)        # the root, then of full blocks, as far as looked up
-    cached_tokens: int = 0
-    source: str | None = None                                   # None until the request has run
-    restoration: object = None                                  # the generator, while it is being restored
-    pieces: queue.SimpleQueue | None = None                     # (number, text or outcome), shared by the samples
-    outcome: object = None                                      # Result or exception, when it is over
-
-    @property
-    def pending(self) -> int:
-        """Tokens to compute before the next one can be drawn; 1 in decode."""
-        return len(self.tokens) - self.computed
-
-    def inherit(self, other: "Request"):
-        """What was found of the prompt for `other`, another sample of it, was found for this one."""
-        self.source, self.cached_tokens = other.source, other.cached_tokens
+# 3. Batches ------------------------------------------------------------------------------------
 
 
-class PagedBatch:
-    """One step's tokens, flat: where their keys and values are written, and what each may read. A request that is
-    read alone is read in place if its blocks lie in one run, or in a few (a shared prefix is one, what follows is
-    another), and else from a copy. Short contexts that decode are copied into one padded tensor and read in one call,
-    which costs less than a call for each."""
-    READ_ALONE = {"cpu": 1 << 20, "cuda": 64 << 20}        # bytes of K and V in a layer above which a context is read alone
-    READ_TOGETHER = {"cpu": 16 << 20, "cuda": 512 << 20}   # most bytes of one padded copy
-    READ_RUN = 1 << 18             # bytes for which a run of adjacent blocks is worth two products of its own
+class Batch:
+    """One step's tokens, flat: where their K and V are written, and what each may read. Contexts of one token to
+    compute are gathered in one padded read; long ones and chunks of prefill are read alone, in place where their
+    blocks are adjacent. A slot that was not written is never read, masked or not: 0 times NaN is NaN."""
 
     def __init__(self, pool: BlockPool, work: list[tuple[Request, int]]):
-        """`work`: requests and how many of their next tokens to compute; those of one token first, by length."""
-        self.pool, self.work, size, flat, last_rows = pool, work, pool.block_size, [], []
+        self.pool, self.work, self.device = pool, work, pool.memory.device
+        size, flat, last, padded, row = pool.block_size, [], [], [], 0
+        token_bytes = pool.memory[0, :, 0, 0].nbytes  # K and V of one token in one layer
+        self.reads = []  # (rows, slots, mask)
         for request, count in work:
-            for position in range(request.computed, request.computed + count):
+            end = request.computed + count
+            for position in range(request.computed, end):
                 slot = request.table[position // size] * size + position % size
                 flat.append((request.tokens[position], position, slot))
             if count == request.pending:
-                last_rows.append(len(flat) - 1)
-        self.tokens, self.positions, self.slots = self.tensor(flat).T.contiguous()              # [T] each
-        self.token_bytes = pool.kv[0, :, 0, 0].nbytes           # K and V of one token in one layer
-        self.last_rows = self.tensor(last_rows)                 # [R]: the rows whose logits a token is drawn from
-        self.reads, row = [], 0
-        for group in self.groups(work):
-            rows = slice(row, row + sum(count for _, count in group))
-            self.reads.append((rows, *(self.read_one(*group[0]) if len(group) == 1 else self.read_many(group))))
-            row = rows.stop
-
-    def tensor(self, numbers):
-        return torch.tensor(numbers, dtype=torch.int64, device=self.pool.kv.device)
-
-    def groups(self, work):
-        """Neighbours in `work` that are read in one call."""
-        group, device = [], self.pool.kv.device.type
-        for request, count in work:
-            size = (request.computed + count) * self.token_bytes
-            alone = count > 1 or size > self.READ_ALONE[device]
-            if group and (alone or group[-1][1] > 1 or (len(group) + 1) * size > self.READ_TOGETHER[device]):
-                yield group
-                group = []
-            group.append((request, count))
-        yield group
-
-    def read_one(self, request: Request, count: int):
-        """-> what the request's rows read, runs as slices or a tensor of slots [S], and the mask [T, S] between the two."""
-        length, size, runs, mask = request.computed + count, self.pool.block_size, [], None
-        for block in request.table[:self.pool.needed(length)]:
-            if runs and runs[-1][1] == block:
-                runs[-1][1] = block + 1
+                last.append(len(flat) - 1)
+            if count == 1 and end * token_bytes <= ALONE:
+                padded.append(request)
             else:
-                runs.append([block, block + 1])                 # first block, and the one after the last
-        runs = [slice(first * size, end * size) for first, end in runs]
-        runs[-1] = slice(runs[-1].start, runs[-1].stop - (-length) % size)
+                self.reads.append((slice(row, row + count), *self.read_alone(request, end, count)))
+            row += count
+        if padded:  # they come first in `work`
+            self.reads.insert(0, (slice(0, len(padded)), *self.read_padded(padded)))
+        self.tokens, self.positions, self.slots = torch.tensor(flat, device=self.device).T.contiguous()  # [T] each
+        self.last_rows = torch.tensor(last, dtype=torch.long, device=self.device)  # [R]: a token is drawn from each
+
+    def read_alone(self, request: Request, end: int, count: int):
+        """-> slots of tokens 0 to `end`, a slice if the blocks are adjacent, else [S]; mask [T, S] or None."""
+        size, table = self.pool.block_size, request.table[: self.pool.num_blocks(end)]
+        if table == list(range(table[0], table[0] + len(table))):
+            slots = slice(table[0] * size, table[0] * size + end)
+        else:
+            blocks = torch.tensor(table, device=self.device)
+            slots = (blocks[:, None] * size + torch.arange(size, device=self.device)).flatten()[:end]
+        mask = None
         if count > 1 and request.computed:
-            seen = torch.ones(count, length, dtype=torch.bool, device=self.pool.kv.device).tril(request.computed)
-            mask = baseline.score_mask(seen, self.pool.kv.dtype)
-        in_place = count == 1 and self.pool.kv.dtype == torch.float32 and len(runs) * self.READ_RUN <= length * self.token_bytes
-        if len(runs) == 1 or in_place:
-            return runs, mask
-        return self.tensor([slot for run in runs for slot in range(run.start, run.stop)]), mask
+            seen = torch.ones(count, end, dtype=torch.bool, device=self.device).tril(request.computed)
+            mask = self.scores(seen)
+        return slots, mask
 
-    def read_many(self, group):
-        """-> slots [B, S] and mask [B, 1, 1, S] of B requests that decode; row b reads its own first `lengths[b]`."""
-        longest = max(len(request.table) for request, _ in group)
-        blocks = self.tensor([request.table + request.table[:1] * (longest - len(request.table)) for request, _ in group])
-        lengths = self.tensor([[request.computed + 1] for request, _ in group])                 # [B, 1]
-        offsets = torch.arange(self.pool.block_size, device=blocks.device)
-        slots = (blocks[:, :, None] * self.pool.block_size + offsets).flatten(1)                # [B, longest * block_size]
-        slots = slots[:, :max(request.computed + 1 for request, _ in group)]                    # [B, S]
-        seen = torch.arange(slots.shape[1], device=slots.device) < lengths                      # [B, S]
-        slots = torch.where(seen, slots, slots[:, :1])                                          # padding: a slot of its own
-        return slots, baseline.score_mask(seen, self.pool.kv.dtype)[:, None, None]
+    def read_padded(self, requests: list[Request]):
+        """-> slots [B, S] and mask [B, 1, 1, S] of requests that compute one token each. Padding: their first slot."""
+        size, longest = self.pool.block_size, max(len(request.table) for request in requests)
+        tables = [request.table + request.table[:1] * (longest - len(request.table)) for request in requests]
+        lengths = torch.tensor([[request.computed + 1] for request in requests], device=self.device)  # [B, 1]
+        blocks = torch.tensor(tables, device=self.device)  # [B, longest]
+        slots = (blocks[:, :, None] * size + torch.arange(size, device=self.device)).flatten(1)
+        slots = slots[:, : max(request.computed + 1 for request in requests)]  # [B, S]
+        seen = torch.arange(slots.shape[1], device=self.device) < lengths  # [B, S]
+        return slots.where(seen, slots[:, :1]), self.scores(seen)[:, None, None]
 
-    def layers(self):
-        """One `attend(q, k, v)` per layer."""
-        for keys, values in self.pool.kv.flatten(2, 3):                                         # [slots, KVH, hd] each
-            def attend(q, k, v, keys=keys, values=values):
-                keys.index_copy_(0, self.slots, k)
-                values.index_copy_(0, self.slots, v)
-                outs = [self.read(q[rows], keys, values, slots, mask) for rows, slots, mask in self.reads]
-                return outs[0] if len(outs) == 1 else torch.cat(outs)                           # [T, H, hd]
-            yield attend
+    def scores(self, seen):
+        """True where a token may look -> what is added to its scores: 0 there, minus infinity elsewhere. Of booleans
+        PyTorch would make this in every layer again."""
+        return torch.zeros_like(seen, dtype=self.pool.memory.dtype).masked_fill_(~seen, -math.inf)
 
-    def read(self, q, keys, values, slots, mask):
-        """Attention of q [T, H, hd] over the keys and values [slots, KVH, hd] in `slots` -> [T, H, hd]."""
-        if isinstance(slots, list):
-            keys, values = [keys[run] for run in slots], [values[run] for run in slots]         # [S_r, KVH, hd] each
-            if len(slots) > 1:
-                return attention_over_runs(q, keys, values)
-            return baseline.attention(q, keys[0].transpose(0, 1), values[0].transpose(0, 1), mask)
-        k, v = (tensor.index_select(0, slots.flatten()) for tensor in (keys, values))           # [S or B*S, KVH, hd] each
-        if slots.ndim == 1:
-            return baseline.attention(q, k.transpose(0, 1), v.transpose(0, 1), mask)
-        k, v = (copy.unflatten(0, slots.shape).transpose(1, 2) for copy in (k, v))              # [B, KVH, S, hd] each
-        grouped = q.unflatten(1, (k.shape[1], -1))                                              # [B, KVH, H/KVH, hd]
-        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).flatten(1, 2)      # [B, H, hd]
+    def attend(self, layer: int):
+        """-> attend(q, k, v) of one layer: write K and V to their slots, and read what each row may see."""
+        keys, values = self.pool.memory[layer].flatten(1, 2)  # [slots, KVH, hd] each
+
+        def attend(q, k, v):
+            keys.index_copy_(0, self.slots, k)
+            values.index_copy_(0, self.slots, v)
+            outs = [attention(q[rows], keys, values, slots, mask) for rows, slots, mask in self.reads]
+            return outs[0] if len(outs) == 1 else torch.cat(outs)  # [T, H, hd]
+
+        return attend
 
 
-def attention_over_runs(q, keys, values):
-    """One token's q [1, H, hd] over runs of keys and values [S_r, KVH, hd] -> [1, H, hd], without putting them together.
-    Only in float32: in 16 bit the scores would be rounded."""
-    grouped = q.unflatten(1, (keys[0].shape[1], -1))[0] * q.shape[-1] ** -0.5                   # [KVH, H/KVH, hd]
-    scores = torch.cat([grouped @ k.permute(1, 2, 0) for k in keys], -1)                        # [KVH, H/KVH, S]
-    weights = scores.softmax(-1).split([len(k) for k in keys], -1)                              # [KVH, H/KVH, S_r] each
-    return sum(w @ v.transpose(0, 1) for w, v in zip(weights, values)).flatten(0, 1)[None]      # [1, H, hd]
+def attention(q, keys, values, slots, mask):
+    """q [T, H, hd] over the K and V [slots, KVH, hd] in `slots` -> [T, H, hd]. The query heads of a group share a KV
+    head, and are never given copies of it."""
+    if isinstance(slots, slice):
+        k, v = keys[slots], values[slots]  # [S, KVH, hd] each
+    else:
+        k, v = (side.index_select(0, slots.flatten()).unflatten(0, slots.shape) for side in (keys, values))
+    if k.ndim == 4 or len(q) == 1:  # one token each: the heads of a group are as many queries to one KV head
+        k, v = (side.unflatten(0, (len(q), -1)) if side.ndim == 3 else side for side in (k, v))  # [B, S, KVH, hd]
+        k, v = k.transpose(1, 2), v.transpose(1, 2)  # [B, KVH, S, hd] each
+        grouped = q.unflatten(1, (k.shape[1], -1))  # [B, KVH, H/KVH, hd]
+        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).flatten(1, 2)
+    q, k, v = q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]  # [1, heads, tokens, hd]
+    gqa = k.shape[1] != q.shape[1]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=gqa)
+    return out[0].transpose(0, 1)  # [T, H, hd]
 
 
-# 2. The engine ---------------------------------------------------------------------------------------------------
-
-def pool_size(model, blocks: int | None, block_size: int, max_running: int) -> int:
-    """-> `blocks`, or by default as many as `max_running` full contexts take, but no more than 80 % of a GPU's free
-    memory or a quarter of the host's. Raises ModelError if they do not fit."""
-    on_gpu, block_bytes = model.device.type == "cuda", block_size * model.config.kv_numbers_per_token * model.dtype.itemsize
-    free = torch.cuda.mem_get_info()[0] if on_gpu else checkpoint.free_host_memory()
-    if blocks is None:
-        useful = max_running * -(-model.config.max_position_embeddings // block_size)
-        blocks = max(1, int(min(useful, free * (0.8 if on_gpu else 0.25) // block_bytes)))
-    if blocks * block_bytes > free:
-        raise checkpoint.ModelError(f"{blocks} blocks of {block_size} tokens take {blocks * block_bytes / 1e9:.1f} GB and "
-                                    f"{free / 1e9:.1f} GB are free; choose at most --gpu-blocks {int(free // block_bytes)}.")
-    return blocks
+# 4. The forward pass ---------------------------------------------------------------------------
 
 
-class Engine(baseline.Frontend):
-    """Answers many requests at once in a fixed number of blocks. One thread runs `step`; others submit and wait."""
-    Request, Pool = Request, BlockPool
-    LARGER = "--gpu-blocks {}"             # what makes room for so many blocks
-    fields = {"n": (lambda v: app.whole(v, 1, 16), "a whole number from 1 to 16: answers to the same prompt"),
-              "cache_salt": (lambda v: app.text(v) and len(v) <= 256, "a string of at most 256 characters")}
+class Runner:
+    """Runs the forward pass, and owns the memory that it reads and writes: here one tensor on the device, all
+    layers' blocks in it. (Chapter 08 has another one, whose blocks are in host memory.)"""
 
-    def __init__(self, model, tokenizer, end_tokens, blocks: int | None = None, block_size: int = 16,
-                 token_budget: int = 512, max_running: int = 64, max_waiting: int = 256):
-        super().__init__(model, tokenizer, end_tokens)
-        self.token_budget, self.max_running, self.max_waiting = token_budget, max_running, max_waiting
-        self.thread, self.clock = None, Clock(model.device)
-        self.pool = self.make_pool(blocks, block_size)
-        self.prefixes = Prefixes(f"{model.digest.hex()} {model.dtype} {block_size} kv")
-        self.waiting: deque[Request] = deque()                          # first come, first served
-        self.running: list[Request] = []                                # who holds blocks, oldest first
-        self.cancelled: deque[Request] = deque()                        # whose clients have hung up
-        self.changed, self.stepping = threading.Condition(), threading.RLock()
-        self.stalls = []               # points in time, from and to: when the forward pass waited for something (chapter 03)
-        self.counts.update(steps=0, preemptions=0, cached_tokens=0)
-
-    def make_pool(self, blocks: int | None, block_size: int) -> BlockPool:
-        blocks = pool_size(self.model, blocks, block_size, self.max_running)
-        return self.Pool(self.model.config, blocks, block_size, self.model.dtype, self.model.device)
-
-    # One step
-
-    def step(self) -> bool:
-        """One step for everybody -> whether there is more to do. Threads take turns."""
-        with self.stepping:
-            # 1. Who hung up leaves; when the engine closes, so does who has not begun
-            while self.cancelled:
-                self.finish(self.cancelled.popleft(), HungUp("The client hung up."), "cancelled")
-            if self.closing:
-                for request in [request for request in self.waiting if request.source is None]:
-                    self.finish(request, Closing("The server is shutting down; ask again when it is back."), "cancelled")
-
-            # 2. Who is being restored goes on, and who fits comes in
-            for request in [request for request in self.running if request.restoration]:
-                self.advance_restoration(request)
-            while self.waiting and self.admit(self.waiting[0]):
-                pass
-
-            # 3. One forward pass for all of them
-            work = self.schedule()
-            if work:
-                self.compute(work)
-            return bool(self.running or self.waiting or self.cancelled)
-
-    def admit(self, request: Request) -> bool:
-        """Let the first in line in, if there is budget left in this step, room to run, and blocks for all its tokens
-        and one more for each who runs, since who comes in must not be the next to be preempted. The blocks are taken
-        at once: cached ones for the prefix that they hold, empty ones for the rest."""
-        if (sum(map(self.turn, self.running)) >= self.token_budget or
-                sum(1 + len(other.forks) for other in (*self.running, request)) > self.max_running):
-            return False
-        try:
-            pool, hits = self.pool, self.match(request)
-            empty = pool.needed(len(request.tokens)) - len(hits)
-            if not self.find_room(request, hits, empty):
-                return False
-            self.waiting.popleft()
-            self.running.append(request)
-            for block in hits:
-                pool.share(block)
-            request.table, request.saved = hits + pool.allocate(empty, hits), len(hits)
-            request.restoration = self.restore(request)
-            self.advance_restoration(request)
-        except Exception as error:
-            self.finish(request, error, "failed")
-        return True
-
-    def find_room(self, request: Request, hits: list[int], empty: int) -> bool:
-        """Whether the request can have `hits` and `empty` other blocks, and each who runs one more."""
-        cached = sum(self.pool.references[block] == 0 for block in hits)        # available, and about to be held
-        return empty + len(self.running) <= self.pool.available - cached
-
-    def match(self, request: Request) -> list[int]:
-        """-> the blocks that hold the longest cached prefix of the request's tokens, but for the last token: that is
-        computed in any case, because the answer begins with its logits."""
-        hits = []
-        for index in range((len(request.tokens) - 1) // self.pool.block_size):
-            block = self.pool.find(self.prefix(request, index))
-            if block is None:
-                break
-            hits.append(block)
-        return hits
-
-    def adopt(self, request: Request):
-        """For chapters that bring blocks: those that hold what follows in the request's tokens, and were registered since it came
-        in, take the place of empty ones."""
-        hits = self.match(request)
-        for index in range(request.saved, len(hits)):
-            self.replace(request, index, hits[index])
-            request.saved = index + 1
-
-    def replace(self, request: Request, index: int, block: int):
-        """The registered `block` takes the place of an empty one."""
-        self.pool.share(block)
-        self.pool.release([request.table[index]])
-        request.table[index] = block
-
-    def prefix(self, request: Request, index: int) -> Prefix:
-        """The prefix that the request's block number `index` holds when it is full."""
-        return self.prefixes.nth(index, request.prefixes, request.cache_salt, request.tokens, self.pool.block_size)
-
-    def restore(self, request: Request):
-        """Bring the longest saved prefix of `request.tokens` into the blocks of its table, of which the first `saved`
-        hold theirs already, and set `computed`, `cached_tokens` and `source`. A generator: at every yield the others
-        take a step. Here there is nothing left to bring."""
-        request.computed = request.saved * self.pool.block_size
-        if request.source is None:                                      # a preempted request finds blocks of its own
-            request.cached_tokens, request.source = request.computed, "gpu_hit" if request.computed else "miss"
-        yield from ()
-
-    def advance_restoration(self, request: Request):
-        try:
-            next(request.restoration)
-        except StopIteration:
-            request.restoration = None
-        except Exception as error:
-            self.finish(request, error, "failed")
-
-    def schedule(self) -> list[tuple[Request, int]]:
-        """Who computes how many tokens in this step: one for each who decodes, then chunks of prefill, oldest
-        first, until the budget is used up."""
-        for request in [request for request in self.running if not request.restoration and request.pending == 1]:
-            if request in self.running:                                 # and was not preempted for an older one
-                self.make_room(request)
-        work, budget = [], self.token_budget
-        for request in sorted(self.running, key=lambda request: request.pending > 1):
-            count = min(self.turn(request), budget)
-            if count:
-                work.append((request, count))
-                budget -= count
-        return sorted(work, key=lambda item: (item[1] > 1, item[0].computed))
-
-    def turn(self, request: Request) -> int:
-        """How many of its tokens the request would compute in this step: none while it is being restored."""
-        return 0 if request.restoration else request.pending
-
-    def others_compute(self, request: Request) -> bool:
-        """Whether anybody needs a step: others that compute, that wait, or that hung up."""
-        return bool(self.waiting or self.cancelled) or any(self.turn(other) for other in self.running if other is not request)
-
-    def make_room(self, request: Request):
-        """A slot of its own for the next token. When blocks run out, the newest request is preempted."""
-        pool, table, index = self.pool, request.table, request.computed // self.pool.block_size
-        while request in self.running and self.lacks_slot(request):
-            if not pool.available:
-                self.preempt(self.running[-1])
-            elif index == len(table):
-                table += pool.allocate(1, table)
-            else:                                                       # shared with another sample until now
-                table[index] = pool.copy_on_write(table[index])
-
-    def lacks_slot(self, request: Request) -> bool:
-        """Whether the next token needs another block: the last one is full, or is shared with another sample."""
-        index = request.computed // self.pool.block_size
-        return index == len(request.table) or self.pool.references[request.table[index]] > 1
-
-    def compute(self, work: list[tuple[Request, int]]):
-        """The forward pass of a step, and what follows from it."""
-        began, self.stalls = self.clock.mark(), []
-        try:
-            logits = self.forward(self.batch(work))                     # [R, V], of those whose last token was computed
-            likeliest = logits.argmax(-1).tolist()                      # [R]
-        except Exception as error:
-            self.fail(work, error)
-            return
-        ended, row = self.clock.mark(), 0
-        began, ended, *stalls = map(self.clock.seconds, (began, ended, *self.stalls))
-        stalls = list(zip(stalls[::2], stalls[1::2]))
-        self.counts["steps"] += 1
-        for request, count in work:
-            decoding = request.pending == 1 and request.answer.tokens
-            request.timeline.add("compute", "decode" if decoding else f"prefill {count}", began, ended, stalls)
-            request.computed += count
-            self.save(request)
-            if request.pending == 0:
-                for sample in (request, *self.fork(request)):
-                    self.draw(sample, logits[row], likeliest[row])
-                row += 1
-
-    def batch(self, work: list[tuple[Request, int]]) -> PagedBatch:
-        """What the forward pass of a step computes."""
-        return PagedBatch(self.pool, work)
+    def __init__(self, model, blocks: int, block_size: int = 16):
+        config = model.config
+        shape = config.num_hidden_layers, 2, blocks, block_size, config.num_key_value_heads, config.head_dim
+        memory = torch.empty(shape, dtype=model.dtype, device=model.device)  # [L, 2, blocks, block_size, KVH, hd]
+        self.model, self.pool = model, BlockPool(blocks, block_size, memory)
 
     @torch.inference_mode()
-    def forward(self, batch: PagedBatch):
-        rotation = self.model.rotary(batch.positions)                   # [T, 1, hd] each
-        hidden = self.model.embed(batch.tokens)                         # [T, D]
-        for index, (layer, attend) in enumerate(zip(self.model.layers, batch.layers())):
-            self.tap(index, hidden, batch)
-            hidden = layer(hidden, rotation, attend)                    # [T, D]
-        return self.model.logits(hidden[batch.last_rows])               # [R, V]
+    def forward(self, work: list[tuple[Request, int]], before_layer):
+        """Compute the next `count` tokens of each request in `work`, those of one token first -> the batch, and
+        logits [R, V], a row per request whose last pending token is in it."""
+        batch = Batch(self.pool, work)
+        rotation = self.model.rotary(batch.positions)  # [T, 1, hd] each
+        hidden = self.model.embed(batch.tokens)  # [T, D]
+        for index, layer in enumerate(self.model.layers):
+            before_layer(index, hidden, batch)
+            hidden = layer(hidden, rotation, batch.attend(index))  # [T, D]
+        return batch, self.model.logits(hidden[batch.last_rows])  # [R, V]
 
-    def tap(self, index: int, hidden, batch: PagedBatch):
-        """Sees the input [T, D] of layer `index` before the layer does. Here it does nothing."""
 
-    def fail(self, work: list[tuple[Request, int]], error: Exception):
-        """The forward pass of this `work` raised."""
-        for request, _ in work:
-            self.finish(request, error, "failed")
+# 5. The engine ---------------------------------------------------------------------------------
 
-    def save(self, request: Request):
-        """Register the blocks that the request has filled, so that others find them. (Who computes the same in the
-        same step finds nothing yet.)"""
-        for index in range(request.saved, request.computed // self.pool.block_size):
-            self.pool.register(request.table[index], self.prefix(request, index))
-            request.saved = index + 1
 
-    def fork(self, request: Request) -> list[Request]:
-        """The other samples of a prompt that has just been computed begin, with the same blocks."""
-        forks, request.forks = request.forks, []
-        for fork in forks:
-            fork.table, fork.prefixes = list(request.table), list(request.prefixes)
-            fork.computed, fork.saved = request.computed, request.saved
-            fork.inherit(request)
-            fork.timeline.spans += request.timeline.spans
-            for block in fork.table:
-                self.pool.share(block)
-        after = self.running.index(request) + 1
-        self.running[after:after] = forks
-        return forks
+SALT = {"cache_salt": (lambda value: text(value) and len(value) <= 256, "a string of at most 256 characters")}
 
-    def draw(self, request: Request, logits, likeliest: int):
-        """The next token of one request, and its text."""
-        try:
-            token = baseline.sample(logits, request, request.answer.generator) if request.temperature else likeliest
-            request.pieces.put((request.number, request.answer.push(token)))
-            request.tokens.append(token)
-            if request.answer.finish_reason:
-                self.finish(request, self.result(request), "finished")
-        except Exception as error:
-            self.finish(request, error, "failed")
 
-    def result(self, request: Request) -> Result:
-        return request.answer.result(request, request.source, request.cached_tokens)
+class Engine(Line):
+    """Answers many requests at once: whoever waits, runs and is over is in its Line."""
 
-    def preempt(self, request: Request):
-        """Take the request's blocks; it goes back to the head of the line, to be restored or computed again."""
-        self.free(request)
+    def __init__(self, runner, cache: Cache | None = None, token_budget=512, max_running=64, always_restore=False):
+        self.runner, self.cache = runner, cache or Cache()
+        self.model, self.pool = runner.model, runner.pool
+        super().__init__(capacity=self.pool.size * self.pool.block_size)
+        self.token_budget, self.max_running = token_budget, max_running
+        self.clock = Clock(self.model.device)
+        self.prefixes = Prefixes(f"{self.model.digest.hex()} {self.model.dtype} kv", self.pool.block_size)
+        self.filling: dict[Prefix, Request] = {}  # contents that a running request is about to have
+        self.promised = 0  # blocks that are leaving, and that this step has been promised
+        self.failures = 0  # steps in a row that raised
+        self.explain = False
+        self.fields = {**SALT, **self.cache.fields}
+        self.cache.attach(self)
+        self.pool.evicting, self.pools = self.cache.evicting, {"device": self.pool, **self.cache.pools}
+        self.restorer = Restorer(self, self.cache, always_restore)
+        self.restorer.measure()
+
+    def step(self):
+        """One step for everybody: poll, admit, restore, schedule, compute, save."""
+        if not self.busy:
+            self.wake.wait(self.restorer.idle())  # seconds until that wants to be called again, or until somebody comes
+            self.wake.clear()
+        self.take_arrivals()
+        self.cache.poll()
+        self.promised = 0
+        for request in list(self.waiting):
+            if self.admit(request) is False:  # no room: who comes first is served first
+                break
+        self.restorer.resume()
+        ready = [request for request in self.running if self.restorer.can_compute(request)]
+        work = self.schedule(ready or self.running[:1])  # nobody can: the oldest waits, layer by layer
+        if work:
+            self.compute(work)
+        elif self.busy:
+            self.sleep()
+
+    @property
+    def busy(self) -> bool:
+        """Whether anybody waits or runs, or anything is under way."""
+        return bool(self.arrivals or self.waiting or self.running or any(self.cache.under_way.values()))
+
+    def sleep(self, seconds: float = 0.02):
+        """Sleep until something arrives, `seconds` at most. A GPU wakes nobody: look again soon."""
+        most = 2e-4 if self.model.device.type == "cuda" else 0.02
+        self.wake.wait(max(0.0, min(seconds, most)))
+        self.wake.clear()
+
+    def take_arrivals(self):
+        while self.arrivals:
+            request, error = self.arrivals.popleft()
+            if error is not None:
+                self.finish(request, error)
+                continue
+            self.extend(request)
+            seconds = self.restorer.seconds_to_compute(0, len(request.tokens))
+            request.patience = request.received + min(seconds, 60.0)
+            self.waiting.append(request)
+            self.cache.submitted(request)
+
+    # Admitting
+
+    def admit(self, request: Request):
+        """Give the request blocks for all of its tokens: those that hold its prefix, and empty ones -> True; False: no
+        room; LATER: it waits for its history, and lets others pass."""
+        if len(self.running) == self.max_running:
+            return False
+        pool, chain = self.pool, self.extend(request)
+        hits = pool.find(chain[: (len(request.tokens) - 1) // pool.block_size])  # the last token is computed anyway
+        missing = chain[len(hits) :]
+        coming = next((at for at, prefix in enumerate(missing) if prefix not in self.filling), len(missing))
+        if coming and 2 * coming >= len(missing):
+            return LATER  # most of it is what a running request is about to have
+        empty = pool.num_blocks(len(request.tokens)) - len(hits)
+        unreferenced = sum(pool.references[block] == 0 for block in hits)
+        if empty + len(self.running) > pool.available - unreferenced:  # who runs may need one more each
+            return False
+        request.computed = len(hits) * pool.block_size
+        match = self.restorer.ask(request)
+        if match is LATER and time.perf_counter() < request.patience:
+            return LATER
+        pool.share(hits)
+        room = pool.num_blocks(len(request.tokens) + request.max_tokens) - len(hits)
+        blocks = pool.allocate(empty, hits[-1] if hits else None, room)
+        if blocks is None:
+            pool.release(hits)
+            return False
+        request.table, request.registered = hits + blocks, len(hits)
+        if not request.new:  # else it was preempted, and finds what it had itself
+            request.found = {"gpu": request.computed} if hits else {}
+        for prefix in missing:
+            self.filling.setdefault(prefix, request)
+        self.waiting.remove(request)
+        self.running.append(request)
+        self.tell("admit", [request], 0, len(request.table), f"{len(hits)} of them found")
+        self.restorer.begin(request, match)
+        return True
+
+    def extend(self, request: Request) -> list[Prefix]:
+        return self.prefixes.extend(request.chain, request.tokens, request.options.get("cache_salt", ""))
+
+    # Scheduling
+
+    def schedule(self, ready: list[Request]) -> list[tuple[Request, int]]:
+        """Pick tokens per request: one for each that decodes, then prefill chunks, oldest first, within the budget."""
+        work, budget = [], self.token_budget
+        for request in sorted(ready, key=lambda request: request.pending > 1):
+            if request not in self.running:  # preempted for one before it
+                continue
+            if request.computed == len(request.table) * self.pool.block_size and not self.append_block(request):
+                continue
+            if count := min(self.restorer.reach(request) - request.computed, budget):
+                work.append((request, count))
+                budget -= count
+        for request, count in work:
+            if request.restoration:  # a step of one request may be overtaken: it is given up then
+                request.restoration.taken = request.computed + (count if len(work) > 1 else 0)
+        return sorted(work, key=lambda item: (item[1] > 1, item[0].computed))  # as Batch reads them
+
+    def append_block(self, request: Request) -> bool:
+        """Add a block for the next token; where none is left, preempt the newest request."""
+        while self.pool.available <= self.promised:
+            newest = self.running[-1]
+            self.counts["preemptions"] += 1
+            self.requeue(newest)
+            if newest is request:
+                return False
+        blocks = self.pool.allocate(1, request.table[-1])
+        if blocks is None:
+            self.promised += 1  # it is leaving: no other may count on it
+            return False
+        request.table += blocks
+        return True
+
+    def requeue(self, request: Request):
+        """Back to the head of the line, with nothing; what it has registered is found again."""
+        self.tell("requeue", [request], 0, len(request.table))
+        self.release(request)
         self.waiting.appendleft(request)
-        self.counts["preemptions"] += 1
+        if not request.declined:
+            self.cache.submitted(request)
 
-    def finish(self, request: Request, outcome, counted: str):
-        """The request is over, wherever it was, with a Result or an exception. Samples that waited for its prompt to
-        be computed do it themselves."""
+    # Computing
+
+    def compute(self, work: list[tuple[Request, int]]):
+        """The forward pass of a step, and what follows from it. One that raises has not happened."""
+        began, self.restorer.waits = self.clock.mark(), []
+        try:
+            batch, logits = self.runner.forward(work, self.before_layer)
+            likeliest = logits.argmax(-1).tolist()  # [R]
+        except Interrupted:
+            return
+        except Exception as error:
+            return self.step_failed(work, error)
+        began, ended = self.clock.seconds(began), self.clock.seconds(self.clock.mark())
+        waits = [self.clock.seconds(mark) for mark in self.restorer.waits]
+        self.failures = 0
+        self.counts["steps"] += 1
+        self.tell("compute", [request for request, _ in work], sum(count for _, count in work))
+        if not waits:
+            spans = [(request.computed, request.computed + count) for request, count in work]
+            self.restorer.computed(spans, ended - began)
+        for request, count in work:
+            label = "decode" if request.new and request.pending == 1 else f"prefill {count}"
+            request.timeline.add("compute", label, began, ended, list(zip(waits[::2], waits[1::2])))
+            request.computed += count
+            self.register(request)
+        self.cache.save(batch)
+        drawn = [request for request, _ in work if request.pending == 0]
+        for request, row, token in zip(drawn, logits, likeliest):
+            request.push(request.sample(row) if request.temperature else token)
+            if request.finish_reason:
+                self.finish(request)
+
+    def before_layer(self, index: int, hidden: torch.Tensor, batch):
+        """The history of this layer is there, and the Cache sees the layer's input [T, D]."""
+        for request, _ in batch.work:  # one that waits for its history, or may be overtaken, is alone
+            if request.restoration:
+                self.restorer.wait(request, index + 1)
+        self.cache.save_layer(index, hidden, batch)
+
+    def step_failed(self, work: list[tuple[Request, int]], error: Exception):
+        """Nothing that the step wrote is found. It is run again, and after ATTEMPTS in a row its requests end."""
+        self.failures += 1
+        if self.failures == ATTEMPTS:
+            self.failures = 0
+            said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            for request, _ in work:
+                if request in self.running:
+                    self.finish(request, Unavailable(f"The forward pass failed {ATTEMPTS} times ({said}); ask again."))
+
+    def register(self, request: Request):
+        """Others find the blocks that the request has filled."""
+        full = request.computed // self.pool.block_size
+        chain = self.extend(request)
+        for index in range(request.registered, full):
+            self.pool.register(request.table[index], chain[index])
+            if self.filling.get(chain[index]) is request:
+                del self.filling[chain[index]]
+        request.registered = max(full, request.registered)
+
+    # Ending
+
+    def finish(self, request: Request, error: Exception | None = None):
+        """The request is over, wherever it was: with a Result, or with `error`."""
         if request.outcome is not None:
             return
-        request.outcome = outcome
-        self.counts[counted] += 1
-        if isinstance(outcome, Result):
-            self.over.append((outcome, request))
-            self.counts.update(prompt_tokens=request.answer.prompt_tokens, completion_tokens=len(outcome.tokens),
-                               cached_tokens=request.cached_tokens)
-        if request in self.waiting:
+        if request in self.running:
+            self.release(request)
+        elif request in self.waiting:
             self.waiting.remove(request)
-        for leader in (*self.running, *self.waiting):
-            if request in leader.forks:
-                leader.forks.remove(request)
-        if request.forks:
-            heir, *heir.forks = request.forks
-            heir.inherit(request)
-            self.waiting.appendleft(heir)
-        try:
-            if request in self.running:
-                self.free(request)
-        finally:                                                        # whatever a restoration does when it is closed
-            request.pieces.put((request.number, outcome))
+            self.cache.finished(request)
+        self.tell("finish", [request])
+        self.leave(request, error)
 
-    def free(self, request: Request):
-        """Give the request's blocks back; those that are registered stay cached."""
+    def release(self, request: Request):
+        """Take the request's blocks; those that are registered stay cached, those under way are still referenced."""
         self.running.remove(request)
+        if request.restoration:
+            self.restorer.end(request)
+        self.cache.finished(request)
+        for prefix in request.chain[request.registered :]:
+            if self.filling.get(prefix) is request:
+                del self.filling[prefix]
         self.pool.release(request.table)
-        restoration, request.restoration = request.restoration, None
-        request.table, request.computed, request.saved = [], 0, 0
-        if restoration:
-            restoration.close()
-
-    # The engine's thread, and those that ask
-
-    def loop(self):
-        while True:
-            with self.changed:
-                self.changed.wait_for(lambda: self.busy() or self.closing)
-                if self.closing and not (self.running or self.waiting or self.cancelled):
-                    return
-            try:
-                if not self.step() and self.busy():
-                    self.rest()
-            except Exception as error:                                  # a defect: nobody waits for ever because of it
-                with self.stepping:
-                    for request in (*self.running, *self.waiting):
-                        self.finish(request, error, "failed")
-
-    def busy(self) -> bool:
-        """Whether the engine's thread has something to do."""
-        return bool(self.running or self.waiting or self.cancelled)
-
-    def rest(self):
-        """For chapters in which something goes on between the steps when nobody asks."""
-
-    def submit(self, prompt=None, messages=None, n: int = 1, **fields) -> list[Request]:
-        """Stand in line -> n samples of one prompt, seeded seed, seed + 1, ... if there is a seed.
-
-        Requests with different `cache_salt` share no block. The other arguments are those of `request`.
-        Raises BadRequest (also for what can never fit into the pool), Busy or Closing."""
-        try:
-            own = {name: fields.pop(name) for name in self.fields if name in fields}
-            own = app.check_fields(dict(own, n=n), self.fields)         # without those that are None
-            n, asked, pieces = own.pop("n", 1), self.request(prompt, messages, **fields), queue.SimpleQueue()
-            most = self.pool.needed(len(asked.tokens) + asked.max_tokens - 1)      # the last token is never read
-            if most > self.pool.size:
-                raise BadRequest(f"{len(asked.tokens)} prompt tokens and up to {asked.max_tokens} new ones take {most} blocks, "
-                                 f"and the pool has {self.pool.size}; ask for less, or start with {self.LARGER.format(most)}.")
-            if n > self.max_running:
-                raise BadRequest(f"n is {n}, and at most {self.max_running} may run at once; ask for fewer.")
-            leader, *forks = (self.Request(**{
-                **vars(asked), "tokens": list(asked.tokens), "seed": None if asked.seed is None else asked.seed + number,
-                "timeline": Timeline()}, **own, number=number, pieces=pieces) for number in range(n))
-            leader.forks = forks
-            for sample in (leader, *forks):
-                sample.answer = baseline.Answer(sample, self.tokenizer, self.end_tokens)
-            with self.changed:
-                if self.closing:
-                    raise Closing("The server is shutting down; ask again when it is back.")
-                if len(self.waiting) >= self.max_waiting:
-                    raise Busy(f"{self.max_waiting} requests are waiting already; try again later.")
-                for sample in (leader, *forks):
-                    self.counts["requests"] += 1
-                    sample.id = self.counts["requests"]
-                self.waiting.append(leader)
-                self.changed.notify()
-            return [leader, *forks]
-        except app.RequestError:
-            with self.changed:
-                self.counts["refused"] += 1
-            raise
-
-    def samples(self, *prompt, **fields):
-        """`submit`, and start the engine's thread -> an iterator of (number of the sample, piece): pieces of text, and
-        for each sample, last, its Result. Closing it early, or the failure of one, ends all samples."""
-        samples = self.submit(*prompt, **fields)
-        with self.changed:
-            if self.thread is None:
-                self.thread = threading.Thread(target=self.loop, daemon=True)
-                self.thread.start()
-        pieces = self.listen(samples)
-        next(pieces)               # from here on, closing the iterator cancels
-        return pieces
-
-    def stream(self, prompt=None, messages=None, n: int = 1, **fields):
-        """`samples`, of one: an iterator over pieces of text and, last, the Result."""
-        if n != 1:
-            with self.changed:
-                self.counts["refused"] += 1
-            raise BadRequest("stream gives one answer; samples gives n of them.")
-        samples = self.samples(prompt, messages, **fields)
-
-        def pieces():
-            with closing(samples):
-                yield ""
-                yield from (piece for _, piece in samples)
-        answer = pieces()
-        next(answer)               # from here on, closing the iterator closes the other
-        return answer
-
-    def listen(self, samples: list[Request]):
-        """Yields what the engine's thread puts; "" at first, and now and then while there is nothing, so that
-        the caller can see whether anybody still listens."""
-        try:
-            yield 0, ""
-            unfinished = [sample.number for sample in samples]
-            while unfinished:
-                try:
-                    number, piece = samples[0].pieces.get(timeout=0.5)
-                except queue.Empty:
-                    number, piece = unfinished[0], ""
-                if isinstance(piece, Exception):
-                    raise piece
-                if isinstance(piece, Result):
-                    unfinished.remove(number)
-                yield number, piece
-        finally:
-            with self.changed:
-                self.cancelled.extend(sample for sample in samples if sample.outcome is None)
-                self.changed.notify()
-
-    def cancel(self, request: Request):
-        """End the request and free its blocks, at the beginning of the next step."""
-        with self.changed:
-            self.cancelled.append(request)
-            self.changed.notify()
+        request.table, request.computed, request.registered = [], 0, 0
 
     def close(self):
-        """Take nothing more; who has not begun is told so, and who has is answered while the process lives."""
-        with self.changed:
-            self.closing = True
-            self.changed.notify()
-        if self.thread is not None:
-            self.thread.join(0.5)                                       # an idle one ends at once
+        """Stop the Cache's threads."""
+        self.cache.close()
 
-    def counters(self) -> dict:
-        pool = self.pool
-        return dict(self.counts, **pool.counts, waiting=len(self.waiting), running=len(self.running), blocks=pool.size,
-                    blocks_free=len(pool.free), blocks_cached=len(pool.cached),
-                    blocks_referenced=pool.size - pool.available)
-
-    # What the page shows, and does
-
-    def tiers(self) -> list[live.Tier]:
-        """What each memory holds now."""
-        return [self.device_tier()]
-
-    def device_tier(self, in_flight=(), arrived=()) -> live.Tier:
-        return live.of_pool("device", f"Device: KV blocks of {self.pool.block_size} tokens", self.pool, list(self.running),
-                            in_flight, arrived, block_bytes=self.pool.kv[:, :, :1].nbytes)
-
-    def who(self) -> list[dict]:
-        waiting = list(self.waiting)
-        return [dict(id=request.id, state="waiting" if request in waiting else "restoring" if request.restoration else
-                     "decode" if request.answer.tokens else "prefill", prompt_tokens=request.answer.prompt_tokens,
-                     computed=min(request.computed, request.answer.prompt_tokens), new_tokens=len(request.answer.tokens),
-                     cached_tokens=request.cached_tokens, source=request.source) for request in (*self.running, *waiting)]
-
-    def drawn(self, request: Request):
-        """Where each block of its prompt came from."""
-        hits, blocks = request.cached_tokens // self.pool.block_size, self.pool.needed(request.answer.prompt_tokens)
-        cells = [("g", "on the device")] * hits + [("m", "computed")] * (blocks - hits)
-        return figure.Cells("The blocks of the prompt", [("", cells)], dict(g="found on the device", m="computed"))
-
-    def evict_cached(self) -> int:
-        """The device drops all that it has cached, as if others had needed the room -> how many blocks."""
-        with self.stepping:
-            cached = len(self.pool.cached)
-            while self.pool.cached:
-                self.pool.evict()
-            return cached
-
-    @property
-    def admin(self) -> dict:
-        return {"/evict": dict(POST=self.post_evict)}
-
-    def post_evict(self, body: dict, with_token: bool) -> dict:
-        """POST /evict {"tier": "device"}"""
-        app.check_fields(body, {"tier": (lambda v: v == "device", '"device"')})
-        return dict(evicted=self.evict_cached())
-
-    def examples(self) -> dict[str, str]:
-        """Two prompts with the same long beginning, and a short one."""
-        talk, text, facts = classroom_text.Conversation(random.Random(3), classroom_text.Level()), "Read this:", []
-        while len(self.tokenizer.encode(text)) < min(768, self.context // 2) and (fact := talk.new_fact()):
-            facts.append(fact)
-            text += " " + fact.statement
-        return {"A long document and a question": f"{text} {facts[0].question}",
-                "The same document, another question": f"{text} {facts[-1].question}", "A short question": "What is a KV cache?"}
-
-    def ways(self, prompt: list[int], new: int, stack) -> dict:
-        small = self.small(self.pool.needed(len(prompt) + new))
-        return {baseline.RECOMPUTE: chapter_01(self, prompt, new),
-                "blocks on the device": lambda: answer(small, prompt=prompt, max_tokens=new)}
-
-    def small(self, blocks: int, **options) -> "Engine":
-        """An engine of the same kind for a comparison, with room for one request."""
-        return type(self)(*self.parts, blocks + 1, self.pool.block_size, self.token_budget, **options)
+    def tell(self, verb: str, requests: list[Request], rows: int = 0, blocks: int = 0, words: str = ""):
+        """--explain: a line for what happens in a step."""
+        if self.explain:
+            who = " ".join(f"#{request.id}" for request in requests)
+            line = f"step {self.counts['steps']:4}  {verb:8} {who:16} {rows:5} rows {blocks:5} blocks  {words}"
+            print(line.rstrip(), file=sys.stderr)
 
 
-# 3. The demo -----------------------------------------------------------------------------------------------------
+# 6. The demo -----------------------------------------------------------------------------------
 
-CONVERSATIONS, CONCURRENT, ROUNDS = 32, (1, 4, 16), 5
-SYMBOLS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
-
-
-@dataclass
-class Run:
-    """Requests that ran together, and their block tables at the step when these were longest."""
-    requests: list[Request]
-    seconds: float = 0.0
-    tables: list[list[int]] = field(default_factory=list)
-    tokens: int = 0                # whose keys and values the tables held
-
-    @property
-    def held(self) -> int:
-        return sum(map(len, self.tables))
+CONVERSATIONS, QUESTIONS = 24, 16
 
 
-def demo(engine: Engine, arguments):
-    """32 conversations in blocks, with and without a common beginning, and how fast many are answered at once."""
-    # 1. What is asked: conversations of four lengths, and the same behind a system prompt of a quarter of the context
-    rng, new = random.Random(0), max(2, min(arguments.max_tokens, 32))
-    plain = [conversation(engine, rng, engine.context // (24, 12, 6, 4)[number % 4]) for number in range(CONVERSATIONS)]
-    system = dict(role="system", content=document(engine, rng, engine.context // 4))
+def demo(model, frontend: Frontend, arguments):
+    """24 conversations in blocks, with and without a common beginning, and how fast many are answered at once."""
+    # 1. Ask: conversations of four lengths, all together; then the same behind a system prompt
+    rng, new, context = random.Random(0), max(2, min(arguments.max_tokens, 16)), frontend.context
+    engine, size = make_engine(model, arguments), arguments.block_size
+    parts = [context // (24, 12, 6, 4)[number % 4] for number in range(CONVERSATIONS)]
+    plain = [lesson.conversation(frontend, rng, tokens) for tokens in parts]
+    system = dict(role="system", content=lesson.document(frontend, rng, context // 4))
+    ask = functools.partial(frontend.request, max_tokens=new)
+    alone = [ask(messages=messages) for messages in plain]
+    tables = together(engine, alone)
+    first, *others = [ask(messages=[system, *messages]) for messages in plain]
+    together(engine, [first])
+    shared_tables = together(engine, others)
+    verified = lesson.equal_to_baseline(model, [*alone, first, *others])
 
-    # 2. It runs, and is compared with chapter 01, before anything is printed
-    budget, engine.token_budget = engine.token_budget, 1 << 20          # all of them come in in one step
-    memory = run_together(engine, [dict(messages=messages, max_tokens=new) for messages in plain])
-    first = run_together(engine, [dict(messages=[system, *plain[0]], max_tokens=new)])
-    sharing = run_together(engine, [dict(messages=[system, *messages], max_tokens=new) for messages in plain])
-    engine.token_budget = budget
-    hits, misses = [], []          # a question behind the system prompt, which is cached, or is not because of the salt
-    for number, messages in enumerate(plain[:ROUNDS]):
-        asked = dict(messages=[system, messages[-1]], max_tokens=new)
-        hits.append(run_together(engine, [asked]))
-        misses.append(run_together(engine, [dict(asked, cache_salt=str(number))]))
-    alone = baseline.Engine(engine.model, engine.tokenizer, engine.end_tokens)
-    questions = [dict(messages=messages[-1:], max_tokens=new) for messages in plain[:CONCURRENT[-1]]]
-    rates, together = {"chapter 01, one after another": [], **{f"{number} at once": [] for number in CONCURRENT}}, []
-    for number in range(ROUNDS):
-        began, results = time.perf_counter(), [alone.generate(**asked) for asked in questions]
-        written = sum(len(result.tokens) for result in results)
-        rates["chapter 01, one after another"].append(written / (time.perf_counter() - began))
-        for concurrent in CONCURRENT:                                   # the same questions, so many at a time
-            salted = [dict(asked, cache_salt=f"{number} {concurrent}") for asked in questions]
-            runs = [run_together(engine, salted[at:at + concurrent]) for at in range(0, len(salted), concurrent)]
-            rates[f"{concurrent} at once"].append(written / sum(run.seconds for run in runs))
-            together += runs
-    verified = verify(alone, [memory, first, sharing, *hits, *misses, *together])
-
-    # 3. Memory
-    token_bytes = engine.model.config.kv_numbers_per_token * engine.model.dtype.itemsize
-    print(f"Memory: {CONVERSATIONS} conversations, {memory.tokens} tokens, {memory.tokens * token_bytes / 1e6:.0f} MB of K and V")
+    # 2. Memory: what is reserved, and what is written
+    token_bytes = model.config.kv_numbers_per_token * model.dtype.itemsize
+    tokens, blocks = sum(len(request.tokens) - 1 for request in alone), sum(map(len, tables.values()))
+    print(f"Memory: {CONVERSATIONS} conversations, {tokens} tokens, {tokens * token_bytes / 1e6:.0f} MB of K and V")
     rows = []
-    for what, slots in ((f"{engine.context} tokens reserved for each", CONVERSATIONS * engine.context),
-                        (f"blocks of {engine.pool.block_size} tokens", memory.held * engine.pool.block_size)):
-        rows.append(dict(memory=what, used_bytes=memory.tokens * token_bytes, reserved_bytes=slots * token_bytes,
-                         waste=1 - memory.tokens / slots))
+    for what, slots in (
+        (f"{context} tokens reserved for each", CONVERSATIONS * context),
+        (f"blocks of {size} tokens", blocks * size),
+    ):
+        rows.append(dict(memory=what, reserved_bytes=slots * token_bytes, waste=1 - tokens / slots))
         print(f"  {what:32}{slots * token_bytes / 1e6:8.0f} MB reserved {rows[-1]['waste']:8.1%} wasted")
+    print()
 
-    # 4. Sharing
-    prompts = sum(request.answer.prompt_tokens for request in sharing.requests)
-    cached = sum(request.cached_tokens for request in sharing.requests)
-    distinct = len({block for table in sharing.tables for block in table})
-    rows.append(dict(sharing=cached / prompts, cached_tokens=cached, prompt_tokens=prompts, blocks_in_tables=sharing.held,
-                     blocks=distinct))
-    print(f"\nSharing: the same behind one system prompt\n  {cached} of {prompts} prompt tokens found in blocks; "
-          f"{sharing.held} blocks in tables, {distinct} in the pool: {sharing.held - distinct} saved")
-    for what, runs in (("gpu_hit", hits), ("miss", misses)):
-        times = [run.requests[0].outcome.ttft_ms for run in runs]
-        rows.append(dict(source=what, **measured("ttft_ms", times, f"TTFT {what}", "ms")))
-    print("\nThe pool then, one character a block: 0 to v are held by one conversation, # by several, - cached, . free\n"
-          + block_map(engine.pool, sharing.tables))
+    # 3. Sharing: the same beginning is computed once, and held once
+    held, distinct = sum(map(len, shared_tables.values())), len(set().union(*shared_tables.values()))
+    cached, prompts = sum(r.cached_tokens for r in others), sum(r.prompt_tokens for r in others)
+    rows.append(dict(sharing=cached / prompts, cached_tokens=cached, blocks_in_tables=held, blocks=distinct))
+    print(
+        f"Sharing: {len(others)} conversations behind one system prompt\n  {cached} of {prompts} prompt tokens found in "
+        f"blocks; {held} blocks in tables, {distinct} in the pool: {held - distinct} saved"
+    )
+    table, at = shared_tables[others[0].id], len(others[0].tokens) - 2
+    print(
+        f"  One of the tables: {table}\n  Its token {at} is in slot table[{at // size}] * {size} + {at} % {size} = "
+        f"{table[at // size]} * {size} + {at % size} = {table[at // size] * size + at % size}\n"
+    )
+    prompt = first.tokens[: first.prompt_tokens]
+    ways = {
+        "miss (another salt)": lambda: lesson.ask(engine, prompt, cache_salt=str(rng.random())).outcome.ttft_ms,
+        "gpu_hit": lambda: lesson.ask(engine, prompt).outcome.ttft_ms,
+    }
+    rows += lesson.compare(f"TTFT behind {len(prompt)} tokens", ways, "ttft_ms", "ms")
 
-    # 5. Throughput
-    print(f"\nThroughput of {len(questions)} short questions, about {written / len(questions):.0f} tokens an answer "
-          f"(median of {ROUNDS})")
-    rows += [dict(throughput=what, **measured("tokens_per_second", taken, what, "tokens/s")) for what, taken in rates.items()]
-    last, shown = together[-1].requests[-1], hits[-1].requests[0]
-    shown.timeline.plan = lambda: engine.drawn(shown)
-    print(f"\nOne of the {CONCURRENT[-1]} (p: prefill, d: decode)\n{last.timeline.chart()}")
-    return dict(link=None, verified=verified, rows=rows, counters=engine.counters()), [last.timeline, shown.timeline]
+    # 4. Throughput: the weights are read once for all who decode
+    baseline = importlib.import_module("01_baseline").Engine(model)
+    questions = [frontend.encode(None, messages[-1:])[0] for messages in plain[:QUESTIONS]]
+    last: list[Request] = []
 
+    def rate(engine, concurrent: int) -> float:
+        began = time.perf_counter()
+        for at in range(0, QUESTIONS, concurrent):
+            options = dict(cache_salt=str(rng.random()))
+            last[:] = [Request(list(tokens), new, options=options) for tokens in questions[at : at + concurrent]]
+            engine.generate(last)
+        return QUESTIONS * new / (time.perf_counter() - began)
 
-def measured(name: str, samples: list[float], what: str, unit: str) -> dict:
-    """Print one line of a table, and return it."""
-    middle, least, most = statistics.median(samples), min(samples), max(samples)
-    print(f"  {what:32}{middle:8.1f} {unit}   {least:.1f} to {most:.1f}")
-    return {name: middle, "min": least, "max": most, "samples": len(samples)}
-
-
-def document(engine: Engine, rng, tokens: int) -> str:
-    text = "Read this:"
-    while len(engine.tokenizer.encode(text)) < tokens:
-        text += " " + classroom_text.draw_fact(rng, classroom_text.Level()).statement
-    return text
-
-
-def conversation(engine: Engine, rng, tokens: int) -> list[dict]:
-    """Messages of at least `tokens` tokens; the last is the user's."""
-    talk, messages = classroom_text.Conversation(rng, classroom_text.Level()), []
-    while True:
-        turn = talk.next_turn()
-        messages.append(dict(role="user", content=turn.user))
-        if len(engine.encode(None, messages)[0]) >= tokens:
-            return messages
-        messages.append(dict(role="assistant", content=turn.assistant))
+    ways = {f"{number} at once": functools.partial(rate, engine, number) for number in (1, 4, 16)}
+    ways = {"chapter 01, one after another": lambda: rate(baseline, 1), **ways}
+    print()
+    rows += lesson.compare(f"{QUESTIONS} questions, {new} tokens an answer", ways, "tokens_per_second", "tokens/s")
+    print(f"\nOne of the {QUESTIONS} (p: prefill, d: decode)\n{last[0].timeline.chart()}")
+    print(
+        "\nA single request is no faster for it: with one at a time, blocks save memory, not time. And a prefix that the\n"
+        "pool has dropped is computed again. Where else could it have been kept? Chapter 03."
+    )
+    return dict(link=None, verified=verified, rows=rows, counters=engine.counters()), [last[0].timeline]
 
 
-def run_together(engine: Engine, asked: list[dict]) -> Run:
-    began = time.perf_counter()
-    run, more = Run([engine.submit(**fields)[0] for fields in asked]), True
-    while more:
-        more = engine.step()
-        if sum(len(request.table) for request in engine.running) >= run.held:
-            run.tables = [list(request.table) for request in engine.running]
-            run.tokens = sum(request.computed for request in engine.running)
-    run.seconds = time.perf_counter() - began
-    for request in run.requests:
-        if isinstance(request.outcome, Exception):
-            raise request.outcome
-    return run
+def together(engine: Engine, requests: list[Request]) -> dict[int, list[int]]:
+    """Answer them all -> the block table of each when it was longest."""
+    tables = {}
+    for request in requests:
+        engine.submit(request)
+    while any(request.outcome is None for request in requests):
+        engine.step()
+        tables.update({request.id: list(request.table) for request in engine.running if request.table})
+    return tables
 
 
-def answer(engine: Engine, **asked) -> Result:
-    """Submit one request, and step until it is answered."""
-    return run_together(engine, [asked]).requests[0].outcome
+# 7. Main ---------------------------------------------------------------------------------------
 
 
-def show_plan(engine: Engine, result: Result):
-    """Above the lanes of a result, if it is one of the last, its plan is drawn."""
-    for known, request in engine.over:
-        if known is result:
-            result.timeline.plan = lambda request=request: engine.drawn(request)
+def add_arguments(parser):
+    number = functools.partial(cli.bounded, int, 1)
+    parser.add_argument("--gpu-blocks", type=number(1 << 24), metavar="N", help="KV blocks in device memory (all useful)")
+    parser.add_argument("--block-size", type=number(1 << 16), default=16, help="tokens per block (16)")
+    parser.add_argument("--token-budget", type=number(1 << 20), default=512, help="tokens per step (512)")
+    parser.add_argument("--max-running", type=number(1 << 12), default=64, help="requests that run at once (64)")
 
 
-def chapter_01(engine: Engine, prompt: list[int], new: int):
-    """The first way of every comparison."""
-    alone = baseline.Engine(*engine.parts)
-    return lambda: alone.generate(prompt=prompt, max_tokens=new)
-
-
-def block_map(pool: BlockPool, tables: list[list[int]], width: int = 100) -> str:
-    """The rows of the pool in which a table holds a block."""
-    blocks, held = ["-" if prefix else "." for prefix in pool.prefixes], Counter(block for table in tables for block in table)
-    for number, table in enumerate(tables):
-        for block in table:
-            blocks[block] = "#" if held[block] > 1 else SYMBOLS[number % len(SYMBOLS)]
-    rows = ["".join(blocks[start:start + width]) for start in range(0, pool.size, width)]
-    return "\n".join(f"{number * width:8} {row}" for number, row in enumerate(rows) if set(row) - {"-", "."})
-
-
-def verify(alone: baseline.Engine, runs: list[Run]) -> bool:
-    """Compare the tokens of all requests with those of chapter 01."""
-    known, pairs = {}, []
-    for request in (request for run in runs for request in run.requests):
-        prompt = tuple(request.tokens[:request.answer.prompt_tokens])
-        if prompt not in known:
-            known[prompt] = alone.generate(prompt=list(prompt), max_tokens=request.max_tokens).tokens
-        pairs.append((known[prompt], request.outcome.tokens))
-    return equal(pairs, alone.model.dtype)
-
-
-def equal(pairs: list[tuple[list[int], list[int]]], dtype) -> bool:
-    """Print how many tokens of the pairs (chapter 01's, ours) are equal. In float32 all of them must be."""
-    same = sum(a == b for theirs, ours in pairs for a, b in zip(theirs, ours))
-    total = sum(max(len(theirs), len(ours)) for theirs, ours in pairs)
-    if same < total and dtype == torch.float32:
-        raise SystemExit(f"NOT verified: {total - same} of {total} tokens differ from those of chapter 01.")
-    print(f"verified: all {total} tokens equal those of chapter 01\n" if same == total else
-          f"{same} of {total} tokens equal those of chapter 01 (16-bit rounding may part them)\n")
-    return same == total
-
-
-# 4. Main ---------------------------------------------------------------------------------------------------------
-
-def add_arguments(parser, size_option: str = "--block-size"):
-    parser.add_argument("--gpu-blocks", type=app.bounded(int, 1, 1 << 24), metavar="N",
-                        help="KV blocks in device memory (default: all that can be used, within most of what is free)")
-    parser.add_argument(size_option, dest="block_size", type=app.bounded(int, 1, 1 << 16), default=16, metavar="TOKENS",
-                        help="tokens per block (default 16)")
-    parser.add_argument("--token-budget", type=app.bounded(int, 1, 1 << 20), default=512, metavar="TOKENS",
-                        help="tokens per step, decode and prefill together (default 512)")
-    parser.add_argument("--max-running", type=app.bounded(int, 1, 1 << 12), default=64, metavar="N",
-                        help="answers that may be written at once (default 64)")
-
-
-def make_engine(model, tokenizer, end_tokens, arguments) -> Engine:
-    engine = Engine(model, tokenizer, end_tokens, arguments.gpu_blocks, arguments.block_size, arguments.token_budget,
-                    arguments.max_running)
-    print(f"KV pool: {engine.pool.size} blocks of {engine.pool.block_size} tokens, {engine.pool.size * engine.pool.block_size} "
-          f"tokens, {engine.pool.kv.nbytes / 1e6:.1f} MB", file=sys.stderr)
+def make_engine(model, arguments, cache: Cache | None = None) -> Engine:
+    """The engine that the options ask for; any chapter's Cache fits in."""
+    config, size = model.config, arguments.block_size
+    useful = arguments.max_running * -(-config.max_position_embeddings // size)
+    block_bytes = size * config.kv_numbers_per_token * model.dtype.itemsize
+    blocks = cli.blocks_that_fit(arguments.gpu_blocks, useful, block_bytes, model.device, "--gpu-blocks")
+    print(f"Device: {blocks} KV blocks of {size} tokens, {blocks * block_bytes / 1e6:.1f} MB", file=sys.stderr)
+    always = getattr(arguments, "always_restore", False)
+    engine = Engine(Runner(model, blocks, size), cache, arguments.token_budget, arguments.max_running, always)
+    engine.explain = arguments.explain
     return engine
 
 
+def compare(arguments) -> dict:
+    """The ways of the chapters so far: name -> (function that makes an engine, whether to evict its device before)."""
+    baseline = importlib.import_module("01_baseline")
+    recompute = lambda model, arguments: baseline.Engine(model)  # noqa: E731
+    return {"recompute (01)": (recompute, False), "blocks on the device (02)": (make_engine, False)}
+
+
 if __name__ == "__main__":
-    app.main(__doc__, "02_paged_kv", add_arguments, make_engine, demo)
+    cli.main(__doc__, "02_paged_kv", add_arguments, make_engine, demo, compare)

@@ -2,719 +2,263 @@
 
 The problem. Device memory holds the KV blocks of a few conversations. When the pool of chapter 02 is full, cached
 blocks are dropped, and a conversation that comes back is computed again, although host memory is many times larger
-and stands idle.
+and idle.
 
-The mechanism. A second pool in pinned host memory. When a request finishes, its full blocks are copied out in the
-background (swap out); when a request comes whose prefix the device has lost, they are copied back in (swap in): a
-copy instead of a forward pass. All layers' copies are issued at once, and the prefill of the new tokens waits at each
-layer only for that layer, so that one layer is computed while the next is on its way. Both tiers find blocks by the
-same prefixes. The engine measures its link and its prefill, and loads only what arrives sooner than it is computed.
+The mechanism. A second pool in pinned host memory. As soon as a device block is full it is copied out in the
+background, so that nothing has to leave before an eviction. When a request comes whose prefix the device has lost, its
+blocks are copied back in: a copy instead of a forward pass. The copies of all layers are issued at once, and the
+question's rows follow them through the layers: layer l is computed while layer l + 1 travels. So the first token
+comes after max(link, processor), not after their sum:
 
-New against chapter 02: HostPool, Swap, the link (common/link.py), and the choice between loading and computing. `save`
-registers blocks as before, `finish` swaps them out, and `restore` swaps them in. Two rules keep the tokens right, and
-the tests break each of them to see the damage: what is on its way in must not be overwritten or read before it is
-there, and what is on its way out must not be reused before it is gone. Here a Swap holds a reference to every block
-that it touches, in both pools, until all of it has arrived.
+    TTFT = max(bytes / bandwidth, seconds to compute the question's rows)  +  the last layer's rows, which wait for it
 
-Sources: two tiers as in "KV Cache CPU Offloading" (part 12 of a series that rebuilds vLLM), from which the words gpu_hit,
-cpu_hit and miss come; layer-by-layer loading as in CachedAttention (Gao et al., USENIX ATC '24, section 3.2).
+Loading pays where a token's K and V travel faster than they are computed. Both speeds are measured, and what would
+arrive later than 0.8 of computing is computed.
+
+`HostCache` is a Cache (common/restoring.py): read its verbs there first, then the four that are written here. The one
+rule about memory: whatever a copy still reads or writes is referenced in its pool (`hold`) until that copy is over,
+whatever becomes of the request; and nothing is registered before it has arrived.
+
+Sources: two tiers as in "KV Cache CPU Offloading" (part 12 of a series that rebuilds vLLM), from which the words
+gpu_hit, cpu_hit and miss come; layer-by-layer loading as in CachedAttention (Gao et al., USENIX ATC '24, section 3.2).
 
     python 03_cpu_offload.py --demo
     python 03_cpu_offload.py --prompt "What is a KV cache?"
     python 03_cpu_offload.py                               # the server, on http://127.0.0.1:5000
 """
+
+import argparse
 import importlib
 import random
+import statistics
 import sys
-import time
-from collections import Counter, deque
-from dataclasses import dataclass, field
-from itertools import islice
-from weakref import WeakSet
+from functools import partial
 
 import torch
 
-from common import app, checkpoint, figure, live
+from common import cli, lesson
 from common import link as links
-from common.app import BadRequest
-from common.link import Link, Transfer, TransferError
-from common.timeline import Timeline
+from common.link import Link
+from common.requests import BadRequest, Frontend, Request
+from common.restoring import Cache, Match
 
-baseline, paged = importlib.import_module("01_baseline"), importlib.import_module("02_paged_kv")
-LONG_PREFILL = 128                 # tokens in a step from which prefill runs at its full speed, or nearly
+paged = importlib.import_module("02_paged_kv")
+LONGEST_SAVE = 5.0  # seconds: a copy out holds its blocks, so none is begun that would be over later
 
-# 1. Data structures ----------------------------------------------------------------------------------------------
-
-class HostPool(paged.BlockPool):
-    """KV blocks in host memory, pinned where there is a GPU. They are free, cached or referenced as on the device; who
-    references them is a Swap."""
-
-    def memory(self, config, blocks: int, block_size: int, dtype, device):
-        """Page-first: all layers of a block lie together, so that it goes out in one copy."""
-        shape = (blocks, config.num_hidden_layers, 2, block_size, config.num_key_value_heads, config.head_dim)
-        return pinned(shape, dtype, device, "The host pool")                    # [blocks, L, 2, block_size, KVH, hd]
+# 1. The cache ----------------------------------------------------------------------------------
 
 
-def pinned(shape, dtype, device, what: str):
-    """Host memory that `device` can copy from and to beside the computation, where it is a GPU."""
-    if device.type == "cuda":
-        try:
-            return torch.empty(shape, dtype=dtype, pin_memory=True)
-        except RuntimeError as error:
-            print(f"{what} cannot be pinned ({str(error).splitlines()[0]}). Every copy now goes through a buffer of "
-                  "the driver's: about half as fast, and the host waits for it.", file=sys.stderr)
-    return torch.empty(shape, dtype=dtype)
+class HostCache(Cache):
+    """Full blocks are copied to host memory as they fill, and come back layer by layer."""
 
+    fields = {"offload_after": (lambda value: isinstance(value, bool), "true or false")}
 
-@dataclass(eq=False)
-class Swap:
-    """Blocks on their way between the tiers: inward all that a request lacks, one transfer a layer; outward one block, one
-    transfer. It holds a reference to each of them, in both pools, until it is over."""
-    inward: bool
-    device_blocks: list[int]
-    host_blocks: list[int]
-    prefix: paged.Prefix | None                                                 # of the last block
-    timeline: Timeline | None = None                                            # of who asked for it
-    before_eviction: bool = False                                               # outward, because it is the next to be evicted
-    transfers: list[Transfer] = field(default_factory=list)
-    refused: bool = False                                                       # the link did not take all of it
-    abandoned: bool = False                                                     # what it was to bring must be computed
+    def __init__(self, blocks: int, bandwidth: links.Bandwidth | float | None = None):
+        """`blocks` in host memory; `bandwidth` of the modelled link, in bytes/s, where there is no GPU."""
+        self.blocks, self.bandwidth = blocks, bandwidth
+        self.leaving: dict = {}  # prefixes on their way out -> host block
 
-    @property
-    def ready(self) -> bool:
-        return all(transfer.ready for transfer in self.transfers)
+    def attach(self, engine):
+        super().attach(engine)
+        memory, bandwidth, wake = self.pool.memory, self.bandwidth, engine.wake.set
+        self.load_link, self.save_link = (Link(lane, engine.clock, bandwidth, wake) for lane in ("load", "save"))
+        shape = *memory.shape[:2], self.blocks, *memory.shape[3:]  # [L, 2, blocks, block_size, KVH, hd]
+        host = links.host_memory(shape, memory.dtype, memory.device, "The host pool")
+        self.host = paged.BlockPool(self.blocks, self.pool.block_size, host)
+        self.pools = {"host": self.host}
 
-    @property
-    def failed(self) -> bool:
-        return self.refused or any(transfer.error is not None for transfer in self.transfers)
+    def match(self, request):
+        size = self.pool.block_size
+        first, full = request.computed // size, (len(request.tokens) - 1) // size  # the last token is computed
+        found = self.host.find(request.chain[first:full])
+        if found:
+            seconds = self.load_link.seconds(len(found) * self.host.block_bytes)
+            return Match((first + len(found)) * size - request.computed, seconds, found, size)
 
+    def restore(self, request, restoration, match):
+        size = self.pool.block_size
+        table = request.table[restoration.start // size : restoration.end // size]
+        runs = adjacent(table, match.blocks)
+        transfers = []
+        for layer, (device, host) in enumerate(zip(self.pool.memory, self.host.memory)):  # [2, blocks, ...] each
+            into = [device[:, to : to + count] for to, _, count in runs]
+            out_of = [host[:, at : at + count] for _, at, count in runs]
+            transfers.append(self.load_link.copy(into, out_of, f"layer {layer}"))
+        self.hold("load", transfers, (self.pool, table), (self.host, match.blocks))
+        self.counts.update(swap_ins=len(table), bytes_in=sum(transfer.bytes for transfer in transfers))
+        for transfer in transfers:
+            yield transfer
+            restoration.layers += 1
 
-@dataclass(eq=False)
-class Request(paged.Request):
-    offload_after: bool = True                                                  # swap its blocks out when it is over
-    blocks: dict = field(default_factory=dict)                                  # of its prompt: gpu_hits, cpu_hits, misses
-    choice: dict | None = None                                                  # load or recompute, and the two estimates
-    swap_ins: list[Swap] = field(default_factory=list)                          # that bring blocks of its table
+    def save(self, batch):
+        """Copy out the blocks that are full, unless the host has them or they are on their way."""
+        for request, _ in batch.work:
+            begin, request.kept = request.kept or 0, request.registered  # those before were looked at in earlier steps
+            if begin == request.registered or not request.options.get("offload_after", True):
+                continue
+            lacking = [
+                (prefix, request.table[index])
+                for index, prefix in enumerate(request.chain[: request.registered])
+                if index >= begin and prefix not in self.host.block_of and prefix not in self.leaving
+            ]
+            lacking = lacking[: self.host.available]  # the end of a chain is worth least
+            if lacking and self.save_link.seconds(len(lacking) * self.host.block_bytes) < LONGEST_SAVE:
+                self.save_blocks(request, *zip(*lacking))
 
-    def inherit(self, other: "Request"):
-        super().inherit(other)
-        self.blocks, self.choice, self.swap_ins = other.blocks, other.choice, list(other.swap_ins)
+    def save_blocks(self, request, prefixes, blocks):
+        """Copy device `blocks` that hold `prefixes` to the host, a transfer for each run."""
+        parent = prefixes[0].parent
+        after = self.host.block_of.get(parent, self.leaving.get(parent))  # continue the run of its beginning
+        copies = self.host.allocate(len(blocks), after)
+        self.leaving.update(zip(prefixes, copies))
+        for at, (block, copy, count) in zip(starts(runs := adjacent(blocks, copies)), runs):
+            into, out_of = self.host.memory[:, :, copy : copy + count], self.pool.memory[:, :, block : block + count]
+            transfer = self.save_link.copy(into, out_of, f"save {count}")
+            there, here = range(copy, copy + count), range(block, block + count)
+            then = partial(self.saved, request, transfer, prefixes[at : at + count], there)
+            self.hold("save", [transfer], (self.host, there), (self.pool, here), then=then)
+            self.counts.update(swap_outs=count, bytes_out=transfer.bytes)
+        self.host.release(copies)
 
+    def saved(self, request, transfer, prefixes, copies, arrived: bool):
+        """A copy out is over: register what has arrived."""
+        for prefix, copy in zip(prefixes, copies):
+            del self.leaving[prefix]
+            if arrived:
+                self.host.register(copy, prefix)
+        request.timeline.add("save", transfer.label, *transfer.span())
 
-@dataclass
-class Result(baseline.Result):
-    blocks: dict                   # of the prompt: gpu_hits, cpu_hits, misses
-    choice: dict | None            # chosen ("load" or "recompute"), load_ms, recompute_ms; None if the host held nothing more
-    link: str                      # what the blocks came over, and how fast it is
-
-    def summary(self) -> str:
-        found, chosen = ", ".join(f"{what} {count}" for what, count in self.blocks.items()), ""
-        if self.choice:
-            chosen = "\nChosen: " + ", ".join(f"{what} {value}" for what, value in self.choice.items()) + f" ({self.link})"
-        return f"{super().summary()}\nBlocks: {found}{chosen}"
-
-
-# 2. The engine ---------------------------------------------------------------------------------------------------
-
-def host_pool_size(pool: paged.BlockPool, wanted: int | None, useful: int, size: int, what: str, option: str) -> int:
-    """-> `wanted` pieces of `size` bytes in host memory, or by default `useful` ones, but no more than a quarter of free memory
-    takes. Raises ModelError if they do not fit beside the device's `pool`."""
-    free, on_gpu = checkpoint.free_host_memory(), pool.kv.device.type == "cuda"
-    if not on_gpu:
-        free = max(0, free - pool.kv.nbytes)                                    # which is not touched yet, and so looks free
-    if wanted is None:
-        wanted = int(min(useful, free * 0.25 // size))
-    total = wanted * size
-    if (1 << (total - 1).bit_length() if on_gpu and total else total) > free:   # PyTorch pins powers of two
-        most = (1 << max(0, int(free).bit_length() - 1) if on_gpu else int(free)) // size
-        raise checkpoint.ModelError(f"{wanted} {what} take {total / 1e9:.1f} GB and {free / 1e9:.1f} GB are free; choose at most "
-                                    f"{option} {most}.")
-    return wanted
-
-
-class MeasuringEngine(paged.Engine):
-    """Chapter 02's engine, which also learns how fast its prefill is: what brings state back must be faster."""
-
-    def __init__(self, *options, **named_options):
-        super().__init__(*options, **named_options)
-        self.prefills: deque[tuple[int, float, float]] = deque(maxlen=16)       # tokens, FLOPs and seconds of the last ones
-
-    def compute(self, work):
-        """Chapter 02's; its longest chunks of prefill are measured, because short ones are slower."""
-        flops = sum(self.flops(request.computed, request.computed + count) for request, count in work)
-        tokens = sum(count for request, count in work if not request.answer.tokens)
-        representative = tokens >= min(LONG_PREFILL, max((known for known, _, _ in self.prefills), default=1))
-        steps, began = self.counts["steps"], time.perf_counter()
-        super().compute(work)
-        if representative and not self.stalls and self.counts["steps"] > steps:          # it waited for nothing
-            self.prefills.append((tokens, flops, time.perf_counter() - began))
-
-    def settle(self):
-        """Let go of what has arrived. Here nothing travels."""
-
-    def counters(self) -> dict:
-        if self.stepping.acquire(blocking=False):                               # who asks may see what has arrived
-            try:
-                self.settle()
-            finally:
-                self.stepping.release()
-        return super().counters()
-
-    def seconds_to_compute(self, start: int, end: int) -> float:
-        """Estimate for the prefill of tokens `start` to `end`, as fast as the last prefills were; without any, inf."""
-        _, flops, seconds = map(sum, zip(*self.prefills)) if self.prefills else (0, 1.0, float("inf"))
-        return self.flops(start, end) * seconds / flops
-
-    def flops(self, start: int, end: int) -> float:
-        """Floating-point operations of all layers for tokens `start` to `end`: two for each weight, and in attention two for
-        each number of a key and of a value that a head of a query sees."""
-        config, tokens = self.model.config, end - start
-        heads, kv_heads = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-        weights = config.hidden_size * (2 * heads + 2 * kv_heads + 3 * config.intermediate_size)
-        seen = tokens * (start + end + 1) / 2                                   # pairs of a token and one that it sees
-        return config.num_hidden_layers * (2 * weights * tokens + 4 * heads * seen)
-
-
-class SwappingEngine(MeasuringEngine):
-    """An engine over two tiers: how swaps are sent, waited for layer by layer, and let go of. What is swapped, and how it is
-    found again, is for the engine below and for chapter 07's. `bytes_per_second` is the modelled link's, without a GPU; without
-    `overlap` a request waits for all of its blocks before it computes."""
-
-    def __init__(self, model, tokenizer, end_tokens, *options, bytes_per_second: float | None = None, overlap: bool = True,
-                 **named_options):
-        super().__init__(model, tokenizer, end_tokens, *options, **named_options)
-        self.overlap = overlap
-        bytes_per_second = bytes_per_second or links.bandwidth(model)
-        self.load_link, self.save_link = (Link(lane, self.clock, bytes_per_second) for lane in ("load", "save"))
-        self.swaps: list[Swap] = []                                             # under way, oldest first
-        self.arriving: dict[int, Swap] = {}                                     # device block -> the swap that brings it
-        self.awaited: list[Swap] = []                                           # that the forward pass of this step waits for
-        self.counts.update(swap_ins=0, swap_outs=0, bytes_in=0, bytes_out=0, transfer_errors=0)
-        self.load_link.speed()                                                  # measured once; then a running median
-
-    def step(self) -> bool:
-        """Chapter 02's, around what the link has done meanwhile."""
-        with self.stepping:
-            self.settle()
-            self.write_back(len(self.running) - len(self.pool.free))            # each who runs may need a block
-            steps, more = self.counts["steps"], super().step()
-            if more and self.counts["steps"] == steps:
-                self.idle()
-            return more
+    def finished(self, request):
+        """What it used on the device was used: it is not the next to be evicted from the host."""
+        request.kept = None
+        self.host.touch(request.chain)
 
     def idle(self):
-        """Nobody can go on before something arrives."""
-        next((transfer.join() for swap in self.swaps for transfer in swap.transfers if not transfer.ready), None)
+        return self.load_link.measure()
 
-    def write_back(self, count: int, hits: set[int] = frozenset()) -> bool:
-        """Copy out what would be lost of the next `count` blocks to be evicted -> whether to wait for it. Here nothing is."""
-        return False
-
-    def load(self, swap: Swap) -> bool:
-        """Issue the copies of all layers -> whether the link took them."""
-        runs = adjacent(swap.device_blocks, swap.host_blocks)
-        for index in range(len(self.model.layers)):
-            into = [self.pool.kv[index, :, first:first + count] for first, _, count in runs]            # [2, count, ...] each
-            out_of = [self.host.kv[first:first + count, index].transpose(0, 1) for _, first, count in runs]     # [2, count, ...]
-            self.send(swap, self.load_link, into, out_of, f"layer {index}")
-        if swap.refused:
-            for transfer in swap.transfers:                                     # nothing may come into these blocks any more
-                transfer.join()
-            self.settle_swap(swap)
-            return False
-        self.counts.update(swap_ins=len(swap.device_blocks), bytes_in=sum(transfer.bytes for transfer in swap.transfers))
-        return True
-
-    def send(self, swap: Swap, link: Link, dst, src, label: str):
-        try:
-            swap.transfers += [] if swap.refused else [link.copy(dst, src, label)]
-        except Exception:
-            swap.refused = True
-
-    def arrival(self, request: Request):
-        """Wait for what is on its way to the request: while others compute, outside, where it delays nobody (a generator, as
-        `restore` is); alone, it begins and waits layer by layer."""
-        while not all(swap.ready for swap in request.swap_ins):
-            if self.others_compute(request):
-                yield
-            elif self.overlap:
-                return
-            else:
-                for transfer in (transfer for swap in request.swap_ins for transfer in swap.transfers):
-                    transfer.join()
-
-    def compute(self, work):
-        self.awaited = list(dict.fromkeys(swap for request, _ in work for swap in request.swap_ins if swap in self.swaps))
-        super().compute(work)
-
-    def tap(self, index: int, hidden, batch):
-        """Before a layer is computed, its blocks must have arrived."""
-        for swap in self.awaited:
-            transfer = swap.transfers[index]
-            if transfer.ready:
-                transfer.wait()                                                 # raises if it failed
-            else:
-                began = self.clock.mark()
-                transfer.wait()
-                self.stalls += began, self.clock.mark()
-
-    def make_room(self, request: Request):
-        """Chapter 02's; but before somebody is preempted, wait for a block that is on its way out."""
-        while self.lacks_slot(request) and not self.spare_blocks() and (
-                swap := next((swap for swap in self.swaps if not swap.inward), None)):
-            for transfer in swap.transfers:
-                transfer.join()
-            self.settle()
-        super().make_room(request)
-
-    def spare_blocks(self) -> int:
-        """Blocks that may be taken for a next token without waiting."""
-        return self.pool.available
-
-    # What is on its way
-
-    def settle(self) -> list[Swap]:
-        """Let go of the blocks of all swaps that are over -> these swaps."""
-        over = [swap for swap in self.swaps if swap.ready]
-        for swap in over:
-            self.settle_swap(swap)
-        return over
-
-    def settle_swap(self, swap: Swap):
-        self.swaps.remove(swap)
-        if swap.inward:
-            for block in swap.device_blocks:
-                del self.arriving[block]
-            if swap.failed:
-                self.abandon(swap)
-            else:
-                self.load_link.note(swap.transfers)
-        else:
-            self.counts["transfer_errors"] += swap.failed
-            self.kept(swap)
-            for transfer in swap.transfers if swap.timeline else ():
-                swap.timeline.add("save", transfer.label, *transfer.span())
-        self.let_go(swap)
-
-    def kept(self, swap: Swap):
-        """A swap out is over, well or not."""
-
-    def let_go(self, swap: Swap):
-        """Give back the references that the swap holds."""
-        self.host.release(swap.host_blocks)
-        self.pool.release(swap.device_blocks)
-
-    def abandon(self, swap: Swap):
-        """What a swap in was to bring is lost; whoever counted on it computes it."""
-        if swap.abandoned:
-            return
-        swap.abandoned = True
-        self.counts["transfer_errors"] += 1
-        self.lose(swap)
-        for request in reversed(self.running):
-            if swap in request.swap_ins:
-                if not request.answer.tokens:                                   # nothing was found after all
-                    request.source, request.choice = None, None
-                    self.counts.subtract(request.blocks)
-                self.preempt(request)
-
-    def lose(self, swap: Swap):
-        """Nobody may find what a swap in was to bring, on either side."""
-
-    def fail(self, work, error: Exception):
-        if not isinstance(error, TransferError):
-            return super().fail(work, error)
-        for swap in self.awaited:
-            if error.transfer in swap.transfers:
-                self.abandon(swap)
-
-    def free(self, request: Request):
-        super().free(request)
-        if not request.answer.finish_reason:                                    # else its result has them already
-            self.draw_loads(request)
-        request.swap_ins = []
-
-    def flush(self):
-        """Wait until nothing is on its way."""
-        with self.stepping:
-            for transfer in (transfer for swap in self.swaps for transfer in swap.transfers):
-                transfer.join()
-            self.settle()
-
-    def seconds_to_load(self, blocks: int, behind: int | None = None) -> float:
-        """Estimate for so many blocks, with `behind` bytes queued before them; by default those on their way in."""
-        behind = self.load_link.backlog() if behind is None else behind
-        return (behind + blocks * self.pool.kv[:, :, 0].nbytes) / self.load_link.speed()
-
-    def worth_keeping(self, blocks: int) -> bool:
-        """Whether so many blocks would be loaded if they were asked for again."""
-        return self.seconds_to_load(blocks, behind=0) <= self.seconds_to_compute(0, blocks * self.pool.block_size)
-
-    def draw_loads(self, request: Request):
-        for transfer in (transfer for swap in request.swap_ins for transfer in swap.transfers if transfer.ready):
-            request.timeline.add("load", transfer.label, *transfer.span())
-
-    def counters(self) -> dict:
-        counters, host = super().counters(), self.host
-        return dict(counters, cpu_evictions=host.counts["evictions"], cpu_blocks=host.size,
-                    cpu_blocks_free=len(host.free), cpu_blocks_cached=len(host.cached),
-                    cpu_blocks_referenced=host.size - host.available, swaps_under_way=len(self.swaps), link=str(self.load_link))
-
-    # What the page shows, and does
-
-    def tiers(self) -> list[live.Tier]:
-        swaps = list(self.swaps)
-        return [self.device_tier([block for swap in swaps for block in swap.device_blocks]),
-                self.host_tier([block for swap in swaps for block in swap.host_blocks])]
-
-    def host_tier(self, in_flight) -> live.Tier:
-        return live.of_pool("host", f"Host memory: KV blocks of {self.host.block_size} tokens", self.host, in_flight=in_flight,
-                            block_bytes=self.host.kv[:1].nbytes)
-
-    def drawn(self, request: Request):
-        names, count = dict(gpu_hits="g", cpu_hits="c", storage_hits="s", misses="m"), Counter(request.blocks)
-        legend = dict(g="found on the device", c="came from host memory", s="came from storage", m="computed")
-        cells = [(letter, legend[letter]) for what, letter in names.items() for _ in range(count[what])]
-        return figure.Cells("The blocks of the prompt", [("", cells)],
-                            {letter: words for letter, words in legend.items() if (letter, words) in cells})
-
-    def evict_cached(self) -> int:
-        """Chapter 02's; what would be lost is copied out first."""
-        with self.stepping:
-            cached = len(self.pool.cached)
-            self.write_back(cached)
-            self.flush()
-            super().evict_cached()
-            return cached
+    def close(self):
+        self.load_link.close()
+        self.save_link.close()
 
 
-class Engine(SwappingEngine):
-    """Chapter 02's engine over two tiers, which find blocks by the same prefixes."""
-    Request = Request
-    fields = {**paged.Engine.fields, "offload_after": (lambda v: isinstance(v, bool), "true or false")}
-
-    def __init__(self, model, tokenizer, end_tokens, *options, cpu_blocks: int | None = None, **named_options):
-        super().__init__(model, tokenizer, end_tokens, *options, **named_options)
-        pool = self.pool
-        cpu_blocks = host_pool_size(pool, cpu_blocks, 4 * pool.size, pool.kv[:, :, 0].nbytes,
-                                    f"host blocks of {pool.block_size} tokens", "--cpu-blocks")
-        self.host = HostPool(model.config, cpu_blocks, pool.block_size, model.dtype, model.device)
-        self.leaving: set[paged.Prefix] = set()                                 # prefixes on their way out
-        self.written_back = WeakSet()                                           # prefixes that went out before an eviction
-        self.counts.update(gpu_hits=0, cpu_hits=0, misses=0, recomputed_hits=0)
-
-    # Restore: swap in
-
-    def restore(self, request: Request):
-        """Chapter 02's verb: find the prefix block by block, on the device or else in host memory, and swap in what the
-        device lacks, if that is faster than to compute it."""
-        pool, host, size, table = self.pool, self.host, self.pool.block_size, request.table
-
-        # 1. Where is each block? The table begins with `saved` blocks that the device holds
-        first = end = request.saved
-        on_device, on_host = [], []                                             # (index in the table, block)
-        while end < (len(request.tokens) - 1) // size:
-            prefix = self.prefix(request, end)
-            if (block := pool.find(prefix)) is not None:                        # behind a gap
-                on_device.append((end, block))
-            elif (block := host.find(prefix)) is not None:
-                on_host.append((end, block))
-            else:
-                break
-            end += 1
-
-        # 2. Load or compute? All or nothing: a token costs more to compute the later it stands, and to load it does not, so if
-        # loading some of them pays, loading all of them pays more
-        choice = None
-        if on_host:
-            load, compute = self.seconds_to_load(len(on_host)), self.seconds_to_compute(first * size, end * size)
-            chosen = "load" if load <= compute and self.swap_in(request, on_host) else "recompute"
-            choice = dict(chosen=chosen, load_ms=round(load * 1e3, 3),
-                          recompute_ms=round(compute * 1e3, 3) if self.prefills else None)      # None: not measured yet
-            if chosen == "recompute":
-                self.counts["recomputed_hits"] += len(on_host) if request.source is None else 0
-                self.load_link.wear_out()                                       # the link may be faster the next time
-                end, on_device = first, []
-        for index, block in on_device:                                          # takes the place of an empty one
-            self.replace(request, index, block)
-
-        # 3. What was found
-        request.saved, request.computed = end, end * size
-        request.swap_ins = list(dict.fromkeys(self.arriving[block] for block in table[:end] if block in self.arriving))
-        if request.source is None:
-            cpu_hits = sum(block in self.arriving for block in table[:end])     # also those that another waits for
-            request.blocks, request.choice = dict(gpu_hits=end - cpu_hits, cpu_hits=cpu_hits, misses=len(table) - end), choice
-            request.source = ("cpu_hit" if cpu_hits == end else "mixed") if cpu_hits else "gpu_hit" if end else "miss"
-            request.cached_tokens = request.computed
-            self.counts.update(request.blocks)
-
-        # 4. Wait for it, or begin
-        yield from self.arrival(request)
-
-    def swap_in(self, request: Request, blocks: list[tuple[int, int]]) -> bool:
-        """Issue the copies of all layers of (index in the request's table, host block) -> whether the link took them. Others
-        find the blocks on the device from now on, and wait for them too."""
-        swap = Swap(True, [request.table[index] for index, _ in blocks], [block for _, block in blocks],
-                    self.prefix(request, blocks[-1][0]), request.timeline)
-        self.swaps.append(swap)
-        for (index, host_block), device_block in zip(blocks, swap.device_blocks):
-            self.pool.share(device_block)
-            self.host.share(host_block)
-            self.pool.register(device_block, self.prefix(request, index))
-            self.arriving[device_block] = swap
-            self.written_back.discard(self.prefix(request, index))
-        return self.load(swap)
-
-    # Save: swap out
-
-    def finish(self, request: Request, outcome, counted: str):
-        if request.outcome is None and request in self.running and request.offload_after:
-            try:
-                full = [(request.table[index], self.prefix(request, index)) for index in range(request.saved)]
-                if full and self.worth_keeping(len(full)):
-                    self.swap_out(full, request.timeline)
-            except Exception:                                                   # the request is answered all the same
-                self.counts["transfer_errors"] += 1
-        super().finish(request, outcome, counted)
-
-    def swap_out(self, blocks: list[tuple[int, paged.Prefix]], timeline: Timeline | None = None, before_eviction=False) -> bool:
-        """Copy (device block, prefix), in the order of their chain, to host memory, unless they are there or on their way ->
-        whether there was anything to copy. What finds no room is left out, the end of the chain first."""
-        pool, host = self.pool, self.host
-        chains = set()                                                          # that these blocks belong to, from their roots on
-        for _, prefix in reversed(blocks):
-            if prefix not in chains:
-                host.touch(prefix)
-            while prefix is not None and prefix not in chains:
-                chains.add(prefix)
-                prefix = prefix.parent
-        already = [block for prefix in chains if (block := host.find(prefix)) is not None]      # not to go for their own ends
-        room = host.available - sum(host.references[block] == 0 for block in already)
-        lacking = [(block, prefix) for block, prefix in blocks
-                   if host.find(prefix) is None and prefix not in self.leaving and block not in self.arriving]
-        after = [block for _, prefix in blocks if (block := host.find(prefix)) is not None][-1:]
-        for (device_block, prefix), host_block in zip(lacking, host.allocate(min(len(lacking), room), after)):
-            swap = Swap(False, [device_block], [host_block], prefix, timeline, before_eviction)
-            self.swaps.append(swap)
-            pool.share(device_block)
-            self.leaving.add(prefix)
-            self.send(swap, self.save_link, host.kv[host_block], pool.kv[:, :, device_block], f"block {device_block}")
-            if not swap.refused:
-                self.counts.update(swap_outs=1, bytes_out=host.kv[host_block].nbytes)
-        return bool(lacking) and room > 0
-
-    def find_room(self, request: Request, hits: list[int], empty: int) -> bool:
-        """Blocks that the device would evict for this request leave for the host first, if the host lacks them."""
-        if not super().find_room(request, hits, empty):
-            return False
-        if full := (len(request.tokens) - 1) // self.pool.block_size:
-            self.host.touch(self.prefix(request, full - 1))                     # what it is about to load is not the next to go
-        for swap in self.swaps:
-            if not set(hits).isdisjoint(swap.device_blocks):                    # in use again, so not the next to be evicted
-                swap.before_eviction = False
-        return not self.write_back(empty - len(self.pool.free), set(hits))
-
-    def write_back(self, count: int, hits: set[int] = frozenset()) -> bool:
-        """Swap out those of the next `count` blocks to be evicted that the host lacks -> whether there were any. Once each,
-        even if the copy fails: a broken link or a tiny host must not keep a request waiting for ever."""
-        victims = islice((block for block in self.pool.cached if block not in hits), max(0, count))
-        lacking = [(block, prefix) for block in victims if (prefix := self.pool.prefixes[block]) not in self.written_back
-                   and self.host.find(prefix) is None]
-        if not lacking or not self.worth_keeping(max(blocks_until(prefix) for _, prefix in lacking)):
-            return False
-        self.written_back.update(prefix for _, prefix in lacking)
-        return self.swap_out(lacking[::-1], before_eviction=True)                        # the last of a chain is evicted first
-
-    # What is over
-
-    def kept(self, swap: Swap):
-        self.leaving.remove(swap.prefix)
-        if not swap.failed:
-            self.host.register(swap.host_blocks[0], swap.prefix)
-
-    def settle(self) -> list[Swap]:
-        over = super().settle()
-        for prefix in {swap.timeline or swap: swap.prefix for swap in over if not swap.before_eviction}.values():
-            self.host.touch(prefix)                                             # of each request the last, and so all before it
-            self.pool.touch(prefix)
-        for swap in over:
-            if swap.before_eviction and swap.device_blocks[0] in self.pool.cached:       # it was next to be evicted, and is again
-                self.pool.cached.move_to_end(swap.device_blocks[0], last=False)
-        return over
-
-    def lose(self, swap: Swap):
-        for block in swap.host_blocks:
-            self.host.forget(block)
-        for block in swap.device_blocks:
-            self.pool.forget(block)
-
-    def result(self, request: Request) -> Result:
-        self.draw_loads(request)
-        return Result(**vars(super().result(request)), blocks=request.blocks, choice=request.choice, link=str(self.load_link))
-
-    def ways(self, prompt: list[int], new: int, stack) -> dict:
-        blocks = self.pool.needed(len(prompt) + new)
-        small = self.small(blocks, cpu_blocks=blocks, bytes_per_second=self.load_link.bytes_per_second)
-
-        def from_host(overlap: bool) -> Result:
-            empty(small)
-            small.overlap = overlap
-            return ask()
-
-        def ask() -> Result:
-            result = paged.answer(small, prompt=prompt, max_tokens=new)
-            small.flush()
-            return result
-        return {baseline.RECOMPUTE: paged.chapter_01(self, prompt, new), "from host memory": lambda: from_host(True),
-                "the same, all layers first": lambda: from_host(False), "on the device": ask}
-
-    def check_integrity(self):
-        """Both pools agree with the tables and with what is on its way. Raises AssertionError."""
-        tables = [request.table for request in self.running]
-        self.pool.check_integrity(tables + [swap.device_blocks for swap in self.swaps])
-        self.host.check_integrity([swap.host_blocks for swap in self.swaps])
-        assert self.arriving == {block: swap for swap in self.swaps if swap.inward for block in swap.device_blocks}
-        assert self.leaving == {swap.prefix for swap in self.swaps if not swap.inward}
-
-
-def blocks_until(prefix: paged.Prefix) -> int:
-    """How many blocks a chain has up to this prefix."""
-    count = -1                                                                  # the salt's root is none
-    while prefix.parent is not None:
-        count, prefix = count + 1, prefix.parent
-    return count
-
-
-def adjacent(device_blocks: list[int], host_blocks: list[int]) -> list[tuple[int, int, int]]:
-    """-> (first device block, first host block, count) of runs that are adjacent in both pools."""
+def adjacent(first: list[int], second: list[int]) -> list[tuple[int, int, int]]:
+    """-> (block of the first, block of the second, count): runs that are adjacent in both. One copy each."""
     runs = []
-    for device_block, host_block in zip(device_blocks, host_blocks, strict=True):
-        if runs and (device_block, host_block) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
+    for one, other in zip(first, second, strict=True):
+        if runs and (one, other) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
             runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
         else:
-            runs.append((device_block, host_block, 1))
+            runs.append((one, other, 1))
     return runs
 
 
-# 3. The demo -----------------------------------------------------------------------------------------------------
-
-ROUNDS = 5
-SECRET, QUESTION = "The password of the safe is tiger.", "What is the password of the safe?"
-
-
-def demo(engine: Engine, arguments):
-    """Cold requests, repeats on the device, and a conversation that is forced out and comes back from host memory."""
-    # 1. What is asked: questions behind one system prompt, and long conversations of which a small device holds one
-    rng, size, new = random.Random(0), engine.pool.block_size, max(2, min(arguments.max_tokens, 16))
-    blocks = arguments.gpu_blocks or engine.pool.needed(engine.context // 2)
-    length = min(engine.context // 2, blocks * size) - 2 * new - 64             # of a conversation, its follow-up aside
-    if length < 16:
-        raise BadRequest(f"The demo's conversations do not fit into {blocks} blocks of {size} tokens; leave --gpu-blocks out or "
-                         f"ask for at least {engine.pool.needed(2 * new + 80)}.")
-    system = dict(role="system", content=document(engine, rng, min(96, length)))
-    questions = [[system, dict(role="user", content=text)] for text in (
-        "What is a KV cache?", "Where is the lamp?", "What is prefill?", "Where is the book?", "What is decode?")]
-    first = [dict(role="user", content=document(engine, rng, length, SECRET))]
-    others = [[dict(role="user", content=document(engine, rng, length))] for _ in range(-(-blocks * size // length))]
-    small = Engine(engine.model, engine.tokenizer, engine.end_tokens, blocks, size, engine.token_budget,
-                   cpu_blocks=(len(others) + 2) * blocks if arguments.cpu_blocks is None else arguments.cpu_blocks,
-                   bytes_per_second=engine.load_link.bytes_per_second)
-
-    # 2. It runs, and is compared with chapter 01, before anything is printed
-    def ask(engine, messages, **fields):
-        run = paged.run_together(engine, [dict(fields, messages=messages, max_tokens=new)])
-        engine.flush()
-        return run, engine.counters()
-    cold, repeats = ([ask(engine, messages) for messages in part] for part in (questions[:3], questions[3:]))
-    pressure = [ask(small, messages) for messages in (first, *others)]
-    answer = pressure[0][0].requests[0].outcome.text
-    follow_up = [*first, dict(role="assistant", content=answer), dict(role="user", content=QUESTION)]
-    back = ask(small, follow_up)
-    cases = {"miss": [], "cpu_hit": [], "gpu_hit": [], "cpu_hit, all layers first": []}
-    for number in range(ROUNDS + 1):
-        for case, runs in cases.items():
-            if case != "gpu_hit":                                               # which finds what the cpu_hit before it brought
-                empty(small)
-            small.overlap = case != "cpu_hit, all layers first"
-            runs.append(ask(small, follow_up, cache_salt=str(number) * (case == "miss"))[0])
-    alone = baseline.Engine(engine.model, engine.tokenizer, engine.end_tokens)
-    verified = paged.verify(alone, [run for run, _ in (*cold, *repeats, *pressure, back)] + sum(cases.values(), []))
-
-    # 3. The three phases
-    print(f"{engine.load_link}; {engine.pool.size} device blocks, {engine.host.size} host blocks\n\n"
-          "Phase 1: cold requests behind one system prompt")
-    rows = [row("cold", *one) for one in cold]
-    print("\nPhase 2: other questions behind the same prompt")
-    rows += [row("repeat", *one) for one in repeats]
-    print(f"\nPhase 3: {blocks} device blocks, {small.host.size} host blocks, and conversations of about "
-          f"{pressure[0][0].held} blocks each; then the first one goes on")
-    rows += [row("pressure", *one) for one in pressure] + [row("return", *back)]
-    print(f"  {QUESTION} - {back[0].requests[0].outcome.text}"
-          + (" (random weights say nothing)" if arguments.model.startswith("random:") else ""))
-    print(f"\nThis return (digits: layers arriving; p: prefill, d: decode, b: blocks going out; {small.load_link})\n"
-          f"{back[0].requests[0].timeline.chart()}")
-
-    # 4. What the ways cost
-    returned, prompt_tokens = back[0].requests[0], back[0].requests[0].answer.prompt_tokens
-    returned.timeline.plan = lambda: small.drawn(returned)
-    print(f"\nTTFT of this question asked again, {prompt_tokens} tokens of prompt (median of {ROUNDS}; {small.load_link})\n"
-          "  source     cached    bytes in        TTFT")
-    for case, runs in cases.items():
-        request, times = runs[-1].requests[0], [run.requests[0].outcome.ttft_ms for run in runs[1:]]     # after the warm-up
-        moved = request.blocks["cpu_hits"] * small.pool.kv[:, :, 0].nbytes
-        rows.append(dict(case=case, source=request.source, cached_tokens=request.cached_tokens, bytes_in=moved, **paged.measured(
-            "ttft_ms", times, f"{request.source:8} {request.cached_tokens:8} {moved / 1e6:8.1f} MB", "ms")))
-    if rows[-1]["bytes_in"]:
-        saved = rows[-1]["ttft_ms"] - rows[-3]["ttft_ms"]
-        print(f"  The last line waits for all layers; computing each as soon as it is there saves {saved:.1f} ms.")
-    else:
-        print(f"  Nothing came back from the host, which has {small.host.size} blocks. A block takes "
-              f"{small.seconds_to_load(1) * 1e3:.1f} ms to load and {small.seconds_to_compute(0, size) * 1e3:.1f} ms to compute.")
-    return dict(link=dict(modelled=small.load_link.modelled, gbps=small.load_link.speed() / 1e9), verified=verified, rows=rows,
-                counters=small.counters()), [returned.timeline]
+def starts(runs: list[tuple[int, int, int]]) -> list[int]:
+    """Where each run begins in the lists that `adjacent` was given."""
+    return [sum(count for _, _, count in runs[:index]) for index in range(len(runs))]
 
 
-def document(engine: Engine, rng, tokens: int, secret: str = "") -> str:
-    """About so many tokens of facts; of passwords it says only `secret`."""
-    sentences = paged.document(engine, rng, tokens).removeprefix("Read this: ").split(". ")
-    return f"Read this: {secret} " + ". ".join(sentence for sentence in sentences if "password" not in sentence)
+# 2. The demo -----------------------------------------------------------------------------------
 
 
-def empty(engine: Engine):
-    """The device evicts all that it has cached, and nothing of it is copied out first."""
-    paged.Engine.evict_cached(engine)
+def demo(model, frontend: Frontend, arguments):
+    """Conversations that push each other off a small device, and one that comes back from host memory."""
+    # 1. Ask: documents of which the device holds one, then a question about the first
+    rng, size, new = random.Random(0), arguments.block_size, max(2, min(arguments.max_tokens, 16))
+    blocks = arguments.gpu_blocks or -(-(frontend.context * 3 // 4) // size)
+    length = min(frontend.context * 5 // 8, blocks * size - 2 * new - 96)
+    if length < 64:
+        raise BadRequest(f"The demo's documents do not fit into {blocks} blocks of {size} tokens; ask for more.")
+    options = argparse.Namespace(**{**vars(arguments), "gpu_blocks": blocks, "cpu_blocks": 4 * blocks})
+    engine = make_engine(model, options)
+    cache = engine.cache
+    texts = [lesson.document(frontend, rng, length, lesson.SECRET if not number else "") for number in range(3)]
+    talk = [dict(role="user", content=texts[0])]
+    asked = [frontend.request(messages=talk, max_tokens=new)]
+    asked += [frontend.request(prompt=text, max_tokens=new) for text in texts[1:]]
+    for request in asked:
+        lesson.settle(engine)
+        engine.generate([request])
+    answer = dict(role="assistant", content=asked[0].outcome.text)
+    lesson.settle(engine)
+    back = frontend.request(messages=[*talk, answer, dict(role="user", content=lesson.QUESTION)], max_tokens=new)
+    engine.generate([back])
+
+    # 2. Time: the same question again, from each tier; then over a link that is slower than computing
+    prompt = back.tokens[: back.prompt_tokens]
+    slow = cache.load_link.speed() / 100 if cache.load_link.modelled else None
+    declining = make_engine(model, options, slow) if slow else None
+    cases: dict[str, Request] = {}
+
+    def ask(case: str, engine, evict: str = "", **options) -> float:
+        cases[case] = lesson.ask(engine, prompt, 2, evict, **options)
+        return cases[case].outcome.ttft_ms
+
+    ways = {
+        "miss: computed": lambda: ask("miss: computed", engine, "device", cache_salt=str(rng.random()), offload_after=False),
+        "cpu_hit: host memory": lambda: ask("cpu_hit: host memory", engine, "device"),
+        "gpu_hit: device": lambda: ask("gpu_hit: device", engine),
+    }
+    if declining:
+        ask("a link 100 times slower", declining)  # which leaves it in host memory
+        ways["a link 100 times slower"] = lambda: ask("a link 100 times slower", declining, "device")
+    taken = lesson.in_turn(ways)
+    verified = lesson.equal_to_baseline(model, [*asked, back, *cases.values()])
+
+    # 3. Show
+    print(f"{cache.load_link}\n\n{blocks} device blocks, and conversations of about {len(asked[0].chain)} blocks each:")
+    rows = [describe("document", request) for request in asked] + [describe("the first goes on", back)]
+    print(f"  {lesson.QUESTION} - {back.outcome.text}\n\nThis return (digits: layers arriving; p: prefill, d: decode)")
+    print(f"{back.timeline.chart()}\n")
+    rows += lesson.table(f"TTFT of this question again, {len(prompt)} tokens of prompt", taken, "ttft_ms", "ms")
+    for case, request in cases.items():
+        print(f"  {case}: {'; '.join(request.decisions) or 'nothing was offered'}")
+    moved = cases["cpu_hit: host memory"].found.get("cpu", 0) * cache.host.block_bytes // size
+    rows.append(dict(case="cpu_hit: host memory", bytes_in=moved))
+    middle = {case: statistics.median(samples) for case, samples in taken.items()}
+    miss, hit, here = middle["miss: computed"], middle["cpu_hit: host memory"], middle["gpu_hit: device"]
+    print(
+        f"\n{moved / 1e6:.1f} MB came back: the first token {miss / hit:.1f} times as soon as by computing, and "
+        f"{hit / here:.1f} times as late as from the device."
+    )
+    link = dict(modelled=cache.load_link.modelled, gbps=cache.load_link.speed() / 1e9)
+    return dict(link=link, verified=verified, rows=rows, counters=engine.counters()), [back.timeline]
 
 
-def row(phase: str, run: paged.Run, counters: dict) -> dict:
-    """Print one line, and return it; the counters are those after it."""
-    request, = run.requests
-    print(f"  {request.source:8}{request.cached_tokens:5} of {request.answer.prompt_tokens:4} tokens cached, TTFT "
-          f"{request.outcome.ttft_ms:5.1f} ms, {request.blocks['cpu_hits']:3} blocks swapped in; "
-          f"then cached: {counters['blocks_cached']:3} on the device, {counters['cpu_blocks_cached']:3} on the host")
-    return dict(phase=phase, source=request.source, cached_tokens=request.cached_tokens, text=request.outcome.text,
-                prompt_tokens=request.answer.prompt_tokens, ttft_ms=request.outcome.ttft_ms, **request.blocks,
-                **{name: counters[name] for name in ("swap_ins", "swap_outs", "evictions", "cpu_evictions")})
+def describe(what: str, request: Request) -> dict:
+    """Print a line for a request, and return it."""
+    result = request.outcome
+    row = dict(phase=what, source=result.source, found=result.found, ttft_ms=result.ttft_ms)
+    print(f"  {what:18}{result.source:8} {request.cached_tokens:5} of {request.prompt_tokens} tokens, TTFT {result.ttft_ms:.1f} ms")
+    return row
 
 
-# 4. Main ---------------------------------------------------------------------------------------------------------
+# 3. Main ---------------------------------------------------------------------------------------
+
 
 def add_arguments(parser):
     paged.add_arguments(parser)
-    parser.add_argument("--cpu-blocks", type=app.bounded(int, 0, 1 << 26), metavar="N",
-                        help="KV blocks in host memory (default: four times the device's, within a quarter of what is free)")
+    parser.add_argument(
+        "--cpu-blocks", type=cli.bounded(int, 0, 1 << 26), metavar="N", help="KV blocks in host memory (4 times the device's)"
+    )
+    parser.add_argument("--always-restore", action="store_true", help="load also what would be computed sooner")
     links.add_arguments(parser)
 
 
-def make_engine(model, tokenizer, end_tokens, arguments) -> Engine:
-    engine = Engine(model, tokenizer, end_tokens, arguments.gpu_blocks, arguments.block_size, arguments.token_budget,
-                    arguments.max_running, cpu_blocks=arguments.cpu_blocks,
-                    bytes_per_second=links.bandwidth(model, arguments.link, arguments.platform))
-    for name, pool in (("KV pool", engine.pool), ("Host pool", engine.host)):
-        print(f"{name}: {pool.size} blocks of {pool.block_size} tokens, {pool.size * pool.block_size} tokens, "
-              f"{pool.kv.nbytes / 1e6:.1f} MB", file=sys.stderr)
-    print(f"The host is reached over a {engine.load_link}", file=sys.stderr)
+def make_engine(model, arguments, bandwidth: float | None = None) -> paged.Engine:
+    """Chapter 02's engine with this chapter's Cache; `bandwidth` in bytes/s instead of what --link says."""
+    useful = 4 * (arguments.gpu_blocks or arguments.max_running * -(-model.config.max_position_embeddings // arguments.block_size))
+    block_bytes = arguments.block_size * model.config.kv_numbers_per_token * model.dtype.itemsize
+    blocks = cli.blocks_that_fit(arguments.cpu_blocks, useful, block_bytes, torch.device("cpu"), "--cpu-blocks")
+    bandwidth = bandwidth or links.bandwidth(model, arguments.link, arguments.platform)
+    engine = paged.make_engine(model, arguments, HostCache(blocks, bandwidth))
+    megabytes = blocks * block_bytes / 1e6
+    print(f"Host: {blocks} KV blocks, {megabytes:.1f} MB, over a {engine.cache.load_link}", file=sys.stderr)
     return engine
 
 
+def compare(arguments) -> dict:
+    return {**paged.compare(arguments), "host memory (03)": (make_engine, True)}
+
+
 if __name__ == "__main__":
-    app.main(__doc__, "03_cpu_offload", add_arguments, make_engine, demo)
+    cli.main(__doc__, "03_cpu_offload", add_arguments, make_engine, demo, compare)

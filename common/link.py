@@ -1,260 +1,237 @@
 """The link: copies between device memory and host memory, beside the computation.
 
-    link = Link("load", clock, bytes_per_second)       # one direction is one lane: first in, first out
-    transfer = link.copy(dst, src, "layer 0")          # at once; the copying begins when the lane is free
-    transfer.ready                                     # whether it has arrived; never waits
-    transfer.wait()                                    # what is computed from here on sees the copy
-    transfer.join()                                    # the host waits
+    link = Link("load", clock, 2e9)                    # one direction is one lane: first in, first out
+    transfer = link.copy(dst, src, "layer 0")          # returns at once, and never raises
+    transfer.ready                                     # over, well or not: nothing is written any more
+    transfer.error                                     # None, or why it failed
+    transfer.span()                                    # start and end in seconds, once it is ready
 
-With CUDA a lane is a stream, and `wait` makes the stream that computes wait, never the host. A copy begins only after
-everything that was queued to compute when it was issued: so a load cannot overwrite what queued work still reads, and
-a copy out sees what queued work still writes. That is the first half of the contract; the second is the caller's: no
-buffer of a transfer may be used for anything else before `ready`.
+With CUDA a lane is a stream. A copy begins only after everything that was queued to compute when it was issued: so a
+load cannot overwrite what queued work still reads, and a copy out sees what queued work still writes. That is the
+first half of the contract; the second is the caller's: no memory of a transfer may be used for anything else before
+`ready`.
 
-Without CUDA both memories are ordinary memory, and the link is a model: a thread copies at once, and then sleeps until
-bandwidth and latency say that the copy has arrived. Sleeping takes no processor time, so what is computed meanwhile
-really overlaps. Everything printed about such a link calls it modelled.
+Without CUDA both memories are ordinary memory, and the link is a model: a thread copies at once, and then sleeps
+until bandwidth and latency say that the copy has arrived. Sleeping takes no processor time, so what is computed
+meanwhile really overlaps. Everything printed about such a link says `modelled link`.
 """
+
+import math
 import queue
 import statistics
+import sys
 import threading
 import time
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 
 import numpy
 import torch
 
-from common.app import bounded
 from common.checkpoint import ModelError
 
 # HCache (EuroSys '25), Table 2: peak 16-bit FLOP/s of a GPU, bytes/s of its PCIe link
-PLATFORMS = {"a100": (312e12, 32e9), "a30": (165e12, 32e9), "4090": (330e12, 32e9), "l20": (120e12, 32e9), "h800": (990e12, 64e9)}
+PLATFORMS = {
+    "a100": (312e12, 32e9),
+    "a30": (165e12, 32e9),
+    "4090": (330e12, 32e9),
+    "l20": (120e12, 32e9),
+    "h800": (990e12, 64e9),
+}
 LLAMA_2_7B_HIDDEN = 4096
-# Its section 6.1: on an A100, projection and transfer are even at 24 GB/s, so products run at this share of the peak.
-SHARE_OF_PEAK = 4 * LLAMA_2_7B_HIDDEN ** 2 / (2 * LLAMA_2_7B_HIDDEN / 24e9) / 312e12            # 0.63
-LATENCY = 10e-6                    # seconds, of a modelled transfer
+# Section 6.1: on an A100 projection and transfer are even at 24 GB/s, so products run at this share of the peak.
+SHARE_OF_PEAK = 4 * LLAMA_2_7B_HIDDEN**2 / (2 * LLAMA_2_7B_HIDDEN / 24e9) / 312e12  # 0.63
+LATENCY = 10e-6  # seconds, of a modelled transfer
 
 
 class TransferError(Exception):
-    """A copy that failed; `transfer` says which."""
+    """A copy that failed, or that came too late."""
 
-    def __init__(self, transfer):
-        super().__init__(f"The copy of {transfer.label} failed ({transfer.error}).")
-        self.transfer = transfer
+
+# 1. Transfers ----------------------------------------------------------------------------------
 
 
 class Transfer:
-    """One copy, of one or many pieces, on its way. A modelled one: `start` and `end` are seconds, set by the lane."""
+    """Something on its way: a copy over a link, or whatever else ends on another thread. Lanes call `finish`."""
 
-    def __init__(self, lane: str, label: str, dst: list, src: list):
-        self.lane, self.label, self.dst, self.src = lane, label, dst, src
-        self.bytes = sum(piece.nbytes for piece in dst)
+    def __init__(self, lane: str, label: str, size: int = 0):
+        self.lane, self.label, self.bytes = lane, label, size
         self.issued, self.start, self.end, self.error = time.perf_counter(), None, None, None
-        self.seconds = 0.0                                      # that a modelled one takes
-        self.arrived = threading.Event()
+        self.over = threading.Event()
 
     @property
     def ready(self) -> bool:
-        """Whether it is over, well or not."""
-        return self.arrived.is_set()
+        """Whether it is over, well or not. Nothing is written any more."""
+        return self.over.is_set()
 
-    def wait(self):
-        """What is computed from here on sees the copy. Raises TransferError."""
-        self.join()
+    def finish(self, start: float, end: float, error: Exception | None = None):
+        self.start, self.end, self.error = start, end, error
+        self.over.set()
+
+    def wait(self, seconds: float | None = None):
+        """Make the host wait until it is over. Raises TransferError if it failed, or took longer."""
+        if not self.over.wait(seconds):
+            raise TransferError(f"{self.label} is late")
         if self.error is not None:
-            raise TransferError(self)
+            raise TransferError(f"{self.label} failed ({self.error})")
 
-    def join(self):
-        """The host waits until it is over, well or not."""
-        self.arrived.wait()
+    def queue_wait(self) -> bool:
+        """Order the copy before what is computed from here on -> True. False: the host must wait for `ready`."""
+        return False
 
     def span(self) -> tuple[float, float]:
-        """From when the lane was at it until it had arrived, in seconds of time.perf_counter(), once it is ready."""
+        """Start and end in seconds of time.perf_counter(). Only once it is ready."""
         return self.start, self.end
 
 
 class CudaTransfer(Transfer):
-    """`start` and `end` are events on the lane's stream. An error is one of issuing the copy."""
+    """`start` and `end` are events on the lane's stream; an error is one of issuing the copy."""
+
     clock = None
 
     @property
     def ready(self) -> bool:
         return self.end.query()
 
-    def wait(self):
+    def wait(self, seconds: float | None = None):
+        deadline = time.perf_counter() + (math.inf if seconds is None else seconds)
+        while not self.ready:
+            if time.perf_counter() > deadline:
+                raise TransferError(f"{self.label} is late")
+            time.sleep(1e-4)
         if self.error is not None:
-            raise TransferError(self)
-        torch.cuda.current_stream().wait_event(self.end)
+            raise TransferError(f"{self.label} failed ({self.error})")
 
-    def join(self):
-        self.end.synchronize()
+    def queue_wait(self) -> bool:
+        if self.error is not None:
+            raise TransferError(f"{self.label} failed ({self.error})")
+        torch.cuda.current_stream().wait_event(self.end)
+        return True
 
     def span(self) -> tuple[float, float]:
         return self.clock.seconds(self.start), self.clock.seconds(self.end)
 
 
-class Link:
-    """One lane of the link. Without CUDA it is modelled, with `bytes_per_second` in this direction."""
+# 2. A lane -------------------------------------------------------------------------------------
 
-    def __init__(self, lane: str, clock, bytes_per_second: float | None = None, latency: float = LATENCY):
-        self.lane, self.clock, self.bytes_per_second, self.latency = lane, clock, bytes_per_second, latency
+
+class Link:
+    """One direction of the link. `bandwidth` in bytes/s, or a Bandwidth: of the model, where there is no GPU."""
+
+    def __init__(self, lane: str, clock, bandwidth=None, wake=lambda: None):
+        self.lane, self.clock, self.wake = lane, clock, wake  # wake(): called when a modelled transfer is over
+        self.bandwidth = Bandwidth(bandwidth) if isinstance(bandwidth, (int, float)) else bandwidth
         self.modelled = clock.device.type != "cuda"
         self.on_their_way: deque[Transfer] = deque()
-        self.lock = threading.Lock()                            # any thread may copy
-        self.first_speed = bytes_per_second                     # of a real one, measured when it is asked for
-        self.speeds: deque[float] = deque(maxlen=9)             # bytes/s, as noted
+        self.lock = threading.Lock()  # any thread may copy
+        self.speeds: deque[float] = deque(maxlen=16)  # bytes/s, of the last transfers
+        self.closed = threading.Event()
         if self.modelled:
-            self.queue, closed = queue.SimpleQueue(), threading.Event()
-            thread = threading.Thread(target=carry, args=(self.queue, closed), daemon=True)
+            self.queue = queue.SimpleQueue()
+            arguments = self.queue, self.closed, weakref.WeakMethod(self.arrived)
+            thread = threading.Thread(target=carry, args=arguments, daemon=True)
             thread.start()
-            weakref.finalize(self, close, self.queue, closed, thread)             # the thread ends with the link
+            self.close = weakref.finalize(self, close, self.queue, self.closed, thread)
         else:
-            self.stream = torch.cuda.Stream()
+            self.stream, self.close = torch.cuda.Stream(), self.closed.set
 
-    def copy(self, dst, src, label: str, after=None) -> Transfer:
-        """Copy tensor `src` to `dst`, or a list of tensors to as many of the same shapes -> the Transfer, at once. A thread that
-        does not compute passes `after`, a mark taken by the one that does: a real transfer waits for what was queued to compute
-        up to there, not up to now. Raises ValueError if shapes or dtypes differ."""
-        dst, src = ([pieces] if isinstance(pieces, torch.Tensor) else list(pieces) for pieces in (dst, src))
+    def copy(self, dst, src, label: str) -> Transfer:
+        """Copy tensor `src` to `dst`, or a list of tensors to as many of the same shapes -> the Transfer, at once."""
+        dst = [dst] if isinstance(dst, torch.Tensor) else list(dst)
+        src = [src] if isinstance(src, torch.Tensor) else list(src)
+        kind = Transfer if self.modelled else CudaTransfer
+        transfer = kind(self.lane, label, sum(piece.nbytes for piece in dst))
+        error = None
         if [(piece.shape, piece.dtype) for piece in dst] != [(piece.shape, piece.dtype) for piece in src]:
-            raise ValueError(f"{label}: the two sides differ in shape or dtype")
-        transfer = (Transfer if self.modelled else CudaTransfer)(self.lane, label, dst, src)
-        if self.modelled:
-            transfer.seconds = self.seconds(transfer.bytes)
-            self.queue.put(transfer)
-        else:
-            with self.lock:
-                self.issue(transfer, after)
+            error = ValueError("the two sides differ in shape or dtype")
         with self.lock:
             self.settle()
+            if self.modelled:
+                seconds = LATENCY + transfer.bytes / self.bandwidth.value
+                self.queue.put((transfer, [] if error else list(zip(dst, src)), seconds, error))
+            else:
+                self.issue(transfer, [] if error else list(zip(dst, src)), error)
             self.on_their_way.append(transfer)
         return transfer
 
-    def seconds(self, size: int) -> float:
-        """That so many bytes take, as far as is known: exactly, if it is modelled, and memory is no slower."""
-        return self.latency + size / (self.bytes_per_second if self.modelled else self.speed())
-
-    def issue(self, transfer: CudaTransfer, after=None):
-        transfer.clock = self.clock
-        if after is None:
-            self.wait_for_compute()
-        else:
-            self.stream.wait_event(after)
+    def issue(self, transfer: CudaTransfer, pairs: list, error: Exception | None):
+        """Queue the copy on the lane's stream, behind what is queued to compute now."""
+        transfer.clock, transfer.error = self.clock, error
+        self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             transfer.start = self.clock.mark()
             try:
-                for dst, src in zip(transfer.dst, transfer.src, strict=True):
-                    for piece, source in pieces(dst, src, host_side=dst if src.is_cuda else src):
+                for dst, src in pairs:
+                    for piece, source in contiguous_on_host(dst, src, host_side=dst if src.is_cuda else src):
                         piece.copy_(source, non_blocking=True)
-            except RuntimeError as error:
-                transfer.error = error
+            except RuntimeError as refused:
+                transfer.error = refused
             transfer.end = self.clock.mark()
 
-    def wait_for_compute(self):
-        """The lane begins when what is queued to compute is done: that may still read or write either side."""
-        self.stream.wait_stream(torch.cuda.current_stream())
+    def settle(self):
+        """Forget what has arrived, and note how fast it was. The caller must hold `self.lock`."""
+        while self.on_their_way and self.on_their_way[0].ready:
+            transfer = self.on_their_way.popleft()
+            start, end = transfer.span()
+            if transfer.error is None and transfer.bytes >= 1 << 16 and end > start:  # a few bytes say nothing
+                self.speeds.append(transfer.bytes / (end - start))
+
+    def arrived(self):
+        self.wake()
 
     def speed(self) -> float:
-        """Bytes per second: the median of what was noted last, or else the model's, or what was measured once."""
-        if self.first_speed is None:
-            self.first_speed = self.measure()
-        return statistics.median(self.speeds) if self.speeds else self.first_speed
-
-    def note(self, transfers: list[Transfer]):
-        """Transfers that were issued one after the other are over: so fast was the lane."""
-        size, start, end = sum(transfer.bytes for transfer in transfers), transfers[0].span()[0], transfers[-1].span()[1]
-        if size >= 1 << 16 and end > start:                     # a few bytes say nothing
-            self.speeds.append(size / (end - start))
-
-    def wear_out(self):
-        """The oldest note goes. Who decides against the link learns nothing about it, and should not believe for ever."""
-        if self.speeds:
-            self.speeds.popleft()
-
-    def backlog(self) -> int:
-        """Bytes that were issued before and have not arrived."""
+        """Bytes per second: the median of the last transfers, or else of the model, or of a measurement."""
         with self.lock:
             self.settle()
-            return sum(transfer.bytes for transfer in self.on_their_way)
+            if self.speeds:
+                return statistics.median(self.speeds)
+        return self.bandwidth.value if self.modelled else self.measure()
 
-    def settle(self):
-        """Forget what has arrived. For who holds the lock."""
-        while self.on_their_way and self.on_their_way[0].ready:
-            self.on_their_way.popleft()
+    def seconds(self, size: int) -> float:
+        """Estimate until `size` bytes would be there, behind what is queued now."""
+        with self.lock:
+            self.settle()
+            queued = sum(transfer.bytes for transfer in self.on_their_way)
+        return LATENCY + (queued + size) / self.speed()
 
     def measure(self) -> float:
-        """Copy more and more until it takes 2 ms, three times each -> bytes per second of the largest."""
-        size, seconds = 16, 0.0
-        while seconds < 2e-3 and size < 1 << 28:
-            size, spans = size * 4, []
-            device = torch.zeros(size, dtype=torch.uint8, device=self.clock.device)
-            host = torch.zeros(size, dtype=torch.uint8, pin_memory=not self.modelled)
-            for _ in range(3):
-                transfer = self.copy(*((host, device) if self.lane == "save" else (device, host)), "measurement")
-                transfer.join()
-                start, end = transfer.span()
-                spans.append(end - start)
-            seconds = statistics.median(spans)
-        return size / seconds
+        """Measure again -> bytes per second. What was noted before counts no more."""
+        with self.lock:
+            self.speeds.clear()
+        if self.modelled:
+            return self.bandwidth.measure()
+        device = torch.zeros(1 << 26, dtype=torch.uint8, device=self.clock.device)
+        host = host_memory(device.shape, torch.uint8, self.clock.device, "The buffer of a measurement")
+        for _ in range(3):
+            self.copy(*((host, device) if self.lane == "save" else (device, host)), "measurement").wait()
+        return self.speed()
 
     def __str__(self):
-        if self.modelled:
-            return f"modelled link, {self.bytes_per_second / 1e9:.3g} GB/s"
-        return f"link, {self.speed() / 1e9:.1f} GB/s"
+        return str(self.bandwidth) if self.modelled else f"link, {self.speed() / 1e9:.1f} GB/s"
 
 
-class RowBuffer:
-    """Rows [rows, D] that are taken in runs, in a ring, and given back in any order. Threads may share it."""
-
-    def __init__(self, memory: torch.Tensor):
-        self.memory, self.next, self.lock = memory, 0, threading.Lock()
-        self.taken: OrderedDict[int, bool] = OrderedDict()      # first row of a run -> whether it was given back; oldest first
-
-    def take(self, count: int) -> int | None:
-        """-> the first of `count` rows that follow each other, or None while there is no room for them."""
-        with self.lock:
-            oldest = next(iter(self.taken), None)
-            if oldest is None:
-                first, end = 0, len(self.memory)
-            elif self.next <= oldest:                           # equal: full
-                first, end = self.next, oldest
-            elif self.next + count <= len(self.memory):
-                first, end = self.next, len(self.memory)
-            else:
-                first, end = 0, oldest
-            if first + count > end:
-                return None
-            self.taken[first], self.next = False, first + count
-            return first
-
-    def give_back(self, first: int):
-        """The run that begins at row `first`."""
-        with self.lock:
-            self.taken[first] = True
-            while self.taken and next(iter(self.taken.values())):
-                self.taken.popitem(last=False)
-
-
-def carry(lane: queue.SimpleQueue, closed: threading.Event):
-    """The thread of a modelled lane: copies each transfer, then sleeps until the model says that it has arrived."""
-    free = 0.0                                                  # when the lane is free, in the model
-    while (transfer := lane.get()) is not None:
-        transfer.start = max(transfer.issued, free)
+def carry(lane: queue.SimpleQueue, closed: threading.Event, arrived: weakref.WeakMethod):
+    """The thread of a modelled lane: copy each transfer, then sleep until the model says that it has arrived."""
+    free = 0.0  # when the lane is free, in the model
+    while (item := lane.get()) is not None:
+        transfer, pairs, seconds, error = item
+        start = max(transfer.issued, free)
         try:
-            for dst, src in zip(transfer.dst, transfer.src, strict=True):
+            for dst, src in pairs:
                 move(dst, src)
-        except Exception as error:
-            transfer.error = error
-        free = max(transfer.start + transfer.seconds, time.perf_counter())      # no model is faster than this memory
+        except Exception as refused:
+            error = refused
+        free = max(start + seconds, time.perf_counter())  # no model is faster than this memory
         closed.wait(max(0.0, free - time.perf_counter()))
-        transfer.end = free
-        transfer.arrived.set()
-        transfer = dst = src = None                             # and what it held
+        transfer.finish(start, free, error)
+        transfer = pairs = item = None  # and what they hold
+        if (wake := arrived()) is not None:
+            wake()
+        wake = None
 
 
 def close(lane: queue.SimpleQueue, closed: threading.Event, thread: threading.Thread):
-    """Let the thread of a lane end, at the latest when the process does; what is still on its way arrives at once."""
+    """End the thread of a lane; what is still on its way arrives at once."""
     closed.set()
     lane.put(None)
     if thread is not threading.current_thread():
@@ -262,66 +239,127 @@ def close(lane: queue.SimpleQueue, closed: threading.Event, thread: threading.Th
 
 
 def move(dst: torch.Tensor, src: torch.Tensor):
-    """Copy in ordinary memory with one processor core: NumPy takes no other, where torch would take all of them."""
+    """Copy in ordinary memory with one core: NumPy takes no other, where torch would take all of them."""
     numpy.copyto(as_integers(dst), as_integers(src))
 
 
 def as_integers(tensor: torch.Tensor) -> numpy.ndarray:
     """The same memory for NumPy, which knows no bfloat16."""
-    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]).numpy()
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.view(kinds[tensor.itemsize]).numpy()
 
 
-def pieces(dst: torch.Tensor, src: torch.Tensor, host_side: torch.Tensor):
-    """The largest pieces that are contiguous on the host's side. The device puts strided memory together by itself, but
-    on the host that would be done first, and in pageable memory."""
+def contiguous_on_host(dst: torch.Tensor, src: torch.Tensor, host_side: torch.Tensor):
+    """The largest pairs that are contiguous on the host's side. The device gathers strided memory by itself, but on
+    the host that would be done first, and in pageable memory."""
     if host_side.is_contiguous():
         yield dst, src
     else:
         for triple in zip(dst, src, host_side, strict=True):
-            yield from pieces(*triple)
+            yield from contiguous_on_host(*triple)
 
 
-# How fast the modelled link is -----------------------------------------------------------------------------------
-
-def add_arguments(parser):
-    parser.add_argument("--link", type=speed, default="auto", metavar="GB/S",
-                        help="without a GPU, the modelled link's speed; auto (default): as fast for this model on this "
-                             "processor as PCIe is for Llama-2-7B on --platform")
-    parser.add_argument("--platform", choices=PLATFORMS, default="a100", help="the GPU that --link auto resembles (default a100)")
-
-
-def speed(string: str) -> float | str:
-    """An argparse type: auto, or GB/s."""
-    return string if string == "auto" else bounded(float, 1e-9, 1e6)(string)
+def host_memory(shape, dtype, device, what: str) -> torch.Tensor:
+    """Memory on the host; pinned where `device` is a GPU, so that it copies beside the computation."""
+    if device.type == "cuda":
+        try:
+            return torch.empty(shape, dtype=dtype, pin_memory=True)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            print(f"{what} cannot be pinned ({reason}): every copy takes about twice as long.", file=sys.stderr)
+    return torch.empty(shape, dtype=dtype)
 
 
-def bandwidth(model, asked: float | str = "auto", platform: str = "a100", device=None) -> float | None:
-    """-> bytes per second of the modelled link; None with CUDA, where the link is real. `device`, if the model is not on
-    it: the one that computes. Raises ModelError."""
-    if (device or model.device).type == "cuda":
-        if asked != "auto":
-            raise ModelError("--link models a link on machines without a GPU, and here is one; leave it out.")
-        return None
-    return asked * 1e9 if asked != "auto" else like(platform, model)
+# 3. How fast the modelled link is --------------------------------------------------------------
+
+
+class Bandwidth:
+    """Of a modelled link, in bytes per second: as given."""
+
+    def __init__(self, value: float):
+        self.value = float(value)
+
+    def measure(self) -> float:
+        return self.value
+
+    def __str__(self):
+        return f"modelled link, {self.value / 1e9:.3g} GB/s"
+
+
+class PlatformBandwidth(Bandwidth):
+    """As much slower or faster than this processor as `platform`'s link is for `platform`'s GPU: restoring a layer
+    from hidden states takes, against their transfer, what it takes for Llama-2-7B there (HCache, section 6.1)."""
+
+    def __init__(self, model, platform: str = "a100"):
+        self.model, self.platform = model, platform
+        self.measure()
+
+    @torch.inference_mode()
+    def measure(self, tokens: int = 512, rounds: int = 9) -> float:
+        """Time what a restoration does, layer after layer: project, and write to the slots of a block table."""
+        config = self.model.config
+        tokens = min(tokens, config.max_position_embeddings)
+        hidden = torch.randn(tokens, config.hidden_size).to(self.model.dtype)  # [T, D]
+        positions, slots = torch.arange(tokens), torch.randperm(tokens)
+        shape = 2, tokens, config.num_key_value_heads, config.head_dim
+        keys, values = torch.empty(shape, dtype=self.model.dtype)  # [T, KVH, hd] each
+        self.samples = []
+        for number in range(rounds + 1):
+            layer = self.model.layers[number % config.num_hidden_layers]
+            began = time.perf_counter()
+            k, v = layer.project_kv(hidden, positions)
+            keys.index_copy_(0, slots, k)
+            values.index_copy_(0, slots, v)
+            self.samples.append(time.perf_counter() - began)
+        self.samples = sorted(self.samples[1:])  # the first one touches memory
+        self.tokens = tokens
+        self.value = projection_over_transfer(self.platform) * hidden.nbytes / statistics.median(self.samples)
+        return self.value
+
+    def __str__(self):
+        least, middle, most = (1e3 * self.samples[len(self.samples) * part // 4] for part in (1, 2, 3))
+        ratio = projection_over_transfer(self.platform)
+        return (
+            f"modelled link, {self.value / 1e9:.3g} GB/s, as for an {self.platform.upper()}: the hidden states of "
+            f"{self.tokens} tokens take {middle / ratio:.3g} ms a layer, and restoring them {middle:.3g} ms "
+            f"(quartiles {least:.3g} to {most:.3g})"
+        )
 
 
 def projection_over_transfer(platform: str) -> float:
     """How much longer Llama-2-7B takes on `platform` to project a layer's hidden states than to transfer them."""
     peak, pcie = PLATFORMS[platform]
-    return (4 * LLAMA_2_7B_HIDDEN ** 2 / (SHARE_OF_PEAK * peak)) / (2 * LLAMA_2_7B_HIDDEN / pcie)
+    return (4 * LLAMA_2_7B_HIDDEN**2 / (SHARE_OF_PEAK * peak)) / (2 * LLAMA_2_7B_HIDDEN / pcie)
 
 
-def like(platform: str, model, tokens: int = 512, rounds: int = 7) -> float:
-    """-> the bytes per second at which a layer's hidden states take, against their projection to K and V on this
-    processor, what they take for Llama-2-7B on `platform`."""
-    tokens = min(tokens, model.config.max_position_embeddings)
-    hidden = torch.randn(tokens, model.config.hidden_size).to(model.dtype)                       # [T, D]
-    positions, seconds = torch.arange(tokens), []
-    with torch.inference_mode():
-        for _ in range(rounds):
-            for layer in model.layers[:4]:
-                began = time.perf_counter()
-                layer.project_kv(hidden, positions)
-                seconds.append(time.perf_counter() - began)
-    projection = min(seconds)                                   # what else this machine does, it did least then
-    return projection_over_transfer(platform) * hidden.nbytes / projection
+def add_arguments(parser):
+    parser.add_argument(
+        "--link",
+        type=link_speed,
+        default="auto",
+        metavar="GB/S",
+        help="without a GPU, the modelled link's speed; auto (default): as fast for this model on this processor as "
+        "PCIe is for Llama-2-7B on --platform",
+    )
+    parser.add_argument(
+        "--platform", choices=PLATFORMS, default="a100", help="the GPU that --link auto resembles (default a100)"
+    )
+
+
+def link_speed(string: str) -> float | str:
+    """An argparse type: auto, or GB/s."""
+    if string == "auto":
+        return string
+    value = float(string)
+    if not 1e-9 <= value <= 1e6:
+        raise ValueError
+    return value
+
+
+def bandwidth(model, asked: float | str = "auto", platform: str = "a100") -> Bandwidth | None:
+    """-> of the modelled link; None with CUDA, where the link is real. Raises ModelError."""
+    if model.device.type == "cuda":
+        if asked != "auto":
+            raise ModelError("--link models a link on machines without a GPU, and here is one; leave it out.")
+        return None
+    return Bandwidth(asked * 1e9) if asked != "auto" else PlatformBandwidth(model, platform)

@@ -25,6 +25,10 @@ TINY = dict(vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_la
             bos_token_id=0, eos_token_id=1)
 
 
+def pytest_addoption(parser):
+    parser.addoption("--cache", metavar="MODULE:CLASS", help="a Cache of your own for tests/test_cache_contract.py")
+
+
 def chapter(name: str):
     """A chapter's module; its name begins with a digit."""
     return importlib.import_module(name)

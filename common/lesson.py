@@ -1,0 +1,137 @@
+"""What the demos and benchmarks share: what is asked, "equal to chapter 01 or end", timing in turn, and tables."""
+
+import importlib
+import statistics
+import time
+
+import torch
+
+from common.requests import Frontend, Request
+from tools import classroom_text
+
+TURNS = [
+    "Read this: The lamp is in the attic. Anna lives in Rome. The password of the safe is tiger. My cat is called "
+    "Pip. The meeting is on Friday. Ben works as a baker. The color of the ball is green. My favorite food is honey.",
+    "Where is the lamp?",
+    "What is my cat called?",
+    "What is the password of the safe?",
+]
+SECRET, QUESTION = "The password of the safe is tiger.", "What is the password of the safe?"
+ROUNDS = 5  # of everything that is timed, after a warm-up
+
+
+# 1. What is asked ------------------------------------------------------------------------------
+
+
+def document(frontend: Frontend, rng, tokens: int, secret: str = "") -> str:
+    """At least `tokens` tokens of facts; of passwords it says only `secret`."""
+    text = f"Read this: {secret}".rstrip()
+    while len(frontend.tokenizer.encode(text)) < tokens:
+        fact = classroom_text.draw_fact(rng, classroom_text.Level())
+        if not secret or fact.kind != "password":
+            text += " " + fact.statement
+    return text
+
+
+def conversation(frontend: Frontend, rng, tokens: int) -> list[dict]:
+    """Messages of at least `tokens` tokens; the last is the user's."""
+    talk, messages = classroom_text.Conversation(rng, classroom_text.Level()), []
+    while True:
+        turn = talk.next_turn()
+        messages.append(dict(role="user", content=turn.user))
+        if len(frontend.encode(None, messages)[0]) >= tokens:
+            return messages
+        messages.append(dict(role="assistant", content=turn.assistant))
+
+
+# 2. Equal, or end ------------------------------------------------------------------------------
+
+
+def equal_to_baseline(model, requests: list[Request]) -> bool:
+    """Compare what was answered with the answers of chapter 01; end if float32 tokens differ."""
+    baseline, known, pairs = importlib.import_module("01_baseline"), {}, []
+    for request in requests:
+        prompt, most = tuple(request.tokens[: request.prompt_tokens]), request.max_tokens
+        if (prompt, most) not in known:
+            again = Request(list(prompt), most, end_tokens=request.end_tokens)
+            known[prompt, most] = baseline.Engine(model).generate([again])[0].new
+        pairs.append((known[prompt, most], request.new))
+    return equal(pairs, model.dtype, "chapter 01")
+
+
+def equal_to_transformers(model, name: str, requests: list[Request]) -> bool:
+    """The same with the answers of `transformers` on the same weights, for chapter 01 itself."""
+    from benchmarks.reference import reference_model
+
+    reference, pairs = reference_model(name, model.dtype, model.device.type), []
+    for request in requests:
+        prompt = torch.tensor([request.tokens[: request.prompt_tokens]], device=model.device)  # [1, T]
+        options = dict(do_sample=False, eos_token_id=list(request.end_tokens), pad_token_id=0)
+        mask = torch.ones_like(prompt)
+        theirs = reference.generate(prompt, attention_mask=mask, max_new_tokens=request.max_tokens, **options)
+        pairs.append((theirs[0, prompt.shape[1] :].tolist(), request.new))
+    return equal(pairs, model.dtype, "transformers")
+
+
+def equal(pairs: list[tuple[list[int], list[int]]], dtype, whose: str) -> bool:
+    """Print how many tokens of the pairs (theirs, ours) are equal. In float32 all must be: SystemExit if not."""
+    same = sum(a == b for theirs, ours in pairs for a, b in zip(theirs, ours))
+    total = sum(max(len(theirs), len(ours)) for theirs, ours in pairs)
+    if same < total and dtype == torch.float32:
+        raise SystemExit(f"NOT verified: {total - same} of {total} tokens differ from those of {whose}.")
+    if same == total:
+        print(f"verified: all {total} tokens equal those of {whose}\n")
+    else:
+        print(f"{same} of {total} tokens equal those of {whose} (16-bit rounding may part them)\n")
+    return same == total
+
+
+# 3. Asking -------------------------------------------------------------------------------------
+
+
+def settle(engine, seconds: float = 60.0):
+    """Step until nothing is under way any more."""
+    until = time.perf_counter() + seconds
+    while engine.busy and time.perf_counter() < until:
+        engine.step()
+
+
+def ask(engine, tokens: list[int], max_tokens: int = 1, evict: str = "", **options) -> Request:
+    """Answer one prompt alone, when nothing is under way, after evicting pool `evict`."""
+    settle(engine)
+    if evict:
+        engine.evict(evict)
+    (request,) = engine.generate([Request(list(tokens), max_tokens, options=options)])
+    return request
+
+
+# 4. Timing and tables --------------------------------------------------------------------------
+
+
+def in_turn(ways: dict, rounds: int = ROUNDS) -> dict[str, list]:
+    """Call each of `ways` in turn, `rounds` times after a warm-up -> what they returned."""
+    taken = {name: [] for name in ways}
+    for number in range(rounds + 1):
+        for name, way in ways.items():
+            value = way()
+            if number:
+                taken[name].append(value)
+    return taken
+
+
+def compare(title: str, ways: dict, name: str, unit: str, rounds: int = ROUNDS) -> list[dict]:
+    """Time `ways` in turn and print the table -> its rows."""
+    return table(title, in_turn(ways, rounds), name, unit)
+
+
+def table(title: str, taken: dict[str, list[float]], name: str, unit: str) -> list[dict]:
+    """Print a bar, the median and the spread of each case -> rows {case, `name`, min, max, samples}."""
+    longest = max(statistics.median(samples) for samples in taken.values())
+    width, rows = max(map(len, taken)), []
+    print(f"{title} (median of {max(map(len, taken.values()))})")
+    for case, samples in taken.items():
+        middle, least, most = statistics.median(samples), min(samples), max(samples)
+        rows.append({"case": case, name: middle, "min": least, "max": most, "samples": len(samples)})
+        bar = "#" * max(1, round(36 * middle / longest))
+        print(f"  {case:{width}} |{bar:36}| {middle:9.1f} {unit}   {least:.1f} to {most:.1f}")
+    return rows

@@ -1,0 +1,425 @@
+"""What is asked and what is answered: checked fields, tokens, sampling, text with stop strings, results.
+
+An engine takes a `Request` and calls its `sample`, `push` and `finish`. Whoever asked reads `pieces`: text
+as it becomes certain, and last the outcome, a `Result` or an exception.
+"""
+import json
+import queue
+import threading
+import time
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+import torch
+from tokenizers.decoders import DecodeStream
+
+from common.timeline import Timeline
+
+# 1. Errors --------------------------------------------------------------------------------------------------
+
+class RequestError(Exception):
+    """A request that is not answered; its message is one sentence for the user, and says what to change."""
+    status, kind = 500, "server_error"
+
+class BadRequest(RequestError):
+    status, kind = 400, "invalid_request_error"
+
+class Forbidden(RequestError):
+    status, kind = 403, "permission_error"
+
+class NotHere(RequestError):
+    status, kind = 404, "invalid_request_error"
+
+class TooLarge(RequestError):
+    status, kind = 413, "invalid_request_error"
+
+class Busy(RequestError):
+    status, kind = 429, "rate_limit_error"
+
+class HungUp(RequestError):
+    status = 499
+
+class Unavailable(RequestError):
+    """The server is closing, or a step failed several times in a row."""
+    status, kind = 503, "unavailable_error"
+
+# 2. Fields --------------------------------------------------------------------------------------------------
+
+def whole(value, low: int, high: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+def real(value, low: float, high: float) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
+
+def text(value) -> bool:
+    return isinstance(value, str) and value == value.encode("utf-8", "ignore").decode()  # no lone surrogates
+
+def stop_string(value) -> bool:
+    return text(value) and 1 <= len(value) <= 256
+
+# name -> (test, what it must be)
+SAMPLING = {
+    "max_tokens": (lambda v: whole(v, 1, 1 << 20), "a whole number from 1 up"),
+    "temperature": (lambda v: real(v, 0, 100), "a number from 0 (greedy) to 100"),
+    "top_p": (lambda v: real(v, 1e-6, 1), "a number above 0 and at most 1"),
+    "top_k": (lambda v: whole(v, 0, 1 << 20), "a whole number, 0 for no limit"),
+    "seed": (lambda v: whole(v, 0, (1 << 63) - 1), "a whole number from 0 up"),
+    "stop": (lambda v: stop_string(v) or (isinstance(v, list) and len(v) <= 16 and all(map(stop_string, v))),
+             "a string of 1 to 256 characters or a list of at most 16 of them"),
+    "n": (lambda v: whole(v, 1, 1), "1: a request is one answer, so send one for each answer that you want"),
+}
+PROMPT = {"prompt": (text, "a string"), "messages": (lambda v: isinstance(v, list), "a list of messages")}
+MESSAGE = {
+    "role": (lambda v: v in ("system", "user", "assistant"), "system, user or assistant"),
+    "content": (lambda v: text(v) or (isinstance(v, list) and all(map(text_part, v))), "a string"),
+}
+
+def text_part(value) -> bool:
+    return isinstance(value, dict) and value.get("type") == "text" and text(value.get("text"))
+
+def parse_json(raw: bytes, what: str = "The body"):
+    """Raises BadRequest at what is not JSON in UTF-8."""
+    try:
+        return json.loads(raw.decode("utf-8"))
+    except UnicodeDecodeError:
+        raise BadRequest(f"{what} is not UTF-8.") from None
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"{what} is not JSON ({str(error)[:80]}).") from None
+
+def check_fields(body, fields: dict, what: str = "The body") -> dict:
+    """Return the fields of a JSON object that are set. Raises BadRequest at one that is unknown or wrong."""
+    if not isinstance(body, dict):
+        raise BadRequest(f"{what} must be a JSON object.")
+    for name, value in body.items():
+        if name not in fields:
+            raise BadRequest(f"Unknown field {name[:40]!r}; the fields are {', '.join(fields)}.")
+        test, wanted = fields[name]
+        if value is not None and not test(value):
+            raise BadRequest(f"{name} must be {wanted}.")
+    given = {name: value for name, value in body.items() if value is not None}
+    if "messages" in given:
+        given["messages"] = check_messages(given["messages"])
+    return given
+
+def check_messages(messages) -> list[dict]:
+    """Turn OpenAI's messages into [{role, content}] with strings as contents. Raises BadRequest."""
+    checked = []
+    for message in messages:
+        message = check_fields(message, MESSAGE, "Each message")
+        if len(message) < len(MESSAGE):
+            raise BadRequest("Each message needs a role and a content.")
+        content = message["content"]
+        if isinstance(content, list):
+            content = "".join(part["text"] for part in content)
+        checked.append(dict(role=message["role"], content=content))
+    if not checked or not checked[-1]["content"]:
+        raise BadRequest("messages must hold at least one message, and the last must not be empty.")
+    return checked
+
+# 3. Text ----------------------------------------------------------------------------------------------------
+
+class Writer:
+    """Turn tokens into text one by one; hold back what may be the beginning of a stop string."""
+
+    def __init__(self, tokenizer, stop: str | list[str] = ()):
+        self.tokenizer = tokenizer.backend_tokenizer
+        self.stop = [stop] if isinstance(stop, str) else list(stop)
+        self.decoder = DecodeStream(skip_special_tokens=True)
+        self.text, self.sent = "", 0
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """Return the text that is certain after this token; "" while a character or stop string is open."""
+        self.text += self.decoder.step(self.tokenizer, token) or ""
+        ends = [self.text.find(stop, max(0, self.sent - len(stop))) for stop in self.stop]
+        ends = [end for end in ends if end >= 0]
+        if ends:
+            self.text, self.stopped = self.text[:min(ends)], True
+            return self.release(len(self.text))
+        beginnings = (stop[:size] for stop in self.stop for size in range(1, len(stop)))
+        held = max((len(start) for start in beginnings if self.text.endswith(start)), default=0)
+        return self.release(len(self.text) - held)
+
+    def release(self, end: int) -> str:
+        """Return the text up to `end` that was not released before."""
+        end = max(self.sent, end)
+        piece, self.sent = self.text[self.sent:end], end
+        return piece
+
+# 4. Request and result --------------------------------------------------------------------------------------
+
+@dataclass
+class Result:
+    """A finished answer. Times in milliseconds."""
+    id: int                        # of the request
+    text: str
+    tokens: list[int]              # the new ones
+    finish_reason: str             # "stop": end token or stop string; "length": max_tokens or context reached
+    usage: dict                    # prompt_tokens, cached_tokens, completion_tokens
+    source: str                    # "miss", "gpu_hit", "cpu_hit", ... or "mixed"
+    found: dict[str, int]          # where the prompt's tokens came from; the rest was computed
+    decisions: list[str]           # what was offered and what was decided
+    history_tokens: int            # prompt tokens of earlier turns
+    ttft_ms: float                 # request received to first token
+    tbt_ms: float | None           # mean time between later tokens; None if there was one token
+    timeline: Timeline
+
+    def as_json(self) -> dict:
+        return {**vars(self), "timeline": self.timeline.as_json()}
+
+    def summary(self) -> str:
+        prompt, cached, new = self.usage.values()
+        tbt = "" if self.tbt_ms is None else f", TBT {self.tbt_ms:.1f} ms"
+        numbers = (f"{prompt} prompt tokens, {cached} of them cached ({self.source}); {new} new; "
+                   f"TTFT {self.ttft_ms:.1f} ms{tbt}")
+        return "\n".join([numbers, *self.decisions])
+
+@dataclass(eq=False)
+class Request:
+    """What was asked, what has been answered so far, and what the engine notes of it."""
+    # asked
+    tokens: list[int]              # the prompt, then the answer
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    options: dict = field(default_factory=dict)                 # the chapter's own fields
+    end_tokens: frozenset = frozenset()
+    writer: Writer | None = None   # None: nobody reads text
+    history_tokens: int = 0        # prompt tokens of earlier turns
+    received: float = field(default_factory=time.perf_counter)
+    # answered
+    id: int = 0                    # set by engine.submit: 1, 2, ...
+    prompt_tokens: int = field(init=False)
+    new: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)            # of each of `new`: seconds, host clock
+    finish_reason: str | None = None
+    outcome: Result | Exception | None = None
+    pieces: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
+    timeline: Timeline = field(default_factory=Timeline)
+    found: dict[str, int] = field(default_factory=dict)         # tier -> tokens of the prompt from there
+    decisions: list[str] = field(default_factory=list)          # a sentence each
+    # noted by the engine of chapter 02
+    table: list[int] = field(default_factory=list)              # its blocks, in the order of its tokens
+    chain: list = field(default_factory=list)                   # its prefixes
+    computed: int = 0              # tokens whose K and V are in the blocks of `table`
+    registered: int = 0            # blocks that their prefix finds
+    restoration: object = None
+    declined: bool = False
+    patience: float = 0.0
+    kept: object = None
+
+    def __post_init__(self):
+        self.tokens = list(self.tokens)                         # it grows, and is nobody else's
+        self.prompt_tokens = len(self.tokens)
+        self.generator = torch.Generator()
+        if self.seed is None:
+            self.generator.seed()
+        else:
+            self.generator.manual_seed(self.seed)
+
+    @property
+    def pending(self) -> int:
+        """Tokens to compute before the next one can be sampled."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(self.found.values())
+
+    @property
+    def source(self) -> str:
+        tiers = [tier for tier, tokens in self.found.items() if tokens]
+        if not tiers:
+            return "miss"
+        return f"{tiers[0]}_hit" if len(tiers) == 1 else "mixed"
+
+    def sample(self, logits) -> int:
+        """Draw the next token from logits [V]: the likeliest at temperature 0, else one of the top_k
+        likeliest, and of these one of the fewest that hold top_p of the probability."""
+        if self.temperature == 0:
+            return int(logits.argmax())
+        logits, order = logits.double().cpu(), None                         # [V]
+        if self.top_k:
+            logits, order = logits.topk(min(self.top_k, len(logits)))       # [top_k] each, likeliest first
+        elif self.top_p < 1:
+            logits, order = logits.sort(descending=True)                    # [V] each
+        # minus the maximum: no temperature is too small
+        probabilities = ((logits - logits.max()) / self.temperature).softmax(0)
+        if self.top_p < 1:
+            before = probabilities.cumsum(0) - probabilities                # that of all likelier ones
+            probabilities[before >= self.top_p] = 0
+        choice = torch.multinomial(probabilities, 1, generator=self.generator)
+        return int(choice if order is None else order[choice])
+
+    def push(self, token: int):
+        """Append a token; put text that is certain to `pieces`; set finish_reason if it is the last."""
+        self.times.append(time.perf_counter())
+        self.tokens.append(token)
+        self.new.append(token)
+        ends = token in self.end_tokens
+        piece = self.writer.push(token) if self.writer and not ends else ""
+        if ends or (self.writer and self.writer.stopped):
+            self.finish_reason = "stop"
+        elif len(self.new) == self.max_tokens:
+            self.finish_reason = "length"
+        if self.writer and self.finish_reason:
+            piece += self.writer.release(len(self.writer.text))
+        if piece:
+            self.pieces.put(piece)
+
+    def finish(self, error: Exception | None = None):
+        """Set the outcome, a Result or `error`, and put it to `pieces`; later calls do nothing."""
+        if self.outcome is not None:
+            return
+        if error is None:
+            first, last, later = self.times[0], self.times[-1], len(self.times) - 1
+            self.outcome = Result(
+                id=self.id, text=self.writer.text if self.writer else "", tokens=self.new,
+                finish_reason=self.finish_reason, source=self.source, found=self.found,
+                decisions=self.decisions,
+                usage=dict(prompt_tokens=self.prompt_tokens, cached_tokens=self.cached_tokens,
+                           completion_tokens=len(self.new)),
+                history_tokens=self.history_tokens, ttft_ms=(first - self.received) * 1e3,
+                tbt_ms=(last - first) / later * 1e3 if later else None, timeline=self.timeline)
+        else:
+            self.outcome = error
+        self.pieces.put(self.outcome)
+
+# 5. From what is asked to a Request -------------------------------------------------------------------------
+
+class Frontend:
+    """Check and encode what is asked. `fields`: the chapter's own, as in SAMPLING."""
+
+    def __init__(self, model, tokenizer, end_tokens, fields: dict | None = None):
+        self.model, self.tokenizer, self.end_tokens = model, tokenizer, frozenset(end_tokens)
+        self.fields = fields or {}
+        self.context = model.config.max_position_embeddings     # tokens, answer included
+
+    def request(self, prompt=None, messages=None, **asked) -> Request:
+        """Make a Request. `prompt`: one user's message as a string, or a list of token ids taken as they are.
+        `messages`: a conversation [{role, content}]. `asked`: SAMPLING and own fields. Raises BadRequest."""
+        received = time.perf_counter()
+        asked = check_fields(asked, {**SAMPLING, **self.fields})
+        tokens, history = self.encode(prompt, messages)
+        if len(tokens) >= self.context:
+            raise BadRequest(f"The prompt is {len(tokens)} tokens and the context of this model is "
+                             f"{self.context}, answer included; shorten the prompt.")
+        max_tokens = min(asked.pop("max_tokens", 128), self.context - len(tokens))
+        writer = Writer(self.tokenizer, asked.pop("stop", ()))
+        asked.pop("n", None)
+        options = {name: asked.pop(name) for name in self.fields if name in asked}
+        return Request(tokens, max_tokens, options=options, end_tokens=self.end_tokens, writer=writer,
+                       history_tokens=history, received=received, **asked)
+
+    def encode(self, prompt, messages) -> tuple[list[int], int]:
+        """Return the prompt's tokens, and how many of them belong to earlier turns. Raises BadRequest."""
+        if (prompt is None) == (messages is None):
+            raise BadRequest("Give either prompt or messages.")
+        if prompt == "" or messages == []:
+            raise BadRequest("The prompt is empty; write something.")
+        earlier = []
+        if isinstance(prompt, list):
+            tokens = list(prompt)
+        elif self.tokenizer.chat_template is None:
+            if messages is not None:
+                raise BadRequest("This model has no chat template; send a prompt instead of messages.")
+            tokens = self.tokenizer.encode(prompt)
+        else:
+            messages = messages or [dict(role="user", content=prompt)]
+            apply = self.tokenizer.apply_chat_template
+            try:
+                tokens = apply(messages, add_generation_prompt=True, return_dict=False)
+                earlier = apply(messages[:-1], return_dict=False) if messages[1:] else []
+            except Exception as error:                          # a template may refuse an order of roles
+                raise BadRequest(f"The model's chat template refuses these messages ({error}).") from None
+        if not tokens or not all(whole(token, 0, self.model.config.vocab_size - 1) for token in tokens):
+            raise BadRequest(f"Token ids must be from 0 to {self.model.config.vocab_size - 1}, one at least.")
+        differ = (index for index, (new, old) in enumerate(zip(tokens, earlier)) if new != old)
+        return tokens, next(differ, min(len(tokens), len(earlier)))
+
+# 6. Who waits and who runs ----------------------------------------------------------------------------------
+
+class Line:
+    """What is the same for every engine around its `step`: who waits, runs and is over. Any thread may submit
+    and cancel; one thread calls `step`, which takes `arrivals` in and ends a request with its `finish`."""
+
+    fields, pools = {}, {}         # of a request, the chapter's own; memories in blocks, for the page
+
+    def __init__(self, capacity: int | None = None):
+        self.capacity = capacity   # tokens that one request may take, answer included
+        self.arrivals: deque[tuple[Request, Exception | None]] = deque()        # submitted (None) or cancelled
+        self.wake = threading.Event()                           # something has arrived
+        self.waiting: deque[Request] = deque()                  # first come, first served
+        self.running: list[Request] = []                        # oldest first
+        self.over: deque[Request] = deque(maxlen=8)             # the last ones, for the page
+        self.counts = Counter(requests=0, finished=0, cancelled=0, failed=0)
+
+    def submit(self, request: Request):
+        """Let a request stand in line. Raises BadRequest if it can never fit."""
+        if self.capacity and len(request.tokens) + request.max_tokens - 1 > self.capacity:
+            raise BadRequest(f"{len(request.tokens)} prompt tokens and up to {request.max_tokens} new ones do not fit "
+                             f"into a pool of {self.capacity} tokens; ask for less, or start with more --gpu-blocks.")
+        self.counts["requests"] += 1
+        request.id = self.counts["requests"]
+        self.arrivals.append((request, None))
+        self.wake.set()
+
+    def cancel(self, request: Request, error: Exception):
+        """End a request at the top of the next step, with `error` as its outcome."""
+        self.arrivals.append((request, error))
+        self.wake.set()
+
+    def leave(self, request: Request, error: Exception | None):
+        """The request is over and holds nothing any more: count it, and tell who asked."""
+        request.finish(error)
+        if error is None:
+            self.over.append(request)
+            self.counts.update(finished=1, prompt_tokens=request.prompt_tokens, completion_tokens=len(request.new),
+                               cached_tokens=request.cached_tokens)
+        else:
+            self.counts["cancelled" if isinstance(error, HungUp) else "failed"] += 1
+
+    def fail(self, error: Exception):
+        """End everybody, after a defect."""
+        for request in [*self.running, *self.waiting]:
+            self.finish(request, error)
+
+    def generate(self, requests: list[Request]) -> list[Request]:
+        """Submit, and step until all are answered. Raises what one of them ended with."""
+        for request in requests:
+            self.submit(request)
+        while any(request.outcome is None for request in requests):
+            self.step()
+        for request in requests:
+            if isinstance(request.outcome, Exception):
+                raise request.outcome
+        return requests
+
+    def stream(self, request: Request):
+        """Submit, and step on this thread; yield pieces of text and last the Result. Raises an error that ends it."""
+        self.submit(request)
+        while request.outcome is None or not request.pieces.empty():
+            while request.pieces.empty():
+                self.step()
+            piece = request.pieces.get()
+            if isinstance(piece, Exception):
+                raise piece
+            yield piece
+
+    def evict(self, name: str = "device") -> int:
+        """Evict all cached blocks of a pool -> how many."""
+        cached = list(self.pools[name].cached)
+        for block in cached:
+            self.pools[name].evict(block)
+        return len(cached)
+
+    def counters(self) -> dict:
+        """Numbers for /health and the page."""
+        counts = dict(self.counts, waiting=len(self.waiting), running=len(self.running))
+        for name, pool in self.pools.items():
+            counts[f"{name}_blocks"] = pool.size
+            counts.update({f"{name}_free": pool.free.count(1), f"{name}_cached": len(pool.cached)})
+            counts[f"{name}_evictions"] = pool.evictions
+        return counts

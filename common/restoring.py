@@ -1,0 +1,395 @@
+"""How something comes back: the Cache that every chapter implements, and what the engine does with it.
+
+A Cache says what it has (`match`) and brings it back (`restore`, a generator that yields each copy it must wait for).
+The engine decides whether that is worth it, when it goes on, who waits, and what happens if it fails: here, once,
+for all chapters. The rule for every failure, lateness included: what was to come back is computed.
+"""
+
+import math
+import statistics
+import time
+from collections import defaultdict, deque
+from dataclasses import dataclass, field, replace
+
+from common.link import TransferError
+from common.requests import Request
+
+LATER = "later"  # an answer of Cache.match: ask again in the next step, others pass meanwhile
+PAUSE = "pause"  # yielded by Cache.restore where it has computed a portion: go on in the next step
+WORTH = 0.8  # load what takes at most this share of computing: one that turns out late costs both
+GRACE = 0.05  # seconds that a restoration may be late in any case: a host that is busy is no failure
+STEADY = 0.05  # two measurements that differ by less than this share agree
+LONG = 128  # tokens: prefill from here on runs at its full speed, or nearly
+
+
+# 1. What a chapter implements ------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Match:
+    """What a Cache holds behind `request.computed`: so many tokens, there in about `seconds`, what is queued before
+    them included. `blocks` are the Cache's own, of `size` tokens each. `rows` of compute a layer: 0 if it copies."""
+
+    tokens: int
+    seconds: float
+    blocks: list
+    size: int = 16
+    source: str = "cpu"  # what Request.found calls it
+    rows: int = 0
+    chosen: bool = True  # decided by the engine: load, or else compute
+    words: str = ""  # what was offered and decided
+
+    def first(self, count: int) -> "Match":
+        """What the first `count` blocks bring back."""
+        tokens = self.tokens - (len(self.blocks) - count) * self.size
+        seconds = self.seconds * count / len(self.blocks)
+        return replace(self, tokens=tokens, seconds=seconds, blocks=self.blocks[:count])
+
+
+@dataclass(eq=False)
+class Restoration:
+    """Tokens start to end come back. Those of limit to end are in the request's blocks for the first `layers` layers.
+    What lies before the limit, by default nothing, is computed meanwhile in ordinary steps of at most `portion`
+    tokens; where `computed` meets the limit, it goes on at the end."""
+
+    start: int
+    end: int
+    limit: int
+    deadline: float  # seconds of time.perf_counter(): nobody waits longer than computing would take
+    source: str = "cpu"
+    rows: int = 0
+    layers: int = 0
+    portion: int = 1 << 30
+    taken: int = 0  # the step under way computes up to here: the limit stays above
+    steps: object = None  # the Cache's generator
+    awaited: object = None  # the Transfer that it yielded last, until that has arrived
+    passed: list = field(default_factory=list)  # the Transfers before
+
+
+class Cache:
+    """What a chapter keeps, and how it comes back. This one keeps nothing beyond the device's blocks (chapter 02).
+
+    | verb | when | in vLLM's KVConnector |
+    |---|---|---|
+    | submitted | a request stands in line | on_new_request |
+    | match | at admission, and behind each restoration | get_num_new_matched_tokens |
+    | restore | its tokens come back | start_load_kv, wait_for_layer_load |
+    | save_layer | before each layer | save_kv_layer |
+    | save | after each step | wait_for_save |
+    | finished | it is over, cancelled or preempted | request_finished |
+    | poll | at the top of each step | get_finished |
+    """
+
+    fields: dict = {}  # of a request, this chapter's own: name -> (test, words)
+    pools: dict = {}  # name -> BlockPool, for the page
+
+    def attach(self, engine):
+        """Begin. Without a device memory of the runner's, `engine.pool.memory` is None."""
+        self.engine, self.model, self.pool = engine, engine.model, engine.pool
+        self.under_way = defaultdict(deque)  # lane -> (transfer, what to do when it is over: function(arrived))
+        self.counts = engine.counts  # for /health
+
+    def submitted(self, request):
+        """The request stands in line, its chain is made: something may begin to come nearer."""
+
+    def match(self, request):
+        """-> a Match of what could come back behind `request.computed` (which may lie inside a block), None, or LATER:
+        ask again in the next step, until `request.patience`."""
+
+    def restore(self, request, restoration: Restoration, match: Match):
+        """Bring tokens start to end into `request.table`. A generator: issue copies, yield each Transfer that must be
+        over before it goes on (or PAUSE), count `restoration.layers` up, end by returning. Reference what is read
+        and written before the first yield, and hand the references to `under_way` when closed."""
+        yield from ()
+
+    def save_layer(self, layer: int, hidden, batch):
+        """See the input [T, D] of each layer."""
+
+    def save(self, batch):
+        """Keep what the step has computed. Must not wait."""
+
+    def evicting(self, block: int, prefix):
+        """A device block is about to lose its contents. Share it now to delay that."""
+
+    def finished(self, request):
+        """The request is over, cancelled or preempted: hold nothing of it any more."""
+
+    def hold(self, lane: str, transfers: list, *held, then=lambda arrived: None):
+        """Reference (pool, blocks) pairs until all transfers are over, whatever becomes of the request; then call
+        `then(whether all have arrived)`."""
+        for pool, blocks in held:
+            pool.share(blocks)
+
+        def release(arrived: bool):
+            then(all(transfer.error is None for transfer in transfers))
+            for pool, blocks in held:
+                pool.release(blocks)
+
+        last = len(transfers) - 1
+        for index, transfer in enumerate(transfers):
+            self.under_way[lane].append((transfer, release if index == last else lambda arrived: None))
+
+    def poll(self):
+        """Finish what is over, in order within each lane: what hangs in one holds up no other."""
+        for lane in self.under_way.values():
+            while lane and lane[0][0].ready:
+                transfer, then = lane.popleft()
+                then(transfer.error is None)
+
+    def idle(self) -> float | None:
+        """Nothing runs: measure again what decides between loading and computing -> a speed; None: there is none."""
+
+    def close(self):
+        """End threads, and what lies outside of this process."""
+
+
+# 2. What the engine does with it ---------------------------------------------------------------
+
+
+class Interrupted(Exception):
+    """The step under way is given up: it would not be what is needed now. Run it again."""
+
+
+class Restorer:
+    """Begins, resumes and gives up restorations, for the engine."""
+
+    def __init__(self, engine, cache: Cache, always: bool = False):
+        self.engine, self.cache, self.always = engine, cache, always
+        self.layers = len(engine.model.layers)
+        self.rates = deque(maxlen=8)  # FLOP/s of the last long prefills
+        self.doubtful, self.pause, self.due, self.speeds = True, 0.0, 0.0, None  # of what `idle` measures
+        self.waits = []  # (start, end) marks of what the step under way has waited for
+
+    # Load or compute
+
+    def ask(self, request):
+        """Ask the Cache what follows, and decide, here and once, whether to load it -> Match, None or LATER."""
+        match = None if request.declined else self.cache.match(request)
+        if match is None or match is LATER:
+            return match
+        compute = self.seconds_to_compute(request.computed, request.computed + match.tokens)
+        match.chosen = self.always or match.seconds <= WORTH * compute
+        match.words = (
+            f"{match.tokens} tokens offered ({match.source}): loading {1e3 * match.seconds:.1f} ms, "
+            f"computing {1e3 * compute:.1f} ms: " + ("loaded" if match.chosen else "computed")
+        )
+        return match
+
+    def seconds_to_compute(self, start: int, end: int) -> float:
+        """Estimate for the prefill of tokens start to end, at the rate of the last long prefills."""
+        if not self.rates:
+            return math.inf  # not measured: restoring is tried
+        return flops(self.engine.model.config, start, end) / statistics.median(self.rates)
+
+    def computed(self, work: list, seconds: float):
+        """Learn from a step that did not wait. `work`: (first token, the one after the last) of each request."""
+        if sum(end - start for start, end in work) >= LONG:
+            config = self.engine.model.config
+            self.rates.append(sum(flops(config, start, end) for start, end in work) / seconds)
+
+    # Beginning, resuming, ending
+
+    def begin(self, request, match):
+        """Start to bring back what was matched; nothing if that is None or LATER, or computing is chosen."""
+        if match is None or match is LATER:
+            return
+        request.decisions.append(match.words)
+        self.engine.tell("restore", [request], 0, len(match.blocks), match.words)
+        if not match.chosen:
+            self.doubtful = True  # it may have been decided on a bad measurement
+            self.engine.counts["declined"] += 1
+            return
+        start, end = request.computed, request.computed + match.tokens
+        seconds = 60.0 if self.always else max(self.seconds_to_compute(start, end), match.seconds + GRACE)
+        deadline = time.perf_counter() + seconds
+        restoration = Restoration(start, end, start, deadline, match.source, match.rows)
+        request.restoration = restoration
+        restoration.steps = self.cache.restore(request, restoration, match)
+        self.advance(request, 1, wait=False)
+
+    def reach(self, request) -> int:
+        """The token up to which the next step may compute."""
+        restoration = request.restoration
+        if restoration and request.computed < restoration.limit:
+            return min(restoration.limit, request.computed + restoration.portion)
+        return len(request.tokens)
+
+    def can_compute(self, request) -> bool:
+        """Whether the next rows of a request have all the history that they need."""
+        restoration = request.restoration
+        return not restoration or restoration.layers == self.layers or request.computed < restoration.limit
+
+    def resume(self):
+        """Beside what others compute: together no more rows of compute than a step may have, oldest first."""
+        budget = whole = self.engine.token_budget * self.layers
+        for request in list(self.engine.running):
+            if restoration := request.restoration:
+                before, rows = restoration.layers, restoration.rows
+                layers = self.layers if not rows else before + max(budget // rows, budget == whole)
+                self.advance(request, min(layers, self.layers), wait=False)
+                budget = max(0, budget - (restoration.layers - before) * rows)
+            if request.restoration:
+                self.finish(request)
+
+    def wait(self, request, layers: int):
+        """In the forward pass: go on when the history of so many layers is there. Raises Interrupted."""
+        computed = request.computed
+        self.advance(request, layers, wait=True)
+        if request.computed != computed or request not in self.engine.running:
+            raise Interrupted
+
+    def advance(self, request, layers: int, wait: bool):
+        """Resume until `layers` are there, or until what it waits for has not arrived. The one place where a
+        restoration fails: a copy that failed or is late, a generator that raises or returns too early."""
+        restoration = request.restoration
+        while restoration.steps and (restoration.layers < layers or request.computed < restoration.limit):
+            try:
+                if not self.arrived(request, restoration, wait):
+                    break
+                restoration.awaited = next(restoration.steps, None)
+                if restoration.awaited is None:
+                    restoration.steps = None
+                    if restoration.layers < self.layers:
+                        raise TransferError("the cache gave up")
+                elif restoration.awaited is PAUSE:
+                    restoration.awaited = None
+                    if not wait:
+                        break
+                    if self.engine.arrivals:
+                        raise Interrupted
+            except Interrupted:
+                raise
+            except Exception as error:  # whatever a chapter's copies, files and code raise
+                self.close(restoration)
+                request.decisions.append(f"{error}: computed")
+                self.engine.counts["failed_restorations"] += 1
+                self.doubtful = True
+                if restoration.layers < self.layers:
+                    return self.give_up(request)
+        if restoration.limit <= request.computed < restoration.end:  # computing and loading have met
+            found = restoration.end - request.computed
+            if not request.new:  # a preempted request finds what it had itself
+                request.found[restoration.source] = request.found.get(restoration.source, 0) + found
+            self.engine.counts["restored_tokens"] += found
+            request.computed = restoration.end
+
+    def arrived(self, request, restoration: Restoration, wait: bool) -> bool:
+        """Whether what the generator waits for is over, or ordered before what is computed next. Raises if it
+        failed or is late, and Interrupted if somebody came while the pass waited."""
+        transfer = restoration.awaited
+        if transfer is None:
+            return True
+        engine, began = self.engine, None
+        while not transfer.ready:
+            if request.computed < restoration.limit:
+                return False  # it computes: nobody waits
+            if wait and transfer.queue_wait():
+                break
+            if time.perf_counter() > restoration.deadline:
+                raise TransferError(f"{transfer.label} is late")
+            if not wait:
+                return False
+            if engine.arrivals:
+                raise Interrupted
+            began = began or engine.clock.mark()
+            engine.sleep(restoration.deadline - time.perf_counter())
+        if began:
+            self.waits += began, engine.clock.mark()
+        if transfer.error is not None:
+            raise TransferError(f"{transfer.label} failed ({transfer.error})")
+        restoration.passed.append(transfer)
+        return True
+
+    def give_up(self, request):
+        """A copy that has failed or is late may still write to the request's blocks: it goes back to the head of the
+        line, gets others, and computes. The old ones are free when their transfers are over."""
+        request.declined = True
+        self.engine.requeue(request)
+
+    def finish(self, request):
+        """Register what has come back, and ask for more behind it."""
+        restoration = request.restoration
+        if restoration.layers == self.layers and request.computed >= restoration.end:
+            self.end(request)
+            self.engine.register(request)
+            self.begin(request, self.ask(request))
+
+    def end(self, request):
+        """The request has no restoration any more, however that ended. What is under way is the Cache's to release."""
+        restoration, request.restoration = request.restoration, None
+        self.close(restoration)
+        for transfer in restoration.passed:
+            request.timeline.add(transfer.lane, transfer.label, *transfer.span())
+
+    def close(self, restoration: Restoration):
+        if restoration.steps:
+            restoration.steps.close()
+            restoration.steps = None
+
+    # Measuring while nothing runs
+
+    def idle(self) -> float | None:
+        """Nothing runs -> seconds until this wants to be called again; None: when something has happened. What was
+        measured at the start, while others were busy, or led to a refusal, is measured again at once and after 1, 2,
+        4 to 32 s, until two measurements agree."""
+        now = time.perf_counter()
+        if not self.doubtful:
+            return None
+        if now < self.due:
+            return self.due - now
+        try:
+            speeds = self.measure()
+        except Interrupted:
+            return 0.0
+        self.doubtful = bool(speeds) and not (
+            self.speeds and all(abs(new / old - 1) <= STEADY for new, old in zip(speeds, self.speeds))
+        )
+        self.speeds = speeds
+        self.pause = min(max(1.0, 2 * self.pause), 32.0) if self.doubtful else 0.0
+        self.due = time.perf_counter() + self.pause
+        return self.pause if self.doubtful else None
+
+    def measure(self) -> list[float]:
+        """Measure the Cache's speed and that of prefill -> both; [] where nothing depends on them. Raises Interrupted."""
+        speed = self.cache.idle()
+        if speed is None:
+            return []
+        rate = self.measure_prefill()
+        self.rates.clear()
+        self.rates.append(rate)
+        return [speed, rate]
+
+
+    def measure_prefill(self) -> float:
+        """Compute a prompt of nobody's in free blocks -> FLOP/s. Raises Interrupted when somebody comes."""
+        engine, rate = self.engine, math.inf
+
+        def before_layer(index, hidden, batch):
+            if engine.arrivals:
+                raise Interrupted
+
+        for tokens in (32, LONG, engine.token_budget):  # the first one touches memory
+            tokens = min(tokens, engine.model.config.max_position_embeddings)
+            blocks = engine.pool.num_blocks(tokens)
+            if engine.pool.free.count(1) < blocks:
+                break
+            request = Request([0] * tokens, 1, table=engine.pool.allocate(blocks))
+            began = time.perf_counter()
+            try:
+                engine.runner.forward([(request, tokens)], before_layer)[1].argmax(-1).tolist()
+            finally:
+                engine.pool.release(request.table)
+            seconds = time.perf_counter() - began
+            rate = flops(engine.model.config, 0, tokens) / seconds
+            if seconds > 0.2:
+                break
+        return rate
+
+
+def flops(config, start: int, end: int) -> float:
+    """Floating-point operations of all layers for tokens start to end: two for each weight, and in attention two for
+    each number of a key and of a value that a query head sees."""
+    heads, kv_heads = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    weights = config.hidden_size * (2 * heads + 2 * kv_heads + 3 * config.intermediate_size)
+    seen = (end - start) * (start + end + 1) / 2  # pairs of a token and one that it sees
+    return config.num_hidden_layers * (2 * weights * (end - start) + 4 * heads * seen)

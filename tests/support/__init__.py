@@ -1,0 +1,1 @@
+"""What the tests share: one engine factory, faulty links, generated traffic, a stub engine."""

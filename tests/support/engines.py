@@ -1,0 +1,137 @@
+"""One engine factory for all tests: a tiny model whose answers depend on far context, and every chapter's Cache."""
+
+import functools
+import importlib
+import random
+import time
+
+import torch
+
+from common import checkpoint
+from common.llama import Llama, LlamaConfig
+from common.requests import Request
+from common.restoring import Cache
+
+baseline, paged, offload = (importlib.import_module(name) for name in ("01_baseline", "02_paged_kv", "03_cpu_offload"))
+BANDWIDTH = 2e9  # bytes/s, of the modelled link
+CONTEXT = 512
+
+# name -> function(blocks of the device): a Cache. A chapter joins the contract with one line.
+CACHES = {
+    "none": lambda blocks: Cache(),
+    "host": lambda blocks: offload.HostCache(4 * blocks, BANDWIDTH),
+}
+
+
+def own_cache(name: str):
+    """`my_cache:MyCache` -> function(blocks), for a Cache of the reader's own: called as MyCache(4 * blocks, bytes/s)."""
+    module, _, kind = name.partition(":")
+    made = getattr(importlib.import_module(module), kind)
+    return lambda blocks: made(4 * blocks, BANDWIDTH)
+
+
+@functools.cache
+def tiny_model(seed: int = 0, kv_heads: int = 2, device: str = "cpu") -> Llama:
+    """3 layers x 64, 4 heads, 300 tokens, random weights: large enough ones that early tokens change the answer."""
+    config = LlamaConfig(
+        vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=kv_heads, head_dim=16, max_position_embeddings=CONTEXT,
+    )  # fmt: skip
+    model = Llama(config, torch.float32, "cpu")
+    generator = torch.Generator().manual_seed(seed)
+    for name, place in model.weights().items():
+        place.copy_(torch.randn(place.shape, generator=generator) * 0.25)
+        if name.endswith("norm.weight"):
+            place.add_(1.0)
+    model = model.to(device)
+    model.device, model.digest = torch.device(device), bytes([seed]) * 32
+    model.eval().requires_grad_(False)
+    model.reorder_weights()
+    return model
+
+
+def make(cache="none", blocks: int = 64, block_size: int = 16, model=None, always_restore=True, runner=None, **options):
+    """An engine. `cache`: a name of CACHES, or a Cache. By default all that is offered is loaded: no clock decides."""
+    model = model or tiny_model()
+    cache = CACHES[cache](blocks) if isinstance(cache, str) else cache
+    runner = runner or paged.Runner(model, blocks, block_size)
+    return paged.Engine(runner, cache, always_restore=always_restore, **options)
+
+
+def draw(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(2, 300) for _ in range(count)]
+
+
+def ask(engine, prompt: list[int], new: int = 6, **options) -> Request:
+    """Answer one prompt alone."""
+    return engine.generate([Request(list(prompt), new, options=options)])[0]
+
+
+def settle(engine, seconds: float = 30.0):
+    """Step until nothing is under way. Fails if that takes too long: something was never released."""
+    until = time.perf_counter() + seconds
+    while engine.busy:
+        assert time.perf_counter() < until, "something is still under way"
+        engine.step()
+
+
+def evict(engine):
+    """The device loses all that is cached, when what is under way is over."""
+    settle(engine)
+    engine.evict("device")
+
+
+def check_pools(engine):
+    """Nothing runs: no block is referenced, and index, free and cached blocks agree."""
+    for name, pool in engine.pools.items():
+        assert not any(pool.references), f"{name}: references are left"
+        found = {prefix: block for block, prefix in enumerate(pool.prefix_of) if prefix is not None}
+        assert found == pool.block_of, f"{name}: what finds blocks differs from what they hold"
+        assert set(found.values()) == set(pool.cached), f"{name}: cached blocks and found ones differ"
+        assert not pool.leaving
+        assert all(pool.free[block] == (block not in pool.cached) for block in range(pool.size))
+    assert not engine.filling and not engine.running and not engine.waiting
+
+
+class Oracle:
+    """Chapter 01's answers, and where its two best logits were too close to call."""
+
+    CLOSE = 1e-4
+
+    def __init__(self, model=None):
+        self.model, self.known = model or tiny_model(), {}
+
+    def answer(self, prompt: list[int], new: int) -> tuple[list[int], list[bool]]:
+        """-> the tokens, and for each whether it was a tie."""
+        if (key := (tuple(prompt), new)) not in self.known:
+            request, ties = Request(list(prompt), new), []
+            request.sample = lambda logits: self.note(logits, ties)
+            for _ in baseline.generate(self.model, request):
+                pass
+            self.known[key] = request.new, ties
+        return self.known[key]
+
+    def note(self, logits, ties: list[bool]) -> int:
+        best = logits.topk(2)
+        ties.append(bool(best.values[0] - best.values[1] < self.CLOSE))
+        return int(best.indices[0])
+
+    def judge(self, request: Request) -> str:
+        """"equal", "tie" or "wrong"."""
+        tokens, ties = self.answer(request.tokens[: request.prompt_tokens], request.max_tokens)
+        for ours, theirs, tie in zip(request.new, tokens, ties):
+            if ours != theirs:
+                return "tie" if tie else "wrong"
+        return "equal" if len(request.new) == len(tokens) else "wrong"
+
+    def depends_on_far_context(self, length: int = 150, prompts: int = 40) -> float:
+        """The share of answers that another token among the first ones changes."""
+        rng, changed = random.Random(7), 0
+        for _ in range(prompts):
+            prompt = draw(rng, length)
+            other = [prompt[0], draw(rng, 1)[0], *prompt[2:]]
+            changed += self.answer(prompt, 8)[0] != self.answer(other, 8)[0]
+        return changed / prompts
+
+
+checkpoint.keep_freed_memory()

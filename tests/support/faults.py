@@ -1,0 +1,80 @@
+"""Links that fail, are late, and write noise before they fail: for every Cache at once, since all copy over a Link."""
+
+import random
+import threading
+import time
+from contextlib import contextmanager
+
+import torch
+
+from common.link import Link, Transfer
+
+
+class Faults:
+    """Shares of copies: `failing` (nothing is copied), `late` (copied after up to `delay` seconds). Behind a copy
+    that failed, those of the same lane that follow within `noisy` copies fail too, late, and write NaN before."""
+
+    def __init__(self, rng: random.Random, failing=0.0, late=0.0, noisy=0, delay=0.02, lanes=("load", "save")):
+        self.rng, self.failing, self.late, self.noisy, self.delay, self.lanes = rng, failing, late, noisy, delay, lanes
+        self.broken = dict.fromkeys(lanes, 0)  # how many more copies of the lane write noise
+        self.failed = self.delayed = self.noise = 0
+        self.pending: list[threading.Timer] = []
+
+    def copy(self, link: Link, dst, src, label: str) -> Transfer:
+        if link.lane not in self.lanes:
+            return COPY(link, dst, src, label)
+        dst = [dst] if isinstance(dst, torch.Tensor) else list(dst)
+        src = [src] if isinstance(src, torch.Tensor) else list(src)
+        if self.broken[link.lane]:
+            self.broken[link.lane] -= 1
+            self.noise += 1
+            return self.later(link, dst, None, label)
+        draw = self.rng.random()
+        if draw < self.failing:
+            self.failed += 1
+            self.broken[link.lane] = self.rng.randrange(self.noisy + 1)
+            transfer = Transfer(link.lane, label, sum(piece.nbytes for piece in dst))
+            transfer.finish(transfer.issued, transfer.issued, OSError("injected"))
+            link.wake()
+            return transfer
+        if draw < self.failing + self.late:
+            self.delayed += 1
+            return self.later(link, dst, src, label)
+        return COPY(link, dst, src, label)
+
+    def later(self, link: Link, dst: list, src: list | None, label: str) -> Transfer:
+        """Write to `dst` after a while: `src`, or NaN and then fail."""
+        transfer = Transfer(link.lane, label, sum(piece.nbytes for piece in dst))
+
+        def write():
+            for index, piece in enumerate(dst):
+                if src is None:
+                    piece.fill_(float("nan"))
+                else:
+                    piece.copy_(src[index])
+            error = None if src is not None else OSError("injected, after noise")
+            transfer.finish(transfer.issued, time.perf_counter(), error)
+            link.wake()
+
+        timer = threading.Timer(self.delay * self.rng.random(), write)
+        timer.daemon = True
+        timer.start()
+        self.pending = [*(other for other in self.pending if other.is_alive()), timer]
+        return transfer
+
+
+COPY = Link.copy
+
+
+@contextmanager
+def faulty(*args, **shares):
+    """-> Faults, in force for all links until the end of the block."""
+    faults = Faults(*args, **shares)
+    Link.copy = lambda link, dst, src, label: faults.copy(link, dst, src, label)
+    try:
+        yield faults
+    finally:
+        Link.copy = COPY
+        for timer in faults.pending:
+            timer.join()
+

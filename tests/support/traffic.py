@@ -1,0 +1,107 @@
+"""Generated traffic: many small engines, shared documents, evictions, cancels, preemptions, salts and faulty copies.
+
+    python -m tests.support.traffic --requests 100000 --seed 0 --cache host
+
+Every answer is compared with chapter 01's. Counts are printed; the exit code says whether all held.
+"""
+
+import argparse
+import random
+import sys
+import time
+from collections import Counter
+
+import torch
+
+from common.requests import HungUp, Request
+from tests.support import engines
+from tests.support.faults import faulty
+
+SALTS = ["", "", "", "b"]
+
+
+def prompts_of(rng: random.Random, documents: int = 4) -> list[list[int]]:
+    """Prompts that share beginnings, of which chapter 01 answers each once."""
+    texts = [engines.draw(rng, rng.randrange(20, 300)) for _ in range(documents)]
+    prompts = []
+    for _ in range(30):
+        text = rng.choice(texts)
+        prompts.append(text[: rng.randrange(1, len(text) + 1)] + engines.draw(rng, rng.randrange(1, 24)))
+    return prompts
+
+
+def run(cache: str, requests: int, seed: int, share: float = 0.05, tell=lambda line: None) -> Counter:
+    """Ask `requests` prompts of engines with the Cache of this name -> what happened."""
+    oracle, counts, rng, number = engines.Oracle(), Counter(), random.Random(seed), 0
+    while counts["requests"] < requests:
+        if number % 4 == 0:
+            prompts, oracle.known = prompts_of(rng), {}
+        number += 1
+        size, most = rng.choice((4, 8, 16, 16)), max(len(prompt) for prompt in prompts) + 24
+        blocks = -(-most // size) + rng.randrange(1, 40)
+        engine = engines.make(cache, blocks, size, token_budget=rng.choice((16, 64, 512)), max_running=rng.randrange(2, 9))
+        with faulty(rng, failing=share, late=share, noisy=4, delay=rng.choice((0.002, 0.02))):
+            for _ in range(min(12, requests // 10 + 1)):
+                burst(engine, rng, prompts, oracle, counts)
+        engines.settle(engine)
+        engines.check_pools(engine)
+        for name in ("preemptions", "declined", "failed_restorations", "restored_tokens", "steps"):
+            counts[name] += engine.counts[name]
+        engine.close()
+        if number % 20 == 0:
+            tell(" ".join(f"{name} {count}" for name, count in counts.items()))
+    return counts
+
+
+def burst(engine, rng: random.Random, prompts: list, oracle: engines.Oracle, counts: Counter):
+    """Some requests at once; some are cancelled, in line or under way."""
+    if rng.random() < 0.5:
+        engine.evict("device")  # also what others may just be saving
+    asked = []
+    for _ in range(rng.randrange(1, 12)):
+        options = dict(cache_salt=rng.choice(SALTS))
+        request = Request(list(rng.choice(prompts)), rng.randrange(1, 24), options=options)
+        request.steps_to_live = rng.randrange(0, 12) if rng.random() < 0.1 else None
+        asked.append(request)
+        engine.submit(request)
+    while any(request.outcome is None for request in asked):
+        for request in asked:
+            if request.steps_to_live is not None:
+                request.steps_to_live -= 1
+                if request.steps_to_live < 0 and request.outcome is None:
+                    engine.cancel(request, HungUp("cancelled"))
+                    request.steps_to_live = None
+        engine.step()
+    for request in asked:
+        counts["requests"] += 1
+        if isinstance(request.outcome, HungUp):
+            counts["cancelled"] += 1
+            continue
+        if isinstance(request.outcome, Exception):
+            counts["failed"] += 1
+            continue
+        counts["tokens"] += len(request.new)
+        counts["hits"] += bool(request.found)
+        counts["restored"] += any(tier != "gpu" for tier in request.found)
+        counts[oracle.judge(request)] += 1
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cache", choices=engines.CACHES, default="host")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    began, far = time.perf_counter(), engines.Oracle().depends_on_far_context()
+    print(f"another early token changes {far:.0%} of the answers", flush=True)
+    tell = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
+    counts = run(arguments.cache, arguments.requests, arguments.seed, tell=tell)
+    print(f"{arguments.cache}, seed {arguments.seed}, {time.perf_counter() - began:.0f} s: "
+          + ", ".join(f"{count} {name}" for name, count in sorted(counts.items())))  # fmt: skip
+    print(f"restored {counts['restored'] / counts['requests']:.1%}, preempted {counts['preemptions'] / counts['requests']:.1%}")
+    return bool(far < 0.9 or counts["wrong"] or counts["failed"] or counts["tie"] > counts["tokens"] / 100_000)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

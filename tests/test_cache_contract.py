@@ -1,0 +1,214 @@
+"""What every Cache owes the engine (common/restoring.py): equal tokens, whatever fails, and nothing left behind.
+
+    pytest tests/test_cache_contract.py                                # the chapters'
+    pytest tests/test_cache_contract.py --cache my_cache:MyCache       # a reader's own, called as MyCache(blocks, bytes/s)
+
+A failure names the rule that was broken.
+"""
+
+import random
+import threading
+
+import pytest
+import torch
+from support import traffic
+from support.engines import CACHES, Oracle, ask, check_pools, draw, evict, make, own_cache, settle, tiny_model
+from support.faults import faulty
+
+from common.requests import HungUp, Request
+
+ORACLE = Oracle()
+
+
+def pytest_generate_tests(metafunc):
+    if "cache" in metafunc.fixturenames:
+        own = metafunc.config.getoption("--cache")
+        metafunc.parametrize("cache", [own] if own else list(CACHES))
+
+
+def engine_for(cache: str, blocks: int = 64, **options):
+    made = CACHES[cache] if cache in CACHES else own_cache(cache)
+    return make(made(blocks), blocks, **options)
+
+
+def assert_equal(*requests: Request, rule: str = "tokens are those of chapter 01"):
+    for request in requests:
+        assert not isinstance(request.outcome, Exception), f"{rule}: it ended with {request.outcome!r}"
+        assert ORACLE.judge(request) != "wrong", f"{rule}: they differ"
+
+
+def keeps(cache: str) -> bool:
+    """Whether it keeps anything behind the device."""
+    return cache != "none"
+
+
+def restored(request: Request) -> int:
+    return sum(tokens for tier, tokens in request.found.items() if tier != "gpu")
+
+
+def test_the_models_answers_depend_on_what_is_far_back():
+    assert Oracle().depends_on_far_context() >= 0.9
+
+
+@pytest.mark.parametrize("size, budget", [(1, 512), (4, 16), (16, 512), (16, 7), (32, 64)])
+def test_what_left_the_device_comes_back(cache, size, budget):
+    engine, rng = engine_for(cache, 1024 // size, block_size=size, token_budget=budget), random.Random(size)
+    prompt = draw(rng, 200)
+    first = ask(engine, prompt)
+    evict(engine)
+    again = ask(engine, prompt + draw(rng, 5))
+    assert_equal(first, again, rule="restored tokens are those that were computed")
+    assert (restored(again) > 0) == keeps(cache), "what was kept is found again"
+    assert restored(again) <= 200
+    settle(engine)
+    check_pools(engine)
+
+
+def test_restored_k_and_v_are_bit_equal(cache):
+    engine, prompt = engine_for(cache), draw(random.Random(1), 160)
+
+    def contents():
+        request = ask(engine, prompt, 1)
+        table = engine.pool.find(request.chain)
+        return [engine.pool.memory[:, :, block].clone() for block in table]
+
+    computed = contents()
+    evict(engine)
+    again = contents()
+    assert len(computed) == len(again) == 10
+    assert all(torch.equal(one, other) for one, other in zip(computed, again)), "what comes back is what was lost"
+
+
+def test_another_salt_finds_nothing(cache):
+    engine, prompt = engine_for(cache), draw(random.Random(2), 100)
+    ask(engine, prompt, cache_salt="a")
+    evict(engine)
+    assert not ask(engine, prompt, cache_salt="b").found, "other salts share nothing"
+    evict(engine)
+    assert bool(ask(engine, prompt, cache_salt="a").found) == keeps(cache)
+
+
+def test_requests_at_once_share_a_beginning(cache):
+    engine, rng = engine_for(cache, 80), random.Random(3)
+    document = draw(rng, 170)
+    asked = [Request(document[: rng.randrange(60, 170)] + draw(rng, 20), 8) for _ in range(12)]
+    engine.generate(asked)
+    evict(engine)
+    again = [Request(request.tokens[: request.prompt_tokens], 8) for request in asked]
+    engine.generate(again)
+    assert_equal(*asked, *again)
+    settle(engine)
+    check_pools(engine)
+
+
+def test_thirty_questions_about_one_document_bring_it_back_once(cache):
+    engine, rng = engine_for(cache, 160), random.Random(4)
+    document = draw(rng, 256)
+    ask(engine, document)
+    evict(engine)
+    before = engine.counts["restored_tokens"]
+    asked = [Request(document + draw(rng, 9), 2) for _ in range(30)]
+    engine.generate(asked)
+    assert_equal(*asked)
+    assert engine.counts["restored_tokens"] - before <= 256, "nothing is restored twice at the same time"
+    computed = sum(request.prompt_tokens - request.cached_tokens for request in asked)
+    assert computed <= 30 * 25 + 256, "nothing is computed twice at the same time"
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+def test_a_request_that_is_cancelled_leaves_nothing(cache, steps):
+    engine, rng = engine_for(cache, 40), random.Random(5)
+    prompt = draw(rng, 150)
+    ask(engine, prompt)
+    evict(engine)
+    asked = [Request(prompt + draw(rng, 8), 20) for _ in range(4)]
+    for request in asked:
+        engine.submit(request)
+    with faulty(rng, late=1.0, delay=0.05):
+        for _ in range(steps):
+            if not engine.running or all(engine.restorer.can_compute(request) for request in engine.running):
+                engine.step()
+        for request in asked[:3]:
+            engine.cancel(request, HungUp("gone"))
+        engine.generate([last := Request(prompt, 4)])
+    settle(engine)
+    assert all(isinstance(request.outcome, HungUp) for request in asked[:3]), "cancelled is over"
+    assert_equal(asked[3], last)
+    check_pools(engine)
+
+
+@pytest.mark.parametrize("blocks", [14, 20])
+def test_requests_are_preempted_and_go_on(cache, blocks):
+    engine, rng = engine_for(cache, blocks, max_running=8), random.Random(6)
+    asked = [Request(draw(rng, 40), 60) for _ in range(6)]
+    engine.generate(asked)
+    assert engine.counts["preemptions"], "the test is to preempt"
+    assert_equal(*asked, rule="a preempted request goes on where it was")
+    settle(engine)
+    check_pools(engine)
+
+
+@pytest.mark.parametrize("faults", [dict(failing=0.2), dict(late=0.5), dict(failing=0.1, noisy=6), dict(failing=1.0)])
+def test_copies_that_fail_or_are_late_cost_time_only(cache, faults):
+    rng = random.Random(8)
+    with faulty(rng, **faults) as injected:
+        engine = engine_for(cache, 50)
+        documents = [draw(rng, rng.randrange(60, 250)) for _ in range(3)]
+        for _ in range(25):
+            asked = [Request(rng.choice(documents) + draw(rng, 6), 5) for _ in range(3)]
+            engine.generate(asked)
+            assert_equal(*asked, rule="a copy that fails or is late is computed, in other blocks")
+            engine.evict("device")
+        settle(engine)
+    if keeps(cache):
+        assert injected.failed or injected.delayed or injected.noise
+    check_pools(engine)
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 3])
+def test_a_tiny_second_tier_is_no_reason_to_wait(cache, blocks):
+    engine = make(own_cache(cache)(blocks) if ":" in cache else CACHES[cache](blocks), 40)
+    rng = random.Random(9)
+    for _ in range(6):
+        prompt = draw(rng, 120)
+        for _ in range(2):
+            assert_equal(ask(engine, prompt + draw(rng, 3)))
+            evict(engine)
+    check_pools(engine)
+
+
+def test_whoever_comes_while_the_pass_waits_is_computed_meanwhile(cache):
+    engine, rng = engine_for(cache), random.Random(10)
+    prompt, other = draw(rng, 200), draw(rng, 30)
+    ask(engine, prompt)
+    evict(engine)
+    with faulty(rng, late=1.0, delay=0.4):
+        back, quick = Request(prompt + draw(rng, 4), 3), Request(other, 3)
+        engine.submit(back)
+        timer = threading.Timer(0.05, engine.submit, (quick,))
+        timer.start()
+        while back.outcome is None or quick.outcome is None:
+            engine.step()
+    assert_equal(back, quick)
+    if restored(back):
+        assert quick.times[-1] < back.times[0], "who waits for a copy lets others compute"
+
+
+def test_grouped_queries_and_one_kv_head_for_each_query_head(cache):
+    for heads in (1, 4):
+        model = tiny_model(1, heads)
+        oracle, engine, rng = Oracle(model), engine_for(cache, model=model), random.Random(11)
+        prompt = draw(rng, 150)
+        for _ in range(2):
+            assert oracle.judge(ask(engine, prompt + draw(rng, 3))) == "equal"
+            evict(engine)
+
+
+def test_generated_traffic(cache):
+    if cache not in CACHES:
+        CACHES[cache] = own_cache(cache)
+    counts = traffic.run(cache, 2000, seed=12)
+    assert counts["wrong"] == 0 and counts["failed"] == 0, counts
+    assert counts["tie"] <= 1 + counts["tokens"] / 100_000, counts
+    assert counts["preemptions"] >= counts["requests"] / 100, counts
+    assert counts["restored"] >= 0.3 * counts["requests"] or not keeps(cache), counts

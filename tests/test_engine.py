@@ -1,0 +1,555 @@
+"""The engine's side of the contract (DESIGN of common/restoring.py), with small Caches and Runners made for it."""
+
+import random
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.engines import CONTEXT, Oracle, ask, check_pools, draw, evict, make, offload, paged, settle, tiny_model
+
+from common import restoring
+from common.link import Bandwidth, Transfer
+from common.requests import Request, Unavailable
+from common.restoring import LATER, PAUSE, Cache, Match
+
+ORACLE = Oracle()
+
+
+class RowCache(Cache):
+    """Keeps the rows of every finished prompt, and brings any number of them back: from the front, layer by layer.
+    Tests change what `deliver` does with a Transfer."""
+
+    def __init__(self, deliver=lambda transfer: transfer.finish(0.0, 0.0), seconds=0.0):
+        self.deliver, self.seconds, self.known = deliver, seconds, []
+
+    def finished(self, request):
+        if request.computed >= request.prompt_tokens:
+            tokens = request.tokens[: request.prompt_tokens]
+            slots = slots_of(request, 0, len(tokens))
+            self.known.append((tokens, self.pool.memory.flatten(2, 3)[:, :, slots].clone()))  # [L, 2, T, KVH, hd]
+
+    def match(self, request):
+        best = None
+        for tokens, rows in self.known:
+            pairs = zip(tokens, request.tokens[:-1])
+            same = next((at for at, pair in enumerate(pairs) if pair[0] != pair[1]), min(len(tokens), len(request.tokens) - 1))
+            if same > request.computed and (best is None or same > best[0]):
+                best = same, rows
+        if best:
+            return Match(best[0] - request.computed, self.seconds, [best[1]], source="rows")
+
+    def transfer(self, label: str) -> Transfer:
+        transfer = Transfer("load", label)
+        self.deliver(transfer)
+        return transfer
+
+    def put(self, request, layers, start: int, end: int, rows):
+        self.pool.memory.flatten(2, 3)[layers, :, slots_of(request, start, end)] = rows[layers, :, start:end]
+
+    def restore(self, request, restoration, match):
+        for layer in range(len(self.model.layers)):
+            yield self.transfer(f"layer {layer}")
+            rows = match.blocks[0][layer, :, restoration.start : restoration.end]  # [2, T, KVH, hd]
+            slots = slots_of(request, restoration.start, restoration.end)
+            self.pool.memory[layer].flatten(1, 2)[:, slots] = rows
+            restoration.layers += 1
+
+
+def slots_of(request, start: int, end: int) -> torch.Tensor:
+    return torch.tensor([request.table[at // 16] * 16 + at % 16 for at in range(start, end)])
+
+
+def again(engine, prompt, new=6):
+    """Ask, evict, ask what follows."""
+    ask(engine, prompt)
+    evict(engine)
+    request = ask(engine, prompt + [5, 6, 7], new)
+    assert ORACLE.judge(request) == "equal"
+    settle(engine)
+    check_pools(engine)
+    return request
+
+
+PROMPT = draw(random.Random(0), 205)  # 12 blocks and 13 tokens
+
+
+def test_a_match_may_end_and_begin_inside_a_block():
+    engine = make(RowCache())
+    assert again(engine, PROMPT).found == {"rows": 205}
+    (tail,) = engine.generate([Request(PROMPT + [5, 6, 7, 8, 9], 4)])  # 12 or 13 blocks on the device, the rest as rows
+    assert tail.found["gpu"] % 16 == 0 and ORACLE.judge(tail) == "equal"
+
+
+# 1. LATER --------------------------------------------------------------------------------------
+
+
+class Hesitant(RowCache):
+    """Answers LATER `times` times."""
+
+    times = 5
+
+    def match(self, request):
+        match = super().match(request)
+        if match and self.times:
+            self.times -= 1
+            return LATER
+        return match
+
+
+def test_later_is_asked_again_and_lets_others_pass():
+    engine = make(Hesitant())
+    ask(engine, PROMPT)
+    evict(engine)
+    back, other = Request(PROMPT + [5, 6, 7], 4), Request([9, 8, 7], 4)
+    back.received += 1e6  # endless patience
+    engine.generate([back, other])
+    assert back.found == {"rows": 205} and engine.cache.times == 0
+    assert other.times[0] < back.times[0], "others pass"
+    assert ORACLE.judge(back) == ORACLE.judge(other) == "equal"
+
+
+def test_later_is_no_answer_for_longer_than_the_requests_patience():
+    engine = make(cache := Hesitant())
+    ask(engine, PROMPT)
+    evict(engine)
+    cache.times = 1 << 60
+    request = Request(PROMPT + [5, 6, 7], 4)
+    request.received -= 1e6
+    engine.generate([request])
+    assert not request.found and ORACLE.judge(request) == "equal"
+
+
+# 2. A limit that moves -------------------------------------------------------------------------
+
+
+class BothEnds(RowCache):
+    """Brings pieces of 16 tokens from the back, while the engine computes from the front."""
+
+    portion = 16
+
+    def restore(self, request, restoration, match):
+        restoration.layers, restoration.limit, restoration.portion = 3, restoration.end, self.portion
+        self.front = []
+        while restoration.limit > restoration.start:
+            piece = max(restoration.start, (restoration.limit - 1) // 16 * 16)
+            yield self.transfer(f"piece {piece}")
+            front = max(piece, request.computed, restoration.taken)
+            if front < restoration.limit:
+                self.front.append((front, restoration.limit))
+                slots = slots_of(request, front, restoration.limit)
+                self.pool.memory.flatten(2, 3)[:, :, slots] = match.blocks[0][:, :, front : restoration.limit]
+                restoration.limit = front
+            if restoration.limit <= max(request.computed, restoration.taken):
+                return
+
+
+def after(layers: int, engine):
+    """deliver: a piece arrives when the engine has looked at so many layers since."""
+    held = []
+
+    def deliver(transfer):
+        held.append([transfer, layers])
+
+    def look(layer, hidden, batch):
+        for item in list(held):
+            item[1] -= 1
+            if item[1] <= 0:
+                held.remove(item)
+                item[0].finish(0.0, 0.0)
+
+    engine.cache.deliver, engine.cache.save_layer = deliver, look
+
+
+@pytest.mark.parametrize("layers, portion", [(0, 16), (1, 16), (2, 16), (3, 32), (5, 16), (7, 200), (100, 16)])
+def test_what_is_computed_and_what_is_loaded_meet(layers, portion):
+    engine = make(cache := BothEnds())
+    cache.portion = portion
+    ask(engine, PROMPT)
+    evict(engine)
+    if layers:
+        after(layers, engine)
+    request = ask(engine, PROMPT + [5, 6, 7])
+    assert ORACLE.judge(request) == "equal"
+    loaded = sum(end - start for start, end in cache.front)
+    assert request.found.get("rows", 0) == loaded
+    if layers <= 5:
+        assert 0 < loaded <= 205
+    check_pools(engine)
+
+
+def test_two_at_once_from_both_ends():
+    engine, rng = make(cache := BothEnds()), random.Random(1)
+    first, second = draw(rng, 150), draw(rng, 190)
+    for prompt in (first, second):
+        ask(engine, prompt)
+    evict(engine)
+    after(2, engine)
+    asked = [Request(prompt + [3, 4], 5) for prompt in (first, second)]
+    engine.generate(asked)
+    assert [ORACLE.judge(request) for request in asked] == ["equal", "equal"]
+    assert cache.front
+
+
+def test_what_has_come_stays_when_the_rest_fails():
+    engine, pieces = make(cache := BothEnds()), []
+    ask(engine, PROMPT)
+    evict(engine)
+
+    def deliver(transfer):
+        pieces.append(transfer)
+        transfer.finish(0.0, 0.0, OSError("gone") if len(pieces) == 4 else None)
+
+    cache.deliver = deliver
+    request = ask(engine, PROMPT + [5, 6, 7])
+    assert request.found == {"rows": 13 + 16 + 16}
+    assert any("gone" in words and "computed" in words for words in request.decisions)
+    assert ORACLE.judge(request) == "equal"
+
+
+# 3. PAUSE --------------------------------------------------------------------------------------
+
+
+class Portions(RowCache):
+    """Computes what it brings back, a layer a portion."""
+
+    def match(self, request):
+        match = super().match(request)
+        if match:
+            match.rows = match.tokens
+        return match
+
+    def restore(self, request, restoration, match):
+        self.seen = []
+        for layer in range(len(self.model.layers)):
+            self.seen.append(len(self.engine.running[0].new))
+            slots = slots_of(request, restoration.start, restoration.end)
+            self.pool.memory[layer].flatten(1, 2)[:, slots] = match.blocks[0][layer, :, : restoration.end]
+            restoration.layers += 1
+            yield PAUSE
+
+
+def test_a_pause_lets_others_have_a_step():
+    engine = make(cache := Portions())
+    ask(engine, PROMPT)
+    evict(engine)
+    other, back = Request([9, 8, 7], 12), Request(PROMPT + [5, 6, 7], 4)
+    engine.submit(other)
+    while len(other.new) < 2:
+        engine.step()
+    engine.generate([back])
+    assert cache.seen[0] <= cache.seen[1] < cache.seen[2], "others got a token between two portions"
+    settle(engine)
+    assert ORACLE.judge(back) == ORACLE.judge(other) == "equal" and back.found == {"rows": 205}
+
+
+def test_alone_nobody_pauses():
+    engine = make(cache := Portions())
+    assert again(engine, PROMPT).found == {"rows": 205}
+    assert cache.seen == [0, 0, 0]
+
+
+def test_rows_of_compute_are_bounded_by_the_budget_of_a_step():
+    engine = make(Portions(), token_budget=64)
+    ask(engine, PROMPT)
+    evict(engine)
+    other, back = Request([9, 8, 7], 30), Request(PROMPT + [5, 6, 7], 4)
+    engine.submit(other)
+    while len(other.new) < 2:
+        engine.step()
+    engine.submit(back)
+    layers = []
+    while back.outcome is None:
+        engine.step()
+        layers.append(back.restoration.layers if back.restoration else 3)
+    assert max(new - old for old, new in zip(layers, layers[1:])) == 1, "205 rows a layer, 64 * 3 a step: one layer"
+    settle(engine)
+
+
+# 4. Failures -----------------------------------------------------------------------------------
+
+
+class Broken(RowCache):
+    """Restores one layer, and then does what a test says."""
+
+    def restore(self, request, restoration, match):
+        yield self.transfer("layer 0")
+        restoration.layers += 1
+        self.then()
+
+
+def refuse():
+    raise RuntimeError("a defect of the cache")
+
+
+@pytest.mark.parametrize("then, words", [(lambda: None, "gave up"), (refuse, "a defect of the cache")])
+def test_a_generator_that_ends_too_early_costs_time_only(then, words):
+    engine = make(cache := Broken())
+    cache.then = then
+    request = again(engine, PROMPT)
+    assert not request.found and words in request.decisions[-1] and request.decisions[-1].endswith("computed")
+
+
+def test_a_copy_that_never_comes_is_computed_instead():
+    engine = make(RowCache(deliver=lambda transfer: None), always_restore=False)
+    request = again(engine, PROMPT)
+    assert not request.found and "layer 0 is late: computed" in request.decisions
+
+
+def test_a_copy_that_comes_late_writes_to_blocks_of_its_own():
+    """HostCache under a lane that stands still until the request has been answered."""
+    engine = make(cache := offload.HostCache(64, 2e9), blocks=64, always_restore=False)
+    ask(engine, PROMPT)
+    evict(engine)
+    copy, late = cache.load_link.copy, []
+
+    def never(dst, src, label):
+        late.append((dst, Transfer("load", label)))
+        return late[-1][1]
+
+    cache.load_link.copy = never
+    request = ask(engine, PROMPT + [5, 6, 7])
+    assert ORACLE.judge(request) == "equal" and "is late" in request.decisions[-1]
+    assert sum(engine.pool.references) == 12, "what it may still write to is held"
+    for dst, transfer in late:
+        for piece in dst:
+            piece.fill_(float("nan"))
+        transfer.finish(0.0, 0.0)
+    cache.load_link.copy = copy
+    settle(engine)
+    check_pools(engine)
+    assert ORACLE.judge(ask(engine, PROMPT + [5, 6, 7])) == "equal"
+
+
+class FailingRunner(paged.Runner):
+    """Fails, after all layers were computed, as often as a test says."""
+
+    failures = 0
+
+    def forward(self, work, before_layer):
+        batch, logits = super().forward(work, before_layer)
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("out of luck")
+        return batch, logits
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_step_that_fails_is_run_again(failures):
+    engine = make(runner=(runner := FailingRunner(tiny_model(), 64)), cache=offload.HostCache(64, 2e9))
+    runner.failures = failures
+    assert ORACLE.judge(ask(engine, PROMPT)) == "equal"
+    runner.failures = failures
+    evict(engine)
+    assert ORACLE.judge(ask(engine, PROMPT + [4, 4])) == "equal"
+
+
+def test_a_step_that_fails_three_times_ends_its_requests_with_503():
+    engine = make(runner=(runner := FailingRunner(tiny_model(), 64)))
+    asked = [Request(PROMPT, 4), Request([3, 4, 5], 4)]
+    for request in asked:
+        engine.submit(request)
+    runner.failures = 3
+    while any(request.outcome is None for request in asked):
+        engine.step()
+    assert all(isinstance(request.outcome, Unavailable) and "out of luck" in str(request.outcome) for request in asked)
+    assert Unavailable.status == 503
+    assert ORACLE.judge(ask(engine, PROMPT)) == "equal"
+    check_pools(engine)
+
+
+# 5. Evictions that are delayed -----------------------------------------------------------------
+
+
+class WriteBack(Cache):
+    """Holds a block that is evicted until a test lets it go."""
+
+    def attach(self, engine):
+        super().attach(engine)
+        self.written = []
+
+    def evicting(self, block, prefix):
+        self.written.append(transfer := Transfer("save", "write back"))
+        self.hold("save", [transfer], (self.pool, [block]))
+
+    def let_go(self):
+        for transfer in self.written:
+            transfer.finish(0.0, 0.0)
+
+
+def test_ten_that_need_a_block_wait_for_as_many_that_leave():
+    engine = make(cache := WriteBack(), blocks=33, max_running=16)
+    ask(engine, draw(random.Random(1), 22 * 16), 1)  # 22 blocks are cached
+    asked = [Request(draw(random.Random(seed), 16), 3) for seed in range(10)]  # a block each, and soon another
+    for request in asked:
+        engine.submit(request)
+    for _ in range(4):
+        engine.step()
+    assert engine.pool.leaving, "the test is to make blocks leave"
+    while any(request.outcome is None for request in asked):
+        cache.let_go()
+        engine.step()
+    assert [ORACLE.judge(request) for request in asked] == ["equal"] * 10
+    assert engine.counts["preemptions"] == 0, "blocks that leave are as good as free ones, soon"
+    settle(engine)
+    check_pools(engine)
+
+
+# 6. Load or compute ----------------------------------------------------------------------------
+
+
+def test_what_would_arrive_later_than_computed_is_computed_and_the_result_says_so():
+    engine = make(RowCache(seconds=1e3), always_restore=False)
+    request = again(engine, PROMPT)
+    (words,) = request.decisions
+    assert words.startswith("205 tokens offered (rows): loading 1000000.0 ms, computing ") and words.endswith(": computed")
+    assert request.outcome.as_json()["decisions"] == [words] and words in request.outcome.summary()
+    assert engine.counts["declined"] == 1 and not request.found
+    always = make(RowCache(seconds=1e3))
+    assert again(always, PROMPT).found == {"rows": 205}
+
+
+def test_sources():
+    engine = make(offload.HostCache(64, 2e9))
+    assert ask(engine, PROMPT).outcome.source == "miss"
+    assert ask(engine, PROMPT + [5]).outcome.source == "gpu_hit"
+    evict(engine)
+    back = ask(engine, PROMPT + [5])
+    assert (back.outcome.source, back.found, back.outcome.usage["cached_tokens"]) == ("cpu_hit", {"cpu": 192}, 192)
+    settle(engine)
+    for prefix in back.chain[8:]:  # the device loses the end
+        engine.pool.evict(engine.pool.block_of[prefix])
+    mixed = ask(engine, PROMPT + [5])
+    assert (mixed.outcome.source, mixed.found) == ("mixed", {"gpu": 128, "cpu": 64})
+
+
+class Clock:
+    """Stands in for the module time."""
+
+    now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+
+@pytest.fixture
+def idle(monkeypatch):
+    """-> a Restorer whose measurements a test gives, and its clock."""
+    clock = Clock()
+    engine = make(RowCache())
+    monkeypatch.setattr(restoring, "time", clock)
+    engine.restorer.given = []
+    engine.restorer.measure = lambda: engine.restorer.given.pop(0)
+    return engine.restorer, clock
+
+
+def test_idle_measures_at_once_and_then_ever_more_rarely_until_two_agree(idle):
+    restorer, clock = idle
+    restorer.given = [[6.0, 1.0], [3.0, 1.0], [3.2, 1.0], [1.0, 1.0], [2.0, 1.0], [1.0, 1.0], [2.0, 1.0], [1.0, 1.0]]
+    pauses = []
+    while restorer.given:
+        pauses.append(restorer.idle())
+        assert restorer.idle() == pytest.approx(pauses[-1]), "not before it is due"
+        clock.now += pauses[-1]
+    assert pauses == [1, 2, 4, 8, 16, 32, 32, 32]
+    restorer.given = [[1.04, 0.96]]
+    assert restorer.idle() is None and restorer.idle() is None, "two agree: nothing is left to measure"
+    restorer.doubtful = True  # something was declined
+    restorer.given = [[9.0, 1.0], [9.1, 1.0]]
+    assert restorer.idle() == 1
+    clock.now += 1
+    assert restorer.idle() is None
+
+
+class Misled(Bandwidth):
+    """Six times too slow when it is measured first, because the machine is busy then."""
+
+    def __init__(self, value):
+        super().__init__(value / 6)
+        self.true = value
+
+    def measure(self):
+        self.value, self.true = self.true, self.true
+        return self.value
+
+
+@pytest.mark.parametrize("share_of_computing, source", [(0.3, "cpu_hit"), (4.0, "miss")])
+def test_a_bad_start_is_forgotten_and_a_slow_link_is_still_declined(share_of_computing, source):
+    probe = make(model=tiny_model())
+    rate = probe.restorer.measure_prefill()
+    seconds = restoring.flops(tiny_model().config, 0, 192) / rate
+    size = 12 * probe.pool.block_bytes
+    engine = make(cache := offload.HostCache(64, Misled(size / (share_of_computing * seconds))), always_restore=False)
+    engine.restorer.measure_prefill = lambda: rate  # the same clock for both
+    engine.restorer.rates.clear()
+    engine.restorer.rates.append(rate)
+    ask(engine, PROMPT, 1)
+    evict(engine)
+    cache.load_link.speeds.clear()
+    cache.load_link.bandwidth.value = cache.load_link.bandwidth.true / 6
+    engine.restorer.rates.append(rate)
+    engine.restorer.computed = lambda work, seconds: None
+    assert ask(engine, PROMPT, 1).outcome.source == "miss", "declined at first"
+    while engine.restorer.doubtful:
+        engine.restorer.due = 0.0
+        engine.restorer.idle()
+    evict(engine)
+    assert ask(engine, PROMPT, 1).outcome.source == source
+
+
+# 7. Sleeping -----------------------------------------------------------------------------------
+
+
+def test_an_engine_without_requests_sleeps_until_somebody_comes():
+    engine = make(RowCache())
+    engine.restorer.doubtful = False
+    slept, wait = [], engine.wake.wait
+    engine.wake.wait = lambda seconds=None: slept.append(seconds) or wait(seconds)
+    request = Request(PROMPT, 1)
+    threading.Timer(0.05, engine.submit, (request,)).start()
+    while request.outcome is None:
+        engine.step()
+    assert slept[0] is None and len(slept) == 1, "no timeout, and nothing polled"
+
+
+def test_an_engine_that_waits_for_a_copy_sleeps_too():
+    timers = []
+
+    def deliver(transfer):
+        def arrive():
+            transfer.finish(0.0, 0.0)
+            engine.wake.set()
+
+        timers.append(threading.Timer(0.05, arrive))
+        timers[-1].start()
+
+    engine = make(RowCache(deliver))
+    ask(engine, PROMPT)
+    evict(engine)
+    looked = SimpleNamespace(times=0)
+    sleep = engine.sleep
+
+    def counted(*seconds):
+        looked.times += 1
+        sleep(*seconds)
+
+    engine.sleep = counted
+    request = ask(engine, PROMPT + [5])
+    assert request.found == {"rows": 205} and looked.times < 60, "it does not spin"
+
+
+def test_explain_prints_a_line_for_each_verb(capsys):
+    engine = make(offload.HostCache(64, 2e9))
+    engine.explain = True
+    again(engine, PROMPT)
+    said = capsys.readouterr().err
+    for verb in ("admit", "compute", "finish", "restore"):
+        assert f" {verb} " in said
+    assert "12 blocks" in said or "13 blocks" in said
+
+
+def test_a_request_that_can_never_fit_is_refused():
+    engine = make(blocks=4)
+    with pytest.raises(Exception, match="64 tokens"):
+        engine.submit(Request([1] * 60, 20))
+    assert CONTEXT == tiny_model().config.max_position_embeddings
