@@ -201,9 +201,11 @@ class Batch:
 
     def __init__(self, pool: BlockPool, work: list[tuple[Request, int]]):
         self.pool, self.work, self.device = pool, work, pool.memory.device
-        size, flat, last, padded, row = pool.block_size, [], [], [], 0
+        size, flat, last, row = pool.block_size, [], [], 0
         token_bytes = pool.memory[0, :, 0, 0].nbytes  # K and V of one token in one layer
-        self.reads = []  # (rows, slots, mask)
+        short = [request for request, count in work if count == 1 and (request.computed + 1) * token_bytes <= ALONE]
+        padded = short if len(short) > 1 else []  # they come first in `work`
+        self.reads = [(slice(0, len(padded)), *self.read_padded(padded))] if padded else []  # (rows, slots, mask)
         for request, count in work:
             end = request.computed + count
             for position in range(request.computed, end):
@@ -211,13 +213,9 @@ class Batch:
                 flat.append((request.tokens[position], position, slot))
             if count == request.pending:
                 last.append(len(flat) - 1)
-            if count == 1 and end * token_bytes <= ALONE:
-                padded.append(request)
-            else:
+            if row >= len(padded):
                 self.reads.append((slice(row, row + count), *self.read_alone(request, end, count)))
             row += count
-        if padded:  # they come first in `work`
-            self.reads.insert(0, (slice(0, len(padded)), *self.read_padded(padded)))
         self.tokens, self.positions, self.slots = torch.tensor(flat, device=self.device).T.contiguous()  # [T] each
         self.last_rows = torch.tensor(last, dtype=torch.long, device=self.device)  # [R]: a token is drawn from each
 
