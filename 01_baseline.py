@@ -29,7 +29,6 @@ CHUNK = 512  # tokens per forward pass of prefill
 
 # 1. The loop -----------------------------------------------------------------------------------
 
-
 def generate(model, request: Request, chunk: int = CHUNK, kv_cache: bool = True):
     """Answer one request: a generator that yields after each new token."""
     # 1. An empty cache, as large as this request can become
@@ -75,7 +74,6 @@ def forward(model, cache: "KVCache", tokens: list[int], start: int):
 
 # 2. The cache ----------------------------------------------------------------------------------
 
-
 class KVCache:
     """The keys and values of one request, all layers, in one contiguous piece of memory each."""
 
@@ -115,7 +113,6 @@ def attention(q, k, v, mask):
 
 
 # 3. One request after another ------------------------------------------------------------------
-
 
 class Engine(Line):
     """Answers the first in line; the others wait."""
@@ -209,7 +206,6 @@ def demo(model, frontend: Frontend, arguments):
 
 # 5. Main ---------------------------------------------------------------------------------------
 
-
 def add_arguments(parser):
     tokens = cli.bounded(int, 1, 1 << 20)
     parser.add_argument("--prefill-chunk", type=tokens, default=CHUNK, help="tokens per forward pass of prefill (512)")
@@ -217,7 +213,7 @@ def add_arguments(parser):
 
 
 def make_engine(model, arguments) -> Engine:
-    return Engine(model, arguments.prefill_chunk, not arguments.no_kv_cache)
+    return Engine(model, getattr(arguments, "prefill_chunk", CHUNK), not getattr(arguments, "no_kv_cache", False))
 
 
 if __name__ == "__main__":

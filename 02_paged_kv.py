@@ -42,15 +42,15 @@ import torch
 import torch.nn.functional as F
 
 from common import cli, lesson
-from common.requests import Frontend, Line, Request, Unavailable, text
+from common.requests import CACHE_SALT, Frontend, Line, Request, Unavailable
 from common.restoring import LATER, Cache, Interrupted, Restorer
 from common.timeline import Clock
 
+baseline = importlib.import_module("01_baseline")
 ALONE = 1 << 20  # bytes of K and V in a layer from which a context is read alone, not in the padded read
 ATTEMPTS = 3  # of a step that raises
 
 # 1. Prefixes -----------------------------------------------------------------------------------
-
 
 @dataclass(eq=False)
 class Prefix:
@@ -86,7 +86,6 @@ class Prefixes:
 
 
 # 2. Blocks -------------------------------------------------------------------------------------
-
 
 class BlockPool:
     """Numbers of blocks. Each block is free, cached (unreferenced, but its prefix finds it) or referenced, by block
@@ -173,12 +172,6 @@ class BlockPool:
             blocks.append(self.block_of[prefix])
         return blocks
 
-    def touch(self, chain: list[Prefix]):
-        """Mark the cached blocks of `chain` most recently used, its end evicted first."""
-        for prefix in reversed(chain):
-            if (block := self.block_of.get(prefix)) in self.cached:
-                self.cached.move_to_end(block)
-
     def evict(self, block: int):
         """Make a cached block free: at once, or when whoever shares it in `evicting` releases it."""
         prefix, self.prefix_of[block] = self.prefix_of[block], None
@@ -192,7 +185,6 @@ class BlockPool:
 
 
 # 3. Batches ------------------------------------------------------------------------------------
-
 
 class Batch:
     """One step's tokens, flat: where their K and V are written, and what each may read. Contexts of one token to
@@ -282,7 +274,6 @@ def attention(q, keys, values, slots, mask):
 
 # 4. The forward pass ---------------------------------------------------------------------------
 
-
 class Runner:
     """Runs the forward pass, and owns the memory that it reads and writes: here one tensor on the device, all
     layers' blocks in it. (Chapter 08 has another one, whose blocks are in host memory.)"""
@@ -308,10 +299,6 @@ class Runner:
 
 # 5. The engine ---------------------------------------------------------------------------------
 
-
-SALT = {"cache_salt": (lambda value: text(value) and len(value) <= 256, "a string of at most 256 characters")}
-
-
 class Engine(Line):
     """Answers many requests at once: whoever waits, runs and is over is in its Line."""
 
@@ -326,7 +313,7 @@ class Engine(Line):
         self.promised = 0  # blocks that are leaving, and that this step has been promised
         self.failures = 0  # steps in a row that raised
         self.explain = False
-        self.fields = {**SALT, **self.cache.fields}
+        self.fields = {**CACHE_SALT, **self.cache.fields}
         self.cache.attach(self)
         self.pool.evicting, self.pools = self.cache.evicting, {"device": self.pool, **self.cache.pools}
         self.restorer = Restorer(self, self.cache, always_restore)
@@ -466,8 +453,12 @@ class Engine(Line):
             likeliest = logits.argmax(-1).tolist()  # [R]
         except Interrupted:
             return
-        except Exception as error:
-            return self.step_failed(work, error)
+        except Exception as error:  # run it again; after ATTEMPTS in a row its requests end
+            self.failures = (self.failures + 1) % ATTEMPTS
+            for request, _ in [] if self.failures else work:
+                said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+                self.finish(request, Unavailable(f"The forward pass failed {ATTEMPTS} times ({said}); ask again."))
+            return
         began, ended = self.clock.seconds(began), self.clock.seconds(self.clock.mark())
         waits = [self.clock.seconds(mark) for mark in self.restorer.waits]
         self.failures = 0
@@ -494,16 +485,6 @@ class Engine(Line):
             if request.restoration:
                 self.restorer.wait(request, index + 1)
         self.cache.save_layer(index, hidden, batch)
-
-    def step_failed(self, work: list[tuple[Request, int]], error: Exception):
-        """Nothing that the step wrote is found. It is run again, and after ATTEMPTS in a row its requests end."""
-        self.failures += 1
-        if self.failures == ATTEMPTS:
-            self.failures = 0
-            said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            for request, _ in work:
-                if request in self.running:
-                    self.finish(request, Unavailable(f"The forward pass failed {ATTEMPTS} times ({said}); ask again."))
 
     def register(self, request: Request):
         """Others find the blocks that the request has filled."""
@@ -555,50 +536,41 @@ class Engine(Line):
 
 # 6. The demo -----------------------------------------------------------------------------------
 
-CONVERSATIONS, QUESTIONS = 24, 16
+CONVERSATIONS, QUESTIONS = 16, 16
 
 
 def demo(model, frontend: Frontend, arguments):
-    """24 conversations in blocks, with and without a common beginning, and how fast many are answered at once."""
+    """16 conversations in blocks, with and without a common beginning, and how fast many are answered at once."""
     # 1. Ask: conversations of four lengths, all together; then the same behind a system prompt
-    rng, new, context = random.Random(0), max(2, min(arguments.max_tokens, 16)), frontend.context
+    rng, new, context = random.Random(0), max(2, min(arguments.max_tokens, 12)), frontend.context
     engine, size = make_engine(model, arguments), arguments.block_size
     parts = [context // (24, 12, 6, 4)[number % 4] for number in range(CONVERSATIONS)]
     plain = [lesson.conversation(frontend, rng, tokens) for tokens in parts]
     system = dict(role="system", content=lesson.document(frontend, rng, context // 4))
     ask = functools.partial(frontend.request, max_tokens=new)
     alone = [ask(messages=messages) for messages in plain]
-    tables = together(engine, alone)
     first, *others = [ask(messages=[system, *messages]) for messages in plain]
-    together(engine, [first])
-    shared_tables = together(engine, others)
+    tables = [together(engine, requests) for requests in (alone, [first], others)]
     verified = lesson.equal_to_baseline(model, [*alone, first, *others])
 
     # 2. Memory: what is reserved, and what is written
-    token_bytes = model.config.kv_numbers_per_token * model.dtype.itemsize
-    tokens, blocks = sum(len(request.tokens) - 1 for request in alone), sum(map(len, tables.values()))
-    print(f"Memory: {CONVERSATIONS} conversations, {tokens} tokens, {tokens * token_bytes / 1e6:.0f} MB of K and V")
+    tokens, blocks = sum(len(request.tokens) - 1 for request in alone), sum(map(len, tables[0].values()))
+    megabytes = model.config.kv_numbers_per_token * model.dtype.itemsize / 1e6  # K and V of one token
+    print(f"Memory: {CONVERSATIONS} conversations, {tokens} tokens, {tokens * megabytes:.0f} MB of K and V")
     rows = []
-    for what, slots in (
-        (f"{context} tokens reserved for each", CONVERSATIONS * context),
-        (f"blocks of {size} tokens", blocks * size),
-    ):
-        rows.append(dict(memory=what, reserved_bytes=slots * token_bytes, waste=1 - tokens / slots))
-        print(f"  {what:32}{slots * token_bytes / 1e6:8.0f} MB reserved {rows[-1]['waste']:8.1%} wasted")
-    print()
+    for what, slots in ((f"{context} tokens each", CONVERSATIONS * context), (f"blocks of {size}", blocks * size)):
+        rows.append(dict(memory=what, reserved_mb=slots * megabytes, waste=1 - tokens / slots))
+        print(f"  {what:20}{slots * megabytes:8.0f} MB reserved {1 - tokens / slots:8.1%} wasted")
 
     # 3. Sharing: the same beginning is computed once, and held once
-    held, distinct = sum(map(len, shared_tables.values())), len(set().union(*shared_tables.values()))
+    held, distinct = sum(map(len, tables[2].values())), len(set().union(*tables[2].values()))
     cached, prompts = sum(r.cached_tokens for r in others), sum(r.prompt_tokens for r in others)
     rows.append(dict(sharing=cached / prompts, cached_tokens=cached, blocks_in_tables=held, blocks=distinct))
+    table, at = tables[2][others[0].id], len(others[0].tokens) - 2
     print(
-        f"Sharing: {len(others)} conversations behind one system prompt\n  {cached} of {prompts} prompt tokens found in "
-        f"blocks; {held} blocks in tables, {distinct} in the pool: {held - distinct} saved"
-    )
-    table, at = shared_tables[others[0].id], len(others[0].tokens) - 2
-    print(
-        f"  One of the tables: {table}\n  Its token {at} is in slot table[{at // size}] * {size} + {at} % {size} = "
-        f"{table[at // size]} * {size} + {at % size} = {table[at // size] * size + at % size}\n"
+        f"\nSharing: {len(others)} conversations behind one system prompt\n  {cached} of {prompts} prompt tokens found in "
+        f"blocks; {held} blocks in tables, {distinct} in the pool\n  One of the tables: {table}\n  Its token {at} is in "
+        f"slot table[{at // size}] * {size} + {at % size} = {table[at // size] * size + at % size}\n"
     )
     prompt = first.tokens[: first.prompt_tokens]
     ways = {
@@ -608,7 +580,6 @@ def demo(model, frontend: Frontend, arguments):
     rows += lesson.compare(f"TTFT behind {len(prompt)} tokens", ways, "ttft_ms", "ms")
 
     # 4. Throughput: the weights are read once for all who decode
-    baseline = importlib.import_module("01_baseline").Engine(model)
     questions = [frontend.encode(None, messages[-1:])[0] for messages in plain[:QUESTIONS]]
     last: list[Request] = []
 
@@ -616,18 +587,18 @@ def demo(model, frontend: Frontend, arguments):
         began = time.perf_counter()
         for at in range(0, QUESTIONS, concurrent):
             options = dict(cache_salt=str(rng.random()))
-            last[:] = [Request(list(tokens), new, options=options) for tokens in questions[at : at + concurrent]]
+            last[:] = [Request(tokens, new, options=options) for tokens in questions[at : at + concurrent]]
             engine.generate(last)
         return QUESTIONS * new / (time.perf_counter() - began)
 
-    ways = {f"{number} at once": functools.partial(rate, engine, number) for number in (1, 4, 16)}
-    ways = {"chapter 01, one after another": lambda: rate(baseline, 1), **ways}
+    ways = {"chapter 01, one by one": lambda: rate(baseline.Engine(model), 1)}
+    ways.update({f"{number} at once": functools.partial(rate, engine, number) for number in (1, 4, 16)})
     print()
     rows += lesson.compare(f"{QUESTIONS} questions, {new} tokens an answer", ways, "tokens_per_second", "tokens/s")
-    print(f"\nOne of the {QUESTIONS} (p: prefill, d: decode)\n{last[0].timeline.chart()}")
     print(
-        "\nA single request is no faster for it: with one at a time, blocks save memory, not time. And a prefix that the\n"
-        "pool has dropped is computed again. Where else could it have been kept? Chapter 03."
+        f"\nOne of the {QUESTIONS} (p: prefill, d: decode)\n{last[0].timeline.chart()}\n\n"
+        "One at a time, blocks save memory and not time. And a prefix that the pool has dropped is computed again.\n"
+        "Where else could it have been kept? Chapter 03."
     )
     return dict(link=None, verified=verified, rows=rows, counters=engine.counters()), [last[0].timeline]
 
@@ -639,12 +610,11 @@ def together(engine: Engine, requests: list[Request]) -> dict[int, list[int]]:
         engine.submit(request)
     while any(request.outcome is None for request in requests):
         engine.step()
-        tables.update({request.id: list(request.table) for request in engine.running if request.table})
+        tables.update({request.id: list(request.table) for request in engine.running})
     return tables
 
 
 # 7. Main ---------------------------------------------------------------------------------------
-
 
 def add_arguments(parser):
     number = functools.partial(cli.bounded, int, 1)
@@ -669,9 +639,7 @@ def make_engine(model, arguments, cache: Cache | None = None) -> Engine:
 
 def compare(arguments) -> dict:
     """The ways of the chapters so far: name -> (function that makes an engine, whether to evict its device before)."""
-    baseline = importlib.import_module("01_baseline")
-    recompute = lambda model, arguments: baseline.Engine(model)  # noqa: E731
-    return {"recompute (01)": (recompute, False), "blocks on the device (02)": (make_engine, False)}
+    return {"recompute (01)": (baseline.make_engine, False), "blocks on the device (02)": (make_engine, False)}
 
 
 if __name__ == "__main__":

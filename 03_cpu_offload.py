@@ -47,7 +47,6 @@ LONGEST_SAVE = 5.0  # seconds: a copy out holds its blocks, so none is begun tha
 
 # 1. The cache ----------------------------------------------------------------------------------
 
-
 class HostCache(Cache):
     """Full blocks are copied to host memory as they fill, and come back layer by layer."""
 
@@ -131,7 +130,9 @@ class HostCache(Cache):
     def finished(self, request):
         """What it used on the device was used: it is not the next to be evicted from the host."""
         request.kept = None
-        self.host.touch(request.chain)
+        used = self.host.find(request.chain)
+        self.host.share(used)
+        self.host.release(used)
 
     def idle(self):
         return self.load_link.measure()
@@ -158,7 +159,6 @@ def starts(runs: list[tuple[int, int, int]]) -> list[int]:
 
 
 # 2. The demo -----------------------------------------------------------------------------------
-
 
 def demo(model, frontend: Frontend, arguments):
     """Conversations that push each other off a small device, and one that comes back from host memory."""
@@ -233,7 +233,6 @@ def describe(what: str, request: Request) -> dict:
 
 
 # 3. Main ---------------------------------------------------------------------------------------
-
 
 def add_arguments(parser):
     paged.add_arguments(parser)

@@ -14,6 +14,7 @@ time and peak memory of loading, each in a fresh process.
 import argparse
 import ctypes
 import gc
+import importlib
 import json
 import platform
 import statistics
@@ -32,8 +33,10 @@ from transformers.generation.streamers import BaseStreamer
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.limits import matrix_rate, memory_bandwidth  # noqa: E402
 from benchmarks.reference import one_sentence, reference_model, set_imports_aside  # noqa: E402
-from common import checkpoint  # noqa: E402
-from legacy import app, baseline, paged  # noqa: E402
+from common import checkpoint, cli  # noqa: E402
+from common.requests import Request  # noqa: E402
+
+baseline, paged = importlib.import_module("01_baseline"), importlib.import_module("02_paged_kv")
 
 CASES = [("classroom", "float32", 1.5), ("random:tinyllama", "float32", 1.4), ("random:tinyllama", "bfloat16", 1.4)]
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -71,14 +74,10 @@ def measure_theirs(model, prompt: list[int], new: int, **cache) -> tuple[float, 
 
 
 def measure_ours(engine, prompt: list[int], new: int) -> tuple[float, float, list[int]]:
-    result = engine.generate(prompt=prompt, max_tokens=new)
-    return result.ttft_ms, result.tbt_ms, result.tokens
-
-
-def measure_paged(engine, prompt: list[int], new: int) -> tuple[float, float, list[int]]:
-    """A lone request, stepped as the engine's thread would; nothing of the prompt is cached."""
-    engine.evict_cached()
-    result = paged.answer(engine, prompt=prompt, max_tokens=new)
+    """A lone request; nothing of the prompt is cached."""
+    if engine.pools:
+        engine.evict("device")
+    result = engine.generate([Request(prompt, new)])[0].outcome
     return result.ttft_ms, result.tbt_ms, result.tokens
 
 
@@ -131,7 +130,7 @@ def measure_load(name: str, dtype: str, device: str) -> dict:
 def measure_start(name: str, dtype: str, device: str, rounds: int = 5) -> dict:
     """Seconds from the interpreter's first line to a model that is loaded, as each `--demo` begins; each in a fresh process,
     after one that warms the files up."""
-    code = ("import time; began = time.perf_counter(); import legacy.baseline; "
+    code = ("import importlib, time; began = time.perf_counter(); importlib.import_module('01_baseline'); "
             f"from common import checkpoint; checkpoint.load({name!r}, {dtype!r}, {device!r}); "
             "print(time.perf_counter() - began)")
     return spread([float(subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).resolve().parent.parent,
@@ -146,13 +145,13 @@ def run_case(name: str, dtype: str, claim: float, device: str, rounds: int, new:
 
 def compare(name: str, dtype: str, claim: float, device: str, rounds: int, new: int) -> dict:
     # 1. All engines on the same weights
-    model, tokenizer, _ = checkpoint.load(name, dtype, device)
+    model, *_ = checkpoint.load(name, dtype, device)
     reference = reference_model(name, model.dtype, model.device.type)
     reference.generation_config.eos_token_id = None
     length = min(512, model.config.max_position_embeddings - new)
     prompt = torch.randint(5, model.config.vocab_size, (length,), generator=torch.Generator().manual_seed(0)).tolist()
-    make = {"01": lambda: partial(measure_ours, baseline.Engine(model, tokenizer, end_tokens=frozenset())),
-            "02": lambda: partial(measure_paged, paged.Engine(model, tokenizer, frozenset(), blocks=(len(prompt) + new) // 8)),
+    make = {"01": lambda: partial(measure_ours, baseline.Engine(model)),
+            "02": lambda: partial(measure_ours, paged.Engine(paged.Runner(model, (len(prompt) + new) // 8))),
             **{peer: lambda cache=cache: partial(measure_theirs, reference, **cache) for peer, cache in PEERS.items()
                if peer != "offloaded" or device == "cuda"}}
 
@@ -260,8 +259,8 @@ def main():
     parser.add_argument("--model", help="only this model")
     parser.add_argument("--dtype", help="only this dtype")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--rounds", type=app.bounded(int, 1, 1000), default=5)
-    parser.add_argument("--new-tokens", type=app.bounded(int, 2, 1024), default=33)
+    parser.add_argument("--rounds", type=cli.bounded(int, 1, 1000), default=5)
+    parser.add_argument("--new-tokens", type=cli.bounded(int, 2, 1024), default=33)
     parser.add_argument("--json", type=Path, help="where the results go (default benchmarks/results/baseline-DEVICE.json)")
     arguments = parser.parse_args()
     device = checkpoint.pick_device(arguments.device)

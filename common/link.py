@@ -68,10 +68,13 @@ class Transfer:
         self.start, self.end, self.error = start, end, error
         self.over.set()
 
-    def wait(self, seconds: float | None = None):
-        """Make the host wait until it is over. Raises TransferError if it failed, or took longer."""
-        if not self.over.wait(seconds):
-            raise TransferError(f"{self.label} is late")
+    def wait(self):
+        """Make the host wait until it is over. Raises TransferError if it failed."""
+        self.over.wait()
+        self.check()
+
+    def check(self):
+        """Raise TransferError if it failed."""
         if self.error is not None:
             raise TransferError(f"{self.label} failed ({self.error})")
 
@@ -93,18 +96,12 @@ class CudaTransfer(Transfer):
     def ready(self) -> bool:
         return self.end.query()
 
-    def wait(self, seconds: float | None = None):
-        deadline = time.perf_counter() + (math.inf if seconds is None else seconds)
-        while not self.ready:
-            if time.perf_counter() > deadline:
-                raise TransferError(f"{self.label} is late")
-            time.sleep(1e-4)
-        if self.error is not None:
-            raise TransferError(f"{self.label} failed ({self.error})")
+    def wait(self):
+        self.end.synchronize()
+        self.check()
 
     def queue_wait(self) -> bool:
-        if self.error is not None:
-            raise TransferError(f"{self.label} failed ({self.error})")
+        self.check()
         torch.cuda.current_stream().wait_event(self.end)
         return True
 
@@ -119,7 +116,7 @@ class Link:
     """One direction of the link. `bandwidth` in bytes/s, or a Bandwidth: of the model, where there is no GPU."""
 
     def __init__(self, lane: str, clock, bandwidth=None, wake=lambda: None):
-        self.lane, self.clock, self.wake = lane, clock, wake  # wake(): called when a modelled transfer is over
+        self.lane, self.clock, self.wake = lane, clock, wake  # called when a modelled transfer is over
         self.bandwidth = Bandwidth(bandwidth) if isinstance(bandwidth, (int, float)) else bandwidth
         self.modelled = clock.device.type != "cuda"
         self.on_their_way: deque[Transfer] = deque()
@@ -128,8 +125,7 @@ class Link:
         self.closed = threading.Event()
         if self.modelled:
             self.queue = queue.SimpleQueue()
-            arguments = self.queue, self.closed, weakref.WeakMethod(self.arrived)
-            thread = threading.Thread(target=carry, args=arguments, daemon=True)
+            thread = threading.Thread(target=carry, args=(self.queue, self.closed, wake), daemon=True)
             thread.start()
             self.close = weakref.finalize(self, close, self.queue, self.closed, thread)
         else:
@@ -176,9 +172,6 @@ class Link:
             if transfer.error is None and transfer.bytes >= 1 << 16 and end > start:  # a few bytes say nothing
                 self.speeds.append(transfer.bytes / (end - start))
 
-    def arrived(self):
-        self.wake()
-
     def speed(self) -> float:
         """Bytes per second: the median of the last transfers, or else of the model, or of a measurement."""
         with self.lock:
@@ -210,7 +203,7 @@ class Link:
         return str(self.bandwidth) if self.modelled else f"link, {self.speed() / 1e9:.1f} GB/s"
 
 
-def carry(lane: queue.SimpleQueue, closed: threading.Event, arrived: weakref.WeakMethod):
+def carry(lane: queue.SimpleQueue, closed: threading.Event, wake):
     """The thread of a modelled lane: copy each transfer, then sleep until the model says that it has arrived."""
     free = 0.0  # when the lane is free, in the model
     while (item := lane.get()) is not None:
@@ -224,10 +217,8 @@ def carry(lane: queue.SimpleQueue, closed: threading.Event, arrived: weakref.Wea
         free = max(start + seconds, time.perf_counter())  # no model is faster than this memory
         closed.wait(max(0.0, free - time.perf_counter()))
         transfer.finish(start, free, error)
-        transfer = pairs = item = None  # and what they hold
-        if (wake := arrived()) is not None:
-            wake()
-        wake = None
+        transfer = pairs = item = dst = src = None  # and what they hold
+        wake()
 
 
 def close(lane: queue.SimpleQueue, closed: threading.Event, thread: threading.Thread):

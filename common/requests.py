@@ -68,6 +68,7 @@ SAMPLING = {
              "a string of 1 to 256 characters or a list of at most 16 of them"),
     "n": (lambda v: whole(v, 1, 1), "1: a request is one answer, so send one for each answer that you want"),
 }
+CACHE_SALT = {"cache_salt": (lambda v: text(v) and len(v) <= 256, "a string of at most 256 characters")}
 PROMPT = {"prompt": (text, "a string"), "messages": (lambda v: isinstance(v, list), "a list of messages")}
 MESSAGE = {
     "role": (lambda v: v in ("system", "user", "assistant"), "system, user or assistant"),

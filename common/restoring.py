@@ -295,8 +295,7 @@ class Restorer:
             engine.sleep(restoration.deadline - time.perf_counter())
         if began:
             self.waits += began, engine.clock.mark()
-        if transfer.error is not None:
-            raise TransferError(f"{transfer.label} failed ({transfer.error})")
+        transfer.check()
         restoration.passed.append(transfer)
         return True
 

@@ -1,0 +1,240 @@
+"""Chapters 02 and 03, each comparison interleaved in one run.
+
+    python -m benchmarks.engine                                   all; results in benchmarks/results/
+    python -m benchmarks.engine --only burst --model classroom
+
+    throughput   16 requests of 32 tokens in and 64 out, at once, against chapter 01 one after another: at least 5 times
+                 the tokens per second.
+    host         TTFT behind a history in host memory: restoration within 1.05 of its bound (bytes over the link), TTFT
+                 within 1.05 of max(link, the question's own compute). The compute is a device hit of the same question.
+    burst        30 questions about one document of 1,024 tokens at once, the device evicted before: it comes back once
+                 (03) or is computed once (02), and mean TTFT is at most 1.1 of the same burst with the document on the
+                 device, and one restoration.
+    together     servers of chapters 02 and 03 (--chapters) started at once: a minute later, without requests between,
+                 TTFT of a hit is within 1.2 of a server that was started alone, and the hit is loaded.
+"""
+
+import argparse
+import importlib
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.baseline import spread, write  # noqa: E402
+from benchmarks.reference import one_sentence, set_imports_aside  # noqa: E402
+from common import checkpoint, cli, lesson  # noqa: E402
+from common import link as links  # noqa: E402
+from common.requests import Request  # noqa: E402
+
+baseline, paged, offload = (importlib.import_module(name) for name in ("01_baseline", "02_paged_kv", "03_cpu_offload"))
+ROOT = Path(__file__).resolve().parent.parent
+MODELS = {"throughput": ["classroom"], "host": ["random:small", "classroom"], "burst": ["classroom", "random:small"]}
+QUESTION, DOCUMENT, CROWD = 32, 1024, 30  # tokens, tokens, requests
+
+
+class Bench:
+    """A model, and prompts of random tokens."""
+
+    def __init__(self, name: str, dtype: str, device: str, rounds: int):
+        self.model, *_ = checkpoint.load(name, dtype, device)
+        self.rounds, self.rng = rounds, random.Random(0)
+
+    def engine(self, tokens: int, restoring: bool = True):
+        """With room for `tokens`, and twice as much on the host."""
+        blocks = -(-tokens // 16)
+        cache = offload.HostCache(2 * blocks, links.bandwidth(self.model)) if restoring else None
+        return paged.Engine(paged.Runner(self.model, blocks), cache)
+
+    def prompt(self, tokens: int) -> list[int]:
+        return [self.rng.randrange(300, self.model.config.vocab_size) for _ in range(tokens)]
+
+    def ask(self, engine, prompts: list[list[int]], new: int = 1) -> list[Request]:
+        lesson.settle(engine)
+        return engine.generate([Request(prompt, new) for prompt in prompts])
+
+
+def throughput(bench: Bench) -> list[dict]:
+    engines = {"01": baseline.Engine(bench.model), "02": bench.engine(16 * 128, restoring=False)}
+
+    def rate(which: str) -> float:
+        prompts, engine = [bench.prompt(32) for _ in range(16)], engines[which]
+        began = time.perf_counter()
+        for group in [prompts] if which == "02" else [[prompt] for prompt in prompts]:
+            bench.ask(engine, group, 64)
+        return 16 * 64 / (time.perf_counter() - began)
+
+    taken = lesson.in_turn({which: partial(rate, which) for which in engines}, bench.rounds)
+    ratio = [ours / alone for ours, alone in zip(taken["02"], taken["01"])]
+    return [dict(tokens_per_second={which: spread(samples) for which, samples in taken.items()}, ratio=spread(ratio))]
+
+
+def host(bench: Bench) -> list[dict]:
+    context, rows = bench.model.config.max_position_embeddings, []
+    for length in (length for length in (512, 1024, 1984) if length + QUESTION <= context):
+        engine, history = bench.engine(3 * context), bench.prompt(length)
+        size = length // 16 * engine.pool.block_bytes
+        bench.ask(engine, [history])
+
+        def hit(evict: bool, engine=engine, history=history) -> Request:
+            lesson.settle(engine)
+            if evict:
+                engine.evict()
+            time.sleep(0.2)  # as a request that comes after a pause
+            return bench.ask(engine, [history + bench.prompt(QUESTION)])[0]
+
+        taken = lesson.in_turn({"host": partial(hit, True), "device": partial(hit, False)}, bench.rounds)
+        loads = [[span for span in request.timeline.spans if span.lane == "load"] for request in taken["host"]]
+        restored = [1e3 * (spans[-1].end - spans[0].start) for spans in loads]
+        speed = engine.cache.load_link.speed() if not engine.cache.load_link.modelled else engine.cache.load_link.bandwidth.value
+        link = 1e3 * size / speed
+        ttft = [request.outcome.ttft_ms for request in taken["host"]]
+        compute = [request.outcome.ttft_ms for request in taken["device"]]
+        rows.append(dict(
+            history=length, bytes_restored=size, tokens_found=taken["host"][-1].found, link_gbps=speed / 1e9,
+            link_ms=link, restoration_ms=spread(restored), restoration_over_bound=spread([ms / link for ms in restored]),
+            ttft_ms=spread(ttft), device_hit_ms=spread(compute),
+            ttft_over_bound=spread([ms / max(link, other) for ms, other in zip(ttft, compute)]),
+        ))  # fmt: skip
+        engine.close()
+    return rows
+
+
+def burst(bench: Bench) -> list[dict]:
+    rows, room = [], 2 * (DOCUMENT + CROWD * 2 * QUESTION)
+    for chapter in ("02", "03"):
+        engine, document = bench.engine(room, restoring=chapter == "03"), bench.prompt(DOCUMENT)
+        bench.ask(engine, [document])
+
+        def crowd(evict: bool, engine=engine, document=document) -> tuple[float, int, int]:
+            lesson.settle(engine)
+            if evict:
+                engine.evict()
+            before = engine.counts["bytes_in"]
+            asked = bench.ask(engine, [document + bench.prompt(QUESTION) for _ in range(CROWD)])
+            computed = sum(request.prompt_tokens - request.cached_tokens for request in asked)
+            mean = statistics.mean(request.outcome.ttft_ms for request in asked)
+            return mean, engine.counts["bytes_in"] - before, computed
+
+        def alone(engine=engine, document=document) -> float:
+            lesson.settle(engine)
+            engine.evict()
+            return bench.ask(engine, [document + bench.prompt(1)])[0].outcome.ttft_ms
+
+        ways = {"evicted": partial(crowd, True), "device": partial(crowd, False), "one": alone}
+        taken = lesson.in_turn(ways, bench.rounds)
+        evicted, device = ([mean for mean, *_ in taken[case]] for case in ("evicted", "device"))
+        ratio = [one / (two + three) for one, two, three in zip(evicted, device, taken["one"])]
+        rows.append(dict(
+            chapter=chapter, evicted_ms=spread(evicted), device_ms=spread(device), one_restoration_ms=spread(taken["one"]),
+            bytes_restored=taken["evicted"][-1][1], rows_computed=taken["evicted"][-1][2],
+            document_bytes=DOCUMENT // 16 * engine.pool.block_bytes, ratio=spread(ratio),
+        ))  # fmt: skip
+        engine.close()
+    return rows
+
+
+def together(arguments) -> list[dict]:
+    """A server each, in processes of their own, as a user starts them."""
+    length, rows = 1000, []
+    words = " ".join(f"word{number % 97}" for number in range(length // 3))
+    for how, groups in (("alone", [[name] for name in arguments.chapters]), ("together", [arguments.chapters])):
+        for names in groups:
+            ports = {name: 5750 + number for number, name in enumerate(names)}
+            command = [sys.executable, "{}.py", "--model", arguments.model or "random:small", "--port", "{}"]
+            servers = [
+                subprocess.Popen([word.format(name) if word == "{}.py" else word.format(port) for word in command],
+                                 cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+                for name, port in ports.items()
+            ]  # fmt: skip
+            try:
+                for port in ports.values():
+                    wait_for(port)
+                time.sleep(arguments.pause)
+                rows += [dict(started=how, chapter=name, **hits(port, words, arguments.rounds)) for name, port in ports.items()]
+            finally:
+                for server in servers:
+                    server.terminate()
+                for server in servers:
+                    server.wait()
+    return rows
+
+
+def post(port: int, path: str, body: dict) -> dict:
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", json.dumps(body).encode())
+    with urllib.request.urlopen(request, timeout=600) as reply:
+        return json.loads(reply.read())
+
+
+def wait_for(port: int, seconds: float = 120):
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            return urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).read()
+        except OSError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.2)
+
+
+def hits(port: int, words: str, rounds: int) -> dict:
+    """Ask about the same words again and again, the device evicted before; the first one is computed."""
+    samples, sources, decisions = [], [], []
+    for number in range(rounds + 1):
+        reply = post(port, "/generate", dict(prompt=f"{words} question {number}", max_tokens=1))
+        if number:
+            samples.append(reply["ttft_ms"])
+            sources.append(reply["source"])
+            decisions += reply["decisions"]
+        time.sleep(0.5)
+        post(port, "/evict", dict(tier="device"))
+    return dict(ttft_ms=spread(samples), sources=sources, decisions=decisions)
+
+
+def show(part: str, name: str, rows: list[dict]):
+    for row in rows:
+        words = []
+        for what, value in row.items():
+            if isinstance(value, dict) and "median" in value:
+                words.append(f"{what} {value['median']:.3g} ({value['min']:.3g} to {value['max']:.3g})")
+            elif what != "decisions":
+                words.append(f"{what} {value:.4g}" if isinstance(value, float) else f"{what} {value}")
+        print(f"{part} {name}: " + ", ".join(words), flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=[*MODELS, "together"])
+    parser.add_argument("--model", help="only this model")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--rounds", type=cli.bounded(int, 1, 1000), default=5)
+    parser.add_argument("--chapters", nargs="+", default=["02_paged_kv", "03_cpu_offload"], help="of the part together")
+    parser.add_argument("--pause", type=float, default=60.0, help="seconds without requests, of the part together")
+    parser.add_argument("--json", type=Path, help="where the results go (default benchmarks/results/engine-DEVICE.json)")
+    arguments = parser.parse_args()
+    device = checkpoint.pick_device(arguments.device)
+    set_imports_aside()
+    found = {}
+    for part, models in MODELS.items():
+        if arguments.only in (None, part):
+            for name in [arguments.model] if arguments.model else models:
+                bench = Bench(name, arguments.dtype, device, arguments.rounds)
+                rows = globals()[part](bench)
+                found[f"{part} {name}"] = rows
+                show(part, name, rows)
+    if arguments.only in (None, "together"):
+        found["together"] = together(arguments)
+        show("together", arguments.model or "random:small", found["together"])
+    write("engine", device, arguments.json, found=found)
+
+
+if __name__ == "__main__":
+    with one_sentence():
+        main()
