@@ -125,10 +125,10 @@ class Engine(Line):
         """One more token of the first in line; sleep if there is nobody."""
         while self.arrivals:
             request, error = self.arrivals.popleft()
-            if error is None:
-                self.waiting.append(request)
-            else:
+            if error is not None:
                 self.finish(request, error)
+            elif request.outcome is None:  # and was not cancelled before
+                self.waiting.append(request)
         if not self.running and self.waiting:
             self.running = [self.waiting.popleft()]
             self.tokens = generate(self.model, self.running[0], self.chunk, self.kv_cache)

@@ -354,12 +354,12 @@ class Engine(Line):
             request, error = self.arrivals.popleft()
             if error is not None:
                 self.finish(request, error)
-                continue
-            self.extend(request)
-            seconds = self.restorer.seconds_to_compute(0, len(request.tokens))
-            request.patience = request.received + min(seconds, 60.0)
-            self.waiting.append(request)
-            self.cache.submitted(request)
+            elif request.outcome is None:  # and was not cancelled before
+                self.extend(request)
+                seconds = self.restorer.seconds_to_compute(0, len(request.tokens))
+                request.patience = request.received + min(seconds, 60.0)
+                self.waiting.append(request)
+                self.cache.submitted(request)
 
     # Admitting
 

@@ -108,7 +108,8 @@ class HostCache(Cache):
         """Copy device `blocks` that hold `prefixes` to the host, a transfer for each run."""
         parent = prefixes[0].parent
         after = self.host.block_of.get(parent, self.leaving.get(parent))  # continue the run of its beginning
-        copies = self.host.allocate(len(blocks), after)
+        room = self.host.num_blocks(request.prompt_tokens + request.max_tokens)  # for what will follow
+        copies = self.host.allocate(len(blocks), after, room)
         self.leaving.update(zip(prefixes, copies))
         for at, (block, copy, count) in zip(starts(runs := adjacent(blocks, copies)), runs):
             into, out_of = self.host.memory[:, :, copy : copy + count], self.pool.memory[:, :, block : block + count]

@@ -45,7 +45,7 @@ def parser_for(doc: str) -> argparse.ArgumentParser:
     what.add_argument("--demo", action="store_true", help="the lesson, in under a minute")
     what.add_argument("--prompt", type=readable, metavar="TEXT", help="answer TEXT once and end")
     add("--host", default="127.0.0.1", help="address of the server (default: this machine only)")
-    add("--port", type=bounded(int, 0, 65535), default=5000, help="of the server (default 5000, 0: any free one)")
+    add("--port", type=bounded(int, 0, 65535), default=5000, help="of the server (default 5000, 0: any)")
     add("--allow-evict", action="store_true", help="let other machines evict cached blocks too (POST /evict)")
     add("--model", default="classroom",
         help="classroom (default), tinyllama, FOLDER, OWNER/NAME on the hub, or random:NAME")
@@ -57,7 +57,8 @@ def parser_for(doc: str) -> argparse.ArgumentParser:
     add("--top-p", type=bounded(float, 1e-6, 1), default=1.0)
     add("--top-k", type=bounded(int, 0, 1 << 20), default=0)
     add("--seed", type=bounded(int, 0, (1 << 63) - 1), default=None)
-    add("--stop", type=readable, action="append", metavar="TEXT", help="end the answer before TEXT; may be repeated")
+    add("--stop", type=readable, action="append", metavar="TEXT",
+        help="end the answer before TEXT; may be repeated")
     add("--explain", action="store_true", help="print a line for each thing that a step does")
     add("--json", type=Path, metavar="FILE", help="write the numbers of the demo or of the answer")
     add("--trace", type=Path, metavar="FILE", help="write the timeline, for Perfetto or chrome://tracing")
@@ -68,10 +69,10 @@ def parser_for(doc: str) -> argparse.ArgumentParser:
 def main(doc: str, chapter: str, add_arguments, make_engine, demo, compare=None, max_waiting: int = 256):
     """Run a chapter from the command line.
 
-    add_arguments(parser)                           adds the chapter's own options
-    make_engine(model, arguments)                   returns its engine, and prints its pools to stderr
-    demo(model, frontend, arguments)                prints the lesson; returns (report for --json, timelines)
-    compare(arguments)                              returns {name: (make_engine, whether to evict)}, for the page
+    add_arguments(parser)               adds the chapter's own options
+    make_engine(model, arguments)       returns its engine, and prints its pools to stderr
+    demo(model, frontend, arguments)    prints the lesson; returns (report for --json, timelines)
+    compare(arguments)                  returns {name: (make_engine, evict its device?)}, for the page
     """
     parser = parser_for(doc)
     add_arguments(parser)
@@ -148,7 +149,7 @@ def write(arguments, report: dict, timelines: list, title: str):
 
 
 def blocks_that_fit(asked: int | None, useful: int, block_bytes: int, device, option: str) -> int:
-    """-> `asked` blocks, or by default `useful` ones, but no more than 80 % of a GPU's free memory or a quarter of
+    """Return `asked` blocks, or by default the `useful` ones, at most 80 % of a GPU's free memory or a quarter of
     the host's. Raises ModelError if they do not fit."""
     on_gpu = device.type == "cuda"
     free = torch.cuda.mem_get_info()[0] if on_gpu else checkpoint.free_host_memory()
@@ -156,6 +157,5 @@ def blocks_that_fit(asked: int | None, useful: int, block_bytes: int, device, op
     if blocks * block_bytes > free:
         raise checkpoint.ModelError(
             f"{blocks} blocks take {blocks * block_bytes / 1e9:.1f} GB and {free / 1e9:.1f} GB are free; choose at most "
-            f"{option} {int(free // block_bytes)}."
-        )
+            f"{option} {int(free // block_bytes)}.")
     return blocks

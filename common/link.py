@@ -68,9 +68,10 @@ class Transfer:
         self.start, self.end, self.error = start, end, error
         self.over.set()
 
-    def wait(self):
-        """Make the host wait until it is over. Raises TransferError if it failed."""
-        self.over.wait()
+    def wait(self, seconds: float | None = None):
+        """Make the host wait until it is over. Raises TransferError if it failed, or took longer."""
+        if not self.over.wait(seconds):
+            raise TransferError(f"{self.label} is late")
         self.check()
 
     def check(self):
@@ -96,7 +97,7 @@ class CudaTransfer(Transfer):
     def ready(self) -> bool:
         return self.end.query()
 
-    def wait(self):
+    def wait(self, seconds: float | None = None):
         self.end.synchronize()
         self.check()
 

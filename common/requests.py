@@ -43,6 +43,7 @@ class Unavailable(RequestError):
     """The server is closing, or a step failed several times in a row."""
     status, kind = 503, "unavailable_error"
 
+
 # 2. Fields --------------------------------------------------------------------------------------------------
 
 def whole(value, low: int, high: int) -> bool:
@@ -78,6 +79,7 @@ MESSAGE = {
 def text_part(value) -> bool:
     return isinstance(value, dict) and value.get("type") == "text" and text(value.get("text"))
 
+
 def parse_json(raw: bytes, what: str = "The body"):
     """Raises BadRequest at what is not JSON in UTF-8."""
     try:
@@ -86,6 +88,7 @@ def parse_json(raw: bytes, what: str = "The body"):
         raise BadRequest(f"{what} is not UTF-8.") from None
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"{what} is not JSON ({str(error)[:80]}).") from None
+
 
 def check_fields(body, fields: dict, what: str = "The body") -> dict:
     """Return the fields of a JSON object that are set. Raises BadRequest at one that is unknown or wrong."""
@@ -102,6 +105,7 @@ def check_fields(body, fields: dict, what: str = "The body") -> dict:
         given["messages"] = check_messages(given["messages"])
     return given
 
+
 def check_messages(messages) -> list[dict]:
     """Turn OpenAI's messages into [{role, content}] with strings as contents. Raises BadRequest."""
     checked = []
@@ -116,6 +120,7 @@ def check_messages(messages) -> list[dict]:
     if not checked or not checked[-1]["content"]:
         raise BadRequest("messages must hold at least one message, and the last must not be empty.")
     return checked
+
 
 # 3. Text ----------------------------------------------------------------------------------------------------
 
@@ -147,6 +152,7 @@ class Writer:
         piece, self.sent = self.text[self.sent:end], end
         return piece
 
+
 # 4. Request and result --------------------------------------------------------------------------------------
 
 @dataclass
@@ -174,6 +180,7 @@ class Result:
         numbers = (f"{prompt} prompt tokens, {cached} of them cached ({self.source}); {new} new; "
                    f"TTFT {self.ttft_ms:.1f} ms{tbt}")
         return "\n".join([numbers, *self.decisions])
+
 
 @dataclass(eq=False)
 class Request:
@@ -288,6 +295,7 @@ class Request:
             self.outcome = error
         self.pieces.put(self.outcome)
 
+
 # 5. From what is asked to a Request -------------------------------------------------------------------------
 
 class Frontend:
@@ -339,6 +347,7 @@ class Frontend:
             raise BadRequest(f"Token ids must be from 0 to {self.model.config.vocab_size - 1}, one at least.")
         differ = (index for index, (new, old) in enumerate(zip(tokens, earlier)) if new != old)
         return tokens, next(differ, min(len(tokens), len(earlier)))
+
 
 # 6. Who waits and who runs ----------------------------------------------------------------------------------
 

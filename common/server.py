@@ -1,7 +1,7 @@
 """The engine's thread and waiting line; HTTP: /generate, OpenAI's routes, and what the page asks for.
 
-One thread calls `engine.step()`. HTTP threads call `engine.submit` and `engine.cancel`, read the pieces of their request,
-and look at the engine beside its steps: they copy a list before they go through it, and a picture may mix two moments.
+One thread calls `engine.step()`. HTTP threads call `engine.submit` and `engine.cancel`, read the pieces of
+their request, and look at the engine beside its steps: they copy lists, and may see two moments mixed.
 """
 import gc
 import io
@@ -16,19 +16,19 @@ import time
 import uuid
 from concurrent.futures import Future
 from contextlib import closing, redirect_stderr
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from common import checkpoint
-from common.requests import (
-    PROMPT, SAMPLING, BadRequest, Busy, Forbidden, HungUp, NotHere, Request, RequestError, Result, TooLarge,
-    Unavailable, check_fields, parse_json, text, whole)
+from common import checkpoint, requests
+from common.requests import SAMPLING, BadRequest, Request, RequestError, Result, Unavailable, check_fields
 
 MAX_BODY = 1 << 20                 # bytes of an HTTP request; a full context fits many times
-SILENCE = 0.5                      # seconds after which a thread that waits for a piece looks whether its client hung up
+SILENCE = 0.5                      # seconds after which a thread that waits looks whether its client hung up
 LOOK = 0.2                         # seconds for which all open pages share one look at the engine
-ROUNDS, PATIENCE = 5, 20.0         # of a comparison, after a warm-up; seconds after which it begins no further round
+ROUNDS, PATIENCE = 5, 20.0         # of a comparison, after a warm-up; seconds after which no round begins
 SHUTTING = "The server is shutting down; ask again when it is back."
+DEFECT = "An error inside the server; its log says more, and the engine goes on."
 STREAM = {"stream": (lambda v: isinstance(v, bool), "true or false")}
 # What OpenAI's clients may send and this server does not do: taken only where it asks for nothing.
 NEUTRAL = {"best_of": 1, "echo": False, "suffix": "", "logprobs": False, "top_logprobs": 0, "logit_bias": {},
@@ -36,29 +36,32 @@ NEUTRAL = {"best_of": 1, "echo": False, "suffix": "", "logprobs": False, "top_lo
            "response_format": {"type": "text"}}
 
 
-# 1. The engine's thread ----------------------------------------------------------------------------------------
+# 1. The engine's thread -------------------------------------------------------------------------------------
 
 class Server:
     """Run an engine on a thread of its own, and answer any number of threads.
 
-    info: chapter, model, device and dtype. max_waiting: requests in line, beyond which others are refused. compare:
-    name -> (function that makes an engine, whether its device is evicted before each question), chapter 01 first."""
+    info: chapter, model, device and dtype. max_waiting: requests in line, beyond which others are refused.
+    compare: name -> (function that makes an engine, whether to evict its device), chapter 01 first."""
 
     def __init__(self, engine, frontend, info: dict, max_waiting: int = 256, compare: dict | None = None):
         self.engine, self.frontend, self.info = engine, frontend, info
         self.max_waiting, self.compare = max_waiting, compare or {}
         self.lock = threading.Lock()                            # of `open`, `refused` and `closing`
-        self.open: set[Request] = set()                         # those that somebody waits for
+        self.open: list[Request] = []                           # those that somebody waits for
         self.refused, self.closing = 0, False
         self.jobs = queue.SimpleQueue()                         # (function, Future), to run between two steps
         self.comparing = threading.Lock()
-        self.seen, self.due = "", 0.0                           # the last look at the engine, and until when it is good
+        self.seen, self.due = "", 0.0                           # the last look, and when to look again
         self.thread = threading.Thread(target=self.run, name="engine", daemon=True)
         self.thread.start()
 
     def run(self):
         """Step until the server is closed and everybody is answered."""
         while self.engine.busy or not self.closing:
+            if self.closing:                                # the step that ends the last one must not sleep
+                time.sleep(0.001)
+                self.engine.wake.set()
             while not self.jobs.empty():
                 function, future = self.jobs.get()
                 try:
@@ -67,9 +70,9 @@ class Server:
                     future.set_exception(error)
             try:
                 self.engine.step()
-            except Exception as error:
+            except Exception:
                 logging.getLogger("kv").exception("a step failed")
-                self.engine.fail(RequestError("An error inside the server; its log says more, and the engine goes on."))
+                self.engine.fail(RequestError(DEFECT))
                 self.engine.wake.wait(1.0)                      # a defect that stays fills the log slowly
 
     def between_steps(self, function):
@@ -89,17 +92,17 @@ class Server:
         return [request for request in list(self.open) if request.outcome is None and request not in running]
 
     def stream(self, **fields):
-        """Yield pieces of text, "" after each SILENCE, and last the Result; closing the iterator cancels the request.
-        Arguments are those of Frontend.request. Raises BadRequest, Busy or Unavailable, the latter also later."""
+        """Yield pieces of text, "" after each SILENCE, and last the Result; closing the iterator cancels the
+        request. Arguments are those of Frontend.request. Raises BadRequest, Busy or Unavailable."""
         try:
             request = self.frontend.request(**fields)
             with self.lock:
                 if self.closing:
                     raise Unavailable(SHUTTING)
                 if len(self.waiting()) >= self.max_waiting:
-                    raise Busy(f"{self.max_waiting} requests are waiting already; try again later.")
+                    raise requests.Busy(f"{self.max_waiting} requests are waiting already; try again later.")
                 self.engine.submit(request)
-                self.open.add(request)
+                self.open.append(request)
         except RequestError:
             with self.lock:
                 self.refused += 1
@@ -122,31 +125,24 @@ class Server:
             yield piece
         finally:
             with self.lock:
-                self.open.discard(request)
+                self.open.remove(request)
             if request.outcome is None:
-                self.engine.cancel(request, HungUp("The client hung up."))
+                self.engine.cancel(request, requests.HungUp("The client hung up."))
 
-    def close(self):
-        """Stop accepting; reject queued requests, let running ones finish."""
+    def close(self, running: bool = False):
+        """Stop accepting; reject queued requests, let running ones finish, or cancel them too."""
         with self.lock:
             self.closing = True
-        for request in self.waiting():
-            if not request.new:
+        for request in list(self.open) if running else self.waiting():
+            if running or not request.new:                      # a preempted one has tokens, and is answered
                 self.engine.cancel(request, Unavailable(SHUTTING))
         self.engine.wake.set()
-
-    def end(self):
-        """Cancel what still runs, and wait for the engine's thread."""
-        self.close()
-        for request in list(self.open):
-            self.engine.cancel(request, Unavailable(SHUTTING))
-        self.thread.join(timeout=5)
 
     def counters(self) -> dict:
         return dict(self.engine.counters(), refused=self.refused)
 
     def state(self) -> str:
-        """What the page shows, as JSON. However many pages are open, looking takes a tenth of the time at most."""
+        """What the page shows, as JSON. However many pages are open, looking takes a tenth of the time."""
         began = time.perf_counter()
         if began >= self.due:
             self.seen = json.dumps(look(self), default=str)
@@ -154,73 +150,64 @@ class Server:
         return self.seen
 
 
-# 2. What the page shows ----------------------------------------------------------------------------------------
+# 2. What the page shows -------------------------------------------------------------------------------------
 
 def look(server: Server) -> dict:
     engine, waiting, running = server.engine, server.waiting(), list(server.engine.running)
-    pools = {}
+    listed, pools = [], {}
+    for request in running + waiting:
+        state = "waiting" if request in waiting else "decode" if request.new else "prefill"
+        state = "restoring" if request.restoration is not None else state
+        listed.append(dict(
+            id=request.id, state=state, source=request.source, found=dict(request.found),
+            prompt_tokens=request.prompt_tokens, computed=min(request.computed, request.prompt_tokens),
+            new_tokens=len(request.new)))
     for name, pool in engine.pools.items():
         tables = [(list(request.table), request.computed) for request in running] if name == "device" else []
-        states = block_states(pool, tables, engine.block_size)
+        states = block_states(pool, tables)
         pools[name] = dict(blocks=len(states), block_bytes=pool.block_bytes, states=states)
-    finished = [dict(id=result.id, source=result.source, found=result.found, decisions=result.decisions,
-                     usage=result.usage, ttft_ms=result.ttft_ms, tbt_ms=result.tbt_ms,
-                     version=len(result.timeline.spans))
-                for result in (request.outcome for request in list(engine.over))]
-    return dict(info=dict(server.info, compare=list(server.compare), context=server.frontend.context),
-                requests=[request_state(request, "waiting") for request in waiting] +
-                         [request_state(request, running_state(request)) for request in running],
-                pools=pools, counters=server.counters(), finished=finished)
+    results = [request.outcome for request in list(engine.over)]
+    shown = ("id", "source", "found", "decisions", "usage", "ttft_ms", "tbt_ms")
+    finished = [{**{name: getattr(result, name) for name in shown}, "version": len(result.timeline.spans)}
+                for result in results]
+    info = dict(server.info, compare=list(server.compare), context=server.frontend.context)
+    return dict(info=info, requests=listed, pools=pools, counters=server.counters(), finished=finished)
 
 
-def request_state(request: Request, state: str) -> dict:
-    return dict(id=request.id, state=state, prompt_tokens=request.prompt_tokens, new_tokens=len(request.new),
-                computed=min(request.computed, request.prompt_tokens), found=dict(request.found),
-                source=request.source)
-
-
-def running_state(request: Request) -> str:
-    if request.restoration is not None:
-        return "restoring"
-    return "decode" if request.new else "prefill"
-
-
-def block_states(pool, tables: list[tuple[list[int], int]], block_size: int) -> str:
-    """A letter per block: . free, - cached (unreferenced, found by its prefix), r reserved (nothing is in it yet), u in
-    use, s shared by several requests, f in flight (referenced, but by no table). `tables`: of the requests that run,
-    each with how many tokens are computed."""
+def block_states(pool, tables: list[tuple[list[int], int]]) -> str:
+    """A letter per block: . free, - cached (unreferenced, found by its prefix), r reserved (not written yet),
+    u in use, s shared by several requests, f in flight (referenced, but by no table). `tables`: of running
+    requests, each with its number of computed tokens."""
     states = [".-"[prefix is not None] for prefix in list(pool.prefix_of)]
     for block, references in enumerate(list(pool.references)):
         if references:
             states[block] = "f"
     for table, computed in tables:
         for index, block in enumerate(table):
-            alone = "u" if index * block_size < computed else "r"
+            alone = "u" if index * pool.block_size < computed else "r"
             states[block] = "s" if states[block] in "urs" else alone
     return "".join(states)
 
 
 def compare(server: Server, tokens: list[int], max_tokens: int):
-    """Answer one prompt in all ways, in turn, in engines of their own. Yield the progress, and last a row for each way:
-    medians in milliseconds, with the least and the greatest."""
-    engines, results, disturbed, began = {}, {name: [] for name in server.compare}, False, time.perf_counter()
+    """Answer one prompt in all ways, in turn, in engines of their own. Yield the progress, and last a row for
+    each way: its median TTFT in milliseconds, and whether its tokens are those of the first way."""
+    engines, results, began = {}, {name: [] for name in server.compare}, time.perf_counter()
     try:
         for number in range(1 + ROUNDS):                        # the first is the warm-up
             if number > 1 and time.perf_counter() - began > PATIENCE:
                 break
-            for way, (name, (make_engine, evict)) in enumerate(server.compare.items()):
+            for way, (name, (make_engine, evict)) in enumerate(server.compare.items(), number * len(results)):
+                yield dict(progress=dict(done=way, of=(1 + ROUNDS) * len(results), way=name))
                 if server.closing:
                     raise Unavailable(SHUTTING)
-                done = number * len(results) + way
-                yield dict(progress=dict(done=done, of=(1 + ROUNDS) * len(results), way=name))
                 engine = engines[name] = engines.get(name) or make_engine()
                 if evict and "device" in engine.pools:
                     engine.evict("device")
                 request = Request(list(tokens), max_tokens, end_tokens=server.frontend.end_tokens)
                 results[name].append(engine.generate([request])[0].outcome)
-                while engine.busy:                              # what it saves is saved before it is asked again
+                while engine.busy:                              # saving ends before it is asked again
                     engine.step()
-                disturbed = disturbed or bool(server.open)
     except checkpoint.ModelError as error:                      # there is no memory for one more engine
         raise BadRequest(str(error)) from None
     finally:
@@ -230,65 +217,68 @@ def compare(server: Server, tokens: list[int], max_tokens: int):
     for name, found in results.items():
         times = [result.ttft_ms for result in found[1:]]
         rows.append(dict(way=name, ttft_ms=statistics.median(times), min_ms=min(times), max_ms=max(times),
-                         samples=len(times), source=found[-1].source, cached_tokens=found[-1].usage["cached_tokens"],
+                         samples=len(times), source=found[-1].source,
                          equal=all(result.tokens == expected for result in found)))
-    yield dict(rows=rows, disturbed=disturbed)
+    yield dict(rows=rows)
 
 
-# 3. OpenAI's requests and replies ------------------------------------------------------------------------------
+# 3. OpenAI's requests and replies ---------------------------------------------------------------------------
 
 def openai_fields(body, chat: bool, frontend) -> tuple[dict, bool, bool]:
-    """Turn the body of a chat, or else of a completion, into arguments for Frontend.request, whether to stream, and
-    whether the stream ends with its usage. Raises BadRequest."""
+    """Turn the body of a chat, or else of a completion, into arguments for Frontend.request, whether to
+    stream, and whether the stream ends with its usage. Raises BadRequest."""
     prompt_field = "messages" if chat else "prompt"
-    prompt = PROMPT["messages"] if chat else (
-        lambda v: text(v) or (isinstance(v, list) and all(whole(token, 0, 1 << 31) for token in v)),
-        "a string or a list of token ids")
-    others = {"model": (text, "a string"), "user": (text, "a string"), "store": (lambda v: v is False, "false"),
-              "stream_options": (is_stream_options, 'an object like {"include_usage": true}'),
-              "max_completion_tokens": SAMPLING["max_tokens"]}
+    prompt = requests.PROMPT["messages"] if chat else (text_or_ids, "a string or a list of token ids")
+    fields = {prompt_field: prompt, **SAMPLING, **STREAM, **frontend.fields,
+              "max_completion_tokens": SAMPLING["max_tokens"],
+              "model": (requests.text, "a string"), "user": (requests.text, "a string"),
+              "store": (lambda v: v is False, "false"),
+              "stream_options": (stream_options, 'an object like {"include_usage": true}')}
     for name, nothing in NEUTRAL.items():
-        others[name] = (lambda v, nothing=nothing: v == nothing and isinstance(v, bool) == isinstance(nothing, bool),
-                        f"{json.dumps(nothing)}: more is not supported")
-    fields = check_fields(body, {prompt_field: prompt, **SAMPLING, **STREAM, **others, **frontend.fields})
-    if "max_completion_tokens" in fields:
-        fields["max_tokens"] = fields["max_completion_tokens"]
-    fields.setdefault("temperature", 1.0)       # OpenAI's default; our own /generate is greedy
-    if isinstance(fields.get("prompt"), str):   # a completion continues the text as it stands
-        fields["prompt"] = frontend.tokenizer.encode(fields["prompt"])
-    asked = {name: fields[name] for name in fields if name in (prompt_field, *SAMPLING, *frontend.fields)}
-    return asked, fields.get("stream", False), fields.get("stream_options", {}).get("include_usage", False)
+        fields[name] = partial(same, nothing), f"{json.dumps(nothing)}: more is not supported"
+    given = check_fields(body, fields)
+    asked = {name: given[name] for name in given if name in (prompt_field, *SAMPLING, *frontend.fields)}
+    asked.setdefault("temperature", 1.0)        # OpenAI's default; our own /generate is greedy
+    if "max_completion_tokens" in given:
+        asked["max_tokens"] = given["max_completion_tokens"]
+    if isinstance(asked.get("prompt"), str):    # a completion continues the text as it stands
+        asked["prompt"] = frontend.tokenizer.encode(asked["prompt"])
+    return asked, given.get("stream", False), given.get("stream_options", {}).get("include_usage", False)
 
 
-def is_stream_options(value) -> bool:
+def same(nothing, value) -> bool:
+    return value == nothing and isinstance(value, bool) == isinstance(nothing, bool)
+
+
+def text_or_ids(value) -> bool:
+    return requests.text(value) or (
+        isinstance(value, list) and all(requests.whole(token, 0, 1 << 31) for token in value))
+
+
+def stream_options(value) -> bool:
     return isinstance(value, dict) and all(
         name == "include_usage" and isinstance(given, bool) for name, given in value.items())
 
 
-def openai_head(chat: bool, model: str, kind: str) -> dict:
-    reply_id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
-    return dict(id=reply_id, created=int(time.time()), model=model, object=kind)
-
-
-def openai_usage(result: Result) -> dict:
-    used = result.usage
-    return dict(used, total_tokens=used["prompt_tokens"] + used["completion_tokens"],
-                prompt_tokens_details=dict(cached_tokens=used["cached_tokens"]))
+def openai_body(chat: bool, model: str, stream: bool = False) -> dict:
+    """Begin a reply, or a chunk of a stream."""
+    kind = ("chat.completion.chunk" if stream else "chat.completion") if chat else "text_completion"
+    prefix = "chatcmpl" if chat else "cmpl"
+    return dict(id=f"{prefix}-{uuid.uuid4().hex}", created=int(time.time()), model=model, object=kind)
 
 
 def openai_choices(reason: str | None = None, **content) -> list[dict]:
     return [dict(index=0, finish_reason=reason, logprobs=None, **content)]
 
 
-def openai_reply(result: Result, chat: bool, model: str) -> dict:
-    content = dict(message=dict(role="assistant", content=result.text)) if chat else dict(text=result.text)
-    return dict(openai_head(chat, model, "chat.completion" if chat else "text_completion"),
-                usage=openai_usage(result), choices=openai_choices(result.finish_reason, **content))
+def openai_usage(used: dict) -> dict:
+    return dict(used, total_tokens=used["prompt_tokens"] + used["completion_tokens"],
+                prompt_tokens_details=dict(cached_tokens=used["cached_tokens"]))
 
 
 def openai_chunks(pieces, chat: bool, model: str, with_usage: bool):
     """Yield the chunks of a stream: JSON objects, and last the string [DONE]."""
-    chunk = openai_head(chat, model, "chat.completion.chunk" if chat else "text_completion")
+    chunk = openai_body(chat, model, stream=True)
     if with_usage:
         chunk["usage"] = None
     if chat:
@@ -297,15 +287,14 @@ def openai_chunks(pieces, chat: bool, model: str, with_usage: bool):
         if isinstance(piece, str):
             content = dict(delta=dict(content=piece)) if chat else dict(text=piece)
             yield dict(chunk, choices=openai_choices(**content))
-        else:
-            content = dict(delta={}) if chat else dict(text="")
-            yield dict(chunk, choices=openai_choices(piece.finish_reason, **content))
-            if with_usage:
-                yield dict(chunk, choices=[], usage=openai_usage(piece))
+    nothing = dict(delta={}) if chat else dict(text="")
+    yield dict(chunk, choices=openai_choices(piece.finish_reason, **nothing))
+    if with_usage:
+        yield dict(chunk, choices=[], usage=openai_usage(piece.usage))
     yield "[DONE]"
 
 
-# 4. HTTP -------------------------------------------------------------------------------------------------------
+# 4. HTTP ----------------------------------------------------------------------------------------------------
 
 def hung_up(connection) -> bool:
     """Whether the client at the other end of a socket has closed it, or its half of it."""
@@ -316,7 +305,7 @@ def hung_up(connection) -> bool:
 
 
 def make_app(server: Server, allow_evict: bool = False):
-    """Make the Flask app. allow_evict: POST /evict is for everybody, not only for programs on this machine."""
+    """Make the Flask app. allow_evict: POST /evict is for everybody, not only for this machine."""
     from flask import Flask, Response, jsonify, request
     from werkzeug.exceptions import HTTPException
 
@@ -331,17 +320,17 @@ def make_app(server: Server, allow_evict: bool = False):
             if len(raw) > MAX_BODY:
                 while stream.read(MAX_BODY):    # whoever is still sending would not see the answer
                     pass
-                raise TooLarge(f"The body is larger than {MAX_BODY} bytes; send less.")
+                raise requests.TooLarge(f"The body is larger than {MAX_BODY} bytes; send less.")
         except (ValueError, OSError) as error:  # broken chunks
             raise BadRequest(f"The body is not JSON ({str(error)[:80]}).") from None
-        return parse_json(raw)
+        return requests.parse_json(raw)
 
     def watch(pieces, connection):
         """Yield from `pieces` what is not empty, until the client is gone."""
         with closing(pieces):
             for piece in pieces:
                 if connection and hung_up(connection):
-                    raise HungUp("The client hung up.")
+                    raise requests.HungUp("The client hung up.")
                 if piece:
                     yield piece
 
@@ -361,7 +350,7 @@ def make_app(server: Server, allow_evict: bool = False):
 
     @app.post("/generate")
     def generate():
-        fields = check_fields(body(), {**PROMPT, **SAMPLING, **STREAM, **frontend.fields})
+        fields = check_fields(body(), {**requests.PROMPT, **SAMPLING, **STREAM, **frontend.fields})
         streaming = fields.pop("stream", False)
         pieces = ask(fields)
         if streaming:
@@ -378,7 +367,10 @@ def make_app(server: Server, allow_evict: bool = False):
         if streaming:
             return events(openai_chunks(pieces, chat, model, with_usage))
         *_, result = pieces
-        return jsonify(openai_reply(result, chat, model))
+        message = dict(role="assistant", content=result.text)
+        content = dict(message=message) if chat else dict(text=result.text)
+        return jsonify(**openai_body(chat, model), usage=openai_usage(result.usage),
+                       choices=openai_choices(result.finish_reason, **content))
 
     served = dict(id=model, object="model", created=0, owned_by="local")
 
@@ -386,10 +378,10 @@ def make_app(server: Server, allow_evict: bool = False):
     def models():
         return jsonify(object="list", data=[served])
 
-    @app.get("/v1/models/<path:name>")          # OWNER/NAME has a slash, and the path of a folder begins with one
+    @app.get("/v1/models/<path:name>")          # OWNER/NAME has a slash, a folder's path begins with one
     def find_model(name: str):
         if name.strip("/") != model.strip("/"):
-            raise NotHere(f"There is no model {name[:80]!r}; {model!r} is served.")
+            raise requests.NotHere(f"There is no model {name[:80]!r}; {model!r} is served.")
         return jsonify(served)
 
     @app.get("/health")
@@ -406,60 +398,61 @@ def make_app(server: Server, allow_evict: bool = False):
 
     @app.get("/timelines/<int:number>.svg")
     def timeline(number: int):
-        for result in (finished.outcome for finished in list(engine.over)):
-            if result.id == number:
-                return Response(result.timeline.svg(f"Request {number}: {result.source}"), mimetype="image/svg+xml",
-                                headers={"Cache-Control": "no-store"})
-        raise NotHere(f"The timeline of request {number} is not kept; GET /state names those that are.")
+        for finished in list(engine.over):
+            if finished.id == number:
+                picture = finished.timeline.svg(f"Request {number}: {finished.source}")
+                return Response(picture, mimetype="image/svg+xml", headers={"Cache-Control": "no-store"})
+        raise requests.NotHere(f"The timeline of request {number} is not kept; GET /state names those kept.")
 
     def is_local() -> bool:
-        """Whether a program on this machine asks, or the page; not a browser that another web page has sent."""
+        """Whether a program on this machine asks, or the page; not a browser sent by another web page."""
         try:
             local = ipaddress.ip_address(request.remote_addr or "").is_loopback
             name = urlsplit(f"//{request.host}").hostname
         except ValueError:
             return False
         own = f"http://{request.host}"
-        return local and name in ("127.0.0.1", "::1", "localhost") and request.headers.get("Origin", own) == own
+        same_origin = request.headers.get("Origin", own) == own
+        return local and name in ("127.0.0.1", "::1", "localhost") and same_origin
 
     @app.post("/evict")
     def evict():
         if not allow_evict and not is_local():
-            raise Forbidden("/evict is for programs on the server's machine; ask from there, or start it with "
-                            "--allow-evict.")
+            raise requests.Forbidden("/evict is for programs on the server's machine; ask from there, or "
+                                     "start the server with --allow-evict.")
         names = list(engine.pools)
-        name = check_fields(body(), {"tier": (lambda v: v in names, f"one of {', '.join(names) or 'none'}")}).get("tier")
-        if name is None:
+        tier = lambda v: v in names, f"one of {', '.join(names) or 'none'}"     # noqa: E731
+        fields = check_fields(body(), {"tier": tier})
+        if not fields:
             raise BadRequest("Give the tier to evict.")
-        return jsonify(tier=name, evicted=server.between_steps(lambda: engine.evict(name)))
+        return jsonify(evicted=server.between_steps(lambda: engine.evict(fields["tier"])))
 
     @app.post("/compare")
     def comparison():
-        fields = check_fields(body(), PROMPT)
+        fields = check_fields(body(), requests.PROMPT)
         if not server.compare:
-            raise NotHere("This chapter has nothing to compare.")
+            raise requests.NotHere("This chapter has nothing to compare.")
         asked = frontend.request(**fields, max_tokens=8)
         if not server.comparing.acquire(blocking=False):
-            raise Busy("Another comparison is running; ask again when it is over.")
+            raise requests.Busy("Another comparison is running; ask again when it is over.")
 
         def rows():
             try:
                 yield from compare(server, asked.tokens, asked.max_tokens)
             finally:
                 server.comparing.release()
-        started = watch(rows(), request.environ.get("werkzeug.socket"))
-        return events(started)
+        return events(watch(rows(), request.environ.get("werkzeug.socket")))
 
     @app.errorhandler(Exception)
     def explain(error):
         """Return the body of an error, with one sentence for the user, and its status."""
         if isinstance(error, HTTPException):    # raised by Flask
             message = error.description if error.code not in (404, 405) else (
-                f"{request.method} {request.path[:80]} is nothing here; see GET / for the page and GET /health.")
+                f"{request.method} {request.path[:80]} is nothing here; see GET / and GET /health.")
             return dict(error=dict(message=message, type=BadRequest.kind)), error.code
         if not isinstance(error, RequestError):
             app.logger.error("unexpected error", exc_info=error)
-            error = RequestError("An error inside the server; its log says more, and the engine goes on.")
+            error = RequestError(DEFECT)
         return dict(error=dict(message=str(error), type=error.kind)), error.status
 
     return app
@@ -470,8 +463,9 @@ def listen(host: str, port: int):
     from werkzeug.serving import WSGIRequestHandler, make_server
 
     class Quiet(WSGIRequestHandler):
-        error_content_type = "application/json"                 # of what is not HTTP, and so never reaches the app
-        error_message_format = '{"error": {"message": "This is not an HTTP request.", "type": "invalid_request_error"}}'
+        error_content_type = "application/json"         # of what is not HTTP, and never reaches the app
+        error_message_format = json.dumps(dict(error=dict(
+            message="This is not an HTTP request.", type=BadRequest.kind)))
 
         def log_request(self, *_):              # one line a request would drown what a class should see
             pass
@@ -482,18 +476,20 @@ def listen(host: str, port: int):
             return make_server(host, port, None, threaded=True, request_handler=Quiet)
     except (OSError, UnicodeError, SystemExit) as error:
         reason = (said.getvalue() or str(error)).splitlines()[0]
-        raise OSError(f"Cannot listen on {host}:{port} ({reason}); choose another with --host and --port.") from None
+        raise OSError(f"Cannot listen on {host}:{port} ({reason}); choose another with --host and --port."
+                      ) from None
 
 
 def serve(listener, server: Server, allow_evict: bool = False):
     """Answer until Ctrl-C."""
     listener.app = make_app(server, allow_evict)
-    gc.freeze()     # else Python's collector goes through the model now and then, and nobody gets a token for 0.1 s
+    gc.freeze()     # else the collector goes through the model at times, and nobody gets a token for 0.1 s
     print(f"{server.info['chapter']} serves {server.info['model']} on http://{listener.host}:{listener.port}"
           "   (Ctrl-C ends it)", flush=True)
     listener.serve_forever()                    # werkzeug takes the KeyboardInterrupt for itself
     server.close()
     server.comparing.acquire(timeout=5)         # a comparison closes its engines
     time.sleep(SILENCE)                         # those in line are being told
-    server.end()
+    server.close(running=True)
+    server.thread.join(timeout=5)
     raise KeyboardInterrupt

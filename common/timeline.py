@@ -1,7 +1,7 @@
 """Who was busy when.
 
-A timeline is a list of spans (lane, label, start, end). It is a text chart in the demos, a picture on the page
-and with `--svg`, and a trace file that opens in Perfetto or chrome://tracing. On a GPU a point in time is a CUDA
+A timeline is a list of spans (lane, label, start, end): a text chart in the demos, a picture on the page and
+with `--svg`, a trace file that opens in Perfetto or chrome://tracing. On a GPU a point in time is a CUDA
 event, which Clock turns into seconds of the host's clock when it has passed.
 """
 import json
@@ -21,11 +21,11 @@ LONG = 4                           # times until the first token: what is drawn 
 COLORS = dict(compute=("#2a5cc4", "#8ab4ff"), load=("#9a5b00", "#f0b64a"), save=("#0f7464", "#5fcfb8"),
               storage=("#b5372a", "#ff9c8a"), hidden=("#7a3fb0", "#cfa4ff"), device=("#2f7a2a", "#86d67a"),
               other=("#566174", "#a3afc0"))                     # on a light page, on a dark one
-CELLS = dict(m="compute", c="load", H="hidden", K="load", R="compute", g="device", s="storage")     # of a plan
+CELLS = dict(m="compute", c="load", H="hidden", K="load", R="compute", g="device", s="storage")
 
 
 class Clock:
-    """Mark points in time where a device computes or copies; in seconds of time.perf_counter() once passed."""
+    """Mark points in time where a device computes or copies, in seconds of time.perf_counter()."""
     REBASE = 10.0                  # seconds: CUDA gives float32 milliseconds between events, exact while few
 
     def __init__(self, device):
@@ -78,8 +78,8 @@ class Timeline:
             self.add(lane, label, start, time.perf_counter())
 
     def add(self, lane: str, label: str, start: float, end: float, idle=()):
-        """Add a span measured elsewhere, in seconds of time.perf_counter(), without the (start, end) in `idle`,
-        in order, and without what was before the timeline began."""
+        """Add a span measured elsewhere, in seconds of time.perf_counter(), without the (start, end) in
+        `idle`, in order, and without what was before the timeline began."""
         for stop, resume in (*idle, (end, end)):
             if stop >= self.began:
                 self.spans.append(Span(lane, label, max(0.0, start - self.began), stop - self.began))
@@ -111,8 +111,8 @@ class Timeline:
                      end_ms=round(span.end * 1e3, 3)) for span in list(self.spans)]
 
     def chart(self, width: int = 64, bubbles: bool = False) -> str:
-        """The lanes as lines of text. A column is 1/width of the time; a letter is the first of the label, a
-        digit the last of a layer's or a chunk's number. With `bubbles`, the idle share is beside each lane."""
+        """The lanes as lines of text. A column is 1/width of the time; a letter is the first of the label,
+        a digit the last of a layer's or a chunk's number. With `bubbles`, each lane's idle share is added."""
         if not self.spans:
             return "(nothing happened)"
         lines = []
@@ -123,13 +123,14 @@ class Timeline:
                 letter = span.label[-1 if span.label.startswith(("layer ", "chunk ")) else 0]
                 for column in range(first, max(first + 1, min(last, width))):
                     row[min(column, width - 1)] = letter
-            lines.append(f"{lane:>8} |{''.join(row)}|" + (f" idle {self.bubble(lane):.0%}" if bubbles else ""))
+            idle = f" idle {self.bubble(lane):.0%}" if bubbles else ""
+            lines.append(f"{lane:>8} |{''.join(row)}|{idle}")
         lines.append(f"{'':>8} 0{f'{self.end * 1e3:.0f} ms':>{width + 1}}")
         return "\n".join(lines)
 
     def svg(self, title: str = "") -> str:
-        """A picture that needs nothing but itself: the plan's cells, and below them the lanes. Of a long answer
-        it shows the beginning, or what came before the first token would be too narrow to see."""
+        """A picture that needs nothing but itself: the plan's cells, and below them the lanes. Of a long
+        answer it shows the beginning, or what came before the first token would be too narrow to see."""
         decoded = min((span.start for span in self.spans if span.label == "decode"), default=0.0)
         end = min(self.end, LONG * decoded or self.end) or 1.0
         parts, y = [text(12, 26, title, "title")], 44
@@ -150,9 +151,11 @@ class Timeline:
         of = f" of {self.end * 1e3:.1f}" if end < self.end else ""
         axis = f"0 to {end * 1e3:.1f}{of} ms" + (f", first token at {decoded * 1e3:.1f}" if decoded else "")
         parts.append(text(LEFT, y + 12, axis if self.spans else "(nothing happened)"))
-        light, dark = (";".join(f"--{name}:{pair[theme]}" for name, pair in COLORS.items()) for theme in (0, 1))
+        light = ";".join(f"--{name}:{color}" for name, (color, _) in COLORS.items())
+        dark = ";".join(f"--{name}:{color}" for name, (_, color) in COLORS.items())
         style = (f"svg{{--page:#fff;--ink:#1b2330;--line:#d3d9e2;{light};font:12px system-ui,sans-serif}}"
-                 f"@media(prefers-color-scheme:dark){{svg{{--page:#161b22;--ink:#e5eaf1;--line:#343e4d;{dark}}}}}"
+                 "@media(prefers-color-scheme:dark)"
+                 f"{{svg{{--page:#161b22;--ink:#e5eaf1;--line:#343e4d;{dark}}}}}"
                  ".title{font-size:16px}.end{text-anchor:end}.page{fill:var(--page)}text{fill:var(--ink)}"
                  ".track{fill:var(--line);opacity:.4}.on{fill:var(--page);font-size:10px;text-anchor:middle}"
                  + "".join(f".{name}{{fill:var(--{name})}}" for name in COLORS))

@@ -4,9 +4,9 @@ import os
 import sys
 from pathlib import Path
 
-# PyTorch's threads sleep while they wait for each other, here and in all children. By default they spin, and then the threads of
-# an engine, of a server and of other processes wait for a core: on two cores most of the time of these tests went there.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")                # read when PyTorch is imported
+# PyTorch's threads sleep while they wait for each other, here and in all children. By default they spin, and
+# the threads of an engine, a server and others wait for a core: on two cores most of the time went there.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when PyTorch is imported
 # Test processes that run side by side share the cores; more threads than cores only wait for each other.
 if (workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
@@ -19,14 +19,18 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from common import checkpoint
+from common.requests import Frontend
 
-TINY = dict(vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.15, tie_word_embeddings=False,
-            bos_token_id=0, eos_token_id=1)
+TINY = dict(
+    vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.15, tie_word_embeddings=False,
+    bos_token_id=0, eos_token_id=1,
+)  # fmt: skip
 
 
 def pytest_addoption(parser):
-    parser.addoption("--cache", metavar="MODULE:CLASS", help="a Cache of your own for tests/test_cache_contract.py")
+    words = "a Cache of your own for tests/test_cache_contract.py"
+    parser.addoption("--cache", metavar="MODULE:CLASS", help=words)
 
 
 def chapter(name: str):
@@ -34,7 +38,7 @@ def chapter(name: str):
     return importlib.import_module(name)
 
 
-def write_model(folder: Path, family: str = "llama", seed: int = 0, max_shard_size: str = "1GB", **config) -> Path:
+def write_model(folder: Path, family="llama", seed: int = 0, max_shard_size: str = "1GB", **config) -> Path:
     """A model folder with random weights, biases and norms included, so that a mix-up of two shows."""
     import transformers
     kinds = {"llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
@@ -52,24 +56,29 @@ def write_model(folder: Path, family: str = "llama", seed: int = 0, max_shard_si
     return folder
 
 
+def load(folder, dtype: str = "float32", device: str = "cpu", reorder: bool = True) -> Frontend:
+    """What makes requests of questions to a model; the model is in its `model`."""
+    return Frontend(*checkpoint.load(str(folder), dtype, device, reorder=reorder))
+
+
 def make_engine(folder, dtype: str = "float32", device: str = "cpu", reorder: bool = True, **options):
-    """Chapter 01's engine on a model, as the command line builds it."""
-    return chapter("01_baseline").Engine(*checkpoint.load(str(folder), dtype, device, reorder=reorder), **options)
+    """Chapter 01's engine on a model."""
+    return chapter("01_baseline").Engine(load(folder, dtype, device, reorder).model, **options)
 
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory) -> Path:
-    """A small Llama: 3 layers x 64, 2 KV heads, 300 byte-level entries, a context of 256. Do not write to it."""
+    """A small Llama: 3 layers x 64, 2 KV heads, 300 byte-level entries, a context of 256. To be read only."""
     return write_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="session")
-def plain_engine(tiny_folder):
-    """The same with plain weights, which chapter 08 moves into pieces of its own."""
-    return make_engine(tiny_folder, reorder=False)
+def tiny_frontend(tiny_folder) -> Frontend:
+    """`tiny_folder`, loaded: float32, on the CPU."""
+    return load(tiny_folder)
 
 
 @pytest.fixture(scope="session")
-def tiny_engine(tiny_folder):
-    """Chapter 01's engine on `tiny_folder`: float32, on the CPU. Shared, so leave it open and empty."""
-    return make_engine(tiny_folder)
+def tiny_engine(tiny_frontend):
+    """Chapter 01's engine on it. Shared, so leave it open and empty."""
+    return chapter("01_baseline").Engine(tiny_frontend.model)

@@ -1,4 +1,5 @@
 """Loading: what is refused and how it says so, what lands where, and how much memory that takes."""
+
 import builtins
 import json
 import os
@@ -10,10 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, chapter, write_model
+from conftest import ROOT, make_engine, write_model
 from safetensors.torch import load_file, save_file
 
 from common import checkpoint
+from common.requests import Request
 
 
 def refusal(name, **options) -> str:
@@ -48,14 +50,16 @@ def pickle_instead(folder: Path):
 
 def truncate(folder: Path, keep: float):
     path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:int(path.stat().st_size * keep)])
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * keep)])
 
 
 def index(folder: Path, target: str):
-    (folder / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map={"model.norm.weight": target})))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps(dict(weight_map={"model.norm.weight": target}))
+    )
 
 
-# Models that cannot be had ---------------------------------------------------------------------------------------
+# Models that cannot be had ---------------------------------------------------------------------
 
 Q0 = "model.layers.0.self_attn.q_proj.weight"
 BROKEN = {
@@ -65,27 +69,53 @@ BROKEN = {
     "weights cut in the header": (lambda f: truncate(f, 0.001), ["model.safetensors", "not a whole"]),
     "empty weights": (lambda f: truncate(f, 0), ["model.safetensors", "not a whole"]),
     "missing tensor": (lambda f: change_weights(f / "model.safetensors", lambda t: t.pop(Q0)), [Q0, "lacks"]),
-    "wrong shape": (lambda f: change_weights(f / "model.safetensors", lambda t: t.update({Q0: t[Q0][:32]})),
-                    [Q0, "[32, 64]", "[64, 64]"]),
-    "extra tensor": (lambda f: change_weights(f / "model.safetensors", lambda t: t.update(more=torch.zeros(2))), ["more"]),
-    "missing shard": (lambda f: index(f, "model-00001-of-00002.safetensors"), ["model-00001-of-00002.safetensors", "lacks"]),
+    "wrong shape": (
+        lambda f: change_weights(f / "model.safetensors", lambda t: t.update({Q0: t[Q0][:32]})),
+        [Q0, "[32, 64]", "[64, 64]"],
+    ),
+    "extra tensor": (
+        lambda f: change_weights(f / "model.safetensors", lambda t: t.update(more=torch.zeros(2))),
+        ["more"],
+    ),
+    "missing shard": (
+        lambda f: index(f, "model-00001-of-00002.safetensors"),
+        ["model-00001-of-00002.safetensors", "lacks"],
+    ),
     "index that climbs": (lambda f: index(f, "../model/model.safetensors"), ["index.json", "own folder"]),
     "index with a root": (lambda f: index(f, "/etc/hostname"), ["index.json", "own folder"]),
     "index to the parent": (lambda f: index(f, ".."), ["index.json", "own folder"]),
     "index to itself": (lambda f: index(f, ""), ["index.json", "own folder"]),
-    "index that is a list": (lambda f: (f / "model.safetensors.index.json").write_text("[]"), ["index.json", "JSON object"]),
+    "index that is a list": (
+        lambda f: (f / "model.safetensors.index.json").write_text("[]"),
+        ["index.json", "JSON object"],
+    ),
     "another family": (lambda f: change_json(f / "config.json", model_type="gpt2"), ["model_type", "gpt2"]),
-    "field not supported": (lambda f: change_json(f / "config.json", attn_logit_softcapping=30.0), ["attn_logit_softcapping"]),
-    "number that is a word": (lambda f: change_json(f / "config.json", rms_norm_eps="small"), ["rms_norm_eps"]),
+    "field not supported": (
+        lambda f: change_json(f / "config.json", attn_logit_softcapping=30.0),
+        ["attn_logit_softcapping"],
+    ),
+    "number that is a word": (
+        lambda f: change_json(f / "config.json", rms_norm_eps="small"),
+        ["rms_norm_eps"],
+    ),
     "layers not counted": (lambda f: change_json(f / "config.json", layer_types=5), ["layer_types"]),
     "vocabulary beyond count": (lambda f: change_json(f / "config.json", vocab_size=10**18), []),
     "context beyond memory": (lambda f: change_json(f / "config.json", max_position_embeddings=10**11), []),
     "broken config": (lambda f: (f / "config.json").write_text('{"model_type": '), ["config.json", "JSON"]),
-    "deeply nested config": (lambda f: (f / "config.json").write_text("[" * 100_000), ["config.json", "JSON"]),
-    "config that is not text": (lambda f: (f / "config.json").write_bytes(b"\xff\xfe\x00"), ["config.json", "JSON"]),
+    "deeply nested config": (
+        lambda f: (f / "config.json").write_text("[" * 100_000),
+        ["config.json", "JSON"],
+    ),
+    "config that is not text": (
+        lambda f: (f / "config.json").write_bytes(b"\xff\xfe\x00"),
+        ["config.json", "JSON"],
+    ),
     "config that is a list": (lambda f: (f / "config.json").write_text("[]"), ["config.json", "JSON object"]),
     "no config": (lambda f: (f / "config.json").unlink(), ["config.json"]),
-    "broken generation_config": (lambda f: (f / "generation_config.json").write_text("{"), ["generation_config.json", "JSON"]),
+    "broken generation_config": (
+        lambda f: (f / "generation_config.json").write_text("{"),
+        ["generation_config.json", "JSON"],
+    ),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), ["tokenizer"]),
     "broken tokenizer": (lambda f: (f / "tokenizer.json").write_text("{}"), ["tokenizer", "cannot be read"]),
 }
@@ -99,13 +129,16 @@ def test_a_broken_folder_is_refused_in_one_sentence(folder, break_it, words):
         assert word in message
 
 
-@pytest.mark.parametrize("name, words", [
-    ("nosuchmodel", ["nosuchmodel", "OWNER/NAME", "random:tinyllama"]),
-    ("./no/such/folder", ["no such folder"]),
-    ("a" * 300, ["no such folder"]),
-    ("random:nosuch", ["random:nosuch", "random:tinyllama"]),
-    ("random:", ["random:tinyllama"]),
-])
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("nosuchmodel", ["nosuchmodel", "OWNER/NAME", "random:tinyllama"]),
+        ("./no/such/folder", ["no such folder"]),
+        ("a" * 300, ["no such folder"]),
+        ("random:nosuch", ["random:nosuch", "random:tinyllama"]),
+        ("random:", ["random:tinyllama"]),
+    ],
+)
 def test_an_unknown_model_is_refused_in_one_sentence(name, words):
     message = refusal(name)
     for word in words:
@@ -116,12 +149,15 @@ def test_an_empty_folder_is_refused(tmp_path):
     assert "config.json" in refusal(tmp_path)
 
 
-@pytest.mark.parametrize("kind, reader", [("TokenizersBackend", "PreTrainedTokenizerFast"), ("LlamaTokenizer", "AutoTokenizer")])
+@pytest.mark.parametrize(
+    "kind, reader", [("TokenizersBackend", "PreTrainedTokenizerFast"), ("LlamaTokenizer", "AutoTokenizer")]
+)
 def test_a_multi_line_error_of_the_tokenizer_becomes_one_line(folder, monkeypatch, kind, reader):
     import transformers
 
     def fail(*_, **__):
         raise ValueError("this\nis\nlong")
+
     change_json(folder / "tokenizer_config.json", tokenizer_class=kind)
     monkeypatch.setattr(getattr(transformers, reader), "from_pretrained", fail)
     assert "this" in refusal(folder)
@@ -129,9 +165,13 @@ def test_a_multi_line_error_of_the_tokenizer_becomes_one_line(folder, monkeypatc
 
 def test_a_tokenizer_that_its_file_describes_needs_no_model_classes():
     """Importing them takes longer than everything else at the start."""
-    code = ("import sys; from common import checkpoint; checkpoint.load('classroom'); "
-            "print([name for name in ('torch._dynamo', 'transformers.modeling_utils') if name in sys.modules])")
-    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    code = (
+        "import sys; from common import checkpoint; checkpoint.load('classroom'); "
+        "print([name for name in ('torch._dynamo', 'transformers.modeling_utils') if name in sys.modules])"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     assert out.strip() == "[]"
 
 
@@ -147,9 +187,13 @@ def test_a_tokenizer_that_both_readers_know_is_the_same(folder):
 
 def test_a_tokenizer_that_brings_code_never_runs_it(folder, monkeypatch):
     marker = folder / "marker"
-    (folder / "code.py").write_text("from transformers import PreTrainedTokenizerFast\n\n\nclass T(PreTrainedTokenizerFast):\n"
-                                    f"    open({str(marker)!r}, 'w').close()\n")
-    change_json(folder / "tokenizer_config.json", auto_map=dict(AutoTokenizer=[None, "code.T"]), tokenizer_class="T")
+    (folder / "code.py").write_text(
+        "from transformers import PreTrainedTokenizerFast\n\n\nclass T(PreTrainedTokenizerFast):\n"
+        f"    open({str(marker)!r}, 'w').close()\n"
+    )
+    change_json(
+        folder / "tokenizer_config.json", auto_map=dict(AutoTokenizer=[None, "code.T"]), tokenizer_class="T"
+    )
     monkeypatch.setattr(builtins, "input", lambda *_: "y")
     try:
         checkpoint.load(str(folder), device="cpu")
@@ -176,10 +220,12 @@ def test_a_model_too_large_for_the_memory_is_refused(name, request, monkeypatch)
     assert "GB" in message and "free" in message
 
 
-# The hub -------------------------------------------------------------------------------------------------------------
+# The hub ---------------------------------------------------------------------------------------
+
 
 def test_a_hub_model_without_network_is_refused_in_one_sentence(tmp_path, monkeypatch):
     import huggingface_hub.constants
+
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
@@ -189,6 +235,7 @@ def test_a_hub_model_without_network_is_refused_in_one_sentence(tmp_path, monkey
 
 def test_a_cached_hub_model_is_used_without_network(tiny_folder, tmp_path, monkeypatch):
     import huggingface_hub.constants
+
     commit = "0123456789abcdef0123456789abcdef01234567"
     cached = tmp_path / "models--owner--name"
     shutil.copytree(tiny_folder, cached / "snapshots" / commit)
@@ -201,20 +248,34 @@ def test_a_cached_hub_model_is_used_without_network(tiny_folder, tmp_path, monke
 
 def test_tinyllama_is_short_for_its_hub_name(tiny_folder, monkeypatch):
     import huggingface_hub.constants
+
     asked = []
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: asked.append(name) or str(tiny_folder))
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda name, **_: asked.append(name) or str(tiny_folder)
+    )
     checkpoint.load("tinyllama", device="cpu")
     assert asked == ["TinyLlama/TinyLlama-1.1B-Chat-v1.0"]
 
 
-# What is loaded ------------------------------------------------------------------------------------------------------
+# What is loaded --------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("options", [{}, dict(max_shard_size="60KB"), dict(tie_word_embeddings=True),
-                                     dict(attention_bias=True, mlp_bias=True)], ids=["plain", "sharded", "tied", "biased"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(max_shard_size="60KB"),
+        dict(tie_word_embeddings=True),
+        dict(attention_bias=True, mlp_bias=True),
+    ],
+    ids=["plain", "sharded", "tied", "biased"],
+)
 def test_every_weight_is_that_of_the_file(options, dtype, tmp_path):
     folder = write_model(tmp_path / "model", **options)
-    saved = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    saved = {
+        name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()
+    }
     model, tokenizer, end_tokens = checkpoint.load(str(folder), dtype, "cpu", reorder=False)
     loaded = model.weights()
     assert set(loaded) == set(saved)
@@ -231,8 +292,9 @@ def test_dtype_auto_is_float32_on_a_cpu(tmp_path):
 
 
 def test_float16_answers_on_a_cpu(tiny_folder):
-    engine = chapter("01_baseline").Engine(*checkpoint.load(str(tiny_folder), "float16", "cpu"))
-    assert len(engine.generate([70, 80, 90], max_tokens=4).tokens) == 4
+    engine = make_engine(tiny_folder, "float16")
+    (request,) = engine.generate([Request([70, 80, 90], 4)])
+    assert engine.model.dtype == torch.float16 and len(request.new) == 4
 
 
 def test_end_tokens_come_from_all_who_name_them(folder):
@@ -241,7 +303,8 @@ def test_end_tokens_come_from_all_who_name_them(folder):
     assert checkpoint.load(str(folder), device="cpu")[2] == {1, 5, 6, 7}
 
 
-# Random models -------------------------------------------------------------------------------------------------------
+# Random models ---------------------------------------------------------------------------------
+
 
 def random_weights(**options) -> dict:
     return checkpoint.load("random:tiny", **{"device": "cpu", "reorder": False, **options})[0].weights()
@@ -273,7 +336,7 @@ def test_every_geometry_is_sound(name):
     assert config.num_attention_heads % config.num_key_value_heads == 0
 
 
-# Memory --------------------------------------------------------------------------------------------------------------
+# Memory ----------------------------------------------------------------------------------------
 
 FREED = """
 import os, torch
@@ -291,16 +354,19 @@ print(megabytes() - before)
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told to keep what is freed")
 @pytest.mark.parametrize("kept", [True, False])
 def test_what_a_step_frees_is_there_for_the_next_one(kept):
-    """Three tensors of 29 MB; where glibc gives them back, the next step has all their pages faulted in again."""
-    code = FREED if kept else FREED.replace("checkpoint.load(", "checkpoint.keep_freed_memory = lambda: None\ncheckpoint.load(")
+    """Three tensors of 29 MB; where glibc gives them back, the next step has all pages faulted in again."""
+    forgetful = "checkpoint.keep_freed_memory = lambda: None\ncheckpoint.load("
+    code = FREED if kept else FREED.replace("checkpoint.load(", forgetful)
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert float(run.stdout) > 80 if kept else float(run.stdout) < 30
 
 
 def test_where_there_is_no_glibc_memory_is_left_alone(monkeypatch):
     for error in (AttributeError("mallopt"), OSError("no library"), TypeError("None")):
+
         def library(name, error=error):
             raise error
+
         monkeypatch.setattr(checkpoint.ctypes, "CDLL", library)
         checkpoint.keep_freed_memory()
 
@@ -326,28 +392,52 @@ print(peak() - before)
 def test_loading_takes_the_model_and_one_tensor_more(tiny_folder, tmp_path, dtype):
     """A model of 100 MB as it is, and one whose file is twice its size in memory."""
     hidden, intermediate, layers = 1024, 2816, 2 if dtype == "float32" else 4
-    shapes = {"self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (hidden, hidden), "self_attn.v_proj": (hidden, hidden),
-              "self_attn.o_proj": (hidden, hidden), "mlp.gate_proj": (intermediate, hidden),
-              "mlp.up_proj": (intermediate, hidden), "mlp.down_proj": (hidden, intermediate)}
-    tensors = {"model.embed_tokens.weight": torch.zeros(300, hidden), "lm_head.weight": torch.zeros(300, hidden),
-               "model.norm.weight": torch.ones(hidden)}
+    shapes = {
+        "self_attn.q_proj": (hidden, hidden),
+        "self_attn.k_proj": (hidden, hidden),
+        "self_attn.v_proj": (hidden, hidden),
+        "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (intermediate, hidden),
+        "mlp.up_proj": (intermediate, hidden),
+        "mlp.down_proj": (hidden, intermediate),
+    }
+    tensors = {
+        "model.embed_tokens.weight": torch.zeros(300, hidden),
+        "lm_head.weight": torch.zeros(300, hidden),
+        "model.norm.weight": torch.ones(hidden),
+    }
     for number in range(layers):
         prefix = f"model.layers.{number}."
         tensors |= {f"{prefix}{name}.weight": torch.zeros(shape) for name, shape in shapes.items()}
-        tensors |= {f"{prefix}{name}.weight": torch.ones(hidden) for name in ("input_layernorm", "post_attention_layernorm")}
+        tensors |= {
+            f"{prefix}{name}.weight": torch.ones(hidden)
+            for name in ("input_layernorm", "post_attention_layernorm")
+        }
     itemsize = checkpoint.DTYPES[dtype].itemsize
     size = sum(tensor.numel() for tensor in tensors.values()) * itemsize
-    largest = 2 * intermediate * hidden * 4                        # gate and up lie in one matrix
+    largest = 2 * intermediate * hidden * 4  # gate and up lie in one matrix
     folder = Path(shutil.copytree(tiny_folder, tmp_path / "large"))
-    change_json(folder / "config.json", hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
-                num_attention_heads=16, num_key_value_heads=16, head_dim=64)
+    change_json(
+        folder / "config.json",
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        head_dim=64,
+    )
     try:
         save_file(tensors, folder / "model.safetensors")
         del tensors
-        done = subprocess.run([sys.executable, "-c", MEASURE, str(tiny_folder), str(folder), dtype], cwd=ROOT, text=True,
-                              capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        done = subprocess.run(
+            [sys.executable, "-c", MEASURE, str(tiny_folder), str(folder), dtype],
+            cwd=ROOT,
+            text=True,
+            capture_output=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
     finally:
         shutil.rmtree(folder)
     assert done.returncode == 0, done.stderr
-    grown, slack = json.loads(done.stdout), 48 << 20               # the slack is the allocator's and oneDNN's
+    grown, slack = json.loads(done.stdout), 48 << 20  # the slack is the allocator's and oneDNN's
     assert 0.9 * size <= grown <= size + largest + slack

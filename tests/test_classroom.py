@@ -1,10 +1,11 @@
 """The text, the training and the shipped classroom model."""
+
 import random
 import re
 
 import pytest
 import torch
-from conftest import ROOT, chapter
+from conftest import ROOT, chapter, load
 
 from common import checkpoint
 from tools import train_classroom
@@ -21,7 +22,9 @@ def rows():
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(train_classroom, "CONFIG", {**train_classroom.CONFIG, "num_hidden_layers": 3, "intermediate_size": 64})
+    monkeypatch.setattr(
+        train_classroom, "CONFIG", {**train_classroom.CONFIG, "num_hidden_layers": 3, "intermediate_size": 64}
+    )
 
 
 def test_no_question_has_two_answers_unless_the_fact_was_corrected():
@@ -54,12 +57,16 @@ def test_the_tokenizer_is_the_shipped_one_and_splits_digits(rows):
 def test_rows_are_what_the_chat_template_writes(rows):
     shipped = checkpoint.read_tokenizer(FOLDER)
     for role in ("system", "user", "assistant"):
-        assert shipped.apply_chat_template([dict(role=role, content="Hello!")], return_dict=False) == rows.message(role, "Hello!")
+        assert shipped.apply_chat_template(
+            [dict(role=role, content="Hello!")], return_dict=False
+        ) == rows.message(role, "Hello!")
 
 
 def test_the_loss_counts_the_words_of_the_assistant_and_the_end_of_its_answer(rows):
     ids, weights = rows.row(random.Random(0), 300, Level())
-    spoken = rows.tokenizer.decode([token for token, weight in zip(ids, weights) if weight == 1.0], skip_special_tokens=False)
+    spoken = rows.tokenizer.decode(
+        [token for token, weight in zip(ids, weights) if weight == 1.0], skip_special_tokens=False
+    )
     whole = rows.tokenizer.decode(ids, skip_special_tokens=False)
     answers = re.findall(r"<\|assistant\|>\n(.*?</s>)", whole)
     assert answers and spoken.startswith("".join(answers))
@@ -111,10 +118,10 @@ def test_the_readme_has_examples():
 
 def test_the_model_answers_as_its_readme_says():
     baseline = chapter("01_baseline")
-    engine = baseline.Engine(*checkpoint.load("classroom", device="cpu"))
-    messages = []
+    frontend, messages = load("classroom"), []
+    engine = baseline.Engine(frontend.model)
     for question, answer in readme_examples():
         messages.append(dict(role="user", content=question))
-        result = engine.generate(messages=messages)
-        assert result.text == answer
+        (request,) = engine.generate([frontend.request(messages=messages)])
+        assert request.outcome.text == answer
         messages.append(dict(role="assistant", content=answer))

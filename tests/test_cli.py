@@ -1,52 +1,40 @@
-"""The command line: what it prints and writes, what it says to wrong input, and Ctrl-C."""
+"""The command line of all chapters: what it prints and writes, what it says to wrong input, how it ends."""
 import gc
 import http.client
-import io
 import json
 import os
-import random
-import re
 import runpy
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
+import xml.etree.ElementTree as xml
+from contextlib import closing
 
-import demos
 import pytest
-import warm
-from conftest import ROOT, chapter, write_model
+from conftest import ROOT
 
-from common import app, checkpoint
-from tools import classroom_text
+from common import cli, server
+from tests.support.serving import TIMEOUT, eventually, sentence
+from tests.support.stub import Engine
 
-SCRIPT = ROOT / "01_baseline.py"
-PAGED, OFFLOAD, HIDDEN, BUBBLE, CAKE = (
-    ROOT / f"{name}.py" for name in ("02_paged_kv", "03_cpu_offload", "04_hidden_state_cache", "05_bubble_free",
-                                     "06_bidirectional"))
-SIZES = ("KV pool: ", "Host pool: ", "Host memory: ", "hidden ", "The host is reached over a ",      # of what is no complaint
-         "Chunks of ", "Storage, ", "Modelled storage, ")
-TIMEOUT = 300                      # seconds; nothing here takes more than a few
+SCRIPT = ROOT / "tests" / "support" / "chapter.py"
+TINY = ("--model", "random:tiny")
 ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONIOENCODING": "utf-8"}
 needs_signals = pytest.mark.skipif(os.name != "posix", reason="sends POSIX signals")
-
-
-def start(*arguments, script=SCRIPT, fresh=False, together=False, **environment):
-    """The script in its own process. A fresh one is a Python of its own; others are forked where they can be, which is faster."""
-    environment = {**ENVIRONMENT, **environment}
-    if not fresh and warm.available():
-        return warm.Process([script, *arguments], environment, together)
-    return subprocess.Popen([sys.executable, script, *arguments], stdout=subprocess.PIPE, env=environment,
-                            stderr=subprocess.STDOUT if together else subprocess.PIPE,
-                            preexec_fn=heed_ctrl_c if os.name == "posix" else None)
 
 
 def heed_ctrl_c():
     """A shell may have had Ctrl-C ignored for what it runs in the background, and children inherit that."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def start(*arguments, script=SCRIPT, together: bool = False, **environment):
+    return subprocess.Popen([sys.executable, script, *arguments], stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT if together else subprocess.PIPE,
+                            env={**ENVIRONMENT, **environment},
+                            preexec_fn=heed_ctrl_c if os.name == "posix" else None)
 
 
 def run(*arguments, **options) -> subprocess.CompletedProcess:
@@ -55,123 +43,190 @@ def run(*arguments, **options) -> subprocess.CompletedProcess:
         said = process.communicate(timeout=TIMEOUT)
     finally:
         process.kill()
-    said = (io.TextIOWrapper(io.BytesIO(stream), "utf-8", "replace").read() for stream in said)         # \r\n and \r are \n then
+    said = (stream.decode("utf-8", "replace") for stream in said)
     return subprocess.CompletedProcess(arguments, process.returncode, *said)
 
 
-# 1. What is asked rightly ----------------------------------------------------------------------------------------
-
-def test_prompt_prints_the_answer_and_writes_its_numbers(tiny_folder, tiny_engine, tmp_path):
-    expected = tiny_engine.generate(prompt="Hello", max_tokens=12, temperature=0.8, top_p=0.9, top_k=40, seed=7, stop=["#"])
-    report, trace = tmp_path / "report.json", tmp_path / "trace.json"
-    done = run("--model", str(tiny_folder), "--prompt", "Hello", "--max-tokens", "12", "--temperature", "0.8", "--top-p", "0.9",
-               "--top-k", "40", "--seed", "7", "--stop", "#", "--json", str(report), "--trace", str(trace), fresh=True)
-    assert done.returncode == 0 and done.stderr == ""
-    assert done.stdout.startswith(expected.text.replace("\r", "\n"))            # a pipe read as text folds line ends
-    assert done.stdout.splitlines()[-1].startswith(
-        f"{expected.usage['prompt_tokens']} prompt tokens, 0 of them cached (miss); {len(expected.tokens)} new; TTFT ")
-
-    written = json.loads(report.read_text())
-    assert (written["chapter"], written["model"], written["dtype"]) == ("01_baseline", str(tiny_folder), "float32")
-    assert written["tokens"] == expected.tokens and written["text"] == expected.text and written["usage"] == expected.usage
-    assert written["ttft_ms"] > 0
-
-    spans = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
-    assert [span["name"].split()[0] for span in spans] == ["prefill"] + ["decode"] * (len(spans) - 1)
-    assert len(spans) >= len(expected.tokens) and all(span["dur"] > 0 for span in spans)
+def run_here(monkeypatch, capsys, *arguments) -> tuple[str, str]:
+    """Run it in this process, since importing PyTorch takes longer than all of it. Returns what it said."""
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *map(str, arguments)])
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    return capsys.readouterr()
 
 
-def test_life_without_a_kv_cache_and_without_reordered_weights_gives_the_same_tokens(tiny_folder, tiny_engine, tmp_path):
-    report = tmp_path / "report.json"
-    done = run("--model", str(tiny_folder), "--prompt", "Hello", "--max-tokens", "12", "--no-kv-cache", "--plain-weights",
-               "--prefill-chunk", "3", "--json", str(report))
-    written = json.loads(report.read_text())
-    assert done.returncode == 0 and written["tokens"] == tiny_engine.generate(prompt="Hello", max_tokens=12).tokens
-    assert not any(span["label"] == "decode" for span in written["timeline"])
-
-
-def test_help_names_every_option_of_the_design():
-    done = run("--help")
-    assert done.returncode == 0
-    for option in "--demo --prompt --host --port --model --device --dtype --max-tokens --json --trace --no-kv-cache".split():
-        assert option in done.stdout
-
-
-def test_a_terminal_without_utf8_shows_the_answer_all_the_same():
-    done = run("--model", "random:tiny", "--prompt", "Hello", "--max-tokens", "40", PYTHONIOENCODING="ascii", fresh=True)
-    assert done.returncode == 0 and "?" in done.stdout and "TTFT" in done.stdout and done.stderr == ""
-
-
-# 2. What is asked wrongly ----------------------------------------------------------------------------------------
-
-def refused(*arguments, **options) -> str:
-    """Run it and -> its one line of complaint."""
-    done = run(*arguments, **options)
-    assert done.returncode in (1, 2), done
-    assert done.stdout == "" and "Traceback" not in done.stderr
-    line, = (line for line in done.stderr.splitlines() if not line.startswith(SIZES))
-    return line
-
-
-TINY = ("--model", "random:tiny")
-
-
-@pytest.mark.parametrize("words,arguments", [
-    ("'99999'", ["--port", "99999"]), ("No model 'nonsense'", ["--prompt", "Hello", "--model", "nonsense"]),
-    ("no such folder", ["--prompt", "Hello", "--model", "x" * 300]), ("nobody/nothing", ["--demo", "--model", "nobody/nothing"]),
-    ("UTF-8", [*TINY, "--prompt", b"\xff\xfe"]), ("512", [*TINY, "--prompt", "x" * 600]),
-    ("/no/such/x.json", [*TINY, "--json", "/no/such/x.json"]),
-], ids=lambda value: " ".join(map(str, value))[:40] if isinstance(value, list) else "")
-def test_wrong_input_ends_with_one_clear_line(words, arguments):
-    assert words in refused(*arguments, fresh=words == "UTF-8")
-
-
-@pytest.mark.parametrize("words,arguments", [
-    ("--flash", ["--flash"]), ("--mod", ["--mod", "random:tiny"]), ("bonjour", ["bonjour"]), ("--json", ["--json"]),
-    ("--demo", ["--demo", "--prompt", "Hello"]), ("'-1'", ["--port", "-1"]), ("'http'", ["--port", "http"]),
-    ("'0'", ["--max-tokens", "0"]), ("'-5'", ["--max-tokens", "-5"]), ("'1.5'", ["--max-tokens", "1.5"]),
-    ("'1" + "0" * 30, ["--max-tokens", "1" + "0" * 30]), ("'9" + "9" * 30, ["--seed", "9" * 5000]),
-    ("'nan'", ["--temperature", "nan"]), ("'inf'", ["--temperature", "inf"]), ("'-0.1'", ["--temperature=-0.1"]),
-    ("'1e999'", ["--temperature", "1e999"]), ("'0'", ["--top-p", "0"]), ("'-1'", ["--top-k", "-1"]), ("'-1'", ["--seed", "-1"]),
-    ("'0'", ["--prefill-chunk", "0"]), ("not empty", ["--prompt", ""]), ("not empty", ["--prompt", "Hello", "--stop", ""]),
-    ("random:small", ["--prompt", "Hello", "--model", "random:nonsense"]), ("cpu", ["--prompt", "Hello", "--device", "tpu"]),
-    ("float32", [*TINY, "--prompt", "Hello", "--dtype", "float8"]), ("'/'", [*TINY, "--prompt", "Hello", "--trace", "/"]),
-    ("no.such.host.invalid", ["--host", "no.such.host.invalid"]), ("label", ["--host", "x" * 99]),
-], ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "")
-def test_wrong_options_end_with_one_clear_line(monkeypatch, capsys, words, arguments):
-    line = refused_here(monkeypatch, capsys, SCRIPT, arguments)
-    assert words in line and "01_baseline" in line
-
-
-def refused_here(monkeypatch, capsys, script, arguments) -> str:
-    """`refused` of the script as it stands, but in this process: importing PyTorch takes longer than all of these."""
-    monkeypatch.setattr(sys, "argv", [str(script), *arguments])
+def refused_here(monkeypatch, capsys, *arguments) -> str:
+    """Run it in this process and return its one line of complaint."""
     with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(script), run_name="__main__")
+        run_here(monkeypatch, capsys, *arguments)
     said, complaint = capsys.readouterr()
     if isinstance(end.value.code, str):         # sys.exit("words") prints them and ends with 1
         complaint += end.value.code + "\n"
-    line, = (line for line in complaint.splitlines() if not line.startswith(SIZES))
+    line, = (line for line in complaint.splitlines() if not line.startswith("KV pool"))
     assert end.value.code and said == ""
     return line
 
 
-@pytest.mark.parametrize("missing,words", [("model.safetensors", "has no *.safetensors"), ("config.json", "has no config.json"),
-                                           ("tokenizer.json", "has no tokenizer.json")])
-def test_a_folder_that_lacks_a_file_is_told_which(tiny_folder, tmp_path, missing, words):
-    folder = tmp_path / "model"
-    shutil.copytree(tiny_folder, folder, ignore=shutil.ignore_patterns(missing))
-    assert words in refused("--model", str(folder), "--prompt", "Hello")
+@pytest.fixture(autouse=True)
+def signals(monkeypatch):
+    """main changes how this process ends, and what stdout does with letters that it does not know."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(type(sys.stdout), "reconfigure", lambda *_, **__: None, raising=False)
 
 
-def test_a_port_in_use_is_told_before_the_model_is_looked_for():
+# 1. What is asked rightly -----------------------------------------------------------------------------------
+
+def test_prompt_prints_the_answer_and_writes_its_numbers(monkeypatch, capsys, tiny_folder, tmp_path):
+    files = {name: tmp_path / name for name in ("json", "trace", "svg")}
+    said, _ = run_here(monkeypatch, capsys, "--model", tiny_folder, "--prompt", "Hello", "--max-tokens", 20,
+                       *(part for name, path in files.items() for part in (f"--{name}", path)))
+    report = json.loads(files["json"].read_text())
+    assert said.startswith(report["text"] + "\n\n") and "20 new; TTFT" in said
+    assert said.endswith("nothing was offered: the prompt is computed\n")
+    assert (report["chapter"], report["model"], report["device"]) == ("stub", str(tiny_folder), "cpu")
+    assert len(report["tokens"]) == 20 and report["finish_reason"] == "length" and report["source"] == "miss"
+    spans = [event for event in json.loads(files["trace"].read_text())["traceEvents"] if event["ph"] == "X"]
+    assert len(spans) == 20 == len(report["timeline"])
+    assert f"stub, {tiny_folder}" in "".join(xml.parse(files["svg"]).getroot().itertext())
+
+
+def test_sampling_options_reach_the_request(monkeypatch, capsys):
+    asked = []
+
+    def refuse(engine, request):
+        asked.append(request)
+        raise KeyError
+    monkeypatch.setattr(Engine, "submit", refuse)
+    with pytest.raises(KeyError):
+        run_here(monkeypatch, capsys, *TINY, "--prompt", "Hello", "--temperature", "0.5", "--top-p", "0.9",
+                 "--top-k", "7", "--seed", "3", "--stop", "a", "--stop", "b", "--max-tokens", "9")
+    request, = asked
+    assert (request.temperature, request.top_p, request.top_k, request.seed) == (0.5, 0.9, 7, 3)
+    assert request.writer.stop == ["a", "b"] and request.max_tokens == 9
+
+
+def test_demo_writes_its_report_and_its_last_timeline(monkeypatch, capsys, tmp_path):
+    said, _ = run_here(monkeypatch, capsys, *TINY, "--demo", "--max-tokens", 5, "--json", tmp_path / "json",
+                       "--svg", tmp_path / "svg", "--trace", tmp_path / "trace")
+    report = json.loads((tmp_path / "json").read_text())
+    assert set(report) == {"chapter", "model", "device", "dtype", "link", "verified", "rows"} and said
+    assert report["rows"][0]["completion_tokens"] == 5 and (tmp_path / "svg").read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize("explain", [False, True])
+def test_explain_is_the_engines_and_the_engine_is_closed(monkeypatch, capsys, explain):
+    made = []
+    monkeypatch.setattr(Engine, "close", lambda self: made.append(self))
+    run_here(monkeypatch, capsys, *TINY, "--prompt", "Hello", *["--explain"] * explain)
+    engine, = made
+    assert engine.explain is explain
+
+
+def test_help_names_every_option(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--help"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    said = capsys.readouterr().out
+    assert end.value.code == 0
+    for option in ("demo prompt host port allow-evict model device dtype plain-weights max-tokens "
+                   "temperature top-p top-k seed stop explain json trace svg pause").split():
+        assert f"--{option}" in said
+
+
+def test_a_terminal_without_utf8_shows_the_answer_all_the_same():
+    done = run(*TINY, "--prompt", "Gr\u00fc\u00dfe", "--max-tokens", "40", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0 and "Gr??e" in done.stdout and "TTFT" in done.stdout
+
+
+def test_who_reads_only_the_beginning_ends_it_quietly():
+    process = start(*TINY, "--prompt", "Hello", "--max-tokens", "400", "--pause", "0.001")
+    process.stdout.read(1)
+    process.stdout.close()                      # as `head` does
+    said = process.stderr.read()
+    assert process.wait(TIMEOUT) == 1 and b"Traceback" not in said and b"Error" not in said
+
+
+# 2. What is asked wrongly -----------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("words,arguments", [
+    ("'99999'", ["--port", "99999"]), ("'-1'", ["--port", "-1"]), ("'http'", ["--port", "http"]),
+    ("No model 'nonsense'", ["--prompt", "Hello", "--model", "nonsense"]), ("--flash", ["--flash"]),
+    ("no such folder", ["--prompt", "Hello", "--model", "x" * 300]), ("--mod", ["--mod", "random:tiny"]),
+    ("nobody/nothing", ["--demo", "--model", "nobody/nothing"]), ("bonjour", ["bonjour"]),
+    ("--json", ["--json"]),
+    ("random:small", ["--prompt", "Hello", "--model", "random:nonsense"]), ("--batch", ["--batch", "x"]),
+    ("512", [*TINY, "--prompt", "x" * 600]), ("--demo", ["--demo", "--prompt", "Hello"]),
+    ("'0'", ["--max-tokens", "0"]), ("'1.5'", ["--max-tokens", "1.5"]),
+    ("'9" + "9" * 30, ["--seed", "9" * 5000]),
+    ("'nan'", ["--temperature", "nan"]), ("'inf'", ["--temperature", "inf"]), ("'0'", ["--top-p", "0"]),
+    ("'-1'", ["--top-k", "-1"]), ("'-1'", ["--seed", "-1"]), ("'-1'", ["--pause", "-1"]),
+    ("not empty", ["--prompt", ""]), ("not empty", ["--prompt", "Hello", "--stop", ""]),
+    ("cpu", ["--prompt", "Hello", "--device", "tpu"]),
+    ("float32", [*TINY, "--prompt", "Hello", "--dtype", "float8"]),
+    ("no.such.host.invalid", ["--host", "no.such.host.invalid"]), ("label", ["--host", "x" * 99]),
+    ("/no/such/x.json", [*TINY, "--json", "/no/such/x.json"]),
+    ("'/'", [*TINY, "--prompt", "Hello", "--trace", "/"]),
+    ("name the same file", [*TINY, "--demo", "--json", "/tmp/x", "--svg", "/tmp/../tmp/x"]),
+], ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "")
+def test_wrong_input_ends_with_one_clear_line(monkeypatch, capsys, words, arguments):
+    line = refused_here(monkeypatch, capsys, *arguments)
+    assert words in line and ("stub" in line or "chapter.py" in line)
+
+
+def test_what_is_no_utf8_ends_with_one_clear_line():
+    done = run(*TINY, "--prompt", b"\xff\xfe")
+    assert done.returncode == 2 and done.stdout == ""
+    assert "UTF-8" in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("missing,words", [
+    ("model.safetensors", "has no *.safetensors"), ("config.json", "has no config.json"),
+    ("tokenizer.json", "has no tokenizer.json")])
+def test_a_folder_that_lacks_a_file_is_told_which(monkeypatch, capsys, tiny_folder, tmp_path, missing, words):
+    shutil.copytree(tiny_folder, tmp_path / "model", ignore=shutil.ignore_patterns(missing))
+    assert words in refused_here(monkeypatch, capsys, "--model", tmp_path / "model", "--prompt", "Hello")
+
+
+def test_a_port_in_use_is_told_before_the_model_is_looked_for(monkeypatch, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        line = refused("--model", "nonsense", "--port", str(port))
-    assert line.startswith("01_baseline: ") and f"127.0.0.1:{port}" in line and "in use" in line and "--port" in line
+        line = refused_here(monkeypatch, capsys, "--model", "nonsense", "--port", port)
+    assert line.startswith("stub: ") and f"127.0.0.1:{port}" in line and "in use" in line and "--port" in line
 
 
-# 3. Ctrl-C -------------------------------------------------------------------------------------------------------
+def test_a_demo_without_a_timeline_has_no_picture(monkeypatch, tmp_path):
+    arguments = cli.parser_for("").parse_args(["--svg", str(tmp_path / "svg")])
+    with pytest.raises(OSError, match="no timeline to draw"):
+        cli.write(arguments, {}, [], "")
+
+
+# 3. Serving and Ctrl-C --------------------------------------------------------------------------------------
+
+def test_a_server_listens_on_this_machine_only_and_knows_the_ways_to_compare(monkeypatch, capsys):
+    served = []
+    monkeypatch.setattr(server, "serve", lambda listener, made, allow: served.append((listener, made, allow)))
+    run_here(monkeypatch, capsys, *TINY, "--port", "0", "--allow-evict")
+    (listener, made, allow), = served
+    made.close()
+    listener.server_close()
+    assert listener.host == "127.0.0.1" and allow is True and made.info["chapter"] == "stub"
+    assert list(made.compare) == ["recompute (01)", "stub"]
+    make_engine, evict = made.compare["stub"]
+    assert isinstance(make_engine(), Engine) and evict
+    assert made.frontend.fields == Engine.fields
+
+
+def test_in_a_server_the_garbage_collector_leaves_alone_what_was_there_before(monkeypatch, capsys):
+    frozen = []
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(True))
+    monkeypatch.setattr(server, "SILENCE", 0.0)
+    from werkzeug.serving import ThreadedWSGIServer
+    monkeypatch.setattr(ThreadedWSGIServer, "serve_forever", lambda self: self.server_close())
+    ends = []
+    monkeypatch.setattr(os, "_exit", ends.append)
+    said, complaint = run_here(monkeypatch, capsys, *TINY, "--port", "0")
+    assert frozen == [True] and ends == [130] and complaint.endswith("\nInterrupted.\n")
+    assert "stub serves random:tiny on http://127.0.0.1:" in said
+
 
 class Process:
     """The script in its own process, to be interrupted. stdout and stderr come in one stream."""
@@ -198,1532 +253,49 @@ class Process:
         self.process.send_signal(number)
         self.output += self.process.communicate(timeout=TIMEOUT)[0]
         assert self.process.returncode == 130, self.output
-        assert self.output.endswith(b"\nInterrupted.\n") and b"Traceback" not in self.output and b"Error" not in self.output
+        assert self.output.endswith(b"\nInterrupted.\n")
+        assert b"Traceback" not in self.output and b"Error" not in self.output
 
 
 @needs_signals
-def test_ctrl_c_while_the_model_is_loaded():
-    with Process("--model", "random:small", "--port", "0", fresh=True) as process:
-        process.read_until(b"random weights", b" serves ")
-        process.interrupt()
-
-
-@needs_signals
-def test_ctrl_c_in_the_middle_of_an_answer():
-    with Process(*TINY, "--prompt", "Hello", "--max-tokens", "500", "--no-kv-cache") as process:
-        process.output = os.read(process.process.stdout.fileno(), 1)
+@pytest.mark.parametrize("arguments,words", [
+    (["--model", "random:small", "--port", "0"], b"random weights"),
+    ([*TINY, "--prompt", "Hello", "--pause", "0.1"], b"Hel"),
+    ([*TINY, "--demo", "--pause", "0.1", "--max-tokens", "5"], b"\nHel")],
+    ids=["loading", "an answer", "the demo"])
+def test_ctrl_c_ends_it_at_once(arguments, words):
+    with Process(*arguments) as process:
+        process.read_until(words, b" serves ")
         process.interrupt()
         assert b"TTFT" not in process.output
 
 
 @needs_signals
-@pytest.mark.parametrize("asking", [False, True])
-def test_ctrl_c_while_serving(asking):
-    with Process(*TINY, "--port", "0", "--no-kv-cache", fresh=not asking) as process:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_while_serving_tells_those_in_line(number):
+    with Process(*TINY, "--port", "0", "--pause", "0.05") as process:
         process.read_until(b"(Ctrl-C ends it)\n")
-        assert b"01_baseline serves random:tiny on http://127.0.0.1:" in process.output
         port = int(process.output.split(b"127.0.0.1:")[1].split()[0])
         connections = []
-        for _ in range(3 * asking):             # one is being answered, the others wait
+        for _ in range(3):                      # one is being answered, the others wait
             connections.append(http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT))
-            connections[-1].request("POST", "/generate", json.dumps(dict(prompt="Hello", max_tokens=500)))
-        while asking and counters(port)["requests"] < 3:
-            time.sleep(0.01)
-        process.interrupt()
-        if asking:
-            assert 503 in map(status, connections)          # who waited was told
+            connections[-1].request("POST", "/generate", json.dumps(dict(prompt="Hello", max_tokens=400)))
+        eventually(lambda: counters(port)["requests"] == 3)
+        process.interrupt(number)
+        assert [told(connection) for connection in connections].count(True) >= 2
 
 
-def status(connection) -> int:
-    """Of the answer, 0 if the server was gone first."""
+def told(connection) -> bool:
+    """Whether the client was told; the one that was being answered may lose its connection."""
     try:
-        return connection.getresponse().status
+        response = connection.getresponse()
     except (http.client.RemoteDisconnected, ConnectionError):
-        return 0
+        return False
+    error = json.loads(response.read())["error"]
+    return response.status == 503 and "shutting down" in sentence(error, "unavailable_error")
 
 
 def counters(port: int) -> dict:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT)
-    connection.request("GET", "/health")
-    return json.loads(connection.getresponse().read())["counters"]
-
-
-@needs_signals
-def test_ctrl_c_in_the_demo():
-    with Process(*TINY, "--demo") as process:
-        process.read_until(b"\n")
-        process.interrupt()
-
-
-# 4. Chapter 02 ---------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("options,blocks,size", [(["--gpu-blocks", "500", "--block-size", "100"], 500, 100),
-                                                 (["--max-running", "3"], 3 * 256 // 16, 16)], ids=str)
-def test_paged_prompt_prints_the_pool_and_the_answer_of_chapter_01(tiny_folder, tiny_engine, tmp_path, options, blocks, size):
-    expected = tiny_engine.generate(prompt="Hello", max_tokens=12, temperature=0.8, top_p=0.9, top_k=40, seed=7)
-    report, trace = tmp_path / "report.json", tmp_path / "trace.json"
-    done = run("--model", str(tiny_folder), "--device", "cpu", "--prompt", "Hello", "--max-tokens", "12", "--temperature", "0.8",
-               "--top-p", "0.9", "--top-k", "40", "--seed", "7", "--json", str(report), "--trace", str(trace), *options,
-               script=PAGED)
-    assert done.returncode == 0 and done.stdout.startswith(expected.text.replace("\r", "\n"))
-    assert " 0 of them cached (miss); " in done.stdout.splitlines()[-1]
-    megabytes = blocks * size * tiny_engine.model.config.kv_numbers_per_token * 4 / 1e6
-    assert done.stderr == f"KV pool: {blocks} blocks of {size} tokens, {blocks * size} tokens, {megabytes:.1f} MB\n"
-
-    written = json.loads(report.read_text())
-    assert (written["chapter"], written["dtype"], written["source"]) == ("02_paged_kv", "float32", "miss")
-    assert written["tokens"] == expected.tokens and written["usage"] == expected.usage
-    spans = [event["name"] for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
-    assert [name.split()[0] for name in spans] == ["prefill"] + ["decode"] * (len(expected.tokens) - 1)
-
-
-def test_paged_prompt_leaves_no_thread_behind(monkeypatch, capsys):
-    """One that is inside PyTorch when the interpreter ends aborts the process ("terminate called ...")."""
-    before = set(threading.enumerate())
-    monkeypatch.setattr(sys, "argv", [str(PAGED), *TINY, "--device", "cpu", "--prompt", "Hello", "--max-tokens", "5"])
-    runpy.run_path(str(PAGED), run_name="__main__")
-    assert "5 new; TTFT " in capsys.readouterr().out
-    assert {thread.name for thread in set(threading.enumerate()) - before} <= {"tqdm_monitor"}      # which only sleeps
-
-
-def test_paged_answers_in_the_fewest_blocks_that_hold_it_and_in_no_fewer(tiny_folder, tiny_engine, tmp_path):
-    prompt, report = len(tiny_engine.encode("Hello", None)[0]), tmp_path / "report.json"
-    ask = ("--model", str(tiny_folder), "--device", "cpu", "--prompt", "Hello", "--max-tokens", "50", "--block-size", "4",
-           "--json", str(report))
-    needed = -(-(prompt + 49) // 4)
-    line = refused(*ask, "--gpu-blocks", str(needed - 1), script=PAGED)
-    assert line.startswith("02_paged_kv: ") and f"take {needed} blocks" in line and f"the pool has {needed - 1}" in line
-    assert f"--gpu-blocks {needed}" in line
-    done = run(*ask, "--gpu-blocks", str(needed), script=PAGED)
-    assert done.returncode == 0
-    assert json.loads(report.read_text())["tokens"] == tiny_engine.generate(prompt="Hello", max_tokens=50).tokens
-
-
-def test_paged_demo_in_too_few_blocks_is_told_how_many():
-    line = refused(*TINY, "--demo", "--gpu-blocks", "1", script=PAGED)
-    assert line.startswith("02_paged_kv: ") and "the pool has 1;" in line and "--gpu-blocks" in line
-
-
-def test_paged_pool_too_large_for_the_memory_is_refused_with_what_would_fit(monkeypatch, capsys):
-    asked = ["--model", "random:tiny", "--prompt", "Hello", "--gpu-blocks", str(1 << 24), "--block-size", str(1 << 16)]
-    line = refused_here(monkeypatch, capsys, PAGED, asked)
-    assert line.startswith("02_paged_kv: ") and f"{1 << 24} blocks" in line and "are free" in line
-    assert 1 <= int(line.split("at most --gpu-blocks ")[1].rstrip(".")) < 1 << 24
-
-
-@pytest.mark.parametrize("words,arguments", [
-    ("'0'", ["--gpu-blocks", "0"]), ("'-1'", ["--gpu-blocks", "-1"]), ("'many'", ["--gpu-blocks", "many"]),
-    ("'99999999'", ["--gpu-blocks", "99999999"]), ("'0'", ["--block-size", "0"]), ("'1.5'", ["--block-size", "1.5"]),
-    ("'65537'", ["--block-size", "65537"]), ("'x'", ["--token-budget", "x"]), ("'0'", ["--token-budget", "0"]),
-    ("'0'", ["--max-running", "0"]), ("'nan'", ["--max-running", "nan"]), ("--gpu-block", ["--gpu-block", "5"]),
-    ("--no-kv-cache", ["--no-kv-cache"]), ("--demo", ["--demo", "--prompt", "Hello"]),
-    ("512", [*TINY, "--prompt", "x" * 600]), ("'/'", [*TINY, "--prompt", "Hello", "--trace", "/"]),
-], ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "")
-def test_wrong_options_of_paged_end_with_one_clear_line(monkeypatch, capsys, words, arguments):
-    line = refused_here(monkeypatch, capsys, PAGED, arguments)
-    assert words in line and "02_paged_kv" in line
-
-
-def test_paged_port_in_use_is_told_before_the_model_is_looked_for():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        line = refused("--model", "nonsense", "--port", str(port), script=PAGED)
-    assert line.startswith("02_paged_kv: ") and f"127.0.0.1:{port}" in line and "in use" in line and "--port" in line
-
-
-@pytest.fixture(scope="module")
-def paged_demo(tmp_path_factory):
-    """The lesson on the classroom model, run once -> what it printed, its report and its trace."""
-    done = demos.shown(PAGED.stem, tmp_path_factory)
-    return done, done.report, done.trace
-
-
-def test_paged_demo_is_verified_before_any_number_is_printed(paged_demo):
-    done, report, _ = paged_demo
-    assert report["verified"] is True and (report["chapter"], report["model"], report["dtype"], report["device"]) == (
-        "02_paged_kv", "classroom", "float32", "cpu")
-    first, *others = done.stdout.splitlines()
-    assert first.startswith("verified: all ") and not any("verified" in line for line in others)
-    assert all(line.startswith("KV pool: ") for line in done.stderr.splitlines() if line)
-
-
-def test_paged_demo_reports_memory_sharing_and_throughput(paged_demo):
-    done, report, _ = paged_demo
-    rows = report["rows"]
-    contiguous, blocks = (row for row in rows if "memory" in row)
-    assert "2048 tokens reserved" in contiguous["memory"] and "blocks of 16" in blocks["memory"]
-    assert contiguous["waste"] > 0.6 and 0 < blocks["waste"] < 0.04
-    for row in (contiguous, blocks):
-        assert row["waste"] == pytest.approx(1 - row["used_bytes"] / row["reserved_bytes"])
-        assert f" {row['waste']:.1%} wasted" in done.stdout
-    assert contiguous["used_bytes"] == blocks["used_bytes"] > 0
-    sources = {row["source"]: row for row in rows if "source" in row}
-    throughput = {row["throughput"]: row for row in rows if "throughput" in row}
-    assert set(sources) == {"gpu_hit", "miss"} and len(rows) == 3 + len(sources) + len(throughput)
-    sharing, = (row for row in rows if "sharing" in row)
-    assert 0.5 < sharing["sharing"] == sharing["cached_tokens"] / sharing["prompt_tokens"] < 1
-    assert 0 < sharing["blocks"] < sharing["blocks_in_tables"]
-    assert [name.split()[0] for name in throughput] == ["chapter", "1", "4", "16"]
-    for row, name in [*((row, "ttft_ms") for row in sources.values()),
-                      *((row, "tokens_per_second") for row in throughput.values())]:
-        assert 0 < row["min"] <= row[name] <= row["max"] and row["samples"] >= 5
-
-
-def test_paged_demo_gives_every_block_back(paged_demo):
-    counters = paged_demo[1]["counters"]
-    assert counters["requests"] == counters["finished"] > 0 and counters["cached_tokens"] > 0
-    assert counters["running"] == counters["waiting"] == counters["blocks_referenced"] == counters["failed"] == 0
-    assert counters["blocks_free"] + counters["blocks_cached"] == counters["blocks"]
-
-
-def test_paged_demo_writes_a_trace(paged_demo):
-    spans = [event for event in paged_demo[2]["traceEvents"] if event["ph"] == "X"]
-    assert {span["name"].split()[0] for span in spans} == {"prefill", "decode"}
-    assert all(span["dur"] > 0 and span["ts"] >= 0 for span in spans)
-
-
-@needs_signals
-def test_ctrl_c_in_the_paged_demo():
-    with Process("--demo", "--device", "cpu", script=PAGED) as process:
-        process.read_until(b" MB\n")           # the pool is there, and the demo begins
-        process.interrupt()
-        assert b"verified" not in process.output
-
-
-@needs_signals
-def test_ctrl_c_in_the_middle_of_a_paged_answer():
-    with Process(*TINY, "--prompt", "Hello", "--max-tokens", "500", script=PAGED) as process:
-        process.read_until(b" MB\n")
-        process.output += os.read(process.process.stdout.fileno(), 1)
-        process.interrupt()
-        assert b"TTFT" not in process.output
-
-
-@needs_signals
-@pytest.mark.parametrize("asking", [False, True])
-def test_ctrl_c_while_paged_serves(asking):
-    with Process(*TINY, "--port", "0", "--max-running", "1", script=PAGED) as process:
-        process.read_until(b"(Ctrl-C ends it)\n")
-        assert process.output.startswith(b"KV pool: ")
-        assert b"02_paged_kv serves random:tiny on http://127.0.0.1:" in process.output
-        port = int(process.output.split(b"127.0.0.1:")[1].split()[0])
-        connections = []
-        for number in range(8 * asking):        # one is being answered, the others wait
-            connections.append(http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT))
-            connections[-1].request("POST", "/generate", json.dumps(dict(prompt="Hello", max_tokens=500, stream=number % 2 == 1)))
-        while asking and counters(port)["requests"] < 8:
-            time.sleep(0.01)
-        process.interrupt()
-        if asking:
-            assert 503 in map(status, connections)          # who waited was told
-
-
-# 5. Chapter 03 ---------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("link,speed", [(["--link", "2"], "2"), ([], r"[0-9.e+-]+")], ids=["2 GB/s", "auto"])
-def test_offload_prompt_prints_both_pools_the_link_and_the_answer_of_chapter_01(tiny_folder, tiny_engine, tmp_path, link, speed):
-    expected = tiny_engine.generate(prompt="Hello", max_tokens=12, temperature=0.8, top_p=0.9, top_k=40, seed=7)
-    report, trace = tmp_path / "report.json", tmp_path / "trace.json"
-    done = run("--model", str(tiny_folder), "--device", "cpu", "--prompt", "Hello", "--max-tokens", "12", "--temperature", "0.8",
-               "--top-p", "0.9", "--top-k", "40", "--seed", "7", "--json", str(report), "--trace", str(trace),
-               "--gpu-blocks", "50", "--cpu-blocks", "20", "--block-size", "8", *link, script=OFFLOAD)
-    assert done.returncode == 0 and done.stdout.startswith(expected.text.replace("\r", "\n"))
-    token_bytes = tiny_engine.model.config.kv_numbers_per_token * 4
-    assert re.fullmatch(f"KV pool: 50 blocks of 8 tokens, 400 tokens, {400 * token_bytes / 1e6:.1f} MB\n"
-                        f"Host pool: 20 blocks of 8 tokens, 160 tokens, {160 * token_bytes / 1e6:.1f} MB\n"
-                        f"The host is reached over a modelled link, {speed} GB/s\n", done.stderr)
-    summary, blocks = done.stdout.splitlines()[-2:]
-    assert " 0 of them cached (miss); " in summary and re.fullmatch(r"Blocks: gpu_hits 0, cpu_hits 0, misses \d+", blocks)
-
-    written = json.loads(report.read_text())
-    assert (written["chapter"], written["dtype"], written["source"]) == ("03_cpu_offload", "float32", "miss")
-    assert written["tokens"] == expected.tokens and written["usage"] == expected.usage
-    needed = -(-expected.usage["prompt_tokens"] // 8)
-    assert written["blocks"] == dict(gpu_hits=0, cpu_hits=0, misses=needed) and written["choice"] is None
-    assert re.fullmatch(f"modelled link, {speed} GB/s", written["link"])
-    spans = [event["name"] for event in json.loads(trace.read_text())["traceEvents"] if event.get("cat") == "compute"]
-    assert [name.split()[0] for name in spans] == ["prefill"] + ["decode"] * (len(expected.tokens) - 1)
-
-
-@pytest.mark.parametrize("cpu_blocks", ["0", "3"])
-def test_offload_prompt_leaves_no_thread_behind(monkeypatch, capsys, cpu_blocks):
-    """One that is inside PyTorch when the interpreter ends aborts the process ("terminate called ...")."""
-    before = set(threading.enumerate())
-    monkeypatch.setattr(sys, "argv", [str(OFFLOAD), *TINY, "--device", "cpu", "--prompt", "Hello", "--max-tokens", "5",
-                                      "--cpu-blocks", cpu_blocks, "--gpu-blocks", "20"])
-    runpy.run_path(str(OFFLOAD), run_name="__main__")
-    said, complaint = capsys.readouterr()
-    assert "5 new; TTFT " in said and f"\nHost pool: {cpu_blocks} blocks of 16 tokens, " in complaint
-    gc.collect()                                                    # the lanes end with their links
-    deadline = time.monotonic() + 60
-    while not {thread.name for thread in set(threading.enumerate()) - before} <= {"tqdm_monitor"}:      # which only sleeps
-        assert time.monotonic() < deadline, threading.enumerate()
-        time.sleep(0.01)
-
-
-def test_offload_demo_in_too_few_blocks_is_told_how_many():
-    line = refused(*TINY, "--demo", "--device", "cpu", "--gpu-blocks", "1", script=OFFLOAD)
-    assert line.startswith("03_cpu_offload: ") and "do not fit into 1 blocks of 16 tokens" in line
-    assert int(line.split("ask for at least ")[1].rstrip(".")) > 1 and "--gpu-blocks" in line
-
-
-def test_offload_host_pool_too_large_for_the_memory_is_refused_with_what_would_fit(monkeypatch, capsys):
-    asked = [*TINY, "--device", "cpu", "--prompt", "Hello", "--gpu-blocks", "1", "--cpu-blocks", str(1 << 26),
-             "--block-size", str(1 << 12)]
-    line = refused_here(monkeypatch, capsys, OFFLOAD, asked)
-    assert line.startswith("03_cpu_offload: ") and f"{1 << 26} host blocks of {1 << 12} tokens" in line and "are free" in line
-    assert 1 <= int(line.split("at most --cpu-blocks ")[1].rstrip(".")) < 1 << 26
-
-
-def test_offload_device_pool_too_large_for_the_memory_is_refused_too(monkeypatch, capsys):
-    line = refused_here(monkeypatch, capsys, OFFLOAD, [*TINY, "--prompt", "Hello", "--gpu-blocks", str(1 << 24),
-                                                       "--block-size", str(1 << 16)])
-    assert line.startswith("03_cpu_offload: ") and 1 <= int(line.split("at most --gpu-blocks ")[1].rstrip(".")) < 1 << 24
-
-
-@pytest.mark.parametrize("words,arguments", [
-    ("'-1'", ["--cpu-blocks", "-1"]), ("'many'", ["--cpu-blocks", "many"]), ("'1.5'", ["--cpu-blocks", "1.5"]),
-    ("'99999999'", ["--cpu-blocks", "99999999"]), ("'0'", ["--gpu-blocks", "0"]), ("'x'", ["--token-budget", "x"]),
-    ("'0'", ["--link", "0"]), ("'-1'", ["--link", "-1"]), ("'fast'", ["--link", "fast"]), ("'nan'", ["--link", "nan"]),
-    ("'inf'", ["--link", "inf"]), ("''", ["--link", ""]), ("'1e7'", ["--link", "1e7"]), ("--link", ["--link"]),
-    ("'h100'", ["--platform", "h100"]), ("h800", ["--platform", "A100"]), ("--cpu-block", ["--cpu-block", "5"]),
-    ("--no-kv-cache", ["--no-kv-cache"]), ("--demo", ["--demo", "--prompt", "Hello"]),
-    ("512", [*TINY, "--device", "cpu", "--prompt", "x" * 600]), ("'/'", [*TINY, "--prompt", "Hello", "--trace", "/"]),
-], ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "")
-def test_wrong_options_of_offload_end_with_one_clear_line(monkeypatch, capsys, words, arguments):
-    line = refused_here(monkeypatch, capsys, OFFLOAD, arguments)
-    assert words in line and "03_cpu_offload" in line
-
-
-@pytest.fixture(scope="module")
-def offload_demo(tmp_path_factory):
-    """The lesson on the classroom model, run once -> what it printed, its report and its trace."""
-    done = demos.shown(OFFLOAD.stem, tmp_path_factory)
-    return done, done.report, done.trace
-
-
-def test_offload_demo_is_verified_before_any_time_is_printed(offload_demo):
-    done, report, _ = offload_demo
-    assert report["verified"] is True and (report["chapter"], report["model"], report["dtype"], report["device"]) == (
-        "03_cpu_offload", "classroom", "float32", "cpu")
-    first, *others = done.stdout.splitlines()
-    assert re.match(r"verified: all [1-9]\d* tokens equal", first) and not any("verified" in line for line in others)
-    assert " ms" not in first and sum(" ms" in line for line in others) > 10
-    assert [line.startswith(SIZES) for line in done.stderr.splitlines()] == [True] * 3
-
-
-def test_offload_demo_calls_the_link_modelled_wherever_it_names_it(offload_demo):
-    done, report, _ = offload_demo
-    named = [line for line in (done.stdout + done.stderr).splitlines() if "link" in line.lower() or "GB/s" in line]
-    assert len(named) >= 4 and all(re.search(r"modelled link, [0-9.e+-]+ GB/s", line) for line in named)
-    assert set(report["link"]) == {"modelled", "gbps"} and report["link"]["modelled"] is True and report["link"]["gbps"] > 0
-    for beginning in ("TTFT of ", "This return "):
-        assert any(line.startswith(beginning) for line in named), "times and the chart say over what they were taken"
-
-
-def test_offload_demo_shows_all_sources(offload_demo):
-    done, report, _ = offload_demo
-    phases = {}
-    for row in report["rows"]:
-        if "phase" in row:
-            phases.setdefault(row["phase"], []).append(row)
-            found = row["gpu_hits"] + row["cpu_hits"]
-            assert row["cached_tokens"] == 16 * found < row["prompt_tokens"]
-            assert found + row["misses"] == -(-row["prompt_tokens"] // 16)
-            assert row["ttft_ms"] > 0 and row["text"]
-    assert [row["source"] for row in phases["cold"]] == ["miss", "gpu_hit", "gpu_hit"]
-    assert phases["cold"][0]["cached_tokens"] == 0 < phases["cold"][1]["gpu_hits"]
-    assert phases["repeat"] and {row["source"] for row in phases["repeat"]} == {"gpu_hit"}
-    assert len(phases["pressure"]) >= 3 and phases["pressure"][-1]["evictions"] > 0
-    assert {(row["source"], row["gpu_hits"], row["cpu_hits"]) for row in phases["pressure"]} == {("miss", 0, 0)}
-    back, = phases["return"]
-    assert back["source"] == "cpu_hit" and back["cpu_hits"] == back["swap_ins"] > 0 == back["gpu_hits"]
-    assert "tiger" in back["text"] and "tiger" not in " ".join(row["text"] for row in phases["pressure"])
-    assert " - " + back["text"] in done.stdout
-
-
-def test_offload_demo_compares_what_the_three_ways_cost(offload_demo):
-    done, report, _ = offload_demo
-    table = {row["case"]: row for row in report["rows"] if "case" in row}
-    assert set(table) == {"miss", "gpu_hit", "cpu_hit", "cpu_hit, all layers first"}
-    assert {name: row["source"] for name, row in table.items()} == {name: name.split(",")[0] for name in table}
-    miss, on_device, on_host, waited = (table[name] for name in ("miss", "gpu_hit", "cpu_hit", "cpu_hit, all layers first"))
-    assert miss["bytes_in"] == on_device["bytes_in"] == 0 < on_host["bytes_in"] == waited["bytes_in"]
-    assert miss["cached_tokens"] == 0 < on_device["cached_tokens"] == on_host["cached_tokens"]
-    assert on_host["bytes_in"] == on_host["cached_tokens"] * 8 * 2 * 256 * 4          # 8 layers, K and V of 256 in float32
-    for row in table.values():
-        assert 0 < row["min"] <= row["ttft_ms"] <= row["max"] and row["samples"] >= 5
-        assert f"{row['bytes_in'] / 1e6:.1f} MB" in next(
-            line for line in done.stdout.split("TTFT of ")[1].splitlines() if line.startswith("  " + row["source"]))
-
-
-def test_offload_demo_gives_every_block_of_both_pools_back(offload_demo):
-    counters = offload_demo[1]["counters"]
-    assert counters["requests"] == counters["finished"] > 0
-    assert counters["swap_ins"] > 0 < counters["swap_outs"] and counters["bytes_in"] > 0 < counters["bytes_out"]
-    for name in ("running", "waiting", "blocks_referenced", "cpu_blocks_referenced", "swaps_under_way", "failed",
-                 "transfer_errors"):
-        assert counters[name] == 0
-    assert counters["blocks_free"] + counters["blocks_cached"] == counters["blocks"]
-    assert counters["cpu_blocks_free"] + counters["cpu_blocks_cached"] == counters["cpu_blocks"]
-
-
-def test_offload_demo_writes_a_trace_with_layers_that_arrive_while_others_are_computed(offload_demo):
-    spans = [event for event in offload_demo[2]["traceEvents"] if event["ph"] == "X"]
-    load, compute = ([span for span in spans if span["cat"] == lane] for lane in ("load", "compute"))
-    assert {span["name"] for span in load} == {f"layer {number}" for number in range(8)}
-    assert {span["name"].split()[0] for span in compute} == {"prefill", "decode"}
-    assert all(span["dur"] > 0 and span["ts"] >= 0 for span in spans)
-    arrived = max(span["ts"] + span["dur"] for span in load)
-    assert min(span["ts"] for span in compute) < arrived, "it waited for all layers"
-    chart = offload_demo[0].stdout.split("This return ")[1]
-    layers = re.search(r"^    load \|([0-7.]+)\|$", chart, re.M)[1].replace(".", "")
-    assert layers and list(layers) == sorted(layers) and re.search(r"^ compute \|.*p.*d", chart, re.M)
-
-
-@needs_signals
-def test_ctrl_c_in_the_offload_demo():
-    with Process("--demo", "--device", "cpu", script=OFFLOAD) as process:
-        process.read_until(b" GB/s\n")          # the pools and the link are there, and the demo begins
-        process.interrupt()
-        assert b"verified" not in process.output
-
-
-@needs_signals
-def test_ctrl_c_while_offload_serves():
-    with Process(*TINY, "--device", "cpu", "--port", "0", "--max-running", "1", script=OFFLOAD) as process:
-        process.read_until(b"(Ctrl-C ends it)\n")
-        assert process.output.startswith(b"KV pool: ") and b"\nHost pool: " in process.output
-        assert b"03_cpu_offload serves random:tiny on http://127.0.0.1:" in process.output
-        port = int(process.output.split(b"127.0.0.1:")[1].split()[0])
-        connections = []
-        for number in range(8):                 # one is being answered, the others wait
-            connections.append(http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT))
-            connections[-1].request("POST", "/generate", json.dumps(dict(prompt="Hello", max_tokens=500, stream=number % 2 == 1)))
-        while counters(port)["requests"] < 8:
-            time.sleep(0.01)
-        process.interrupt()
-        assert 503 in map(status, connections)              # who waited was told
-
-
-# 6. Chapter 04 ---------------------------------------------------------------------------------------------------
-
-WAYS = ["recompute (01)", "KV offload (03)", "hidden states", "same, in files", "same, token-major"]
-STORY = "It was a long story, and it began with a letter. " * 4          # three chunks of 64 tokens, and the fourth begins
-
-
-def prompted_here(monkeypatch, capsys, *arguments) -> tuple[str, str]:
-    """Run chapter 04 as it stands in this process -> what it printed, to stdout and to stderr."""
-    monkeypatch.setattr(sys, "argv", [str(HIDDEN), "--device", "cpu", *map(str, arguments)])
-    runpy.run_path(str(HIDDEN), run_name="__main__")
-    return capsys.readouterr()
-
-
-@pytest.fixture
-def always_kept(monkeypatch):
-    """To restore is always estimated to be faster than to compute, however busy this machine is."""
-    monkeypatch.setattr(chapter("03_cpu_offload").MeasuringEngine, "seconds_to_compute", lambda *_: 1e9)
-
-
-def chunks_in(*folders) -> list[int]:
-    """Files of chunks in each folder; nothing else may be left there."""
-    counts = [len(list(folder.glob("*.chunk"))) for folder in folders]
-    assert counts == [len(list(folder.iterdir())) for folder in folders]
-    return counts
-
-
-def test_hidden_prompt_prints_its_memory_the_link_and_the_answer_of_chapter_01(tiny_folder, tiny_engine, tmp_path):
-    expected = tiny_engine.generate(prompt="Hello", max_tokens=12, temperature=0.8, top_p=0.9, top_k=40, seed=7)
-    report, trace = tmp_path / "report.json", tmp_path / "trace.json"
-    done = run("--model", str(tiny_folder), "--device", "cpu", "--prompt", "Hello", "--max-tokens", "12", "--temperature", "0.8",
-               "--top-p", "0.9", "--top-k", "40", "--seed", "7", "--json", str(report), "--trace", str(trace),
-               "--gpu-blocks", "50", "--cpu-chunks", "20", "--block-size", "8", "--link", "2", script=HIDDEN)
-    assert done.returncode == 0 and done.stdout.startswith(expected.text.replace("\r", "\n"))
-    config = tiny_engine.model.config
-    chunk_bytes = 64 * config.num_hidden_layers * config.hidden_size * 4
-    assert done.stderr == (f"KV pool: 50 blocks of 8 tokens, {400 * config.kv_numbers_per_token * 4 / 1e6:.1f} MB\n"
-                           f"Host memory: 20 chunks of 64 tokens, {20 * chunk_bytes / 1e6:.1f} MB\n"
-                           "hidden 64 numbers against KV 64, per token and layer: hidden states cost 1.0x the bytes on this "
-                           "model\n"
-                           "The host is reached over a modelled link, 2 GB/s\n")
-    assert " 0 of them cached (miss); " in done.stdout.splitlines()[-1]
-    written = json.loads(report.read_text())
-    assert (written["chapter"], written["dtype"], written["source"]) == ("04_hidden_state_cache", "float32", "miss")
-    assert written["tokens"] == expected.tokens and written["usage"] == expected.usage
-    assert written["choice"] is written["restoration"] is None and written["link"] == "modelled link, 2 GB/s"
-    spans = [event["name"] for event in json.loads(trace.read_text())["traceEvents"] if event.get("cat") == "compute"]
-    assert [name.split()[0] for name in spans] == ["prefill"] + ["decode"] * (len(expected.tokens) - 1)
-
-
-@pytest.mark.parametrize("options", [[], ["--save", "direct"], ["--layout", "token-major"], ["--save-threads", "1"],
-                                     ["--block-size", "100"], ["--gpu-blocks", "16"], ["--cpu-chunks", "4"],
-                                     ["--save", "direct", "--layout", "token-major"]], ids=" ".join)
-def test_what_was_asked_once_is_restored_from_its_files(tiny_folder, tiny_engine, tmp_path, monkeypatch, capsys, always_kept,
-                                                        options):
-    folders, report = [tmp_path / "fast", tmp_path / "other" / "fast"], tmp_path / "report.json"
-    expected = tiny_engine.generate(prompt=STORY, max_tokens=6).tokens
-    for source, cached in (("miss", 0), ("hidden", 192)):
-        said, complaint = prompted_here(monkeypatch, capsys, "--model", tiny_folder, "--prompt", STORY, "--max-tokens", 6,
-                                        "--disk", folders[0], "--disk", folders[1], "--json", report, *options)
-        written = json.loads(report.read_text())
-        assert written["tokens"] == expected and (written["source"], written["usage"]["cached_tokens"]) == (source, cached)
-        assert f", on their way to files in {folders[0]}, {folders[1]}\n" in complaint
-        assert chunks_in(*folders) == [2, 1], "one after the other, in turn"
-    assert written["choice"]["chosen"] == "restore" and written["restoration"]["tokens"] == 192
-    assert written["restoration"]["bytes"] == 192 * 3 * 64 * 4
-    assert "\nChosen: " in said and "\nRestoration: tokens 192, " in said and "modelled link, " in said
-    assert {span["lane"] for span in written["timeline"]} >= {"compute", "load", "storage"}
-
-
-def test_files_of_another_layout_another_model_or_another_dtype_are_not_found(
-        tiny_folder, tmp_path_factory, tmp_path, monkeypatch, capsys, always_kept):
-    report, other = tmp_path / "report.json", write_model(tmp_path_factory.mktemp("models") / "other", seed=1)
-
-    def source(folder, *options):
-        prompted_here(monkeypatch, capsys, "--model", folder, "--prompt", STORY, "--max-tokens", 2, "--json", report,
-                      "--disk", tmp_path / "chunks", *options)
-        return json.loads(report.read_text())["source"]
-    for asked in ([tiny_folder], [tiny_folder, "--layout", "token-major"], [other], [tiny_folder, "--dtype", "bfloat16"]):
-        assert [source(*asked), source(*asked)] == ["miss", "hidden"]
-    assert chunks_in(tmp_path / "chunks") == [12]
-
-
-def test_a_model_with_grouped_queries_is_told_that_hidden_states_cost_more(tmp_path, monkeypatch, capsys):
-    folder = write_model(tmp_path / "model", num_key_value_heads=1)
-    _, complaint = prompted_here(monkeypatch, capsys, "--model", folder, "--prompt", "Hello", "--max-tokens", 2)
-    assert ("\nhidden 64 numbers against KV 32, per token and layer: hidden states cost 2.0x the bytes on this model; "
-            "chapter 05 then loads K and V\n") in complaint
-
-
-@pytest.mark.parametrize("options", [[], ["--disk", "DIR"], ["--save", "direct", "--cpu-chunks", "0"]], ids=" ".join)
-def test_hidden_prompt_leaves_no_thread_behind(tmp_path, monkeypatch, capsys, options):
-    """One that is inside PyTorch when the interpreter ends aborts the process ("terminate called ...")."""
-    before = set(threading.enumerate())
-    monkeypatch.chdir(tmp_path)
-    said, _ = prompted_here(monkeypatch, capsys, *TINY, "--prompt", STORY, "--max-tokens", 5, *options)
-    assert " new; TTFT " in said
-    gc.collect()                                                    # lanes, sorters and readers end with their engine
-    deadline = time.monotonic() + 60
-    while not {thread.name for thread in set(threading.enumerate()) - before} <= {"tqdm_monitor"}:      # which only sleeps
-        assert time.monotonic() < deadline, threading.enumerate()
-        time.sleep(0.01)
-
-
-def test_texts_are_ingested_without_the_servers_port_and_found_by_another_process(tiny_folder, tiny_engine, tmp_path):
-    report, folder, texts = tmp_path / "report.json", tmp_path / "chunks", [STORY, "A short note. " * 5]
-    files = [tmp_path / "a story.txt", tmp_path / "b.txt"]
-    for file, text in zip(files, texts):
-        file.write_text(text)
-    counts = [len(tiny_engine.encode(None, [dict(role="user", content=text)])[0]) for text in texts]
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        done = run("--model", str(tiny_folder), "--device", "cpu", "--ingest", *map(str, files), "--disk", str(folder), "--port",
-                   str(taken.getsockname()[1]), "--json", str(report), script=HIDDEN, fresh=True)
-    assert done.returncode == 0 and all(line.startswith(SIZES) for line in done.stderr.splitlines()), done
-    story, note = done.stdout.splitlines()
-    assert story == f"{files[0]}: {counts[0]} tokens, 3 chunks of 64, 3 of them saved"
-    assert note == f"{files[1]}: {counts[1]} tokens, 1 chunks of 64, 1 of them saved"
-    written = json.loads(report.read_text())
-    rows = written["ingested"]
-    assert rows == [dict(file=str(file), tokens=count, chunks=chunks, saved=chunks, dropped=0)
-                    for file, count, chunks in zip(files, counts, (3, 1))]
-    assert written["chapter"] == "04_hidden_state_cache"
-    assert chunks_in(folder) == [written["counters"]["file_writes"]] == [4]
-
-    question = STORY + "Who wrote it?"
-    done = run("--model", str(tiny_folder), "--device", "cpu", "--prompt", question, "--max-tokens", "8", "--disk", str(folder),
-               "--json", str(report), script=HIDDEN, fresh=True)
-    written = json.loads(report.read_text())
-    assert done.returncode == 0 and (written["source"], written["usage"]["cached_tokens"]) == ("hidden", 192)
-    assert written["tokens"] == tiny_engine.generate(prompt=question, max_tokens=8).tokens
-
-
-def test_a_text_is_ingested_once_and_found_however_many_there_are(tiny_folder, tiny_engine, tmp_path, monkeypatch, capsys,
-                                                                 always_kept):
-    texts = [f"{number}: {STORY}"[:200] for number in range(3)]
-    for number, text in enumerate(texts):
-        (tmp_path / str(number)).write_text(text)
-    asked = ["--model", tiny_folder, "--disk", tmp_path / "chunks"]
-    for new in (", 3 of them saved", ", 0 of them saved, the others were there"):
-        said, _ = prompted_here(monkeypatch, capsys, *asked, "--ingest", *(tmp_path / str(number) for number in range(3)))
-        assert [line.split(" tokens, ")[1] for line in said.splitlines()] == [f"3 chunks of 64{new}"] * 3
-        assert chunks_in(tmp_path / "chunks") == [9]
-    for text in texts:
-        prompted_here(monkeypatch, capsys, *asked, "--prompt", text + " And?", "--max-tokens", 4, "--json", tmp_path / "report")
-        written = json.loads((tmp_path / "report").read_text())
-        assert (written["source"], written["usage"]["cached_tokens"]) == ("hidden", 192)
-        assert written["tokens"] == tiny_engine.generate(prompt=text + " And?", max_tokens=4).tokens
-
-
-TINY_CPU = [*TINY, "--device", "cpu"]
-
-
-@pytest.mark.parametrize("words,arguments", [
-    ("from 0 to 3.", [*TINY_CPU, "--demo", "--corrupt", "99"]), ("'-1'", ["--corrupt", "-1"]),
-    ("'first'", ["--corrupt", "first"]),
-    ("'0'", ["--disk-limit", "0"]), ("'-5'", ["--disk-limit", "-5"]), ("'nan'", ["--disk-limit", "nan"]),
-    ("two-stage", ["--save", "wrong"]), ("token-major", ["--layout", "wrong"]), ("--disk", ["--disk"]), ("--save", ["--save"]),
-    ("'-1'", ["--cpu-chunks", "-1"]), ("'1.5'", ["--cpu-chunks", "1.5"]), ("'99999999'", ["--cpu-chunks", "99999999"]),
-    ("'0'", ["--save-threads", "0"]), ("'65'", ["--save-threads", "65"]), ("'0'", ["--link", "0"]),
-    ("h800", ["--platform", "h100"]),
-    ("--cpu-blocks", ["--cpu-blocks", "5"]), ("--cpu-chunk", ["--cpu-chunk", "5"]), ("--ingest", ["--ingest"]),
-    ("not empty", ["--disk", ""]),
-    ("--disk DIR", [*TINY_CPU, "--ingest", "notes.txt"]), ("--demo", ["--demo", "--prompt", "Hello"]),
-    ("leave out --demo and --prompt", [*TINY_CPU, "--ingest", "notes.txt", "--disk", "x", "--prompt", "Hello"]),
-    ("leave out --demo and --prompt", [*TINY_CPU, "--ingest", "notes.txt", "--disk", "x", "--demo"]),
-    ("512", [*TINY_CPU, "--prompt", "x" * 600]), ("'/'", [*TINY_CPU, "--prompt", "Hello", "--trace", "/"]),
-], ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "")
-def test_wrong_options_of_hidden_end_with_one_clear_line(monkeypatch, capsys, words, arguments):
-    line = refused_here(monkeypatch, capsys, HIDDEN, arguments)
-    assert words in line and line.startswith("04_hidden_state_cache")
-
-
-@pytest.mark.parametrize("words,content,asked", [
-    ("Cannot keep chunks in '{}' (File exists); choose another directory with --disk", b"",
-     ["--prompt", "Hello", "--disk", "{}"]),
-    ("Cannot keep chunks in '{}/sub' (Not a directory); choose another directory with --disk", b"",
-     ["--prompt", "Hello", "--disk", "{}/sub"]),
-    ("Cannot read '{}' (No such file", None, ["--ingest", "{}", "--disk", "{}.chunks"]),
-    ("Cannot read '{}' (it is not text in UTF-8)", b"\xff\xfe\0", ["--ingest", "{}", "--disk", "{}.chunks"]),
-    ("'{}' is empty", b"", ["--ingest", "{}", "--disk", "{}.chunks"]),
-    ("'{}' is 6", b"x" * 600, ["--ingest", "{}", "--disk", "{}.chunks"]),
-    ("larger --disk-limit", b"x", ["--ingest", "{}", "--disk", "{}.chunks", "--disk-limit", "1e-5"]),
-], ids=["a file for a directory", "a file in the way", "no file", "no text", "an empty text", "a text too long",
-        "a limit below a chunk"])
-def test_files_that_cannot_be_used_are_told_in_one_clear_line(tmp_path, monkeypatch, capsys, words, content, asked):
-    path = tmp_path / "notes"
-    if content is not None:
-        path.write_bytes(content)
-    line = refused_here(monkeypatch, capsys, HIDDEN, [*TINY_CPU, *(word.format(path) for word in asked)])
-    assert line.startswith("04_hidden_state_cache: ") and words.format(path) in line
-
-
-def test_a_text_that_cannot_be_kept_whole_does_not_end_well(tmp_path, monkeypatch, capsys):
-    (tmp_path / "notes").write_text("x" * 280)
-    arguments = [*TINY_CPU, "--ingest", tmp_path / "notes", "--disk", tmp_path / "chunks", "--cpu-chunks", "0"]
-    monkeypatch.setattr(sys, "argv", ["04", *map(str, arguments)])
-    with pytest.raises(SystemExit, match=f"4 chunks could not be saved; see that there is room in {tmp_path}"):
-        runpy.run_path(str(ROOT / HIDDEN), run_name="__main__")
-    assert capsys.readouterr().out.endswith(" tokens, 4 chunks of 64, 0 of them saved\n")
-
-
-def test_chunks_too_many_for_the_memory_are_refused_with_what_would_fit(monkeypatch, capsys):
-    asked = ["--device", "cpu", "--prompt", "Hello", "--gpu-blocks", "20", "--cpu-chunks", str(1 << 24)]
-    line = refused_here(monkeypatch, capsys, HIDDEN, asked)
-    assert line.startswith("04_hidden_state_cache: ") and f"{1 << 24} chunks of 64 tokens" in line and "are free" in line
-    assert 1 <= int(line.split("at most --cpu-chunks ")[1].rstrip(".")) < 1 << 24
-
-
-def test_hidden_demo_in_too_few_blocks_is_told_how_many(monkeypatch, capsys):
-    line = refused_here(monkeypatch, capsys, HIDDEN, [*TINY_CPU, "--demo", "--gpu-blocks", "1"])
-    assert line.startswith("04_hidden_state_cache: ") and "the pool has 1;" in line and "--gpu-blocks" in line
-
-
-@pytest.mark.parametrize("options,restored", [
-    ([], True), (["--block-size", "100"], True), (["--gpu-blocks", "27"], True), (["--cpu-chunks", "40"], True),
-    (["--save", "direct", "--layout", "token-major"], True), (["--disk", "one", "--disk", "two"], True),
-    (["--link", "0.0002"], False)], ids=lambda value: " ".join(value) if isinstance(value, list) else "")
-def test_hidden_demo_is_verified_with_other_options_too(tmp_path, monkeypatch, capsys, options, restored):
-    if restored:
-        monkeypatch.setattr(chapter("03_cpu_offload").MeasuringEngine, "seconds_to_compute", lambda *_: 1e9)
-    monkeypatch.chdir(tmp_path)
-    said, _ = prompted_here(monkeypatch, capsys, *TINY, "--demo", "--max-tokens", 1, "--json", "report.json",
-                            "--svg", "trace.svg", *options)
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert report["verified"] is True and said.startswith("verified: all ") and "(random weights say nothing)" in said
-    costs = [row for row in report["rows"] if "way" in row]
-    assert [row["way"] for row in costs] == WAYS
-    assert {row["source"] for row in costs[2:]} == {"hidden" if restored else "miss"}
-    assert said.count("\nOne restoration, ") == 2 * restored
-    assert (tmp_path / "trace.svg").read_text().startswith("<svg ")
-    left = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert sorted(path.name for path in left) == ["report.json", "trace.svg"], "it keeps nothing on the disk"
-
-
-@pytest.fixture(scope="module")
-def hidden_demo(tmp_path_factory):
-    """The lesson on the classroom model, run once -> what it printed, its report and its trace."""
-    done = demos.shown(HIDDEN.stem, tmp_path_factory)
-    return done, done.report, done.trace
-
-
-def test_hidden_demo_is_verified_before_any_time_is_printed_and_says_what_states_cost(hidden_demo):
-    done, report, _ = hidden_demo
-    assert report["verified"] is True and (report["chapter"], report["model"], report["dtype"], report["device"]) == (
-        "04_hidden_state_cache", "classroom", "float32", "cpu")
-    first, *others = done.stdout.splitlines()
-    assert re.match(r"verified: all [1-9]\d* tokens equal", first) and not any("verified" in line for line in others)
-    assert " ms" not in first and sum(" ms" in line for line in others) > 10
-    assert [line.startswith(SIZES) for line in done.stderr.splitlines()] == [True] * 4
-    sizes = "hidden 256 numbers against KV 512, per token and layer: hidden states cost 0.5x the bytes on this model"
-    assert sizes in others and sizes in done.stderr.splitlines()
-
-
-def test_hidden_demo_calls_the_link_modelled_wherever_it_names_it(hidden_demo):
-    done, report, _ = hidden_demo
-    named = [line for line in (done.stdout + done.stderr).splitlines() if "link" in line.lower()]
-    assert len(named) >= 5 and all(re.search(r"modelled link, [0-9.e+-]+ GB/s", line) for line in named)
-    assert set(report["link"]) == {"modelled", "gbps"} and report["link"]["modelled"] is True and report["link"]["gbps"] > 0
-    for beginning in ("A document ", "The last turn ", "One restoration, hidden states ", "One restoration, same, in files "):
-        assert any(line.startswith(beginning) for line in named), "times and charts say over what they were taken"
-
-
-def test_hidden_demo_shows_five_ways_turn_by_turn(hidden_demo):
-    turns = [row for row in hidden_demo[1]["rows"] if "turn" in row]
-    assert [row["turn"] for row in turns] == [1, 2, 3, 4, 5]
-    history = [row["history_tokens"] for row in turns]
-    assert history[0] == 0 < history[1] and history == sorted(set(history))
-    for number, row in enumerate(turns):
-        assert list(row["source"]) == list(row["ttft_ms"]) == WAYS and all(ms > 0 for ms in row["ttft_ms"].values())
-        assert row["answered"] and row["source"]["recompute (01)"] == "miss"
-        expected = ["miss"] * 3 if number == 0 else ["cpu_hit", "hidden", "hidden"]
-        assert [row["source"][way] for way in WAYS[1:4]] == expected
-
-
-def test_hidden_demo_compares_what_the_five_ways_keep_and_cost(hidden_demo):
-    done, report, _ = hidden_demo
-    costs = {row["way"]: row for row in report["rows"] if "way" in row}
-    assert list(costs) == WAYS
-    assert [row["bytes_per_token"] for row in costs.values()] == [0, 8 * 512 * 4, *[8 * 256 * 4] * 3]
-    restored = [row["restored_tokens"] for row in costs.values()]
-    assert restored[0] == restored[2] == restored[3] > 512 and restored[0] % 64 == 0 and restored[1] % 16 == 0
-    for way, row in costs.items():
-        assert 0 <= row["restoration_ms"] and 0 < row["ttft_ms"]
-        if row["restoration_ms"]:
-            assert row["tokens_per_second"] == pytest.approx(row["restored_tokens"] / row["restoration_ms"] * 1e3)
-        line, = (line for line in done.stdout.split("The last turn ")[1].splitlines() if line.startswith(f"  {way:20}"))
-        assert f"{row['bytes_per_token']} B" in line and f"{row['ttft_ms']:.1f} ms" in line
-    read = {row["layout"]: row["file_read_bytes"] / row["file_reads"] for row in report["rows"] if "layout" in row}
-    assert read["chunked"] == 64 * 256 * 4 and read.get("token-major", 256 * 4) == 256 * 4
-    assert f" reads of {64 * 256 * 4} bytes, " in done.stdout
-
-
-def test_hidden_demos_control_forgets_with_a_layer_zeroed_and_refuses_it_with_the_checks_on(hidden_demo):
-    done, report, _ = hidden_demo
-    talk, told = classroom_text.Conversation(random.Random(3), classroom_text.Level()), {}
-    for fact in (talk.new_fact() for _ in range(100)):
-        if fact:
-            told.setdefault(fact.question, fact.answer)
-    phases = {}
-    for row in report["rows"]:
-        if "control" in row:
-            phases.setdefault(row["control"], []).append(row)
-            assert row["answered"] in done.stdout
-    kept, zeroed, refused = phases.values()
-    assert list(phases) == ["as it was kept", "layer 1 zeroed, checksum check switched off", "the same, checked: chunks refused"]
-    assert len(kept) == len(zeroed) == len(refused) == 4
-    for rows in (kept, refused):
-        assert [row["answered"] for row in rows] == [told[row["asked"]] for row in rows]
-    assert any(row["answered"] != told[row["asked"]] for row in zeroed), "the states say nothing"
-    for rows in (kept, zeroed):
-        assert {(row["source"], row["cached_tokens"] >= 512, row["chunks_missed"]) for row in rows} == {("hidden", True, 0)}
-    chunks = kept[0]["cached_tokens"] // 64
-    assert {(row["source"], row["cached_tokens"], row["chunks_missed"]) for row in refused} == {("miss", 0, chunks)}
-    assert f"the same, checked: chunks refused {chunks}\n" in done.stdout
-
-
-def test_hidden_demo_gives_every_block_and_every_chunk_back(hidden_demo):
-    counters = hidden_demo[1]["counters"]
-    assert counters["requests"] == counters["finished"] > 0 and counters["restorations"] > 0
-    assert counters["layers_projected"] == 8 * counters["restorations"] and counters["restored_tokens"] % 64 == 0
-    assert counters["bytes_in"] == counters["restored_tokens"] * 8 * 256 * 4 > 0 < counters["bytes_out"]
-    for name in ("running", "waiting", "blocks_referenced", "chunks_referenced", "failed", "chunks_dropped", "chunks_missed",
-                 "save_errors", "transfer_errors"):
-        assert counters[name] == 0, name
-    assert counters["blocks_free"] + counters["blocks_cached"] == counters["blocks"]
-    assert counters["chunks_free"] + counters["chunks_cached"] == counters["chunks"]
-    assert counters["chunks_saved"] >= counters["chunks_cached"] >= 10 and counters["chunk_evictions"] == 0
-
-
-def test_hidden_demo_shows_layers_that_are_projected_while_others_arrive(hidden_demo):
-    done, _, trace = hidden_demo
-    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    load, storage, compute = ([span for span in spans if span["cat"] == lane] for lane in ("load", "storage", "compute"))
-    layers = {f"layer {number}" for number in range(8)}
-    assert {span["name"] for span in load} == {span["name"] for span in storage} == layers
-    assert {span["name"] for span in compute} > layers and {span["name"].split()[0] for span in compute} > {"prefill", "decode"}
-    projected = [span for span in compute if span["name"] in layers]
-    assert any(a["ts"] < b["ts"] + b["dur"] and b["ts"] < a["ts"] + a["dur"] for a in projected for b in load), "no overlap"
-    for way, lanes in (("hidden states", ["compute", "load"]), ("same, in files", ["compute", "load", "storage"])):
-        chart = done.stdout.split(f"\nOne restoration, {way} (")[1].split(" ms\n")[0]
-        rows = re.findall(r"^ *(\w+) \|([0-9.]+)\| idle (\d+)%$", chart, re.M)
-        assert [lane for lane, _, _ in rows] == lanes
-        for lane, drawn, idle in rows:
-            assert len(drawn) == 64 and int(idle) <= 100
-            seen = drawn.replace(".", "")
-            assert list(seen) == sorted(seen) and seen[-1] == "7"
-
-
-@needs_signals
-def test_ctrl_c_while_hidden_serves(tmp_path):
-    with Process(*TINY_CPU, "--port", "0", "--max-running", "1", "--disk", str(tmp_path), script=HIDDEN) as process:
-        process.read_until(b"(Ctrl-C ends it)\n")
-        assert process.output.startswith(b"KV pool: ") and b"\nHost memory: " in process.output
-        assert b"04_hidden_state_cache serves random:tiny on http://127.0.0.1:" in process.output
-        port = int(process.output.split(b"127.0.0.1:")[1].split()[0])
-        connections = []
-        for number in range(8):                 # one is being answered, the others wait
-            connections.append(http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT))
-            connections[-1].request("POST", "/generate", json.dumps(dict(prompt=STORY, max_tokens=250, stream=number % 2 == 1)))
-        while counters(port)["requests"] < 8:
-            time.sleep(0.01)
-        process.interrupt()
-        assert 503 in map(status, connections)              # who waited was told
-    assert chunks_in(tmp_path)[0] >= 3, "what was computed reached its files"
-
-
-# 7. Chapter 05 ---------------------------------------------------------------------------------------------------
-
-LETTERS = {"auto": "[RrHhKk]{3}", "naive": "[RrKk]{3}", "hidden-only": "HHH", "kv-only": "KKK",
-           "token-wise": r"\d+ tokens H, the others [RK]", "token-wise-rounded": r"\d+ tokens H, the others [RK]"}
-
-
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    """Where profiles are kept: the user's own are left alone."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-def planned_here(monkeypatch, capsys, *arguments) -> tuple[str, str]:
-    """Run chapter 05 as it stands in this process -> what it printed, to stdout and to stderr."""
-    monkeypatch.setattr(sys, "argv", [str(BUBBLE), "--device", "cpu", "--link", "0.5", *map(str, arguments)])
-    runpy.run_path(str(BUBBLE), run_name="__main__")
-    return capsys.readouterr()
-
-
-def profile_in(cache) -> tuple:
-    """The only file that is kept there: its path, its content, and what changes when it is written again."""
-    path, = (path for path in cache.rglob("*") if path.is_file())
-    assert path.parent == cache / "kv-restoration" and path.suffix == ".json"
-    return path, path.read_bytes(), (path.stat().st_mtime_ns, path.stat().st_ino)
-
-
-def test_bubble_help_names_its_options():
-    done = run("--help", script=BUBBLE)
-    assert done.returncode == 0 and done.stderr == ""
-    for option in ("--plan", *LETTERS, "--profile", "--simulate", "--cpu-chunks", "--save-threads", "--link", "--platform"):
-        assert option in done.stdout
-
-
-def test_bubble_prompt_prints_its_memory_the_link_the_plan_and_the_answer_of_chapter_01(tiny_folder, tiny_engine, tmp_path):
-    expected = tiny_engine.generate(prompt="Hello", max_tokens=12, temperature=0.8, top_p=0.9, top_k=40, seed=7)
-    report, trace = tmp_path / "report.json", tmp_path / "trace.json"
-    done = run("--model", str(tiny_folder), "--device", "cpu", "--prompt", "Hello", "--max-tokens", "12", "--temperature", "0.8",
-               "--top-p", "0.9", "--top-k", "40", "--seed", "7", "--json", str(report), "--trace", str(trace),
-               "--gpu-blocks", "50", "--cpu-chunks", "20", "--block-size", "8", "--link", "2", script=BUBBLE,
-               XDG_CACHE_HOME=str(tmp_path / "cache"))
-    assert done.returncode == 0 and done.stdout.startswith(expected.text.replace("\r", "\n")), done
-    config = tiny_engine.model.config
-    cell_bytes = 64 * config.hidden_size * 4                        # which is as much as K and V of a layer here
-    assert re.fullmatch(f"KV pool: 50 blocks of 8 tokens, {400 * config.kv_numbers_per_token * 4 / 1e6:.1f} MB\n"
-                        f"Host memory: 60 cells, {60 * cell_bytes / 1e6:.1f} MB\n"
-                        "The host is reached over a modelled link, 2 GB/s; planned for 256 tokens: "
-                        rf"{LETTERS['auto']}, [0-9.]+ ms\n", done.stderr), done.stderr
-    assert " 0 of them cached (miss); " in done.stdout.splitlines()[-1]
-    written = json.loads(report.read_text())
-    assert (written["chapter"], written["dtype"], written["source"]) == ("05_bubble_free", "float32", "miss")
-    assert written["tokens"] == expected.tokens and written["usage"] == expected.usage
-    assert written["choice"] is written["restoration"] is None and written["link"] == "modelled link, 2 GB/s"
-    spans = [event["name"] for event in json.loads(trace.read_text())["traceEvents"] if event.get("cat") == "compute"]
-    assert [name.split()[0] for name in spans] == ["prefill"] + ["decode"] * (len(expected.tokens) - 1)
-    content = json.loads(profile_in(tmp_path / "cache")[1])
-    assert content["lengths"] == [64, 128, 256] and content["identity"]["link"] == "2.0 GB/s"
-
-
-@pytest.mark.parametrize("mode", LETTERS)
-def test_every_plan_gives_the_answer_of_chapter_01(tiny_folder, tiny_engine, tmp_path, monkeypatch, capsys, cache, mode):
-    report = tmp_path / "report.json"
-    said, complaint = planned_here(monkeypatch, capsys, "--model", tiny_folder, "--prompt", STORY, "--max-tokens", 12,
-                                   "--json", report, "--plan", mode)
-    expected = tiny_engine.generate(prompt=STORY, max_tokens=12)
-    assert json.loads(report.read_text())["tokens"] == expected.tokens and said.startswith(expected.text)
-    assert re.search(f"; planned for 256 tokens: {LETTERS[mode]}, [0-9.]+ ms\n$", complaint), complaint
-
-
-def test_what_a_layer_costs_is_measured_once_and_again_with_profile(tiny_folder, monkeypatch, capsys, cache):
-    asked = ["--model", tiny_folder, "--prompt", "Hello", "--max-tokens", 2]
-    planned_here(monkeypatch, capsys, *asked)
-    first = profile_in(cache)
-    planned_here(monkeypatch, capsys, *asked, "--plan", "kv-only")
-    assert profile_in(cache) == first, "the second start measured again"
-    planned_here(monkeypatch, capsys, *asked, "--profile")
-    path, content, written = profile_in(cache)
-    assert path == first[0] and content != first[1] and written != first[2]
-    assert json.loads(content)["measured"] > json.loads(first[1])["measured"]
-
-
-@pytest.mark.parametrize("damaged", [b"", b"{", b"\xff\0", b"[]", b"null", b'{"lengths": [64]}'], ids=repr)
-def test_a_damaged_profile_is_measured_anew(tiny_folder, monkeypatch, capsys, cache, damaged):
-    asked = ["--model", tiny_folder, "--prompt", "Hello", "--max-tokens", 2]
-    planned_here(monkeypatch, capsys, *asked)
-    path, content, _ = profile_in(cache)
-    path.write_bytes(damaged)
-    said, complaint = planned_here(monkeypatch, capsys, *asked)
-    assert "2 new; TTFT " in said and all(line.startswith(SIZES) for line in complaint.splitlines())
-    again = json.loads(profile_in(cache)[1])
-    assert again["identity"] == json.loads(content)["identity"] and again["lengths"] == [64, 128, 256]
-
-
-@pytest.mark.parametrize("options", [[], ["--profile"]], ids=["", "--profile"])
-def test_where_a_profile_cannot_be_kept_it_is_measured_every_time(tiny_folder, tmp_path, monkeypatch, capsys, options):
-    (tmp_path / "file").write_text("in the way")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    for _ in range(2):
-        said, complaint = planned_here(monkeypatch, capsys, "--model", tiny_folder, "--prompt", "Hello", "--max-tokens", 2,
-                                       *options)
-        assert "2 new; TTFT " in said and all(line.startswith(SIZES) for line in complaint.splitlines())
-    assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "in the way"
-
-
-def test_bubble_prompt_leaves_no_thread_behind(monkeypatch, capsys, cache):
-    """One that is inside PyTorch when the interpreter ends aborts the process ("terminate called ...")."""
-    before = set(threading.enumerate())
-    said, _ = planned_here(monkeypatch, capsys, *TINY, "--prompt", STORY, "--max-tokens", 5)
-    assert " new; TTFT " in said
-    gc.collect()                                                    # lanes and sorters end with their engine
-    deadline = time.monotonic() + 60
-    while not {thread.name for thread in set(threading.enumerate()) - before} <= {"tqdm_monitor"}:      # which only sleeps
-        assert time.monotonic() < deadline, threading.enumerate()
-        time.sleep(0.01)
-
-
-@pytest.mark.parametrize("words,arguments", [
-    ("token-wise-rounded", ["--plan", "x"]), ("--plan", ["--plan"]), ("'Auto'", ["--plan", "Auto"]),
-    ("'-1'", ["--cpu-chunks", "-1"]), ("'1.5'", ["--cpu-chunks", "1.5"]), ("'99999999'", ["--cpu-chunks", "99999999"]),
-    ("'0'", ["--save-threads", "0"]), ("'65'", ["--save-threads", "65"]), ("'0'", ["--link", "0"]), ("'nan'", ["--link", "nan"]),
-    ("h800", ["--platform", "h100"]), ("'0'", ["--gpu-blocks", "0"]), ("'0'", ["--block-size", "0"]),
-    ("--simul", ["--simul"]), ("now", ["--profile", "now"]), ("yes", ["--simulate=yes"]),
-    ("--disk", ["--disk", "x"]), ("--save direct", ["--save", "direct"]), ("--layout", ["--layout", "chunked"]),
-    ("--ingest", ["--ingest", "notes.txt"]), ("--demo", ["--demo", "--prompt", "Hello"]),
-    ("'/'", ["--simulate", "--json", "/"]), ("512", [*TINY_CPU, "--prompt", "x" * 600]),
-    ("'/'", [*TINY, "--prompt", "Hello", "--trace", "/"]), ("No model 'nonsense'", ["--prompt", "Hello", "--model", "nonsense"]),
-    ("context of 512 tokens", [*TINY_CPU, "--demo"]), ("the pool has 1;", [*TINY_CPU, "--gpu-blocks", "1", "--prompt", STORY]),
-    (f"{1 << 24} chunks of 64 tokens", [*TINY_CPU, "--prompt", "Hello", "--gpu-blocks", "20", "--cpu-chunks", str(1 << 24)]),
-], ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "")
-def test_wrong_options_of_bubble_end_with_one_clear_line(monkeypatch, capsys, cache, words, arguments):
-    line = refused_here(monkeypatch, capsys, BUBBLE, arguments)
-    assert words in line and line.startswith("05_bubble_free")
-
-
-def test_simulating_loads_no_model_and_measures_nothing(tmp_path):
-    report = tmp_path / "report.json"
-    done = run("--simulate", "--model", "nonsense", "--json", str(report), script=BUBBLE, XDG_CACHE_HOME=str(tmp_path / "cache"))
-    assert done.returncode == 0 and done.stderr == ""
-    written = json.loads(report.read_text())
-    assert set(written) == {"chapter", "rows", "agree", "compared"} and written["chapter"] == "05_bubble_free"
-    assert 0 < written["agree"] < written["compared"] < len(written["rows"])
-    assert done.stdout.splitlines()[-1].startswith(f"{written['agree']} of {written['compared']} rows agree with the paper; ")
-    for title in ("Table 3", "Figure 11 a-c", "Section 6.3.2", "On our own account, not measured", "Predicted pipeline"):
-        assert title in done.stdout
-    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
-
-
-def test_bubble_demo_is_verified_with_another_model_and_other_options_too(tmp_path, monkeypatch, capsys, cache):
-    folder = write_model(tmp_path / "model", max_position_embeddings=8192, num_key_value_heads=1)
-    report = tmp_path / "report.json"
-    asked = ["--model", folder, "--demo", "--max-tokens", 1, "--json", report, "--svg", tmp_path / "trace.svg"]
-    monkeypatch.setattr(sys, "argv", [str(BUBBLE), *map(str, asked), "--device", "cpu", "--link", "0.5", "--gpu-blocks", "9"])
-    with pytest.raises(SystemExit, match="^05_bubble_free: .* the pool has 9; ask for less, or start with --gpu-blocks"):
-        runpy.run_path(str(BUBBLE), run_name="__main__")
-    capsys.readouterr()
-    said, _ = planned_here(monkeypatch, capsys, *asked, "--gpu-blocks", 90, "--block-size", 100, "--token-budget", 200,
-                           "--plan", "naive")
-    written = json.loads(report.read_text())
-    assert written["verified"] is True and said.startswith("verified: all ")
-    assert {row["setting"] for row in written["rows"]} <= set(BALANCES) and {row["way"] for row in written["rows"]} <= set(PLANS)
-    for row in written["rows"]:
-        assert re.fullmatch(PLANS[row["way"]].replace("8", "3"), row["plan"]) and row["tokens"] % 64 == 0
-    assert (tmp_path / "trace.svg").read_text().startswith("<svg ")
-
-
-PLANS = {"KV offload": "K{8}", "hidden only": "H{8}", "naive mix": "[RrKk]{8}", "planned mix": "[RrHhKk]{8}"}
-BALANCES = {"the link is the bottleneck": 2.0, "balanced": 1.0, "computing is the bottleneck": 0.5}
-
-
-@pytest.fixture(scope="module")
-def bubble_demo(tmp_path_factory):
-    """The lesson on the classroom model, run once -> what it printed, its report and its trace."""
-    done = demos.shown(BUBBLE.stem, tmp_path_factory)
-    return done, done.report, done.trace
-
-
-def test_bubble_demo_is_verified_before_any_time_is_printed(bubble_demo):
-    done, report, _ = bubble_demo
-    assert report["verified"] is True and (report["chapter"], report["model"], report["dtype"], report["device"]) == (
-        "05_bubble_free", "classroom", "float32", "cpu")
-    first, *others = done.stdout.splitlines()
-    assert re.match(r"verified: all [1-9]\d* tokens equal", first) and not any("verified" in line for line in others)
-    assert " ms" not in first and sum(" ms" in line for line in others) > 10
-
-
-def test_bubble_demo_says_nothing_else_on_stderr(bubble_demo):
-    assert [line.startswith(SIZES) for line in bubble_demo[0].stderr.splitlines()] == [True] * 3, bubble_demo[0].stderr
-
-
-def test_bubble_demo_calls_the_link_modelled_wherever_it_names_its_speed(bubble_demo):
-    done, report, _ = bubble_demo
-    named = [line for line in (done.stdout + done.stderr).splitlines() if "GB/s" in line]
-    assert len(named) == 4 and all(re.search(r"modelled link, [0-9.e+-]+ GB/s", line) for line in named)
-    assert set(report["link"]) == {"modelled", "gbps"} and report["link"]["modelled"] is True and report["link"]["gbps"] > 0
-
-
-def test_bubble_demo_compares_four_ways_over_three_links(bubble_demo):
-    done, report, _ = bubble_demo
-    rows = {(row["setting"], row["way"]): row for row in report["rows"]}
-    assert len(rows) == len(report["rows"]) and {setting for setting, _ in rows} == set(BALANCES)
-    for setting in BALANCES:
-        table = done.stdout.split(f"\n{setting[0].upper()}{setting[1:]}: ")[1].split("the paper's formula")[0]
-        for way, plan in PLANS.items():
-            line, = (line for line in table.splitlines() if line.startswith(f"  {way} "))
-            if (setting, way) not in rows:      # to compute was estimated to be faster than to bring that much
-                assert "'chosen': 'recompute'" in line and way != "planned mix"
-                continue
-            row = rows[setting, way]
-            assert re.fullmatch(plan, row["plan"]) and row["plan"] in line and f"{row['ms']:.1f} ms" in line
-            assert set(row["layers"]) == {"recompute", "hidden", "kv"}
-            assert sum(row["layers"].values()) == pytest.approx(8, abs=0.02)
-            assert row["tokens"] == rows[setting, "planned mix"]["tokens"] >= 512 and row["tokens"] % 64 == 0
-            assert row["bytes_per_token"] == pytest.approx(
-                row["layers"]["hidden"] * 1024 + row["layers"]["kv"] * 2048, abs=0.02 * 3072)       # 256 and 512 numbers
-            assert 0 < row["fastest_ms"] <= row["ms"] <= row["slowest_ms"] and 0 < row["bound_ms"] <= row["predicted_ms"] * 1.0001
-            assert row["over_predicted"] == pytest.approx(row["ms"] / row["predicted_ms"])
-            assert row["over_bound"] == pytest.approx(row["ms"] / row["bound_ms"])
-            assert 0 <= row["load_bubble"] <= 1 and 0 <= row["compute_bubble"] <= 1 and row["link_gbps"] > 0
-    assert done.stdout.count("  the paper's formula: ") == done.stdout.count("; all plans tried: ") == 3
-    charts = re.findall(r"^ *(compute|load) \|([RHK.]+)\| idle \d+%$", done.stdout, re.M)
-    assert len(charts) >= len(rows) and {letter for _, drawn in charts for letter in drawn} == set("RHK.")
-
-
-def test_bubble_demo_finds_no_plan_that_is_faster_than_the_bound_or_slower_than_the_papers_formula(bubble_demo):
-    done = bubble_demo[0]
-    shown = re.findall(r"the paper's formula: ([RHK]{8}), ([0-9.]+) ms predicted; all plans tried: ([RrHhKk]{8}), ([0-9.]+) ms "
-                       r"predicted, ([0-9.]+) ms measured; no plan is faster than ([0-9.]+) ms", done.stdout)
-    assert len(shown) == 3
-    for _, formula, _, best, _, bound in shown:
-        assert 0 < float(bound) <= float(best) + 0.1 <= float(formula) + 0.2
-
-
-def test_bubble_demo_gives_every_block_and_every_cell_back(bubble_demo):
-    counters = bubble_demo[1]["counters"]                              # of an engine that answered
-    for name in ("running", "waiting", "blocks_referenced", "chunks_referenced", "failed", "chunks_missed", "save_errors",
-                 "transfer_errors"):
-        assert counters[name] == 0, name
-    assert counters["requests"] == counters["finished"] > 0 < counters["restorations"] and counters["chunks"] > 0
-    assert 0 < counters["cells_free"] < counters["cells"] and re.fullmatch("[RrHhKk]{8}", counters["plan"])
-
-
-def test_bubble_demo_writes_a_trace_with_layers_that_are_computed_while_others_arrive(bubble_demo):
-    spans = [event for event in bubble_demo[2]["traceEvents"] if event["ph"] == "X"]
-    load, compute = ([span for span in spans if span["cat"] == lane] for lane in ("load", "compute"))
-    layers = range(8)
-    assert {span["name"] for span in load} <= {f"{way} layer {layer}" for way in "HK" for layer in layers}
-    assert {span["name"] for span in compute} <= {f"{way} layer {layer}" for way in "RH" for layer in layers}
-    assert {span["name"][0] for span in load} == set("HK") and {span["name"][0] for span in compute} == set("RH")
-    assert all(span["dur"] > 0 and span["ts"] >= 0 for span in spans)
-    assert any(a["ts"] < b["ts"] + b["dur"] and b["ts"] < a["ts"] + a["dur"] for a in compute for b in load), "no overlap"
-
-
-@needs_signals
-def test_ctrl_c_in_the_bubble_demo(tmp_path):
-    with Process("--demo", "--device", "cpu", script=BUBBLE, XDG_CACHE_HOME=str(tmp_path)) as process:
-        process.read_until(b" ms\n")           # the pool, the link and the plan are there, and the demo begins
-        process.interrupt()
-        assert b"verified" not in process.output
-
-
-@needs_signals
-def test_ctrl_c_while_costs_are_measured_leaves_no_file(tmp_path):
-    with Process("--device", "cpu", "--port", "0", script=BUBBLE, XDG_CACHE_HOME=str(tmp_path)) as process:
-        process.read_until(b"Loading", b"loading", b"KV pool: ", b" serves ")
-        process.interrupt()
-    assert [path.suffix for path in tmp_path.rglob("*") if path.is_file()] in ([], [".json"])
-
-
-@needs_signals
-def test_ctrl_c_while_bubble_serves(tmp_path):
-    with Process(*TINY_CPU, "--port", "0", "--max-running", "1", script=BUBBLE, XDG_CACHE_HOME=str(tmp_path)) as process:
-        process.read_until(b"(Ctrl-C ends it)\n")
-        assert process.output.startswith(b"KV pool: ") and b"\nHost memory: " in process.output
-        assert b"05_bubble_free serves random:tiny on http://127.0.0.1:" in process.output
-        port = int(process.output.split(b"127.0.0.1:")[1].split()[0])
-        connections = []
-        for number in range(8):                 # one is being answered, the others wait
-            connections.append(http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT))
-            connections[-1].request("POST", "/generate", json.dumps(dict(prompt=STORY, max_tokens=250, stream=number % 2 == 1)))
-        while counters(port)["requests"] < 8:
-            time.sleep(0.01)
-        process.interrupt()
-        assert 503 in map(status, connections)              # who waited was told
-
-
-# 8. Chapter 06 ---------------------------------------------------------------------------------------------------
-
-LONG_STORY = STORY + "And so it ended."
-FOUR_WAYS = {"compute only": "compute", "load only": "load", "both": "both", "both, 8 bit": "both"}
-DEVICES = ["storage as fast as computing", "four times slower", "four times faster", "a speed that changes"]
-
-
-def restored_here(monkeypatch, capsys, *arguments) -> tuple[str, str]:
-    """Run chapter 06 as it stands in this process -> what it printed, to stdout and to stderr."""
-    monkeypatch.setattr(sys, "argv", [str(CAKE), "--device", "cpu", "--link", "0.5", *map(str, arguments)])
-    runpy.run_path(str(CAKE), run_name="__main__")
-    return capsys.readouterr()
-
-
-@pytest.fixture
-def temporary(tmp_path, monkeypatch):
-    """Where this process and its children keep temporary directories."""
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    monkeypatch.setenv("TMPDIR", str(folder))
-    monkeypatch.setattr("tempfile.tempdir", str(folder))
-    return folder
-
-
-def left_in(folder) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.name.startswith(("kv-chunks-", "demo-")))
-
-
-def test_bidirectional_help_names_its_options():
-    done = run("--help", script=CAKE)
-    assert done.returncode == 0 and done.stderr == ""
-    for option in ("--demo", "--prompt", "--chunk", "--disk", "--disk-limit", "--storage-mbps", "--mode", "--gpu-share",
-                   "--kv-bits", "--cpu-chunks", "--link", "--platform", "both", "compute", "load"):
-        assert option in done.stdout
-
-
-def test_a_second_process_finds_the_chunks_of_the_first(tiny_folder, tiny_engine, tmp_path):
-    sampling = dict(max_tokens=12, temperature=0.8, top_p=0.9, top_k=40, seed=7)
-    expected = tiny_engine.generate(prompt=LONG_STORY, **sampling)
-    options = [word for name, value in sampling.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    report, trace, folder = (tmp_path / name for name in ("report.json", "trace.json", "chunks"))
-    token_bytes = tiny_engine.model.config.kv_numbers_per_token * 4
-    whole = (expected.usage["prompt_tokens"] - 1) // 16
-    for mode, source, loaded in (("both", "miss", 0), ("load", "storage", whole)):
-        done = run("--model", str(tiny_folder), "--device", "cpu", "--prompt", LONG_STORY, *options, "--disk", str(folder),
-                   "--json", str(report), "--trace", str(trace), "--gpu-blocks", "50", "--block-size", "8",
-                   "--chunk", "16", "--link", "2", "--mode", mode, script=CAKE, fresh=True)
-        assert done.returncode == 0 and done.stdout.startswith(expected.text.replace("\r", "\n")), done
-        assert done.stderr == (
-            f"KV pool: 50 blocks of 8 tokens, {400 * token_bytes / 1e6:.1f} MB\n"
-            f"Chunks of 16 tokens, {16 * token_bytes / 1e6:.2f} MB in 32 bit, in {folder}\n"
-            "Storage, nothing read yet; the host is reached over a modelled link, 2 GB/s\n")
-        summary, restoration = done.stdout.splitlines()[-2:]
-        assert f" {16 * loaded} of them cached ({source}); " in summary
-        assert restoration.startswith("Restoration (storage, ") and f" mode {mode}, tokens {16 * whole}, " in restoration
-        written = json.loads(report.read_text())
-        assert (written["chapter"], written["dtype"], written["source"]) == ("06_bidirectional", "float32", source)
-        assert written["tokens"] == expected.tokens
-        assert written["usage"] == dict(expected.usage, cached_tokens=16 * loaded)
-        shown = written["restoration"]
-        assert (shown["mode"], shown["chunks"], shown["loaded"], shown["computed"]) == (mode, whole, loaded, whole - loaded)
-        assert shown["absent"] <= whole - loaded and shown["bytes"] == loaded * 16 * token_bytes
-        assert shown["meeting"] == (0 if loaded else 16 * whole)
-        assert len(chunks_of(folder)) == expected.usage["prompt_tokens"] // 16 + (
-            expected.usage["prompt_tokens"] % 16 + len(expected.tokens) - 1) // 16
-    spans = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
-    for lane in ("storage", "load"):
-        assert sorted(span["name"] for span in spans if span["cat"] == lane) == sorted(f"chunk {n}" for n in range(whole))
-    assert all(span["dur"] > 0 and span["ts"] >= 0 for span in spans)
-
-
-def chunks_of(*folders) -> list:
-    """The files of chunks; nothing else may be left there."""
-    files = [path for folder in folders for path in folder.iterdir()]
-    assert all(path.suffix == ".chunk" for path in files), files
-    return files
-
-
-@pytest.mark.parametrize("options", [
-    ["--mode", "compute"], ["--mode", "load"], ["--gpu-share", "0.01"], ["--kv-bits", "32"], ["--chunk", "32"],
-    ["--block-size", "100"], ["--cpu-chunks", "5"], ["--storage-mbps", "200:2000:50@0.01"], ["--storage-mbps", "0.5"],
-    ["--disk", "one", "--disk", "two"]], ids=" ".join)
-def test_every_option_gives_the_answer_of_chapter_01(tiny_folder, tiny_engine, tmp_path, monkeypatch, capsys, options):
-    monkeypatch.chdir(tmp_path)
-    options = options if "--disk" in options else [*options, "--disk", "one"]
-    expected = tiny_engine.generate(prompt=LONG_STORY, max_tokens=8)
-    for sources in (("miss",), ("miss", "storage")):
-        said, complaint = restored_here(monkeypatch, capsys, "--model", tiny_folder, "--prompt", LONG_STORY, "--max-tokens", 8,
-                                        "--json", "report.json", *options)
-        written = json.loads((tmp_path / "report.json").read_text())
-        assert written["tokens"] == expected.tokens and said.startswith(expected.text.replace("\r", "\n"))
-        assert written["source"] in sources and all(line.startswith(SIZES) for line in complaint.splitlines())
-    assert (written["source"] == "miss") == (written["restoration"]["loaded"] == 0)
-    if options[:2] == ["--mode", "load"]:
-        assert written["source"] == "storage"
-    if options[:2] == ["--mode", "compute"]:
-        assert written["source"] == "miss" and written["restoration"]["absent"] == 0
-
-
-def test_chunks_of_other_bits_sizes_models_and_dtypes_are_not_found(tiny_folder, tmp_path_factory, tmp_path, monkeypatch, capsys):
-    report, other = tmp_path / "report.json", write_model(tmp_path_factory.mktemp("models") / "other", seed=1)
-
-    def source(folder, *options):
-        restored_here(monkeypatch, capsys, "--model", folder, "--prompt", LONG_STORY, "--max-tokens", 2, "--json", report,
-                      "--disk", tmp_path / "chunks", "--mode", "load", *options)
-        return json.loads(report.read_text())["source"]
-    for asked in ([tiny_folder], [tiny_folder, "--kv-bits", 8], [tiny_folder, "--chunk", 32], [other],
-                  [tiny_folder, "--dtype", "bfloat16"], [tiny_folder, "--dtype", "bfloat16", "--kv-bits", 8]):
-        assert [source(*asked), source(*asked)] == ["miss", "storage"], asked
-    assert source(tiny_folder, "--block-size", 8, "--chunk", 16) == "storage", "blocks of another size"
-
-
-@pytest.mark.parametrize("options", [[], ["--disk", "DIR"], ["--disk", "one", "--disk", "two", "--mode", "load"]], ids=" ".join)
-def test_bidirectional_prompt_leaves_no_thread_and_no_directory_behind(tmp_path, monkeypatch, capsys, temporary, options):
-    """A thread that is inside PyTorch when the interpreter ends aborts the process ("terminate called ...")."""
-    before = set(threading.enumerate())
-    monkeypatch.chdir(tmp_path)
-    said, _ = restored_here(monkeypatch, capsys, *TINY, "--prompt", LONG_STORY, "--max-tokens", 5, *options)
-    assert " new; TTFT " in said and left_in(temporary) == []
-    gc.collect()                                                    # lanes, readers and writers end with their engine
-    deadline = time.monotonic() + 60
-    while not {thread.name for thread in set(threading.enumerate()) - before} <= {"tqdm_monitor"}:      # which only sleeps
-        assert time.monotonic() < deadline, threading.enumerate()
-        time.sleep(0.01)
-
-
-@pytest.mark.parametrize("words,arguments", [
-    *((repr(part), [*TINY_CPU, "--prompt", "Hello", "--storage-mbps", speed]) for speed, part in {
-        "fast": "fast", "0": "0", "-1": "-1", "100:": "", ":100": "", "": "", "100@0": "0", "100@-1": "-1", "100@x": "x",
-        "@1": "", "nan": "nan", "100@nan": "nan", "inf": "inf", "100:nan": "nan", "1e10": "1e10", "100@1@2": "1@2",
-        "100,200": "100,200", "100@": ""}.items()),
-    ("--storage-mbps", ["--storage-mbps"]),
-    ("choose --chunk 96", [*TINY_CPU, "--prompt", "Hello", "--chunk", "100"]),
-    ("choose --chunk 16", [*TINY_CPU, "--prompt", "Hello", "--chunk", "1"]), ("'0'", ["--chunk", "0"]),
-    ("'x'", ["--chunk", "x"]), ("'1e3'", ["--chunk", "1e3"]),
-    ("choose --kv-bits 32 or 8", [*TINY_CPU, "--prompt", "Hello", "--kv-bits", "16"]),
-    ("choose --kv-bits 16 or 8", [*TINY_CPU, "--prompt", "Hello", "--kv-bits", "32", "--dtype", "bfloat16"]),
-    ("--kv-bits", ["--kv-bits", "7"]), ("--kv-bits", ["--kv-bits", "x"]),
-    ("'0'", ["--gpu-share", "0"]), ("'2'", ["--gpu-share", "2"]), ("'nan'", ["--gpu-share", "nan"]),
-    ("'-0.5'", ["--gpu-share=-0.5"]), ("'half'", ["--gpu-share", "half"]),
-    ("load", ["--mode", "x"]), ("load", ["--mode", ""]), ("--mode", ["--mode"]),
-    ("'0'", ["--disk-limit", "0"]), ("'nan'", ["--disk-limit", "nan"]), ("not empty", ["--disk", ""]), ("--disk", ["--disk"]),
-    ("choose a larger --disk-limit", [*TINY_CPU, "--prompt", "Hello", "--disk-limit", "1e-5"]),
-    ("at least 5 are needed", [*TINY_CPU, "--prompt", "Hello", "--cpu-chunks", "1"]),
-    ("at least 5 are needed", [*TINY_CPU, "--prompt", "Hello", "--cpu-chunks", "4"]),
-    ("'0'", ["--cpu-chunks", "0"]), ("'1.5'", ["--cpu-chunks", "1.5"]),
-    (f"{1 << 24} chunks of 16 tokens", [*TINY_CPU, "--prompt", "Hello", "--gpu-blocks", "20", "--cpu-chunks", str(1 << 24)]),
-    ("'0'", ["--link", "0"]), ("h800", ["--platform", "h100"]), ("'0'", ["--gpu-blocks", "0"]),
-    ("No model 'nonsense'", ["--prompt", "Hello", "--model", "nonsense"]),
-    ("No model 'nonsense'", ["--demo", "--model", "nonsense"]),
-    ("--layout", ["--layout", "chunked"]), ("--save", ["--save", "direct"]), ("--cpu-chunk", ["--cpu-chunk", "5"]),
-    ("--demo", ["--demo", "--prompt", "Hello"]), ("512", [*TINY_CPU, "--prompt", "x" * 600]),
-    ("context of 512 tokens", [*TINY_CPU, "--demo"]), ("the pool has 1;", [*TINY_CPU, "--gpu-blocks", "1", "--prompt", STORY]),
-    ("'/'", [*TINY, "--prompt", "Hello", "--trace", "/"]), ("'/'", [*TINY, "--demo", "--json", "/"]),
-], ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "")
-def test_wrong_options_of_bidirectional_end_with_one_clear_line(monkeypatch, capsys, temporary, words, arguments):
-    line = refused_here(monkeypatch, capsys, CAKE, arguments)
-    assert words in line and line.startswith("06_bidirectional")
-    gc.collect()
-    assert left_in(temporary) == []
-
-
-@pytest.mark.parametrize("reason,below", [("File exists", ""), ("Not a directory", "/sub")])
-def test_a_disk_that_is_no_directory_is_told_by_chapter_06(tmp_path, monkeypatch, capsys, reason, below):
-    (tmp_path / "file").write_text("in the way")
-    line = refused_here(monkeypatch, capsys, CAKE, [*TINY_CPU, "--prompt", "Hello", "--disk", f"{tmp_path}/file{below}"])
-    assert line == (f"06_bidirectional: Cannot keep chunks in '{tmp_path}/file{below}' ({reason}); choose another directory with "
-                    "--disk.")
-
-
-def test_a_disk_that_cannot_be_written_is_told_by_chapter_06(tmp_path, monkeypatch, capsys):
-    """As root writes everywhere, the directory's files are refused here."""
-    def refuse(*_, **__):
-        raise PermissionError(13, "Permission denied")
-    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
-    line = refused_here(monkeypatch, capsys, CAKE, [*TINY_CPU, "--prompt", "Hello", "--disk", str(tmp_path)])
-    assert line == (f"06_bidirectional: Cannot keep chunks in '{tmp_path}' (Permission denied); choose another directory with "
-                    "--disk.")
-
-
-def test_a_port_in_use_is_told_by_chapter_06(monkeypatch, capsys):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        line = refused_here(monkeypatch, capsys, CAKE, ["--model", "nonsense", "--port", str(port)])
-    assert line.startswith("06_bidirectional: ") and f"127.0.0.1:{port}" in line and "in use" in line and "--port" in line
-
-
-@pytest.fixture(scope="module")
-def long_model(tmp_path_factory):
-    """A small model with room for documents: 31 whole chunks of 128 tokens."""
-    return write_model(tmp_path_factory.mktemp("models") / "long", max_position_embeddings=4096, num_key_value_heads=1)
-
-
-def check_table(said: str, report: dict, devices: list[str], link: str = "0.5"):
-    """For each device a table of four ways, their bars, and the lanes of both. `link`: a pattern of its GB/s."""
-    rows = {(row["setting"], row["way"]): row for row in report["rows"]}
-    assert list(rows) == [(device, way) for device in devices for way in FOUR_WAYS] and len(rows) == len(report["rows"])
-    for (_, way), row in rows.items():
-        chunks, computed, loaded = row["chunks"], row["computed"], row["loaded"]
-        assert computed + loaded == chunks == 31 and row["absent"] <= (chunks if way == "load only" else 0)
-        assert row["source"] == ("storage" if loaded else "miss")
-        assert loaded == {"compute only": 0, "load only": chunks}.get(way, loaded)
-        assert 0 < row["fastest_ms"] <= row["ttft_ms"] <= row["slowest_ms"] and 0 < row["ms"] < row["ttft_ms"]
-        assert 0 < row["bound_ms"] and row["over_bound"] == pytest.approx(row["ms"] / row["bound_ms"])
-    first, *tables = re.split(rf"\n(?={'|'.join(device.capitalize() for device in devices)} \()", said)
-    assert len(tables) == len(devices)
-    for device, table in zip(devices, tables):
-        head, titles, *lines = table.splitlines()
-        assert head.startswith(f"{device[0].upper()}{device[1:]} (modelled storage, ")
-        assert re.search(f"; modelled link, {link} GB/s\\)$", head)
-        assert titles.split() == "TTFT computed loaded meet at restored in / bound".split()
-        for (way, _), line, bar in zip(FOUR_WAYS.items(), lines, lines[4:]):
-            row = rows[device, way]
-            real, whole = "([0-9.]+)", r"(\d+)"
-            shown = re.fullmatch(f"  {way:14} *{real} ms +{real} to {real} +{whole} +{whole} +{whole} +{real} ms +{real}", line)
-            assert shown, line
-            ttft, fastest, slowest, computed, loaded, meeting, ms, over = map(float, shown.groups())
-            assert (ttft, fastest, slowest) == tuple(round(row[name], 1) for name in ("ttft_ms", "fastest_ms", "slowest_ms"))
-            assert (computed, loaded, meeting) == (row["computed"], row["loaded"], row["meeting"])
-            assert ms == pytest.approx(row["ms"], abs=0.06) and over == pytest.approx(row["over_bound"], abs=0.006)
-            drawn = re.fullmatch(rf"  {way:14}\|([#=]+)\|", bar)[1]
-            assert (drawn.count("#"), drawn.count("=")) == (row["computed"], row["loaded"])
-            assert drawn == "".join(sorted(drawn)), "computed from the front, loaded from the back"
-        assert lines[8] == "  both, the lanes (digits: chunks; p: prefill)"
-        lanes = re.findall(r"^ *(compute|load|storage) \|([p0-9.]{64})\| idle (\d+)%$", "\n".join(lines[9:]), re.M)
-        assert {lane for lane, *_ in lanes} >= ({"compute"} if rows[device, "both"]["computed"] else set()) | (
-            {"load", "storage"} if rows[device, "both"]["loaded"] else set())
-    return first, rows
-
-
-def test_bidirectional_demo_over_storage_as_asked(long_model, tmp_path, monkeypatch, capsys, temporary):
-    monkeypatch.chdir(tmp_path)
-    said, complaint = restored_here(monkeypatch, capsys, "--model", long_model, "--demo", "--max-tokens", 2, "--disk", "DIR",
-                                    "--storage-mbps", "200:2000:50@0.01", "--json", "report.json", "--svg", "trace.svg")
-    speed = "200:2000:50 Mbit/s, 0.01 s each"
-    assert f"\nModelled storage, {speed}; the host is reached over a modelled link, 0.5 GB/s\n" in complaint
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert report["verified"] is True and re.match(r"verified: all [1-9]\d* tokens equal", said)
-    first, rows = check_table(said, report, ["storage as asked for"])
-    assert f"\nStorage as asked for (modelled storage, {speed}; " in said and report["eight_bit"]["tokens"] == 10
-    assert "\n  32 bit: 0.05 MB a chunk; K and V that were loaded are bit-equal to those saved\n" in first
-    assert all(row["mbps"] == [200, 2000, 50] for row in rows.values())
-    assert report["counters"]["blocks_referenced"] == report["counters"]["chunks_leaving"] == 0
-    assert left_in(temporary) == [] and list((tmp_path / "DIR").iterdir()) == []
-    assert (tmp_path / "trace.svg").read_text().startswith("<svg ")
-
-
-def test_bidirectional_demo_with_others_who_take_half_of_each_step(long_model, tmp_path, monkeypatch, capsys):
-    said, _ = restored_here(monkeypatch, capsys, "--model", long_model, "--demo", "--max-tokens", 2, "--gpu-share", 0.5,
-                            "--storage-mbps", "100", "--json", tmp_path / "report.json")
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert report["verified"] is True and said.startswith("verified: all ")
-    first, _ = check_table(said, report, ["storage as asked for"])
-    assert "\n50% of every step's tokens go to other requests" in first
-    counts = report["counters"]
-    assert counts["cancelled"] > 0 < counts["finished"] and counts["running"] == counts["blocks_referenced"] == 0
-    assert "K and V that were loaded are bit-equal to those saved\n" in first
-
-
-def test_bidirectional_demo_in_8_bit_is_not_verified_and_says_how_many_tokens_agree(long_model, tmp_path, monkeypatch, capsys):
-    said, complaint = restored_here(monkeypatch, capsys, "--model", long_model, "--demo", "--max-tokens", 2, "--kv-bits", 8,
-                                    "--storage-mbps", "50", "--json", tmp_path / "report.json")
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert report["verified"] is False and "verified" not in said and "\nChunks of 128 tokens, 0.01 MB in 8 bit" in complaint
-    first, _ = check_table(said, report, ["storage as asked for"])
-    eight = report["eight_bit"]
-    assert (f"{eight['tokens_equal']} of {eight['tokens']} tokens equal chapter 01's, largest error of K and V "
-            f"{eight['largest_kv_error']:.2g} (the largest of them is {eight['largest_kv']:.2g})") in first
-    assert 0 <= eight["tokens_equal"] <= eight["tokens"] == 10
-    assert 0 < eight["largest_kv_error"] <= eight["largest_kv"] * 0.006, "half a step of 127, and the scale in 16 bit"
-
-
-def test_bidirectional_demo_is_told_when_its_document_is_no_chunk(monkeypatch, capsys, long_model):
-    line = refused_here(monkeypatch, capsys, CAKE, ["--model", str(long_model), "--device", "cpu", "--demo", "--chunk", "8192",
-                                                    "--link", "1"])
-    assert line.startswith("06_bidirectional: The demo's document is ") and "less than a chunk; choose a smaller --chunk" in line
-
-
-@pytest.fixture(scope="module")
-def bidirectional_demo(tmp_path_factory):
-    """The lesson on the classroom model, run once -> what it printed, its report, its trace, and the directories it left."""
-    done = demos.shown(CAKE.stem, tmp_path_factory)
-    return done, done.report, done.trace, done.left
-
-
-def test_bidirectional_demo_is_verified_before_any_time_is_printed(bidirectional_demo):
-    done, report, _, left = bidirectional_demo
-    assert report["verified"] is True and (report["chapter"], report["model"], report["dtype"], report["device"]) == (
-        "06_bidirectional", "classroom", "float32", "cpu")
-    first, *others = done.stdout.splitlines()
-    assert re.match(r"verified: all [1-9]\d* tokens equal", first) and not any("verified" in line for line in others)
-    assert " ms" not in first and sum(" ms" in line for line in others) > 10
-    assert [line.startswith(SIZES) for line in done.stderr.splitlines()] == [True] * 3, done.stderr
-    assert left == []
-
-
-def test_bidirectional_demo_compares_four_ways_over_four_devices(bidirectional_demo):
-    done, report, *_ = bidirectional_demo
-    first, rows = check_table(done.stdout, report, DEVICES, "[0-9.e+-]+")
-    equal, = rows[DEVICES[0], "both"]["mbps"]
-    for device, factors in zip(DEVICES, ((1,), (0.25,), (4,), (0.4, 4, 0.1))):
-        for way in FOUR_WAYS:
-            assert rows[device, way]["mbps"] == pytest.approx([factor * equal for factor in factors])
-    assert "\n  32 bit: 1.05 MB a chunk; K and V that were loaded are bit-equal to those saved\n" in first
-    assert "\n   8 bit: 0.27 MB a chunk; " in first and " - " in first.split(" and then: ")[1].splitlines()[0]
-    eight = report["eight_bit"]
-    assert 0 <= eight["tokens_equal"] <= eight["tokens"] > 0 < eight["largest_kv_error"] < eight["largest_kv"] / 100
-    assert set(report["link"]) == {"modelled", "gbps"} and report["link"]["modelled"] is True and report["link"]["gbps"] > 0
-
-
-def test_bidirectional_demo_gives_every_block_and_every_buffer_back(bidirectional_demo):
-    counts = bidirectional_demo[1]["counters"]
-    assert counts["requests"] == counts["finished"] > 0 < counts["restorations"] and counts["loaded_tokens"] % 64 == 0
-    for name in ("running", "waiting", "blocks_referenced", "chunks_leaving", "failed", "chunks_dropped", "transfer_errors",
-                 "storage_stalls", "load_errors", "file_errors", "readers_retired"):
-        assert counts[name] == 0, name
-    assert counts["blocks_free"] + counts["blocks_cached"] == counts["blocks"]
-    assert (counts["read_buffers_free"], counts["write_buffers_free"]) == (counts["read_buffers"], counts["write_buffers"])
-    assert counts["file_writes"] == counts["chunks_saved"] == 31
-
-
-def test_bidirectional_demo_writes_a_trace_with_chunks_that_are_read_while_others_are_computed(bidirectional_demo):
-    trace, rows = bidirectional_demo[2], bidirectional_demo[1]["rows"]
-    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    storage, load, compute = ([span for span in spans if span["cat"] == lane] for lane in ("storage", "load", "compute"))
-    names = {f"chunk {number}" for number in range(31)}
-    assert {span["name"] for span in storage} == {span["name"] for span in load} <= names and "chunk 30" in {
-        span["name"] for span in load}
-    assert {span["name"].split()[0] for span in compute} == {"prefill", "decode"} and all(span["dur"] > 0 for span in spans)
-    assert len(load) == sum(row["loaded"] for row in rows if row["way"] == "both")
-    assert any(a["ts"] < b["ts"] + b["dur"] and b["ts"] < a["ts"] + a["dur"] for a in compute for b in storage), "no overlap"
-
-
-@needs_signals
-@pytest.mark.parametrize("disk", [False, True], ids=["a temporary directory", "--disk"])
-def test_ctrl_c_in_the_bidirectional_demo_leaves_no_directory(tmp_path, disk):
-    """It ends while documents are computed and written for the first time, or while they are restored."""
-    folder, chunks = tmp_path / "temporary", tmp_path / "chunks"
-    folder.mkdir()
-    options = ["--disk", str(chunks)] if disk else []
-    with Process("--demo", "--device", "cpu", "--link", "0.5", *options, script=CAKE, TMPDIR=str(folder)) as process:
-        process.read_until(b" GB/s\n")          # the pool, the chunks and the link are there, and the demo begins
-        deadline = time.monotonic() + 60
-        while not list(tmp_path.rglob("*.chunk")):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        process.interrupt()
-        assert b"verified" not in process.output
-    assert left_in(folder) == [] and (not disk or list(chunks.iterdir()) == [])
-
-
-@needs_signals
-@pytest.mark.parametrize("disk,signum", [(False, signal.SIGINT), (True, signal.SIGINT), (False, signal.SIGTERM)],
-                         ids=["a temporary directory", "--disk", "SIGTERM"])
-def test_ctrl_c_while_bidirectional_serves(tmp_path, disk, signum):
-    folder, chunks = tmp_path / "temporary", tmp_path / "chunks"
-    folder.mkdir()
-    options = ["--disk", str(chunks)] if disk else []
-    with Process(*TINY_CPU, "--port", "0", "--max-running", "1", *options, script=CAKE, TMPDIR=str(folder),
-                 fresh=signum == signal.SIGTERM) as process:
-        process.read_until(b"(Ctrl-C ends it)\n")
-        assert process.output.startswith(b"KV pool: ") and b"\nChunks of 16 tokens, " in process.output
-        assert b"06_bidirectional serves random:tiny on http://127.0.0.1:" in process.output
-        port = int(process.output.split(b"127.0.0.1:")[1].split()[0])
-        connections = []
-        for number in range(8):                 # one is being answered, the others wait
-            connections.append(http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT))
-            connections[-1].request("POST", "/generate", json.dumps(dict(prompt=STORY, max_tokens=250, stream=number % 2 == 1)))
-        while counters(port)["requests"] < 8 or not counters(port)["chunks_saved"]:
-            time.sleep(0.01)
-        assert len(left_in(folder)) == (not disk)
-        process.interrupt(signum)
-        assert 503 in map(status, connections)              # who waited was told
-    assert left_in(folder) == []
-    if disk:
-        assert len(chunks_of(chunks)) >= 12, "what was computed reached its files"
-
-
-# 9. What an engine keeps outside of this process -----------------------------------------------------------------
-
-def interrupted(*_):
-    raise KeyboardInterrupt
-
-
-def broken(*_):
-    raise RuntimeError("a defect")
-
-
-OUTCOMES = {
-    "an answer": (["--prompt", "Hello", "--max-tokens", "2"], None, None),
-    "a prompt too long": (["--prompt", "x" * 600], None, app.BadRequest),
-    "numbers that cannot be written": (["--prompt", "Hello", "--max-tokens", "2", "--json", "FILE"], None, OSError),
-    "the demo": (["--demo"], lambda engine, arguments: ({}, []), None),
-    "a demo that is interrupted": (["--demo"], interrupted, KeyboardInterrupt),
-    "a demo that fails": (["--demo"], broken, RuntimeError),
-    "a demo that exits": (["--demo"], lambda *_: sys.exit("NOT verified"), SystemExit),
-    "a server": (["--port", "0"], None, KeyboardInterrupt),
-}
-
-
-@pytest.mark.parametrize("what", OUTCOMES)
-def test_whatever_comes_of_it_the_engine_is_released_once(tmp_path, monkeypatch, capsys, what):
-    arguments, demo, error = OUTCOMES[what]
-    released, baseline = [], chapter("01_baseline")
-
-    class Engine(baseline.Engine):
-        def release(self):
-            released.append(self)
-
-    def make(model, tokenizer, end_tokens, _):
-        made.append(Engine(model, tokenizer, end_tokens))
-        return made[-1]
-    made = []
-    monkeypatch.setattr("werkzeug.serving.ThreadedWSGIServer.serve_forever", lambda self, *_: None)     # as after Ctrl-C
-    monkeypatch.setattr("time.sleep", lambda *_: None)
-    parsed = app.parser_for("").parse_args([*TINY_CPU, *arguments])
-    if "FILE" in arguments:
-        parsed.json = tmp_path / "report.json"
-        monkeypatch.setattr(app, "write_trace", None)
-        monkeypatch.setattr("pathlib.Path.write_text", lambda *_, **__: (_ for _ in ()).throw(OSError("the disk is full")))
-
-    def run_it():
-        app.run("01_baseline", parsed, checkpoint.load, make, dict(demo=demo), {})
-    if error:
-        with pytest.raises(error):
-            run_it()
-    else:
-        run_it()
-    assert len(made) == 1 and released == made
-
-
-def test_in_a_server_the_garbage_collector_leaves_alone_what_was_there_before(monkeypatch):
-    """Going through all that is imported takes 0.1 s and more, in which nobody gets a token."""
-    gc.unfreeze()
-    counts, parsed = [], app.parser_for("").parse_args([*TINY_CPU, "--port", "0"])
-    monkeypatch.setattr(app, "serve", lambda *_: counts.append(gc.get_freeze_count()))
-
-    def make(model, tokenizer, end_tokens, _):
-        return chapter("01_baseline").Engine(model, tokenizer, end_tokens)
-    app.run("01_baseline", parsed, checkpoint.load, make, {}, {})
-    gc.unfreeze()
-    assert counts[0] > 100_000
-
-
-def test_what_needs_no_model_has_no_engine_to_release():
-    def make(*_):
-        raise AssertionError("an engine was made")
-    parsed = app.parser_for("").parse_args(["--demo", "--model", "nonsense"])
-    app.run("01_baseline", parsed, checkpoint.load, make, {}, dict(demo=lambda arguments: ({}, [])))
-
-
-@pytest.mark.parametrize("name", ["01_baseline", "02_paged_kv", "03_cpu_offload", "04_hidden_state_cache"])
-def test_an_engine_that_keeps_nothing_outside_releases_nothing(tiny_engine, name):
-    engine = chapter(name).Engine(tiny_engine.model, tiny_engine.tokenizer, tiny_engine.end_tokens)
-    assert engine.release() is None and engine.generate(prompt="Hello", max_tokens=2).tokens
-    engine.close()
-
-
-def test_release_takes_a_temporary_directory_and_leaves_one_that_was_asked_for(tiny_engine, tmp_path, temporary):
-    kind = chapter("06_bidirectional").Engine
-    for directories, left in (((), 0), ((tmp_path / "chunks",), 12)):
-        engine = kind(tiny_engine.model, tiny_engine.tokenizer, tiny_engine.end_tokens, directories=directories, chunk=16)
-        assert len(left_in(temporary)) == (not directories)
-        engine.generate(prompt=LONG_STORY[:190], max_tokens=2)
-        engine.close()
-        folder = directories[0] if directories else temporary / left_in(temporary)[0]
-        assert len(chunks_of(folder)) == 12
-        for _ in range(2):
-            engine.release()
-            assert left_in(temporary) == []
-        assert not left or len(chunks_of(folder)) == left
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT)) as connection:
+        connection.request("GET", "/health")
+        return json.loads(connection.getresponse().read())["counters"]

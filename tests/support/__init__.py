@@ -1,1 +1,0 @@
-"""What the tests share: one engine factory, faulty links, generated traffic, a stub engine."""

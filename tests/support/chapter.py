@@ -1,0 +1,35 @@
+"""A chapter around the stub engine, for tests of the command line."""
+import sys
+import time
+from pathlib import Path
+
+if str(ROOT := Path(__file__).resolve().parent.parent.parent) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from common import cli
+from tests.support.stub import Engine
+
+
+def add_arguments(parser):
+    parser.add_argument("--pause", type=cli.bounded(float, 0, 60), default=0.0, help="seconds per token")
+
+
+def make_engine(model, arguments):
+    print("KV pool: 64 blocks", file=sys.stderr)
+    return Engine(model, pause=arguments.pause, max_running=1)
+
+
+def demo(model, frontend, arguments):
+    request = frontend.request("Hello", max_tokens=arguments.max_tokens)
+    result = make_engine(model, arguments).generate([request])[0].outcome
+    print(result.text, flush=True)
+    time.sleep(arguments.pause)
+    return dict(link=None, verified=True, rows=[result.usage]), [result.timeline]
+
+
+def compare(arguments):
+    return {"recompute (01)": (make_engine, False), "stub": (make_engine, True)}
+
+
+if __name__ == "__main__":
+    cli.main(__doc__, "stub", add_arguments, make_engine, demo, compare)

@@ -1,0 +1,102 @@
+"""The server of the stub engine, or of another one, behind a real socket."""
+import http.client
+import json
+import threading
+import time
+from contextlib import closing, contextmanager
+from functools import cache
+
+from common import checkpoint
+from common.requests import Frontend
+from common.server import Server, listen, make_app
+from tests.support.stub import Engine
+
+INFO = dict(chapter="stub", model="tiny", device="cpu", dtype="float32")
+TIMEOUT = 120                      # seconds; no answer here takes more than a few
+ASK = dict(prompt="Hello", max_tokens=8)
+CHAT = dict(messages=[dict(role="user", content="Hello")], max_tokens=8, temperature=0)
+
+
+@cache
+def tiny_frontend(folder) -> Frontend:
+    """On the model folder `tiny_folder`. Shared, so leave it as it is."""
+    return Frontend(*checkpoint.load(str(folder), "float32", "cpu"), Engine.fields)
+
+
+class Reply:
+    def __init__(self, response):
+        self.status, self.headers = response.status, response.headers
+        self.kind = response.headers.get_content_type()
+        self.raw = response.read()
+
+    @property
+    def json(self):
+        return json.loads(self.raw)
+
+    @property
+    def events(self) -> list:
+        """Of a stream: JSON objects, and the bare string [DONE]."""
+        assert self.status == 200 and self.kind == "text/event-stream", self.raw
+        *parts, end = self.raw.decode().split("\n\n")
+        assert end == "" and all(part.startswith("data: ") for part in parts)
+        return [part[6:] if part == "data: [DONE]" else json.loads(part[6:]) for part in parts]
+
+    def error(self, status: int, kind: str = "invalid_request_error") -> str:
+        """The sentence of an error, after a look at its form."""
+        assert self.status == status and self.kind == "application/json", self.raw
+        assert set(self.json) == {"error"}
+        return sentence(self.json["error"], kind)
+
+
+def sentence(error: dict, kind: str = "invalid_request_error") -> str:
+    message = error["message"]
+    assert set(error) == {"message", "type"} and error["type"] == kind, error
+    assert message.endswith(".") and "\n" not in message and ". " not in message, message
+    return message
+
+
+class Client:
+    def __init__(self, port: int, server: Server):
+        self.port, self.server, self.engine = port, server, server.engine
+
+    def send(self, route: str, body=None, method: str | None = None, headers: dict | None = None):
+        """Ask, and return the connection; the answer is still to come. Closing it is to hang up."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT)
+        raw = body if isinstance(body, bytes | None) else json.dumps(body)
+        connection.request(method or ("GET" if body is None else "POST"), route, raw, headers or {})
+        return connection
+
+    def ask(self, route: str, body=None, **options) -> Reply:
+        with closing(self.send(route, body, **options)) as connection:
+            return Reply(connection.getresponse())
+
+    def counters(self) -> dict:
+        return self.ask("/health").json["counters"]
+
+
+@contextmanager
+def serving(frontend, engine=None, allow_evict: bool = False, **options):
+    """Yield a Client. Afterwards the engine's thread has ended and nobody is left."""
+    server = Server(engine or Engine(), frontend, INFO, **options)
+    listener = listen("127.0.0.1", 0)
+    listener.app = make_app(server, allow_evict)
+    thread = threading.Thread(target=listener.serve_forever, args=[0.01], daemon=True)
+    thread.start()
+    try:
+        yield Client(listener.port, server)
+    finally:
+        server.engine.let()
+        server.close(running=True)
+        listener.shutdown()
+        thread.join()
+        listener.server_close()
+        server.thread.join(TIMEOUT)
+    assert not server.thread.is_alive() and not server.engine.running and not server.engine.waiting
+
+
+def eventually(what):
+    """Wait until `what()` is true; a test that must fail does so after a generous deadline."""
+    deadline = time.monotonic() + 60
+    while not what():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.01)

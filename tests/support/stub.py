@@ -1,0 +1,120 @@
+"""An engine without a model behind it, for tests of the server and the command line.
+
+It answers with the prompt's tokens in circles, one per request in each step. `hold()` keeps it from
+beginning a step until `let()`; `hold_after(n)` lets it compute in n more steps; `error` is raised by the
+next step.
+"""
+import threading
+import time
+from collections import OrderedDict
+
+from common.requests import Line
+
+
+class Pool:
+    """Numbers of blocks; nothing is in them."""
+    block_bytes, block_size, evictions = 1024, 16, 0
+
+    def __init__(self, blocks: int):
+        self.size, self.free = blocks, bytearray(b"\1" * blocks)
+        self.references = [0] * blocks
+        self.prefix_of = [None] * blocks
+        self.cached = OrderedDict()
+
+    def evict(self, block: int):
+        del self.cached[block]
+        self.prefix_of[block] = None
+
+
+class Engine(Line):
+    fields = {"cache_salt": (lambda v: isinstance(v, str) and len(v) <= 256, "at most 256 characters")}
+    explain = False
+
+    def __init__(self, model=None, blocks: int = 64, max_running: int = 4, pause: float = 0.0):
+        super().__init__(capacity=16 * blocks or None)
+        self.model, self.max_running, self.pause = model, max_running, pause
+        self.pools = {"device": Pool(blocks), "host": Pool(blocks)} if blocks else {}
+        self.gate, self.error, self.closed = threading.Event(), None, False
+        self.left, self.asleep, self.asked = None, False, []
+        self.gate.set()
+
+    def hold(self):
+        self.gate.clear()
+
+    def hold_after(self, steps: int):
+        self.left = steps
+        self.gate.set()
+
+    def let(self):
+        self.left = None
+        self.gate.set()
+
+    @property
+    def held(self) -> bool:
+        return not self.gate.is_set()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.arrivals or self.waiting or self.running)
+
+    def submit(self, request):
+        super().submit(request)
+        self.asked.append(request)
+
+    def step(self):
+        self.gate.wait()
+        self.counts["steps"] += 1
+        while self.arrivals:
+            request, error = self.arrivals.popleft()
+            if error is None:
+                self.waiting.append(request)
+            else:
+                self.finish(request, error)
+        while self.waiting and len(self.running) < self.max_running:
+            self.admit(self.waiting.popleft())
+        if self.running and self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                self.gate.clear()
+                self.gate.wait()
+        if self.error:
+            error, self.error = self.error, None
+            raise error
+        for request in list(self.running):
+            with request.timeline.span("compute", "decode" if request.new else f"prefill {request.pending}"):
+                time.sleep(self.pause)
+                request.computed = len(request.tokens)
+            prompt = request.tokens[:request.prompt_tokens]
+            said = [token for token in prompt if token not in request.end_tokens]
+            request.push(said[len(request.new) % len(said)])
+            if request.finish_reason:
+                self.finish(request)
+        if not self.busy:
+            self.asleep = not self.wake.is_set()
+            self.wake.wait()
+            self.asleep = False
+            self.wake.clear()
+
+    def admit(self, request):
+        pool = self.pools.get("device")
+        for block in [block for block, count in enumerate(pool.references) if not count] if pool else ():
+            if 16 * len(request.table) < request.prompt_tokens + request.max_tokens:
+                pool.cached.pop(block, None)
+                pool.references[block] = 1
+                request.table.append(block)
+        request.decisions.append("nothing was offered: the prompt is computed")
+        self.running.append(request)
+
+    def finish(self, request, error=None):
+        if request.outcome is None:
+            for line in (self.waiting, self.running):
+                if request in line:
+                    line.remove(request)
+            for block in request.table:
+                pool = self.pools["device"]
+                pool.references[block] = 0
+                pool.prefix_of[block] = pool.cached[block] = "a prefix"
+            self.leave(request, error)
+
+    def close(self):
+        self.closed = True

@@ -1,0 +1,147 @@
+"""Chapter 01: the loop against `transformers`, and the line before it."""
+
+import threading
+
+import pytest
+import torch
+from conftest import TINY, chapter, load, write_model
+
+from benchmarks.reference import reference_model
+from common.requests import HungUp, Request
+
+baseline = chapter("01_baseline")
+PROMPT = torch.randint(5, TINY["vocab_size"], (150,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+@pytest.fixture(scope="module", params=[1, 2, 4], ids=lambda heads: f"{heads} KV heads")
+def folder(request, tmp_path_factory):
+    return str(write_model(tmp_path_factory.mktemp("baseline") / "model", num_key_value_heads=request.param))
+
+
+@pytest.fixture
+def model(tiny_frontend):
+    return tiny_frontend.model
+
+
+def answer(model, prompt, new: int = 12, chunk: int = baseline.CHUNK, kv_cache=True, **sampling) -> Request:
+    request = Request(prompt, new, **sampling)
+    for _ in baseline.generate(model, request, chunk, kv_cache):
+        pass
+    return request
+
+
+def labels(request) -> list[str]:
+    return [span.label for span in request.timeline.spans]
+
+
+# 1. The loop -----------------------------------------------------------------------------------
+
+
+def test_the_tokens_are_those_of_transformers(folder):
+    model, reference = load(folder).model, reference_model(folder, torch.float32)
+    reference.generation_config.eos_token_id = None
+    for length in (1, 40, 150):
+        row = torch.tensor([PROMPT[:length]])
+        options = dict(max_new_tokens=30, do_sample=False, pad_token_id=0)
+        theirs = reference.generate(row, attention_mask=torch.ones_like(row), **options)[0, length:]
+        assert answer(model, PROMPT[:length], 30).new == theirs.tolist()
+
+
+@torch.inference_mode()
+def test_the_logits_after_each_chunk_are_those_of_transformers(folder):
+    model, reference = load(folder).model, reference_model(folder, torch.float32)
+    theirs = reference(torch.tensor([PROMPT])).logits[0]  # [T, V]
+    for chunk in (1, 37, 150):
+        cache = baseline.KVCache(model, len(PROMPT))
+        for start in range(0, len(PROMPT), chunk):
+            tokens = PROMPT[start : start + chunk]
+            ours = baseline.forward(model, cache, tokens, start)  # [V]
+            torch.testing.assert_close(ours, theirs[start + len(tokens) - 1], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("chunk", [1, 16, 37, 149, 150, 151])
+def test_chunks_of_any_size_give_the_same_tokens(model, chunk):
+    request = answer(model, PROMPT, chunk=chunk)
+    assert request.new == answer(model, PROMPT).new
+    sizes = [min(chunk, 150 - start) for start in range(0, 150, chunk)]
+    assert labels(request) == [f"prefill {size}" for size in sizes] + ["decode"] * 11
+
+
+@pytest.mark.parametrize("chunk", [40, 512])
+def test_life_without_a_cache_gives_the_same_tokens_and_computes_everything_for_each(model, chunk):
+    request = answer(model, PROMPT[:60], 5, chunk, kv_cache=False)
+    assert request.new == answer(model, PROMPT[:60], 5).new
+    sizes = [[min(chunk, length - start) for start in range(0, length, chunk)] for length in range(60, 65)]
+    assert labels(request) == [f"prefill {size}" for row in sizes for size in row]
+
+
+def test_what_was_in_memory_before_is_never_read(model, monkeypatch):
+    right, empty = answer(model, PROMPT).new, torch.empty_like
+    monkeypatch.setattr(torch, "empty", lambda shape, **kind: torch.full(shape, torch.nan, **kind))
+    monkeypatch.setattr(torch, "empty_like", lambda tensor, **kind: empty(tensor, **kind).fill_(torch.nan))
+    assert baseline.KVCache(model, 3).v.isnan().all()
+    assert answer(model, PROMPT, chunk=37).new == right
+
+
+def test_the_same_seed_gives_the_same_tokens(model):
+    likeliest = answer(model, PROMPT, 24).new
+    first, again, other = (answer(model, PROMPT, 24, temperature=1.0, seed=seed).new for seed in (7, 7, 8))
+    assert first == again != other and first != likeliest
+    assert answer(model, PROMPT, 24, temperature=1.0, seed=7, top_p=1e-6).new == likeliest
+
+
+def test_the_answer_ends_with_an_end_token(model):
+    tokens = answer(model, PROMPT).new
+    end = next(at for at in range(1, 12) if tokens[at] not in tokens[:at])
+    request = answer(model, PROMPT, end_tokens=frozenset([tokens[end]]))
+    assert request.new == tokens[: end + 1] and request.finish_reason == "stop"
+    assert answer(model, PROMPT, 1).finish_reason == "length"
+
+
+# 2. One request after another ------------------------------------------------------------------
+
+
+def test_requests_are_answered_in_their_order_and_one_at_a_time(model):
+    engine, prompts = baseline.Engine(model), [PROMPT[:length] for length in (50, 3, 20)]
+    asked = engine.generate([Request(prompt, 6) for prompt in prompts])
+    times = [time for request in asked for time in request.times]
+    assert times == sorted(times) and [request.id for request in asked] == [1, 2, 3]
+    assert [request.new for request in asked] == [answer(model, prompt, 6).new for prompt in prompts]
+    assert not engine.busy and not any(request.found for request in asked)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_who_hangs_up_in_line_or_under_way_frees_the_line(model, steps):
+    engine = baseline.Engine(model)
+    under_way, in_line, last = (Request(PROMPT[:30], 8) for _ in range(3))
+    for request in (under_way, in_line, last):
+        engine.submit(request)
+    for _ in range(steps):
+        engine.step()
+    for request in (under_way, in_line):
+        engine.cancel(request, HungUp("gone"))
+        engine.cancel(request, HungUp("gone twice"))
+    while last.outcome is None:
+        engine.step()
+    assert str(under_way.outcome) == str(in_line.outcome) == "gone"
+    assert (len(under_way.new), len(in_line.new)) == (steps, 0)
+    assert last.new == answer(model, PROMPT[:30], 8).new and not engine.busy
+    counts = engine.counters()
+    assert (counts["requests"], counts["finished"], counts["cancelled"], counts["failed"]) == (3, 1, 2, 0)
+    assert (counts["prompt_tokens"], counts["completion_tokens"], counts["running"]) == (30, 8, 0)
+
+
+def test_nobody_is_there_and_the_engine_sleeps_until_somebody_is(model):
+    engine, request = baseline.Engine(model), Request(PROMPT[:5], 2)
+    slept, wait = [], engine.wake.wait
+    engine.wake.wait = lambda *seconds: slept.append(seconds) or wait(*seconds)
+    threading.Timer(0.05, engine.submit, (request,)).start()
+    while request.outcome is None:
+        engine.step()
+    assert slept == [()], "once, and without a limit"
+
+
+def test_its_options_reach_the_loop(model):
+    engine = baseline.Engine(model, chunk=16, kv_cache=False)
+    (request,) = engine.generate([Request(PROMPT[:40], 2)])
+    assert labels(request) == [f"prefill {tokens}" for tokens in (16, 16, 8, 16, 16, 9)]

@@ -1,0 +1,442 @@
+"""The link without CUDA: what is copied, in which order and modelled time, what fails, and how fast it is."""
+
+import argparse
+import gc
+import statistics
+import subprocess
+import sys
+import threading
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT
+from support.engines import tiny_model
+
+from common import link as links
+from common.checkpoint import ModelError
+from common.link import LATENCY, PLATFORMS, Bandwidth, Link, PlatformBandwidth, Transfer, TransferError
+from common.timeline import Clock
+
+FAST = 1e12  # bytes/s: over at once
+HOURS = 1.0
+
+
+def make(bandwidth=FAST, lane="load", **options) -> Link:
+    return Link(lane, Clock("cpu"), bandwidth, **options)
+
+
+def pattern(*shape, dtype=torch.float32):
+    """Random bits: all values, among them NaNs of all kinds."""
+    size = torch.Size(shape).numel() * dtype.itemsize
+    return torch.randint(0, 256, (size,), dtype=torch.uint8).view(dtype).view(shape)
+
+
+def bits(tensor):
+    return tensor.contiguous().flatten().view(torch.uint8)
+
+
+def numbered(size: int):
+    """-> zeros to copy to, and ones to copy."""
+    return torch.zeros(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
+
+
+class Held:
+    """A link whose lane stands still after its first transfer, until it is let go: in `wake`."""
+
+    def __init__(self, lane="load"):
+        self.gate, self.reached = threading.Event(), threading.Event()
+        self.link = make(lane=lane, wake=self.stand_still)
+        self.link.copy(*numbered(8), "first")
+        assert self.reached.wait(30)
+
+    def stand_still(self):
+        self.reached.set()
+        assert self.gate.wait(30)
+
+
+# 1. What is copied -----------------------------------------------------------------------------
+
+VIEWS = {
+    "whole": lambda t: t,
+    "a slice": lambda t: t[1:4],
+    "every other": lambda t: t[::2, 1:],
+    "a layer of host blocks": lambda t: t[1:4, 3].transpose(0, 1),
+    "one block of all layers": lambda t: t[:, :, 2],
+    "backwards": lambda t: t.permute(3, 2, 1, 0),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64], ids=str)
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_view_is_copied_bit_by_bit_and_nothing_else_is_touched(dtype, view):
+    view, whole, other = VIEWS[view], pattern(6, 4, 5, 8, dtype=dtype), pattern(6, 4, 5, 8, dtype=dtype)
+    expected = whole.clone()
+    view(expected).copy_(view(other))
+    out = torch.empty_like(view(other)).contiguous()
+    link = make()
+    link.copy(view(whole), view(other), "a view into a view").wait()
+    link.copy(out, view(other), "a view into one piece").wait()
+    assert torch.equal(bits(whole), bits(expected))
+    assert torch.equal(bits(out), bits(view(other)))
+
+
+def test_a_list_of_pieces_is_one_transfer():
+    src = [pattern(3, 4), pattern(2, 5)[:, 1:], pattern(7)]
+    dst = [torch.zeros_like(piece) for piece in src]
+    transfer = make().copy(dst, src, "layer 3")
+    transfer.wait()
+    assert (transfer.lane, transfer.label, transfer.bytes) == ("load", "layer 3", (12 + 8 + 7) * 4)
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(dst, src))
+
+
+@pytest.mark.parametrize("pieces", [[], torch.zeros(0, 4)], ids=["no piece", "an empty one"])
+def test_nothing_arrives_too(pieces):
+    transfer = make().copy(pieces, pieces, "nothing")
+    transfer.wait(30)
+    assert transfer.ready and transfer.bytes == 0 and transfer.error is None
+
+
+# 2. In which order -----------------------------------------------------------------------------
+
+
+def test_a_lane_is_first_in_first_out():
+    held, pairs = Held(), [numbered(8) for _ in range(3)]
+    transfers = [held.link.copy(*pair, str(number)) for number, pair in enumerate(pairs)]
+    assert not any(transfer.ready for transfer in transfers)
+    assert not any(dst.any() for dst, _ in pairs)
+    held.gate.set()
+    transfers[-1].wait(30)
+    assert all(transfer.ready for transfer in transfers) and all(dst.all() for dst, _ in pairs)
+    ends = [transfer.span()[1] for transfer in transfers]
+    assert ends == sorted(ends)
+
+
+def test_two_lanes_do_not_wait_for_each_other():
+    held, other, (dst, src) = Held("load"), make(lane="save"), numbered(8)
+    stuck = held.link.copy(*numbered(8), "stuck")
+    other.copy(dst, src, "free").wait(30)
+    assert dst.all() and not stuck.ready
+    held.gate.set()
+    stuck.wait(30)
+
+
+# 3. In which time ------------------------------------------------------------------------------
+
+
+def test_back_to_back_transfers_take_the_sum_of_latency_and_bytes_over_bandwidth():
+    link, sizes = make(HOURS), (400, 10_000, 0, 7000)
+    transfers = [link.copy(*numbered(size), str(size)) for size in sizes]
+    link.close()  # in the model they arrive in hours, here now
+    spans = [transfer.span() for transfer in transfers]
+    for (start, end), size in zip(spans, sizes):
+        assert end - start == pytest.approx(LATENCY + size / HOURS, abs=1e-6)
+    assert [start for start, _ in spans[1:]] == [end for _, end in spans[:-1]], "the lane is never idle"
+
+
+def test_an_idle_lane_begins_when_the_transfer_is_issued():
+    link = make(1e6)
+    link.copy(*numbered(10), "before").wait()
+    after = link.copy(*numbered(10), "after")
+    after.wait()
+    assert after.span()[0] == after.issued
+
+
+def test_a_transfer_is_not_there_before_the_model_says_so():
+    link = make(1e5)
+    transfer = link.copy(*numbered(2000), "20 ms")
+    transfer.wait(30)
+    start, end = transfer.span()
+    assert end - start >= (LATENCY + 2000 / 1e5) * (1 - 1e-9)
+    assert links.time.perf_counter() >= end
+
+
+def test_no_model_is_faster_than_the_copy_itself():
+    transfer = make(1e18).copy(*numbered(1 << 25), "34 MB")
+    transfer.wait(30)
+    start, end = transfer.span()
+    assert transfer.bytes / (end - start) < 1e12, "memory is slower than that"
+
+
+def test_wait_with_a_limit_raises_when_the_transfer_is_late():
+    link = make(HOURS)
+    transfer = link.copy(*numbered(10_000), "layer 2")
+    with pytest.raises(TransferError, match="layer 2 is late"):
+        transfer.wait(0.01)
+    assert not transfer.ready and transfer.queue_wait() is False, "the host must wait for it"
+
+
+# 4. What fails ---------------------------------------------------------------------------------
+
+WRONG = {
+    "longer": (torch.zeros(4), torch.zeros(5)),
+    "another shape": (torch.zeros(2, 6), torch.zeros(3, 4)),
+    "would be broadcast": (torch.zeros(4, 4), torch.zeros(4)),
+    "more pieces": ([torch.zeros(4)], [torch.zeros(4)] * 2),
+    "pieces of other shapes": ([torch.zeros(4), torch.zeros(3)], [torch.zeros(3), torch.zeros(4)]),
+    "another dtype": (torch.zeros(4), torch.zeros(4, dtype=torch.bfloat16)),
+    "a dtype of the same size": (torch.zeros(4), torch.ones(4, dtype=torch.int32)),
+    "memory that is none": (torch.zeros(4), torch.zeros(4, device="meta")),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_copy_never_raises_the_error_is_the_transfers_and_the_lane_goes_on(wrong):
+    link, (dst, src) = make(), numbered(8)
+    bad, good = link.copy(*WRONG[wrong], "layer 5"), link.copy(dst, src, "layer 6")
+    good.wait(30)
+    assert bad.ready and bad.error is not None and dst.all()
+    for _ in range(2):
+        with pytest.raises(TransferError, match="layer 5 failed"):
+            bad.wait()
+    start, end = bad.span()
+    assert start <= end and not any(piece.any() for piece in WRONG[wrong][0])
+
+
+def test_one_bad_piece_is_a_failed_transfer():
+    good = numbered(8)
+    dst, src = [good[0], torch.zeros(3)], [good[1], torch.zeros(3, device="meta")]
+    with pytest.raises(TransferError, match="two pieces failed"):
+        make().copy(dst, src, "two pieces").wait(30)
+
+
+def test_whoever_sleeps_is_woken_when_a_transfer_is_over_well_or_not():
+    seen, woken = [], threading.Semaphore(0)
+
+    def wake():
+        seen.append([transfer.ready for transfer in transfers])
+        woken.release()
+
+    link, transfers = make(1e6, wake=wake), []
+    transfers.append(link.copy(torch.zeros(4), torch.zeros(5), "bad"))
+    assert woken.acquire(timeout=30)
+    transfers.append(link.copy(*numbered(5000), "good"))
+    assert woken.acquire(timeout=30)
+    assert seen == [[True], [True, True]]
+
+
+def test_an_error_of_any_thread_is_told_as_the_links_are():
+    transfer = Transfer("storage", "chunk 3", 10)
+    assert not transfer.ready
+    transfer.finish(1.0, 2.0, OSError("no such file"))
+    assert transfer.ready and transfer.span() == (1.0, 2.0)
+    with pytest.raises(TransferError, match=r"chunk 3 failed \(no such file\)"):
+        transfer.wait()
+
+
+# 5. How fast it says it is ---------------------------------------------------------------------
+
+
+def test_the_speed_is_the_median_of_the_last_transfers():
+    link, taken = make(), []
+    for number in range(20):
+        link.bandwidth.value = 1e8 * (1 + number * 7 % 20)  # all different
+        transfer = link.copy(*numbered(1 << 16), "")
+        transfer.wait()
+        start, end = transfer.span()
+        taken.append(transfer.bytes / (end - start))
+    assert link.speed() == statistics.median(taken[-16:]) != statistics.median(taken)
+
+
+@pytest.mark.parametrize("size, counts", [((1 << 16) - 1, False), (1 << 16, True)])
+def test_only_transfers_of_64_kib_and_more_say_something_about_the_speed(size, counts):
+    link = make(1e9)
+    link.copy(*numbered(size), "").wait()
+    assert (link.speed() != 1e9) == counts
+
+
+def test_a_transfer_that_failed_says_nothing_about_the_speed():
+    link = make(1e9)
+    with pytest.raises(TransferError):
+        link.copy(torch.zeros(1 << 16), torch.zeros(1 << 16, device="meta"), "").wait(30)
+    assert link.speed() == 1e9
+
+
+def test_measuring_forgets_what_was_seen():
+    link = make(1e9)
+    link.copy(*numbered(1 << 20), "").wait()
+    assert link.speed() != 1e9
+    assert link.measure() == link.speed() == 1e9
+
+
+def test_seconds_count_what_is_queued():
+    held = Held()
+    assert held.link.seconds(500) == LATENCY + 500 / FAST
+    for size in (10, 200, 3000):
+        last = held.link.copy(*numbered(size), "queued")
+    assert held.link.seconds(500) == LATENCY + 3710 / FAST
+    held.gate.set()
+    last.wait(30)
+    assert held.link.seconds(500) == LATENCY + 500 / FAST
+
+
+# 6. How fast the model is ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def projecting(monkeypatch):
+    """projecting(seconds): as long each projection takes that is timed, the first of them to warm up."""
+
+    def prepare(seconds):
+        times = [0.0]
+        for one in seconds:
+            times += times[-1] + 1.0, times[-1] + 1.0 + one
+        times, test, others = iter(times[1:]), threading.current_thread(), links.time.perf_counter
+        clock = lambda: next(times) if threading.current_thread() is test else others()  # noqa: E731
+        monkeypatch.setattr(links, "time", SimpleNamespace(perf_counter=clock))
+
+    return prepare
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_restoring_and_transfer_have_the_ratio_that_llama_2_7b_has_on_the_platform(projecting, platform):
+    projecting([0.5] * 10)
+    made, (peak, pcie) = PlatformBandwidth(tiny_model(), platform), PLATFORMS[platform]
+    transfer = 512 * 64 * 4 / made.value  # seconds, of a layer's hidden states
+    theirs = 4 * 4096**2 / (links.SHARE_OF_PEAK * peak) / (2 * 4096 / pcie)
+    assert 0.5 / transfer == pytest.approx(theirs)
+
+
+def test_on_an_a100_projection_and_transfer_are_even_at_24_gigabytes_a_second():
+    assert 4 * 4096**2 / (links.SHARE_OF_PEAK * 312e12) == pytest.approx(2 * 4096 / 24e9)
+
+
+def test_the_median_of_the_measured_restorations_counts_behind_a_warm_up(projecting):
+    projecting([2.0] * 10)
+    even = PlatformBandwidth(tiny_model()).value
+    projecting([90.0, 2.0, 0.1, 5.0, 7.0, 0.1, 2.0, 0.1, 0.1, 9.0])
+    uneven = PlatformBandwidth(tiny_model())
+    assert uneven.value == pytest.approx(even)
+    projecting([4.0] * 10)
+    assert uneven.measure() == uneven.value == pytest.approx(even / 2), "what is true now"
+
+
+def test_what_is_printed_says_that_it_is_modelled_and_how_it_was_calibrated(projecting):
+    assert str(make(5e8)) == str(Bandwidth(5e8)) == "modelled link, 0.5 GB/s"
+    projecting([0.001, *(0.001 * number for number in range(1, 10))])
+    said = str(make(PlatformBandwidth(tiny_model())))
+    assert said.startswith("modelled link, ") and "as for an A100" in said and "512 tokens" in said
+    assert "restoring them 5 ms (quartiles 3 to 7)" in said
+
+
+def test_this_processor_is_measured():
+    assert 1e5 < PlatformBandwidth(tiny_model()).value < 1e14
+
+
+def test_a_speed_that_is_asked_for_is_taken_as_it_is():
+    here = SimpleNamespace(device=torch.device("cpu"))
+    assert links.bandwidth(here, 0.5, "l20").value == 0.5e9
+    auto = links.bandwidth(tiny_model(), "auto", "h800")
+    assert isinstance(auto, PlatformBandwidth) and auto.platform == "h800"
+
+
+def test_on_a_gpu_the_link_is_real_and_no_speed_can_be_asked_for():
+    gpu = SimpleNamespace(device=torch.device("cuda"))
+    assert links.bandwidth(gpu) is links.bandwidth(gpu, "auto", "4090") is None
+    with pytest.raises(ModelError, match="--link.*leave it out"):
+        links.bandwidth(gpu, 0.5)
+
+
+def test_the_options_are_auto_and_an_a100_unless_told_otherwise():
+    parser = argparse.ArgumentParser()
+    links.add_arguments(parser)
+    default, told = parser.parse_args([]), parser.parse_args(["--link", "2.5", "--platform", "l20"])
+    assert vars(default) == dict(link="auto", platform="a100")
+    assert vars(told) == dict(link=2.5, platform="l20")
+
+
+@pytest.mark.parametrize("word", ["0", "-1", "nan", "inf", "fast", "", "AUTO", "1e7", "1e-10", "1 GB/s"])
+def test_speeds_that_cannot_be_are_refused(word, capsys):
+    parser = argparse.ArgumentParser()
+    links.add_arguments(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args([f"--link={word}"])
+    assert "--link" in capsys.readouterr().err
+
+
+# 7. Memory on the host -------------------------------------------------------------------------
+
+
+def test_without_a_gpu_host_memory_is_ordinary_memory(capsys):
+    memory = links.host_memory((2, 3), torch.bfloat16, torch.device("cpu"), "The host pool")
+    assert (memory.shape, memory.dtype, memory.device.type) == ((2, 3), torch.bfloat16, "cpu")
+    assert not memory.is_pinned() and not capsys.readouterr().err
+
+
+def test_memory_that_cannot_be_pinned_is_said_and_used(monkeypatch, capsys):
+    empty = torch.empty
+
+    def refusing(*args, pin_memory=False, **options):
+        if pin_memory:
+            raise RuntimeError("no more\nof it")
+        return empty(*args, **options)
+
+    monkeypatch.setattr(torch, "empty", refusing)
+    assert links.host_memory((2, 3), torch.float32, torch.device("cuda"), "The host pool").shape == (2, 3)
+    assert capsys.readouterr().err.startswith("The host pool cannot be pinned (no more):")
+
+
+def test_a_layer_is_copied_in_as_few_pieces_as_the_hosts_side_allows():
+    device, host = torch.zeros(3, 2, 8, 4, 2, 16), torch.zeros(3, 2, 20, 4, 2, 16)
+    layer = list(links.contiguous_on_host(device[1, :, 2:5], host[1, :, 6:9], host[1, :, 6:9]))
+    assert [dst.shape for dst, _ in layer] == [(3, 4, 2, 16)] * 2, "K and V"
+    run = list(links.contiguous_on_host(host[:, :, 6:9], device[:, :, 2:5], host[:, :, 6:9]))
+    assert [dst.shape for dst, _ in run] == [(3, 4, 2, 16)] * 6, "K and V of three layers"
+    (whole,) = links.contiguous_on_host(device, host[:, :, :8].contiguous(), device)
+    assert whole[0] is device
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_pieces_that_are_contiguous_on_the_host_cover_everything_once(view):
+    host, device = VIEWS[view](torch.zeros(6, 4, 5, 8)), VIEWS[view](pattern(6, 4, 5, 8, dtype=torch.int32))
+    for dst, src in links.contiguous_on_host(host, device, host):
+        assert dst.is_contiguous() and dst.shape == src.shape
+        dst += 1
+    assert (host == 1).all()
+
+
+# 8. The end of a lane --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["garbage", "closed"])
+def test_the_thread_of_a_lane_ends_and_what_is_on_its_way_arrives(how):
+    before = set(threading.enumerate())
+    link, pairs = make(HOURS), [numbered(10_000) for _ in range(3)]
+    (thread,) = set(threading.enumerate()) - before
+    transfers = [link.copy(*pair, "") for pair in pairs]
+    assert thread.is_alive() and not any(transfer.ready for transfer in transfers)
+    if how == "closed":
+        link.close()
+    del link
+    gc.collect()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert all(transfer.ready for transfer in transfers) and all(dst.all() for dst, _ in pairs)
+
+
+def test_what_has_arrived_is_not_held_by_the_lane():
+    woken = threading.Semaphore(0)
+    link, (dst, src) = make(wake=woken.release), numbered(8)
+    alive, ended = weakref.ref(src), threading.Event()
+    weakref.finalize(src, ended.set)
+    link.copy(dst, src, "")
+    assert woken.acquire(timeout=30)
+    link.seconds(0)  # which forgets what has arrived
+    del dst, src
+    gc.collect()
+    assert ended.wait(30) and alive() is None
+
+
+EXIT = """
+import torch
+from common.link import Link
+from common.timeline import Clock
+load, save = Link("load", Clock("cpu"), 1.0), Link("save", Clock("cpu"), 1.0)
+print([link.copy(torch.zeros(10000), torch.ones(10000), "").ready for link in (load, save, load)])
+"""
+
+
+def test_a_process_ends_at_once_while_hours_of_transfers_are_under_way():
+    done = subprocess.run([sys.executable, "-c", EXIT], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "[False, False, False]\n")

@@ -1,0 +1,321 @@
+"""Chapter 03: what is copied to host memory and when, and how it comes back."""
+
+import random
+import threading
+
+import pytest
+import torch
+from support.engines import ask, baseline, check_pools, draw, evict, make, offload, settle, tiny_model
+
+from common.link import Transfer
+from common.requests import Request, check_fields
+from common.restoring import Match
+
+BLOCK = 16 * tiny_model().config.kv_numbers_per_token * 4  # bytes of a block
+
+
+class Lane:
+    """In place of a link's copies: note each transfer, and copy at once, or when a test delivers it."""
+
+    def __init__(self, link, at_once=True):
+        self.link, self.at_once, self.sent, self.waiting, self.failing = link, at_once, [], [], False
+        link.copy = self.copy
+
+    def copy(self, dst, src, label):
+        dst, src = ([side] if isinstance(side, torch.Tensor) else side for side in (dst, src))
+        transfer = Transfer(self.link.lane, label, sum(piece.nbytes for piece in dst))
+        self.sent.append((transfer, dst))
+        self.waiting.append((transfer, dst, src))
+        if self.at_once:
+            self.deliver()
+        return transfer
+
+    def deliver(self, count: int = 1 << 30):
+        for transfer, dst, src in self.waiting[:count]:
+            for to, out_of in zip(dst, src, strict=True):
+                to.copy_(out_of)
+            transfer.finish(transfer.issued, transfer.issued, OSError("broken") if self.failing else None)
+        del self.waiting[:count]
+        self.link.wake()
+
+    @property
+    def labels(self):
+        return [transfer.label for transfer, _ in self.sent]
+
+
+def engine_for(host: int = 64, blocks: int = 64, save=True, load=True, cache=offload.HostCache, **options):
+    """-> an engine, its cache and its two lanes; `save` and `load`: whether they deliver at once."""
+    engine = make(cache := cache(host, 2e9), blocks, **options)
+    return engine, cache, Lane(cache.save_link, save), Lane(cache.load_link, load)
+
+
+def answers(*requests):
+    """They are those of chapter 01."""
+    alone = [Request(request.tokens[: request.prompt_tokens], request.max_tokens) for request in requests]
+    baseline.Engine(tiny_model()).generate(alone)
+    return [request.new for request in requests] == [request.new for request in alone]
+
+
+PROMPT = draw(random.Random(0), 100)  # 6 blocks and 4 tokens
+
+# 1. Out ----------------------------------------------------------------------------------------
+
+
+def test_blocks_are_copied_out_as_they_fill_and_not_when_the_request_is_over():
+    engine, cache, save, _ = engine_for()
+    engine.submit(request := Request(PROMPT, 30))
+    seen = []
+    while request.outcome is None:
+        engine.step()
+        if request.outcome is None:
+            seen.append((len(request.tokens) - 1, engine.counts["swap_outs"]))
+    assert [count for _, count in seen] == [tokens // 16 for tokens, _ in seen]
+    assert save.labels == ["save 6", "save 1", "save 1"]
+    settle(engine)
+    assert len(cache.host.find(request.chain)) == 8
+    check_pools(engine)
+
+
+def test_what_the_host_has_or_is_about_to_have_is_not_copied_again():
+    engine, cache, save, _ = engine_for(save=False)
+    rng = random.Random(1)
+    ask(engine, PROMPT)
+    assert save.labels == ["save 6"] and not cache.host.block_of, "not found before it has arrived"
+    ask(engine, PROMPT)
+    engine.generate([Request(PROMPT[:64] + draw(rng, 36), 2) for _ in range(2)])
+    assert save.labels == ["save 6", "save 2", "save 2"], "only what is new"
+    save.deliver()
+    evict(engine)
+    ask(engine, PROMPT)
+    settle(engine)
+    assert len(save.sent) == 3 and len(cache.host.block_of) == 10
+    check_pools(engine)
+
+
+def test_chunks_of_prefill_leave_one_by_one():
+    engine, _, save, _ = engine_for(token_budget=40)
+    ask(engine, PROMPT, 1)
+    assert save.labels == ["save 2", "save 3", "save 1"], "of 40, 80 and 100 tokens"
+
+
+def test_a_conversation_that_goes_on_lies_behind_its_beginning_on_the_host():
+    engine, cache, save, load = engine_for()
+    first, other = ask(engine, PROMPT), ask(engine, draw(random.Random(2), 60))
+    settle(engine)
+    for prefix in other.chain:  # which was kept behind the first, and has left again
+        cache.host.evict(cache.host.block_of[prefix])
+    turn = ask(engine, first.tokens + draw(random.Random(3), 60), 2)
+    settle(engine)
+    blocks = cache.host.find(turn.chain)
+    assert blocks == list(range(blocks[0], blocks[0] + 10))
+    evict(engine)
+    ask(engine, turn.tokens)
+    assert [len(pieces) for _, pieces in load.sent] == [1, 1, 1], "so a layer of it is one copy"
+
+
+def test_adjacent_blocks_are_one_copy_and_others_are_one_each():
+    engine, _, save, load = engine_for(blocks=40)
+    ask(engine, PROMPT)
+    evict(engine)
+    assert ask(engine, PROMPT).found == {"cpu": 96}
+    assert save.labels == ["save 6"] and load.labels == ["layer 0", "layer 1", "layer 2"]
+    assert [len(pieces) for _, pieces in load.sent] == [1, 1, 1]
+    evict(engine)
+    engine.pool.release(engine.pool.allocate(40)[::2])  # every other block is free
+    assert answers(back := ask(engine, PROMPT)) and back.found == {"cpu": 96}
+    assert [len(pieces) for _, pieces in load.sent[3:]] == [6, 6, 6], "still a transfer a layer"
+    ask(engine, draw(random.Random(4), 50))
+    assert save.labels[1:] == ["save 1"] * 3
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_copy_out_that_fails_is_not_found_and_made_again_for_the_next(ends):
+    engine, cache, save, _ = engine_for(save=ends)
+    save.failing = True
+    ask(engine, PROMPT)
+    save.deliver()
+    settle(engine)
+    assert not cache.host.block_of and not cache.leaving
+    check_pools(engine)
+    save.failing, save.at_once = False, True
+    ask(engine, PROMPT)
+    settle(engine)
+    assert save.labels == ["save 6", "save 6"] and len(cache.host.block_of) == 6
+
+
+# 2. In -----------------------------------------------------------------------------------------
+
+
+class Following(offload.HostCache):
+    """A layer arrives when the input of the layer before it has been computed, and not sooner."""
+
+    def attach(self, engine):
+        super().attach(engine)
+        self.seen = []
+
+    def restore(self, request, restoration, match):
+        for transfer in super().restore(request, restoration, match):
+            if transfer.label == "layer 0":
+                self.lane.deliver(1)
+            yield transfer
+
+    def save_layer(self, layer, hidden, batch):
+        if self.lane.sent:
+            self.seen.append((layer, len(hidden), [transfer.ready for transfer, _ in self.lane.sent]))
+            self.lane.deliver(1)
+
+
+def test_the_question_follows_its_history_through_the_layers():
+    engine, cache, _, load = engine_for(load=False, cache=Following)
+    cache.lane = load
+    ask(engine, PROMPT)
+    evict(engine)
+    request = ask(engine, PROMPT + [5, 6, 7], 1)
+    assert cache.seen == [
+        (0, 7, [True, False, False]),
+        (1, 7, [True, True, False]),
+        (2, 7, [True, True, True]),
+    ]
+    assert request.found == {"cpu": 96} and not engine.counts["failed_restorations"] and answers(request)
+    layers = [span.label for span in request.timeline.spans if span.lane == "load"]
+    assert layers == ["layer 0", "layer 1", "layer 2"]
+
+
+def test_what_the_device_still_has_is_not_loaded():
+    engine, _, _, load = engine_for()
+    chain = ask(engine, PROMPT).chain
+    settle(engine)
+    for prefix in chain[4:6]:
+        engine.pool.evict(engine.pool.block_of[prefix])
+    request = ask(engine, PROMPT)
+    assert request.found == {"gpu": 64, "cpu": 32} and request.outcome.source == "mixed"
+    assert sum(transfer.bytes for transfer, _ in load.sent) == 2 * BLOCK and answers(request)
+
+
+def test_a_match_is_of_whole_blocks_before_the_last_token_and_says_what_is_queued():
+    engine, cache, _, load = engine_for(load=False)
+    request = ask(engine, PROMPT[:97], 1)
+    settle(engine)
+    asked = Request(PROMPT[:96], 1, chain=request.chain)
+    match = cache.match(asked)
+    assert isinstance(match, Match) and (match.tokens, match.size, len(match.blocks)) == (80, 16, 5)
+    assert match.seconds == cache.load_link.seconds(5 * BLOCK)
+    asked.computed = 32
+    assert cache.match(asked).tokens == 48
+    assert cache.match(Request(draw(random.Random(5), 60), 1)) is None
+
+
+def test_counters_say_how_many_blocks_and_bytes_went_each_way():
+    engine, cache, _, _ = engine_for()
+    for _ in range(3):
+        ask(engine, PROMPT)
+        evict(engine)
+    counts = engine.counters()
+    assert (counts["swap_outs"], counts["bytes_out"]) == (6, 6 * BLOCK)
+    assert (counts["swap_ins"], counts["bytes_in"]) == (12, 12 * BLOCK)
+    assert (counts["host_blocks"], counts["host_cached"], counts["host_free"]) == (64, 6, 58)
+    assert counts["restored_tokens"] == 2 * 96 and engine.pools["host"] is cache.host
+
+
+# 3. What the host keeps ------------------------------------------------------------------------
+
+A, B, C = (draw(random.Random(seed), 65) for seed in (6, 7, 8))  # four blocks each
+
+
+def kept(engine, prompt) -> int:
+    """Blocks of it that the host has."""
+    settle(engine)
+    return len(engine.cache.host.find(engine.extend(Request(prompt, 1))))
+
+
+def test_the_least_recently_used_conversation_leaves_the_host_from_its_end():
+    engine, _, _, _ = engine_for(host=10)
+    for prompt in (A, B, C):
+        ask(engine, prompt)
+        settle(engine)
+    assert [kept(engine, prompt) for prompt in (A, B, C)] == [2, 4, 4]
+
+
+def test_who_is_found_on_the_device_is_used_on_the_host_too():
+    engine, _, _, _ = engine_for(host=10)
+    for prompt in (A, B, A, C):
+        request = ask(engine, prompt)
+        settle(engine)
+    assert [kept(engine, prompt) for prompt in (A, B, C)] == [4, 2, 4]
+    assert request.outcome.source == "miss" and ask(engine, A).outcome.source == "gpu_hit"
+
+
+def test_of_what_the_host_has_no_room_for_the_beginning_is_kept():
+    engine, _, save, _ = engine_for(host=4)
+    prompt = PROMPT + A  # ten blocks
+    ask(engine, prompt)
+    assert save.labels == ["save 4"] and kept(engine, prompt) == 4
+    evict(engine)
+    assert ask(engine, prompt).found == {"cpu": 64}
+
+
+def test_without_a_host_pool_everything_is_computed_again():
+    engine, cache, save, load = engine_for(host=0)
+    for _ in range(2):
+        request = ask(engine, PROMPT)
+        assert not request.found and answers(request)
+        evict(engine)
+    assert not save.sent and not load.sent and cache.host.size == 0
+    check_pools(engine)
+
+
+def test_offload_after_false_keeps_nothing_of_this_request():
+    engine, _, save, _ = engine_for()
+    ask(engine, PROMPT, offload_after=False)
+    assert not save.sent and kept(engine, PROMPT) == 0
+    ask(engine, PROMPT)
+    assert save.labels == ["save 6"], "who asks the same without it has all of it saved"
+    assert check_fields(dict(offload_after=False), engine.fields) == dict(offload_after=False)
+    with pytest.raises(Exception, match="offload_after must be true or false"):
+        check_fields(dict(offload_after="no"), engine.fields)
+
+
+def test_a_copy_out_that_would_take_longer_than_its_blocks_may_be_held_is_not_begun(monkeypatch):
+    engine = make(cache := offload.HostCache(64, 1000.0))
+    ask(engine, PROMPT)
+    assert not any(cache.under_way.values()) and not engine.counts["swap_outs"]
+    monkeypatch.setattr(offload, "LONGEST_SAVE", 1e6)
+    ask(engine, PROMPT)
+    assert engine.counts["swap_outs"] == 6 and cache.save_link.seconds(0) > 60
+    engine.close()
+    settle(engine)
+    assert kept(engine, PROMPT) == 6, "what is on its way when the links are closed arrives at once"
+
+
+def test_closing_the_engine_ends_the_threads_of_both_links():
+    before = set(threading.enumerate())
+    engine = make("host")
+    threads = set(threading.enumerate()) - before
+    assert len(threads) == 2
+    ask(engine, PROMPT)
+    engine.close()
+    assert not any(thread.is_alive() for thread in threads)
+
+
+# 4. Runs ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "first, second, runs",
+    [
+        ([], [], []),
+        ([4], [9], [(4, 9, 1)]),
+        ([4, 5, 6], [9, 10, 11], [(4, 9, 3)]),
+        ([4, 5, 6], [9, 11, 12], [(4, 9, 1), (5, 11, 2)]),
+        ([4, 6, 7], [9, 10, 11], [(4, 9, 1), (6, 10, 2)]),
+        ([7, 6, 5], [3, 2, 1], [(7, 3, 1), (6, 2, 1), (5, 1, 1)]),
+    ],
+)
+def test_a_run_is_adjacent_on_both_sides(first, second, runs):
+    assert offload.adjacent(first, second) == runs
+    assert offload.starts(runs) == [first.index(one) for one, _, _ in runs]
+
+
+def test_runs_need_as_many_on_both_sides():
+    with pytest.raises(ValueError):
+        offload.adjacent([1, 2], [3])

@@ -1,0 +1,505 @@
+"""Chapter 02: prefixes, blocks, what a batch reads, and who is computed when."""
+
+import gc
+import hashlib
+import random
+import struct
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import load
+from support.engines import CONTEXT, Oracle, ask, baseline, check_pools, draw, evict, make, paged, tiny_model
+
+from common.llama import cpu_multiplies_bfloat16
+from common.requests import BadRequest, HungUp, Request, Unavailable
+from common.restoring import Cache
+
+ORACLE = Oracle()
+
+
+def assert_equal(requests):
+    assert [ORACLE.judge(request) for request in requests] == ["equal"] * len(requests)
+
+
+# 1. Prefixes -----------------------------------------------------------------------------------
+
+
+def test_equal_beginnings_are_the_same_objects_however_they_were_made():
+    prefixes = paged.Prefixes("model", 4)
+    once = prefixes.extend([], list(range(18)))
+    piecewise = prefixes.extend(prefixes.extend([], list(range(9))), list(range(18)))
+    other = prefixes.extend([], [*range(8), 0, 0, 0, 0])
+    assert len(once) == 4 and all(one is two for one, two in zip(once, piecewise, strict=True))
+    assert other[1] is once[1] and other[2] is not once[2]
+    assert prefixes.extend([], [4, 5, 6, 7])[0] is not once[1], "the same tokens after other ones"
+    assert prefixes.extend([], [1, 2, 3]) == []
+
+
+def test_other_salts_and_other_models_share_nothing():
+    prefixes, other = paged.Prefixes("model", 4), paged.Prefixes("another", 4)
+    tokens = list(range(8))
+    chains = [prefixes.extend([], tokens), prefixes.extend([], tokens, "a"), other.extend([], tokens)]
+    assert len({prefix for chain in chains for prefix in chain}) == 6
+    assert len({prefix.key for chain in chains for prefix in chain}) == 6
+    assert prefixes.extend([], tokens, "a") == chains[1]
+
+
+def test_a_key_is_the_sha256_of_its_parents_key_and_the_tokens_as_little_endian_int32():
+    sha = lambda content: hashlib.sha256(content).digest()  # noqa: E731
+    first, second = paged.Prefixes("model", 2).extend([], [7, 300, 1, 2], "salt")
+    root = sha(sha(b"model") + b"salt")
+    assert first.key == sha(root + struct.pack("<2i", 7, 300))
+    assert second.key == sha(first.key + b"\1\0\0\0\2\0\0\0") and second.parent is first
+
+
+def test_the_namespace_is_the_weights_and_their_dtype():
+    engines = [make(), make(), make(model=tiny_model(1))]
+    keys = [engine.extend(Request([5] * 16, 1))[0].key for engine in engines]
+    assert keys[0] == keys[1] != keys[2]
+
+
+def test_keys_that_are_all_equal_change_no_token(monkeypatch):
+    same = lambda content: SimpleNamespace(digest=lambda: b"\0" * 32)  # noqa: E731
+    monkeypatch.setattr(paged, "hashlib", SimpleNamespace(sha256=same))
+    engine, rng = make(), random.Random(0)
+    first, other = draw(rng, 50), draw(rng, 50)
+    asked = [ask(engine, first), ask(engine, other), ask(engine, first)]
+    assert [request.cached_tokens for request in asked] == [0, 0, 48]
+    assert len({prefix.key for request in asked for prefix in request.chain}) == 1
+    assert_equal(asked)
+
+
+def test_prefixes_that_nobody_has_are_forgotten():
+    prefixes = paged.Prefixes("model", 4)
+    chain = prefixes.extend([], list(range(40)))
+    assert len(prefixes.known) == 11
+    del chain[3:]
+    gc.collect()
+    assert len(prefixes.known) == 4
+
+
+# 2. Blocks -------------------------------------------------------------------------------------
+
+
+def chain_of(blocks: int, first: int = 0):
+    return paged.Prefixes("model", 1).extend([], list(range(first, first + blocks)))
+
+
+def cached(pool, blocks: int, first: int = 0):
+    """Blocks that hold a chain, and that nobody references -> both."""
+    taken, chain = pool.allocate(blocks), chain_of(blocks, first)
+    for block, prefix in zip(taken, chain):
+        pool.register(block, prefix)
+    pool.release(taken)
+    return taken, chain
+
+
+def test_what_is_registered_is_found_up_to_the_first_gap():
+    pool = paged.BlockPool(8, 1)
+    blocks, chain = cached(pool, 4)
+    assert pool.find(chain) == blocks and pool.find(chain[2:]) == blocks[2:]
+    pool.evict(blocks[2])
+    assert pool.find(chain) == blocks[:2] and pool.evictions == 1
+
+
+def test_of_two_blocks_with_the_same_content_the_first_is_found_and_the_other_free_again():
+    pool = paged.BlockPool(4, 1)
+    (first,), chain = cached(pool, 1)
+    (second,) = pool.allocate(1)
+    pool.register(second, chain[0])
+    pool.release([second])
+    assert pool.find(chain) == [first] and pool.free[second]
+
+
+def test_a_shared_block_is_free_when_the_last_has_released_it():
+    pool = paged.BlockPool(4, 1)
+    blocks = pool.allocate(2)
+    pool.share(blocks)
+    pool.release(blocks)
+    assert pool.available == 2
+    pool.release(blocks)
+    assert pool.available == 4
+
+
+def test_the_least_recently_used_chain_is_evicted_first_from_its_end():
+    pool = paged.BlockPool(6, 1)
+    (old, chain), (young, _) = cached(pool, 3), cached(pool, 3, 50)
+    assert pool.allocate(2) == old[1:] and pool.find(chain) == old[:1]
+    assert sorted(pool.allocate(2)) == sorted([old[0], young[2]])
+
+
+def test_what_was_used_is_evicted_later():
+    pool = paged.BlockPool(6, 1)
+    (first, _), (second, _) = cached(pool, 3), cached(pool, 3, 50)
+    pool.share(first)
+    pool.release(first)
+    assert sorted(pool.allocate(3)) == second
+    assert pool.allocate(1) == [first[2]], "its end still goes first"
+    pool.share(first[:2])
+    assert pool.available == 0
+
+
+def test_blocks_follow_the_one_they_are_to_follow():
+    pool = paged.BlockPool(10, 1)
+    assert pool.allocate(2) == [0, 1]
+    pool.release(pool.allocate(3))
+    assert pool.allocate(3, after=1) == [2, 3, 4]
+
+
+def test_a_table_begins_where_there_is_room_for_the_rest_of_it():
+    pool = paged.BlockPool(16, 1)
+    first, second = pool.allocate(2, room=6), pool.allocate(2, room=6)
+    assert (first, second) == ([0, 1], [6, 7])
+    assert pool.allocate(4, after=1) == [2, 3, 4, 5], "nobody was put where the first is to grow"
+    assert pool.allocate(3, room=20) == [8, 9, 10], "no run has so much room: one that holds it is taken"
+
+
+def test_where_no_run_is_long_enough_blocks_are_taken_where_they_are():
+    pool = paged.BlockPool(8, 1)
+    blocks = pool.allocate(8)
+    pool.release(blocks[::2])
+    assert sorted(pool.allocate(4, after=0)) == [0, 2, 4, 6]
+
+
+def test_while_what_was_evicted_is_still_read_nothing_is_given():
+    pool = paged.BlockPool(4, 1)
+    blocks, chain = cached(pool, 4)
+    pool.evicting = lambda block, prefix: pool.share([block])  # a copy of it begins
+    assert pool.allocate(2) is None and pool.allocate(2) is None
+    assert pool.leaving == {2, 3} and pool.available == 4 and pool.evictions == 2
+    assert pool.find(chain) == blocks[:2], "it is not found any more"
+    pool.release([2])
+    assert pool.allocate(1) == [2] and pool.allocate(1) is None
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_in_any_order_each_block_is_free_cached_referenced_or_leaving(seed):
+    rng, pool, held, readers = random.Random(seed), paged.BlockPool(12, 1), [], []
+    chains = [chain_of(5, 20 * number) for number in range(4)]
+    seen = dict.fromkeys(("held", "found", "evicted", "none"), 0)
+
+    def evicting(block, prefix):
+        seen["evicted"] += 1
+        if rng.random() < 0.3:
+            pool.share([block])
+            readers.append(block)
+
+    pool.evicting = evicting
+    for _ in range(400):
+        chain = rng.choice(chains)
+        if rng.random() < 0.5 and held:
+            pool.release(held.pop(rng.randrange(len(held))))
+        elif rng.random() < 0.3 and readers:
+            pool.release([readers.pop()])
+        elif (hits := pool.find(chain)) and rng.random() < 0.5:
+            pool.share(hits)
+            held.append(hits)
+            seen["found"] += 1
+        elif (count := rng.randrange(1, 5)) <= pool.available:
+            blocks = pool.allocate(count, rng.choice([None, *range(12)]), rng.randrange(8))
+            seen["held" if blocks else "none"] += 1
+            for block, prefix in zip(blocks or [], chain):
+                pool.register(block, prefix)
+            held += [blocks] if blocks else []
+        counts = [sum(table.count(block) for table in held) + readers.count(block) for block in range(12)]
+        assert pool.references == counts
+        for block in range(12):
+            assert [pool.free[block], block in pool.cached, counts[block] > 0].count(True) == 1
+        assert pool.leaving == set(readers) - {block for table in held for block in table}
+        assert all(pool.prefix_of[block] is prefix for prefix, block in pool.block_of.items())
+        assert len(pool.block_of) == 12 - pool.prefix_of.count(None)
+    assert min(seen.values()) > 0, seen
+
+
+# 3. What a batch reads -------------------------------------------------------------------------
+
+
+def test_a_token_is_written_where_its_table_says():
+    pool = paged.BlockPool(16, 16, torch.zeros(1, 2, 16, 16, 1, 2))
+    request = Request([0] * 40, 1, table=[12, 5, 3], computed=15)
+    assert paged.Batch(pool, [(request, 20)]).slots.tolist() == [207, *range(80, 96), 48, 49, 50]
+
+
+def plain_attention(q, k, v, start: int):
+    """q [T, H, hd] at positions start, start + 1, ... over k, v [S, KVH, hd] -> [T, H, hd]."""
+    heads = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(heads, 1), v.repeat_interleave(heads, 1)  # [S, H, hd] each
+    scores = torch.einsum("thd,shd->hts", q, k) / q.shape[2] ** 0.5  # [H, T, S]
+    hidden = torch.arange(len(k)) > torch.arange(start, start + len(q))[:, None]  # [T, S]
+    return torch.einsum("hts,shd->thd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+
+
+STEPS = {  # (tokens computed before, tokens to compute) of each request
+    "one token each": [(3, 1), (8, 1), (21, 1)],
+    "the first token": [(0, 1), (9, 1)],
+    "a prefill": [(0, 13)],
+    "a chunk behind others": [(13, 9)],
+    "one token each, and chunks": [(5, 1), (30, 1), (0, 7), (4, 12)],
+}
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize("alone", [0, 1000, 1 << 20])
+def test_attention_over_blocks_is_attention_over_one_cache(monkeypatch, alone, scattered, step, kv_heads):
+    """All slots hold NaN but those that were written; what each request reads is its own."""
+    monkeypatch.setattr(paged, "ALONE", alone)
+    torch.manual_seed(0)
+    pool = paged.BlockPool(64, 4, torch.full((1, 2, 64, 4, kv_heads, 8), torch.nan))
+    keys, values = pool.memory[0].flatten(1, 2)
+    order, work, histories = list(range(64)), [], []
+    if scattered:
+        random.Random(1).shuffle(order)
+    for computed, count in STEPS[step]:
+        table = [order.pop(0) for _ in range(-(-(computed + count) // 4))]
+        slots = [table[at // 4] * 4 + at % 4 for at in range(computed)]
+        history = torch.randn(2, computed, kv_heads, 8)
+        keys[slots], values[slots] = history
+        histories.append(history)
+        work.append((Request([0] * (computed + count), 1, table=table, computed=computed), count))
+    rows = sum(count for _, count in work)
+    q, new = torch.randn(rows, 4, 8), torch.randn(2, rows, kv_heads, 8)
+    out = paged.Batch(pool, work).attend(0)(q, *new)
+    expected, row = [], 0
+    for (request, count), history in zip(work, histories):
+        k, v = torch.cat([history, new[:, row : row + count]], 1)
+        expected.append(plain_attention(q[row : row + count], k, v, request.computed))
+        row += count
+    torch.testing.assert_close(out, torch.cat(expected))
+
+
+def test_nan_in_slots_that_were_not_written_or_are_anothers_reaches_no_answer():
+    engine, rng = make(blocks=40), random.Random(3)
+    engine.pool.memory.fill_(torch.nan)
+    ask(engine, draw(rng, 100))
+    evict(engine)
+    engine.pool.memory.fill_(torch.nan)
+    asked = [Request(draw(rng, length), 12) for length in (3, 16, 40, 90)]
+    engine.generate(asked)
+    assert_equal(asked)
+
+
+# 4. The engine ---------------------------------------------------------------------------------
+
+
+class Watched(paged.Runner):
+    """Notes the work of each step: (request's id, its first token, tokens, whether it decodes)."""
+
+    def forward(self, work, before_layer):
+        steps = self.__dict__.setdefault("steps", [])
+        steps.append([(r.id, r.computed, count, bool(r.new) and r.pending == 1) for r, count in work])
+        return super().forward(work, before_layer)
+
+
+def watched(blocks: int = 64, size: int = 16, **options):
+    return make(runner=Watched(tiny_model(), blocks, size), **options)
+
+
+@pytest.mark.parametrize("alone", [0, 1 << 20])
+@pytest.mark.parametrize("size, budget", [(1, 512), (5, 7), (16, 1), (16, 64), (128, 512)])
+def test_any_budget_and_block_size_give_the_tokens_of_chapter_01(monkeypatch, size, budget, alone):
+    monkeypatch.setattr(paged, "ALONE", alone)
+    rng = random.Random(4)
+    engine, document = watched(1024 // size, size, token_budget=budget), draw(rng, 60)
+    asked = [Request(draw(rng, length), 10) for length in (1, 17, 130)]
+    asked += [Request(document + draw(rng, length), 10) for length in (1, 30)]
+    engine.generate(asked)
+    assert_equal(asked)
+    assert max(sum(count for _, _, count, _ in step) for step in engine.runner.steps) <= budget
+    check_pools(engine)
+
+
+def test_who_decodes_goes_first_and_prefill_gets_the_rest_of_the_budget():
+    engine, rng = watched(token_budget=16), random.Random(5)
+    decoding = [Request(draw(rng, 4), 30) for _ in range(3)]
+    for request in decoding:
+        engine.submit(request)
+    engine.step()
+    late = [Request(draw(rng, 20), 3) for _ in range(2)]
+    for request in late:
+        engine.submit(request)
+    for _ in range(5):
+        engine.step()
+    counts = [[(who, count) for who, _, count, _ in step] for step in engine.runner.steps]
+    ones = [(1, 1), (2, 1), (3, 1)]
+    assert counts[1:3] == [[*ones, (4, 13)], [*ones, (5, 6), (4, 7)]], "oldest first: 13 of 20, then 7 and 6"
+    assert counts[3] == [*ones, (4, 1), (5, 12)]
+    while any(request.outcome is None for request in decoding + late):
+        engine.step()
+    assert_equal(decoding + late)
+
+
+def test_a_newer_request_of_one_token_goes_before_an_older_ones_prefill():
+    engine, rng = watched(token_budget=16), random.Random(16)
+    asked = [Request(draw(rng, 60), 3), Request([7], 6)]
+    engine.generate(asked)
+    steps = [[(who, count) for who, _, count, _ in step] for step in engine.runner.steps]
+    assert steps[:4] == [[(2, 1), (1, 15)]] * 4
+    assert_equal(asked)
+
+
+def test_first_come_first_served_and_no_more_run_than_may():
+    engine, rng = watched(max_running=3, token_budget=64), random.Random(6)
+    asked = [Request(draw(rng, rng.randrange(2, 60)), rng.randrange(2, 9)) for _ in range(10)]
+    engine.generate(asked)
+    first = {}
+    for number, step in enumerate(engine.runner.steps):
+        assert len(step) <= 3
+        for who, _, _, _ in step:
+            first.setdefault(who, number)
+    assert sorted(first, key=first.get) == list(range(1, 11))
+    assert_equal(asked)
+
+
+def test_nobody_small_passes_who_waits_for_room():
+    engine, rng = watched(8), random.Random(7)
+    asked = [Request(draw(rng, 90), 6), Request(draw(rng, 60), 3), Request(draw(rng, 5), 3)]
+    engine.generate(asked)
+    assert asked[0].times[-1] <= asked[1].times[0] <= asked[2].times[0]
+    assert_equal(asked)
+
+
+@pytest.mark.parametrize("length, found", [(1, 0), (16, 0), (17, 16), (32, 16), (33, 32), (48, 32)])
+def test_what_is_found_ends_at_a_block_and_the_last_token_is_computed(length, found):
+    engine, prompt = watched(), draw(random.Random(length), length)
+    ask(engine, prompt, 1)
+    again = ask(engine, prompt, 1)
+    assert again.cached_tokens == found and again.found == ({"gpu": found} if found else {})
+    assert engine.runner.steps[-1] == [(2, found, length - found, False)]
+    assert_equal([again])
+
+
+def test_the_next_turn_finds_the_answer_too():
+    engine, prompt = make(), draw(random.Random(8), 30)
+    first = ask(engine, prompt, 20)
+    turn = ask(engine, [*first.tokens, 9, 9, 9])
+    assert turn.cached_tokens == 48, "30 tokens of prompt and 19 of the answer were computed: three blocks"
+    assert_equal([first, turn])
+
+
+def test_two_who_begin_alike_point_at_the_same_blocks():
+    engine, rng = make(), random.Random(9)
+    document = draw(rng, 64)
+    ask(engine, document)
+    asked = [Request(document + draw(rng, 5), 8) for _ in range(2)]
+    for request in asked:
+        engine.submit(request)
+    engine.step()
+    assert asked[0].table[:4] == asked[1].table[:4] and asked[0].table[4] != asked[1].table[4]
+    assert [engine.pool.references[block] for block in asked[0].table] == [2, 2, 2, 2, 1]
+    while engine.running:
+        engine.step()
+    assert_equal(asked)
+
+
+class Noted(Cache):
+    """Notes who came to the line, and how often."""
+
+    def attach(self, engine):
+        super().attach(engine)
+        self.came = []
+
+    def submitted(self, request):
+        self.came.append(request.id)
+
+
+def test_the_newest_are_preempted_the_oldest_never_and_their_dice_fall_the_same():
+    engine, rng = make(Noted(), blocks=14), random.Random(10)
+    options = [dict(temperature=1.0, seed=number, top_p=0.9) for number in range(6)]
+    prompts = [draw(rng, 40) for _ in options]
+    asked = [Request(list(prompt), 50, **one) for prompt, one in zip(prompts, options)]
+    engine.generate(asked)
+    alone = [Request(list(prompt), 50, **one) for prompt, one in zip(prompts, options)]
+    baseline.Engine(tiny_model()).generate(alone)
+    assert [request.new for request in asked] == [request.new for request in alone]
+    assert engine.counts["preemptions"] == len(engine.cache.came) - 6 > 0
+    assert engine.cache.came.count(1) == 1
+    assert not any(request.found for request in asked), "what it had computed itself is no hit"
+    check_pools(engine)
+
+
+def test_the_whole_context_can_be_used():
+    engine, prompt = make(blocks=CONTEXT // 16), draw(random.Random(11), CONTEXT - 12)
+    (request,) = engine.generate([Request(prompt, 13)])
+    assert len(request.new) == 13 and ORACLE.judge(request) == "equal"
+
+
+class Impatient(Cache):
+    """Whoever asked hangs up in the step that computes the second request."""
+
+    def save(self, batch):
+        for request, _ in batch.work:
+            if request.id == 2:
+                self.engine.cancel(request, HungUp("gone"))
+
+
+def test_what_ends_one_request_is_raised_to_who_asked_and_no_other_notices():
+    engine, rng = make(Impatient(), blocks=8), random.Random(12)
+    with pytest.raises(BadRequest, match="do not fit into a pool of 128 tokens"):
+        engine.generate([Request(draw(rng, 100), 30)])
+    kept, lost = Request(draw(rng, 20), 5), Request(draw(rng, 20), 5)
+    with pytest.raises(HungUp, match="gone"):
+        engine.generate([kept, lost])
+    assert ORACLE.judge(kept) == "equal" and len(lost.new) == 1
+    engine.runner.forward = None
+    with pytest.raises(Unavailable):
+        engine.generate([Request(draw(rng, 20), 5)])
+    check_pools(engine)
+
+
+def test_counters_add_up():
+    engine, rng = make(blocks=16, max_running=2), random.Random(13)
+    document = draw(rng, 32)
+    asked = [Request(document + draw(rng, 4), 3) for _ in range(4)]
+    engine.generate(asked)
+    gone = [Request(draw(rng, 9), 9) for _ in range(2)]
+    for request in gone:
+        engine.submit(request)
+    engine.step()
+    assert engine.counters()["running"] == 2
+    for request in gone:
+        engine.cancel(request, HungUp("gone"))
+    engine.step()
+    ask(engine, draw(rng, 240), 1)
+    counts = engine.counters()
+    assert (counts["requests"], counts["finished"], counts["cancelled"], counts["failed"]) == (7, 5, 2, 0)
+    assert counts["prompt_tokens"] == 4 * 36 + 240 and counts["completion_tokens"] == 4 * 3 + 1
+    assert counts["cached_tokens"] == sum(request.cached_tokens for request in asked) >= 64
+    assert (counts["waiting"], counts["running"]) == (0, 0)
+    assert counts["device_blocks"] == counts["device_free"] + counts["device_cached"] == 16
+    assert counts["device_evictions"] >= 1 and engine.evict("device") == counts["device_cached"]
+
+
+def test_several_threads_ask_while_one_steps():
+    engine, rng = make(blocks=48, max_running=4), random.Random(14)
+    asked = [Request(draw(rng, rng.randrange(2, 60)), 6) for _ in range(24)]
+    shares = [asked[number::4] for number in range(4)]
+    threads = [threading.Thread(target=lambda share=share: [*map(engine.submit, share)]) for share in shares]
+    for thread in threads:
+        thread.start()
+    while any(request.outcome is None for request in asked):
+        engine.step()
+    assert sorted(request.id for request in asked) == list(range(1, 25))
+    assert_equal(asked)
+    check_pools(engine)
+
+
+@pytest.mark.skipif(not cpu_multiplies_bfloat16(), reason="this processor has no bfloat16 products")
+def test_in_16_bits_what_is_found_again_gives_nearly_the_logits_of_32(tiny_folder):
+    exact, rounded = load(tiny_folder).model, load(tiny_folder, "bfloat16").model
+    engine, prompt = make(model=rounded), draw(random.Random(15), 60)
+    assert engine.pool.memory.dtype == torch.bfloat16 and len(ask(engine, prompt, 8).new) == 8
+    seen, forward = [], engine.runner.forward
+
+    def noting(*args):
+        batch, logits = forward(*args)
+        seen.append(logits)
+        return batch, logits
+
+    engine.runner.forward = noting
+    assert ask(engine, prompt, 1).cached_tokens == 48
+    right = baseline.forward(exact, baseline.KVCache(exact, 60), prompt, 0)  # [V]
+    assert torch.nn.functional.cosine_similarity(seen[0][0].float(), right, dim=0) > 0.99

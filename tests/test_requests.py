@@ -1,0 +1,262 @@
+"""What is asked and answered: fields, messages, text with stop strings, sampling, results, the front end."""
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.requests import (
+    MESSAGE,
+    PROMPT,
+    SAMPLING,
+    BadRequest,
+    Frontend,
+    Request,
+    Result,
+    Unavailable,
+    Writer,
+    check_fields,
+    check_messages,
+    parse_json,
+)
+from tests.support.serving import tiny_frontend
+from tests.support.stub import Engine
+
+HUGE = 10 ** 400
+
+
+@pytest.fixture(scope="module")
+def frontend(tiny_folder):
+    return tiny_frontend(tiny_folder)
+
+
+# 1. Fields --------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name,values", [
+    ("max_tokens", [0, -1, HUGE, 1.5, "8", True, [8]]),
+    ("temperature", [-1, 101, HUGE, -HUGE, float("nan"), "hot", True]),
+    ("top_p", [0, -0.5, 1.5, HUGE, "1", False]), ("top_k", [-1, 1.5, HUGE, "5", True]),
+    ("seed", [-1, 1 << 63, 0.5, "1", True]), ("n", [0, 2, -1, HUGE, "two", True, 1.0, [1], {}]),
+    ("stop", [5, [5], [""], "", ["a"] * 17, "x" * 257, ["\ud800"], {"a": 1}, True]),
+    ("prompt", [5, ["Hello"], {}, True, "\ud800"]), ("messages", ["Hello", {}, 5, True]),
+])
+def test_a_wrong_value_is_refused_by_name(name, values):
+    for value in values:
+        with pytest.raises(BadRequest, match=f"^{name} must be .*[.]$"):
+            check_fields({name: value}, {**PROMPT, **SAMPLING})
+
+
+def test_the_bounds_themselves_are_taken_and_null_means_not_given():
+    body = dict(max_tokens=1 << 20, temperature=100, top_p=1e-6, top_k=0, seed=(1 << 63) - 1,
+                stop=["x" * 256] * 16, n=1)
+    assert check_fields(body, SAMPLING) == body
+    assert check_fields(dict.fromkeys(SAMPLING), SAMPLING) == {}
+
+
+@pytest.mark.parametrize("body", [[], None, "Hello", 17])
+def test_a_body_that_is_no_object_is_refused(body):
+    with pytest.raises(BadRequest, match="must be a JSON object"):
+        check_fields(body, SAMPLING)
+
+
+def test_an_unknown_field_is_refused_by_name_with_those_that_are_known():
+    with pytest.raises(BadRequest, match="Unknown field 'temprature'; the fields are .*temperature"):
+        check_fields(dict(temprature=1), SAMPLING)
+
+
+@pytest.mark.parametrize("raw,word", [(b"", "JSON"), (b"{", "JSON"), (b"\xff\xfe{}", "UTF-8"),
+                                      (b"[" * 100_000, "JSON"), (b'{"a": 1} and more', "JSON"),
+                                      (b'{"a": 1' + b"0" * 5000 + b"}", "JSON")],
+                         ids=lambda value: repr(value)[:24])
+def test_what_is_not_json_is_refused(raw, word):
+    with pytest.raises(BadRequest, match=word):
+        parse_json(raw)
+
+
+@pytest.mark.parametrize("message,words", [
+    ("Hello", "JSON object"), (None, "JSON object"), ({}, "role and a content"),
+    (dict(role="user"), "role and a content"),
+    (dict(role="robot", content="Hello"), "role must be"),
+    (dict(role=["user"], content="Hello"), "role must be"),
+    (dict(role="user", content=5), "content must be"),
+    (dict(role="user", content=["Hello"]), "content must be"),
+    (dict(role="user", content=[dict(type="image_url", image_url="x")]), "content must be"),
+    (dict(role="user", content="\udfff"), "content must be"), (dict(role="user", content=""), "not be empty"),
+    (dict(role="user", content=[]), "not be empty"), (dict(role="user", content="Hello", name="x"), "'name'"),
+], ids=repr)
+def test_a_wrong_message_is_refused(message, words):
+    with pytest.raises(BadRequest, match=words):
+        check_messages([message])
+    with pytest.raises(BadRequest, match="at least one message"):
+        check_messages([])
+
+
+def test_the_parts_of_a_message_are_joined():
+    parts = [dict(type="text", text="Hel"), dict(type="text", text="lo")]
+    assert check_messages([dict(role="user", content=parts)]) == [dict(role="user", content="Hello")]
+    assert set(MESSAGE) == {"role", "content"}
+
+
+# 2. Text ----------------------------------------------------------------------------------------------------
+
+def written(tokenizer, said: str, stop) -> tuple[list[str], Writer]:
+    writer, pieces = Writer(tokenizer, stop), []
+    for token in tokenizer.encode(said, add_special_tokens=False):
+        if not writer.stopped:
+            pieces.append(writer.push(token))
+    return pieces, writer
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@given(said=st.text("abc\u00e9", max_size=12),
+       stop=st.lists(st.text("abc\u00e9", min_size=1, max_size=3), max_size=3))
+def test_text_ends_before_the_first_stop_string_and_nothing_is_taken_back(frontend, said, stop):
+    pieces, writer = written(frontend.tokenizer, said, stop)
+    early = min((end for end in map(said.find, stop) if end >= 0), default=None)
+    assert writer.stopped == (early is not None)
+    # A stop string that begins later may be complete earlier; what is written never holds one
+    assert said.startswith(writer.text) and not any(one in writer.text for one in stop)
+    assert "".join(pieces) + writer.release(len(writer.text)) == writer.text
+    if early is None:
+        assert writer.text == said
+
+
+def test_a_character_of_several_tokens_is_written_when_it_is_complete(frontend):
+    pieces, _ = written(frontend.tokenizer, "a\u00e9b", [])
+    assert [piece for piece in pieces if piece] == ["a", "\u00e9", "b"] and len(pieces) == 4
+
+
+def test_what_may_begin_a_stop_string_is_held_back(frontend):
+    pieces, writer = written(frontend.tokenizer, "xabx", "abc")
+    assert pieces == ["x", "", "", "abx"] and not writer.stopped
+    pieces, writer = written(frontend.tokenizer, "xabcd", "abc")
+    assert pieces == ["x", "", "", ""] and writer.stopped and writer.text == "x"
+
+
+# 3. Request and result --------------------------------------------------------------------------------------
+
+def drawn(logits, count: int = 300, **sampling) -> set[int]:
+    request = Request([1], 1, seed=5, **sampling)
+    return {request.sample(torch.tensor(logits)) for _ in range(count)}
+
+
+def test_sampling_takes_the_likeliest_or_draws_among_as_few_as_asked():
+    logits = [0.0, 3.0, 2.0, 1.0, -30.0]
+    assert drawn(logits) == {1} == drawn(logits, temperature=5e-324) == drawn(logits, temperature=1, top_k=1)
+    assert drawn(logits, temperature=1) == {0, 1, 2, 3} and drawn(logits, temperature=100) == {0, 1, 2, 3, 4}
+    assert drawn(logits, temperature=1, top_k=2) == {1, 2}
+    assert drawn(logits, temperature=1, top_k=50) == {0, 1, 2, 3}
+    # 0.644 0.237 0.087 0.032: two hold 0.7, and one holds 0.6
+    assert drawn(logits, temperature=1, top_p=0.7) == {1, 2}
+    assert drawn(logits, temperature=1, top_p=0.6) == {1}
+    assert drawn(logits, temperature=1, top_p=1e-6) == {1} == drawn(logits, temperature=1, top_k=3, top_p=0.6)
+
+
+def test_a_seed_repeats_itself():
+    def draws(seed):
+        request = Request([1], 1, temperature=1, seed=seed)
+        return [request.sample(torch.zeros(1000)) for _ in range(8)]
+    assert draws(3) == draws(3) != draws(4) and draws(None) != draws(None)
+
+
+def test_a_request_ends_with_its_last_token_an_end_token_or_a_stop_string(frontend):
+    token, = frontend.tokenizer.encode("a", add_special_tokens=False)
+    for options, count, text, reason in ((dict(), 3, "aaa", "length"),
+                                         (dict(end_tokens={token}), 1, "", "stop"),
+                                         (dict(stop="aa"), 2, "", "stop"),
+                                         (dict(stop="ab"), 3, "aaa", "length")):
+        request = Request([5, 6], 3, writer=Writer(frontend.tokenizer, options.pop("stop", ())), **options)
+        while not request.finish_reason:
+            request.push(token)
+        request.finish()
+        result = request.outcome
+        assert (result.tokens, result.text, result.finish_reason) == ([token] * count, text, reason)
+        assert request.tokens == [5, 6] + result.tokens and len(request.times) == count
+        *pieces, last = [request.pieces.get_nowait() for _ in range(request.pieces.qsize())]
+        assert "".join(pieces) == text and last is result and all(pieces)
+
+
+def test_the_outcome_is_set_once():
+    request, error = Request([1], 1), Unavailable("closing")
+    request.finish(error)
+    request.finish(ValueError("later"))
+    assert request.outcome is error is request.pieces.get_nowait() and request.pieces.empty()
+
+
+@pytest.mark.parametrize("found,source", [({}, "miss"), (dict(gpu=0), "miss"), (dict(gpu=16), "gpu_hit"),
+                                          (dict(gpu=0, cpu=16), "cpu_hit"), (dict(gpu=16, cpu=32), "mixed")])
+def test_a_result_says_where_the_prompt_came_from_and_why(found, source):
+    request = Request(list(range(64)), 2, received=0.0)
+    request.found.update(found)
+    request.decisions.append("declined: loading takes longer than computing")
+    request.push(7)
+    request.push(7)
+    request.times[:] = 0.5, 0.75
+    request.finish()
+    result = request.outcome
+    assert (result.source, result.ttft_ms, result.tbt_ms) == (source, 500, 250)
+    assert result.usage == dict(prompt_tokens=64, cached_tokens=sum(found.values()), completion_tokens=2)
+    assert result.as_json()["timeline"] == [] and result.as_json()["found"] == found
+    first, second = result.summary().splitlines()
+    assert f"({source})" in first and "TTFT 500.0 ms, TBT 250.0 ms" in first
+    assert second == request.decisions[0]
+
+
+# 4. The front end -------------------------------------------------------------------------------------------
+
+def test_a_prompt_is_a_message_of_a_user_and_token_ids_are_taken_as_they_are(frontend):
+    one, other = frontend.request("Hello"), frontend.request(messages=[dict(role="user", content="Hello")])
+    assert one.tokens == other.tokens and one.prompt_tokens == len(one.tokens) and one.history_tokens == 0
+    assert frontend.request([5, 6, 7]).tokens == [5, 6, 7]
+    assert one.end_tokens == frozenset(frontend.end_tokens) and one.max_tokens == 128
+
+
+def test_a_conversation_says_how_much_of_it_is_history(frontend):
+    first = [dict(role="user", content="Hello")]
+    said = [*first, dict(role="assistant", content="Yes?"), dict(role="user", content="And?")]
+    request = frontend.request(messages=said)
+    assert len(frontend.request(messages=first).tokens) <= request.history_tokens < request.prompt_tokens
+
+
+def test_fields_of_the_chapter_become_options(frontend):
+    request = frontend.request("Hello", cache_salt="Anna", top_k=3, n=1, stop=["x"], seed=None)
+    assert request.options == dict(cache_salt="Anna") and request.top_k == 3 and request.writer.stop == ["x"]
+    for wrong, words in ((dict(cache_salt=5), "cache_salt must be"), (dict(salt="x"), "Unknown field 'salt'"),
+                         (dict(n=2), "n must be 1")):
+        with pytest.raises(BadRequest, match=words):
+            frontend.request("Hello", **wrong)
+
+
+@pytest.mark.parametrize("asked,words", [
+    (dict(), "prompt or messages"),
+    (dict(prompt="a", messages=[dict(role="user", content="b")]), "prompt or messages"),
+    (dict(prompt=""), "empty"), (dict(prompt=[]), "Token ids"), (dict(prompt=[300]), "0 to 299"),
+    (dict(prompt=[-1]), "Token ids"), (dict(prompt=[True]), "Token ids"), (dict(prompt=[1.0]), "Token ids"),
+    (dict(prompt=[5] * 256), "256 tokens .* 256, answer included; shorten"),
+], ids=str)
+def test_what_cannot_be_encoded_is_refused(frontend, asked, words):
+    with pytest.raises(BadRequest, match=words):
+        frontend.request(**asked)
+
+
+def test_an_answer_ends_where_the_context_does(frontend):
+    assert frontend.request([5] * 250, max_tokens=50).max_tokens == 6
+
+
+def test_a_model_without_a_chat_template_takes_a_prompt_only(frontend):
+    tokenizer = type("Plain", (), dict(chat_template=None, encode=lambda self, said: [7] * len(said),
+                                       backend_tokenizer=frontend.tokenizer.backend_tokenizer))()
+    plain = Frontend(frontend.model, tokenizer, {1})
+    assert plain.request("Hello").tokens == [7] * 5
+    with pytest.raises(BadRequest, match="no chat template"):
+        plain.request(messages=[dict(role="user", content="Hello")])
+
+
+def test_a_request_is_answered_on_this_thread(frontend):
+    *pieces, result = Engine().stream(frontend.request("Hello", max_tokens=9))
+    assert isinstance(result, Result) and "".join(pieces) == result.text and len(result.tokens) == 9
+    assert Engine().generate([frontend.request("Hello", max_tokens=9)])[0].new == result.tokens
+    engine = Engine()
+    request = frontend.request("Hello")
+    engine.arrivals.append((request, Unavailable("closing")))
+    with pytest.raises(Unavailable):
+        engine.generate([request])

@@ -1,0 +1,154 @@
+"""Who was busy when: spans, idle shares, the chart, the picture, the trace file, and the clock of a GPU."""
+import json
+import time
+import xml.etree.ElementTree as xml
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common import timeline as timelines
+from common.timeline import LANES, Clock, Span, Timeline, write_trace
+
+
+def of(*spans) -> Timeline:
+    """A timeline of (lane, label, start, end), in seconds since it began."""
+    timeline = Timeline()
+    timeline.spans = [Span(*span) for span in spans]
+    return timeline
+
+
+@pytest.mark.parametrize("idle,expected", [
+    ([], [(1, 9)]), ([(2, 3)], [(1, 2), (3, 9)]), ([(2, 3), (4, 8)], [(1, 2), (3, 4), (8, 9)])], ids=str)
+def test_a_span_measured_elsewhere_is_cut_where_the_lane_was_idle(idle, expected):
+    timeline = Timeline()
+    began = timeline.began
+    timeline.add("compute", "prefill 7", began + 1, began + 9, [(began + a, began + b) for a, b in idle])
+    assert [(round(span.start, 6), round(span.end, 6)) for span in timeline.spans] == expected
+    assert timeline.end == pytest.approx(9)
+
+
+def test_what_began_before_the_timeline_is_cut_off():
+    timeline = Timeline()
+    timeline.add("load", "layer 0", timeline.began - 4, timeline.began - 2)
+    timeline.add("load", "layer 1", timeline.began - 4, timeline.began + 2)
+    assert [(span.label, span.start, round(span.end, 6)) for span in timeline.spans] == [("layer 1", 0, 2)]
+
+
+def test_a_span_is_what_the_host_does_inside_it_even_if_that_fails():
+    timeline = Timeline()
+    with pytest.raises(KeyError), timeline.span("compute", "outer"):
+        with timeline.span("save", "inner"):
+            pass
+        raise KeyError
+    inner, outer = timeline.spans
+    assert (inner.label, outer.label) == ("inner", "outer")
+    assert 0 <= outer.start <= inner.start <= inner.end <= outer.end
+
+
+INTERVAL = st.tuples(st.integers(0, 12), st.integers(0, 12)).map(sorted)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@given(st.lists(st.tuples(st.sampled_from(["load", "compute"]), INTERVAL), max_size=6), INTERVAL)
+def test_a_bubble_is_what_counting_gives(spans, within):
+    timeline = of(*((lane, "x", *span) for lane, span in spans))        # they may overlap
+    idle = [not any(lane == "load" and a <= cell < b for lane, (a, b) in spans) for cell in range(*within)]
+    assert timeline.bubble("load", *within) == pytest.approx(sum(idle) / len(idle) if idle else 0.0)
+
+
+def test_a_chart_has_a_line_for_each_lane_and_a_column_for_each_share_of_the_time():
+    timeline = of(("load", "layer 0", 0, 2), ("load", "layer 1", 2, 3), ("load", "chunk 12", 3, 4),
+                  ("compute", "prefill 20", 4, 6), ("compute", "decode", 7, 8), ("save", "block 7", 8, 8))
+    assert timeline.chart(8).splitlines() == [
+        " compute |....pp.d|", "    load |0012....|", "    save |.......b|", "         0  8000 ms"]
+    assert timeline.chart(8, bubbles=True).splitlines()[:2] == [" compute |....pp.d| idle 62%",
+                                                                "    load |0012....| idle 50%"]
+    assert Timeline().chart() == "(nothing happened)"
+
+
+def elements(picture: str, tag: str) -> list:
+    return list(xml.fromstring(picture).iter("{http://www.w3.org/2000/svg}" + tag))
+
+
+def test_a_picture_shows_each_span_and_each_cell_in_words_too():
+    timeline = of(("load", "layer <0>", 0, 0.5), ("compute", "prefill 20", 0.5, 1))
+    timeline.plan = dict(title="By layer", rows=[["layer 0", "KKRR"], ["layer 1", "KKKR"]],
+                         legend=dict(K="loaded", R="computed"))
+    picture = timeline.svg("Request 1: \0 cpu_hit")
+    tips = [tip.text for tip in elements(picture, "title")]
+    assert tips[0] == "Request 1: \ufffd cpu_hit"
+    assert tips[1:5] == ["layer 0: 2 loaded", "layer 0: 2 computed", "layer 1: 3 loaded",
+                         "layer 1: 1 computed"]
+    assert tips[5:] == ["prefill 20: 500.00 to 1000.00 ms", "layer <0>: 0.00 to 500.00 ms"]
+    said = [text.text for text in elements(picture, "text")]
+    assert {"By layer", "compute", "load", "idle 50%", "K: loaded   R: computed"} <= set(said)
+    assert "prefers-color-scheme" in picture and picture.count("http") == 1, "the namespace, and no link"
+
+
+def test_a_picture_of_a_long_answer_shows_its_beginning():
+    timeline = of(("compute", "prefill 20", 0, 1), *(("compute", "decode", n, n + 1) for n in range(1, 100)))
+    picture = timeline.svg()
+    assert len(elements(picture, "title")) == 1 + 4
+    assert "0 to 4000.0 of 100000.0 ms, first token at 1000.0" in picture
+    assert "(nothing happened)" in Timeline().svg()
+
+
+def test_the_trace_of_several_timelines_is_on_one_clock(tmp_path):
+    first = of(("load", "layer 0", 0, 0.5), ("storage", "page", 1, 2))
+    second = of(("compute", 'a "label"', 0, 0.25))
+    second.began = first.began + 3
+    write_trace([first, second], tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert list(names.values()) == list(LANES)
+    assert [(span["name"], names[span["tid"]]) for span in spans] == [
+        ("layer 0", "load"), ("page", "storage"), ('a "label"', "compute")]
+    assert [span["dur"] for span in spans] == pytest.approx([0.5e6, 1e6, 0.25e6])
+    assert [span["ts"] - spans[0]["ts"] for span in spans] == pytest.approx([0, 1e6, 3e6])
+
+
+def test_for_a_reply_times_are_in_milliseconds():
+    assert of(("load", "layer 0", 0.0012345, 0.5)).as_json() == [
+        dict(lane="load", label="layer 0", start_ms=1.234, end_ms=500.0)]
+
+
+def test_without_a_gpu_a_mark_is_the_time_of_the_host():
+    clock, before = Clock("cpu"), time.perf_counter()
+    assert before <= clock.seconds(mark := clock.mark()) == mark <= time.perf_counter()
+
+
+@pytest.mark.parametrize("step", [0.001, 7.0, 100.0])
+def test_on_a_gpu_marks_become_seconds_of_the_hosts_clock_for_hours(monkeypatch, step):
+    now = [0.0]                    # of the GPU; the host's clock is 5000 s ahead
+
+    class Event:                   # like CUDA's: float32 milliseconds between two
+        def __init__(self, enable_timing):
+            self.passed = False
+
+        def record(self):
+            self.at = now[0]
+
+        def synchronize(self):
+            self.passed = True
+
+        def elapsed_time(self, other):
+            assert self.passed and other.passed, "the host has not waited"
+            return float(numpy.float32((other.at - self.at) * 1e3))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(timelines, "time", SimpleNamespace(perf_counter=lambda: now[0] + 5000))
+    clock, early = Clock("cuda"), None
+    for _ in range(500):
+        now[0] += step
+        mark = clock.mark()
+        early = early or (mark, now[0])
+        assert clock.seconds(mark) == pytest.approx(now[0] + 5000, abs=1e-3 * max(1, step / 10))
+    before = clock.mark()
+    now[0] += 12e-6
+    # Without a new base, float32 would not tell these two apart
+    assert clock.seconds(clock.mark()) - clock.seconds(before) == pytest.approx(12e-6, abs=1e-6)
+    assert clock.seconds(early[0]) == pytest.approx(early[1] + 5000, abs=0.1)
