@@ -287,7 +287,7 @@ class PlatformBandwidth(Bandwidth):
         self.measure()
 
     @torch.inference_mode()
-    def measure(self, tokens: int = 512, rounds: int = 9) -> float:
+    def measure(self, tokens: int = 512, rounds: int = 9, seconds: float = 0.02) -> float:
         """Time what a restoration does, layer after layer: project, and write to the slots of a block table."""
         config = self.model.config
         tokens = min(tokens, config.max_position_embeddings)
@@ -296,8 +296,8 @@ class PlatformBandwidth(Bandwidth):
         shape = 2, tokens, config.num_key_value_heads, config.head_dim
         keys, values = torch.empty(shape, dtype=self.model.dtype)  # [T, KVH, hd] each
         self.samples = []
-        for number in range(rounds + 1):
-            layer = self.model.layers[number % config.num_hidden_layers]
+        while len(self.samples) <= rounds or sum(self.samples) < seconds:
+            layer = self.model.layers[len(self.samples) % config.num_hidden_layers]
             began = time.perf_counter()
             k, v = layer.project_kv(hidden, positions)
             keys.index_copy_(0, slots, k)

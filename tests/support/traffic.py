@@ -38,7 +38,7 @@ def run(cache: str, requests: int, seed: int, share: float = 0.05, tell=lambda l
             prompts, oracle.known = prompts_of(rng), {}
         number += 1
         size, most = rng.choice((4, 8, 16, 16)), max(len(prompt) for prompt in prompts) + 24
-        blocks = -(-most // size) + rng.randrange(1, 40)
+        blocks = -(-most // size) + rng.randrange(1, 20)
         engine = engines.make(cache, blocks, size, token_budget=rng.choice((16, 64, 512)), max_running=rng.randrange(2, 9))
         with faulty(rng, failing=share, late=share, noisy=4, delay=rng.choice((0.002, 0.02))):
             for _ in range(min(12, requests // 10 + 1)):
@@ -58,7 +58,7 @@ def burst(engine, rng: random.Random, prompts: list, oracle: engines.Oracle, cou
     if rng.random() < 0.5:
         engine.evict("device")  # also what others may just be saving
     asked = []
-    for _ in range(rng.randrange(1, 12)):
+    for _ in range(rng.randrange(1, 14)):
         options = dict(cache_salt=rng.choice(SALTS))
         request = Request(list(rng.choice(prompts)), rng.randrange(1, 24), options=options)
         request.steps_to_live = rng.randrange(0, 12) if rng.random() < 0.1 else None
