@@ -121,20 +121,15 @@ class BlockPool:
             self.evict(next(iter(self.cached)))
         if self.free.count(1) < count:
             return None
-        blocks, follow = [], after + 1 if after is not None else self.size
-        while len(blocks) < count and follow < self.size and self.free[follow]:
-            blocks.append(follow)
-            follow += 1
-        if rest := count - len(blocks):
-            for block in blocks:
-                self.free[block] = 0
-            blocks += self.find_free(rest, max(rest, room))
+        blocks = self.find_free(count, after, max(count, room))
         for block in blocks:
             self.free[block], self.references[block] = 0, 1
         return blocks
 
-    def find_free(self, count: int, room: int) -> list[int]:
-        """`count` free blocks in one run, if there is one; with space behind it for the rest of `room`, if that is."""
+    def find_free(self, count: int, after: int | None, room: int) -> list[int]:
+        """`count` free blocks in one run, if there is one; best behind `after`, or where the run has `room`."""
+        if after is not None and self.free.startswith(b"\1" * count, after + 1):
+            return list(range(after + 1, after + 1 + count))
         for length, start in (room, self.next), (room, 0), (count, 0):
             if (at := self.free.find(b"\1" * length, start)) >= 0:
                 self.next = at + length
@@ -540,38 +535,36 @@ CONVERSATIONS, QUESTIONS = 16, 16
 
 
 def demo(model, frontend: Frontend, arguments):
-    """16 conversations in blocks, with and without a common beginning, and how fast many are answered at once."""
-    # 1. Ask: conversations of four lengths, all together; then the same behind a system prompt
+    """Conversations behind one system prompt, in blocks, and how fast many requests are answered at once."""
+    # 1. Ask: conversations of four lengths. The first computes the system prompt, the others find it
     rng, new, context = random.Random(0), max(2, min(arguments.max_tokens, 12)), frontend.context
     engine, size = make_engine(model, arguments), arguments.block_size
     parts = [context // (24, 12, 6, 4)[number % 4] for number in range(CONVERSATIONS)]
     plain = [lesson.conversation(frontend, rng, tokens) for tokens in parts]
     system = dict(role="system", content=lesson.document(frontend, rng, context // 4))
-    ask = functools.partial(frontend.request, max_tokens=new)
-    alone = [ask(messages=messages) for messages in plain]
-    first, *others = [ask(messages=[system, *messages]) for messages in plain]
-    tables = [together(engine, requests) for requests in (alone, [first], others)]
-    verified = lesson.equal_to_baseline(model, [*alone, first, *others])
+    first, *others = [frontend.request(messages=[system, *messages], max_tokens=new) for messages in plain]
+    tables = {**together(engine, [first]), **together(engine, others)}
+    verified = lesson.equal_to_baseline(model, [first, *others])
 
-    # 2. Memory: what is reserved, and what is written
-    tokens, blocks = sum(len(request.tokens) - 1 for request in alone), sum(map(len, tables[0].values()))
+    # 2. Memory: a block is held once, however many tables it is in
+    tokens = sum(len(request.tokens) - 1 for request in [first, *others])
     megabytes = model.config.kv_numbers_per_token * model.dtype.itemsize / 1e6  # K and V of one token
-    print(f"Memory: {CONVERSATIONS} conversations, {tokens} tokens, {tokens * megabytes:.0f} MB of K and V")
-    rows = []
-    for what, slots in ((f"{context} tokens each", CONVERSATIONS * context), (f"blocks of {size}", blocks * size)):
-        rows.append(dict(memory=what, reserved_mb=slots * megabytes, waste=1 - tokens / slots))
-        print(f"  {what:20}{slots * megabytes:8.0f} MB reserved {1 - tokens / slots:8.1%} wasted")
-
-    # 3. Sharing: the same beginning is computed once, and held once
-    held, distinct = sum(map(len, tables[2].values())), len(set().union(*tables[2].values()))
-    cached, prompts = sum(r.cached_tokens for r in others), sum(r.prompt_tokens for r in others)
-    rows.append(dict(sharing=cached / prompts, cached_tokens=cached, blocks_in_tables=held, blocks=distinct))
-    table, at = tables[2][others[0].id], len(others[0].tokens) - 2
+    print(f"Memory of {CONVERSATIONS} conversations, {tokens} tokens:")
+    rows, distinct = [], len(set().union(*tables.values()))
+    for what, slots in (
+        (f"{context} tokens reserved for each", CONVERSATIONS * context),
+        (f"blocks of {size}, each its own", sum(map(len, tables.values())) * size),
+        (f"blocks of {size}, shared", distinct * size),
+    ):
+        rows.append(dict(memory=what, mb=slots * megabytes, tokens_per_slot=tokens / slots))
+        print(f"  {what:32}{slots * megabytes:8.1f} MB, {tokens / slots:5.2f} tokens a slot")
+    table, at = tables[others[0].id], len(others[0].tokens) - 2
     print(
-        f"\nSharing: {len(others)} conversations behind one system prompt\n  {cached} of {prompts} prompt tokens found in "
-        f"blocks; {held} blocks in tables, {distinct} in the pool\n  One of the tables: {table}\n  Its token {at} is in "
-        f"slot table[{at // size}] * {size} + {at % size} = {table[at // size] * size + at % size}\n"
+        f"  A table: {table}\n  Its token {at} is in slot table[{at // size}] * {size} + {at % size} = "
+        f"{table[at // size] * size + at % size}; its first {others[0].cached_tokens // size} blocks are in other tables too.\n"
     )
+
+    # 3. Time: a prefix that is found is not computed
     prompt = first.tokens[: first.prompt_tokens]
     ways = {
         "miss (another salt)": lambda: lesson.ask(engine, prompt, cache_salt=str(rng.random())).outcome.ttft_ms,

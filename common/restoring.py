@@ -59,6 +59,7 @@ class Restoration:
     source: str = "cpu"
     rows: int = 0
     layers: int = 0
+    found: int = 0  # tokens that need not be computed
     portion: int = 1 << 30
     taken: int = 0  # the step under way computes up to here: the limit stays above
     steps: object = None  # the Cache's generator
@@ -267,10 +268,9 @@ class Restorer:
                 if restoration.layers < self.layers:
                     return self.give_up(request)
         if restoration.limit <= request.computed < restoration.end:  # computing and loading have met
-            found = restoration.end - request.computed
+            restoration.found = restoration.end - request.computed
             if not request.new:  # a preempted request finds what it had itself
-                request.found[restoration.source] = request.found.get(restoration.source, 0) + found
-            self.engine.counts["restored_tokens"] += found
+                request.found[restoration.source] = request.found.get(restoration.source, 0) + restoration.found
             request.computed = restoration.end
 
     def arrived(self, request, restoration: Restoration, wait: bool) -> bool:
@@ -317,6 +317,8 @@ class Restorer:
         """The request has no restoration any more, however that ended. What is under way is the Cache's to release."""
         restoration, request.restoration = request.restoration, None
         self.close(restoration)
+        if restoration.layers == self.layers:
+            self.engine.counts["restored_tokens"] += restoration.found
         for transfer in restoration.passed:
             request.timeline.add(transfer.lane, transfer.label, *transfer.span())
 

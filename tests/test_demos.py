@@ -1,0 +1,59 @@
+"""The lessons as a user runs them: verified before any number is printed, and their own numbers show the mechanism."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+CHAPTERS = ["01_baseline", "02_paged_kv", "03_cpu_offload"]
+
+
+@pytest.fixture(scope="module", params=CHAPTERS)
+def demo(request, tmp_path_factory):
+    """-> chapter, what it printed, its report and its trace."""
+    folder = tmp_path_factory.mktemp(request.param)
+    files = ["--json", folder / "report.json", "--trace", folder / "trace.json"]
+    command = [sys.executable, ROOT / f"{request.param}.py", "--demo", "--device", "cpu", *files]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONIOENCODING": "utf-8"}
+    done = subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report, trace = (json.loads((folder / name).read_text()) for name in ("report.json", "trace.json"))
+    return request.param, done.stdout, report, trace
+
+
+def times(report) -> dict[str, float]:
+    return {row["case"]: row["ttft_ms"] for row in report["rows"] if "ttft_ms" in row and "case" in row}
+
+
+def test_a_demo_verifies_its_tokens_and_then_shows_numbers(demo):
+    chapter, said, report, trace = demo
+    before, verified, after = said.partition("verified: all ")
+    assert verified and " ms" not in before and " tokens/s" not in before
+    assert " ms" in after and "|" in after, "a table and a timeline"
+    assert {"chapter", "model", "device", "dtype", "link", "verified", "rows"} <= set(report)
+    assert report["chapter"] == chapter and report["verified"] is True
+    names = {event["name"] for event in trace["traceEvents"]}
+    assert "decode" in names and any(name.startswith("prefill") for name in names)
+    if chapter == "03_cpu_offload":
+        assert report["link"]["modelled"] is True and "modelled link" in said and "layer 0" in names
+
+
+def test_a_demo_shows_its_mechanism_ahead(demo):
+    chapter, _, report, _ = demo
+    if chapter == "01_baseline":
+        taken = times(report)
+        assert taken["1900 tokens"] > 2 * taken["256 tokens"]
+    if chapter == "02_paged_kv":
+        taken, rows = times(report), report["rows"]
+        rates = {row["case"]: row["tokens_per_second"] for row in rows if "tokens_per_second" in row}
+        assert taken["miss (another salt)"] > 2 * taken["gpu_hit"] and rates["16 at once"] > 2 * rates["1 at once"]
+        reserved, own, shared = (row["tokens_per_slot"] for row in rows if "memory" in row)
+        assert reserved < 0.5 < 0.95 < own < 1 < shared
+    if chapter == "03_cpu_offload":
+        taken = times(report)
+        assert taken["miss: computed"] > 1.5 * taken["cpu_hit: host memory"] > taken["gpu_hit: device"]
+        assert taken["a link 100 times slower"] > 1.5 * taken["cpu_hit: host memory"]
+        assert any(row.get("bytes_in") for row in report["rows"])
