@@ -1,6 +1,7 @@
 """README.md and docs/*.md say what is so: their numbers are those that were measured, and each option, default, command, file,
-link, route, field and status of chapters 04 to 08 that they name is there."""
+link, route, field and status that they name is there."""
 import argparse
+import importlib
 import re
 import shlex
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from common import checkpoint
+from common import checkpoint, cli, requests, server
 from legacy import app
 from legacy.tests.conftest import ROOT, chapter
 from legacy.tests.test_app import INFO
@@ -19,10 +20,14 @@ README, MEASURED, REFERENCE = ROOT / "README.md", ROOT / "docs" / "measured.md",
 OTHERS = ROOT / "docs" / "production.md"        # which names the options, files and routes of other systems, too
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 ALL = [README, *PAGES[1:], ROOT / "models" / "classroom" / "README.md"]
-CHAPTERS = sorted(path.stem for path in ROOT.glob("0[4-8]_*.py"))
-FOLDERS = ("benchmarks", "docs", "legacy", "models", "tools")
-REBUILT = re.compile(r"(\.\./)?(0[1-3]_\w+\.py|(common|tests)[/.].*)")        # what is looked at elsewhere
+REBUILT = sorted(path.stem for path in ROOT.glob("0[1-3]_*.py"))      # on common/
+OLDER = sorted(path.stem for path in ROOT.glob("0[4-8]_*.py"))          # on legacy/
+CHAPTERS = REBUILT + OLDER
+FOLDERS = ("benchmarks", "common", "docs", "legacy", "models", "tests", "tools")
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+GOING = {(name, "--svg") for name in REBUILT}       # which no page names any more
 
 
 # What a page holds -----------------------------------------------------------------------------------------------
@@ -69,8 +74,8 @@ def commands(markdown: str) -> list[list[str]]:
 
 @cache
 def parser(name: str) -> argparse.ArgumentParser:
-    module = chapter(name)
-    parser = app.parser_for(module.__doc__)
+    module = importlib.import_module(name)
+    parser = (cli if name in REBUILT else app).parser_for(module.__doc__)
     module.add_arguments(parser)
     parser.exit_on_error = False
     return parser
@@ -80,7 +85,7 @@ def parser(name: str) -> argparse.ArgumentParser:
 def options(name: str) -> dict:
     """Option -> its argparse action."""
     return {string: action for action in parser(name)._actions for string in action.option_strings
-            if string not in ("-h", "--help")}
+            if string not in ("-h", "--help") and (name, string) not in GOING}
 
 
 def numbered(words: str) -> set[str]:
@@ -239,8 +244,8 @@ def test_options_exist(page):
         if match := re.match(r"(#+) (.*)", paragraph):
             headings = {level: words for level, words in headings.items() if level < len(match[1])}
             headings[len(match[1])] = match[2]
-        if re.search(r"\b0[1-3](\b|_)", " ".join([*headings.values(), paragraph])):
-            continue                                            # of chapters that are looked at elsewhere
+        if "What is gone" in headings.values() and "|" in paragraph:
+            continue                                            # what some chapters have no more
         named = named_chapters(" ".join(headings.values())) | named_chapters(paragraph)
         for span in spans(paragraph):
             if re.match(r"(\S*/)?(python|pip|\w+=\S+ +python)3?\s", span):
@@ -260,18 +265,18 @@ def test_commands_can_be_parsed(page):
     for program, *arguments in commands(text(page)):
         if program == "-m":
             module, *arguments = arguments
-            if module.partition(".")[0] in ("benchmarks", "tools"):
+            if module.partition(".")[0] in ("benchmarks", "tests", "tools"):
                 path = ROOT / ("benchmarks/__main__.py" if module == "benchmarks" else f"{module.replace('.', '/')}.py")
                 assert path.is_file(), module
                 used = path.read_text(encoding="utf-8") + (ROOT / "benchmarks" / "paged.py").read_text(encoding="utf-8")
                 for argument in arguments:
                     assert not argument.startswith("--") or f'"{argument}"' in used, (module, argument)
             elif module == "pytest":
-                for argument in (argument for argument in arguments if argument.startswith("legacy/tests/")):
+                for argument in (argument for argument in arguments if argument.partition("/")[0] in ("legacy", "tests")):
                     assert (ROOT / argument.split("::")[0]).is_file(), argument
             else:
                 assert module == "venv", module
-        elif program.endswith(".py") and not program.startswith("0N_") and not REBUILT.fullmatch(program):
+        elif program.endswith(".py") and not program.startswith("0N_"):
             assert (ROOT / program).is_file(), program
             assert program[:-3] in CHAPTERS, "a script that is no chapter is run as a module"
             try:
@@ -283,9 +288,10 @@ def test_commands_can_be_parsed(page):
 def test_commands_are_found():
     """What the tests above look at is what a reader sees."""
     assert ["-m", "pytest", "-n", "2", "--dist", "loadfile"] in commands(text(README))
-    assert {words[0] for words in commands(text(REFERENCE))} >= {f"{name}.py" for name in CHAPTERS[:2] + CHAPTERS[3:]}
-    with pytest.raises(SystemExit):
-        parser("08_hybrid_blocks").parse_args(["--storage", "x"])       # which it does not have
+    assert {words[0] for words in commands(text(REFERENCE))} >= {f"{CHAPTERS[number - 1]}.py" for number in (3, 4, 5, 7, 8)}
+    for name in ("08_hybrid_blocks", "03_cpu_offload"):
+        with pytest.raises(SystemExit):
+            parser(name).parse_args(["--storage", "x"])                 # which they do not have
 
 
 def test_first_command_with_pytest_is_the_one_for_a_fresh_clone():
@@ -301,9 +307,7 @@ def test_first_command_with_pytest_is_the_one_for_a_fresh_clone():
 def test_named_files_exist(page):
     """Files and folders of the repository in backticks, wherever they begin: at the root, or beside the page."""
     for span in spans(text(page)):
-        if REBUILT.fullmatch(span):
-            continue
-        if re.fullmatch(r"(benchmarks|legacy|tools)(\.\w+)+", span) and not span.endswith(".py"):
+        if re.fullmatch(r"(benchmarks|legacy|tests|tools)(\.\w+)+", span) and not span.endswith(".py"):
             path = span.replace(".", "/")
             assert (ROOT / f"{path}.py").is_file() or (ROOT / Path(path).parent).with_suffix(".py").is_file(), span
         if not re.fullmatch(r"[\w.-]+(/[\w.-]+)*/?", span) or span.startswith("0N_"):
@@ -339,7 +343,7 @@ def test_links_and_images_resolve(page):
                *defined.values()]
     broken = []
     for target in targets:
-        if target.startswith("https://") or REBUILT.fullmatch(target):
+        if target.startswith("https://"):
             continue
         path, _, anchor = target.partition("#")
         place = (page.parent / path).resolve() if path else page
@@ -375,15 +379,50 @@ def routes(markdown: str) -> set[tuple[str, str]]:
             for method, path in re.findall(r"\b(GET|POST|PUT|DELETE|HEAD) (/[\w/.-]*)", span)}
 
 
-def test_reference_names_every_route(tiered_app):
-    adapter = tiered_app.url_map.bind("localhost")
-    named = {(adapter.match(path, method)[0], method) for method, path in routes(text(REFERENCE))}
-    there = {(rule.endpoint, method) for rule in tiered_app.url_map.iter_rules() for method in rule.methods - {"HEAD", "OPTIONS"}}
-    assert len(there) > 10 and there <= named
+@pytest.fixture(scope="module")
+def rebuilt_app(parts):
+    """The server of chapter 03, which has all routes of the rebuilt chapters."""
+    model, *_ = parts
+    paged, offload = (importlib.import_module(name) for name in REBUILT[1:])
+    engine = paged.Engine(paged.Runner(model, 16), offload.HostCache(16, 1e9))
+    running = server.Server(engine, requests.Frontend(*parts, engine.fields), INFO)
+    yield server.make_app(running)
+    running.close(running=True)
+    running.thread.join()
+    engine.close()
+
+
+def test_reference_names_every_route(tiered_app, rebuilt_app):
+    adapters = [app.url_map.bind("localhost") for app in (tiered_app, rebuilt_app)]
+    named = [route for route in routes(gone(text(REFERENCE)))]
+    for adapter in adapters:
+        matched = {adapter.match(path, method)[0]: path for method, path in named if adapter.test(path, method)}
+        there = {rule.endpoint for rule in adapter.map.iter_rules()}
+        assert len(there) > 7 and there - {"timeline"} <= set(matched)      # of the rebuilt ones, it loses its .svg
+    for method, path in named:
+        assert path == "/timelines/1" or any(adapter.test(path, method) for adapter in adapters), (method, path)
+
+
+def gone(markdown: str) -> str:
+    """Without the section that names what is gone."""
+    return re.sub(r"^## What is gone\n.*?(?=^## )", "", markdown, flags=re.M | re.S)
+
+
+def test_what_is_gone_is_gone(rebuilt_app):
+    """Each route and option of that section is none of the rebuilt chapters', and what it names instead is theirs."""
+    markdown = text(REFERENCE)
+    rows, adapter = tables(markdown, "gone | instead"), rebuilt_app.url_map.bind("localhost")
+    theirs = set().union(*(options(name) for name in REBUILT))
+    assert len(rows) > 5 and len(gone(markdown)) < len(markdown)
+    for was, instead in rows:
+        assert not set(re.findall(r"`(--[\w-]+)`", was)) & theirs, was
+        assert not any(adapter.test(path, method) for method, path in routes(was) if not path.endswith(".svg")), was
+        assert set(re.findall(r"`(--[\w-]+)", instead)) <= theirs, instead
+        assert all(path == "/timelines/1" or adapter.test(path, method) for method, path in routes(instead)), instead
 
 
 def test_evict_is_there():
-    assert all(hasattr(chapter(name).Engine, "post_evict") for name in CHAPTERS)
+    assert all(hasattr(chapter(name).Engine, "post_evict") for name in OLDER)
 
 
 def test_fields_of_a_request():
@@ -392,17 +431,27 @@ def test_fields_of_a_request():
     for fields, chapters, _, _ in tables(text(REFERENCE), "field | chapters | default | meaning"):
         for name in numbered(chapters):
             described[name] |= set(quoted(fields))
-    for name in CHAPTERS:
+    for name in OLDER:
         assert described[name] == {*app.PROMPT, *app.SAMPLING, *app.STREAM, *chapter(name).Engine.fields}, name
+    own = [(), requests.CACHE_SALT, {**requests.CACHE_SALT, **importlib.import_module(REBUILT[2]).HostCache.fields}]
+    for name, fields in zip(REBUILT, own):
+        assert described[name] == {*requests.PROMPT, *requests.SAMPLING, *server.STREAM, *fields}, name
+
+
+def test_fields_of_a_result():
+    """Of the rebuilt chapters: those of the reply, and of what the page polls."""
+    reply = re.search(r"The reply, in every chapter: (.*?)\. In chapters 01", text(REFERENCE), re.S)[1]
+    described = {*quoted(reply), *(quoted(name)[0] for name, _ in tables(text(REFERENCE), "field | what it is"))}
+    assert described == {*requests.Result.__dataclass_fields__, "prompt_tokens", "cached_tokens", "completion_tokens"}
 
 
 def test_statuses():
     """Every error that a client can be told. Flask itself says 404 and 405; nobody is there to be told 499."""
-    kinds, there = [app.RequestError], set()
+    kinds, there = [app.RequestError, requests.RequestError], set()
     while kinds:
         kind = kinds.pop()
         kinds += kind.__subclasses__()
-        if kind.__module__ == app.__name__:
+        if kind.__module__ in (app.__name__, requests.__name__):
             there.add(kind.status)
     described = {int(status) for status, _ in tables(text(REFERENCE), "status | when")}
     assert described >= there - {app.HungUp.status} | {404, 405}
