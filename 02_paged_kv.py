@@ -29,6 +29,7 @@ prefill in chunks under a token budget.
 import functools
 import hashlib
 import importlib
+import logging
 import math
 import random
 import struct
@@ -43,7 +44,7 @@ import torch.nn.functional as F
 
 from common import cli, lesson
 from common.requests import CACHE_SALT, Frontend, Line, Request, Unavailable
-from common.restoring import LATER, Cache, Interrupted, Restorer
+from common.restoring import LATER, PATIENCE, Cache, Interrupted, Restorer
 from common.timeline import Clock
 
 baseline = importlib.import_module("01_baseline")
@@ -99,14 +100,14 @@ class BlockPool:
         self.cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self.prefix_of: list[Prefix | None] = [None] * blocks
         self.block_of: dict[Prefix, int] = {}
-        self.leaving: set[int] = set()  # evicted, but somebody still reads them
+        self.leaving: set[int] = set()  # evicted, but somebody still reads them (chapter 07)
         self.evicting = lambda block, prefix: None  # called before a block loses its contents
         self.next = 0  # where the search for a run begins
         self.evictions = 0
 
     @property
     def available(self) -> int:
-        """Blocks that can be had without taking one from a table; those that are leaving, soon."""
+        """Blocks that can be had without taking one from a table, at once or when those that are leaving have left."""
         return self.free.count(1) + len(self.leaving) + len(self.cached)
 
     def num_blocks(self, tokens: int) -> int:
@@ -115,8 +116,8 @@ class BlockPool:
 
     def allocate(self, count: int, after: int | None = None, room: int = 0) -> list[int] | None:
         """Take `count` blocks, at most `available`, and evict the least recently used for them. Adjacent ones where
-        that is possible: they follow block `after`, or begin a free run that has room for `room`. None: somebody
-        still reads what was evicted; ask again in the next step."""
+        that is possible: they follow block `after`, or begin a free run that has room for `room`. None: what was
+        evicted is leaving; ask again in the next step."""
         while self.free.count(1) + len(self.leaving) < count:
             self.evict(next(iter(self.cached)))
         if self.free.count(1) < count:
@@ -187,14 +188,16 @@ class Batch:
     blocks are adjacent. A slot that was not written is never read, masked or not: 0 times NaN is NaN."""
 
     def __init__(self, pool: BlockPool, work: list[tuple[Request, int]]):
-        self.pool, self.work, self.device = pool, work, pool.memory.device
-        size, flat, last, row = pool.block_size, [], [], 0
+        """`work`: requests, and how many of their next tokens to compute."""
+        self.pool, self.device, size = pool, pool.memory.device, pool.block_size
+        self.work = sorted(work, key=lambda item: (item[1] > 1, item[0].computed))  # short contexts first
         token_bytes = pool.memory[0, :, 0, 0].nbytes  # K and V of one token in one layer
-        short = [request for request, count in work if count == 1 and (request.computed + 1) * token_bytes <= ALONE]
-        padded = short if len(short) > 1 else []  # they come first in `work`
+        short = [request for request, count in self.work if count == 1 and (request.computed + 1) * token_bytes <= ALONE]
+        padded = short if len(short) > 1 else []
         self.reads = [(slice(0, len(padded)), *self.read_padded(padded))] if padded else []  # (rows, slots, mask)
-        for request, count in work:
-            end = request.computed + count
+        flat, last = [], []
+        for request, count in self.work:
+            row, end = len(flat), request.computed + count
             for position in range(request.computed, end):
                 slot = request.table[position // size] * size + position % size
                 flat.append((request.tokens[position], position, slot))
@@ -202,34 +205,34 @@ class Batch:
                 last.append(len(flat) - 1)
             if row >= len(padded):
                 self.reads.append((slice(row, row + count), *self.read_alone(request, end, count)))
-            row += count
         self.tokens, self.positions, self.slots = torch.tensor(flat, device=self.device).T.contiguous()  # [T] each
         self.last_rows = torch.tensor(last, dtype=torch.long, device=self.device)  # [R]: a token is drawn from each
 
     def read_alone(self, request: Request, end: int, count: int):
-        """-> slots of tokens 0 to `end`, a slice if the blocks are adjacent, else [S]; mask [T, S] or None."""
-        size, table = self.pool.block_size, request.table[: self.pool.num_blocks(end)]
-        if table == list(range(table[0], table[0] + len(table))):
-            slots = slice(table[0] * size, table[0] * size + end)
+        """-> slots of tokens 0 to `end`, a slice if the blocks are adjacent, else [S]; mask [T, S], or None for one token
+        and for a prompt's first chunk."""
+        first, table = request.table[0], request.table[: self.pool.num_blocks(end)]
+        if table == list(range(first, first + len(table))):
+            slots = slice(first * self.pool.block_size, first * self.pool.block_size + end)
         else:
-            blocks = torch.tensor(table, device=self.device)
-            slots = (blocks[:, None] * size + torch.arange(size, device=self.device)).flatten()[:end]
-        mask = None
-        if count > 1 and request.computed:
-            seen = torch.ones(count, end, dtype=torch.bool, device=self.device).tril(request.computed)
-            mask = self.scores(seen)
-        return slots, mask
+            slots = self.slots_of([table])[0, :end]
+        if count == 1 or request.computed == 0:
+            return slots, None
+        seen = torch.ones(count, end, dtype=torch.bool, device=self.device).tril(request.computed)
+        return slots, self.scores(seen)
 
     def read_padded(self, requests: list[Request]):
         """-> slots [B, S] and mask [B, 1, 1, S] of requests that compute one token each. Padding: their first slot."""
-        size, longest = self.pool.block_size, max(len(request.table) for request in requests)
+        lengths, longest = [request.computed + 1 for request in requests], max(len(request.table) for request in requests)
         tables = [request.table + request.table[:1] * (longest - len(request.table)) for request in requests]
-        lengths = torch.tensor([[request.computed + 1] for request in requests], device=self.device)  # [B, 1]
-        blocks = torch.tensor(tables, device=self.device)  # [B, longest]
-        slots = (blocks[:, :, None] * size + torch.arange(size, device=self.device)).flatten(1)
-        slots = slots[:, : max(request.computed + 1 for request in requests)]  # [B, S]
-        seen = torch.arange(slots.shape[1], device=self.device) < lengths  # [B, S]
+        slots = self.slots_of(tables)[:, : max(lengths)]  # [B, S]
+        seen = torch.arange(max(lengths), device=self.device) < torch.tensor(lengths, device=self.device)[:, None]
         return slots.where(seen, slots[:, :1]), self.scores(seen)[:, None, None]
+
+    def slots_of(self, tables: list[list[int]]):
+        """Block tables of one length -> their slots [B, S]."""
+        blocks, offsets = torch.tensor(tables, device=self.device), torch.arange(self.pool.block_size, device=self.device)
+        return (blocks[:, :, None] * self.pool.block_size + offsets).flatten(1)
 
     def scores(self, seen):
         """True where a token may look -> what is added to its scores: 0 there, minus infinity elsewhere. Of booleans
@@ -281,8 +284,8 @@ class Runner:
 
     @torch.inference_mode()
     def forward(self, work: list[tuple[Request, int]], before_layer):
-        """Compute the next `count` tokens of each request in `work`, those of one token first -> the batch, and
-        logits [R, V], a row per request whose last pending token is in it."""
+        """Compute the next `count` tokens of each request in `work` -> the batch, and logits [R, V], a row per request
+        of `batch.work` whose last pending token is in it."""
         batch = Batch(self.pool, work)
         rotation = self.model.rotary(batch.positions)  # [T, 1, hd] each
         hidden = self.model.embed(batch.tokens)  # [T, D]
@@ -305,29 +308,30 @@ class Engine(Line):
         self.clock = Clock(self.model.device)
         self.prefixes = Prefixes(f"{self.model.digest.hex()} {self.model.dtype} kv", self.pool.block_size)
         self.filling: dict[Prefix, Request] = {}  # contents that a running request is about to have
-        self.promised = 0  # blocks that are leaving, and that this step has been promised
+        self.promised = 0  # blocks that are leaving, and that a request of this step waits for
         self.failures = 0  # steps in a row that raised
         self.explain = False
         self.fields = {**CACHE_SALT, **self.cache.fields}
         self.cache.attach(self)
         self.pool.evicting, self.pools = self.cache.evicting, {"device": self.pool, **self.cache.pools}
         self.restorer = Restorer(self, self.cache, always_restore)
-        self.restorer.measure()
+        self.restorer.idle()  # nothing runs yet: measure
 
     def step(self):
         """One step for everybody: poll, admit, restore, schedule, compute, save."""
         if not self.busy:
-            self.wake.wait(self.restorer.idle())  # seconds until that wants to be called again, or until somebody comes
+            seconds = self.restorer.idle()  # measures, if that is due
+            self.wake.wait(seconds)  # until somebody comes, or it wants to be called again
             self.wake.clear()
         self.take_arrivals()
         self.cache.poll()
         self.promised = 0
         for request in list(self.waiting):
-            if self.admit(request) is False:  # no room: who comes first is served first
+            if not self.admit(request):  # no room: first come, first served
                 break
         self.restorer.resume()
         ready = [request for request in self.running if self.restorer.can_compute(request)]
-        work = self.schedule(ready or self.running[:1])  # nobody can: the oldest waits, layer by layer
+        work = self.schedule(ready or self.running[:1])  # nobody can: the oldest waits in `before_layer`
         if work:
             self.compute(work)
         elif self.busy:
@@ -338,9 +342,9 @@ class Engine(Line):
         """Whether anybody waits or runs, or anything is under way."""
         return bool(self.arrivals or self.waiting or self.running or any(self.cache.under_way.values()))
 
-    def sleep(self, seconds: float = 0.02):
-        """Sleep until something arrives, `seconds` at most. A GPU wakes nobody: look again soon."""
-        most = 2e-4 if self.model.device.type == "cuda" else 0.02
+    def sleep(self, seconds: float = math.inf):
+        """Sleep until something arrives, `seconds` at most. A GPU's copies wake nobody: look again soon."""
+        most = 2e-4 if self.model.device.type == "cuda" else 2e-2
         self.wake.wait(max(0.0, min(seconds, most)))
         self.wake.clear()
 
@@ -352,31 +356,40 @@ class Engine(Line):
             elif request.outcome is None:  # and was not cancelled before
                 self.extend(request)
                 seconds = self.restorer.seconds_to_compute(0, len(request.tokens))
-                request.patience = request.received + min(seconds, 60.0)
+                request.patience = request.received + min(seconds, PATIENCE)
                 self.waiting.append(request)
                 self.cache.submitted(request)
 
     # Admitting
 
-    def admit(self, request: Request):
-        """Give the request blocks for all of its tokens: those that hold its prefix, and empty ones -> True; False: no
-        room; LATER: it waits for its history, and lets others pass."""
+    def admit(self, request: Request) -> bool:
+        """Give the request blocks for all of its tokens, those that hold its prefix and empty ones, or let it wait ->
+        whether those behind it may come in: not if there is no room."""
         if len(self.running) == self.max_running:
             return False
+        # 1. What does the device hold, and what is another request about to have?
         pool, chain = self.pool, self.extend(request)
         hits = pool.find(chain[: (len(request.tokens) - 1) // pool.block_size])  # the last token is computed anyway
         missing = chain[len(hits) :]
         coming = next((at for at, prefix in enumerate(missing) if prefix not in self.filling), len(missing))
         if coming and 2 * coming >= len(missing):
-            return LATER  # most of it is what a running request is about to have
+            return True  # most of what it lacks is on its way: it waits for that
+
+        # 2. Is there room? Whoever runs may need one more block each
         empty = pool.num_blocks(len(request.tokens)) - len(hits)
         unreferenced = sum(pool.references[block] == 0 for block in hits)
-        if empty + len(self.running) > pool.available - unreferenced:  # who runs may need one more each
+        if empty + len(self.running) > pool.available - unreferenced:
             return False
+
+        # 3. What does the Cache hold behind it?
         request.computed = len(hits) * pool.block_size
         match = self.restorer.ask(request)
-        if match is LATER and time.perf_counter() < request.patience:
-            return LATER
+        if match is LATER:
+            if time.perf_counter() < request.patience:
+                return True
+            match = None
+
+        # 4. Take the blocks
         pool.share(hits)
         room = pool.num_blocks(len(request.tokens) + request.max_tokens) - len(hits)
         blocks = pool.allocate(empty, hits[-1] if hits else None, room)
@@ -390,7 +403,7 @@ class Engine(Line):
             self.filling.setdefault(prefix, request)
         self.waiting.remove(request)
         self.running.append(request)
-        self.tell("admit", [request], 0, len(request.table), f"{len(hits)} of them found")
+        self.tell("admit", [request], len(request.tokens), len(request.table), f"{len(hits)} blocks found")
         self.restorer.begin(request, match)
         return True
 
@@ -405,15 +418,17 @@ class Engine(Line):
         for request in sorted(ready, key=lambda request: request.pending > 1):
             if request not in self.running:  # preempted for one before it
                 continue
+            if not budget:
+                break
             if request.computed == len(request.table) * self.pool.block_size and not self.append_block(request):
                 continue
-            if count := min(self.restorer.reach(request) - request.computed, budget):
-                work.append((request, count))
-                budget -= count
+            count = min(self.restorer.reach(request) - request.computed, budget)
+            work.append((request, count))
+            budget -= count
         for request, count in work:
-            if request.restoration:  # a step of one request may be overtaken: it is given up then
+            if request.restoration:  # chapter 06 may overtake a step of one request: it is given up then
                 request.restoration.taken = request.computed + (count if len(work) > 1 else 0)
-        return sorted(work, key=lambda item: (item[1] > 1, item[0].computed))  # as Batch reads them
+        return work
 
     def append_block(self, request: Request) -> bool:
         """Add a block for the next token; where none is left, preempt the newest request."""
@@ -442,41 +457,46 @@ class Engine(Line):
 
     def compute(self, work: list[tuple[Request, int]]):
         """The forward pass of a step, and what follows from it. One that raises has not happened."""
-        began, self.restorer.waits = self.clock.mark(), []
+        self.restorer.waits = []
+        began = self.clock.mark()
         try:
             batch, logits = self.runner.forward(work, self.before_layer)
             likeliest = logits.argmax(-1).tolist()  # [R]
         except Interrupted:
             return
-        except Exception as error:  # run it again; after ATTEMPTS in a row its requests end
-            self.failures = (self.failures + 1) % ATTEMPTS
-            for request, _ in [] if self.failures else work:
-                said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-                self.finish(request, Unavailable(f"The forward pass failed {ATTEMPTS} times ({said}); ask again."))
-            return
+        except Exception as error:
+            return self.step_failed(work, error)
         began, ended = self.clock.seconds(began), self.clock.seconds(self.clock.mark())
-        waits = [self.clock.seconds(mark) for mark in self.restorer.waits]
+        waits = [(self.clock.seconds(start), self.clock.seconds(end)) for start, end in self.restorer.waits]
         self.failures = 0
         self.counts["steps"] += 1
         self.tell("compute", [request for request, _ in work], sum(count for _, count in work))
-        if not waits:
-            spans = [(request.computed, request.computed + count) for request, count in work]
-            self.restorer.computed(spans, ended - began)
+        self.restorer.learn(work, ended - began)
         for request, count in work:
             label = "decode" if request.new and request.pending == 1 else f"prefill {count}"
-            request.timeline.add("compute", label, began, ended, list(zip(waits[::2], waits[1::2])))
+            request.timeline.add("compute", label, began, ended, waits)
             request.computed += count
             self.register(request)
         self.cache.save(batch)
-        drawn = [request for request, _ in work if request.pending == 0]
+        drawn = [request for request, _ in batch.work if request.pending == 0]
         for request, row, token in zip(drawn, logits, likeliest):
             request.push(request.sample(row) if request.temperature else token)
             if request.finish_reason:
                 self.finish(request)
 
+    def step_failed(self, work: list[tuple[Request, int]], error: Exception):
+        """Nothing that the step wrote is found. It is run again, and after ATTEMPTS in a row its requests end."""
+        self.failures += 1
+        if self.failures == ATTEMPTS:
+            self.failures = 0
+            logging.getLogger("kv").error("a step failed %s times", ATTEMPTS, exc_info=error)
+            said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            for request, _ in work:
+                self.finish(request, Unavailable(f"The forward pass failed {ATTEMPTS} times ({said}); ask again."))
+
     def before_layer(self, index: int, hidden: torch.Tensor, batch):
-        """The history of this layer is there, and the Cache sees the layer's input [T, D]."""
-        for request, _ in batch.work:  # one that waits for its history, or may be overtaken, is alone
+        """Wait until this layer's history is there, and show the Cache the layer's input [T, D]."""
+        for request, _ in batch.work:
             if request.restoration:
                 self.restorer.wait(request, index + 1)
         self.cache.save_layer(index, hidden, batch)

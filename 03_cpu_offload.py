@@ -6,18 +6,20 @@ and idle.
 
 The mechanism. A second pool in pinned host memory. As soon as a device block is full it is copied out in the
 background, so that nothing has to leave before an eviction. When a request comes whose prefix the device has lost, its
-blocks are copied back in: a copy instead of a forward pass. The copies of all layers are issued at once, and the
-question's rows follow them through the layers: layer l is computed while layer l + 1 travels. So the first token
-comes after max(link, processor), not after their sum:
+blocks are copied back in: a copy instead of a forward pass. The copies of all layers are issued at once.
 
-    TTFT = max(bytes / bandwidth, seconds to compute the question's rows)  +  the last layer's rows, which wait for it
+If others can compute, they do, and the request joins them when all of its layers are there: nobody is held up. If
+nobody can, the question's rows follow the history through the layers: layer l is computed while layer l + 1 travels.
+So the first token comes after the slower of the two, and not after their sum:
 
-Loading pays where a token's K and V travel faster than they are computed. Both speeds are measured, and what would
-arrive later than 0.8 of computing is computed.
+    TTFT = max(link, compute) + one layer of the other          link = bytes / bandwidth, compute = the question's rows
 
-`HostCache` is a Cache (common/restoring.py): read its verbs there first, then the four that are written here. The one
-rule about memory: whatever a copy still reads or writes is referenced in its pool (`hold`) until that copy is over,
-whatever becomes of the request; and nothing is registered before it has arrived.
+Loading pays where a token's K and V travel faster than they are computed. Both speeds are measured, and a prefix is
+loaded if that takes at most 0.8 of the time to compute it.
+
+`HostCache` is a Cache: read its verbs in common/restoring.py first, then the six that are written here. The one rule
+about memory: whatever a copy still reads or writes is referenced in its pool (`hold`) until that copy is over, whatever
+becomes of the request; and nothing is registered before it has arrived.
 
 Sources: two tiers as in "KV Cache CPU Offloading" (part 12 of a series that rebuilds vLLM), from which the words
 gpu_hit, cpu_hit and miss come; layer-by-layer loading as in CachedAttention (Gao et al., USENIX ATC '24, section 3.2).
@@ -38,7 +40,6 @@ import torch
 
 from common import cli, lesson
 from common import link as links
-from common.link import Link
 from common.requests import BadRequest, Frontend, Request
 from common.restoring import Cache, Match
 
@@ -55,12 +56,12 @@ class HostCache(Cache):
     def __init__(self, blocks: int, bandwidth: links.Bandwidth | float | None = None):
         """`blocks` in host memory; `bandwidth` of the modelled link, in bytes/s, where there is no GPU."""
         self.blocks, self.bandwidth = blocks, bandwidth
-        self.leaving: dict = {}  # prefixes on their way out -> host block
+        self.saving: dict = {}  # prefix on its way out -> host block
 
     def attach(self, engine):
         super().attach(engine)
         memory, bandwidth, wake = self.pool.memory, self.bandwidth, engine.wake.set
-        self.load_link, self.save_link = (Link(lane, engine.clock, bandwidth, wake) for lane in ("load", "save"))
+        self.load_link, self.save_link = (links.Link(lane, engine.clock, bandwidth, wake) for lane in ("load", "save"))
         shape = *memory.shape[:2], self.blocks, *memory.shape[3:]  # [L, 2, blocks, block_size, KVH, hd]
         host = links.host_memory(shape, memory.dtype, memory.device, "The host pool")
         self.host = paged.BlockPool(self.blocks, self.pool.block_size, host)
@@ -84,56 +85,64 @@ class HostCache(Cache):
             out_of = [host[:, at : at + count] for _, at, count in runs]
             transfers.append(self.load_link.copy(into, out_of, f"layer {layer}"))
         self.hold("load", transfers, (self.pool, table), (self.host, match.blocks))
-        self.counts.update(swap_ins=len(table), bytes_in=sum(transfer.bytes for transfer in transfers))
+        self.counts["swap_ins"] += len(table)
+        self.counts["bytes_in"] += sum(transfer.bytes for transfer in transfers)
         for transfer in transfers:
             yield transfer
             restoration.layers += 1
 
     def save(self, batch):
-        """Copy out the blocks that are full, unless the host has them or they are on their way."""
+        """Copy out the blocks that are full, unless the host has them, they are on their way, or there is no room."""
         for request, _ in batch.work:
-            begin, request.kept = request.kept or 0, request.registered  # those before were looked at in earlier steps
-            if begin == request.registered or not request.options.get("offload_after", True):
+            looked_at, request.kept = request.kept or 0, request.registered  # each block is looked at once
+            if looked_at == request.registered or not request.options.get("offload_after", True):
                 continue
-            lacking = [
-                (prefix, request.table[index])
-                for index, prefix in enumerate(request.chain[: request.registered])
-                if index >= begin and prefix not in self.host.block_of and prefix not in self.leaving
-            ]
-            lacking = lacking[: self.host.available]  # the end of a chain is worth least
+            lacking = []
+            for index in range(looked_at, request.registered):
+                prefix = request.chain[index]
+                if prefix not in self.host.block_of and prefix not in self.saving:
+                    lacking.append((prefix, request.table[index]))
+            self.use(request.chain)  # its beginning is not evicted for its end
+            lacking = lacking[: self.host.available]
             if lacking and self.save_link.seconds(len(lacking) * self.host.block_bytes) < LONGEST_SAVE:
                 self.save_blocks(request, *zip(*lacking))
 
     def save_blocks(self, request, prefixes, blocks):
         """Copy device `blocks` that hold `prefixes` to the host, a transfer for each run."""
         parent = prefixes[0].parent
-        after = self.host.block_of.get(parent, self.leaving.get(parent))  # continue the run of its beginning
+        after = self.host.block_of.get(parent, self.saving.get(parent))  # continue the run of its beginning
         room = self.host.num_blocks(request.prompt_tokens + request.max_tokens)  # for what will follow
-        copies = self.host.allocate(len(blocks), after, room)
-        self.leaving.update(zip(prefixes, copies))
-        for at, (block, copy, count) in zip(starts(runs := adjacent(blocks, copies)), runs):
-            into, out_of = self.host.memory[:, :, copy : copy + count], self.pool.memory[:, :, block : block + count]
+        places = self.host.allocate(len(blocks), after, room)
+        self.saving.update(zip(prefixes, places))
+        at = 0
+        for block, place, count in adjacent(blocks, places):
+            here, there = range(block, block + count), range(place, place + count)
+            into, out_of = self.host.memory[:, :, there.start : there.stop], self.pool.memory[:, :, here.start : here.stop]
             transfer = self.save_link.copy(into, out_of, f"save {count}")
-            there, here = range(copy, copy + count), range(block, block + count)
             then = partial(self.saved, request, transfer, prefixes[at : at + count], there)
             self.hold("save", [transfer], (self.host, there), (self.pool, here), then=then)
-            self.counts.update(swap_outs=count, bytes_out=transfer.bytes)
-        self.host.release(copies)
+            self.counts["swap_outs"] += count
+            self.counts["bytes_out"] += transfer.bytes
+            at += count
+        self.host.release(places)
 
-    def saved(self, request, transfer, prefixes, copies, arrived: bool):
+    def saved(self, request, transfer, prefixes, places, arrived: bool):
         """A copy out is over: register what has arrived."""
-        for prefix, copy in zip(prefixes, copies):
-            del self.leaving[prefix]
+        for prefix, place in zip(prefixes, places):
+            del self.saving[prefix]
             if arrived:
-                self.host.register(copy, prefix)
+                self.host.register(place, prefix)
         request.timeline.add("save", transfer.label, *transfer.span())
 
     def finished(self, request):
-        """What it used on the device was used: it is not the next to be evicted from the host."""
         request.kept = None
-        used = self.host.find(request.chain)
-        self.host.share(used)
-        self.host.release(used)
+        self.use(request.chain)  # what it found on the device was used too
+
+    def use(self, chain):
+        """Mark the host's copies most recently used, the end of the chain evicted first."""
+        found = self.host.find(chain)
+        self.host.share(found)
+        self.host.release(found)
 
     def idle(self):
         return self.load_link.measure()
@@ -154,11 +163,6 @@ def adjacent(first: list[int], second: list[int]) -> list[tuple[int, int, int]]:
     return runs
 
 
-def starts(runs: list[tuple[int, int, int]]) -> list[int]:
-    """Where each run begins in the lists that `adjacent` was given."""
-    return [sum(count for _, _, count in runs[:index]) for index in range(len(runs))]
-
-
 # 2. The demo -----------------------------------------------------------------------------------
 
 def demo(model, frontend: Frontend, arguments):
@@ -174,11 +178,10 @@ def demo(model, frontend: Frontend, arguments):
     cache = engine.cache
     texts = [lesson.document(frontend, rng, length, lesson.SECRET if not number else "") for number in range(3)]
     talk = [dict(role="user", content=texts[0])]
-    asked = [frontend.request(messages=talk, max_tokens=new)]
-    asked += [frontend.request(prompt=text, max_tokens=new) for text in texts[1:]]
-    for request in asked:
+    asked = []
+    for messages in (talk, *([dict(role="user", content=text)] for text in texts[1:])):
         lesson.settle(engine)
-        engine.generate([request])
+        asked += engine.generate([frontend.request(messages=messages, max_tokens=new)])
     answer = dict(role="assistant", content=asked[0].outcome.text)
     lesson.settle(engine)
     back = frontend.request(messages=[*talk, answer, dict(role="user", content=lesson.QUESTION)], max_tokens=new)

@@ -18,8 +18,11 @@ LATER = "later"  # an answer of Cache.match: ask again in the next step, others 
 PAUSE = "pause"  # yielded by Cache.restore where it has computed a portion: go on in the next step
 WORTH = 0.8  # load what takes at most this share of computing: one that turns out late costs both
 GRACE = 0.05  # seconds that a restoration may be late in any case: a host that is busy is no failure
+PATIENCE = 60.0  # seconds that a request waits at most for its Cache, and for what --always-restore loads
 STEADY = 0.05  # two measurements that differ by less than this share agree
+PAUSES = 1.0, 32.0  # seconds between two measurements of an idle engine: at first, and at most
 LONG = 128  # tokens: prefill from here on runs at its full speed, or nearly
+ENOUGH = 0.2  # seconds: a prefill that takes so long need not be measured with more tokens
 
 
 # 1. What a chapter implements ------------------------------------------------------------------
@@ -28,19 +31,17 @@ LONG = 128  # tokens: prefill from here on runs at its full speed, or nearly
 @dataclass(eq=False)
 class Match:
     """What a Cache holds behind `request.computed`: so many tokens, there in about `seconds`, what is queued before
-    them included. `blocks` are the Cache's own, of `size` tokens each. `rows` of compute a layer: 0 if it copies."""
+    them included. `blocks` are the Cache's own, of `size` tokens each."""
 
     tokens: int
     seconds: float
     blocks: list
-    size: int = 16
+    size: int
     source: str = "cpu"  # what Request.found calls it
-    rows: int = 0
-    chosen: bool = True  # decided by the engine: load, or else compute
-    words: str = ""  # what was offered and decided
+    rows: int = 0  # of compute a layer, where it does more than copy (from chapter 04 on)
 
     def first(self, count: int) -> "Match":
-        """What the first `count` blocks bring back."""
+        """What the first `count` blocks bring back: where not all ranks have all of them (chapter 09)."""
         tokens = self.tokens - (len(self.blocks) - count) * self.size
         seconds = self.seconds * count / len(self.blocks)
         return replace(self, tokens=tokens, seconds=seconds, blocks=self.blocks[:count])
@@ -48,23 +49,24 @@ class Match:
 
 @dataclass(eq=False)
 class Restoration:
-    """Tokens start to end come back. Those of limit to end are in the request's blocks for the first `layers` layers.
-    What lies before the limit, by default nothing, is computed meanwhile in ordinary steps of at most `portion`
-    tokens; where `computed` meets the limit, it goes on at the end."""
+    """Tokens start to end come back; those of limit to end are in the request's blocks for the first `layers` layers.
 
+    What lies before the limit is computed meanwhile, in ordinary steps of at most `portion` tokens; where `computed`
+    meets the limit, it goes on at the end. Only chapter 06 begins with a limit above the start. Everywhere else they
+    meet at once: the question's rows are next, while the history before them still travels."""
+
+    match: Match
     start: int
     end: int
     limit: int
-    deadline: float  # seconds of time.perf_counter(): nobody waits longer than computing would take
-    source: str = "cpu"
-    rows: int = 0
+    deadline: float  # in seconds of time.perf_counter(): nobody waits longer
+    steps: object  # the Cache's generator, until it has ended
     layers: int = 0
     found: int = 0  # tokens that need not be computed
-    portion: int = 1 << 30
-    taken: int = 0  # the step under way computes up to here: the limit stays above
-    steps: object = None  # the Cache's generator
     awaited: object = None  # the Transfer that it yielded last, until that has arrived
     passed: list = field(default_factory=list)  # the Transfers before
+    portion: int = 1 << 30
+    taken: int = 0  # chapter 06: the step under way computes up to here, and the limit stays above
 
 
 class Cache:
@@ -85,9 +87,9 @@ class Cache:
     pools: dict = {}  # name -> BlockPool, for the page
 
     def attach(self, engine):
-        """Begin. Without a device memory of the runner's, `engine.pool.memory` is None."""
+        """Begin. A runner that keeps no K and V on the device (chapter 08) has a pool without memory."""
         self.engine, self.model, self.pool = engine, engine.model, engine.pool
-        self.under_way = defaultdict(deque)  # lane -> (transfer, what to do when it is over: function(arrived))
+        self.under_way = defaultdict(deque)  # lane -> (transfers, what they read and write, what to do then)
         self.counts = engine.counts  # for /health
 
     def submitted(self, request):
@@ -99,8 +101,8 @@ class Cache:
 
     def restore(self, request, restoration: Restoration, match: Match):
         """Bring tokens start to end into `request.table`. A generator: issue copies, yield each Transfer that must be
-        over before it goes on (or PAUSE), count `restoration.layers` up, end by returning. Reference what is read
-        and written before the first yield, and hand the references to `under_way` when closed."""
+        over before it goes on (or PAUSE), count `restoration.layers` up, end by returning. `hold` what a copy reads and
+        writes before the next yield. It may be closed at any yield."""
         yield from ()
 
     def save_layer(self, layer: int, hidden, batch):
@@ -110,7 +112,7 @@ class Cache:
         """Keep what the step has computed. Must not wait."""
 
     def evicting(self, block: int, prefix):
-        """A device block is about to lose its contents. Share it now to delay that."""
+        """A device block is about to lose its contents. Share it now to delay that (chapter 07)."""
 
     def finished(self, request):
         """The request is over, cancelled or preempted: hold nothing of it any more."""
@@ -120,22 +122,16 @@ class Cache:
         `then(whether all have arrived)`."""
         for pool, blocks in held:
             pool.share(blocks)
-
-        def release(arrived: bool):
-            then(all(transfer.error is None for transfer in transfers))
-            for pool, blocks in held:
-                pool.release(blocks)
-
-        last = len(transfers) - 1
-        for index, transfer in enumerate(transfers):
-            self.under_way[lane].append((transfer, release if index == last else lambda arrived: None))
+        self.under_way[lane].append((transfers, held, then))
 
     def poll(self):
-        """Finish what is over, in order within each lane: what hangs in one holds up no other."""
+        """Release what is over, in order within each lane: what hangs in one holds up no other."""
         for lane in self.under_way.values():
-            while lane and lane[0][0].ready:
-                transfer, then = lane.popleft()
-                then(transfer.error is None)
+            while lane and all(transfer.ready for transfer in lane[0][0]):
+                transfers, held, then = lane.popleft()
+                then(all(transfer.error is None for transfer in transfers))
+                for pool, blocks in held:
+                    pool.release(blocks)
 
     def idle(self) -> float | None:
         """Nothing runs: measure again what decides between loading and computing -> a speed; None: there is none."""
@@ -152,29 +148,37 @@ class Interrupted(Exception):
 
 
 class Restorer:
-    """Begins, resumes and gives up restorations, for the engine."""
+    """Begins, resumes and gives up restorations, for the engine. The one place where they fail is `advance`."""
 
     def __init__(self, engine, cache: Cache, always: bool = False):
         self.engine, self.cache, self.always = engine, cache, always
-        self.layers = len(engine.model.layers)
+        self.depth = len(engine.model.layers)
         self.rates = deque(maxlen=8)  # FLOP/s of the last long prefills
-        self.doubtful, self.pause, self.due, self.speeds = True, 0.0, 0.0, None  # of what `idle` measures
+        self.doubtful = True  # what was measured may be wrong: measure again when idle
+        self.speeds: list[float] = []  # measured last by `idle`
+        self.pause = self.due = 0.0  # seconds between two measurements; when the next one is due
         self.waits = []  # (start, end) marks of what the step under way has waited for
 
     # Load or compute
 
     def ask(self, request):
-        """Ask the Cache what follows, and decide, here and once, whether to load it -> Match, None or LATER."""
-        match = None if request.declined else self.cache.match(request)
-        if match is None or match is LATER:
-            return match
+        """Ask the Cache what follows -> Match, None or LATER."""
+        return None if request.declined else self.cache.match(request)
+
+    def worth(self, request, match: Match) -> bool:
+        """Decide, once, whether to load what was matched; the request says why."""
         compute = self.seconds_to_compute(request.computed, request.computed + match.tokens)
-        match.chosen = self.always or match.seconds <= WORTH * compute
-        match.words = (
+        chosen = self.always or match.seconds <= WORTH * compute
+        words = (
             f"{match.tokens} tokens offered ({match.source}): loading {1e3 * match.seconds:.1f} ms, "
-            f"computing {1e3 * compute:.1f} ms: " + ("loaded" if match.chosen else "computed")
+            f"computing {1e3 * compute:.1f} ms: " + ("loaded" if chosen else "computed")
         )
-        return match
+        request.decisions.append(words)
+        self.engine.tell("restore", [request], match.tokens, len(match.blocks), words)
+        if not chosen:
+            self.doubtful = True  # it may have been decided on a bad measurement
+            self.engine.counts["declined"] += 1
+        return chosen
 
     def seconds_to_compute(self, start: int, end: int) -> float:
         """Estimate for the prefill of tokens start to end, at the rate of the last long prefills."""
@@ -182,30 +186,22 @@ class Restorer:
             return math.inf  # not measured: restoring is tried
         return flops(self.engine.model.config, start, end) / statistics.median(self.rates)
 
-    def computed(self, work: list, seconds: float):
-        """Learn from a step that did not wait. `work`: (first token, the one after the last) of each request."""
-        if sum(end - start for start, end in work) >= LONG:
-            config = self.engine.model.config
-            self.rates.append(sum(flops(config, start, end) for start, end in work) / seconds)
+    def learn(self, work: list, seconds: float):
+        """Note how fast a step was. `work`: (request, tokens) before it. One that may have waited says nothing."""
+        if sum(count for _, count in work) >= LONG and not any(request.restoration for request, _ in work):
+            spans = [(request.computed, request.computed + count) for request, count in work]
+            self.rates.append(sum(flops(self.engine.model.config, *span) for span in spans) / seconds)
 
     # Beginning, resuming, ending
 
-    def begin(self, request, match):
-        """Start to bring back what was matched; nothing if that is None or LATER, or computing is chosen."""
-        if match is None or match is LATER:
-            return
-        request.decisions.append(match.words)
-        self.engine.tell("restore", [request], 0, len(match.blocks), match.words)
-        if not match.chosen:
-            self.doubtful = True  # it may have been decided on a bad measurement
-            self.engine.counts["declined"] += 1
+    def begin(self, request, match: Match | None):
+        """Start to bring back what was matched, if that is worth it."""
+        if match is None or not self.worth(request, match):
             return
         start, end = request.computed, request.computed + match.tokens
-        seconds = 60.0 if self.always else max(self.seconds_to_compute(start, end), match.seconds + GRACE)
-        deadline = time.perf_counter() + seconds
-        restoration = Restoration(start, end, start, deadline, match.source, match.rows)
-        request.restoration = restoration
-        restoration.steps = self.cache.restore(request, restoration, match)
+        wait = PATIENCE if self.always else max(self.seconds_to_compute(start, end), match.seconds + GRACE)
+        restoration = Restoration(match, start, end, start, time.perf_counter() + wait, steps=None)
+        request.restoration, restoration.steps = restoration, self.cache.restore(request, restoration, match)
         self.advance(request, 1, wait=False)
 
     def reach(self, request) -> int:
@@ -218,30 +214,32 @@ class Restorer:
     def can_compute(self, request) -> bool:
         """Whether the next rows of a request have all the history that they need."""
         restoration = request.restoration
-        return not restoration or restoration.layers == self.layers or request.computed < restoration.limit
+        return not restoration or restoration.layers == self.depth or request.computed < restoration.limit
 
     def resume(self):
         """Beside what others compute: together no more rows of compute than a step may have, oldest first."""
-        budget = whole = self.engine.token_budget * self.layers
+        budget, first = self.engine.token_budget * self.depth, True
         for request in list(self.engine.running):
             if restoration := request.restoration:
-                before, rows = restoration.layers, restoration.rows
-                layers = self.layers if not rows else before + max(budget // rows, budget == whole)
-                self.advance(request, min(layers, self.layers), wait=False)
-                budget = max(0, budget - (restoration.layers - before) * rows)
+                before, rows, layers = restoration.layers, restoration.match.rows, self.depth
+                if rows:
+                    layers = min(self.depth, before + max(budget // rows, 1 if first else 0))  # the oldest gets on
+                self.advance(request, layers, wait=False)
+                budget, first = budget - (restoration.layers - before) * rows, False
             if request.restoration:
-                self.finish(request)
+                self.end_if_there(request)
 
     def wait(self, request, layers: int):
-        """In the forward pass: go on when the history of so many layers is there. Raises Interrupted."""
+        """In the forward pass: go on when the history of so many layers is there. Raises Interrupted if the request
+        was given up, or chapter 06's loading has overtaken what the step computes."""
         computed = request.computed
         self.advance(request, layers, wait=True)
         if request.computed != computed or request not in self.engine.running:
             raise Interrupted
 
     def advance(self, request, layers: int, wait: bool):
-        """Resume until `layers` are there, or until what it waits for has not arrived. The one place where a
-        restoration fails: a copy that failed or is late, a generator that raises or returns too early."""
+        """Resume the generator until `layers` are there, or until what it waits for has not arrived. Whatever raises,
+        a copy that failed or is late, or a generator that ends too early: what is not there is computed."""
         restoration = request.restoration
         while restoration.steps and (restoration.layers < layers or request.computed < restoration.limit):
             try:
@@ -250,7 +248,7 @@ class Restorer:
                 restoration.awaited = next(restoration.steps, None)
                 if restoration.awaited is None:
                     restoration.steps = None
-                    if restoration.layers < self.layers:
+                    if restoration.layers < self.depth:
                         raise TransferError("the cache gave up")
                 elif restoration.awaited is PAUSE:
                     restoration.awaited = None
@@ -260,22 +258,27 @@ class Restorer:
                         raise Interrupted
             except Interrupted:
                 raise
-            except Exception as error:  # whatever a chapter's copies, files and code raise
+            except Exception as error:
                 self.close(restoration)
                 request.decisions.append(f"{error}: computed")
                 self.engine.counts["failed_restorations"] += 1
                 self.doubtful = True
-                if restoration.layers < self.layers:
-                    return self.give_up(request)
-        if restoration.limit <= request.computed < restoration.end:  # computing and loading have met
+                if restoration.layers < self.depth:
+                    self.give_up(request)
+                    return
+        if restoration.limit <= request.computed < restoration.end:
+            # They have met. Where the limit is the start, that is at once: `computed` runs ahead of what has arrived,
+            # and `can_compute` and `wait` keep every pass behind it.
             restoration.found = restoration.end - request.computed
             if not request.new:  # a preempted request finds what it had itself
-                request.found[restoration.source] = request.found.get(restoration.source, 0) + restoration.found
+                source = restoration.match.source
+                request.found[source] = request.found.get(source, 0) + restoration.found
             request.computed = restoration.end
 
     def arrived(self, request, restoration: Restoration, wait: bool) -> bool:
-        """Whether what the generator waits for is over, or ordered before what is computed next. Raises if it
-        failed or is late, and Interrupted if somebody came while the pass waited."""
+        """Whether to resume: what the generator waits for is over, or, on a GPU in the pass, is ordered before what is
+        computed next, and the host need not wait. Raises TransferError if it failed or is late, and Interrupted if
+        somebody came while the pass waited."""
         transfer = restoration.awaited
         if transfer is None:
             return True
@@ -294,7 +297,7 @@ class Restorer:
             began = began or engine.clock.mark()
             engine.sleep(restoration.deadline - time.perf_counter())
         if began:
-            self.waits += began, engine.clock.mark()
+            self.waits.append((began, engine.clock.mark()))
         transfer.check()
         restoration.passed.append(transfer)
         return True
@@ -305,19 +308,20 @@ class Restorer:
         request.declined = True
         self.engine.requeue(request)
 
-    def finish(self, request):
-        """Register what has come back, and ask for more behind it."""
+    def end_if_there(self, request):
+        """Register what has come back, and ask what follows: it may be in another tier, or have been saved since."""
         restoration = request.restoration
-        if restoration.layers == self.layers and request.computed >= restoration.end:
+        if restoration.layers == self.depth and request.computed >= restoration.end:
             self.end(request)
             self.engine.register(request)
-            self.begin(request, self.ask(request))
+            match = self.ask(request)
+            self.begin(request, None if match is LATER else match)
 
     def end(self, request):
-        """The request has no restoration any more, however that ended. What is under way is the Cache's to release."""
+        """The request has no restoration any more, however that ended. What is under way, the Cache holds."""
         restoration, request.restoration = request.restoration, None
         self.close(restoration)
-        if restoration.layers == self.layers:
+        if restoration.layers == self.depth:
             self.engine.counts["restored_tokens"] += restoration.found
         for transfer in restoration.passed:
             request.timeline.add(transfer.lane, transfer.label, *transfer.span())
@@ -330,23 +334,21 @@ class Restorer:
     # Measuring while nothing runs
 
     def idle(self) -> float | None:
-        """Nothing runs -> seconds until this wants to be called again; None: when something has happened. What was
-        measured at the start, while others were busy, or led to a refusal, is measured again at once and after 1, 2,
-        4 to 32 s, until two measurements agree."""
-        now = time.perf_counter()
+        """Nothing runs -> seconds until this wants to be called again; None: nothing is left to measure. What was
+        measured at the start, while others were busy, or led to a refusal, is measured again at once and then after 1,
+        2, 4 to 32 s, until two measurements agree."""
         if not self.doubtful:
             return None
-        if now < self.due:
-            return self.due - now
+        if (left := self.due - time.perf_counter()) > 0:
+            return left
         try:
             speeds = self.measure()
         except Interrupted:
             return 0.0
-        self.doubtful = bool(speeds) and not (
-            self.speeds and all(abs(new / old - 1) <= STEADY for new, old in zip(speeds, self.speeds))
-        )
+        pairs = list(zip(speeds, self.speeds))
+        self.doubtful = bool(speeds) and not (pairs and all(abs(new / old - 1) <= STEADY for new, old in pairs))
         self.speeds = speeds
-        self.pause = min(max(1.0, 2 * self.pause), 32.0) if self.doubtful else 0.0
+        self.pause = min(max(PAUSES[0], 2 * self.pause), PAUSES[1]) if self.doubtful else 0.0
         self.due = time.perf_counter() + self.pause
         return self.pause if self.doubtful else None
 
@@ -355,21 +357,21 @@ class Restorer:
         speed = self.cache.idle()
         if speed is None:
             return []
-        rate = self.measure_prefill()
-        self.rates.clear()
-        self.rates.append(rate)
-        return [speed, rate]
+        if rate := self.measure_prefill():
+            self.rates.clear()
+            self.rates.append(rate)
+        return [speed, rate or 1.0]
 
-
-    def measure_prefill(self) -> float:
-        """Compute a prompt of nobody's in free blocks -> FLOP/s. Raises Interrupted when somebody comes."""
-        engine, rate = self.engine, math.inf
+    def measure_prefill(self) -> float | None:
+        """Compute a prompt of nobody's in free blocks -> FLOP/s; None if there are too few. Raises Interrupted when
+        somebody comes."""
+        engine, rate = self.engine, None
 
         def before_layer(index, hidden, batch):
             if engine.arrivals:
                 raise Interrupted
 
-        for tokens in (32, LONG, engine.token_budget):  # the first one touches memory
+        for tokens in (LONG // 4, LONG, max(LONG, engine.token_budget)):  # the first one touches memory
             tokens = min(tokens, engine.model.config.max_position_embeddings)
             blocks = engine.pool.num_blocks(tokens)
             if engine.pool.free.count(1) < blocks:
@@ -381,8 +383,9 @@ class Restorer:
             finally:
                 engine.pool.release(request.table)
             seconds = time.perf_counter() - began
-            rate = flops(engine.model.config, 0, tokens) / seconds
-            if seconds > 0.2:
+            if tokens >= LONG:
+                rate = flops(engine.model.config, 0, tokens) / seconds
+            if rate and seconds > ENOUGH:
                 break
         return rate
 

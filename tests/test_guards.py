@@ -10,12 +10,12 @@ from common import restoring
 GUARDS = {
     "what a copy reads and writes is referenced": (
         restoring.Cache, "hold",
-        "        pool.share(blocks)\n\n", "        pass\n    held = ()\n\n",
+        "        pool.share(blocks)\n", "        pass\n    held = ()\n",
     ),
     "nothing is found before it has arrived": (
         offload.HostCache, "save_blocks",
-        "self.leaving.update(zip(prefixes, copies))",
-        "self.leaving.update(zip(prefixes, copies)); [self.host.register(*pair) for pair in zip(copies, prefixes)]",
+        "self.saving.update(zip(prefixes, places))",
+        "self.saving.update(zip(prefixes, places)); [self.host.register(*pair) for pair in zip(places, prefixes)]",
     ),
     "what has failed to arrive is not found": (offload.HostCache, "saved", "if arrived:", "if True:"),
     "a request whose copy failed gets other blocks": (

@@ -325,7 +325,7 @@ def test_who_decodes_goes_first_and_prefill_gets_the_rest_of_the_budget():
         engine.step()
     counts = [[(who, count) for who, _, count, _ in step] for step in engine.runner.steps]
     ones = [(1, 1), (2, 1), (3, 1)]
-    assert counts[1:3] == [[*ones, (4, 13)], [*ones, (5, 6), (4, 7)]], "oldest first: 13 of 20, then 7 and 6"
+    assert counts[1:3] == [[*ones, (4, 13)], [*ones, (4, 7), (5, 6)]], "oldest first: 13 of 20, then 7 and 6"
     assert counts[3] == [*ones, (4, 1), (5, 12)]
     while any(request.outcome is None for request in decoding + late):
         engine.step()
