@@ -1,18 +1,19 @@
 """Chapter 01: the yardstick. Keep nothing, compute everything again.
 
-The problem. A language model reads a prompt (prefill) and then writes one token at a time (decode). What it has read
-is in the KV cache: per layer, the keys and values of every token so far. Within one answer the cache makes each new
-token cheap. But when the answer is done the cache is dropped, and the next turn of the conversation begins with
-reading everything again.
+The problem. A language model reads a prompt (prefill) and then writes one token at a time (decode). What it
+has read is in the KV cache: per layer, the keys and values of every token so far. Within one answer the cache
+makes each new token cheap. But when the answer is done the cache is dropped, and the next turn of the
+conversation begins with reading everything again.
 
-The mechanism. One contiguous cache for one request, filled by prefill in chunks and read by decode. A conversation is
-stateless: each turn sends its whole history, and each turn computes all of it. With n tokens of history,
+The mechanism. One contiguous cache for one request, filled by prefill in chunks and read by decode. A
+conversation is stateless: each turn sends its whole history, and each turn computes all of it. With n tokens
+of history,
 
     TTFT = n * (2 * weights + attention) / FLOP/s          and nothing of it is new work
 
-What it costs is what chapters 02 to 09 win back, each in its own way, with the same tokens: this file is their oracle,
-and shares no engine code with them. The papers behind them call it recomputation: HCache (EuroSys '25, section 2.3),
-Cake (section 2), HiCache.
+What it costs is what chapters 02 to 09 win back, each in its own way, with the same tokens: this file is
+their oracle, and shares no engine code with them. The papers behind them call it recomputation: HCache
+(EuroSys '25, section 2.3), Cake (section 2), HiCache.
 
     python 01_baseline.py --demo
     python 01_baseline.py --prompt "What is a KV cache?"
@@ -88,7 +89,7 @@ class KVCache:
         end, mask = start + count, None
         if start and count > 1:  # row i may see the `start` tokens before this chunk, and i + 1 of its own
             seen = torch.ones(count, end, dtype=torch.bool, device=self.k.device).tril(start)  # [T, S]
-            mask = torch.zeros_like(seen, dtype=self.k.dtype).masked_fill_(~seen, float("-inf"))  # made once, not per layer
+            mask = torch.zeros_like(seen, dtype=self.k.dtype).masked_fill_(~seen, float("-inf"))
         for cached_k, cached_v in zip(self.k, self.v):  # [KVH, capacity, hd] each
 
             def attend(q, k, v, cached_k=cached_k, cached_v=cached_v):
@@ -100,8 +101,9 @@ class KVCache:
 
 
 def attention(q, k, v, mask):
-    """q [T, H, hd] over k, v [KVH, S, hd] -> [T, H, hd]. mask [T, S], or None: the T tokens are the last of the S (one
-    token), or all of them (causal). Query heads that share a KV head are never given copies of it."""
+    """q [T, H, hd] over k, v [KVH, S, hd] -> [T, H, hd]. mask [T, S], or None: the T tokens are the last of
+    the S (one token), or all of them (causal). Query heads that share a KV head are never given copies of
+    it."""
     tokens, heads, head_dim = q.shape
     if tokens == 1:  # decode: the heads of a group are as many queries to one KV head
         q = q.view(k.shape[0], heads // k.shape[0], head_dim)  # [KVH, H/KVH, hd]
@@ -164,7 +166,8 @@ HISTORIES = [64, 128, 256, 512, 1024, 1536, 1900]  # tokens
 
 
 def demo(model, frontend: Frontend, arguments):
-    """Four turns of a conversation, checked against `transformers`, then TTFT against the length of history."""
+    """Four turns of a conversation, checked against `transformers`, then TTFT against the length of
+    history."""
     # 1. The conversation: every turn sends all that was said before
     engine, messages, requests = make_engine(model, arguments), [], []
     for turn in lesson.TURNS:
@@ -193,7 +196,7 @@ def demo(model, frontend: Frontend, arguments):
     affordable = 4000 / probe.outcome.ttft_ms * 512  # tokens, in 4 s
     lengths = [length for length in HISTORIES if length < min(frontend.context, max(65, affordable))]
     ways = {
-        f"{length} tokens": lambda length=length: engine.generate([Request(filler[:length], 1)])[0].outcome.ttft_ms
+        f"{length} tokens": lambda length=length: lesson.ask(engine, filler[:length]).outcome.ttft_ms
         for length in lengths
     }
     rows += lesson.compare("TTFT against history", ways, "ttft_ms", "ms")
@@ -208,12 +211,15 @@ def demo(model, frontend: Frontend, arguments):
 
 def add_arguments(parser):
     tokens = cli.bounded(int, 1, 1 << 20)
-    parser.add_argument("--prefill-chunk", type=tokens, default=CHUNK, help="tokens per forward pass of prefill (512)")
-    parser.add_argument("--no-kv-cache", action="store_true", help="compute all tokens again for every new one")
+    add = parser.add_argument
+    add("--prefill-chunk", type=tokens, default=CHUNK, metavar="N", help="tokens per pass of prefill (512)")
+    add("--no-kv-cache", action="store_true", help="compute all tokens again for every new one")
 
 
 def make_engine(model, arguments) -> Engine:
-    return Engine(model, getattr(arguments, "prefill_chunk", CHUNK), not getattr(arguments, "no_kv_cache", False))
+    """The engine that the options ask for; other chapters compare with its default."""
+    options = vars(arguments)
+    return Engine(model, options.get("prefill_chunk", CHUNK), not options.get("no_kv_cache", False))
 
 
 if __name__ == "__main__":

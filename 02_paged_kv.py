@@ -1,25 +1,25 @@
 """Chapter 02: blocks, sharing, and many requests at once.
 
-The problem. Chapter 01 gives a request one contiguous piece of memory, as long as the request may become, and answers
-one request at a time. Most of that memory is never written, two requests with the same beginning hold it twice, and a
-processor that reads all weights for one token could have read them for sixteen.
+The problem. Chapter 01 gives a request one contiguous piece of memory, as long as the request may become, and
+answers one request at a time. Most of that memory is never written, two requests with the same beginning hold
+it twice, and a processor that reads all weights for one token could have read them for sixteen.
 
-The mechanism. Device memory is cut into blocks of 16 tokens. A request holds a block table, a list of block numbers,
-and takes the next block when the last one is full:
+The mechanism. Device memory is cut into blocks of 16 tokens. A request holds a block table, a list of block
+numbers, and takes the next block when the last one is full:
 
-    token at position p  ->  slot  table[p // 16] * 16 + p % 16          table [12, 5, 3]: token 20 is in slot 5 * 16 + 4
+    token at position p -> slot table[p // 16] * 16 + p % 16       table [12, 5, 3]: token 20 is in slot 84
 
-A full block is known by its prefix: its tokens after those of all blocks before it. A request whose tokens begin with
-the same prefixes points at the blocks that hold them; a block that no table holds any more stays cached until the pool
-needs it. In every step one forward pass serves everybody who runs: one token for each who decodes, and chunks of
-prefill for the rest of the budget.
+A full block is known by its prefix: its tokens after those of all blocks before it. A request whose tokens
+begin with the same prefixes points at the blocks that hold them; a block that no table holds any more stays
+cached until the pool needs it. In every step one forward pass serves everybody who runs: one token for each
+who decodes, and chunks of prefill for the rest of the budget.
 
-Every later chapter is this engine with another Cache: what is kept behind the device's blocks, and how it comes back
-(common/restoring.py, with which chapter 03 begins). Here the Cache keeps nothing.
+Every later chapter is this engine with another Cache: what is kept behind the device's blocks, and how it
+comes back (common/restoring.py, with which chapter 03 begins). Here the Cache keeps nothing.
 
-Sources: PagedAttention (Kwon et al., SOSP '23, section 4) for blocks, sharing and preemption; Orca (Yu et al., OSDI
-'22, section 3) for batching by the step; Sarathi-Serve (Agrawal et al., OSDI '24, section 4) for decode first and
-prefill in chunks under a token budget.
+Sources: PagedAttention (Kwon et al., SOSP '23, section 4) for blocks, sharing and preemption; Orca (Yu et
+al., OSDI '22, section 3) for batching by the step; Sarathi-Serve (Agrawal et al., OSDI '24, section 4) for
+decode first and prefill in chunks under a token budget.
 
     python 02_paged_kv.py --demo
     python 02_paged_kv.py --prompt "What is prefill?" --explain
@@ -63,15 +63,15 @@ class Prefix:
 
 
 class Prefixes:
-    """Interns prefixes of `size` tokens each by (parent, tokens): contents are compared, never hashes. `namespace`:
-    what the numbers depend on besides tokens."""
+    """Interns prefixes of `size` tokens each by (parent, tokens): contents are compared, never hashes.
+    `namespace`: what the numbers depend on besides tokens."""
 
     def __init__(self, namespace: str, size: int):
         self.namespace, self.size = hashlib.sha256(namespace.encode()).digest(), size
         self.known: WeakValueDictionary[tuple, Prefix] = WeakValueDictionary()
 
     def extend(self, chain: list[Prefix], tokens: list[int], salt: str = "") -> list[Prefix]:
-        """Extend `chain`, one Prefix per full block, to all full blocks of `tokens`. Other salts share nothing."""
+        """Extend `chain`, one Prefix per full block, to all full blocks of `tokens`. Salts share nothing."""
         while (end := (len(chain) + 1) * self.size) <= len(tokens):
             block = tuple(tokens[end - self.size : end])
             parent = chain[-1] if chain else self.intern(None, (salt,), self.namespace + salt.encode())
@@ -89,8 +89,8 @@ class Prefixes:
 # 2. Blocks -------------------------------------------------------------------------------------
 
 class BlockPool:
-    """Numbers of blocks. Each block is free, cached (unreferenced, but its prefix finds it) or referenced, by block
-    tables and by whatever still copies from or to it. `memory`, if set, holds their contents."""
+    """Numbers of blocks. Each block is free, cached (unreferenced, but its prefix finds it) or referenced, by
+    block tables and by whatever still copies from or to it. `memory`, if set, holds their contents."""
 
     def __init__(self, blocks: int, block_size: int, memory: torch.Tensor | None = None):
         self.size, self.block_size, self.memory = blocks, block_size, memory
@@ -107,7 +107,7 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """Blocks that can be had without taking one from a table, at once or when those that are leaving have left."""
+        """Blocks that can be had without taking one from a table; those that are leaving, later."""
         return self.free.count(1) + len(self.leaving) + len(self.cached)
 
     def num_blocks(self, tokens: int) -> int:
@@ -115,9 +115,9 @@ class BlockPool:
         return -(-tokens // self.block_size)
 
     def allocate(self, count: int, after: int | None = None, room: int = 0) -> list[int] | None:
-        """Take `count` blocks, at most `available`, and evict the least recently used for them. Adjacent ones where
-        that is possible: they follow block `after`, or begin a free run that has room for `room`. None: what was
-        evicted is leaving; ask again in the next step."""
+        """Take `count` blocks, at most `available`, and evict the least recently used for them. Adjacent ones
+        where that is possible: they follow block `after`, or begin a free run that has room for `room`. None:
+        what was evicted is leaving; ask again in the next step."""
         while self.free.count(1) + len(self.leaving) < count:
             self.evict(next(iter(self.cached)))
         if self.free.count(1) < count:
@@ -128,7 +128,7 @@ class BlockPool:
         return blocks
 
     def find_free(self, count: int, after: int | None, room: int) -> list[int]:
-        """`count` free blocks in one run, if there is one; best behind `after`, or where the run has `room`."""
+        """`count` free blocks, in one run if there is one: behind `after`, or where the run has `room`."""
         if after is not None and self.free.startswith(b"\1" * count, after + 1):
             return list(range(after + 1, after + 1 + count))
         for length, start in (room, self.next), (room, 0), (count, 0):
@@ -183,19 +183,20 @@ class BlockPool:
 # 3. Batches ------------------------------------------------------------------------------------
 
 class Batch:
-    """One step's tokens, flat: where their K and V are written, and what each may read. Contexts of one token to
-    compute are gathered in one padded read; long ones and chunks of prefill are read alone, in place where their
-    blocks are adjacent. A slot that was not written is never read, masked or not: 0 times NaN is NaN."""
+    """One step's tokens, flat: where their K and V are written, and what each may read. Contexts of one token
+    to compute are gathered in one padded read; long ones and chunks of prefill are read alone, in place where
+    their blocks are adjacent. A slot that was not written is never read, masked or not: 0 times NaN is
+    NaN."""
 
     def __init__(self, pool: BlockPool, work: list[tuple[Request, int]]):
         """`work`: requests, and how many of their next tokens to compute."""
         self.pool, self.device, size = pool, pool.memory.device, pool.block_size
         self.work = sorted(work, key=lambda item: (item[1] > 1, item[0].computed))  # short contexts first
-        token_bytes = pool.memory[0, :, 0, 0].nbytes  # K and V of one token in one layer
-        short = [request for request, count in self.work if count == 1 and (request.computed + 1) * token_bytes <= ALONE]
-        padded = short if len(short) > 1 else []
-        self.reads = [(slice(0, len(padded)), *self.read_padded(padded))] if padded else []  # (rows, slots, mask)
-        flat, last = [], []
+        most = ALONE // pool.memory[0, :, 0, 0].nbytes  # tokens; the bytes are those of one in one layer
+        padded = [request for request, count in self.work if count == 1 and request.computed < most]
+        flat, last, self.reads = [], [], []  # reads: (rows, slots, mask)
+        if len(padded) > 1:
+            self.reads.append((slice(0, len(padded)), *self.read_padded(padded)))
         for request, count in self.work:
             row, end = len(flat), request.computed + count
             for position in range(request.computed, end):
@@ -203,14 +204,15 @@ class Batch:
                 flat.append((request.tokens[position], position, slot))
             if count == request.pending:
                 last.append(len(flat) - 1)
-            if row >= len(padded):
+            if row >= len(padded) or len(padded) == 1:
                 self.reads.append((slice(row, row + count), *self.read_alone(request, end, count)))
-        self.tokens, self.positions, self.slots = torch.tensor(flat, device=self.device).T.contiguous()  # [T] each
-        self.last_rows = torch.tensor(last, dtype=torch.long, device=self.device)  # [R]: a token is drawn from each
+        numbers = torch.tensor(flat, device=self.device).T.contiguous()  # [3, T]
+        self.tokens, self.positions, self.slots = numbers
+        self.last_rows = torch.tensor(last, dtype=torch.long, device=self.device)  # [R], to draw a token from
 
     def read_alone(self, request: Request, end: int, count: int):
-        """-> slots of tokens 0 to `end`, a slice if the blocks are adjacent, else [S]; mask [T, S], or None for one token
-        and for a prompt's first chunk."""
+        """-> slots of tokens 0 to `end`, a slice if the blocks are adjacent, else [S]; mask [T, S], or None
+        for one token and for a prompt's first chunk."""
         first, table = request.table[0], request.table[: self.pool.num_blocks(end)]
         if table == list(range(first, first + len(table))):
             slots = slice(first * self.pool.block_size, first * self.pool.block_size + end)
@@ -222,21 +224,24 @@ class Batch:
         return slots, self.scores(seen)
 
     def read_padded(self, requests: list[Request]):
-        """-> slots [B, S] and mask [B, 1, 1, S] of requests that compute one token each. Padding: their first slot."""
-        lengths, longest = [request.computed + 1 for request in requests], max(len(request.table) for request in requests)
+        """-> slots [B, S] and mask [B, 1, 1, S] of requests that compute a token each. Padding: their first
+        slot."""
+        longest = max(len(request.table) for request in requests)
         tables = [request.table + request.table[:1] * (longest - len(request.table)) for request in requests]
-        slots = self.slots_of(tables)[:, : max(lengths)]  # [B, S]
-        seen = torch.arange(max(lengths), device=self.device) < torch.tensor(lengths, device=self.device)[:, None]
+        slots = self.slots_of(tables)[:, : max(request.computed for request in requests) + 1]  # [B, S]
+        last = torch.tensor([[request.computed] for request in requests], device=self.device)  # [B, 1]
+        seen = torch.arange(slots.shape[1], device=self.device) <= last  # [B, S]
         return slots.where(seen, slots[:, :1]), self.scores(seen)[:, None, None]
 
     def slots_of(self, tables: list[list[int]]):
         """Block tables of one length -> their slots [B, S]."""
-        blocks, offsets = torch.tensor(tables, device=self.device), torch.arange(self.pool.block_size, device=self.device)
-        return (blocks[:, :, None] * self.pool.block_size + offsets).flatten(1)
+        offsets = torch.arange(self.pool.block_size, device=self.device)
+        blocks = torch.tensor(tables, device=self.device)[:, :, None]  # [B, blocks, 1]
+        return (blocks * self.pool.block_size + offsets).flatten(1)
 
     def scores(self, seen):
-        """True where a token may look -> what is added to its scores: 0 there, minus infinity elsewhere. Of booleans
-        PyTorch would make this in every layer again."""
+        """True where a token may look -> what is added to its scores: 0 there, minus infinity elsewhere. Of
+        booleans PyTorch would make this in every layer again."""
         return torch.zeros_like(seen, dtype=self.pool.memory.dtype).masked_fill_(~seen, -math.inf)
 
     def attend(self, layer: int):
@@ -253,18 +258,18 @@ class Batch:
 
 
 def attention(q, keys, values, slots, mask):
-    """q [T, H, hd] over the K and V [slots, KVH, hd] in `slots` -> [T, H, hd]. The query heads of a group share a KV
-    head, and are never given copies of it."""
+    """q [T, H, hd] over the K and V [slots, KVH, hd] in `slots` -> [T, H, hd]. The query heads of a group
+    share a KV head, and are never given copies of it."""
     if isinstance(slots, slice):
         k, v = keys[slots], values[slots]  # [S, KVH, hd] each
     else:
         k, v = (side.index_select(0, slots.flatten()).unflatten(0, slots.shape) for side in (keys, values))
     if k.ndim == 4 or len(q) == 1:  # one token each: the heads of a group are as many queries to one KV head
-        k, v = (side.unflatten(0, (len(q), -1)) if side.ndim == 3 else side for side in (k, v))  # [B, S, KVH, hd]
-        k, v = k.transpose(1, 2), v.transpose(1, 2)  # [B, KVH, S, hd] each
+        shape = len(q), -1, *k.shape[-2:]
+        k, v = (side.reshape(shape).transpose(1, 2) for side in (k, v))  # [B, KVH, S, hd] each
         grouped = q.unflatten(1, (k.shape[1], -1))  # [B, KVH, H/KVH, hd]
         return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).flatten(1, 2)
-    q, k, v = q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]  # [1, heads, tokens, hd]
+    q, k, v = (side.transpose(0, 1)[None] for side in (q, k, v))  # [1, heads, tokens, hd] each
     gqa = k.shape[1] != q.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=gqa)
     return out[0].transpose(0, 1)  # [T, H, hd]
@@ -278,14 +283,15 @@ class Runner:
 
     def __init__(self, model, blocks: int, block_size: int = 16):
         config = model.config
-        shape = config.num_hidden_layers, 2, blocks, block_size, config.num_key_value_heads, config.head_dim
-        memory = torch.empty(shape, dtype=model.dtype, device=model.device)  # [L, 2, blocks, block_size, KVH, hd]
+        heads = config.num_key_value_heads, config.head_dim
+        shape = config.num_hidden_layers, 2, blocks, block_size, *heads  # [L, 2, blocks, block_size, KVH, hd]
+        memory = torch.empty(shape, dtype=model.dtype, device=model.device)
         self.model, self.pool = model, BlockPool(blocks, block_size, memory)
 
     @torch.inference_mode()
     def forward(self, work: list[tuple[Request, int]], before_layer):
-        """Compute the next `count` tokens of each request in `work` -> the batch, and logits [R, V], a row per request
-        of `batch.work` whose last pending token is in it."""
+        """Compute the next `count` tokens of each request in `work` -> the batch, and logits [R, V], a row
+        per request of `batch.work` whose last pending token is in it."""
         batch = Batch(self.pool, work)
         rotation = self.model.rotary(batch.positions)  # [T, 1, hd] each
         hidden = self.model.embed(batch.tokens)  # [T, D]
@@ -300,7 +306,7 @@ class Runner:
 class Engine(Line):
     """Answers many requests at once: whoever waits, runs and is over is in its Line."""
 
-    def __init__(self, runner, cache: Cache | None = None, token_budget=512, max_running=64, always_restore=False):
+    def __init__(self, runner, cache=None, token_budget=512, max_running=64, always_restore=False):
         self.runner, self.cache = runner, cache or Cache()
         self.model, self.pool = runner.model, runner.pool
         super().__init__(capacity=self.pool.size * self.pool.block_size)
@@ -363,13 +369,14 @@ class Engine(Line):
     # Admitting
 
     def admit(self, request: Request) -> bool:
-        """Give the request blocks for all of its tokens, those that hold its prefix and empty ones, or let it wait ->
-        whether those behind it may come in: not if there is no room."""
+        """Give the request blocks for all of its tokens, those that hold its prefix and empty ones, or let it
+        wait -> whether those behind it may come in: not if there is no room."""
         if len(self.running) == self.max_running:
             return False
         # 1. What does the device hold, and what is another request about to have?
         pool, chain = self.pool, self.extend(request)
-        hits = pool.find(chain[: (len(request.tokens) - 1) // pool.block_size])  # the last token is computed anyway
+        full = (len(request.tokens) - 1) // pool.block_size  # the last token is computed anyway
+        hits = pool.find(chain[:full])
         missing = chain[len(hits) :]
         coming = next((at for at, prefix in enumerate(missing) if prefix not in self.filling), len(missing))
         if coming and 2 * coming >= len(missing):
@@ -413,14 +420,16 @@ class Engine(Line):
     # Scheduling
 
     def schedule(self, ready: list[Request]) -> list[tuple[Request, int]]:
-        """Pick tokens per request: one for each that decodes, then prefill chunks, oldest first, within the budget."""
+        """Pick tokens per request: one for each that decodes, then prefill chunks, oldest first, within the
+        budget."""
         work, budget = [], self.token_budget
         for request in sorted(ready, key=lambda request: request.pending > 1):
             if request not in self.running:  # preempted for one before it
                 continue
             if not budget:
                 break
-            if request.computed == len(request.table) * self.pool.block_size and not self.append_block(request):
+            full = request.computed == len(request.table) * self.pool.block_size
+            if full and not self.append_block(request):
                 continue
             count = min(self.restorer.reach(request) - request.computed, budget)
             work.append((request, count))
@@ -485,14 +494,14 @@ class Engine(Line):
                 self.finish(request)
 
     def step_failed(self, work: list[tuple[Request, int]], error: Exception):
-        """Nothing that the step wrote is found. It is run again, and after ATTEMPTS in a row its requests end."""
+        """Nothing that the step wrote is found. Run it again; after ATTEMPTS in a row its requests end."""
         self.failures += 1
         if self.failures == ATTEMPTS:
             self.failures = 0
             logging.getLogger("kv").error("a step failed %s times", ATTEMPTS, exc_info=error)
-            said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            words = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             for request, _ in work:
-                self.finish(request, Unavailable(f"The forward pass failed {ATTEMPTS} times ({said}); ask again."))
+                self.finish(request, Unavailable(f"A step failed {ATTEMPTS} times ({words}); ask again."))
 
     def before_layer(self, index: int, hidden: torch.Tensor, batch):
         """Wait until this layer's history is there, and show the Cache the layer's input [T, D]."""
@@ -526,7 +535,8 @@ class Engine(Line):
         self.leave(request, error)
 
     def release(self, request: Request):
-        """Take the request's blocks; those that are registered stay cached, those under way are still referenced."""
+        """Take the request's blocks; those that are registered stay cached, those under way are still
+        referenced."""
         self.running.remove(request)
         if request.restoration:
             self.restorer.end(request)
@@ -545,8 +555,8 @@ class Engine(Line):
         """--explain: a line for what happens in a step."""
         if self.explain:
             who = " ".join(f"#{request.id}" for request in requests)
-            line = f"step {self.counts['steps']:4}  {verb:8} {who:16} {rows:5} rows {blocks:5} blocks  {words}"
-            print(line.rstrip(), file=sys.stderr)
+            words = f"{verb:8} {who:16} {rows:5} rows {blocks:5} blocks  {words}"
+            print(f"step {self.counts['steps']:4}  {words}", file=sys.stderr)
 
 
 # 6. The demo -----------------------------------------------------------------------------------
@@ -581,13 +591,13 @@ def demo(model, frontend: Frontend, arguments):
     table, at = tables[others[0].id], len(others[0].tokens) - 2
     print(
         f"  A table: {table}\n  Its token {at} is in slot table[{at // size}] * {size} + {at % size} = "
-        f"{table[at // size] * size + at % size}; its first {others[0].cached_tokens // size} blocks are in other tables too.\n"
+        f"{table[at // size] * size + at % size}; its first {others[0].cached_tokens // size} blocks are shared.\n"
     )
 
     # 3. Time: a prefix that is found is not computed
     prompt = first.tokens[: first.prompt_tokens]
     ways = {
-        "miss (another salt)": lambda: lesson.ask(engine, prompt, cache_salt=str(rng.random())).outcome.ttft_ms,
+        "miss (other salt)": lambda: lesson.ask(engine, prompt, cache_salt=str(rng.random())).outcome.ttft_ms,
         "gpu_hit": lambda: lesson.ask(engine, prompt).outcome.ttft_ms,
     }
     rows += lesson.compare(f"TTFT behind {len(prompt)} tokens", ways, "ttft_ms", "ms")
@@ -607,11 +617,12 @@ def demo(model, frontend: Frontend, arguments):
     ways = {"chapter 01, one by one": lambda: rate(baseline.Engine(model), 1)}
     ways.update({f"{number} at once": functools.partial(rate, engine, number) for number in (1, 4, 16)})
     print()
-    rows += lesson.compare(f"{QUESTIONS} questions, {new} tokens an answer", ways, "tokens_per_second", "tokens/s")
+    title = f"{QUESTIONS} questions, {new} tokens an answer"
+    rows += lesson.compare(title, ways, "tokens_per_second", "tokens/s")
     print(
         f"\nOne of the {QUESTIONS} (p: prefill, d: decode)\n{last[0].timeline.chart()}\n\n"
-        "One at a time, blocks save memory and not time. And a prefix that the pool has dropped is computed again.\n"
-        "Where else could it have been kept? Chapter 03."
+        "One at a time, blocks save memory and not time. And a prefix that the pool has dropped is computed\n"
+        "again. Where else could it have been kept? Chapter 03."
     )
     return dict(link=None, verified=verified, rows=rows, counters=engine.counters()), [last[0].timeline]
 
@@ -630,11 +641,12 @@ def together(engine: Engine, requests: list[Request]) -> dict[int, list[int]]:
 # 7. Main ---------------------------------------------------------------------------------------
 
 def add_arguments(parser):
-    number = functools.partial(cli.bounded, int, 1)
-    parser.add_argument("--gpu-blocks", type=number(1 << 24), metavar="N", help="KV blocks in device memory (all useful)")
-    parser.add_argument("--block-size", type=number(1 << 16), default=16, help="tokens per block (16)")
-    parser.add_argument("--token-budget", type=number(1 << 20), default=512, help="tokens per step (512)")
-    parser.add_argument("--max-running", type=number(1 << 12), default=64, help="requests that run at once (64)")
+    number, add = functools.partial(cli.bounded, int, 1), parser.add_argument
+    add("--gpu-blocks", type=number(1 << 24), metavar="N", help="KV blocks in device memory (as useful)")
+    add("--block-size", type=number(1 << 16), metavar="N", default=16, help="tokens per block (16)")
+    add("--token-budget", type=number(1 << 20), metavar="N", default=512, help="tokens per step (512)")
+    add("--max-running", type=number(1 << 12), metavar="N", default=64, help="requests that run at once (64)")
+    parser.set_defaults(always_restore=False)
 
 
 def make_engine(model, arguments, cache: Cache | None = None) -> Engine:
@@ -643,16 +655,17 @@ def make_engine(model, arguments, cache: Cache | None = None) -> Engine:
     useful = arguments.max_running * -(-config.max_position_embeddings // size)
     block_bytes = size * config.kv_numbers_per_token * model.dtype.itemsize
     blocks = cli.blocks_that_fit(arguments.gpu_blocks, useful, block_bytes, model.device, "--gpu-blocks")
-    print(f"Device: {blocks} KV blocks of {size} tokens, {blocks * block_bytes / 1e6:.1f} MB", file=sys.stderr)
-    always = getattr(arguments, "always_restore", False)
-    engine = Engine(Runner(model, blocks, size), cache, arguments.token_budget, arguments.max_running, always)
+    megabytes = blocks * block_bytes / 1e6
+    print(f"Device: {blocks} KV blocks of {size} tokens, {megabytes:.1f} MB", file=sys.stderr)
+    options = arguments.token_budget, arguments.max_running, arguments.always_restore
+    engine = Engine(Runner(model, blocks, size), cache, *options)
     engine.explain = arguments.explain
     return engine
 
 
 def compare(arguments) -> dict:
-    """The ways of the chapters so far: name -> (function that makes an engine, whether to evict its device before)."""
-    return {"recompute (01)": (baseline.make_engine, False), "blocks on the device (02)": (make_engine, False)}
+    """The ways of the chapters so far: name -> (what makes an engine, whether to evict its device before)."""
+    return {"recompute (01)": (baseline.make_engine, False), "still on the device (02)": (make_engine, False)}
 
 
 if __name__ == "__main__":

@@ -1,28 +1,30 @@
 """Chapter 03: a second tier in host memory, and the link between the two.
 
-The problem. Device memory holds the KV blocks of a few conversations. When the pool of chapter 02 is full, cached
-blocks are dropped, and a conversation that comes back is computed again, although host memory is many times larger
-and idle.
+The problem. Device memory holds the KV blocks of a few conversations. When the pool of chapter 02 is full,
+cached blocks are dropped, and a conversation that comes back is computed again, although host memory is many
+times larger and idle.
 
 The mechanism. A second pool in pinned host memory. As soon as a device block is full it is copied out in the
-background, so that nothing has to leave before an eviction. When a request comes whose prefix the device has lost, its
-blocks are copied back in: a copy instead of a forward pass. The copies of all layers are issued at once.
+background, so that nothing has to leave before an eviction. When a request comes whose prefix the device has
+lost, its blocks are copied back in: a copy instead of a forward pass. The copies of all layers are issued at
+once.
 
-If others can compute, they do, and the request joins them when all of its layers are there: nobody is held up. If
-nobody can, the question's rows follow the history through the layers: layer l is computed while layer l + 1 travels.
-So the first token comes after the slower of the two, and not after their sum:
+If others can compute, they do, and the request joins them when all of its layers are there: nobody is held
+up. If nobody can, the question's rows follow the history through the layers: layer l is computed while layer
+l + 1 travels. So the first token comes after the slower of the two, and not after their sum:
 
-    TTFT = max(link, compute) + one layer of the other          link = bytes / bandwidth, compute = the question's rows
+    TTFT = max(link, compute) + one layer of the other       link: bytes / bandwidth, compute: the question
 
-Loading pays where a token's K and V travel faster than they are computed. Both speeds are measured, and a prefix is
-loaded if that takes at most 0.8 of the time to compute it.
+Loading pays where a token's K and V travel faster than they are computed. Both speeds are measured, and a
+prefix is loaded if that takes at most 0.8 of the time to compute it.
 
-`HostCache` is a Cache: read its verbs in common/restoring.py first, then the six that are written here. The one rule
-about memory: whatever a copy still reads or writes is referenced in its pool (`hold`) until that copy is over, whatever
-becomes of the request; and nothing is registered before it has arrived.
+`HostCache` is a Cache: read its verbs in common/restoring.py first, then the six that are written here. The
+one rule about memory: whatever a copy still reads or writes is referenced in its pool (`hold`) until that
+copy is over, whatever becomes of the request; and nothing is registered before it has arrived.
 
-Sources: two tiers as in "KV Cache CPU Offloading" (part 12 of a series that rebuilds vLLM), from which the words
-gpu_hit, cpu_hit and miss come; layer-by-layer loading as in CachedAttention (Gao et al., USENIX ATC '24, section 3.2).
+Sources: two tiers as in "KV Cache CPU Offloading" (part 12 of a series that rebuilds vLLM), from which the
+words gpu_hit, cpu_hit and miss come; layer-by-layer loading as in CachedAttention (Gao et al., USENIX ATC
+'24, section 3.2).
 
     python 03_cpu_offload.py --demo
     python 03_cpu_offload.py --prompt "What is a KV cache?"
@@ -61,7 +63,8 @@ class HostCache(Cache):
     def attach(self, engine):
         super().attach(engine)
         memory, bandwidth, wake = self.pool.memory, self.bandwidth, engine.wake.set
-        self.load_link, self.save_link = (links.Link(lane, engine.clock, bandwidth, wake) for lane in ("load", "save"))
+        self.load_link = links.Link("load", engine.clock, bandwidth, wake)
+        self.save_link = links.Link("save", engine.clock, bandwidth, wake)
         shape = *memory.shape[:2], self.blocks, *memory.shape[3:]  # [L, 2, blocks, block_size, KVH, hd]
         host = links.host_memory(shape, memory.dtype, memory.device, "The host pool")
         self.host = paged.BlockPool(self.blocks, self.pool.block_size, host)
@@ -69,7 +72,8 @@ class HostCache(Cache):
 
     def match(self, request):
         size = self.pool.block_size
-        first, full = request.computed // size, (len(request.tokens) - 1) // size  # the last token is computed
+        first = request.computed // size
+        full = (len(request.tokens) - 1) // size  # the last token is computed anyway
         found = self.host.find(request.chain[first:full])
         if found:
             seconds = self.load_link.seconds(len(found) * self.host.block_bytes)
@@ -80,7 +84,7 @@ class HostCache(Cache):
         table = request.table[restoration.start // size : restoration.end // size]
         runs = adjacent(table, match.blocks)
         transfers = []
-        for layer, (device, host) in enumerate(zip(self.pool.memory, self.host.memory)):  # [2, blocks, ...] each
+        for layer, (device, host) in enumerate(zip(self.pool.memory, self.host.memory)):  # [2, blocks, ...]
             into = [device[:, to : to + count] for to, _, count in runs]
             out_of = [host[:, at : at + count] for _, at, count in runs]
             transfers.append(self.load_link.copy(into, out_of, f"layer {layer}"))
@@ -92,7 +96,7 @@ class HostCache(Cache):
             restoration.layers += 1
 
     def save(self, batch):
-        """Copy out the blocks that are full, unless the host has them, they are on their way, or there is no room."""
+        """Copy out the blocks that are full, unless the host has them already, or has no room."""
         for request, _ in batch.work:
             looked_at, request.kept = request.kept or 0, request.registered  # each block is looked at once
             if looked_at == request.registered or not request.options.get("offload_after", True):
@@ -117,7 +121,8 @@ class HostCache(Cache):
         at = 0
         for block, place, count in adjacent(blocks, places):
             here, there = range(block, block + count), range(place, place + count)
-            into, out_of = self.host.memory[:, :, there.start : there.stop], self.pool.memory[:, :, here.start : here.stop]
+            into = self.host.memory[:, :, place : place + count]  # [L, 2, count, block_size, KVH, hd]
+            out_of = self.pool.memory[:, :, block : block + count]
             transfer = self.save_link.copy(into, out_of, f"save {count}")
             then = partial(self.saved, request, transfer, prefixes[at : at + count], there)
             self.hold("save", [transfer], (self.host, there), (self.pool, here), then=then)
@@ -172,11 +177,11 @@ def demo(model, frontend: Frontend, arguments):
     blocks = arguments.gpu_blocks or -(-(frontend.context * 3 // 4) // size)
     length = min(frontend.context * 5 // 8, blocks * size - 2 * new - 96)
     if length < 64:
-        raise BadRequest(f"The demo's documents do not fit into {blocks} blocks of {size} tokens; ask for more.")
+        raise BadRequest(f"The demo's documents do not fit into {blocks} blocks of {size}; give it more.")
     options = argparse.Namespace(**{**vars(arguments), "gpu_blocks": blocks, "cpu_blocks": 4 * blocks})
     engine = make_engine(model, options)
     cache = engine.cache
-    texts = [lesson.document(frontend, rng, length, lesson.SECRET if not number else "") for number in range(3)]
+    texts = [lesson.document(frontend, rng, length, secret) for secret in (lesson.SECRET, "", "")]
     talk = [dict(role="user", content=texts[0])]
     asked = []
     for messages in (talk, *([dict(role="user", content=text)] for text in texts[1:])):
@@ -184,45 +189,45 @@ def demo(model, frontend: Frontend, arguments):
         asked += engine.generate([frontend.request(messages=messages, max_tokens=new)])
     answer = dict(role="assistant", content=asked[0].outcome.text)
     lesson.settle(engine)
-    back = frontend.request(messages=[*talk, answer, dict(role="user", content=lesson.QUESTION)], max_tokens=new)
+    talk += answer, dict(role="user", content=lesson.QUESTION)
+    back = frontend.request(messages=talk, max_tokens=new)
     engine.generate([back])
 
     # 2. Time: the same question again, from each tier; then over a link that is slower than computing
     prompt = back.tokens[: back.prompt_tokens]
     slow = cache.load_link.speed() / 100 if cache.load_link.modelled else None
     declining = make_engine(model, options, slow) if slow else None
-    cases: dict[str, Request] = {}
+    cases: dict[str, Request] = {}  # the last request of each
 
     def ask(case: str, engine, evict: str = "", **options) -> float:
         cases[case] = lesson.ask(engine, prompt, 2, evict, **options)
         return cases[case].outcome.ttft_ms
 
     ways = {
-        "miss: computed": lambda: ask("miss: computed", engine, "device", cache_salt=str(rng.random()), offload_after=False),
-        "cpu_hit: host memory": lambda: ask("cpu_hit: host memory", engine, "device"),
-        "gpu_hit: device": lambda: ask("gpu_hit: device", engine),
+        "miss": lambda: ask("miss", engine, "device", cache_salt=str(rng.random()), offload_after=False),
+        "cpu_hit": lambda: ask("cpu_hit", engine, "device"),
+        "gpu_hit": lambda: ask("gpu_hit", engine),
     }
     if declining:
-        ask("a link 100 times slower", declining)  # which leaves it in host memory
-        ways["a link 100 times slower"] = lambda: ask("a link 100 times slower", declining, "device")
+        ask("slow link", declining)  # which leaves it in host memory
+        ways["slow link"] = lambda: ask("slow link", declining, "device")
     taken = lesson.in_turn(ways)
     verified = lesson.equal_to_baseline(model, [*asked, back, *cases.values()])
 
     # 3. Show
-    print(f"{cache.load_link}\n\n{blocks} device blocks, and conversations of about {len(asked[0].chain)} blocks each:")
+    print(f"{cache.load_link}\n\n{blocks} device blocks, and documents of {len(asked[0].chain)} blocks each:")
     rows = [describe("document", request) for request in asked] + [describe("the first goes on", back)]
-    print(f"  {lesson.QUESTION} - {back.outcome.text}\n\nThis return (digits: layers arriving; p: prefill, d: decode)")
+    print(f"  {lesson.QUESTION} - {back.outcome.text}\n\nThis return (digits: layers; p: prefill, d: decode)")
     print(f"{back.timeline.chart()}\n")
-    rows += lesson.table(f"TTFT of this question again, {len(prompt)} tokens of prompt", taken, "ttft_ms", "ms")
-    for case, request in cases.items():
-        print(f"  {case}: {'; '.join(request.decisions) or 'nothing was offered'}")
-    moved = cases["cpu_hit: host memory"].found.get("cpu", 0) * cache.host.block_bytes // size
-    rows.append(dict(case="cpu_hit: host memory", bytes_in=moved))
-    middle = {case: statistics.median(samples) for case, samples in taken.items()}
-    miss, hit, here = middle["miss: computed"], middle["cpu_hit: host memory"], middle["gpu_hit: device"]
+    rows += lesson.table(f"TTFT of this question again, behind {len(prompt)} tokens", taken, "ttft_ms", "ms")
+    for case in taken:
+        print(f"  {case}: {'; '.join(cases[case].decisions) or 'nothing was offered'}")
+    moved = cases["cpu_hit"].found.get("cpu", 0) * cache.host.block_bytes // size
+    rows.append(dict(case="cpu_hit", bytes_in=moved))
+    miss, hit, here = (statistics.median(taken[case]) for case in ("miss", "cpu_hit", "gpu_hit"))
     print(
-        f"\n{moved / 1e6:.1f} MB came back: the first token {miss / hit:.1f} times as soon as by computing, and "
-        f"{hit / here:.1f} times as late as from the device."
+        f"\n{moved / 1e6:.1f} MB came back: the first token {miss / hit:.1f} times as soon as by computing, and\n"
+        f"{hit / here:.1f} times as late as from the device. Over a link 100 times slower it is computed."
     )
     link = dict(modelled=cache.load_link.modelled, gbps=cache.load_link.speed() / 1e9)
     return dict(link=link, verified=verified, rows=rows, counters=engine.counters()), [back.timeline]
@@ -232,7 +237,8 @@ def describe(what: str, request: Request) -> dict:
     """Print a line for a request, and return it."""
     result = request.outcome
     row = dict(phase=what, source=result.source, found=result.found, ttft_ms=result.ttft_ms)
-    print(f"  {what:18}{result.source:8} {request.cached_tokens:5} of {request.prompt_tokens} tokens, TTFT {result.ttft_ms:.1f} ms")
+    found = f"{request.cached_tokens:5} of {request.prompt_tokens} tokens found"
+    print(f"  {what:18}{result.source:8} {found}, TTFT {result.ttft_ms:.1f} ms")
     return row
 
 
@@ -241,17 +247,22 @@ def describe(what: str, request: Request) -> dict:
 def add_arguments(parser):
     paged.add_arguments(parser)
     parser.add_argument(
-        "--cpu-blocks", type=cli.bounded(int, 0, 1 << 26), metavar="N", help="KV blocks in host memory (4 times the device's)"
+        "--cpu-blocks",
+        type=cli.bounded(int, 0, 1 << 26),
+        metavar="N",
+        help="KV blocks in host memory (four times the device's)",
     )
-    parser.add_argument("--always-restore", action="store_true", help="load also what would be computed sooner")
+    parser.add_argument("--always-restore", action="store_true", help="load even what is computed sooner")
     links.add_arguments(parser)
 
 
 def make_engine(model, arguments, bandwidth: float | None = None) -> paged.Engine:
     """Chapter 02's engine with this chapter's Cache; `bandwidth` in bytes/s instead of what --link says."""
-    useful = 4 * (arguments.gpu_blocks or arguments.max_running * -(-model.config.max_position_embeddings // arguments.block_size))
+    context = -(-model.config.max_position_embeddings // arguments.block_size)  # blocks
+    useful = 4 * (arguments.gpu_blocks or arguments.max_running * context)
     block_bytes = arguments.block_size * model.config.kv_numbers_per_token * model.dtype.itemsize
-    blocks = cli.blocks_that_fit(arguments.cpu_blocks, useful, block_bytes, torch.device("cpu"), "--cpu-blocks")
+    cpu = torch.device("cpu")
+    blocks = cli.blocks_that_fit(arguments.cpu_blocks, useful, block_bytes, cpu, "--cpu-blocks")
     bandwidth = bandwidth or links.bandwidth(model, arguments.link, arguments.platform)
     engine = paged.make_engine(model, arguments, HostCache(blocks, bandwidth))
     megabytes = blocks * block_bytes / 1e6

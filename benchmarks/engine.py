@@ -1,17 +1,22 @@
 """Chapters 02 and 03, each comparison interleaved in one run.
 
-    python -m benchmarks.engine                                   all; results in benchmarks/results/
-    python -m benchmarks.engine --only burst --model classroom
+python -m benchmarks.engine                                   all; results in benchmarks/results/
+python -m benchmarks.engine --only burst --model classroom
 
-    throughput   16 requests of 32 tokens in and 64 out, at once, against chapter 01 one after another: at least 5 times
-                 the tokens per second.
-    host         TTFT behind a history in host memory: restoration within 1.05 of its bound (bytes over the link), TTFT
-                 within 1.05 of max(link, the question's own compute). The compute is a device hit of the same question.
-    burst        30 questions about one document of 1,024 tokens at once, the device evicted before: it comes back once
-                 (03) or is computed once (02), and mean TTFT is at most 1.1 of the same burst with the document on the
-                 device, and one restoration.
-    together     servers of chapters 02 and 03 (--chapters) started at once: a minute later, without requests between,
-                 TTFT of a hit is within 1.2 of a server that was started alone, and the hit is loaded.
+throughput   16 requests of 32 tokens in and 64 out, at once, against chapter 01 one after another: at least 5
+times
+             the tokens per second.
+host         TTFT behind a history in host memory: restoration within 1.05 of its bound (bytes over the link),
+TTFT
+             within 1.05 of max(link, the question's own compute). The compute is a device hit of the same
+             question.
+burst        30 questions about one document of 1,024 tokens at once, the device evicted before: it comes back
+once
+             (03) or is computed once (02), and mean TTFT is at most 1.1 of the same burst with the document
+             on the device, and one restoration.
+together     servers of chapters 02 and 03 (--chapters) started at once: a minute later, without requests
+between,
+             TTFT of a hit is within 1.2 of a server that was started alone, and the hit is loaded.
 """
 
 import argparse
@@ -33,9 +38,15 @@ from common import checkpoint, cli, lesson  # noqa: E402
 from common import link as links  # noqa: E402
 from common.requests import Request  # noqa: E402
 
-baseline, paged, offload = (importlib.import_module(name) for name in ("01_baseline", "02_paged_kv", "03_cpu_offload"))
+baseline, paged, offload = (
+    importlib.import_module(name) for name in ("01_baseline", "02_paged_kv", "03_cpu_offload")
+)
 ROOT = Path(__file__).resolve().parent.parent
-MODELS = {"throughput": ["classroom"], "host": ["random:small", "classroom"], "burst": ["classroom", "random:small"]}
+MODELS = {
+    "throughput": ["classroom"],
+    "host": ["random:small", "classroom"],
+    "burst": ["classroom", "random:small"],
+}
 QUESTION, DOCUMENT, CROWD = 32, 1024, 30  # tokens, tokens, requests
 
 
@@ -72,7 +83,12 @@ def throughput(bench: Bench) -> list[dict]:
 
     taken = lesson.in_turn({which: partial(rate, which) for which in engines}, bench.rounds)
     ratio = [ours / alone for ours, alone in zip(taken["02"], taken["01"])]
-    return [dict(tokens_per_second={which: spread(samples) for which, samples in taken.items()}, ratio=spread(ratio))]
+    return [
+        dict(
+            tokens_per_second={which: spread(samples) for which, samples in taken.items()},
+            ratio=spread(ratio),
+        )
+    ]
 
 
 def host(bench: Bench) -> list[dict]:
@@ -90,9 +106,15 @@ def host(bench: Bench) -> list[dict]:
             return bench.ask(engine, [history + bench.prompt(QUESTION)])[0]
 
         taken = lesson.in_turn({"host": partial(hit, True), "device": partial(hit, False)}, bench.rounds)
-        loads = [[span for span in request.timeline.spans if span.lane == "load"] for request in taken["host"]]
+        loads = [
+            [span for span in request.timeline.spans if span.lane == "load"] for request in taken["host"]
+        ]
         restored = [1e3 * (spans[-1].end - spans[0].start) for spans in loads]
-        speed = engine.cache.load_link.speed() if not engine.cache.load_link.modelled else engine.cache.load_link.bandwidth.value
+        speed = (
+            engine.cache.load_link.speed()
+            if not engine.cache.load_link.modelled
+            else engine.cache.load_link.bandwidth.value
+        )
         link = 1e3 * size / speed
         ttft = [request.outcome.ttft_ms for request in taken["host"]]
         compute = [request.outcome.ttft_ms for request in taken["device"]]
@@ -144,7 +166,10 @@ def together(arguments) -> list[dict]:
     """A server each, in processes of their own, as a user starts them."""
     length, rows = 1000, []
     words = " ".join(f"word{number % 97}" for number in range(length // 3))
-    for how, groups in (("alone", [[name] for name in arguments.chapters]), ("together", [arguments.chapters])):
+    for how, groups in (
+        ("alone", [[name] for name in arguments.chapters]),
+        ("together", [arguments.chapters]),
+    ):
         for names in groups:
             ports = {name: 5750 + number for number, name in enumerate(names)}
             command = [sys.executable, "{}.py", "--model", arguments.model or "random:small", "--port", "{}"]
@@ -157,7 +182,10 @@ def together(arguments) -> list[dict]:
                 for port in ports.values():
                     wait_for(port)
                 time.sleep(arguments.pause)
-                rows += [dict(started=how, chapter=name, **hits(port, words, arguments.rounds)) for name, port in ports.items()]
+                rows += [
+                    dict(started=how, chapter=name, **hits(port, words, arguments.rounds))
+                    for name, port in ports.items()
+                ]
             finally:
                 for server in servers:
                     server.terminate()
@@ -209,15 +237,23 @@ def show(part: str, name: str, rows: list[dict]):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", choices=[*MODELS, "together"])
     parser.add_argument("--model", help="only this model")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--rounds", type=cli.bounded(int, 1, 1000), default=5)
-    parser.add_argument("--chapters", nargs="+", default=["02_paged_kv", "03_cpu_offload"], help="of the part together")
-    parser.add_argument("--pause", type=float, default=60.0, help="seconds without requests, of the part together")
-    parser.add_argument("--json", type=Path, help="where the results go (default benchmarks/results/engine-DEVICE.json)")
+    parser.add_argument(
+        "--chapters", nargs="+", default=["02_paged_kv", "03_cpu_offload"], help="of the part together"
+    )
+    parser.add_argument(
+        "--pause", type=float, default=60.0, help="seconds without requests, of the part together"
+    )
+    parser.add_argument(
+        "--json", type=Path, help="where the results go (default benchmarks/results/engine-DEVICE.json)"
+    )
     arguments = parser.parse_args()
     device = checkpoint.pick_device(arguments.device)
     set_imports_aside()

@@ -6,14 +6,14 @@
     transfer.error                                     # None, or why it failed
     transfer.span()                                    # start and end in seconds, once it is ready
 
-With CUDA a lane is a stream. A copy begins only after everything that was queued to compute when it was issued: so a
-load cannot overwrite what queued work still reads, and a copy out sees what queued work still writes. That is the
-first half of the contract; the second is the caller's: no memory of a transfer may be used for anything else before
-`ready`.
+With CUDA a lane is a stream. A copy begins only after everything that was queued to compute when it was
+issued: so a load cannot overwrite what queued work still reads, and a copy out sees what queued work still
+writes. That is the first half of the contract; the second is the caller's: no memory of a transfer may be
+used for anything else before `ready`.
 
-Without CUDA both memories are ordinary memory, and the link is a model: a thread copies at once, and then sleeps
-until bandwidth and latency say that the copy has arrived. Sleeping takes no processor time, so what is computed
-meanwhile really overlaps. Everything printed about such a link says `modelled link`.
+Without CUDA both memories are ordinary memory, and the link is a model: a thread copies at once, and then
+sleeps until bandwidth and latency say that the copy has arrived. Sleeping takes no processor time, so what is
+computed meanwhile really overlaps. Everything printed about such a link says `modelled link`.
 """
 
 import math
@@ -39,9 +39,11 @@ PLATFORMS = {
     "h800": (990e12, 64e9),
 }
 LLAMA_2_7B_HIDDEN = 4096
-# Section 6.1: on an A100 projection and transfer are even at 24 GB/s, so products run at this share of the peak.
+# Section 6.1: on an A100 projection and transfer are even at 24 GB/s, so products run at this share of the
+# peak.
 SHARE_OF_PEAK = 4 * LLAMA_2_7B_HIDDEN**2 / (2 * LLAMA_2_7B_HIDDEN / 24e9) / 312e12  # 0.63
 LATENCY = 10e-6  # seconds, of a modelled transfer
+TELLING = 1 << 16  # bytes from which a transfer says how fast the lane is
 
 
 class TransferError(Exception):
@@ -52,7 +54,7 @@ class TransferError(Exception):
 
 
 class Transfer:
-    """Something on its way: a copy over a link, or whatever else ends on another thread. Lanes call `finish`."""
+    """Something on its way: a copy over a link, or whatever else ends on another thread by `finish`."""
 
     def __init__(self, lane: str, label: str, size: int = 0):
         self.lane, self.label, self.bytes = lane, label, size
@@ -80,7 +82,7 @@ class Transfer:
             raise TransferError(f"{self.label} failed ({self.error})")
 
     def queue_wait(self) -> bool:
-        """Order the copy before what is computed from here on -> True. False: the host must wait for `ready`."""
+        """Order it before what is computed from here on -> True. False: the host must wait for `ready`."""
         return False
 
     def span(self) -> tuple[float, float]:
@@ -114,7 +116,7 @@ class CudaTransfer(Transfer):
 
 
 class Link:
-    """One direction of the link. `bandwidth` in bytes/s, or a Bandwidth: of the model, where there is no GPU."""
+    """One direction of the link. `bandwidth`, in bytes/s or a Bandwidth, is the model's without a GPU."""
 
     def __init__(self, lane: str, clock, bandwidth=None, wake=lambda: None):
         self.lane, self.clock, self.wake = lane, clock, wake  # called when a modelled transfer is over
@@ -133,7 +135,7 @@ class Link:
             self.stream, self.close = torch.cuda.Stream(), self.closed.set
 
     def copy(self, dst, src, label: str) -> Transfer:
-        """Copy tensor `src` to `dst`, or a list of tensors to as many of the same shapes -> the Transfer, at once."""
+        """Copy tensor `src` to `dst`, or a list of tensors to a list of the same shapes -> the Transfer."""
         dst = [dst] if isinstance(dst, torch.Tensor) else list(dst)
         src = [src] if isinstance(src, torch.Tensor) else list(src)
         kind = Transfer if self.modelled else CudaTransfer
@@ -170,7 +172,7 @@ class Link:
         while self.on_their_way and self.on_their_way[0].ready:
             transfer = self.on_their_way.popleft()
             start, end = transfer.span()
-            if transfer.error is None and transfer.bytes >= 1 << 16 and end > start:  # a few bytes say nothing
+            if transfer.error is None and transfer.bytes >= TELLING and end > start:
                 self.speeds.append(transfer.bytes / (end - start))
 
     def speed(self) -> float:
@@ -205,7 +207,7 @@ class Link:
 
 
 def carry(lane: queue.SimpleQueue, closed: threading.Event, wake):
-    """The thread of a modelled lane: copy each transfer, then sleep until the model says that it has arrived."""
+    """The thread of a modelled lane: copy each, then sleep until the model says that it has arrived."""
     free = 0.0  # when the lane is free, in the model
     while (item := lane.get()) is not None:
         transfer, pairs, seconds, error = item
@@ -242,8 +244,8 @@ def as_integers(tensor: torch.Tensor) -> numpy.ndarray:
 
 
 def contiguous_on_host(dst: torch.Tensor, src: torch.Tensor, host_side: torch.Tensor):
-    """The largest pairs that are contiguous on the host's side. The device gathers strided memory by itself, but on
-    the host that would be done first, and in pageable memory."""
+    """The largest pairs that are contiguous on the host's side. The device gathers strided memory by itself,
+    but on the host that would be done first, and in pageable memory."""
     if host_side.is_contiguous():
         yield dst, src
     else:
@@ -258,7 +260,7 @@ def host_memory(shape, dtype, device, what: str) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, pin_memory=True)
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
-            print(f"{what} cannot be pinned ({reason}): every copy takes about twice as long.", file=sys.stderr)
+            print(f"{what} cannot be pinned ({reason}): copies take about twice as long.", file=sys.stderr)
     return torch.empty(shape, dtype=dtype)
 
 
@@ -279,8 +281,9 @@ class Bandwidth:
 
 
 class PlatformBandwidth(Bandwidth):
-    """As much slower or faster than this processor as `platform`'s link is for `platform`'s GPU: restoring a layer
-    from hidden states takes, against their transfer, what it takes for Llama-2-7B there (HCache, section 6.1)."""
+    """As much slower or faster than this processor as `platform`'s link is for `platform`'s GPU: restoring a
+    layer from hidden states takes, against their transfer, what it takes for Llama-2-7B there (HCache,
+    section 6.1)."""
 
     def __init__(self, model, platform: str = "a100"):
         self.model, self.platform = model, platform
@@ -288,7 +291,7 @@ class PlatformBandwidth(Bandwidth):
 
     @torch.inference_mode()
     def measure(self, tokens: int = 512, rounds: int = 9, seconds: float = 0.02) -> float:
-        """Time what a restoration does, layer after layer: project, and write to the slots of a block table."""
+        """Time what a restoration does, layer after layer: project, and write to the slots of a table."""
         config = self.model.config
         tokens = min(tokens, config.max_position_embeddings)
         hidden = torch.randn(tokens, config.hidden_size).to(self.model.dtype)  # [T, D]
@@ -312,30 +315,23 @@ class PlatformBandwidth(Bandwidth):
         least, middle, most = (1e3 * self.samples[len(self.samples) * part // 4] for part in (1, 2, 3))
         ratio = projection_over_transfer(self.platform)
         return (
-            f"modelled link, {self.value / 1e9:.3g} GB/s, as for an {self.platform.upper()}: the hidden states of "
-            f"{self.tokens} tokens take {middle / ratio:.3g} ms a layer, and restoring them {middle:.3g} ms "
-            f"(quartiles {least:.3g} to {most:.3g})"
+            f"modelled link, {self.value / 1e9:.3g} GB/s, as for an {self.platform.upper()}: the hidden "
+            f"states of {self.tokens} tokens take {middle / ratio:.3g} ms a layer, and restoring them "
+            f"{middle:.3g} ms (quartiles {least:.3g} to {most:.3g})"
         )
 
 
 def projection_over_transfer(platform: str) -> float:
-    """How much longer Llama-2-7B takes on `platform` to project a layer's hidden states than to transfer them."""
+    """How much longer Llama-2-7B takes on `platform` to project a layer's hidden states than to move them."""
     peak, pcie = PLATFORMS[platform]
     return (4 * LLAMA_2_7B_HIDDEN**2 / (SHARE_OF_PEAK * peak)) / (2 * LLAMA_2_7B_HIDDEN / pcie)
 
 
 def add_arguments(parser):
-    parser.add_argument(
-        "--link",
-        type=link_speed,
-        default="auto",
-        metavar="GB/S",
-        help="without a GPU, the modelled link's speed; auto (default): as fast for this model on this processor as "
-        "PCIe is for Llama-2-7B on --platform",
-    )
-    parser.add_argument(
-        "--platform", choices=PLATFORMS, default="a100", help="the GPU that --link auto resembles (default a100)"
-    )
+    words = "without a GPU, the modelled link's speed; auto (default): what --platform's would be here"
+    parser.add_argument("--link", type=link_speed, default="auto", metavar="GB/S", help=words)
+    words = "the GPU that --link auto resembles (default a100)"
+    parser.add_argument("--platform", choices=PLATFORMS, default="a100", help=words)
 
 
 def link_speed(string: str) -> float | str:

@@ -1,8 +1,9 @@
 """How something comes back: the Cache that every chapter implements, and what the engine does with it.
 
-A Cache says what it has (`match`) and brings it back (`restore`, a generator that yields each copy it must wait for).
-The engine decides whether that is worth it, when it goes on, who waits, and what happens if it fails: here, once,
-for all chapters. The rule for every failure, lateness included: what was to come back is computed.
+A Cache says what it has (`match`) and brings it back (`restore`, a generator that yields each copy it must
+wait for). The engine decides whether that is worth it, when it goes on, who waits, and what happens if it
+fails: here, once, for all chapters. The rule for every failure, lateness included: what was to come back is
+computed.
 """
 
 import math
@@ -30,8 +31,8 @@ ENOUGH = 0.2  # seconds: a prefill that takes so long need not be measured with 
 
 @dataclass(eq=False)
 class Match:
-    """What a Cache holds behind `request.computed`: so many tokens, there in about `seconds`, what is queued before
-    them included. `blocks` are the Cache's own, of `size` tokens each."""
+    """What a Cache holds behind `request.computed`: so many tokens, there in about `seconds`, what is queued
+    before them included. `blocks` are the Cache's own, of `size` tokens each."""
 
     tokens: int
     seconds: float
@@ -49,11 +50,13 @@ class Match:
 
 @dataclass(eq=False)
 class Restoration:
-    """Tokens start to end come back; those of limit to end are in the request's blocks for the first `layers` layers.
+    """Tokens start to end come back; those of limit to end are in the request's blocks for the first `layers`
+    layers.
 
-    What lies before the limit is computed meanwhile, in ordinary steps of at most `portion` tokens; where `computed`
-    meets the limit, it goes on at the end. Only chapter 06 begins with a limit above the start. Everywhere else they
-    meet at once: the question's rows are next, while the history before them still travels."""
+    What lies before the limit is computed meanwhile, in ordinary steps of at most `portion` tokens; where
+    `computed` meets the limit, it goes on at the end. Only chapter 06 begins with a limit above the start.
+    Everywhere else they meet at once: the question's rows are next, while the history before them still
+    travels."""
 
     match: Match
     start: int
@@ -70,7 +73,8 @@ class Restoration:
 
 
 class Cache:
-    """What a chapter keeps, and how it comes back. This one keeps nothing beyond the device's blocks (chapter 02).
+    """What a chapter keeps, and how it comes back. This one keeps nothing beyond the device's blocks (chapter
+    02).
 
     | verb | when | in vLLM's KVConnector |
     |---|---|---|
@@ -96,13 +100,13 @@ class Cache:
         """The request stands in line, its chain is made: something may begin to come nearer."""
 
     def match(self, request):
-        """-> a Match of what could come back behind `request.computed` (which may lie inside a block), None, or LATER:
-        ask again in the next step, until `request.patience`."""
+        """-> a Match of what could come back behind `request.computed` (which may lie inside a block), None,
+        or LATER: ask again in the next step, until `request.patience`."""
 
     def restore(self, request, restoration: Restoration, match: Match):
-        """Bring tokens start to end into `request.table`. A generator: issue copies, yield each Transfer that must be
-        over before it goes on (or PAUSE), count `restoration.layers` up, end by returning. `hold` what a copy reads and
-        writes before the next yield. It may be closed at any yield."""
+        """Bring tokens start to end into `request.table`. A generator: issue copies, yield each Transfer that
+        must be over before it goes on (or PAUSE), count `restoration.layers` up, end by returning. `hold`
+        what a copy reads and writes before the next yield. It may be closed at any yield."""
         yield from ()
 
     def save_layer(self, layer: int, hidden, batch):
@@ -118,8 +122,8 @@ class Cache:
         """The request is over, cancelled or preempted: hold nothing of it any more."""
 
     def hold(self, lane: str, transfers: list, *held, then=lambda arrived: None):
-        """Reference (pool, blocks) pairs until all transfers are over, whatever becomes of the request; then call
-        `then(whether all have arrived)`."""
+        """Reference (pool, blocks) pairs until all transfers are over, whatever becomes of the request; then
+        call `then(whether all have arrived)`."""
         for pool, blocks in held:
             pool.share(blocks)
         self.under_way[lane].append((transfers, held, then))
@@ -134,7 +138,7 @@ class Cache:
                     pool.release(blocks)
 
     def idle(self) -> float | None:
-        """Nothing runs: measure again what decides between loading and computing -> a speed; None: there is none."""
+        """Nothing runs: measure again how fast it loads -> a speed in any unit; None if it never loads."""
 
     def close(self):
         """End threads, and what lies outside of this process."""
@@ -148,7 +152,8 @@ class Interrupted(Exception):
 
 
 class Restorer:
-    """Begins, resumes and gives up restorations, for the engine. The one place where they fail is `advance`."""
+    """Begins, resumes and gives up restorations, for the engine. The one place where they fail is
+    `advance`."""
 
     def __init__(self, engine, cache: Cache, always: bool = False):
         self.engine, self.cache, self.always = engine, cache, always
@@ -187,7 +192,7 @@ class Restorer:
         return flops(self.engine.model.config, start, end) / statistics.median(self.rates)
 
     def learn(self, work: list, seconds: float):
-        """Note how fast a step was. `work`: (request, tokens) before it. One that may have waited says nothing."""
+        """Note how fast a step was; one that may have waited says nothing. `work`: as before the step."""
         if sum(count for _, count in work) >= LONG and not any(request.restoration for request, _ in work):
             spans = [(request.computed, request.computed + count) for request, count in work]
             self.rates.append(sum(flops(self.engine.model.config, *span) for span in spans) / seconds)
@@ -223,23 +228,24 @@ class Restorer:
             if restoration := request.restoration:
                 before, rows, layers = restoration.layers, restoration.match.rows, self.depth
                 if rows:
-                    layers = min(self.depth, before + max(budget // rows, 1 if first else 0))  # the oldest gets on
+                    layers = min(self.depth, before + max(budget // rows, 1 if first else 0))  # one gets on
                 self.advance(request, layers, wait=False)
                 budget, first = budget - (restoration.layers - before) * rows, False
             if request.restoration:
                 self.end_if_there(request)
 
     def wait(self, request, layers: int):
-        """In the forward pass: go on when the history of so many layers is there. Raises Interrupted if the request
-        was given up, or chapter 06's loading has overtaken what the step computes."""
+        """In the forward pass: go on when the history of so many layers is there. Raises Interrupted if the
+        request was given up, or chapter 06's loading has overtaken what the step computes."""
         computed = request.computed
         self.advance(request, layers, wait=True)
         if request.computed != computed or request not in self.engine.running:
             raise Interrupted
 
     def advance(self, request, layers: int, wait: bool):
-        """Resume the generator until `layers` are there, or until what it waits for has not arrived. Whatever raises,
-        a copy that failed or is late, or a generator that ends too early: what is not there is computed."""
+        """Resume the generator until `layers` are there, or until what it waits for has not arrived. Whatever
+        raises, a copy that failed or is late, or a generator that ends too early: what is not there is
+        computed."""
         restoration = request.restoration
         while restoration.steps and (restoration.layers < layers or request.computed < restoration.limit):
             try:
@@ -267,7 +273,8 @@ class Restorer:
                     self.give_up(request)
                     return
         if restoration.limit <= request.computed < restoration.end:
-            # They have met. Where the limit is the start, that is at once: `computed` runs ahead of what has arrived,
+            # They have met. Where the limit is the start, that is at once: `computed` runs ahead of what has
+            # arrived,
             # and `can_compute` and `wait` keep every pass behind it.
             restoration.found = restoration.end - request.computed
             if not request.new:  # a preempted request finds what it had itself
@@ -276,9 +283,9 @@ class Restorer:
             request.computed = restoration.end
 
     def arrived(self, request, restoration: Restoration, wait: bool) -> bool:
-        """Whether to resume: what the generator waits for is over, or, on a GPU in the pass, is ordered before what is
-        computed next, and the host need not wait. Raises TransferError if it failed or is late, and Interrupted if
-        somebody came while the pass waited."""
+        """Whether to resume: what the generator waits for is over, or, on a GPU in the pass, is ordered
+        before what is computed next, and the host need not wait. Raises TransferError if it failed or is
+        late, and Interrupted if somebody came while the pass waited."""
         transfer = restoration.awaited
         if transfer is None:
             return True
@@ -303,13 +310,13 @@ class Restorer:
         return True
 
     def give_up(self, request):
-        """A copy that has failed or is late may still write to the request's blocks: it goes back to the head of the
-        line, gets others, and computes. The old ones are free when their transfers are over."""
+        """A copy that has failed or is late may still write to the request's blocks: it goes back to the head
+        of the line, gets others, and computes. The old ones are free when their transfers are over."""
         request.declined = True
         self.engine.requeue(request)
 
     def end_if_there(self, request):
-        """Register what has come back, and ask what follows: it may be in another tier, or have been saved since."""
+        """Register what has come back, and ask what follows: it may be in another tier, or saved since."""
         restoration = request.restoration
         if restoration.layers == self.depth and request.computed >= restoration.end:
             self.end(request)
@@ -334,9 +341,9 @@ class Restorer:
     # Measuring while nothing runs
 
     def idle(self) -> float | None:
-        """Nothing runs -> seconds until this wants to be called again; None: nothing is left to measure. What was
-        measured at the start, while others were busy, or led to a refusal, is measured again at once and then after 1,
-        2, 4 to 32 s, until two measurements agree."""
+        """Nothing runs -> seconds until this wants to be called again; None: nothing is left to measure. What
+        was measured at the start, while others were busy, or led to a refusal, is measured again at once and
+        then after 1, 2, 4 to 32 s, until two measurements agree."""
         if not self.doubtful:
             return None
         if (left := self.due - time.perf_counter()) > 0:
@@ -345,15 +352,15 @@ class Restorer:
             speeds = self.measure()
         except Interrupted:
             return 0.0
-        pairs = list(zip(speeds, self.speeds))
-        self.doubtful = bool(speeds) and not (pairs and all(abs(new / old - 1) <= STEADY for new, old in pairs))
+        steady = [abs(new / old - 1) <= STEADY for new, old in zip(speeds, self.speeds)]
+        self.doubtful = bool(speeds) and not (steady and all(steady))
         self.speeds = speeds
         self.pause = min(max(PAUSES[0], 2 * self.pause), PAUSES[1]) if self.doubtful else 0.0
         self.due = time.perf_counter() + self.pause
         return self.pause if self.doubtful else None
 
     def measure(self) -> list[float]:
-        """Measure the Cache's speed and that of prefill -> both; [] where nothing depends on them. Raises Interrupted."""
+        """Measure the Cache's speed and that of prefill -> both; [] if nothing depends on them."""
         speed = self.cache.idle()
         if speed is None:
             return []
@@ -363,8 +370,8 @@ class Restorer:
         return [speed, rate or 1.0]
 
     def measure_prefill(self) -> float | None:
-        """Compute a prompt of nobody's in free blocks -> FLOP/s; None if there are too few. Raises Interrupted when
-        somebody comes."""
+        """Compute a prompt of nobody's in free blocks -> FLOP/s; None if there are too few. Raises
+        Interrupted when somebody comes."""
         engine, rate = self.engine, None
 
         def before_layer(index, hidden, batch):
@@ -391,9 +398,10 @@ class Restorer:
 
 
 def flops(config, start: int, end: int) -> float:
-    """Floating-point operations of all layers for tokens start to end: two for each weight, and in attention two for
-    each number of a key and of a value that a query head sees."""
-    heads, kv_heads = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    """Floating-point operations of all layers for tokens start to end: two for each weight, and in attention
+    two for each number of a key and of a value that a query head sees."""
+    heads = config.num_attention_heads * config.head_dim
+    kv_heads = config.num_key_value_heads * config.head_dim
     weights = config.hidden_size * (2 * heads + 2 * kv_heads + 3 * config.intermediate_size)
     seen = (end - start) * (start + end + 1) / 2  # pairs of a token and one that it sees
     return config.num_hidden_layers * (2 * weights * (end - start) + 4 * heads * seen)

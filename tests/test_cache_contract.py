@@ -1,7 +1,9 @@
-"""What every Cache owes the engine (common/restoring.py): equal tokens, whatever fails, and nothing left behind.
+"""What every Cache owes the engine (common/restoring.py): equal tokens, whatever fails, and nothing left
+behind.
 
-    pytest tests/test_cache_contract.py                                # the chapters'
-    pytest tests/test_cache_contract.py --cache my_cache:MyCache       # a reader's own, called as MyCache(blocks, bytes/s)
+    pytest tests/test_cache_contract.py                                # the chapters' pytest
+    tests/test_cache_contract.py --cache my_cache:MyCache       # a reader's own, called as MyCache(blocks,
+    bytes/s)
 
 A failure names the rule that was broken.
 """
@@ -76,7 +78,9 @@ def test_restored_k_and_v_are_bit_equal(cache):
     evict(engine)
     again = contents()
     assert len(computed) == len(again) == 10
-    assert all(torch.equal(one, other) for one, other in zip(computed, again)), "what comes back is what was lost"
+    assert all(torch.equal(one, other) for one, other in zip(computed, again)), (
+        "what comes back is what was lost"
+    )
 
 
 def test_another_salt_finds_nothing(cache):
@@ -148,7 +152,9 @@ def test_requests_are_preempted_and_go_on(cache, blocks):
     check_pools(engine)
 
 
-@pytest.mark.parametrize("faults", [dict(failing=0.2), dict(late=0.5), dict(failing=0.1, noisy=6), dict(failing=1.0)])
+@pytest.mark.parametrize(
+    "faults", [dict(failing=0.2), dict(late=0.5), dict(failing=0.1, noisy=6), dict(failing=1.0)]
+)
 def test_copies_that_fail_or_are_late_cost_time_only(cache, faults):
     rng = random.Random(8)
     with faulty(rng, **faults) as injected:

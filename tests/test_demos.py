@@ -1,4 +1,5 @@
-"""The lessons as a user runs them: verified before any number is printed, and their own numbers show the mechanism."""
+"""The lessons as a user runs them: verified before any number is printed, and their own numbers show the
+mechanism."""
 
 import json
 import os
@@ -49,11 +50,14 @@ def test_a_demo_shows_its_mechanism_ahead(demo):
     if chapter == "02_paged_kv":
         taken, rows = times(report), report["rows"]
         rates = {row["case"]: row["tokens_per_second"] for row in rows if "tokens_per_second" in row}
-        assert taken["miss (another salt)"] > 2 * taken["gpu_hit"] and rates["16 at once"] > 2 * rates["1 at once"]
+        assert (
+            taken["miss (other salt)"] > 2 * taken["gpu_hit"]
+            and rates["16 at once"] > 2 * rates["1 at once"]
+        )
         reserved, own, shared = (row["tokens_per_slot"] for row in rows if "memory" in row)
         assert reserved < 0.5 < 0.95 < own < 1 < shared
     if chapter == "03_cpu_offload":
         taken = times(report)
-        assert taken["miss: computed"] > 1.5 * taken["cpu_hit: host memory"] > taken["gpu_hit: device"]
-        assert taken["a link 100 times slower"] > 1.5 * taken["cpu_hit: host memory"]
+        assert taken["miss"] > 1.5 * taken["cpu_hit"] > taken["gpu_hit"]
+        assert taken["slow link"] > 1.5 * taken["cpu_hit"]
         assert any(row.get("bytes_in") for row in report["rows"])

@@ -1,4 +1,5 @@
-"""The engine's side of the contract (DESIGN of common/restoring.py), with small Caches and Runners made for it."""
+"""The engine's side of the contract (DESIGN of common/restoring.py), with small Caches and Runners made for
+it."""
 
 import random
 import threading
@@ -6,7 +7,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.engines import CONTEXT, Oracle, ask, check_pools, draw, evict, make, offload, paged, settle, tiny_model
+from support.engines import (
+    CONTEXT,
+    Oracle,
+    ask,
+    check_pools,
+    draw,
+    evict,
+    make,
+    offload,
+    paged,
+    settle,
+    tiny_model,
+)
 
 from common import restoring
 from common.link import Bandwidth, Transfer
@@ -17,8 +30,8 @@ ORACLE = Oracle()
 
 
 class RowCache(Cache):
-    """Keeps the rows of every finished prompt, and brings any number of them back: from the front, layer by layer.
-    Tests change what `deliver` does with a Transfer."""
+    """Keeps the rows of every finished prompt, and brings any number of them back: from the front, layer by
+    layer. Tests change what `deliver` does with a Transfer."""
 
     def __init__(self, deliver=lambda transfer: transfer.finish(0.0, 0.0), seconds=0.0):
         self.deliver, self.seconds, self.known = deliver, seconds, []
@@ -27,13 +40,18 @@ class RowCache(Cache):
         if request.computed >= request.prompt_tokens:
             tokens = request.tokens[: request.prompt_tokens]
             slots = slots_of(request, 0, len(tokens))
-            self.known.append((tokens, self.pool.memory.flatten(2, 3)[:, :, slots].clone()))  # [L, 2, T, KVH, hd]
+            self.known.append(
+                (tokens, self.pool.memory.flatten(2, 3)[:, :, slots].clone())
+            )  # [L, 2, T, KVH, hd]
 
     def match(self, request):
         best = None
         for tokens, rows in self.known:
             pairs = zip(tokens, request.tokens[:-1])
-            same = next((at for at, pair in enumerate(pairs) if pair[0] != pair[1]), min(len(tokens), len(request.tokens) - 1))
+            same = next(
+                (at for at, pair in enumerate(pairs) if pair[0] != pair[1]),
+                min(len(tokens), len(request.tokens) - 1),
+            )
             if same > request.computed and (best is None or same > best[0]):
                 best = same, rows
         if best:
@@ -77,7 +95,9 @@ PROMPT = draw(random.Random(0), 205)  # 12 blocks and 13 tokens
 def test_a_match_may_end_and_begin_inside_a_block():
     engine = make(RowCache())
     assert again(engine, PROMPT).found == {"rows": 205}
-    (tail,) = engine.generate([Request(PROMPT + [5, 6, 7, 8, 9], 4)])  # 12 or 13 blocks on the device, the rest as rows
+    (tail,) = engine.generate(
+        [Request(PROMPT + [5, 6, 7, 8, 9], 4)]
+    )  # 12 or 13 blocks on the device, the rest as rows
     assert tail.found["gpu"] % 16 == 0 and ORACLE.judge(tail) == "equal"
 
 
@@ -161,7 +181,9 @@ def after(layers: int, engine):
     engine.cache.deliver, engine.cache.save_layer = deliver, look
 
 
-@pytest.mark.parametrize("layers, portion", [(0, 16), (1, 16), (2, 16), (3, 32), (5, 16), (7, 200), (100, 16)])
+@pytest.mark.parametrize(
+    "layers, portion", [(0, 16), (1, 16), (2, 16), (3, 32), (5, 16), (7, 200), (100, 16)]
+)
 def test_what_is_computed_and_what_is_loaded_meet(layers, portion):
     engine = make(cache := BothEnds())
     cache.portion = portion
@@ -262,7 +284,9 @@ def test_rows_of_compute_are_bounded_by_the_budget_of_a_step():
     while back.outcome is None:
         engine.step()
         layers.append(back.restoration.layers if back.restoration else 3)
-    assert max(new - old for old, new in zip(layers, layers[1:])) == 1, "205 rows a layer, 64 * 3 a step: one layer"
+    assert max(new - old for old, new in zip(layers, layers[1:])) == 1, (
+        "205 rows a layer, 64 * 3 a step: one layer"
+    )
     settle(engine)
 
 
@@ -352,7 +376,10 @@ def test_a_step_that_fails_three_times_ends_its_requests_with_503():
     runner.failures = 3
     while any(request.outcome is None for request in asked):
         engine.step()
-    assert all(isinstance(request.outcome, Unavailable) and "out of luck" in str(request.outcome) for request in asked)
+    assert all(
+        isinstance(request.outcome, Unavailable) and "out of luck" in str(request.outcome)
+        for request in asked
+    )
     assert Unavailable.status == 503
     assert ORACLE.judge(ask(engine, PROMPT)) == "equal"
     check_pools(engine)
@@ -380,7 +407,9 @@ class WriteBack(Cache):
 def test_ten_that_need_a_block_wait_for_as_many_that_leave():
     engine = make(cache := WriteBack(), blocks=33, max_running=16)
     ask(engine, draw(random.Random(1), 22 * 16), 1)  # 22 blocks are cached
-    asked = [Request(draw(random.Random(seed), 16), 3) for seed in range(10)]  # a block each, and soon another
+    asked = [
+        Request(draw(random.Random(seed), 16), 3) for seed in range(10)
+    ]  # a block each, and soon another
     for request in asked:
         engine.submit(request)
     for _ in range(4):
@@ -402,7 +431,9 @@ def test_what_would_arrive_later_than_computed_is_computed_and_the_result_says_s
     engine = make(RowCache(seconds=1e3), always_restore=False)
     request = again(engine, PROMPT)
     (words,) = request.decisions
-    assert words.startswith("205 tokens offered (rows): loading 1000000.0 ms, computing ") and words.endswith(": computed")
+    assert words.startswith("205 tokens offered (rows): loading 1000000.0 ms, computing ") and words.endswith(
+        ": computed"
+    )
     assert request.outcome.as_json()["decisions"] == [words] and words in request.outcome.summary()
     assert engine.counts["declined"] == 1 and not request.found
     always = make(RowCache(seconds=1e3))
@@ -415,7 +446,11 @@ def test_sources():
     assert ask(engine, PROMPT + [5]).outcome.source == "gpu_hit"
     evict(engine)
     back = ask(engine, PROMPT + [5])
-    assert (back.outcome.source, back.found, back.outcome.usage["cached_tokens"]) == ("cpu_hit", {"cpu": 192}, 192)
+    assert (back.outcome.source, back.found, back.outcome.usage["cached_tokens"]) == (
+        "cpu_hit",
+        {"cpu": 192},
+        192,
+    )
     settle(engine)
     for prefix in back.chain[8:]:  # the device loses the end
         engine.pool.evict(engine.pool.block_of[prefix])
@@ -445,7 +480,16 @@ def idle(monkeypatch):
 
 def test_idle_measures_at_once_and_then_ever_more_rarely_until_two_agree(idle):
     restorer, clock = idle
-    restorer.given = [[6.0, 1.0], [3.0, 1.0], [3.2, 1.0], [1.0, 1.0], [2.0, 1.0], [1.0, 1.0], [2.0, 1.0], [1.0, 1.0]]
+    restorer.given = [
+        [6.0, 1.0],
+        [3.0, 1.0],
+        [3.2, 1.0],
+        [1.0, 1.0],
+        [2.0, 1.0],
+        [1.0, 1.0],
+        [2.0, 1.0],
+        [1.0, 1.0],
+    ]
     pauses = []
     while restorer.given:
         pauses.append(restorer.idle())
@@ -479,7 +523,9 @@ def test_a_bad_start_is_forgotten_and_a_slow_link_is_still_declined(share_of_com
     rate = probe.restorer.measure_prefill()
     seconds = restoring.flops(tiny_model().config, 0, 192) / rate
     size = 12 * probe.pool.block_bytes
-    engine = make(cache := offload.HostCache(64, Misled(size / (share_of_computing * seconds))), always_restore=False)
+    engine = make(
+        cache := offload.HostCache(64, Misled(size / (share_of_computing * seconds))), always_restore=False
+    )
     engine.restorer.measure_prefill = lambda: rate  # the same clock for both
     engine.restorer.rates.clear()
     engine.restorer.rates.append(rate)

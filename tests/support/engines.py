@@ -1,4 +1,5 @@
-"""One engine factory for all tests: a tiny model whose answers depend on far context, and every chapter's Cache."""
+"""One engine factory for all tests: a tiny model whose answers depend on far context, and every chapter's
+Cache."""
 
 import functools
 import importlib
@@ -12,7 +13,9 @@ from common.llama import Llama, LlamaConfig
 from common.requests import Request
 from common.restoring import Cache
 
-baseline, paged, offload = (importlib.import_module(name) for name in ("01_baseline", "02_paged_kv", "03_cpu_offload"))
+baseline, paged, offload = (
+    importlib.import_module(name) for name in ("01_baseline", "02_paged_kv", "03_cpu_offload")
+)
 BANDWIDTH = 2e9  # bytes/s, of the modelled link
 CONTEXT = 512
 
@@ -24,7 +27,8 @@ CACHES = {
 
 
 def own_cache(name: str):
-    """`my_cache:MyCache` -> function(blocks), for a Cache of the reader's own: called as MyCache(4 * blocks, bytes/s)."""
+    """`my_cache:MyCache` -> function(blocks), for a Cache of the reader's own: called as MyCache(4 * blocks,
+    bytes/s)."""
     module, _, kind = name.partition(":")
     made = getattr(importlib.import_module(module), kind)
     return lambda blocks: made(4 * blocks, BANDWIDTH)
@@ -32,7 +36,8 @@ def own_cache(name: str):
 
 @functools.cache
 def tiny_model(seed: int = 0, kv_heads: int = 2, device: str = "cpu") -> Llama:
-    """3 layers x 64, 4 heads, 300 tokens, random weights: large enough ones that early tokens change the answer."""
+    """3 layers x 64, 4 heads, 300 tokens, random weights: large enough ones that early tokens change the
+    answer."""
     config = LlamaConfig(
         vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=kv_heads, head_dim=16, max_position_embeddings=CONTEXT,
@@ -50,8 +55,17 @@ def tiny_model(seed: int = 0, kv_heads: int = 2, device: str = "cpu") -> Llama:
     return model
 
 
-def make(cache="none", blocks: int = 64, block_size: int = 16, model=None, always_restore=True, runner=None, **options):
-    """An engine. `cache`: a name of CACHES, or a Cache. By default all that is offered is loaded: no clock decides."""
+def make(
+    cache="none",
+    blocks: int = 64,
+    block_size: int = 16,
+    model=None,
+    always_restore=True,
+    runner=None,
+    **options,
+):
+    """An engine. `cache`: a name of CACHES, or a Cache. By default all that is offered is loaded: no clock
+    decides."""
     model = model or tiny_model()
     cache = CACHES[cache](blocks) if isinstance(cache, str) else cache
     runner = runner or paged.Runner(model, blocks, block_size)
@@ -117,7 +131,7 @@ class Oracle:
         return int(best.indices[0])
 
     def judge(self, request: Request) -> str:
-        """"equal", "tie" or "wrong"."""
+        """ "equal", "tie" or "wrong"."""
         tokens, ties = self.answer(request.tokens[: request.prompt_tokens], request.max_tokens)
         for ours, theirs, tie in zip(request.new, tokens, ties):
             if ours != theirs:

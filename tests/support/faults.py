@@ -1,4 +1,5 @@
-"""Links that fail, are late, and write noise before they fail: for every Cache at once, since all copy over a Link."""
+"""Links that fail, are late, and write noise before they fail: for every Cache at once, since all copy over a
+Link."""
 
 import random
 import threading
@@ -11,11 +12,21 @@ from common.link import Link, Transfer
 
 
 class Faults:
-    """Shares of copies: `failing` (nothing is copied), `late` (copied after up to `delay` seconds). Behind a copy
-    that failed, those of the same lane that follow within `noisy` copies fail too, late, and write NaN before."""
+    """Shares of copies: `failing` (nothing is copied), `late` (copied after up to `delay` seconds). Behind a
+    copy that failed, those of the same lane that follow within `noisy` copies fail too, late, and write NaN
+    before."""
 
-    def __init__(self, rng: random.Random, failing=0.0, late=0.0, noisy=0, delay=0.02, lanes=("load", "save")):
-        self.rng, self.failing, self.late, self.noisy, self.delay, self.lanes = rng, failing, late, noisy, delay, lanes
+    def __init__(
+        self, rng: random.Random, failing=0.0, late=0.0, noisy=0, delay=0.02, lanes=("load", "save")
+    ):
+        self.rng, self.failing, self.late, self.noisy, self.delay, self.lanes = (
+            rng,
+            failing,
+            late,
+            noisy,
+            delay,
+            lanes,
+        )
         self.broken = dict.fromkeys(lanes, 0)  # how many more copies of the lane write noise
         self.failed = self.delayed = self.noise = 0
         self.pending: list[threading.Timer] = []
@@ -77,4 +88,3 @@ def faulty(*args, **shares):
         Link.copy = COPY
         for timer in faults.pending:
             timer.join()
-

@@ -1,4 +1,5 @@
-"""Generated traffic: many small engines, shared documents, evictions, cancels, preemptions, salts and faulty copies.
+"""Generated traffic: many small engines, shared documents, evictions, cancels, preemptions, salts and faulty
+copies.
 
     python -m tests.support.traffic --requests 100000 --seed 0 --cache host
 
@@ -39,7 +40,9 @@ def run(cache: str, requests: int, seed: int, share: float = 0.05, tell=lambda l
         number += 1
         size, most = rng.choice((4, 8, 16, 16)), max(len(prompt) for prompt in prompts) + 24
         blocks = -(-most // size) + rng.randrange(1, 20)
-        engine = engines.make(cache, blocks, size, token_budget=rng.choice((16, 64, 512)), max_running=rng.randrange(2, 9))
+        engine = engines.make(
+            cache, blocks, size, token_budget=rng.choice((16, 64, 512)), max_running=rng.randrange(2, 9)
+        )
         with faulty(rng, failing=share, late=share, noisy=4, delay=rng.choice((0.002, 0.02))):
             for _ in range(min(12, requests // 10 + 1)):
                 burst(engine, rng, prompts, oracle, counts)
@@ -87,7 +90,9 @@ def burst(engine, rng: random.Random, prompts: list, oracle: engines.Oracle, cou
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cache", choices=engines.CACHES, default="host")
@@ -99,8 +104,12 @@ def main():
     counts = run(arguments.cache, arguments.requests, arguments.seed, tell=tell)
     print(f"{arguments.cache}, seed {arguments.seed}, {time.perf_counter() - began:.0f} s: "
           + ", ".join(f"{count} {name}" for name, count in sorted(counts.items())))  # fmt: skip
-    print(f"restored {counts['restored'] / counts['requests']:.1%}, preempted {counts['preemptions'] / counts['requests']:.1%}")
-    return bool(far < 0.9 or counts["wrong"] or counts["failed"] or counts["tie"] > counts["tokens"] / 100_000)
+    print(
+        f"restored {counts['restored'] / counts['requests']:.1%}, preempted {counts['preemptions'] / counts['requests']:.1%}"
+    )
+    return bool(
+        far < 0.9 or counts["wrong"] or counts["failed"] or counts["tie"] > counts["tokens"] / 100_000
+    )
 
 
 if __name__ == "__main__":
