@@ -5,6 +5,7 @@ as it becomes certain, and last the outcome, a `Result` or an exception.
 """
 import json
 import queue
+import random
 import threading
 import time
 from collections import Counter, deque
@@ -19,55 +20,54 @@ from common.timeline import Timeline
 
 class RequestError(Exception):
     """A request that is not answered; its message is one sentence for the user, and says what to change."""
-    status, kind = 500, "server_error"
+    status = 500                   # of HTTP
+
+    def __init__(self, message: str, status: int | None = None):
+        super().__init__(message)
+        self.status = status or self.status
+
 
 class BadRequest(RequestError):
-    status, kind = 400, "invalid_request_error"
+    status = 400
 
-class Forbidden(RequestError):
-    status, kind = 403, "permission_error"
-
-class NotHere(RequestError):
-    status, kind = 404, "invalid_request_error"
-
-class TooLarge(RequestError):
-    status, kind = 413, "invalid_request_error"
-
-class Busy(RequestError):
-    status, kind = 429, "rate_limit_error"
 
 class HungUp(RequestError):
     status = 499
 
+
 class Unavailable(RequestError):
     """The server is closing, or a step failed several times in a row."""
-    status, kind = 503, "unavailable_error"
+    status = 503
 
 
 # 2. Fields --------------------------------------------------------------------------------------------------
 
-def whole(value, low: int, high: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+def number(value, low: float, high: float, kinds=int) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool) and low <= value <= high
 
-def real(value, low: float, high: float) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
 
 def text(value) -> bool:
     return isinstance(value, str) and value == value.encode("utf-8", "ignore").decode()  # no lone surrogates
 
+
 def stop_string(value) -> bool:
     return text(value) and 1 <= len(value) <= 256
 
+
+def text_part(value) -> bool:
+    return isinstance(value, dict) and value.get("type") == "text" and text(value.get("text"))
+
+
 # name -> (test, what it must be)
 SAMPLING = {
-    "max_tokens": (lambda v: whole(v, 1, 1 << 20), "a whole number from 1 up"),
-    "temperature": (lambda v: real(v, 0, 100), "a number from 0 (greedy) to 100"),
-    "top_p": (lambda v: real(v, 1e-6, 1), "a number above 0 and at most 1"),
-    "top_k": (lambda v: whole(v, 0, 1 << 20), "a whole number, 0 for no limit"),
-    "seed": (lambda v: whole(v, 0, (1 << 63) - 1), "a whole number from 0 up"),
+    "max_tokens": (lambda v: number(v, 1, 1 << 20), "a whole number from 1 up"),
+    "temperature": (lambda v: number(v, 0, 100, (int, float)), "a number from 0 (greedy) to 100"),
+    "top_p": (lambda v: number(v, 1e-6, 1, (int, float)), "a number above 0 and at most 1"),
+    "top_k": (lambda v: number(v, 0, 1 << 20), "a whole number, 0 for no limit"),
+    "seed": (lambda v: number(v, 0, (1 << 63) - 1), "a whole number from 0 up"),
     "stop": (lambda v: stop_string(v) or (isinstance(v, list) and len(v) <= 16 and all(map(stop_string, v))),
              "a string of 1 to 256 characters or a list of at most 16 of them"),
-    "n": (lambda v: whole(v, 1, 1), "1: a request is one answer, so send one for each answer that you want"),
+    "n": (lambda v: number(v, 1, 1), "1: a request is one answer, so send one for each answer that you want"),
 }
 CACHE_SALT = {"cache_salt": (lambda v: text(v) and len(v) <= 256, "a string of at most 256 characters")}
 PROMPT = {"prompt": (text, "a string"), "messages": (lambda v: isinstance(v, list), "a list of messages")}
@@ -76,18 +76,13 @@ MESSAGE = {
     "content": (lambda v: text(v) or (isinstance(v, list) and all(map(text_part, v))), "a string"),
 }
 
-def text_part(value) -> bool:
-    return isinstance(value, dict) and value.get("type") == "text" and text(value.get("text"))
 
-
-def parse_json(raw: bytes, what: str = "The body"):
+def parse_json(raw: bytes):
     """Raises BadRequest at what is not JSON in UTF-8."""
     try:
         return json.loads(raw.decode("utf-8"))
-    except UnicodeDecodeError:
-        raise BadRequest(f"{what} is not UTF-8.") from None
     except (ValueError, RecursionError) as error:
-        raise BadRequest(f"{what} is not JSON ({str(error)[:80]}).") from None
+        raise BadRequest(f"The body is not JSON in UTF-8 ({str(error)[:80]}).") from None
 
 
 def check_fields(body, fields: dict, what: str = "The body") -> dict:
@@ -113,10 +108,9 @@ def check_messages(messages) -> list[dict]:
         message = check_fields(message, MESSAGE, "Each message")
         if len(message) < len(MESSAGE):
             raise BadRequest("Each message needs a role and a content.")
-        content = message["content"]
-        if isinstance(content, list):
-            content = "".join(part["text"] for part in content)
-        checked.append(dict(role=message["role"], content=content))
+        if isinstance(message["content"], list):
+            message["content"] = "".join(part["text"] for part in message["content"])
+        checked.append(message)
     if not checked or not checked[-1]["content"]:
         raise BadRequest("messages must hold at least one message, and the last must not be empty.")
     return checked
@@ -137,8 +131,7 @@ class Writer:
     def push(self, token: int) -> str:
         """Return the text that is certain after this token; "" while a character or stop string is open."""
         self.text += self.decoder.step(self.tokenizer, token) or ""
-        ends = [self.text.find(stop, max(0, self.sent - len(stop))) for stop in self.stop]
-        ends = [end for end in ends if end >= 0]
+        ends = [end for stop in self.stop if (end := self.text.find(stop, self.sent)) >= 0]
         if ends:
             self.text, self.stopped = self.text[:min(ends)], True
             return self.release(len(self.text))
@@ -148,28 +141,30 @@ class Writer:
 
     def release(self, end: int) -> str:
         """Return the text up to `end` that was not released before."""
-        end = max(self.sent, end)
-        piece, self.sent = self.text[self.sent:end], end
+        piece, self.sent = self.text[self.sent:end], max(self.sent, end)
         return piece
 
 
 # 4. Request and result --------------------------------------------------------------------------------------
 
-@dataclass
 class Result:
     """A finished answer. Times in milliseconds."""
-    id: int                        # of the request
-    text: str
-    tokens: list[int]              # the new ones
-    finish_reason: str             # "stop": end token or stop string; "length": max_tokens or context reached
-    usage: dict                    # prompt_tokens, cached_tokens, completion_tokens
-    source: str                    # "miss", "gpu_hit", "cpu_hit", ... or "mixed"
-    found: dict[str, int]          # where the prompt's tokens came from; the rest was computed
-    decisions: list[str]           # what was offered and what was decided
-    history_tokens: int            # prompt tokens of earlier turns
-    ttft_ms: float                 # request received to first token
-    tbt_ms: float | None           # mean time between later tokens; None if there was one token
-    timeline: Timeline
+
+    def __init__(self, request: "Request"):
+        first, last, later = request.times[0], request.times[-1], len(request.times) - 1
+        self.id = request.id
+        self.text = request.writer.text if request.writer else ""
+        self.tokens = request.new                       # without those of the prompt
+        self.finish_reason = request.finish_reason      # "stop": end token or stop string; "length": no room
+        self.usage = dict(prompt_tokens=request.prompt_tokens, cached_tokens=request.cached_tokens,
+                          completion_tokens=len(request.new))
+        self.source = request.source                    # "miss", "gpu_hit", "cpu_hit", ... or "mixed"
+        self.found = request.found                      # where the prompt came from; the rest was computed
+        self.decisions = request.decisions              # what was offered and what was decided
+        self.history_tokens = request.history_tokens    # prompt tokens of earlier turns
+        self.ttft_ms = (first - request.received) * 1e3                 # request received to first token
+        self.tbt_ms = (last - first) / later * 1e3 if later else None   # mean time between later tokens
+        self.timeline = request.timeline
 
     def as_json(self) -> dict:
         return {**vars(self), "timeline": self.timeline.as_json()}
@@ -177,9 +172,8 @@ class Result:
     def summary(self) -> str:
         prompt, cached, new = self.usage.values()
         tbt = "" if self.tbt_ms is None else f", TBT {self.tbt_ms:.1f} ms"
-        numbers = (f"{prompt} prompt tokens, {cached} of them cached ({self.source}); {new} new; "
-                   f"TTFT {self.ttft_ms:.1f} ms{tbt}")
-        return "\n".join([numbers, *self.decisions])
+        return "\n".join([f"{prompt} prompt tokens, {cached} of them cached ({self.source}); {new} new; "
+                          f"TTFT {self.ttft_ms:.1f} ms{tbt}", *self.decisions])
 
 
 @dataclass(eq=False)
@@ -222,10 +216,7 @@ class Request:
         self.tokens = list(self.tokens)                         # it grows, and is nobody else's
         self.prompt_tokens = len(self.tokens)
         self.generator = torch.Generator()
-        if self.seed is None:
-            self.generator.seed()
-        else:
-            self.generator.manual_seed(self.seed)
+        self.generator.manual_seed(random.getrandbits(63) if self.seed is None else self.seed)
 
     @property
     def pending(self) -> int:
@@ -248,18 +239,13 @@ class Request:
         likeliest, and of these one of the fewest that hold top_p of the probability."""
         if self.temperature == 0:
             return int(logits.argmax())
-        logits, order = logits.double().cpu(), None                         # [V]
-        if self.top_k:
-            logits, order = logits.topk(min(self.top_k, len(logits)))       # [top_k] each, likeliest first
-        elif self.top_p < 1:
-            logits, order = logits.sort(descending=True)                    # [V] each
+        logits, order = logits.topk(min(self.top_k or len(logits), len(logits)))    # [top_k], likeliest first
+        logits = logits.double().cpu()
         # minus the maximum: no temperature is too small
-        probabilities = ((logits - logits.max()) / self.temperature).softmax(0)
-        if self.top_p < 1:
-            before = probabilities.cumsum(0) - probabilities                # that of all likelier ones
-            probabilities[before >= self.top_p] = 0
-        choice = torch.multinomial(probabilities, 1, generator=self.generator)
-        return int(choice if order is None else order[choice])
+        probabilities = ((logits - logits[0]) / self.temperature).softmax(0)
+        before = probabilities.cumsum(0) - probabilities                    # that of all likelier ones
+        probabilities[before >= self.top_p] = 0
+        return int(order[torch.multinomial(probabilities, 1, generator=self.generator)])
 
     def push(self, token: int):
         """Append a token; put text that is certain to `pieces`; set finish_reason if it is the last."""
@@ -278,21 +264,8 @@ class Request:
             self.pieces.put(piece)
 
     def finish(self, error: Exception | None = None):
-        """Set the outcome, a Result or `error`, and put it to `pieces`; later calls do nothing."""
-        if self.outcome is not None:
-            return
-        if error is None:
-            first, last, later = self.times[0], self.times[-1], len(self.times) - 1
-            self.outcome = Result(
-                id=self.id, text=self.writer.text if self.writer else "", tokens=self.new,
-                finish_reason=self.finish_reason, source=self.source, found=self.found,
-                decisions=self.decisions,
-                usage=dict(prompt_tokens=self.prompt_tokens, cached_tokens=self.cached_tokens,
-                           completion_tokens=len(self.new)),
-                history_tokens=self.history_tokens, ttft_ms=(first - self.received) * 1e3,
-                tbt_ms=(last - first) / later * 1e3 if later else None, timeline=self.timeline)
-        else:
-            self.outcome = error
+        """Set the outcome, a Result or `error`, and put it to `pieces`."""
+        self.outcome = error or Result(self)
         self.pieces.put(self.outcome)
 
 
@@ -326,7 +299,7 @@ class Frontend:
         """Return the prompt's tokens, and how many of them belong to earlier turns. Raises BadRequest."""
         if (prompt is None) == (messages is None):
             raise BadRequest("Give either prompt or messages.")
-        if prompt == "" or messages == []:
+        if prompt == "":
             raise BadRequest("The prompt is empty; write something.")
         earlier = []
         if isinstance(prompt, list):
@@ -343,8 +316,9 @@ class Frontend:
                 earlier = apply(messages[:-1], return_dict=False) if messages[1:] else []
             except Exception as error:                          # a template may refuse an order of roles
                 raise BadRequest(f"The model's chat template refuses these messages ({error}).") from None
-        if not tokens or not all(whole(token, 0, self.model.config.vocab_size - 1) for token in tokens):
-            raise BadRequest(f"Token ids must be from 0 to {self.model.config.vocab_size - 1}, one at least.")
+        top = self.model.config.vocab_size - 1
+        if not tokens or not all(number(token, 0, top) for token in tokens):
+            raise BadRequest(f"Token ids must be from 0 to {top}, one at least.")
         differ = (index for index, (new, old) in enumerate(zip(tokens, earlier)) if new != old)
         return tokens, next(differ, min(len(tokens), len(earlier)))
 
@@ -359,18 +333,19 @@ class Line:
 
     def __init__(self, capacity: int | None = None):
         self.capacity = capacity   # tokens that one request may take, answer included
-        self.arrivals: deque[tuple[Request, Exception | None]] = deque()        # submitted (None) or cancelled
+        self.arrivals: deque[tuple[Request, Exception | None]] = deque()    # submitted (None) or cancelled
         self.wake = threading.Event()                           # something has arrived
         self.waiting: deque[Request] = deque()                  # first come, first served
         self.running: list[Request] = []                        # oldest first
         self.over: deque[Request] = deque(maxlen=8)             # the last ones, for the page
-        self.counts = Counter(requests=0, finished=0, cancelled=0, failed=0)
+        self.counts = Counter(requests=0, finished=0, cancelled=0, failed=0, refused=0)
 
     def submit(self, request: Request):
         """Let a request stand in line. Raises BadRequest if it can never fit."""
         if self.capacity and len(request.tokens) + request.max_tokens - 1 > self.capacity:
-            raise BadRequest(f"{len(request.tokens)} prompt tokens and up to {request.max_tokens} new ones do not fit "
-                             f"into a pool of {self.capacity} tokens; ask for less, or start with more --gpu-blocks.")
+            raise BadRequest(
+                f"{len(request.tokens)} prompt tokens and up to {request.max_tokens} new ones do not fit into "
+                f"a pool of {self.capacity} tokens; ask for less, or start with more --gpu-blocks.")
         self.counts["requests"] += 1
         request.id = self.counts["requests"]
         self.arrivals.append((request, None))
@@ -386,8 +361,7 @@ class Line:
         request.finish(error)
         if error is None:
             self.over.append(request)
-            self.counts.update(finished=1, prompt_tokens=request.prompt_tokens, completion_tokens=len(request.new),
-                               cached_tokens=request.cached_tokens)
+            self.counts.update(request.outcome.usage, finished=1)
         else:
             self.counts["cancelled" if isinstance(error, HungUp) else "failed"] += 1
 
@@ -408,7 +382,7 @@ class Line:
         return requests
 
     def stream(self, request: Request):
-        """Submit, and step on this thread; yield pieces of text and last the Result. Raises an error that ends it."""
+        """Submit, and step on this thread; yield pieces of text, last the Result. Raises its error."""
         self.submit(request)
         while request.outcome is None or not request.pieces.empty():
             while request.pieces.empty():
@@ -429,7 +403,6 @@ class Line:
         """Numbers for /health and the page."""
         counts = dict(self.counts, waiting=len(self.waiting), running=len(self.running))
         for name, pool in self.pools.items():
-            counts[f"{name}_blocks"] = pool.size
-            counts.update({f"{name}_free": pool.free.count(1), f"{name}_cached": len(pool.cached)})
-            counts[f"{name}_evictions"] = pool.evictions
+            counts |= {f"{name}_blocks": pool.size, f"{name}_free": pool.free.count(1),
+                       f"{name}_cached": len(pool.cached), f"{name}_evictions": pool.evictions}
         return counts

@@ -5,7 +5,6 @@ their request, and look at the engine beside its steps: they copy lists, and may
 """
 import gc
 import io
-import ipaddress
 import json
 import logging
 import queue
@@ -15,24 +14,24 @@ import threading
 import time
 import uuid
 from concurrent.futures import Future
-from contextlib import closing, redirect_stderr
+from contextlib import closing, suppress
 from functools import partial
+from operator import eq
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from common import checkpoint, requests
 from common.requests import SAMPLING, BadRequest, Request, RequestError, Result, Unavailable, check_fields
 
 MAX_BODY = 1 << 20                 # bytes of an HTTP request; a full context fits many times
 SILENCE = 0.5                      # seconds after which a thread that waits looks whether its client hung up
-LOOK = 0.2                         # seconds for which all open pages share one look at the engine
-ROUNDS, PATIENCE = 5, 20.0         # of a comparison, after a warm-up; seconds after which no round begins
+ROUNDS = 5                         # of a comparison, after a warm-up
 SHUTTING = "The server is shutting down; ask again when it is back."
 DEFECT = "An error inside the server; its log says more, and the engine goes on."
+KINDS = {429: "rate_limit_error", 500: "server_error", 503: "unavailable_error"}    # of errors, by status
 STREAM = {"stream": (lambda v: isinstance(v, bool), "true or false")}
 # What OpenAI's clients may send and this server does not do: taken only where it asks for nothing.
 NEUTRAL = {"best_of": 1, "echo": False, "suffix": "", "logprobs": False, "top_logprobs": 0, "logit_bias": {},
-           "presence_penalty": 0, "frequency_penalty": 0, "tools": [], "tool_choice": "none",
+           "presence_penalty": 0, "frequency_penalty": 0, "tools": [], "tool_choice": "none", "store": False,
            "response_format": {"type": "text"}}
 
 
@@ -47,12 +46,11 @@ class Server:
     def __init__(self, engine, frontend, info: dict, max_waiting: int = 256, compare: dict | None = None):
         self.engine, self.frontend, self.info = engine, frontend, info
         self.max_waiting, self.compare = max_waiting, compare or {}
-        self.lock = threading.Lock()                            # of `open`, `refused` and `closing`
+        self.lock = threading.Lock()                            # of `open` and `closing`
         self.open: list[Request] = []                           # those that somebody waits for
-        self.refused, self.closing = 0, False
+        self.closing = False
         self.jobs = queue.SimpleQueue()                         # (function, Future), to run between two steps
         self.comparing = threading.Lock()
-        self.seen, self.due = "", 0.0                           # the last look, and when to look again
         self.thread = threading.Thread(target=self.run, name="engine", daemon=True)
         self.thread.start()
 
@@ -60,7 +58,6 @@ class Server:
         """Step until the server is closed and everybody is answered."""
         while self.engine.busy or not self.closing:
             if self.closing:                                # the step that ends the last one must not sleep
-                time.sleep(0.001)
                 self.engine.wake.set()
             while not self.jobs.empty():
                 function, future = self.jobs.get()
@@ -77,52 +74,48 @@ class Server:
 
     def between_steps(self, function):
         """Run `function` on the engine's thread between two steps; return what it returns."""
+        if self.closing:
+            raise Unavailable(SHUTTING)
         future = Future()
         self.jobs.put((function, future))
-        while self.thread.is_alive():
-            self.engine.wake.set()
-            try:
-                return future.result(SILENCE)
-            except TimeoutError:
-                pass
-        raise Unavailable(SHUTTING)
+        self.engine.wake.set()
+        return future.result()
 
     def waiting(self) -> list[Request]:
         running = list(self.engine.running)
         return [request for request in list(self.open) if request.outcome is None and request not in running]
 
-    def stream(self, **fields):
-        """Yield pieces of text, "" after each SILENCE, and last the Result; closing the iterator cancels the
-        request. Arguments are those of Frontend.request. Raises BadRequest, Busy or Unavailable."""
+    def stream(self, gone=lambda: False, **fields):
+        """Yield pieces of text and last the Result, while the client is not `gone`; closing the iterator cancels
+        the request. Other arguments are those of Frontend.request. Raises BadRequest or Unavailable."""
         try:
             request = self.frontend.request(**fields)
             with self.lock:
                 if self.closing:
                     raise Unavailable(SHUTTING)
                 if len(self.waiting()) >= self.max_waiting:
-                    raise requests.Busy(f"{self.max_waiting} requests are waiting already; try again later.")
+                    raise BadRequest(f"{self.max_waiting} requests are waiting; try again later.", 429)
                 self.engine.submit(request)
                 self.open.append(request)
         except RequestError:
             with self.lock:
-                self.refused += 1
+                self.engine.counts["refused"] += 1
             raise
-        pieces = self.pieces(request)
-        next(pieces)               # only a generator that has begun notices that it is closed
-        return pieces
+        return self.pieces(request, gone)
 
-    def pieces(self, request: Request):
+    def pieces(self, request: Request, gone):
         piece = ""
         try:
             while not isinstance(piece, Result):
-                yield piece
-                try:
-                    piece = request.pieces.get(timeout=SILENCE)
-                except queue.Empty:
+                with suppress(queue.Empty):
                     piece = ""
+                    piece = request.pieces.get(timeout=SILENCE)
+                if gone():
+                    return
                 if isinstance(piece, Exception):
                     raise piece
-            yield piece
+                if piece:
+                    yield piece
         finally:
             with self.lock:
                 self.open.remove(request)
@@ -138,40 +131,28 @@ class Server:
                 self.engine.cancel(request, Unavailable(SHUTTING))
         self.engine.wake.set()
 
-    def counters(self) -> dict:
-        return dict(self.engine.counters(), refused=self.refused)
-
-    def state(self) -> str:
-        """What the page shows, as JSON. However many pages are open, looking takes a tenth of the time."""
-        began = time.perf_counter()
-        if began >= self.due:
-            self.seen = json.dumps(look(self), default=str)
-            self.due = time.perf_counter() + max(LOOK, 9 * (time.perf_counter() - began))
-        return self.seen
-
 
 # 2. What the page shows -------------------------------------------------------------------------------------
 
 def look(server: Server) -> dict:
     engine, waiting, running = server.engine, server.waiting(), list(server.engine.running)
-    listed, pools = [], {}
+    listed, pools, finished = [], {}, []
     for request in running + waiting:
         state = "waiting" if request in waiting else "decode" if request.new else "prefill"
         state = "restoring" if request.restoration is not None else state
         listed.append(dict(
-            id=request.id, state=state, source=request.source, found=dict(request.found),
-            prompt_tokens=request.prompt_tokens, computed=min(request.computed, request.prompt_tokens),
-            new_tokens=len(request.new)))
+            id=request.id, state=state, found=dict(request.found), prompt_tokens=request.prompt_tokens,
+            computed=min(request.computed, request.prompt_tokens), new_tokens=len(request.new)))
     for name, pool in engine.pools.items():
         tables = [(list(request.table), request.computed) for request in running] if name == "device" else []
         states = block_states(pool, tables)
         pools[name] = dict(blocks=len(states), block_bytes=pool.block_bytes, states=states)
-    results = [request.outcome for request in list(engine.over)]
-    shown = ("id", "source", "found", "decisions", "usage", "ttft_ms", "tbt_ms")
-    finished = [{**{name: getattr(result, name) for name in shown}, "version": len(result.timeline.spans)}
-                for result in results]
+    for request in list(engine.over):
+        result = vars(request.outcome)
+        shown = ("id", "source", "found", "decisions", "usage", "ttft_ms", "tbt_ms")
+        finished.append({**{name: result[name] for name in shown}, "version": len(request.timeline.spans)})
     info = dict(server.info, compare=list(server.compare), context=server.frontend.context)
-    return dict(info=info, requests=listed, pools=pools, counters=server.counters(), finished=finished)
+    return dict(info=info, requests=listed, pools=pools, counters=engine.counters(), finished=finished)
 
 
 def block_states(pool, tables: list[tuple[list[int], int]]) -> str:
@@ -189,22 +170,20 @@ def block_states(pool, tables: list[tuple[list[int], int]]) -> str:
     return "".join(states)
 
 
-def compare(server: Server, tokens: list[int], max_tokens: int):
+def compare(server: Server, asked: Request, gone):
     """Answer one prompt in all ways, in turn, in engines of their own. Yield the progress, and last a row for
     each way: its median TTFT in milliseconds, and whether its tokens are those of the first way."""
-    engines, results, began = {}, {name: [] for name in server.compare}, time.perf_counter()
+    engines, results = {}, {name: [] for name in server.compare}
     try:
         for number in range(1 + ROUNDS):                        # the first is the warm-up
-            if number > 1 and time.perf_counter() - began > PATIENCE:
-                break
             for way, (name, (make_engine, evict)) in enumerate(server.compare.items(), number * len(results)):
                 yield dict(progress=dict(done=way, of=(1 + ROUNDS) * len(results), way=name))
-                if server.closing:
-                    raise Unavailable(SHUTTING)
+                if server.closing or gone():
+                    return
                 engine = engines[name] = engines.get(name) or make_engine()
                 if evict and "device" in engine.pools:
                     engine.evict("device")
-                request = Request(list(tokens), max_tokens, end_tokens=server.frontend.end_tokens)
+                request = Request(asked.tokens, asked.max_tokens, end_tokens=asked.end_tokens)
                 results[name].append(engine.generate([request])[0].outcome)
                 while engine.busy:                              # saving ends before it is asked again
                     engine.step()
@@ -227,32 +206,24 @@ def compare(server: Server, tokens: list[int], max_tokens: int):
 def openai_fields(body, chat: bool, frontend) -> tuple[dict, bool, bool]:
     """Turn the body of a chat, or else of a completion, into arguments for Frontend.request, whether to
     stream, and whether the stream ends with its usage. Raises BadRequest."""
-    prompt_field = "messages" if chat else "prompt"
-    prompt = requests.PROMPT["messages"] if chat else (text_or_ids, "a string or a list of token ids")
-    fields = {prompt_field: prompt, **SAMPLING, **STREAM, **frontend.fields,
-              "max_completion_tokens": SAMPLING["max_tokens"],
-              "model": (requests.text, "a string"), "user": (requests.text, "a string"),
-              "store": (lambda v: v is False, "false"),
+    text = requests.text, "a string"
+    own = {**SAMPLING, **frontend.fields}
+    if chat:
+        own["messages"] = requests.PROMPT["messages"]
+    else:
+        own["prompt"] = (lambda v: requests.text(v) or isinstance(v, list)), "a string or a list of token ids"
+    fields = {**own, **STREAM, "max_completion_tokens": SAMPLING["max_tokens"], "model": text, "user": text,
               "stream_options": (stream_options, 'an object like {"include_usage": true}')}
     for name, nothing in NEUTRAL.items():
-        fields[name] = partial(same, nothing), f"{json.dumps(nothing)}: more is not supported"
+        fields[name] = partial(eq, nothing), f"{json.dumps(nothing)}: more is not supported"
     given = check_fields(body, fields)
-    asked = {name: given[name] for name in given if name in (prompt_field, *SAMPLING, *frontend.fields)}
+    asked = {name: given[name] for name in given if name in own}
     asked.setdefault("temperature", 1.0)        # OpenAI's default; our own /generate is greedy
     if "max_completion_tokens" in given:
         asked["max_tokens"] = given["max_completion_tokens"]
     if isinstance(asked.get("prompt"), str):    # a completion continues the text as it stands
         asked["prompt"] = frontend.tokenizer.encode(asked["prompt"])
     return asked, given.get("stream", False), given.get("stream_options", {}).get("include_usage", False)
-
-
-def same(nothing, value) -> bool:
-    return value == nothing and isinstance(value, bool) == isinstance(nothing, bool)
-
-
-def text_or_ids(value) -> bool:
-    return requests.text(value) or (
-        isinstance(value, list) and all(requests.whole(token, 0, 1 << 31) for token in value))
 
 
 def stream_options(value) -> bool:
@@ -304,8 +275,7 @@ def hung_up(connection) -> bool:
         return not isinstance(error, BlockingIOError)           # which means: still there, and silent
 
 
-def make_app(server: Server, allow_evict: bool = False):
-    """Make the Flask app. allow_evict: POST /evict is for everybody, not only for this machine."""
+def make_app(server: Server):
     from flask import Flask, Response, jsonify, request
     from werkzeug.exceptions import HTTPException
 
@@ -314,28 +284,20 @@ def make_app(server: Server, allow_evict: bool = False):
     engine, frontend, model = server.engine, server.frontend, server.info["model"]
 
     def body():
+        stream = io.BufferedReader(request.stream)
         try:
-            stream = io.BufferedReader(request.stream)
             raw = stream.read(MAX_BODY + 1)
-            if len(raw) > MAX_BODY:
-                while stream.read(MAX_BODY):    # whoever is still sending would not see the answer
-                    pass
-                raise requests.TooLarge(f"The body is larger than {MAX_BODY} bytes; send less.")
+            while len(raw) > MAX_BODY and stream.read(MAX_BODY):
+                pass                            # whoever is still sending would not see the answer
         except (ValueError, OSError) as error:  # broken chunks
             raise BadRequest(f"The body is not JSON ({str(error)[:80]}).") from None
+        if len(raw) > MAX_BODY:
+            raise BadRequest(f"The body is larger than {MAX_BODY} bytes; send less.", 413)
         return requests.parse_json(raw)
 
-    def watch(pieces, connection):
-        """Yield from `pieces` what is not empty, until the client is gone."""
-        with closing(pieces):
-            for piece in pieces:
-                if connection and hung_up(connection):
-                    raise requests.HungUp("The client hung up.")
-                if piece:
-                    yield piece
-
-    def ask(fields: dict):
-        return watch(server.stream(**fields), request.environ.get("werkzeug.socket"))
+    def gone():
+        """Return the function that says whether the client of this request has hung up."""
+        return partial(hung_up, request.environ["werkzeug.socket"])
 
     def events(chunks):
         """Reply with server-sent events, one for each chunk. A client that hangs up closes `chunks`."""
@@ -352,7 +314,7 @@ def make_app(server: Server, allow_evict: bool = False):
     def generate():
         fields = check_fields(body(), {**requests.PROMPT, **SAMPLING, **STREAM, **frontend.fields})
         streaming = fields.pop("stream", False)
-        pieces = ask(fields)
+        pieces = server.stream(gone(), **fields)
         if streaming:
             return events(dict(text=piece) if isinstance(piece, str) else dict(result=piece.as_json())
                           for piece in pieces)
@@ -363,7 +325,7 @@ def make_app(server: Server, allow_evict: bool = False):
     @app.post("/v1/completions", defaults=dict(chat=False))
     def openai(chat: bool):
         fields, streaming, with_usage = openai_fields(body(), chat, frontend)
-        pieces = ask(fields)
+        pieces = server.stream(gone(), **fields)
         if streaming:
             return events(openai_chunks(pieces, chat, model, with_usage))
         *_, result = pieces
@@ -381,12 +343,12 @@ def make_app(server: Server, allow_evict: bool = False):
     @app.get("/v1/models/<path:name>")          # OWNER/NAME has a slash, a folder's path begins with one
     def find_model(name: str):
         if name.strip("/") != model.strip("/"):
-            raise requests.NotHere(f"There is no model {name[:80]!r}; {model!r} is served.")
+            raise BadRequest(f"There is no model {name[:80]!r}; {model!r} is served.", 404)
         return jsonify(served)
 
     @app.get("/health")
     def health():
-        return jsonify(status="ok", **server.info, counters=server.counters())
+        return jsonify(status="ok", **server.info, counters=engine.counters())
 
     @app.get("/")
     def index():
@@ -394,66 +356,50 @@ def make_app(server: Server, allow_evict: bool = False):
 
     @app.get("/state")
     def state():
-        return Response(server.state(), mimetype="application/json", headers={"Cache-Control": "no-store"})
+        return jsonify(look(server))
 
-    @app.get("/timelines/<int:number>.svg")
+    @app.get("/timelines/<int:number>")
     def timeline(number: int):
         for finished in list(engine.over):
             if finished.id == number:
-                picture = finished.timeline.svg(f"Request {number}: {finished.source}")
-                return Response(picture, mimetype="image/svg+xml", headers={"Cache-Control": "no-store"})
-        raise requests.NotHere(f"The timeline of request {number} is not kept; GET /state names those kept.")
-
-    def is_local() -> bool:
-        """Whether a program on this machine asks, or the page; not a browser sent by another web page."""
-        try:
-            local = ipaddress.ip_address(request.remote_addr or "").is_loopback
-            name = urlsplit(f"//{request.host}").hostname
-        except ValueError:
-            return False
-        own = f"http://{request.host}"
-        same_origin = request.headers.get("Origin", own) == own
-        return local and name in ("127.0.0.1", "::1", "localhost") and same_origin
+                return jsonify(spans=finished.timeline.as_json(), plan=finished.timeline.plan)
+        raise BadRequest(f"The timeline of request {number} is not kept; GET /state names those kept.", 404)
 
     @app.post("/evict")
     def evict():
-        if not allow_evict and not is_local():
-            raise requests.Forbidden("/evict is for programs on the server's machine; ask from there, or "
-                                     "start the server with --allow-evict.")
         names = list(engine.pools)
-        tier = lambda v: v in names, f"one of {', '.join(names) or 'none'}"     # noqa: E731
-        fields = check_fields(body(), {"tier": tier})
+        fields = check_fields(body(), {"tier": (names.__contains__, f"one of {', '.join(names) or 'none'}")})
         if not fields:
             raise BadRequest("Give the tier to evict.")
-        return jsonify(evicted=server.between_steps(lambda: engine.evict(fields["tier"])))
+        return jsonify(evicted=server.between_steps(partial(engine.evict, fields["tier"])))
 
     @app.post("/compare")
     def comparison():
         fields = check_fields(body(), requests.PROMPT)
         if not server.compare:
-            raise requests.NotHere("This chapter has nothing to compare.")
+            raise BadRequest("This chapter has nothing to compare.", 404)
         asked = frontend.request(**fields, max_tokens=8)
         if not server.comparing.acquire(blocking=False):
-            raise requests.Busy("Another comparison is running; ask again when it is over.")
+            raise BadRequest("Another comparison is running; ask again when it is over.", 429)
 
-        def rows():
+        def rows(gone):
             try:
-                yield from compare(server, asked.tokens, asked.max_tokens)
+                yield from compare(server, asked, gone)
             finally:
                 server.comparing.release()
-        return events(watch(rows(), request.environ.get("werkzeug.socket")))
+        return events(rows(gone()))
 
     @app.errorhandler(Exception)
     def explain(error):
         """Return the body of an error, with one sentence for the user, and its status."""
         if isinstance(error, HTTPException):    # raised by Flask
-            message = error.description if error.code not in (404, 405) else (
-                f"{request.method} {request.path[:80]} is nothing here; see GET / and GET /health.")
-            return dict(error=dict(message=message, type=BadRequest.kind)), error.code
+            there = f"{request.method} {request.path[:80]} is nothing here; see GET / and GET /health."
+            error = BadRequest(there if error.code in (404, 405) else error.description, error.code)
         if not isinstance(error, RequestError):
             app.logger.error("unexpected error", exc_info=error)
             error = RequestError(DEFECT)
-        return dict(error=dict(message=str(error), type=error.kind)), error.status
+        kind = KINDS.get(error.status, "invalid_request_error")
+        return dict(error=dict(message=str(error), type=kind)), error.status
 
     return app
 
@@ -463,26 +409,20 @@ def listen(host: str, port: int):
     from werkzeug.serving import WSGIRequestHandler, make_server
 
     class Quiet(WSGIRequestHandler):
-        error_content_type = "application/json"         # of what is not HTTP, and never reaches the app
-        error_message_format = json.dumps(dict(error=dict(
-            message="This is not an HTTP request.", type=BadRequest.kind)))
-
         def log_request(self, *_):              # one line a request would drown what a class should see
             pass
 
-    said = io.StringIO()                        # werkzeug prints its own lines before it exits
     try:
-        with redirect_stderr(said):
-            return make_server(host, port, None, threaded=True, request_handler=Quiet)
-    except (OSError, UnicodeError, SystemExit) as error:
-        reason = (said.getvalue() or str(error)).splitlines()[0]
-        raise OSError(f"Cannot listen on {host}:{port} ({reason}); choose another with --host and --port."
-                      ) from None
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.create_server((host, port), family=family) as taken:
+            return make_server(host, port, None, threaded=True, request_handler=Quiet, fd=taken.fileno())
+    except (OSError, UnicodeError) as error:
+        raise OSError(f"Cannot listen on {host}:{port} ({error}); choose other --host and --port.") from None
 
 
-def serve(listener, server: Server, allow_evict: bool = False):
+def serve(listener, server: Server):
     """Answer until Ctrl-C."""
-    listener.app = make_app(server, allow_evict)
+    listener.app = make_app(server)
     gc.freeze()     # else the collector goes through the model at times, and nobody gets a token for 0.1 s
     print(f"{server.info['chapter']} serves {server.info['model']} on http://{listener.host}:{listener.port}"
           "   (Ctrl-C ends it)", flush=True)

@@ -9,13 +9,12 @@ import signal
 import socket
 import subprocess
 import sys
-import xml.etree.ElementTree as xml
 from contextlib import closing
 
 import pytest
 from conftest import ROOT
 
-from common import cli, server
+from common import server
 from tests.support.serving import TIMEOUT, eventually, sentence
 from tests.support.stub import Engine
 
@@ -76,7 +75,7 @@ def signals(monkeypatch):
 # 1. What is asked rightly -----------------------------------------------------------------------------------
 
 def test_prompt_prints_the_answer_and_writes_its_numbers(monkeypatch, capsys, tiny_folder, tmp_path):
-    files = {name: tmp_path / name for name in ("json", "trace", "svg")}
+    files = {name: tmp_path / name for name in ("json", "trace")}
     said, _ = run_here(monkeypatch, capsys, "--model", tiny_folder, "--prompt", "Hello", "--max-tokens", 20,
                        *(part for name, path in files.items() for part in (f"--{name}", path)))
     report = json.loads(files["json"].read_text())
@@ -86,7 +85,6 @@ def test_prompt_prints_the_answer_and_writes_its_numbers(monkeypatch, capsys, ti
     assert len(report["tokens"]) == 20 and report["finish_reason"] == "length" and report["source"] == "miss"
     spans = [event for event in json.loads(files["trace"].read_text())["traceEvents"] if event["ph"] == "X"]
     assert len(spans) == 20 == len(report["timeline"])
-    assert f"stub, {tiny_folder}" in "".join(xml.parse(files["svg"]).getroot().itertext())
 
 
 def test_sampling_options_reach_the_request(monkeypatch, capsys):
@@ -104,12 +102,12 @@ def test_sampling_options_reach_the_request(monkeypatch, capsys):
     assert request.writer.stop == ["a", "b"] and request.max_tokens == 9
 
 
-def test_demo_writes_its_report_and_its_last_timeline(monkeypatch, capsys, tmp_path):
+def test_demo_writes_its_report_and_its_timelines(monkeypatch, capsys, tmp_path):
     said, _ = run_here(monkeypatch, capsys, *TINY, "--demo", "--max-tokens", 5, "--json", tmp_path / "json",
-                       "--svg", tmp_path / "svg", "--trace", tmp_path / "trace")
+                       "--trace", tmp_path / "trace")
     report = json.loads((tmp_path / "json").read_text())
     assert set(report) == {"chapter", "model", "device", "dtype", "link", "verified", "rows"} and said
-    assert report["rows"][0]["completion_tokens"] == 5 and (tmp_path / "svg").read_text().startswith("<svg")
+    assert report["rows"][0]["completion_tokens"] == 5 and "decode" in (tmp_path / "trace").read_text()
 
 
 @pytest.mark.parametrize("explain", [False, True])
@@ -127,8 +125,8 @@ def test_help_names_every_option(monkeypatch, capsys):
         runpy.run_path(str(SCRIPT), run_name="__main__")
     said = capsys.readouterr().out
     assert end.value.code == 0
-    for option in ("demo prompt host port allow-evict model device dtype plain-weights max-tokens "
-                   "temperature top-p top-k seed stop explain json trace svg pause").split():
+    for option in ("demo prompt host port model device dtype max-tokens "
+                   "temperature top-p top-k seed stop explain json trace pause").split():
         assert f"--{option}" in said
 
 
@@ -165,7 +163,6 @@ def test_who_reads_only_the_beginning_ends_it_quietly():
     ("no.such.host.invalid", ["--host", "no.such.host.invalid"]), ("label", ["--host", "x" * 99]),
     ("/no/such/x.json", [*TINY, "--json", "/no/such/x.json"]),
     ("'/'", [*TINY, "--prompt", "Hello", "--trace", "/"]),
-    ("name the same file", [*TINY, "--demo", "--json", "/tmp/x", "--svg", "/tmp/../tmp/x"]),
 ], ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "")
 def test_wrong_input_ends_with_one_clear_line(monkeypatch, capsys, words, arguments):
     line = refused_here(monkeypatch, capsys, *arguments)
@@ -193,22 +190,16 @@ def test_a_port_in_use_is_told_before_the_model_is_looked_for(monkeypatch, capsy
     assert line.startswith("stub: ") and f"127.0.0.1:{port}" in line and "in use" in line and "--port" in line
 
 
-def test_a_demo_without_a_timeline_has_no_picture(monkeypatch, tmp_path):
-    arguments = cli.parser_for("").parse_args(["--svg", str(tmp_path / "svg")])
-    with pytest.raises(OSError, match="no timeline to draw"):
-        cli.write(arguments, {}, [], "")
-
-
 # 3. Serving and Ctrl-C --------------------------------------------------------------------------------------
 
 def test_a_server_listens_on_this_machine_only_and_knows_the_ways_to_compare(monkeypatch, capsys):
     served = []
-    monkeypatch.setattr(server, "serve", lambda listener, made, allow: served.append((listener, made, allow)))
-    run_here(monkeypatch, capsys, *TINY, "--port", "0", "--allow-evict")
-    (listener, made, allow), = served
+    monkeypatch.setattr(server, "serve", lambda *arguments: served.append(arguments))
+    run_here(monkeypatch, capsys, *TINY, "--port", "0")
+    (listener, made), = served
     made.close()
     listener.server_close()
-    assert listener.host == "127.0.0.1" and allow is True and made.info["chapter"] == "stub"
+    assert listener.host == "127.0.0.1" and made.info["chapter"] == "stub"
     assert list(made.compare) == ["recompute (01)", "stub"]
     make_engine, evict = made.compare["stub"]
     assert isinstance(make_engine(), Engine) and evict

@@ -180,7 +180,7 @@ def test_what_is_asked_wrongly_is_a_bad_request_that_says_what_to_change(client,
 @pytest.mark.parametrize("words,fields", [
     ("best_of must be", dict(best_of=3)), ("echo must be", dict(echo=True)),
     ("suffix must be", dict(suffix="x")),
-    ("prompt must be", dict(prompt=[[1]])), ("prompt must be", dict(prompt=["a"])),
+    ("prompt must be", dict(prompt={})), ("Token ids", dict(prompt=["a"])), ("Token ids", dict(prompt=[[1]])),
     ("Token ids", dict(prompt=[300])),
     ("n must be 1", dict(n=3)), ("prompt or messages", dict(prompt=None))])
 def test_a_wrong_completion_is_a_bad_request(client, words, fields):
@@ -211,7 +211,7 @@ def test_a_full_line_is_a_rate_limit_and_the_client_tries_again(frontend, stream
             client.chat.completions.create(messages=HELLO, stream=stream, **GREEDY)
         with connected(served.port, max_retries=50) as patient:
             late = threads.submit(patient.chat.completions.create, messages=HELLO, **GREEDY)
-            eventually(lambda: served.server.refused >= 2)
+            eventually(lambda: served.engine.counts["refused"] >= 2)
             served.engine.let()
             assert late.result().choices[0].finish_reason == "length"
         assert [reply.result().status for reply in replies] == [200, 200]

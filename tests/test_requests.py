@@ -175,13 +175,6 @@ def test_a_request_ends_with_its_last_token_an_end_token_or_a_stop_string(fronte
         assert "".join(pieces) == text and last is result and all(pieces)
 
 
-def test_the_outcome_is_set_once():
-    request, error = Request([1], 1), Unavailable("closing")
-    request.finish(error)
-    request.finish(ValueError("later"))
-    assert request.outcome is error is request.pieces.get_nowait() and request.pieces.empty()
-
-
 @pytest.mark.parametrize("found,source", [({}, "miss"), (dict(gpu=0), "miss"), (dict(gpu=16), "gpu_hit"),
                                           (dict(gpu=0, cpu=16), "cpu_hit"), (dict(gpu=16, cpu=32), "mixed")])
 def test_a_result_says_where_the_prompt_came_from_and_why(found, source):
