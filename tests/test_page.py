@@ -139,7 +139,8 @@ def test_the_page_shows_pools_requests_and_why_each_finished_one_was_restored_or
         why = page.locator("#finished li")
         playwright.expect(why).to_have_text("nothing was offered: the prompt is computed")
         lane = page.locator("#finished .track")
-        playwright.expect(lane).to_have_attribute("aria-label", re.compile(r"^compute: prefill, decode for .* ms of "))
+        said = re.compile(r"^compute: prefill, decode for .* ms of ")
+        playwright.expect(lane).to_have_attribute("aria-label", said)
         assert page.locator("#finished .track span").first.get_attribute("title").startswith("prefill 11: ")
         client.engine.over[-1].timeline.plan = dict(title="By layer", rows=[["layer 0", "KKR"]],
                                                     legend=dict(K="loaded", R="computed"))
