@@ -1,4 +1,4 @@
-"""What the demos and benchmarks share: what is asked, "equal to chapter 01 or end", timing in turn, and tables."""
+"""What demos and benchmarks share: what is asked, "equal to chapter 01 or end", timing in turn, and tables."""
 
 import importlib
 import statistics
@@ -10,8 +10,9 @@ from common.requests import Frontend, Request
 from tools import classroom_text
 
 TURNS = [
-    "Read this: The lamp is in the attic. Anna lives in Rome. The password of the safe is tiger. My cat is called "
-    "Pip. The meeting is on Friday. Ben works as a baker. The color of the ball is green. My favorite food is honey.",
+    "Read this: The lamp is in the attic. Anna lives in Rome. The password of the safe is tiger. My cat is "
+    "called Pip. The meeting is on Friday. Ben works as a baker. The color of the ball is green. My favorite "
+    "food is honey.",
     "Where is the lamp?",
     "What is my cat called?",
     "What is the password of the safe?",
@@ -20,8 +21,7 @@ SECRET, QUESTION = "The password of the safe is tiger.", "What is the password o
 ROUNDS = 5  # of everything that is timed, after a warm-up
 
 
-# 1. What is asked ------------------------------------------------------------------------------
-
+# 1. What is asked -------------------------------------------------------------------------------------------
 
 def document(frontend: Frontend, rng, tokens: int, secret: str = "") -> str:
     """At least `tokens` tokens of facts; of passwords it says only `secret`."""
@@ -44,18 +44,15 @@ def conversation(frontend: Frontend, rng, tokens: int) -> list[dict]:
         messages.append(dict(role="assistant", content=turn.assistant))
 
 
-# 2. Equal, or end ------------------------------------------------------------------------------
-
+# 2. Equal, or end -------------------------------------------------------------------------------------------
 
 def equal_to_baseline(model, requests: list[Request]) -> bool:
     """Compare what was answered with the answers of chapter 01; end if float32 tokens differ."""
-    baseline, known, pairs = importlib.import_module("01_baseline"), {}, []
+    engine, pairs = importlib.import_module("01_baseline").Engine(model), []
     for request in requests:
-        prompt, most = tuple(request.tokens[: request.prompt_tokens]), request.max_tokens
-        if (prompt, most) not in known:
-            again = Request(list(prompt), most, end_tokens=request.end_tokens)
-            known[prompt, most] = baseline.Engine(model).generate([again])[0].new
-        pairs.append((known[prompt, most], request.new))
+        prompt = request.tokens[: request.prompt_tokens]
+        again = Request(prompt, request.max_tokens, end_tokens=request.end_tokens)
+        pairs.append((engine.generate([again])[0].new, request.new))
     return equal(pairs, model.dtype, "chapter 01")
 
 
@@ -66,28 +63,25 @@ def equal_to_transformers(model, name: str, requests: list[Request]) -> bool:
     reference, pairs = reference_model(name, model.dtype, model.device.type), []
     for request in requests:
         prompt = torch.tensor([request.tokens[: request.prompt_tokens]], device=model.device)  # [1, T]
-        options = dict(do_sample=False, eos_token_id=list(request.end_tokens), pad_token_id=0)
-        mask = torch.ones_like(prompt)
-        theirs = reference.generate(prompt, attention_mask=mask, max_new_tokens=request.max_tokens, **options)
+        theirs = reference.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=request.max_tokens, do_sample=False,
+            eos_token_id=list(request.end_tokens), pad_token_id=0)
         pairs.append((theirs[0, prompt.shape[1] :].tolist(), request.new))
     return equal(pairs, model.dtype, "transformers")
 
 
 def equal(pairs: list[tuple[list[int], list[int]]], dtype, whose: str) -> bool:
-    """Print how many tokens of the pairs (theirs, ours) are equal. In float32 all must be: SystemExit if not."""
+    """Print how many tokens of the pairs (theirs, ours) are equal; end if float32 tokens differ."""
     same = sum(a == b for theirs, ours in pairs for a, b in zip(theirs, ours))
     total = sum(max(len(theirs), len(ours)) for theirs, ours in pairs)
     if same < total and dtype == torch.float32:
         raise SystemExit(f"NOT verified: {total - same} of {total} tokens differ from those of {whose}.")
-    if same == total:
-        print(f"verified: all {total} tokens equal those of {whose}\n")
-    else:
-        print(f"{same} of {total} tokens equal those of {whose} (16-bit rounding may part them)\n")
+    said = "verified: all" if same == total else f"16-bit rounding may part them: {same} of"
+    print(f"{said} {total} tokens equal those of {whose}\n")
     return same == total
 
 
-# 3. Asking -------------------------------------------------------------------------------------
-
+# 3. Asking --------------------------------------------------------------------------------------------------
 
 def settle(engine, seconds: float = 60.0):
     """Step until nothing is under way any more."""
@@ -105,8 +99,7 @@ def ask(engine, tokens: list[int], max_tokens: int = 1, evict: str = "", **optio
     return request
 
 
-# 4. Timing and tables --------------------------------------------------------------------------
-
+# 4. Timing and tables ---------------------------------------------------------------------------------------
 
 def in_turn(ways: dict, rounds: int = ROUNDS) -> dict[str, list]:
     """Call each of `ways` in turn, `rounds` times after a warm-up -> what they returned."""

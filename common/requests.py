@@ -344,8 +344,8 @@ class Line:
         """Let a request stand in line. Raises BadRequest if it can never fit."""
         if self.capacity and len(request.tokens) + request.max_tokens - 1 > self.capacity:
             raise BadRequest(
-                f"{len(request.tokens)} prompt tokens and up to {request.max_tokens} new ones do not fit into "
-                f"a pool of {self.capacity} tokens; ask for less, or start with more --gpu-blocks.")
+                f"{len(request.tokens)} prompt tokens and up to {request.max_tokens} new ones do not fit "
+                f"into a pool of {self.capacity} tokens; ask for less, or start with more --gpu-blocks.")
         self.counts["requests"] += 1
         request.id = self.counts["requests"]
         self.arrivals.append((request, None))

@@ -86,7 +86,7 @@ class Server:
         return [request for request in list(self.open) if request.outcome is None and request not in running]
 
     def stream(self, gone=lambda: False, **fields):
-        """Yield pieces of text and last the Result, while the client is not `gone`; closing the iterator cancels
+        """Yield pieces of text and last the Result while the client is not `gone`; closing the iterator cancels
         the request. Other arguments are those of Frontend.request. Raises BadRequest or Unavailable."""
         try:
             request = self.frontend.request(**fields)
@@ -417,7 +417,8 @@ def listen(host: str, port: int):
         with socket.create_server((host, port), family=family) as taken:
             return make_server(host, port, None, threaded=True, request_handler=Quiet, fd=taken.fileno())
     except (OSError, UnicodeError) as error:
-        raise OSError(f"Cannot listen on {host}:{port} ({error}); choose other --host and --port.") from None
+        reason = str(error).partition(" (while")[0]
+        raise OSError(f"Cannot listen on {host}:{port} ({reason}); choose other --host and --port.") from None
 
 
 def serve(listener, server: Server):

@@ -160,7 +160,7 @@ def test_who_reads_only_the_beginning_ends_it_quietly():
     ("not empty", ["--prompt", ""]), ("not empty", ["--prompt", "Hello", "--stop", ""]),
     ("cpu", ["--prompt", "Hello", "--device", "tpu"]),
     ("float32", [*TINY, "--prompt", "Hello", "--dtype", "float8"]),
-    ("no.such.host.invalid", ["--host", "no.such.host.invalid"]), ("label", ["--host", "x" * 99]),
+    ("no.such.host.invalid", ["--host", "no.such.host.invalid"]), ("Cannot listen", ["--host", "x" * 99]),
     ("/no/such/x.json", [*TINY, "--json", "/no/such/x.json"]),
     ("'/'", [*TINY, "--prompt", "Hello", "--trace", "/"]),
 ], ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "")
