@@ -1,4 +1,4 @@
-"""What demos and benchmarks share: what is asked, "equal to chapter 01 or end", timing in turn, and tables."""
+"""What demos and benchmarks share: what is asked, "equal to chapter 01 or end", timing in turn, tables."""
 
 import importlib
 import statistics
@@ -64,8 +64,8 @@ def equal_to_transformers(model, name: str, requests: list[Request]) -> bool:
     for request in requests:
         prompt = torch.tensor([request.tokens[: request.prompt_tokens]], device=model.device)  # [1, T]
         theirs = reference.generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=request.max_tokens, do_sample=False,
-            eos_token_id=list(request.end_tokens), pad_token_id=0)
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=request.max_tokens,
+            do_sample=False, eos_token_id=list(request.end_tokens), pad_token_id=0)
         pairs.append((theirs[0, prompt.shape[1] :].tolist(), request.new))
     return equal(pairs, model.dtype, "transformers")
 
@@ -104,12 +104,10 @@ def ask(engine, tokens: list[int], max_tokens: int = 1, evict: str = "", **optio
 def in_turn(ways: dict, rounds: int = ROUNDS) -> dict[str, list]:
     """Call each of `ways` in turn, `rounds` times after a warm-up -> what they returned."""
     taken = {name: [] for name in ways}
-    for number in range(rounds + 1):
+    for _ in range(rounds + 1):
         for name, way in ways.items():
-            value = way()
-            if number:
-                taken[name].append(value)
-    return taken
+            taken[name].append(way())
+    return {name: values[1:] for name, values in taken.items()}
 
 
 def compare(title: str, ways: dict, name: str, unit: str, rounds: int = ROUNDS) -> list[dict]:

@@ -229,10 +229,8 @@ class Request:
 
     @property
     def source(self) -> str:
-        tiers = [tier for tier, tokens in self.found.items() if tokens]
-        if not tiers:
-            return "miss"
-        return f"{tiers[0]}_hit" if len(tiers) == 1 else "mixed"
+        tiers = [f"{tier}_hit" for tier, tokens in self.found.items() if tokens]
+        return "mixed" if len(tiers) > 1 else (tiers or ["miss"])[0]
 
     def sample(self, logits) -> int:
         """Draw the next token from logits [V]: the likeliest at temperature 0, else one of the top_k
@@ -374,8 +372,9 @@ class Line:
         """Submit, and step until all are answered. Raises what one of them ended with."""
         for request in requests:
             self.submit(request)
-        while any(request.outcome is None for request in requests):
-            self.step()
+        for request in requests:
+            while request.outcome is None:
+                self.step()
         for request in requests:
             if isinstance(request.outcome, Exception):
                 raise request.outcome
@@ -384,7 +383,8 @@ class Line:
     def stream(self, request: Request):
         """Submit, and step on this thread; yield pieces of text, last the Result. Raises its error."""
         self.submit(request)
-        while request.outcome is None or not request.pieces.empty():
+        piece = ""
+        while not isinstance(piece, Result):
             while request.pieces.empty():
                 self.step()
             piece = request.pieces.get()

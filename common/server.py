@@ -86,8 +86,8 @@ class Server:
         return [request for request in list(self.open) if request.outcome is None and request not in running]
 
     def stream(self, gone=lambda: False, **fields):
-        """Yield pieces of text and last the Result while the client is not `gone`; closing the iterator cancels
-        the request. Other arguments are those of Frontend.request. Raises BadRequest or Unavailable."""
+        """Yield pieces of text and last the Result while the client is not `gone`; closing it cancels the
+        request. Other arguments are those of Frontend.request. Raises BadRequest or Unavailable."""
         try:
             request = self.frontend.request(**fields)
             with self.lock:
@@ -173,11 +173,11 @@ def block_states(pool, tables: list[tuple[list[int], int]]) -> str:
 def compare(server: Server, asked: Request, gone):
     """Answer one prompt in all ways, in turn, in engines of their own. Yield the progress, and last a row for
     each way: its median TTFT in milliseconds, and whether its tokens are those of the first way."""
-    engines, results = {}, {name: [] for name in server.compare}
+    engines, results, done = {}, {name: [] for name in server.compare}, 0
     try:
-        for number in range(1 + ROUNDS):                        # the first is the warm-up
-            for way, (name, (make_engine, evict)) in enumerate(server.compare.items(), number * len(results)):
-                yield dict(progress=dict(done=way, of=(1 + ROUNDS) * len(results), way=name))
+        for _ in range(1 + ROUNDS):                             # the first is the warm-up
+            for name, (make_engine, evict) in server.compare.items():
+                yield dict(progress=dict(done=done, of=(1 + ROUNDS) * len(results), way=name))
                 if server.closing or gone():
                     return
                 engine = engines[name] = engines.get(name) or make_engine()
@@ -187,6 +187,7 @@ def compare(server: Server, asked: Request, gone):
                 results[name].append(engine.generate([request])[0].outcome)
                 while engine.busy:                              # saving ends before it is asked again
                     engine.step()
+                done += 1
     except checkpoint.ModelError as error:                      # there is no memory for one more engine
         raise BadRequest(str(error)) from None
     finally:

@@ -176,8 +176,8 @@ def test_what_is_no_utf8_ends_with_one_clear_line():
 
 
 @pytest.mark.parametrize("missing,words", [
-    ("model.safetensors", "has no *.safetensors"), ("config.json", "has no config.json"),
-    ("tokenizer.json", "has no tokenizer.json")])
+    ("model.safetensors", "has no *.safetensors"), ("config.json", "config.json cannot be read"),
+    ("tokenizer.json", "The tokenizer in")])
 def test_a_folder_that_lacks_a_file_is_told_which(monkeypatch, capsys, tiny_folder, tmp_path, missing, words):
     shutil.copytree(tiny_folder, tmp_path / "model", ignore=shutil.ignore_patterns(missing))
     assert words in refused_here(monkeypatch, capsys, "--model", tmp_path / "model", "--prompt", "Hello")
