@@ -111,7 +111,7 @@ class Server:
                     piece = ""
                     piece = request.pieces.get(timeout=SILENCE)
                 if gone():
-                    return
+                    raise requests.HungUp("The client hung up.")
                 if isinstance(piece, Exception):
                     raise piece
                 if piece:
@@ -239,7 +239,8 @@ def openai_body(chat: bool, model: str, stream: bool = False) -> dict:
     return dict(id=f"{prefix}-{uuid.uuid4().hex}", created=int(time.time()), model=model, object=kind)
 
 
-def openai_choices(reason: str | None = None, **content) -> list[dict]:
+def openai_choices(chat: bool, text: str, reason: str | None = None, part: str = "delta", **role):
+    content = {part: dict(role, content=text)} if chat else dict(text=text)
     return [dict(index=0, finish_reason=reason, logprobs=None, **content)]
 
 
@@ -250,17 +251,12 @@ def openai_usage(used: dict) -> dict:
 
 def openai_chunks(pieces, chat: bool, model: str, with_usage: bool):
     """Yield the chunks of a stream: JSON objects, and last the string [DONE]."""
-    chunk = openai_body(chat, model, stream=True)
-    if with_usage:
-        chunk["usage"] = None
-    if chat:
-        yield dict(chunk, choices=openai_choices(delta=dict(role="assistant", content="")))
+    chunk = openai_body(chat, model, stream=True) | (dict(usage=None) if with_usage else {})
+    yield dict(chunk, choices=openai_choices(chat, "", role="assistant"))     # once: clients join roles
     for piece in pieces:
         if isinstance(piece, str):
-            content = dict(delta=dict(content=piece)) if chat else dict(text=piece)
-            yield dict(chunk, choices=openai_choices(**content))
-    nothing = dict(delta={}) if chat else dict(text="")
-    yield dict(chunk, choices=openai_choices(piece.finish_reason, **nothing))
+            yield dict(chunk, choices=openai_choices(chat, piece))
+    yield dict(chunk, choices=openai_choices(chat, "", piece.finish_reason))
     if with_usage:
         yield dict(chunk, choices=[], usage=openai_usage(piece.usage))
     yield "[DONE]"
@@ -281,6 +277,7 @@ def make_app(server: Server):
     from werkzeug.exceptions import HTTPException
 
     app = Flask("kv", static_folder=None)
+    app.json.sort_keys = False
     page = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
     engine, frontend, model = server.engine, server.frontend, server.info["model"]
 
@@ -330,10 +327,8 @@ def make_app(server: Server):
         if streaming:
             return events(openai_chunks(pieces, chat, model, with_usage))
         *_, result = pieces
-        message = dict(role="assistant", content=result.text)
-        content = dict(message=message) if chat else dict(text=result.text)
-        return jsonify(**openai_body(chat, model), usage=openai_usage(result.usage),
-                       choices=openai_choices(result.finish_reason, **content))
+        choices = openai_choices(chat, result.text, result.finish_reason, "message", role="assistant")
+        return jsonify(**openai_body(chat, model), choices=choices, usage=openai_usage(result.usage))
 
     served = dict(id=model, object="model", created=0, owned_by="local")
 
