@@ -37,10 +37,8 @@ GEOMETRIES = {
     "llama2-13b": (5120, 13824, 40, 40, 40, 32000, 4096),
     "llama3-8b": (4096, 14336, 32, 32, 8, 128256, 8192),
 }
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' }}"
-    "{{ message['content'] + eos_token + '\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}")
+CHAT_TEMPLATE = ("{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' + message['content'] + eos_token "
+                 "+ '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}")
 
 
 class ModelError(ValueError):
@@ -48,24 +46,27 @@ class ModelError(ValueError):
 
 
 def keep_freed_memory():
-    """Keep up to 1 GiB of freed memory. Else glibc may return it after each layer, and the next one has all
-    of its pages faulted in again: decode steps of eight requests took ten times as long, now and then."""
-    with suppress(AttributeError, OSError, TypeError):          # there is no glibc
+    """What is freed stays with the process, up to 1 GiB. Else glibc may give it back to the system after each layer, and the next
+    one has every page of it faulted in again: decode steps of eight requests then took ten times as long, now and then.
+    Elsewhere than with glibc nothing changes."""
+    with suppress(AttributeError, OSError, TypeError):          # there is no mallopt, or no way to ask for it
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-1, 1 << 30)                                    # M_TRIM_THRESHOLD
-        mallopt(-3, 32 << 20)                                   # M_MMAP_THRESHOLD: its maximum
+        mallopt(-3, 32 << 20)                                   # M_MMAP_THRESHOLD: the largest that glibc takes
 
 
-def load(name: str, dtype: str = "auto", device: str = "auto", reorder: bool = True, seed: int = 0):
+def load(name: str, dtype: str = "auto", device: str = "auto", reorder: bool = True, seed: int = 0, on_host: bool = False):
     """-> (Llama, tokenizer, end tokens: the ids after which an answer is over). Raises ModelError.
 
     `dtype` is auto, float32, bfloat16 or float16; `device` auto, cpu or cuda. `reorder=False` keeps the plain
-    weights on a CPU; `seed` is that of random weights."""
+    weights on a CPU; `seed` is that of random weights. With `on_host` the weights lie in host memory, plain, with the dtype
+    for `device`."""
     device = pick_device(device)
     keep_freed_memory()
+    place = "cpu" if on_host else device
     if name.startswith("random:"):
-        config = random_config(name)
-        model = allocate(config, pick_dtype(dtype, device, None), device, name)
+        config, dtype = random_config(name), pick_dtype(dtype, device, None)
+        model = allocate(config, dtype, place, name)
         fill_at_random(model, seed)
         digest = hashlib.sha256(f"{name} {seed}".encode())
         tokenizer = byte_tokenizer(config.vocab_size)
@@ -80,13 +81,12 @@ def load(name: str, dtype: str = "auto", device: str = "auto", reorder: bool = T
         files = weight_files(folder)
         tokenizer = read_tokenizer(folder)
         end_tokens = read_end_tokens(folder, raw, tokenizer)
-        saved = raw.get("dtype") or raw.get("torch_dtype")
-        model = allocate(config, pick_dtype(dtype, device, saved), device, name)
+        model = allocate(config, pick_dtype(dtype, device, raw), place, name)
         digest = hashlib.sha256(repr(config).encode())
         fill_from_files(model, files, digest)
     model.digest = digest.digest()
     model.eval().requires_grad_(False)
-    if reorder:
+    if reorder and not on_host:
         model.reorder_weights()
     return model, tokenizer, frozenset(end_tokens)
 
@@ -99,16 +99,17 @@ def pick_device(device: str) -> str:
     return device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def pick_dtype(dtype: str, device: str, saved: str | None) -> torch.dtype:
+def pick_dtype(dtype: str, device: str, raw_config: dict | None) -> torch.dtype:
     """auto: float32 on a CPU; on a GPU what the checkpoint was saved in, if that is 16-bit, else bfloat16."""
     if dtype == "auto":
+        saved = (raw_config or {}).get("dtype") or (raw_config or {}).get("torch_dtype")
         dtype = "float32" if device == "cpu" else saved if saved in ("bfloat16", "float16") else "bfloat16"
     if dtype not in DTYPES:
         raise ModelError(f"Unknown dtype {dtype!r}: choose auto, {', '.join(DTYPES)}.")
     return DTYPES[dtype]
 
 
-# Finding the files ------------------------------------------------------------------------------------------
+# Finding the files ---------------------------------------------------------------------------------------------
 
 def find_folder(name: str) -> Path:
     """A name as the user typed it -> a local folder, downloading from the hub if need be."""
@@ -118,7 +119,7 @@ def find_folder(name: str) -> Path:
         return Path(name)
     repository = ALIASES.get(name, name)
     if repository.count("/") != 1 or repository.startswith((".", "/", "~")):
-        raise ModelError(f"No model {name!r}: there is no such folder; the hub's are OWNER/NAME. {OFFLINE}")
+        raise ModelError(f"No model {name!r}: there is no such folder, and a model on the hub is named OWNER/NAME. " + OFFLINE)
     from huggingface_hub import snapshot_download
     wanted = dict(allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja"], ignore_patterns=["*/*"])
     try:                                    # without a network this is what the cache holds
@@ -132,6 +133,9 @@ def find_folder(name: str) -> Path:
 def read_json(path: Path) -> dict:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path.parent} has no {path.name}; a model folder needs config.json, *.safetensors "
+                         "and a tokenizer.") from None
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read as JSON ({error}).") from None
     if not isinstance(content, dict):
@@ -141,55 +145,62 @@ def read_json(path: Path) -> dict:
 
 def weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
-    if not index.exists():
+    if index.exists():
+        names = read_json(index).get("weight_map")
+        if not isinstance(names, dict) or not all(
+                isinstance(n, str) and Path(n).name == n and n.endswith(".safetensors") for n in names.values()):
+            raise ModelError(f"{index} must map tensors to *.safetensors files in its own folder.")
+        files = [folder / name for name in sorted(set(names.values()))]
+    else:
         files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise ModelError(f"{folder} has no *.safetensors; copy them there (pickled weights are not read, "
-                             "since a pickle can run code: save them again).")
-        return files
-    names = read_json(index).get("weight_map")
-    if not isinstance(names, dict) or not all(
-            Path(str(name)).name == name and name.endswith(".safetensors") for name in names.values()):
-        raise ModelError(f"{index} must map tensors to *.safetensors files in its own folder.")
-    for name in names.values():
-        if not (folder / name).exists():
-            raise ModelError(f"{folder} lacks {name}, which its index names; copy or download it again.")
-    return [folder / name for name in sorted(set(names.values()))]
+    if not files:
+        pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth"))
+        raise ModelError(f"{folder} has no *.safetensors" + (
+            "; its pickled weights are not read, since a pickle can run code: save them again as safetensors."
+            if pickled else "; copy the model's weights there."))
+    missing = [path.name for path in files if not path.exists()]
+    if missing:
+        raise ModelError(f"{folder} lacks {missing[0]}, which its index names; copy or download it again.")
+    return files
 
 
 def read_tokenizer(folder: Path):
-    import transformers  # its classes take up to 2 s more, each when it is asked for
+    if not (folder / "tokenizer.json").exists() and not (folder / "tokenizer.model").exists():
+        raise ModelError(f"{folder} has no tokenizer.json or tokenizer.model; copy the tokenizer's files there.")
     settings = folder / "tokenizer_config.json"
     kind = read_json(settings).get("tokenizer_class") if settings.exists() else None
-    fast = kind in ("PreTrainedTokenizerFast", "TokenizersBackend") and (folder / "tokenizer.json").exists()
+    if kind in ("PreTrainedTokenizerFast", "TokenizersBackend") and (folder / "tokenizer.json").exists():
+        from transformers import PreTrainedTokenizerFast as Tokenizer  # its file says it all; AutoTokenizer takes 2 s to import
+    else:
+        from transformers import AutoTokenizer as Tokenizer
     try:
-        reader = transformers.PreTrainedTokenizerFast if fast else transformers.AutoTokenizer
-        return reader.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        return Tokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:              # the library raises whatever its parsers raise
         raise ModelError(f"The tokenizer in {folder} cannot be read ({type(error).__name__}: "
                          f"{' '.join(str(error).split())[:300]}).") from None
 
 
 def read_end_tokens(folder: Path, config: dict, tokenizer) -> set[int]:
-    """End of text as the tokenizer, config.json and generation_config.json name it; each may name several."""
+    """What the tokenizer, config.json and generation_config.json name as end of text; each may name several."""
     generation = folder / "generation_config.json"
-    more = read_json(generation) if generation.exists() else {}
-    tokens = set()
-    for named in (tokenizer.eos_token_id, config.get("eos_token_id"), more.get("eos_token_id")):
-        tokens.update(named if isinstance(named, list) else [named])
-    return tokens - {None}
+    named = [tokenizer.eos_token_id, config.get("eos_token_id"),
+             read_json(generation).get("eos_token_id") if generation.exists() else None]
+    return {token for ids in named for token in (ids if isinstance(ids, list) else [ids]) if isinstance(token, int)}
 
 
-# Filling the model ------------------------------------------------------------------------------------------
+# Filling the model ---------------------------------------------------------------------------------------------
 
 def allocate(config: LlamaConfig, dtype: torch.dtype, device: str, name: str) -> Llama:
     """Room for the weights, after a look at whether there is any."""
-    shape = Llama(config, dtype, "meta")
+    try:
+        shape = Llama(config, dtype, "meta")
+    except RuntimeError:                    # a product of its sizes is more than 64 bits
+        raise ModelError(f"{name}: the sizes in its config.json are absurd.") from None
     size = sum(tensor.numel() for tensor in (*shape.parameters(), *shape.buffers())) * dtype.itemsize
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else free_host_memory()
     if size > free:
-        raise ModelError(f"{name} takes {size / 1e9:.1f} GB in {str(dtype)[6:]} and {free / 1e9:.1f} GB are "
-                         "free; choose a smaller model or a 16-bit --dtype.")
+        raise ModelError(f"{name} takes {size / 1e9:.1f} GB in {str(dtype)[6:]} and {free / 1e9:.1f} GB are free; "
+                         "choose a smaller model or a 16-bit --dtype.")
     return Llama(config, dtype, device)
 
 
@@ -227,19 +238,19 @@ def fill_from_files(model: Llama, files: list[Path], digest):
                 del tensor
                 bar.update()
         except (SafetensorError, OSError) as error:
-            raise ModelError(f"{path} is not a whole safetensors file ({error}); copy it again.") from None
+            raise ModelError(f"{path} is not a whole safetensors file ({error}); copy or download it again.") from None
     bar.close()
     if places:
-        raise ModelError(f"{files[0].parent} lacks {len(places)} tensors; one is {next(iter(places))}.")
+        raise ModelError(f"{files[0].parent} lacks the tensor {next(iter(places))}"
+                         + (f" and {len(places) - 1} more" if len(places) > 1 else "") + "; its weights are incomplete.")
 
 
-# Models without a checkpoint --------------------------------------------------------------------------------
+# Models without a checkpoint -----------------------------------------------------------------------------------
 
 def random_config(name: str) -> LlamaConfig:
     geometry = GEOMETRIES.get(name.removeprefix("random:"))
     if geometry is None:
-        names = ", ".join(f"random:{known}" for known in GEOMETRIES)
-        raise ModelError(f"No geometry {name!r}: choose one of {names}.")
+        raise ModelError(f"No geometry {name!r}: choose one of {', '.join('random:' + known for known in GEOMETRIES)}.")
     hidden, intermediate, layers, heads, kv_heads, vocabulary, context = geometry
     return LlamaConfig(vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate,
                        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
@@ -247,9 +258,9 @@ def random_config(name: str) -> LlamaConfig:
 
 
 def fill_at_random(model: Llama, seed: int):
-    """Normal numbers of deviation 0.02 (ones for the norms), the same on every device and before rounding."""
+    """Normal numbers of deviation 0.02 (ones for the norms), the same on every device and for every dtype's rounding."""
     generator = torch.Generator().manual_seed(seed)
-    for name, place in tqdm(model.weights().items(), desc="random weights", delay=1, leave=False):
+    for name, place in tqdm(model.weights().items(), desc="random weights", unit="tensor", delay=1, leave=False):
         if name.endswith("norm.weight"):
             place.fill_(1.0)
         else:
@@ -262,7 +273,7 @@ def byte_tokenizer(vocabulary: int):
     from transformers import PreTrainedTokenizerFast
     special = ["<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    fillers = (f"\u0120t{number}" for number in range(vocabulary))       # shown as " t0", " t1", ...
+    fillers = (f"\u0120t{number}" for number in range(vocabulary))       # shown as " t0", " t1", ...; never read
     words = [*special, *alphabet, *fillers][:vocabulary]
     tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -43,10 +43,12 @@ def parser_for(doc: str) -> argparse.ArgumentParser:
     what.add_argument("--prompt", type=readable, metavar="TEXT", help="answer TEXT once and end")
     add("--host", default="127.0.0.1", help="address of the server (default: this machine only)")
     add("--port", type=bounded(int, 0, 65535), default=5000, help="of the server (default 5000, 0: any)")
+    add("--allow-evict", action="store_true", help="let other machines evict cached blocks too (POST /evict)")
     add("--model", default="classroom",
         help="classroom (default), tinyllama, FOLDER, OWNER/NAME on the hub, or random:NAME")
     add("--device", default="auto", help="auto, cpu or cuda")
     add("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    add("--plain-weights", action="store_true", help="on a CPU, do not reorder the weights for oneDNN")
     add("--max-tokens", type=bounded(int, 1, 1 << 20), default=128, help="length of an answer (default 128)")
     add("--temperature", type=bounded(float, 0, 100), default=0.0, help="0 (default) is greedy")
     add("--top-p", type=bounded(float, 1e-6, 1), default=1.0)
@@ -96,7 +98,8 @@ def run(chapter: str, arguments, make_engine, demo, compare):
     listener = server.listen(arguments.host, arguments.port) if serving else None
 
     # 2. The model
-    model, tokenizer, end_tokens = checkpoint.load(arguments.model, arguments.dtype, arguments.device)
+    model, tokenizer, end_tokens = checkpoint.load(
+        arguments.model, arguments.dtype, arguments.device, reorder=not arguments.plain_weights)
     frontend = Frontend(model, tokenizer, end_tokens)
     info = dict(chapter=chapter, model=arguments.model, dtype=str(model.dtype)[6:],
                 device=torch.cuda.get_device_name() if model.device.type == "cuda" else "cpu")
@@ -112,7 +115,8 @@ def run(chapter: str, arguments, make_engine, demo, compare):
             if serving:
                 ways = {name: (partial(make, model, arguments), evict)
                         for name, (make, evict) in compare(arguments).items()}
-                return server.serve(listener, server.Server(engine, frontend, info, compare=ways))
+                serving = server.Server(engine, frontend, info, compare=ways)
+                return server.serve(listener, serving, arguments.allow_evict)
             names = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop")
             request = frontend.request(arguments.prompt, **{name: getattr(arguments, name) for name in names})
             for piece in engine.stream(request):

@@ -16,7 +16,7 @@ sleeps until bandwidth and latency say that the copy has arrived. Sleeping takes
 computed meanwhile really overlaps. Everything printed about such a link says `modelled link`.
 """
 
-import math
+import os
 import queue
 import statistics
 import sys
@@ -24,6 +24,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from contextlib import suppress
 
 import numpy
 import torch
@@ -128,7 +129,8 @@ class Link:
         self.closed = threading.Event()
         if self.modelled:
             self.queue = queue.SimpleQueue()
-            thread = threading.Thread(target=carry, args=(self.queue, self.closed, wake), daemon=True)
+            arguments = self.queue, self.closed, wake, lane == "save"
+            thread = threading.Thread(target=carry, args=arguments, daemon=True)
             thread.start()
             self.close = weakref.finalize(self, close, self.queue, self.closed, thread)
         else:
@@ -206,8 +208,11 @@ class Link:
         return str(self.bandwidth) if self.modelled else f"link, {self.speed() / 1e9:.1f} GB/s"
 
 
-def carry(lane: queue.SimpleQueue, closed: threading.Event, wake):
+def carry(lane: queue.SimpleQueue, closed: threading.Event, wake, in_background: bool):
     """The thread of a modelled lane: copy each, then sleep until the model says that it has arrived."""
+    with suppress(OSError, AttributeError):  # where a thread has a priority of its own
+        if in_background:  # nobody waits for it, so it takes the processor only from who is idle
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
     free = 0.0  # when the lane is free, in the model
     while (item := lane.get()) is not None:
         transfer, pairs, seconds, error = item

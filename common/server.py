@@ -5,6 +5,7 @@ their request, and look at the engine beside its steps: they copy lists, and may
 """
 import gc
 import io
+import ipaddress
 import json
 import logging
 import queue
@@ -18,6 +19,7 @@ from contextlib import closing, suppress
 from functools import partial
 from operator import eq
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from common import checkpoint, requests
 from common.requests import SAMPLING, BadRequest, Request, RequestError, Result, Unavailable, check_fields
@@ -27,7 +29,7 @@ SILENCE = 0.5                      # seconds after which a thread that waits loo
 ROUNDS = 5                         # of a comparison, after a warm-up
 SHUTTING = "The server is shutting down; ask again when it is back."
 DEFECT = "An error inside the server; its log says more, and the engine goes on."
-KINDS = {429: "rate_limit_error", 500: "server_error", 503: "unavailable_error"}    # of errors, by status
+KINDS = {403: "permission_error", 429: "rate_limit_error", 500: "server_error", 503: "unavailable_error"}    # of errors, by status
 STREAM = {"stream": (lambda v: isinstance(v, bool), "true or false")}
 # What OpenAI's clients may send and this server does not do: taken only where it asks for nothing.
 NEUTRAL = {"best_of": 1, "echo": False, "suffix": "", "logprobs": False, "top_logprobs": 0, "logit_bias": {},
@@ -101,11 +103,14 @@ class Server:
             with self.lock:
                 self.engine.counts["refused"] += 1
             raise
-        return self.pieces(request, gone)
+        pieces = self.pieces(request, gone)
+        next(pieces)               # a generator that has not begun does not notice that it is closed
+        return pieces
 
     def pieces(self, request: Request, gone):
         piece = ""
         try:
+            yield piece
             while not isinstance(piece, Result):
                 with suppress(queue.Empty):
                     piece = ""
@@ -272,7 +277,7 @@ def hung_up(connection) -> bool:
         return not isinstance(error, BlockingIOError)           # which means: still there, and silent
 
 
-def make_app(server: Server):
+def make_app(server: Server, allow_evict: bool = False):
     from flask import Flask, Response, jsonify, request
     from werkzeug.exceptions import HTTPException
 
@@ -361,8 +366,18 @@ def make_app(server: Server):
                 return jsonify(spans=finished.timeline.as_json(), plan=finished.timeline.plan)
         raise BadRequest(f"The timeline of request {number} is not kept; GET /state names those kept.", 404)
 
+    def is_local() -> bool:
+        """Whether a program on this machine asks, or the page; not a browser that another web page has sent."""
+        with suppress(ValueError):
+            own, name = f"http://{request.host}", urlsplit(f"//{request.host}").hostname
+            local = ipaddress.ip_address(request.remote_addr or "").is_loopback
+            return local and name in ("127.0.0.1", "::1", "localhost") and request.headers.get("Origin", own) == own
+        return False
+
     @app.post("/evict")
     def evict():
+        if not allow_evict and not is_local():
+            raise BadRequest("/evict is for programs on the server's machine; start it with --allow-evict.", 403)
         names = list(engine.pools)
         fields = check_fields(body(), {"tier": (names.__contains__, f"one of {', '.join(names) or 'none'}")})
         if not fields:
@@ -405,6 +420,9 @@ def listen(host: str, port: int):
     from werkzeug.serving import WSGIRequestHandler, make_server
 
     class Quiet(WSGIRequestHandler):
+        error_content_type = "application/json"         # of what is not HTTP, and never reaches the app
+        error_message_format = '{"error": {"message": "This is not HTTP.", "type": "invalid_request_error"}}'
+
         def log_request(self, *_):              # one line a request would drown what a class should see
             pass
 
@@ -417,9 +435,9 @@ def listen(host: str, port: int):
         raise OSError(f"Cannot listen on {host}:{port} ({reason}); choose other --host and --port.") from None
 
 
-def serve(listener, server: Server):
+def serve(listener, server: Server, allow_evict: bool = False):
     """Answer until Ctrl-C."""
-    listener.app = make_app(server)
+    listener.app = make_app(server, allow_evict)
     gc.freeze()     # else the collector goes through the model at times, and nobody gets a token for 0.1 s
     print(f"{server.info['chapter']} serves {server.info['model']} on http://{listener.host}:{listener.port}"
           "   (Ctrl-C ends it)", flush=True)

@@ -99,6 +99,7 @@ BROKEN = {
         ["rms_norm_eps"],
     ),
     "layers not counted": (lambda f: change_json(f / "config.json", layer_types=5), ["layer_types"]),
+    "vocabulary beyond count": (lambda f: change_json(f / "config.json", vocab_size=10**18), []),
     "context beyond memory": (lambda f: change_json(f / "config.json", max_position_embeddings=10**11), []),
     "broken config": (lambda f: (f / "config.json").write_text('{"model_type": '), ["config.json", "JSON"]),
     "deeply nested config": (

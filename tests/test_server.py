@@ -437,3 +437,18 @@ def test_there_is_one_comparison_at_a_time_and_its_client_may_hang_up(frontend):
         assert "Unknown field" in client.ask("/compare", dict(prompt="Hello", seed=1)).error(400)
     with serving(frontend) as client:
         assert "nothing to compare" in client.ask("/compare", dict(prompt="Hello")).error(404)
+
+
+
+@pytest.mark.parametrize("headers,allowed", [
+    ({}, True), ({"Host": "localhost:1", "Origin": "http://localhost:1"}, True),
+    ({"Host": "[::1]:5000"}, True),
+    ({"Origin": "http://elsewhere.example"}, False), ({"Host": "rebound.example"}, False),
+    ({"Origin": "null"}, False), ({"Host": "[1"}, False)], ids=str)
+def test_only_programs_on_this_machine_and_the_page_may_evict(client, frontend, headers, allowed):
+    reply = client.ask("/evict", dict(tier="host"), headers=headers)
+    assert reply.status == (200 if allowed else 403)
+    if not allowed:
+        assert "--allow-evict" in reply.error(403, "permission_error")
+        with serving(frontend, allow_evict=True) as other:
+            assert other.ask("/evict", dict(tier="host"), headers=headers).status == 200

@@ -75,11 +75,11 @@ class Client:
 
 
 @contextmanager
-def serving(frontend, engine=None, **options):
+def serving(frontend, engine=None, allow_evict=False, **options):
     """Yield a Client. Afterwards the engine's thread has ended and nobody is left."""
     server = Server(engine or Engine(), frontend, INFO, **options)
     listener = listen("127.0.0.1", 0)
-    listener.app = make_app(server)
+    listener.app = make_app(server, allow_evict)
     thread = threading.Thread(target=listener.serve_forever, args=[0.01], daemon=True)
     thread.start()
     try:
