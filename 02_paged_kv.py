@@ -588,10 +588,10 @@ def demo(model, frontend: Frontend, arguments):
     ):
         rows.append(dict(memory=what, mb=slots * megabytes, tokens_per_slot=tokens / slots))
         print(f"  {what:32}{slots * megabytes:8.1f} MB, {tokens / slots:5.2f} tokens a slot")
-    table, at = tables[others[0].id], len(others[0].tokens) - 2
+    table, at, shared = tables[others[0].id], len(others[0].tokens) - 2, others[0].cached_tokens // size
     print(
         f"  A table: {table}\n  Its token {at} is in slot table[{at // size}] * {size} + {at % size} = "
-        f"{table[at // size] * size + at % size}; its first {others[0].cached_tokens // size} blocks are shared.\n"
+        f"{table[at // size] * size + at % size}; its first {shared} blocks are shared.\n"
     )
 
     # 3. Time: a prefix that is found is not computed

@@ -170,7 +170,9 @@ def read_tokenizer(folder: Path):
     settings = folder / "tokenizer_config.json"
     kind = read_json(settings).get("tokenizer_class") if settings.exists() else None
     if kind in ("PreTrainedTokenizerFast", "TokenizersBackend") and (folder / "tokenizer.json").exists():
-        from transformers import PreTrainedTokenizerFast as Tokenizer  # its file says it all; AutoTokenizer takes 2 s to import
+        from transformers import (
+            PreTrainedTokenizerFast as Tokenizer,  # its file says it all; AutoTokenizer takes 2 s to import
+        )
     else:
         from transformers import AutoTokenizer as Tokenizer
     try:

@@ -29,7 +29,8 @@ SILENCE = 0.5                      # seconds after which a thread that waits loo
 ROUNDS = 5                         # of a comparison, after a warm-up
 SHUTTING = "The server is shutting down; ask again when it is back."
 DEFECT = "An error inside the server; its log says more, and the engine goes on."
-KINDS = {403: "permission_error", 429: "rate_limit_error", 500: "server_error", 503: "unavailable_error"}    # of errors, by status
+# Of errors, by status.
+KINDS = {403: "permission_error", 429: "rate_limit_error", 500: "server_error", 503: "unavailable_error"}
 STREAM = {"stream": (lambda v: isinstance(v, bool), "true or false")}
 # What OpenAI's clients may send and this server does not do: taken only where it asks for nothing.
 NEUTRAL = {"best_of": 1, "echo": False, "suffix": "", "logprobs": False, "top_logprobs": 0, "logit_bias": {},
@@ -367,19 +368,21 @@ def make_app(server: Server, allow_evict: bool = False):
         raise BadRequest(f"The timeline of request {number} is not kept; GET /state names those kept.", 404)
 
     def is_local() -> bool:
-        """Whether a program on this machine asks, or the page; not a browser that another web page has sent."""
+        """Whether a program on this machine asks, or the page; not a browser sent by another web page."""
         with suppress(ValueError):
             own, name = f"http://{request.host}", urlsplit(f"//{request.host}").hostname
             local = ipaddress.ip_address(request.remote_addr or "").is_loopback
-            return local and name in ("127.0.0.1", "::1", "localhost") and request.headers.get("Origin", own) == own
+            local &= name in ("127.0.0.1", "::1", "localhost")
+            return local and request.headers.get("Origin", own) == own
         return False
 
     @app.post("/evict")
     def evict():
         if not allow_evict and not is_local():
-            raise BadRequest("/evict is for programs on the server's machine; start it with --allow-evict.", 403)
+            raise BadRequest("/evict is for this machine; start the server with --allow-evict.", 403)
         names = list(engine.pools)
-        fields = check_fields(body(), {"tier": (names.__contains__, f"one of {', '.join(names) or 'none'}")})
+        tiers = names.__contains__, f"one of {', '.join(names) or 'none'}"
+        fields = check_fields(body(), {"tier": tiers})
         if not fields:
             raise BadRequest("Give the tier to evict.")
         return jsonify(evicted=server.between_steps(partial(engine.evict, fields["tier"])))

@@ -176,8 +176,8 @@ def test_what_is_no_utf8_ends_with_one_clear_line():
 
 
 @pytest.mark.parametrize("missing,words", [
-    ("model.safetensors", "has no *.safetensors"), ("config.json", "config.json cannot be read"),
-    ("tokenizer.json", "The tokenizer in")])
+    ("model.safetensors", "has no *.safetensors"), ("config.json", "has no config.json"),
+    ("tokenizer.json", "has no tokenizer.json")])
 def test_a_folder_that_lacks_a_file_is_told_which(monkeypatch, capsys, tiny_folder, tmp_path, missing, words):
     shutil.copytree(tiny_folder, tmp_path / "model", ignore=shutil.ignore_patterns(missing))
     assert words in refused_here(monkeypatch, capsys, "--model", tmp_path / "model", "--prompt", "Hello")
@@ -196,10 +196,10 @@ def test_a_server_listens_on_this_machine_only_and_knows_the_ways_to_compare(mon
     served = []
     monkeypatch.setattr(server, "serve", lambda *arguments: served.append(arguments))
     run_here(monkeypatch, capsys, *TINY, "--port", "0")
-    (listener, made), = served
+    (listener, made, allow_evict), = served
     made.close()
     listener.server_close()
-    assert listener.host == "127.0.0.1" and made.info["chapter"] == "stub"
+    assert listener.host == "127.0.0.1" and made.info["chapter"] == "stub" and not allow_evict
     assert list(made.compare) == ["recompute (01)", "stub"]
     make_engine, evict = made.compare["stub"]
     assert isinstance(make_engine(), Engine) and evict

@@ -121,9 +121,11 @@ def test_nothing_in_the_layer_loop_makes_the_host_wait(model, monkeypatch):
     inside, forward = [], engine.runner.forward
     for name in ("item", "cpu", "tolist"):
         method = getattr(torch.Tensor, name)
-        noted = lambda tensor, *args, _name=name, _method=method: (
-            inside.append(_name) or _method(tensor, *args)
-        )  # noqa: E731
+
+        def noted(tensor, *args, _name=name, _method=method):
+            inside.append(_name)
+            return _method(tensor, *args)
+
         monkeypatch.setattr(torch.Tensor, name, noted)
 
     def watched(work, before_layer):

@@ -15,7 +15,7 @@ GUARDS = {
     "nothing is found before it has arrived": (
         offload.HostCache, "save_blocks",
         "self.saving.update(zip(prefixes, places))",
-        "self.saving.update(zip(prefixes, places)); [self.host.register(*pair) for pair in zip(places, prefixes)]",
+        "self.saving.update(zip(prefixes, places)); [*map(self.host.register, places, prefixes)]",
     ),
     "what has failed to arrive is not found": (offload.HostCache, "saved", "if arrived:", "if True:"),
     "a request whose copy failed gets other blocks": (
@@ -35,7 +35,8 @@ GUARDS = {
     ),
     "blocks that are found were filled": (
         paged.Engine, "register",
-        "full = request.computed // self.pool.block_size", "full = -(-request.computed // self.pool.block_size)",
+        "full = request.computed // self.pool.block_size",
+        "full = -(-request.computed // self.pool.block_size)",
     ),
 }  # fmt: skip
 

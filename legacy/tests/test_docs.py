@@ -27,9 +27,6 @@ FOLDERS = ("benchmarks", "common", "docs", "legacy", "models", "tests", "tools")
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
-GOING = {(name, "--svg") for name in REBUILT}       # which no page names any more
-
-
 # What a page holds -----------------------------------------------------------------------------------------------
 
 @cache
@@ -85,7 +82,7 @@ def parser(name: str) -> argparse.ArgumentParser:
 def options(name: str) -> dict:
     """Option -> its argparse action."""
     return {string: action for action in parser(name)._actions for string in action.option_strings
-            if string not in ("-h", "--help") and (name, string) not in GOING}
+            if string not in ("-h", "--help")}
 
 
 def numbered(words: str) -> set[str]:
@@ -398,9 +395,9 @@ def test_reference_names_every_route(tiered_app, rebuilt_app):
     for adapter in adapters:
         matched = {adapter.match(path, method)[0]: path for method, path in named if adapter.test(path, method)}
         there = {rule.endpoint for rule in adapter.map.iter_rules()}
-        assert len(there) > 7 and there - {"timeline"} <= set(matched)      # of the rebuilt ones, it loses its .svg
+        assert len(there) > 7 and there <= set(matched)
     for method, path in named:
-        assert path == "/timelines/1" or any(adapter.test(path, method) for adapter in adapters), (method, path)
+        assert any(adapter.test(path, method) for adapter in adapters), (method, path)
 
 
 def gone(markdown: str) -> str:
@@ -416,9 +413,9 @@ def test_what_is_gone_is_gone(rebuilt_app):
     assert len(rows) > 5 and len(gone(markdown)) < len(markdown)
     for was, instead in rows:
         assert not set(re.findall(r"`(--[\w-]+)`", was)) & theirs, was
-        assert not any(adapter.test(path, method) for method, path in routes(was) if not path.endswith(".svg")), was
+        assert not any(adapter.test(path, method) for method, path in routes(was)), was
         assert set(re.findall(r"`(--[\w-]+)", instead)) <= theirs, instead
-        assert all(path == "/timelines/1" or adapter.test(path, method) for method, path in routes(instead)), instead
+        assert all(adapter.test(path, method) for method, path in routes(instead)), instead
 
 
 def test_evict_is_there():
@@ -438,11 +435,17 @@ def test_fields_of_a_request():
         assert described[name] == {*requests.PROMPT, *requests.SAMPLING, *server.STREAM, *fields}, name
 
 
+def fields_of_a_result() -> set[str]:
+    request = requests.Request([1], 1)
+    request.push(1)
+    return set(vars(requests.Result(request)))
+
+
 def test_fields_of_a_result():
     """Of the rebuilt chapters: those of the reply, and of what the page polls."""
     reply = re.search(r"The reply, in every chapter: (.*?)\. In chapters 01", text(REFERENCE), re.S)[1]
     described = {*quoted(reply), *(quoted(name)[0] for name, _ in tables(text(REFERENCE), "field | what it is"))}
-    assert described == {*requests.Result.__dataclass_fields__, "prompt_tokens", "cached_tokens", "completion_tokens"}
+    assert described == {*fields_of_a_result(), "prompt_tokens", "cached_tokens", "completion_tokens"}
 
 
 def test_statuses():

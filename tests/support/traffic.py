@@ -104,9 +104,8 @@ def main():
     counts = run(arguments.cache, arguments.requests, arguments.seed, tell=tell)
     print(f"{arguments.cache}, seed {arguments.seed}, {time.perf_counter() - began:.0f} s: "
           + ", ".join(f"{count} {name}" for name, count in sorted(counts.items())))  # fmt: skip
-    print(
-        f"restored {counts['restored'] / counts['requests']:.1%}, preempted {counts['preemptions'] / counts['requests']:.1%}"
-    )
+    restored, preempted = (counts[name] / counts["requests"] for name in ("restored", "preemptions"))
+    print(f"restored {restored:.1%}, preempted {preempted:.1%}")
     return bool(
         far < 0.9 or counts["wrong"] or counts["failed"] or counts["tie"] > counts["tokens"] / 100_000
     )
