@@ -226,7 +226,7 @@ def demo(model, frontend: Frontend, arguments):
     rows.append(dict(case="cpu_hit", bytes_in=moved))
     miss, hit, here = (statistics.median(taken[case]) for case in ("miss", "cpu_hit", "gpu_hit"))
     print(
-        f"\n{moved / 1e6:.1f} MB came back: the first token {miss / hit:.1f} times as soon as if computed, and\n"
+        f"\n{moved / 1e6:.1f} MB came back: the first token {miss / hit:.1f} times as soon as computed, and\n"
         f"{hit / here:.1f} times as late as from the device. Over a link 100 times slower it is computed."
     )
     link = dict(modelled=cache.load_link.modelled, gbps=cache.load_link.speed() / 1e9)
