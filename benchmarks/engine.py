@@ -165,7 +165,7 @@ def burst(bench: Bench) -> list[dict]:
 def together(arguments) -> list[dict]:
     """A server each, in processes of their own, as a user starts them."""
     length, rows = 1000, []
-    words = " ".join(f"word{number % 97}" for number in range(length // 3))
+    words = " ".join(f"word{number % 97}" for number in range(length // 7))
     for how, groups in (
         ("alone", [[name] for name in arguments.chapters]),
         ("together", [arguments.chapters]),
