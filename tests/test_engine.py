@@ -1,5 +1,4 @@
-"""The engine's side of the contract (DESIGN of common/restoring.py), with small Caches and Runners made for
-it."""
+"""The engine's side of the contract in common/restoring.py, with small Caches and Runners made for it."""
 
 import random
 import threading
