@@ -136,6 +136,8 @@ class Engine(Line):
             self.tokens = generate(self.model, self.running[0], self.chunk, self.kv_cache)
         if self.running:
             (request,) = self.running
+            self.counts["steps"] += 1
+            self.tell("compute", [request], 1 if request.new else request.prompt_tokens)
             next(self.tokens)
             if request.finish_reason:
                 self.finish(request)
@@ -219,7 +221,9 @@ def add_arguments(parser):
 def make_engine(model, arguments) -> Engine:
     """The engine that the options ask for; other chapters compare with its default."""
     options = vars(arguments)
-    return Engine(model, options.get("prefill_chunk", CHUNK), not options.get("no_kv_cache", False))
+    engine = Engine(model, options.get("prefill_chunk", CHUNK), not options.get("no_kv_cache", False))
+    engine.explain = arguments.explain
+    return engine
 
 
 if __name__ == "__main__":

@@ -316,7 +316,6 @@ class Engine(Line):
         self.filling: dict[Prefix, Request] = {}  # contents that a running request is about to have
         self.promised = 0  # blocks that are leaving, and that a request of this step waits for
         self.failures = 0  # steps in a row that raised
-        self.explain = False
         self.fields = {**CACHE_SALT, **self.cache.fields}
         self.cache.attach(self)
         self.pool.evicting, self.pools = self.cache.evicting, {"device": self.pool, **self.cache.pools}
@@ -550,14 +549,6 @@ class Engine(Line):
     def close(self):
         """Stop the Cache's threads."""
         self.cache.close()
-
-    def tell(self, verb: str, requests: list[Request], rows: int = 0, blocks: int = 0, words: str = ""):
-        """--explain: a line for what happens in a step."""
-        if self.explain:
-            who = " ".join(f"#{request.id}" for request in requests)
-            words = f"{verb:8} {who:16} {rows:5} rows {blocks:5} blocks  {words}"
-            print(f"step {self.counts['steps']:4}  {words}", file=sys.stderr)
-
 
 # 6. The demo -----------------------------------------------------------------------------------
 

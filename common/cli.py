@@ -109,7 +109,6 @@ def run(chapter: str, arguments, make_engine, demo, compare):
         report, timelines = demo(model, frontend, arguments)
     else:
         engine = make_engine(model, arguments)
-        engine.explain = arguments.explain
         frontend.fields = engine.fields
         try:
             if serving:

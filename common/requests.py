@@ -6,6 +6,7 @@ as it becomes certain, and last the outcome, a `Result` or an exception.
 import json
 import queue
 import random
+import sys
 import threading
 import time
 from collections import Counter, deque
@@ -205,12 +206,12 @@ class Request:
     # noted by the engine of chapter 02
     table: list[int] = field(default_factory=list)              # its blocks, in the order of its tokens
     chain: list = field(default_factory=list)                   # its prefixes
-    computed: int = 0              # tokens whose K and V are in the blocks of `table`
-    registered: int = 0            # blocks that their prefix finds
-    restoration: object = None
-    declined: bool = False
-    patience: float = 0.0
-    kept: object = None
+    computed: int = 0              # tokens whose K and V are in, or on their way into, the blocks of `table`
+    registered: int = 0            # blocks that are full for sure: their prefix finds them
+    restoration: object = None     # what is on its way
+    declined: bool = False         # a restoration has failed: compute
+    patience: float = 0.0          # until when it waits for its Cache: seconds of time.perf_counter()
+    kept: object = None            # whatever the Cache remembers of it
 
     def __post_init__(self):
         self.tokens = list(self.tokens)                         # it grows, and is nobody else's
@@ -328,6 +329,7 @@ class Line:
     and cancel; one thread calls `step`, which takes `arrivals` in and ends a request with its `finish`."""
 
     fields, pools = {}, {}         # of a request, the chapter's own; memories in blocks, for the page
+    explain = False                # whether to print what happens
 
     def __init__(self, capacity: int | None = None):
         self.capacity = capacity   # tokens that one request may take, answer included
@@ -362,6 +364,13 @@ class Line:
             self.counts.update(request.outcome.usage, finished=1)
         else:
             self.counts["cancelled" if isinstance(error, HungUp) else "failed"] += 1
+
+    def tell(self, verb: str, requests: list[Request], rows: int = 0, blocks: int = 0, words: str = ""):
+        """--explain: print a line for what happens in a step."""
+        if self.explain:
+            who = " ".join(f"#{request.id}" for request in requests)
+            words = f"{verb:8} {who:16} {rows:5} rows {blocks:5} blocks  {words}"
+            print(f"step {self.counts['steps']:4}  {words}", file=sys.stderr)
 
     def fail(self, error: Exception):
         """End everybody, after a defect."""

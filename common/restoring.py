@@ -85,6 +85,9 @@ class Cache:
     | save | after each step | wait_for_save |
     | finished | it is over, cancelled or preempted | request_finished |
     | poll | at the top of each step | get_finished |
+    | evicting | a device block is about to lose its contents | |
+    | idle | nothing runs | |
+    | attach, close | at the beginning and at the end | register_kv_caches, shutdown |
     """
 
     fields: dict = {}  # of a request, this chapter's own: name -> (test, words)
@@ -274,8 +277,7 @@ class Restorer:
                     return
         if restoration.limit <= request.computed < restoration.end:
             # They have met. Where the limit is the start, that is at once: `computed` runs ahead of what has
-            # arrived,
-            # and `can_compute` and `wait` keep every pass behind it.
+            # arrived, and `can_compute` and `wait` keep every pass behind it.
             restoration.found = restoration.end - request.computed
             if not request.new:  # a preempted request finds what it had itself
                 source = restoration.match.source

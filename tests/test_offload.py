@@ -254,6 +254,16 @@ def test_of_what_the_host_has_no_room_for_the_beginning_is_kept():
     assert ask(engine, prompt).found == {"cpu": 64}
 
 
+@pytest.mark.parametrize("budget", [16, 48, 512])
+def test_a_chain_does_not_evict_its_own_beginning(budget):
+    """In a host of five blocks, however the prompt is divided over steps: five blocks, without a gap."""
+    engine, *_ = engine_for(5, token_budget=budget)
+    ask(engine, draw(random.Random(9), 70))  # somebody else's four blocks, which may go
+    settle(engine)
+    ask(engine, PROMPT + A + B)
+    assert kept(engine, PROMPT + A + B) == 5
+
+
 def test_without_a_host_pool_everything_is_computed_again():
     engine, cache, save, load = engine_for(host=0)
     for _ in range(2):

@@ -16,7 +16,9 @@ def add_arguments(parser):
 
 def make_engine(model, arguments):
     print("KV pool: 64 blocks", file=sys.stderr)
-    return Engine(model, pause=arguments.pause, max_running=1)
+    engine = Engine(model, pause=arguments.pause, max_running=1)
+    engine.explain = arguments.explain
+    return engine
 
 
 def demo(model, frontend, arguments):

@@ -28,7 +28,6 @@ class Pool:
 
 class Engine(Line):
     fields = {"cache_salt": (lambda v: isinstance(v, str) and len(v) <= 256, "at most 256 characters")}
-    explain = False
 
     def __init__(self, model=None, blocks: int = 64, max_running: int = 4, pause: float = 0.0):
         super().__init__(capacity=16 * blocks or None)
