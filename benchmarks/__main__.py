@@ -34,6 +34,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import claims  # noqa: E402
 from common import checkpoint  # noqa: E402
 from legacy import app  # noqa: E402
+from tools import random_models  # noqa: E402
 
 # kind: the benchmark, and what it measures by --only; model: None where only the benchmark's own makes sense. Then the options of
 # the full run, and those of the quick one, which leaves out what has None. Without --rounds a benchmark takes its own, mostly 5.
@@ -137,7 +138,7 @@ def refused(kind: str, model: str) -> str | None:
         return None
     if not model.startswith("random:"):
         return "it changes the geometry, so it needs random weights (random:NAME)"
-    geometry = checkpoint.GEOMETRIES.get(model.removeprefix("random:"))
+    geometry = random_models.GEOMETRIES.get(model.removeprefix("random:"))
     if kind == "hcache-heads" and geometry and geometry[3] % 32:
         return "it needs a model with 32 query heads"
     return None
@@ -329,7 +330,7 @@ def main() -> int:
     try:
         device = checkpoint.pick_device(asked.device)
         if asked.model:
-            (checkpoint.random_config if asked.model.startswith("random:") else checkpoint.find_folder)(asked.model)
+            (random_models.random_config if asked.model.startswith("random:") else checkpoint.find_folder)(asked.model)
         if asked.histories:
             importlib.import_module("benchmarks.paged").lengths(asked.histories)
     except (checkpoint.ModelError, argparse.ArgumentTypeError) as error:

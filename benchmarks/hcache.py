@@ -35,10 +35,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import offload as offload_benchmark  # noqa: E402
 from benchmarks import paged as paged_benchmark  # noqa: E402
 from benchmarks.baseline import spread  # noqa: E402
-from common import checkpoint  # noqa: E402
 from common.llama import cpu_multiplies_bfloat16  # noqa: E402
 from legacy import link as links  # noqa: E402
 from legacy import offload, paged  # noqa: E402
+from tools import random_models  # noqa: E402
 
 hidden_states = importlib.import_module("04_hidden_state_cache")
 MODELS = {"restore": ["random:small", "classroom", "random:tinyllama-mha", "random:tinyllama"], "heads": ["random:tinyllama"],
@@ -179,8 +179,8 @@ def heads(bench: Bench, tokens: int = 1024) -> dict:
     rows, name, rounds, device = [], bench.name, bench.rounds, bench.model.device.type
     dtype, speed = str(bench.model.dtype)[6:], None
     for kv_heads in KV_HEADS[::-1]:                             # the link is that of the first, which has as many as queries
-        hidden, intermediate, _, query_heads, _, _, context = checkpoint.GEOMETRIES[name.removeprefix("random:")]
-        checkpoint.GEOMETRIES["heads"] = (hidden, intermediate, 4, query_heads, kv_heads, 512, context)
+        hidden, intermediate, _, query_heads, _, _, context = random_models.GEOMETRIES[name.removeprefix("random:")]
+        random_models.GEOMETRIES["heads"] = (hidden, intermediate, 4, query_heads, kv_heads, 512, context)
         bench = Bench("random:heads", dtype, device, rounds)
         speed = speed or speeds(bench).get("the bottleneck")
         kept = bench.engine(offload.Engine, tokens, cpu_blocks=2 * tokens // 16)

@@ -31,6 +31,7 @@ from benchmarks.reference import one_sentence, set_imports_aside  # noqa: E402
 from common import checkpoint  # noqa: E402
 from legacy import app  # noqa: E402
 from legacy import link as links  # noqa: E402
+from tools import random_models  # noqa: E402
 
 hybrid = importlib.import_module("08_hybrid_blocks")
 LAYERS, STEPS = 2, 2
@@ -54,9 +55,9 @@ class Filled(hybrid.Run):
 class Bench:
     def __init__(self, name: str, dtype: str, device: str, platform: str):
         self.name, self.device = name, checkpoint.pick_device(device)
-        checkpoint.random_config(name)                          # which refuses what is none
-        hidden, intermediate, self.layers, *rest = checkpoint.GEOMETRIES[name.removeprefix("random:")]
-        checkpoint.GEOMETRIES["cut"] = hidden, intermediate, LAYERS, *rest
+        random_models.random_config(name)                          # which refuses what is none
+        hidden, intermediate, self.layers, *rest = random_models.GEOMETRIES[name.removeprefix("random:")]
+        random_models.GEOMETRIES["cut"] = hidden, intermediate, LAYERS, *rest
         self.model, self.tokenizer, _ = checkpoint.load("random:cut", dtype, device, on_host=True)
         torch_device = hybrid.torch.device(self.device)
         self.speed = links.bandwidth(self.model, "auto", platform, torch_device)

@@ -21,8 +21,9 @@ from benchmarks.reference import one_sentence  # noqa: E402
 from common import checkpoint  # noqa: E402
 from common.llama import Linear  # noqa: E402
 from legacy import app  # noqa: E402
+from tools import random_models  # noqa: E402
 
-HIDDEN, INTERMEDIATE, *_ = checkpoint.GEOMETRIES["tinyllama"]
+HIDDEN, INTERMEDIATE, *_ = random_models.GEOMETRIES["tinyllama"]
 ROWS = {"cpu": 1024, "cuda": 8192}                              # tokens of a product: enough that more are no faster
 READ = 1 << 30                                                  # bytes, far more than any cache holds
 COPIED = 1 << 28                                                # bytes

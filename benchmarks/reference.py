@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from common import checkpoint
 from common.llama import Llama
+from tools import random_models
 
 
 def set_imports_aside():
@@ -30,12 +31,12 @@ def reference_model(name: str, dtype: torch.dtype, device: str = "cpu"):
     if not name.startswith("random:"):
         return AutoModelForCausalLM.from_pretrained(
             str(checkpoint.find_folder(name)), dtype=dtype, attn_implementation="sdpa", use_safetensors=True).to(device).eval()
-    ours = checkpoint.random_config(name)
+    ours = random_models.random_config(name)
     config = LlamaConfig(**{field: getattr(ours, field) for field in (
         "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
         "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings")})
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").to(device).eval()
     plain = Llama(ours, dtype, device)
-    checkpoint.fill_at_random(plain, 0)
+    random_models.fill_at_random(plain, 0)
     model.load_state_dict(plain.weights(), assign=True)
     return model

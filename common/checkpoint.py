@@ -4,7 +4,7 @@
     tinyllama        TinyLlama/TinyLlama-1.1B-Chat-v1.0, from the Hugging Face hub or its local cache
     FOLDER           any folder in Hugging Face layout: config.json, *.safetensors, tokenizer files
     OWNER/NAME       any such model on the hub
-    random:NAME      a geometry with seeded random weights and a byte-level tokenizer: see GEOMETRIES
+    random:NAME      seeded random weights and a byte-level tokenizer: see tools/random_models.py
 
 Weights travel one tensor at a time from the file to their final place and dtype, so loading needs the
 model's own memory and one tensor more. Only safetensors are read; a pickle can run code.
@@ -26,19 +26,6 @@ CLASSROOM = Path(__file__).resolve().parent.parent / "models" / "classroom"
 ALIASES = {"tinyllama": "TinyLlama/TinyLlama-1.1B-Chat-v1.0"}
 OFFLINE = "The models classroom (shipped) and random:tinyllama need no network."
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-# hidden, intermediate, layers, heads, KV heads, vocabulary, context
-GEOMETRIES = {
-    "tiny": (64, 128, 4, 4, 4, 512, 512),
-    "small": (1024, 2816, 12, 16, 16, 32000, 2048),
-    "tinyllama": (2048, 5632, 22, 32, 4, 32000, 2048),
-    "tinyllama-mha": (2048, 5632, 22, 32, 32, 32000, 2048),
-    "llama2-7b": (4096, 11008, 32, 32, 32, 32000, 4096),
-    "llama2-13b": (5120, 13824, 40, 40, 40, 32000, 4096),
-    "llama3-8b": (4096, 14336, 32, 32, 8, 128256, 8192),
-}
-CHAT_TEMPLATE = ("{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' + message['content'] + eos_token "
-                 "+ '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}")
 
 
 class ModelError(ValueError):
@@ -65,11 +52,12 @@ def load(name: str, dtype: str = "auto", device: str = "auto", reorder: bool = T
     keep_freed_memory()
     place = "cpu" if on_host else device
     if name.startswith("random:"):
-        config, dtype = random_config(name), pick_dtype(dtype, device, None)
+        from tools import random_models
+        config, dtype = random_models.random_config(name), pick_dtype(dtype, device, None)
         model = allocate(config, dtype, place, name)
-        fill_at_random(model, seed)
+        random_models.fill_at_random(model, seed)
         digest = hashlib.sha256(f"{name} {seed}".encode())
-        tokenizer = byte_tokenizer(config.vocab_size)
+        tokenizer = random_models.byte_tokenizer(config.vocab_size)
         end_tokens = {tokenizer.eos_token_id}
     else:
         folder = find_folder(name)
@@ -245,42 +233,3 @@ def fill_from_files(model: Llama, files: list[Path], digest):
     if places:
         raise ModelError(f"{files[0].parent} lacks the tensor {next(iter(places))}"
                          + (f" and {len(places) - 1} more" if len(places) > 1 else "") + "; its weights are incomplete.")
-
-
-# Models without a checkpoint -----------------------------------------------------------------------------------
-
-def random_config(name: str) -> LlamaConfig:
-    geometry = GEOMETRIES.get(name.removeprefix("random:"))
-    if geometry is None:
-        raise ModelError(f"No geometry {name!r}: choose one of {', '.join('random:' + known for known in GEOMETRIES)}.")
-    hidden, intermediate, layers, heads, kv_heads, vocabulary, context = geometry
-    return LlamaConfig(vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate,
-                       num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
-                       head_dim=hidden // heads, max_position_embeddings=context)
-
-
-def fill_at_random(model: Llama, seed: int):
-    """Normal numbers of deviation 0.02 (ones for the norms), the same on every device and for every dtype's rounding."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, place in tqdm(model.weights().items(), desc="random weights", unit="tensor", delay=1, leave=False):
-        if name.endswith("norm.weight"):
-            place.fill_(1.0)
-        else:
-            place.copy_(torch.randn(place.shape, generator=generator).mul_(0.02))
-
-
-def byte_tokenizer(vocabulary: int):
-    """A tokenizer for a model that has none: one token a byte, fillers for the rest of the vocabulary."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-    special = ["<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    fillers = (f"\u0120t{number}" for number in range(vocabulary))       # shown as " t0", " t1", ...; never read
-    words = [*special, *alphabet, *fillers][:vocabulary]
-    tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(special)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
-    fast.chat_template = CHAT_TEMPLATE
-    return fast

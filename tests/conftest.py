@@ -20,6 +20,7 @@ if str(ROOT) not in sys.path:
 
 from common import checkpoint
 from common.requests import Frontend
+from tools import random_models
 
 TINY = dict(
     vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
@@ -52,7 +53,7 @@ def write_model(folder: Path, family="llama", seed: int = 0, max_shard_size: str
             if tensor.ndim == 1:
                 torch.nn.init.normal_(tensor, mean=float(name.endswith("norm.weight")), std=0.2)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
-    checkpoint.byte_tokenizer(model.config.vocab_size).save_pretrained(folder)
+    random_models.byte_tokenizer(model.config.vocab_size).save_pretrained(folder)
     return folder
 
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from common import checkpoint
 from common.requests import Request
+from tools import random_models
 
 
 def refusal(name, **options) -> str:
@@ -329,9 +330,9 @@ def test_a_random_model_has_a_tokenizer_and_an_end():
     assert tokenizer.decode(tokenizer.encode("naïve 🙂\n")) == "naïve 🙂\n"
 
 
-@pytest.mark.parametrize("name", checkpoint.GEOMETRIES)
+@pytest.mark.parametrize("name", random_models.GEOMETRIES)
 def test_every_geometry_is_sound(name):
-    config = checkpoint.random_config(f"random:{name}")
+    config = random_models.random_config(f"random:{name}")
     assert config.head_dim * config.num_attention_heads == config.hidden_size
     assert config.num_attention_heads % config.num_key_value_heads == 0
 

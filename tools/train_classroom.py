@@ -23,6 +23,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common import checkpoint  # noqa: E402
 from common.llama import Llama, LlamaConfig, rotary_frequencies  # noqa: E402
+from tools import random_models  # noqa: E402
 from tools.classroom_text import Conversation, Level, general_question  # noqa: E402
 
 FOLDER = Path(__file__).resolve().parent.parent / "models" / "classroom"
@@ -391,7 +392,7 @@ def write(trainer: Trainer, tokenizer: Tokenizer, folder: Path):
             ("generation_config.json", dict(bos_token_id=0, eos_token_id=1)),
             ("tokenizer_config.json", dict(
                 tokenizer_class="PreTrainedTokenizerFast", bos_token="<s>", eos_token="</s>", pad_token="</s>",
-                model_max_length=CONTEXT, clean_up_tokenization_spaces=False, chat_template=checkpoint.CHAT_TEMPLATE))):
+                model_max_length=CONTEXT, clean_up_tokenization_spaces=False, chat_template=random_models.CHAT_TEMPLATE))):
         (folder / name).write_text(json.dumps(content, indent=2) + "\n")
 
 

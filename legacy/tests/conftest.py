@@ -19,6 +19,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from common import checkpoint
+from tools import random_models
 
 TINY = dict(vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
             num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.15, tie_word_embeddings=False,
@@ -47,7 +48,7 @@ def write_model(folder: Path, family: str = "llama", seed: int = 0, max_shard_si
             if tensor.ndim == 1:
                 torch.nn.init.normal_(tensor, mean=float(name.endswith("norm.weight")), std=0.2)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
-    checkpoint.byte_tokenizer(model.config.vocab_size).save_pretrained(folder)
+    random_models.byte_tokenizer(model.config.vocab_size).save_pretrained(folder)
     return folder
 
 

@@ -11,8 +11,8 @@ import torch
 
 from benchmarks import figures, hcache, limits, restoration
 from benchmarks.baseline import spread
-from common import checkpoint
 from legacy.tests.conftest import ROOT
+from tools import random_models
 
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -456,5 +456,5 @@ def test_the_standing_results_are_drawn(tmp_path, capsys):
 
 
 def test_the_limits_product_is_that_of_a_model():
-    hidden, intermediate, *_ = checkpoint.GEOMETRIES["tinyllama"]
+    hidden, intermediate, *_ = random_models.GEOMETRIES["tinyllama"]
     assert (limits.HIDDEN, limits.INTERMEDIATE) == (hidden, intermediate)
