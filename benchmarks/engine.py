@@ -4,19 +4,15 @@ python -m benchmarks.engine                                   all; results in be
 python -m benchmarks.engine --only burst --model classroom
 
 throughput   16 requests of 32 tokens in and 64 out, at once, against chapter 01 one after another: at least 5
-times
-             the tokens per second.
+             times the tokens per second.
 host         TTFT behind a history in host memory: restoration within 1.05 of its bound (bytes over the link),
-TTFT
-             within 1.05 of max(link, the question's own compute). The compute is a device hit of the same
-             question.
+             TTFT within 1.05 of max(link, the question's own compute). The compute is a device hit of the
+             same question.
 burst        30 questions about one document of 1,024 tokens at once, the device evicted before: it comes back
-once
-             (03) or is computed once (02), and mean TTFT is at most 1.1 of the same burst with the document
-             on the device, and one restoration.
+             once (03) or is computed once (02), and mean TTFT is at most 1.1 of the same burst with the
+             document on the device, and one restoration.
 together     servers of chapters 02 and 03 (--chapters) started at once: a minute later, without requests
-between,
-             TTFT of a hit is within 1.2 of a server that was started alone, and the hit is loaded.
+             between, TTFT of a hit is within 1.2 of a server that was started alone, and the hit is loaded.
 """
 
 import argparse

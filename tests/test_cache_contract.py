@@ -1,9 +1,7 @@
-"""What every Cache owes the engine (common/restoring.py): equal tokens, whatever fails, and nothing left
-behind.
+"""What every Cache owes the engine (common/restoring.py): equal tokens, whatever fails, nothing left behind.
 
-    pytest tests/test_cache_contract.py                                # the chapters' pytest
-    tests/test_cache_contract.py --cache my_cache:MyCache       # a reader's own, called as MyCache(blocks,
-    bytes/s)
+    pytest tests/test_cache_contract.py                                # those of the chapters
+    pytest tests/test_cache_contract.py --cache my_cache:MyCache       # your own: MyCache(blocks, bytes/s)
 
 A failure names the rule that was broken.
 """
