@@ -524,7 +524,10 @@ def test_idle_measures_at_once_and_then_ever_more_rarely_until_two_agree(idle):
     assert restorer.idle() is None
 
 
-@pytest.mark.parametrize("speed, rate, measured", [(5.0, 3.0, [5.0, 3.0]), (5.0, None, [5.0, 1.0]), (None, 3.0, [])])
+MEASURED = [(5.0, 3.0, [5.0, 3.0]), (5.0, None, [5.0, 1.0]), (None, 3.0, [])]
+
+
+@pytest.mark.parametrize("speed, rate, measured", MEASURED)
 def test_loading_and_computing_must_both_agree(speed, rate, measured):
     engine = make(RowCache())
     engine.cache.idle, engine.restorer.measure_prefill = (lambda: speed), (lambda: rate)
