@@ -74,9 +74,15 @@ class Prefixes:
         """Extend `chain`, one Prefix per full block, to all full blocks of `tokens`. Salts share nothing."""
         while (end := (len(chain) + 1) * self.size) <= len(tokens):
             block = tuple(tokens[end - self.size : end])
-            parent = chain[-1] if chain else self.intern(None, (salt,), self.namespace + salt.encode())
-            chain.append(self.intern(parent, block, parent.key + struct.pack(f"<{self.size}i", *block)))
+            chain.append(self.after(chain[-1] if chain else self.root(salt), block))
         return chain
+
+    def root(self, salt: str) -> Prefix:
+        """What stands before a first block."""
+        return self.intern(None, (salt,), self.namespace + salt.encode())
+
+    def after(self, parent: Prefix, tokens: tuple) -> Prefix:
+        return self.intern(parent, tokens, parent.key + struct.pack(f"<{len(tokens)}i", *tokens))
 
     def intern(self, parent: Prefix | None, tokens: tuple, content: bytes) -> Prefix:
         prefix = self.known.get((parent, tokens))

@@ -1,1173 +1,519 @@
 """Chapter 04: keep the input of each layer, and project it to K and V again (HCache).
 
-The problem. Computing a lost KV cache again keeps the processor busy and leaves the link idle; copying it from the host
-(chapter 03) keeps the link busy and leaves the processor idle.
+The problem. Computing a lost KV cache again keeps the processor busy and leaves the link idle. Copying it
+from the host (chapter 03) keeps the link busy and leaves the processor idle.
 
-The mechanism. A layer's K and V are projected from its input, the hidden states, after a norm; K is then rotated. With
-multi-head attention that input is half as large as K and V together, and projecting it costs a sixth of computing the layer,
-with the usual sizes of a Llama, and less behind a long context. So the hidden states are kept. When a conversation comes back,
-the states of layer l+1 travel while those of layer l are projected, with the same `keys_values` that the forward pass calls:
-link and processor work side by side.
+The mechanism. A layer's K and V are projections of its input, the hidden states, after a norm; K is then
+rotated by its position. With multi-head attention that input is half as large as K and V together. So the
+hidden states are kept, T tokens of D numbers a layer. When a conversation comes back, layer l + 1 travels
+while layer l is projected, by the same function that the forward pass calls:
 
-Saving must not delay the next token. Stage one copies a step's states, all requests together, into a snapshot buffer in
-host memory; stage two, threads on the host, sorts the rows into chunks of 64 tokens, in which the rows of a layer lie together:
-restoration reads one layer of many tokens, where decoding writes all layers of one. Chunks stay in host memory, or go to
-files that survive the process.
+    projecting costs 4 T D^2 operations a layer, computing it 24 T D^2 + T^2 D:  6 + T / (4 D) times as much
 
-New against chapter 03: ChunkPool and Saver, the tap on the forward pass that sees the states, RowBuffer (legacy/link.py),
-ChunkFiles (legacy/store.py), and restoration as a phase of its own: others decode between its layers. It stands on chapter
-02: KV blocks are not copied anywhere, `save` registers them as before, and the tap keeps the states. A device hit that
-ends inside a chunk is cut back to the chunk's beginning, unless the store has the chunk or is about to: a chunk is filled by
-computing all of its tokens. With blocks of 16 that costs at most 48 tokens, and makes no gap in what is kept.
+Layer 0 needs no states, since its input is the embedding of the tokens. The question's rows follow through
+the layers as in chapter 03, so TTFT is about max(link, projecting + question) and one layer of the other.
 
-Source: HCache (Gao et al., EuroSys '25), sections 3, 4.2 and 5. Its scheduler, section 4.1, is chapter 05.
+Saving must not delay the next token. Stage one: a step's states leave in one transfer for a snapshot buffer
+in host memory. Stage two: threads on the host sort its rows into chunks of 64 tokens, in which the rows of a
+layer lie together, because restoring reads one layer of many tokens where decoding writes all layers of one.
+Where the snapshot buffer has no room, the rows are dropped and nobody waits; what comes behind them in that
+conversation is not kept either. The unfinished chunk is kept in host memory, and the next turn fills it.
+With `--disk` full chunks also go to files, which survive the process.
+
+K is rotated after it is projected and not before it is saved: states are kept as the norm reads them, once
+for K and V, and rotating costs little. With grouped-query attention (TinyLlama) hidden states are larger than
+K and V, and this chapter loses to chapter 03; it says so when it starts.
+
+Source: HCache (Gao et al., EuroSys '25), sections 3.1, 4.2 and 5. Its scheduler, section 4.1, is chapter 05.
 
     python 04_hidden_state_cache.py --demo
     python 04_hidden_state_cache.py --prompt "What is a KV cache?" --disk chunks
     python 04_hidden_state_cache.py --ingest notes.txt --disk chunks
     python 04_hidden_state_cache.py                        # the server, on http://127.0.0.1:5000
 """
-import queue
+
+import importlib
 import random
 import statistics
 import sys
-import tempfile
-import threading
-import time
-import weakref
 from collections import deque
-from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from itertools import takewhile
+from functools import partial
+from itertools import cycle
 from pathlib import Path
-from typing import NamedTuple
 
+import numpy
 import torch
 
-from legacy import app, baseline, figure, live, offload, paged
-from legacy import link as links
-from legacy.app import BadRequest
-from legacy.link import Link, RowBuffer, Transfer, TransferError, as_integers
-from legacy.store import ChunkFiles
-from tools import classroom_text
+from common import checkpoint, cli, lesson
+from common import link as links
+from common.requests import BadRequest, Frontend, Request
+from common.restoring import PAUSE, Cache, Match
+from common.store import CHUNK, Chunk, ChunkFiles, ChunkStore, Lane, Move
 
-CHUNK = 64                         # tokens (section 4.2.1)
-SNAPSHOT = 1 << 20                 # bytes: less than this waits for the next layer, or step, unless it makes a chunk whole
-BUFFER = 1 << 30                   # bytes: more than this no buffer takes, unless one layer does
-LAYOUTS = ("chunked", "token-major")
+paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
+SNAPSHOT = 1 << 20  # bytes of states that wait for the next step, unless they fill a chunk
+STEPS = 4  # of a whole token budget that the snapshot buffer holds
+DEPTH = 4  # layers of a whole context that the landing memory holds, on the device
+THREADS = 8  # that sort
 
-# 1. Data structures ----------------------------------------------------------------------------------------------
-
-class ChunkPool(paged.BlockPool):
-    """Hidden states in host memory, pinned where there is a GPU: a number stands for 64 tokens, in all layers. They are
-    free, cached or referenced as blocks are; who references them is a Chunk or a Restoration."""
-
-    def __init__(self, config, chunks: int, layout: str, dtype, device):
-        self.layout = layout
-        super().__init__(config, chunks, CHUNK, dtype, device)
-        self.states = self.kv                                                   # [L, chunks, 64, D], in any layout
-
-    def memory(self, config, chunks: int, size: int, dtype, device):
-        """Chunked: the 64 rows of a layer lie together, and so do those of chunks with adjacent numbers. Token-major: the
-        layers of a token lie together, as they are computed; a layer must then be gathered row by row."""
-        layers, width = config.num_hidden_layers, config.hidden_size
-        if self.layout == "token-major":
-            return offload.pinned((chunks, size, layers, width), dtype, device, "The chunks").permute(2, 0, 1, 3)
-        return offload.pinned((layers, chunks, size, width), dtype, device, "The chunks")
-
-    def rows(self, layer: int, chunks: list[int]) -> list[torch.Tensor]:
-        """-> the states [rows, D] of these chunks in one layer, in as few pieces as they lie in."""
-        if self.layout == "token-major":
-            return [self.states[layer, chunk] for chunk in chunks]
-        runs = offload.adjacent(chunks, chunks)
-        return [self.states[layer, first:first + count].flatten(0, 1) for first, _, count in runs]
-
-    def put(self, chunk: int, layer: int, at: int, states):
-        """For NumPy: `states` [layers, rows, D], of `layer` and those after it, are the chunk's rows from `at` on."""
-        as_integers(self.states)[layer:layer + len(states), chunk, at:at + states.shape[1]] = states
-
-    def new(self, chain: list[paged.Prefix]) -> int | None:
-        """A number for a chunk of this chain, or None: no chain's beginning goes for its end."""
-        victim = next(iter(self.cached), None)
-        if not self.free and (victim is None or self.prefixes[victim] in chain):
-            return None
-        return self.allocate(1)[0]
-
+# 1. The cache ----------------------------------------------------------------------------------
 
 @dataclass(eq=False)
-class Chunk:
-    """64 tokens whose states are on their way into the store, in the ChunkPool under number `slot`.
+class Kept:
+    """What the Cache remembers of a request."""
 
-    Its life: the engine begins it when the first of its tokens is computed. Each step's rows are a job of the Saver's
-    threads, which count `missing` down; a chunk of which nothing is missing is whole, and is written to its file if there are
-    files. If its request ends before, or rows cannot be taken or written, it is `lost`. The engine's `settle` alone ends it,
-    when it is whole or lost and no job touches it any more: it is registered in the pool, or its slot is free again."""
-    slot: int
-    index: int                     # in its chain
-    missing: int                   # rows, of all layers, that have not been sorted in
-    prefix: paged.Prefix | None = None          # when all of its tokens are known
-    jobs: int = 0                  # under way
-    lost: bool = False             # it will not be whole
-    dropped: bool = False          # and that is because saving fell behind or failed
-
-    def drop(self):
-        self.lost = self.dropped = True
+    chain: list = field(default_factory=list)  # a Prefix for each full chunk
+    index: int = -1  # in the chain, of the chunk that its last row belongs to
+    chunk: Chunk | None = None  # the same, if the request fills it
+    dropped: bool = False  # rows were dropped: no more are kept
 
 
-class Target(NamedTuple):
-    """Where a run of rows of a step's batch goes."""
-    row: int                       # the first of them in the batch
-    rows: int
-    chunk: Chunk
-    at: int                        # the first of them in the chunk
+class HiddenCache(Cache):
+    """Each layer's input is kept in chunks of 64 tokens, and projected to K and V again."""
 
+    def __init__(self, chunks: int, bandwidth=None, files: ChunkFiles | None = None):
+        """`chunks` in host memory, and `files` behind them; `bandwidth` of the modelled link, in bytes/s or a
+        Bandwidth, where there is no GPU."""
+        self.chunks, self.bandwidth, self.files = chunks, bandwidth, files
 
-# Of a step: a layer's number, the inputs [T, D] of it and of the layers after it, and where their rows go
-Piece = tuple[int, list[torch.Tensor], list[Target]]
+    def attach(self, engine):
+        super().attach(engine)
+        config, device, wake = self.model.config, self.model.device, engine.wake.set
+        self.layers = range(1, config.num_hidden_layers)  # those whose states are kept, a part each
+        self.load_link = links.Link("load", engine.clock, self.bandwidth, wake)
+        self.save_link = links.Link("save", engine.clock, self.bandwidth, wake)
 
+        # 1. The chunks, in host memory
+        shape = self.chunks, CHUNK, config.hidden_size  # [chunks, 64, D]
+        memory = partial(links.host_memory, dtype=self.model.dtype, device=device)
+        parts = [memory(shape, what="The chunk memory") for _ in self.layers]
+        name = f"{self.model.digest.hex()} {self.model.dtype} hidden states"
+        self.prefixes = paged.Prefixes(name, CHUNK)
+        self.store = ChunkStore(paged.BlockPool(self.chunks, CHUNK), parts, self.prefixes, self.files, wake)
+        self.pools = {"host": self.store.pool}
 
-class Saver:
-    """Two-stage saving (section 4.2.2). The engine's thread calls `snapshot`; others sort and write. It must not know the
-    engine, which ends the threads when it goes. The snapshot buffer holds `rows` of `width`, of two steps or so."""
+        # 2. The snapshot buffer, in host memory; what is not in it yet
+        blocks = STEPS * -(-max(engine.token_budget, CHUNK) // 16)
+        self.snapshots = paged.BlockPool(blocks, 16)  # of 16 rows each
+        shape = 16 * blocks, config.hidden_size  # [rows, D]
+        self.snapshot = [memory(shape, what="The snapshot buffer") for _ in self.layers]
+        self.taken = [links.as_integers(rows) for rows in self.snapshot]  # for NumPy
+        self.row_bytes = len(self.layers) * config.hidden_size * self.model.dtype.itemsize
+        self.lanes = [Lane("save", wake) for _ in range(THREADS)]
+        self.sorters = cycle(self.lanes)
+        self.step, self.steps, self.rows, self.count = [], [], [], 0
 
-    def __init__(self, pool: ChunkPool, files: ChunkFiles | None, link: Link, rows: int, width: int, threads: int, direct: bool):
-        self.pool, self.files, self.link, self.threads, self.direct = pool, files, link, threads, direct
-        memory = offload.pinned((0 if direct else rows, width), pool.kv.dtype, link.clock.device, "The snapshot buffer")
-        self.buffer = RowBuffer(memory)                                         # [rows, D]
-        self.taken_rows = as_integers(memory)                                   # for NumPy
-        self.jobs, self.changed = queue.SimpleQueue(), threading.Condition()
-        self.under_way = 0                                                      # snapshots to sort, and chunks to write
-        self.to_write: deque[Chunk] = deque()
-        self.started: list[threading.Thread] = []
-        self.writing = self.errors = 0                                          # threads that write; copies that failed
+        # 3. The landing memory, on the device
+        self.most = config.max_position_embeddings // CHUNK + 2  # chunks that a restoration touches
+        self.landing = paged.BlockPool(min(DEPTH, len(self.layers) + 1) * self.most, CHUNK)
+        shape = self.landing.size, CHUNK, config.hidden_size
+        self.landed = torch.empty(shape, dtype=self.model.dtype, device=device)  # [places, 64, D]
 
-    def snapshot(self, pieces: list[Piece]) -> list[Transfer]:
-        """Stage one: all pieces go out in one transfer -> the transfers; none where there was no room, and then their chunks
-        are dropped: nobody waits. What is computed next may begin at once, because it writes to other memory, and the
-        transfer keeps the states alive."""
-        pieces = [(layer, states, [target for target in targets if not target.chunk.lost]) for layer, states, targets in pieces]
-        pieces = [piece for piece in pieces if piece[2]]
-        if not pieces:
-            return []
-        states = [hidden for _, states, _ in pieces for hidden in states]                               # [T, D] each
-        transfers, first, sizes = [], None, [len(hidden) for hidden in states]
-        try:
-            if self.direct:
-                transfers = self.write_through(pieces)
-            elif (first := self.buffer.take(sum(sizes))) is not None:
-                into = self.buffer.memory[first:first + sum(sizes)].split(sizes)                        # [T, D] each
-                transfers = [self.link.copy(into, states, "states" if states[1:] else f"layer {pieces[0][0]}")]
-        except Exception:                                                       # the link does not take it
-            self.errors += 1
-            if first is not None:
-                self.buffer.give_back(first)
-        self.follow(transfers, first, [(layer, len(states), len(states[0]), targets) for layer, states, targets in pieces])
-        return transfers
+        self.rates = deque(maxlen=8)  # seconds to project a row of a layer, of the last restorations
+        self.measured = deque()  # (rows, [(mark, mark)]) of those that are not in `rates` yet
 
-    def follow(self, transfers: list[Transfer], first: int | None, pieces: list[tuple[int, int, int, list[Target]]]):
-        """Stage two begins when these transfers have arrived, in the snapshot buffer from row `first` on, or in their chunks.
-        pieces: (first layer, layers, tokens, targets). Without transfers the chunks are dropped."""
-        with self.changed:
-            self.under_way += bool(transfers)
-            for target in (target for *_, targets in pieces for target in targets):
-                if transfers:
-                    target.chunk.jobs += 1
-                else:
-                    target.chunk.drop()
-        if transfers:
-            self.start()
-            self.jobs.put((transfers, first, pieces))
+    # Finding
 
-    def write_through(self, pieces: list[Piece]) -> list[Transfer]:
-        """Without stage one: each request's rows of each layer go straight to their chunk, a copy for each, and the next
-        layer waits for all of them (the variant of Figure 14)."""
-        transfers = []
-        try:
-            for layer, states, targets in pieces:
-                for number, hidden in enumerate(states, layer):
-                    for row, rows, chunk, at in targets:
-                        into = self.pool.states[number, chunk.slot, at:at + rows]
-                        transfers.append(self.link.copy(into, hidden[row:row + rows], f"layer {number}"))
-        finally:
-            for transfer in transfers:
-                transfer.join()
-        return transfers
+    def kept(self, request) -> Kept:
+        """What is remembered of the request, its chain made longer by what was said since."""
+        request.kept = request.kept or Kept()
+        salt = request.options.get("cache_salt", "")
+        self.prefixes.extend(request.kept.chain, request.tokens, salt)
+        return request.kept
 
-    def start(self):
-        """The threads, when the first rows come."""
-        while len(self.started) < self.threads:
-            thread = threading.Thread(target=self.work, daemon=True)
-            thread.start()
-            self.started.append(thread)
+    def piece(self, request, index: int):
+        """-> parent, prefix (None if it is not full yet) and tokens of chunk `index` of a request."""
+        chain = self.kept(request).chain
+        parent = chain[index - 1] if index else self.prefixes.root(request.options.get("cache_salt", ""))
+        tokens = request.tokens[index * CHUNK : (index + 1) * CHUNK]
+        return parent, chain[index] if index < len(chain) else None, tokens
 
-    def work(self):
-        """A thread of stage two."""
-        while (job := self.jobs.get()) is not None:
-            if job:                                                             # else only to write
-                self.sort(*job)
-            del job                                                             # and what it held
-            while (chunk := self.next_to_write()) is not None:
-                self.write(chunk)
-                del chunk
-
-    def sort(self, transfers: list[Transfer], first: int | None, pieces: list[tuple[int, int, int, list[Target]]]):
-        """The rows go to their chunks; with `first` None they are there."""
-        for transfer in transfers:
-            transfer.join()
-            transfer.src = []                                                   # the device may use that memory again
-        well, start = all(transfer.error is None for transfer in transfers), first
-        for layer, count, tokens, targets in pieces if first is not None else ():
-            taken = self.taken_rows[start:start + count * tokens].reshape(count, tokens, -1)            # [count, T, D]
-            for row, rows, chunk, at in targets:
-                if well and not chunk.lost:
-                    self.pool.put(chunk.slot, layer, at, taken[:, row:row + rows])
-            start += count * tokens
-        if first is not None:
-            self.buffer.give_back(first)
-        with self.changed:
-            self.under_way -= 1
-            self.errors += not well
-            for count, target in [(count, target) for _, count, _, targets in pieces for target in targets]:
-                chunk = target.chunk
-                chunk.missing -= count * target.rows
-                if not well:
-                    chunk.drop()
-                if self.files and not chunk.missing and not chunk.lost:
-                    self.to_write.append(chunk)                                 # its job is over when it is written
-                    self.under_way += 1
-                    self.jobs.put(())                                           # any thread may write it
-                else:
-                    chunk.jobs -= 1
-            self.changed.notify_all()
-
-    def next_to_write(self) -> Chunk | None:
-        """A chunk to write, if another thread is left to sort: a slow directory must not hold the snapshot buffer."""
-        with self.changed:
-            if not self.to_write or self.writing >= max(1, self.threads - 1):
-                return None
-            self.writing += 1
-            return self.to_write.popleft()
-
-    def write(self, chunk: Chunk):
-        """The end of stage two: a whole chunk goes to its file, or is dropped."""
-        try:
-            self.files.write(chunk.prefix, chunk.index, as_integers(self.pool.states)[:, chunk.slot])
-        except Exception:                                                       # the directory is full, or gone, or ...
-            self.files.count(file_errors=1)
-            chunk.drop()
-        with self.changed:
-            self.writing -= 1
-            self.under_way -= 1
-            chunk.jobs -= 1
-            self.changed.notify_all()
-
-    def flush(self, seconds: float | None = None):
-        """Wait until all that was taken is sorted and written."""
-        with self.changed:
-            self.changed.wait_for(lambda: self.under_way == 0, seconds)
-
-    def close(self):
-        """Let the threads end, at the latest when the process does."""
-        for _ in self.started:
-            self.jobs.put(None)
-        deadline = time.monotonic() + 5
-        for thread in self.started:
-            if thread is not threading.current_thread():
-                thread.join(max(0.0, deadline - time.monotonic()))
-
-
-@dataclass(eq=False)
-class Load:
-    """One layer's states on their way to the device, where they land in the rows from `landing` on."""
-    layer: int
-    rows: int
-    landing: int | None            # None when they have been given back
-    buffer: int | None = None      # rows of host memory that a file is read into
-    readable: int | None = None    # chunks, from the first on, of those in files
-    storage: tuple[float, float] | None = None                 # (start, end) of reading them, seconds of time.perf_counter()
-    transfer: Transfer | None = None
-    issued: threading.Event = field(default_factory=threading.Event)            # the transfer is there, or never will be
-
-    @property
-    def label(self) -> str:
-        return f"layer {self.layer}"
-
-    @property
-    def ready(self) -> bool:
-        return self.issued.is_set() and (self.transfer is None or self.transfer.ready)
-
-    def send(self, link: Link, dst: list, src: list, after=None):
-        try:
-            self.transfer = link.copy(dst, src, self.label, after)
-        except Exception:                                       # who waits for it learns that
-            pass
-        self.issued.set()
-
-    def join(self):
-        self.issued.wait()
-        if self.transfer is not None:
-            self.transfer.join()
-
-    def wait(self):
-        """What is computed from here on sees the states. Raises TransferError, or OSError if they could not be sent at all."""
-        self.issued.wait()
-        if self.transfer is None:
-            raise OSError(f"{self.label} was not sent")
-        self.transfer.wait()
-
-
-@dataclass(eq=False)
-class Restoration:
-    """What brings one request's states back, layer by layer. It holds a reference to each chunk that it reads from the
-    ChunkPool, and to each of `blocks`, into which transfers write."""
-    start: int                     # the first token that is brought
-    chunks: list                   # numbers in the ChunkPool, or StoredChunks; the first holds token `start`
-    prefix: paged.Prefix           # of the first chunk
-    loads: list[Load] = field(default_factory=list)
-    projections: list = field(default_factory=list)            # label, and two marks of the clock
-    blocks: list[int] = field(default_factory=list)
-    over: bool = False             # nothing more is projected
-    timed: bool = False            # what it took is known
-
-
-@dataclass(eq=False)
-class Request(paged.Request):
-    save: bool = True                                           # keep its hidden states
-    chunk_prefixes: list[paged.Prefix] = field(default_factory=list)            # the root, then of chunks, as far as looked up
-    filling: Chunk | None = None                                # whose states are being computed
-    choice: dict | None = None                                  # restore or recompute, and the two estimates
-    restored: Restoration | None = None
-
-    def inherit(self, other: "Request"):
-        super().inherit(other)
-        self.choice, self.restored, self.chunk_prefixes = other.choice, other.restored, list(other.chunk_prefixes)
-
-
-@dataclass
-class Result(baseline.Result):
-    choice: dict | None            # chosen ("restore" or "recompute"), restore_ms, recompute_ms; None if nothing more was kept
-    restoration: dict | None       # tokens, bytes, start_ms (since received), ms, tokens_per_second, and two bubbles; or None
-    link: str                      # what the states came over, and how fast it is
-
-    def summary(self) -> str:
-        said = super().summary()
-        if self.choice:
-            said += "\nChosen: " + ", ".join(f"{what} {value}" for what, value in self.choice.items()) + f" ({self.link})"
-        if self.restoration:
-            said += "\nRestoration: " + ", ".join(f"{what} {value}" for what, value in self.restoration.items())
-        return said
-
-
-# 2. The engine ---------------------------------------------------------------------------------------------------
-
-class Engine(offload.MeasuringEngine):
-    """Chapter 02's engine, which keeps hidden states: `cpu_chunks` in host memory, or `disk_limit` bytes in files if there are
-    `directories`. `save_threads` sort them; `direct` is without stage one; `layout` is one of LAYOUTS; `bytes_per_second` is the
-    modelled link's, without a GPU. Raises ModelError for what does not fit."""
-    Request = Request
-    fields = {**paged.Engine.fields, "save": (lambda v: isinstance(v, bool), "true or false")}
-    RESTORED = "hidden"            # the source of what came back
-    LANDING = 4                    # layers of a full context for which the device has room when they arrive
-
-    def __init__(self, model, tokenizer, end_tokens, *options, cpu_chunks: int | None = None, directories: tuple[Path, ...] = (),
-                 disk_limit: float = 16e9, save_threads: int = 8, direct: bool = False, layout: str = "chunked",
-                 bytes_per_second: float | None = None, **named_options):
-        super().__init__(model, tokenizer, end_tokens, *options, **named_options)
-        config, dtype, device, layers = model.config, model.dtype, model.device, len(model.layers)
-        # 1. What is kept, and where. With files, host memory holds what is being filled (one for each who runs) or written
-        width, size = config.hidden_size, self.numbers_per_chunk(config) * dtype.itemsize
-        self.chunk_prefixes = paged.Prefixes(f"{model.digest.hex()} {dtype} {CHUNK} hidden {layout}")
-        self.files = ChunkFiles(directories, (layers, CHUNK, width), dtype, disk_limit, layout) if directories else None
-        useful = 2 * self.max_running + 64 if self.files else -(-4 * self.pool.size * self.pool.block_size // CHUNK)
-        cpu_chunks = offload.host_pool_size(self.pool, cpu_chunks, useful, size, f"chunks of {CHUNK} tokens", "--cpu-chunks")
-        self.chunks = self.make_chunks(cpu_chunks, layout)
-        self.in_files: set[bytes] = set()                                       # keys that were found or written there
-        self.stored = live.Keys()                                               # the same, for the page
-        self.keep_always = False                                                # whatever restoring would take
-        # 2. The link, and the memory at its ends
-        bytes_per_second = bytes_per_second or links.bandwidth(model)
-        self.load_link, self.save_link = (Link(lane, self.clock, bytes_per_second) for lane in ("load", "save"))
-        tokens, most = self.pool.size * self.pool.block_size, BUFFER // (width * dtype.itemsize)
-        longest, step = min(self.context, tokens + CHUNK), min(self.token_budget, tokens)
-        landing = max(longest, min(min(self.LANDING, layers) * longest, most))
-        snapshot = max(step, min(2 * layers * step, most), 2 * SNAPSHOT // (width * dtype.itemsize))
-        self.landing = RowBuffer(torch.empty(landing, width, dtype=dtype, device=device))                       # [rows, D]
-        reading = offload.pinned((landing if self.files else 0, width), dtype, device, "The read buffer")
-        self.reading = RowBuffer(reading)                                                                       # [rows, D]
-        self.saver = Saver(self.chunks, self.files, self.save_link, snapshot, width, save_threads, direct)
-        weakref.finalize(self, self.saver.close)
-        # 3. What is under way
-        self.saving: list[Chunk] = []                                           # oldest first
-        self.targets: list[Target] = []                                         # of this step's rows
-        self.tapped = self.held = 0                                             # layers seen in this step; bytes of the pieces
-        self.pieces: list[Piece] = []                                           # that wait for more
-        self.snapshots: deque[tuple[Transfer, list]] = deque()                  # and the timelines that show them
-        self.restorations: list[Restoration] = []
-        self.line: deque[Request] = deque()                                     # the first may load
-        # 4. What is known of this machine
-        self.counts.update(restorations=0, layers_projected=0, restored_tokens=0, bytes_in=0, bytes_out=0, chunks_saved=0,
-                           chunks_dropped=0, chunks_missed=0, recomputed_hits=0, transfer_errors=0)
-        self.load_link.speed()                                                  # measured once; then a running median
-        self.row_seconds: deque[float] = deque([self.measure_projection()], maxlen=9)          # per row and layer
-
-    def numbers_per_chunk(self, config) -> int:
-        """That a chunk keeps, all layers together."""
-        return CHUNK * config.num_hidden_layers * config.hidden_size
-
-    def make_chunks(self, count: int, layout: str) -> ChunkPool:
-        return ChunkPool(self.model.config, count, layout, self.model.dtype, self.model.device)
-
-    def step(self) -> bool:
-        """Chapter 02's, around what has arrived meanwhile."""
-        with self.stepping:
-            self.settle()
-            before, more = self.progress(), super().step()
-            # Nobody can go on before something arrives
-            if more and before == self.progress():
-                next((load.join() for load in self.loads if not load.ready), None)
-            return more
-
-    def progress(self) -> tuple:
-        return self.counts["steps"], self.counts["layers_projected"]
-
-    @property
-    def loads(self) -> list[Load]:
-        return [load for restoration in self.restorations for load in restoration.loads]
-
-    # Save: a tap, and two stages
-
-    def compute(self, work):
-        """Chapter 02's; before it, where each row's states will go."""
-        self.targets, self.tapped = self.find_targets(work), 0
-        super().compute(work)
-        if self.tapped < len(self.model.layers):                                # it failed on the way
-            for target in self.targets:
-                target.chunk.lost = True
-        self.targets = []
-
-    def find_targets(self, work) -> list[Target]:
-        """Where the rows of this step's batch go."""
-        targets, row = [], 0
-        for request, count in work:
-            start, end = request.computed, request.computed + count
-            while start < end and request.save:
-                index, at = divmod(start, CHUNK)
-                length = min(end - start, CHUNK - at)
-                shared = (index + 1) * CHUNK <= len(request.tokens)             # by all samples: all its tokens are known
-                for sample in (request,) if shared else (request, *request.forks):
-                    if at == 0:
-                        sample.filling = self.begin(request, index)
-                    chunk = sample.filling
-                    if chunk and not chunk.lost:
-                        targets.append(Target(row + start - request.computed, length, chunk, at))
-                    if at + length == CHUNK and chunk:
-                        sample.filling = None
-                        if chunk.dropped:
-                            self.counts["chunks_dropped"] += 1
-                        else:
-                            chunk.prefix = self.chunk_prefix(request, index)
-                start += length
-            row += count
-        return targets
-
-    def begin(self, request: Request, index: int) -> Chunk | None:
-        """A place for the states of the request's chunk number `index`, unless they are kept already or not worth it."""
-        if self.kept(request, index):
-            return None
-        if not self.worth_keeping():
-            self.wear_out()
-            return None
-        self.chain(request, index)
-        slot = self.chunks.new(request.chunk_prefixes)
-        if slot is None:
-            return Chunk(-1, index, 0, lost=True, dropped=True)
-        self.saving.append(Chunk(slot, index, len(self.model.layers) * CHUNK))
-        return self.saving[-1]
-
-    def tap(self, index: int, hidden, batch):
-        """Chapter 02's tap: what enters layer `index`. In decode that is little, and goes out with what follows."""
-        self.tapped, last = index + 1, index + 1 == len(self.model.layers)
-        if targets := self.wanted(index):
-            layer, states, same = self.pieces[-1] if self.pieces else (0, [], None)
-            if layer + len(states) == index and same == targets:
-                states.append(hidden)
-            else:
-                self.pieces.append((index, [hidden], targets))
-            self.held += hidden.nbytes
-        enough = min(SNAPSHOT, self.saver.buffer.memory.nbytes // 2)            # 0 without stage one
-        whole = last and any(target.at + target.rows == CHUNK for target in self.targets)
-        if self.pieces and (whole or self.held >= enough):
-            timelines = [request.timeline for request, _ in batch.work if request.save]
-            for transfer in self.saver.snapshot(self.pieces):
-                self.snapshots.append((transfer, timelines))
-                self.counts["bytes_out"] += transfer.bytes
-            self.pieces, self.held = [], 0
-
-    def wanted(self, layer: int) -> list[Target]:
-        """Where this step's rows of a layer's states go: here, those of every layer alike."""
-        return self.targets
-
-    def free(self, request: Request):
-        for sample in (request, *request.forks):
-            self.lose(sample)
-        super().free(request)
-
-    def finish(self, request: Request, outcome, counted: str):
-        self.lose(request)
-        if request.outcome is None and (count := request.computed // CHUNK):
-            self.touch(self.chunk_prefix(request, count - 1), count - 1)
-        super().finish(request, outcome, counted)
-
-    def lose(self, request: Request):
-        """The last chunk will not be whole: the next turn computes its tokens."""
-        if request.filling:
-            request.filling.lost, request.filling = True, None
-
-    def touch(self, prefix: paged.Prefix, index: int):
-        """All chunks up to this prefix, number `index` of its chain, were used now."""
-        if not self.files:
-            return self.chunks.touch(prefix)
-        with suppress(RuntimeError):                                            # the process ends
-            self.files.readers.submit(self.files.touch, prefix, index)
-
-    # Restore: load and project
-
-    def match(self, request: Request) -> list[int]:
-        return self.without_gap(request, super().match(request))
-
-    def without_gap(self, request: Request, hits: list[int]) -> list[int]:
-        """Where a device hit ends inside a chunk that nobody keeps, it is cut back to the chunk's beginning: the chunk
-        is filled by computing all of it, and what comes after it could not be restored without it."""
-        if not request.save or not self.worth_keeping():
-            return hits
-        while hits:
-            index, inside = divmod(len(hits) * self.pool.block_size, CHUNK)
-            if not inside or self.kept(request, index):
+    def match(self, request):
+        chunks, reached, last = [], request.computed, len(request.tokens) - 1  # the last one is computed
+        while reached < last:
+            index = reached // CHUNK
+            place, rows = self.store.find(*self.piece(request, index))
+            end = min(index * CHUNK + rows, last)
+            if end <= reached or not self.store.has_room(place, chunks):
                 break
-            hits = hits[:index * CHUNK // self.pool.block_size]
-        return hits
-
-    def chunk_prefix(self, request: Request, index: int) -> paged.Prefix:
-        return self.chunk_prefixes.nth(index, request.chunk_prefixes, request.cache_salt, request.tokens, CHUNK)
-
-    def chain(self, request: Request, index: int):
-        """Look up all chunks before this one: they must not go for it."""
-        if index:
-            self.chunk_prefix(request, index - 1)
-
-    def kept(self, request: Request, index: int) -> bool:
-        """Whether the request's chunk number `index` is in the store, as far as is known here, or on its way."""
-        if (index + 1) * CHUNK > len(request.tokens):
-            return False
-        prefix = self.chunk_prefix(request, index)
-        if any(chunk.prefix is prefix and not chunk.lost for chunk in self.saving):
-            return True
-        return prefix.key in self.in_files if self.files else self.chunks.find(prefix) is not None
-
-    def find_chunks(self, request: Request, first: int):
-        """A generator, which returns the chunks that are kept from number `first` on, up to the first gap. All but the last
-        token may be restored. Directories are asked in another thread."""
-        prefixes = [self.chunk_prefix(request, index) for index in range(first, (len(request.tokens) - 1) // CHUNK)]
-
-        if not self.files:
-            return list(takewhile(lambda chunk: chunk is not None, map(self.chunks.find, prefixes)))
-
-        def found():
-            chunks = list(takewhile(bool, map(self.files.find, prefixes, range(first, first + len(prefixes)))))
-            if chunks:
-                self.files.touch(prefixes[len(chunks) - 1], first + len(chunks) - 1)
-            return chunks
-        asked = self.files.readers.submit(found)
-        while not asked.done() and self.others_compute(request):
-            yield
-        chunks = asked.result()
-        self.in_files.difference_update(prefix.key for prefix in prefixes)
-        self.in_files.update(prefix.key for prefix in prefixes[:len(chunks)])
-        return chunks
-
-    def restore(self, request: Request):
-        """Chapter 02's verb: bring what the device lacks of the longest saved prefix, if that is faster than to compute it."""
-        # 1. One at a time loads, first come, first served; what others brought meanwhile is found on the device
-        first = request.saved * self.pool.block_size // CHUNK
-        prefix = self.chunk_prefix(request, first) if first < (len(request.tokens) - 1) // CHUNK else None
-        self.line.append(request)
-        try:
-            if self.must_wait(request, prefix):
-                while self.must_wait(request, prefix):
-                    yield
-                self.adopt(request)
-
-            # 2. Which chunks follow?
-            start = request.saved * self.pool.block_size
-            found = yield from self.find_chunks(request, start // CHUNK)
-            end = (start // CHUNK + len(found)) * CHUNK
-
-            # 3. Restore or compute, whichever is estimated to be faster
-            request.computed, choice = start, None
-            if end > start:
-                restoration, restore, compute = self.choose(request, start, found)
-                if restore <= compute:
-                    yield from self.bring(request, restoration)
-                else:
-                    self.counts["recomputed_hits"] += len(found) if request.source is None else 0       # chunks
-                    self.wear_out()
-                choice = dict(chosen="restore" if request.computed > start else "recompute", restore_ms=round(restore * 1e3, 3),
-                              recompute_ms=round(compute * 1e3, 3) if self.prefills else None)      # None: not measured yet
-        finally:
-            if request in self.line:
-                self.line.remove(request)
-
-        # 4. What was found
-        self.save(request)
-        if request.source is None:
-            restored = "mixed" if start else self.RESTORED
-            request.source = restored if request.computed > start else "gpu_hit" if start else "miss"
-            request.choice, request.cached_tokens = choice, request.computed
-
-    def choose(self, request: Request, start: int, chunks: list):
-        """-> a Restoration of these chunks, and the seconds that it would take, and computing what they hold."""
-        end = (start // CHUNK + len(chunks)) * CHUNK
-        restoration = Restoration(start, chunks, self.chunk_prefix(request, start // CHUNK))
-        return restoration, self.seconds_to_restore(end - start), self.seconds_to_compute(start, end)
-
-    def must_wait(self, request: Request, prefix: paged.Prefix | None) -> bool:
-        """Whether others load before the request, or what it would load, from the chunk of `prefix` on."""
-        return self.line[0] is not request or any(
-            not restoration.over and restoration.prefix is prefix for restoration in self.restorations)
-
-    def bring(self, request: Request, restoration: Restoration):
-        """Bring the chunks' tokens into the request's blocks."""
-        start, chunks, first = restoration.start, restoration.chunks, restoration.start // CHUNK
-        size, device, whole = self.pool.block_size, self.model.device, 0        # whole: chunks, from the first on
-        positions = torch.arange(start, (first + len(chunks)) * CHUNK, device=device)           # [T]
-        slots = torch.tensor(request.table, device=device)[positions // size] * size + positions % size         # [T]
-        if not self.files:
-            self.chunks.touch(self.chunk_prefix(request, first + len(chunks) - 1))
-            for chunk in chunks:
-                self.chunks.share(chunk)
-        self.restorations.append(restoration)
-        self.counts["restorations"] += 1
-        try:
-            whole = yield from self.bring_layers(request, restoration, positions, slots)
-        except (TransferError, OSError):
-            self.counts["transfer_errors"] += 1
-        finally:
-            restoration.over = True
-        self.counts["chunks_missed"] += len(chunks) - whole
-        for index in range(first + whole, first + len(chunks)):
-            self.in_files.discard(self.chunk_prefix(request, index).key)
-        request.computed = max(start, (first + whole) * CHUNK)
-        self.counts.update(restored_tokens=request.computed - start, bytes_in=sum(
-            load.transfer.bytes for load in restoration.loads if load.transfer))
-        if request.source is None and request.computed > start:
-            request.restored = restoration
-
-    def bring_layers(self, request: Request, restoration: Restoration, positions, slots):
-        """A generator: load all layers in order, and project each into `slots` [T] when it has arrived, while the next ones are
-        on their way. Returns how many chunks, from the first on, were whole. Raises TransferError, OSError."""
-        layers, whole, rows = self.model.layers, len(restoration.chunks), 0
-        for index in range(len(layers)):
-            # 1. Issue as many loads as have room where they land; when all are issued, the next in line may begin
-            self.issue(restoration)
-            while len(restoration.loads) <= index:                              # others have that room
-                yield
-                self.issue(restoration)
-            if len(restoration.loads) == len(layers) and request in self.line:
-                self.line.remove(request)
-
-            # 2. Wait for this layer's states; while there are others, outside, so that they can go on
-            load = restoration.loads[index]
-            while not load.ready and self.others_compute(request):
-                yield
-            load.wait()
-            whole = whole if load.readable is None else min(whole, load.readable)
-            if not whole:
+            chunks, reached = [*chunks, place], end
+            if rows < CHUNK:
                 break
+        if chunks:
+            tokens, source = reached - request.computed, "disk" if self.store.in_files(chunks) else "cpu"
+            return Match(tokens, self.seconds(tokens, chunks), chunks, CHUNK, source, rows=tokens)
 
-            # 3. Project them into the request's blocks
-            began = self.clock.mark()
-            self.project(index, self.landing.memory[load.landing:load.landing + load.rows], positions, slots)
-            restoration.projections.append((f"layer {index}", began, self.clock.mark()))
-            self.landing.give_back(load.landing)
-            load.landing = None
-            self.counts["layers_projected"] += 1
+    def seconds(self, tokens: int, chunks: list) -> float:
+        """Estimate for a restoration: the slower of loading and projecting, and one layer of the other."""
+        depth, seconds = len(self.layers) + 1, self.engine.clock.seconds
+        while self.measured:
+            rows, marks = self.measured.popleft()
+            self.rates.append(sum(seconds(end) - seconds(start) for start, end in marks) / rows)
+        project = tokens * depth * statistics.median(self.rates) if self.rates else 0.0
+        load = self.load_link.seconds(len(chunks) * self.store.chunk_bytes)
+        load = max(load, self.store.seconds_to_read(chunks))
+        return max(load, project) + min(load, project) / depth
 
-            # 4. Whenever as many rows were projected as a step may compute, which takes a sixth as long, others take a step
-            rows += load.rows
-            if rows >= self.token_budget * len(layers) and self.others_compute(request):
-                rows = 0
-                yield
-        return whole
+    # Bringing back
+
+    def restore(self, request, restoration, match):
+        start, end, depth = restoration.start, restoration.end, len(self.layers) + 1
+        positions = torch.arange(start, end, device=self.model.device)  # [T]
+        slots = self.slots(request, positions)  # [T]
+        pieces = [self.piece(request, start // CHUNK + at) for at in range(len(match.blocks))]
+        numbers, reads = self.store.bring(match.blocks, pieces, self.hold)
+        waiting, marks, transfers = deque(), [], []  # waiting: landing places of layers on their way
+        try:
+            while restoration.layers < depth:
+                # 1. Order the next layers, as far as they have been read and there is room for them to land
+                while self.room(request, len(numbers)):
+                    part = max(0, restoration.layers - 1) + len(waiting)
+                    busy = waiting or restoration.layers == 0
+                    if part == len(self.layers) or busy and not all(read.ready for read in reads[part]):
+                        break
+                    yield from reads[part]
+                    waiting.append(places := self.landing.allocate(len(numbers)))
+                    transfers.append(self.fetch(part, numbers, places))
+                # 2. Project the next one, when it is there
+                if restoration.layers == 0:
+                    tokens = torch.tensor(request.tokens[start:end], device=self.model.device)
+                    places, hidden = [], self.model.embed(tokens)  # [T, D]
+                elif waiting:
+                    yield transfers[restoration.layers - 1]
+                    places = waiting.popleft()
+                    here = slice(places[0], places[-1] + 1) if adjacent(places) else places
+                    hidden = self.landed[here].flatten(0, 1)[start % CHUNK :][: end - start]  # [T, D]
+                else:
+                    yield PAUSE  # an older restoration has the landing memory
+                    continue
+                began = self.engine.clock.mark()
+                self.project(restoration.layers, hidden, positions, slots)
+                marks.append((began, self.engine.clock.mark()))
+                self.landing.release(places)
+                restoration.layers += 1
+        finally:
+            on_their_way = sum(waiting, [])
+            self.hold("load", transfers, (self.landing, on_their_way), (self.store.pool, numbers))
+            self.landing.release(on_their_way)
+            self.store.pool.release(numbers)
+        self.measured.append(((end - start) * depth, marks))
+
+    def room(self, request, chunks: int) -> bool:
+        """Whether a layer may land. The oldest restoration finds two layers of landing memory free of others."""
+        oldest = next(other for other in self.engine.running if other.restoration)
+        return chunks <= self.landing.available - (0 if request is oldest else 2 * self.most)
+
+    def fetch(self, part: int, numbers: list[int], places: list[int]):
+        """Order one layer of some chunks, to `places` of the landing memory -> the Transfer."""
+        runs = offload.adjacent(places, numbers)
+        into = [self.landed[to : to + count] for to, _, count in runs]  # [count, 64, D] each
+        out_of = [self.store.parts[part][at : at + count] for _, at, count in runs]
+        transfer = self.load_link.copy(into, out_of, f"layer {self.layers[part]}")
+        self.counts["bytes_in"] += transfer.bytes
+        return transfer
+
+    def slots(self, request, positions):
+        """Where tokens at `positions` [T] are among the slots of the device's blocks, [T]."""
+        table, size = torch.tensor(request.table, device=self.model.device), self.pool.block_size
+        return table[positions // size] * size + positions % size
 
     @torch.inference_mode()
-    def project(self, index: int, hidden, positions, slots):
-        """The hidden states [T, D] that entered layer `index` -> their K and V, in `slots` [T] of the pool."""
-        keys, values = self.pool.kv[index].flatten(1, 2)                                        # [slots, KVH, hd] each
-        k, v = self.model.layers[index].project_kv(hidden, positions)                           # [T, KVH, hd] each
+    def project(self, layer: int, hidden, positions, slots):
+        """The input [T, D] of a layer -> its K and V, in the device's blocks."""
+        keys, values = self.pool.memory[layer].flatten(1, 2)  # [slots, KVH, hd] each
+        k, v = self.model.layers[layer].project_kv(hidden, positions)  # [T, KVH, hd] each
         keys.index_copy_(0, slots, k)
         values.index_copy_(0, slots, v)
 
-    def issue(self, restoration: Restoration):
-        """Begin to load the next layers, as many as have room where they land."""
-        for load in restoration.loads:
-            self.let_go(load)
-        while len(restoration.loads) < len(self.model.layers):
-            load = self.load(len(restoration.loads), restoration.chunks, restoration.start % CHUNK)
-            if load is None:
-                return
-            restoration.loads.append(load)
+    # Keeping
 
-    def load(self, layer: int, chunks: list, skipped: int) -> Load | None:
-        """Begin to load a layer of all chunks, but for the first `skipped` rows; None while there is no room for it."""
-        rows = len(chunks) * CHUNK - skipped
-        landing = self.landing.take(rows)
-        if landing is None:
-            return None
-        load, into = Load(layer, rows, landing), self.landing.memory[landing:landing + rows]    # [T, D]
-        if self.files is None:
-            pieces = self.chunks.rows(layer, chunks)
-            pieces[0] = pieces[0][skipped:]
-            load.send(self.load_link, into.split([len(piece) for piece in pieces]), pieces)
-            return load
-        load.buffer = self.reading.take(rows + skipped)
-        if load.buffer is None:
-            self.landing.give_back(landing)
-            return None
-        out_of = self.reading.memory[load.buffer:load.buffer + rows + skipped]                  # [T + skipped, D]
-        link, free = self.load_link, self.clock.mark()                          # nothing that is queued later reads these rows
+    def save_layer(self, layer, hidden, batch):
+        if layer == 0:
+            self.step = []  # a step that was given up is no step
+        else:
+            self.step.append(hidden)
 
-        def send(readable: int, *storage: float):
-            load.readable, load.storage = readable, storage
-            load.send(link, [into], [out_of[skipped:]], free)
-        try:
-            self.files.read(chunks, layer, out_of, send)
-        except RuntimeError:                                                    # no thread: who waits for it learns that
-            load.issued.set()
-        return load
-
-    def let_go(self, load: Load):
-        """Give back the host memory that a file was read into, once its rows have arrived."""
-        if load.buffer is not None and load.ready:
-            self.reading.give_back(load.buffer)
-            load.buffer = None
-
-    # What is on its way
-
-    def settle(self):
-        """Let go of what is over."""
-        while self.snapshots and self.snapshots[0][0].ready:
-            transfer, timelines = self.snapshots.popleft()
-            for timeline in timelines:
-                timeline.add("save", transfer.label, *transfer.span())
-        over = [chunk for chunk in self.saving if not chunk.jobs and (chunk.lost or chunk.prefix and not chunk.missing)]
-        for chunk in over:
-            self.saving.remove(chunk)
-            if not chunk.lost and self.files:
-                self.in_files.add(chunk.prefix.key)
-            elif not chunk.lost:
-                self.chunks.register(chunk.slot, chunk.prefix)
-            self.chunks.release([chunk.slot])
-            # What was dropped before its last row was computed, `plan` has counted
-            self.counts.update(chunks_saved=not chunk.lost, chunks_dropped=chunk.dropped and chunk.prefix is not None)
-        saved = {chunk.prefix: chunk.index for chunk in over if not chunk.lost}
-        for prefix in saved.keys() - {prefix.parent for prefix in saved}:       # the ends of chains
-            self.touch(prefix, saved[prefix])
-        for restoration in [restoration for restoration in self.restorations if restoration.over]:
-            for load in [load for load in restoration.loads if load.ready]:
-                self.let_go(load)
-                if load.landing is not None:                                    # nobody projected it
-                    self.landing.give_back(load.landing)
-                    load.landing = None
-            if all(load.ready for load in restoration.loads):
-                self.restorations.remove(restoration)
-                for load in restoration.loads:
-                    if load.transfer and load.transfer.error is None:
-                        self.load_link.note([load.transfer])
-                self.pool.release(restoration.blocks)
-                if not self.files:
-                    self.chunks.release(restoration.chunks)
+    def save(self, batch):
+        """Note a step's states [T, D] a layer; they leave when they fill a chunk, or are many."""
+        whole = False
+        for request, count in batch.work:
+            self.rows.append((request, request.computed - count, self.count, count))
+            self.count += count
+            whole |= request.computed % CHUNK < count
+        self.steps.append(self.step)
+        if whole or self.count * self.row_bytes >= SNAPSHOT or self.count >= self.engine.token_budget:
+            self.flush()
 
     def flush(self):
-        """Wait until nothing is on its way."""
-        with self.stepping:
-            for load in self.loads:
-                load.join()
-            self.saver.flush()
-            self.settle()
+        """Stage one: the rows that were noted leave in one transfer. Stage two: a thread waits for it."""
+        noted, steps, count = self.rows, self.steps, self.count
+        self.rows, self.steps, self.count, full = [], [], 0, []
+        moves = [move for row in noted for move in self.moves(*row, full)]
+        blocks = self.snapshots.num_blocks(count)
+        if moves and blocks <= self.snapshots.available:
+            # 1. Room in the snapshot buffer, and where in it each row will be
+            places = self.snapshots.allocate(blocks)
+            index = (16 * numpy.array(places)[:, None] + numpy.arange(16)).reshape(-1)[:count]  # [rows]
+            runs = offload.adjacent(list(range(blocks)), places)
+            into, out_of = [], []
+            for snapshot, states in zip(self.snapshot, zip(*steps)):
+                states = states[0] if len(states) == 1 else torch.cat(states)  # [rows, D]
+                for at, to, length in runs:
+                    out_of.append(states[16 * at : 16 * (at + length)])
+                    into.append(snapshot[16 * to : 16 * to + len(out_of[-1])])
+            # 2. The transfer, and the thread that sorts; both hold what they write
+            transfer = self.save_link.copy(into, out_of, "states")
+            job = next(self.sorters).submit("sort", 0, self.sort, transfer, moves, index, out_of)
+            touched = {move.chunk.number for move in moves} | {move.source for move in moves} - {None}
+            held = (self.snapshots, places), (self.store.pool, list(touched))
+            self.hold("save", [job], *held, then=partial(self.sorted, transfer, moves))
+            self.snapshots.release(places)
+            self.counts["bytes_out"] += transfer.bytes
+        elif moves:
+            self.drop(moves)
+        for chunk in full:
+            self.close_chunk(chunk)
+
+    def moves(self, request, position: int, place: int, count: int, full: list):
+        """Where `count` rows go that were computed at `position`, and are at `place` of what was noted. Chunks
+        that are full with them are appended to `full`."""
+        kept, end = self.kept(request), position + count
+        while position < end and not kept.dropped:
+            index, at, rows = position // CHUNK, position % CHUNK, min(CHUNK - position % CHUNK, end - position)
+            if kept.index != index:
+                kept.index = index
+                parent, _, tokens = self.piece(request, index)
+                kept.chunk, source = self.store.begin(parent, tokens, at, kept.chain)
+                if source is not None:
+                    yield Move(request, kept.chunk, 0, at, source=source)
+            if (chunk := kept.chunk) and chunk.lost:  # rows of another request, in the turn before
+                kept.dropped = True
+            elif chunk:
+                there = min(rows, len(chunk.tokens) - at)  # rows of the turn before
+                if there < rows:
+                    yield Move(request, chunk, at + there, rows - there, place + there)
+                    chunk.tokens += request.tokens[position + there : position + rows]
+                if len(chunk.tokens) == CHUNK:
+                    full.append(chunk)
+                    kept.chunk = None
+            position, place = position + rows, place + rows
+
+    def sort(self, transfer, moves: list[Move], index, states):
+        """Stage two, on a thread. Until then `states` are not freed: they may still be copied."""
+        transfer.wait()
+        self.store.put(moves, self.taken, index)
+
+    def sorted(self, transfer, moves: list[Move], arrived: bool):
+        """Stage two is over: what has arrived can be found, and a full chunk goes to its file."""
+        for move in moves:
+            if not arrived or move.chunk.lost:
+                self.drop([move])
+            elif written := self.store.arrived(move.chunk, move.at + move.rows):
+                self.hold("disk", [written], (self.store.pool, [move.chunk.number]))
+        for request in {move.request for move in moves}:
+            request.timeline.add("save", "states", *transfer.span())
+
+    def drop(self, moves: list[Move]):
+        """These rows are not kept, and none behind them, until they are computed again."""
+        for move in moves:
+            move.chunk.lost = True
+            if move.request.kept and not move.request.kept.dropped:
+                move.request.kept.dropped = True
+                self.counts["dropped_chunks"] += 1
+
+    def close_chunk(self, chunk: Chunk | None):
+        """Nobody fills it any more."""
+        if chunk:
+            chunk.open = chunk.lost
+            self.store.pool.release([chunk.number])
+
+    def finished(self, request):
+        if any(row[0] is request for row in self.rows):
+            self.flush()
+        if request.kept:
+            self.close_chunk(request.kept.chunk)
+            self.store.use(request.kept.chain)
+        request.kept = None
+
+    # Measuring
+
+    def idle(self):
+        self.load_link.measure()
+        self.measure_projection()
+        return 1 / self.seconds(CHUNK, [0])
+
+    def measure_projection(self):
+        """Project as in a restoration, all layers in order, once, into free blocks."""
+        tokens = min(8 * CHUNK, self.model.config.max_position_embeddings)
+        blocks = self.pool.num_blocks(tokens)
+        if self.pool.free.count(1) < blocks:
+            return
+        request, device = Request([0] * tokens, 1, table=self.pool.allocate(blocks)), self.model.device
+        hidden = torch.randn(tokens, self.model.config.hidden_size, device=device).to(self.model.dtype)  # [T, D]
+        positions = torch.arange(tokens, device=device)
+        slots = self.slots(request, positions)
+        for _ in range(2):  # the first one touches memory
+            began = self.engine.clock.mark()
+            for layer in range(len(self.layers) + 1):
+                self.project(layer, hidden, positions, slots)
+            ended = self.engine.clock.mark()
+        self.pool.release(request.table)
+        self.rates.clear()
+        self.measured.append((tokens * (len(self.layers) + 1), [(began, ended)]))
 
     def close(self):
-        super().close()
-        self.saver.flush(10.0)                                                  # what was computed reaches its file
-
-    # Restore or compute?
-
-    def seconds_to_restore(self, tokens: int, behind: int | None = None) -> float:
-        """Estimate, with `behind` bytes queued on the link before them; by default those on their way. The stages overlap: the
-        slowest sets the pace, and the first layer passes all of them."""
-        speed, layers = self.load_link.speed(), len(self.model.layers)
-        size = tokens * self.model.config.hidden_size * self.model.dtype.itemsize
-        stages = [size / speed, tokens * statistics.median(self.row_seconds)]
-        if self.files and self.files.speeds:
-            stages.append(size / statistics.median(self.files.speeds))
-        behind = self.load_link.backlog() if behind is None else behind
-        return behind / speed + sum(stages) + (layers - 1) * max(stages)
-
-    def wear_out(self):
-        """Who decides against restoring learns nothing new about it, and should not believe the old for ever."""
-        self.load_link.wear_out()
-        if self.files and self.files.speeds:
-            self.files.speeds.popleft()
-        if len(self.row_seconds) > 1:
-            self.row_seconds.popleft()
-
-    def worth_keeping(self) -> bool:
-        """Whether a full context would be restored rather than computed."""
-        return self.keep_always or self.seconds_to_restore(self.context, behind=0) <= self.seconds_to_compute(0, self.context)
-
-    def measure_projection(self, rounds: int = 5) -> float:
-        """-> seconds per row of projecting a layer's states. It writes to blocks, before anything is in them."""
-        rows, seconds = min(256, self.context, self.pool.size * self.pool.block_size), []
-        positions = torch.arange(rows, device=self.model.device)
-        for _ in range(rounds):
-            began = self.clock.mark()
-            self.project(0, self.landing.memory[:rows].zero_(), positions, positions)
-            began, ended = self.clock.seconds(began), self.clock.seconds(self.clock.mark())
-            seconds.append((ended - began) / rows)
-        return statistics.median(seconds)
-
-    def result(self, request: Request) -> Result:
-        return Result(**vars(super().result(request)), choice=request.choice, restoration=self.report(request),
-                      link=str(self.load_link))
-
-    def report(self, request: Request) -> dict | None:
-        """Draw the request's restoration, and say how it went."""
-        restoration, timeline = request.restored, request.timeline
-        if restoration is None:
-            return None
-        spans = [(label, *map(self.clock.seconds, marks)) for label, *marks in restoration.projections]
-        for label, *span in spans:
-            timeline.add("compute", label, *span)
-        loads = [load.transfer.span() for load in restoration.loads]
-        for load, span in zip(restoration.loads, loads):
-            timeline.add("load", load.transfer.label, *span)
-            if load.storage:
-                timeline.add("storage", load.transfer.label, *load.storage)
-        if not restoration.timed:                                               # its other samples report the same
-            restoration.timed = True
-            self.learn(restoration, spans)
-        starts, ends = zip(*loads, *(load.storage for load in restoration.loads if load.storage), *(span for _, *span in spans))
-        start, end = min(starts) - timeline.began, max(ends) - timeline.began
-        tokens = request.cached_tokens - restoration.start
-        return dict(tokens=tokens, bytes=sum(load.transfer.bytes for load in restoration.loads), start_ms=round(start * 1e3, 3),
-                    ms=round((end - start) * 1e3, 3), tokens_per_second=round(tokens / (end - start)),
-                    **{f"{lane}_bubble": round(timeline.bubble(lane, start, end), 3) for lane in ("load", "compute")})
-
-    def learn(self, restoration: Restoration, spans: list):
-        self.row_seconds.append(statistics.median(end - start for _, start, end in spans) / restoration.loads[0].rows)
-
-    def counters(self) -> dict:
-        chunks = self.chunks
-        return dict(super().counters(), chunks=chunks.size, chunks_free=len(chunks.free), chunks_cached=len(chunks.cached),
-                    chunks_referenced=chunks.size - chunks.available, chunk_evictions=chunks.counts["evictions"],
-                    save_errors=self.saver.errors, link=str(self.load_link),
-                    **(dict(self.files.counts, file_bytes=self.files.bytes) if self.files else {}))
-
-    def check_integrity(self):
-        """Blocks and chunks agree with the tables and with what is on its way. Raises AssertionError."""
-        self.pool.check_integrity([request.table for request in self.running] + [
-            restoration.blocks for restoration in self.restorations])
-        brought = [] if self.files else [restoration.chunks for restoration in self.restorations]
-        self.chunks.check_integrity([[chunk.slot] for chunk in self.saving] + brought)
-        assert all(request.restoration for request in self.line), "who is not being restored stands in line"
-        filling = {id(sample.filling) for request in (*self.running, *self.waiting)
-                   for sample in (request, *request.forks) if sample.filling and not sample.filling.lost}
-        assert filling <= set(map(id, self.saving)), "a chunk is filled that nobody saves"
-        landing = {load.landing for load in self.loads if load.landing is not None}
-        assert landing == {first for first, back in self.landing.taken.items() if not back}, "rows are lost where loads land"
-
-    # What the page shows, and does
-
-    def tiers(self) -> list[live.Tier]:
-        coming = [block for request in list(self.running) if request.restoration for block in request.table[request.saved:]]
-        saving, restorations = list(self.saving), list(self.restorations)
-        slots = [chunk.slot for chunk in saving if chunk.slot >= 0]
-        tiers = [self.device_tier(coming), self.host_tier(slots + [
-            chunk for restoration in restorations if not self.files for chunk in restoration.chunks])]
+        self.load_link.close()
+        self.save_link.close()
+        for lane in self.lanes:
+            lane.close()
         if self.files:
-            moving = [chunk.prefix.key for chunk in saving if chunk.prefix and not chunk.lost] + [
-                bytes.fromhex(chunk.path.stem) for restoration in restorations for chunk in restoration.chunks]
-            tiers.append(self.stored.tier("storage", f"Storage: hidden states of {CHUNK} tokens in files", list(self.files.known),
-                                          moving, self.files.shape[0] * self.files.part_bytes, self.chunk_prefixes.known))
-        return tiers
-
-    def host_tier(self, in_flight: list[int]) -> live.Tier:
-        chunks = self.chunks
-        return live.of_pool("host", f"Host memory: hidden states of {CHUNK} tokens", chunks, in_flight=in_flight,
-                            block_bytes=chunks.states[:, :1].nbytes)
-
-    def drawn(self, request: Request):
-        size, letter = self.pool.block_size, "H" if self.RESTORED == "hidden" else "K"
-        cached, blocks = request.cached_tokens // size, self.pool.needed(request.answer.prompt_tokens)
-        held = request.restored.start // size if request.restored else cached
-        legend = {"g": "found on the device", letter: f"restored: {self.RESTORED}", "m": "computed"}
-        cells = [(kind, legend[kind]) for kind in "g" * held + letter * (cached - held) + "m" * (blocks - cached)]
-        return figure.Cells("The blocks of the prompt", [("", cells)], {kind: legend[kind] for kind, _ in cells})
-
-    def ways(self, prompt: list[int], new: int, stack) -> dict:
-        blocks, speed = self.pool.needed(len(prompt) + new), self.load_link.bytes_per_second
-        kv = offload.Engine(*self.parts, blocks + 1, self.pool.block_size, self.token_budget, cpu_blocks=blocks,
-                            bytes_per_second=speed)
-        hidden = self.small(blocks, cpu_chunks=len(prompt) // CHUNK + 2, layout=self.chunks.layout, bytes_per_second=speed)
-        return {RECOMPUTE: paged.chapter_01(self, prompt, new),
-                OFFLOAD: lambda: ask(kv, new=new, prompt=prompt),
-                HOST: lambda: ask(hidden, new=new, prompt=prompt)}
+            self.files.close()
 
 
-# 3. The demo -----------------------------------------------------------------------------------------------------
-
-ROUNDS, QUESTIONS = 5, 4
-RECOMPUTE, OFFLOAD, HOST, FILES, TOKEN_MAJOR = baseline.RECOMPUTE, "KV offload (03)", "hidden states", "same, in files", \
-    "same, token-major"
+def adjacent(places: list[int]) -> bool:
+    return places == list(range(places[0], places[0] + len(places)))
 
 
-def demo(engine: Engine, arguments):
-    """A document and questions about it; the KV cache is evicted after each turn, and comes back in several ways."""
-    # 1. Engines that are alike but for what they keep, on memory that was touched before
-    model, tokenizer, end_tokens = engine.model, engine.tokenizer, engine.end_tokens
-    context, link, layers = engine.context, engine.load_link, len(engine.model.layers)
-    if arguments.corrupt is not None and arguments.corrupt >= layers:
-        raise BadRequest(f"--corrupt {arguments.corrupt} is no layer of this model; choose one from 0 to {layers - 1}.")
-    blocks = arguments.gpu_blocks or engine.pool.needed(context)
-    options = dict(blocks=blocks, block_size=engine.pool.block_size, token_budget=engine.token_budget,
-                   bytes_per_second=link.bytes_per_second)
-    saving = dict(direct=engine.saver.direct, save_threads=engine.saver.threads)
-    in_memory = dict(cpu_chunks=2 * -(-context // CHUNK) if arguments.cpu_chunks is None else arguments.cpu_chunks)
-    with ExitStack() as stack:
-        folders = [tempfile.TemporaryDirectory(prefix="demo-", dir=path) for path in arguments.disk or [None]]
-        in_files = dict(directories=[Path(stack.enter_context(folder)) for folder in folders],
-                        disk_limit=arguments.disk_limit * 1e9)
-        ways = {RECOMPUTE: baseline.Engine(model, tokenizer, end_tokens),
-                OFFLOAD: offload.Engine(model, tokenizer, end_tokens, **options, cpu_blocks=2 * blocks),
-                HOST: Engine(model, tokenizer, end_tokens, **options, **saving, **in_memory, layout=engine.chunks.layout),
-                FILES: Engine(model, tokenizer, end_tokens, **options, **saving, **in_files),
-                TOKEN_MAJOR: Engine(model, tokenizer, end_tokens, **options, **saving, **in_files, layout="token-major")}
-        for way in list(ways.values())[1:]:
-            way.pool.kv.zero_()
-            if isinstance(way, Engine):
-                way.chunks.states.zero_()
-                way.saver.buffer.memory.zero_()
+# 2. The demo -----------------------------------------------------------------------------------
 
-        # 2. All turns in every way, and the last one again and again; the history has the answers of chapter 01
-        new, messages, turns = max(2, min(arguments.max_tokens, 24)), [], []
-        for text in document_and_questions(engine):
-            messages.append(dict(role="user", content=text))
-            if len(engine.encode(None, messages)[0]) + 2 * new > context:       # a small context holds fewer questions
-                messages.pop()
-                break
-            turns.append({name: ask(way, messages, new) for name, way in ways.items()})
-            messages.append(dict(role="assistant", content=turns[-1][RECOMPUTE].text))
-        if len(turns) < 2:
-            raise BadRequest(f"The demo's document and a question do not fit into the context of {context} tokens; choose "
-                             "another --model.")
-        again = [{name: ask(way, messages[:-1], new) for name, way in ways.items()} for _ in range(ROUNDS)]
-        verified = paged.equal([(results[RECOMPUTE].tokens, result.tokens) for results in turns + again
-                                for result in results.values()], model.dtype)
-        print(f"{about_sizes(model.config)}\n")
-        rows = show_turns(turns, link) + show_costs(engine, ways, again, [
-            ask(ways[HOST], messages[:-1], new, evict=False) for _ in range(ROUNDS)])
-
-        # 3. One restoration of each kind
-        timelines = [turns[-1][HOST].timeline]
-        for name in (HOST, FILES):
-            if shown := next((results[name] for results in again[::-1] if results[name].restoration), None):
-                start = shown.restoration["start_ms"] / 1e3
-                timelines.append(shown.timeline)
-                paged.show_plan(ways[name], shown)
-                print(f"\nOne restoration, {name} (digits: layers; dots: bubbles; {link})\n" + shown.timeline.window(
-                    start, start + shown.restoration["ms"] / 1e3).chart(bubbles=True))
-
-        # 4. Does the model know what it read?
-        rows += control(ways[FILES], arguments, messages, new)
-        return dict(link=dict(modelled=link.modelled, gbps=link.speed() / 1e9), verified=verified, rows=rows,
-                    counters=ways[HOST].counters()), timelines
+LARGER, HISTORY, ASKED = "random:small", 1024, 32  # for times: model, tokens, tokens
 
 
-def document_and_questions(engine: Engine) -> list[str]:
-    """What the user says: a document of half a context, and questions about it."""
-    talk, document, facts = classroom_text.Conversation(random.Random(3), classroom_text.Level()), "Read this:", []
-    while len(engine.tokenizer.encode(document)) < engine.context // 2 and (fact := talk.new_fact()):
-        facts.append(fact)
-        document += " " + fact.statement
-    return [document] + [fact.question for fact in random.Random(4).sample(facts, min(QUESTIONS, len(facts)))]
+def demo(model, frontend: Frontend, arguments):
+    """A conversation that comes back from hidden states in each turn, then TTFT beside chapter 03's."""
+    if isinstance(arguments.demo, Path):
+        return ingest(model, frontend, arguments)
+    # 1. Ask: the device loses everything between two turns
+    engine, rng = make_engine(model, arguments), random.Random(0)
+    cache, new = engine.cache, max(2, min(arguments.max_tokens, 16))
+    text, asked, rows = lesson.document(frontend, rng, frontend.context // 2, lesson.SECRET), [], []
+    messages = [dict(role="user", content=text)]
+    for question in (*lesson.TURNS[1:], ""):
+        lesson.settle(engine)
+        engine.evict("device")
+        asked += engine.generate([frontend.request(messages=messages, max_tokens=new)])
+        messages += dict(role="assistant", content=asked[-1].outcome.text), dict(role="user", content=question)
+    verified = lesson.equal_to_baseline(model, asked)
+
+    # 2. Show
+    config = model.config
+    print(f"{cache.load_link}\n\nA token takes {bytes_per_token(model) / 1e3:.1f} kB as hidden states and "
+          f"{config.kv_numbers_per_token * model.dtype.itemsize / 1e3:.1f} kB as K and V. Each turn, the device evicted:")  # fmt: skip
+    for question, request in zip(("a document", *lesson.TURNS[1:]), asked):
+        rows.append(offload.describe(question[:18], request))
+        print(f"{'':20}{question} - {request.outcome.text}" if request is not asked[0] else "", end="\n")
+    print(f"\nThe last turn (digits: layers; p: prefill with projections, d: decode)\n{asked[-1].timeline.chart()}\n")
+    if arguments.corrupt is not None:
+        corrupt(engine, asked[-1], arguments.corrupt)
+    engine.close()
+
+    # 3. Time: on a model whose question costs less than its history
+    larger, *_ = checkpoint.load(LARGER, arguments.dtype, arguments.device)
+    prompt = [rng.randrange(300, larger.config.vocab_size) for _ in range(HISTORY)]
+    projecting = make_ways(larger, 1e9)[0].cache.seconds(HISTORY, 0)
+    states = HISTORY * bytes_per_token(larger)
+    cases = [("the link is the bottleneck", states / projecting / 2)]
+    if larger.device.type == "cpu":
+        cases.append(("computing is the bottleneck", 2 * states / projecting))
+    for words, bandwidth in cases:
+        engines = dict(zip(("hidden states (04)", "K and V (03)"), make_ways(larger, bandwidth)))
+        ways = {name: partial(once, engine, prompt, rng) for name, engine in engines.items()}
+        computed = [way() for way in ways.values()]  # they keep it
+        taken = lesson.in_turn(ways, 3)
+        rows += lesson.table(f"{LARGER}, TTFT behind {HISTORY} tokens, {words}", taken, "ttft_ms", "ms")
+        ours, theirs = (statistics.median(samples) for samples in taken.values())
+        print(f"  {theirs / ours:.2f}x sooner than chapter 03, {min(computed) / ours:.1f}x than computing\n")
+    print("Half of the bytes help where the link is the slower one. Where it is not, projecting is what takes\n"
+          "time, and chapter 03 needs none. A mix of both, layer by layer? Chapter 05.")  # fmt: skip
+    link = dict(modelled=cache.load_link.modelled, gbps=cache.load_link.speed() / 1e9)
+    return dict(link=link, verified=verified, rows=rows, counters=engine.counters()), [asked[-1].timeline]
 
 
-def ask(way, messages: list[dict] | None = None, new: int | None = None, evict: bool = True, **fields):
-    """-> the Result; with `evict`, what the device had cached was dropped first, as if others had needed it."""
-    asked = dict(messages=messages, max_tokens=new, **fields)
-    if isinstance(way, baseline.Engine):
-        return way.generate(**asked)
-    if evict:
-        offload.empty(way)
-    result = paged.answer(way, **asked)
-    way.flush()
-    return result
+def make_ways(model, bandwidth: float) -> list:
+    """Engines of this chapter and of chapter 03, over links of the same speed."""
+    blocks = -(-(HISTORY + 2 * ASKED) // 16)
+    caches = HiddenCache(2 * blocks * 16 // CHUNK, bandwidth), offload.HostCache(2 * blocks, bandwidth)
+    return [paged.Engine(paged.Runner(model, blocks), cache, always_restore=True) for cache in caches]
 
 
-def show_turns(turns: list[dict], link: Link) -> list[dict]:
-    print(f"A document and questions about it; the KV cache is evicted after each turn. TTFT ({link})\n  turn  history"
-          + "".join(f"{name:>20}" for name in turns[0]))
-    rows = []
-    for number, results in enumerate(turns, 1):
-        rows.append(dict(turn=number, history_tokens=results[RECOMPUTE].history_tokens, answered=results[RECOMPUTE].text,
-                         ttft_ms={name: result.ttft_ms for name, result in results.items()},
-                         source={name: result.source for name, result in results.items()}))
-        print(f"  {number:4} {rows[-1]['history_tokens']:8}" + "".join(f"{ms:17.1f} ms" for ms in rows[-1]["ttft_ms"].values()))
-    return rows
+def once(engine, prompt: list[int], rng) -> float:
+    """-> TTFT of another question behind the same history, in ms."""
+    question = [rng.randrange(300, engine.model.config.vocab_size) for _ in range(ASKED)]
+    return lesson.ask(engine, prompt + question, 1, "device").outcome.ttft_ms
 
 
-def show_costs(engine: Engine, ways: dict, again: list[dict], hits: list) -> list[dict]:
-    """What each way keeps, and how fast it is; `hits`: the same when the device still holds the history."""
-    config, itemsize, rows = engine.model.config, engine.model.dtype.itemsize, []
-    question, prompt = statistics.median(hit.ttft_ms for hit in hits), again[0][RECOMPUTE].usage["prompt_tokens"]
-    print(f"\nThe last turn again, {prompt} tokens of prompt (median of {ROUNDS}; {engine.load_link})\n"
-          f"  {'':20}{'kept a token':>12}{'restored':>10}{'restoration':>14}{'TTFT':>12}{'restored tokens/s':>20}")
-    for name in ways:
-        results = [results[name] for results in again]
-        ttft, restored = statistics.median(result.ttft_ms for result in results), results[-1].usage["cached_tokens"]
-        if name == RECOMPUTE:
-            kept, restored, ms = 0, hits[-1].usage["cached_tokens"], max(0.0, ttft - question)
-        elif name == OFFLOAD:
-            kept, ms = config.kv_numbers_per_token * itemsize, statistics.median(map(load_ms, results))
-        else:
-            kept = config.num_hidden_layers * config.hidden_size * itemsize
-            ms = statistics.median(result.restoration["ms"] if result.restoration else 0.0 for result in results)
-        rows.append(dict(way=name, bytes_per_token=kept, restored_tokens=restored, restoration_ms=ms, ttft_ms=ttft,
-                         tokens_per_second=restored / ms * 1e3 if ms else None, source=results[-1].source))
-        print(f"  {name:20}{kept:10} B{restored:10}{ms:11.1f} ms{ttft:9.1f} ms{restored / ms * 1e3 if ms else 0:20.0f}")
-    print(f"  (recompute: TTFT less the {question:.1f} ms that it is when the device still holds the history)")
-    for name in (FILES, TOKEN_MAJOR):
-        counts, speeds = ways[name].files.counts, ways[name].files.speeds
-        if counts["file_reads"] and speeds:
-            rows.append(dict(layout=ways[name].files.layout, **counts))
-            print(f"  {name}: {counts['file_reads']} reads of {counts['file_read_bytes'] / counts['file_reads']:.0f} bytes, "
-                  f"{statistics.median(speeds) / 1e9:.2f} GB/s with their checksums")
-    return rows
+def corrupt(engine, request: Request, layer: int):
+    """Set one layer's states to zero: what is restored really is what is computed with."""
+    engine.cache.store.parts[layer - 1].zero_()
+    again = lesson.ask(engine, request.tokens[: request.prompt_tokens], request.max_tokens, "device")
+    same = sum(one == other for one, other in zip(again.new, request.new))
+    print(f"With the states of layer {layer} set to zero, {same} of {len(request.new)} tokens are the same.\n")
 
 
-def about_sizes(config) -> str:
-    """What hidden states cost on this model, in a sentence."""
-    kv, hidden = 2 * config.num_key_value_heads * config.head_dim, config.hidden_size
-    return (f"hidden {hidden} numbers against KV {kv}, per token and layer: hidden states cost {hidden / kv:.1f}x the bytes "
-            "on this model" + ("; chapter 05 then loads K and V" if hidden > kv else ""))
+def ingest(model, frontend: Frontend, arguments):
+    """Compute a text once, and keep its states in files."""
+    if not arguments.disk:
+        raise BadRequest("--ingest keeps states in files; say where with --disk DIR.")
+    try:
+        text = arguments.demo.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise BadRequest(f"Cannot read '{arguments.demo}' as text ({error}).") from None
+    engine = make_engine(model, arguments)
+    (request,) = engine.generate([frontend.request(text, max_tokens=1)])
+    lesson.settle(engine)
+    engine.close()
+    written = engine.cache.files.counts["file_writes"]
+    print(f"{request.prompt_tokens} tokens, {written} chunks written to {', '.join(map(str, arguments.disk))}.")
+    return dict(chunks=written), [request.timeline]
 
 
-def load_ms(result) -> float:
-    """From the first load's beginning to the last one's arrival, in milliseconds; 0 without any."""
-    loads = [span for span in result.timeline.spans if span.lane == "load"]
-    return (max(span.end for span in loads) - min(span.start for span in loads)) * 1e3 if loads else 0.0
-
-
-def control(way: Engine, arguments, messages: list[dict], new: int) -> list[dict]:
-    """Questions about the history with the states that were kept, and with one layer's set to zero."""
-    layer = min(1, len(way.model.layers) - 1) if arguments.corrupt is None else arguments.corrupt
-    rows, questions = [], [message for message in messages[2:] if message["role"] == "user"]
-
-    def answers():
-        return [ask(way, [*messages[:2], question], new, save=False) for question in questions]
-    print(f"\nThe questions again, right behind the document, from files; as a control with layer {layer} set to zero there"
-          + (" (random weights say nothing)" if arguments.model.startswith("random:") else ""))
-    for what in ("as it was kept", f"layer {layer} zeroed, checksum check switched off", "the same, checked: chunks refused"):
-        if what.startswith("layer"):
-            way.files.zero(layer)
-        way.files.verify = not what.startswith("layer")
-        missed, results = way.counts["chunks_missed"], answers()
-        missed = way.counts["chunks_missed"] - missed
-        print(f"  {what}" + (f" {missed}" if missed else ""))
-        for question, result in zip(questions, results):
-            rows.append(dict(control=what, asked=question["content"], answered=result.text, source=result.source,
-                             cached_tokens=result.usage["cached_tokens"], chunks_missed=missed))
-            print(f"    {question['content']:36}{result.text}   ({result.source}, {result.usage['cached_tokens']} tokens)")
-    return rows
-
-
-# 4. Main ---------------------------------------------------------------------------------------------------------
+# 3. Main ---------------------------------------------------------------------------------------
 
 def add_arguments(parser):
     paged.add_arguments(parser)
-    parser.add_argument("--cpu-chunks", type=app.bounded(int, 0, 1 << 24), metavar="N",
-                        help=f"chunks of {CHUNK} tokens, all layers, in host memory (default: four times the device's tokens, "
-                             "or with --disk two for each who may run, within a quarter of what is free)")
-    parser.add_argument("--disk", type=lambda name: Path(app.readable(name)), action="append", metavar="DIR",
-                        help="keep chunks in files in DIR, which outlive the process, not in host memory; may be repeated")
-    parser.add_argument("--disk-limit", type=app.bounded(float, 1e-6, 1e6), default=16.0, metavar="GB",
-                        help="delete the least recently used files beyond this (default 16)")
-    parser.add_argument("--save-threads", type=app.bounded(int, 1, 64), default=8, metavar="N",
-                        help="threads that sort states and write files (default 8)")
-    parser.add_argument("--save", choices=("two-stage", "direct"), default="two-stage",
-                        help="direct: each layer waits until its rows are in their chunks (for comparison)")
-    parser.add_argument("--layout", choices=LAYOUTS, default="chunked",
-                        help="token-major: the layers of a token together, which suits saving (for comparison)")
-    parser.add_argument("--ingest", type=Path, nargs="+", metavar="FILE",
-                        help="save the states of texts, for prompts that will begin with them, and end; needs --disk")
-    parser.add_argument("--corrupt", type=app.bounded(int, 0, 1023), metavar="LAYER",
-                        help="the layer that the demo sets to zero (default 1, without which the classroom model forgets)")
+    add = parser.add_argument
+    words = "chunks of 64 tokens in host memory (four times the device's)"
+    add("--cpu-chunks", type=cli.bounded(int, 0, 1 << 24), metavar="N", help=words)
+    add("--disk", type=Path, action="append", metavar="DIR", help="keep chunks in files too; may be repeated")
+    add("--disk-limit", type=cli.bounded(float, 1e-6, 1e6), default=10, metavar="GB", help="of all files (10)")
+    add("--ingest", type=Path, dest="demo", metavar="FILE", help="keep the states of a text in files, and end")
+    add("--always-restore", action="store_true", help="restore even what is computed sooner")
+    words = "in the demo, set this layer's states to zero, and see the answer change"
+    add("--corrupt", type=cli.bounded(int, 1, 1023), metavar="LAYER", help=words)
     links.add_arguments(parser)
+    parser.set_defaults(cpu_blocks=None)  # of chapter 03, with which the page compares
 
 
-def make_engine(model, tokenizer, end_tokens, arguments) -> Engine:
-    if arguments.ingest and not arguments.disk:
-        raise BadRequest("--ingest keeps states in files; say where with --disk DIR.")
-    if arguments.ingest and (arguments.demo or arguments.prompt):
-        raise BadRequest("--ingest saves texts and ends; leave out --demo and --prompt.")
-    engine = Engine(model, tokenizer, end_tokens, arguments.gpu_blocks, arguments.block_size, arguments.token_budget,
-                    arguments.max_running, cpu_chunks=arguments.cpu_chunks, directories=arguments.disk or (),
-                    disk_limit=arguments.disk_limit * 1e9, save_threads=arguments.save_threads, direct=arguments.save == "direct",
-                    layout=arguments.layout, bytes_per_second=links.bandwidth(model, arguments.link, arguments.platform))
-    print(f"KV pool: {engine.pool.size} blocks of {engine.pool.block_size} tokens, {engine.pool.kv.nbytes / 1e6:.1f} MB\n"
-          f"Host memory: {engine.chunks.size} chunks of {CHUNK} tokens, {engine.chunks.states.nbytes / 1e6:.1f} MB"
-          + (f", on their way to files in {', '.join(map(str, arguments.disk))}" if arguments.disk else "") +
-          f"\n{about_sizes(model.config)}\nThe host is reached over a {engine.load_link}", file=sys.stderr)
+def bytes_per_token(model) -> int:
+    """Of hidden states: the first layer's input is the embedding, and not kept."""
+    return (model.config.num_hidden_layers - 1) * model.config.hidden_size * model.dtype.itemsize
+
+
+def make_engine(model, arguments) -> paged.Engine:
+    """Chapter 02's engine with this chapter's Cache."""
+    layers, size = model.config.num_hidden_layers, CHUNK * bytes_per_token(model)
+    if (arguments.corrupt or 0) >= layers:
+        raise BadRequest(f"--corrupt must be from 1 to {layers - 1}: this model has {layers} layers.")
+    context = -(-model.config.max_position_embeddings // CHUNK)  # chunks
+    on_device = -(-(arguments.gpu_blocks or 0) * arguments.block_size // CHUNK) or arguments.max_running * context
+    cpu = torch.device("cpu")
+    chunks = cli.blocks_that_fit(arguments.cpu_chunks, 4 * on_device, size, cpu, "--cpu-chunks")
+    files = ChunkFiles(arguments.disk, 1e9 * arguments.disk_limit) if arguments.disk else None
+    bandwidth = links.bandwidth(model, arguments.link, arguments.platform)
+    engine = paged.make_engine(model, arguments, HiddenCache(chunks, bandwidth, files))
+    print(f"Host: {chunks} chunks of {CHUNK} tokens, {chunks * size / 1e6:.1f} MB, over a {engine.cache.load_link}",
+          file=sys.stderr)  # fmt: skip
+    times = model.config.hidden_size * layers / model.config.kv_numbers_per_token
+    if times > 1:
+        print(f"Query heads share KV heads here: hidden states are {times:.1f} times as large as K and V, and "
+              "chapter 03 is the better choice.", file=sys.stderr)  # fmt: skip
     return engine
 
 
-def ingest(engine: Engine, arguments):
-    """Compute each text once, as the beginning of a user's message, and keep its states: all of them, whatever it takes."""
-    # 1. All texts, before anything is computed
-    prompts, rows, timelines = {}, [], []
-    for path in arguments.ingest:
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise BadRequest(f"Cannot read '{path}' ({getattr(error, 'strerror', None) or 'it is not text in UTF-8'}); "
-                             "give text files.") from None
-        if not text:
-            raise BadRequest(f"'{path}' is empty; leave it out.")
-        tokens, _ = engine.encode(text, None)
-        if len(tokens) >= engine.context:
-            raise BadRequest(f"'{path}' is {len(tokens)} tokens and the context of this model is {engine.context}; split it.")
-        prompts[path] = tokens
-
-    # 2. One after the other, so slowly that nothing is dropped: host memory has room for the chunks of a step
-    engine.keep_always = True
-    engine.token_budget = min(engine.token_budget, CHUNK * max(1, engine.chunks.size - 1))
-    for path, tokens in prompts.items():
-        before = dict(engine.counts)
-        request, = engine.submit(prompt=tokens, max_tokens=1)
-        while engine.step():
-            engine.flush()
-        engine.flush()
-        if isinstance(request.outcome, Exception):
-            raise request.outcome
-        timelines.append(request.timeline)
-        saved, dropped = (engine.counts[what] - before[what] for what in ("chunks_saved", "chunks_dropped"))
-        rows.append(dict(file=str(path), tokens=len(tokens), chunks=len(tokens) // CHUNK, saved=saved, dropped=dropped))
-        print(f"{path}: {len(tokens)} tokens, {len(tokens) // CHUNK} chunks of {CHUNK}, {saved} of them saved"
-              + (", the others were there" if saved < len(tokens) // CHUNK and not dropped else ""))
-    if dropped := sum(row["dropped"] for row in rows):
-        raise BadRequest(f"{dropped} chunks could not be saved; see that there is room in "
-                         f"{', '.join(map(str, arguments.disk))}, and leave --cpu-chunks out.")
-    return dict(ingested=rows, counters=engine.counters()), timelines
+def compare(arguments) -> dict:
+    return {**offload.compare(arguments), "hidden states (04)": (make_engine, True)}
 
 
 if __name__ == "__main__":
-    app.main(__doc__, "04_hidden_state_cache", add_arguments, make_engine, demo, ingest=ingest)
+    cli.main(__doc__, "04_hidden_state_cache", add_arguments, make_engine, demo, compare)

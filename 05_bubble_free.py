@@ -58,7 +58,7 @@ from legacy.link import as_integers
 from legacy.timeline import Span, Timeline
 from tools import classroom_text
 
-hidden_states = importlib.import_module("04_hidden_state_cache")
+hidden_states = importlib.import_module("legacy.hidden_states")
 Chunk, PagedBatch, CHUNK = hidden_states.Chunk, paged.PagedBatch, hidden_states.CHUNK
 PARTS = 4                          # in which a layer may be shared by two ways, or its transfer be cut
 # All divisions of the layers; all layers H; R and K only; all layers K; tokens divided (section 4.1.1), also in whole chunks

@@ -40,7 +40,7 @@ from legacy import link as links  # noqa: E402
 from legacy import offload, paged  # noqa: E402
 from tools import random_models  # noqa: E402
 
-hidden_states = importlib.import_module("04_hidden_state_cache")
+hidden_states = importlib.import_module("legacy.hidden_states")
 MODELS = {"restore": ["random:small", "classroom", "random:tinyllama-mha", "random:tinyllama"], "heads": ["random:tinyllama"],
           "bandwidth": ["random:small"], "compute": ["random:small"], "files": ["random:small"],
           "saving": ["random:small", "classroom"]}

@@ -64,7 +64,7 @@ from common import checkpoint  # noqa: E402
 from legacy import app, backends, baseline, live, offload, paged  # noqa: E402
 from legacy import link as links  # noqa: E402
 
-hidden_states = importlib.import_module("04_hidden_state_cache")
+hidden_states = importlib.import_module("legacy.hidden_states")
 bubble_free, bidirectional = importlib.import_module("05_bubble_free"), importlib.import_module("06_bidirectional")
 tiered, hybrid = importlib.import_module("07_tiered_storage"), importlib.import_module("08_hybrid_blocks")
 

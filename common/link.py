@@ -208,11 +208,16 @@ class Link:
         return str(self.bandwidth) if self.modelled else f"link, {self.speed() / 1e9:.1f} GB/s"
 
 
-def carry(lane: queue.SimpleQueue, closed: threading.Event, wake, in_background: bool):
+def in_background():
+    """This thread takes the processor only from who is idle, where threads have a priority of their own."""
+    with suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+
+
+def carry(lane: queue.SimpleQueue, closed: threading.Event, wake, background: bool):
     """The thread of a modelled lane: copy each, then sleep until the model says that it has arrived."""
-    with suppress(OSError, AttributeError):  # where a thread has a priority of its own
-        if in_background:  # nobody waits for it, so it takes the processor only from who is idle
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+    if background:  # nobody waits for it
+        in_background()
     free = 0.0  # when the lane is free, in the model
     while (item := lane.get()) is not None:
         transfer, pairs, seconds, error = item

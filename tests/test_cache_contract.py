@@ -8,6 +8,7 @@ A failure names the rule that was broken.
 
 import random
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from support.faults import faulty
 from common.requests import HungUp, Request
 
 ORACLE = Oracle()
+PROJECTS = "hidden", "files"  # K and V are computed again from something else, in a batch of another shape
 
 
 def pytest_generate_tests(metafunc):
@@ -64,7 +66,7 @@ def test_what_left_the_device_comes_back(cache, size, budget):
     check_pools(engine)
 
 
-def test_restored_k_and_v_are_bit_equal(cache):
+def test_restored_k_and_v_are_those_that_were_lost(cache):
     engine, prompt = engine_for(cache), draw(random.Random(1), 160)
 
     def contents():
@@ -76,9 +78,8 @@ def test_restored_k_and_v_are_bit_equal(cache):
     evict(engine)
     again = contents()
     assert len(computed) == len(again) == 10
-    assert all(torch.equal(one, other) for one, other in zip(computed, again)), (
-        "what comes back is what was lost"
-    )
+    equal = partial(torch.allclose, atol=1e-5) if cache in PROJECTS else torch.equal
+    assert all(map(equal, computed, again)), "what comes back is what was lost"
 
 
 def test_another_salt_finds_nothing(cache):

@@ -4,7 +4,9 @@ Cache."""
 import functools
 import importlib
 import random
+import tempfile
 import time
+from pathlib import Path
 
 import torch
 
@@ -12,9 +14,11 @@ from common import checkpoint
 from common.llama import Llama, LlamaConfig
 from common.requests import Request
 from common.restoring import Cache
+from common.store import ChunkFiles
 
-baseline, paged, offload = (
-    importlib.import_module(name) for name in ("01_baseline", "02_paged_kv", "03_cpu_offload")
+baseline, paged, offload, hidden = (
+    importlib.import_module(name)
+    for name in ("01_baseline", "02_paged_kv", "03_cpu_offload", "04_hidden_state_cache")
 )
 BANDWIDTH = 2e9  # bytes/s, of the modelled link
 CONTEXT = 512
@@ -23,7 +27,15 @@ CONTEXT = 512
 CACHES = {
     "none": lambda blocks: Cache(),
     "host": lambda blocks: offload.HostCache(4 * blocks, BANDWIDTH),
+    "hidden": lambda blocks: hidden.HiddenCache(4 * blocks, BANDWIDTH),
+    "files": lambda blocks: hidden.HiddenCache(-(-blocks // 4), BANDWIDTH, chunk_files()),
 }
+FOLDERS = tempfile.TemporaryDirectory()
+
+
+def chunk_files(limit: float = 1e8) -> ChunkFiles:
+    """In a directory of its own."""
+    return ChunkFiles([Path(tempfile.mkdtemp(dir=FOLDERS.name))], limit)
 
 
 def own_cache(name: str):

@@ -1,0 +1,400 @@
+"""Chunks of saved state: in host memory, found by their tokens, and behind that in files.
+
+`ChunkStore` keeps 64 tokens a chunk, in parts: the rows of a layer lie together, so that one layer of many
+tokens is read at once. A chunk is found as far as its rows have arrived and its tokens are those that are
+asked for. So the unfinished chunk at the end of a conversation is found too, and the next turn fills it.
+
+`ChunkFiles` keeps full chunks in directories: whole or not at all, with a checksum for each part, under keys
+that cover model, dtype, salt and tokens. In each directory one thread reads and one writes, so storage that
+hangs holds up nobody else.
+"""
+
+import json
+import os
+import queue
+import re
+import statistics
+import tempfile
+import threading
+import time
+import uuid
+import zlib
+from collections import Counter, OrderedDict, defaultdict, deque
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
+from operator import eq
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy
+import torch
+
+from common.checkpoint import ModelError
+from common.link import Transfer, as_integers, in_background
+
+CHUNK = 64  # tokens
+PAGE = 4096  # bytes: a file's header is filled up to a multiple
+HANGING = 1.0  # seconds: a directory in which something takes longer is not asked any more
+BACKLOG = 64  # chunks that wait to be written in a directory; more are not kept there
+ABANDONED = 600  # seconds after which nobody writes to a temporary file any more
+
+# 1. Chunks in host memory ----------------------------------------------------------------------
+
+@dataclass(eq=False)
+class Chunk:
+    """Tokens behind `parent` whose rows are in the store, or on their way."""
+
+    number: int  # in the pool
+    parent: object  # Prefix of all that is before
+    tokens: list[int]  # at most 64
+    filled: int = 0  # rows that have arrived: so far it can be found
+    open: bool = True  # somebody fills it
+    lost: bool = False  # some of its rows were dropped
+
+
+class Move(NamedTuple):
+    """Rows that go to a chunk: from the step that computed them, or from another chunk."""
+
+    request: object
+    chunk: Chunk
+    at: int  # the first of them in the chunk
+    rows: int
+    place: int = 0  # the first of them in the step
+    source: int | None = None  # the other chunk's number
+
+
+class ChunkStore:
+    """`pool`: the chunks' numbers. `parts`: their rows, [chunks, 64, width] each. `prefixes`: their names."""
+
+    def __init__(self, pool, parts: list[torch.Tensor], prefixes, files=None, wake=lambda: None):
+        self.pool, self.parts, self.prefixes, self.files = pool, parts, prefixes, files
+        self.arrays = [as_integers(part) for part in parts]  # for NumPy
+        self.chunk_bytes = sum(part.nbytes for part in parts) // max(1, pool.size)
+        self.chunks: dict[int, Chunk] = {}  # those that can be found, by number
+        self.behind: dict[object, list[Chunk]] = defaultdict(list)  # and by parent
+        self.speeds = deque(maxlen=8)  # bytes/s, of the last files that were read
+        pool.evicting = lambda number, prefix: self.forget(number)
+        if files:
+            files.attach(parts, wake)
+
+    def find(self, parent, prefix, tokens: list[int]):
+        """What holds the next `tokens` behind `parent`; `prefix` names them if they are 64. -> its number, or
+        its File, or None; and how many rows of it."""
+        if prefix in self.pool.block_of:
+            return self.pool.block_of[prefix], CHUNK
+        if prefix is not None and self.files and (file := self.files.find(prefix)):
+            return file, CHUNK
+        ways = self.behind.get(parent, ())
+        rows, number = max(((common(chunk.tokens[: chunk.filled], tokens), chunk.number) for chunk in ways),
+                           default=(0, None))  # fmt: skip
+        return number, rows
+
+    def begin(self, parent, tokens: list[int], at: int, own: list) -> tuple[Chunk | None, int | None]:
+        """Somebody computes `tokens` behind `parent`, from row `at` on -> the chunk to fill, and the number
+        of another one whose first `at` rows it shares. (None, None) if all is there already, if rows before
+        `at` are not, or if only `own` prefixes could make room."""
+        source = None
+        for chunk in self.behind.get(parent, ()):
+            same = common(chunk.tokens, tokens)
+            if same == CHUNK and not chunk.lost:
+                return None, None
+            if at <= same == len(chunk.tokens) < CHUNK and not chunk.open:  # unfinished, and nobody's
+                chunk.open = True
+                self.pool.share([chunk.number])
+                return chunk, None
+            if 0 < at <= min(same, chunk.filled):
+                source = chunk.number
+        victim = next(iter(self.pool.cached), None)
+        room = self.pool.free.count(1) or victim is not None and self.pool.prefix_of[victim] not in own
+        if not room or at and source is None:
+            return None, None
+        return Chunk(*self.pool.allocate(1), parent, list(tokens[:at])), source
+
+    def arrived(self, chunk: Chunk, rows: int) -> Transfer | None:
+        """The chunk's first `rows` rows are there: it can be found so far. A full one is written to its file
+        -> the Transfer, until which its memory must stay as it is."""
+        self.forget(chunk.number)
+        chunk.filled = rows
+        prefix = self.prefixes.after(chunk.parent, tuple(chunk.tokens[:rows]))
+        if self.pool.block_of.get(prefix) is None:  # else another one holds the same
+            self.pool.register(chunk.number, prefix)
+            self.chunks[chunk.number] = chunk
+            self.behind[chunk.parent].append(chunk)
+        if rows == CHUNK and self.files:
+            return self.files.write(prefix, [part[chunk.number] for part in self.arrays])
+
+    def use(self, chain: list):
+        """Mark the chunks of a chain most recently used, its end evicted first."""
+        found = [self.pool.block_of[prefix] for prefix in chain if prefix in self.pool.block_of]
+        self.pool.share(found)
+        self.pool.release(found)
+
+    # What is in files comes to host memory first
+
+    def in_files(self, places: list) -> int:
+        return sum(isinstance(place, File) for place in places)
+
+    def has_room(self, place, others: list) -> bool:
+        """Whether `place` can be brought beside others: what is in a file needs a chunk in host memory."""
+        return not isinstance(place, File) or len(others) < self.pool.available
+
+    def seconds_to_read(self, places: list) -> float:
+        size = self.in_files(places) * self.chunk_bytes
+        return size / statistics.median(self.speeds) if self.speeds else 0.0
+
+    def bring(self, places: list, pieces: list[tuple], hold) -> tuple[list[int], list[list[Transfer]]]:
+        """Reference chunks for a restoration, and read those that are in files, part by part. `pieces`: what
+        `find` was asked for. -> their numbers, and for each part the reads that must be over before."""
+        self.pool.share([place for place in places if not isinstance(place, File)])
+        files = [place for place in places if isinstance(place, File)]
+        fresh = self.pool.allocate(len(files)) if files else []
+        unused, reads = iter(fresh), [[] for _ in self.parts]
+        numbers = [next(unused) if isinstance(place, File) else place for place in places]
+        if files:
+            for part, memory in enumerate(self.arrays):
+                reads[part] = self.files.read(files, [memory[number] for number in fresh], part)
+            chunks = [Chunk(number, parent, tokens, open=False)
+                      for number, (parent, _, tokens) in zip(numbers, pieces) if number in fresh]  # fmt: skip
+            every = sum(reads, [])
+            hold("storage", every, (self.pool, fresh), then=partial(self.brought, chunks, every))
+        return numbers, reads
+
+    def brought(self, chunks: list[Chunk], reads: list[Transfer], arrived: bool):
+        """Chunks have been read: the next request finds them in host memory."""
+        for chunk in chunks if arrived else ():
+            self.arrived(chunk, CHUNK)
+        spent = max(read.end for read in reads) - min(read.start for read in reads)
+        self.speeds.append(sum(read.bytes for read in reads) / spent)
+
+    def forget(self, number: int):
+        """The chunk cannot be found any more."""
+        if (chunk := self.chunks.pop(number, None)) is None:
+            return
+        self.behind[chunk.parent].remove(chunk)
+        if not self.behind[chunk.parent]:
+            del self.behind[chunk.parent]
+        prefix, self.pool.prefix_of[number] = self.pool.prefix_of[number], None
+        self.pool.block_of.pop(prefix, None)
+
+    def put(self, moves: "list[Move]", taken: list[numpy.ndarray], index: numpy.ndarray):
+        """Sort rows into chunks, on any thread. `index`: where in `taken` [rows, width] each row is."""
+        for part, snapshot in zip(self.arrays, taken):
+            for move in moves:
+                into = part[move.chunk.number, move.at : move.at + move.rows]
+                if move.source is not None:
+                    into[:] = part[move.source, move.at : move.at + move.rows]
+                else:
+                    where = index[move.place : move.place + move.rows]
+                    numpy.take(snapshot, where, 0, out=into, mode="clip")
+
+
+def common(one: list[int], other: list[int]) -> int:
+    """How many tokens at the beginning of both are the same."""
+    return len(one) if one == other[: len(one)] else sum(1 for _ in takewhile(bool, map(eq, one, other)))
+
+
+# 2. Files --------------------------------------------------------------------------------------
+
+class Lane:
+    """A thread that does one thing after the other. What hangs ends with the process."""
+
+    def __init__(self, name: str, wake=lambda: None):
+        self.name, self.wake = name, wake
+        self.jobs, self.began = queue.SimpleQueue(), None
+        threading.Thread(target=self.run, daemon=True).start()
+
+    @property
+    def hangs(self) -> bool:
+        began = self.began
+        return began is not None and time.perf_counter() - began > HANGING
+
+    def submit(self, label: str, size: int, function, *arguments) -> Transfer:
+        transfer = Transfer(self.name, label, size)
+        self.jobs.put((transfer, function, arguments))
+        return transfer
+
+    def close(self):
+        self.jobs.put(None)
+
+    def run(self):
+        if self.name == "save":
+            in_background()
+        while (job := self.jobs.get()) is not None:
+            transfer, function, arguments = job
+            self.began, error = time.perf_counter(), None
+            try:
+                function(*arguments)
+            except Exception as raised:
+                error = raised
+            transfer.finish(self.began, time.perf_counter(), error)
+            self.began = transfer = function = arguments = job = None
+            self.wake()
+
+
+@dataclass(eq=False)
+class File:
+    key: str
+    path: Path
+    size: int  # bytes
+    header: bytes = b""  # what it must begin with
+
+
+class ChunkFiles:
+    """Full chunks in directories, a file each, at most `limit` bytes. Processes may share the directories: a
+    file appears by being renamed, with all that is in it, and what somebody deletes is computed again. Raises
+    ModelError."""
+
+    def __init__(self, directories: list[Path], limit: float):
+        self.directories = list(dict.fromkeys(Path(directory).resolve() for directory in directories))
+        self.limit = limit
+        self.lock, self.index, self.counts = threading.Lock(), OrderedDict(), Counter()  # key -> File, LRU
+        for directory in self.directories:
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+                for path in directory.glob("*.tmp"):  # of processes that were killed
+                    if time.time() - path.stat().st_mtime > ABANDONED:
+                        path.unlink(missing_ok=True)
+                with tempfile.TemporaryFile(dir=directory):
+                    pass
+            except OSError as error:
+                words = f"Cannot keep chunks in '{directory}' ({error.strerror}); choose another --disk."
+                raise ModelError(words) from None
+        self.scan()
+
+    def attach(self, parts: list[torch.Tensor], wake):
+        """Keep chunks of these parts [chunks, 64, width]."""
+        self.what = [f"{part.shape[1]} x {part.shape[2]} {part.dtype}" for part in parts]
+        self.sizes = [part.shape[1] * part.shape[2] * part.itemsize for part in parts]
+        if PAGE + sum(self.sizes) > self.limit:
+            raise ModelError(
+                f"A chunk takes {(PAGE + sum(self.sizes)) / 1e6:.2f} MB, and all of them may take "
+                f"{self.limit / 1e6:.2f} MB; choose a larger --disk-limit."
+            )
+        self.readers = {directory: Lane("storage", wake) for directory in self.directories}
+        self.writers = {directory: Lane("save", wake) for directory in self.directories}
+
+    def find(self, prefix) -> File | None:
+        """The file of a full chunk, from memory: no directory is asked."""
+        with self.lock:
+            file = self.index.get(prefix.key.hex())
+            if file is None or self.readers[file.path.parent].hangs:
+                return None
+            self.index.move_to_end(file.key)
+        file.header = file.header or self.header(prefix)
+        return file
+
+    def header(self, prefix) -> bytes:
+        """What the file of this prefix begins with: what it holds, in words. Then come the checksums."""
+        said = dict(format="chunk 2", parts=self.what, key=prefix.key.hex(), tokens=prefix.tokens)
+        text, checksums = json.dumps(said).encode() + b"\n", 4 * len(self.sizes)
+        return text.ljust(-(-(len(text) + checksums) // PAGE) * PAGE - checksums)
+
+    def read(self, files: list[File], into: list[numpy.ndarray], part: int) -> list[Transfer]:
+        """Read one part of some files, in the background, the directories in parallel -> a Transfer each."""
+        by_directory = defaultdict(list)
+        for file, place in zip(files, into, strict=True):
+            by_directory[file.path.parent].append((file, place))
+        transfers = []
+        for directory, pairs in by_directory.items():
+            size = len(pairs) * self.sizes[part]
+            transfers.append(self.readers[directory].submit(f"part {part}", size, self.read_all, pairs, part))
+        return transfers
+
+    def read_all(self, pairs: list[tuple[File, numpy.ndarray]], part: int):
+        for file, into in pairs:
+            try:
+                self.read_one(file, into, part)
+            except (OSError, ValueError):
+                self.reject(file)
+                raise
+
+    def read_one(self, file: File, into: numpy.ndarray, part: int):
+        """Raises OSError, or ValueError if the file is not what was written."""
+        opened = os.open(file.path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe that lies there does not wait
+        try:
+            if part == 0:
+                os.utime(opened)  # least recently used files go first
+            size = len(file.header) + 4 * len(self.sizes)
+            head = os.pread(opened, size, 0)
+            read = os.preadv(opened, [memoryview(into).cast("B")], size + sum(self.sizes[:part]))
+        finally:
+            os.close(opened)
+        checksum = int.from_bytes(head[len(file.header) + 4 * part :][:4], "little")
+        whole = head.startswith(file.header) and read == self.sizes[part]
+        if not whole or zlib.crc32(into) != checksum:
+            raise ValueError(f"'{file.path.name}' is damaged")
+        self.counts["file_reads"] += 1
+
+    def write(self, prefix, parts: list[numpy.ndarray]) -> Transfer | None:
+        """Keep a full chunk, in the background -> a Transfer; None if it is kept already, or the directory
+        whose turn it is falls behind."""
+        if prefix.key.hex() in self.index:
+            return None
+        directory = self.directories[self.counts["written"] % len(self.directories)]  # round-robin
+        self.counts["written"] += 1
+        writer = self.writers[directory]
+        if writer.hangs or writer.jobs.qsize() >= BACKLOG:
+            self.counts["file_drops"] += 1
+            return None
+        return writer.submit("chunk", sum(self.sizes), self.write_one, directory, prefix, parts)
+
+    def write_one(self, directory: Path, prefix, parts: list[numpy.ndarray]):
+        """The file appears with all that is in it. Raises OSError."""
+        path, header = directory / f"{prefix.key.hex()}.chunk", self.header(prefix)
+        checksums = b"".join(zlib.crc32(part).to_bytes(4, "little") for part in parts)
+        file = File(path.stem, path, len(header) + len(checksums) + sum(self.sizes))
+        self.make_room(file.size)
+        temporary = directory / f"{path.name}.{uuid.uuid4().hex}.tmp"
+        try:
+            with open(temporary, "xb") as opened:
+                opened.writelines([header, checksums, *parts])
+            os.replace(temporary, path)
+        except OSError:
+            self.counts["file_errors"] += 1
+            temporary.unlink(missing_ok=True)
+            raise
+        with self.lock:
+            self.index[file.key] = file
+            self.counts["file_writes"] += 1
+
+    def make_room(self, size: int):
+        """Delete the least recently used files, if the limit would be passed. Other processes write there
+        too, so look again before. Raises OSError."""
+        if sum(file.size for file in list(self.index.values())) + size > self.limit:
+            self.scan()
+        with self.lock:
+            total = sum(file.size for file in self.index.values())
+            while self.index and total + size > self.limit:
+                _, file = self.index.popitem(last=False)
+                file.path.unlink(missing_ok=True)
+                total -= file.size
+                self.counts["file_evictions"] += 1
+
+    def scan(self):
+        """Look what is in the directories."""
+        found = []
+        for directory in self.directories:
+            with suppress(OSError):  # it is gone
+                for entry in os.scandir(directory):
+                    with suppress(OSError):  # the file is, meanwhile
+                        if re.fullmatch(r"[0-9a-f]{64}\.chunk", entry.name) and entry.is_file():
+                            file = File(entry.name[:64], Path(entry.path), entry.stat().st_size)
+                            found.append((entry.stat().st_mtime_ns, file))
+        found.sort(key=lambda item: item[0])
+        with self.lock:
+            self.index = OrderedDict((file.key, file) for _, file in found)
+
+    def reject(self, file: File):
+        """What is there is not what it should be, or cannot be read: it is not offered again."""
+        with self.lock:
+            self.counts["file_errors"] += 1
+            if self.index.get(file.key) is file:
+                del self.index[file.key]
+        with suppress(OSError):
+            file.path.unlink(missing_ok=True)
+
+    def close(self):
+        for lane in (*self.readers.values(), *self.writers.values()):
+            lane.close()

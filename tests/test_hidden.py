@@ -1,0 +1,387 @@
+"""Chapter 04: what is kept of a conversation, how rows get into chunks, and what is projected."""
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from conftest import write_model
+from support.engines import (
+    Oracle,
+    ask,
+    check_pools,
+    chunk_files,
+    draw,
+    evict,
+    hidden,
+    make,
+    paged,
+    settle,
+    tiny_model,
+)
+from support.faults import faulty
+
+from common.requests import Request
+from common.restoring import PAUSE
+
+ORACLE = Oracle()
+PROMPT = draw(random.Random(0), 150)  # two chunks and 22 tokens
+
+
+def engine_for(chunks: int = 64, blocks: int = 64, files=None, bandwidth=2e9, **options):
+    engine = make(cache := hidden.HiddenCache(chunks, bandwidth, files), blocks, **options)
+    return engine, cache
+
+
+def found(engine, tokens) -> int:
+    """How many of these tokens could come back."""
+    settle(engine)
+    request = Request(list(tokens) + [1], 1)
+    match = engine.cache.match(request)
+    return match.tokens if match else 0
+
+
+# 1. Keeping ------------------------------------------------------------------------------------
+
+
+def test_the_unfinished_chunk_is_found_and_the_next_turn_fills_it():
+    engine, cache = engine_for()
+    talk, used = list(PROMPT), []
+    for turn in range(4):
+        request = ask(engine, talk, 7)
+        assert ORACLE.judge(request) == "equal"
+        assert request.found.get("cpu", 0) == (0 if turn == 0 else len(talk) - 9), "all but what is new"
+        talk = request.tokens + draw(random.Random(turn), 8)
+        assert found(engine, request.tokens) == len(request.tokens) - 1, "the last token was not computed"
+        used.append(cache.store.pool.size - cache.store.pool.free.count(1))
+        evict(engine)
+    assert used == [3, 3, 3, 4], "a chunk is filled before another is taken"
+
+
+def test_of_two_that_go_on_from_one_tail_the_first_fills_it_and_the_second_copies_it():
+    engine, cache = engine_for()
+    ask(engine, PROMPT, 1)
+    settle(engine)
+    asked = [Request(PROMPT + draw(random.Random(seed), 60), 8) for seed in (1, 2, 3)]
+    engine.generate(asked)
+    for request in asked:
+        assert found(engine, request.tokens) == len(request.tokens) - 1
+        evict(engine)
+        again = ask(engine, request.tokens + [5], 8)
+        assert again.found["cpu"] >= len(request.tokens) - 1 and ORACLE.judge(again) == "equal"
+    assert found(engine, PROMPT) == 150
+    check_pools(engine)
+
+
+def test_what_differs_inside_a_chunk_is_found_as_far_as_it_is_equal():
+    engine, _ = engine_for()
+    ask(engine, PROMPT, 1)
+    assert found(engine, PROMPT[:100] + draw(random.Random(4), 50)) == 100
+    assert found(engine, PROMPT[:64]) == 64 and found(engine, PROMPT[:63]) == 63
+    assert found(engine, draw(random.Random(5), 50)) == 0
+
+
+def test_without_room_in_the_snapshot_buffer_rows_are_dropped_and_nobody_waits():
+    engine, cache = engine_for(token_budget=64)
+    held = cache.snapshots.allocate(cache.snapshots.size)
+    request = Request(PROMPT + PROMPT, 4)
+    engine.submit(request)
+    while request.computed < 64:
+        engine.step()
+    assert engine.counts["dropped_chunks"] == 1
+    cache.snapshots.release(held)
+    engine.generate([])
+    while request.outcome is None:
+        engine.step()
+    assert ORACLE.judge(request) == "equal" and found(engine, request.tokens) == 0, "nor is what is behind"
+    assert engine.counts["dropped_chunks"] == 1
+    evict(engine)
+    assert ask(engine, PROMPT + PROMPT, 1).outcome.source == "miss"
+    assert found(engine, PROMPT + PROMPT) == 300, "until it is computed again"
+
+
+def test_rows_behind_a_copy_that_failed_are_not_found():
+    engine, _ = engine_for(token_budget=64)
+    with faulty(random.Random(1), failing=1.0, lanes=("save",)):
+        ask(engine, PROMPT, 1)
+        settle(engine)
+    assert found(engine, PROMPT) == 0
+    evict(engine)
+    ask(engine, PROMPT, 1)
+    assert found(engine, PROMPT) == 150
+    check_pools(engine)
+
+
+def test_a_chunk_that_lost_rows_is_nobodys_to_fill():
+    """The turn before has failed to save, and this one has begun to fill its chunk."""
+    engine, cache = engine_for(64)
+    ask(engine, PROMPT, 1)
+    settle(engine)
+    with faulty(random.Random(1), late=1.0, delay=0.3, lanes=("save",)) as faults:
+        faults.broken["save"] = 1  # fails, later
+        ask(engine, PROMPT + draw(random.Random(6), 20), 1)
+        other = ask(engine, PROMPT + draw(random.Random(7), 20), 30)
+    evict(engine)
+    again = ask(engine, other.tokens, 8)
+    assert ORACLE.judge(again) == "equal"
+    settle(engine)
+    check_pools(engine)
+
+
+def test_a_full_host_evicts_the_end_of_others_and_never_its_own_beginning():
+    engine, cache = engine_for(chunks=4)
+    first, second = draw(random.Random(1), 190), draw(random.Random(2), 400)
+    ask(engine, first, 1)
+    settle(engine)
+    evict(engine)
+    ask(engine, second, 1)
+    assert found(engine, second) == 256 and found(engine, first) == 0
+    evict(engine)
+    assert ask(engine, second, 1).found == {"cpu": 256}
+    settle(engine)
+    check_pools(engine)
+
+
+# 2. Bringing back ------------------------------------------------------------------------------
+
+
+def test_what_is_projected_is_what_the_forward_pass_computed():
+    engine, cache = engine_for(block_size=4)
+    first = ask(engine, PROMPT, 1)
+    before = [engine.pool.memory[:, :, block].clone() for block in engine.pool.find(first.chain)]
+    evict(engine)
+    again = ask(engine, PROMPT + [3], 1)
+    after = [engine.pool.memory[:, :, block] for block in engine.pool.find(again.chain)]
+    assert again.found == {"cpu": 150} and len(before) <= len(after)
+    assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(before, after))
+
+
+def test_the_next_layers_travel_while_one_is_projected():
+    engine, cache = engine_for()
+    ask(engine, PROMPT, 1)
+    evict(engine)
+    order, copy, project = [], cache.load_link.copy, cache.project
+    cache.load_link.copy = lambda dst, src, label: order.append(label) or copy(dst, src, label)
+    cache.project = lambda layer, *rest: order.append(f"project {layer}") or project(layer, *rest)
+    ask(engine, PROMPT + [3], 1)
+    assert order == ["layer 1", "layer 2", "project 0", "project 1", "project 2"]
+
+
+def test_landing_memory_is_reused_and_the_oldest_restoration_has_two_layers_of_it():
+    engine, cache = engine_for(bandwidth=2e8)
+    prompts = [draw(random.Random(seed), 300) for seed in range(3)]
+    for prompt in prompts:
+        ask(engine, prompt, 1)
+    evict(engine)
+    landing = cache.landing = paged.BlockPool(2 * cache.most + 6, hidden.CHUNK)  # a layer for one more
+    cache.landed = cache.landed[: landing.size]
+    asked, most = [Request(prompt + [3], 4) for prompt in prompts], 0
+    for request in asked:
+        engine.submit(request)
+    while any(request.outcome is None for request in asked):
+        engine.step()
+        most = max(most, landing.size - landing.available)
+    assert all(ORACLE.judge(request) == "equal" and request.found == {"cpu": 300} for request in asked)
+    settle(engine)
+    assert most > 0 and landing.available == landing.size
+
+
+def test_a_restoration_without_landing_memory_waits_for_an_older_one():
+    engine, cache = engine_for()
+    ask(engine, PROMPT, 1)
+    evict(engine)
+    request, older = Request(PROMPT + [3], 1), Request([2] * 20, 9)
+    engine.extend(request)
+    request.table = engine.pool.allocate(10)
+    older.restoration = request.restoration = hidden.Cache  # anything
+    engine.running = [older, request]
+    cache.landing.allocate(cache.landing.size - 2 * cache.most)
+    match = cache.match(request)
+    restoration = type("", (), dict(start=0, end=match.tokens, layers=0))
+    steps = cache.restore(request, restoration, match)
+    assert next(steps) is PAUSE and restoration.layers == 1, "the first layer needs none"
+    steps.close()
+    engine.running = []
+    cache.poll()
+    assert not any(cache.store.pool.references)
+
+
+def test_estimates_are_the_slower_of_link_and_processor_and_are_learned():
+    engine, cache = engine_for(bandwidth=1e8, always_restore=False)
+    ask(engine, PROMPT, 1)
+    settle(engine)
+    cache.rates.clear()
+    cache.rates.append(0.0)
+    match = cache.match(Request(PROMPT + [3], 1))
+    assert match.seconds == pytest.approx(3 * cache.store.chunk_bytes / 1e8, rel=0.1)
+    cache.rates[0] = 1.0  # seconds to project a row
+    assert cache.match(Request(PROMPT + [3], 1)).seconds >= 3 * 150
+    cache.measured.append((10, [(1.0, 2.0), (3.0, 4.0)]))
+    assert cache.seconds(1, [0]) and list(cache.rates) == [1.0, 0.2]
+
+
+def test_grouped_queries_and_wrong_layers_are_said_at_the_start(tmp_path):
+    folder = write_model(tmp_path / "grouped", num_key_value_heads=1)
+
+    def run(*options):
+        command = [sys.executable, "04_hidden_state_cache.py", "--model", str(folder), "--prompt", "a"]
+        command += ["--max-tokens", "1", "--link", "1", "--gpu-blocks", "16", *options]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+    done = run()
+    assert done.returncode == 0 and "chapter 03 is the better choice" in done.stderr
+    assert "--corrupt must be from 1 to 2: this model has 3 layers." in run("--corrupt", "3").stderr
+
+
+# 3. Files --------------------------------------------------------------------------------------
+
+
+def restart(files, chunks: int = 64, model=None, **options):
+    """Another process, as it were, on the same directories."""
+    again = hidden.ChunkFiles(files.directories, files.limit)
+    return engine_for(chunks, files=again, model=model or tiny_model(), **options)[0]
+
+
+def saved(prompt=PROMPT, directories=None):
+    """-> files that hold the full chunks of a prompt."""
+    files = chunk_files() if directories is None else hidden.ChunkFiles(directories, 1e8)
+    engine, _ = engine_for(files=files)
+    ask(engine, prompt, 1)
+    settle(engine)
+    engine.close()
+    return files
+
+
+def test_full_chunks_survive_the_process():
+    files = saved()
+    engine = restart(files)
+    request = ask(engine, PROMPT + [3])
+    assert request.found == {"disk": 128} and ORACLE.judge(request) == "equal"
+    settle(engine)
+    assert engine.counts["restored_tokens"] == 128
+    evict(engine)
+    assert ask(engine, PROMPT + [3]).found == {"cpu": 150}, "what was read is in host memory now"
+    settle(engine)
+    check_pools(engine)
+
+
+def test_another_model_dtype_or_salt_never_matches():
+    files = saved()
+    assert restart(files, model=tiny_model(1)).cache.match(Request(PROMPT, 1)) is None
+    assert restart(files).cache.match(Request(PROMPT, 1, options=dict(cache_salt="b"))) is None
+    assert restart(files).cache.match(Request(PROMPT, 1)).tokens == 128
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "foreign", "renamed", "gone", "a pipe"])
+def test_a_damaged_file_is_computed_again_and_not_asked_for_twice(damage):
+    files = saved()
+    engine = restart(files)
+    first, second = sorted(files.directories[0].iterdir())
+    raw = bytearray(first.read_bytes())
+    if damage == "renamed":
+        first.write_bytes(second.read_bytes())
+    elif damage in ("gone", "a pipe"):
+        first.unlink()
+        if damage == "a pipe":
+            os.mkfifo(first)
+    else:
+        raw[len(raw) * 2 // 3] ^= 1
+        kinds = dict(truncated=raw[: len(raw) // 2], flipped=raw, empty=b"", foreign=b"something else" * 9999)
+        first.write_bytes(kinds[damage])
+    request = ask(engine, PROMPT + [3])
+    assert ORACLE.judge(request) == "equal" and "computed" in request.decisions[-1]
+    settle(engine)
+    assert first.stem not in engine.cache.files.index or "chunk 2" in first.read_text(errors="replace")
+    check_pools(engine)
+    evict(engine)
+    assert ask(engine, PROMPT + [3]).found == {"cpu": 150}
+
+
+def test_chunks_go_round_the_directories_and_each_has_its_own_reader(tmp_path):
+    directories = [tmp_path / name for name in "abc"]
+    files = saved(draw(random.Random(3), 400), directories)
+    assert [len(list(directory.iterdir())) for directory in directories] == [2, 2, 2]
+    assert len(set(files.readers.values())) == 3
+
+
+def test_least_recently_used_files_go_when_the_limit_is_reached():
+    files = chunk_files()
+    size = next(iter(saved().index.values())).size
+    files.limit = 4 * size
+    engine, _ = engine_for(files=files)
+    prompts = [draw(random.Random(seed), 140) for seed in range(3)]
+    for prompt in prompts:
+        ask(engine, prompt, 1)
+        settle(engine)
+    assert files.counts["file_evictions"] == 2 and sum(file.size for file in files.index.values()) <= 4 * size
+    engine = restart(files)
+    assert [found(engine, prompt) for prompt in prompts] == [0, 128, 128]
+
+
+@pytest.mark.parametrize("fault", ["vanished", "full", "hanging"])
+def test_storage_that_fails_costs_what_it_would_have_kept_and_no_more(fault, monkeypatch):
+    files = saved()
+    engine = restart(files, chunks=64)
+    lanes = engine.cache.files
+    if fault == "vanished":
+        shutil.rmtree(files.directories[0])
+    elif fault == "full":
+        monkeypatch.setattr(os, "replace", lambda *_: os.stat("/no such file"))  # which raises OSError
+    else:
+        release = threading.Event()
+        for lane in (*lanes.readers.values(), *lanes.writers.values()):
+            lane.submit("hang", 0, release.wait)
+        time.sleep(0.05)
+        monkeypatch.setattr("common.store.HANGING", 0.01)
+    for prompt in (PROMPT + [3], draw(random.Random(8), 200)):
+        request = ask(engine, prompt)
+        assert ORACLE.judge(request) == "equal"
+    settle(engine)
+    if fault == "hanging":
+        assert lanes.counts["file_drops"], "nothing waits for what hangs"
+        release.set()
+    settle(engine)
+    check_pools(engine)
+
+
+def test_two_processes_may_share_a_directory():
+    files = saved()
+    one, other = restart(files), restart(files)
+    for engine in (one, other, one):
+        assert ORACLE.judge(ask(engine, PROMPT + [3])) == "equal"
+        ask(engine, draw(random.Random(9), 200), 1)
+        evict(engine)
+    assert found(restart(files), draw(random.Random(9), 200)) == 192
+
+
+KILLED = """
+import random, sys
+sys.path[:0] = [".", "tests"]
+from pathlib import Path
+from support.engines import ask, draw, hidden, make
+files = hidden.ChunkFiles([Path(sys.argv[1])], 1e8)
+engine = make(hidden.HiddenCache(64, 2e9, files))
+print("ready", flush=True)
+rng = random.Random(int(sys.argv[2]))
+while True:
+    ask(engine, draw(rng, 200), 1)
+"""
+
+
+def test_whoever_is_killed_while_saving_leaves_whole_chunks(tmp_path):
+    for round in range(5):
+        process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path), str(round)], stdout=-1)
+        process.stdout.readline()
+        time.sleep(0.05 + 0.03 * round)
+        process.kill()
+        process.wait()
+        rng, engine = random.Random(round), engine_for(files=hidden.ChunkFiles([tmp_path], 1e8))[0]
+        for _ in range(3):
+            assert ORACLE.judge(ask(engine, draw(rng, 200), 2)) == "equal"
+        settle(engine)
+        assert not engine.cache.files.counts["file_errors"]
