@@ -102,7 +102,7 @@ class HiddenCache(Cache):
         self.row_bytes = len(self.layers) * config.hidden_size * self.model.dtype.itemsize
         self.lanes = [Lane("save", wake) for _ in range(THREADS)]
         self.sorters = cycle(self.lanes)
-        self.step, self.steps, self.rows, self.count = [], [], [], 0
+        self.step, self.steps, self.rows, self.count = [], [], {}, 0
 
         # 3. The landing memory, on the device
         self.most = config.max_position_embeddings // CHUNK + 2  # chunks that a restoration touches
@@ -238,7 +238,8 @@ class HiddenCache(Cache):
         """Note a step's states [T, D] a layer; they leave when they fill a chunk, or are many."""
         whole = False
         for request, count in batch.work:
-            self.rows.append((request, request.computed - count, self.count, count))
+            first, places = self.rows.setdefault(request, (request.computed - count, []))
+            places += range(self.count, self.count + count)
             self.count += count
             whole |= request.computed % CHUNK < count
         self.steps.append(self.step)
@@ -248,8 +249,8 @@ class HiddenCache(Cache):
     def flush(self):
         """Stage one: the rows that were noted leave in one transfer. Stage two: a thread waits for it."""
         noted, steps, count = self.rows, self.steps, self.count
-        self.rows, self.steps, self.count, full = [], [], 0, []
-        moves = [move for row in noted for move in self.moves(*row, full)]
+        self.rows, self.steps, self.count, full = {}, [], 0, []
+        moves = [move for request, rows in noted.items() for move in self.moves(request, *rows, full)]
         blocks = self.snapshots.num_blocks(count)
         if moves and blocks <= self.snapshots.available:
             # 1. Room in the snapshot buffer, and where in it each row will be
@@ -275,10 +276,10 @@ class HiddenCache(Cache):
         for chunk in full:
             self.close_chunk(chunk)
 
-    def moves(self, request, position: int, place: int, count: int, full: list):
-        """Where `count` rows go that were computed at `position`, and are at `place` of what was noted. Chunks
+    def moves(self, request, first: int, places: list[int], full: list):
+        """Where rows go that were computed from position `first` on, and are at `places` in the steps. Chunks
         that are full with them are appended to `full`."""
-        kept, end = self.kept(request), position + count
+        kept, position, end = self.kept(request), first, first + len(places)
         while position < end and not kept.dropped:
             index, at, rows = position // CHUNK, position % CHUNK, min(CHUNK - position % CHUNK, end - position)
             if kept.index != index:
@@ -292,12 +293,13 @@ class HiddenCache(Cache):
             elif chunk:
                 there = min(rows, len(chunk.tokens) - at)  # rows of the turn before
                 if there < rows:
-                    yield Move(request, chunk, at + there, rows - there, place + there)
+                    new = places[position + there - first : position + rows - first]
+                    yield Move(request, chunk, at + there, rows - there, new)
                     chunk.tokens += request.tokens[position + there : position + rows]
                 if len(chunk.tokens) == CHUNK:
                     full.append(chunk)
                     kept.chunk = None
-            position, place = position + rows, place + rows
+            position += rows
 
     def sort(self, transfer, moves: list[Move], index, states):
         """Stage two, on a thread. Until then `states` are not freed: they may still be copied."""
@@ -329,7 +331,7 @@ class HiddenCache(Cache):
             self.store.pool.release([chunk.number])
 
     def finished(self, request):
-        if any(row[0] is request for row in self.rows):
+        if request in self.rows:
             self.flush()
         if request.kept:
             self.close_chunk(request.kept.chunk)

@@ -55,14 +55,14 @@ class Chunk:
 
 
 class Move(NamedTuple):
-    """Rows that go to a chunk: from the step that computed them, or from another chunk."""
+    """Rows that go to a chunk, from the steps that computed them or from another chunk."""
 
     request: object
     chunk: Chunk
     at: int  # the first of them in the chunk
     rows: int
-    place: int = 0  # the first of them in the step
-    source: int | None = None  # the other chunk's number
+    places: list[int] = []  # of each, in the steps
+    source: int | None = None  # or the other chunk's number
 
 
 class ChunkStore:
@@ -179,15 +179,18 @@ class ChunkStore:
         self.pool.block_of.pop(prefix, None)
 
     def put(self, moves: "list[Move]", taken: list[numpy.ndarray], index: numpy.ndarray):
-        """Sort rows into chunks, on any thread. `index`: where in `taken` [rows, width] each row is."""
-        for part, snapshot in zip(self.arrays, taken):
+        """Sort rows into chunks, on any thread. `index`: where in `taken` [rows, width] each place is."""
+        for part in self.arrays:
             for move in moves:
-                into = part[move.chunk.number, move.at : move.at + move.rows]
                 if move.source is not None:
-                    into[:] = part[move.source, move.at : move.at + move.rows]
-                else:
-                    where = index[move.place : move.place + move.rows]
-                    numpy.take(snapshot, where, 0, out=into, mode="clip")
+                    part[move.chunk.number, : move.rows] = part[move.source, : move.rows]
+        moves = [move for move in moves if move.source is None]
+        if moves:
+            out_of = index[numpy.concatenate([move.places for move in moves])]  # [rows]
+            first = [(CHUNK * move.chunk.number + move.at, move.rows) for move in moves]
+            into = numpy.concatenate([numpy.arange(at, at + rows) for at, rows in first])  # [rows]
+            for part, snapshot in zip(self.arrays, taken):
+                part.reshape(-1, part.shape[-1])[into] = snapshot[out_of]
 
 
 def common(one: list[int], other: list[int]) -> int:
