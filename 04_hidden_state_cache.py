@@ -36,6 +36,7 @@ import importlib
 import random
 import statistics
 import sys
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
@@ -56,6 +57,7 @@ SNAPSHOT = 1 << 20  # bytes of states that wait for the next step, unless they f
 STEPS = 4  # of a whole token budget that the snapshot buffer holds
 DEPTH = 4  # layers of a whole context that the landing memory holds, on the device
 THREADS = 8  # that sort
+PAUSE_BEFORE = 0.02  # seconds, of a measurement: what runs in a hot loop is up to twice too fast
 
 # 1. The cache ----------------------------------------------------------------------------------
 
@@ -63,8 +65,8 @@ THREADS = 8  # that sort
 class Kept:
     """What the Cache remembers of a request."""
 
-    chain: list = field(default_factory=list)  # a Prefix for each full chunk
-    index: int = -1  # in the chain, of the chunk that its last row belongs to
+    chains: dict = field(default_factory=dict)  # ChunkStore -> a Prefix for each full chunk
+    index: int = -1  # of the chunk that its last row belongs to
     chunk: Chunk | None = None  # the same, if the request fills it
     dropped: bool = False  # rows were dropped: no more are kept
 
@@ -75,85 +77,104 @@ class HiddenCache(Cache):
     def __init__(self, chunks: int, bandwidth=None, files: ChunkFiles | None = None):
         """`chunks` in host memory, and `files` behind them; `bandwidth` of the modelled link, in bytes/s or a
         Bandwidth, where there is no GPU."""
-        self.chunks, self.bandwidth, self.files = chunks, bandwidth, files
+        self.chunks, self.bandwidth, self.files, self.pools = chunks, bandwidth, files, {}
 
     def attach(self, engine):
         super().attach(engine)
         config, device, wake = self.model.config, self.model.device, engine.wake.set
-        self.layers = range(1, config.num_hidden_layers)  # those whose states are kept, a part each
         self.load_link = links.Link("load", engine.clock, self.bandwidth, wake)
         self.save_link = links.Link("save", engine.clock, self.bandwidth, wake)
 
-        # 1. The chunks, in host memory
-        shape = self.chunks, CHUNK, config.hidden_size  # [chunks, 64, D]
-        memory = partial(links.host_memory, dtype=self.model.dtype, device=device)
-        parts = [memory(shape, what="The chunk memory") for _ in self.layers]
-        name = f"{self.model.digest.hex()} {self.model.dtype} hidden states"
-        self.prefixes = paged.Prefixes(name, CHUNK)
-        self.store = ChunkStore(paged.BlockPool(self.chunks, CHUNK), parts, self.prefixes, self.files, wake)
-        self.pools = {"host": self.store.pool}
-
-        # 2. The snapshot buffer, in host memory; what is not in it yet
-        blocks = STEPS * -(-max(engine.token_budget, CHUNK) // 16)
-        self.snapshots = paged.BlockPool(blocks, 16)  # of 16 rows each
-        shape = 16 * blocks, config.hidden_size  # [rows, D]
-        self.snapshot = [memory(shape, what="The snapshot buffer") for _ in self.layers]
-        self.taken = [links.as_integers(rows) for rows in self.snapshot]  # for NumPy
-        self.row_bytes = len(self.layers) * config.hidden_size * self.model.dtype.itemsize
         self.lanes = [Lane("save", wake) for _ in range(THREADS)]
         self.sorters = cycle(self.lanes)
-        self.step, self.steps, self.rows, self.count = [], [], {}, 0
+        self.forget_steps()
+        self.keep(range(1, config.num_hidden_layers), "hidden states")
 
-        # 3. The landing memory, on the device
+        # The landing memory, on the device
         self.most = config.max_position_embeddings // CHUNK + 2  # chunks that a restoration touches
-        self.landing = paged.BlockPool(min(DEPTH, len(self.layers) + 1) * self.most, CHUNK)
+        self.landing = paged.BlockPool(min(DEPTH, config.num_hidden_layers) * self.most, CHUNK)
         shape = self.landing.size, CHUNK, config.hidden_size
         self.landed = torch.empty(shape, dtype=self.model.dtype, device=device)  # [places, 64, D]
 
-        self.rates = deque(maxlen=8)  # seconds to project a row of a layer, of the last restorations
-        self.measured = deque()  # (rows, [(mark, mark)]) of those that are not in `rates` yet
+        self.rates = deque(maxlen=64)  # seconds to project a row of a layer, the last times
+        self.spans = deque()  # (request, its rows, label, mark, mark) of projections not in `rates` yet
+
+    def keep(self, layers, name: str, of_blocks=()):
+        """From now on keep the input of `layers`, and the (layer, side) of the device's blocks in `of_blocks`
+        (chapter 05): a part each. `name` is that of all this."""
+        self.layers, self.of_blocks, config = layers, of_blocks, self.model.config
+        widths = [config.hidden_size] * len(layers)
+        widths += [config.num_key_value_heads * config.head_dim] * len(of_blocks)
+        memory = partial(links.host_memory, dtype=self.model.dtype, device=self.model.device)
+        # 1. The chunks, in host memory
+        parts = [memory((self.chunks, CHUNK, width), what="The chunk memory") for width in widths]
+        prefixes = paged.Prefixes(f"{self.model.digest.hex()} {self.model.dtype} {name}", CHUNK)
+        pool, wake = paged.BlockPool(self.chunks, CHUNK), self.engine.wake.set
+        self.store = ChunkStore(pool, parts, prefixes, self.files, wake)
+        self.pools["host"] = pool
+
+        # 2. The snapshot buffer, in host memory
+        blocks = STEPS * -(-max(self.engine.token_budget, CHUNK) // 16)
+        self.snapshots = paged.BlockPool(blocks, 16)  # of 16 rows each
+        self.snapshot = [memory((16 * blocks, width), what="The snapshot buffer") for width in widths]
+        self.taken = [links.as_integers(rows) for rows in self.snapshot]  # for NumPy
+        self.row_bytes = sum(widths) * self.model.dtype.itemsize
 
     # Finding
 
     def kept(self, request) -> Kept:
-        """What is remembered of the request, its chain made longer by what was said since."""
         request.kept = request.kept or Kept()
-        salt = request.options.get("cache_salt", "")
-        self.prefixes.extend(request.kept.chain, request.tokens, salt)
         return request.kept
 
-    def piece(self, request, index: int):
+    def piece(self, request, index: int, store: ChunkStore):
         """-> parent, prefix (None if it is not full yet) and tokens of chunk `index` of a request."""
-        chain = self.kept(request).chain
-        parent = chain[index - 1] if index else self.prefixes.root(request.options.get("cache_salt", ""))
+        chain, salt = self.kept(request).chains.setdefault(store, []), request.options.get("cache_salt", "")
+        store.prefixes.extend(chain, request.tokens, salt)
+        parent = chain[index - 1] if index else store.prefixes.root(salt)
         tokens = request.tokens[index * CHUNK : (index + 1) * CHUNK]
         return parent, chain[index] if index < len(chain) else None, tokens
 
-    def match(self, request):
+    def find(self, request, store: ChunkStore) -> tuple[list, int]:
+        """-> the chunks that hold what follows, and the token up to which they do."""
         chunks, reached, last = [], request.computed, len(request.tokens) - 1  # the last one is computed
         while reached < last:
             index = reached // CHUNK
-            place, rows = self.store.find(*self.piece(request, index))
+            place, rows = store.find(*self.piece(request, index, store))
             end = min(index * CHUNK + rows, last)
-            if end <= reached or not self.store.has_room(place, chunks):
+            if end <= reached or not store.has_room(place, chunks):
                 break
             chunks, reached = [*chunks, place], end
             if rows < CHUNK:
                 break
+        return chunks, reached
+
+    def match(self, request):
+        chunks, reached = self.find(request, self.store)
         if chunks:
             tokens, source = reached - request.computed, "disk" if self.store.in_files(chunks) else "cpu"
-            return Match(tokens, self.seconds(tokens, chunks), chunks, CHUNK, source, rows=tokens)
+            return Match(tokens, self.seconds(tokens, chunks), chunks, CHUNK, source, tokens, self.store)
 
     def seconds(self, tokens: int, chunks: list) -> float:
         """Estimate for a restoration: the slower of loading and projecting, and one layer of the other."""
-        depth, seconds = len(self.layers) + 1, self.engine.clock.seconds
-        while self.measured:
-            rows, marks = self.measured.popleft()
-            self.rates.append(sum(seconds(end) - seconds(start) for start, end in marks) / rows)
-        project = tokens * depth * statistics.median(self.rates) if self.rates else 0.0
+        depth = len(self.layers) + 1
+        project = depth * self.seconds_to_project(tokens)
         load = self.load_link.seconds(len(chunks) * self.store.chunk_bytes)
         load = max(load, self.store.seconds_to_read(chunks))
         return max(load, project) + min(load, project) / depth
+
+    def seconds_to_project(self, tokens: int) -> float:
+        """Estimate for a layer."""
+        self.learn()
+        return tokens * statistics.median(self.rates) if self.rates else 0.0
+
+    def learn(self):
+        """Note how long projections took, and draw them."""
+        while self.spans:
+            request, rows, label, *marks = self.spans.popleft()
+            start, end = map(self.engine.clock.seconds, marks)
+            request.timeline.add("compute", label, start, end)
+            if rows:
+                self.rates.append((end - start) / rows)
 
     # Bringing back
 
@@ -161,9 +182,9 @@ class HiddenCache(Cache):
         start, end, depth = restoration.start, restoration.end, len(self.layers) + 1
         positions = torch.arange(start, end, device=self.model.device)  # [T]
         slots = self.slots(request, positions)  # [T]
-        pieces = [self.piece(request, start // CHUNK + at) for at in range(len(match.blocks))]
+        pieces = [self.piece(request, start // CHUNK + at, self.store) for at in range(len(match.blocks))]
         numbers, reads = self.store.bring(match.blocks, pieces, self.hold)
-        waiting, marks, transfers = deque(), [], []  # waiting: landing places of layers on their way
+        waiting, transfers = deque(), []  # waiting: landing places of layers on their way
         try:
             while restoration.layers < depth:
                 # 1. Order the next layers, as far as they have been read and there is room for them to land
@@ -174,7 +195,8 @@ class HiddenCache(Cache):
                         break
                     yield from reads[part]
                     waiting.append(places := self.landing.allocate(len(numbers)))
-                    transfers.append(self.fetch(part, numbers, places))
+                    label = f"layer {self.layers[part]}"
+                    transfers.append(self.fetch(self.store.parts[part], numbers, places, label))
                 # 2. Project the next one, when it is there
                 if restoration.layers == 0:
                     tokens = torch.tensor(request.tokens[start:end], device=self.model.device)
@@ -182,14 +204,13 @@ class HiddenCache(Cache):
                 elif waiting:
                     yield transfers[restoration.layers - 1]
                     places = waiting.popleft()
-                    here = slice(places[0], places[-1] + 1) if adjacent(places) else places
-                    hidden = self.landed[here].flatten(0, 1)[start % CHUNK :][: end - start]  # [T, D]
+                    hidden = self.landed_rows(places, start, end - start)  # [T, D]
                 else:
                     yield PAUSE  # an older restoration has the landing memory
                     continue
                 began = self.engine.clock.mark()
                 self.project(restoration.layers, hidden, positions, slots)
-                marks.append((began, self.engine.clock.mark()))
+                self.note(request, end - start, f"layer {restoration.layers}", began)
                 self.landing.release(places)
                 restoration.layers += 1
         finally:
@@ -197,21 +218,29 @@ class HiddenCache(Cache):
             self.hold("load", transfers, (self.landing, on_their_way), (self.store.pool, numbers))
             self.landing.release(on_their_way)
             self.store.pool.release(numbers)
-        self.measured.append(((end - start) * depth, marks))
+
+    def note(self, request, rows: int, label: str, began):
+        """Something has been computed since mark `began`; `rows`, if it was a projection of so many."""
+        self.spans.append((request, rows, label, began, self.engine.clock.mark()))
 
     def room(self, request, chunks: int) -> bool:
         """Whether a layer may land. The oldest restoration finds two layers of landing memory free of others."""
         oldest = next(other for other in self.engine.running if other.restoration)
         return chunks <= self.landing.available - (0 if request is oldest else 2 * self.most)
 
-    def fetch(self, part: int, numbers: list[int], places: list[int]):
-        """Order one layer of some chunks, to `places` of the landing memory -> the Transfer."""
+    def fetch(self, part, numbers: list[int], places: list[int], label: str):
+        """Order one part [chunks, 64, D] of some chunks, to `places` of the landing memory -> the Transfer."""
         runs = offload.adjacent(places, numbers)
         into = [self.landed[to : to + count] for to, _, count in runs]  # [count, 64, D] each
-        out_of = [self.store.parts[part][at : at + count] for _, at, count in runs]
-        transfer = self.load_link.copy(into, out_of, f"layer {self.layers[part]}")
+        out_of = [part[at : at + count] for _, at, count in runs]
+        transfer = self.load_link.copy(into, out_of, label)
         self.counts["bytes_in"] += transfer.bytes
         return transfer
+
+    def landed_rows(self, places: list[int], start: int, count: int):
+        """The rows [count, D] that have landed, those before token `start` of the first chunk left out."""
+        here = slice(places[0], places[-1] + 1) if places[-1] - places[0] == len(places) - 1 else places
+        return self.landed[here].flatten(0, 1)[start % CHUNK :][:count]
 
     def slots(self, request, positions):
         """Where tokens at `positions` [T] are among the slots of the device's blocks, [T]."""
@@ -231,8 +260,11 @@ class HiddenCache(Cache):
     def save_layer(self, layer, hidden, batch):
         if layer == 0:
             self.step = []  # a step that was given up is no step
-        else:
+        if layer in self.layers:
             self.step.append(hidden)
+
+    def forget_steps(self):
+        self.steps, self.slots_of_steps, self.rows, self.count = [], [], {}, 0
 
     def save(self, batch):
         """Note a step's states [T, D] a layer; they leave when they fill a chunk, or are many."""
@@ -243,13 +275,14 @@ class HiddenCache(Cache):
             self.count += count
             whole |= request.computed % CHUNK < count
         self.steps.append(self.step)
+        self.slots_of_steps.append(batch.slots)
         if whole or self.count * self.row_bytes >= SNAPSHOT or self.count >= self.engine.token_budget:
             self.flush()
 
     def flush(self):
         """Stage one: the rows that were noted leave in one transfer. Stage two: a thread waits for it."""
-        noted, steps, count = self.rows, self.steps, self.count
-        self.rows, self.steps, self.count, full = {}, [], 0, []
+        noted, steps, slots, count, full = self.rows, self.steps, self.slots_of_steps, self.count, []
+        self.forget_steps()
         moves = [move for request, rows in noted.items() for move in self.moves(request, *rows, full)]
         blocks = self.snapshots.num_blocks(count)
         if moves and blocks <= self.snapshots.available:
@@ -257,15 +290,18 @@ class HiddenCache(Cache):
             places = self.snapshots.allocate(blocks)
             index = (16 * numpy.array(places)[:, None] + numpy.arange(16)).reshape(-1)[:count]  # [rows]
             runs = offload.adjacent(list(range(blocks)), places)
+            join = lambda pieces: pieces[0] if len(pieces) == 1 else torch.cat(pieces)  # noqa: E731
+            states = [join(pieces) for pieces in zip(*steps)]  # [rows, D] each
+            for layer, side in self.of_blocks:
+                states.append(self.pool.memory[layer, side].flatten(0, 1)[join(slots)].flatten(1))
             into, out_of = [], []
-            for snapshot, states in zip(self.snapshot, zip(*steps)):
-                states = states[0] if len(states) == 1 else torch.cat(states)  # [rows, D]
+            for snapshot, rows in zip(self.snapshot, states, strict=True):
                 for at, to, length in runs:
-                    out_of.append(states[16 * at : 16 * (at + length)])
+                    out_of.append(rows[16 * at : 16 * (at + length)])
                     into.append(snapshot[16 * to : 16 * to + len(out_of[-1])])
             # 2. The transfer, and the thread that sorts; both hold what they write
             transfer = self.save_link.copy(into, out_of, "states")
-            job = next(self.sorters).submit("sort", 0, self.sort, transfer, moves, index, out_of)
+            job = next(self.sorters).submit("sort", 0, self.sort, self.store, transfer, moves, index, out_of)
             touched = {move.chunk.number for move in moves} | {move.source for move in moves} - {None}
             held = (self.snapshots, places), (self.store.pool, list(touched))
             self.hold("save", [job], *held, then=partial(self.sorted, transfer, moves))
@@ -284,8 +320,8 @@ class HiddenCache(Cache):
             index, at, rows = position // CHUNK, position % CHUNK, min(CHUNK - position % CHUNK, end - position)
             if kept.index != index:
                 kept.index = index
-                parent, _, tokens = self.piece(request, index)
-                kept.chunk, source = self.store.begin(parent, tokens, at, kept.chain)
+                parent, _, tokens = self.piece(request, index, self.store)
+                kept.chunk, source = self.store.begin(parent, tokens, at, kept.chains[self.store])
                 if source is not None:
                     yield Move(request, kept.chunk, 0, at, source=source)
             if (chunk := kept.chunk) and chunk.lost:  # rows of another request, in the turn before
@@ -301,10 +337,10 @@ class HiddenCache(Cache):
                     kept.chunk = None
             position += rows
 
-    def sort(self, transfer, moves: list[Move], index, states):
+    def sort(self, store, transfer, moves: list[Move], index, states):
         """Stage two, on a thread. Until then `states` are not freed: they may still be copied."""
         transfer.wait()
-        self.store.put(moves, self.taken, index)
+        store.put(moves, self.taken, index)
 
     def sorted(self, transfer, moves: list[Move], arrived: bool):
         """Stage two is over: what has arrived can be found, and a full chunk goes to its file."""
@@ -331,11 +367,13 @@ class HiddenCache(Cache):
             self.store.pool.release([chunk.number])
 
     def finished(self, request):
+        self.learn()
         if request in self.rows:
             self.flush()
         if request.kept:
             self.close_chunk(request.kept.chunk)
-            self.store.use(request.kept.chain)
+            for store, chain in request.kept.chains.items():
+                store.use(chain)
         request.kept = None
 
     # Measuring
@@ -346,7 +384,7 @@ class HiddenCache(Cache):
         return 1 / self.seconds(CHUNK, [0])
 
     def measure_projection(self):
-        """Project as in a restoration, all layers in order, once, into free blocks."""
+        """Project as in a restoration, all layers in order, once, after a pause, into free blocks."""
         tokens = min(8 * CHUNK, self.model.config.max_position_embeddings)
         blocks = self.pool.num_blocks(tokens)
         if self.pool.free.count(1) < blocks:
@@ -356,13 +394,14 @@ class HiddenCache(Cache):
         positions = torch.arange(tokens, device=device)
         slots = self.slots(request, positions)
         for _ in range(2):  # the first one touches memory
+            time.sleep(PAUSE_BEFORE)
             began = self.engine.clock.mark()
-            for layer in range(len(self.layers) + 1):
+            for layer in range(len(self.model.layers)):
                 self.project(layer, hidden, positions, slots)
-            ended = self.engine.clock.mark()
+            self.rates.clear()
+            self.note(request, tokens * len(self.model.layers), "all layers", began)
+            self.learn()
         self.pool.release(request.table)
-        self.rates.clear()
-        self.measured.append((tokens * (len(self.layers) + 1), [(began, ended)]))
 
     def close(self):
         self.load_link.close()
@@ -373,9 +412,6 @@ class HiddenCache(Cache):
             self.files.close()
 
 
-def adjacent(places: list[int]) -> bool:
-    return places == list(range(places[0], places[0] + len(places)))
-
 
 # 2. The demo -----------------------------------------------------------------------------------
 
@@ -385,58 +421,65 @@ LARGER, HISTORY, ASKED = "random:small", 1024, 32  # for times: model, tokens, t
 def demo(model, frontend: Frontend, arguments):
     """A conversation that comes back from hidden states in each turn, then TTFT beside chapter 03's."""
     if isinstance(arguments.demo, Path):
-        return ingest(model, frontend, arguments)
+        return ingest(frontend, make_engine(model, arguments), arguments)
+    if (arguments.corrupt or 0) >= len(model.layers):
+        raise BadRequest(f"--corrupt must be below {len(model.layers)}, the number of layers.")
     # 1. Ask: the device loses everything between two turns
     engine, rng = make_engine(model, arguments), random.Random(0)
-    cache, new = engine.cache, max(2, min(arguments.max_tokens, 16))
-    text, asked, rows = lesson.document(frontend, rng, frontend.context // 2, lesson.SECRET), [], []
-    messages = [dict(role="user", content=text)]
-    for question in (*lesson.TURNS[1:], ""):
-        lesson.settle(engine)
-        engine.evict("device")
-        asked += engine.generate([frontend.request(messages=messages, max_tokens=new)])
-        messages += dict(role="assistant", content=asked[-1].outcome.text), dict(role="user", content=question)
+    asked = converse(engine, frontend, rng, max(2, min(arguments.max_tokens, 16)))
     verified = lesson.equal_to_baseline(model, asked)
 
     # 2. Show
-    config = model.config
-    print(f"{cache.load_link}\n\nA token takes {bytes_per_token(model) / 1e3:.1f} kB as hidden states and "
-          f"{config.kv_numbers_per_token * model.dtype.itemsize / 1e3:.1f} kB as K and V. Each turn, the device evicted:")  # fmt: skip
-    for question, request in zip(("a document", *lesson.TURNS[1:]), asked):
-        rows.append(offload.describe(question[:18], request))
-        print(f"{'':20}{question} - {request.outcome.text}" if request is not asked[0] else "", end="\n")
-    print(f"\nThe last turn (digits: layers; p: prefill with projections, d: decode)\n{asked[-1].timeline.chart()}\n")
+    link, config, rows = engine.cache.load_link, model.config, []
+    sizes = bytes_per_token(model), config.kv_numbers_per_token * model.dtype.itemsize
+    print(f"{link}\n\nA token takes {sizes[0]} bytes as hidden states and {sizes[1]} as K and V. The device is "
+          "evicted before each turn:")  # fmt: skip
+    for number, request in enumerate(asked, 1):
+        rows.append(offload.describe(f"turn {number}", request))
+    print(f"  {lesson.TURNS[-1]} - {asked[-1].outcome.text}\n\nThe last turn (digits: layers; p: prefill, and "
+          f"projecting; d: decode)\n{asked[-1].timeline.chart()}\n")  # fmt: skip
     if arguments.corrupt is not None:
         corrupt(engine, asked[-1], arguments.corrupt)
+    report = dict(link=dict(modelled=link.modelled, gbps=link.speed() / 1e9), counters=engine.counters())
     engine.close()
 
     # 3. Time: on a model whose question costs less than its history
     larger, *_ = checkpoint.load(LARGER, arguments.dtype, arguments.device)
     prompt = [rng.randrange(300, larger.config.vocab_size) for _ in range(HISTORY)]
-    projecting = make_ways(larger, 1e9)[0].cache.seconds(HISTORY, 0)
-    states = HISTORY * bytes_per_token(larger)
-    cases = [("the link is the bottleneck", states / projecting / 2)]
-    if larger.device.type == "cpu":
-        cases.append(("computing is the bottleneck", 2 * states / projecting))
-    for words, bandwidth in cases:
-        engines = dict(zip(("hidden states (04)", "K and V (03)"), make_ways(larger, bandwidth)))
-        ways = {name: partial(once, engine, prompt, rng) for name, engine in engines.items()}
-        computed = [way() for way in ways.values()]  # they keep it
-        taken = lesson.in_turn(ways, 3)
-        rows += lesson.table(f"{LARGER}, TTFT behind {HISTORY} tokens, {words}", taken, "ttft_ms", "ms")
-        ours, theirs = (statistics.median(samples) for samples in taken.values())
-        print(f"  {theirs / ours:.2f}x sooner than chapter 03, {min(computed) / ours:.1f}x than computing\n")
-    print("Half of the bytes help where the link is the slower one. Where it is not, projecting is what takes\n"
-          "time, and chapter 03 needs none. A mix of both, layer by layer? Chapter 05.")  # fmt: skip
-    link = dict(modelled=cache.load_link.modelled, gbps=cache.load_link.speed() / 1e9)
-    return dict(link=link, verified=verified, rows=rows, counters=engine.counters()), [asked[-1].timeline]
-
-
-def make_ways(model, bandwidth: float) -> list:
-    """Engines of this chapter and of chapter 03, over links of the same speed."""
     blocks = -(-(HISTORY + 2 * ASKED) // 16)
-    caches = HiddenCache(2 * blocks * 16 // CHUNK, bandwidth), offload.HostCache(2 * blocks, bandwidth)
-    return [paged.Engine(paged.Runner(model, blocks), cache, always_restore=True) for cache in caches]
+    caches = HiddenCache(blocks, 1e9), offload.HostCache(2 * blocks, 1e9)
+    engines = [paged.Engine(paged.Runner(larger, blocks), cache, always_restore=True) for cache in caches]
+    transfer = HISTORY * bytes_per_token(larger) / (len(larger.layers) - 1)  # bytes of a layer's states
+    projecting = caches[0].seconds_to_project(HISTORY)
+    ways = dict(zip(("hidden states (04)", "K and V (03)"), (partial(once, each, prompt, rng) for each in engines)))
+    computed = min(way() for way in ways.values())  # and kept
+    for words, share in (("the link is the bottleneck", 2.0), ("computing is the bottleneck", 0.5)):
+        for cache in caches if link.modelled else ():
+            cache.load_link.bandwidth.value = transfer / projecting / share
+        title = f"{LARGER}, TTFT behind {HISTORY} tokens" + link.modelled * f", {words}"
+        taken = lesson.in_turn(ways, 3)
+        rows += lesson.table(title, taken, "ttft_ms", "ms")
+        ours, theirs = (statistics.median(samples) for samples in taken.values())
+        print(f"  {ours / theirs:.2f} of chapter 03's, {ours / computed:.2f} of computing it again\n")
+        if not link.modelled:
+            break
+    print("Half of the bytes help where the link is the slower one. Where it is not, projecting is what takes\n"
+          "time, and chapter 03 needs none. Both ways, each for some of the layers? Chapter 05.")  # fmt: skip
+    return dict(report, verified=verified, rows=rows), [asked[-1].timeline]
+
+
+def converse(engine, frontend: Frontend, rng, new: int) -> list[Request]:
+    """Ask about a document, turn by turn; the device loses everything before each."""
+    document, asked = lesson.document(frontend, rng, frontend.context // 2, lesson.SECRET), []
+    messages = [dict(role="user", content=document)]
+    for question in lesson.TURNS[1:]:
+        lesson.settle(engine)
+        engine.evict("device")
+        asked += engine.generate([frontend.request(messages=messages, max_tokens=new)])
+        messages += dict(role="assistant", content=asked[-1].outcome.text), dict(role="user", content=question)
+    lesson.settle(engine)
+    engine.evict("device")
+    return asked + engine.generate([frontend.request(messages=messages, max_tokens=new)])
 
 
 def once(engine, prompt: list[int], rng) -> float:
@@ -453,7 +496,7 @@ def corrupt(engine, request: Request, layer: int):
     print(f"With the states of layer {layer} set to zero, {same} of {len(request.new)} tokens are the same.\n")
 
 
-def ingest(model, frontend: Frontend, arguments):
+def ingest(frontend: Frontend, engine, arguments):
     """Compute a text once, and keep its states in files."""
     if not arguments.disk:
         raise BadRequest("--ingest keeps states in files; say where with --disk DIR.")
@@ -461,30 +504,33 @@ def ingest(model, frontend: Frontend, arguments):
         text = arguments.demo.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise BadRequest(f"Cannot read '{arguments.demo}' as text ({error}).") from None
-    engine = make_engine(model, arguments)
     (request,) = engine.generate([frontend.request(text, max_tokens=1)])
     lesson.settle(engine)
-    engine.close()
     written = engine.cache.files.counts["file_writes"]
-    print(f"{request.prompt_tokens} tokens, {written} chunks written to {', '.join(map(str, arguments.disk))}.")
+    engine.close()
+    print(f"{request.prompt_tokens} tokens: {written} chunks written to {', '.join(map(str, arguments.disk))}.")
     return dict(chunks=written), [request.timeline]
 
 
 # 3. Main ---------------------------------------------------------------------------------------
 
 def add_arguments(parser):
+    """Chapter 05 has the same."""
     paged.add_arguments(parser)
-    add = parser.add_argument
-    words = "chunks of 64 tokens in host memory (four times the device's)"
+    add, words = parser.add_argument, "chunks of 64 tokens in host memory (four times the device's)"
     add("--cpu-chunks", type=cli.bounded(int, 0, 1 << 24), metavar="N", help=words)
     add("--disk", type=Path, action="append", metavar="DIR", help="keep chunks in files too; may be repeated")
     add("--disk-limit", type=cli.bounded(float, 1e-6, 1e6), default=10, metavar="GB", help="of all files (10)")
     add("--ingest", type=Path, dest="demo", metavar="FILE", help="keep the states of a text in files, and end")
     add("--always-restore", action="store_true", help="restore even what is computed sooner")
-    words = "in the demo, set this layer's states to zero, and see the answer change"
-    add("--corrupt", type=cli.bounded(int, 1, 1023), metavar="LAYER", help=words)
     links.add_arguments(parser)
-    parser.set_defaults(cpu_blocks=None)  # of chapter 03, with which the page compares
+    parser.set_defaults(cpu_blocks=None, corrupt=None)  # of chapter 03, with which the page compares; of 04
+
+
+def add_own_arguments(parser):
+    add_arguments(parser)
+    words = "in the demo, set this layer's states to zero, and see the answer change"
+    parser.add_argument("--corrupt", type=cli.bounded(int, 1, 1023), metavar="LAYER", help=words)
 
 
 def bytes_per_token(model) -> int:
@@ -492,21 +538,19 @@ def bytes_per_token(model) -> int:
     return (model.config.num_hidden_layers - 1) * model.config.hidden_size * model.dtype.itemsize
 
 
-def make_engine(model, arguments) -> paged.Engine:
-    """Chapter 02's engine with this chapter's Cache."""
-    layers, size = model.config.num_hidden_layers, CHUNK * bytes_per_token(model)
-    if (arguments.corrupt or 0) >= layers:
-        raise BadRequest(f"--corrupt must be from 1 to {layers - 1}: this model has {layers} layers.")
-    context = -(-model.config.max_position_embeddings // CHUNK)  # chunks
+def make_engine(model, arguments, kind=HiddenCache) -> paged.Engine:
+    """Chapter 02's engine with this chapter's Cache, or another `kind`."""
+    config, size = model.config, CHUNK * bytes_per_token(model)
+    context = -(-config.max_position_embeddings // CHUNK)  # chunks
     on_device = -(-(arguments.gpu_blocks or 0) * arguments.block_size // CHUNK) or arguments.max_running * context
     cpu = torch.device("cpu")
     chunks = cli.blocks_that_fit(arguments.cpu_chunks, 4 * on_device, size, cpu, "--cpu-chunks")
     files = ChunkFiles(arguments.disk, 1e9 * arguments.disk_limit) if arguments.disk else None
     bandwidth = links.bandwidth(model, arguments.link, arguments.platform)
-    engine = paged.make_engine(model, arguments, HiddenCache(chunks, bandwidth, files))
+    engine = paged.make_engine(model, arguments, kind(chunks, bandwidth, files))
     print(f"Host: {chunks} chunks of {CHUNK} tokens, {chunks * size / 1e6:.1f} MB, over a {engine.cache.load_link}",
           file=sys.stderr)  # fmt: skip
-    times = model.config.hidden_size * layers / model.config.kv_numbers_per_token
+    times = config.hidden_size * config.num_hidden_layers / config.kv_numbers_per_token
     if times > 1:
         print(f"Query heads share KV heads here: hidden states are {times:.1f} times as large as K and V, and "
               "chapter 03 is the better choice.", file=sys.stderr)  # fmt: skip
@@ -518,4 +562,4 @@ def compare(arguments) -> dict:
 
 
 if __name__ == "__main__":
-    cli.main(__doc__, "04_hidden_state_cache", add_arguments, make_engine, demo, compare)
+    cli.main(__doc__, "04_hidden_state_cache", add_own_arguments, make_engine, demo, compare)

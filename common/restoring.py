@@ -40,6 +40,7 @@ class Match:
     size: int
     source: str = "cpu"  # what Request.found calls it
     rows: int = 0  # of compute a layer, where it does more than copy (from chapter 04 on)
+    store: object = None  # where the blocks are, in a Cache that has several
 
     def first(self, count: int) -> "Match":
         """What the first `count` blocks bring back: where not all ranks have all of them (chapter 09)."""

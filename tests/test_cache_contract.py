@@ -19,7 +19,7 @@ from support.faults import faulty
 from common.requests import HungUp, Request
 
 ORACLE = Oracle()
-PROJECTS = "hidden", "files"  # K and V are computed again from something else, in a batch of another shape
+PROJECTS = "hidden", "planned", "files"  # K and V are computed again, in a batch of another shape
 
 
 def pytest_generate_tests(metafunc):

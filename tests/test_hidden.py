@@ -221,21 +221,20 @@ def test_estimates_are_the_slower_of_link_and_processor_and_are_learned():
     assert match.seconds == pytest.approx(3 * cache.store.chunk_bytes / 1e8, rel=0.1)
     cache.rates[0] = 1.0  # seconds to project a row
     assert cache.match(Request(PROMPT + [3], 1)).seconds >= 3 * 150
-    cache.measured.append((10, [(1.0, 2.0), (3.0, 4.0)]))
-    assert cache.seconds(1, [0]) and list(cache.rates) == [1.0, 0.2]
+    cache.spans.append((Request(PROMPT, 1), 10, "layer 1", 1.0, 3.0))
+    assert cache.seconds_to_project(10) == 6.0 and list(cache.rates) == [1.0, 0.2], "the median"
 
 
 def test_grouped_queries_and_wrong_layers_are_said_at_the_start(tmp_path):
     folder = write_model(tmp_path / "grouped", num_key_value_heads=1)
 
     def run(*options):
-        command = [sys.executable, "04_hidden_state_cache.py", "--model", str(folder), "--prompt", "a"]
-        command += ["--max-tokens", "1", "--link", "1", "--gpu-blocks", "16", *options]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+        command = [sys.executable, "04_hidden_state_cache.py", "--model", str(folder), "--link", "1"]
+        return subprocess.run([*command, *options], capture_output=True, text=True, timeout=120)
 
-    done = run()
+    done = run("--prompt", "a", "--max-tokens", "1")
     assert done.returncode == 0 and "chapter 03 is the better choice" in done.stderr
-    assert "--corrupt must be from 1 to 2: this model has 3 layers." in run("--corrupt", "3").stderr
+    assert "--corrupt must be below 3, the number of layers." in run("--demo", "--corrupt", "3").stderr
 
 
 # 3. Files --------------------------------------------------------------------------------------

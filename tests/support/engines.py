@@ -16,10 +16,8 @@ from common.requests import Request
 from common.restoring import Cache
 from common.store import ChunkFiles
 
-baseline, paged, offload, hidden = (
-    importlib.import_module(name)
-    for name in ("01_baseline", "02_paged_kv", "03_cpu_offload", "04_hidden_state_cache")
-)
+CHAPTERS = "01_baseline", "02_paged_kv", "03_cpu_offload", "04_hidden_state_cache", "05_new"
+baseline, paged, offload, hidden, planned = map(importlib.import_module, CHAPTERS)
 BANDWIDTH = 2e9  # bytes/s, of the modelled link
 CONTEXT = 512
 
@@ -28,6 +26,7 @@ CACHES = {
     "none": lambda blocks: Cache(),
     "host": lambda blocks: offload.HostCache(4 * blocks, BANDWIDTH),
     "hidden": lambda blocks: hidden.HiddenCache(4 * blocks, BANDWIDTH),
+    "planned": lambda blocks: planned.PlannedCache(4 * blocks, BANDWIDTH, plan="RHK"),
     "files": lambda blocks: hidden.HiddenCache(-(-blocks // 4), BANDWIDTH, chunk_files()),
 }
 FOLDERS = tempfile.TemporaryDirectory()

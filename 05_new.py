@@ -1,0 +1,402 @@
+"""Chapter 05: for each layer the way that fits, so that neither link nor processor waits (HCache's scheduler).
+
+The problem. Restoring all layers from hidden states (chapter 04) takes as long as the slower of two lanes.
+Where projecting is slower, the link idles; where the link is slower, the processor does: a bubble.
+
+The mechanism. A layer's K and V can come back in three ways, which use the lanes differently:
+
+    R   recomputed from the tokens      much computing, no transfer, nothing kept
+    H   projected from hidden states    little computing, one transfer
+    K   loaded as K and V               no computing, two transfers (with multi-head attention)
+
+The costs of a layer are measured, and every division of the layers is tried on paper: first R, then H, last
+K, as in RRHHHHHHHHKK. The link brings all H and then all K; the processor recomputes R meanwhile, projects
+each H when it has arrived, and takes the question's rows through each layer as soon as its history is there.
+The plan is the one with which the question is through first. That is what a user waits for, so the question
+counts: where it costs as much as the history (classroom), the best plan may be K in all layers, chapter 03.
+Layers are divided and not tokens, since half of a layer's tokens cost more than half of its products.
+
+What is kept is what the plan says, so each plan is a namespace of its own. A new plan is taken only while
+nothing runs and where it is 10 % better; what the plan before has kept is still found.
+
+The paper divides in closed form, for a history alone. With C the seconds to project (H) or recompute (token)
+a layer and IO those to move it, L layers: where projecting is slower, L_H = L IO_KV / (IO_KV + C_H - IO_H)
+and the others are K; else L_H = L C_token / (C_token + IO_H - C_H) and the others are R; rounded up, so that
+the slower lane is never short of work. The last layer that is recomputed needs only its projection, and the
+first needs no states: both beyond the paper.
+
+Source: HCache (Gao et al., EuroSys '25), sections 4.1, 6.2 and 6.3.
+
+    python 05_bubble_free.py --demo
+    python 05_bubble_free.py --prompt "What is a KV cache?" --plan paper
+    python 05_bubble_free.py                               # the server, on http://127.0.0.1:5000
+"""
+
+import argparse
+import importlib
+import math
+import random
+import re
+import statistics
+import sys
+import time
+from collections import deque
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from common import checkpoint, cli, lesson
+from common.requests import BadRequest, Frontend, Request
+from common.restoring import PAUSE, Interrupted, Match
+from common.store import CHUNK, ChunkFiles
+
+paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
+hidden_states = importlib.import_module("04_hidden_state_cache")
+PLANNED, QUESTION = 1024, 32  # tokens: of the history that is planned for, and of the question behind it
+BETTER = 0.9  # a new plan takes at most this share of the old one's time
+
+# 1. The planner --------------------------------------------------------------------------------
+
+class Costs(NamedTuple):
+    """Seconds of one layer, for all tokens of a history."""
+
+    recompute: float  # C_token
+    project: float  # C_H
+    load_states: float  # IO_H
+    load_kv: float  # IO_KV
+    question: float = 0.0  # to take the question's rows through it
+
+
+def plan_seconds(letters: str, costs: Costs) -> float:
+    """Seconds until the question has passed all layers."""
+    # 1. When each layer arrives: first all H, then all K
+    arrival, link = [0.0] * len(letters), 0.0
+    for kind, seconds in ("H", costs.load_states), ("K", costs.load_kv):
+        for layer, letter in enumerate(letters):
+            if letter == kind:
+                arrival[layer] = link = link + seconds
+    # 2. What the processor does: R, of whose last layer only K and V are needed, then layer by layer
+    recomputed = letters.count("R")
+    now = (recomputed - 1) * costs.recompute + costs.project if recomputed else 0.0
+    for letter, arrived in zip(letters, arrival):
+        now = max(now, arrived) + (costs.project if letter == "H" else 0.0) + costs.question
+    return now
+
+
+def best_plan(layers: int, costs: Costs) -> str:
+    """The best of all divisions into R, H and K; of equals the one that keeps less."""
+    plans = [
+        "R" * recompute + "H" * hidden + "K" * (layers - recompute - hidden)
+        for recompute in range(layers)  # not all: that would be no cache
+        for hidden in range(layers - recompute + 1)
+    ]
+    return min(plans, key=lambda letters: (plan_seconds(letters, costs), letters.count("K"), letters.count("H")))
+
+
+def closed_form(layers: int, costs: Costs) -> str:
+    """Section 4.1.2, as it stands there: whole layers, two ways, and the history alone."""
+    if costs.project > costs.load_states:
+        share = costs.load_kv / (costs.load_kv + costs.project - costs.load_states)
+        hidden = min(layers, math.ceil(layers * share))
+        return "H" * hidden + "K" * (layers - hidden)
+    share = costs.recompute / max(1e-12, costs.recompute + costs.load_states - costs.project)
+    hidden = min(layers, math.ceil(layers * share))
+    return "R" * (layers - hidden) + "H" * hidden
+
+
+def bound_seconds(layers: int, costs: Costs) -> float:
+    """No division ends before: both lanes busy all the time, and layers divided however finely. The best
+    bound over all prices that a second of the link may have against one of the processor."""
+    ways = (costs.recompute, 0.0), (costs.project, costs.load_states), (0.0, costs.load_kv)  # (processor, link)
+
+    def paid(price: float) -> float:
+        cheapest = min(price * busy + (1 - price) * link for busy, link in ways)
+        return price * layers * costs.question + (layers - 1) * cheapest
+
+    return max(paid(step / 200) for step in range(201))
+
+
+# 2. The cache ----------------------------------------------------------------------------------
+
+class PlannedCache(hidden_states.HiddenCache):
+    """Chapter 04's cache with a way for each layer. `store` is that of the plan; `plans` are the plan's and
+    the one before's."""
+
+    def __init__(self, chunks: int, bandwidth=None, files: ChunkFiles | None = None, plan: str = "best"):
+        """`chunks`: as much host memory as so many of chapter 04's take, for each of two plans. `plan`:
+        best, paper, or a letter for each layer."""
+        super().__init__(chunks, bandwidth, files)
+        self.asked, self.question, self.plans = plan, 0.0, []
+        self.paces = deque(maxlen=8)  # measured by predicted seconds, of the last restorations
+
+    def attach(self, engine):
+        super().attach(engine)
+        self.chunk_budget = self.chunks * CHUNK * self.row_bytes
+        layers = len(self.model.layers)
+        self.adopt(self.asked if set(self.asked) <= set("RHK") else "R" + "H" * (layers - 1))
+
+    def adopt(self, letters: str):
+        """Keep by this plan from now on. Only while nothing is under way."""
+        kinds = {kind: [layer for layer, letter in enumerate(letters) if letter == kind] for kind in "RHK"}
+        of_blocks = [(layer, side) for layer in kinds["K"] for side in (0, 1)]
+        config, files = self.model.config, self.files
+        numbers = len(kinds["H"]) * config.hidden_size
+        numbers += len(of_blocks) * config.num_key_value_heads * config.head_dim
+        self.chunks = self.chunk_budget // (CHUNK * numbers * self.model.dtype.itemsize)
+        if files and self.plans:
+            self.files = ChunkFiles(files.directories, files.limit)  # another plan's chunks are others
+        self.keep(kinds["H"], letters, of_blocks)
+        self.store.letters = letters
+        self.store.parts_of = {layer: [part] for part, layer in enumerate(kinds["H"])}
+        for number, layer in enumerate(kinds["K"]):
+            self.store.parts_of[layer] = [len(kinds["H"]) + 2 * number + side for side in (0, 1)]
+        self.plans = [self.store, *(store for store in self.plans if store.chunks)][:2]
+
+    # Estimating
+
+    def costs(self, start: int, end: int) -> Costs:
+        config, layers, tokens = self.model.config, len(self.model.layers), end - start
+        states = tokens * config.hidden_size * self.model.dtype.itemsize
+        kv = tokens * config.kv_numbers_per_token * self.model.dtype.itemsize // layers
+        compute = self.engine.restorer.seconds_to_compute(start, end) / layers
+        speed = self.load_link.speed()
+        return Costs(compute, self.seconds_to_project(tokens), states / speed, kv / speed, self.question)
+
+    def match(self, request):
+        found = [(*self.find(request, store), store) for store in self.plans]
+        chunks, reached, store = max(found, key=lambda item: item[1])  # of equals the first
+        if not chunks:
+            return None
+        start, tokens = request.computed, reached - request.computed
+        costs = self.costs(start, reached)
+        pace = statistics.median(self.paces) if self.paces else 1.0
+        seconds = pace * plan_seconds(store.letters, costs) - len(store.letters) * costs.question
+        seconds = max(0.0, seconds) + self.load_link.seconds(0) + store.seconds_to_read(chunks)
+        return Match(tokens, seconds, chunks, CHUNK, "disk" if store.in_files(chunks) else "cpu", tokens, store)
+
+    # Bringing back
+
+    def restore(self, request, restoration, match):
+        store, letters = match.store, match.store.letters
+        start, end, recomputed = restoration.start, restoration.end, letters.count("R")
+        predicted, began = plan_seconds(letters, self.costs(start, end)), time.perf_counter()
+        positions = torch.arange(start, end, device=self.model.device)  # [T]
+        slots = self.slots(request, positions)  # [T]
+        pieces = [self.piece(request, start // CHUNK + at, store) for at in range(len(match.blocks))]
+        numbers, reads = store.bring(match.blocks, pieces, self.hold)
+        runs = self.runs(request, numbers, start, end) if "K" in letters else []
+        table = request.table[start // self.pool.block_size : self.pool.num_blocks(end)]
+        self.pool.share(table)
+        landing, transfers = {}, {}  # layer -> its places, its Transfer
+        ordered = recomputed  # the next layer to order
+        try:
+            while (layer := restoration.layers) < len(letters):
+                # 1. Order the next layers, as far as they have been read and there is room for them to land
+                while ordered < len(letters):
+                    parts, label = store.parts_of[ordered], f"layer {ordered}"
+                    pending = not all(read.ready for part in parts for read in reads[part])
+                    if pending and (layer < ordered or layer < recomputed):
+                        break
+                    if letters[ordered] == "H" and not self.room(request, len(numbers)):
+                        break
+                    for part in parts:
+                        yield from reads[part]
+                    if letters[ordered] == "H":
+                        landing[ordered] = self.landing.allocate(len(numbers))
+                        part = store.parts[parts[0]]
+                        transfers[ordered] = self.fetch(part, numbers, landing[ordered], label)
+                    else:
+                        transfers[ordered] = self.fetch_kv(ordered, store, runs, label)
+                    ordered += 1
+                # 2. Bring the next layer back, in its way
+                if layer < recomputed:
+                    yield from self.recompute(request, start, end, recomputed)
+                    restoration.layers = recomputed
+                elif layer not in transfers:
+                    yield PAUSE  # an older restoration has the landing memory
+                else:
+                    yield transfers[layer]
+                    if letters[layer] == "H":
+                        mark = self.engine.clock.mark()
+                        hidden = self.landed_rows(landing[layer], start, end - start)  # [T, D]
+                        self.project(layer, hidden, positions, slots)
+                        self.note(request, end - start, f"layer {layer}", mark)
+                        self.landing.release(landing.pop(layer))
+                    restoration.layers += 1
+        finally:
+            places = sum(landing.values(), [])
+            held = (self.landing, places), (store.pool, numbers), (self.pool, table)
+            self.hold("load", list(transfers.values()), *held)
+            for pool, blocks in held:
+                pool.release(blocks)
+        if len(self.engine.running) == 1 and self.model.device.type == "cpu":
+            self.paces.append((time.perf_counter() - began) / predicted)
+        title = f"{end - start} tokens: {1e3 * predicted:.1f} ms predicted, the question included"
+        legend = dict(R="recomputed", H="from hidden states", K="loaded as K and V")
+        request.timeline.plan = dict(title=title, rows=[["layers", letters]], legend=legend)
+
+    def recompute(self, request, start: int, end: int, layers: int):
+        """The forward pass of the first layers, in portions: others may decode between them. Of the last
+        layer only K and V are needed."""
+        for first in range(start, end, self.engine.token_budget):
+            last = min(first + self.engine.token_budget, end)
+            part = Request(request.tokens[:last], 1, table=request.table, computed=first)
+            began = self.engine.clock.mark()
+            with torch.inference_mode():
+                batch = paged.Batch(self.pool, [(part, last - first)])
+                hidden = self.model.embed(batch.tokens)  # [T, D]
+                rotation = self.model.rotary(batch.positions)  # [T, 1, hd] each
+                for layer in range(layers - 1):
+                    hidden = self.model.layers[layer](hidden, rotation, batch.attend(layer))  # [T, D]
+                self.project(layers - 1, hidden, batch.positions, batch.slots)
+            self.note(request, 0, "recompute", began)
+            if last < end:
+                yield PAUSE
+
+    def runs(self, request, numbers: list[int], start: int, end: int) -> list[tuple[int, int, int]]:
+        """-> (first slot, first row of the chunk memory, count): rows that are adjacent in both."""
+        size, first = self.pool.block_size, start // CHUNK
+        slots = [request.table[at // size] * size + at % size for at in range(start, end)]
+        rows = [numbers[at // CHUNK - first] * CHUNK + at % CHUNK for at in range(start, end)]
+        return offload.adjacent(slots, rows)
+
+    def fetch_kv(self, layer: int, store, runs: list, label: str):
+        """Order a layer's K and V, straight into the device's blocks -> the Transfer."""
+        into, out_of = [], []
+        for side, part in enumerate(store.parts_of[layer]):
+            blocks = self.pool.memory[layer, side].flatten(0, 1).flatten(1)  # [slots, KVH * hd]
+            rows = store.parts[part].flatten(0, 1)  # [rows, KVH * hd]
+            into += [blocks[slot : slot + count] for slot, _, count in runs]
+            out_of += [rows[row : row + count] for _, row, count in runs]
+        transfer = self.load_link.copy(into, out_of, label)
+        self.counts["bytes_in"] += transfer.bytes
+        return transfer
+
+    # Planning
+
+    def idle(self):
+        super().idle()
+        restorer, layers = self.engine.restorer, len(self.model.layers)
+        if not restorer.rates and (rate := restorer.measure_prefill()):
+            restorer.rates.append(rate)
+        self.measure_question()
+        tokens = min(PLANNED, self.model.config.max_position_embeddings // 2)
+        costs = self.costs(0, tokens)
+        if self.asked in ("best", "paper") and math.isfinite(costs.recompute):
+            letters = best_plan(layers, costs) if self.asked == "best" else closed_form(layers, costs)
+            share = plan_seconds(letters, costs) / plan_seconds(self.store.letters, costs)
+            first = not self.store.chunks
+            if letters != self.store.letters and (share <= BETTER or first):
+                self.adopt(letters)
+        return 1 / plan_seconds(self.store.letters, costs)
+
+    def measure_question(self):
+        """Seconds a layer for the question's rows behind a history, in one pass after a pause."""
+        tokens = min(PLANNED, self.model.config.max_position_embeddings // 2)
+        blocks = self.pool.num_blocks(tokens + QUESTION)
+        if self.pool.free.count(1) < blocks:
+            return
+        table = self.pool.allocate(blocks)
+        request = Request([0] * (tokens + QUESTION), 1, table=table, computed=tokens)
+
+        def before_layer(*_):
+            if self.engine.arrivals:
+                raise Interrupted
+
+        try:
+            for _ in range(2):  # the first one touches memory
+                time.sleep(hidden_states.PAUSE_BEFORE)
+                began = time.perf_counter()
+                self.engine.runner.forward([(request, QUESTION)], before_layer)[1].argmax(-1).tolist()
+                self.question = (time.perf_counter() - began) / len(self.model.layers)
+        finally:
+            self.pool.release(table)
+
+
+# 3. The demo -----------------------------------------------------------------------------------
+
+def demo(model, frontend: Frontend, arguments):
+    """Answers on the model, then plans and times on a larger one, over three links."""
+    if isinstance(arguments.demo, Path):
+        return hidden_states.ingest(frontend, make_engine(model, arguments), arguments)
+    # 1. Are the tokens right, with all three ways in one plan?
+    rng, third = random.Random(0), len(model.layers) // 3
+    letters = "R" * third + "H" * third + "K" * (len(model.layers) - 2 * third)
+    options = argparse.Namespace(**{**vars(arguments), "plan": letters, "always_restore": True})
+    engine = make_engine(model, options)
+    asked = hidden_states.converse(engine, frontend, rng, max(2, min(arguments.max_tokens, 16)))
+    verified = lesson.equal_to_baseline(model, asked)
+    link, rows = engine.cache.load_link, [offload.describe(letters, request) for request in asked]
+    report = dict(link=dict(modelled=link.modelled, gbps=link.speed() / 1e9), counters=engine.counters())
+    print(f"\nThe last turn (digits: layers)\n{asked[-1].timeline.chart()}\n")
+    engine.close()
+
+    # 2. Time: on a model whose question costs less than its history
+    larger, *_ = checkpoint.load(hidden_states.LARGER, arguments.dtype, arguments.device)
+    prompt = [rng.randrange(300, larger.config.vocab_size) for _ in range(PLANNED)]
+    blocks = -(-(PLANNED + 2 * QUESTION) // 16)
+    caches = dict(zip(("K and V (03)", "hidden states (04)"),
+                      (offload.HostCache(2 * blocks, 1e9), hidden_states.HiddenCache(blocks, 1e9))))  # fmt: skip
+    make = lambda cache: paged.Engine(paged.Runner(larger, blocks), cache, always_restore=True)  # noqa: E731
+    once = partial(partial, hidden_states.once, prompt=prompt, rng=rng)
+    ways = {name: once(make(cache)) for name, cache in caches.items()}
+    computed = min(way() for way in ways.values())  # and kept
+    projecting = caches["hidden states (04)"].seconds_to_project(PLANNED)
+    states = PLANNED * larger.config.hidden_size * larger.dtype.itemsize  # bytes of a layer
+    for words, share in (("the link is the bottleneck", 2.0), ("balanced", 1.0), ("computing is the bottleneck", 0.5)):
+        bandwidth = states / projecting / share if link.modelled else None
+        for cache in caches.values() if link.modelled else ():
+            cache.load_link.bandwidth.value = bandwidth
+        cache = PlannedCache(blocks, bandwidth)
+        ways["planned (05)"] = once(engine := make(cache))
+        ways["planned (05)"]()  # it keeps what its plan says
+        costs, letters = cache.costs(0, PLANNED), cache.store.letters
+        named = ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in costs._asdict().items())
+        title = f"{hidden_states.LARGER}, TTFT behind {PLANNED} tokens" + link.modelled * f", {words}"
+        print(f"A layer, ms: {named}\nPlan {letters}: predicted {1e3 * plan_seconds(letters, costs):.0f} ms, no plan "
+              f"below {1e3 * bound_seconds(len(letters), costs):.0f}; the paper's {closed_form(len(letters), costs)}")  # fmt: skip
+        taken = lesson.in_turn(ways, 3)
+        rows += lesson.table(title, taken, "ttft_ms", "ms")
+        theirs, _, ours = (statistics.median(samples) for samples in taken.values())
+        print(f"  {theirs / ours:.2f}x sooner than chapter 03, {computed / ours:.1f}x than computing it again\n")
+        engine.close()
+        if not link.modelled:
+            break
+    print("The slower the link, the more is recomputed and projected; the faster, the more is loaded as it is.\n"
+          "All of this had to be in host memory. What if it is in storage, slower by far? Chapter 06.")  # fmt: skip
+    return dict(report, verified=verified, rows=rows), [asked[-1].timeline]
+
+
+# 4. Main ---------------------------------------------------------------------------------------
+
+def plan(string: str) -> str:
+    """An argparse type: best, paper, or letters, first R, then H, last K."""
+    if string in ("best", "paper") or (re.fullmatch("R*H*K*", string) and set(string) & set("HK")):
+        return string
+    raise argparse.ArgumentTypeError(f"{string!r} is not best, paper, or letters like RRHHHK, R before H before K")
+
+
+def add_arguments(parser):
+    hidden_states.add_arguments(parser)
+    words = "best (default), paper (the closed form), or a letter for each layer, like RRHHHK"
+    parser.add_argument("--plan", type=plan, default="best", metavar="PLAN", help=words)
+
+
+def make_engine(model, arguments) -> paged.Engine:
+    """Chapter 02's engine with this chapter's Cache."""
+    if arguments.plan not in ("best", "paper", "") and len(arguments.plan) != len(model.layers):
+        raise BadRequest(f"--plan has {len(arguments.plan)} letters, and this model {len(model.layers)} layers; "
+                         "give it one for each.")  # fmt: skip
+    engine = hidden_states.make_engine(model, arguments, partial(PlannedCache, plan=arguments.plan))
+    print(f"Plan: {engine.cache.store.letters}", file=sys.stderr)
+    return engine
+
+
+def compare(arguments) -> dict:
+    return {**hidden_states.compare(arguments), "planned (05)": (make_engine, True)}
+
+
+if __name__ == "__main__":
+    cli.main(__doc__, "05_bubble_free", add_arguments, make_engine, demo, compare)

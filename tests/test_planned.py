@@ -1,0 +1,207 @@
+"""Chapter 05: plans, what is kept by them, and how it comes back."""
+
+import itertools
+import random
+import subprocess
+import sys
+
+import pytest
+from support.engines import (
+    Oracle,
+    ask,
+    check_pools,
+    chunk_files,
+    draw,
+    evict,
+    make,
+    planned,
+    settle,
+    tiny_model,
+)
+
+from common.requests import Request
+
+Costs, best_plan, closed_form = planned.Costs, planned.best_plan, planned.closed_form
+plan_seconds, bound_seconds = planned.plan_seconds, planned.bound_seconds
+ORACLE = Oracle()
+PROMPT = draw(random.Random(0), 150)
+
+
+def engine_for(plan="RHK", files=None, chunks=64, bandwidth=2e9, model=None, **options):
+    cache = planned.PlannedCache(chunks, bandwidth, files, plan)
+    return make(cache, 64, model=model, **options), cache
+
+
+def random_costs(rng) -> Costs:
+    return Costs(*(10 ** rng.uniform(-3, 0) for _ in Costs._fields))
+
+
+# 1. The planner --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "letters, seconds",
+    [
+        ("KKK", 6 + 0.5),  # the link: 2, 4, 6; then the last layer's question
+        ("HHH", 1 + 3 * (3 + 0.5)),  # arrives at 1, then projecting is the slower
+        ("RKK", 4 + 0.5),
+        ("RRH", 7 + 3 + 0.5 * 2 + 3 + 0.5),  # a layer and a projection, two questions, a projection, one
+        ("RHK", 3 + 0.5 + 3 + 0.5 + 0.5),  # K arrives at 3, meanwhile
+    ],
+)
+def test_seconds_of_a_plan_by_hand(letters, seconds):
+    assert plan_seconds(letters, Costs(7.0, 3.0, 1.0, 2.0, 0.5)) == pytest.approx(seconds)
+
+
+def test_the_best_plan_is_the_best_of_all_and_none_is_below_the_bound():
+    rng = random.Random(1)
+    for _ in range(200):
+        layers, costs = rng.randrange(1, 9), random_costs(rng)
+        plans = ["R" * r + "H" * h + "K" * (layers - r - h)
+                 for r in range(layers) for h in range(layers - r + 1)]  # fmt: skip
+        best = best_plan(layers, costs)
+        assert best in plans
+        assert plan_seconds(best, costs) == min(plan_seconds(letters, costs) for letters in plans)
+        assert plan_seconds(best, costs) <= plan_seconds("K" * layers, costs), "never behind chapter 03"
+        assert plan_seconds(best, costs) >= bound_seconds(layers, costs) * 0.999
+
+
+def test_the_closed_form_is_the_papers():
+    # projecting 2, states 1, K and V 2: 12 * 2 / (2 + 2 - 1) = 8 layers H, 4 K
+    assert closed_form(12, Costs(12.0, 2.0, 1.0, 2.0)) == "H" * 8 + "K" * 4
+    # projecting 1, states 2, recomputing 6: 12 * 6 / (6 + 2 - 1) = 10.3, so 11 H after 1 R
+    assert closed_form(12, Costs(6.0, 1.0, 2.0, 4.0)) == "R" + "H" * 11
+    assert closed_form(5, Costs(1.0, 1.0, 1.0, 2.0)) == "HHHHH"
+    for numbers in itertools.product((0.1, 1.0, 10.0), repeat=4):
+        assert len(closed_form(7, Costs(*numbers))) == 7
+
+
+def test_states_that_are_larger_than_k_and_v_are_in_no_plan():
+    rng = random.Random(2)
+    for _ in range(100):
+        costs = random_costs(rng)._replace(load_states=4.0, load_kv=1.0)
+        assert "H" not in best_plan(6, costs)[1:], "but for the first layer, H costs more than K"
+
+
+# 2. The cache ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", ["KKK", "HHH", "RHH", "RRK", "HKK", "RHK", "RKK", "RRH"])
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_every_plan_gives_the_same_tokens(plan, kv_heads):
+    model = tiny_model(1, kv_heads)
+    engine, cache = engine_for(plan, model=model, block_size=4, token_budget=48)
+    oracle, talk = Oracle(model), PROMPT
+    for turn in range(3):
+        request = ask(engine, talk, 6)
+        assert oracle.judge(request) == "equal"
+        assert request.found.get("cpu", 0) == (len(talk) - 6 if turn else 0), "all but what is new"
+        talk = request.tokens + draw(random.Random(turn), 5)
+        evict(engine)
+    check_pools(engine)
+
+
+def test_a_plan_keeps_only_what_it_needs():
+    states, kv = 64 * 64 * 4, 64 * 2 * 32 * 4  # bytes of a chunk's states, and of its K and V, in a layer
+    for plan, size in dict(HHH=3 * states, RHH=2 * states, RRK=kv, HKK=states + 2 * kv).items():
+        assert engine_for(plan)[1].store.chunk_bytes == size
+
+
+def test_all_states_travel_before_k_and_v_and_recomputing_comes_first():
+    engine, cache = engine_for("RHK")
+    ask(engine, PROMPT, 1)
+    evict(engine)
+    order = []
+    for name in ("project", "recompute"):
+        function = getattr(cache, name)
+        noted = lambda *args, name=name, call=function: order.append(name) or call(*args)  # noqa: E731
+        setattr(cache, name, noted)
+    copy = cache.load_link.copy
+    cache.load_link.copy = lambda dst, src, label: order.append(label) or copy(dst, src, label)
+    request = ask(engine, PROMPT + [3], 1)
+    assert order == ["layer 1", "layer 2", "recompute", "project", "project"]
+    assert request.timeline.plan["rows"] == [["layers", "RHK"]]
+
+
+def test_recomputing_pauses_between_portions_while_others_decode():
+    engine, _ = engine_for("RRK", token_budget=32)
+    ask(engine, PROMPT, 1)
+    evict(engine)
+    decoding, back = Request(draw(random.Random(3), 10), 40), Request(PROMPT + [3], 2)
+    engine.submit(decoding)
+    engine.step()
+    engine.submit(back)
+    while not back.new:
+        engine.step()
+    assert len(decoding.new) > 5, "150 tokens in portions of 32"
+    engine.generate([])
+    while decoding.outcome is None or back.outcome is None:
+        engine.step()
+    assert ORACLE.judge(decoding) == ORACLE.judge(back) == "equal" and back.found == {"cpu": 150}
+
+
+def test_a_new_plan_is_taken_only_if_it_is_a_tenth_better_and_the_old_chunks_are_still_found(monkeypatch):
+    costs = Costs(9.0, 1.0, 1.0, 2.0, 0.0)
+    monkeypatch.setattr(planned.PlannedCache, "costs", lambda cache, start, end: costs)
+    engine, cache = engine_for("best")
+    first = cache.store
+    assert first.letters == best_plan(3, costs) == "RHH"
+    ask(engine, PROMPT, 1)
+    settle(engine)
+    costs = Costs(9.0, 1.0, 0.98, 1.9, 0.0)
+    cache.idle()
+    assert cache.store is first
+    costs = Costs(9.0, 1.0, 0.1, 0.2, 0.0)
+    cache.idle()
+    assert cache.store.letters == "KKK" and cache.plans == [cache.store, first]
+    evict(engine)
+    request = ask(engine, PROMPT + [3])
+    assert request.found == {"cpu": 150} and ORACLE.judge(request) == "equal", "kept by the plan before"
+    other = draw(random.Random(4), 100)
+    ask(engine, other, 1)
+    evict(engine)
+    assert ask(engine, other + [3]).found == {"cpu": 100}, "kept by the new one"
+    settle(engine)
+    check_pools(engine)
+
+
+def test_estimates_follow_what_restorations_took():
+    engine, cache = engine_for("KKK", bandwidth=1e7)
+    ask(engine, PROMPT, 1)
+    settle(engine)
+    cache.question = 0.0
+    match = cache.match(Request(PROMPT + [3], 1))
+    kv = 3 * 150 * 2 * 32 * 4 / 1e7
+    assert match.seconds == pytest.approx(kv, rel=0.05)
+    cache.paces.append(3.0)
+    assert cache.match(Request(PROMPT + [3], 1)).seconds == pytest.approx(3 * kv, rel=0.05)
+
+
+@pytest.mark.parametrize("plan", ["RHK", "KKK"])
+def test_plans_in_files_are_names_of_their_own(plan):
+    files = chunk_files()
+    ask(engine := engine_for("RHK", files)[0], PROMPT, 1)
+    settle(engine)
+    again = engine_for(plan, planned.ChunkFiles(files.directories, files.limit))[0]
+    request = ask(again, PROMPT + [3])
+    assert request.found == ({"disk": 128} if plan == "RHK" else {}) and ORACLE.judge(request) == "equal"
+
+
+@pytest.mark.parametrize(
+    "plan, words",
+    [
+        ("RHX", "is not best, paper, or letters like RRHHHK, R before H before K"),
+        ("KHR", "is not best"),
+        ("RRR", "is not best"),
+        ("RHHK", "--plan has 4 letters, and this model 3 layers; give it one for each."),
+    ],
+)
+def test_a_wrong_plan_is_one_sentence(plan, words, tiny_folder):
+    command = [sys.executable, f"{planned.__name__}.py", "--model", str(tiny_folder), "--plan", plan]
+    done = subprocess.run([*command, "--prompt", "a"], capture_output=True, text=True, timeout=120)
+    assert done.returncode and words in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_the_bound_is_reached_by_endless_layers_of_two_ways():
+    costs = Costs(1e9, 1.0, 1.0, 3.0, 0.0)
+    assert bound_seconds(101, costs) == pytest.approx(100, rel=0.02), "one way keeps both lanes busy"
