@@ -116,13 +116,14 @@ def compare(title: str, ways: dict, name: str, unit: str, rounds: int = ROUNDS) 
 
 
 def table(title: str, taken: dict[str, list[float]], name: str, unit: str) -> list[dict]:
-    """Print a bar, the median and the spread of each case -> rows {case, `name`, min, max, samples}."""
+    """Print a bar, the median and the spread of each case -> rows {table, case, `name`, min, max, ...}."""
     longest = max(statistics.median(samples) for samples in taken.values())
     width, rows = max(map(len, taken)), []
     print(f"{title} (median of {max(map(len, taken.values()))})")
     for case, samples in taken.items():
         middle, least, most = statistics.median(samples), min(samples), max(samples)
-        rows.append({"case": case, name: middle, "min": least, "max": most, "samples": len(samples)})
+        row = {"table": title, "case": case, name: middle}
+        rows.append({**row, "min": least, "max": most, "samples": len(samples)})
         bar = "#" * max(1, round(36 * middle / longest))
         print(f"  {case:{width}} |{bar:36}| {middle:9.1f} {unit}   {least:.1f} to {most:.1f}")
     return rows

@@ -4,7 +4,19 @@ import random
 
 import pytest
 import torch
-from support.engines import Oracle, ask, check_pools, draw, evict, make, offload, settle, tiny_model
+from support.engines import (
+    Oracle,
+    ask,
+    check_pools,
+    draw,
+    evict,
+    hidden,
+    make,
+    offload,
+    planned,
+    settle,
+    tiny_model,
+)
 from support.faults import faulty
 
 from common.link import Link, TransferError, bandwidth
@@ -24,8 +36,15 @@ def oracle(model):
     return Oracle(model)
 
 
-def host_engine(model, blocks: int = 64, **options):
-    return make(offload.HostCache(4 * blocks), blocks, model=model, **options)
+CACHES = {
+    "host": lambda blocks: offload.HostCache(4 * blocks),
+    "hidden": lambda blocks: hidden.HiddenCache(4 * blocks),
+    "planned": lambda blocks: planned.PlannedCache(4 * blocks, plan="RHK"),
+}
+
+
+def host_engine(model, blocks: int = 64, cache: str = "host", **options):
+    return make(CACHES[cache](blocks), blocks, model=model, **options)
 
 
 def test_the_link_is_real_and_its_host_side_is_pinned(model):
@@ -38,9 +57,11 @@ def test_the_link_is_real_and_its_host_side_is_pinned(model):
     assert str(engine.cache.load_link).startswith("link, ")
 
 
+@pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("size", [1, 16])
-def test_what_left_the_device_comes_back(model, oracle, size):
-    engine, prompt = host_engine(model, 1024 // size, block_size=size), draw(random.Random(size), 200)
+def test_what_left_the_device_comes_back(model, oracle, size, cache):
+    engine = host_engine(model, 1024 // size, cache, block_size=size)
+    prompt = draw(random.Random(size), 200)
     for _ in range(3):
         request = ask(engine, prompt + draw(random.Random(2), 5))
         assert oracle.judge(request) != "wrong"
@@ -90,8 +111,9 @@ def test_an_error_is_the_transfers():
         transfer.wait()
 
 
-def test_many_at_once_under_pressure(model, oracle):
-    rng, engine = random.Random(4), host_engine(model, 40, max_running=8, token_budget=64)
+@pytest.mark.parametrize("cache", CACHES)
+def test_many_at_once_under_pressure(model, oracle, cache):
+    rng, engine = random.Random(4), host_engine(model, 40, cache, max_running=8, token_budget=64)
     documents = [draw(rng, rng.randrange(60, 250)) for _ in range(4)]
     for _ in range(20):
         asked = [Request(rng.choice(documents) + draw(rng, rng.randrange(1, 9)), 8) for _ in range(5)]
@@ -103,8 +125,9 @@ def test_many_at_once_under_pressure(model, oracle):
     check_pools(engine)
 
 
-def test_copies_that_fail_cost_time_only(model, oracle):
-    rng, engine = random.Random(5), host_engine(model, 50)
+@pytest.mark.parametrize("cache", CACHES)
+def test_copies_that_fail_cost_time_only(model, oracle, cache):
+    rng, engine = random.Random(5), host_engine(model, 50, cache)
     prompt = draw(rng, 200)
     with faulty(rng, failing=0.2):
         for _ in range(10):
@@ -114,8 +137,9 @@ def test_copies_that_fail_cost_time_only(model, oracle):
     check_pools(engine)
 
 
-def test_nothing_in_the_layer_loop_makes_the_host_wait(model, monkeypatch):
-    engine, prompt = host_engine(model), draw(random.Random(6), 200)
+@pytest.mark.parametrize("cache", CACHES)
+def test_nothing_in_the_layer_loop_makes_the_host_wait(model, monkeypatch, cache):
+    engine, prompt = host_engine(model, cache=cache), draw(random.Random(6), 200)
     ask(engine, prompt)
     evict(engine)
     inside, forward = [], engine.runner.forward
@@ -135,4 +159,4 @@ def test_nothing_in_the_layer_loop_makes_the_host_wait(model, monkeypatch):
         return found
 
     engine.runner.forward = watched
-    assert ask(engine, prompt + [5]).found == {"cpu": 192}
+    assert ask(engine, prompt + [5]).found == {"cpu": 192 if cache == "host" else 200}
