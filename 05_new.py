@@ -55,7 +55,8 @@ from common.store import CHUNK, ChunkFiles
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
 hidden_states = importlib.import_module("04_hidden_state_cache")
 PLANNED, QUESTION = 1024, 32  # tokens: of the history that is planned for, and of the question behind it
-BETTER = 0.9  # a new plan takes at most this share of the old one's time
+BETTER = 0.9  # a new plan takes at most this share of the old one's time, and a mix of that of K everywhere
+DOUBT = 0.1  # a restoration that takes longer than predicted by more than this share: measure again
 
 # 1. The planner --------------------------------------------------------------------------------
 
@@ -212,7 +213,7 @@ class PlannedCache(hidden_states.HiddenCache):
                     ordered += 1
                 # 2. Bring the next layer back, in its way
                 if layer < recomputed:
-                    yield from self.recompute(request, start, end, recomputed)
+                    yield from self.recompute(request, recomputed, positions, slots)
                     restoration.layers = recomputed
                 elif layer not in transfers:
                     yield PAUSE  # an older restoration has the landing memory
@@ -233,34 +234,44 @@ class PlannedCache(hidden_states.HiddenCache):
                 pool.release(blocks)
         if len(self.engine.running) == 1 and self.model.device.type == "cpu":
             self.paces.append((time.perf_counter() - began) / predicted)
+            self.engine.restorer.doubtful |= abs(self.paces[-1] - 1) > DOUBT
         title = f"{end - start} tokens: {1e3 * predicted:.1f} ms predicted, the question included"
         legend = dict(R="recomputed", H="from hidden states", K="loaded as K and V")
         request.timeline.plan = dict(title=title, rows=[["layers", letters]], legend=legend)
 
-    def recompute(self, request, start: int, end: int, layers: int):
+    def recompute(self, request, layers: int, positions, slots):
         """The forward pass of the first layers, in portions: others may decode between them. Of the last
-        layer only K and V are needed."""
-        for first in range(start, end, self.engine.token_budget):
-            last = min(first + self.engine.token_budget, end)
-            part = Request(request.tokens[:last], 1, table=request.table, computed=first)
-            began = self.engine.clock.mark()
+        layer only K and V are needed: of a first one that is alone, the projected embedding."""
+        start, count, portion = request.restoration.start, len(positions), self.engine.token_budget
+        for at in range(0, count, portion):
+            rows, began = slice(at, min(at + portion, count)), self.engine.clock.mark()
+            tokens = request.tokens[start + at : start + rows.stop]
             with torch.inference_mode():
-                batch = paged.Batch(self.pool, [(part, last - first)])
-                hidden = self.model.embed(batch.tokens)  # [T, D]
-                rotation = self.model.rotary(batch.positions)  # [T, 1, hd] each
+                hidden = self.model.embed(torch.tensor(tokens, device=self.model.device))  # [T, D]
+                if layers > 1:
+                    part = Request(request.tokens[: start + rows.stop], 1, table=request.table, computed=start + at)
+                    batch = paged.Batch(self.pool, [(part, len(tokens))])
+                    rotation = self.model.rotary(batch.positions)  # [T, 1, hd] each
                 for layer in range(layers - 1):
                     hidden = self.model.layers[layer](hidden, rotation, batch.attend(layer))  # [T, D]
-                self.project(layers - 1, hidden, batch.positions, batch.slots)
+                self.project(layers - 1, hidden, positions[rows], slots[rows])
             self.note(request, 0, "recompute", began)
-            if last < end:
+            if rows.stop < count:
                 yield PAUSE
 
     def runs(self, request, numbers: list[int], start: int, end: int) -> list[tuple[int, int, int]]:
         """-> (first slot, first row of the chunk memory, count): rows that are adjacent in both."""
-        size, first = self.pool.block_size, start // CHUNK
-        slots = [request.table[at // size] * size + at % size for at in range(start, end)]
-        rows = [numbers[at // CHUNK - first] * CHUNK + at % CHUNK for at in range(start, end)]
-        return offload.adjacent(slots, rows)
+        size, first, runs, at = self.pool.block_size, start // CHUNK, [], start
+        while at < end:
+            count = min(size - at % size, CHUNK - at % CHUNK, end - at)
+            slot = request.table[at // size] * size + at % size
+            row = numbers[at // CHUNK - first] * CHUNK + at % CHUNK
+            if runs and (slot, row) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
+                runs[-1] = (*runs[-1][:2], runs[-1][2] + count)
+            else:
+                runs.append((slot, row, count))
+            at += count
+        return runs
 
     def fetch_kv(self, layer: int, store, runs: list, label: str):
         """Order a layer's K and V, straight into the device's blocks -> the Transfer."""
@@ -286,9 +297,11 @@ class PlannedCache(hidden_states.HiddenCache):
         costs = self.costs(0, tokens)
         if self.asked in ("best", "paper") and math.isfinite(costs.recompute):
             letters = best_plan(layers, costs) if self.asked == "best" else closed_form(layers, costs)
-            share = plan_seconds(letters, costs) / plan_seconds(self.store.letters, costs)
-            first = not self.store.chunks
-            if letters != self.store.letters and (share <= BETTER or first):
+            seconds = partial(plan_seconds, costs=costs)
+            if self.asked == "best" and seconds(letters) > BETTER * seconds("K" * layers):
+                letters = "K" * layers  # a mix has costs that the plan does not know
+            better = seconds(letters) <= BETTER * seconds(self.store.letters) or not self.store.chunks
+            if letters != self.store.letters and better:
                 self.adopt(letters)
         return 1 / plan_seconds(self.store.letters, costs)
 
