@@ -611,7 +611,7 @@ class Engine(hidden_states.Engine):
                 paces.popleft()
 
     def worth_keeping(self) -> bool:
-        return self.keep_always or self.plan(self.context)[0].recompute < len(self.model.layers)
+        return self.plan(self.context)[0].recompute < len(self.model.layers)
 
     def choose(self, request: Request, start: int, chunks: list[int]):
         """-> a Restoration of these chunks, and the seconds that it would take, and computing what they hold. What a chunk keeps

@@ -1,10 +1,9 @@
-"""The command line of chapters 04 to 06: what it prints and writes, what it says to wrong input, and Ctrl-C."""
+"""The command line of chapters 05 and 06: what it prints and writes, what it says to wrong input, and Ctrl-C."""
 import gc
 import http.client
 import io
 import json
 import os
-import random
 import re
 import runpy
 import signal
@@ -20,10 +19,9 @@ from common import checkpoint
 from legacy import app
 from legacy.tests import demos, warm
 from legacy.tests.conftest import ROOT, chapter, write_model
-from tools import classroom_text
 
-HIDDEN, BUBBLE, CAKE = (ROOT / f"{name}.py" for name in ("04_hidden_state_cache", "05_bubble_free", "06_bidirectional"))
-SIZES = ("KV pool: ", "Host pool: ", "Host memory: ", "hidden ", "The host is reached over a ",      # of what is no complaint
+BUBBLE, CAKE = (ROOT / f"{name}.py" for name in ("05_bubble_free", "06_bidirectional"))
+SIZES = ("KV pool: ", "Host memory: ", "The host is reached over a ",      # of what is no complaint
          "Chunks of ", "Storage, ", "Modelled storage, ")
 TIMEOUT = 300                      # seconds; nothing here takes more than a few
 ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONIOENCODING": "utf-8"}
@@ -58,6 +56,8 @@ def run(*arguments, **options) -> subprocess.CompletedProcess:
 # 1. What is asked wrongly ----------------------------------------------------------------------------------------
 
 TINY = ("--model", "random:tiny")
+TINY_CPU = [*TINY, "--device", "cpu"]
+STORY = "It was a long story, and it began with a letter. " * 4          # 12 chunks of 16 tokens, and a beginning
 
 
 def refused_here(monkeypatch, capsys, script, arguments) -> str:
@@ -117,351 +117,7 @@ def counters(port: int) -> dict:
     return json.loads(connection.getresponse().read())["counters"]
 
 
-# 3. Chapter 04 ---------------------------------------------------------------------------------------------------
-
-WAYS = ["recompute (01)", "KV offload (03)", "hidden states", "same, in files", "same, token-major"]
-STORY = "It was a long story, and it began with a letter. " * 4          # three chunks of 64 tokens, and the fourth begins
-
-
-def prompted_here(monkeypatch, capsys, *arguments) -> tuple[str, str]:
-    """Run chapter 04 as it stands in this process -> what it printed, to stdout and to stderr."""
-    monkeypatch.setattr(sys, "argv", [str(HIDDEN), "--device", "cpu", *map(str, arguments)])
-    runpy.run_path(str(HIDDEN), run_name="__main__")
-    return capsys.readouterr()
-
-
-@pytest.fixture
-def always_kept(monkeypatch):
-    """To restore is always estimated to be faster than to compute, however busy this machine is."""
-    monkeypatch.setattr(chapter("03_cpu_offload").MeasuringEngine, "seconds_to_compute", lambda *_: 1e9)
-
-
-def chunks_in(*folders) -> list[int]:
-    """Files of chunks in each folder; nothing else may be left there."""
-    counts = [len(list(folder.glob("*.chunk"))) for folder in folders]
-    assert counts == [len(list(folder.iterdir())) for folder in folders]
-    return counts
-
-
-def test_hidden_prompt_prints_its_memory_the_link_and_the_answer_of_chapter_01(tiny_folder, tiny_engine, tmp_path):
-    expected = tiny_engine.generate(prompt="Hello", max_tokens=12, temperature=0.8, top_p=0.9, top_k=40, seed=7)
-    report, trace = tmp_path / "report.json", tmp_path / "trace.json"
-    done = run("--model", str(tiny_folder), "--device", "cpu", "--prompt", "Hello", "--max-tokens", "12", "--temperature", "0.8",
-               "--top-p", "0.9", "--top-k", "40", "--seed", "7", "--json", str(report), "--trace", str(trace),
-               "--gpu-blocks", "50", "--cpu-chunks", "20", "--block-size", "8", "--link", "2", script=HIDDEN)
-    assert done.returncode == 0 and done.stdout.startswith(expected.text.replace("\r", "\n"))
-    config = tiny_engine.model.config
-    chunk_bytes = 64 * config.num_hidden_layers * config.hidden_size * 4
-    assert done.stderr == (f"KV pool: 50 blocks of 8 tokens, {400 * config.kv_numbers_per_token * 4 / 1e6:.1f} MB\n"
-                           f"Host memory: 20 chunks of 64 tokens, {20 * chunk_bytes / 1e6:.1f} MB\n"
-                           "hidden 64 numbers against KV 64, per token and layer: hidden states cost 1.0x the bytes on this "
-                           "model\n"
-                           "The host is reached over a modelled link, 2 GB/s\n")
-    assert " 0 of them cached (miss); " in done.stdout.splitlines()[-1]
-    written = json.loads(report.read_text())
-    assert (written["chapter"], written["dtype"], written["source"]) == ("04_hidden_state_cache", "float32", "miss")
-    assert written["tokens"] == expected.tokens and written["usage"] == expected.usage
-    assert written["choice"] is written["restoration"] is None and written["link"] == "modelled link, 2 GB/s"
-    spans = [event["name"] for event in json.loads(trace.read_text())["traceEvents"] if event.get("cat") == "compute"]
-    assert [name.split()[0] for name in spans] == ["prefill"] + ["decode"] * (len(expected.tokens) - 1)
-
-
-@pytest.mark.parametrize("options", [[], ["--save", "direct"], ["--layout", "token-major"], ["--save-threads", "1"],
-                                     ["--block-size", "100"], ["--gpu-blocks", "16"], ["--cpu-chunks", "4"],
-                                     ["--save", "direct", "--layout", "token-major"]], ids=" ".join)
-def test_what_was_asked_once_is_restored_from_its_files(tiny_folder, tiny_engine, tmp_path, monkeypatch, capsys, always_kept,
-                                                        options):
-    folders, report = [tmp_path / "fast", tmp_path / "other" / "fast"], tmp_path / "report.json"
-    expected = tiny_engine.generate(prompt=STORY, max_tokens=6).tokens
-    for source, cached in (("miss", 0), ("hidden", 192)):
-        said, complaint = prompted_here(monkeypatch, capsys, "--model", tiny_folder, "--prompt", STORY, "--max-tokens", 6,
-                                        "--disk", folders[0], "--disk", folders[1], "--json", report, *options)
-        written = json.loads(report.read_text())
-        assert written["tokens"] == expected and (written["source"], written["usage"]["cached_tokens"]) == (source, cached)
-        assert f", on their way to files in {folders[0]}, {folders[1]}\n" in complaint
-        assert chunks_in(*folders) == [2, 1], "one after the other, in turn"
-    assert written["choice"]["chosen"] == "restore" and written["restoration"]["tokens"] == 192
-    assert written["restoration"]["bytes"] == 192 * 3 * 64 * 4
-    assert "\nChosen: " in said and "\nRestoration: tokens 192, " in said and "modelled link, " in said
-    assert {span["lane"] for span in written["timeline"]} >= {"compute", "load", "storage"}
-
-
-def test_files_of_another_layout_another_model_or_another_dtype_are_not_found(
-        tiny_folder, tmp_path_factory, tmp_path, monkeypatch, capsys, always_kept):
-    report, other = tmp_path / "report.json", write_model(tmp_path_factory.mktemp("models") / "other", seed=1)
-
-    def source(folder, *options):
-        prompted_here(monkeypatch, capsys, "--model", folder, "--prompt", STORY, "--max-tokens", 2, "--json", report,
-                      "--disk", tmp_path / "chunks", *options)
-        return json.loads(report.read_text())["source"]
-    for asked in ([tiny_folder], [tiny_folder, "--layout", "token-major"], [other], [tiny_folder, "--dtype", "bfloat16"]):
-        assert [source(*asked), source(*asked)] == ["miss", "hidden"]
-    assert chunks_in(tmp_path / "chunks") == [12]
-
-
-def test_a_model_with_grouped_queries_is_told_that_hidden_states_cost_more(tmp_path, monkeypatch, capsys):
-    folder = write_model(tmp_path / "model", num_key_value_heads=1)
-    _, complaint = prompted_here(monkeypatch, capsys, "--model", folder, "--prompt", "Hello", "--max-tokens", 2)
-    assert ("\nhidden 64 numbers against KV 32, per token and layer: hidden states cost 2.0x the bytes on this model; "
-            "chapter 05 then loads K and V\n") in complaint
-
-
-@pytest.mark.parametrize("options", [[], ["--disk", "DIR"], ["--save", "direct", "--cpu-chunks", "0"]], ids=" ".join)
-def test_hidden_prompt_leaves_no_thread_behind(tmp_path, monkeypatch, capsys, options):
-    """One that is inside PyTorch when the interpreter ends aborts the process ("terminate called ...")."""
-    before = set(threading.enumerate())
-    monkeypatch.chdir(tmp_path)
-    said, _ = prompted_here(monkeypatch, capsys, *TINY, "--prompt", STORY, "--max-tokens", 5, *options)
-    assert " new; TTFT " in said
-    gc.collect()                                                    # lanes, sorters and readers end with their engine
-    deadline = time.monotonic() + 60
-    while not {thread.name for thread in set(threading.enumerate()) - before} <= {"tqdm_monitor"}:      # which only sleeps
-        assert time.monotonic() < deadline, threading.enumerate()
-        time.sleep(0.01)
-
-
-def test_texts_are_ingested_without_the_servers_port_and_found_by_another_process(tiny_folder, tiny_engine, tmp_path):
-    report, folder, texts = tmp_path / "report.json", tmp_path / "chunks", [STORY, "A short note. " * 5]
-    files = [tmp_path / "a story.txt", tmp_path / "b.txt"]
-    for file, text in zip(files, texts):
-        file.write_text(text)
-    counts = [len(tiny_engine.encode(None, [dict(role="user", content=text)])[0]) for text in texts]
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        done = run("--model", str(tiny_folder), "--device", "cpu", "--ingest", *map(str, files), "--disk", str(folder), "--port",
-                   str(taken.getsockname()[1]), "--json", str(report), script=HIDDEN, fresh=True)
-    assert done.returncode == 0 and all(line.startswith(SIZES) for line in done.stderr.splitlines()), done
-    story, note = done.stdout.splitlines()
-    assert story == f"{files[0]}: {counts[0]} tokens, 3 chunks of 64, 3 of them saved"
-    assert note == f"{files[1]}: {counts[1]} tokens, 1 chunks of 64, 1 of them saved"
-    written = json.loads(report.read_text())
-    rows = written["ingested"]
-    assert rows == [dict(file=str(file), tokens=count, chunks=chunks, saved=chunks, dropped=0)
-                    for file, count, chunks in zip(files, counts, (3, 1))]
-    assert written["chapter"] == "04_hidden_state_cache"
-    assert chunks_in(folder) == [written["counters"]["file_writes"]] == [4]
-
-    question = STORY + "Who wrote it?"
-    done = run("--model", str(tiny_folder), "--device", "cpu", "--prompt", question, "--max-tokens", "8", "--disk", str(folder),
-               "--json", str(report), script=HIDDEN, fresh=True)
-    written = json.loads(report.read_text())
-    assert done.returncode == 0 and (written["source"], written["usage"]["cached_tokens"]) == ("hidden", 192)
-    assert written["tokens"] == tiny_engine.generate(prompt=question, max_tokens=8).tokens
-
-
-def test_a_text_is_ingested_once_and_found_however_many_there_are(tiny_folder, tiny_engine, tmp_path, monkeypatch, capsys,
-                                                                 always_kept):
-    texts = [f"{number}: {STORY}"[:200] for number in range(3)]
-    for number, text in enumerate(texts):
-        (tmp_path / str(number)).write_text(text)
-    asked = ["--model", tiny_folder, "--disk", tmp_path / "chunks"]
-    for new in (", 3 of them saved", ", 0 of them saved, the others were there"):
-        said, _ = prompted_here(monkeypatch, capsys, *asked, "--ingest", *(tmp_path / str(number) for number in range(3)))
-        assert [line.split(" tokens, ")[1] for line in said.splitlines()] == [f"3 chunks of 64{new}"] * 3
-        assert chunks_in(tmp_path / "chunks") == [9]
-    for text in texts:
-        prompted_here(monkeypatch, capsys, *asked, "--prompt", text + " And?", "--max-tokens", 4, "--json", tmp_path / "report")
-        written = json.loads((tmp_path / "report").read_text())
-        assert (written["source"], written["usage"]["cached_tokens"]) == ("hidden", 192)
-        assert written["tokens"] == tiny_engine.generate(prompt=text + " And?", max_tokens=4).tokens
-
-
-TINY_CPU = [*TINY, "--device", "cpu"]
-
-
-@pytest.mark.parametrize("words,arguments", [
-    ("from 0 to 3.", [*TINY_CPU, "--demo", "--corrupt", "99"]), ("'-1'", ["--corrupt", "-1"]),
-    ("'first'", ["--corrupt", "first"]),
-    ("'0'", ["--disk-limit", "0"]), ("'-5'", ["--disk-limit", "-5"]), ("'nan'", ["--disk-limit", "nan"]),
-    ("two-stage", ["--save", "wrong"]), ("token-major", ["--layout", "wrong"]), ("--disk", ["--disk"]), ("--save", ["--save"]),
-    ("'-1'", ["--cpu-chunks", "-1"]), ("'1.5'", ["--cpu-chunks", "1.5"]), ("'99999999'", ["--cpu-chunks", "99999999"]),
-    ("'0'", ["--save-threads", "0"]), ("'65'", ["--save-threads", "65"]), ("'0'", ["--link", "0"]),
-    ("h800", ["--platform", "h100"]),
-    ("--cpu-blocks", ["--cpu-blocks", "5"]), ("--cpu-chunk", ["--cpu-chunk", "5"]), ("--ingest", ["--ingest"]),
-    ("not empty", ["--disk", ""]),
-    ("--disk DIR", [*TINY_CPU, "--ingest", "notes.txt"]), ("--demo", ["--demo", "--prompt", "Hello"]),
-    ("leave out --demo and --prompt", [*TINY_CPU, "--ingest", "notes.txt", "--disk", "x", "--prompt", "Hello"]),
-    ("leave out --demo and --prompt", [*TINY_CPU, "--ingest", "notes.txt", "--disk", "x", "--demo"]),
-    ("512", [*TINY_CPU, "--prompt", "x" * 600]), ("'/'", [*TINY_CPU, "--prompt", "Hello", "--trace", "/"]),
-], ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "")
-def test_wrong_options_of_hidden_end_with_one_clear_line(monkeypatch, capsys, words, arguments):
-    line = refused_here(monkeypatch, capsys, HIDDEN, arguments)
-    assert words in line and line.startswith("04_hidden_state_cache")
-
-
-@pytest.mark.parametrize("words,content,asked", [
-    ("Cannot keep chunks in '{}' (File exists); choose another directory with --disk", b"",
-     ["--prompt", "Hello", "--disk", "{}"]),
-    ("Cannot keep chunks in '{}/sub' (Not a directory); choose another directory with --disk", b"",
-     ["--prompt", "Hello", "--disk", "{}/sub"]),
-    ("Cannot read '{}' (No such file", None, ["--ingest", "{}", "--disk", "{}.chunks"]),
-    ("Cannot read '{}' (it is not text in UTF-8)", b"\xff\xfe\0", ["--ingest", "{}", "--disk", "{}.chunks"]),
-    ("'{}' is empty", b"", ["--ingest", "{}", "--disk", "{}.chunks"]),
-    ("'{}' is 6", b"x" * 600, ["--ingest", "{}", "--disk", "{}.chunks"]),
-    ("larger --disk-limit", b"x", ["--ingest", "{}", "--disk", "{}.chunks", "--disk-limit", "1e-5"]),
-], ids=["a file for a directory", "a file in the way", "no file", "no text", "an empty text", "a text too long",
-        "a limit below a chunk"])
-def test_files_that_cannot_be_used_are_told_in_one_clear_line(tmp_path, monkeypatch, capsys, words, content, asked):
-    path = tmp_path / "notes"
-    if content is not None:
-        path.write_bytes(content)
-    line = refused_here(monkeypatch, capsys, HIDDEN, [*TINY_CPU, *(word.format(path) for word in asked)])
-    assert line.startswith("04_hidden_state_cache: ") and words.format(path) in line
-
-
-def test_a_text_that_cannot_be_kept_whole_does_not_end_well(tmp_path, monkeypatch, capsys):
-    (tmp_path / "notes").write_text("x" * 280)
-    arguments = [*TINY_CPU, "--ingest", tmp_path / "notes", "--disk", tmp_path / "chunks", "--cpu-chunks", "0"]
-    monkeypatch.setattr(sys, "argv", ["04", *map(str, arguments)])
-    with pytest.raises(SystemExit, match=f"4 chunks could not be saved; see that there is room in {tmp_path}"):
-        runpy.run_path(str(ROOT / HIDDEN), run_name="__main__")
-    assert capsys.readouterr().out.endswith(" tokens, 4 chunks of 64, 0 of them saved\n")
-
-
-def test_chunks_too_many_for_the_memory_are_refused_with_what_would_fit(monkeypatch, capsys):
-    asked = ["--device", "cpu", "--prompt", "Hello", "--gpu-blocks", "20", "--cpu-chunks", str(1 << 24)]
-    line = refused_here(monkeypatch, capsys, HIDDEN, asked)
-    assert line.startswith("04_hidden_state_cache: ") and f"{1 << 24} chunks of 64 tokens" in line and "are free" in line
-    assert 1 <= int(line.split("at most --cpu-chunks ")[1].rstrip(".")) < 1 << 24
-
-
-def test_hidden_demo_in_too_few_blocks_is_told_how_many(monkeypatch, capsys):
-    line = refused_here(monkeypatch, capsys, HIDDEN, [*TINY_CPU, "--demo", "--gpu-blocks", "1"])
-    assert line.startswith("04_hidden_state_cache: ") and "the pool has 1;" in line and "--gpu-blocks" in line
-
-
-@pytest.fixture(scope="module")
-def hidden_demo(tmp_path_factory):
-    """The lesson on the classroom model, run once -> what it printed, its report and its trace."""
-    done = demos.shown(HIDDEN.stem, tmp_path_factory)
-    return done, done.report, done.trace
-
-
-def test_hidden_demo_is_verified_before_any_time_is_printed_and_says_what_states_cost(hidden_demo):
-    done, report, _ = hidden_demo
-    assert report["verified"] is True and (report["chapter"], report["model"], report["dtype"], report["device"]) == (
-        "04_hidden_state_cache", "classroom", "float32", "cpu")
-    first, *others = done.stdout.splitlines()
-    assert re.match(r"verified: all [1-9]\d* tokens equal", first) and not any("verified" in line for line in others)
-    assert " ms" not in first and sum(" ms" in line for line in others) > 10
-    assert [line.startswith(SIZES) for line in done.stderr.splitlines()] == [True] * 4
-    sizes = "hidden 256 numbers against KV 512, per token and layer: hidden states cost 0.5x the bytes on this model"
-    assert sizes in others and sizes in done.stderr.splitlines()
-
-
-def test_hidden_demo_calls_the_link_modelled_wherever_it_names_it(hidden_demo):
-    done, report, _ = hidden_demo
-    named = [line for line in (done.stdout + done.stderr).splitlines() if "link" in line.lower()]
-    assert len(named) >= 5 and all(re.search(r"modelled link, [0-9.e+-]+ GB/s", line) for line in named)
-    assert set(report["link"]) == {"modelled", "gbps"} and report["link"]["modelled"] is True and report["link"]["gbps"] > 0
-    for beginning in ("A document ", "The last turn ", "One restoration, hidden states ", "One restoration, same, in files "):
-        assert any(line.startswith(beginning) for line in named), "times and charts say over what they were taken"
-
-
-def test_hidden_demo_shows_five_ways_turn_by_turn(hidden_demo):
-    turns = [row for row in hidden_demo[1]["rows"] if "turn" in row]
-    assert [row["turn"] for row in turns] == [1, 2, 3, 4, 5]
-    history = [row["history_tokens"] for row in turns]
-    assert history[0] == 0 < history[1] and history == sorted(set(history))
-    for number, row in enumerate(turns):
-        assert list(row["source"]) == list(row["ttft_ms"]) == WAYS and all(ms > 0 for ms in row["ttft_ms"].values())
-        assert row["answered"] and row["source"]["recompute (01)"] == "miss"
-        expected = ["miss"] * 3 if number == 0 else ["cpu_hit", "hidden", "hidden"]
-        assert [row["source"][way] for way in WAYS[1:4]] == expected
-
-
-def test_hidden_demo_compares_what_the_five_ways_keep_and_cost(hidden_demo):
-    done, report, _ = hidden_demo
-    costs = {row["way"]: row for row in report["rows"] if "way" in row}
-    assert list(costs) == WAYS
-    assert [row["bytes_per_token"] for row in costs.values()] == [0, 8 * 512 * 4, *[8 * 256 * 4] * 3]
-    restored = [row["restored_tokens"] for row in costs.values()]
-    assert restored[0] == restored[2] == restored[3] > 512 and restored[0] % 64 == 0 and restored[1] % 16 == 0
-    for way, row in costs.items():
-        assert 0 <= row["restoration_ms"] and 0 < row["ttft_ms"]
-        if row["restoration_ms"]:
-            assert row["tokens_per_second"] == pytest.approx(row["restored_tokens"] / row["restoration_ms"] * 1e3)
-        line, = (line for line in done.stdout.split("The last turn ")[1].splitlines() if line.startswith(f"  {way:20}"))
-        assert f"{row['bytes_per_token']} B" in line and f"{row['ttft_ms']:.1f} ms" in line
-    read = {row["layout"]: row["file_read_bytes"] / row["file_reads"] for row in report["rows"] if "layout" in row}
-    assert read["chunked"] == 64 * 256 * 4 and read.get("token-major", 256 * 4) == 256 * 4
-    assert f" reads of {64 * 256 * 4} bytes, " in done.stdout
-
-
-def test_hidden_demos_control_forgets_with_a_layer_zeroed_and_refuses_it_with_the_checks_on(hidden_demo):
-    done, report, _ = hidden_demo
-    talk, told = classroom_text.Conversation(random.Random(3), classroom_text.Level()), {}
-    for fact in (talk.new_fact() for _ in range(100)):
-        if fact:
-            told.setdefault(fact.question, fact.answer)
-    phases = {}
-    for row in report["rows"]:
-        if "control" in row:
-            phases.setdefault(row["control"], []).append(row)
-            assert row["answered"] in done.stdout
-    kept, zeroed, refused = phases.values()
-    assert list(phases) == ["as it was kept", "layer 1 zeroed, checksum check switched off", "the same, checked: chunks refused"]
-    assert len(kept) == len(zeroed) == len(refused) == 4
-    for rows in (kept, refused):
-        assert [row["answered"] for row in rows] == [told[row["asked"]] for row in rows]
-    assert any(row["answered"] != told[row["asked"]] for row in zeroed), "the states say nothing"
-    for rows in (kept, zeroed):
-        assert {(row["source"], row["cached_tokens"] >= 512, row["chunks_missed"]) for row in rows} == {("hidden", True, 0)}
-    chunks = kept[0]["cached_tokens"] // 64
-    assert {(row["source"], row["cached_tokens"], row["chunks_missed"]) for row in refused} == {("miss", 0, chunks)}
-    assert f"the same, checked: chunks refused {chunks}\n" in done.stdout
-
-
-def test_hidden_demo_gives_every_block_and_every_chunk_back(hidden_demo):
-    counters = hidden_demo[1]["counters"]
-    assert counters["requests"] == counters["finished"] > 0 and counters["restorations"] > 0
-    assert counters["layers_projected"] == 8 * counters["restorations"] and counters["restored_tokens"] % 64 == 0
-    assert counters["bytes_in"] == counters["restored_tokens"] * 8 * 256 * 4 > 0 < counters["bytes_out"]
-    for name in ("running", "waiting", "blocks_referenced", "chunks_referenced", "failed", "chunks_dropped", "chunks_missed",
-                 "save_errors", "transfer_errors"):
-        assert counters[name] == 0, name
-    assert counters["blocks_free"] + counters["blocks_cached"] == counters["blocks"]
-    assert counters["chunks_free"] + counters["chunks_cached"] == counters["chunks"]
-    assert counters["chunks_saved"] >= counters["chunks_cached"] >= 10 and counters["chunk_evictions"] == 0
-
-
-def test_hidden_demo_shows_layers_that_are_projected_while_others_arrive(hidden_demo):
-    done, _, trace = hidden_demo
-    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    load, storage, compute = ([span for span in spans if span["cat"] == lane] for lane in ("load", "storage", "compute"))
-    layers = {f"layer {number}" for number in range(8)}
-    assert {span["name"] for span in load} == {span["name"] for span in storage} == layers
-    assert {span["name"] for span in compute} > layers and {span["name"].split()[0] for span in compute} > {"prefill", "decode"}
-    projected = [span for span in compute if span["name"] in layers]
-    assert any(a["ts"] < b["ts"] + b["dur"] and b["ts"] < a["ts"] + a["dur"] for a in projected for b in load), "no overlap"
-    for way, lanes in (("hidden states", ["compute", "load"]), ("same, in files", ["compute", "load", "storage"])):
-        chart = done.stdout.split(f"\nOne restoration, {way} (")[1].split(" ms\n")[0]
-        rows = re.findall(r"^ *(\w+) \|([0-9.]+)\| idle (\d+)%$", chart, re.M)
-        assert [lane for lane, _, _ in rows] == lanes
-        for lane, drawn, idle in rows:
-            assert len(drawn) == 64 and int(idle) <= 100
-            seen = drawn.replace(".", "")
-            assert list(seen) == sorted(seen) and seen[-1] == "7"
-
-
-@needs_signals
-def test_ctrl_c_while_hidden_serves(tmp_path):
-    with Process(*TINY_CPU, "--port", "0", "--max-running", "1", "--disk", str(tmp_path), script=HIDDEN) as process:
-        process.read_until(b"(Ctrl-C ends it)\n")
-        assert process.output.startswith(b"KV pool: ") and b"\nHost memory: " in process.output
-        assert b"04_hidden_state_cache serves random:tiny on http://127.0.0.1:" in process.output
-        port = int(process.output.split(b"127.0.0.1:")[1].split()[0])
-        connections = []
-        for number in range(8):                 # one is being answered, the others wait
-            connections.append(http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT))
-            connections[-1].request("POST", "/generate", json.dumps(dict(prompt=STORY, max_tokens=250, stream=number % 2 == 1)))
-        while counters(port)["requests"] < 8:
-            time.sleep(0.01)
-        process.interrupt()
-        assert 503 in map(status, connections)              # who waited was told
-    assert chunks_in(tmp_path)[0] >= 3, "what was computed reached its files"
-
-
-# 4. Chapter 05 ---------------------------------------------------------------------------------------------------
+# 3. Chapter 05 ---------------------------------------------------------------------------------------------------
 
 LETTERS = {"auto": "[RrHhKk]{3}", "naive": "[RrKk]{3}", "hidden-only": "HHH", "kv-only": "KKK",
            "token-wise": r"\d+ tokens H, the others [RK]", "token-wise-rounded": r"\d+ tokens H, the others [RK]"}
@@ -720,7 +376,7 @@ def test_ctrl_c_while_bubble_serves(tmp_path):
         assert 503 in map(status, connections)              # who waited was told
 
 
-# 5. Chapter 06 ---------------------------------------------------------------------------------------------------
+# 4. Chapter 06 ---------------------------------------------------------------------------------------------------
 
 LONG_STORY = STORY + "And so it ended."
 FOUR_WAYS = {"compute only": "compute", "load only": "load", "both": "both", "both, 8 bit": "both"}
@@ -1056,7 +712,7 @@ def test_ctrl_c_while_bidirectional_serves(tmp_path, disk, signum):
         assert len(chunks_of(chunks)) >= 12, "what was computed reached its files"
 
 
-# 6. What an engine keeps outside of this process -----------------------------------------------------------------
+# 5. What an engine keeps outside of this process -----------------------------------------------------------------
 
 def interrupted(*_):
     raise KeyboardInterrupt
@@ -1130,7 +786,7 @@ def test_what_needs_no_model_has_no_engine_to_release():
 
 
 def test_an_engine_that_keeps_nothing_outside_releases_nothing(tiny_engine):
-    engine = chapter("04_hidden_state_cache").Engine(tiny_engine.model, tiny_engine.tokenizer, tiny_engine.end_tokens)
+    engine = chapter("02_paged_kv").Engine(tiny_engine.model, tiny_engine.tokenizer, tiny_engine.end_tokens)
     assert engine.release() is None and engine.generate(prompt="Hello", max_tokens=2).tokens
     engine.close()
 

@@ -1,4 +1,4 @@
-"""Chapters 01 to 08 on a GPU."""
+"""Chapters 05 to 08, and what they stand on, on a GPU."""
 import argparse
 import gc
 import math
@@ -19,9 +19,9 @@ from legacy.tests.test_live import NAMES, WAYS, make
 from legacy.timeline import Clock
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no CUDA device here")
-baseline, paged, offload, hidden, bubble, cake, tiered, hybrid = (chapter(name) for name in (
-    "01_baseline", "02_paged_kv", "03_cpu_offload", "04_hidden_state_cache", "05_bubble_free", "06_bidirectional",
-    "07_tiered_storage", "08_hybrid_blocks"))
+baseline, paged, offload, bubble, cake, tiered, hybrid = (chapter(name) for name in (
+    "01_baseline", "02_paged_kv", "03_cpu_offload", "05_bubble_free", "06_bidirectional", "07_tiered_storage",
+    "08_hybrid_blocks"))
 PROMPT = list(range(40, 140))
 FOLDERS = {"mha": dict(num_key_value_heads=4), "gqa": dict(num_key_value_heads=2), "one KV head": dict(num_key_value_heads=1),
            "qwen2": dict(family="qwen2"), "tied": dict(tie_word_embeddings=True)}
@@ -620,16 +620,9 @@ def test_memory_is_constant_over_many_swaps(tiny_folder):
     assert engine.counts["finished"] == 8 * 15 and engine.counts["swap_ins"] > 0 < engine.host.counts["evictions"]
 
 
-# Chapter 04 ------------------------------------------------------------------------------------------------------
+# What chapters 05 to 08 share ------------------------------------------------------------------------------------
 
 STORY = list(range(40, 240))       # three chunks of 64 tokens, and eight tokens
-
-
-def hidden_engine(folder, dtype="float32", blocks: int = 64, cpu_chunks: int = 64, **options):
-    """Chapter 04's engine. A model as small as these is computed sooner than restored; here it is restored all the same."""
-    engine = hidden.Engine(*checkpoint.load(str(folder), dtype, "cuda"), blocks, cpu_chunks=cpu_chunks, **options)
-    engine.seconds_to_restore = lambda *_, **__: 1e-9
-    return engine
 
 
 def run_hidden(engine):
@@ -674,309 +667,15 @@ def keys_and_values(engine, request):
     return engine.pool.kv[:, :, blocks].flatten(2, 3).cpu()
 
 
-def kept_states(engine, request):
-    """The hidden states of the same tokens in the store -> [L, 192, D]."""
-    prefixes = [engine.chunk_prefix(request, index) for index in range(3)]
-    if not engine.files:
-        chunks = [engine.chunks.find(prefix) for prefix in prefixes]
-        return engine.chunks.states[:, chunks].flatten(1, 2).clone()
-    layers, width, dtype = len(engine.model.layers), engine.model.config.hidden_size, engine.model.dtype
-    states = torch.empty(layers, 192, width, dtype=dtype)
-    for layer in range(layers):
-        for index, prefix in enumerate(prefixes):
-            chunk = engine.files.find(prefix, index)
-            into = states[layer, index * 64:(index + 1) * 64]
-            assert engine.files.read_one(chunk, layer, links.as_integers(into))
-    return states
-
-
 def difference(a, b) -> float:
     """The largest, as a share of the largest number."""
     return float((a.float() - b.float()).abs().max() / b.float().abs().max())
-
-
-STORES = {"in memory": {}, "in files": dict(directories=True), "direct": dict(direct=True),
-          "token-major": dict(layout="token-major"), "token-major in files": dict(layout="token-major", directories=True)}
-
-
-@pytest.fixture(params=STORES)
-def store(request, tmp_path):
-    """Options of an engine: where it keeps hidden states, and how."""
-    options = dict(STORES[request.param])
-    if options.pop("directories", False):
-        options["directories"] = [tmp_path / "one", tmp_path / "two"]
-    return options
-
-
-def test_what_is_restored_gives_the_tokens_of_chapter_01_on_the_cpu(folder, store):
-    engine, here = hidden_engine(folder, **store), make_engine(folder)
-    for fields in (dict(), dict(temperature=0.8, top_p=0.9, seed=5)):
-        expected = here.generate(STORY, max_tokens=12, **fields).tokens
-        for request in come_back_hidden(engine, **fields, cache_salt=str(fields)):
-            assert request.outcome.tokens == expected
-    follow_up = [*STORY, *expected, *range(60, 90)]
-    forget(engine)
-    request = ask_hidden(engine, follow_up, cache_salt=str(fields))
-    assert request.source == "hidden" and request.cached_tokens == 192
-    assert request.outcome.tokens == here.generate(follow_up, max_tokens=12).tokens
-    assert engine.counts["transfer_errors"] == engine.counts["chunks_missed"] == engine.saver.errors == 0
-
-
-@pytest.mark.parametrize("options", [dict(blocks=16), dict(blocks=20, token_budget=64), dict(blocks=70, block_size=3),
-                                     dict(blocks=16, cpu_chunks=12), dict(directories=True, cpu_chunks=8)], ids=str)
-def test_many_who_are_restored_get_the_tokens_of_chapter_01_on_the_cpu(folder, tmp_path, options):
-    options = {**options, "directories": [tmp_path / "chunks"]} if "directories" in options else options
-    engine, here = hidden_engine(folder, **options), make_engine(folder)
-    for _ in range(3):
-        samples = [(fields, engine.submit(**fields)) for fields in mixed(engine.context)]
-        run_hidden(engine)
-        forget(engine)
-        for fields, requests in samples:
-            fields = {name: value for name, value in fields.items() if name not in ("n", "cache_salt")}
-            for number, request in enumerate(requests):
-                seed = dict(seed=fields["seed"] + number) if "seed" in fields else {}
-                assert request.outcome.tokens == here.generate(**{**fields, **seed}).tokens
-    assert engine.counts["restorations"] > 0 < engine.counts["chunks_saved"] and engine.counts["transfer_errors"] == 0
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_what_is_kept_is_what_entered_each_layer_bit_by_bit(tiny_folder, store, dtype):
-    engine, inputs = hidden_engine(tiny_folder, dtype, **store), []
-    for layer in engine.model.layers:
-        layer.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0].clone()))
-    request = ask_hidden(engine)
-    entered = torch.stack(inputs[:len(engine.model.layers)])[:, :192].cpu()                     # of its prefill, in one step
-    assert len(inputs[0]) == len(STORY) and entered.abs().sum() > 0
-    assert torch.equal(kept_states(engine, request).view(torch.uint8), entered.view(torch.uint8))
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_restored_keys_and_values_equal_those_of_the_forward_pass(folder, store, dtype, record_property):
-    engine = hidden_engine(folder, dtype, **store)
-    first = ask_hidden(engine)
-    computed = keys_and_values(engine, first)
-    forget(engine)
-    again = ask_hidden(engine)
-    restored = keys_and_values(engine, again)
-    same = sum(a == b for a, b in zip(first.outcome.tokens, again.outcome.tokens)) / len(first.outcome.tokens)
-    error = difference(restored, computed)
-    for name, value in (("bit_equal", torch.equal(restored, computed)), ("largest_error", error), ("token_agreement", same)):
-        record_property(name, value)
-        print(f"{dtype}: {name} {value}")
-    assert again.source == "hidden" and computed.abs().max() > 0
-    # Fewer rows are projected than were computed, and a GPU may add up in another order
-    assert error <= dict(float32=1e-5, bfloat16=2e-2, float16=2e-3)[dtype]
-    assert same == 1 or dtype != "float32"
-
-
-def test_the_memory_at_the_hosts_end_is_pinned(tiny_folder, tmp_path, capsys):
-    engine = hidden_engine(tiny_folder, directories=[tmp_path])
-    for memory in (engine.chunks.states, engine.saver.buffer.memory, engine.reading.memory):
-        assert memory.is_pinned() and memory.device.type == "cpu"
-    assert engine.landing.memory.device.type == "cuda" and "pinned" not in capsys.readouterr().err
-    assert hidden_engine(tiny_folder, layout="token-major").chunks.states.is_pinned()
-
-
-def test_without_pinned_memory_for_the_states_it_warns_and_is_right(tiny_folder, tmp_path, monkeypatch, capsys):
-    empty = torch.empty
-
-    def refuse(*arguments, **options):
-        if options.get("pin_memory"):
-            raise RuntimeError("CUDA error: out of memory\nand more lines")
-        return empty(*arguments, **options)
-    monkeypatch.setattr(torch, "empty", refuse)
-    engine = hidden_engine(tiny_folder, directories=[tmp_path])
-    warnings = [line for line in capsys.readouterr().err.splitlines() if "pinned" in line]
-    assert [line.split(" cannot")[0] for line in warnings] == ["The chunks", "The read buffer", "The snapshot buffer"]
-    expected = make_engine(tiny_folder).generate(STORY, max_tokens=12).tokens
-    assert [request.outcome.tokens for request in come_back_hidden(engine)] == [expected] * 2
 
 
 def delayed(engine, lane: str):
     """What is queued on this lane from now on begins late."""
     with torch.cuda.stream(getattr(engine, f"{lane}_link").stream):
         torch.cuda._sleep(LONG)
-
-
-@pytest.mark.parametrize("on_disk", [False, True], ids=["in memory", "in files"])
-@pytest.mark.parametrize("guarded", [True, False])
-def test_no_layer_lands_where_a_projection_still_reads_another(warm, tiny_folder, tmp_path, monkeypatch, guarded, on_disk):
-    """There is room for one layer where they land, and the first one's projection is late."""
-    engine = hidden_engine(tiny_folder, directories=[tmp_path] if on_disk else [])
-    engine.landing = RowBuffer(engine.landing.memory[:200])
-    before = keys_and_values(engine, come_back_hidden(engine)[1])   # and all kernels are loaded, and their memory is there
-    forget(engine)
-    project, copy, early = engine.project, engine.load_link.copy, engine.clock.mark()
-
-    def late(index, *operands):
-        if index == 0:
-            torch.cuda._sleep(LONG)
-        project(index, *operands)
-    monkeypatch.setattr(engine, "project", late)
-    if not guarded:                                                 # waits for what was queued before the test
-        monkeypatch.setattr(engine.load_link, "copy", lambda dst, src, label, *_: copy(dst, src, label, early))
-    request = ask_hidden(engine)
-    after = keys_and_values(engine, request)
-    assert request.source == "hidden" and engine.counts["transfer_errors"] == 0
-    assert (difference(after[0], before[0]) < 1e-5) is guarded, "overwritten" if guarded else "the guard makes no difference"
-
-
-@pytest.mark.parametrize("guarded", [True, False])
-def test_a_snapshot_waits_for_what_still_writes_the_hidden_states(warm, tiny_folder, monkeypatch, guarded):
-    engine = hidden_engine(tiny_folder)
-    before = kept_states(engine, come_back_hidden(engine)[0])
-    tap = engine.tap
-
-    def late(index, states, batch):
-        whole = states.clone()
-        states.zero_()                                              # this is what lies there
-        if index == 0 and len(states) > 1:
-            torch.cuda._sleep(LONG)
-        states.copy_(whole)                                         # until it is written
-        tap(index, states, batch)
-    monkeypatch.setattr(engine, "tap", late)
-    ask_hidden(engine, cache_salt="warm")                           # once without the race
-    if not guarded:
-        monkeypatch.setattr(engine.save_link, "wait_for_compute", lambda: None)
-    request = ask_hidden(engine, cache_salt="again")
-    assert request.source == "miss" and engine.saver.errors == engine.counts["chunks_dropped"] == 0
-    assert torch.equal(kept_states(engine, request), before) is guarded
-
-
-@pytest.mark.parametrize("alive", [True, False])
-def test_hidden_states_live_until_their_copy_is_done(warm, tiny_folder, monkeypatch, alive):
-    """The copy begins late, and somebody else's prefill wants memory of the same size."""
-    engine = hidden_engine(tiny_folder, token_budget=len(STORY))
-    copy, kept = engine.save_link.copy, []
-
-    def both(salt: str):
-        """One prefill in the first step, and the other one in the second."""
-        first, = engine.submit(STORY, max_tokens=4, cache_salt=salt)
-        second, = engine.submit(STORY[::-1], max_tokens=4, cache_salt=salt, save=False)
-        while second.computed < 100:
-            assert engine.step()
-        return first, second
-    before, _ = both("warm")                                        # and all kernels are loaded, and their memory is there
-    run_hidden(engine)
-    before = kept_states(engine, before)
-
-    def late(*what):
-        if not kept:
-            delayed(engine, "save")
-        transfer = copy(*what)
-        kept.append(transfer)
-        if not alive:
-            transfer.src = []
-        return transfer
-    monkeypatch.setattr(engine.save_link, "copy", late)
-    first, second = both("again")
-    assert not kept[0].ready, "it was not late"
-    run_hidden(engine)
-    assert first.source == second.source == "miss" and engine.saver.errors == 0
-    assert torch.equal(kept_states(engine, first), before) is alive
-
-
-@pytest.mark.parametrize("guarded", [True, False])
-def test_a_file_is_not_read_into_rows_that_are_still_to_be_copied(warm, tiny_folder, tmp_path, monkeypatch, guarded):
-    """The pinned read buffer has room for one layer, and the link is late."""
-    engine = hidden_engine(tiny_folder, directories=[tmp_path / "one", tmp_path / "two"])
-    engine.reading = RowBuffer(engine.reading.memory[:200])
-    assert engine.reading.memory.is_pinned()
-    before = keys_and_values(engine, come_back_hidden(engine)[1])
-    forget(engine)
-    bring, buffers = engine.bring, []
-
-    def late(request, restoration):
-        delayed(engine, "load")
-        yield from bring(request, restoration)
-
-    def early(load):
-        if load.buffer is not None and load.issued.is_set():
-            engine.reading.give_back(load.buffer)
-            load.buffer = None
-    monkeypatch.setattr(engine, "bring", late)
-    if not guarded:
-        monkeypatch.setattr(engine, "let_go", early)
-    copy = engine.load_link.copy
-    monkeypatch.setattr(engine.load_link, "copy", lambda dst, src, *more: buffers.extend(src) or copy(dst, src, *more))
-    request = ask_hidden(engine)
-    assert request.source == "hidden" and engine.counts["chunks_missed"] == engine.counts["transfer_errors"] == 0
-    assert len(buffers) == 3 and all(piece.is_pinned() for piece in buffers), "a layer is one copy out of the read buffer"
-    assert (difference(keys_and_values(engine, request)[0], before[0]) < 1e-5) is guarded
-
-
-@pytest.mark.parametrize("rows", [200, 1024], ids=["room for one layer", "room for all"])
-def test_who_is_restored_alone_does_not_stop_the_host(warm, tiny_folder, monkeypatch, rows):
-    """All projections are queued before the first layer has arrived."""
-    engine = hidden_engine(tiny_folder)
-    engine.landing = RowBuffer(engine.landing.memory[:rows])
-    before = keys_and_values(engine, come_back_hidden(engine)[1])
-    forget(engine)
-    bring, ready, yields = engine.bring, [], []
-
-    def late(request, restoration):
-        delayed(engine, "load")
-        for _ in bring(request, restoration):
-            yields.append(None)
-            yield
-        ready.extend(load.ready for load in restoration.loads)
-        assert len(restoration.projections) == len(engine.model.layers)
-    monkeypatch.setattr(engine, "bring", late)
-    request = ask_hidden(engine)
-    assert ready == [False] * 3 and yields == [] and request.source == "hidden"
-    assert difference(keys_and_values(engine, request), before) < 1e-5
-
-
-def test_a_step_does_not_wait_for_its_snapshot(warm, tiny_folder, monkeypatch):
-    engine = hidden_engine(tiny_folder)
-    before = kept_states(engine, ask_hidden(engine))
-    copy, transfers = engine.save_link.copy, []
-
-    def late(*what):
-        if not transfers:
-            delayed(engine, "save")
-        transfers.append(copy(*what))
-        return transfers[-1]
-    monkeypatch.setattr(engine.save_link, "copy", late)
-    request, = engine.submit(STORY, max_tokens=4, cache_salt="again")
-    while request.outcome is None:
-        engine.step()
-    assert transfers and not transfers[0].ready, "the answer waited for what is saved"
-    run_hidden(engine)
-    assert torch.equal(kept_states(engine, request), before)
-
-
-def test_the_result_of_a_restoration_says_what_a_real_link_brought(folder):
-    engine = hidden_engine(folder)
-    again = come_back_hidden(engine)[1]
-    result, config = again.outcome, engine.model.config
-    layers = [f"layer {number}" for number in range(config.num_hidden_layers)]
-    assert result.source == "hidden" and result.choice["chosen"] == "restore"
-    assert result.link.startswith("link, ") and "modelled" not in result.summary()
-    assert result.restoration["tokens"] == 192 and result.restoration["ms"] > 0
-    assert result.restoration["bytes"] == 192 * config.num_hidden_layers * config.hidden_size * 4
-    load, projected = ([span for span in again.timeline.spans if span.lane == lane and span.label in layers]
-                       for lane in ("load", "compute"))
-    assert [span.label for span in load] == [span.label for span in projected] == layers
-    for arrives, projects in zip(load, projected):
-        assert -0.1 < arrives.start < arrives.end and arrives.start <= projects.start < projects.end
-    assert all(a.end <= b.end for a, b in zip(projected, projected[1:])) and again.timeline.chart(bubbles=True)
-
-
-def test_memory_is_constant_over_many_restorations(tiny_folder):
-    engine = hidden_engine(tiny_folder, "bfloat16", blocks=20, cpu_chunks=12, max_running=8)
-
-    def a_round(number: int):
-        for fields in mixed(engine.context):
-            engine.submit(**{"cache_salt": str(number % 2), **fields})
-        run_hidden(engine)
-        offload.empty(engine)
-        gc.collect()
-        return torch.cuda.memory_allocated()
-    where, before = (engine.pool.kv.data_ptr(), engine.chunks.states.data_ptr()), a_round(0)
-    assert {a_round(number) for number in range(1, 8)} == {before}
-    assert (engine.pool.kv.data_ptr(), engine.chunks.states.data_ptr()) == where
-    assert engine.counts["finished"] == 8 * 15 and engine.counts["restorations"] > 0 < engine.chunks.counts["evictions"]
 
 
 # Chapter 05 ------------------------------------------------------------------------------------------------------

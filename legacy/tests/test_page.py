@@ -85,11 +85,11 @@ class Page:
         return self.texts(f"#numbers tr:nth-child({turn}) td")
 
 
-@pytest.mark.parametrize("name", ["04_hidden_state_cache", "05_bubble_free", "06_bidirectional"])
+@pytest.mark.parametrize("name", ["05_bubble_free", "06_bidirectional"])
 def test_a_conversation_that_comes_back_shows_where_its_history_came_from(browser, tiny_engine, monkeypatch, name):
     monkeypatch.setitem(INFO, "chapter", name)
     offload, hidden = chapter("03_cpu_offload"), chapter(name)
-    always, source = {"04": ({}, "hidden"), "05": ({}, "planned"), "06": (dict(mode="load", chunk=64), "storage")}[name[:2]]
+    always, source = {"05": ({}, "planned"), "06": (dict(mode="load", chunk=64), "storage")}[name[:2]]
     if name[1] == "5":
         always = dict(known=hidden.Profile([256], [1e-3], [1e-3], [1e3], [1e-3], 5e7, 5e7))
     engine = hidden.Engine(tiny_engine.model, tiny_engine.tokenizer, tiny_engine.end_tokens, 64, cpu_chunks=8, **always)

@@ -1,4 +1,4 @@
-"""The page of chapters 04 to 08 in a real browser: ask, watch answer and blocks, lose the cache and ask again, compare."""
+"""The page of chapters 05 to 08 in a real browser: ask, watch answer and blocks, lose the cache and ask again, compare."""
 import re
 
 import pytest

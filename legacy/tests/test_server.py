@@ -1,4 +1,4 @@
-"""The engines of chapters 04 to 06 behind a real socket: many clients, some of whom hang up, several samples, salts, errors."""
+"""The engines of chapters 05 and 06 behind a real socket: many clients, some of whom hang up, several samples, salts, errors."""
 import http.client
 import itertools
 import json
@@ -18,14 +18,13 @@ from legacy.tests.test_app import (
     VALID,
     Serving,
     another,
-    client_of,
     error_of,
     events,
     eventually,
 )
 
-paged, offload, hidden, bubble, cake = (
-    chapter(name) for name in ("02_paged_kv", "03_cpu_offload", "04_hidden_state_cache", "05_bubble_free", "06_bidirectional"))
+paged, offload, bubble, cake = (
+    chapter(name) for name in ("02_paged_kv", "03_cpu_offload", "05_bubble_free", "06_bidirectional"))
 TIMEOUT = 120                      # seconds; no answer here takes more than a few
 TEXT = dict(prompt="Hello", max_tokens=8, temperature=0)
 
@@ -147,58 +146,12 @@ def bodies(draw):
     return not wrong, {**body, **wrong}
 
 
-def make_offload(tiny_engine, end_tokens=None, **options):
-    """Chapter 03's engine on the model of chapter 01's. To load is always estimated to be faster than to compute."""
-    engine = offload.Engine(tiny_engine.model, tiny_engine.tokenizer,
-                            tiny_engine.end_tokens if end_tokens is None else end_tokens,
-                            **{"blocks": 64, "block_size": 4, "cpu_blocks": 64, "bytes_per_second": 5e7, **options})
-    engine.seconds_to_load = lambda *_, **__: 1e-9
-    return engine
-
-
-@contextmanager
-def serving_offload(engine):
-    """-> the port. Afterwards nothing is on its way, every block of both tiers is back, and everybody is counted once."""
-    try:
-        with Serving(engine) as port:
-            yield port
-            eventually(lambda: over(engine))
-            engine.flush()
-            engine.check_integrity()
-            counts = engine.counters()
-            for name in ("running", "waiting", "blocks_referenced", "cpu_blocks_referenced", "swaps_under_way"):
-                assert counts[name] == 0, name
-            assert counts["blocks_free"] + counts["blocks_cached"] == counts["blocks"] == engine.pool.size
-            assert counts["cpu_blocks_free"] + counts["cpu_blocks_cached"] == counts["cpu_blocks"] == engine.host.size
-            assert counts["finished"] + counts["failed"] + counts["cancelled"] == counts["requests"]
-    finally:
-        engine.close()
-
-
 def settled(engine):
     eventually(lambda: over(engine))
     engine.flush()
 
 
-@pytest.fixture(scope="module")
-def offload_port(tiny_engine):
-    with serving_offload(make_offload(tiny_engine)) as port:
-        yield port
-
-
-# 1. Chapter 04 ---------------------------------------------------------------------------------------------------
-
 STORY = "It was a long story, and it began with a letter. " * 4         # three chunks of 64 tokens, and the fourth begins
-STATES = 3 * 64 * 4                # bytes of a token's hidden states: layers, width, float32
-
-
-def make_hidden(tiny_engine, end_tokens=None, **options):
-    """Chapter 04's engine on the model of chapter 01's. To restore is always estimated to be faster than to compute."""
-    engine = hidden.Engine(tiny_engine.model, tiny_engine.tokenizer,
-                           tiny_engine.end_tokens if end_tokens is None else end_tokens,
-                           **{"blocks": 256, "block_size": 4, "cpu_chunks": 32, "bytes_per_second": 5e7, **options})
-    engine.seconds_to_restore = lambda *_, **__: 1e-9
-    return engine
 
 
 @contextmanager
@@ -213,10 +166,7 @@ def serving_hidden(engine):
             for name in ("running", "waiting", "blocks_referenced", "chunks_referenced"):
                 assert counts[name] == 0, name
             assert counts["blocks_free"] + counts["blocks_cached"] == counts["blocks"] == engine.pool.size
-            if "cells" in counts:
-                assert counts["chunks_cached"] == counts["chunks"] and counts["cells"] == engine.chunks.size
-            else:
-                assert counts["chunks_free"] + counts["chunks_cached"] == counts["chunks"] == engine.chunks.size
+            assert counts["chunks_cached"] == counts["chunks"] and counts["cells"] == engine.chunks.size
             assert counts["finished"] + counts["failed"] + counts["cancelled"] == counts["requests"]
             assert not (engine.restorations or engine.line or engine.saving)
             assert not (engine.landing.taken or engine.reading.taken or engine.saver.buffer.taken)
@@ -231,254 +181,7 @@ def forget(engine):
     offload.empty(engine)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("on_disk", [False, True], ids=["in memory", "in files"])
-def test_a_reply_says_what_was_restored_and_how_and_health_counts_it(tiny_engine, tmp_path, stream, on_disk):
-    engine = make_hidden(tiny_engine, directories=[tmp_path] if on_disk else [])
-
-    def reply(text: str) -> dict:
-        body = dict(messages=[dict(role="user", content=text)], max_tokens=6, stream=stream)
-        got = ask(port, body)
-        result = events(got)[-1]["result"] if stream else got.json
-        settled(engine)
-        assert result["tokens"] == tokens_of(tiny_engine, body) and result["link"] == "modelled link, 0.05 GB/s"
-        return result
-    with serving_hidden(engine) as port:
-        first, second = reply(STORY), reply(STORY)
-        forget(engine)
-        third = reply(STORY)
-        forget(engine)
-        short = reply(STORY[:80])                                   # restores a chunk, and computes what follows
-        mixed = reply(STORY)
-        forget(engine)
-        engine.seconds_to_restore = lambda *_, **__: 1e9
-        refused = reply(STORY)
-        counts = counters(port)
-    results = (first, second, third, short, mixed, refused)
-    assert [result["source"] for result in results] == ["miss", "gpu_hit", "hidden", "hidden", "mixed", "miss"]
-    # The device holds more than 192 tokens, but the fourth chunk must be computed from its beginning to be kept
-    assert [result["usage"]["cached_tokens"] for result in results] == [0, 192, 192, 64, 192, 0]
-    assert first["choice"] is second["choice"] is first["restoration"] is second["restoration"] is refused["restoration"] is None
-    for result, chosen in ((third, "restore"), (short, "restore"), (mixed, "restore"), (refused, "recompute")):
-        assert result["choice"]["chosen"] == chosen and len(result["choice"]) == 3
-        assert result["choice"]["restore_ms"] >= 0 <= result["choice"]["recompute_ms"]
-    brought = [result["restoration"] for result in (third, short, mixed)]
-    tokens = [restoration["tokens"] for restoration in brought]
-    assert tokens[:2] == [192, 64] and 64 < 192 - tokens[2] < 128, "the device held what is not restored"
-    for restoration, count in zip(brought, tokens):
-        assert set(restoration) == {"tokens", "bytes", "start_ms", "ms", "tokens_per_second", "load_bubble", "compute_bubble"}
-        assert restoration["bytes"] == count * STATES and restoration["ms"] > 0 < restoration["tokens_per_second"]
-        assert 0 <= restoration["load_bubble"] <= 1 and 0 <= restoration["compute_bubble"] <= 1
-    for result in (third, short, mixed):
-        lanes = {lane: [span["label"] for span in result["timeline"] if span["lane"] == lane] for lane in ("load", "storage")}
-        layers = ["layer 0", "layer 1", "layer 2"]
-        assert lanes == dict(load=layers, storage=layers if on_disk else [])
-    assert (counts["restorations"], counts["layers_projected"], counts["restored_tokens"]) == (3, 9, sum(tokens))
-    assert counts["bytes_in"] == sum(tokens) * STATES and counts["recomputed_hits"] == 3 and counts["bytes_out"] > 0
-    assert counts["transfer_errors"] == counts["chunks_missed"] == counts["chunks_dropped"] == counts["save_errors"] == 0
-    if on_disk:
-        assert counts["file_reads"] == 3 * (3 + 1 + 2)                    # layers and chunks
-        assert counts["file_writes"] == counts["chunks_saved"] and counts["file_errors"] == 0
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions"])
-def test_openais_routes_say_the_same_after_a_restoration(tiny_engine, route, stream):
-    body = dict(messages=[dict(role="user", content=STORY)]) if "chat" in route else dict(prompt=STORY)
-    body |= dict(max_tokens=9, temperature=0)
-    engine = make_hidden(tiny_engine)
-    with serving_hidden(engine) as port:
-        first = ask(port, body, route).json
-        forget(engine)
-        if stream:
-            *chunks, last, done = events(ask(port, dict(body, stream=True, stream_options=dict(include_usage=True)), route))
-            choices = [choice for chunk in chunks for choice in chunk["choices"]]
-            said = "".join(choice["delta"].get("content", "") if "chat" in route else choice["text"] for choice in choices)
-            usage = last["usage"]
-            assert done == "[DONE]" and choices[-1]["finish_reason"] == first["choices"][0]["finish_reason"]
-        else:
-            again = ask(port, body, route).json
-            said, usage = (again["choices"][0]["message"]["content"] if "chat" in route else again["choices"][0]["text"],
-                           again["usage"])
-            assert again["choices"] == first["choices"] and set(again) == set(first)
-    assert said == (first["choices"][0]["message"]["content"] if "chat" in route else first["choices"][0]["text"])
-    assert first["usage"]["prompt_tokens_details"] == dict(cached_tokens=0)
-    assert usage["prompt_tokens_details"] == dict(cached_tokens=192) and usage["total_tokens"] == first["usage"]["total_tokens"]
-    assert engine.counts["restorations"] == 1
-
-
-@pytest.mark.parametrize("route", ["/generate", "/v1/chat/completions", "/v1/completions"])
-def test_save_says_whether_hidden_states_are_kept(tiny_engine, route):
-    engine, texts, kept = make_hidden(tiny_engine), [], []
-    question = dict(messages=[dict(role="user", content=STORY)]) if "chat" in route else dict(prompt=STORY)
-    with serving_hidden(engine) as port:
-        for number, asked in enumerate((dict(save=False), dict(save=True), dict(), dict(save=None), dict(save=False, n=2))):
-            before = counters(port)
-            reply = ask(port, dict(question, max_tokens=6, temperature=0, cache_salt=str(number), **asked), route)
-            assert reply.status_code == 200
-            answers = reply.json.get("choices") or reply.json.get("results") or [reply.json]
-            texts.append([answer["message"]["content"] if "chat" in route else answer["text"] for answer in answers])
-            settled(engine)
-            after = counters(port)
-            kept.append(after["chunks_saved"] - before["chunks_saved"])
-            assert (after["bytes_out"] > before["bytes_out"]) == (kept[-1] > 0)
-    assert kept == [0, 3, 3, 3, 0] and texts == [texts[0]] * 4 + [texts[0] * 2]
-
-
-@pytest.fixture(scope="module")
-def hidden_port(tiny_engine):
-    with serving_hidden(make_hidden(tiny_engine)) as port:
-        yield port
-
-
-@pytest.mark.parametrize("route,body", [("/generate", ASK), ("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)])
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("value", ["yes", "true", 0, 1, 1.0, [], {}, [True]], ids=repr)
-def test_a_wrong_save_is_refused_by_name(hidden_port, route, body, stream, value):
-    message = error_of(ask(hidden_port, dict(body, save=value, stream=stream), route), 400)["message"]
-    assert message == "save must be true or false."
-
-
-def test_other_chapters_do_not_know_save_and_this_one_no_offload_after(port, offload_port, hidden_port, tiny_engine):
-    for one, field in ((port, "save"), (offload_port, "save"), (hidden_port, "offload_after")):
-        message = error_of(ask(one, {**ASK, field: True}), 400)["message"]
-        assert f"Unknown field '{field}'" in message and "cache_salt" in message
-    assert "Unknown field 'save'" in error_of(client_of(tiny_engine).post("/generate", json=dict(ASK, save=True)), 400)["message"]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_several_samples_share_what_was_restored_for_their_prompt(tiny_engine, stream):
-    engine, body = make_hidden(tiny_engine), dict(prompt=STORY, max_tokens=12, temperature=1.0, seed=7)
-    expected = [tiny_engine.generate(**{**body, "seed": 7 + number}).tokens for number in range(3)]
-    with serving_hidden(engine) as port:
-        assert tokens_in(ask(port, dict(body, n=3)).json) == expected
-        forget(engine)
-        reply = ask(port, dict(body, n=3, stream=stream))
-        if stream:
-            ended = {event["index"]: event["result"] for event in events(reply) if "result" in event}
-            results = [ended[number] for number in range(3)]
-        else:
-            results = reply.json["results"]
-    assert [result["tokens"] for result in results] == expected and len(set(map(tuple, expected))) == 3
-    for result in results:
-        assert (result["source"], result["usage"]["cached_tokens"], result["choice"]["chosen"]) == ("hidden", 192, "restore")
-    assert engine.counts["restorations"] == 1 and engine.counts["restored_tokens"] == 192
-
-
-@pytest.mark.parametrize("on_disk", [False, True], ids=["in memory", "in files"])
-def test_a_salt_never_restores_the_states_of_another(tiny_engine, tmp_path, on_disk):
-    engine = make_hidden(tiny_engine, directories=[tmp_path] if on_disk else [])
-    body = dict(prompt=STORY, max_tokens=6)
-    expected = tokens_of(tiny_engine, body)
-
-    def source(**fields) -> str:
-        forget(engine)
-        result = ask(port, dict(body, **fields)).json
-        assert result["tokens"] == expected and result["usage"]["cached_tokens"] == (192 if result["source"] == "hidden" else 0)
-        return result["source"]
-    with serving_hidden(engine) as port:
-        salts = [dict(), dict(cache_salt="Anna"), dict(cache_salt="Ben"), dict(cache_salt="anna"), dict(cache_salt="x" * 256)]
-        assert [source(**salt) for salt in salts] == ["miss"] * 5
-        assert [source(**salt) for salt in (*salts, dict(cache_salt=""), dict(cache_salt=None))] == ["hidden"] * 7
-
-
-@pytest.mark.parametrize("on_disk", [False, True], ids=["in memory", "in files"])
-def test_health_of_chapter_04_shows_all_counters(tiny_engine, tmp_path, on_disk):
-    engine = make_hidden(tiny_engine, directories=[tmp_path / "a", tmp_path / "b"] if on_disk else [])
-    zero = set("restorations layers_projected restored_tokens bytes_in bytes_out chunks_saved chunks_dropped chunks_missed "
-               "recomputed_hits transfer_errors chunks_cached chunks_referenced chunk_evictions save_errors".split())
-    files = {f"file_{name}" for name in "reads read_bytes writes write_bytes evictions errors bytes".split()}
-    with serving_hidden(engine) as port:
-        before = counters(port)
-        assert all(before[name] == 0 for name in zero) and before["chunks"] == before["chunks_free"] == 32
-        assert before["link"] == "modelled link, 0.05 GB/s"
-        assert {name for name in before if name.startswith("file")} == (files if on_disk else set())
-        assert all(before[name] == 0 for name in before if name.startswith("file"))
-        assert ask(port, dict(prompt=STORY, max_tokens=2)).status_code == 200
-        settled(engine)
-        after = counters(port)
-    assert after["chunks_saved"] == 3 and after["chunks_cached"] == (0 if on_disk else 3)
-    assert set(after) == set(before)
-    if on_disk:
-        sizes = [file.stat().st_size for folder in ("a", "b") for file in (tmp_path / folder).iterdir()]
-        assert (after["file_writes"], after["file_write_bytes"], after["file_bytes"]) == (3, sum(sizes), sum(sizes))
-
-
-def test_who_asks_a_server_that_was_started_again_finds_the_files_of_the_first(tiny_engine, tmp_path):
-    body = dict(prompt=STORY + "And then?", max_tokens=6)
-    with serving_hidden(make_hidden(tiny_engine, directories=[tmp_path])) as port:
-        assert ask(port, dict(prompt=STORY, max_tokens=6)).json["source"] == "miss"
-    with serving_hidden(make_hidden(tiny_engine, directories=[tmp_path])) as port:
-        reply = ask(port, body)
-
-    def refuse(constant):
-        raise AssertionError(f"{constant} in a reply, which a browser does not read")
-    result = json.loads(reply.data, parse_constant=refuse)          # no prefill has been measured there, and its estimate is inf
-    assert (result["source"], result["usage"]["cached_tokens"], result["choice"]["recompute_ms"]) == ("hidden", 192, None)
-    assert result["tokens"] == tokens_of(tiny_engine, body)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("on_disk", [False, True], ids=["in memory", "in files"])
-def test_a_client_that_hangs_up_in_the_middle_of_a_restoration_frees_everything(tiny_engine, tmp_path, stream, on_disk):
-    """Somebody else decodes, and between two of his tokens the link, which is slow, has not brought a layer."""
-    engine = make_hidden(tiny_engine, frozenset(), bytes_per_second=1e6, directories=[tmp_path] if on_disk else [])
-    other, waits, restoring = dict(prompt="Meanwhile", max_tokens=60), threading.Event(), []
-
-    def wait(_):
-        if not waits.is_set() and engine.restorations:              # before that, chunks are looked for
-            restoring.extend(request for request in engine.running if request.restoration)
-            waits.set()
-            eventually(lambda: engine.cancelled)
-    with serving_hidden(engine) as port, ThreadPoolExecutor() as pool:
-        assert ask(port, dict(prompt=STORY, max_tokens=2)).status_code == 200
-        forget(engine)
-        opened = threading.Event()
-        before_each_pass(engine, lambda number: eventually(opened.is_set) if number == 1 else wait(number))
-        goes_on = pool.submit(ask, port, other)
-        eventually(lambda: engine.counters()["running"] == 1)
-        with closing(sent(port, dict(prompt=STORY, max_tokens=100, stream=stream))):
-            eventually(lambda: engine.counters()["requests"] == 3)
-            opened.set()
-            assert waits.wait(TIMEOUT)
-            assert len(restoring) == 1 and restoring[0].source is None and engine.counters()["restorations"] == 1
-        assert goes_on.result().json["tokens"] == tokens_of(another(tiny_engine, end_tokens=frozenset()), other)
-        settled(engine)
-        counts = counters(port)
-        assert (counts["cancelled"], counts["finished"], counts["blocks_referenced"], counts["chunks_referenced"]) == (1, 2, 0, 0)
-        assert counts["layers_projected"] < 3 and not engine.landing.taken and not engine.reading.taken
-        again = ask(port, dict(prompt=STORY, max_tokens=4)).json
-        assert again["source"] == "hidden" and again["tokens"] == tokens_of(
-            another(tiny_engine, end_tokens=frozenset()), dict(prompt=STORY, max_tokens=4))
-
-
-@pytest.mark.parametrize("options", [dict(), dict(directories=True), dict(direct=True, layout="token-major"),
-                                     dict(blocks=150, cpu_chunks=9), dict(token_budget=40, save_threads=1)], ids=str)
-def test_16_clients_at_once_with_restorations_get_the_tokens_of_chapter_01(tiny_engine, tmp_path, options):
-    if options.get("directories"):
-        options = dict(directories=[tmp_path / "a", tmp_path / "b"])
-    engine = make_hidden(tiny_engine, frozenset(), max_running=8, **options)
-    one_by_one = another(tiny_engine, end_tokens=frozenset())
-    beginnings = [f"{number}: {STORY}"[:150] for number in range(4)]
-    asked = [dict(prompt=beginnings[number % 4] + "and so on, " * (number % 3), max_tokens=4 + number, stream=number % 2 == 1,
-                  save=number % 5 > 0) for number in range(16)]
-    with serving_hidden(engine) as port, ThreadPoolExecutor(16) as pool:
-        for beginning in beginnings:
-            assert ask(port, dict(prompt=beginning, max_tokens=2)).status_code == 200
-        forget(engine)
-        hold(engine, until=lambda: engine.counters()["requests"] == 4 + 16)
-        replies = list(pool.map(lambda body: ask(port, body), asked))
-        results = [events(reply)[-1]["result"] if body["stream"] else reply.json for body, reply in zip(asked, replies)]
-        settled(engine)
-        counts = counters(port)
-    for body, result in zip(asked, results):
-        assert result["tokens"] == one_by_one.generate(body["prompt"], max_tokens=body["max_tokens"]).tokens
-    assert counts["finished"] == 20 and counts["failed"] == counts["transfer_errors"] == counts["save_errors"] == 0
-    assert counts["restorations"] >= 2 and {"hidden", "mixed"} & {result["source"] for result in results}
-    assert counts["restored_tokens"] >= 2 * 128
-
-
-# 2. Chapter 05 ---------------------------------------------------------------------------------------------------
+# 1. Chapter 05 ---------------------------------------------------------------------------------------------------
 
 # Of a layer, for 64 and 256 tokens. A layer recomputed, one projected and one loaded end first, one of each
 KNOWN = bubble.Profile([64, 256], [1e-3, 4e-3], [1.5e-3, 6e-3], [4e-3, 17e-3], [1.3e-3, 5.2e-3], 5e7, 5e7)
@@ -629,7 +332,7 @@ def test_16_clients_at_once_with_mixed_restorations_get_the_tokens_of_chapter_01
     assert counts["restorations"] >= 2 and counts["restored_tokens"] >= 2 * 128
 
 
-# 3. Chapter 06 ---------------------------------------------------------------------------------------------------
+# 2. Chapter 06 ---------------------------------------------------------------------------------------------------
 
 WHOLE = 12                         # chunks of 16 tokens of STORY's prompt, but for its last token
 KV = 3 * 2 * 2 * 16 * 4            # bytes of a token's keys and values: layers, both, heads, width, float32
