@@ -22,7 +22,7 @@ computing all of its tokens. With blocks of 16 that costs at most 48 tokens, and
 
 Source: HCache (Gao et al., EuroSys '25), sections 3, 4.2 and 5. Its scheduler, section 4.1, is chapter 05.
 
-Frozen: the engine alone, on which the older chapter 05 and benchmarks stand. The chapter of today is 04_hidden_state_cache.py.
+Frozen: the engine alone, on which legacy/bubble_free.py and benchmarks stand. The chapter of today is 04_hidden_state_cache.py.
 """
 import queue
 import statistics
@@ -38,7 +38,7 @@ from typing import NamedTuple
 
 import torch
 
-from legacy import baseline, figure, live, offload, paged
+from legacy import baseline, live, offload, paged
 from legacy import link as links
 from legacy.link import Link, RowBuffer, Transfer, TransferError, as_integers
 from legacy.store import ChunkFiles
@@ -340,14 +340,6 @@ class Result(baseline.Result):
     choice: dict | None            # chosen ("restore" or "recompute"), restore_ms, recompute_ms; None if nothing more was kept
     restoration: dict | None       # tokens, bytes, start_ms (since received), ms, tokens_per_second, and two bubbles; or None
     link: str                      # what the states came over, and how fast it is
-
-    def summary(self) -> str:
-        said = super().summary()
-        if self.choice:
-            said += "\nChosen: " + ", ".join(f"{what} {value}" for what, value in self.choice.items()) + f" ({self.link})"
-        if self.restoration:
-            said += "\nRestoration: " + ", ".join(f"{what} {value}" for what, value in self.restoration.items())
-        return said
 
 
 # 2. The engine ---------------------------------------------------------------------------------------------------
@@ -896,28 +888,8 @@ class Engine(offload.MeasuringEngine):
         return live.of_pool("host", f"Host memory: hidden states of {CHUNK} tokens", chunks, in_flight=in_flight,
                             block_bytes=chunks.states[:, :1].nbytes)
 
-    def drawn(self, request: Request):
-        size, letter = self.pool.block_size, "H" if self.RESTORED == "hidden" else "K"
-        cached, blocks = request.cached_tokens // size, self.pool.needed(request.answer.prompt_tokens)
-        held = request.restored.start // size if request.restored else cached
-        legend = {"g": "found on the device", letter: f"restored: {self.RESTORED}", "m": "computed"}
-        cells = [(kind, legend[kind]) for kind in "g" * held + letter * (cached - held) + "m" * (blocks - cached)]
-        return figure.Cells("The blocks of the prompt", [("", cells)], {kind: legend[kind] for kind, _ in cells})
 
-
-# 3. For chapter 05 and benchmarks --------------------------------------------------------------------------------
-
-def ask(way, messages: list[dict] | None = None, new: int | None = None, evict: bool = True, **fields):
-    """-> the Result; with `evict`, what the device had cached was dropped first, as if others had needed it."""
-    asked = dict(messages=messages, max_tokens=new, **fields)
-    if isinstance(way, baseline.Engine):
-        return way.generate(**asked)
-    if evict:
-        offload.empty(way)
-    result = paged.answer(way, **asked)
-    way.flush()
-    return result
-
+# 3. For benchmarks ------------------------------------------------------------------------------------------------
 
 def load_ms(result) -> float:
     """From the first load's beginning to the last one's arrival, in milliseconds; 0 without any."""

@@ -1,4 +1,4 @@
-"""The command line of chapters 05 and 06: what it prints and writes, what it says to wrong input, and Ctrl-C."""
+"""The command line of chapter 06: what it prints and writes, what it says to wrong input, and Ctrl-C."""
 import gc
 import http.client
 import io
@@ -20,9 +20,8 @@ from legacy import app
 from legacy.tests import demos, warm
 from legacy.tests.conftest import ROOT, chapter, write_model
 
-BUBBLE, CAKE = (ROOT / f"{name}.py" for name in ("05_bubble_free", "06_bidirectional"))
-SIZES = ("KV pool: ", "Host memory: ", "The host is reached over a ",      # of what is no complaint
-         "Chunks of ", "Storage, ", "Modelled storage, ")
+CAKE = ROOT / "06_bidirectional.py"
+SIZES = ("KV pool: ", "Chunks of ", "Storage, ", "Modelled storage, ")      # of what is no complaint
 TIMEOUT = 300                      # seconds; nothing here takes more than a few
 ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONIOENCODING": "utf-8"}
 needs_signals = pytest.mark.skipif(os.name != "posix", reason="sends POSIX signals")
@@ -117,266 +116,7 @@ def counters(port: int) -> dict:
     return json.loads(connection.getresponse().read())["counters"]
 
 
-# 3. Chapter 05 ---------------------------------------------------------------------------------------------------
-
-LETTERS = {"auto": "[RrHhKk]{3}", "naive": "[RrKk]{3}", "hidden-only": "HHH", "kv-only": "KKK",
-           "token-wise": r"\d+ tokens H, the others [RK]", "token-wise-rounded": r"\d+ tokens H, the others [RK]"}
-
-
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    """Where profiles are kept: the user's own are left alone."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-def planned_here(monkeypatch, capsys, *arguments) -> tuple[str, str]:
-    """Run chapter 05 as it stands in this process -> what it printed, to stdout and to stderr."""
-    monkeypatch.setattr(sys, "argv", [str(BUBBLE), "--device", "cpu", "--link", "0.5", *map(str, arguments)])
-    runpy.run_path(str(BUBBLE), run_name="__main__")
-    return capsys.readouterr()
-
-
-def profile_in(cache) -> tuple:
-    """The only file that is kept there: its path, its content, and what changes when it is written again."""
-    path, = (path for path in cache.rglob("*") if path.is_file())
-    assert path.parent == cache / "kv-restoration" and path.suffix == ".json"
-    return path, path.read_bytes(), (path.stat().st_mtime_ns, path.stat().st_ino)
-
-
-def test_bubble_help_names_its_options():
-    done = run("--help", script=BUBBLE)
-    assert done.returncode == 0 and done.stderr == ""
-    for option in ("--plan", *LETTERS, "--profile", "--simulate", "--cpu-chunks", "--save-threads", "--link", "--platform"):
-        assert option in done.stdout
-
-
-def test_bubble_prompt_prints_its_memory_the_link_the_plan_and_the_answer_of_chapter_01(tiny_folder, tiny_engine, tmp_path):
-    expected = tiny_engine.generate(prompt="Hello", max_tokens=12, temperature=0.8, top_p=0.9, top_k=40, seed=7)
-    report, trace = tmp_path / "report.json", tmp_path / "trace.json"
-    done = run("--model", str(tiny_folder), "--device", "cpu", "--prompt", "Hello", "--max-tokens", "12", "--temperature", "0.8",
-               "--top-p", "0.9", "--top-k", "40", "--seed", "7", "--json", str(report), "--trace", str(trace),
-               "--gpu-blocks", "50", "--cpu-chunks", "20", "--block-size", "8", "--link", "2", script=BUBBLE,
-               XDG_CACHE_HOME=str(tmp_path / "cache"))
-    assert done.returncode == 0 and done.stdout.startswith(expected.text.replace("\r", "\n")), done
-    config = tiny_engine.model.config
-    cell_bytes = 64 * config.hidden_size * 4                        # which is as much as K and V of a layer here
-    assert re.fullmatch(f"KV pool: 50 blocks of 8 tokens, {400 * config.kv_numbers_per_token * 4 / 1e6:.1f} MB\n"
-                        f"Host memory: 60 cells, {60 * cell_bytes / 1e6:.1f} MB\n"
-                        "The host is reached over a modelled link, 2 GB/s; planned for 256 tokens: "
-                        rf"{LETTERS['auto']}, [0-9.]+ ms\n", done.stderr), done.stderr
-    assert " 0 of them cached (miss); " in done.stdout.splitlines()[-1]
-    written = json.loads(report.read_text())
-    assert (written["chapter"], written["dtype"], written["source"]) == ("05_bubble_free", "float32", "miss")
-    assert written["tokens"] == expected.tokens and written["usage"] == expected.usage
-    assert written["choice"] is written["restoration"] is None and written["link"] == "modelled link, 2 GB/s"
-    spans = [event["name"] for event in json.loads(trace.read_text())["traceEvents"] if event.get("cat") == "compute"]
-    assert [name.split()[0] for name in spans] == ["prefill"] + ["decode"] * (len(expected.tokens) - 1)
-    content = json.loads(profile_in(tmp_path / "cache")[1])
-    assert content["lengths"] == [64, 128, 256] and content["identity"]["link"] == "2.0 GB/s"
-
-
-@pytest.mark.parametrize("mode", LETTERS)
-def test_every_plan_gives_the_answer_of_chapter_01(tiny_folder, tiny_engine, tmp_path, monkeypatch, capsys, cache, mode):
-    report = tmp_path / "report.json"
-    said, complaint = planned_here(monkeypatch, capsys, "--model", tiny_folder, "--prompt", STORY, "--max-tokens", 12,
-                                   "--json", report, "--plan", mode)
-    expected = tiny_engine.generate(prompt=STORY, max_tokens=12)
-    assert json.loads(report.read_text())["tokens"] == expected.tokens and said.startswith(expected.text)
-    assert re.search(f"; planned for 256 tokens: {LETTERS[mode]}, [0-9.]+ ms\n$", complaint), complaint
-
-
-def test_what_a_layer_costs_is_measured_once_and_again_with_profile(tiny_folder, monkeypatch, capsys, cache):
-    asked = ["--model", tiny_folder, "--prompt", "Hello", "--max-tokens", 2]
-    planned_here(monkeypatch, capsys, *asked)
-    first = profile_in(cache)
-    planned_here(monkeypatch, capsys, *asked, "--plan", "kv-only")
-    assert profile_in(cache) == first, "the second start measured again"
-    planned_here(monkeypatch, capsys, *asked, "--profile")
-    path, content, written = profile_in(cache)
-    assert path == first[0] and content != first[1] and written != first[2]
-    assert json.loads(content)["measured"] > json.loads(first[1])["measured"]
-
-
-@pytest.mark.parametrize("damaged", [b"", b"{", b"\xff\0", b"[]", b"null", b'{"lengths": [64]}'], ids=repr)
-def test_a_damaged_profile_is_measured_anew(tiny_folder, monkeypatch, capsys, cache, damaged):
-    asked = ["--model", tiny_folder, "--prompt", "Hello", "--max-tokens", 2]
-    planned_here(monkeypatch, capsys, *asked)
-    path, content, _ = profile_in(cache)
-    path.write_bytes(damaged)
-    said, complaint = planned_here(monkeypatch, capsys, *asked)
-    assert "2 new; TTFT " in said and all(line.startswith(SIZES) for line in complaint.splitlines())
-    again = json.loads(profile_in(cache)[1])
-    assert again["identity"] == json.loads(content)["identity"] and again["lengths"] == [64, 128, 256]
-
-
-@pytest.mark.parametrize("options", [[], ["--profile"]], ids=["", "--profile"])
-def test_where_a_profile_cannot_be_kept_it_is_measured_every_time(tiny_folder, tmp_path, monkeypatch, capsys, options):
-    (tmp_path / "file").write_text("in the way")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    for _ in range(2):
-        said, complaint = planned_here(monkeypatch, capsys, "--model", tiny_folder, "--prompt", "Hello", "--max-tokens", 2,
-                                       *options)
-        assert "2 new; TTFT " in said and all(line.startswith(SIZES) for line in complaint.splitlines())
-    assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "in the way"
-
-
-def test_bubble_prompt_leaves_no_thread_behind(monkeypatch, capsys, cache):
-    """One that is inside PyTorch when the interpreter ends aborts the process ("terminate called ...")."""
-    before = set(threading.enumerate())
-    said, _ = planned_here(monkeypatch, capsys, *TINY, "--prompt", STORY, "--max-tokens", 5)
-    assert " new; TTFT " in said
-    gc.collect()                                                    # lanes and sorters end with their engine
-    deadline = time.monotonic() + 60
-    while not {thread.name for thread in set(threading.enumerate()) - before} <= {"tqdm_monitor"}:      # which only sleeps
-        assert time.monotonic() < deadline, threading.enumerate()
-        time.sleep(0.01)
-
-
-@pytest.mark.parametrize("words,arguments", [
-    ("token-wise-rounded", ["--plan", "x"]), ("--plan", ["--plan"]), ("'Auto'", ["--plan", "Auto"]),
-    ("'-1'", ["--cpu-chunks", "-1"]), ("'1.5'", ["--cpu-chunks", "1.5"]), ("'99999999'", ["--cpu-chunks", "99999999"]),
-    ("'0'", ["--save-threads", "0"]), ("'65'", ["--save-threads", "65"]), ("'0'", ["--link", "0"]), ("'nan'", ["--link", "nan"]),
-    ("h800", ["--platform", "h100"]), ("'0'", ["--gpu-blocks", "0"]), ("'0'", ["--block-size", "0"]),
-    ("--simul", ["--simul"]), ("now", ["--profile", "now"]), ("yes", ["--simulate=yes"]),
-    ("--disk", ["--disk", "x"]), ("--save direct", ["--save", "direct"]), ("--layout", ["--layout", "chunked"]),
-    ("--ingest", ["--ingest", "notes.txt"]), ("--demo", ["--demo", "--prompt", "Hello"]),
-    ("'/'", ["--simulate", "--json", "/"]), ("512", [*TINY_CPU, "--prompt", "x" * 600]),
-    ("'/'", [*TINY, "--prompt", "Hello", "--trace", "/"]), ("No model 'nonsense'", ["--prompt", "Hello", "--model", "nonsense"]),
-    ("context of 512 tokens", [*TINY_CPU, "--demo"]), ("the pool has 1;", [*TINY_CPU, "--gpu-blocks", "1", "--prompt", STORY]),
-    (f"{1 << 24} chunks of 64 tokens", [*TINY_CPU, "--prompt", "Hello", "--gpu-blocks", "20", "--cpu-chunks", str(1 << 24)]),
-], ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "")
-def test_wrong_options_of_bubble_end_with_one_clear_line(monkeypatch, capsys, cache, words, arguments):
-    line = refused_here(monkeypatch, capsys, BUBBLE, arguments)
-    assert words in line and line.startswith("05_bubble_free")
-
-
-def test_simulating_loads_no_model_and_measures_nothing(tmp_path):
-    report = tmp_path / "report.json"
-    done = run("--simulate", "--model", "nonsense", "--json", str(report), script=BUBBLE, XDG_CACHE_HOME=str(tmp_path / "cache"))
-    assert done.returncode == 0 and done.stderr == ""
-    written = json.loads(report.read_text())
-    assert set(written) == {"chapter", "rows", "agree", "compared"} and written["chapter"] == "05_bubble_free"
-    assert 0 < written["agree"] < written["compared"] < len(written["rows"])
-    assert done.stdout.splitlines()[-1].startswith(f"{written['agree']} of {written['compared']} rows agree with the paper; ")
-    for title in ("Table 3", "Figure 11 a-c", "Section 6.3.2", "On our own account, not measured", "Predicted pipeline"):
-        assert title in done.stdout
-    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
-
-
-PLANS = {"KV offload": "K{8}", "hidden only": "H{8}", "naive mix": "[RrKk]{8}", "planned mix": "[RrHhKk]{8}"}
-BALANCES = {"the link is the bottleneck": 2.0, "balanced": 1.0, "computing is the bottleneck": 0.5}
-
-
-@pytest.fixture(scope="module")
-def bubble_demo(tmp_path_factory):
-    """The lesson on the classroom model, run once -> what it printed, its report and its trace."""
-    done = demos.shown(BUBBLE.stem, tmp_path_factory)
-    return done, done.report, done.trace
-
-
-def test_bubble_demo_is_verified_before_any_time_is_printed(bubble_demo):
-    done, report, _ = bubble_demo
-    assert report["verified"] is True and (report["chapter"], report["model"], report["dtype"], report["device"]) == (
-        "05_bubble_free", "classroom", "float32", "cpu")
-    first, *others = done.stdout.splitlines()
-    assert re.match(r"verified: all [1-9]\d* tokens equal", first) and not any("verified" in line for line in others)
-    assert " ms" not in first and sum(" ms" in line for line in others) > 10
-
-
-def test_bubble_demo_says_nothing_else_on_stderr(bubble_demo):
-    assert [line.startswith(SIZES) for line in bubble_demo[0].stderr.splitlines()] == [True] * 3, bubble_demo[0].stderr
-
-
-def test_bubble_demo_calls_the_link_modelled_wherever_it_names_its_speed(bubble_demo):
-    done, report, _ = bubble_demo
-    named = [line for line in (done.stdout + done.stderr).splitlines() if "GB/s" in line]
-    assert len(named) == 4 and all(re.search(r"modelled link, [0-9.e+-]+ GB/s", line) for line in named)
-    assert set(report["link"]) == {"modelled", "gbps"} and report["link"]["modelled"] is True and report["link"]["gbps"] > 0
-
-
-def test_bubble_demo_compares_four_ways_over_three_links(bubble_demo):
-    done, report, _ = bubble_demo
-    rows = {(row["setting"], row["way"]): row for row in report["rows"]}
-    assert len(rows) == len(report["rows"]) and {setting for setting, _ in rows} == set(BALANCES)
-    for setting in BALANCES:
-        table = done.stdout.split(f"\n{setting[0].upper()}{setting[1:]}: ")[1].split("the paper's formula")[0]
-        for way, plan in PLANS.items():
-            line, = (line for line in table.splitlines() if line.startswith(f"  {way} "))
-            if (setting, way) not in rows:      # to compute was estimated to be faster than to bring that much
-                assert "'chosen': 'recompute'" in line and way != "planned mix"
-                continue
-            row = rows[setting, way]
-            assert re.fullmatch(plan, row["plan"]) and row["plan"] in line and f"{row['ms']:.1f} ms" in line
-            assert set(row["layers"]) == {"recompute", "hidden", "kv"}
-            assert sum(row["layers"].values()) == pytest.approx(8, abs=0.02)
-            assert row["tokens"] == rows[setting, "planned mix"]["tokens"] >= 512 and row["tokens"] % 64 == 0
-            assert row["bytes_per_token"] == pytest.approx(
-                row["layers"]["hidden"] * 1024 + row["layers"]["kv"] * 2048, abs=0.02 * 3072)       # 256 and 512 numbers
-            assert 0 < row["fastest_ms"] <= row["ms"] <= row["slowest_ms"] and 0 < row["bound_ms"] <= row["predicted_ms"] * 1.0001
-            assert row["over_predicted"] == pytest.approx(row["ms"] / row["predicted_ms"])
-            assert row["over_bound"] == pytest.approx(row["ms"] / row["bound_ms"])
-            assert 0 <= row["load_bubble"] <= 1 and 0 <= row["compute_bubble"] <= 1 and row["link_gbps"] > 0
-    assert done.stdout.count("  the paper's formula: ") == done.stdout.count("; all plans tried: ") == 3
-    charts = re.findall(r"^ *(compute|load) \|([RHK.]+)\| idle \d+%$", done.stdout, re.M)
-    assert len(charts) >= len(rows) and {letter for _, drawn in charts for letter in drawn} == set("RHK.")
-
-
-def test_bubble_demo_finds_no_plan_that_is_faster_than_the_bound_or_slower_than_the_papers_formula(bubble_demo):
-    done = bubble_demo[0]
-    shown = re.findall(r"the paper's formula: ([RHK]{8}), ([0-9.]+) ms predicted; all plans tried: ([RrHhKk]{8}), ([0-9.]+) ms "
-                       r"predicted, ([0-9.]+) ms measured; no plan is faster than ([0-9.]+) ms", done.stdout)
-    assert len(shown) == 3
-    for _, formula, _, best, _, bound in shown:
-        assert 0 < float(bound) <= float(best) + 0.1 <= float(formula) + 0.2
-
-
-def test_bubble_demo_gives_every_block_and_every_cell_back(bubble_demo):
-    counters = bubble_demo[1]["counters"]                              # of an engine that answered
-    for name in ("running", "waiting", "blocks_referenced", "chunks_referenced", "failed", "chunks_missed", "save_errors",
-                 "transfer_errors"):
-        assert counters[name] == 0, name
-    assert counters["requests"] == counters["finished"] > 0 < counters["restorations"] and counters["chunks"] > 0
-    assert 0 < counters["cells_free"] < counters["cells"] and re.fullmatch("[RrHhKk]{8}", counters["plan"])
-
-
-def test_bubble_demo_writes_a_trace_with_layers_that_are_computed_while_others_arrive(bubble_demo):
-    spans = [event for event in bubble_demo[2]["traceEvents"] if event["ph"] == "X"]
-    load, compute = ([span for span in spans if span["cat"] == lane] for lane in ("load", "compute"))
-    layers = range(8)
-    assert {span["name"] for span in load} <= {f"{way} layer {layer}" for way in "HK" for layer in layers}
-    assert {span["name"] for span in compute} <= {f"{way} layer {layer}" for way in "RH" for layer in layers}
-    assert {span["name"][0] for span in load} == set("HK") and {span["name"][0] for span in compute} == set("RH")
-    assert all(span["dur"] > 0 and span["ts"] >= 0 for span in spans)
-    assert any(a["ts"] < b["ts"] + b["dur"] and b["ts"] < a["ts"] + a["dur"] for a in compute for b in load), "no overlap"
-
-
-@needs_signals
-def test_ctrl_c_while_costs_are_measured_leaves_no_file(tmp_path):
-    with Process("--device", "cpu", "--port", "0", script=BUBBLE, XDG_CACHE_HOME=str(tmp_path)) as process:
-        process.read_until(b"Loading", b"loading", b"KV pool: ", b" serves ")
-        process.interrupt()
-    assert [path.suffix for path in tmp_path.rglob("*") if path.is_file()] in ([], [".json"])
-
-
-@needs_signals
-def test_ctrl_c_while_bubble_serves(tmp_path):
-    with Process(*TINY_CPU, "--port", "0", "--max-running", "1", script=BUBBLE, XDG_CACHE_HOME=str(tmp_path)) as process:
-        process.read_until(b"(Ctrl-C ends it)\n")
-        assert process.output.startswith(b"KV pool: ") and b"\nHost memory: " in process.output
-        assert b"05_bubble_free serves random:tiny on http://127.0.0.1:" in process.output
-        port = int(process.output.split(b"127.0.0.1:")[1].split()[0])
-        connections = []
-        for number in range(8):                 # one is being answered, the others wait
-            connections.append(http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT))
-            connections[-1].request("POST", "/generate", json.dumps(dict(prompt=STORY, max_tokens=250, stream=number % 2 == 1)))
-        while counters(port)["requests"] < 8:
-            time.sleep(0.01)
-        process.interrupt()
-        assert 503 in map(status, connections)              # who waited was told
-
-
-# 4. Chapter 06 ---------------------------------------------------------------------------------------------------
+# 3. Chapter 06 ---------------------------------------------------------------------------------------------------
 
 LONG_STORY = STORY + "And so it ended."
 FOUR_WAYS = {"compute only": "compute", "load only": "load", "both": "both", "both, 8 bit": "both"}
@@ -712,7 +452,7 @@ def test_ctrl_c_while_bidirectional_serves(tmp_path, disk, signum):
         assert len(chunks_of(chunks)) >= 12, "what was computed reached its files"
 
 
-# 5. What an engine keeps outside of this process -----------------------------------------------------------------
+# 4. What an engine keeps outside of this process -----------------------------------------------------------------
 
 def interrupted(*_):
     raise KeyboardInterrupt
@@ -756,7 +496,7 @@ def test_whatever_comes_of_it_the_engine_is_released_once(tmp_path, monkeypatch,
         monkeypatch.setattr("pathlib.Path.write_text", lambda *_, **__: (_ for _ in ()).throw(OSError("the disk is full")))
 
     def run_it():
-        app.run("01_baseline", parsed, checkpoint.load, make, dict(demo=demo), {})
+        app.run("01_baseline", parsed, checkpoint.load, make, dict(demo=demo))
     if error:
         with pytest.raises(error):
             run_it()
@@ -773,16 +513,9 @@ def test_in_a_server_the_garbage_collector_leaves_alone_what_was_there_before(mo
 
     def make(model, tokenizer, end_tokens, _):
         return chapter("01_baseline").Engine(model, tokenizer, end_tokens)
-    app.run("01_baseline", parsed, checkpoint.load, make, {}, {})
+    app.run("01_baseline", parsed, checkpoint.load, make, {})
     gc.unfreeze()
     assert counts[0] > 100_000
-
-
-def test_what_needs_no_model_has_no_engine_to_release():
-    def make(*_):
-        raise AssertionError("an engine was made")
-    parsed = app.parser_for("").parse_args(["--demo", "--model", "nonsense"])
-    app.run("01_baseline", parsed, checkpoint.load, make, {}, dict(demo=lambda arguments: ({}, [])))
 
 
 def test_an_engine_that_keeps_nothing_outside_releases_nothing(tiny_engine):

@@ -1,7 +1,6 @@
-"""Chapters 05 to 08, and what they stand on, on a GPU."""
+"""Chapters 06 to 08, and what they stand on, on a GPU."""
 import argparse
 import gc
-import math
 import time
 import types
 from collections import OrderedDict, deque
@@ -13,15 +12,14 @@ import torch
 from common import checkpoint
 from legacy import backends, figure, live
 from legacy import link as links
-from legacy.link import CudaTransfer, Link, RowBuffer, TransferError
+from legacy.link import CudaTransfer, Link, TransferError
 from legacy.tests.conftest import chapter, make_engine, write_model
 from legacy.tests.test_live import NAMES, WAYS, make
 from legacy.timeline import Clock
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no CUDA device here")
-baseline, paged, offload, bubble, cake, tiered, hybrid = (chapter(name) for name in (
-    "01_baseline", "02_paged_kv", "03_cpu_offload", "05_bubble_free", "06_bidirectional", "07_tiered_storage",
-    "08_hybrid_blocks"))
+baseline, paged, offload, cake, tiered, hybrid = (chapter(name) for name in (
+    "01_baseline", "02_paged_kv", "03_cpu_offload", "06_bidirectional", "07_tiered_storage", "08_hybrid_blocks"))
 PROMPT = list(range(40, 140))
 FOLDERS = {"mha": dict(num_key_value_heads=4), "gqa": dict(num_key_value_heads=2), "one KV head": dict(num_key_value_heads=1),
            "qwen2": dict(family="qwen2"), "tied": dict(tie_word_embeddings=True)}
@@ -620,28 +618,9 @@ def test_memory_is_constant_over_many_swaps(tiny_folder):
     assert engine.counts["finished"] == 8 * 15 and engine.counts["swap_ins"] > 0 < engine.host.counts["evictions"]
 
 
-# What chapters 05 to 08 share ------------------------------------------------------------------------------------
+# What chapters 06 to 08 share ------------------------------------------------------------------------------------
 
-STORY = list(range(40, 240))       # three chunks of 64 tokens, and eight tokens
-
-
-def run_hidden(engine):
-    """Step until nobody runs or waits and nothing is on its way; then every block, chunk and row must be back."""
-    while engine.step():
-        engine.check_integrity()
-    engine.flush()
-    engine.check_integrity()
-    assert engine.pool.available == engine.pool.size and engine.chunks.available == engine.chunks.size
-    assert not (engine.restorations or engine.landing.taken or engine.reading.taken or engine.saver.buffer.taken)
-
-
-def ask_hidden(engine, prompt=STORY, **fields):
-    """One request with nobody else around -> the request, answered."""
-    request, = engine.submit(prompt, **{"max_tokens": 12, **fields})
-    run_hidden(engine)
-    if isinstance(request.outcome, Exception):
-        raise request.outcome
-    return request
+STORY = list(range(40, 240))       # twelve chunks of 16 tokens, and eight tokens
 
 
 def forget(engine):
@@ -650,15 +629,6 @@ def forget(engine):
     with torch.inference_mode():
         engine.pool.kv.zero_()
     torch.cuda.synchronize()
-
-
-def come_back_hidden(engine, prompt=STORY, **fields):
-    """Ask, lose everything on the device, and ask again -> both requests; the second is restored from hidden states."""
-    first = ask_hidden(engine, prompt, **fields)
-    forget(engine)
-    again = ask_hidden(engine, prompt, **fields)
-    assert again.source == engine.RESTORED and again.cached_tokens == (len(prompt) - 1) // 64 * 64
-    return first, again
 
 
 def keys_and_values(engine, request):
@@ -676,268 +646,6 @@ def delayed(engine, lane: str):
     """What is queued on this lane from now on begins late."""
     with torch.cuda.stream(getattr(engine, f"{lane}_link").stream):
         torch.cuda._sleep(LONG)
-
-
-# Chapter 05 ------------------------------------------------------------------------------------------------------
-
-Plan = bubble.Plan
-CHEAP = bubble.Profile([1024], [1.0], [2.0], [1e6], [1.0], 1e9, 1e9)   # seconds of a layer: nothing is slower than to compute
-PLANS = [Plan(0, 3, 0), Plan(0, 0, 3), Plan(1, 1, 1), Plan(2, 0, 1), Plan(2, 1, 0), Plan(0.5, 1.75, 0.75), Plan(0, 1.5, 1.5, 96),
-         Plan(1.5, 1.5, 0, 96)]
-
-
-def bubble_engine(folder, plan=None, dtype="float32", blocks: int = 64, cpu_chunks: int = 64, known=CHEAP, **options):
-    """Chapter 05's engine. With a plan, everything is kept so, and comes back as it was kept."""
-    engine = bubble.Engine(*checkpoint.load(str(folder), dtype, "cuda"), blocks, cpu_chunks=cpu_chunks, known=known,
-                           **{"mode": "naive" if plan else "auto", **options})
-    engine.learn = lambda *_: None
-    if plan:
-        engine.plan = lambda tokens: (plan, 1.0)
-    return engine
-
-
-def kept_kv(engine, request, layer: int):
-    """K and V of a layer of STORY's chunks as the host keeps them -> [2, 192, KVH, hd]."""
-    slots = [engine.chunks.find(engine.chunk_prefix(request, index)) for index in range(3)]
-    flat, shape = engine.chunks.kv.view(-1), engine.chunks.kv_shape
-    return torch.stack([torch.cat([flat[first:first + math.prod(shape)].view(shape) for first in side]) for side in zip(
-        *(engine.chunks.keys_and_values(slot, layer) for slot in slots))])
-
-
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_layers_that_come_back_in_three_ways_give_the_tokens_of_chapter_01_on_the_cpu(folder, plan):
-    engine, here = bubble_engine(folder, plan), make_engine(folder)
-    for fields in (dict(), dict(temperature=0.8, top_p=0.9, seed=5)):
-        expected = here.generate(STORY, max_tokens=12, **fields).tokens
-        for request in come_back_hidden(engine, **fields, cache_salt=str(fields)):
-            assert request.outcome.tokens == expected
-    assert engine.counts["transfer_errors"] == engine.counts["chunks_missed"] == engine.saver.errors == 0
-    assert (engine.counts["layers_recomputed"] > 0) == (plan.recompute > 0)
-
-
-@pytest.mark.parametrize("mode", bubble.MODES)
-def test_what_a_mode_plans_from_costs_measured_here_gives_the_tokens_of_chapter_01_on_the_cpu(folder, mode):
-    engine, here = bubble_engine(folder, known=None, mode=mode), make_engine(folder)
-    for column in (*engine.profile[:5], engine.profile[5:]):
-        assert all(0 < value < math.inf for value in column)
-    expected = here.generate(STORY, max_tokens=12).tokens
-    first = ask_hidden(engine)
-    forget(engine)
-    assert first.outcome.tokens == ask_hidden(engine).outcome.tokens == expected    # restored, or computed if that is faster
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_layers_that_were_loaded_are_bit_equal_and_the_others_close(folder, dtype):
-    engine = bubble_engine(folder, Plan(1, 1, 1), dtype)
-    first = ask_hidden(engine)
-    computed = keys_and_values(engine, first)
-    assert torch.equal(kept_kv(engine, first, 2).view(torch.uint8), computed[2].view(torch.uint8))
-    forget(engine)
-    again = ask_hidden(engine)
-    restored = keys_and_values(engine, again)
-    assert again.source == "planned" and computed.abs().max() > 0
-    assert torch.equal(restored[2].view(torch.uint8), computed[2].view(torch.uint8))
-    # Fewer rows are projected than were computed, and a GPU may add up in another order
-    assert difference(restored, computed) <= dict(float32=1e-5, bfloat16=2e-2, float16=2e-3)[dtype]
-
-
-def late_issue(engine, monkeypatch, call):
-    """`call(restoration)` comes before a restoration's first load is issued."""
-    issue = engine.issue
-
-    def late(restoration):
-        if not restoration.loads:
-            call(restoration)
-        issue(restoration)
-    monkeypatch.setattr(engine, "issue", late)
-
-
-@pytest.mark.parametrize("guarded", [True, False])
-@pytest.mark.parametrize("plan", [Plan(0, 0, 3), Plan(1, 1, 1)], ids=str)
-def test_keys_and_values_wait_for_what_is_queued_to_use_their_blocks(warm, tiny_folder, monkeypatch, plan, guarded):
-    """Something that was queued before still writes to the blocks that are to be restored."""
-    engine = bubble_engine(tiny_folder, plan)
-    before = keys_and_values(engine, come_back_hidden(engine)[1])   # and all kernels are loaded, and their memory is there
-    forget(engine)
-
-    def busy(restoration):
-        torch.cuda._sleep(LONG)
-        for block in restoration.blocks:                            # one by one: a list of indices would stop the host
-            engine.pool.kv[:, :, block].zero_()
-    late_issue(engine, monkeypatch, busy)
-    if not guarded:
-        monkeypatch.setattr(engine.load_link, "wait_for_compute", lambda: None)
-    request = ask_hidden(engine)
-    assert request.source == "planned" and engine.counts["transfer_errors"] == 0
-    assert torch.equal(keys_and_values(engine, request)[2], before[2]) is guarded
-
-
-@pytest.mark.parametrize("guarded", [True, False])
-def test_no_part_of_a_layer_lands_where_a_projection_still_reads_another(warm, tiny_folder, monkeypatch, guarded):
-    """There is room for one layer where they land, and the first one's projection is late."""
-    engine = bubble_engine(tiny_folder, Plan(0, 3, 0))
-    engine.landing = RowBuffer(engine.landing.memory[:200])
-    before = keys_and_values(engine, come_back_hidden(engine)[1])
-    forget(engine)
-    project, copy, early = engine.project, engine.load_link.copy, engine.clock.mark()
-
-    def late(index, *operands):
-        if index == 0:
-            torch.cuda._sleep(LONG)
-        project(index, *operands)
-    monkeypatch.setattr(engine, "project", late)
-    if not guarded:                                                 # waits for what was queued before the test
-        monkeypatch.setattr(engine.load_link, "copy", lambda dst, src, label, *_: copy(dst, src, label, early))
-    request = ask_hidden(engine)
-    after = keys_and_values(engine, request)
-    assert request.source == "planned" and engine.counts["transfer_errors"] == 0
-    assert (difference(after[0], before[0]) < 1e-5) is guarded, "overwritten" if guarded else "the guard makes no difference"
-
-
-@pytest.mark.parametrize("waits", [True, False])
-def test_without_the_wait_tokens_attend_to_keys_that_have_not_arrived(warm, tiny_folder, monkeypatch, waits):
-    engine = bubble_engine(tiny_folder, Plan(0, 0, 3))
-    expected = come_back_hidden(engine)[0]
-    after = keys_and_values(engine, expected)
-    forget(engine)
-    late_issue(engine, monkeypatch, lambda _: delayed(engine, "load"))
-    seen, forward = [], engine.forward
-
-    def look(batch):
-        seen.append(engine.pool.kv[2, 0].clone())                   # queued: what this pass reads
-        return forward(batch)
-    monkeypatch.setattr(engine, "forward", look)
-    if not waits:
-        monkeypatch.setattr(CudaTransfer, "wait", lambda self: None)
-    request = ask_hidden(engine)
-    blocks = [engine.pool.find(prefix) for prefix in prefixes(engine, request)[:12]]
-    assert request.source == "planned"
-    assert torch.equal(seen[0][blocks].flatten(0, 1).cpu(), after[2, 0]) is waits
-
-
-def test_blocks_of_somebody_who_left_are_held_until_what_is_on_its_way_to_them_has_arrived(warm, tiny_folder, monkeypatch):
-    engine = bubble_engine(tiny_folder, Plan(1, 0, 2))
-    come_back_hidden(engine)
-    forget(engine)
-    other, = engine.submit([9, *PROMPT[1:]], max_tokens=100, save=False)        # so that the restoration lets others compute
-    while other.computed < len(PROMPT):
-        assert engine.step()
-    late_issue(engine, monkeypatch, lambda _: delayed(engine, "load"))
-    request, = engine.submit(STORY, max_tokens=4)
-    while not engine.restorations or not engine.restorations[0].loads:
-        assert engine.step()
-    restoration = engine.restorations[0]
-    blocks = list(restoration.blocks)
-    engine.cancel(request)
-    assert engine.step() and len(blocks) == 12
-    held = [engine.pool.references[block] for block in blocks]
-    assert not restoration.loads[-1].ready, "it was not late"
-    assert held == [1] * 12, "of the restoration itself"
-    run_hidden(engine)
-    assert engine.counts["cancelled"] == 1 and other.outcome is not None
-
-
-@pytest.mark.parametrize("plan", [Plan(0, 3, 0), Plan(0, 0, 3), Plan(1, 1, 1), Plan(2, 1, 0)], ids=str)
-def test_who_is_restored_alone_in_three_ways_does_not_stop_the_host(warm, tiny_folder, monkeypatch, plan):
-    """All that is to be computed is queued before the first layer has arrived."""
-    engine = bubble_engine(tiny_folder, plan)
-    before = keys_and_values(engine, come_back_hidden(engine)[1])
-    forget(engine)
-    late_issue(engine, monkeypatch, lambda _: delayed(engine, "load"))
-    bring_layers, ready, yields = engine.bring_layers, [], []
-
-    def watched(request, restoration, *arguments):
-        layers = bring_layers(request, restoration, *arguments)
-        while True:
-            try:
-                next(layers)
-            except StopIteration as end:
-                ready.extend(load.ready for load in restoration.loads)
-                return end.value
-            yields.append(None)
-            yield
-    monkeypatch.setattr(engine, "bring_layers", watched)
-    request = ask_hidden(engine)
-    assert ready and not any(ready) and yields == [] and request.source == "planned"
-    assert difference(keys_and_values(engine, request), before) < 1e-5
-
-
-def test_keys_and_values_leave_as_they_were_computed_however_late(warm, tiny_folder, monkeypatch):
-    """The copy begins late, and meanwhile another request has all blocks."""
-    engine = bubble_engine(tiny_folder, Plan(0, 0, 3), blocks=14)
-    other = STORY[::-1]
-    ask_hidden(engine, other, max_tokens=4, save=False, cache_salt="warm")
-    first = ask_hidden(engine, max_tokens=4, cache_salt="warm")
-    before = [kept_kv(engine, first, layer) for layer in range(3)]
-    offload.empty(engine)
-    copy, transfers = engine.save_link.copy, []
-
-    def late(*what):
-        if not transfers:
-            delayed(engine, "save")
-        transfers.append(copy(*what))
-        return transfers[-1]
-    monkeypatch.setattr(engine.save_link, "copy", late)
-    request, = engine.submit(STORY, max_tokens=4, cache_salt="again")
-    while request.outcome is None:
-        engine.step()
-    second, = engine.submit(other, max_tokens=1, save=False, cache_salt="again")
-    while second.outcome is None:
-        engine.step()
-    assert transfers and not transfers[0].ready, "an answer waited for what is saved"
-    run_hidden(engine)
-    assert all(torch.equal(kept_kv(engine, request, layer), kept) for layer, kept in enumerate(before))
-
-
-@pytest.mark.parametrize("options", [dict(blocks=16), dict(blocks=20, token_budget=64), dict(blocks=70, block_size=3),
-                                     dict(blocks=16, cpu_chunks=12)], ids=str)
-@pytest.mark.parametrize("plan", [Plan(1, 1, 1), Plan(1.25, 0.75, 1)], ids=str)
-def test_many_who_come_back_in_three_ways_get_the_tokens_of_chapter_01_on_the_cpu(folder, plan, options):
-    engine, here = bubble_engine(folder, plan, **options), make_engine(folder)
-    for _ in range(3):
-        samples = [(fields, engine.submit(**fields)) for fields in mixed(engine.context)]
-        run_hidden(engine)
-        forget(engine)
-        for fields, requests in samples:
-            fields = {name: value for name, value in fields.items() if name not in ("n", "cache_salt")}
-            for number, request in enumerate(requests):
-                seed = dict(seed=fields["seed"] + number) if "seed" in fields else {}
-                assert request.outcome.tokens == here.generate(**{**fields, **seed}).tokens
-    assert engine.counts["restorations"] > 0 < engine.counts["chunks_saved"] and engine.counts["transfer_errors"] == 0
-
-
-def test_the_cells_are_pinned(tiny_folder, capsys):
-    engine = bubble_engine(tiny_folder)
-    assert engine.chunks.kv.is_pinned() and engine.chunks.kv.device.type == "cpu" and "pinned" not in capsys.readouterr().err
-
-
-def test_the_result_says_what_was_planned_and_what_came_in_which_way(folder):
-    engine = bubble_engine(folder, Plan(1, 1, 1))
-    again = come_back_hidden(engine)[1]
-    result, config = again.outcome, engine.model.config
-    assert result.restoration["plan"] == "RHK" and result.restoration["layers"] == dict(recompute=1, hidden=1, kv=1)
-    numbers = config.hidden_size + 2 * config.num_key_value_heads * config.head_dim
-    assert result.restoration["bytes"] == 192 * numbers * 4 and 0 < result.restoration["bound_ms"]
-    assert result.link.startswith("link, ") and "modelled" not in result.summary()
-    for lane, labels in (("load", {"H layer 1", "K layer 2"}), ("compute", {"R layer 0", "H layer 1"})):
-        spans = [span for span in again.timeline.spans if span.lane == lane and " layer " in span.label]
-        assert {span.label for span in spans} == labels and all(-0.1 < span.start < span.end for span in spans)
-
-
-def test_memory_is_constant_over_many_restorations_in_three_ways(tiny_folder):
-    engine = bubble_engine(tiny_folder, Plan(1, 1, 1), "bfloat16", blocks=20, cpu_chunks=12, max_running=8)
-
-    def a_round(number: int):
-        for fields in mixed(engine.context):
-            engine.submit(**{"cache_salt": str(number % 2), **fields})
-        run_hidden(engine)
-        offload.empty(engine)
-        gc.collect()
-        return torch.cuda.memory_allocated()
-    where, before = (engine.pool.kv.data_ptr(), engine.chunks.kv.data_ptr()), a_round(0)
-    assert {a_round(number) for number in range(1, 8)} == {before}
-    assert (engine.pool.kv.data_ptr(), engine.chunks.kv.data_ptr()) == where
-    assert engine.counts["finished"] == 8 * 15 and engine.counts["restorations"] > 0
 
 
 # Chapter 06 ------------------------------------------------------------------------------------------------------

@@ -20,8 +20,8 @@ README, MEASURED, REFERENCE = ROOT / "README.md", ROOT / "docs" / "measured.md",
 OTHERS = ROOT / "docs" / "production.md"        # which names the options, files and routes of other systems, too
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 ALL = [README, *PAGES[1:], ROOT / "models" / "classroom" / "README.md"]
-REBUILT = sorted(path.stem for path in ROOT.glob("0[1-4]_*.py"))      # on common/
-OLDER = sorted(path.stem for path in ROOT.glob("0[5-8]_*.py"))          # on legacy/
+REBUILT = sorted(path.stem for path in ROOT.glob("0[1-5]_*.py"))      # on common/
+OLDER = sorted(path.stem for path in ROOT.glob("0[6-8]_*.py"))          # on legacy/
 CHAPTERS = REBUILT + OLDER
 FOLDERS = ("benchmarks", "common", "docs", "legacy", "models", "tests", "tools")
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -285,7 +285,7 @@ def test_commands_can_be_parsed(page):
 def test_commands_are_found():
     """What the tests above look at is what a reader sees."""
     assert ["-m", "pytest", "-n", "2", "--dist", "loadfile"] in commands(text(README))
-    assert {words[0] for words in commands(text(REFERENCE))} >= {f"{CHAPTERS[number - 1]}.py" for number in (3, 4, 5, 7, 8)}
+    assert {words[0][:2] for words in commands(text(REFERENCE))} >= {"03", "04", "05", "07", "08"}
     for name in ("08_hybrid_blocks", "03_cpu_offload"):
         with pytest.raises(SystemExit):
             parser(name).parse_args(["--storage", "x"])                 # which they do not have

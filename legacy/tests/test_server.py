@@ -1,4 +1,4 @@
-"""The engines of chapters 05 and 06 behind a real socket: many clients, some of whom hang up, several samples, salts, errors."""
+"""The engine of chapter 06 behind a real socket: many clients, some of whom hang up, several samples, salts, errors."""
 import http.client
 import itertools
 import json
@@ -23,8 +23,7 @@ from legacy.tests.test_app import (
     eventually,
 )
 
-paged, offload, bubble, cake = (
-    chapter(name) for name in ("02_paged_kv", "03_cpu_offload", "05_bubble_free", "06_bidirectional"))
+paged, offload, cake = (chapter(name) for name in ("02_paged_kv", "03_cpu_offload", "06_bidirectional"))
 TIMEOUT = 120                      # seconds; no answer here takes more than a few
 TEXT = dict(prompt="Hello", max_tokens=8, temperature=0)
 
@@ -151,28 +150,7 @@ def settled(engine):
     engine.flush()
 
 
-STORY = "It was a long story, and it began with a letter. " * 4         # three chunks of 64 tokens, and the fourth begins
-
-
-@contextmanager
-def serving_hidden(engine):
-    """-> the port. Afterwards nothing is on its way, every block and every chunk is back, and everybody is counted once."""
-    try:
-        with Serving(engine) as port:
-            yield port
-            settled(engine)
-            engine.check_integrity()
-            counts = engine.counters()
-            for name in ("running", "waiting", "blocks_referenced", "chunks_referenced"):
-                assert counts[name] == 0, name
-            assert counts["blocks_free"] + counts["blocks_cached"] == counts["blocks"] == engine.pool.size
-            assert counts["chunks_cached"] == counts["chunks"] and counts["cells"] == engine.chunks.size
-            assert counts["finished"] + counts["failed"] + counts["cancelled"] == counts["requests"]
-            assert not (engine.restorations or engine.line or engine.saving)
-            assert not (engine.landing.taken or engine.reading.taken or engine.saver.buffer.taken)
-    finally:
-        engine.close()
-        engine.saver.close()
+STORY = "It was a long story, and it began with a letter. " * 4         # 12 chunks of 16 tokens, and a beginning
 
 
 def forget(engine):
@@ -181,158 +159,7 @@ def forget(engine):
     offload.empty(engine)
 
 
-# 1. Chapter 05 ---------------------------------------------------------------------------------------------------
-
-# Of a layer, for 64 and 256 tokens. A layer recomputed, one projected and one loaded end first, one of each
-KNOWN = bubble.Profile([64, 256], [1e-3, 4e-3], [1.5e-3, 6e-3], [4e-3, 17e-3], [1.3e-3, 5.2e-3], 5e7, 5e7)
-MIXES = {"auto": "RHK", "naive": "RKK", "hidden-only": "HHH", "kv-only": "KKK"}
-
-
-def make_bubble(tiny_engine, end_tokens=None, **options):
-    """Chapter 05's engine on the model of chapter 01's, with a profile in which to restore is always faster than to compute.
-    It learns nothing of this machine, so that its plans stay."""
-    engine = bubble.Engine(tiny_engine.model, tiny_engine.tokenizer,
-                           tiny_engine.end_tokens if end_tokens is None else end_tokens,
-                           **{"blocks": 256, "block_size": 4, "cpu_chunks": 32, "bytes_per_second": 5e7, "known": KNOWN,
-                              **options})
-    engine.load_link.note = engine.learn = lambda *_: None
-    return engine
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("mode", MIXES)
-def test_a_reply_says_what_was_planned_and_how_it_came_back(tiny_engine, mode, stream):
-    engine, letters = make_bubble(tiny_engine, mode=mode), MIXES[mode]
-
-    def reply() -> dict:
-        body = dict(messages=[dict(role="user", content=STORY)], max_tokens=6, stream=stream)
-        got = ask(port, body)
-        settled(engine)
-        result = events(got)[-1]["result"] if stream else got.json
-        assert result["tokens"] == tokens_of(tiny_engine, body)
-        return result
-    with serving_hidden(engine) as port:
-        first = reply()
-        forget(engine)
-        again, counts = reply(), counters(port)
-    restoration, seconds = again["restoration"], engine.plan(192)[1]
-    assert (first["source"], first["restoration"], first["choice"]) == ("miss", None, None)
-    assert (again["source"], again["usage"]["cached_tokens"], again["choice"]["chosen"]) == ("planned", 192, "restore")
-    assert set(restoration) == {"tokens", "bytes", "start_ms", "ms", "tokens_per_second", "load_bubble", "compute_bubble", "plan",
-                                "layers", "predicted_ms", "bound_ms"}
-    assert restoration["plan"] == letters == str(engine.plan(192)[0])
-    assert restoration["layers"] == dict(recompute=letters.count("R"), hidden=letters.count("H"), kv=letters.count("K"))
-    assert restoration["bytes"] == 192 * 64 * 4 * (3 - letters.count("R"))         # K and V are as wide as a hidden state here
-    assert restoration["predicted_ms"] == pytest.approx(seconds * 1e3, abs=0.001)
-    assert restoration["bound_ms"] == pytest.approx(bubble.bound_seconds(engine.costs(0, 192), 3) * 1e3, abs=0.001)
-    assert 0 < restoration["bound_ms"] <= restoration["predicted_ms"] <= again["choice"]["restore_ms"] + 0.001
-    load = {span["label"] for span in again["timeline"] if span["lane"] == "load"}
-    assert load == {f"{letter} layer {layer}" for layer, letter in enumerate(letters) if letter != "R"}
-    assert counts.get("layers_recomputed", 0) == letters.count("R") and (counts["layers_projected"] > 0) == ("H" in letters)
-    assert counts["transfer_errors"] == counts["chunks_missed"] == counts["chunks_dropped"] == counts["save_errors"] == 0
-
-
-def test_health_of_chapter_05_shows_the_plan_and_the_cells(tiny_engine):
-    engine = make_bubble(tiny_engine)
-    with serving_hidden(engine) as port:
-        before = counters(port)
-        assert ask(port, dict(prompt=STORY, max_tokens=2)).status_code == 200
-        settled(engine)
-        after = counters(port)
-        forget(engine)
-        assert ask(port, dict(prompt=STORY, max_tokens=2)).json["source"] == "planned"
-        settled(engine)
-        restored = counters(port)
-    assert set(before) == set(after) == set(restored)
-    assert before["cells"] == before["cells_free"] == 32 * 3 and before["chunks_cached"] == before["layers_recomputed"] == 0
-    assert after["plan"] == str(engine.plan(256)[0]) and before["plan"] in (None, after["plan"])
-    assert (after["chunks_saved"], after["chunks_cached"], after["chunks"]) == (3, 3, 3)
-    assert after["cells"] - after["cells_free"] == 3 * 2, "of each chunk one layer's states are kept, and another's K and V"
-    assert after["plans"] > before["plans"] and restored["cells_free"] == after["cells_free"]
-    assert (restored["layers_recomputed"], restored["restored_tokens"]) == (1, 192)
-
-
-@pytest.mark.parametrize("mode", MIXES)
-def test_a_chunk_that_the_answer_fills_is_kept_as_those_before_it(tiny_engine, mode):
-    """The last chunk of a prompt is seldom whole: its other tokens are those of the answer."""
-    engine = make_bubble(tiny_engine, frozenset(), mode=mode)
-    expected = tokens_of(another(tiny_engine, end_tokens=frozenset()), dict(prompt=STORY[:150], max_tokens=80))
-    with serving_hidden(engine) as port:
-        assert ask(port, dict(prompt=STORY[:150], max_tokens=80)).json["tokens"] == expected
-        settled(engine)
-        assert counters(port)["chunks_saved"] == 3 and not engine.saving
-        assert list(engine.chunks.letters.values()) == [MIXES[mode]] * 3
-
-
-@pytest.mark.parametrize("route", ["/generate", "/v1/chat/completions", "/v1/completions"])
-def test_save_says_in_chapter_05_whether_what_was_planned_is_kept(tiny_engine, route):
-    engine, texts, kept = make_bubble(tiny_engine), [], []
-    question = dict(messages=[dict(role="user", content=STORY)]) if "chat" in route else dict(prompt=STORY)
-    with serving_hidden(engine) as port:
-        for number, asked in enumerate((dict(save=False), dict(save=True), dict(), dict(save=None), dict(save=False, n=2))):
-            before = counters(port)
-            reply = ask(port, dict(question, max_tokens=6, temperature=0, cache_salt=str(number), **asked), route)
-            assert reply.status_code == 200
-            answers = reply.json.get("choices") or reply.json.get("results") or [reply.json]
-            texts.append([answer["message"]["content"] if "chat" in route else answer["text"] for answer in answers])
-            settled(engine)
-            after = counters(port)
-            kept.append((after["chunks_saved"] - before["chunks_saved"], before["cells_free"] - after["cells_free"]))
-            assert (after["bytes_out"] > before["bytes_out"]) == (kept[-1][0] > 0)
-    assert kept == [(0, 0), (3, 6), (3, 6), (3, 6), (0, 0)] and texts == [texts[0]] * 4 + [texts[0] * 2]
-
-
-@pytest.fixture(scope="module")
-def bubble_port(tiny_engine):
-    with serving_hidden(make_bubble(tiny_engine)) as port:
-        yield port
-
-
-@pytest.mark.parametrize("route,body", [("/generate", ASK), ("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)])
-@pytest.mark.parametrize("value", ["yes", 0, 1.0, [], {}], ids=repr)
-def test_a_wrong_save_is_refused_by_name_in_chapter_05_too(bubble_port, route, body, value):
-    assert error_of(ask(bubble_port, dict(body, save=value), route), 400)["message"] == "save must be true or false."
-    assert "Unknown field 'plan'" in error_of(ask(bubble_port, dict(body, plan="auto"), route), 400)["message"]
-
-
-@settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
-@given(st.lists(st.tuples(bodies(), st.booleans()), min_size=1, max_size=3))
-def test_nothing_that_is_asked_of_chapter_05_is_a_500(bubble_port, asked):
-    asked = [(valid, dict(body, save=save) if isinstance(body, dict) else body) for (valid, body), save in asked]
-    with ThreadPoolExecutor() as pool:
-        replies = list(pool.map(lambda one: ask(bubble_port, one[1]), asked))
-    for (valid, body), reply in zip(asked, replies):
-        if reply.mimetype == "text/event-stream":
-            assert all("result" in event for event in events(reply) if "text" not in event)
-        elif reply.status_code != 200:
-            message = error_of(reply, 400)["message"]
-            assert not valid or any(word in message for word in ("context", "not be empty"))
-    assert counters(bubble_port)["failed"] == 0
-
-
-@pytest.mark.parametrize("mode", [*MIXES, "token-wise", "token-wise-rounded"])
-def test_16_clients_at_once_with_mixed_restorations_get_the_tokens_of_chapter_01(tiny_engine, mode):
-    engine = make_bubble(tiny_engine, frozenset(), mode=mode, max_running=8)
-    one_by_one = another(tiny_engine, end_tokens=frozenset())
-    beginnings = [f"{number}: {STORY}"[:150] for number in range(4)]
-    asked = [dict(prompt=beginnings[number % 4] + "and so on, " * (number % 3), max_tokens=4 + number, stream=number % 2 == 1,
-                  save=number % 5 > 0) for number in range(16)]
-    with serving_hidden(engine) as port, ThreadPoolExecutor(16) as pool:
-        for beginning in beginnings:
-            assert ask(port, dict(prompt=beginning, max_tokens=2)).status_code == 200
-        forget(engine)
-        hold(engine, until=lambda: engine.counters()["requests"] == 4 + 16)
-        replies = list(pool.map(lambda body: ask(port, body), asked))
-        results = [events(reply)[-1]["result"] if body["stream"] else reply.json for body, reply in zip(asked, replies)]
-        settled(engine)
-        counts = counters(port)
-    for body, result in zip(asked, results):
-        assert result["tokens"] == one_by_one.generate(body["prompt"], max_tokens=body["max_tokens"]).tokens
-    assert counts["finished"] == 20 and counts["failed"] == counts["transfer_errors"] == counts["save_errors"] == 0
-    assert counts["restorations"] >= 2 and counts["restored_tokens"] >= 2 * 128
-
-
-# 2. Chapter 06 ---------------------------------------------------------------------------------------------------
+# Chapter 06 ------------------------------------------------------------------------------------------------------
 
 WHOLE = 12                         # chunks of 16 tokens of STORY's prompt, but for its last token
 KV = 3 * 2 * 2 * 16 * 4            # bytes of a token's keys and values: layers, both, heads, width, float32
@@ -440,9 +267,9 @@ def test_right_fields_of_chapter_06_change_no_answer(cake_port, tiny_engine, rou
         assert [{**choice, "index": 0} for choice in reply.json["choices"]] == plain.json["choices"] * fields.get("n", 1)
 
 
-def test_fields_of_chapter_06_are_unknown_to_the_others_and_theirs_to_it(port, bubble_port, cake_port):
-    for one, field, value in ((port, "mode", "both"), (port, "gpu_share", 1), (port, "save", True), (bubble_port, "mode", "both"),
-                              (bubble_port, "gpu_share", 1), (cake_port, "offload_after", True), (cake_port, "plan", "auto")):
+def test_fields_of_chapter_06_are_unknown_to_chapter_02_and_those_of_others_to_it(port, cake_port):
+    for one, field, value in ((port, "mode", "both"), (port, "gpu_share", 1), (port, "save", True),
+                              (cake_port, "offload_after", True), (cake_port, "plan", "auto")):
         assert f"Unknown field '{field}'" in error_of(ask(one, {**ASK, field: value}), 400)["message"]
 
 
