@@ -28,7 +28,6 @@ Source: Cake ("Compute or Load KV Cache? Why Not Both?", Jin et al., ICML '25), 
     python 06_bidirectional.py --demo --storage-mbps 200:2000:50 --gpu-share 0.3
     python 06_bidirectional.py --disk chunks               # the server, on http://127.0.0.1:5000
 """
-import importlib
 import math
 import queue
 import random
@@ -49,13 +48,12 @@ import torch
 from tqdm import tqdm
 
 from common import checkpoint
-from legacy import app, baseline, figure, live, offload, paged
+from legacy import app, baseline, bubble_free, figure, live, offload, paged
 from legacy import link as links
 from legacy.app import BadRequest
 from legacy.link import Link, Transfer, as_integers
 from legacy.store import ChunkFiles
 
-bubble_free = importlib.import_module("05_bubble_free")
 CHUNK = 512                        # tokens, at most by default (appendix A)
 PIECES, PIECE = 8, 5e-3            # a chunk is read in 8 pieces, so that its pace is known early; in fewer, if one took < 5 ms
 PATIENCE = 5.0                     # seconds without a piece after which nobody waits for storage any more

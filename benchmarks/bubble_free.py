@@ -18,7 +18,6 @@ Claims, each with its own function below:
 Each history is computed once, and all of it kept: hidden states, K and V. Every way then loads what its plan says. So all ways
 have the same history, and take turns in one engine. Without a GPU the link is modelled.
 """
-import importlib
 import math
 import sys
 import time
@@ -32,8 +31,8 @@ from benchmarks import hcache  # noqa: E402
 from benchmarks import offload as offload_benchmark  # noqa: E402
 from benchmarks import paged as paged_benchmark  # noqa: E402
 from benchmarks.baseline import spread  # noqa: E402
+from legacy import bubble_free  # noqa: E402
 
-bubble_free = importlib.import_module("05_bubble_free")
 CHUNK, QUESTION = bubble_free.CHUNK, 16
 MODELS = {"planner": ["random:tiny"], "partition": ["random:small", "classroom"],
           "mix": ["classroom", "random:small", "random:tinyllama", "random:tinyllama-mha"]}

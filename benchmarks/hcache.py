@@ -20,7 +20,6 @@ Claims, each with its own function below:
     saving       1, 4 and 16 requests decode behind 512 tokens each: TBT without saving, with two-stage saving (at most
                  1.04 times) and with direct saving, in windows in turn.
 """
-import importlib
 import math
 import os
 import statistics
@@ -36,11 +35,10 @@ from benchmarks import offload as offload_benchmark  # noqa: E402
 from benchmarks import paged as paged_benchmark  # noqa: E402
 from benchmarks.baseline import spread  # noqa: E402
 from common.llama import cpu_multiplies_bfloat16  # noqa: E402
+from legacy import hidden_states, offload, paged  # noqa: E402
 from legacy import link as links  # noqa: E402
-from legacy import offload, paged  # noqa: E402
 from tools import random_models  # noqa: E402
 
-hidden_states = importlib.import_module("legacy.hidden_states")
 MODELS = {"restore": ["random:small", "classroom", "random:tinyllama-mha", "random:tinyllama"], "heads": ["random:tinyllama"],
           "bandwidth": ["random:small"], "compute": ["random:small"], "files": ["random:small"],
           "saving": ["random:small", "classroom"]}

@@ -42,10 +42,9 @@ from benchmarks import paged as paged_benchmark  # noqa: E402
 from benchmarks.baseline import spread, write  # noqa: E402
 from benchmarks.reference import one_sentence, set_imports_aside  # noqa: E402
 from common import checkpoint  # noqa: E402
-from legacy import app, backends, offload, paged  # noqa: E402
+from legacy import app, backends, bubble_free, hidden_states, offload, paged  # noqa: E402
 from legacy import link as links  # noqa: E402
 
-hidden_states, bubble_free = importlib.import_module("legacy.hidden_states"), importlib.import_module("05_bubble_free")
 bidirectional, tiered = importlib.import_module("06_bidirectional"), importlib.import_module("07_tiered_storage")
 
 METHODS = ("recompute (01)", "blocks on the device (02)", "KV offload (03)", "hidden states (04)", "planned mix (05)",

@@ -505,15 +505,13 @@ def parser_for(doc: str) -> argparse.ArgumentParser:
     return parser
 
 
-def main(doc: str, chapter: str, add_arguments, make_engine, demo, without_model: dict = {},       # noqa: B006
-         load=checkpoint.load, check=None, **actions):
+def main(doc: str, chapter: str, add_arguments, make_engine, demo, load=checkpoint.load, check=None, **actions):
     """Run a chapter from the command line.
 
     add_arguments(parser)                                       adds the chapter's own options
     make_engine(model, tokenizer, end_tokens, arguments)        -> its engine
     demo(engine, arguments) -> (report, timelines)              prints the lesson; `report` is what --json writes
     actions                                                     the same for options that do something else than to answer
-    without_model                                               those that need no engine: function(arguments), as `demo`
     load                                                        what reads the model, with the arguments of checkpoint.load
     check(arguments)                                            refuses wrong options, before anything is done
     """
@@ -525,7 +523,7 @@ def main(doc: str, chapter: str, add_arguments, make_engine, demo, without_model
     try:
         if check:
             check(arguments)
-        run(chapter, arguments, load, make_engine, dict(actions, demo=demo), without_model)
+        run(chapter, arguments, load, make_engine, dict(actions, demo=demo))
     except BrokenPipeError:         # `... | head` has seen enough
         os._exit(1)
     except (checkpoint.ModelError, RequestError, OSError) as error:
@@ -536,7 +534,7 @@ def main(doc: str, chapter: str, add_arguments, make_engine, demo, without_model
         os._exit(130)               # at once: requests in other threads may be inside a long product
 
 
-def run(chapter: str, arguments, load, make_engine, actions: dict, without_model: dict):
+def run(chapter: str, arguments, load, make_engine, actions: dict):
     files = [path.resolve() for path in (arguments.json, arguments.trace, arguments.svg) if path]
     if len(set(files)) < len(files):
         raise OSError("--json, --trace and --svg name the same file; give each its own.")
@@ -546,9 +544,6 @@ def run(chapter: str, arguments, load, make_engine, actions: dict, without_model
                 path.open("a").close()          # fails now, not after a minute of work
         except OSError as error:
             raise OSError(f"Cannot write '{path}' ({error.strerror}); choose another file.") from None
-    if action := next((action for option, action in without_model.items() if getattr(arguments, option)), None):
-        report, timelines = action(arguments)
-        return write(chapter, arguments, dict(chapter=chapter, **report), timelines)
     action = next((action for option, action in actions.items() if getattr(arguments, option)), None)
     serving = not action and arguments.prompt is None
     server = listen(arguments.host, arguments.port) if serving else None

@@ -22,21 +22,15 @@ computing all of its tokens. With blocks of 16 that costs at most 48 tokens, and
 
 Source: HCache (Gao et al., EuroSys '25), sections 3, 4.2 and 5. Its scheduler, section 4.1, is chapter 05.
 
-    python 04_hidden_state_cache.py --demo
-    python 04_hidden_state_cache.py --prompt "What is a KV cache?" --disk chunks
-    python 04_hidden_state_cache.py --ingest notes.txt --disk chunks
-    python 04_hidden_state_cache.py                        # the server, on http://127.0.0.1:5000
+Frozen: the engine alone, on which legacy/bubble_free.py and benchmarks stand. The chapter of today is 04_hidden_state_cache.py.
 """
 import queue
-import random
 import statistics
-import sys
-import tempfile
 import threading
 import time
 import weakref
 from collections import deque
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -44,12 +38,10 @@ from typing import NamedTuple
 
 import torch
 
-from legacy import app, baseline, figure, live, offload, paged
+from legacy import baseline, live, offload, paged
 from legacy import link as links
-from legacy.app import BadRequest
 from legacy.link import Link, RowBuffer, Transfer, TransferError, as_integers
 from legacy.store import ChunkFiles
-from tools import classroom_text
 
 CHUNK = 64                         # tokens (section 4.2.1)
 SNAPSHOT = 1 << 20                 # bytes: less than this waits for the next layer, or step, unless it makes a chunk whole
@@ -349,14 +341,6 @@ class Result(baseline.Result):
     restoration: dict | None       # tokens, bytes, start_ms (since received), ms, tokens_per_second, and two bubbles; or None
     link: str                      # what the states came over, and how fast it is
 
-    def summary(self) -> str:
-        said = super().summary()
-        if self.choice:
-            said += "\nChosen: " + ", ".join(f"{what} {value}" for what, value in self.choice.items()) + f" ({self.link})"
-        if self.restoration:
-            said += "\nRestoration: " + ", ".join(f"{what} {value}" for what, value in self.restoration.items())
-        return said
-
 
 # 2. The engine ---------------------------------------------------------------------------------------------------
 
@@ -383,7 +367,6 @@ class Engine(offload.MeasuringEngine):
         self.chunks = self.make_chunks(cpu_chunks, layout)
         self.in_files: set[bytes] = set()                                       # keys that were found or written there
         self.stored = live.Keys()                                               # the same, for the page
-        self.keep_always = False                                                # whatever restoring would take
         # 2. The link, and the memory at its ends
         bytes_per_second = bytes_per_second or links.bandwidth(model)
         self.load_link, self.save_link = (Link(lane, self.clock, bytes_per_second) for lane in ("load", "save"))
@@ -822,7 +805,7 @@ class Engine(offload.MeasuringEngine):
 
     def worth_keeping(self) -> bool:
         """Whether a full context would be restored rather than computed."""
-        return self.keep_always or self.seconds_to_restore(self.context, behind=0) <= self.seconds_to_compute(0, self.context)
+        return self.seconds_to_restore(self.context, behind=0) <= self.seconds_to_compute(0, self.context)
 
     def measure_projection(self, rounds: int = 5) -> float:
         """-> seconds per row of projecting a layer's states. It writes to blocks, before anything is in them."""
@@ -885,7 +868,7 @@ class Engine(offload.MeasuringEngine):
         landing = {load.landing for load in self.loads if load.landing is not None}
         assert landing == {first for first, back in self.landing.taken.items() if not back}, "rows are lost where loads land"
 
-    # What the page shows, and does
+    # What the page shows
 
     def tiers(self) -> list[live.Tier]:
         coming = [block for request in list(self.running) if request.restoration for block in request.table[request.saved:]]
@@ -905,269 +888,10 @@ class Engine(offload.MeasuringEngine):
         return live.of_pool("host", f"Host memory: hidden states of {CHUNK} tokens", chunks, in_flight=in_flight,
                             block_bytes=chunks.states[:, :1].nbytes)
 
-    def drawn(self, request: Request):
-        size, letter = self.pool.block_size, "H" if self.RESTORED == "hidden" else "K"
-        cached, blocks = request.cached_tokens // size, self.pool.needed(request.answer.prompt_tokens)
-        held = request.restored.start // size if request.restored else cached
-        legend = {"g": "found on the device", letter: f"restored: {self.RESTORED}", "m": "computed"}
-        cells = [(kind, legend[kind]) for kind in "g" * held + letter * (cached - held) + "m" * (blocks - cached)]
-        return figure.Cells("The blocks of the prompt", [("", cells)], {kind: legend[kind] for kind, _ in cells})
 
-    def ways(self, prompt: list[int], new: int, stack) -> dict:
-        blocks, speed = self.pool.needed(len(prompt) + new), self.load_link.bytes_per_second
-        kv = offload.Engine(*self.parts, blocks + 1, self.pool.block_size, self.token_budget, cpu_blocks=blocks,
-                            bytes_per_second=speed)
-        hidden = self.small(blocks, cpu_chunks=len(prompt) // CHUNK + 2, layout=self.chunks.layout, bytes_per_second=speed)
-        return {RECOMPUTE: paged.chapter_01(self, prompt, new),
-                OFFLOAD: lambda: ask(kv, new=new, prompt=prompt),
-                HOST: lambda: ask(hidden, new=new, prompt=prompt)}
-
-
-# 3. The demo -----------------------------------------------------------------------------------------------------
-
-ROUNDS, QUESTIONS = 5, 4
-RECOMPUTE, OFFLOAD, HOST, FILES, TOKEN_MAJOR = baseline.RECOMPUTE, "KV offload (03)", "hidden states", "same, in files", \
-    "same, token-major"
-
-
-def demo(engine: Engine, arguments):
-    """A document and questions about it; the KV cache is evicted after each turn, and comes back in several ways."""
-    # 1. Engines that are alike but for what they keep, on memory that was touched before
-    model, tokenizer, end_tokens = engine.model, engine.tokenizer, engine.end_tokens
-    context, link, layers = engine.context, engine.load_link, len(engine.model.layers)
-    if arguments.corrupt is not None and arguments.corrupt >= layers:
-        raise BadRequest(f"--corrupt {arguments.corrupt} is no layer of this model; choose one from 0 to {layers - 1}.")
-    blocks = arguments.gpu_blocks or engine.pool.needed(context)
-    options = dict(blocks=blocks, block_size=engine.pool.block_size, token_budget=engine.token_budget,
-                   bytes_per_second=link.bytes_per_second)
-    saving = dict(direct=engine.saver.direct, save_threads=engine.saver.threads)
-    in_memory = dict(cpu_chunks=2 * -(-context // CHUNK) if arguments.cpu_chunks is None else arguments.cpu_chunks)
-    with ExitStack() as stack:
-        folders = [tempfile.TemporaryDirectory(prefix="demo-", dir=path) for path in arguments.disk or [None]]
-        in_files = dict(directories=[Path(stack.enter_context(folder)) for folder in folders],
-                        disk_limit=arguments.disk_limit * 1e9)
-        ways = {RECOMPUTE: baseline.Engine(model, tokenizer, end_tokens),
-                OFFLOAD: offload.Engine(model, tokenizer, end_tokens, **options, cpu_blocks=2 * blocks),
-                HOST: Engine(model, tokenizer, end_tokens, **options, **saving, **in_memory, layout=engine.chunks.layout),
-                FILES: Engine(model, tokenizer, end_tokens, **options, **saving, **in_files),
-                TOKEN_MAJOR: Engine(model, tokenizer, end_tokens, **options, **saving, **in_files, layout="token-major")}
-        for way in list(ways.values())[1:]:
-            way.pool.kv.zero_()
-            if isinstance(way, Engine):
-                way.chunks.states.zero_()
-                way.saver.buffer.memory.zero_()
-
-        # 2. All turns in every way, and the last one again and again; the history has the answers of chapter 01
-        new, messages, turns = max(2, min(arguments.max_tokens, 24)), [], []
-        for text in document_and_questions(engine):
-            messages.append(dict(role="user", content=text))
-            if len(engine.encode(None, messages)[0]) + 2 * new > context:       # a small context holds fewer questions
-                messages.pop()
-                break
-            turns.append({name: ask(way, messages, new) for name, way in ways.items()})
-            messages.append(dict(role="assistant", content=turns[-1][RECOMPUTE].text))
-        if len(turns) < 2:
-            raise BadRequest(f"The demo's document and a question do not fit into the context of {context} tokens; choose "
-                             "another --model.")
-        again = [{name: ask(way, messages[:-1], new) for name, way in ways.items()} for _ in range(ROUNDS)]
-        verified = paged.equal([(results[RECOMPUTE].tokens, result.tokens) for results in turns + again
-                                for result in results.values()], model.dtype)
-        print(f"{about_sizes(model.config)}\n")
-        rows = show_turns(turns, link) + show_costs(engine, ways, again, [
-            ask(ways[HOST], messages[:-1], new, evict=False) for _ in range(ROUNDS)])
-
-        # 3. One restoration of each kind
-        timelines = [turns[-1][HOST].timeline]
-        for name in (HOST, FILES):
-            if shown := next((results[name] for results in again[::-1] if results[name].restoration), None):
-                start = shown.restoration["start_ms"] / 1e3
-                timelines.append(shown.timeline)
-                paged.show_plan(ways[name], shown)
-                print(f"\nOne restoration, {name} (digits: layers; dots: bubbles; {link})\n" + shown.timeline.window(
-                    start, start + shown.restoration["ms"] / 1e3).chart(bubbles=True))
-
-        # 4. Does the model know what it read?
-        rows += control(ways[FILES], arguments, messages, new)
-        return dict(link=dict(modelled=link.modelled, gbps=link.speed() / 1e9), verified=verified, rows=rows,
-                    counters=ways[HOST].counters()), timelines
-
-
-def document_and_questions(engine: Engine) -> list[str]:
-    """What the user says: a document of half a context, and questions about it."""
-    talk, document, facts = classroom_text.Conversation(random.Random(3), classroom_text.Level()), "Read this:", []
-    while len(engine.tokenizer.encode(document)) < engine.context // 2 and (fact := talk.new_fact()):
-        facts.append(fact)
-        document += " " + fact.statement
-    return [document] + [fact.question for fact in random.Random(4).sample(facts, min(QUESTIONS, len(facts)))]
-
-
-def ask(way, messages: list[dict] | None = None, new: int | None = None, evict: bool = True, **fields):
-    """-> the Result; with `evict`, what the device had cached was dropped first, as if others had needed it."""
-    asked = dict(messages=messages, max_tokens=new, **fields)
-    if isinstance(way, baseline.Engine):
-        return way.generate(**asked)
-    if evict:
-        offload.empty(way)
-    result = paged.answer(way, **asked)
-    way.flush()
-    return result
-
-
-def show_turns(turns: list[dict], link: Link) -> list[dict]:
-    print(f"A document and questions about it; the KV cache is evicted after each turn. TTFT ({link})\n  turn  history"
-          + "".join(f"{name:>20}" for name in turns[0]))
-    rows = []
-    for number, results in enumerate(turns, 1):
-        rows.append(dict(turn=number, history_tokens=results[RECOMPUTE].history_tokens, answered=results[RECOMPUTE].text,
-                         ttft_ms={name: result.ttft_ms for name, result in results.items()},
-                         source={name: result.source for name, result in results.items()}))
-        print(f"  {number:4} {rows[-1]['history_tokens']:8}" + "".join(f"{ms:17.1f} ms" for ms in rows[-1]["ttft_ms"].values()))
-    return rows
-
-
-def show_costs(engine: Engine, ways: dict, again: list[dict], hits: list) -> list[dict]:
-    """What each way keeps, and how fast it is; `hits`: the same when the device still holds the history."""
-    config, itemsize, rows = engine.model.config, engine.model.dtype.itemsize, []
-    question, prompt = statistics.median(hit.ttft_ms for hit in hits), again[0][RECOMPUTE].usage["prompt_tokens"]
-    print(f"\nThe last turn again, {prompt} tokens of prompt (median of {ROUNDS}; {engine.load_link})\n"
-          f"  {'':20}{'kept a token':>12}{'restored':>10}{'restoration':>14}{'TTFT':>12}{'restored tokens/s':>20}")
-    for name in ways:
-        results = [results[name] for results in again]
-        ttft, restored = statistics.median(result.ttft_ms for result in results), results[-1].usage["cached_tokens"]
-        if name == RECOMPUTE:
-            kept, restored, ms = 0, hits[-1].usage["cached_tokens"], max(0.0, ttft - question)
-        elif name == OFFLOAD:
-            kept, ms = config.kv_numbers_per_token * itemsize, statistics.median(map(load_ms, results))
-        else:
-            kept = config.num_hidden_layers * config.hidden_size * itemsize
-            ms = statistics.median(result.restoration["ms"] if result.restoration else 0.0 for result in results)
-        rows.append(dict(way=name, bytes_per_token=kept, restored_tokens=restored, restoration_ms=ms, ttft_ms=ttft,
-                         tokens_per_second=restored / ms * 1e3 if ms else None, source=results[-1].source))
-        print(f"  {name:20}{kept:10} B{restored:10}{ms:11.1f} ms{ttft:9.1f} ms{restored / ms * 1e3 if ms else 0:20.0f}")
-    print(f"  (recompute: TTFT less the {question:.1f} ms that it is when the device still holds the history)")
-    for name in (FILES, TOKEN_MAJOR):
-        counts, speeds = ways[name].files.counts, ways[name].files.speeds
-        if counts["file_reads"] and speeds:
-            rows.append(dict(layout=ways[name].files.layout, **counts))
-            print(f"  {name}: {counts['file_reads']} reads of {counts['file_read_bytes'] / counts['file_reads']:.0f} bytes, "
-                  f"{statistics.median(speeds) / 1e9:.2f} GB/s with their checksums")
-    return rows
-
-
-def about_sizes(config) -> str:
-    """What hidden states cost on this model, in a sentence."""
-    kv, hidden = 2 * config.num_key_value_heads * config.head_dim, config.hidden_size
-    return (f"hidden {hidden} numbers against KV {kv}, per token and layer: hidden states cost {hidden / kv:.1f}x the bytes "
-            "on this model" + ("; chapter 05 then loads K and V" if hidden > kv else ""))
-
+# 3. For benchmarks ------------------------------------------------------------------------------------------------
 
 def load_ms(result) -> float:
     """From the first load's beginning to the last one's arrival, in milliseconds; 0 without any."""
     loads = [span for span in result.timeline.spans if span.lane == "load"]
     return (max(span.end for span in loads) - min(span.start for span in loads)) * 1e3 if loads else 0.0
-
-
-def control(way: Engine, arguments, messages: list[dict], new: int) -> list[dict]:
-    """Questions about the history with the states that were kept, and with one layer's set to zero."""
-    layer = min(1, len(way.model.layers) - 1) if arguments.corrupt is None else arguments.corrupt
-    rows, questions = [], [message for message in messages[2:] if message["role"] == "user"]
-
-    def answers():
-        return [ask(way, [*messages[:2], question], new, save=False) for question in questions]
-    print(f"\nThe questions again, right behind the document, from files; as a control with layer {layer} set to zero there"
-          + (" (random weights say nothing)" if arguments.model.startswith("random:") else ""))
-    for what in ("as it was kept", f"layer {layer} zeroed, checksum check switched off", "the same, checked: chunks refused"):
-        if what.startswith("layer"):
-            way.files.zero(layer)
-        way.files.verify = not what.startswith("layer")
-        missed, results = way.counts["chunks_missed"], answers()
-        missed = way.counts["chunks_missed"] - missed
-        print(f"  {what}" + (f" {missed}" if missed else ""))
-        for question, result in zip(questions, results):
-            rows.append(dict(control=what, asked=question["content"], answered=result.text, source=result.source,
-                             cached_tokens=result.usage["cached_tokens"], chunks_missed=missed))
-            print(f"    {question['content']:36}{result.text}   ({result.source}, {result.usage['cached_tokens']} tokens)")
-    return rows
-
-
-# 4. Main ---------------------------------------------------------------------------------------------------------
-
-def add_arguments(parser):
-    paged.add_arguments(parser)
-    parser.add_argument("--cpu-chunks", type=app.bounded(int, 0, 1 << 24), metavar="N",
-                        help=f"chunks of {CHUNK} tokens, all layers, in host memory (default: four times the device's tokens, "
-                             "or with --disk two for each who may run, within a quarter of what is free)")
-    parser.add_argument("--disk", type=lambda name: Path(app.readable(name)), action="append", metavar="DIR",
-                        help="keep chunks in files in DIR, which outlive the process, not in host memory; may be repeated")
-    parser.add_argument("--disk-limit", type=app.bounded(float, 1e-6, 1e6), default=16.0, metavar="GB",
-                        help="delete the least recently used files beyond this (default 16)")
-    parser.add_argument("--save-threads", type=app.bounded(int, 1, 64), default=8, metavar="N",
-                        help="threads that sort states and write files (default 8)")
-    parser.add_argument("--save", choices=("two-stage", "direct"), default="two-stage",
-                        help="direct: each layer waits until its rows are in their chunks (for comparison)")
-    parser.add_argument("--layout", choices=LAYOUTS, default="chunked",
-                        help="token-major: the layers of a token together, which suits saving (for comparison)")
-    parser.add_argument("--ingest", type=Path, nargs="+", metavar="FILE",
-                        help="save the states of texts, for prompts that will begin with them, and end; needs --disk")
-    parser.add_argument("--corrupt", type=app.bounded(int, 0, 1023), metavar="LAYER",
-                        help="the layer that the demo sets to zero (default 1, without which the classroom model forgets)")
-    links.add_arguments(parser)
-
-
-def make_engine(model, tokenizer, end_tokens, arguments) -> Engine:
-    if arguments.ingest and not arguments.disk:
-        raise BadRequest("--ingest keeps states in files; say where with --disk DIR.")
-    if arguments.ingest and (arguments.demo or arguments.prompt):
-        raise BadRequest("--ingest saves texts and ends; leave out --demo and --prompt.")
-    engine = Engine(model, tokenizer, end_tokens, arguments.gpu_blocks, arguments.block_size, arguments.token_budget,
-                    arguments.max_running, cpu_chunks=arguments.cpu_chunks, directories=arguments.disk or (),
-                    disk_limit=arguments.disk_limit * 1e9, save_threads=arguments.save_threads, direct=arguments.save == "direct",
-                    layout=arguments.layout, bytes_per_second=links.bandwidth(model, arguments.link, arguments.platform))
-    print(f"KV pool: {engine.pool.size} blocks of {engine.pool.block_size} tokens, {engine.pool.kv.nbytes / 1e6:.1f} MB\n"
-          f"Host memory: {engine.chunks.size} chunks of {CHUNK} tokens, {engine.chunks.states.nbytes / 1e6:.1f} MB"
-          + (f", on their way to files in {', '.join(map(str, arguments.disk))}" if arguments.disk else "") +
-          f"\n{about_sizes(model.config)}\nThe host is reached over a {engine.load_link}", file=sys.stderr)
-    return engine
-
-
-def ingest(engine: Engine, arguments):
-    """Compute each text once, as the beginning of a user's message, and keep its states: all of them, whatever it takes."""
-    # 1. All texts, before anything is computed
-    prompts, rows, timelines = {}, [], []
-    for path in arguments.ingest:
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise BadRequest(f"Cannot read '{path}' ({getattr(error, 'strerror', None) or 'it is not text in UTF-8'}); "
-                             "give text files.") from None
-        if not text:
-            raise BadRequest(f"'{path}' is empty; leave it out.")
-        tokens, _ = engine.encode(text, None)
-        if len(tokens) >= engine.context:
-            raise BadRequest(f"'{path}' is {len(tokens)} tokens and the context of this model is {engine.context}; split it.")
-        prompts[path] = tokens
-
-    # 2. One after the other, so slowly that nothing is dropped: host memory has room for the chunks of a step
-    engine.keep_always = True
-    engine.token_budget = min(engine.token_budget, CHUNK * max(1, engine.chunks.size - 1))
-    for path, tokens in prompts.items():
-        before = dict(engine.counts)
-        request, = engine.submit(prompt=tokens, max_tokens=1)
-        while engine.step():
-            engine.flush()
-        engine.flush()
-        if isinstance(request.outcome, Exception):
-            raise request.outcome
-        timelines.append(request.timeline)
-        saved, dropped = (engine.counts[what] - before[what] for what in ("chunks_saved", "chunks_dropped"))
-        rows.append(dict(file=str(path), tokens=len(tokens), chunks=len(tokens) // CHUNK, saved=saved, dropped=dropped))
-        print(f"{path}: {len(tokens)} tokens, {len(tokens) // CHUNK} chunks of {CHUNK}, {saved} of them saved"
-              + (", the others were there" if saved < len(tokens) // CHUNK and not dropped else ""))
-    if dropped := sum(row["dropped"] for row in rows):
-        raise BadRequest(f"{dropped} chunks could not be saved; see that there is room in "
-                         f"{', '.join(map(str, arguments.disk))}, and leave --cpu-chunks out.")
-    return dict(ingested=rows, counters=engine.counters()), timelines
-
-
-if __name__ == "__main__":
-    app.main(__doc__, "04_hidden_state_cache", add_arguments, make_engine, demo, ingest=ingest)

@@ -885,13 +885,6 @@ def answer(engine: Engine, **asked) -> Result:
     return run_together(engine, [asked]).requests[0].outcome
 
 
-def show_plan(engine: Engine, result: Result):
-    """Above the lanes of a result, if it is one of the last, its plan is drawn."""
-    for known, request in engine.over:
-        if known is result:
-            result.timeline.plan = lambda request=request: engine.drawn(request)
-
-
 def chapter_01(engine: Engine, prompt: list[int], new: int):
     """The first way of every comparison."""
     alone = baseline.Engine(*engine.parts)

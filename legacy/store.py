@@ -195,13 +195,6 @@ class ChunkFiles(DurableFiles):
         checksums = numpy.array([zlib.crc32(part) for part in parts], "<u4").tobytes()
         self.put(path, [header + checksums, *payload])
 
-    def zero(self, part: int):
-        """Set one part of every chunk to zero, to show what comes of it. Chunked only."""
-        for *_, size, path in list(self.scan()):
-            with open(path, "r+b", buffering=0) as file:
-                file.seek(size - (self.shape[0] - part) * self.part_bytes)
-                file.write(bytes(self.part_bytes))
-
     def touch(self, prefix, index: int):
         """What this prefix stands for, `index` in its chain, is the most recently used, its beginning most of all."""
         now = time.time_ns()

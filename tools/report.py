@@ -419,7 +419,7 @@ def bubble_free_more(results: dict) -> str:
 
 def on_paper(results: dict) -> str:
     """What the planner says on the paper's platforms; no result of a benchmark, but computed too."""
-    planner = importlib.import_module("05_bubble_free")
+    planner = importlib.import_module("legacy.bubble_free")
     paper = importlib.import_module("tools.on_paper")
     with redirect_stdout(io.StringIO()) as said:
         found = paper.main(planner)

@@ -23,17 +23,71 @@ from hypothesis.stateful import initialize, invariant, rule, run_state_machine_a
 from common.checkpoint import ModelError
 from legacy import link as links
 from legacy.app import BadRequest, HungUp
-from legacy.tests import test_hidden as of_04
-from legacy.tests.conftest import chapter
-from legacy.tests.test_hidden import OTHER, PROMPT, device_kv, difference, true_kv
+from legacy.tests.conftest import chapter, make_engine, write_model
 from legacy.tests.test_offload import HeldLink, Parcel
 from legacy.tests.test_paged import NAN, NEW, Crowd, happened, ids, until
 
 baseline, paged, offload, cake = (chapter(name) for name in (
     "01_baseline", "02_paged_kv", "03_cpu_offload", "06_bidirectional"))
 Bandwidth, Restoration = cake.Bandwidth, cake.Restoration
-right, models = of_04.right, of_04.models                                      # fixtures
 MODES = ("both", "compute", "load")
+PROMPT = ids(1, 200)               # twelve chunks of 16 tokens, and eight tokens
+OTHER = ids(3, 5)                  # who decodes while somebody else is restored
+FAMILIES = {
+    "multi-head": dict(num_key_value_heads=4),
+    "grouped": {},
+    "biases": dict(family="qwen2"),
+    "scaled": dict(rope_parameters=dict(rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=1.0,
+                                        high_freq_factor=4.0, original_max_position_embeddings=64)),
+}
+answers = {}                       # of chapter 01
+
+
+@pytest.fixture
+def right(tiny_engine):
+    """right(prompt, max_tokens=8, ...) -> the tokens of chapter 01, computed once."""
+    def tokens(prompt, max_tokens=8, base=tiny_engine, **sampling):
+        key = base.model, tuple(prompt), max_tokens, tuple(sampling.items())
+        if key not in answers:
+            alone = baseline.Engine(base.model, base.tokenizer, base.end_tokens)
+            answers[key] = alone.generate(prompt=list(prompt), max_tokens=max_tokens, **sampling).tokens
+        return answers[key]
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """models(family, dtype) -> chapter 01's engine on such a model."""
+    folders, engines = {}, {}
+
+    def engine(family, dtype="float32"):
+        if family not in folders:
+            folders[family] = write_model(tmp_path_factory.mktemp("models") / "it", **FAMILIES[family])
+        if (family, dtype) not in engines:
+            engines[family, dtype] = make_engine(folders[family], dtype, reorder=False)
+        return engines[family, dtype]
+    return engine
+
+
+def difference(a, b) -> float:
+    assert a.shape == b.shape
+    worst = float((a.float() - b.float()).abs().max())
+    return float("inf") if worst != worst else worst
+
+
+def device_kv(engine, tokens):
+    """[L, 2, T, KVH, hd] of the full blocks of these tokens, all of which are on the device."""
+    chain, size = [], engine.pool.block_size
+    prefixes = [engine.prefixes.nth(index, chain, "", tokens, size) for index in range(len(tokens) // size)]
+    return engine.pool.kv[:, :, [engine.pool.find(prefix) for prefix in prefixes]].flatten(2, 3).clone()
+
+
+@torch.inference_mode()
+def true_kv(base, tokens):
+    """[L, 2, T, KVH, hd]"""
+    cache = baseline.KVCache(base.model.config, len(tokens), base.model.dtype, base.model.device)
+    base.forward(cache, tokens, 0)
+    return torch.stack((cache.k, cache.v), 1).transpose(2, 3)
 
 
 # A link and a storage that do what the test says ------------------------------------------------------------------

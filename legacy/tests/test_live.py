@@ -17,8 +17,8 @@ from legacy import app, live
 from legacy.tests.conftest import chapter, make_engine, write_model
 from legacy.tests.test_app import INFO, Serving, another, client_of, error_of, events, eventually
 
-NAMES = {"01": "01_baseline", "02": "02_paged_kv", "03": "03_cpu_offload", "04": "04_hidden_state_cache", "05": "05_bubble_free",
-         "06": "06_bidirectional", "07": "07_tiered_storage", "08": "08_hybrid_blocks"}
+NAMES = {"01": "01_baseline", "02": "02_paged_kv", "03": "03_cpu_offload", "06": "06_bidirectional",
+         "07": "07_tiered_storage", "08": "08_hybrid_blocks"}
 STORY = "It was a long story, and it began with a letter that nobody had written. " * 3
 
 
@@ -26,7 +26,6 @@ def make(number: str, model, folder, **more):
     """A chapter's engine, with a link so fast that whatever is kept is brought back."""
     module, fast = chapter(NAMES[number]), dict(bytes_per_second=1e12)
     options = {"01": {}, "02": dict(blocks=64), "03": dict(blocks=64, cpu_blocks=128, **fast),
-               "04": dict(blocks=64, cpu_chunks=16, **fast), "05": dict(blocks=64, cpu_chunks=16, **fast),
                "06": dict(blocks=64, chunk=32, directories=(folder,), mode="load", **fast),
                "07": dict(blocks=64, cpu_blocks=128, prefetch_threshold=1, prefetch_policy="wait_complete", **fast),
                "08": dict(max_running=4, **fast)}[number]
@@ -113,7 +112,7 @@ class Watched:
         return [request.outcome for request in requests]
 
 
-TIERS = {"01": ["device"], "02": ["device"], "03": ["device", "host"], "04": ["device", "host"], "05": ["device", "host"],
+TIERS = {"01": ["device"], "02": ["device"], "03": ["device", "host"],
          "06": ["device", "host", "storage"], "07": ["device", "host", "storage"], "08": ["act-device", "act-host", "kv-host"]}
 
 
@@ -172,18 +171,16 @@ def test_chapter_01_shows_what_is_reserved_and_what_is_written(tiny_engine):
     assert engine.tiers()[0].as_json()["runs"] == [] and engine.who() == []
 
 
-MOVING = {"03": [("device", "in flight"), ("host", "in flight")], "04": [("host", "in flight")], "05": [("host", "in flight")],
+MOVING = {"03": [("device", "in flight"), ("host", "in flight")],
           "06": [("device", "in flight"), ("storage", "in flight")], "07": [("device", "in flight"), ("host", "in flight")]}
-SOURCES = {"02": "miss", "03": "cpu_hit", "04": "hidden", "05": "planned", "06": "storage", "07": "cpu_hit"}
+SOURCES = {"02": "miss", "03": "cpu_hit", "06": "storage", "07": "cpu_hit"}
 
 
-@pytest.mark.parametrize("number", ["02", "03", "04", "05", "06", "07"])
+@pytest.mark.parametrize("number", ["02", "03", "06", "07"])
 def test_what_travels_is_in_flight_and_what_was_evicted_comes_back(number, engine, monkeypatch):
     for name in ("seconds_to_load", "seconds_to_restore"):
         if hasattr(engine, name):
             monkeypatch.setattr(engine, name, lambda *_, **__: 1e-12)
-    if number == "05":
-        monkeypatch.setattr(engine, "plan", lambda tokens: (chapter(NAMES["05"]).Plan(0, 2, 1), 1e-12))
     watched = Watched(engine)
     watched.answer(dict(prompt=STORY, max_tokens=2))
     client = client_of(engine)
@@ -195,8 +192,6 @@ def test_what_travels_is_in_flight_and_what_was_evicted_comes_back(number, engin
     assert result.source == SOURCES[number]
     for seen in MOVING.get(number, []):
         assert seen in watched.seen, watched.seen
-    if number in ("04", "05"):
-        assert ("device", "in flight") in watched.seen or watched.seen["restoring"] == 0
     plan = engine.drawn(request)
     said = plan.words()
     assert said and ElementTree.fromstring(client.get(f"/timelines/{result.id}.svg").data).tag.endswith("svg")
@@ -222,14 +217,14 @@ def held(engine):
     engine.pool.release(table)
 
 
-@pytest.mark.parametrize("number", ["02", "03", "04", "05", "06", "07"])
+@pytest.mark.parametrize("number", ["02", "03", "06", "07"])
 def test_what_is_not_computed_yet_is_reserved_and_what_is_being_restored_says_so(number, held):
     engine, table = held
     engine.running = [holder(table=table)]
     assert device_states(engine, table) == ["in use", *["reserved"] * 3] and engine.who()[0]["state"] == "prefill"
     engine.running = [holder(table=table, restoration=iter(()))]
-    coming = "in flight" if number in ("04", "05") else "reserved"                   # in 03, 06 and 07 a transfer says what comes
-    assert device_states(engine, table) == ["in use", *[coming] * 3] and engine.who()[0]["state"] == "restoring"
+    # A transfer says what comes, and there is none
+    assert device_states(engine, table) == ["in use", *["reserved"] * 3] and engine.who()[0]["state"] == "restoring"
 
 
 @pytest.mark.parametrize("number", ["06"])
@@ -269,7 +264,7 @@ def test_what_only_the_device_has_goes_down_before_it_is_evicted(number, engine,
     assert engine.over[-1][0].source == "cpu_hit"
 
 
-@pytest.mark.parametrize("number", list(NAMES)[1:7])
+@pytest.mark.parametrize("number", list(NAMES)[1:5])
 def test_blocks_are_told_with_their_tokens_and_keys(number, engine):
     result, = Watched(engine).answer(dict(prompt=STORY, max_tokens=2))
     tokens, client = engine.encode(STORY, None)[0], client_of(engine)
@@ -490,7 +485,7 @@ def test_examples_fit_the_context(engine):
 
 
 WAYS = {"01": ["miss", "miss", "miss"], "02": ["miss", "gpu_hit"], "03": ["miss", "cpu_hit", "cpu_hit", "gpu_hit"],
-        "04": ["miss", "cpu_hit", "hidden"], "05": ["miss"] + ["planned"] * 4, "06": ["miss", "miss", "storage", "storage"],
+        "06": ["miss", "miss", "storage", "storage"],
         "07": ["miss", "storage_hit", "cpu_hit", "gpu_hit"], "08": ["miss"] * 5}
 
 
@@ -517,11 +512,7 @@ def test_a_comparison_answers_in_every_way_with_the_tokens_of_chapter_01(
     assert {one["progress"]["way"] for one in progress} == {row["way"] for row in rows}
     assert all(row["equal"] for row in rows)
     sources = [row["source"] for row in rows]
-    if number == "05":                                              # which may find that computing all of it is faster
-        assert sources[0] == "miss" and set(sources[1:]) <= {"planned", "miss"}
-        whole = (len(engine.encode(prompt, None)[0]) - 1) // 64 * 64
-        assert {row["cached_tokens"] for row in rows if row["source"] == "planned"} <= {whole}, "there was no room for all of it"
-    elif number in ("04", "06"):
+    if number == "06":                                              # which may find that computing all of it is faster
         assert sources[:2] == WAYS[number][:2] and len(sources) == len(WAYS[number])
     else:
         assert sources == WAYS[number]

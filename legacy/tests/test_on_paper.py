@@ -3,10 +3,9 @@ import json
 
 import pytest
 
-from legacy.tests.conftest import chapter
+from legacy import bubble_free as planner
 from tools import on_paper
 
-planner = chapter("05_bubble_free")
 FIELDS = {"table", "name", "paper", "ours", "difference", "verdict"}
 
 

@@ -1,4 +1,4 @@
-"""OpenAI's own Python client against the servers of chapters 04 and 07."""
+"""OpenAI's own Python client against the server of chapter 07."""
 import uuid
 from contextlib import contextmanager
 
@@ -6,7 +6,7 @@ import pytest
 
 from legacy import backends
 from legacy.tests.conftest import chapter
-from legacy.tests.test_server import TIMEOUT, make_hidden, serving, serving_hidden, settled
+from legacy.tests.test_server import TIMEOUT, serving
 
 openai = pytest.importorskip("openai", reason="OpenAI's client is not installed: pip install -r requirements-dev.txt")
 
@@ -49,14 +49,3 @@ def test_chapter_07_counts_what_comes_from_storage_as_cached(tiny_engine):
         again = client.completions.create(prompt=STORY, **GREEDY)
     assert again.choices == first.choices and first.usage.prompt_tokens_details.cached_tokens == 0
     assert again.usage.prompt_tokens_details.cached_tokens == again.usage.cached_tokens == 96
-
-
-def test_save_is_taken_from_the_extra_body(tiny_engine):
-    engine, kept = make_hidden(tiny_engine), []
-    with serving_hidden(engine) as port, connected(port) as client:
-        for number, save in enumerate((False, True)):
-            before = engine.counters()["chunks_saved"]
-            client.completions.create(prompt=STORY, extra_body=dict(save=save, cache_salt=str(number)), **GREEDY)
-            settled(engine)
-            kept.append(engine.counters()["chunks_saved"] - before)
-    assert kept == [0, len(STORY) // 64]

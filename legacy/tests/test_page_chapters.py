@@ -1,10 +1,9 @@
-"""The page of chapters 04 to 08 in a real browser: ask, watch answer and blocks, lose the cache and ask again, compare."""
+"""The page of chapters 06 to 08 in a real browser: ask, watch answer and blocks, lose the cache and ask again, compare."""
 import re
 
 import pytest
 
 from legacy import live
-from legacy.tests.conftest import chapter
 from legacy.tests.test_app import INFO, Serving
 from legacy.tests.test_live import NAMES, SOURCES, STORY, WAYS, make
 
@@ -28,8 +27,6 @@ def test_a_lesson_on_the_page(number, browser, tiny_engine, plain_engine, tmp_pa
     for estimate in ("seconds_to_load", "seconds_to_restore"):
         if hasattr(engine, estimate):
             monkeypatch.setattr(engine, estimate, lambda *_, **__: 1e-12)
-    if number == "05":
-        monkeypatch.setattr(engine, "plan", lambda tokens: (chapter(name).Plan(0, 2, 1), 1e-12))
     device = 2 if number == "08" else 0                             # where its blocks are
     with Serving(engine) as port:
         # 1. The answer appears while it is written, and blocks change their state

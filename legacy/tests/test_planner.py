@@ -1,23 +1,14 @@
-"""Chapter 05's planner against brute force and a pipeline of its own, and the profile on which it plans."""
-import itertools
-import json
+"""The planner that tools/on_paper.py calls, against brute force and a pipeline of its own."""
 import math
-import re
-import subprocess
-import sys
-import time
-from fractions import Fraction
-from types import SimpleNamespace
 
 import numpy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from legacy.tests.conftest import ROOT, chapter, make_engine, write_model
+from legacy import bubble_free as planner
+from legacy.bubble_free import Costs, Plan
 
-planner = chapter("05_bubble_free")
-Costs, Plan, Profile, CHUNK = planner.Costs, planner.Plan, planner.Profile, planner.CHUNK
 NEAR = 1 + 2e-9                    # best_plan takes as equal what differs by less than a billionth
 
 some = settings(max_examples=200, deadline=None, derandomize=True, database=None)
@@ -25,7 +16,6 @@ few = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 LAYERS, PARTS = st.integers(1, 12), st.sampled_from([1, 2, 4])
 COST = st.floats(0.01, 10) | st.integers(1, 4).map(float) | st.sampled_from([1e-9, 1e-4, 1.0, 1e4, 1e9])
 COSTS = st.builds(Costs, COST, COST, COST, COST)
-LIKELY = COSTS.filter(lambda costs: costs.compute_token >= costs.compute_hidden)         # all of a layer is more than a part
 
 
 def ends(costs, recompute, hidden, kv, parts: int, behind: float = 0.0, paper: bool = False):
@@ -40,23 +30,6 @@ def ends(costs, recompute, hidden, kv, parts: int, behind: float = 0.0, paper: b
         processor = numpy.where(more, numpy.maximum(link, processor) + costs.compute_hidden / parts, processor)
     link = link + kv * costs.io_kv
     return numpy.where(hidden + kv > 0, numpy.maximum(link, processor), processor)
-
-
-def optimum(costs, layers: int, first_is_projected: bool) -> float:
-    """The linear programme: the layers in three ways, in whatever shares, and the fewest seconds in which both lanes do what
-    they must. It lies in a corner, or where a line between two corners has both lanes equally busy. In exact fractions."""
-    costs = Costs(*map(Fraction, costs))
-
-    def corners(rest, compute=0):
-        return [(compute + rest * costs.compute_token, 0), (compute + rest * costs.compute_hidden, rest * costs.io_hidden),
-                (compute, rest * costs.io_kv)]
-    points, best = corners(layers) + (corners(layers - 1, costs.compute_hidden) if first_is_projected else []), math.inf
-    for (x, y), (u, v) in itertools.product(points, points):
-        best = min(best, max(x, y))
-        if (x - y) * (u - v) < 0:
-            share = (x - y) / (x - y - u + v)
-            best = min(best, x + share * (u - x))
-    return float(best)
 
 
 # 1. The pipeline -------------------------------------------------------------------------------------------------
@@ -128,7 +101,6 @@ def test_of_several_numbers_of_parts_the_fastest_is_taken_and_auto_is_never_slow
     for mode, best in seconds.items():
         assert best == min(planner.best_plan({parts: each}, layers, mode)[1] for parts, each in costs.items())
     assert all(seconds["auto"] <= other * NEAR for other in seconds.values())
-    assert seconds["auto"] >= planner.bound_seconds(costs, layers) * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("mode,letters", [("auto", "RHHK"), ("naive", "RKKK"), ("hidden-only", "HHHH"), ("kv-only", "KKKK")])
@@ -154,36 +126,9 @@ def test_for_80_layers_all_divisions_are_tried_and_the_best_of_them_is_found():
         plan, seconds = planner.best_plan({planner.PARTS: costs}, 80)
         every = ends(costs, recompute, hidden, kv, planner.PARTS)
         assert seconds == pytest.approx(every.min(), rel=1e-9) and str(plan).lower() == str(plan).lower()[:80]
-        assert seconds >= planner.bound_seconds({1: costs}, 80) * (1 - 1e-9)
 
 
-# 3. The bound ----------------------------------------------------------------------------------------------------
-
-@some
-@given(COSTS, COSTS, LAYERS)
-def test_the_bound_is_the_optimum_of_the_linear_programme(one, other, layers):
-    assert planner.bound_seconds({1: one}, layers) == pytest.approx(optimum(one, layers, True), rel=1e-6)
-    cheapest = Costs(*map(min, one, other))
-    assert planner.bound_seconds({1: one, 4: other}, layers) == pytest.approx(optimum(cheapest, layers, True), rel=1e-6)
-
-
-@some
-@given(COSTS, LAYERS, PARTS)
-def test_no_division_ends_before_the_bound(costs, layers, parts):
-    every = ends(costs, *planner.divisions(layers, parts), parts)
-    assert every.min() >= planner.bound_seconds({1: costs}, layers) * (1 - 1e-9)
-
-
-@few
-@given(LIKELY, st.integers(1, 3))
-def test_with_fine_parts_the_best_plan_comes_as_near_to_the_bound_as_one_likes(costs, layers):
-    parts = 128
-    seconds = planner.best_plan({parts: costs}, layers)[1]
-    # A step from the optimum costs at most a step of each way, and to fill the pipeline takes a part of each lane
-    assert seconds <= planner.bound_seconds({1: costs}, layers) * (1 + 1e-9) + 2 * sum(costs) / parts
-
-
-# 4. The closed form ----------------------------------------------------------------------------------------------
+# 3. The closed form ----------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("costs,layers,plan", [
     (Costs(1, 2, 8, 2), 32, Plan(0, 22, 10)),                      # 32 * 2 / (2 + 2 - 1) = 21.3
@@ -232,51 +177,7 @@ def test_the_closed_form_is_within_one_layer_of_the_best_where_hidden_states_are
         assert float(at_once(costs, *plan[:3])) <= every.min() * NEAR + max(costs.io_hidden, costs.compute_hidden)
 
 
-# 5. A plan in letters --------------------------------------------------------------------------------------------
-
-@some
-@given(st.integers(1, 12), PARTS, st.sampled_from([4, 8, 16]), st.integers(0, 5), st.data())
-def test_the_letters_of_all_chunks_add_up_to_the_plan(layers, parts, count, first, data):
-    plans = planner.divisions(layers, parts)
-    index = data.draw(st.integers(0, len(plans[0]) - 1))
-    plan = Plan(*(float(way[index]) for way in plans))
-    rows = [plan.letters(chunk, first, count) for chunk in range(first, first + count)]
-    for letters in rows:
-        assert len(letters) == layers and letters == "".join(sorted(letters, key="RHK".index))
-    for letter, share in zip("RHK", plan[:3]):
-        assert sum(row.count(letter) for row in rows) == share * count
-    for layer in range(layers):
-        column = "".join(row[layer] for row in rows)
-        assert column == "".join(sorted(column, key="RHK".index)), "in a shared layer the first tokens have the earlier letter"
-
-
-@some
-@given(st.integers(1, 12), PARTS, st.integers(1, 40), st.integers(0, 5), st.integers(0, 100), st.data())
-def test_every_chunk_has_a_letter_for_each_layer_also_those_beside_the_plan(layers, parts, count, first, chunk, data):
-    """The last chunk of a prompt is seldom whole, and those of an answer were not foreseen."""
-    plans = planner.divisions(layers, parts)
-    index = data.draw(st.integers(0, len(plans[0]) - 1))
-    plan = Plan(*(float(way[index]) for way in plans))
-    letters = plan.letters(chunk, first, count)
-    assert len(letters) == layers and letters == "".join(sorted(letters, key="RHK".index))
-    for letter, share in zip("RHK", plan[:3]):
-        assert math.floor(share) <= letters.count(letter) <= math.ceil(share)
-
-
-@pytest.mark.parametrize("plan", [Plan(0, 3, 0), Plan(2, 3, 1), Plan(0, 0, 4), Plan(1, 0, 2)], ids=str)
-def test_a_plan_of_whole_layers_has_the_same_letters_for_every_chunk(plan):
-    expected = "R" * plan.recompute + "H" * plan.hidden + "K" * plan.kv
-    assert {plan.letters(chunk, 2, 3) for chunk in range(9)} == {expected} and str(plan) == expected
-
-
-@pytest.mark.parametrize("plan,rows", [
-    (Plan(0, 4 * 0.6, 4 * 0.4, 154), ["HHHH", "HHHH", "BBBB", "KKKK"]), (Plan(0, 2, 2, 128), ["HHHH", "HHHH", "KKKK", "KKKK"]),
-    (Plan(1.6, 2.4, 0, 154), ["HHHH", "HHHH", "HHHH", "RRRR"]), (Plan(2, 2, 0, 128), ["HHHH", "HHHH", "RRRR", "RRRR"]),
-    (Plan(0, 0, 4, 0), ["KKKK"] * 4), (Plan(4, 0, 0, 0), ["RRRR"] * 4), (Plan(0, 4, 0, 256), ["HHHH"] * 4),
-], ids=str)
-def test_the_letters_of_a_plan_that_divides_tokens(plan, rows):
-    assert [plan.letters(chunk, 0, 4) for chunk in range(4)] == rows
-
+# 4. A plan in letters --------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("plan,shown", [
     (Plan(2, 3, 1), "RRHHHK"), (Plan(0, 0, 3), "KKK"), (Plan(3, 0, 0), "RRR"), (Plan(1.25, 4.5, 0.25), "RhHHHh"),
@@ -289,7 +190,7 @@ def test_a_plan_is_a_row_of_letters_small_where_a_layer_is_shared(plan, shown):
     assert plan.split is not None or len(shown) == plan.layers
 
 
-# 6. Tokens divided -----------------------------------------------------------------------------------------------
+# 5. Tokens divided -----------------------------------------------------------------------------------------------
 
 def token_wise_ends(costs, layers: int, tokens: int, split: int, computing_rest=None) -> float:
     """Layer after layer: what arrives of one, then what is computed of it."""
@@ -314,325 +215,3 @@ def test_the_split_of_tokens_is_the_best_of_all(attention, costs, layers, tokens
     assert seconds <= min(every.values()) * NEAR
     assert plan.hidden == pytest.approx(layers * plan.split / tokens) and sum(plan[:3]) == pytest.approx(layers)
     assert (plan.recompute if costs.compute_hidden > costs.io_hidden else plan.kv) == 0
-
-
-# 7. What a profile says ------------------------------------------------------------------------------------------
-
-KNOWN = Profile([64, 128, 512], [1.0, 2.0, 8.0], [2.0, 4.0, 16.0], [6.0, 13.0, 64.0], [3.0, 5.0, 17.0], 1e9, 1e9)
-NAMES = Costs._fields
-
-
-def test_costs_are_linear_between_lengths_and_from_zero():
-    assert [KNOWN.seconds("compute_token", tokens) for tokens in (0, 32, 64, 96, 128, 320, 512)] == pytest.approx(
-        [0, 3, 6, 9.5, 13, 38.5, 64])
-    assert KNOWN.costs(0, 64, 1e9) == {1: Costs(1, 2, 6, 3)}
-    assert KNOWN.costs(0, 128, 1e9)[1] == Costs(2, 4, 13, 5)
-
-
-def test_parts_are_at_least_a_chunk_and_cost_what_so_few_rows_cost():
-    assert [list(KNOWN.costs(0, tokens, 1e9)) for tokens in (1, 64, 127, 128, 192, 255, 256, 4096)] == [
-        [1], [1], [1], [1, 2], [1, 2], [1, 2], [1, 2, 4], [1, 2, 4]]
-    costs = KNOWN.costs(0, 256, 1e9)
-    assert [costs[parts].compute_hidden for parts in (1, 2, 4)] == pytest.approx([9, 2 * 5, 4 * 3])
-    assert len({(cost.io_kv, cost.compute_token) for cost in costs.values()}) == 1        # which are not cut
-
-
-@given(st.integers(0, 3000), st.integers(0, 3000), st.integers(0, 3000))
-@some
-def test_computing_is_additive_over_start_and_end_and_the_rest_depends_on_how_many(one, two, three):
-    start, middle, end = sorted((one, two, three))
-    whole, first, second = (KNOWN.costs(*between, 1e9)[1] for between in ((start, end), (start, middle), (middle, end)))
-    assert first.compute_token + second.compute_token == pytest.approx(whole.compute_token, abs=1e-9)
-    again = KNOWN.costs(0, end - start, 1e9)[1]
-    assert whole._replace(compute_token=0) == again._replace(compute_token=0)
-    assert whole.compute_token >= again.compute_token - 1e-9         # they attend to those before them
-
-
-def test_a_link_half_as_fast_doubles_transfers_and_a_slower_processor_the_rest():
-    for (parts, before), after, slower in zip(KNOWN.costs(64, 512, 1e9).items(), KNOWN.costs(64, 512, 5e8).values(),
-                                              KNOWN.costs(64, 512, 1e9, (1.5, 2.0)).values()):
-        assert after == pytest.approx(before._replace(io_hidden=2 * before.io_hidden, io_kv=2 * before.io_kv))
-        assert slower == pytest.approx(before._replace(compute_token=1.5 * before.compute_token,
-                                                       compute_hidden=2.0 * before.compute_hidden))
-
-
-@pytest.mark.parametrize("known", [KNOWN, Profile([100], [1.0], [2.0], [3.0], [4.0], 1.0, 1.0)], ids=["three", "one length"])
-@pytest.mark.parametrize("name", NAMES)
-def test_beyond_the_longest_costs_grow_on_and_attention_faster(known, name):
-    longest = known.lengths[-1]
-    tokens = [longest, longest + 1, 2 * longest, 4 * longest, 16 * longest]
-    seconds = [known.seconds(name, count) for count in tokens]
-    assert seconds[0] == getattr(known, name)[-1] and all(a < b for a, b in zip(seconds, seconds[1:]))
-    rates = [second / count for second, count in zip(seconds, tokens)]
-    if name == "compute_token" and len(known.lengths) > 1:
-        assert all(a < b for a, b in zip(rates, rates[1:]))
-    else:
-        assert rates == pytest.approx([rates[0]] * len(rates))
-
-
-def test_costs_are_not_negative_where_the_measurement_of_a_longer_history_came_out_shorter():
-    noisy = KNOWN._replace(compute_token=[6.0, 5.9, 64.0])
-    assert noisy.costs(64, 128, 1e9)[1].compute_token >= 0
-
-
-# 8. A profile on the disk ----------------------------------------------------------------------------------------
-
-IDENTITY = dict(format=1, machine="here", model="abc", dtype="torch.float32", link="a100", torch="2", threads=1)
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    """Where profiles are kept: the user's own are left alone."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-def kept() -> dict:
-    """What the file holds."""
-    return json.loads(planner.profile_path(IDENTITY).read_text())
-
-
-def keep(content) -> None:
-    path = planner.profile_path(IDENTITY)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
-
-
-def load(link_speed: float = 1e9):
-    return Profile.load(IDENTITY, link_speed)
-
-
-def test_what_was_saved_is_loaded(cache):
-    assert load() is None
-    KNOWN.save(IDENTITY)
-    assert load() == KNOWN
-    KNOWN._replace(io_kv=[7.0, 8.0, 9.0]).save(IDENTITY)
-    assert load().io_kv == [7, 8, 9]
-    path = planner.profile_path(IDENTITY)
-    assert list(cache.rglob("*")) == [path.parent, path] and path.parent.parent == cache
-
-
-def test_without_a_cache_directory_it_is_the_one_in_the_users_home(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for value in (None, ""):
-        monkeypatch.setenv("XDG_CACHE_HOME", value) if value is not None else monkeypatch.delenv("XDG_CACHE_HOME")
-        assert planner.profile_path(IDENTITY).parent == tmp_path / ".cache" / "kv-restoration"
-
-
-def test_a_file_that_was_cut_anywhere_is_refused():
-    KNOWN.save(IDENTITY)
-    whole = planner.profile_path(IDENTITY).read_bytes()
-    for length in range(len(whole.rstrip())):
-        keep(whole[:length])
-        assert load() is None, length
-    keep(whole.rstrip())
-    assert load() == KNOWN
-
-
-@some
-@given(st.integers(0, 400), st.sampled_from(b'0123456789.,eE+-"[]{}:\0\xff nNtT'))
-def test_a_file_with_a_byte_changed_is_refused_or_sound(tmp_path_factory, place, byte):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        KNOWN.save(IDENTITY)
-        whole = bytearray(planner.profile_path(IDENTITY).read_bytes())
-        whole[place] = byte
-        keep(bytes(whole))
-        found = load()
-    assert found is None or all(0 < value < math.inf for column in found[:5] for value in column)
-
-
-@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"null", b"[]", b"3", b'"text"', b"{}", b"[" * 100_000, b"9" * 5000,
-                                     b'{"lengths": 3}'], ids=lambda content: repr(content)[:20])
-def test_what_is_no_profile_is_refused(content):
-    keep(content)
-    assert load() is None
-
-
-WRONG = [None, "1", [], {}, True, [1.0], math.nan, math.inf, -math.inf, -1.0, 0.0, 0, 10 ** 400]
-
-
-@pytest.mark.parametrize("value", WRONG, ids=lambda value: repr(value)[:20])
-@pytest.mark.parametrize("name", [*NAMES, "lengths", "bytes_per_second", "link_speed", "measured"])
-def test_a_wrong_number_is_refused(name, value):
-    KNOWN.save(IDENTITY)
-    content = kept()
-    if isinstance(content[name], list):
-        content[name][1] = value
-    else:
-        content[name] = value
-    keep(content)
-    assert load() is None
-
-
-@pytest.mark.parametrize("value", [None, 1.0, "abc", {}, [], [1.0], [1.0, 2.0], [1.0, 2.0, 3.0, 4.0], dict(a=1.0, b=2.0, c=3.0)],
-                         ids=repr)
-@pytest.mark.parametrize("name", [*NAMES, "lengths"])
-def test_a_wrong_column_is_refused(name, value):
-    KNOWN.save(IDENTITY)
-    keep({**kept(), name: value})
-    assert load() is None
-
-
-@pytest.mark.parametrize("name", [*Profile._fields, "identity", "measured"])
-def test_a_field_that_is_missing_is_refused(name):
-    KNOWN.save(IDENTITY)
-    content = kept()
-    del content[name]
-    keep(content)
-    assert load() is None
-
-
-@pytest.mark.parametrize("lengths", [[128, 64, 512], [64, 64, 512], [512, 128, 64]], ids=str)
-def test_lengths_out_of_order_are_refused(lengths):
-    KNOWN._replace(lengths=lengths).save(IDENTITY)
-    assert load() is None
-
-
-@pytest.mark.parametrize("name,value", [("machine", "there"), ("model", "abd"), ("dtype", "torch.bfloat16"), ("link", "2.0 GB/s"),
-                                        ("torch", "3"), ("threads", 2), ("format", 2)])
-def test_a_profile_of_another_is_not_found_and_under_this_name_is_refused(name, value):
-    other = {**IDENTITY, name: value}
-    KNOWN.save(other)
-    assert load() is None and Profile.load(other, 1e9) == KNOWN
-    keep(planner.profile_path(other).read_bytes())
-    assert load() is None
-
-
-@pytest.mark.parametrize("days,found", [(-29.9, True), (-30.1, False), (-3000, False), (0.1, False), (3000, False)])
-def test_what_is_old_or_of_the_future_is_refused(days, found):
-    KNOWN.save(IDENTITY)
-    keep({**kept(), "measured": time.time() + days * 86400})
-    assert (load() is not None) is found and planner.PROFILE_DAYS == 30
-
-
-@pytest.mark.parametrize("now,found", [(1.0, True), (1.19, True), (0.81, True), (1.21, False), (0.79, False), (100, False),
-                                       (1e-6, False)])
-def test_a_profile_of_a_link_that_was_a_fifth_faster_or_slower_is_refused(now, found):
-    KNOWN.save(IDENTITY)
-    assert (load(now * 1e9) is not None) is found
-
-
-@pytest.mark.parametrize("where", ["cache", "cache/kv-restoration"])
-def test_a_file_where_the_directory_should_be_is_no_error(tmp_path, where):
-    (tmp_path / where).parent.mkdir(exist_ok=True)
-    (tmp_path / where).write_text("not a directory")
-    KNOWN.save(IDENTITY)
-    assert load() is None and (tmp_path / where).read_text() == "not a directory"
-
-
-def test_a_directory_where_the_file_should_be_is_no_error_and_nothing_is_left_beside_it():
-    path = planner.profile_path(IDENTITY)
-    path.mkdir(parents=True)
-    KNOWN.save(IDENTITY)
-    assert load() is None
-    assert list(path.parent.iterdir()) == [path]
-
-
-def test_two_processes_that_write_at_once_leave_one_whole_file(cache):
-    words = ("import importlib, sys; planner = importlib.import_module('05_bubble_free'); number = float(sys.argv[1]); "
-             f"known = planner.Profile(*{tuple(KNOWN)!r})._replace(io_kv=[number] * 3); print(flush=True); sys.stdin.readline(); "
-             f"[known.save({IDENTITY!r}) for _ in range(300)]")
-    writers = [subprocess.Popen([sys.executable, "-c", words, str(number)], cwd=ROOT, text=True, stdin=subprocess.PIPE,
-                                stdout=subprocess.PIPE) for number in (1, 2)]
-    for writer in writers:
-        assert writer.stdout.readline() == "\n"
-    KNOWN._replace(io_kv=[1.0] * 3).save(IDENTITY)
-    for writer in writers:
-        writer.stdin.write("\n")
-        writer.stdin.flush()
-    seen = []
-    while any(writer.poll() is None for writer in writers):
-        seen.append(load().io_kv)
-    for writer in writers:
-        writer.communicate()
-    assert [writer.returncode for writer in writers] == [0, 0] and load().io_kv in ([1] * 3, [2] * 3)
-    assert seen and all(io_kv in ([1] * 3, [2] * 3) for io_kv in seen)
-    path = planner.profile_path(IDENTITY)
-    assert list(path.parent.iterdir()) == [path]
-
-
-# 9. Measured -----------------------------------------------------------------------------------------------------
-
-def engine_on(tiny_engine, **options):
-    return planner.Engine(tiny_engine.model, tiny_engine.tokenizer, tiny_engine.end_tokens,
-                          **{"blocks": 32, "cpu_chunks": 8, "bytes_per_second": 1e9, **options})
-
-
-@pytest.fixture
-def measured(monkeypatch):
-    """Measuring takes no time, and is counted."""
-    calls = []
-    monkeypatch.setattr(planner, "profile", lambda engine: calls.append(engine) or KNOWN)
-    return calls
-
-
-@pytest.mark.parametrize("options", [dict(), dict(blocks=1), dict(blocks=1, block_size=1), dict(blocks=5, block_size=3),
-                                     dict(token_budget=7), dict(token_budget=100, blocks=12)], ids=str)
-def test_measured_costs_are_positive_and_nothing_is_left_behind(tiny_engine, options):
-    engine = engine_on(tiny_engine, known=KNOWN, **options)
-    found, longest = planner.profile(engine, rounds=2), min(engine.pool.size * engine.pool.block_size, 256)
-    assert found.lengths == sorted({*(length for length in (64, 128) if length < longest), longest})
-    for column in (*found[1:5], [found.bytes_per_second, found.link_speed]):
-        assert all(0 < seconds < math.inf for seconds in column)
-    assert all(len(column) == len(found.lengths) and column == sorted(column) for column in found[:5])
-    assert found.bytes_per_second <= 1.01e9 == 1.01 * found.link_speed      # the model's, less what a transfer takes besides
-    engine.check_integrity()
-    assert engine.pool.available == engine.pool.size == len(engine.pool.free) and not engine.landing.taken
-    assert engine.chunks.available == engine.chunks.size and engine.load_link.backlog() == 0
-    found.save(IDENTITY)
-    assert Profile.load(IDENTITY, found.link_speed) == found
-
-
-@pytest.mark.parametrize("context", [2, 8, 65])
-def test_a_model_with_a_tiny_context_is_measured_too(tmp_path, context):
-    alone = make_engine(write_model(tmp_path / "model", max_position_embeddings=context))
-    engine = engine_on(alone)
-    assert engine.profile.lengths == [64, 65][context < 65:] if context == 65 else engine.profile.lengths == [context]
-    assert sum(engine.plan(context)[0][:3]) == 3
-
-
-def test_an_engine_without_a_name_for_its_link_measures_and_keeps_nothing(tiny_engine, cache, measured):
-    assert engine_on(tiny_engine).profile == KNOWN and len(measured) == 1
-    assert engine_on(tiny_engine, known=KNOWN).profile is KNOWN and len(measured) == 1
-    assert not cache.exists()
-
-
-def test_an_engine_measures_once_for_each_link_and_again_when_it_is_told(tiny_engine, measured):
-    for asked, count in ((dict(link_name="a"), 1), (dict(link_name="a"), 1), (dict(link_name="b"), 2), (dict(link_name="a"), 2),
-                         (dict(link_name="a", measure_again=True), 3), (dict(link_name="a", measure_again=False), 3),
-                         (dict(link_name="a", bytes_per_second=1.3e9), 4), (dict(link_name="a", block_size=8), 5)):
-        assert engine_on(tiny_engine, **asked).profile == KNOWN and len(measured) == count, asked
-
-
-@pytest.mark.parametrize("damage", [
-    lambda content: b"", lambda content: content[:-9], lambda content: b"\xff" + content, lambda content: b"[]",
-    lambda content: content.replace(b"512", b"96"), lambda content: content.replace(b'"measured": 1', b'"measured": 9'),
-    lambda content: content.replace(b"64.0", b"NaN"), lambda content: content.replace(b"64.0", b"-64.0"),
-    lambda content: content.replace(b"1000000000.0", b"0.0"), lambda content: content.replace(b"float32", b"float16"),
-    lambda content: b"[" * 100_000,
-], ids=["empty", "cut", "no text", "a list", "lengths", "of the future", "NaN", "negative", "a link of speed 0", "another dtype",
-        "nested"])
-def test_where_what_was_kept_is_damaged_the_engine_measures_anew_and_keeps_that(tiny_engine, cache, measured, damage):
-    engine_on(tiny_engine, link_name="a")
-    path, = cache.rglob("*.json")
-    whole = path.read_bytes()
-    path.write_bytes(damage(whole))
-    assert path.read_bytes() != whole
-    assert engine_on(tiny_engine, link_name="a").profile == KNOWN and len(measured) == 2
-    assert engine_on(tiny_engine, link_name="a").profile == KNOWN and len(measured) == 2
-
-
-# 10. What the demo says of it ------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("pace", [1.0, 0.5, 2.0])
-def test_the_plans_and_the_bound_that_the_demo_prints_are_those_of_the_same_costs(tiny_engine, capsys, pace):
-    engine = engine_on(tiny_engine, known=KNOWN)
-    for paces in engine.paces:                                      # as the last restorations taught it
-        paces.extend([pace] * 9)
-    computed = SimpleNamespace(restoration=None, source="miss", choice=None)
-    planner.show("balanced", 192, engine, {"planned mix": [computed]})
-    line = capsys.readouterr().out.splitlines()[-1]
-    formula, best, bound = (float(number) for number in re.findall(r"([0-9.]+) ms", line))
-    assert bound <= best <= formula and best == pytest.approx(engine.plan(192)[1] * 1e3, abs=0.06)
-    assert bound == pytest.approx(planner.bound_seconds(engine.costs(0, 192), 3) * 1e3, abs=0.06)

@@ -1,8 +1,8 @@
-"""The durable store: chunks in files, what is damaged, full or gone, several processes, and an engine on top of it with the
-tokens of chapter 01 as the yardstick."""
+"""The durable store: chunks in files, what is damaged, full or gone, and several processes."""
 import errno
 import itertools
 import json
+import math
 import os
 import random
 import shutil
@@ -26,10 +26,10 @@ from common.checkpoint import ModelError
 from legacy import store
 from legacy.link import RowBuffer, as_integers
 from legacy.store import ChunkFiles
-from legacy.tests.conftest import ROOT, chapter, make_engine, write_model
-from legacy.tests.test_paged import ids, in_threads, until
+from legacy.tests.conftest import ROOT, chapter
+from legacy.tests.test_paged import ids, in_threads
 
-baseline, paged, hidden = chapter("01_baseline"), chapter("02_paged_kv"), chapter("04_hidden_state_cache")
+paged = chapter("02_paged_kv")
 SHAPE = (3, 8, 16)                 # parts, tokens, width
 LAYOUTS = ("chunked", "token-major")
 WIDE = 1e12                        # a limit, and a speed, that nobody reaches
@@ -634,19 +634,6 @@ def test_chunks_before_the_first_damaged_one_are_right(keep, directories, damage
     assert all(chunk.path.exists() for number, chunk in enumerate(chunks) if number not in damaged)
 
 
-def test_unchecked_a_damaged_part_is_read_as_it_lies(keep):
-    """As the demo of chapter 04 does it: so it is the checksum that notices."""
-    files = keep("a", "b")
-    prefixes, states = written(files, 3)
-    files.zero(1)
-    files.verify = False
-    chunks = found(files, prefixes)
-    assert [read(files, chunks, part)[0] for part in range(3)] == [3, 3, 3] and not read(files, chunks, 1)[1].any()
-    assert (read(files, chunks, 2)[1][1] == states[1][2]).all() and (read(files, chunks, 0)[1][1] == states[1][0]).all()
-    files.verify = True
-    assert [read(files, chunks, part)[0] for part in (0, 2, 1)] == [3, 3, 0]
-
-
 def bytes_of(files, prefixes, number):
     return files.paths(prefixes[number], number)[0].read_bytes()
 
@@ -1126,581 +1113,58 @@ def pair():
 
 globals()[sys.argv[1]]()
 """
-TEXTS = [ids(seed, 200) for seed in range(3)]                   # three chunks each, and 8 tokens
+LARGE = (3, 64, 64)                # of the chunks below: it takes a while to write one
+CHAINS = [chain(3, LARGE[1], seed=seed) for seed in range(3)]
 
 
-def chunk_chain(engine, tokens, salt: str = ""):
-    prefixes = []
-    for index in range(len(tokens) // 64):
-        engine.chunk_prefixes.nth(index, prefixes, salt, tokens, 64)
-    return prefixes[1:]
-
-
-def helped(what: str, folder: Path, engine, directories, **more) -> dict:
-    """Run the helper on these directories, with the chunks of TEXTS as `engine` has them in its files -> what it prints."""
-    prefixes, states = [], []
-    for index, prefix in [entry for text in TEXTS for entry in enumerate(chunk_chain(engine, text))]:
-        chunk = engine.files.find(prefix, index)
-        states.append([read(engine.files, [chunk], part)[1][0] for part in range(engine.files.shape[0])])
-        prefixes.append((prefix.key.hex(), prefix.parent.key.hex(), prefix.tokens, index))
-    numpy.save(folder / "states.npy", numpy.array(states))
+def helped(what: str, folder: Path, directories, **more) -> tuple[list, dict]:
+    """Run the helper on these directories, with the chunks of CHAINS -> [(prefix, index, states)], and what it prints."""
+    chunks = [(prefix, index, contents(3 * number + index, LARGE)) for number, prefixes in enumerate(CHAINS)
+              for index, prefix in enumerate(prefixes)]
+    numpy.save(folder / "states.npy", numpy.array([states for *_, states in chunks]))
     (folder / "given.json").write_text(json.dumps(dict(
-        directories=list(map(str, directories)), states=str(folder / "states.npy"), prefixes=prefixes, **more)))
+        directories=list(map(str, directories)), states=str(folder / "states.npy"),
+        prefixes=[(prefix.key.hex(), prefix.parent.key.hex(), prefix.tokens, index) for prefix, index, _ in chunks], **more)))
     ran = subprocess.run([sys.executable, "-c", HELPER, what, str(folder / "given.json")], cwd=ROOT, capture_output=True,
                          text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert ran.returncode == 0, ran.stderr
-    return json.loads(ran.stdout)
+    return chunks, json.loads(ran.stdout)
+
+
+def right_or_missed(files, chunks) -> int:
+    """How many are there; each of those reads back, bit by bit."""
+    there = [(files.find(prefix, index), states) for prefix, index, states in chunks]
+    for stored, states in there:
+        for part in range(LARGE[0]) if stored else ():
+            whole, into = read(files, [stored], part)
+            assert whole == 1 and (into[0] == states[part]).all()
+    assert files.counts["file_errors"] == 0
+    return sum(stored is not None for stored, _ in there)
 
 
 @pytest.fixture
-def make(tiny_engine, tmp_path):
-    """make("a", "b", base=..., ...) -> chapter 04's engine over files in these directories, which thinks that restoring is
-    faster than computing. What nobody wrote into its blocks is NaN. It ends with the test."""
-    engines = []
-
-    def engine(*directories, base=tiny_engine, **options):
-        options = {"blocks": 256, "block_size": 4, "bytes_per_second": WIDE, "save_threads": 2, **options}
-        engine = hidden.Engine(base.model, base.tokenizer, base.end_tokens,
-                               directories=[tmp_path / name for name in directories or ("a",)], **options)
-        engine.seconds_to_restore, engine.seconds_to_compute = lambda tokens, behind=None: 0.0, lambda start, end: 1.0
-        engine.pool.kv.fill_(float("nan"))
-        engines.append(engine)
-        return engine
-    yield engine
-    for engine in engines:
-        engine.close()
-        engine.files.readers.shutdown()
-
-
-@pytest.fixture
-def right(tiny_engine):
-    """right(prompt, max_tokens=8) -> the tokens of chapter 01."""
-    alone, known = baseline.Engine(tiny_engine.model, tiny_engine.tokenizer, tiny_engine.end_tokens), {}
-
-    def tokens(prompt, max_tokens=8):
-        asked = tuple(prompt), max_tokens
-        if asked not in known:
-            known[asked] = alone.generate(prompt=list(prompt), max_tokens=max_tokens).tokens
-        return known[asked]
-    return tokens
-
-
-def step_through(engine):
-    for _ in range(2000):
-        more = engine.step()
-        engine.check_integrity()
-        if not more:
-            return
-    raise AssertionError("there is always more to do")
-
-
-def settled(engine):
-    """Nothing is on its way, and nobody holds anything."""
-    engine.flush()
-    engine.check_integrity()
-    assert not (engine.saving or engine.restorations or engine.snapshots or engine.line)
-    assert engine.pool.available == engine.pool.size and engine.chunks.available == engine.chunks.size
-    assert not (engine.landing.taken or engine.reading.taken or engine.saver.buffer.taken)
-
-
-def ask(engine, prompt, **fields):
-    """One request with nobody else around, after the device lost all that it had cached -> the request."""
-    for _ in range(len(engine.pool.cached)):
-        engine.pool.evict()
-    request, = engine.submit(prompt, **{"max_tokens": 8, **fields})
-    step_through(engine)
-    settled(engine)
-    assert isinstance(request.outcome, hidden.Result), request.outcome
-    return request
-
-
-PROMPT = TEXTS[0]
-
-
-def test_fifty_kills_leave_only_whole_chunks_and_the_engine_answers_right(make, right, tmp_path):
-    engine = make("reference")
-    for text in TEXTS:
-        assert ask(engine, text).outcome.tokens == right(text)
-    crashed = [tmp_path / "b", tmp_path / "c"]
-    for directory in crashed:
+def crashed(tmp_path):
+    directories = [tmp_path / "b", tmp_path / "c"]
+    for directory in directories:
         directory.mkdir()
-        (directory / f"{PROMPT[0]:064x}.chunk.1.tmp").write_text("somebody who lives is writing")
-    limit = 6 * (tmp_path / "reference").glob("*.chunk").__next__().stat().st_size
-    told = helped("kill", tmp_path, engine, crashed, limit=limit)
+    return directories
+
+
+LARGE_FILE = HEADER + math.prod(LARGE) * 4
+
+
+def test_fifty_kills_leave_only_whole_chunks(keep, tmp_path, crashed):
+    for directory in crashed:
+        (directory / f"{CHAINS[0][0].key.hex()}.chunk.1.tmp").write_text("somebody who lives is writing")
+    chunks, told = helped("kill", tmp_path, crashed, limit=6 * LARGE_FILE)
     assert told["left"] >= 5 and len(told["kept"]) == 50 and min(told["kept"]) >= 1, told      # some were killed while writing
-    after = make("b", "c")
-    for text in TEXTS:
-        there = [after.files.find(prefix, index) is not None for index, prefix in enumerate(chunk_chain(after, text))]
-        request = ask(after, text)
-        assert request.outcome.tokens == right(text)
-        assert request.cached_tokens == 64 * (there + [False]).index(False)
-    assert after.counters()["file_errors"] == 0
-    for text in TEXTS:
-        assert ask(after, text).cached_tokens == 192
-
-
-def test_two_processes_share_directories_and_read_only_what_is_whole(make, right, tmp_path):
-    engine = make("reference")
-    for text in TEXTS:
-        ask(engine, text)
-    size = (tmp_path / "reference").glob("*.chunk").__next__().stat().st_size
-    for name in "bc":
-        (tmp_path / name).mkdir()
-    told = helped("pair", tmp_path, engine, [tmp_path / "b", tmp_path / "c"], limit=4.5 * size, moves=400)
-    assert told["kept"] >= 1
-    after = make("b", "c")
-    for text in TEXTS:
-        assert ask(after, text).outcome.tokens == right(text)
-    assert after.counters()["file_errors"] == 0
-
-
-# 7. The engine, and what is damaged ------------------------------------------------------------------------------
-
-def paths_of(engine, tokens, salt: str = "") -> list[Path]:
-    return [engine.files.paths(prefix, index)[0] for index, prefix in enumerate(chunk_chain(engine, tokens, salt))]
-
-
-def rewrite(path: Path, change):
-    data = bytearray(path.read_bytes())
-    path.write_bytes(change(data) or data)
-
-
-def flip(at: int):
-    def change(data):
-        data[at] ^= 4
-    return lambda path, other: rewrite(path, change)
-
-
-def become_directory(path, other):
-    path.unlink()
-    path.mkdir()
-
-
-STATES = 64 * 64 * 4                                            # bytes of a layer of a chunk of the tiny model
-DAMAGES = {                                                     # -> what was one chunk's file, and another chunk's
-    "emptied": lambda path, other: os.truncate(path, 0),
-    "cut in the header": lambda path, other: os.truncate(path, 4000),
-    "cut in a layer": lambda path, other: os.truncate(path, HEADER + STATES + 5),
-    "cut by a byte": lambda path, other: os.truncate(path, HEADER + 3 * STATES - 1),
-    "too long": lambda path, other: os.truncate(path, HEADER + 3 * STATES + 1),
-    "a bit of the key": flip(30), "a bit of the tokens": flip(250), "a bit of the padding": flip(2000),
-    "a checksum of the first layer": flip(HEADER - 12), "a checksum of the last layer": flip(HEADER - 1),
-    "a bit of the first layer": flip(HEADER + 7), "a bit of the last layer": flip(HEADER + 3 * STATES - 7),
-    "replaced by another chunk": lambda path, other: shutil.copy(other, path),
-    "replaced by noise": lambda path, other: path.write_bytes(random.Random(0).randbytes(HEADER + 3 * STATES)),
-    "turned into a directory": become_directory,
-    "a name without a file": lambda path, other: (path.unlink(), path.symlink_to("nowhere")),
-    "deleted": lambda path, other: path.unlink(),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("number", [0, 1, 2])
-def test_a_damaged_chunk_is_a_miss_and_is_saved_again(make, right, damage, number):
-    engine = make("a", "b")
-    assert ask(engine, PROMPT).outcome.source == "miss"
-    paths = paths_of(engine, PROMPT)
-    good = [path.read_bytes() for path in paths]
-    DAMAGES[damage](paths[number], paths[(number + 1) % 3])
-    errors = engine.counters()["file_errors"]
-    request = ask(engine, PROMPT)
-    assert request.outcome.tokens == right(PROMPT) and request.cached_tokens == 64 * number
-    assert request.outcome.source == ("hidden" if number else "miss")
-    assert (engine.counters()["file_errors"] > errors) == (damage not in ("deleted", "a name without a file"))
-    again = ask(engine, PROMPT)
-    assert again.outcome.tokens == right(PROMPT)
-    if damage != "turned into a directory":                     # what was found and could not be read is saved by the next one
-        again = ask(engine, PROMPT)
-        assert again.outcome.tokens == right(PROMPT)
-    if damage == "turned into a directory":                     # nobody deletes what is not a chunk
-        assert again.cached_tokens == 64 * number and engine.counters()["chunks_dropped"] == 2
-    else:
-        assert again.cached_tokens == 192 and engine.counters()["chunks_dropped"] == 0
-        assert [path.stat().st_size for path in paths] == list(map(len, good))
-        assert all(path.read_bytes() == was for path, was in list(zip(paths, good))[:number])
-
-
-@pytest.mark.parametrize("gone", [0, 1, 2])
-def test_a_chunk_that_goes_between_finding_and_reading_is_a_miss(make, right, gone):
-    engine = make()
-    ask(engine, PROMPT)
-    path, read_file = paths_of(engine, PROMPT)[gone], engine.files.read
-
-    def delete_and_read(chunks, part, into, done):
-        path.unlink(missing_ok=True)
-        read_file(chunks, part, into, done)
-    engine.files.read = delete_and_read
-    request = ask(engine, PROMPT)
-    engine.files.read = read_file
-    assert request.outcome.tokens == right(PROMPT) and request.cached_tokens == 64 * gone
-    assert engine.counters()["file_errors"] >= 1 and engine.counters()["chunks_missed"] == 3 - gone
-    assert ask(engine, PROMPT).outcome.tokens == right(PROMPT)  # and is saved again
-    assert ask(engine, PROMPT).cached_tokens == 192
-
-
-def test_a_chunk_that_goes_between_two_layers_is_a_miss(make, right):
-    engine = make("a", "b")
-    ask(engine, PROMPT)
-    path, read_file, over = paths_of(engine, PROMPT)[1], engine.files.read, [threading.Event() for _ in range(3)]
-
-    def read_and_delete(chunks, part, into, done):
-        if part == 2:
-            assert over[0].wait(60) and over[1].wait(60)
-            path.unlink()
-        read_file(chunks, part, into, lambda *said: (over[part].set(), done(*said)))
-    engine.files.read = read_and_delete
-    request = ask(engine, PROMPT)
-    assert request.outcome.tokens == right(PROMPT) and request.cached_tokens == 64
-    assert (engine.counters()["file_errors"], engine.counters()["chunks_missed"]) == (1, 2)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_without_the_checksums_the_answer_would_be_wrong(make, right, layout):
-    """So the tests above can see damage."""
-    engine = make(layout=layout)
-    ask(engine, PROMPT)
-    for path in paths_of(engine, PROMPT):
-        with open(path, "r+b") as file:
-            file.seek(HEADER)
-            file.write(bytes(3 * STATES))
-    engine.files.verify = False
-    request = ask(engine, PROMPT, save=False)
-    assert request.cached_tokens == 192 and request.outcome.tokens != right(PROMPT)
-    engine.files.verify = True
-    for cached in (0, None, 192):                               # in between they are saved again
-        request = ask(engine, PROMPT)
-        assert cached in (None, request.cached_tokens) and request.outcome.tokens == right(PROMPT)
-
-
-@pytest.mark.parametrize("gone, cached, dropped", [("a", 0, 2), ("b", 64, 1)])
-def test_a_directory_that_goes_takes_nothing_but_its_chunks(make, right, tmp_path, gone, cached, dropped):
-    engine = make("a", "b")
-    ask(engine, PROMPT)
-    shutil.rmtree(tmp_path / gone)
-    request = ask(engine, PROMPT)
-    assert request.outcome.tokens == right(PROMPT) and request.cached_tokens == cached
-    assert engine.counters()["chunks_dropped"] == engine.counters()["file_errors"] == dropped
-    (tmp_path / gone).mkdir()
-    assert ask(engine, PROMPT).outcome.tokens == right(PROMPT)
-    assert ask(engine, PROMPT).cached_tokens == 192
-
-
-def test_files_that_may_not_be_opened_are_misses_to_the_engine(make, right, monkeypatch):
-    engine = make("a", "b")
-    ask(engine, PROMPT)
-
-    def refuse(path, *_, **__):
-        raise PermissionError(errno.EACCES, "Permission denied", str(path))
-    with monkeypatch.context() as patch:
-        patch.setattr(store, "open", refuse, raising=False)
-        request = ask(engine, PROMPT)
-        assert request.outcome.tokens == right(PROMPT) and request.cached_tokens == 0
-        assert engine.counters()["chunks_dropped"] == 3 and engine.counters()["file_errors"] >= 6
-    assert ask(engine, PROMPT).cached_tokens == 192
-
-
-def test_the_engine_refuses_a_place_that_is_no_directory(make, tmp_path):
-    (tmp_path / "file").write_text("remember the milk")
-    with pytest.raises(ModelError, match="--disk"):
-        make("a", "file")
-
-
-# 8. The engine, and a disk that is full --------------------------------------------------------------------------
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """small_disk(kilobytes) -> a file system of that size. Skips where none may be mounted."""
-    mounted = []
-
-    def mount(kilobytes):
-        path = tmp_path / f"disk{len(mounted)}"
-        path.mkdir()
-        if os.geteuid() or not shutil.which("mount") or subprocess.run(
-                ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "none", path], capture_output=True).returncode:
-            pytest.skip("only root may mount a small file system, and not everywhere")
-        mounted.append(path)
-        return path
-    yield mount
-    for path in mounted:
-        subprocess.run(["umount", "-l", path], check=True)
-
-
-def test_on_a_full_disk_the_engine_answers_and_saves_again_when_there_is_room(make, right, small_disk):
-    disk = small_disk(3 * 56)                                   # 3 chunks of 52 KB
-    (disk / "ballast").write_bytes(bytes(60000))
-    engine = make(disk.name, save_threads=1)
-    request = ask(engine, PROMPT)
-    counters = engine.counters()
-    assert request.outcome.tokens == right(PROMPT) and names(disk) == sorted(
-        ["ballast", *(path.name for path in paths_of(engine, PROMPT)[:2])])
-    assert (counters["chunks_saved"], counters["chunks_dropped"], counters["file_errors"]) == (2, 1, 1)
-    assert counters["file_bytes"] == on_disk(disk) - 60000
-    request = ask(engine, PROMPT)
-    assert request.outcome.tokens == right(PROMPT) and request.cached_tokens == 128
-    (disk / "ballast").unlink()
-    assert ask(engine, PROMPT).outcome.tokens == right(PROMPT)
-    request = ask(engine, PROMPT)
-    assert request.cached_tokens == 192 and request.outcome.tokens == right(PROMPT)
-
-
-def test_a_disk_that_becomes_read_only_is_read_and_not_written(make, right, small_disk):
-    disk = small_disk(1024)
-    engine = make(disk.name)
-    ask(engine, PROMPT)
-    subprocess.run(["mount", "-o", "remount,ro", disk], check=True, capture_output=True)
-    other = TEXTS[1]
-    for prompt, cached in ((PROMPT, 192), (other, 0), (other, 0)):
-        request = ask(engine, prompt)
-        assert request.outcome.tokens == right(prompt) and request.cached_tokens == cached
-    assert engine.counters()["chunks_dropped"] == engine.counters()["file_errors"] == 6
-    with pytest.raises(ModelError, match="Read-only file system.*--disk"):
-        make(disk.name)
-    subprocess.run(["mount", "-o", "remount,rw", disk], check=True, capture_output=True)
-    ask(engine, other)
-    assert ask(engine, other).cached_tokens == 192
-
-
-@pytest.mark.parametrize("failure", FAILURES)
-def test_chunks_that_cannot_be_written_are_dropped_and_counted(make, right, tmp_path, monkeypatch, failure):
-    engine = make("a", "b", save_threads=1)
-    with writing(monkeypatch, **FAILURES[failure]):
-        request = ask(engine, PROMPT)
-    counters = engine.counters()
-    assert request.outcome.tokens == right(PROMPT) and not names(tmp_path / "a", tmp_path / "b")
-    assert (counters["chunks_saved"], counters["chunks_dropped"], counters["file_errors"]) == (0, 3, 3)
-    assert counters["file_bytes"] == counters["file_writes"] == 0
-    ask(engine, PROMPT)
-    assert ask(engine, PROMPT).cached_tokens == 192
-
-
-# 9. The engine, and the limit ------------------------------------------------------------------------------------
-
-FILE = HEADER + 3 * STATES
-
-
-def test_the_chunks_of_who_was_used_last_stay(make, right, tmp_path):
-    engine = make(disk_limit=7 * FILE)
-    for text in (*TEXTS[:2], TEXTS[0], TEXTS[2]):               # the first is used again, so the second goes for the third
-        assert ask(engine, text).outcome.tokens == right(text)
-        engine.files.readers.submit(lambda: None).result()     # it has been touched
-    assert on_disk(tmp_path / "a") <= 7 * FILE
-    assert [path.exists() for path in paths_of(engine, TEXTS[0])] == [True] * 3
-    assert [path.exists() for path in paths_of(engine, TEXTS[2])] == [True] * 3
-    assert not all(path.exists() for path in paths_of(engine, TEXTS[1])) and engine.counters()["file_evictions"] >= 2
-    for text in TEXTS:
-        assert ask(engine, text).outcome.tokens == right(text)
-
-
-@pytest.mark.parametrize("hit", ["from files", "on the device"])
-def test_all_chunks_of_a_request_were_used_when_it_ends_its_beginning_most_of_all(make, hit):
-    engine = make()
-    ask(engine, PROMPT)
-    paths = paths_of(engine, PROMPT)
-    engine.files.readers.submit(lambda: None).result()
-    for path in paths:
-        os.utime(path, (1e9, 1e9))
-    if hit == "from files":
-        ask(engine, PROMPT)
-    else:
-        request, = engine.submit(PROMPT, max_tokens=8)
-        step_through(engine)
-        assert request.outcome.source == "gpu_hit"
-    engine.files.readers.submit(lambda: None).result()         # they have been touched
-    times = [path.stat().st_mtime_ns for path in paths]
-    assert min(times) > 1.1e18 and times == sorted(set(times), reverse=True)
-
-
-@pytest.mark.parametrize("chunks", [1, 2, 4])
-def test_under_any_limit_the_answers_are_right_and_the_limit_holds(make, right, tmp_path, chunks):
-    engine = make("a", "b", disk_limit=chunks * FILE)
-    for text in (*TEXTS, *TEXTS[::-1], TEXTS[1]):
-        assert ask(engine, text).outcome.tokens == right(text)
-        assert on_disk(tmp_path / "a", tmp_path / "b") <= chunks * FILE
-    assert engine.counters()["file_evictions"] > 0 and engine.counters()["chunks_dropped"] == 0
-
-
-# 10. Who may find what -------------------------------------------------------------------------------------------
-
-def test_other_weights_dtypes_layouts_and_salts_find_nothing_of_each_other(make, right, tiny_engine, tiny_folder, tmp_path):
-    bases = {"the model": tiny_engine, "other weights": make_engine(write_model(tmp_path / "other", seed=1)),
-             "another dtype": make_engine(tiny_folder, "bfloat16")}
-    ways = [(base, layout, salt) for base in bases for layout in LAYOUTS for salt in (None, "a", "b")]
-    for expected in (0, 192):                                   # nobody finds what the others wrote, and each what he did
-        for base, layout, salt in ways:
-            engine = make("a", "b", base=bases[base], layout=layout)
-            fields = {} if salt is None else {"cache_salt": salt}
-            request = ask(engine, PROMPT, **fields)
-            assert request.cached_tokens == expected, (base, layout, salt)
-            assert base != "the model" or request.outcome.tokens == right(PROMPT)
-            assert engine.counters()["file_errors"] == 0
-    assert len(names(tmp_path / "a", tmp_path / "b")) == 3 * len(ways)
-
-
-def test_a_salt_that_ends_where_the_namespace_goes_on_is_another_one(make):
-    engine = make()
-    for salt in ("", "a", "aa", "\0", "a\0"):
-        assert ask(engine, PROMPT, cache_salt=salt).cached_tokens == 0
-    assert ask(engine, PROMPT, cache_salt="aa").cached_tokens == 192
-
-
-def test_texts_that_part_share_the_chunks_before(make, right):
-    engine = make("a", "b")
-    ask(engine, PROMPT)
-    for common in (63, 64, 127, 128, 191):
-        prompt = PROMPT[:common] + [299 - PROMPT[common]] + PROMPT[common + 1:]
-        request = ask(engine, prompt, save=False)
-        assert request.cached_tokens == common // 64 * 64 and request.outcome.tokens == right(prompt)
-
-
-# 11. Saving that falls behind ------------------------------------------------------------------------------------
-
-class Gate:
-    """The disk is slow: no chunk is written until the gate is opened."""
-
-    def __init__(self, engine):
-        self.reached, self.opened, self.write = threading.Event(), threading.Event(), engine.files.write
-        engine.files.write = self.pass_through
-
-    def pass_through(self, *chunk):
-        self.reached.set()
-        assert self.opened.wait(120)
-        self.write(*chunk)
-
-
-@pytest.fixture
-def gate():
-    """gate(engine) -> a Gate; none stays shut after the test."""
-    gates = []
-
-    def shut(engine):
-        gates.append(Gate(engine))
-        return gates[-1]
-    yield shut
-    for one in gates:
-        one.opened.set()
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("chunks", [2, 5, 16])
-def test_who_decodes_does_not_wait_for_a_slow_disk(make, right, gate, tmp_path, threads, chunks):
-    engine, prompts = make(cpu_chunks=chunks, save_threads=threads, token_budget=256), [ids(seed, 110) for seed in range(4)]
-    slow = gate(engine)
-    requests = [engine.submit(prompt, max_tokens=100)[0] for prompt in prompts]
-    step_through(engine)                                        # 100 tokens each, if nothing ends them: three chunks
-    assert slow.reached.wait(60) and not slow.opened.is_set() and names(tmp_path / "a") == []
-    assert [request.outcome.tokens for request in requests] == [right(prompt, 100) for prompt in prompts]
-    computed = [110 + len(request.outcome.tokens) - 1 for request in requests]
-    wanted, begun = sum(count // 64 for count in computed), sum(-(-count // 64) for count in computed)
-    assert engine.counters()["chunks_referenced"] <= chunks
-    slow.opened.set()
-    settled(engine)
-    counters = engine.counters()
-    assert wanted <= counters["chunks_saved"] + counters["chunks_dropped"] <= begun            # some were never filled
-    assert 1 <= counters["chunks_saved"] == counters["file_writes"] == len(names(tmp_path / "a")) <= chunks
-    assert counters["file_errors"] == counters["save_errors"] == 0
-    for prompt, request in zip(prompts, requests):
-        longer = prompt + request.outcome.tokens
-        there = [engine.files.find(prefix, index) is not None for index, prefix in enumerate(chunk_chain(engine, longer))]
-        again = ask(engine, longer)
-        assert again.outcome.tokens == right(longer) and again.cached_tokens == 64 * (there + [False]).index(False)
-
-
-def test_a_snapshot_buffer_that_is_full_drops_chunks_and_nobody_waits(make, right, gate):
-    """When the first chunk is whole, the one thread waits for the disk, and nobody empties the buffer: room for two steps of 8
-    rows in 3 layers."""
-    engine, memory = make(save_threads=1, token_budget=8), torch.empty(2 * 3 * 8, 64)
-    engine.saver.buffer, engine.saver.taken_rows = RowBuffer(memory), as_integers(memory)
-    slow = gate(engine)
-    request, = engine.submit(PROMPT, max_tokens=30)
-    for _ in range(64 // 8):
-        until(lambda: not engine.saver.buffer.taken)            # the thread keeps up with the first chunk
-        engine.step()
-    assert slow.reached.wait(60)
-    step_through(engine)
-    assert not slow.opened.is_set() and request.outcome.tokens == right(PROMPT, 30)
-    slow.opened.set()
-    settled(engine)
-    counters = engine.counters()
-    assert counters["chunks_saved"] == 1 and counters["chunks_dropped"] >= 1
-    assert 3 <= counters["chunks_saved"] + counters["chunks_dropped"] <= 4                     # the last was never filled
-    for _ in range(3):
-        again = ask(engine, PROMPT)
-        assert again.outcome.tokens == right(PROMPT)
-
-
-def test_who_hangs_up_while_the_disk_is_slow_leaves_nothing(make, right, gate, tmp_path):
-    engine = make(save_threads=1)
-    slow = gate(engine)
-    request, = engine.submit(PROMPT, max_tokens=50)
-    for _ in range(5):
-        engine.step()
-    engine.cancel(request)
-    step_through(engine)
-    assert slow.reached.wait(60) and engine.pool.available == engine.pool.size
-    slow.opened.set()
-    settled(engine)
-    assert engine.counters()["chunks_saved"] == 3 and ask(engine, PROMPT).cached_tokens == 192
-
-
-def test_what_is_being_written_is_not_computed_into_a_second_chunk(make, right, gate):
-    engine = make()
-    slow = gate(engine)
-    for _ in range(3):
-        for _ in range(len(engine.pool.cached)):
-            engine.pool.evict()
-        request, = engine.submit(PROMPT, max_tokens=8)
-        step_through(engine)
-        assert request.outcome.tokens == right(PROMPT)
-    slow.opened.set()
-    settled(engine)
-    assert engine.counters()["chunks_saved"] == engine.counters()["file_writes"] == 3
-
-
-# 12. A restart ---------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("directories", DIRECTORIES, ids=len)
-def test_a_new_engine_restores_what_an_old_one_kept(make, right, monkeypatch, layout, directories):
-    first = make(*directories, layout=layout)
-    follow_up = PROMPT + ask(first, PROMPT, max_tokens=8).outcome.tokens
-    first.close()
-    engine, rows = make(*directories, layout=layout), []
-    monkeypatch.setattr(engine, "compute", lambda work, plain=engine.compute: (
-        rows.append(sum(count for _, count in work)), plain(work)))
-    request = ask(engine, follow_up)
-    result, counters = request.outcome, engine.counters()
-    assert result.tokens == right(follow_up) and (result.source, request.cached_tokens) == ("hidden", 192)
-    assert rows == [len(follow_up) - 192] + [1] * (len(result.tokens) - 1)                     # nothing else was computed
-    assert counters["restored_tokens"] == 192 == result.restoration["tokens"] and counters["chunks_saved"] == 0
-    assert counters["file_reads"] == 3 * 3 * (1 if layout == "chunked" else 64)
-    assert counters["file_read_bytes"] == counters["bytes_in"] == 9 * STATES and counters["layers_projected"] == 3
-    assert counters["file_errors"] == counters["chunks_missed"] == counters["file_writes"] == 0
-
-
-def test_a_new_engine_with_other_directories_finds_what_lies_in_those_it_has(make, right):
-    ask(make("a", "b", "c"), PROMPT)
-    for directories, cached in ((("c", "b", "a"), 192), (("b", "a"), 128), (("d", "a"), 64), (("b", "c"), 0)):
-        request = ask(make(*directories), PROMPT, save=False)
-        assert request.outcome.tokens == right(PROMPT) and request.cached_tokens == cached
-
-
-def test_chunks_of_an_answer_are_found_after_a_restart(make, right):
-    prompt, engine = ids(7, 60), make("a", "b")
-    answer = ask(engine, prompt, max_tokens=150).outcome.tokens
-    assert answer == right(prompt, 150)
-    request = ask(make("a", "b"), prompt + answer)
-    assert request.cached_tokens == (len(prompt + answer) - 1) // 64 * 64
-    assert request.outcome.tokens == right(prompt + answer)
-
-
-def test_close_waits_until_what_was_computed_is_in_files(make, gate, tmp_path):
-    """The disk begins to write only when somebody waits for it."""
-    engine = make("a", "b", save_threads=1)
-    slow, flush = gate(engine), engine.saver.flush
-    engine.saver.flush = lambda *seconds: (slow.opened.set(), flush(*seconds))
-    request, = engine.submit(PROMPT, max_tokens=8)
-    step_through(engine)
-    assert slow.reached.wait(60) and names(tmp_path / "a", tmp_path / "b") == []
-    engine.close()
-    assert len(names(tmp_path / "a", tmp_path / "b")) == 3
-    assert ask(make("a", "b"), PROMPT).cached_tokens == 192
+    files = keep("b", "c", shape=LARGE)
+    assert right_or_missed(files, chunks) == told["kept"][-1]
+    for prefix, index, states in chunks:
+        files.write(prefix, index, states)
+    assert right_or_missed(files, chunks) == 9
+
+
+def test_two_processes_share_directories_and_read_only_what_is_whole(keep, tmp_path, crashed):
+    chunks, told = helped("pair", tmp_path, crashed, limit=4.5 * LARGE_FILE, moves=400)
+    assert right_or_missed(keep("b", "c", shape=LARGE), chunks) == told["kept"] >= 1

@@ -24,48 +24,33 @@ is planned anew; what is kept comes back as it was kept, and only how many layer
 
 Source: HCache (Gao et al., EuroSys '25), sections 4.1, 6.2 and 6.3.
 
-    python 05_bubble_free.py --demo
-    python 05_bubble_free.py --simulate                    # the paper's platforms and models, on paper
-    python 05_bubble_free.py --prompt "What is a KV cache?" --plan hidden-only
-    python 05_bubble_free.py                               # the server, on http://127.0.0.1:5000
+Frozen: planner and engine, for tools/on_paper.py and benchmarks, and the documents of chapter 06's demo.
 """
 import functools
-import hashlib
-import importlib
-import json
 import math
-import os
-import platform
 import random
 import statistics
-import sys
-import time
-import uuid
 from collections import Counter, deque
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, islice, repeat
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy
 import torch
 
-from legacy import app, baseline, figure, live, offload, paged
-from legacy import link as links
+from legacy import hidden_states, live, offload, paged
 from legacy.app import BadRequest
 from legacy.link import as_integers
 from legacy.timeline import Span, Timeline
 from tools import classroom_text
 
-hidden_states = importlib.import_module("legacy.hidden_states")
 Chunk, PagedBatch, CHUNK = hidden_states.Chunk, paged.PagedBatch, hidden_states.CHUNK
 PARTS = 4                          # in which a layer may be shared by two ways, or its transfer be cut
 # All divisions of the layers; all layers H; R and K only; all layers K; tokens divided (section 4.1.1), also in whole chunks
 MODES = ("auto", "hidden-only", "naive", "kv-only", "token-wise", "token-wise-rounded")
 CHANGE, PACE_CHANGE = 0.2, 0.05    # of the link's speed, and of the processor's, after which plans are made anew
 LONGEST = 2048                     # tokens, up to which costs are measured
-PROFILE_DAYS = 30                  # after which they are measured again
 SLOW = 0.02                        # seconds: a modelled transfer that takes longer is not waited for to measure it
 
 # 1. The planner --------------------------------------------------------------------------------------------------
@@ -259,33 +244,6 @@ class Profile(NamedTuple):
                              whole * paces[0], parts * self.seconds("compute_hidden", tokens / parts) * paces[1])
                 for parts in (1, 2, PARTS) if parts == 1 or tokens >= parts * CHUNK}
 
-    def save(self, identity: dict):
-        """Where it cannot be written, it is measured again the next time."""
-        with suppress(OSError, RuntimeError):
-            path = profile_path(identity)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
-            try:
-                temporary.write_text(json.dumps(dict(identity=identity, measured=time.time(), **self._asdict()), indent=1) + "\n")
-                os.replace(temporary, path)
-            finally:
-                temporary.unlink(missing_ok=True)
-
-    @classmethod
-    def load(cls, identity: dict, link_speed: float) -> "Profile | None":
-        """What was saved of the same machine, model and link; None for what is damaged, old, of others, or of a link that is more
-        than a fifth faster or slower now."""
-        try:
-            found = json.loads(profile_path(identity).read_text())
-            profile = cls(**{name: found[name] for name in cls._fields})
-            columns = [profile.lengths, *profile[1:5]]
-            sound = all(len(column) == len(profile.lengths) >= 1 for column in columns) and all(
-                type(value) in (int, float) and 0 < value <= sys.float_info.max for value in [*sum(columns, []), *profile[5:]])
-            fits = sound and sorted(set(profile.lengths)) == profile.lengths and found["identity"] == identity
-            fresh = 0 <= time.time() - found["measured"] < PROFILE_DAYS * 86400
-            return profile if fits and fresh and alike(link_speed, profile.link_speed) else None
-        except (OSError, ValueError, TypeError, KeyError, OverflowError, RuntimeError):           # no home; nested too deeply
-            return None
 
 
 def alike(now: float, planned: float, change: float = CHANGE) -> bool:
@@ -293,29 +251,9 @@ def alike(now: float, planned: float, change: float = CHANGE) -> bool:
     return abs(now / planned - 1) <= change
 
 
-def identity(engine, link: str) -> dict:
-    """What a profile holds for; `link` is what was asked for."""
-    model = engine.model
-    device = torch.cuda.get_device_name() if model.device.type == "cuda" else "cpu"
-    with suppress(OSError):
-        if model.device.type == "cpu":
-            lines = Path("/proc/cpuinfo").read_text().splitlines()
-            device = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), device)
-    return dict(format=1, machine=platform.node(), device=device, cores=os.cpu_count(), threads=torch.get_num_threads(),
-                torch=torch.__version__, model=model.digest.hex(), dtype=str(model.dtype), link=link, longest=longest(engine),
-                tokens_a_step=engine.token_budget, block_size=engine.pool.block_size)
-
-
 def longest(engine) -> int:
     """Tokens, up to which its profile goes."""
     return min(engine.context, engine.pool.size * engine.pool.block_size, LONGEST)
-
-
-def profile_path(identity: dict) -> Path:
-    """Its file, in the user's cache directory."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
-    return cache / "kv-restoration" / f"profile-{name}.json"
 
 
 def profile(engine: "Engine", rounds: int = 5) -> Profile:
@@ -542,22 +480,15 @@ class Request(hidden_states.Request):
 
 class Engine(hidden_states.Engine):
     """Chapter 04's engine, which keeps of each layer what `mode` (one of MODES) plans, in host memory: room for `cpu_chunks`
-    with K and V of all layers. `known` is what a layer costs; without, it is measured, or with a `link_name` taken from what
-    was measured before with a link of that name. Raises ModelError."""
+    with K and V of all layers. `known` is what a layer costs; without, it is measured. Raises ModelError."""
     Request = Request
     RESTORED = "planned"
     LANDING = 1 << 10              # layers: all states may arrive while the first ones are recomputed, but for BUFFER bytes
 
     def __init__(self, model, tokenizer, end_tokens, *options, mode: str = "auto", known: Profile | None = None,
-                 link_name: str | None = None, measure_again: bool = False, **named_options):
+                 **named_options):
         super().__init__(model, tokenizer, end_tokens, *options, directories=(), layout="chunked", direct=False, **named_options)
-        self.mode, self.profile = mode, known
-        if known is None and link_name is not None and not measure_again:
-            self.profile = Profile.load(identity(self, link_name), self.load_link.speed())
-        if self.profile is None:
-            self.profile = profile(self)
-            if link_name is not None:
-                self.profile.save(identity(self, link_name))
+        self.mode, self.profile = mode, known or profile(self)
         self.planned_speed = self.profile.bytes_per_second * self.load_link.speed() / self.profile.link_speed
         self.planned_paces = 1.0, 1.0
         self.paces = deque(maxlen=9), deque(maxlen=9)                           # so much longer recomputing took, and projecting
@@ -611,7 +542,7 @@ class Engine(hidden_states.Engine):
                 paces.popleft()
 
     def worth_keeping(self) -> bool:
-        return self.keep_always or self.plan(self.context)[0].recompute < len(self.model.layers)
+        return self.plan(self.context)[0].recompute < len(self.model.layers)
 
     def choose(self, request: Request, start: int, chunks: list[int]):
         """-> a Restoration of these chunks, and the seconds that it would take, and computing what they hold. What a chunk keeps
@@ -921,24 +852,6 @@ class Engine(hidden_states.Engine):
         return live.of_pool("host", f"Host memory: of {CHUNK} tokens what the plan keeps; {free}", chunks, in_flight=in_flight,
                             note=lambda slot: f"kept of its layers: {chunks.letters[slot]}" if slot in chunks.letters else None)
 
-    def drawn(self, request: Request):
-        """Layers and chunks: how each comes back."""
-        if request.restored is None:
-            return super().drawn(request)
-        start, runs, legend = request.restored.start, request.restored.runs, dict(
-            R="recomputed", H="projected from hidden states", K="loaded as K and V")
-        rows = [(f"layer {layer}", [
-            (run.letters[layer], f"tokens {start + run.row} to {start + run.row + run.rows}, {legend[run.letters[layer]]}")
-            for run in runs]) for layer in range(len(self.model.layers))]
-        return figure.Cells(f"How each layer of the {sum(run.rows for run in runs)} restored tokens came back", rows, {
-            letter: legend[letter] for letter in legend if any(letter in run.letters for run in runs)})
-
-    def ways(self, prompt: list[int], new: int, stack) -> dict:
-        blocks, chunks = self.pool.needed(len(prompt) + new), len(prompt) // CHUNK + 2
-        ways = {way: self.small(blocks, mode=mode, known=self.profile, cpu_chunks=self.chunks.room(chunks),
-                                bytes_per_second=self.load_link.bytes_per_second) for way, mode in WAYS.items()}
-        return {baseline.RECOMPUTE: paged.chapter_01(self, prompt, new), **{
-            name: functools.partial(hidden_states.ask, way, new=new, prompt=prompt) for name, way in ways.items()}}
 
 
 def together(dst, src, moves: list[tuple[int, int, int]], into: list, out_of: list):
@@ -979,54 +892,10 @@ def rows_of(runs: list[Run], device):
     return torch.cat([torch.arange(first, first + count, device=device) for first, count in found])
 
 
-# 5. The demo -----------------------------------------------------------------------------------------------------
+# 5. For benchmarks, and for the demo of chapter 06 --------------------------------------------------------------
 
-ROUNDS = 5
 SETTINGS = {"the link is the bottleneck": 2.0, "balanced": 1.0, "computing is the bottleneck": 0.5}     # transfer / projection
 WAYS = {"KV offload": "kv-only", "hidden only": "hidden-only", "naive mix": "naive", "planned mix": "auto"}
-
-
-def demo(engine: Engine, arguments):
-    """A long history that comes back in four ways, over three links."""
-    # 1. The history: documents, one after the other, and a question about the last one
-    model, tokenizer, end_tokens = engine.model, engine.tokenizer, engine.end_tokens
-    new = max(2, min(arguments.max_tokens, 16))
-    messages = documents_and_question(engine, new)
-    tokens = (len(engine.encode(None, messages)[0]) - 1) // CHUNK * CHUNK
-    costs = engine.profile.costs(0, tokens, engine.load_link.speed())
-    right = baseline.Engine(model, tokenizer, end_tokens).generate(messages=messages, max_tokens=new)
-
-    # 2. Every way in every setting, in turn, on memory that was touched before
-    blocks, settings = arguments.gpu_blocks or engine.pool.needed(engine.context), {}
-    for setting, ratio in SETTINGS.items() if engine.load_link.modelled else [("the link as it is", None)]:
-        size = tokens * model.config.hidden_size * model.dtype.itemsize
-        speed = ratio and size / (ratio * costs[1].compute_hidden)
-        ways = {way: Engine(model, tokenizer, end_tokens, blocks, engine.pool.block_size, engine.token_budget, mode=mode,
-                            known=engine.profile, bytes_per_second=speed,
-                            cpu_chunks=engine.chunks.room(-(-engine.context // CHUNK)))
-                for way, mode in WAYS.items()}
-        for way in ways.values():
-            for memory in (way.pool.kv, way.chunks.kv, way.landing.memory, way.saver.buffer.memory):
-                memory.zero_()
-            for _ in range(2):                                                  # what the first one teaches, it plans with
-                forget(way)
-                hidden_states.ask(way, messages[:-1], new, evict=False)
-                hidden_states.ask(way, messages, new, save=False)
-        taken = [{name: hidden_states.ask(way, messages, new, save=False) for name, way in ways.items()} for _ in range(ROUNDS)]
-        settings[setting] = ways["planned mix"], {way: [results[way] for results in taken] for way in WAYS}
-    verified = paged.equal([(right.tokens, result.tokens) for _, results in settings.values()
-                            for taken in results.values() for result in taken], model.dtype)
-
-    # 3. What came of it
-    rows, timelines = [], []
-    print(f"{tokens} tokens come back, and then: {messages[-1]['content']} - {right.text}\n"
-          "R recomputed, H hidden states, K loaded as K and V; small: the layer is shared by two ways")
-    for setting, (planned, results) in settings.items():
-        shown = show(setting, tokens, planned, results)
-        rows += shown["rows"]
-        timelines += shown["timelines"]
-    return dict(link=dict(modelled=engine.load_link.modelled, gbps=engine.load_link.speed() / 1e9), verified=verified, rows=rows,
-                counters=planned.counters()), timelines
 
 
 def documents_and_question(engine, new: int) -> list[dict]:
@@ -1051,92 +920,3 @@ def document_and_question(seed: int) -> list[dict]:
     return [dict(role="user", content="Read this: " + " ".join(fact.statement for fact in facts)),
             dict(role="assistant", content="I have read it."),
             dict(role="user", content=random.Random(seed).choice(facts).question)]
-
-
-def forget(engine: Engine):
-    """Neither device nor host has anything."""
-    offload.empty(engine)
-    for slot in list(engine.chunks.cached):
-        engine.chunks.forget(slot)
-
-
-def show(setting: str, tokens: int, planned: Engine, results: dict[str, list]) -> dict:
-    """One setting: the table, the paper's formula beside all plans tried and the bound, and the lanes."""
-    layers = len(planned.model.layers)
-    best, seconds = planned.plan(tokens)
-    costs, link = planned.costs(0, tokens), planned.load_link
-    print(f"\n{setting[0].upper()}{setting[1:]}: {costs[1].io_hidden * 1e3:.2f} ms to transfer a layer's states, "
-          f"{costs[1].compute_hidden * 1e3:.2f} ms to project them ({link}: --link {link.speed() / 1e9:.3g})"
-          f"\n  {'':13}{'plan':{layers + 2}}{'kept a token':>12}{'restoration':>14}{'':18}{'idle: load':>12}{'compute':>9}"
-          f"{'predicted':>12}{'/ predicted':>12}{'/ bound':>9}")
-    rows, timelines, slowest = [], [], 0.0
-    for name, taken in results.items():
-        if not all(result.restoration for result in taken):                     # it was faster to compute all of it
-            print(f"  {name:13}{taken[-1].source}: {taken[-1].choice}")
-            continue
-        taken = sorted(taken, key=lambda result: result.restoration["ms"])
-        middle, spans = taken[len(taken) // 2].restoration, [result.restoration["ms"] for result in taken]
-        row = dict(setting=setting, way=name, link_gbps=link.speed() / 1e9, bytes_per_token=middle["bytes"] / middle["tokens"],
-                   **{what: middle[what] for what in ("plan", "layers", "tokens", "ms", "load_bubble", "compute_bubble",
-                                                      "predicted_ms", "bound_ms")}, fastest_ms=spans[0], slowest_ms=spans[-1])
-        row.update(over_predicted=row["ms"] / row["predicted_ms"], over_bound=row["ms"] / row["bound_ms"])
-        rows.append(row)
-        start = middle["start_ms"] / 1e3
-        shown = taken[len(taken) // 2]
-        paged.show_plan(planned, shown)
-        timelines.append(shown.timeline.window(start, start + middle["ms"] / 1e3))
-        timelines[-1].plan = shown.timeline.plan
-        spread = f"{spans[0]:.1f} to {spans[-1]:.1f}"
-        print(f"  {name:13}{row['plan']:{layers + 2}}{row['bytes_per_token']:10.0f} B{row['ms']:11.1f} ms{spread:>18}"
-              f"{row['load_bubble']:12.0%}{row['compute_bubble']:9.0%}{row['predicted_ms']:9.1f} ms{row['over_predicted']:12.2f}"
-              f"{row['over_bound']:9.2f}")
-        slowest = max(slowest, row["ms"])
-    paper = closed_form(costs[1], layers)
-    on_paper = min(float(pipeline_seconds(cost, *paper[:3], parts)) for parts, cost in costs.items())
-    measured = [row["ms"] for row in rows if row["way"] == "planned mix"]
-    print(f"  the paper's formula: {paper}, {on_paper * 1e3:.1f} ms predicted; all plans tried: {best}, {seconds * 1e3:.1f} ms"
-          f" predicted{f', {measured[0]:.1f} ms measured' if measured else ''}; no plan is faster than "
-          f"{bound_seconds(costs, layers) * 1e3:.1f} ms")
-    for row, timeline in zip(rows, timelines):
-        print(f"  {row['way']}\n" + timeline.chart(max(8, round(64 * row["ms"] / slowest)), bubbles=True))
-    return dict(rows=rows, timelines=timelines)
-
-
-# 6. Main ---------------------------------------------------------------------------------------------------------
-
-def add_arguments(parser):
-    paged.add_arguments(parser)
-    parser.add_argument("--plan", choices=MODES, default="auto",
-                        help="how layers are kept: auto (default) tries all divisions; the others are for comparison")
-    parser.add_argument("--profile", action="store_true",
-                        help="measure again what a layer costs; else what was measured on this machine before is used")
-    parser.add_argument("--simulate", action="store_true", help="the paper's platforms and models on paper; no model is loaded")
-    parser.add_argument("--cpu-chunks", type=app.bounded(int, 0, 1 << 24), metavar="N",
-                        help=f"room in host memory for N chunks of {CHUNK} tokens with K and V of all layers, or more that keep "
-                             "less (default: four times the device's tokens, within a quarter of what is free)")
-    parser.add_argument("--save-threads", type=app.bounded(int, 1, 64), default=8, metavar="N",
-                        help="threads that sort states (default 8)")
-    links.add_arguments(parser)
-
-
-def make_engine(model, tokenizer, end_tokens, arguments) -> Engine:
-    engine = Engine(
-        model, tokenizer, end_tokens, arguments.gpu_blocks, arguments.block_size, arguments.token_budget, arguments.max_running,
-        mode=arguments.plan, cpu_chunks=arguments.cpu_chunks, save_threads=arguments.save_threads,
-        link_name=arguments.platform if arguments.link == "auto" else f"{arguments.link} GB/s",
-        measure_again=arguments.profile or arguments.demo,
-        bytes_per_second=links.bandwidth(model, arguments.link, arguments.platform))
-    plan, seconds = engine.plan(engine.context)
-    print(f"KV pool: {engine.pool.size} blocks of {engine.pool.block_size} tokens, {engine.pool.kv.nbytes / 1e6:.1f} MB\n"
-          f"Host memory: {engine.chunks.size} cells, {engine.chunks.kv.nbytes / 1e6:.1f} MB\n"
-          f"The host is reached over a {engine.load_link}; planned for {engine.context} tokens: {plan}, {seconds * 1e3:.1f} ms",
-          file=sys.stderr)
-    return engine
-
-
-def on_paper(arguments):
-    return importlib.import_module("tools.on_paper").main(sys.modules[__name__]), []
-
-
-if __name__ == "__main__":
-    app.main(__doc__, "05_bubble_free", add_arguments, make_engine, demo, without_model=dict(simulate=on_paper))
