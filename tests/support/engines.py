@@ -16,7 +16,7 @@ from common.requests import Request
 from common.restoring import Cache
 from common.store import ChunkFiles
 
-CHAPTERS = "01_baseline", "02_paged_kv", "03_cpu_offload", "04_hidden_state_cache", "05_new"
+CHAPTERS = "01_baseline", "02_paged_kv", "03_cpu_offload", "04_hidden_state_cache", "05_bubble_free"
 baseline, paged, offload, hidden, planned = map(importlib.import_module, CHAPTERS)
 BANDWIDTH = 2e9  # bytes/s, of the modelled link
 CONTEXT = 512
