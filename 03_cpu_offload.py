@@ -64,7 +64,7 @@ class HostCache(Cache):
         super().attach(engine)
         memory, bandwidth, wake = self.pool.memory, self.bandwidth, engine.wake.set
         self.load_link = links.Link("load", engine.clock, bandwidth, wake)
-        self.save_link = links.Link("save", engine.clock, bandwidth, wake)
+        self.save_link = links.Link("save", engine.clock, bandwidth, wake, background=True)
         shape = *memory.shape[:2], self.blocks, *memory.shape[3:]  # [L, 2, blocks, block_size, KVH, hd]
         host = links.host_memory(shape, memory.dtype, memory.device, "The host pool")
         self.host = paged.BlockPool(self.blocks, self.pool.block_size, host)

@@ -53,7 +53,7 @@ from common.restoring import PAUSE, Cache, Match
 from common.store import CHUNK, Chunk, ChunkFiles, ChunkStore, Lane, Move
 
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
-SNAPSHOT = 1 << 20  # bytes of states that wait for the next step, unless they fill a chunk
+SNAPSHOT = 1 << 21  # bytes of states from which they leave
 STEPS = 4  # of a whole token budget that the snapshot buffer holds
 DEPTH = 4  # layers of a whole context that the landing memory holds, on the device
 THREADS = 8  # that sort
@@ -85,7 +85,7 @@ class HiddenCache(Cache):
         self.load_link = links.Link("load", engine.clock, self.bandwidth, wake)
         self.save_link = links.Link("save", engine.clock, self.bandwidth, wake)
 
-        self.lanes = [Lane("save", wake) for _ in range(THREADS)]
+        self.lanes = [Lane("sort", wake) for _ in range(THREADS)]
         self.sorters = cycle(self.lanes)
         self.forget_steps()
         self.keep(range(1, config.num_hidden_layers), "hidden states")
@@ -224,12 +224,12 @@ class HiddenCache(Cache):
         self.spans.append((request, rows, label, began, self.engine.clock.mark()))
 
     def room(self, request, chunks: int) -> bool:
-        """Whether a layer may land. The oldest restoration finds two layers of landing memory free of others."""
+        """Whether a layer may land. The oldest restoration has two layers of landing memory for itself."""
         oldest = next(other for other in self.engine.running if other.restoration)
         return chunks <= self.landing.available - (0 if request is oldest else 2 * self.most)
 
     def fetch(self, part, numbers: list[int], places: list[int], label: str):
-        """Order one part [chunks, 64, D] of some chunks, to `places` of the landing memory -> the Transfer."""
+        """Order one part [chunks, 64, D] of some chunks, to `places` of the landing memory."""
         runs = offload.adjacent(places, numbers)
         into = [self.landed[to : to + count] for to, _, count in runs]  # [count, 64, D] each
         out_of = [part[at : at + count] for _, at, count in runs]
@@ -267,16 +267,14 @@ class HiddenCache(Cache):
         self.steps, self.slots_of_steps, self.rows, self.count = [], [], {}, 0
 
     def save(self, batch):
-        """Note a step's states [T, D] a layer; they leave when they fill a chunk, or are many."""
-        whole = False
+        """Note a step's states [T, D] a layer; they leave when they are many, or a request is over."""
         for request, count in batch.work:
             first, places = self.rows.setdefault(request, (request.computed - count, []))
             places += range(self.count, self.count + count)
             self.count += count
-            whole |= request.computed % CHUNK < count
         self.steps.append(self.step)
         self.slots_of_steps.append(batch.slots)
-        if whole or self.count * self.row_bytes >= SNAPSHOT or self.count >= self.engine.token_budget:
+        if self.count * self.row_bytes >= SNAPSHOT or self.count >= self.engine.token_budget:
             self.flush()
 
     def flush(self):
@@ -317,7 +315,8 @@ class HiddenCache(Cache):
         that are full with them are appended to `full`."""
         kept, position, end = self.kept(request), first, first + len(places)
         while position < end and not kept.dropped:
-            index, at, rows = position // CHUNK, position % CHUNK, min(CHUNK - position % CHUNK, end - position)
+            index, at = position // CHUNK, position % CHUNK
+            rows = min(CHUNK - at, end - position)
             if kept.index != index:
                 kept.index = index
                 parent, _, tokens = self.piece(request, index, self.store)
@@ -390,8 +389,9 @@ class HiddenCache(Cache):
         if self.pool.free.count(1) < blocks:
             return
         request, device = Request([0] * tokens, 1, table=self.pool.allocate(blocks)), self.model.device
-        hidden = torch.randn(tokens, self.model.config.hidden_size, device=device).to(self.model.dtype)  # [T, D]
-        positions = torch.arange(tokens, device=device)
+        shape = tokens, self.model.config.hidden_size
+        hidden = torch.randn(shape, device=device).to(self.model.dtype)  # [T, D]
+        positions = torch.arange(tokens, device=device)  # [T]
         slots = self.slots(request, positions)
         for _ in range(2):  # the first one touches memory
             time.sleep(PAUSE_BEFORE)
@@ -431,13 +431,13 @@ def demo(model, frontend: Frontend, arguments):
 
     # 2. Show
     link, config, rows = engine.cache.load_link, model.config, []
-    sizes = bytes_per_token(model), config.kv_numbers_per_token * model.dtype.itemsize
-    print(f"{link}\n\nA token takes {sizes[0]} bytes as hidden states and {sizes[1]} as K and V. The device is "
-          "evicted before each turn:")  # fmt: skip
+    states, kv = bytes_per_token(model), config.kv_numbers_per_token * model.dtype.itemsize
+    print(f"{link}\n\nA token takes {states} bytes as hidden states and {kv} as K and V.")
+    print("The device is evicted before each turn:")
     for number, request in enumerate(asked, 1):
         rows.append(offload.describe(f"turn {number}", request))
-    print(f"  {lesson.TURNS[-1]} - {asked[-1].outcome.text}\n\nThe last turn (digits: layers; p: prefill, and "
-          f"projecting; d: decode)\n{asked[-1].timeline.chart()}\n")  # fmt: skip
+    print(f"  {lesson.TURNS[-1]} - {asked[-1].outcome.text}\n")
+    print(f"The last turn (digits: layers; p: prefill, d: decode)\n{asked[-1].timeline.chart()}\n")
     if arguments.corrupt is not None:
         corrupt(engine, asked[-1], arguments.corrupt)
     report = dict(link=dict(modelled=link.modelled, gbps=link.speed() / 1e9), counters=engine.counters())
@@ -451,7 +451,8 @@ def demo(model, frontend: Frontend, arguments):
     engines = [paged.Engine(paged.Runner(larger, blocks), cache, always_restore=True) for cache in caches]
     transfer = HISTORY * bytes_per_token(larger) / (len(larger.layers) - 1)  # bytes of a layer's states
     projecting = caches[0].seconds_to_project(HISTORY)
-    ways = dict(zip(("hidden states (04)", "K and V (03)"), (partial(once, each, prompt, rng) for each in engines)))
+    hidden, kv = (partial(once, engine, prompt, rng) for engine in engines)
+    ways = {"hidden states (04)": hidden, "K and V (03)": kv}
     computed = min(way() for way in ways.values())  # and kept
     for words, share in (("the link is the bottleneck", 2.0), ("computing is the bottleneck", 0.5)):
         for cache in caches if link.modelled else ():
@@ -463,8 +464,10 @@ def demo(model, frontend: Frontend, arguments):
         print(f"  {ours / theirs:.2f} of chapter 03's, {ours / computed:.2f} of computing it again\n")
         if not link.modelled:
             break
-    print("Half of the bytes help where the link is the slower one. Where it is not, projecting is what takes\n"
-          "time, and chapter 03 needs none. Both ways, each for some of the layers? Chapter 05.")  # fmt: skip
+    print(
+        "Half of the bytes help where the link is the slower one. Where it is not, projecting takes the\n"
+        "time, and chapter 03 needs none. Both ways, each for some of the layers? Chapter 05."
+    )
     return dict(report, verified=verified, rows=rows), [asked[-1].timeline]
 
 
@@ -476,7 +479,8 @@ def converse(engine, frontend: Frontend, rng, new: int) -> list[Request]:
         lesson.settle(engine)
         engine.evict("device")
         asked += engine.generate([frontend.request(messages=messages, max_tokens=new)])
-        messages += dict(role="assistant", content=asked[-1].outcome.text), dict(role="user", content=question)
+        messages.append(dict(role="assistant", content=asked[-1].outcome.text))
+        messages.append(dict(role="user", content=question))
     lesson.settle(engine)
     engine.evict("device")
     return asked + engine.generate([frontend.request(messages=messages, max_tokens=new)])
@@ -493,7 +497,7 @@ def corrupt(engine, request: Request, layer: int):
     engine.cache.store.parts[layer - 1].zero_()
     again = lesson.ask(engine, request.tokens[: request.prompt_tokens], request.max_tokens, "device")
     same = sum(one == other for one, other in zip(again.new, request.new))
-    print(f"With the states of layer {layer} set to zero, {same} of {len(request.new)} tokens are the same.\n")
+    print(f"With layer {layer}'s states set to zero, {same} of {len(request.new)} tokens are the same.\n")
 
 
 def ingest(frontend: Frontend, engine, arguments):
@@ -508,7 +512,8 @@ def ingest(frontend: Frontend, engine, arguments):
     lesson.settle(engine)
     written = engine.cache.files.counts["file_writes"]
     engine.close()
-    print(f"{request.prompt_tokens} tokens: {written} chunks written to {', '.join(map(str, arguments.disk))}.")
+    where = ", ".join(map(str, arguments.disk))
+    print(f"{request.prompt_tokens} tokens: {written} chunks written to {where}.")
     return dict(chunks=written), [request.timeline]
 
 
@@ -520,8 +525,10 @@ def add_arguments(parser):
     add, words = parser.add_argument, "chunks of 64 tokens in host memory (four times the device's)"
     add("--cpu-chunks", type=cli.bounded(int, 0, 1 << 24), metavar="N", help=words)
     add("--disk", type=Path, action="append", metavar="DIR", help="keep chunks in files too; may be repeated")
-    add("--disk-limit", type=cli.bounded(float, 1e-6, 1e6), default=10, metavar="GB", help="of all files (10)")
-    add("--ingest", type=Path, dest="demo", metavar="FILE", help="keep the states of a text in files, and end")
+    gigabytes = cli.bounded(float, 1e-6, 1e6)
+    add("--disk-limit", type=gigabytes, default=10, metavar="GB", help="of all files (10)")
+    words = "compute a text, keep its states in files, and end"
+    add("--ingest", type=Path, dest="demo", metavar="FILE", help=words)
     add("--always-restore", action="store_true", help="restore even what is computed sooner")
     links.add_arguments(parser)
     parser.set_defaults(cpu_blocks=None, corrupt=None)  # of chapter 03, with which the page compares; of 04
@@ -542,18 +549,19 @@ def make_engine(model, arguments, kind=HiddenCache) -> paged.Engine:
     """Chapter 02's engine with this chapter's Cache, or another `kind`."""
     config, size = model.config, CHUNK * bytes_per_token(model)
     context = -(-config.max_position_embeddings // CHUNK)  # chunks
-    on_device = -(-(arguments.gpu_blocks or 0) * arguments.block_size // CHUNK) or arguments.max_running * context
+    on_device = -(-(arguments.gpu_blocks or 0) * arguments.block_size // CHUNK)
+    on_device = on_device or arguments.max_running * context
     cpu = torch.device("cpu")
     chunks = cli.blocks_that_fit(arguments.cpu_chunks, 4 * on_device, size, cpu, "--cpu-chunks")
     files = ChunkFiles(arguments.disk, 1e9 * arguments.disk_limit) if arguments.disk else None
     bandwidth = links.bandwidth(model, arguments.link, arguments.platform)
     engine = paged.make_engine(model, arguments, kind(chunks, bandwidth, files))
-    print(f"Host: {chunks} chunks of {CHUNK} tokens, {chunks * size / 1e6:.1f} MB, over a {engine.cache.load_link}",
-          file=sys.stderr)  # fmt: skip
+    words = f"{chunks} chunks of {CHUNK} tokens, {chunks * size / 1e6:.1f} MB"
+    print(f"Host: {words}, over a {engine.cache.load_link}", file=sys.stderr)
     times = config.hidden_size * config.num_hidden_layers / config.kv_numbers_per_token
     if times > 1:
-        print(f"Query heads share KV heads here: hidden states are {times:.1f} times as large as K and V, and "
-              "chapter 03 is the better choice.", file=sys.stderr)  # fmt: skip
+        words = f"Query heads share KV heads here: hidden states are {times:.1f} times as large as K and V,"
+        print(f"{words} and chapter 03 is the better choice.", file=sys.stderr)
     return engine
 
 

@@ -1,4 +1,4 @@
-"""Chapter 05: for each layer the way that fits, so that neither link nor processor waits (HCache's scheduler).
+"""Chapter 05: a way for each layer, so that neither link nor processor waits (HCache's scheduler).
 
 The problem. Restoring all layers from hidden states (chapter 04) takes as long as the slower of two lanes.
 Where projecting is slower, the link idles; where the link is slower, the processor does: a bubble.
@@ -93,7 +93,7 @@ def best_plan(layers: int, costs: Costs) -> str:
         for recompute in range(layers)  # not all: that would be no cache
         for hidden in range(layers - recompute + 1)
     ]
-    return min(plans, key=lambda letters: (plan_seconds(letters, costs), letters.count("K"), letters.count("H")))
+    return min(plans, key=lambda plan: (plan_seconds(plan, costs), plan.count("K"), plan.count("H")))
 
 
 def closed_form(layers: int, costs: Costs) -> str:
@@ -110,7 +110,8 @@ def closed_form(layers: int, costs: Costs) -> str:
 def bound_seconds(layers: int, costs: Costs) -> float:
     """No division ends before: both lanes busy all the time, and layers divided however finely. The best
     bound over all prices that a second of the link may have against one of the processor."""
-    ways = (costs.recompute, 0.0), (costs.project, costs.load_states), (0.0, costs.load_kv)  # (processor, link)
+    # (processor, link)
+    ways = (costs.recompute, 0.0), (costs.project, costs.load_states), (0.0, costs.load_kv)
 
     def paid(price: float) -> float:
         cheapest = min(price * busy + (1 - price) * link for busy, link in ways)
@@ -175,7 +176,8 @@ class PlannedCache(hidden_states.HiddenCache):
         pace = statistics.median(self.paces) if self.paces else 1.0
         seconds = pace * plan_seconds(store.letters, costs) - len(store.letters) * costs.question
         seconds = max(0.0, seconds) + self.load_link.seconds(0) + store.seconds_to_read(chunks)
-        return Match(tokens, seconds, chunks, CHUNK, "disk" if store.in_files(chunks) else "cpu", tokens, store)
+        source = "disk" if store.in_files(chunks) else "cpu"
+        return Match(tokens, seconds, chunks, CHUNK, source, tokens, store)
 
     # Bringing back
 
@@ -249,7 +251,8 @@ class PlannedCache(hidden_states.HiddenCache):
             with torch.inference_mode():
                 hidden = self.model.embed(torch.tensor(tokens, device=self.model.device))  # [T, D]
                 if layers > 1:
-                    part = Request(request.tokens[: start + rows.stop], 1, table=request.table, computed=start + at)
+                    part = Request(request.tokens[: start + rows.stop], 1, table=request.table)
+                    part.computed = start + at
                     batch = paged.Batch(self.pool, [(part, len(tokens))])
                     rotation = self.model.rotary(batch.positions)  # [T, 1, hd] each
                 for layer in range(layers - 1):
@@ -350,15 +353,16 @@ def demo(model, frontend: Frontend, arguments):
     larger, *_ = checkpoint.load(hidden_states.LARGER, arguments.dtype, arguments.device)
     prompt = [rng.randrange(300, larger.config.vocab_size) for _ in range(PLANNED)]
     blocks = -(-(PLANNED + 2 * QUESTION) // 16)
-    caches = dict(zip(("K and V (03)", "hidden states (04)"),
-                      (offload.HostCache(2 * blocks, 1e9), hidden_states.HiddenCache(blocks, 1e9))))  # fmt: skip
+    states_kept = hidden_states.HiddenCache(blocks, 1e9)
+    caches = {"K and V (03)": offload.HostCache(2 * blocks, 1e9), "hidden states (04)": states_kept}
     make = lambda cache: paged.Engine(paged.Runner(larger, blocks), cache, always_restore=True)  # noqa: E731
     once = partial(partial, hidden_states.once, prompt=prompt, rng=rng)
     ways = {name: once(make(cache)) for name, cache in caches.items()}
     computed = min(way() for way in ways.values())  # and kept
-    projecting = caches["hidden states (04)"].seconds_to_project(PLANNED)
+    projecting = states_kept.seconds_to_project(PLANNED)
     states = PLANNED * larger.config.hidden_size * larger.dtype.itemsize  # bytes of a layer
-    for words, share in (("the link is the bottleneck", 2.0), ("balanced", 1.0), ("computing is the bottleneck", 0.5)):
+    cases = {"the link is the bottleneck": 2.0, "balanced": 1.0, "computing is the bottleneck": 0.5}
+    for words, share in cases.items():
         bandwidth = states / projecting / share if link.modelled else None
         for cache in caches.values() if link.modelled else ():
             cache.load_link.bandwidth.value = bandwidth
@@ -368,17 +372,20 @@ def demo(model, frontend: Frontend, arguments):
         costs, letters = cache.costs(0, PLANNED), cache.store.letters
         named = ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in costs._asdict().items())
         title = f"{hidden_states.LARGER}, TTFT behind {PLANNED} tokens" + link.modelled * f", {words}"
-        print(f"A layer, ms: {named}\nPlan {letters}: predicted {1e3 * plan_seconds(letters, costs):.0f} ms, no plan "
-              f"below {1e3 * bound_seconds(len(letters), costs):.0f}; the paper's {closed_form(len(letters), costs)}")  # fmt: skip
+        predicted, bound = plan_seconds(letters, costs), bound_seconds(len(letters), costs)
+        print(f"A layer, ms: {named}\nPlan {letters}: {1e3 * predicted:.0f} ms predicted, none below "
+              f"{1e3 * bound:.0f}; the paper's closed form: {closed_form(len(letters), costs)}")  # fmt: skip
         taken = lesson.in_turn(ways, 3)
         rows += lesson.table(title, taken, "ttft_ms", "ms")
         theirs, _, ours = (statistics.median(samples) for samples in taken.values())
-        print(f"  {theirs / ours:.2f}x sooner than chapter 03, {computed / ours:.1f}x than computing it again\n")
+        print(f"  {theirs / ours:.2f}x sooner than chapter 03, {computed / ours:.1f}x than computing it\n")
         engine.close()
         if not link.modelled:
             break
-    print("The slower the link, the more is recomputed and projected; the faster, the more is loaded as it is.\n"
-          "All of this had to be in host memory. What if it is in storage, slower by far? Chapter 06.")  # fmt: skip
+    print(
+        "The slower the link, the more is recomputed and projected; the faster, the more is loaded as is.\n"
+        "All of this had to be in host memory. What if it is in storage, slower by far? Chapter 06."
+    )
     return dict(report, verified=verified, rows=rows), [asked[-1].timeline]
 
 
@@ -388,7 +395,8 @@ def plan(string: str) -> str:
     """An argparse type: best, paper, or letters, first R, then H, last K."""
     if string in ("best", "paper") or (re.fullmatch("R*H*K*", string) and set(string) & set("HK")):
         return string
-    raise argparse.ArgumentTypeError(f"{string!r} is not best, paper, or letters like RRHHHK, R before H before K")
+    words = "is not best, paper, or letters like RRHHHK, R before H before K"
+    raise argparse.ArgumentTypeError(f"{string!r} {words}")
 
 
 def add_arguments(parser):
@@ -400,8 +408,8 @@ def add_arguments(parser):
 def make_engine(model, arguments) -> paged.Engine:
     """Chapter 02's engine with this chapter's Cache."""
     if arguments.plan not in ("best", "paper", "") and len(arguments.plan) != len(model.layers):
-        raise BadRequest(f"--plan has {len(arguments.plan)} letters, and this model {len(model.layers)} layers; "
-                         "give it one for each.")  # fmt: skip
+        words = f"--plan has {len(arguments.plan)} letters, and this model {len(model.layers)} layers"
+        raise BadRequest(f"{words}; give it one for each.")
     engine = hidden_states.make_engine(model, arguments, partial(PlannedCache, plan=arguments.plan))
     print(f"Plan: {engine.cache.store.letters}", file=sys.stderr)
     return engine

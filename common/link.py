@@ -119,7 +119,7 @@ class CudaTransfer(Transfer):
 class Link:
     """One direction of the link. `bandwidth`, in bytes/s or a Bandwidth, is the model's without a GPU."""
 
-    def __init__(self, lane: str, clock, bandwidth=None, wake=lambda: None):
+    def __init__(self, lane: str, clock, bandwidth=None, wake=lambda: None, background=False):
         self.lane, self.clock, self.wake = lane, clock, wake  # called when a modelled transfer is over
         self.bandwidth = Bandwidth(bandwidth) if isinstance(bandwidth, (int, float)) else bandwidth
         self.modelled = clock.device.type != "cuda"
@@ -129,7 +129,7 @@ class Link:
         self.closed = threading.Event()
         if self.modelled:
             self.queue = queue.SimpleQueue()
-            arguments = self.queue, self.closed, wake, lane == "save"
+            arguments = self.queue, self.closed, wake, background
             thread = threading.Thread(target=carry, args=arguments, daemon=True)
             thread.start()
             self.close = weakref.finalize(self, close, self.queue, self.closed, thread)
