@@ -383,7 +383,7 @@ class HiddenCache(Cache):
         return 1 / self.seconds(CHUNK, [0])
 
     def measure_projection(self):
-        """Project as in a restoration, all layers in order, once, after a pause, into free blocks."""
+        """Project as in a restoration, all layers in order, each time after a pause, into free blocks."""
         tokens = min(8 * CHUNK, self.model.config.max_position_embeddings)
         blocks = self.pool.num_blocks(tokens)
         if self.pool.free.count(1) < blocks:
@@ -393,14 +393,15 @@ class HiddenCache(Cache):
         hidden = torch.randn(shape, device=device).to(self.model.dtype)  # [T, D]
         positions = torch.arange(tokens, device=device)  # [T]
         slots = self.slots(request, positions)
-        for _ in range(2):  # the first one touches memory
+        self.rates.clear()
+        for number in range(4):
             time.sleep(PAUSE_BEFORE)
             began = self.engine.clock.mark()
             for layer in range(len(self.model.layers)):
                 self.project(layer, hidden, positions, slots)
-            self.rates.clear()
-            self.note(request, tokens * len(self.model.layers), "all layers", began)
-            self.learn()
+            if number > 0:  # the first one touches memory
+                self.note(request, tokens * len(self.model.layers), "all layers", began)
+        self.learn()
         self.pool.release(request.table)
 
     def close(self):

@@ -309,7 +309,7 @@ class PlannedCache(hidden_states.HiddenCache):
         return 1 / plan_seconds(self.store.letters, costs)
 
     def measure_question(self):
-        """Seconds a layer for the question's rows behind a history, in one pass after a pause."""
+        """Seconds a layer for the question's rows behind a history, in single passes after a pause."""
         tokens = min(PLANNED, self.model.config.max_position_embeddings // 2)
         blocks = self.pool.num_blocks(tokens + QUESTION)
         if self.pool.free.count(1) < blocks:
@@ -321,12 +321,14 @@ class PlannedCache(hidden_states.HiddenCache):
             if self.engine.arrivals:
                 raise Interrupted
 
+        taken = []
         try:
-            for _ in range(2):  # the first one touches memory
+            for _ in range(4):
                 time.sleep(hidden_states.PAUSE_BEFORE)
                 began = time.perf_counter()
                 self.engine.runner.forward([(request, QUESTION)], before_layer)[1].argmax(-1).tolist()
-                self.question = (time.perf_counter() - began) / len(self.model.layers)
+                taken.append((time.perf_counter() - began) / len(self.model.layers))
+            self.question = statistics.median(taken[1:])  # the first one touches memory
         finally:
             self.pool.release(table)
 
