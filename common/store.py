@@ -137,8 +137,9 @@ class ChunkStore:
         return sum(isinstance(place, File) for place in places)
 
     def has_room(self, place, others: list) -> bool:
-        """Whether `place` can be brought beside others: what is in a file needs a chunk in host memory."""
-        return not isinstance(place, File) or len(others) < self.pool.available
+        """Whether `place` can be brought beside others. What is in a file needs a chunk in host memory, which
+        what is there already must not lose for it."""
+        return len(others) < self.pool.available or not self.in_files([*others, place])
 
     def seconds_to_read(self, places: list) -> float:
         size = self.in_files(places) * self.chunk_bytes

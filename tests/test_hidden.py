@@ -301,6 +301,13 @@ def test_a_damaged_file_is_computed_again_and_not_asked_for_twice(damage):
     assert ask(engine, PROMPT + [3]).found == {"cpu": 150}
 
 
+def test_what_is_in_files_needs_a_place_each_beside_what_is_not():
+    file = next(iter(saved().index.values()))
+    store = engine_for(chunks=3)[1].store
+    assert store.has_room(file, [file, file]) and not store.has_room(file, [file, file, file])
+    assert store.has_room(0, [1, 2, 3, 4]) and not store.has_room(0, [file, 1, 2])
+
+
 def test_chunks_go_round_the_directories_and_each_has_its_own_reader(tmp_path):
     directories = [tmp_path / name for name in "abc"]
     files = saved(draw(random.Random(3), 400), directories)
