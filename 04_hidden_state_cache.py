@@ -32,6 +32,7 @@ Source: HCache (Gao et al., EuroSys '25), sections 3.1, 4.2 and 5. Its scheduler
     python 04_hidden_state_cache.py                        # the server, on http://127.0.0.1:5000
 """
 
+import argparse
 import importlib
 import random
 import statistics
@@ -56,7 +57,7 @@ paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module
 SNAPSHOT = 1 << 21  # bytes of states from which they leave
 STEPS = 4  # of a whole token budget that the snapshot buffer holds
 DEPTH = 4  # layers of a whole context that the landing memory holds, on the device
-THREADS = 8  # that sort
+THREADS = 8  # of stage two
 PAUSE_BEFORE = 0.02  # seconds, of a measurement: what runs in a hot loop is up to twice too fast
 
 # 1. The cache ----------------------------------------------------------------------------------
@@ -85,10 +86,9 @@ class HiddenCache(Cache):
         self.load_link = links.Link("load", engine.clock, self.bandwidth, wake)
         self.save_link = links.Link("save", engine.clock, self.bandwidth, wake)
 
-        self.lanes = [Lane("sort", wake) for _ in range(THREADS)]
-        self.sorters = cycle(self.lanes)
+        self.lanes = [Lane("scatter", wake) for _ in range(THREADS)]
+        self.turn = cycle(self.lanes)
         self.forget_steps()
-        self.keep(range(1, config.num_hidden_layers), "hidden states")
 
         # The landing memory, on the device
         self.most = config.max_position_embeddings // CHUNK + 2  # chunks that a restoration touches
@@ -96,6 +96,7 @@ class HiddenCache(Cache):
         shape = self.landing.size, CHUNK, config.hidden_size
         self.landed = torch.empty(shape, dtype=self.model.dtype, device=device)  # [places, 64, D]
 
+        self.keep(range(1, len(self.model.layers)), "hidden states")
         self.rates = deque(maxlen=64)  # seconds to project a row of a layer, the last times
         self.spans = deque()  # (request, its rows, label, mark, mark) of projections not in `rates` yet
 
@@ -109,9 +110,10 @@ class HiddenCache(Cache):
         # 1. The chunks, in host memory
         parts = [memory((self.chunks, CHUNK, width), what="The chunk memory") for width in widths]
         prefixes = paged.Prefixes(f"{self.model.digest.hex()} {self.model.dtype} {name}", CHUNK)
-        pool, wake = paged.BlockPool(self.chunks, CHUNK), self.engine.wake.set
-        self.store = ChunkStore(pool, parts, prefixes, self.files, wake)
+        pool = paged.BlockPool(self.chunks, CHUNK)
+        self.store = ChunkStore(pool, parts, prefixes, self.files, self.engine)
         self.pools["host"] = pool
+        self.engine.pools = {**self.engine.pools, "host": pool}
 
         # 2. The snapshot buffer, in host memory
         blocks = STEPS * -(-max(self.engine.token_budget, CHUNK) // 16)
@@ -299,10 +301,11 @@ class HiddenCache(Cache):
                     into.append(snapshot[16 * to : 16 * to + len(out_of[-1])])
             # 2. The transfer, and the thread that sorts; both hold what they write
             transfer = self.save_link.copy(into, out_of, "states")
-            job = next(self.sorters).submit("sort", 0, self.sort, self.store, transfer, moves, index, out_of)
+            what = self.store, transfer, moves, index, out_of
+            job = next(self.turn).submit("scatter", 0, self.scatter, *what)
             touched = {move.chunk.number for move in moves} | {move.source for move in moves} - {None}
             held = (self.snapshots, places), (self.store.pool, list(touched))
-            self.hold("save", [job], *held, then=partial(self.sorted, transfer, moves))
+            self.hold("save", [job], *held, then=partial(self.on_saved, transfer, moves))
             self.snapshots.release(places)
             self.counts["bytes_out"] += transfer.bytes
         elif moves:
@@ -336,12 +339,12 @@ class HiddenCache(Cache):
                     kept.chunk = None
             position += rows
 
-    def sort(self, store, transfer, moves: list[Move], index, states):
+    def scatter(self, store, transfer, moves: list[Move], index, states):
         """Stage two, on a thread. Until then `states` are not freed: they may still be copied."""
         transfer.wait()
         store.put(moves, self.taken, index)
 
-    def sorted(self, transfer, moves: list[Move], arrived: bool):
+    def on_saved(self, transfer, moves: list[Move], arrived: bool):
         """Stage two is over: what has arrived can be found, and a full chunk goes to its file."""
         for move in moves:
             if not arrived or move.chunk.lost:
@@ -426,7 +429,8 @@ def demo(model, frontend: Frontend, arguments):
     if (arguments.corrupt or 0) >= len(model.layers):
         raise BadRequest(f"--corrupt must be below {len(model.layers)}, the number of layers.")
     # 1. Ask: the device loses everything between two turns
-    engine, rng = make_engine(model, arguments), random.Random(0)
+    options = argparse.Namespace(**{**vars(arguments), "always_restore": True})
+    engine, rng = make_engine(model, options), random.Random(0)
     asked = converse(engine, frontend, rng, max(2, min(arguments.max_tokens, 16)))
     verified = lesson.equal_to_baseline(model, asked)
 
@@ -520,7 +524,7 @@ def ingest(frontend: Frontend, engine, arguments):
 
 # 3. Main ---------------------------------------------------------------------------------------
 
-def add_arguments(parser):
+def add_shared_arguments(parser):
     """Chapter 05 has the same."""
     paged.add_arguments(parser)
     add, words = parser.add_argument, "chunks of 64 tokens in host memory (four times the device's)"
@@ -535,8 +539,8 @@ def add_arguments(parser):
     parser.set_defaults(cpu_blocks=None, corrupt=None)  # of chapter 03, with which the page compares; of 04
 
 
-def add_own_arguments(parser):
-    add_arguments(parser)
+def add_arguments(parser):
+    add_shared_arguments(parser)
     words = "in the demo, set this layer's states to zero, and see the answer change"
     parser.add_argument("--corrupt", type=cli.bounded(int, 1, 1023), metavar="LAYER", help=words)
 
@@ -571,4 +575,4 @@ def compare(arguments) -> dict:
 
 
 if __name__ == "__main__":
-    cli.main(__doc__, "04_hidden_state_cache", add_own_arguments, make_engine, demo, compare)
+    cli.main(__doc__, "04_hidden_state_cache", add_arguments, make_engine, demo, compare)

@@ -134,10 +134,11 @@ class PlannedCache(hidden_states.HiddenCache):
         self.paces = deque(maxlen=8)  # measured by predicted seconds, of the last restorations
 
     def attach(self, engine):
-        super().attach(engine)
-        self.chunk_budget = self.chunks * CHUNK * self.row_bytes
-        layers = len(self.model.layers)
-        self.adopt(self.asked if set(self.asked) <= set("RHK") else "R" + "H" * (layers - 1))
+        chunks, files, self.chunks, self.files = self.chunks, self.files, 0, None
+        super().attach(engine)  # which keeps nothing yet
+        self.chunk_budget, self.files = chunks * CHUNK * hidden_states.bytes_per_token(self.model), files
+        chapter_04 = "R" + "H" * (len(self.model.layers) - 1)  # its plan, until costs are measured
+        self.adopt(self.asked if set(self.asked) <= set("RHK") else chapter_04)
 
     def adopt(self, letters: str):
         """Keep by this plan from now on. Only while nothing is under way."""
@@ -332,6 +333,12 @@ class PlannedCache(hidden_states.HiddenCache):
         finally:
             self.pool.release(table)
 
+    def close(self):
+        super().close()
+        for store in self.plans[1:]:
+            if store.files:
+                store.files.close()
+
 
 # 3. The demo -----------------------------------------------------------------------------------
 
@@ -402,14 +409,14 @@ def plan(string: str) -> str:
 
 
 def add_arguments(parser):
-    hidden_states.add_arguments(parser)
+    hidden_states.add_shared_arguments(parser)
     words = "best (default), paper (the closed form), or a letter for each layer, like RRHHHK"
     parser.add_argument("--plan", type=plan, default="best", metavar="PLAN", help=words)
 
 
 def make_engine(model, arguments) -> paged.Engine:
     """Chapter 02's engine with this chapter's Cache."""
-    if arguments.plan not in ("best", "paper", "") and len(arguments.plan) != len(model.layers):
+    if arguments.plan not in ("best", "paper") and len(arguments.plan) != len(model.layers):
         words = f"--plan has {len(arguments.plan)} letters, and this model {len(model.layers)} layers"
         raise BadRequest(f"{words}; give it one for each.")
     engine = hidden_states.make_engine(model, arguments, partial(PlannedCache, plan=arguments.plan))

@@ -19,11 +19,11 @@ import threading
 import time
 import uuid
 import zlib
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
+from itertools import cycle, takewhile
 from operator import eq
 from pathlib import Path
 from typing import NamedTuple
@@ -68,7 +68,7 @@ class Move(NamedTuple):
 class ChunkStore:
     """`pool`: the chunks' numbers. `parts`: their rows, [chunks, 64, width] each. `prefixes`: their names."""
 
-    def __init__(self, pool, parts: list[torch.Tensor], prefixes, files=None, wake=lambda: None):
+    def __init__(self, pool, parts: list[torch.Tensor], prefixes, files=None, engine=None):
         self.pool, self.parts, self.prefixes, self.files = pool, parts, prefixes, files
         self.arrays = [as_integers(part) for part in parts]  # for NumPy
         self.chunk_bytes = sum(part.nbytes for part in parts) // max(1, pool.size)
@@ -77,7 +77,7 @@ class ChunkStore:
         self.speeds = deque(maxlen=8)  # bytes/s, of the last files that were read
         pool.evicting = lambda number, prefix: self.forget(number)
         if files:
-            files.attach(parts, wake)
+            files.attach(parts, engine)
 
     def find(self, parent, prefix, tokens: list[int]):
         """What holds the next `tokens` behind `parent`; `prefix` names them if they are 64. -> its number, or
@@ -253,7 +253,8 @@ class ChunkFiles:
     def __init__(self, directories: list[Path], limit: float):
         self.directories = list(dict.fromkeys(Path(directory).resolve() for directory in directories))
         self.limit = limit
-        self.lock, self.index, self.counts = threading.Lock(), OrderedDict(), Counter()  # key -> File, LRU
+        self.turn = cycle(self.directories)  # round-robin
+        self.lock, self.index = threading.Lock(), OrderedDict()  # key -> File, least recently used first
         for directory in self.directories:
             try:
                 directory.mkdir(parents=True, exist_ok=True)
@@ -267,8 +268,9 @@ class ChunkFiles:
                 raise ModelError(words) from None
         self.scan()
 
-    def attach(self, parts: list[torch.Tensor], wake):
-        """Keep chunks of these parts [chunks, 64, width]."""
+    def attach(self, parts: list[torch.Tensor], engine):
+        """Keep chunks of these parts [chunks, 64, width]; count with the engine, and wake it."""
+        self.counts, wake = engine.counts, engine.wake.set
         self.what = [f"{part.shape[1]} x {part.shape[2]} {part.dtype}" for part in parts]
         self.sizes = [part.shape[1] * part.shape[2] * part.itemsize for part in parts]
         if PAGE + sum(self.sizes) > self.limit:
@@ -336,8 +338,7 @@ class ChunkFiles:
         whose turn it is falls behind."""
         if prefix.key.hex() in self.index:
             return None
-        directory = self.directories[self.counts["written"] % len(self.directories)]  # round-robin
-        self.counts["written"] += 1
+        directory = next(self.turn)
         writer = self.writers[directory]
         if writer.hangs or writer.jobs.qsize() >= BACKLOG:
             self.counts["file_drops"] += 1
