@@ -1,6 +1,6 @@
 """Chapter 05's planner on paper: the platforms and models of HCache (EuroSys '25), without a GPU and without a model.
 
-    python 05_bubble_free.py --simulate
+    python -m tools.on_paper
 
 A layer's four costs follow from sizes, bandwidth and FLOP/s. One number per model is taken from the paper's measurements: the
 bandwidth at which projecting hidden states takes as long as transferring them (section 6.1.3). It gives the share of the peak
@@ -297,3 +297,8 @@ def main(planner) -> dict:
     near = sum(row["verdict"] != "yes" and abs(row["difference"]) <= NEAR * abs(row["ours"]) for row in compared)
     print(f"\n{agree} of {len(compared)} rows agree with the paper; {near} more are within {NEAR:.0%} of its range.")
     return dict(rows=rows, agree=agree, compared=len(compared))
+
+
+if __name__ == "__main__":
+    from legacy import bubble_free
+    main(bubble_free)

@@ -161,10 +161,9 @@ def chapters(results: dict) -> str:
     paged, tiered = one_run(results, "paged"), entry(one_run(results, "tiered"), "mix", "random:small")["rows"][0]
     many, hit = (entry(paged, claim, "classroom") for claim in ("throughput", "hit"))
     offload = at(entry(one_run(results, "offload"), "restore", "random:small")["rows"], 2048)
-    rows = entry(one_run(results, "hcache"), "restore", "random:small")["rows"]
-    like, slow = (at(rows, 2048, link=link)["gain_over_kv_offload"] for link in ("as an A100's", "the bottleneck"))
-    mixes = [row["gains"]["KV offload"]["median"]
-             for row in entry(one_run(results, "bubble_free"), "mix", "random:small")["rows"] if row["history_tokens"] == 2048]
+    rows = [row for row in entry(results["planned-cpu"], "ttft", "random:small")["rows"] if row["history_tokens"] == 1984]
+    slow, even = (row["over_03"]["04"]["median"] for row in rows[:2])
+    mixes = [row["over_03"]["05"]["median"] for row in rows]
     both = at(entry(one_run(results, "bidirectional"), "grid", "classroom")["rows"], 2048, gpu_share=1.0, load_over_compute=1.0)
     cells = [cell for grid in one_run(results, "hybrid_blocks")["grids"] if grid["model"] == "random:small"
              for cell in grid["cells"]]
@@ -185,12 +184,13 @@ def chapters(results: dict) -> str:
          f"behind {offload['history_tokens']:,} tokens the first token comes {median(offload['cpu_hit_gain'])}x sooner than by "
          f"computing, {median(offload['restoration_over_bound'])} times the bound (random:small)"),
         ("04_hidden_state_cache", "Can half the bytes do?", "[HCache](https://arxiv.org/abs/2410.05004) (EuroSys '25)",
-         "each layer's input: projected to K and V again, while the next layer is on its way",
-         f"restores {median(like)}x as fast as K and V over a link like an A100's, {median(slow)}x where the link is the "
-         "bottleneck (random:small)"),
+         "each layer's input, in host memory and in files: projected to K and V again, while the next layer is on its way",
+         f"behind {rows[0]['history_tokens']:,} tokens the first token comes {number(slow)}x as soon as with K and V where the "
+         f"link is the bottleneck, {number(even)}x where projecting takes as long as the transfer (random:small)"),
         ("05_bubble_free", "Why should link or processor wait?", "HCache, section 4.1",
-         "of each layer what a plan says: recomputed, projected or loaded, so that both end together",
-         f"restores {number(min(mixes))} to {number(max(mixes))}x as fast as K and V, over three links (random:small)"),
+         "of each layer what a plan says: recomputed, projected or loaded, so that the question is through first",
+         f"behind {rows[0]['history_tokens']:,} tokens the first token comes {number(min(mixes))} to {number(max(mixes))}x as "
+         "soon as with K and V, over three links (random:small)"),
         ("06_bidirectional", "What if storage is as slow as computing?",
          "[Cake](https://arxiv.org/abs/2410.03065) (ICML '25)",
          "KV chunks in files: computed from the front while the last are loaded first, until both meet",
@@ -208,6 +208,25 @@ def chapters(results: dict) -> str:
     ]
     return table("chapter | question | paper | what is kept, and how it comes back | measured", [
         [f"[`{name}.py`]({name}.py)", question, paper, kept, found] for name, question, paper, kept, found in rows])
+
+
+def planned(results: dict) -> str:
+    """Chapters 03, 04 and 05 on the new engine."""
+    file, texts = results["planned-cpu"], []
+    for found in file["found"]:
+        if found["claim"] == "tbt":
+            texts += [f"**{found['model']}**, time between tokens while states are kept, over that of nothing kept:", table(
+                "running | nothing kept | K and V (03) | hidden states (04) | chunks dropped",
+                [[row["running"], milliseconds(row["tbt_ms"]["nothing"]), spread(row["over_nothing"]["03"]),
+                  spread(row["over_nothing"]["04"]), row["dropped"]] for row in found["rows"]])]
+            continue
+        texts += [f"**{found['model']}**, {found['claim']}:", table(
+            "history | link | 03 | 04 | 05 | 04 as soon as 03 | 05 as soon as 03 | plan | 05 / predicted | 05 / bound | computed / 05",
+            [[f"{row['history_tokens']:,}", row["link"], *(milliseconds(row["ttft_ms"][name]) for name in ("03", "04", "05")),
+              spread(row["over_03"]["04"]), spread(row["over_03"]["05"]), f"`{row['plan']}`",
+              *(number(row["ttft_ms"]["05"]["median"] / row[f"{of}_ms"]) for of in ("predicted", "bound")),
+              number(row["computed_ms"] / row["ttft_ms"]["05"]["median"])] for row in found["rows"]])]
+    return paragraphs(conditions(file), *texts)
 
 
 def baseline(results: dict) -> str:
@@ -632,7 +651,7 @@ def matrix(results: dict) -> str:
 
 
 PARTS = {
-    "claims": claims, "methods": methods, "matrix": matrix,
+    "claims": claims, "methods": methods, "matrix": matrix, "planned": planned,
     "chapters": chapters, "baseline": baseline, "paged": paged, "offload": offload, "hcache": hcache, "hcache-more": hcache_more,
     "bubble-free": bubble_free, "bubble-free-more": bubble_free_more, "on-paper": on_paper, "bidirectional": bidirectional,
     "bidirectional-more": bidirectional_more, "tiered": tiered, "tiered-more": tiered_more, "hybrid-blocks": hybrid_blocks,

@@ -46,8 +46,10 @@ VARIES = {                         # what else varies, in one chapter, and what 
     "01_baseline": [],
     "02_paged_kv": [],
     "03_cpu_offload": [(rf"{N}(?= times as )", "N")],
-    "04_hidden_state_cache": [],
-    "05_bubble_free": [],
+    "04_hidden_state_cache": [(rf"{N}(?= of (?:chapter|computing))", "N")],
+    "05_bubble_free": [
+        (r"^A layer, ms: .*", "<costs>"), (r"^Plan [RHK]+: .*", "<a plan>"), (rf"{N}x(?= (?:sooner|than))", "Nx"),
+    ],
     "06_bidirectional": [
         (rf"{N}(?::{N})*(?= Mbit/s)", "N"), (rf"{N}(?= s each)", "N"),
         (r"^(  both(?:, 8 bit)? +N ms +N to N) .*", r"\1"),
@@ -99,7 +101,7 @@ BLOCKS = re.findall(r"^```console\n\$ (python 0[1-8].+)\n((?s:.*?))^```$", TEXT,
 def test_each_chapter_shows_its_demo_with_default_options():
     assert [command for command, _ in BLOCKS] == [f"python {name}.py --demo" for name in demos.CHAPTERS]
     assert list(VARIES) == demos.CHAPTERS and len(BLOCKS) == 8
-    assert all(len(re.findall(r"^(?!\.\.\.$).", shown, re.M)) <= 15 for _, shown in BLOCKS[:3])
+    assert all(len(re.findall(r"^(?!\.\.\.$).", shown, re.M)) <= 15 for _, shown in BLOCKS[:5])
 
 
 @pytest.mark.parametrize("command,shown", BLOCKS, ids=[command.split()[1] for command, _ in BLOCKS])
@@ -112,6 +114,8 @@ WRONG = {
     "01_baseline": [("all 30 tokens", "all 31 tokens"), ("89%", "88%"), ("transformers", "chapter 02")],
     "02_paged_kv": [("0.99 tokens a slot", "0.98 tokens a slot"), ("12966 tokens", "12967 tokens"), ("gpu_hit ", "cpu_hit ")],
     "03_cpu_offload": [("1296 of 1312", "1295 of 1312"), ("safe is tiger", "safe is lion"), (": computed\n", ": loaded\n")],
+    "04_hidden_state_cache": [("7168 bytes", "8192 bytes"), ("1077 of 1093", "1076 of 1093"), ("is tiger", "is lion")],
+    "05_bubble_free": [("RRHHKKKK  ", "RRHHHKKK  "), ("1077 of 1093", "1076 of 1093")],
     "06_bidirectional": [("31 chunks", "32 chunks"), ("|===", "|#=="), ("bit-equal", "equal")],
     "07_tiered_storage": [("262272 bytes\nL1", "262273 bytes\nL1"), ("64 x", "63 x"), ("  wait_complete  ", "  wait  ")],
     "08_hybrid_blocks": [("562", "561"), ("17.8 MB", "17.9 MB")],
