@@ -58,6 +58,7 @@ SNAPSHOT = 1 << 21  # bytes of states from which they leave
 STEPS = 4  # of a whole token budget that the snapshot buffer holds
 DEPTH = 4  # layers of a whole context that the landing memory holds, on the device
 THREADS = 8  # of stage two
+LONGEST_CLOSE = 5.0  # seconds to wait for files at the end
 PAUSE_BEFORE = 0.02  # seconds, of a measurement: what runs in a hot loop is up to twice too fast
 
 # 1. The cache ----------------------------------------------------------------------------------
@@ -68,7 +69,7 @@ class Kept:
 
     chains: dict = field(default_factory=dict)  # ChunkStore -> a Prefix for each full chunk
     index: int = -1  # of the chunk that its last row belongs to
-    chunk: Chunk | None = None  # the same, if the request fills it
+    chunk: Chunk | None = None  # the same, while the request fills it; None: full, there already, or no room
     dropped: bool = False  # rows were dropped: no more are kept
 
 
@@ -117,7 +118,7 @@ class HiddenCache(Cache):
 
         # 2. The snapshot buffer, in host memory
         blocks = STEPS * -(-max(self.engine.token_budget, CHUNK) // 16)
-        self.snapshots = paged.BlockPool(blocks, 16)  # of 16 rows each
+        self.snapshots = paged.BlockPool(blocks, 16)  # of 16 rows each: numbers of runs of the rows below
         self.snapshot = [memory((16 * blocks, width), what="The snapshot buffer") for width in widths]
         self.taken = [links.as_integers(rows) for rows in self.snapshot]  # for NumPy
         self.row_bytes = sum(widths) * self.model.dtype.itemsize
@@ -226,7 +227,8 @@ class HiddenCache(Cache):
         self.spans.append((request, rows, label, began, self.engine.clock.mark()))
 
     def room(self, request, chunks: int) -> bool:
-        """Whether a layer may land. The oldest restoration has two layers of landing memory for itself."""
+        """Whether a layer may land. Others leave two layers of the longest context to the oldest restoration:
+        one that travels while one is projected. So it always gets on."""
         oldest = next(other for other in self.engine.running if other.restoration)
         return chunks <= self.landing.available - (0 if request is oldest else 2 * self.most)
 
@@ -286,7 +288,7 @@ class HiddenCache(Cache):
         moves = [move for request, rows in noted.items() for move in self.moves(request, *rows, full)]
         blocks = self.snapshots.num_blocks(count)
         if moves and blocks <= self.snapshots.available:
-            # 1. Room in the snapshot buffer, and where in it each row will be
+            # 1. Room in the snapshot buffer, and where in it each noted row will be: `index`
             places = self.snapshots.allocate(blocks)
             index = (16 * numpy.array(places)[:, None] + numpy.arange(16)).reshape(-1)[:count]  # [rows]
             runs = offload.adjacent(list(range(blocks)), places)
@@ -299,7 +301,7 @@ class HiddenCache(Cache):
                 for at, to, length in runs:
                     out_of.append(rows[16 * at : 16 * (at + length)])
                     into.append(snapshot[16 * to : 16 * to + len(out_of[-1])])
-            # 2. The transfer, and the thread that sorts; both hold what they write
+            # 2. The transfer, and the job of a thread behind it, which hold what they read and write
             transfer = self.save_link.copy(into, out_of, "states")
             what = self.store, transfer, moves, index, out_of
             job = next(self.turn).submit("scatter", 0, self.scatter, *what)
@@ -314,8 +316,9 @@ class HiddenCache(Cache):
             self.close_chunk(chunk)
 
     def moves(self, request, first: int, places: list[int], full: list):
-        """Where rows go that were computed from position `first` on, and are at `places` in the steps. Chunks
-        that are full with them are appended to `full`."""
+        """Where rows go that were computed from position `first` on, and are at `places` of what was noted.
+        Chunks that are full with them are appended to `full`. For each chunk that the rows touch: which one
+        is filled (`begin`), which of its rows are there from the turn before, and the rest is a Move."""
         kept, position, end = self.kept(request), first, first + len(places)
         while position < end and not kept.dropped:
             index, at = position // CHUNK, position % CHUNK
@@ -329,7 +332,9 @@ class HiddenCache(Cache):
             if (chunk := kept.chunk) and chunk.lost:  # rows of another request, in the turn before
                 kept.dropped = True
             elif chunk:
-                there = min(rows, len(chunk.tokens) - at)  # rows of the turn before
+                # The device still had blocks of the turn before up to row 48, say, and the chunk has 54 rows:
+                # rows 48 to 53 have been computed again, and are there already
+                there = min(rows, len(chunk.tokens) - at)
                 if there < rows:
                     new = places[position + there - first : position + rows - first]
                     yield Move(request, chunk, at + there, rows - there, new)
@@ -408,6 +413,10 @@ class HiddenCache(Cache):
         self.pool.release(request.table)
 
     def close(self):
+        until = time.perf_counter() + LONGEST_CLOSE
+        while self.files and any(self.under_way.values()) and time.perf_counter() < until:
+            self.poll()  # what is on its way to a file is still wanted
+            time.sleep(1e-3)
         self.load_link.close()
         self.save_link.close()
         for lane in self.lanes:

@@ -5,7 +5,7 @@ Where projecting is slower, the link idles; where the link is slower, the proces
 
 The mechanism. A layer's K and V can come back in three ways, which use the lanes differently:
 
-    R   recomputed from the tokens      much computing, no transfer, nothing kept
+    R   recomputed from the tokens      much computing (the last R only a projection), nothing kept
     H   projected from hidden states    little computing, one transfer
     K   loaded as K and V               no computing, two transfers (with multi-head attention)
 
@@ -22,8 +22,8 @@ nothing runs and where it is 10 % better; what the plan before has kept is still
 The paper divides in closed form, for a history alone. With C the seconds to project (H) or recompute (token)
 a layer and IO those to move it, L layers: where projecting is slower, L_H = L IO_KV / (IO_KV + C_H - IO_H)
 and the others are K; else L_H = L C_token / (C_token + IO_H - C_H) and the others are R; rounded up, so that
-the slower lane is never short of work. The last layer that is recomputed needs only its projection, and the
-first needs no states: both beyond the paper.
+the slower lane is never short of work. That of the last R layer only K and V are needed is beyond the paper;
+so a single R costs what an H costs, and chapter 04 is the plan RHHH...
 
 Source: HCache (Gao et al., EuroSys '25), sections 4.1, 6.2 and 6.3.
 

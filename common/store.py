@@ -44,7 +44,11 @@ ABANDONED = 600  # seconds after which nobody writes to a temporary file any mor
 
 @dataclass(eq=False)
 class Chunk:
-    """Tokens behind `parent` whose rows are in the store, or on their way."""
+    """Tokens behind `parent` whose rows are in the store, or on their way.
+
+    A request begins it, fills it step by step (`tokens` grow, and `filled` follows), and closes it when it is
+    full or the request is over: nobody else fills it before. If rows are lost, it stays as it is: what is
+    filled can be found, and nobody fills it any more."""
 
     number: int  # in the pool
     parent: object  # Prefix of all that is before
@@ -93,8 +97,9 @@ class ChunkStore:
 
     def begin(self, parent, tokens: list[int], at: int, own: list) -> tuple[Chunk | None, int | None]:
         """Somebody computes `tokens` behind `parent`, from row `at` on -> the chunk to fill, and the number
-        of another one whose first `at` rows it shares. (None, None) if all is there already, if rows before
-        `at` are not, or if only `own` prefixes could make room."""
+        of another one whose first `at` rows are to be copied to it: somebody else fills that, or it goes on
+        with other tokens. (None, None) if all is there already, if rows before `at` are not, or if only
+        chunks of `own` prefixes could be evicted for it."""
         source = None
         for chunk in self.behind.get(parent, ()):
             same = common(chunk.tokens, tokens)

@@ -269,6 +269,14 @@ def test_full_chunks_survive_the_process():
     check_pools(engine)
 
 
+def test_what_is_on_its_way_to_a_file_when_the_engine_is_closed_gets_there():
+    files = chunk_files()
+    engine, _ = engine_for(files=files)
+    ask(engine, PROMPT, 1)
+    engine.close()
+    assert found(restart(files), PROMPT) == 128
+
+
 def test_another_model_dtype_or_salt_never_matches():
     files = saved()
     assert restart(files, model=tiny_model(1)).cache.match(Request(PROMPT, 1)) is None
