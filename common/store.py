@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 import uuid
+import weakref
 import zlib
 from collections import OrderedDict, defaultdict, deque
 from contextlib import suppress
@@ -212,7 +213,9 @@ class Lane:
     def __init__(self, name: str, wake=lambda: None):
         self.name, self.wake = name, wake
         self.jobs, self.began = queue.SimpleQueue(), None
-        threading.Thread(target=self.run, daemon=True).start()
+        thread = threading.Thread(target=self.run, daemon=True)
+        thread.start()
+        self.close = weakref.finalize(self, end, self.jobs, thread)  # at the latest when the process ends
 
     @property
     def hangs(self) -> bool:
@@ -223,9 +226,6 @@ class Lane:
         transfer = Transfer(self.name, label, size)
         self.jobs.put((transfer, function, arguments))
         return transfer
-
-    def close(self):
-        self.jobs.put(None)
 
     def run(self):
         if self.name == "save":
@@ -240,6 +240,13 @@ class Lane:
             transfer.finish(self.began, time.perf_counter(), error)
             self.began = transfer = function = arguments = job = None
             self.wake()
+
+
+def end(jobs: queue.SimpleQueue, thread: threading.Thread):
+    """End the thread of a lane. No thread may be inside PyTorch when the interpreter goes."""
+    jobs.put(None)
+    if thread is not threading.current_thread():
+        thread.join(HANGING)
 
 
 @dataclass(eq=False)
