@@ -450,4 +450,8 @@ def serve(listener, server: Server, allow_evict: bool = False):
     time.sleep(SILENCE)                         # those in line are being told
     server.close(running=True)
     server.thread.join(timeout=5)
+    until = time.perf_counter() + 5             # the last replies are being written, by threads of werkzeug's
+    for thread in threading.enumerate():
+        if "process_request_thread" in thread.name:
+            thread.join(max(0.0, until - time.perf_counter()))
     raise KeyboardInterrupt
