@@ -39,7 +39,6 @@ import statistics
 import sys
 import time
 from collections import deque
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -51,7 +50,7 @@ from common import checkpoint, cli, lesson
 from common import link as links
 from common.requests import BadRequest, Frontend, Request
 from common.restoring import PAUSE, Cache, Match
-from common.store import CHUNK, Chunk, ChunkFiles, ChunkStore, Lane, Move
+from common.store import CHUNK, ChunkFiles, ChunkStore, Lane, Move
 
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
 SNAPSHOT = 1 << 21  # bytes of states from which they leave
@@ -62,16 +61,6 @@ LONGEST_CLOSE = 5.0  # seconds to wait for files at the end
 PAUSE_BEFORE = 0.02  # seconds, of a measurement: what runs in a hot loop is up to twice too fast
 
 # 1. The cache ----------------------------------------------------------------------------------
-
-@dataclass(eq=False)
-class Kept:
-    """What the Cache remembers of a request."""
-
-    chains: dict = field(default_factory=dict)  # ChunkStore -> a Prefix for each full chunk
-    index: int = -1  # of the chunk that its last row belongs to
-    chunk: Chunk | None = None  # the same, while the request fills it; None: full, there already, or no room
-    dropped: bool = False  # rows were dropped: no more are kept
-
 
 class HiddenCache(Cache):
     """Each layer's input is kept in chunks of 64 tokens, and projected to K and V again."""
@@ -112,8 +101,8 @@ class HiddenCache(Cache):
         parts = [memory((self.chunks, CHUNK, width), what="The chunk memory") for width in widths]
         prefixes = paged.Prefixes(f"{self.model.digest.hex()} {self.model.dtype} {name}", CHUNK)
         pool = paged.BlockPool(self.chunks, CHUNK)
-        self.store = ChunkStore(pool, parts, prefixes, self.files, self.engine)
-        self.pools["host"] = pool
+        self.store = ChunkStore(self, pool, parts, prefixes, self.files)
+        self.stores, self.pools["host"] = [self.store], pool
         self.engine.pools = {**self.engine.pools, "host": pool}
 
         # 2. The snapshot buffer, in host memory
@@ -125,34 +114,8 @@ class HiddenCache(Cache):
 
     # Finding
 
-    def kept(self, request) -> Kept:
-        request.kept = request.kept or Kept()
-        return request.kept
-
-    def piece(self, request, index: int, store: ChunkStore):
-        """-> parent, prefix (None if it is not full yet) and tokens of chunk `index` of a request."""
-        chain, salt = self.kept(request).chains.setdefault(store, []), request.options.get("cache_salt", "")
-        store.prefixes.extend(chain, request.tokens, salt)
-        parent = chain[index - 1] if index else store.prefixes.root(salt)
-        tokens = request.tokens[index * CHUNK : (index + 1) * CHUNK]
-        return parent, chain[index] if index < len(chain) else None, tokens
-
-    def find(self, request, store: ChunkStore) -> tuple[list, int]:
-        """-> the chunks that hold what follows, and the token up to which they do."""
-        chunks, reached, last = [], request.computed, len(request.tokens) - 1  # the last one is computed
-        while reached < last:
-            index = reached // CHUNK
-            place, rows = store.find(*self.piece(request, index, store))
-            end = min(index * CHUNK + rows, last)
-            if end <= reached or not store.has_room(place, chunks):
-                break
-            chunks, reached = [*chunks, place], end
-            if rows < CHUNK:
-                break
-        return chunks, reached
-
     def match(self, request):
-        chunks, reached = self.find(request, self.store)
+        chunks, reached = self.store.find(request)
         if chunks:
             tokens, source = reached - request.computed, "disk" if self.store.in_files(chunks) else "cpu"
             return Match(tokens, self.seconds(tokens, chunks), chunks, CHUNK, source, tokens, self.store)
@@ -185,8 +148,7 @@ class HiddenCache(Cache):
         start, end, depth = restoration.start, restoration.end, len(self.layers) + 1
         positions = torch.arange(start, end, device=self.model.device)  # [T]
         slots = self.slots(request, positions)  # [T]
-        pieces = [self.piece(request, start // CHUNK + at, self.store) for at in range(len(match.blocks))]
-        numbers, reads = self.store.bring(match.blocks, pieces, self.hold)
+        numbers, reads = self.store.bring(request, start, match.blocks)
         waiting, transfers = deque(), []  # waiting: landing places of layers on their way
         try:
             while restoration.layers < depth:
@@ -283,9 +245,9 @@ class HiddenCache(Cache):
 
     def flush(self):
         """Stage one: the rows that were noted leave in one transfer. Stage two: a thread waits for it."""
-        noted, steps, slots, count, full = self.rows, self.steps, self.slots_of_steps, self.count, []
+        noted, steps, slots, count = self.rows, self.steps, self.slots_of_steps, self.count
         self.forget_steps()
-        moves = [move for request, rows in noted.items() for move in self.moves(request, *rows, full)]
+        moves, full = self.store.fill(noted)
         blocks = self.snapshots.num_blocks(count)
         if moves and blocks <= self.snapshots.available:
             # 1. Room in the snapshot buffer, and where in it each noted row will be: `index`
@@ -310,39 +272,10 @@ class HiddenCache(Cache):
             self.hold("save", [job], *held, then=partial(self.on_saved, transfer, moves))
             self.snapshots.release(places)
             self.counts["bytes_out"] += transfer.bytes
-        elif moves:
-            self.drop(moves)
+        else:
+            self.store.drop(moves)
         for chunk in full:
-            self.close_chunk(chunk)
-
-    def moves(self, request, first: int, places: list[int], full: list):
-        """Where rows go that were computed from position `first` on, and are at `places` of what was noted.
-        Chunks that are full with them are appended to `full`. For each chunk that the rows touch: which one
-        is filled (`begin`), which of its rows are there from the turn before, and the rest is a Move."""
-        kept, position, end = self.kept(request), first, first + len(places)
-        while position < end and not kept.dropped:
-            index, at = position // CHUNK, position % CHUNK
-            rows = min(CHUNK - at, end - position)
-            if kept.index != index:
-                kept.index = index
-                parent, _, tokens = self.piece(request, index, self.store)
-                kept.chunk, source = self.store.begin(parent, tokens, at, kept.chains[self.store])
-                if source is not None:
-                    yield Move(request, kept.chunk, 0, at, source=source)
-            if (chunk := kept.chunk) and chunk.lost:  # rows of another request, in the turn before
-                kept.dropped = True
-            elif chunk:
-                # The device still had blocks of the turn before up to row 48, say, and the chunk has 54 rows:
-                # rows 48 to 53 have been computed again, and are there already
-                there = min(rows, len(chunk.tokens) - at)
-                if there < rows:
-                    new = places[position + there - first : position + rows - first]
-                    yield Move(request, chunk, at + there, rows - there, new)
-                    chunk.tokens += request.tokens[position + there : position + rows]
-                if len(chunk.tokens) == CHUNK:
-                    full.append(chunk)
-                    kept.chunk = None
-            position += rows
+            self.store.close_chunk(chunk)
 
     def scatter(self, store, transfer, moves: list[Move], index, states):
         """Stage two, on a thread. Until then `states` are not freed: they may still be copied."""
@@ -350,38 +283,17 @@ class HiddenCache(Cache):
         store.put(moves, self.taken, index)
 
     def on_saved(self, transfer, moves: list[Move], arrived: bool):
-        """Stage two is over: what has arrived can be found, and a full chunk goes to its file."""
-        for move in moves:
-            if not arrived or move.chunk.lost:
-                self.drop([move])
-            elif written := self.store.arrived(move.chunk, move.at + move.rows):
-                self.hold("disk", [written], (self.store.pool, [move.chunk.number]))
+        """Stage two is over."""
+        self.store.saved(moves, arrived)
         for request in {move.request for move in moves}:
             request.timeline.add("save", "states", *transfer.span())
-
-    def drop(self, moves: list[Move]):
-        """These rows are not kept, and none behind them, until they are computed again."""
-        for move in moves:
-            move.chunk.lost = True
-            if move.request.kept and not move.request.kept.dropped:
-                move.request.kept.dropped = True
-                self.counts["dropped_chunks"] += 1
-
-    def close_chunk(self, chunk: Chunk | None):
-        """Nobody fills it any more."""
-        if chunk:
-            chunk.open = chunk.lost
-            self.store.pool.release([chunk.number])
 
     def finished(self, request):
         self.learn()
         if request in self.rows:
             self.flush()
-        if request.kept:
-            self.close_chunk(request.kept.chunk)
-            for store, chain in request.kept.chains.items():
-                store.use(chain)
-        request.kept = None
+        for store in self.stores:
+            store.finished(request)
 
     # Measuring
 
@@ -423,7 +335,6 @@ class HiddenCache(Cache):
             lane.close()
         if self.files:
             self.files.close()
-
 
 
 # 2. The demo -----------------------------------------------------------------------------------

@@ -123,14 +123,14 @@ def bound_seconds(layers: int, costs: Costs) -> float:
 # 2. The cache ----------------------------------------------------------------------------------
 
 class PlannedCache(hidden_states.HiddenCache):
-    """Chapter 04's cache with a way for each layer. `store` is that of the plan; `plans` are the plan's and
+    """Chapter 04's cache with a way for each layer. `store` is that of the plan; `stores` are the plan's and
     the one before's."""
 
     def __init__(self, chunks: int, bandwidth=None, files: ChunkFiles | None = None, plan: str = "best"):
         """`chunks`: as much host memory as so many of chapter 04's take, for each of two plans. `plan`:
         best, paper, or a letter for each layer."""
         super().__init__(chunks, bandwidth, files)
-        self.asked, self.question, self.plans = plan, 0.0, []
+        self.asked, self.question = plan, 0.0
         self.paces = deque(maxlen=8)  # measured by predicted seconds, of the last restorations
 
     def attach(self, engine):
@@ -148,14 +148,15 @@ class PlannedCache(hidden_states.HiddenCache):
         numbers = len(kinds["H"]) * config.hidden_size
         numbers += len(of_blocks) * config.num_key_value_heads * config.head_dim
         self.chunks = self.chunk_budget // (CHUNK * numbers * self.model.dtype.itemsize)
-        if files and self.plans:
+        if files and self.store.files:
             self.files = ChunkFiles(files.directories, files.limit)  # another plan's chunks are others
+        before = self.stores
         self.keep(kinds["H"], letters, of_blocks)
         self.store.letters = letters
         self.store.parts_of = {layer: [part] for part, layer in enumerate(kinds["H"])}
         for number, layer in enumerate(kinds["K"]):
             self.store.parts_of[layer] = [len(kinds["H"]) + 2 * number + side for side in (0, 1)]
-        self.plans = [self.store, *(store for store in self.plans if store.chunks)][:2]
+        self.stores = [self.store, *(store for store in before if store.chunks)][:2]
 
     # Estimating
 
@@ -168,7 +169,7 @@ class PlannedCache(hidden_states.HiddenCache):
         return Costs(compute, self.seconds_to_project(tokens), states / speed, kv / speed, self.question)
 
     def match(self, request):
-        found = [(*self.find(request, store), store) for store in self.plans]
+        found = [(*store.find(request), store) for store in self.stores]
         chunks, reached, store = max(found, key=lambda item: item[1])  # of equals the first
         if not chunks:
             return None
@@ -188,8 +189,7 @@ class PlannedCache(hidden_states.HiddenCache):
         predicted, began = plan_seconds(letters, self.costs(start, end)), time.perf_counter()
         positions = torch.arange(start, end, device=self.model.device)  # [T]
         slots = self.slots(request, positions)  # [T]
-        pieces = [self.piece(request, start // CHUNK + at, store) for at in range(len(match.blocks))]
-        numbers, reads = store.bring(match.blocks, pieces, self.hold)
+        numbers, reads = store.bring(request, start, match.blocks)
         runs = self.runs(request, numbers, start, end) if "K" in letters else []
         table = request.table[start // self.pool.block_size : self.pool.num_blocks(end)]
         self.pool.share(table)
@@ -335,7 +335,7 @@ class PlannedCache(hidden_states.HiddenCache):
 
     def close(self):
         super().close()
-        for store in self.plans[1:]:
+        for store in self.stores[1:]:
             if store.files:
                 store.files.close()
 

@@ -22,7 +22,7 @@ import weakref
 import zlib
 from collections import OrderedDict, defaultdict, deque
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle, takewhile
 from operator import eq
@@ -70,21 +70,57 @@ class Move(NamedTuple):
     source: int | None = None  # or the other chunk's number
 
 
-class ChunkStore:
-    """`pool`: the chunks' numbers. `parts`: their rows, [chunks, 64, width] each. `prefixes`: their names."""
+@dataclass(eq=False)
+class Filling:
+    """What a store knows of a request."""
 
-    def __init__(self, pool, parts: list[torch.Tensor], prefixes, files=None, engine=None):
-        self.pool, self.parts, self.prefixes, self.files = pool, parts, prefixes, files
+    chain: list = field(default_factory=list)  # a Prefix for each full chunk
+    index: int = -1  # of the chunk that its last row belongs to
+    chunk: Chunk | None = None  # the same, while the request fills it; None: full, there already, or no room
+    dropped: bool = False  # rows were dropped: no more are kept
+
+
+class ChunkStore:
+    """`pool`: the chunks' numbers. `parts`: their rows, [chunks, 64, width] each. `prefixes`: their names.
+    What is under way is held by `cache`."""
+
+    def __init__(self, cache, pool, parts: list[torch.Tensor], prefixes, files=None):
+        self.cache, self.pool, self.parts, self.prefixes, self.files = cache, pool, parts, prefixes, files
         self.arrays = [as_integers(part) for part in parts]  # for NumPy
         self.chunk_bytes = sum(part.nbytes for part in parts) // max(1, pool.size)
+        self.requests: dict[object, Filling] = defaultdict(Filling)  # those that are not over
         self.chunks: dict[int, Chunk] = {}  # those that can be found, by number
         self.behind: dict[object, list[Chunk]] = defaultdict(list)  # and by parent
         self.speeds = deque(maxlen=8)  # bytes/s, of the last files that were read
         pool.evicting = lambda number, prefix: self.forget(number)
         if files:
-            files.attach(parts, engine)
+            files.attach(parts, cache.engine)
 
-    def find(self, parent, prefix, tokens: list[int]):
+    # Finding
+
+    def find(self, request) -> tuple[list, int]:
+        """-> the chunks (numbers and Files) that hold what follows, and the token up to which they do."""
+        places, reached, last = [], request.computed, len(request.tokens) - 1  # the last one is computed
+        while reached < last:
+            index = reached // CHUNK
+            place, rows = self.find_piece(*self.piece(request, index))
+            end = min(index * CHUNK + rows, last)
+            if end <= reached or not self.has_room(place, places):
+                break
+            places, reached = [*places, place], end
+            if rows < CHUNK:
+                break
+        return places, reached
+
+    def piece(self, request, index: int):
+        """-> parent, prefix (None if it is not full yet) and tokens of chunk `index` of a request."""
+        chain, salt = self.requests[request].chain, request.options.get("cache_salt", "")
+        self.prefixes.extend(chain, request.tokens, salt)
+        parent = chain[index - 1] if index else self.prefixes.root(salt)
+        tokens = request.tokens[index * CHUNK : (index + 1) * CHUNK]
+        return parent, chain[index] if index < len(chain) else None, tokens
+
+    def find_piece(self, parent, prefix, tokens: list[int]):
         """What holds the next `tokens` behind `parent`; `prefix` names them if they are 64. -> its number, or
         its File, or None; and how many rows of it."""
         if prefix in self.pool.block_of:
@@ -95,6 +131,39 @@ class ChunkStore:
         rows, number = max(((common(chunk.tokens[: chunk.filled], tokens), chunk.number) for chunk in ways),
                            default=(0, None))  # fmt: skip
         return number, rows
+
+    # Filling
+
+    def fill(self, rows: dict) -> tuple[list[Move], list[Chunk]]:
+        """Say where rows go. `rows`: request -> the position of its first one, and the place of each among
+        what the steps have computed. -> Moves, and the chunks that are full with them."""
+        moves, full = [], []
+        for request, (first, places) in rows.items():
+            filling, position, end = self.requests[request], first, first + len(places)
+            while position < end and not filling.dropped:
+                index, at = position // CHUNK, position % CHUNK
+                count = min(CHUNK - at, end - position)
+                if filling.index != index:
+                    filling.index = index
+                    parent, _, tokens = self.piece(request, index)
+                    filling.chunk, source = self.begin(parent, tokens, at, filling.chain)
+                    if source is not None:
+                        moves.append(Move(request, filling.chunk, 0, at, source=source))
+                if (chunk := filling.chunk) and chunk.lost:  # rows of another request, in the turn before
+                    filling.dropped = True
+                elif chunk:
+                    # The device still had blocks of the turn before up to row 48, say, and the chunk has 54
+                    # rows: rows 48 to 53 have been computed again, and are there already
+                    there = min(count, len(chunk.tokens) - at)
+                    if there < count:
+                        new = places[position + there - first : position + count - first]
+                        moves.append(Move(request, chunk, at + there, count - there, new))
+                        chunk.tokens += request.tokens[position + there : position + count]
+                    if len(chunk.tokens) == CHUNK:
+                        full.append(chunk)
+                        filling.chunk = None
+                position += count
+        return moves, full
 
     def begin(self, parent, tokens: list[int], at: int, own: list) -> tuple[Chunk | None, int | None]:
         """Somebody computes `tokens` behind `parent`, from row `at` on -> the chunk to fill, and the number
@@ -118,6 +187,28 @@ class ChunkStore:
             return None, None
         return Chunk(*self.pool.allocate(1), parent, list(tokens[:at])), source
 
+    def put(self, moves: list[Move], taken: list[numpy.ndarray], index: numpy.ndarray):
+        """Sort rows into chunks, on any thread. `index`: where in `taken` [rows, width] each place is."""
+        for part in self.arrays:
+            for move in moves:
+                if move.source is not None:
+                    part[move.chunk.number, : move.rows] = part[move.source, : move.rows]
+        moves = [move for move in moves if move.source is None]
+        if moves:
+            out_of = index[numpy.concatenate([move.places for move in moves])]  # [rows]
+            first = [(CHUNK * move.chunk.number + move.at, move.rows) for move in moves]
+            into = numpy.concatenate([numpy.arange(at, at + rows) for at, rows in first])  # [rows]
+            for part, snapshot in zip(self.arrays, taken):
+                part.reshape(-1, part.shape[-1])[into] = snapshot[out_of]
+
+    def saved(self, moves: list[Move], arrived: bool):
+        """What has arrived can be found; a full chunk is written to its file, and held until then."""
+        for move in moves:
+            if not arrived or move.chunk.lost:
+                self.drop([move])
+            elif written := self.arrived(move.chunk, move.at + move.rows):
+                self.cache.hold("disk", [written], (self.pool, [move.chunk.number]))
+
     def arrived(self, chunk: Chunk, rows: int) -> Transfer | None:
         """The chunk's first `rows` rows are there: it can be found so far. A full one is written to its file
         -> the Transfer, until which its memory must stay as it is."""
@@ -131,11 +222,38 @@ class ChunkStore:
         if rows == CHUNK and self.files:
             return self.files.write(prefix, [part[chunk.number] for part in self.arrays])
 
-    def use(self, chain: list):
-        """Mark the chunks of a chain most recently used, its end evicted first."""
-        found = [self.pool.block_of[prefix] for prefix in chain if prefix in self.pool.block_of]
-        self.pool.share(found)
-        self.pool.release(found)
+    def drop(self, moves: list[Move]):
+        """These rows are not kept, and none behind them, until they are computed again."""
+        for move in moves:
+            move.chunk.lost = True
+            filling = self.requests.get(move.request)
+            if filling and not filling.dropped:
+                filling.dropped = True
+                self.cache.counts["dropped_chunks"] += 1
+
+    def close_chunk(self, chunk: Chunk):
+        """Nobody fills it any more."""
+        chunk.open = chunk.lost
+        self.pool.release([chunk.number])
+
+    def finished(self, request):
+        """Hold nothing of a request; its chunks are the most recently used, their end evicted first."""
+        if filling := self.requests.pop(request, None):
+            if filling.chunk:
+                self.close_chunk(filling.chunk)
+            held = [self.pool.block_of[prefix] for prefix in filling.chain if prefix in self.pool.block_of]
+            self.pool.share(held)
+            self.pool.release(held)
+
+    def forget(self, number: int):
+        """The chunk cannot be found any more."""
+        if (chunk := self.chunks.pop(number, None)) is None:
+            return
+        self.behind[chunk.parent].remove(chunk)
+        if not self.behind[chunk.parent]:
+            del self.behind[chunk.parent]
+        prefix, self.pool.prefix_of[number] = self.pool.prefix_of[number], None
+        self.pool.block_of.pop(prefix, None)
 
     # What is in files comes to host memory first
 
@@ -151,9 +269,9 @@ class ChunkStore:
         size = self.in_files(places) * self.chunk_bytes
         return size / statistics.median(self.speeds) if self.speeds else 0.0
 
-    def bring(self, places: list, pieces: list[tuple], hold) -> tuple[list[int], list[list[Transfer]]]:
-        """Reference chunks for a restoration, and read those that are in files, part by part. `pieces`: what
-        `find` was asked for. -> their numbers, and for each part the reads that must be over before."""
+    def bring(self, request, start: int, places: list) -> tuple[list[int], list[list[Transfer]]]:
+        """Reference what `find` has found from token `start` on, and read what is in files, part by part. ->
+        the chunks' numbers, and for each part the reads that must be over before."""
         self.pool.share([place for place in places if not isinstance(place, File)])
         files = [place for place in places if isinstance(place, File)]
         fresh = self.pool.allocate(len(files)) if files else []
@@ -162,42 +280,22 @@ class ChunkStore:
         if files:
             for part, memory in enumerate(self.arrays):
                 reads[part] = self.files.read(files, [memory[number] for number in fresh], part)
-            chunks = [Chunk(number, parent, tokens, open=False)
-                      for number, (parent, _, tokens) in zip(numbers, pieces) if number in fresh]  # fmt: skip
+            chunks = []
+            for index, (number, place) in enumerate(zip(numbers, places), start // CHUNK):
+                if isinstance(place, File):
+                    parent, _, tokens = self.piece(request, index)
+                    chunks.append(Chunk(number, parent, tokens, open=False))
             every = sum(reads, [])
-            hold("storage", every, (self.pool, fresh), then=partial(self.brought, chunks, every))
+            self.cache.hold("storage", every, (self.pool, fresh), then=partial(self.brought, chunks, every))
         return numbers, reads
 
     def brought(self, chunks: list[Chunk], reads: list[Transfer], arrived: bool):
         """Chunks have been read: the next request finds them in host memory."""
-        for chunk in chunks if arrived else ():
-            self.arrived(chunk, CHUNK)
-        spent = max(read.end for read in reads) - min(read.start for read in reads)
-        self.speeds.append(sum(read.bytes for read in reads) / spent)
-
-    def forget(self, number: int):
-        """The chunk cannot be found any more."""
-        if (chunk := self.chunks.pop(number, None)) is None:
-            return
-        self.behind[chunk.parent].remove(chunk)
-        if not self.behind[chunk.parent]:
-            del self.behind[chunk.parent]
-        prefix, self.pool.prefix_of[number] = self.pool.prefix_of[number], None
-        self.pool.block_of.pop(prefix, None)
-
-    def put(self, moves: "list[Move]", taken: list[numpy.ndarray], index: numpy.ndarray):
-        """Sort rows into chunks, on any thread. `index`: where in `taken` [rows, width] each place is."""
-        for part in self.arrays:
-            for move in moves:
-                if move.source is not None:
-                    part[move.chunk.number, : move.rows] = part[move.source, : move.rows]
-        moves = [move for move in moves if move.source is None]
-        if moves:
-            out_of = index[numpy.concatenate([move.places for move in moves])]  # [rows]
-            first = [(CHUNK * move.chunk.number + move.at, move.rows) for move in moves]
-            into = numpy.concatenate([numpy.arange(at, at + rows) for at, rows in first])  # [rows]
-            for part, snapshot in zip(self.arrays, taken):
-                part.reshape(-1, part.shape[-1])[into] = snapshot[out_of]
+        if arrived:
+            for chunk in chunks:
+                self.arrived(chunk, CHUNK)
+            spent = max(read.end for read in reads) - min(read.start for read in reads)
+            self.speeds.append(sum(read.bytes for read in reads) / spent)
 
 
 def common(one: list[int], other: list[int]) -> int:

@@ -153,7 +153,7 @@ def test_a_new_plan_is_taken_only_if_it_is_a_tenth_better_and_the_old_chunks_are
     assert cache.store is first
     costs = Costs(9.0, 1.0, 0.1, 0.2, 0.0)
     cache.idle()
-    assert cache.store.letters == "KKK" and cache.plans == [cache.store, first]
+    assert cache.store.letters == "KKK" and cache.stores == [cache.store, first]
     evict(engine)
     request = ask(engine, PROMPT + [3])
     assert request.found == {"cpu": 150} and ORACLE.judge(request) == "equal", "kept by the plan before"
