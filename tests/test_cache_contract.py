@@ -215,5 +215,5 @@ def test_generated_traffic(cache):
     counts = traffic.run(cache, 2000, seed=12)
     assert counts["wrong"] == 0 and counts["failed"] == 0, counts
     assert counts["tie"] <= 1 + counts["tokens"] / 100_000, counts
-    assert counts["preemptions"] >= counts["requests"] / 100, counts
+    assert counts["preemptions"] >= counts["requests"] / 200, counts
     assert counts["restored"] >= 0.3 * counts["requests"] or not keeps(cache), counts
