@@ -345,7 +345,7 @@ LARGER, HISTORY, ASKED = "random:small", 1024, 32  # for times: model, tokens, t
 def demo(model, frontend: Frontend, arguments):
     """A conversation that comes back from hidden states in each turn, then TTFT beside chapter 03's."""
     if isinstance(arguments.demo, Path):
-        return ingest(frontend, make_engine(model, arguments), arguments)
+        return ingest(frontend, arguments, partial(make_engine, model, arguments))
     if (arguments.corrupt or 0) >= len(model.layers):
         raise BadRequest(f"--corrupt must be below {len(model.layers)}, the number of layers.")
     # 1. Ask: the device loses everything between two turns
@@ -425,7 +425,7 @@ def corrupt(engine, request: Request, layer: int):
     print(f"With layer {layer}'s states set to zero, {same} of {len(request.new)} tokens are the same.\n")
 
 
-def ingest(frontend: Frontend, engine, arguments):
+def ingest(frontend: Frontend, arguments, make):
     """Compute a text once, and keep its states in files."""
     if not arguments.disk:
         raise BadRequest("--ingest keeps states in files; say where with --disk DIR.")
@@ -433,7 +433,8 @@ def ingest(frontend: Frontend, engine, arguments):
         text = arguments.demo.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise BadRequest(f"Cannot read '{arguments.demo}' as text ({error}).") from None
-    (request,) = engine.generate([frontend.request(text, max_tokens=1)])
+    request, engine = frontend.request(text, max_tokens=1), make()
+    engine.generate([request])
     lesson.settle(engine)
     written = engine.cache.files.counts["file_writes"]
     engine.close()

@@ -345,7 +345,7 @@ class PlannedCache(hidden_states.HiddenCache):
 def demo(model, frontend: Frontend, arguments):
     """Answers on the model, then plans and times on a larger one, over three links."""
     if isinstance(arguments.demo, Path):
-        return hidden_states.ingest(frontend, make_engine(model, arguments), arguments)
+        return hidden_states.ingest(frontend, arguments, partial(make_engine, model, arguments))
     # 1. Are the tokens right, with all three ways in one plan?
     rng, third = random.Random(0), len(model.layers) // 3
     letters = "R" * third + "H" * third + "K" * (len(model.layers) - 2 * third)

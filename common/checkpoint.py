@@ -164,7 +164,8 @@ def read_tokenizer(folder: Path):
     else:
         from transformers import AutoTokenizer as Tokenizer
     try:
-        return Tokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        return Tokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False,
+                                         model_max_length=1 << 40)  # the context is checked elsewhere
     except Exception as error:              # the library raises whatever its parsers raise
         raise ModelError(f"The tokenizer in {folder} cannot be read ({type(error).__name__}: "
                          f"{' '.join(str(error).split())[:300]}).") from None
