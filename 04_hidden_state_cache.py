@@ -440,6 +440,8 @@ def ingest(frontend: Frontend, arguments, make):
     engine.close()
     where = ", ".join(map(str, arguments.disk))
     print(f"{request.prompt_tokens} tokens: {written} chunks written to {where}.")
+    if engine.counts["file_drops"] or engine.counts["dropped_chunks"]:
+        print("Storage was too slow for some: run this again, and it writes the others.")
     return dict(chunks=written), [request.timeline]
 
 
