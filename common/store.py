@@ -108,8 +108,6 @@ class ChunkStore:
             if end <= reached or not self.has_room(place, places):
                 break
             places, reached = [*places, place], end
-            if rows < CHUNK:
-                break
         return places, reached
 
     def piece(self, request, index: int):

@@ -348,10 +348,11 @@ def test_storage_that_fails_costs_what_it_would_have_kept_and_no_more(fault, mon
     elif fault == "full":
         monkeypatch.setattr(os, "replace", lambda *_: os.stat("/no such file"))  # which raises OSError
     else:
-        release = threading.Event()
+        release, begun = threading.Event(), threading.Barrier(3)
         for lane in (*lanes.readers.values(), *lanes.writers.values()):
-            lane.submit("hang", 0, release.wait)
-        time.sleep(0.05)
+            lane.submit("hang", 0, lambda: (begun.wait(), release.wait()))
+        begun.wait()
+        time.sleep(0.02)
         monkeypatch.setattr("common.store.HANGING", 0.01)
     for prompt in (PROMPT + [3], draw(random.Random(8), 200)):
         request = ask(engine, prompt)
