@@ -134,6 +134,47 @@ def test_a_chunk_that_lost_rows_is_nobodys_to_fill():
     check_pools(engine)
 
 
+def test_a_chunk_that_lost_rows_is_kept_again_when_they_are_computed_again():
+    engine, cache = engine_for(token_budget=32)
+    request = Request(PROMPT, 1)
+    engine.submit(request)
+    while request.computed < 32:
+        engine.step()
+    while any(cache.under_way.values()):
+        cache.poll()
+    held = cache.snapshots.allocate(cache.snapshots.size)
+    while request.computed < 64:
+        engine.step()
+    cache.snapshots.release(held)
+    while request.outcome is None:
+        engine.step()
+    assert found(engine, PROMPT) == 32, "the other half of the chunk was dropped"
+    evict(engine)
+    ask(engine, PROMPT, 1)
+    assert found(engine, PROMPT) == 150
+    evict(engine)
+    assert ORACLE.judge(ask(engine, PROMPT, 8)) == "equal"
+    settle(engine)
+    check_pools(engine)
+
+
+def test_rows_that_have_not_arrived_are_not_copied_to_another_chunk():
+    """The device has more of a chunk than the host, since the copy of the second turn is late and fails."""
+    engine, cache = engine_for()
+    ask(engine, PROMPT[:22], 1)
+    settle(engine)
+    with faulty(random.Random(1), late=1.0, delay=0.3, lanes=("save",)) as faults:
+        faults.broken["save"] = 1
+        ask(engine, PROMPT[:50], 1)
+        other = ask(engine, PROMPT[:48] + draw(random.Random(7), 40), 1)
+        assert other.found == {"gpu": 48}
+    settle(engine)
+    evict(engine)
+    assert ORACLE.judge(ask(engine, other.tokens, 8)) == "equal"
+    settle(engine)
+    check_pools(engine)
+
+
 def test_a_full_host_evicts_the_end_of_others_and_never_its_own_beginning():
     engine, cache = engine_for(chunks=4)
     first, second = draw(random.Random(1), 190), draw(random.Random(2), 400)
