@@ -175,8 +175,17 @@ def test_rows_that_have_not_arrived_are_not_copied_to_another_chunk():
     check_pools(engine)
 
 
+def test_nothing_is_kept_behind_rows_that_only_the_device_has():
+    engine, _ = engine_for()
+    with faulty(random.Random(1), failing=1.0, lanes=("save",)):
+        ask(engine, PROMPT[:48], 1)
+        settle(engine)
+    other = ask(engine, PROMPT[:48] + draw(random.Random(7), 40), 1)
+    assert other.found == {"gpu": 48} and found(engine, other.tokens) == 0
+
+
 def test_a_full_host_evicts_the_end_of_others_and_never_its_own_beginning():
-    engine, cache = engine_for(chunks=4)
+    engine, cache = engine_for(chunks=4, token_budget=64)
     first, second = draw(random.Random(1), 190), draw(random.Random(2), 400)
     ask(engine, first, 1)
     settle(engine)
