@@ -63,6 +63,18 @@ def test_the_unfinished_chunk_is_found_and_the_next_turn_fills_it():
     assert used == [3, 3, 3, 4], "a chunk is filled before another is taken"
 
 
+def test_rows_that_are_computed_again_are_kept_once():
+    """The device has the blocks of the first turn up to row 144, and the chunk its rows up to 150."""
+    engine, _ = engine_for()
+    ask(engine, PROMPT, 1)
+    settle(engine)
+    request = ask(engine, PROMPT + draw(random.Random(1), 20), 1)
+    assert request.found == {"gpu": 144} and found(engine, request.tokens) == 170
+    evict(engine)
+    again = ask(engine, request.tokens, 8)
+    assert again.found == {"cpu": 170} and ORACLE.judge(again) == "equal"
+
+
 def test_of_two_that_go_on_from_one_tail_the_first_fills_it_and_the_second_copies_it():
     engine, cache = engine_for()
     ask(engine, PROMPT, 1)
