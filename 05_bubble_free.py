@@ -137,6 +137,7 @@ class PlannedCache(hidden_states.HiddenCache):
         chunks, files, self.chunks, self.files = self.chunks, self.files, 0, None
         super().attach(engine)  # which keeps nothing yet
         self.chunk_budget, self.files = chunks * CHUNK * hidden_states.bytes_per_token(self.model), files
+        self.blocks = self.pool.memory.flatten(2, 3).flatten(3)  # [L, 2, slots, KVH * hd]
         chapter_04 = "R" + "H" * (len(self.model.layers) - 1)  # its plan, until costs are measured
         self.adopt(self.asked if set(self.asked) <= set("RHK") else chapter_04)
 
@@ -152,7 +153,7 @@ class PlannedCache(hidden_states.HiddenCache):
             self.files = ChunkFiles(files.directories, files.limit)  # another plan's chunks are others
         before = self.stores
         self.keep(kinds["H"], letters, of_blocks)
-        self.store.letters = letters
+        self.store.letters, self.store.rows = letters, [part.flatten(0, 1) for part in self.store.parts]
         self.store.parts_of = {layer: [part] for part, layer in enumerate(kinds["H"])}
         for number, layer in enumerate(kinds["K"]):
             self.store.parts_of[layer] = [len(kinds["H"]) + 2 * number + side for side in (0, 1)]
@@ -280,9 +281,8 @@ class PlannedCache(hidden_states.HiddenCache):
     def fetch_kv(self, layer: int, store, runs: list, label: str):
         """Order a layer's K and V, straight into the device's blocks -> the Transfer."""
         into, out_of = [], []
-        for side, part in enumerate(store.parts_of[layer]):
-            blocks = self.pool.memory[layer, side].flatten(0, 1).flatten(1)  # [slots, KVH * hd]
-            rows = store.parts[part].flatten(0, 1)  # [rows, KVH * hd]
+        for blocks, part in zip(self.blocks[layer], store.parts_of[layer]):  # [slots, KVH * hd]
+            rows = store.rows[part]  # [rows, KVH * hd]
             into += [blocks[slot : slot + count] for slot, _, count in runs]
             out_of += [rows[row : row + count] for _, row, count in runs]
         transfer = self.load_link.copy(into, out_of, label)

@@ -89,6 +89,7 @@ def test_of_two_that_go_on_from_one_tail_the_first_fills_it_and_the_second_copie
         again = ask(engine, request.tokens + [5], 8)
         assert again.found["cpu"] >= len(request.tokens) - 1 and ORACLE.judge(again) == "equal"
     assert found(engine, PROMPT) == 150
+    assert all(cache.store.pool.prefix_of[number] for number in cache.store.chunks), "a chunk is two's"
     check_pools(engine)
 
 
@@ -148,24 +149,25 @@ def test_a_chunk_that_lost_rows_is_nobodys_to_fill():
     check_pools(engine)
 
 
-def test_a_chunk_that_lost_rows_is_kept_again_when_they_are_computed_again():
+@pytest.mark.parametrize("length", [50, 150])
+def test_a_chunk_that_lost_rows_is_kept_again_when_they_are_computed_again(length):
     engine, cache = engine_for(token_budget=32)
-    request = Request(PROMPT, 1)
+    request = Request(PROMPT[:length], 1)
     engine.submit(request)
     while request.computed < 32:
         engine.step()
     while any(cache.under_way.values()):
         cache.poll()
     held = cache.snapshots.allocate(cache.snapshots.size)
-    while request.computed < 64:
+    while request.outcome is None and request.computed < 64:
         engine.step()
     cache.snapshots.release(held)
     while request.outcome is None:
         engine.step()
-    assert found(engine, PROMPT) == 32, "the other half of the chunk was dropped"
+    assert found(engine, PROMPT) == 32, "what followed in the chunk was dropped"
     evict(engine)
-    ask(engine, PROMPT, 1)
-    assert found(engine, PROMPT) == 150
+    ask(engine, PROMPT[:length], 1)
+    assert found(engine, PROMPT) == length
     evict(engine)
     assert ORACLE.judge(ask(engine, PROMPT, 8)) == "equal"
     settle(engine)
