@@ -391,11 +391,9 @@ class ChunkFiles:
 
     def find(self, prefix) -> File | None:
         """The file of a full chunk, from memory: no directory is asked."""
-        with self.lock:
-            file = self.index.get(prefix.key.hex())
-            if file is None or self.readers[file.path.parent].hangs:
-                return None
-            self.index.move_to_end(file.key)
+        file = self.index.get(prefix.key.hex())
+        if file is None or self.readers[file.path.parent].hangs:
+            return None
         file.header = file.header or self.header(prefix)
         return file
 

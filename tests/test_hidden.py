@@ -403,6 +403,11 @@ def test_least_recently_used_files_go_when_the_limit_is_reached():
     assert files.counts["file_evictions"] == 2 and sum(file.size for file in files.index.values()) <= 4 * size
     engine = restart(files)
     assert [found(engine, prompt) for prompt in prompts] == [0, 128, 128]
+    assert ask(engine, prompts[1] + [3]).found == {"disk": 128}
+    settle(engine)
+    ask(engine, draw(random.Random(3), 140), 1)
+    settle(engine)
+    assert [found(restart(files), prompt) for prompt in prompts] == [0, 128, 0], "what was read was used"
 
 
 @pytest.mark.parametrize("fault", ["vanished", "full", "hanging"])
