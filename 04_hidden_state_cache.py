@@ -49,7 +49,7 @@ import torch
 from common import checkpoint, cli, lesson
 from common import link as links
 from common.requests import BadRequest, Frontend, Request
-from common.restoring import PAUSE, Cache, Match
+from common.restoring import PAUSE, Cache, Interrupted, Match
 from common.store import CHUNK, ChunkFiles, ChunkStore, Lane, Move
 
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
@@ -102,6 +102,7 @@ class HiddenCache(Cache):
         prefixes = paged.Prefixes(f"{self.model.digest.hex()} {self.model.dtype} {name}", CHUNK)
         pool = paged.BlockPool(self.chunks, CHUNK)
         self.store = ChunkStore(self, pool, parts, prefixes, self.files)
+        pool.block_bytes = self.store.chunk_bytes
         self.stores, self.pools["host"] = [self.store], pool
         self.engine.pools = {**self.engine.pools, "host": pool}
 
@@ -303,9 +304,10 @@ class HiddenCache(Cache):
         return 1 / self.seconds(CHUNK, [0])
 
     def measure_projection(self):
-        """Project as in a restoration, all layers in order, each time after a pause, into free blocks."""
+        """Project as in a restoration, all layers in order, each time after a pause, into free blocks. Raises
+        Interrupted when somebody comes."""
         tokens = min(8 * CHUNK, self.model.config.max_position_embeddings)
-        blocks = self.pool.num_blocks(tokens)
+        blocks, clock, taken = self.pool.num_blocks(tokens), self.engine.clock, []
         if self.pool.free.count(1) < blocks:
             return
         request, device = Request([0] * tokens, 1, table=self.pool.allocate(blocks)), self.model.device
@@ -313,16 +315,21 @@ class HiddenCache(Cache):
         hidden = torch.randn(shape, device=device).to(self.model.dtype)  # [T, D]
         positions = torch.arange(tokens, device=device)  # [T]
         slots = self.slots(request, positions)
+        try:
+            for _ in range(4):
+                self.engine.sleep(PAUSE_BEFORE)
+                began = clock.mark()
+                for layer in range(len(self.model.layers)):
+                    if self.engine.arrivals:
+                        raise Interrupted
+                    self.project(layer, hidden, positions, slots)
+                taken.append((began, clock.mark()))
+        finally:
+            self.pool.release(request.table)
+        rows = tokens * len(self.model.layers)
         self.rates.clear()
-        for number in range(4):
-            time.sleep(PAUSE_BEFORE)
-            began = self.engine.clock.mark()
-            for layer in range(len(self.model.layers)):
-                self.project(layer, hidden, positions, slots)
-            if number > 0:  # the first one touches memory
-                self.note(request, tokens * len(self.model.layers), "all layers", began)
-        self.learn()
-        self.pool.release(request.table)
+        for began, ended in taken[1:]:  # the first one touches memory
+            self.rates.append((clock.seconds(ended) - clock.seconds(began)) / rows)
 
     def close(self):
         until = time.perf_counter() + LONGEST_CLOSE

@@ -325,7 +325,7 @@ class PlannedCache(hidden_states.HiddenCache):
         taken = []
         try:
             for _ in range(4):
-                time.sleep(hidden_states.PAUSE_BEFORE)
+                self.engine.sleep(hidden_states.PAUSE_BEFORE)
                 began = time.perf_counter()
                 self.engine.runner.forward([(request, QUESTION)], before_layer)[1].argmax(-1).tolist()
                 taken.append((time.perf_counter() - began) / len(self.model.layers))

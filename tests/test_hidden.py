@@ -27,7 +27,7 @@ from support.engines import (
 from support.faults import faulty
 
 from common.requests import Request
-from common.restoring import PAUSE
+from common.restoring import PAUSE, Interrupted
 
 ORACLE = Oracle()
 PROMPT = draw(random.Random(0), 150)  # two chunks and 22 tokens
@@ -290,6 +290,15 @@ def test_estimates_are_the_slower_of_link_and_processor_and_are_learned():
     assert cache.match(Request(PROMPT + [3], 1)).seconds >= 3 * 150
     cache.spans.append((Request(PROMPT, 1), 10, "layer 1", 1.0, 3.0))
     assert cache.seconds_to_project(10) == 6.0 and list(cache.rates) == [1.0, 0.2], "the median"
+
+
+def test_whoever_comes_ends_a_measurement():
+    engine, cache = engine_for()
+    before = list(cache.rates)
+    engine.submit(Request(PROMPT, 1))
+    with pytest.raises(Interrupted):
+        cache.idle()
+    assert list(cache.rates) == before and engine.pool.available == engine.pool.size
 
 
 def test_grouped_queries_and_wrong_layers_are_said_at_the_start(tmp_path):
