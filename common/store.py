@@ -501,8 +501,7 @@ class ChunkFiles:
         """What is there is not what it should be, or cannot be read: it is not offered again."""
         with self.lock:
             self.counts["file_errors"] += 1
-            if self.index.get(file.key) is file:
-                del self.index[file.key]
+            self.index.pop(file.key, None)
         with suppress(OSError):
             file.path.unlink(missing_ok=True)
 

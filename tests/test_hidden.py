@@ -22,6 +22,7 @@ from support.engines import (
     make,
     paged,
     settle,
+    steps_of,
     tiny_model,
 )
 from support.faults import faulty
@@ -386,6 +387,11 @@ def test_a_damaged_file_is_computed_again_and_not_asked_for_twice(damage):
     assert again.found == {"cpu": 150} and ORACLE.judge(again) == "equal", "nothing of it is kept"
 
 
+def test_what_is_there_is_projected_before_a_later_layer_is_waited_for():
+    said = steps_of(restart(saved()), PROMPT + [3])
+    assert said == ["project 0", "part 0", "layer 1", "project 1", "part 1", "layer 2", "project 2"]
+
+
 def test_what_is_in_files_needs_a_place_each_beside_what_is_not():
     file = next(iter(saved().index.values()))
     store = engine_for(chunks=3)[1].store
@@ -441,6 +447,7 @@ def test_storage_that_fails_costs_what_it_would_have_kept_and_no_more(fault, mon
         request = ask(engine, prompt)
         assert ORACLE.judge(request) == "equal"
     settle(engine)
+    assert not list(files.directories[0].glob("*.tmp"))
     assert bool(lanes.counts["file_drops"]) == (fault in ("behind", "hanging")), "nothing waits"
     if fault == "hanging":
         release.set()

@@ -16,6 +16,7 @@ from support.engines import (
     make,
     planned,
     settle,
+    steps_of,
     tiny_model,
 )
 
@@ -185,6 +186,15 @@ def test_plans_in_files_are_names_of_their_own(plan):
     again = engine_for(plan, planned.ChunkFiles(files.directories, files.limit))[0]
     request = ask(again, PROMPT + [3])
     assert request.found == ({"disk": 128} if plan == "RHK" else {}) and ORACLE.judge(request) == "equal"
+
+
+def test_what_is_there_is_projected_before_a_later_layer_is_waited_for():
+    files = chunk_files()
+    ask(engine := engine_for("RHK", files)[0], PROMPT, 1)
+    settle(engine)
+    again = engine_for("RHK", planned.ChunkFiles(files.directories, files.limit))[0]
+    said = steps_of(again, PROMPT + [3])
+    assert said == ["project 0", "part 0", "layer 1", "project 1", "part 1", "part 2", "layer 2"]
 
 
 @pytest.mark.parametrize(
