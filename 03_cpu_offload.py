@@ -151,7 +151,7 @@ class HostCache(Cache):
         return found
 
     def idle(self):
-        return self.load_link.measure()
+        return self.load_link.measure(self.engine.restorer.interrupt)
 
     def close(self):
         self.load_link.close()

@@ -49,7 +49,7 @@ import torch
 from common import checkpoint, cli, lesson
 from common import link as links
 from common.requests import BadRequest, Frontend, Request
-from common.restoring import PAUSE, Cache, Interrupted, Match
+from common.restoring import PAUSE, Cache, Match
 from common.store import CHUNK, ChunkFiles, ChunkStore, Lane, Move
 
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
@@ -90,21 +90,22 @@ class HiddenCache(Cache):
         self.rates = deque(maxlen=64)  # seconds to project a row of a layer, the last times
         self.spans = deque()  # (request, its rows, label, mark, mark) of projections not in `rates` yet
 
-    def keep(self, layers, name: str, of_blocks=()):
+    def keep(self, layers, name: str, of_blocks=(), store: ChunkStore | None = None):
         """From now on keep the input of `layers`, and the (layer, side) of the device's blocks in `of_blocks`
-        (chapter 05): a part each. `name` is that of all this."""
+        (chapter 05): a part each. `name` is that of all this; `store` where it has been kept before."""
         self.layers, self.of_blocks, config = layers, of_blocks, self.model.config
         widths = [config.hidden_size] * len(layers)
         widths += [config.num_key_value_heads * config.head_dim] * len(of_blocks)
         memory = partial(links.host_memory, dtype=self.model.dtype, device=self.model.device)
         # 1. The chunks, in host memory
-        parts = [memory((self.chunks, CHUNK, width), what="The chunk memory") for width in widths]
-        prefixes = paged.Prefixes(f"{self.model.digest.hex()} {self.model.dtype} {name}", CHUNK)
-        pool = paged.BlockPool(self.chunks, CHUNK)
-        self.store = ChunkStore(self, pool, parts, prefixes, self.files)
-        pool.block_bytes = self.store.chunk_bytes
-        self.stores, self.pools["host"] = [self.store], pool
-        self.engine.pools = {**self.engine.pools, "host": pool}
+        if store is None:
+            parts = [memory((self.chunks, CHUNK, width), what="The chunk memory") for width in widths]
+            prefixes = paged.Prefixes(f"{self.model.digest.hex()} {self.model.dtype} {name}", CHUNK)
+            pool = paged.BlockPool(self.chunks, CHUNK)
+            store = ChunkStore(self, pool, parts, prefixes, self.files)
+            pool.block_bytes = store.chunk_bytes
+        self.store, self.stores, self.pools["host"] = store, [store], store.pool
+        self.engine.pools = {**self.engine.pools, **self.pools}
 
         # 2. The snapshot buffer, in host memory
         blocks = STEPS * -(-max(self.engine.token_budget, CHUNK) // 16)
@@ -299,7 +300,7 @@ class HiddenCache(Cache):
     # Measuring
 
     def idle(self):
-        self.load_link.measure()
+        self.load_link.measure(self.engine.restorer.interrupt)
         self.measure_projection()
         return 1 / self.seconds(CHUNK, [0])
 
@@ -320,8 +321,7 @@ class HiddenCache(Cache):
                 self.engine.sleep(PAUSE_BEFORE)
                 began = clock.mark()
                 for layer in range(len(self.model.layers)):
-                    if self.engine.arrivals:
-                        raise Interrupted
+                    self.engine.restorer.interrupt()
                     self.project(layer, hidden, positions, slots)
                 taken.append((began, clock.mark()))
         finally:

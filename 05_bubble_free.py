@@ -17,7 +17,7 @@ counts: where it costs as much as the history (classroom), the best plan may be 
 Layers are divided and not tokens, since half of a layer's tokens cost more than half of its products.
 
 What is kept is what the plan says, so each plan is a namespace of its own. A new plan is taken only while
-nothing runs and where it is 10 % better; what the plan before has kept is still found.
+nothing runs and where two measurements find it 10 % better; what the plan before has kept is still found.
 
 The paper divides in closed form, for a history alone. With C the seconds to project (H) or recompute (token)
 a layer and IO those to move it, L layers: where projecting is slower, L_H = L IO_KV / (IO_KV + C_H - IO_H)
@@ -49,7 +49,7 @@ import torch
 
 from common import checkpoint, cli, lesson
 from common.requests import BadRequest, Frontend, Request
-from common.restoring import PAUSE, Interrupted, Match
+from common.restoring import PAUSE, Match
 from common.store import CHUNK, ChunkFiles
 
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
@@ -130,7 +130,7 @@ class PlannedCache(hidden_states.HiddenCache):
         """`chunks`: as much host memory as so many of chapter 04's take, for each of two plans. `plan`:
         best, paper, or a letter for each layer."""
         super().__init__(chunks, bandwidth, files)
-        self.asked, self.question = plan, 0.0
+        self.asked, self.question, self.proposed = plan, 0.0, None
         self.paces = deque(maxlen=8)  # measured by predicted seconds, of the last restorations
 
     def attach(self, engine):
@@ -149,15 +149,18 @@ class PlannedCache(hidden_states.HiddenCache):
         numbers = len(kinds["H"]) * config.hidden_size
         numbers += len(of_blocks) * config.num_key_value_heads * config.head_dim
         self.chunks = self.chunk_budget // (CHUNK * numbers * self.model.dtype.itemsize)
-        if files and self.store.files:
+        before = [store for store in self.stores if store.chunks]
+        known = next((store for store in before if store.letters == letters), None)
+        if known:
+            self.files = known.files
+        elif files and self.store.files:
             self.files = ChunkFiles(files.directories, files.limit)  # another plan's chunks are others
-        before = self.stores
-        self.keep(kinds["H"], letters, of_blocks)
+        self.keep(kinds["H"], letters, of_blocks, known)
         self.store.letters, self.store.rows = letters, [part.flatten(0, 1) for part in self.store.parts]
         self.store.parts_of = {layer: [part] for part, layer in enumerate(kinds["H"])}
         for number, layer in enumerate(kinds["K"]):
             self.store.parts_of[layer] = [len(kinds["H"]) + 2 * number + side for side in (0, 1)]
-        self.stores = [self.store, *(store for store in before if store.chunks)][:2]
+        self.stores = [self.store, *(store for store in before if store is not self.store)][:2]
 
     # Estimating
 
@@ -304,9 +307,10 @@ class PlannedCache(hidden_states.HiddenCache):
             seconds = partial(plan_seconds, costs=costs)
             if self.asked == "best" and seconds(letters) > BETTER * seconds("K" * layers):
                 letters = "K" * layers  # a mix has costs that the plan does not know
-            better = seconds(letters) <= BETTER * seconds(self.store.letters) or not self.store.chunks
-            if letters != self.store.letters and better:
+            better = seconds(letters) <= BETTER * seconds(self.store.letters) and letters == self.proposed
+            if letters != self.store.letters and (better or not self.store.chunks):
                 self.adopt(letters)
+            self.proposed = letters  # by this measurement; one alone may be of a bad moment
         return 1 / plan_seconds(self.store.letters, costs)
 
     def measure_question(self):
@@ -317,17 +321,12 @@ class PlannedCache(hidden_states.HiddenCache):
             return
         table = self.pool.allocate(blocks)
         request = Request([0] * (tokens + QUESTION), 1, table=table, computed=tokens)
-
-        def before_layer(*_):
-            if self.engine.arrivals:
-                raise Interrupted
-
-        taken = []
+        taken, interrupt = [], self.engine.restorer.interrupt
         try:
             for _ in range(4):
                 self.engine.sleep(hidden_states.PAUSE_BEFORE)
                 began = time.perf_counter()
-                self.engine.runner.forward([(request, QUESTION)], before_layer)[1].argmax(-1).tolist()
+                self.engine.runner.forward([(request, QUESTION)], interrupt)[1].argmax(-1).tolist()
                 taken.append((time.perf_counter() - began) / len(self.model.layers))
             self.question = statistics.median(taken[1:])  # the first one touches memory
         finally:

@@ -192,12 +192,12 @@ class Link:
             queued = sum(transfer.bytes for transfer in self.on_their_way)
         return LATENCY + (queued + size) / self.speed()
 
-    def measure(self) -> float:
-        """Measure again -> bytes per second. What was noted before counts no more."""
+    def measure(self, interrupt=lambda: None) -> float:
+        """Measure again -> bytes per second. What was noted before counts no more. `interrupt` may raise."""
         with self.lock:
             self.speeds.clear()
         if self.modelled:
-            return self.bandwidth.measure()
+            return self.bandwidth.measure(interrupt)
         device = torch.zeros(1 << 26, dtype=torch.uint8, device=self.clock.device)
         host = host_memory(device.shape, torch.uint8, self.clock.device, "The buffer of a measurement")
         for _ in range(3):
@@ -283,7 +283,7 @@ class Bandwidth:
     def __init__(self, value: float):
         self.value = float(value)
 
-    def measure(self) -> float:
+    def measure(self, interrupt=lambda: None) -> float:
         return self.value
 
     def __str__(self):
@@ -300,7 +300,7 @@ class PlatformBandwidth(Bandwidth):
         self.measure()
 
     @torch.inference_mode()
-    def measure(self, tokens: int = 512, rounds: int = 9, seconds: float = 0.02) -> float:
+    def measure(self, interrupt=lambda: None, tokens=512, rounds=9, seconds=0.02) -> float:
         """Time what a restoration does, layer after layer: project, and write to the slots of a table."""
         config = self.model.config
         tokens = min(tokens, config.max_position_embeddings)
@@ -308,15 +308,16 @@ class PlatformBandwidth(Bandwidth):
         positions, slots = torch.arange(tokens), torch.randperm(tokens)
         shape = 2, tokens, config.num_key_value_heads, config.head_dim
         keys, values = torch.empty(shape, dtype=self.model.dtype)  # [T, KVH, hd] each
-        self.samples = []
-        while len(self.samples) <= rounds or sum(self.samples) < seconds:
-            layer = self.model.layers[len(self.samples) % config.num_hidden_layers]
+        samples = []
+        while len(samples) <= rounds or sum(samples) < seconds:
+            interrupt()
+            layer = self.model.layers[len(samples) % config.num_hidden_layers]
             began = time.perf_counter()
             k, v = layer.project_kv(hidden, positions)
             keys.index_copy_(0, slots, k)
             values.index_copy_(0, slots, v)
-            self.samples.append(time.perf_counter() - began)
-        self.samples = sorted(self.samples[1:])  # the first one touches memory
+            samples.append(time.perf_counter() - began)
+        self.samples = sorted(samples[1:])  # the first one touches memory
         self.tokens = tokens
         self.value = projection_over_transfer(self.platform) * hidden.nbytes / statistics.median(self.samples)
         return self.value

@@ -264,8 +264,7 @@ class Restorer:
                     restoration.awaited = None
                     if not wait:
                         break
-                    if self.engine.arrivals:
-                        raise Interrupted
+                    self.interrupt()
             except Interrupted:
                 raise
             except Exception as error:
@@ -302,8 +301,7 @@ class Restorer:
                 raise TransferError(f"{transfer.label} is late")
             if not wait:
                 return False
-            if engine.arrivals:
-                raise Interrupted
+            self.interrupt()
             began = began or engine.clock.mark()
             engine.sleep(restoration.deadline - time.perf_counter())
         if began:
@@ -343,6 +341,11 @@ class Restorer:
 
     # Measuring while nothing runs
 
+    def interrupt(self, *_):
+        """Raise Interrupted if somebody has come."""
+        if self.engine.arrivals:
+            raise Interrupted
+
     def idle(self) -> float | None:
         """Nothing runs -> seconds until this wants to be called again; None: nothing is left to measure. What
         was measured at the start, while others were busy, or led to a refusal, is measured again at once and
@@ -376,11 +379,6 @@ class Restorer:
         """Compute a prompt of nobody's in free blocks -> FLOP/s; None if there are too few. Raises
         Interrupted when somebody comes."""
         engine, rate = self.engine, None
-
-        def before_layer(index, hidden, batch):
-            if engine.arrivals:
-                raise Interrupted
-
         for tokens in (LONG // 4, LONG, max(LONG, engine.token_budget)):  # the first one touches memory
             tokens = min(tokens, engine.model.config.max_position_embeddings)
             blocks = engine.pool.num_blocks(tokens)
@@ -389,7 +387,7 @@ class Restorer:
             request = Request([0] * tokens, 1, table=engine.pool.allocate(blocks))
             began = time.perf_counter()
             try:
-                engine.runner.forward([(request, tokens)], before_layer)[1].argmax(-1).tolist()
+                engine.runner.forward([(request, tokens)], self.interrupt)[1].argmax(-1).tolist()
             finally:
                 engine.pool.release(request.table)
             seconds = time.perf_counter() - began

@@ -215,6 +215,15 @@ def test_a_full_host_evicts_the_end_of_others_and_never_its_own_beginning():
     check_pools(engine)
 
 
+def test_what_was_used_last_is_evicted_last():
+    engine, _ = engine_for(chunks=6)
+    other = draw(random.Random(3), 150)
+    for prompt in (PROMPT, other, PROMPT, draw(random.Random(4), 150)):  # the third is on the device
+        ask(engine, prompt, 1)
+        settle(engine)
+    assert found(engine, PROMPT) == 150 and found(engine, other) == 0
+
+
 # 2. Bringing back ------------------------------------------------------------------------------
 
 
@@ -344,6 +353,13 @@ def test_full_chunks_survive_the_process():
     assert ask(engine, PROMPT + [3]).found == {"cpu": 150}, "what was read is in host memory now"
     settle(engine)
     check_pools(engine)
+
+
+def test_reading_is_part_of_the_estimate():
+    engine = restart(saved())
+    engine.cache.store.speeds.append(1e3)  # bytes/s
+    match = engine.cache.match(Request(PROMPT + [3], 1))
+    assert match.seconds >= 2 * engine.cache.store.chunk_bytes / 1e3
 
 
 def test_what_is_on_its_way_to_a_file_when_the_engine_is_closed_gets_there():
