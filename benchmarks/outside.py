@@ -58,8 +58,8 @@ ASKED = {
     "random:small": [("auto", 1024, 0.85), ("0.1", 1024, 0.67)],
 }
 AT_REST, BETWEEN = 60.0, 5.0  # seconds to wait at most for idle measurements: at the start, between questions
-TALKS, TURNS, SAID, ANSWER = 10, 12, (100, 1100), 24  # conversations, turns, tokens at first, tokens of an answer
-DOCUMENTS, LENGTH, ASKS = 16, 640, 64  # documents, tokens of one, questions about all
+TALKS, TURNS, SAID, ANSWER = 8, 12, (100, 1100), 24  # conversations, turns, tokens at first, tokens of an answer
+DOCUMENTS, LENGTH, ASKS = 12, 800, 48  # documents, tokens of one, questions about all
 DECODING, EVERY, WINDOW = 8, 2.0, 8.0  # requests, seconds, seconds of one measurement
 RATES = {0.25: 14.0, 0.5: 10.0, 1.0: 8.0, 2.0: 6.0}  # share of saturation -> seconds of arrivals
 DRAIN = 3.0  # seconds behind the last arrival
@@ -174,7 +174,7 @@ class Bench:
     def __init__(self, model):
         self.model, self.rng, self.salts = model, random.Random(0), count()
         link = links.bandwidth(model)
-        self.bandwidth = link and link.value
+        self.bandwidth = link and statistics.median(link.measure() for _ in range(5))
 
     def prompt(self, tokens: int) -> list[int]:
         return draw(self.rng, self.model, tokens)
@@ -198,7 +198,7 @@ class Bench:
 
 
 @contextmanager
-def serving(engine, patience: float = BETWEEN):
+def serving(engine, patience: float = 1.0):
     """The server's thread steps an engine, at rest; at the end, those that are not answered are cancelled."""
     server = Server(engine, None, {})
     until = time.monotonic() + patience
@@ -258,7 +258,7 @@ def asked_in_turn(bench: Bench, texts: list, order: list[int], tokens: int, grow
     asked, texts, begun = {name: [] for name in engines}, [list(text) for text in texts], set()
     could = 0  # tokens that were there before, in whatever memory
     for text in order:
-        could += len(texts[text]) - 1 if text in begun or not grows else 0
+        could += len(texts[text]) - grows if text in begun or not grows else 0
         texts[text] += bench.prompt(QUESTION // 2) if text in begun or not grows else []
         begun.add(text)
         for name, engine in engines.items():
