@@ -3,18 +3,19 @@
     python -m benchmarks.outside                                   all; results in benchmarks/results/
     python -m benchmarks.outside --only servers --model classroom --rounds 3
 
-servers         a server each of chapters 03, 04 and 05 with default options, started one after the other, and of
-                01, which computes: TTFT of a question behind a history that has left the device, as the client of
-                a stream sees it, and as the server does. All but the one that is asked are idle.
-conversations   conversations of several turns that do not fit into the device together, in shuffled order, and
-                questions about documents, popular (Zipf) or all alike: what is found, and TTFT.
-beside          TBT of eight that decode while a history comes back every two seconds (where that takes longer, at
-                the next two seconds). Bound: TBT with all on the device, over the share of the processor that
-                projecting and recomputing leave.
-arrivals        TTFT of questions about documents that do not fit into the device, as they arrive at random, at 0.25
-                to 2 times the rate at which no cache is saturated. One run: --rounds does not count.
+servers         a server each of 03, 04 and 05 with default options, started one after the other, and of 01,
+                which computes: TTFT of a question behind a history that has left the device, as the client
+                of a stream sees it, and as the server does. All but the one that is asked are idle.
+conversations   conversations of several turns that do not fit into the device together, in shuffled order,
+                and questions about documents, popular (Zipf) or all alike: what is found, and TTFT.
+beside          TBT of eight that decode while a history comes back every two seconds, or as soon after as
+                it can. Bound: TBT with all on the device, over the share of the processor that is left to
+                them.
+arrivals        TTFT of questions about documents that do not fit into the device, which arrive at random,
+                at 0.25 to 2 times the rate at which no cache is saturated. One run: --rounds does not
+                count.
 
-All but `servers` are in this process, over one link. "no cache" is chapter 02 where no two requests share anything.
+All but `servers` are in this process, over one link. "no cache" is chapter 02 where nothing is ever found.
 """
 
 import argparse
@@ -57,8 +58,8 @@ ASKED = {
     "classroom": [("auto", 1000, 1.03), ("auto", 1600, 1.03)],
     "random:small": [("auto", 1024, 0.85), ("0.1", 1024, 0.67)],
 }
-AT_REST, BETWEEN = 60.0, 5.0  # seconds to wait at most for idle measurements: at the start, between questions
-TALKS, TURNS, SAID, ANSWER = 8, 12, (100, 1100), 24  # conversations, turns, tokens at first, tokens of an answer
+AT_REST, BETWEEN = 60.0, 5.0  # seconds to wait for idle measurements at most: at first, before a question
+TALKS, TURNS, SAID, ANSWER = 8, 12, (100, 1100), 24  # conversations, turns, tokens at first, of an answer
 DOCUMENTS, LENGTH, ASKS = 12, 800, 48  # documents, tokens of one, questions about all
 DECODING, EVERY, WINDOW = 8, 2.0, 8.0  # requests, seconds, seconds of one measurement
 RATES = {0.25: 14.0, 0.5: 10.0, 1.0: 8.0, 2.0: 6.0}  # share of saturation -> seconds of arrivals
@@ -90,10 +91,10 @@ class Process:
         """Ask for one token -> what the server says of it, its plan, and `client_ms`."""
         if evict:
             post(self.port, "/evict", dict(tier="device"))
-        body = dict(prompt=tokens, max_tokens=1, temperature=0, stream=True)
-        url = f"http://127.0.0.1:{self.port}/v1/completions"
+        body = json.dumps(dict(prompt=tokens, max_tokens=1, temperature=0, stream=True)).encode()
+        asked = urllib.request.Request(f"http://127.0.0.1:{self.port}/v1/completions", body)
         began = time.perf_counter()
-        with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode()), timeout=600) as reply:
+        with urllib.request.urlopen(asked, timeout=600) as reply:
             events = (line for line in reply if line.startswith(b"data: "))
             next(events)  # the role; nothing is computed yet
             next(events)
@@ -124,45 +125,60 @@ def servers(model, name: str, device: str, rounds: int) -> list[dict]:
         with ExitStack() as stack:
             started = {}
             for chapter in CHAPTERS:
-                options = "--model", name, "--device", device, *(["--link", link] if chapter > "02" else [])
-                started[chapter[:2]] = Process(chapter, *options)
+                options = ["--link", link] if chapter > "02" else []
+                started[chapter[:2]] = Process(chapter, "--model", name, "--device", device, *options)
                 stack.callback(started[chapter[:2]].close)
-            keeping, history = list(started.values())[1:], draw(rng, model, tokens)
-            agreed = [rest(keeping, AT_REST)]
-            for process in keeping:
-                process.ask(history, evict=False)
-
-            def once(number, started=started, keeping=keeping, history=history, agreed=agreed) -> dict:
-                if number == "01":
-                    return started["01"].ask(history + draw(rng, model, QUESTION), evict=False)
-                agreed.append(rest(keeping, BETWEEN))
-                return started[number].ask(history + draw(rng, model, QUESTION))
-
-            taken = lesson.in_turn({number: partial(once, number) for number in ("03", "04", "05")}, rounds)
-            taken["01"] = [once("01") for _ in range(2)][1:]
+            taken, agreed = ask_in_turn(started, partial(draw, rng, model), tokens, rounds)
         client = {number: [reply["client_ms"] for reply in replies] for number, replies in taken.items()}
+        own = {number: [reply["ttft_ms"] for reply in replies] for number, replies in taken.items()}
         ratios = {number: [a / b for a, b in zip(client[number], client["03"])] for number in ("04", "05")}
-        planned = [reply["plan"] for reply in taken["05"] if reply["plan"]]  # none, where it was computed
-        bounds = [1e3 * bubble_free.bound_seconds(len(model.layers), costs_of(plan)) for plan in planned]
-        measured = [reply["client_ms"] for reply in taken["05"] if reply["plan"]]
+        found = {number: min(map(found_by, replies)) for number, replies in taken.items()}
         rows.append(dict(
-            history_tokens=tokens, link=link, at_rest=statistics.mean(agreed),
+            history_tokens=tokens, link=link, at_rest=agreed, at_most=at_most,
             client_ms={number: spread(samples) for number, samples in client.items()},
-            own_ms={number: spread([reply["ttft_ms"] for reply in replies]) for number, replies in taken.items()},
-            of_03={number: spread(samples) for number, samples in ratios.items()}, at_most=at_most,
-            found={number: min(reply["found"].get("cpu", 0) for reply in replies) for number, replies in taken.items()},
-            plans=sorted({plan["rows"][0][1] for plan in planned}), costs_ms=planned[-1]["costs_ms"] if planned else None,
-            predicted_ms=[plan["predicted_ms"] for plan in planned], bound_ms=bounds,
-            over_predicted=[ms / plan["predicted_ms"] for ms, plan in zip(measured, planned)],
-            over_bound=[ms / bound for ms, bound in zip(measured, bounds)],
-            decisions={number: replies[-1]["decisions"] for number, replies in taken.items()}))  # fmt: skip
-        for figures in ("predicted_ms", "bound_ms", "over_predicted", "over_bound"):
-            rows[-1][figures] = spread(rows[-1][figures]) if planned else None
+            own_ms={number: spread(samples) for number, samples in own.items()},
+            of_03={number: spread(samples) for number, samples in ratios.items()},
+            found=found,
+            decisions={number: replies[-1]["decisions"] for number, replies in taken.items()},
+            **of_plans(len(model.layers), [reply for reply in taken["05"] if reply["plan"]])))  # fmt: skip
     return rows
 
 
-def costs_of(plan: dict):
-    return bubble_free.Costs(**{name: ms / 1e3 for name, ms in plan["costs_ms"].items()})
+def ask_in_turn(started: dict, words, tokens: int, rounds: int) -> tuple[dict, float]:
+    """-> what each server said, each time to another question, and how often all were at rest."""
+    keeping, history = list(started.values())[1:], words(tokens)
+    agreed = [rest(keeping, AT_REST)]
+    for process in keeping:
+        process.ask(history, evict=False)
+
+    def once(number: str) -> dict:
+        agreed.append(rest(keeping, BETWEEN))
+        return started[number].ask(history + words(QUESTION), evict=number != "01")
+
+    taken = lesson.in_turn({number: partial(once, number) for number in ("03", "04", "05")}, rounds)
+    return {**taken, **lesson.in_turn({"01": partial(once, "01")}, 1)}, statistics.mean(agreed)
+
+
+def found_by(reply: dict) -> int:
+    return sum(reply["found"].values())
+
+
+def of_plans(layers: int, replies: list[dict]) -> dict:
+    """What chapter 05 had planned for each answer, and the bound of all plans at the costs that it knew."""
+    plans = [reply["plan"] for reply in replies]
+    if not plans:
+        return dict(plans=[])  # all was computed
+    bounds = []
+    for plan in plans:
+        costs = {name: ms / 1e3 for name, ms in plan["costs_ms"].items()}
+        bounds.append(1e3 * bubble_free.bound_seconds(layers, bubble_free.Costs(**costs)))
+    over = {"predicted": [plan["predicted_ms"] for plan in plans], "bound": bounds}
+    taken = [reply["client_ms"] for reply in replies]
+    figures = dict(plans=sorted({plan["rows"][0][1] for plan in plans}), costs_ms=plans[-1]["costs_ms"])
+    for name, samples in over.items():
+        figures[f"{name}_ms"] = spread(samples)
+        figures[f"over_{name}"] = spread([a / b for a, b in zip(taken, samples)])
+    return figures
 
 
 # 2. In this process ----------------------------------------------------------------------------
@@ -185,11 +201,13 @@ class Bench:
         caches = {"no cache": Cache(), "02": Cache(), "03": offload.HostCache(4 * chunks, self.bandwidth),
                   "04": hidden_states.HiddenCache(chunks, self.bandwidth),
                   "05": bubble_free.PlannedCache(3 * chunks, self.bandwidth)}  # fmt: skip
-        return {name: paged.Engine(paged.Runner(self.model, blocks), cache) for name, cache in caches.items()}
+        make = lambda cache: paged.Engine(paged.Runner(self.model, blocks), cache)  # noqa: E731
+        return {name: make(cache) for name, cache in caches.items()}
 
     def request(self, system: str, prompt: list[int], new: int) -> Request:
         """Where there is no cache, nothing is shared."""
-        return Request(prompt, new, options=dict(cache_salt=str(next(self.salts))) if system == "no cache" else {})
+        options = dict(cache_salt=str(next(self.salts))) if system == "no cache" else {}
+        return Request(prompt, new, options=options)
 
     def answer(self, engine, system: str, prompt: list[int], new: int) -> Request:
         """Ask when nothing is under way."""
@@ -267,14 +285,17 @@ def asked_in_turn(bench: Bench, texts: list, order: list[int], tokens: int, grow
     for engine in engines.values():
         engine.close()
     prompts = sum(request.prompt_tokens for request in asked["02"])
-    times = {name: [request.outcome.ttft_ms for request in requests] for name, requests in asked.items()}
-    return dict(
-        device_tokens=16 * (-(-device // 16)), requests=len(order), could_be_found=could / prompts,
-        found={name: sum(request.cached_tokens for request in requests) / prompts for name, requests in asked.items()},
-        restored={name: sum(request.found.get("cpu", 0) for request in requests) for name, requests in asked.items()},
-        equal={name: sum(a.new == b.new for a, b in zip(requests, asked["no cache"])) for name, requests in asked.items()},
-        ttft_ms={name: percentiles(samples, 50, 99) for name, samples in times.items()},
-        of_03={name: spread([a / b for a, b in zip(times[name], times["03"])]) for name in ("04", "05")})  # fmt: skip
+    systems, times = {}, {}
+    for name, requests in asked.items():
+        times[name] = [request.outcome.ttft_ms for request in requests]
+        systems[name] = dict(
+            found=sum(request.cached_tokens for request in requests) / prompts,
+            restored=sum(request.found.get("cpu", 0) for request in requests),
+            equal=sum(a.new == b.new for a, b in zip(requests, asked["no cache"])),
+            ttft_ms=percentiles(times[name], 50, 99))  # fmt: skip
+    of_03 = {name: spread([a / b for a, b in zip(times[name], times["03"])]) for name in ("04", "05")}
+    asked = dict(device_tokens=device, requests=len(order), could_be_found=could / prompts)
+    return dict(asked, systems=systems, of_03=of_03)
 
 
 def beside(bench: Bench, rounds: int) -> list[dict]:
@@ -282,20 +303,20 @@ def beside(bench: Bench, rounds: int) -> list[dict]:
     history = bench.prompt(min(1900, context - 2 * QUESTION))
     engines = bench.engines(2 * context + most, 4 * context + 4 * most)
     read(bench, engines, [history])
-    taken = lesson.in_turn({name: partial(window, bench, name, engine, history) for name, engine in engines.items()}, rounds)
-    rows, alone = [], statistics.median(found["mean"] for found in taken["02"])
+    ways = {name: partial(window, bench, name, engine, history) for name, engine in engines.items()}
+    taken, rows = lesson.in_turn(ways, rounds), []
+    means = {name: [each["mean"] for each in found] for name, found in taken.items()}
     for name, found in taken.items():
         busy = statistics.median(each["processor"] for each in found)
-        mean = spread([each["mean"] for each in found])
+        over = {f"over_{of}": spread([a / b for a, b in zip(means[name], means[of])]) for of in ("02", "03")}
         rows.append(dict(
-            system=name, history_tokens=len(history), seconds=WINDOW, tbt_mean_ms=mean,
-            tbt_p99_ms=spread([each["p99"] for each in found]),
-            over_02=spread([a["mean"] / b["mean"] for a, b in zip(found, taken["02"])]),
-            over_03=spread([a["mean"] / b["mean"] for a, b in zip(found, taken["03"])]),
-            came_back=sum(len(each["ttft_ms"]) for each in found), restored=sum(each["restored"] for each in found),
-            bytes_in=sum(each["bytes_in"] for each in found), processor=busy,
-            bound_ms=alone / (1 - busy) if busy < 1 else None,
-            ttft_ms=spread([ms for each in found for ms in each["ttft_ms"]] or [float("nan")])))  # fmt: skip
+            system=name, history_tokens=len(history), tbt_mean_ms=spread(means[name]), **over,
+            tbt_p99_ms=spread([each["p99"] for each in found]), processor=busy,
+            bound_ms=statistics.median(means["02"]) / (1 - busy) if busy < 1 else None,
+            ttft_ms=spread([ms for each in found for ms in each["ttft_ms"]]),
+            came_back=sum(len(each["ttft_ms"]) for each in found),
+            restored=sum(each["restored"] for each in found),
+            bytes_in=sum(each["bytes_in"] for each in found)))  # fmt: skip
         engines[name].close()
     return rows
 
@@ -321,7 +342,7 @@ def window(bench: Bench, name: str, engine, history: list[int]) -> dict:
         while not all(request.new for request in decoding.values()):
             time.sleep(0.01)
         began = due = time.perf_counter()
-        while (now := time.perf_counter()) < began + WINDOW:
+        while (now := time.perf_counter()) < began + WINDOW or not any(request.new for request in back):
             decode()
             if now >= due and (not back or back[-1].outcome is not None):
                 if name != "02":
@@ -329,12 +350,13 @@ def window(bench: Bench, name: str, engine, history: list[int]) -> dict:
                 back.append(submit(history + bench.prompt(QUESTION), 1))
                 due += EVERY * (1 + (now - due) // EVERY)
             time.sleep(0.01)
-    spans = [[at for at in list(request.times) if began <= at <= began + WINDOW] for request in over]
+        ended = time.perf_counter()
+    spans = [[at for at in request.times if began <= at <= ended] for request in over]
     gaps = [1e3 * (b - a) for times in spans for a, b in zip(times, times[1:])]
-    answered = [request for request in back if request.new]
-    each = processor_seconds(engine, name, len(history))
+    answered = [request for request in back if request.new and request.times[0] <= ended]
+    busy = processor_seconds(engine, name, len(history)) * len(answered) / (ended - began)
     return dict(
-        mean=statistics.mean(gaps), p99=float(numpy.percentile(gaps, 99)), processor=each * len(answered) / WINDOW,
+        mean=statistics.mean(gaps), p99=float(numpy.percentile(gaps, 99)), processor=busy,
         ttft_ms=[1e3 * (request.times[0] - request.received) for request in answered],
         restored=sum(request.found.get("cpu", 0) > 0 for request in answered),
         bytes_in=engine.counts["bytes_in"] - bytes_before)  # fmt: skip
@@ -354,8 +376,7 @@ def processor_seconds(engine, name: str, tokens: int) -> float:
 
 def arrivals(bench: Bench, rounds: int) -> list[dict]:
     rng, rows, new = bench.rng, [], 8
-    tokens = DOCUMENTS * LENGTH
-    engines = bench.engines(tokens // 4, 4 * tokens)
+    engines = bench.engines(DOCUMENTS * LENGTH // 4, 4 * DOCUMENTS * LENGTH)
     documents = [bench.prompt(LENGTH) for _ in range(DOCUMENTS)]
     read(bench, engines, documents)
 
@@ -374,19 +395,20 @@ def arrivals(bench: Bench, rounds: int) -> list[dict]:
         prompts = [documents[one] + bench.prompt(QUESTION // 2) for one in about]
         for name, engine in engines.items():
             waits, requests = arrive(bench, name, engine, times, prompts, new)
+            found = sum(request.cached_tokens for request in requests) / sum(map(len, prompts))
+            decisions = [words for request in requests for words in request.decisions]
             rows.append(dict(
                 system=name, of_saturation=rate, requests_per_second=rate / service, requests=len(times),
                 unanswered=sum(not request.new for request in requests), ttft_ms=percentiles(waits, 50, 90),
-                found={tier: sum(request.found.get(tier, 0) for request in requests) / sum(map(len, prompts))
-                       for tier in ("gpu", "cpu")},
-                declined=sum("computed" in " ".join(request.decisions) for request in requests)))  # fmt: skip
+                found=found, restored=sum(request.found.get("cpu", 0) for request in requests),
+                computed=[words for words in decisions if words.endswith("computed")][:5]))  # fmt: skip
     for engine in engines.values():
         engine.close()
     return rows
 
 
 def arrive(bench: Bench, name: str, engine, times: list[float], prompts: list, new: int):
-    """Submit each prompt at its time -> ms to its first token, at least that for those not answered; requests."""
+    """Submit each prompt at its time -> ms to its first token, or to the end; the requests."""
     with serving(engine) as server:
         began, requests = time.perf_counter(), []
         for at, prompt in zip(times, prompts):
@@ -405,7 +427,8 @@ def arrive(bench: Bench, name: str, engine, times: list[float], prompts: list, n
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--only", choices=PARTS)
     parser.add_argument("--model", help="only this model")
     parser.add_argument("--dtype", default="auto")
