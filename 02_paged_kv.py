@@ -552,9 +552,14 @@ class Engine(Line):
         self.pool.release(request.table)
         request.table, request.computed, request.registered = [], 0, 0
 
+    def counters(self) -> dict:
+        """`doubtful`: 1 until measurements of the idle engine agree."""
+        return {**super().counters(), "doubtful": int(self.restorer.doubtful)}
+
     def close(self):
         """Stop the Cache's threads."""
         self.cache.close()
+
 
 # 6. The demo -----------------------------------------------------------------------------------
 

@@ -190,7 +190,8 @@ class PlannedCache(hidden_states.HiddenCache):
     def restore(self, request, restoration, match):
         store, letters = match.store, match.store.letters
         start, end, recomputed = restoration.start, restoration.end, letters.count("R")
-        predicted, began = plan_seconds(letters, self.costs(start, end)), time.perf_counter()
+        costs, began = self.costs(start, end), time.perf_counter()
+        predicted = plan_seconds(letters, costs)
         positions = torch.arange(start, end, device=self.model.device)  # [T]
         slots = self.slots(request, positions)  # [T]
         numbers, reads = store.bring(request, start, match.blocks)
@@ -244,7 +245,9 @@ class PlannedCache(hidden_states.HiddenCache):
             self.engine.restorer.doubtful |= abs(self.paces[-1] - 1) > DOUBT
         title = f"{end - start} tokens: {1e3 * predicted:.1f} ms predicted, the question included"
         legend = dict(R="recomputed", H="from hidden states", K="loaded as K and V")
-        request.timeline.plan = dict(title=title, rows=[["layers", letters]], legend=legend)
+        costs_ms = {name: 1e3 * seconds for name, seconds in costs._asdict().items()}  # of a layer
+        plan = dict(title=title, rows=[["layers", letters]], legend=legend)
+        request.timeline.plan = dict(plan, predicted_ms=1e3 * predicted, costs_ms=costs_ms)
 
     def recompute(self, request, layers: int, positions, slots):
         """The forward pass of the first layers, in portions: others may decode between them. Of the last

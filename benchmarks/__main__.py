@@ -2,14 +2,14 @@
 
     python -m benchmarks --quick                        under 10 minutes on two cores
     python -m benchmarks                                under an hour
-    python -m benchmarks --only paged-hit-classroom     this part again, in the results that are there
+    python -m benchmarks --only tiered-mix-classroom    this part again, in the results that are there
     python -m benchmarks --list                         the parts and their commands; nothing runs
 
 Each part is a command of its own, in a process of its own, and nothing else runs beside it. After each part all that was found
 is written to benchmarks/results/DEVICE.json (DEVICE-quick.json), where DEVICE is `cpu` or the GPU's name. A part that fails is
 noted there with its error, and the others go on; the exit status is then 1. In the end stand the claims, what was missed first,
 each with the command that measures it alone, and figures are drawn. With --model all parts measure that model; those that cannot
-are left out.
+are left out. Chapters 02 to 05 have files of their own: python -m benchmarks.engine, .planned and .outside.
 """
 import argparse
 import contextlib
@@ -44,19 +44,6 @@ PARTS = [
     ("baseline",                 "classroom",            "--dtype float32",             "--dtype float32 --rounds 3"),
     ("baseline",                 "random:tinyllama",     "--dtype float32 --new-tokens 17", None),
     ("baseline",                 "random:tinyllama",     "--dtype bfloat16 --new-tokens 17", None),
-    ("paged-tbt",                "random:small",         "",                            "--histories 1024"),
-    ("paged-tbt",                "random:tinyllama",     "--dtype bfloat16",            None),
-    ("paged-throughput",         "classroom",            "",                            "--rounds 3"),
-    ("paged-throughput",         "random:tinyllama",     "--dtype bfloat16 --rounds 2", None),
-    ("paged-waste",              None,                   "",                            ""),
-    ("paged-hit",                "classroom",            "",                            ""),
-    ("paged-hit",                "random:small",         "",                            "--rounds 2"),
-    ("paged-allocator",          None,                   "",                            ""),
-    ("paged-host",               "classroom",            "",                            ""),
-    ("offload-restore",          "random:small",         "--histories 512,1024,2048 --rounds 3",
-                                                         "--histories 512,1024 --rounds 1"),
-    ("offload-restore",          "classroom",            "",                            "--histories 512,2048 --rounds 3"),
-    ("offload-saving",           "classroom",            "",                            "--rounds 2"),
     ("hcache-restore",           "random:small",         "--histories 1024,2048 --rounds 3", "--histories 512,1024 --rounds 1"),
     ("hcache-restore",           "classroom",            "",                            "--histories 512,2048 --rounds 3"),
     ("hcache-restore",           "random:tinyllama",     "--histories 512 --rounds 3",  None),
@@ -89,13 +76,12 @@ PARTS = [
     ("restoration",              "classroom",            "",                            "--rounds 3"),
     ("restoration",              "random:small",         "--histories 256,1024 --rounds 3", None),
     ("matrix-conversations",     "classroom",            "--scale 0.1",
-                                                         "--conversations 8 --scale 0.05 --systems 01,03,05,dynamic"),
-    ("matrix-documents",         "classroom",            "--conversations 10 --systems 02,03,04,05,06,07,dynamic", None),
+                                                         "--conversations 8 --scale 0.05 --systems 01,06,07,dynamic"),
+    ("matrix-documents",         "classroom",            "--conversations 10 --systems 06,07,dynamic", None),
 ]
 # Of these --histories sets the lengths.
-HISTORIES = ("paged-tbt", "paged-hit", "offload-restore", "hcache-restore", "hcache-files", "bubble_free-partition",
-             "bubble_free-mix", "bidirectional-looking", "bidirectional-eight_bit", "bidirectional-histories",
-             "bidirectional-grid", "tiered-admission", "restoration")
+HISTORIES = ("hcache-restore", "hcache-files", "bubble_free-partition", "bubble_free-mix", "bidirectional-looking",
+             "bidirectional-eight_bit", "bidirectional-histories", "bidirectional-grid", "tiered-admission", "restoration")
 ONLY_RANDOM = ("hybrid_blocks", "hcache-heads")                 # they change the geometry
 GRACE = 3.0                                                     # seconds that a part has to end after each signal
 CODES = re.compile(r"\x1b\[[\d;]*[A-Za-z]")                     # what moves a terminal's cursor

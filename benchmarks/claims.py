@@ -213,26 +213,6 @@ def same_tokens(found: dict, limits: dict) -> Iterable[Cell]:
                     yield Cell(same == of)
 
 
-def skewed(other: str, zipf: float) -> Callable:
-    """Chapter 05 against another in the documents that are asked for with this skewness."""
-    def read(found, limits):
-        for each in found["skews"]:
-            if each["zipf"] == zipf:
-                times = {system["system"][:2]: median(system["ttft_ms"]["p50"]) for system in each["systems"]
-                         if system["kind"] == "ours" and system.get("ttft_ms")}
-                if other in times and "05" in times:            # either may have had no room
-                    yield Cell(times[other] / times["05"])
-    return read
-
-
-def plain_copy(found: dict, limits: dict) -> Iterable[Cell]:
-    copy = limits.get("copy_bytes_per_second")
-    if copy:
-        row = max(entry(found)["rows"], key=lambda row: row["history_tokens"])
-        reached = median(row["copy_gbps"]) * 1e9 / copy["median"]
-        yield Cell(reached, reached)
-
-
 # 2. The claims ---------------------------------------------------------------------------------------------------
 
 FLOAT32 = ("classroom-float32", "tinyllama-float32")
@@ -261,50 +241,6 @@ CLAIMS = [
           (">=", 1.4), case("tbt", "02"), noun="models"),
     Claim("baseline", CASES, "02", "a lone request's first token comes no later than transformers'", "-", (">=", 1.0),
           case("ttft", "02"), noun="models"),
-    Claim("paged-tbt", (GQA,), "02", "time between tokens against chapter 01's contiguous cache", "-", ("<=", 1.10),
-          lambda found, limits: [Cell(entry(found)["cases"]["one run"]["ratio"])], others=False),
-    Claim("paged-tbt", (SMALL,), "02", "time between tokens against chapter 01's contiguous cache", "-", ("<=", 1.3),
-          lambda found, limits: [Cell(entry(found)["cases"]["one run"]["ratio"])], others=False),
-    Claim("paged-throughput", (CLASSROOM, GQA), "02", "16 requests at once: tokens per second against one after another", "-",
-          (">=", 5.0), lambda found, limits: [Cell(entry(found)["ratio"]["chapter 01"])], noun="models"),
-    Claim("paged-throughput", (CLASSROOM, GQA), "02", "16 requests at once: tokens per second against transformers' one batch",
-          "-", (">=", 1.0), lambda found, limits: [Cell(entry(found)["ratio"]["transformers"])], noun="models"),
-    Claim("paged-hit", (CLASSROOM, SMALL), "02", "first token behind a cached system prompt, sooner by", "-", (">=", 8.0),
-          lambda found, limits: [Cell(entry(found)["ratio"])], noun="models"),
-    Claim("paged-waste", ("",), "02", "memory that blocks waste", "under 4 % (reservations 60 to 80 %)", ("<", 0.04),
-          lambda found, limits: [Cell(entry(found)["waste"], None,
-                                      f"reservations {entry(found)['contiguous_waste']:.0%}")], "%"),
-    Claim("paged-allocator", ("",), "02", "a step besides the model, per request, 64 running", "-", ("<", 50.0),
-          lambda found, limits: [Cell(figures["step_without_model_us"])
-                                 for figures in entry(found)["per_request_step"].values()], " us"),
-    Claim("paged-allocator", ("",), "02", "admission with 64 times the cached blocks takes, times as long", "-", ("<=", 1.5),
-          lambda found, limits: [Cell(grown(entry(found)["admission_us"].values()))]),
-    Claim("paged-host", (CLASSROOM,), "01, 02", "of a decode step, Python's own part: scheduling, the batch, drawing, text", "-",
-          ("<", 0.10), lambda found, limits: [Cell(row["share"]) for row in entry(found)["rows"]], "%"),
-    # Chapter 03
-    Claim("offload-restore", (SMALL,), "03", "first token from host memory, sooner than computed again (2,048 tokens)",
-          "10 to 50x, on paper, 70B", (">=", 4.0), lambda found, limits: [
-              Cell(row["cpu_hit_gain"], min(1.0, median(row["share_of_allowed_gain"])), note)
-              for row, note in near(entry(found)["rows"])]),
-    Claim("offload-restore", (SMALL,), "03", "of that, the share that the bound allows", "-", (">=", 0.9),
-          lambda found, limits: [Cell(row["share_of_allowed_gain"], min(1.0, median(row["share_of_allowed_gain"])), note)
-                                 for row, note in near(entry(found)["rows"])], ""),
-    Claim("offload-restore", (SMALL,), "03", "first token from the device, sooner than computed again (2,048 tokens)", "-",
-          (">=", 20.0), lambda found, limits: [Cell(row["gpu_hit_gain"], None, note)
-                                               for row, note in near(entry(found)["rows"])]),
-    Claim("offload-restore", (SMALL, CLASSROOM), "03", "restoration over the bound, every history", "-", ("<=", 1.10),
-          lambda found, limits: [over_bound(row["restoration_over_bound"]) for row in entry(found)["rows"]]),
-    Claim("offload-restore", (SMALL, CLASSROOM), "03", "a hit is never slower than a miss", "-", (">=", 1.0),
-          lambda found, limits: [Cell(row["cpu_hit_gain"]) for row in entry(found)["rows"]]),
-    Claim("offload-restore", (SMALL, CLASSROOM), "03", "restoration grows linearly with the history, computing faster", "-",
-          ("is", 1), lambda found, limits: grows_less(entry(found)["exponents"], "restoration_ms", "miss"), noun="models"),
-    Claim("offload-restore", (SMALL, CLASSROOM), "03", "first tokens equal transformers'", "-", ("is", 1),
-          lambda found, limits: [Cell(entry(found)["equal_to_transformers"] == entry(found)["compared"])]
-          if found.get("dtype") == "float32" else [], noun="models"),
-    Claim("offload-saving", (CLASSROOM,), "03", "time between tokens while blocks are saved, against not saving", "-",
-          ("<=", 1.03), lambda found, limits: [Cell(entry(found)["ratio"])], noun="models"),
-    Claim("offload-restore", (), "03", "copies from pinned memory, of what a plain copy reaches", "-", (">=", 0.9), plain_copy,
-          "%", noun="models", real=True),
     # Chapter 04
     Claim("hcache-restore", (SMALL, CLASSROOM), "04", "hidden states restored faster than K and V (chapter 03), the link being "
           "the bottleneck, every history", "1.62 to 1.93x, TTFT", (">=", 1.9),
@@ -443,10 +379,6 @@ CLAIMS = [
           ("is", 1), same_tokens, noun="systems"),
     Claim("matrix-documents", (CLASSROOM,), "all", "documents: the best chapter's first tokens (p50) come sooner than the best "
           "peer's, every skewness", "-", (">=", 1.0), best_against_peer("ttft_ms"), noun="workloads"),
-    Claim("matrix-documents", (CLASSROOM,), "05", "documents asked for uniformly: first token (p50) sooner than with KV offload",
-          "1.67x", (">=", 1.0), skewed("03", 0.0)),
-    Claim("matrix-documents", (CLASSROOM,), "05", "documents asked for with Zipf 2.0: first token (p50) sooner than computed "
-          "again", "1.98x", (">=", 1.0), skewed("01", 2.0)),
 ]
 
 

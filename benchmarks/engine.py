@@ -11,6 +11,8 @@ host         TTFT behind a history in host memory: restoration within 1.05 of it
 burst        30 questions about one document of 1,024 tokens at once, the device evicted before: it comes back
              once (03) or is computed once (02), and mean TTFT is at most 1.1 of the same burst with the
              document on the device, and one restoration.
+overhead     a step besides the model, per request, with 64 running: at most 50 microseconds. Admission, which must
+             not grow with the number of cached blocks.
 together     servers of chapters 02 and 03 (--chapters) started at once: a minute later, without requests
              between, TTFT of a hit is within 1.2 of a server that was started alone, and the hit is loaded.
 """
@@ -27,6 +29,8 @@ import urllib.request
 from functools import partial
 from pathlib import Path
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.baseline import spread, write  # noqa: E402
 from benchmarks.reference import one_sentence, set_imports_aside  # noqa: E402
@@ -42,6 +46,7 @@ MODELS = {
     "throughput": ["classroom"],
     "host": ["random:small", "classroom"],
     "burst": ["classroom", "random:small"],
+    "overhead": ["random:tiny"],
 }
 QUESTION, DOCUMENT, CROWD = 32, 1024, 30  # tokens, tokens, requests
 
@@ -156,6 +161,44 @@ def burst(bench: Bench) -> list[dict]:
         ))  # fmt: skip
         engine.close()
     return rows
+
+
+class NoModel(paged.Runner):
+    """Builds the batch, and computes nothing."""
+
+    def forward(self, work, before_layer):
+        batch = paged.Batch(self.pool, work)
+        return batch, torch.zeros(len(batch.last_rows), self.model.config.vocab_size)
+
+
+def overhead(bench: Bench, running: int = 64, steps: int = 100) -> list[dict]:
+    rows = []
+    for context in (32, 384):
+        engine = paged.Engine(NoModel(bench.model, running * (context + steps) // 16 + running))
+        requests = [Request(bench.prompt(context), steps) for _ in range(running)]
+        for request in requests:
+            engine.submit(request)
+        while not all(request.new for request in requests):
+            engine.step()
+        rows.append(dict(what="a step, per request", context=context, running=running,
+                         us=spread([1e6 * seconds(engine.step) / running for _ in range(steps // 2)])))  # fmt: skip
+    for cached in (1 << 10, 1 << 13, 1 << 16):
+        engine = paged.Engine(NoModel(bench.model, cached + 64))
+        for block in engine.pool.allocate(cached):
+            engine.pool.register(block, engine.prefixes.extend([], [block] * 16)[0])
+            engine.pool.release([block])
+        samples = []
+        for _ in range(200):
+            engine.submit(Request(bench.prompt(40), 1))
+            samples.append(1e6 * seconds(engine.step))
+        rows.append(dict(what="admission", cached_blocks=cached, us=spread(samples)))
+    return rows
+
+
+def seconds(what) -> float:
+    began = time.perf_counter()
+    what()
+    return time.perf_counter() - began
 
 
 def together(arguments) -> list[dict]:

@@ -10,7 +10,6 @@ One file for each question and model:
     crossover-heads, crossover-bandwidth, crossover-compute
                       where hidden states begin and cease to be faster than KV offload, and than computing again
     throughput        decoding a large batch with what chapter 08's policies keep, and what the bound allows
-    waste             device memory that holds nothing, in reservations and in blocks
     conversations     time to first token in the matrix of all chapters and their peers, half of the requests and the slowest
     documents         the same against how unequal the documents' popularity is
 Each is drawn from the results alone, so that the same results give the same bytes. A figure whose part is missing, or failed, is
@@ -292,7 +291,7 @@ def crossover_compute(found: dict):
     return figure
 
 
-# Chapters 02 and 08 -----------------------------------------------------------------------------------------------
+# Chapter 08 ------------------------------------------------------------------------------------------------------
 
 def throughput(grid: dict):
     """Chapter 08's policies over the cells of one grid, with the bound; of the whole model."""
@@ -329,23 +328,6 @@ def throughput(grid: dict):
     axes.set_xlabel("Context of each request, tokens")
     axes.set_ylabel("Tokens per second")
     axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.01), ncols=5, fontsize=9, borderaxespad=0, columnspacing=1.2)
-    return figure
-
-
-def waste(found: dict):
-    """Memory that holds no token: a whole context reserved for each request, and blocks."""
-    figure, axes = canvas("Device memory that holds nothing", f"{found['model']}; {found['conversations']} conversations at "
-                          f"once, {found['tokens']:,} tokens", 2.5, left=0.22, right=0.95)
-    for at, (way, share) in enumerate((("blocks (02)", found["waste"]), ("contiguous (01)", found["contiguous_waste"]))):
-        axes.barh(at, 100 * (1 - share), height=0.55, color=LOOKS["02"][0])
-        axes.barh(at, 100 * share, left=100 * (1 - share), height=0.55, color="#f2d7c9", edgecolor=PROCESSOR, hatch="///",
-                  linewidth=0)
-        axes.annotate(f"{100 * share:.1f} % empty", (100, at), xytext=(-6, 0), textcoords="offset points", ha="right",
-                      va="center", fontsize=9.5, color="#222222", bbox=dict(facecolor="white", edgecolor="none", pad=1.5))
-    axes.set_yticks((0, 1), ("blocks (02)", "contiguous (01)"))
-    axes.set_xlim(0, 100)
-    axes.grid(axis="y", visible=False)
-    axes.set_xlabel("Share of the memory that the requests hold, %")
     return figure
 
 
@@ -410,7 +392,7 @@ FIGURES = [("restoration", "restoration", restoration, None), ("ttft", "restorat
            ("bubbles", "restoration", bubbles, None), ("crossover-heads", "hcache", crossover_heads, "heads"),
            ("crossover-bandwidth", "hcache", crossover_bandwidth, "bandwidth"),
            ("crossover-compute", "hcache", crossover_compute, "compute"), ("throughput", "hybrid_blocks", throughput, None),
-           ("waste", "paged", waste, "waste"), ("conversations", "matrix-conversations", conversations, None),
+           ("conversations", "matrix-conversations", conversations, None),
            ("documents", "matrix-documents", documents, None)]
 
 

@@ -1,7 +1,7 @@
-"""The whole matrix: every chapter, and what a user would otherwise pick, answer the same requests on one model and one link.
+"""The matrix: chapters 06 to 08, and what a user would otherwise pick, answer the same requests on one model and one link.
 
     python -m benchmarks.matrix                                     both workloads; results in benchmarks/results/
-    python -m benchmarks.matrix --only conversations --systems 01,04,dynamic --json FILE
+    python -m benchmarks.matrix --only conversations --systems 01,07,dynamic --json FILE
 
 Workloads, generated and seeded:
     conversations   people talk with the model. Published means of ShareGPT are 66.8 tokens in and 358.8 out a turn, and half of
@@ -18,10 +18,11 @@ All systems get the same token ids. Answers are greedy, of given length, with no
 chapter 01, which always goes first, so that it is the same for everybody also where 16-bit rounding would part the answers.
 `equal_tokens` says how many tokens of the answers are those of chapter 01.
 
-Systems: chapters 02 to 07 have the same number of blocks on the device, too few for all, and the same link; what they keep
+Systems: chapters 06 and 07 have the same number of blocks on the device, too few for all, and the same link; what they keep
 beside that, host memory and storage have room for. In chapter 06 storage is as fast as the link; in chapter 07 host memory holds
 half of everything and files the rest. Chapter 08 is another case: its weights are in host memory and come over the link in every
-step, its blocks too, with room for all of them, and it computes more tokens in a step. The peers are `generate` of transformers,
+step, its blocks too, with room for all of them, and it computes more tokens in a step. Chapters 02 to 05 in conversations are in
+benchmarks/outside.py. The peers are `generate` of transformers,
 eager, one request at a time in the order of arrival, as is chapter 01: neither has a scheduler. A peer that keeps its caches
 keeps them all on the device, or with offloading in host memory, however large they grow, and cuts a cache back to what the next
 prompt begins with.
@@ -61,7 +62,7 @@ from benchmarks.baseline import RESULTS, Memory, device_name, spread, write  # n
 from benchmarks.limits import matrix_rate, memory_bandwidth  # noqa: E402
 from benchmarks.reference import reference_model, set_imports_aside  # noqa: E402
 from common import checkpoint  # noqa: E402
-from legacy import app, backends, baseline, bubble_free, hidden_states, live, offload, paged  # noqa: E402
+from legacy import app, backends, baseline, live, paged  # noqa: E402
 from legacy import link as links  # noqa: E402
 
 bidirectional = importlib.import_module("06_bidirectional")
@@ -74,8 +75,7 @@ DOCUMENTS, SHORT = 20, (8, 24)                                  # of the second 
 SKEWS, HELD = (0.0, 1.0, 2.0), 0.15                             # Zipf's exponents; the share of documents that the device holds
 RATES = {"conversations": 4.0, "documents": 5.0}                # arrivals a second
 BLOCK, RUNNING = 16, 64                                         # tokens; requests that may run at once
-NAMES = {"01": "01 recompute", "02": "02 blocks on the device", "03": "03 KV offload", "04": "04 hidden states",
-         "05": "05 planned mix", "06": "06 both ends", "07": "07 three tiers", "08": "08 hybrid blocks",
+NAMES = {"01": "01 recompute", "06": "06 both ends", "07": "07 three tiers", "08": "08 hybrid blocks",
          "recompute": "transformers, recompute", "dynamic": "transformers, dynamic cache kept",
          "static": "transformers, static cache kept", "offloaded": "transformers, offloaded cache kept"}
 
@@ -309,7 +309,7 @@ def size_of(kept) -> int:
 
 
 class Batching:
-    """An engine of chapters 02 to 08, stepped as its own thread would."""
+    """An engine of chapters 06 to 08, stepped as its own thread would."""
 
     def __init__(self, engine):
         self.engine, self.asked = engine, {}                                    # asked: request -> Asked
@@ -337,11 +337,11 @@ class Batching:
 
     def restored(self, request) -> float:
         """Bytes that came over the link before its prompt was computed."""
-        if found := getattr(request, "blocks", None):                           # chapters 03 and 07
-            return (found["cpu_hits"] + found.get("storage_hits", 0)) * self.engine.pool.kv[:, :, 0].nbytes
+        if found := getattr(request, "blocks", None):                           # chapter 07
+            return (found["cpu_hits"] + found["storage_hits"]) * self.engine.pool.kv[:, :, 0].nbytes
         if isinstance(self.engine, hybrid.Engine):                              # all weights, whatever it was
             return self.engine.model.host_bytes
-        report = getattr(request.outcome, "restoration", None)                  # chapters 04 to 06
+        report = getattr(request.outcome, "restoration", None)                  # chapter 06
         return report["bytes"] if report else 0
 
     def kept(self) -> dict[str, int]:
@@ -349,9 +349,6 @@ class Batching:
         for tier in self.engine.tiers():
             held = int(((tier.states != live.FREE) & (tier.states != live.RESERVED) & (tier.states != live.IN_FLIGHT)).sum())
             sizes[tier.name] = held * (tier.block_bytes or 0)
-        if isinstance(self.engine, bubble_free.Engine):                         # its chunks are not all of one size
-            chunks = self.engine.chunks
-            sizes["host"] = (chunks.size - len(chunks.empty)) * (chunks.kv.nbytes // chunks.size)
         if isinstance(self.engine, tiered.Engine):                              # of storage the page shows the last pages only
             sizes["storage"] = self.engine.storage.backend.files.bytes
         return sizes
@@ -374,7 +371,7 @@ class Bench:
         self.model, self.tokenizer, _ = checkpoint.load(name, dtype, device)
         self.dtype = str(self.model.dtype).removeprefix("torch.")
         self.speed = links.bandwidth(self.model, link, platform)                # None with CUDA
-        self.profile = self.costs = None                                        # of chapters 05 and 08, measured once
+        self.costs = None                                                       # of chapter 08, measured once
 
     @cached_property
     def reference(self):
@@ -418,21 +415,11 @@ class Bench:
             return self.peer(key, workload)
         if key == "01":
             return Recompute(baseline.Engine(*parts))
-        # All that is ever said has room in host memory, in blocks, in whole chunks, and in what is on its way
+        # All that is ever said, in blocks, and what is on its way
         rounded = workload.tokens // BLOCK + 2 * workload.turns + len(workload.documents) + 2 * RUNNING
-        chunks = workload.tokens // hidden_states.CHUNK + 2 * len(workload.talks) + len(workload.documents) + RUNNING
         options = dict(max_running=RUNNING, max_waiting=len(workload.talks) + 1)
         small = dict(options, blocks=blocks, block_size=BLOCK)
-        if key == "02":
-            engine = paged.Engine(*parts, **small)
-        elif key == "03":
-            engine = offload.Engine(*parts, **small, cpu_blocks=rounded, bytes_per_second=self.speed)
-        elif key == "04":
-            engine = hidden_states.Engine(*parts, **small, cpu_chunks=chunks, bytes_per_second=self.speed)
-        elif key == "05":
-            engine = bubble_free.Engine(*parts, **small, cpu_chunks=chunks, known=self.profile, bytes_per_second=self.speed)
-            self.profile = engine.profile
-        elif key == "08":
+        if key == "08":
             engine = hybrid.Engine(self.on_host, *parts[1:], BLOCK, **options, device=self.model.device, costs=self.costs,
                                    lengths=workload.lengths(), bytes_per_second=self.speed)
             self.costs = engine.costs

@@ -121,7 +121,10 @@ def test_all_states_travel_before_k_and_v_and_recomputing_comes_first():
     cache.load_link.copy = lambda dst, src, label: order.append(label) or copy(dst, src, label)
     request = ask(engine, PROMPT + [3], 1)
     assert order == ["layer 1", "layer 2", "recompute", "project", "project"]
-    assert request.timeline.plan["rows"] == [["layers", "RHK"]]
+    plan = request.timeline.plan
+    assert plan["rows"] == [["layers", "RHK"]]
+    costs = Costs(**{name: ms / 1e3 for name, ms in plan["costs_ms"].items()})
+    assert plan["predicted_ms"] == pytest.approx(1e3 * plan_seconds("RHK", costs))
 
 
 def test_recomputing_pauses_between_portions_while_others_decode():

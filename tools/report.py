@@ -28,7 +28,6 @@ PART = re.compile(r"^<!-- begin ([\w-]+) -->\n(.*?)^<!-- end \1 -->$", re.M | re
 
 # What the benchmarks' docstrings claim and their results do not hold
 CLAIMED = {
-    "cpu_hit": 4, "gpu_hit": 20, "share_of_allowed_gain": 0.9, "restoration_over_bound": 1.10,             # chapter 03, at 2,048
     "hidden": 1.9, "hidden_over_recompute": 5.7, "hidden_over_bound": 1.10,                                # chapter 04
     "the link is the bottleneck": 2.0, "balanced": 1.7, "computing is the bottleneck": 1.35,               # chapter 05, over KV
     "hidden only": 1.25, "naive mix": 1.28, "over_predicted": 1.08, "over_bound": 1.10, "bubble": 0.08,
@@ -158,10 +157,10 @@ def chapters(results: dict) -> str:
     """README.md: each chapter in one row, and the result that says most about it."""
     case = next(case for case in one_run(results, "baseline")["cases"]
                 if (case["model"], case["dtype"]) == ("random:tinyllama", "float32"))
-    paged, tiered = one_run(results, "paged"), entry(one_run(results, "tiered"), "mix", "random:small")["rows"][0]
-    many, hit = (entry(paged, claim, "classroom") for claim in ("throughput", "hit"))
-    offload = at(entry(one_run(results, "offload"), "restore", "random:small")["rows"], 2048)
+    tiered = entry(one_run(results, "tiered"), "mix", "random:small")["rows"][0]
+    (many,) = results["engine-cpu"]["found"]["throughput classroom"]
     rows = [row for row in entry(results["planned-cpu"], "ttft", "random:small")["rows"] if row["history_tokens"] == 1984]
+    loaded = rows[1]["computed_ms"] / rows[1]["ttft_ms"]["03"]["median"]
     slow, even = (row["over_03"]["04"]["median"] for row in rows[:2])
     mixes = [row["over_03"]["05"]["median"] for row in rows]
     both = at(entry(one_run(results, "bidirectional"), "grid", "classroom")["rows"], 2048, gpu_share=1.0, load_over_compute=1.0)
@@ -175,14 +174,12 @@ def chapters(results: dict) -> str:
         ("02_paged_kv", "How do many requests share one memory?",
          "[PagedAttention](https://arxiv.org/abs/2309.06180) (SOSP '23)",
          "KV blocks on the device, shared by prefix: a block table points at them",
-         f"{many['requests']} requests at once: {median(many['ratio']['chapter 01'])}x the tokens per second of chapter 01; "
-         f"behind a cached prompt of {hit['system_tokens']:,} tokens the first token comes {median(hit['ratio'])}x sooner "
-         "(classroom)"),
+         f"16 requests at once: {median(many['ratio'])}x the tokens per second of chapter 01 (classroom)"),
         ("03_cpu_offload", "What if the device is full?",
          "[CachedAttention](https://www.usenix.org/conference/atc24/presentation/gao-bin-cost) (ATC '24)",
          "KV blocks in host memory: a copy over the link, layer by layer, while the layers before are computed",
-         f"behind {offload['history_tokens']:,} tokens the first token comes {median(offload['cpu_hit_gain'])}x sooner than by "
-         f"computing, {median(offload['restoration_over_bound'])} times the bound (random:small)"),
+         f"behind {rows[0]['history_tokens']:,} tokens the first token comes {number(loaded)}x sooner than by computing "
+         "(random:small)"),
         ("04_hidden_state_cache", "Can half the bytes do?", "[HCache](https://arxiv.org/abs/2410.05004) (EuroSys '25)",
          "each layer's input, in host memory and in files: projected to K and V again, while the next layer is on its way",
          f"behind {rows[0]['history_tokens']:,} tokens the first token comes {number(slow)}x as soon as with K and V where the "
@@ -229,6 +226,62 @@ def planned(results: dict) -> str:
     return paragraphs(conditions(file), *texts)
 
 
+def outside(results: dict) -> str:
+    """Chapters 02 to 05 as a user sees them."""
+    file, texts = results["outside-cpu"], []
+    for found in file["found"]:
+        texts += [f"**{found['model']}**, {found['claim']}:", OUTSIDE[found["claim"]](found["rows"])]
+    return paragraphs(conditions(file), *texts)
+
+
+def outside_servers(rows: list[dict]) -> str:
+    def met(row: dict) -> str:
+        return f"{spread(row['of_03']['05'])}: {verdict(row['of_03']['05']['median'] <= row['at_most'])}"
+    return table("history | link | 01 | 03 | 04 | 05 | 04 / 03 | 05 / 03 (asked) | found by 03, 04, 05 | plan | 05 / predicted | "
+                 "05 / bound | all at rest", [
+                     [f"{row['history_tokens']:,}", f"{row['link']} GB/s" if row["link"] != "auto" else "auto",
+                      *(milliseconds(row["client_ms"][name]) for name in ("01", "03", "04", "05")), spread(row["of_03"]["04"]),
+                      f"{met(row)} (at most {row['at_most']})", ", ".join(str(row["found"][name]) for name in ("03", "04", "05")),
+                      " ".join(f"`{plan}`" for plan in row["plans"]),
+                      *(spread(row[f"over_{of}"]) if row["plans"] else "" for of in ("predicted", "bound")),
+                      f"{row['at_rest']:.0%}"] for row in rows])
+
+
+def outside_conversations(rows: list[dict]) -> str:
+    return table("asked, tokens that the device holds | system | found (there before) | restored tokens | TTFT p50 | p99 | "
+                 "answers equal", [
+                     [f"{row['what']}: {row['device_tokens']:,} of {row['tokens']:,}" * (name == "no cache"), name,
+                      f"{found['found']:.1%} ({row['could_be_found']:.1%})", f"{found['restored']:,}",
+                      *(milliseconds(found["ttft_ms"][share]) for share in ("p50", "p99")), share(found["equal"], row["requests"])]
+                     for row in rows for name, found in row["systems"].items()])
+
+
+def outside_beside(rows: list[dict]) -> str:
+    return table("system | TBT, mean | of all on the device | of K and V (03) | p99 | bound of the mean | processor | "
+                 "histories that came back, restored | bytes a history | TTFT of a history", [
+                     [row["system"], milliseconds(row["tbt_mean_ms"]), spread(row["over_02"]), spread(row["over_03"]),
+                      milliseconds(row["tbt_p99_ms"]), "" if row["bound_ms"] is None else milliseconds(row["bound_ms"]),
+                      f"{row['processor']:.0%}", f"{row['came_back']}, {row['restored']}",
+                      f"{row['bytes_in'] / max(1, row['restored']):,.0f}", milliseconds(row["ttft_ms"])] for row in rows])
+
+
+def outside_arrivals(rows: list[dict]) -> str:
+    systems = list(dict.fromkeys(row["system"] for row in rows))
+    rates = {row["of_saturation"]: row for row in rows}
+    by = {(row["of_saturation"], row["system"]): row for row in rows}
+
+    def cell(row: dict) -> str:
+        waiting = f"; {row['unanswered']} still wait" if row["unanswered"] else ""
+        return f"{milliseconds(row['ttft_ms']['p50'])}, {milliseconds(row['ttft_ms']['p90'])}{waiting}"
+    return table("arrivals a second (of saturation), TTFT p50 and p90 | requests | " + " | ".join(systems), [
+        [f"{number(row['requests_per_second'])} ({rate:g})", row["requests"], *(cell(by[rate, name]) for name in systems)]
+        for rate, row in rates.items()])
+
+
+OUTSIDE = {"servers": outside_servers, "conversations": outside_conversations, "beside": outside_beside,
+           "arrivals": outside_arrivals}
+
+
 def baseline(results: dict) -> str:
     file, rows = one_run(results, "baseline"), []
     for case in file["cases"]:
@@ -255,69 +308,36 @@ def baseline(results: dict) -> str:
         f"Loading, in a fresh process: {'; '.join(loads)}." + (f" Not run: {listed(unrun)}." if unrun else ""))
 
 
-def paged(results: dict) -> str:
-    file, rows = one_run(results, "paged"), []
-    for found in entries(file, "tbt"):
-        for case, what in (("one run", "blocks in one run"), ("shared prefix", "behind a prefix that another request computed"),
-                           ("scattered", "every block in another place")):
-            ratio = found["cases"][case]["ratio"]
-            claim = f"at most {found['at_most']:.2f}: {verdict(ratio['median'] <= found['at_most'])}" if case == "one run" else ""
-            rows.append([f"TBT at {found['context']:,} tokens of context against chapter 01, {what}", found["model"],
-                         spread(ratio), claim])
-    for found in entries(file, "throughput"):
-        for other, what in (("chapter 01", "chapter 01, one after another"), ("transformers", "`transformers`, as one batch")):
-            ratio, least = found["ratio"][other], found["at_least"][other]
-            rows.append([f"{found['requests']} requests at once ({found['prompt_tokens']} tokens in, {found['new_tokens']} out): "
-                         f"tokens per second against {what}", found["model"], spread(ratio, "x"),
-                         f"at least {least}x: {verdict(ratio['median'] >= least)}"])
-    for found in entries(file, "hit"):
-        rows.append([f"TTFT behind a system prompt of {found['system_tokens']:,} tokens, computed / cached", found["model"],
-                     spread(found["ratio"], "x"), f"at least {found['at_least']}x: "
-                     f"{verdict(found['ratio']['median'] >= found['at_least'])}"])
-    found = entry(file, "waste")
-    rows.append([f"memory wasted by {found['conversations']} conversations in blocks of 16 (reservations: "
-                 f"{found['contiguous_waste']:.1%})", found["model"], f"{found['waste']:.1%}",
-                 f"under {found['at_most']:.0%}: {verdict(found['waste'] < found['at_most'])}"])
-    found = entry(file, "allocator")
-    for context, figures in found["per_request_step"].items():
-        step = figures["step_without_model_us"]
-        rows.append([f"a step without the model, per request, {found['running']} running, {context}", found["model"],
-                     spread(step, " us"), f"under {found['at_most_us']} us: {verdict(step['median'] < found['at_most_us'])}"])
-    admission = found["admission_us"]
-    rows.append([f"admission with {listed(f'{int(name.split()[0]):,}' for name in admission)} cached blocks", found["model"],
-                 listed(median(figures, " us") for figures in admission.values()), "the same"])
-    return paragraphs(conditions(file), table("claim | model | measured | claimed", rows))
-
-
-def offload(results: dict) -> str:
-    file, texts = results["offload-cpu"], []
-    for found in entries(file, "restore"):
-        row = at(found["rows"], 2048)
-        claims = "" if found["model"] != "random:small" else "At 2,048 tokens: " + ", ".join(
-            f"{what} {median(row[name])} (claimed: {most} {CLAIMED[claim]}; {verdict(met(row[name]['median'], CLAIMED[claim]))})"
-            for what, name, claim, most, met in (
-                ("from the host", "cpu_hit_gain", "cpu_hit", "at least", float.__ge__),
-                ("from the device", "gpu_hit_gain", "gpu_hit", "at least", float.__ge__),
-                ("share of the gain that the bound allows", "share_of_allowed_gain", "share_of_allowed_gain", "at least",
-                 float.__ge__),
-                ("over the bound", "restoration_over_bound", "restoration_over_bound", "at most", float.__le__))) + ". "
-        size = f"{row['bytes_in'] / row['history_tokens'] / 1e3:.0f} KB"
-        texts += [f"**{found['model']}**, {size} a token, {found['link']}:", table(
-            "history | computed again | from the host | that is, times as fast | from the device, times as fast | "
-            "`transformers`, computed again | restoration / bound", [
-                [f"{row['history_tokens']:,}", milliseconds(row["miss"]), milliseconds(row["cpu_hit"]),
-                 spread(row["cpu_hit_gain"]), spread(row["gpu_hit_gain"]),
-                 milliseconds(row["transformers, computed again"]), spread(row["restoration_over_bound"])]
-                for row in found["rows"]]),
-            f"{claims}Waiting for all layers before computing takes {median(row['overlap_gain'])} times as long at 2,048 tokens. "
-            f"Time grows with the history to the power {found['exponents']['restoration_ms']:.2f} when it is restored, "
-            f"{found['exponents']['miss']:.2f} when it is computed. Of the first tokens, "
-            f"{share(found['equal_to_transformers'], found['compared'])} equal those of `transformers`."]
-    saving = table("what saving costs others: steps that only decode, with saving / without | measured | claimed | "
-                   "save lane never idle", [[f"{found['model']}, {found['running']} requests running", spread(found["ratio"]),
-                             f"at most {found['at_most']}: {verdict(found['ratio']['median'] <= found['at_most'])}",
-                             spread(found["never_idle"]["ratio"])] for found in entries(file, "saving")])
-    return paragraphs(conditions(file), *texts, saving)
+def engine(results: dict) -> str:
+    """Chapters 02 and 03 on the rebuilt engine."""
+    file, rows, texts = results["engine-cpu"], [], []
+    found = file["found"]
+    by_part = {part: {name.split()[1]: each for name, each in found.items() if name.split()[0] == part}
+               for part in ("throughput", "host", "burst", "overhead")}
+    for model, (row,) in by_part["throughput"].items():
+        rows.append([f"16 requests at once against chapter 01 one after another, tokens per second, {model}",
+                     spread(row["ratio"], "x"), f"at least 5x: {verdict(row['ratio']['median'] >= 5)}"])
+    for model, each in by_part["burst"].items():
+        for row in each:
+            what = "from the host (03)" if row["chapter"] == "03" else "computed once (02)"
+            rows.append([f"30 questions about one document at once, {what}, TTFT over the document on the device and one of it, {model}",
+                         spread(row["ratio"]), f"at most 1.1: {verdict(row['ratio']['median'] <= 1.1)}"])
+    for row in (row for each in by_part["overhead"].values() for row in each):
+        step = "context" in row
+        rows.append([f"a step without the model, per request, {row['running']} running, {row['context']} tokens of context" if step
+                     else f"admission with {row['cached_blocks']:,} cached blocks", spread(row["us"], " us"),
+                     f"at most 50 us: {verdict(row['us']['median'] <= 50)}" if step else "the same for all"])
+    for model, each in by_part["host"].items():
+        texts += [f"**{model}**, a question behind a history in host memory:", table(
+            "history | restored | link | TTFT | on the device | restoration / bound (at most 1.05) | TTFT / bound (at most 1.05)", [
+                [f"{row['history']:,}", f"{row['bytes_restored'] / 1e6:.1f} MB", f"{row['link_gbps']:.3f} GB/s",
+                 milliseconds(row["ttft_ms"]), milliseconds(row["device_hit_ms"]), spread(row["restoration_over_bound"]),
+                 spread(row["ttft_over_bound"])] for row in each])]
+    texts += ["**Servers** that were started alone, and together:", table("chapter | started | TTFT of a hit | loaded", [
+        [row["chapter"], row["started"], spread(row["ttft_ms"], " ms"),
+         share(sum(words.endswith("loaded") for words in row["decisions"]), len(row["sources"]))]
+        for row in found["together"]])] if "together" in found else []
+    return paragraphs(conditions(file), table("what | measured | asked", rows), *texts)
 
 
 def hcache(results: dict) -> str:
@@ -651,8 +671,8 @@ def matrix(results: dict) -> str:
 
 
 PARTS = {
-    "claims": claims, "methods": methods, "matrix": matrix, "planned": planned,
-    "chapters": chapters, "baseline": baseline, "paged": paged, "offload": offload, "hcache": hcache, "hcache-more": hcache_more,
+    "claims": claims, "methods": methods, "matrix": matrix, "planned": planned, "outside": outside,
+    "chapters": chapters, "baseline": baseline, "engine": engine, "hcache": hcache, "hcache-more": hcache_more,
     "bubble-free": bubble_free, "bubble-free-more": bubble_free_more, "on-paper": on_paper, "bidirectional": bidirectional,
     "bidirectional-more": bidirectional_more, "tiered": tiered, "tiered-more": tiered_more, "hybrid-blocks": hybrid_blocks,
 }

@@ -89,7 +89,7 @@ def test_options_of_a_run_reach_its_parts():
         "random:llama2-7b", "bfloat16", "cuda", (4096, 16384), 7, "restore")
     assert takes("benchmarks.baseline", parts["baseline-llama2-7b-bfloat16"][2:]).dtype == "bfloat16"
     assert takes("benchmarks.matrix", parts["matrix-conversations-llama2-7b"][2:]).scale == 0.1
-    assert takes("benchmarks.paged", parts["paged-allocator"][2:]).model is None
+    assert takes("benchmarks.tiered", parts["tiered-match"][2:]).model is None
     assert not any("random:small" in arguments or "classroom" in arguments for arguments in parts.values())
 
 
@@ -118,12 +118,12 @@ def test_list_runs_nothing(monkeypatch, capsys):
     assert main(monkeypatch, "--list", "--quick") == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [part.name for part in parts_of("--quick")]
-    assert main(monkeypatch, "--list", "--quick", "--only", "paged-tbt-tinyllama") == 0         # which --quick leaves out
-    assert capsys.readouterr().out.split()[:3] == ["paged-tbt-tinyllama", "python", "-m"]
+    assert main(monkeypatch, "--list", "--quick", "--only", "bubble_free-mix-small") == 0       # which --quick leaves out
+    assert capsys.readouterr().out.split()[:3] == ["bubble_free-mix-small", "python", "-m"]
 
 
 @pytest.mark.parametrize("arguments, said", [
-    (["--only", "paged-hits-classroom"], "paged-hit-classroom"), (["--device", "tpu"], "tpu"), (["--dtype", "int3"], "int3"),
+    (["--only", "tiered-mixes-classroom"], "tiered-mix-classroom"), (["--device", "tpu"], "tpu"), (["--dtype", "int3"], "int3"),
     (["--rounds", "0"], "0"), (["--scale", "-1"], "-1")])
 def test_wrong_options(monkeypatch, capsys, arguments, said):
     with pytest.raises(SystemExit) as ended:
@@ -160,7 +160,7 @@ def two_parts(tmp_path_factory):
     """Results of two parts on a model that no file holds; one has failed."""
     path = tmp_path_factory.mktemp("results") / "tiny.json"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(benchmarks, "PARTS", [("paged-hit", "classroom", "", ""), ("paged-nothing", "classroom", "", "")])
+        patch.setattr(benchmarks, "PARTS", [("bidirectional-looking", "classroom", "", ""), ("tiered-nothing", "classroom", "", "")])
         status = main(patch, *TINY, "--json", path)
     return path, status
 
@@ -168,12 +168,12 @@ def two_parts(tmp_path_factory):
 def test_the_others_go_on_when_a_part_fails(two_parts):
     path, status = two_parts
     results = json.loads(path.read_text())
-    assert status == 1 and list(results["parts"]) == ["paged-hit-tiny", "paged-nothing-tiny"]
+    assert status == 1 and list(results["parts"]) == ["bidirectional-looking-tiny", "tiered-nothing-tiny"]
     hit, nothing = results["parts"].values()
     assert hit["error"] is None and nothing["found"] is None and "'nothing'" in nothing["error"]
     found, = hit["found"]["found"]
-    assert (found["claim"], found["model"], found["system_tokens"]) == ("hit", "random:tiny", 128)
-    assert len(found["ratio"]["samples"]) == 1 and hit["found"]["command"] == hit["command"]
+    assert (found["claim"], found["model"], found["at_most"]) == ("looking", "random:tiny", 0.01)
+    assert found["look_us"]["samples"] and hit["found"]["command"] == hit["command"]
     assert results["quick"] and results["device"] == "cpu" and results["models"] == ["tiny"]
     assert {"processor", "threads", "cpu_capability", "torch", "transformers", "python", "seconds"} <= set(results)
     assert [file.name for file in path.parent.iterdir() if file.is_file()] == [path.name], "no temporary file stays"
@@ -182,17 +182,17 @@ def test_the_others_go_on_when_a_part_fails(two_parts):
 def test_only_replaces_that_part(two_parts, monkeypatch, capsys):
     path, _ = two_parts
     before = json.loads(path.read_text())
-    before["parts"]["paged-hit-tiny"]["found"] = {"found": []}
+    before["parts"]["bidirectional-looking-tiny"]["found"] = {"found": []}
     before["parts"]["other"] = {"command": "python -m other", "seconds": 1.0, "error": None, "found": {"kept": 1}}
     copied = path.with_name("again.json")
     copied.write_text(json.dumps(before))
-    assert main(monkeypatch, *TINY, "--json", copied, "--only", "paged-hit-tiny") == 0
+    assert main(monkeypatch, *TINY, "--json", copied, "--only", "bidirectional-looking-tiny") == 0
     after = json.loads(copied.read_text())
-    assert list(after["parts"]) == ["paged-hit-tiny", "paged-nothing-tiny", "other"]
-    assert after["parts"]["paged-hit-tiny"]["found"]["found"] and after["parts"]["other"] == before["parts"]["other"]
+    assert list(after["parts"]) == ["bidirectional-looking-tiny", "tiered-nothing-tiny", "other"]
+    assert after["parts"]["bidirectional-looking-tiny"]["found"]["found"] and after["parts"]["other"] == before["parts"]["other"]
     assert after["command"] == before["command"] and after["seconds"] >= before["seconds"]
     out = capsys.readouterr().out
-    assert "paged-hit-tiny" in out and str(copied) in out and "claims." in out
+    assert "bidirectional-looking-tiny" in out and str(copied) in out and "claims." in out
 
 
 @pytest.mark.parametrize("words, sentence", [
@@ -211,7 +211,7 @@ def test_results_that_are_none_are_left_alone(tmp_path, monkeypatch):
     path = tmp_path / "results.json"
     path.write_text("[1, 2")
     with pytest.raises(SystemExit, match="does not hold the results"):
-        main(monkeypatch, *TINY, "--json", path, "--only", "paged-hit-tiny")
+        main(monkeypatch, *TINY, "--json", path, "--only", "bidirectional-looking-tiny")
     assert path.read_text() == "[1, 2"
 
 
@@ -294,8 +294,8 @@ def system(name: str, kind: str, ttft: float, tbt: float, rate: float) -> dict:
 
 def systems() -> list[dict]:
     return [system("01 recompute", "ours", 50.0, 4.0, 90.0),
-            system("03 KV offload", "ours", 20.0, 4.5, 95.0),
-            system("05 planned mix", "ours", 10.0, 5.0, 99.0), system("dynamic", "peer", 40.0, 6.0, 80.0),
+            system("06 both ends", "ours", 20.0, 4.5, 95.0),
+            system("07 three tiers", "ours", 10.0, 5.0, 99.0), system("dynamic", "peer", 40.0, 6.0, 80.0),
             dict(system="08 hybrid blocks", kind="ours", not_run="no room"),
             dict(system="offloaded", kind="peer", not_run="needs a GPU")]
 
@@ -337,12 +337,12 @@ def test_every_claim_is_read(measured):
 
 
 def test_numbers_are_those_of_the_results(measured):
-    found = claims.entry(measured["parts"]["offload-restore-small"]["found"])
-    gain = next(row for row in found["rows"] if row["history_tokens"] == 2048)["cpu_hit_gain"]
-    row = row_of(measured, "first token from host memory")
+    found = claims.entry(measured["parts"]["tiered-mix-small"]["found"])
+    gain = next(row for row in found["rows"] if row["platform"] == "a100")["throughput"]
+    row = row_of(measured, "from three tiers: throughput")
     few = f", {len(gain['samples'])} rounds" if len(gain["samples"]) < 5 else ""
-    assert row["ours"] == f"{gain['median']:.2f}x ({gain['min']:.2f} to {gain['max']:.2f}{few})" and row["asked"] == "at least 4x"
-    assert row["part"] == "offload-restore-small" and row["limit"].endswith("%") and row["chapter"] == "03"
+    assert row["ours"] == f"{gain['median']:.2f}x ({gain['min']:.2f} to {gain['max']:.2f}{few})" and row["asked"] == "at least 3x"
+    assert row["part"] == "tiered-mix-small" and row["limit"].endswith("%") and row["chapter"] == "07"
     grids = [claims.entry(measured["parts"][f"bidirectional-grid-{model}"]["found"])["rows"] for model in ("classroom", "small")]
     held = [row["over_bound"]["median"] <= 1.08 for rows in grids for row in rows]
     assert row_of(measured, "two opposite pointers")["ours"].startswith(f"{sum(held)} of {len(held)} cells; ")
@@ -369,7 +369,7 @@ CHANGES = {
     "larger": lambda value, name: value * 100 if type(value) is float else value,
     "smaller": lambda value, name: value / 100 if type(value) is float else value,
     "false": lambda value, name: not value if type(value) is bool else value,
-    "counted": lambda value, name: value + 1 if name in ("equal_tokens", "equal_to_transformers", "equal_from_layer") else value,
+    "counted": lambda value, name: value + 1 if name in ("equal_tokens", "equal_from_layer") else value,
 }
 
 
@@ -383,7 +383,7 @@ def test_other_numbers_make_other_verdicts(measured):
         results = dict(parts={name: {**entry, "found": make(entry["found"])} for name, entry in measured["parts"].items()})
         for row in claims.rows(results):
             seen[row["claim"]].add(row["verdict"])
-    for slower in ("ours", "05"):                               # than the other systems, of which each has its own numbers
+    for slower in ("ours", "07"):                               # than the other systems, of which each has its own numbers
         results = copy.deepcopy(measured)
         found = [results["parts"][f"matrix-{workload}-classroom"]["found"] for workload in ("conversations", "documents")]
         for each in [each for part in (found[0], *found[1]["skews"]) for each in part["systems"] if "ttft_ms" in each]:
@@ -400,7 +400,7 @@ def test_other_numbers_make_other_verdicts(measured):
 def test_where_a_peer_is_faster_is_said():
     lost = dict(system="02 blocks", measure="TBT p50", ms=9.04, peer="static", peer_ms=8.06)
     parts = {"matrix-documents-tiny": part("", dict(skews=[dict(zipf=2.0, peer_faster=[lost]), dict(zipf=0.0, peer_faster=[])])),
-             "matrix-conversations-tiny": part("", dict(peer_faster=[lost])), "paged-waste": part("", None)}
+             "matrix-conversations-tiny": part("", dict(peer_faster=[lost])), "tiered-match": part("", None)}
     assert claims.losses(dict(parts=parts)) == [
         "A peer is faster (matrix-documents-tiny, Zipf 2): TBT p50 of 02 blocks, 9.0 ms, against 8.1 ms of static.",
         "A peer is faster (matrix-conversations-tiny): TBT p50 of 02 blocks, 9.0 ms, against 8.1 ms of static."]
@@ -415,12 +415,12 @@ def test_missing_parts_are_not_measured(measured):
     rows = claims.rows(dict(parts={}))
     assert {row["verdict"] for row in rows} == {UNKNOWN} and len(rows) == len(claims.rows(measured))
     results = copy.deepcopy(measured)
-    results["parts"]["paged-waste"] = dict(command="python -m benchmarks.paged", seconds=1.0, error="MemoryError", found=None)
-    row = row_of(results, "memory that blocks waste")
+    results["parts"]["tiered-match"] = dict(command="python -m benchmarks.tiered", seconds=1.0, error="MemoryError", found=None)
+    row = row_of(results, "finding 4,096 tokens")
     assert row["verdict"] == UNKNOWN and row["ours"] == "-"
-    results["parts"]["paged-hit-small"].update(error="MemoryError", found=None)
-    row = row_of(results, "behind a cached system prompt")
-    assert row["verdict"] == MET and "failed: paged-hit-small" in row["ours"] and row["part"] == "paged-hit-classroom"
+    results["parts"]["tiered-layouts-small"].update(error="MemoryError", found=None)
+    row = row_of(results, "page_first to storage")
+    assert row["verdict"] == MET and "failed: tiered-layouts-small" in row["ours"] and row["part"] == "tiered-layouts-classroom"
 
 
 def test_other_models_have_their_own_rows(measured):
@@ -450,7 +450,7 @@ def test_commands_of_the_rows(measured):
 
 def test_table_says_first_what_was_missed(measured):
     results = copy.deepcopy(measured)
-    del results["parts"]["paged-waste"]
+    del results["parts"]["tiered-match"]
     rows = claims.rows(results)
     text = claims.table(rows)
     lines = text.splitlines()

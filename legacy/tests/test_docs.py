@@ -176,8 +176,8 @@ def test_check_sees_a_number_that_was_typed(pages, monkeypatch):
 
 
 @pytest.mark.parametrize("page, said", [
-    ("<!-- begin paged -->\n", "no other half"), ("text\n<!-- end paged -->\n", "no other half"),
-    ("<!-- begin paged -->\n<!-- end offload -->\n", "no other half"), ("<!-- begin pages -->\n<!-- end pages -->\n", "no part")])
+    ("<!-- begin engine -->\n", "no other half"), ("text\n<!-- end engine -->\n", "no other half"),
+    ("<!-- begin engine -->\n<!-- end planned -->\n", "no other half"), ("<!-- begin pages -->\n<!-- end pages -->\n", "no part")])
 def test_wrong_markers(page, said):
     with pytest.raises(ValueError, match=said):
         report.written(page, results())

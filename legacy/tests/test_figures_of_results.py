@@ -266,8 +266,6 @@ def synthetic() -> dict:
             rows=processors)]),
         "hybrid_blocks-small-a100": dict(grids=[dict(
             model="random:small", dtype="bfloat16", platform="a100", link_bytes_per_second=2.5e8, cells=cells)]),
-        "paged-waste-classroom": dict(found=[dict(
-            claim="waste", model="classroom", conversations=32, tokens=10215, waste=0.025, contiguous_waste=0.844)]),
         "matrix-conversations-classroom": dict(
             model="classroom", dtype="float32", link=link, systems=[system(*each) for each in SYSTEMS] + [
                 {"system": "transformers, static cache kept", "kind": "peer", "not_run": "needs a GPU"}]),
@@ -278,7 +276,7 @@ def synthetic() -> dict:
 
 
 ALL = ["restoration-classroom", "ttft-classroom", "bubbles-classroom", "crossover-heads-tinyllama", "crossover-bandwidth-small",
-       "crossover-compute-small", "throughput-small-a100", "waste-classroom", "conversations-classroom", "documents-classroom"]
+       "crossover-compute-small", "throughput-small-a100", "conversations-classroom", "documents-classroom"]
 
 
 def written(path) -> list[str]:
@@ -305,7 +303,6 @@ def test_every_figure_is_drawn(drawn):
     ("crossover-bandwidth-small", ["Link, GB/s", "over KV offload", "over computing again", "as an A100's"]),
     ("crossover-compute-small", ["2 threads, bfloat16", "over KV offload", "1.26"]),
     ("throughput-small-a100", ["Tokens per second", "batch of 64", "kv-only", "bound of hybrid", "1,024"]),
-    ("waste-classroom", ["2.5 % empty", "84.4 % empty", "blocks (02)"]),
     ("conversations-classroom", ["01 recompute", "transformers, offloaded cache kept", "p99"]),
     ("documents-classroom", ["07 three tiers", "transformers, dynamic cache kept", "Time to first token, ms", "2"])])
 def test_a_figure_says_what_it_shows(drawn, name, words):
@@ -325,7 +322,6 @@ def test_what_did_not_run_is_not_drawn(drawn):
     ("crossover-bandwidth-small", ("hcache-bandwidth-small", "found", 0, "rows", 1, "gain_over_recompute")),
     ("crossover-compute-small", ("hcache-compute-small", "found", 0, "rows", 1, "gain_over_kv_offload")),
     ("throughput-small-a100", ("hybrid_blocks-small-a100", "grids", 0, "cells", 3, "bound_seconds", "hybrid")),
-    ("waste-classroom", ("paged-waste-classroom", "found", 0, "waste")),
     ("conversations-classroom", ("matrix-conversations-classroom", "systems", 1, "ttft_ms", "p95")),
     ("documents-classroom", ("matrix-documents-classroom", "skews", 1, "systems", 2, "ttft_ms", "p50"))])
 def test_another_number_gives_another_picture(drawn, tmp_path, name, path):
@@ -387,8 +383,8 @@ def test_names_at_the_ends_of_lines_do_not_lie_on_each_other():
 
 @pytest.mark.parametrize("missing, figures_of_it", [
     ("restoration-classroom", ALL[:3]), ("hcache-heads-tinyllama", ALL[3:4]), ("hcache-bandwidth-small", ALL[4:5]),
-    ("hcache-compute-small", ALL[5:6]), ("hybrid_blocks-small-a100", ALL[6:7]), ("paged-waste-classroom", ALL[7:8]),
-    ("matrix-conversations-classroom", ALL[8:9]), ("matrix-documents-classroom", ALL[9:])])
+    ("hcache-compute-small", ALL[5:6]), ("hybrid_blocks-small-a100", ALL[6:7]),
+    ("matrix-conversations-classroom", ALL[7:8]), ("matrix-documents-classroom", ALL[8:])])
 def test_a_missing_part_leaves_its_figures_out(tmp_path, capsys, missing, figures_of_it):
     results = synthetic()
     del results["parts"][missing]
@@ -402,14 +398,14 @@ def test_a_missing_part_leaves_its_figures_out(tmp_path, capsys, missing, figure
 def test_a_part_that_failed_or_is_not_whole_is_left_out_and_named(tmp_path, capsys):
     results = synthetic()
     results["parts"]["hcache-heads-tinyllama"].update(error="it ran out of memory", found=None)
-    del results["parts"]["paged-waste-classroom"]["found"]["found"][0]["contiguous_waste"]
+    del results["parts"]["hybrid_blocks-small-a100"]["found"]["grids"][0]["cells"][0]["batch"]
     results["parts"]["hcache-bandwidth-small"]["found"]["found"][0]["rows"][1:] = []
     assert {path.stem for path in figures.draw(results, tmp_path)} == set(ALL) - {
-        "crossover-heads-tinyllama", "waste-classroom", "crossover-bandwidth-small"}
+        "crossover-heads-tinyllama", "throughput-small-a100", "crossover-bandwidth-small"}
     assert capsys.readouterr().out.splitlines() == [
         "Left out crossover-heads: hcache-heads-tinyllama failed: it ran out of memory.",
         "Left out crossover-bandwidth-small: a real link has one speed, and nothing crosses.",
-        "Left out waste-classroom: its part lacks what is drawn (KeyError: 'contiguous_waste')."]
+        "Left out throughput-small-a100: its part lacks what is drawn (KeyError: 'batch')."]
 
 
 def test_two_parts_on_one_model_are_two_figures(tmp_path):
@@ -451,7 +447,7 @@ def test_the_standing_results_are_drawn(tmp_path, capsys):
         found = json.loads(path.read_text(encoding="utf-8"))
         parts.update(found["parts"] if "parts" in found else {path.stem: {"error": None, "found": found}})
     names = {path.stem for path in figures.draw({"parts": parts}, tmp_path)}
-    assert {"crossover-heads-tinyllama", "throughput-small-a100", "waste-classroom"} <= names
+    assert {"crossover-heads-tinyllama", "throughput-small-a100"} <= names
     assert "lacks what is drawn" not in capsys.readouterr().out
 
 
