@@ -543,7 +543,7 @@ class Misled(Bandwidth):
         super().__init__(value / 6)
         self.true = value
 
-    def measure(self):
+    def measure(self, interrupt=None):
         self.value, self.true = self.true, self.true
         return self.value
 
