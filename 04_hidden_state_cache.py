@@ -276,8 +276,7 @@ class HiddenCache(Cache):
             self.counts["bytes_out"] += transfer.bytes
         else:
             self.store.drop(moves)
-        for chunk in full:
-            self.store.close_chunk(chunk)
+        self.store.released(moves, full)
 
     def scatter(self, store, transfer, moves: list[Move], index, states):
         """Stage two, on a thread. Until then `states` are not freed: they may still be copied."""

@@ -134,7 +134,8 @@ class ChunkStore:
 
     def fill(self, rows: dict) -> tuple[list[Move], list[Chunk]]:
         """Say where rows go. `rows`: request -> the position of its first one, and the place of each among
-        what the steps have computed. -> Moves, and the chunks that are full with them."""
+        what the steps have computed. -> Moves, and the chunks that are full with them; both hold chunks
+        until they are `released`."""
         moves, full = [], []
         for request, (first, places) in rows.items():
             filling, position, end = self.requests[request], first, first + len(places)
@@ -167,7 +168,8 @@ class ChunkStore:
         """Somebody computes `tokens` behind `parent`, from row `at` on -> the chunk to fill, and the number
         of another one whose first `at` rows are to be copied to it: somebody else fills that, or it goes on
         with other tokens. (None, None) if all is there already, if rows before `at` are not, or if only
-        chunks of `own` prefixes could be evicted for it."""
+        chunks of `own` prefixes could be evicted for it. The other one is referenced: nobody may evict and
+        fill it before it is copied."""
         source = None
         for chunk in self.behind.get(parent, ()):
             same = common(chunk.tokens, tokens)
@@ -179,11 +181,21 @@ class ChunkStore:
                 return chunk, None
             if 0 < at <= min(same, chunk.filled):
                 source = chunk.number
-        victim = next(iter(self.pool.cached), None)
-        room = self.pool.free.count(1) or victim is not None and self.pool.prefix_of[victim] not in own
-        if not room or at and source is None:
+        if at and source is None:
             return None, None
-        return Chunk(*self.pool.allocate(1), parent, list(tokens[:at])), source
+        sources = [source] if at else []
+        self.pool.share(sources)
+        victim = next(iter(self.pool.cached), None)
+        if self.pool.free.count(1) or victim is not None and self.pool.prefix_of[victim] not in own:
+            return Chunk(*self.pool.allocate(1), parent, list(tokens[:at])), source
+        self.pool.release(sources)
+        return None, None
+
+    def released(self, moves: list[Move], full: list[Chunk]):
+        """Whoever carries out the moves holds what they touch; or they are dropped."""
+        self.pool.release([move.source for move in moves if move.source is not None])
+        for chunk in full:
+            self.close_chunk(chunk)
 
     def put(self, moves: list[Move], taken: list[numpy.ndarray], index: numpy.ndarray):
         """Sort rows into chunks, on any thread. `index`: where in `taken` [rows, width] each place is."""

@@ -94,6 +94,17 @@ def test_of_two_that_go_on_from_one_tail_the_first_fills_it_and_the_second_copie
     check_pools(engine)
 
 
+def test_a_chunk_is_not_evicted_before_it_is_copied():
+    """Another thread might fill it sooner than this one has copied it."""
+    engine, _ = engine_for(chunks=2)
+    ask(engine, PROMPT[:40], 1)
+    evict(engine)
+    request = ask(engine, PROMPT[:20] + draw(random.Random(1), 60), 4)  # its rows leave at the end
+    assert request.found == {"cpu": 20} and found(engine, request.tokens) == 64, "there was no room for more"
+    assert found(engine, PROMPT[:40]) == 40
+    check_pools(engine)
+
+
 def test_what_differs_inside_a_chunk_is_found_as_far_as_it_is_equal():
     engine, _ = engine_for()
     ask(engine, PROMPT, 1)
