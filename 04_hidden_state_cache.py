@@ -150,6 +150,8 @@ class HiddenCache(Cache):
         start, end, depth = restoration.start, restoration.end, len(self.layers) + 1
         positions = torch.arange(start, end, device=self.model.device)  # [T]
         slots = self.slots(request, positions)  # [T]
+        if request in self.rows:
+            self.flush()  # what it has noted ends here
         numbers, reads = self.store.bring(request, start, match.blocks)
         waiting, transfers = deque(), []  # waiting: landing places of layers on their way
         try:
@@ -249,7 +251,7 @@ class HiddenCache(Cache):
         """Stage one: the rows that were noted leave in one transfer. Stage two: a thread waits for it."""
         noted, steps, slots, count = self.rows, self.steps, self.slots_of_steps, self.count
         self.forget_steps()
-        moves, full = self.store.fill(noted)
+        moves, over = self.store.fill(noted)
         blocks = self.snapshots.num_blocks(count)
         if moves and blocks <= self.snapshots.available:
             # 1. Room in the snapshot buffer, and where in it each noted row will be: `index`
@@ -276,7 +278,7 @@ class HiddenCache(Cache):
             self.counts["bytes_out"] += transfer.bytes
         else:
             self.store.drop(moves)
-        self.store.released(moves, full)
+        self.store.released(moves, over)
 
     def scatter(self, store, transfer, moves: list[Move], index, states):
         """Stage two, on a thread. Until then `states` are not freed: they may still be copied."""

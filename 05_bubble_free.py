@@ -194,6 +194,8 @@ class PlannedCache(hidden_states.HiddenCache):
         predicted = plan_seconds(letters, costs)
         positions = torch.arange(start, end, device=self.model.device)  # [T]
         slots = self.slots(request, positions)  # [T]
+        if request in self.rows:
+            self.flush()  # what it has noted ends here
         numbers, reads = store.bring(request, start, match.blocks)
         runs = self.runs(request, numbers, start, end) if "K" in letters else []
         table = request.table[start // self.pool.block_size : self.pool.num_blocks(end)]

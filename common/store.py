@@ -75,7 +75,8 @@ class Filling:
     """What a store knows of a request."""
 
     chain: list = field(default_factory=list)  # a Prefix for each full chunk
-    index: int = -1  # of the chunk that its last row belongs to
+    end: int = -1  # the position behind the last row that it has computed
+    index: int = -1  # of the chunk that this row belongs to
     chunk: Chunk | None = None  # the same, while the request fills it; None: full, there already, or no room
     dropped: bool = False  # rows were dropped: no more are kept
 
@@ -134,11 +135,15 @@ class ChunkStore:
 
     def fill(self, rows: dict) -> tuple[list[Move], list[Chunk]]:
         """Say where rows go. `rows`: request -> the position of its first one, and the place of each among
-        what the steps have computed. -> Moves, and the chunks that are full with them; both hold chunks
+        what the steps have computed. -> Moves, and the chunks that nobody fills behind them; both hold chunks
         until they are `released`."""
-        moves, full = [], []
+        moves, over = [], []
         for request, (first, places) in rows.items():
             filling, position, end = self.requests[request], first, first + len(places)
+            if filling.end != first:  # what is between has come back
+                over += [filling.chunk] if filling.chunk else []
+                filling.index, filling.chunk = -1, None
+            filling.end = end
             while position < end and not filling.dropped:
                 index, at = position // CHUNK, position % CHUNK
                 count = min(CHUNK - at, end - position)
@@ -159,10 +164,10 @@ class ChunkStore:
                         moves.append(Move(request, chunk, at + there, count - there, new))
                         chunk.tokens += request.tokens[position + there : position + count]
                     if len(chunk.tokens) == CHUNK:
-                        full.append(chunk)
+                        over.append(chunk)
                         filling.chunk = None
                 position += count
-        return moves, full
+        return moves, over
 
     def begin(self, parent, tokens: list[int], at: int, own: list) -> tuple[Chunk | None, int | None]:
         """Somebody computes `tokens` behind `parent`, from row `at` on -> the chunk to fill, and the number
@@ -191,10 +196,10 @@ class ChunkStore:
         self.pool.release(sources)
         return None, None
 
-    def released(self, moves: list[Move], full: list[Chunk]):
+    def released(self, moves: list[Move], over: list[Chunk]):
         """Whoever carries out the moves holds what they touch; or they are dropped."""
         self.pool.release([move.source for move in moves if move.source is not None])
-        for chunk in full:
+        for chunk in over:
             self.close_chunk(chunk)
 
     def put(self, moves: list[Move], taken: list[numpy.ndarray], index: numpy.ndarray):

@@ -381,6 +381,25 @@ def test_what_is_on_its_way_to_a_file_when_the_engine_is_closed_gets_there():
     assert found(restart(files), PROMPT) == 128
 
 
+def test_a_chunk_that_was_begun_between_two_restorations_is_let_go():
+    """As where only some of the files find room: part is computed, and then more comes back."""
+    engine = restart(saved(PROMPT * 2), token_budget=16)
+    match, offered = engine.cache.match, []
+
+    def first_chunk_first(request):
+        offered.append(match(request))
+        return offered[-1].first(1) if len(offered) == 1 else offered[-1]
+
+    engine.cache.match = first_chunk_first
+    request = ask(engine, PROMPT * 2 + [3], 8)
+    assert request.found == {"disk": 64 + 176} and ORACLE.judge(request) == "equal", "16 were computed"
+    engine.cache.match = match
+    assert found(engine, request.tokens) == len(request.tokens) - 1
+    check_pools(engine)
+    evict(engine)
+    assert ORACLE.judge(ask(engine, request.tokens, 8)) == "equal"
+
+
 def test_another_model_dtype_or_salt_never_matches():
     files = saved()
     assert restart(files, model=tiny_model(1)).cache.match(Request(PROMPT, 1)) is None
