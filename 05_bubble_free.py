@@ -178,10 +178,10 @@ class PlannedCache(hidden_states.HiddenCache):
         if not chunks:
             return None
         start, tokens = request.computed, reached - request.computed
-        costs = self.costs(start, reached)
+        costs = self.costs(start, reached)._replace(question=0.0)  # it follows in either case
         pace = statistics.median(self.paces) if self.paces else 1.0
-        seconds = pace * plan_seconds(store.letters, costs) - len(store.letters) * costs.question
-        seconds = max(0.0, seconds) + self.load_link.seconds(0) + store.seconds_to_read(chunks)
+        seconds = pace * plan_seconds(store.letters, costs)
+        seconds += self.load_link.seconds(0) + store.seconds_to_read(chunks)
         source = "disk" if store.in_files(chunks) else "cpu"
         return Match(tokens, seconds, chunks, CHUNK, source, tokens, store)
 

@@ -181,3 +181,19 @@ def steps_of(engine, prompt) -> list[str]:
         transfer.wait()
     engine.running = []
     return said
+
+
+def wrong_rows(engine) -> list[tuple]:
+    """Hidden states in host memory that can be found, and are not what the model computes."""
+    wrong, store = [], getattr(engine.cache, "store", None)
+    for chunk in store.chunks.values() if store else ():
+        prefix, tokens = chunk.parent, chunk.tokens[: chunk.filled]
+        while prefix.parent is not None:
+            prefix, tokens = prefix.parent, [*prefix.tokens, *tokens]
+        runner, inputs = paged.Runner(engine.model, 32), []
+        request = Request(tokens, 1, table=runner.pool.allocate(runner.pool.num_blocks(len(tokens))))
+        runner.forward([(request, len(tokens))], lambda *given, inputs=inputs: inputs.append(given[1]))
+        for part, layer in zip(store.parts, engine.cache.layers):
+            far = (part[chunk.number, : chunk.filled] - inputs[layer][-chunk.filled :]).abs().amax(-1)
+            wrong += [(chunk.number, layer, row) for row in (far > 1e-2).nonzero().flatten().tolist()]
+    return wrong

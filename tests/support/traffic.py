@@ -48,6 +48,7 @@ def run(cache: str, requests: int, seed: int, share: float = 0.05, tell=lambda l
                 burst(engine, rng, prompts, oracle, counts)
         engines.settle(engine)
         engines.check_pools(engine)
+        counts["wrong"] += len(engines.wrong_rows(engine))
         for name in ("preemptions", "declined", "failed_restorations", "restored_tokens", "steps"):
             counts[name] += engine.counts[name]
         engine.close()
