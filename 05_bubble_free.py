@@ -14,6 +14,7 @@ K, as in RRHHHHHHHHKK. The link brings all H and then all K; the processor recom
 each H when it has arrived, and takes the question's rows through each layer as soon as its history is there.
 The plan is the one with which the question is through first. That is what a user waits for, so the question
 counts: where it costs as much as the history (classroom), the best plan may be K in all layers, chapter 03.
+One plan serves all lengths: it is made for 1,024 tokens, and 512 must not come later than by chapter 03.
 Layers are divided and not tokens, since half of a layer's tokens cost more than half of its products.
 
 What is kept is what the plan says, so each plan is a namespace of its own. A new plan is taken only while
@@ -55,6 +56,7 @@ from common.store import CHUNK, ChunkFiles
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
 hidden_states = importlib.import_module("04_hidden_state_cache")
 PLANNED, QUESTION = 1024, 32  # tokens: of the history that is planned for, and of the question behind it
+SHORTER = 512  # tokens: a history that must not come later than by chapter 03
 BETTER = 0.9  # a new plan takes at most this share of the old one's time, and a mix of that of K everywhere
 DOUBT = 0.1  # a restoration that takes longer than predicted by more than this share: measure again
 
@@ -86,13 +88,17 @@ def plan_seconds(letters: str, costs: Costs) -> float:
     return now
 
 
-def best_plan(layers: int, costs: Costs) -> str:
-    """The best of all divisions into R, H and K; of equals the one that keeps less."""
+def best_plan(layers: int, costs: Costs, shorter: Costs | None = None) -> str:
+    """The best of all divisions into R, H and K; of equals the one that keeps less. With the costs of a
+    `shorter` history: of those that are no slower than K everywhere for that one too."""
     plans = [
         "R" * recompute + "H" * hidden + "K" * (layers - recompute - hidden)
         for recompute in range(layers)  # not all: that would be no cache
         for hidden in range(layers - recompute + 1)
     ]
+    if shorter:
+        most = plan_seconds("K" * layers, shorter)
+        plans = [plan for plan in plans if plan_seconds(plan, shorter) <= most]
     return min(plans, key=lambda plan: (plan_seconds(plan, costs), plan.count("K"), plan.count("H")))
 
 
@@ -306,11 +312,12 @@ class PlannedCache(hidden_states.HiddenCache):
             restorer.rates.append(rate)
         self.measure_question()
         tokens = min(PLANNED, self.model.config.max_position_embeddings // 2)
-        costs = self.costs(0, tokens)
+        costs, shorter = self.costs(0, tokens), self.costs(0, min(SHORTER, tokens))
         if self.asked in ("best", "paper") and math.isfinite(costs.recompute):
-            letters = best_plan(layers, costs) if self.asked == "best" else closed_form(layers, costs)
+            best = self.asked == "best"
+            letters = best_plan(layers, costs, shorter) if best else closed_form(layers, costs)
             seconds = partial(plan_seconds, costs=costs)
-            if self.asked == "best" and seconds(letters) > BETTER * seconds("K" * layers):
+            if best and seconds(letters) > BETTER * seconds("K" * layers):
                 letters = "K" * layers  # a mix has costs that the plan does not know
             better = seconds(letters) <= BETTER * seconds(self.store.letters) and letters == self.proposed
             if letters != self.store.letters and (better or not self.store.chunks):
