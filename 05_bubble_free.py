@@ -57,6 +57,7 @@ paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module
 hidden_states = importlib.import_module("04_hidden_state_cache")
 PLANNED, QUESTION = 1024, 32  # tokens: of the history that is planned for, and of the question behind it
 SHORTER = 512  # tokens: a history that must not come later than by chapter 03
+MIX = 1e-3  # seconds that a mix takes besides, at most
 BETTER = 0.9  # a new plan takes at most this share of the old one's time, and a mix of that of K everywhere
 DOUBT = 0.1  # a restoration that takes longer than predicted by more than this share: measure again
 
@@ -98,7 +99,7 @@ def best_plan(layers: int, costs: Costs, shorter: Costs | None = None) -> str:
     ]
     if shorter:
         most = plan_seconds("K" * layers, shorter)
-        plans = [plan for plan in plans if plan_seconds(plan, shorter) <= most]
+        plans = [plan for plan in plans if plan == "K" * layers or plan_seconds(plan, shorter) + MIX <= most]
     return min(plans, key=lambda plan: (plan_seconds(plan, costs), plan.count("K"), plan.count("H")))
 
 
@@ -198,8 +199,9 @@ class PlannedCache(hidden_states.HiddenCache):
         start, end, recomputed = restoration.start, restoration.end, letters.count("R")
         costs, began = self.costs(start, end), time.perf_counter()
         predicted = plan_seconds(letters, costs)
-        positions = torch.arange(start, end, device=self.model.device)  # [T]
-        slots = self.slots(request, positions)  # [T]
+        if letters.strip("K"):
+            positions = torch.arange(start, end, device=self.model.device)  # [T]
+            slots = self.slots(request, positions)  # [T]
         if request in self.rows:
             self.flush()  # what it has noted ends here
         numbers, reads = store.bring(request, start, match.blocks)
