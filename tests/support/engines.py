@@ -14,10 +14,13 @@ from common import checkpoint
 from common.llama import Llama, LlamaConfig
 from common.requests import Request
 from common.restoring import Cache
-from common.store import ChunkFiles
+from common.store import ChunkFiles, ModelledStorage
 
-CHAPTERS = "01_baseline", "02_paged_kv", "03_cpu_offload", "04_hidden_state_cache", "05_bubble_free"
-baseline, paged, offload, hidden, planned = map(importlib.import_module, CHAPTERS)
+CHAPTERS = (
+    "01_baseline", "02_paged_kv", "03_cpu_offload", "04_hidden_state_cache", "05_bubble_free",
+    "06_bidirectional",
+)  # fmt: skip
+baseline, paged, offload, hidden, planned, both = map(importlib.import_module, CHAPTERS)
 BANDWIDTH = 2e9  # bytes/s, of the modelled link
 CONTEXT = 512
 
@@ -28,6 +31,8 @@ CACHES = {
     "hidden": lambda blocks: hidden.HiddenCache(4 * blocks, BANDWIDTH),
     "planned": lambda blocks: planned.PlannedCache(4 * blocks, BANDWIDTH, plan="RHK"),
     "files": lambda blocks: hidden.HiddenCache(-(-blocks // 4), BANDWIDTH, chunk_files()),
+    "both": lambda blocks: both.BidirectionalCache(ModelledStorage(blocks, BANDWIDTH / 10), memory=4e5),
+    "both, files": lambda blocks: both.BidirectionalCache(chunk_files(), share=0.0, memory=4e5),
 }
 FOLDERS = tempfile.TemporaryDirectory()
 
