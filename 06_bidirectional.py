@@ -33,17 +33,23 @@ Source: "Compute or Load KV Cache? Why Not Both?" (Jin et al., ICML '25), sectio
     python 06_bidirectional.py --storage 0.1               # the server, on http://127.0.0.1:5000
 """
 
+import argparse
 import importlib
 import math
+import random
 import statistics
+import sys
 import time
 from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import torch
 
+from common import cli, lesson
 from common import link as links
+from common.requests import Frontend, Request
 from common.restoring import PAUSE, Cache, Match
 from common.store import CHUNK, ChunkFiles, ModelledStorage
 
@@ -73,7 +79,7 @@ class BidirectionalCache(Cache):
         config, dtype, device = self.model.config, self.model.dtype, self.model.device
         heads = config.num_key_value_heads, config.head_dim
         self.shape = config.num_hidden_layers, 2, CHUNK, *heads  # of a chunk's K and V
-        self.slots = self.pool.memory.flatten(2, 3)  # [L, 2, slots, KVH, hd]
+        self.kv = self.pool.memory.flatten(2, 3)  # [L, 2, slots, KVH, hd]
         # 1. The memory for chunks on their way: a place each
         width = config.kv_numbers_per_token
         if self.bits == 8:  # a byte for each number, and two for each head's scale
@@ -107,17 +113,20 @@ class BidirectionalCache(Cache):
         return request.kept
 
     def match(self, request):
-        first, chunks = request.computed // CHUNK, []
-        chain = self.kept(request).chain[first:]
-        found = [self.storage.find(prefix) for prefix in reversed(chain)]  # the end is forgotten first
-        while found and found[-1] is not None:
-            chunks.append(found.pop())
-        end = min((first + len(chunks)) * CHUNK, len(request.tokens) - 1)  # the last token is computed
+        """The longest run of chunks that storage has; what it lacks before them is computed anyway."""
+        chain, first, best, run = self.kept(request).chain, request.computed // CHUNK, [], []
+        for number in range(first, len(chain)):
+            found = self.storage.find(chain[number])
+            run = [] if found is None else [*run, (number, found)]
+            best = max(best, run, key=len)
+        end = min((best[-1][0] + 1) * CHUNK, len(request.tokens) - 1) if best else 0  # the last is computed
         if end > request.computed:
+            restorer, start = self.engine.restorer, request.computed
             queued = sum(other.restoration.limit - other.computed for other in self.below())
-            compute = self.engine.restorer.seconds_to_compute(request.computed, end)
-            load = self.seconds_to_load(queued + end - request.computed)
-            return Match(end - request.computed, load / (1 + load / compute), chunks, CHUNK, "storage")
+            compute, load = restorer.seconds_to_compute(start, end), self.seconds_to_load(queued + end - start)
+            gap = restorer.seconds_to_compute(start, max(start, best[0][0] * CHUNK))
+            seconds = max(load / (1 + load / compute), gap)
+            return Match(end - start, min(seconds, compute), best, CHUNK, "storage")
 
     def seconds_to_load(self, tokens: int) -> float:
         return tokens * self.chunk_bytes / CHUNK / self.speed()
@@ -138,7 +147,7 @@ class BidirectionalCache(Cache):
         positions = torch.arange(restoration.start, restoration.end)
         table, size = torch.tensor(request.table), self.pool.block_size
         slots = (table[positions // size] * size + positions % size).to(self.model.device)  # [T]
-        unread = list(enumerate(match.blocks, restoration.start // CHUNK))  # the last one is read next
+        unread = list(match.blocks)  # the last one is read next
         reading = deque()  # [number of the chunk, its place, what must be over before that is used again]
         self.divide()
         try:
@@ -150,7 +159,9 @@ class BidirectionalCache(Cache):
                     (read,) = self.storage.read([found], [self.arrays[place]], 0, f"chunk {number}")
                     reading.append([number, place, read])
                 if not reading:
-                    yield PAUSE  # others have them
+                    if not unread:
+                        return  # storage has no more: prefill goes on to the limit
+                    yield PAUSE  # others have the places
                     continue
                 # 2. When the next one is there, put what prefill does not compute meanwhile in its blocks
                 number, place, read = reading[0]
@@ -164,7 +175,7 @@ class BidirectionalCache(Cache):
                 if front < restoration.limit:
                     rows = slice(front - number * CHUNK, restoration.limit - number * CHUNK)
                     into = slots[front - restoration.start : restoration.limit - restoration.start]
-                    self.slots.index_copy_(2, into, self.unpack(self.landed[place])[:, :, rows])
+                    self.kv.index_copy_(2, into, self.unpack(self.landed[place])[:, :, rows])
                     restoration.limit = front
                 self.places.release([place])
                 reading.popleft()
@@ -174,6 +185,7 @@ class BidirectionalCache(Cache):
                 read.cancel()
                 self.hold(f"place {place}", [read], (self.places, [place]))
                 self.places.release([place])
+            request.timeline.plan = drawn(restoration)
 
     def note(self, read):
         start, end = read.span()
@@ -225,7 +237,7 @@ class BidirectionalCache(Cache):
         size, device = self.pool.block_size, self.model.device
         positions, table = torch.arange(number * CHUNK, (number + 1) * CHUNK), torch.tensor(request.table)
         slots = (table[positions // size] * size + positions % size).to(device)  # [64]
-        packed = self.pack(self.slots.index_select(2, slots))
+        packed = self.pack(self.kv.index_select(2, slots))
         (place,) = self.places.allocate(1)
         transfer = self.save_link.copy(self.host[place], packed, f"chunk {number}")
         then = partial(self.write, request, prefix, place, transfer, packed)
@@ -278,3 +290,141 @@ def quantize(kv):
     """Symmetric, per token and head: -> whole numbers from -127 to 127, as kv, and scales [..., 1]."""
     scales = (kv.float().abs().amax(-1, keepdim=True) / 127).clamp(2e-7, 65504.0).half()
     return (kv.float() / scales.float()).round().clamp(-127, 127).to(torch.int8), scales
+
+
+def drawn(restoration) -> dict:
+    """A letter for each chunk: who has brought it."""
+    start, end = restoration.start, restoration.end
+    met, letters = end - restoration.found if restoration.found else restoration.limit, ""
+    for first in range(start - start % CHUNK, end, CHUNK):
+        letters += "L" if first >= met else "C" if first + CHUNK <= met else "B"
+    title = f"Tokens {start} to {met} computed, to {end} loaded"
+    return dict(title=title, rows=[["chunks", letters]], legend=dict(C="computed", B="both", L="loaded"))
+
+
+# 2. The demo -----------------------------------------------------------------------------------
+
+WAYS = "only computing", "only loading", "both"
+
+
+def demo(model, frontend: Frontend, arguments):
+    """A conversation that comes back from storage, then TTFT of both ends and of either, on three storages."""
+    # 1. Ask: about a document, and again when only storage has it
+    rng, new = random.Random(0), max(2, min(arguments.max_tokens, 16))
+    options = dict(gpu_blocks=None, max_running=2, always_restore=True, bits=None, compute="share")
+    engine = make_engine(model, argparse.Namespace(**{**vars(arguments), **options}))
+    cache = engine.cache
+    text = lesson.document(frontend, rng, frontend.context * 7 // 8, lesson.SECRET)
+    messages = [dict(role="user", content=text)]
+    (first,) = engine.generate([frontend.request(messages=messages, max_tokens=new)])
+    messages += dict(role="assistant", content=first.outcome.text), dict(role="user", content=lesson.QUESTION)
+    lesson.settle(engine)
+    engine.evict("device")
+    (back,) = engine.generate([frontend.request(messages=messages, max_tokens=new)])
+    prompt, rows, last = back.tokens[: back.prompt_tokens], [], {}
+
+    # 2. Time, on storage of several speeds
+    def ask(way: str) -> float:
+        last[way] = once(engine, prompt, way)
+        return last[way].outcome.ttft_ms
+
+    computing = statistics.median(ask("only computing") for _ in range(lesson.ROUNDS)) / 1e3  # seconds
+    even = cache.chunk_bytes * len(prompt) / CHUNK / computing  # bytes/s
+    storages = {"asked for": None}
+    if isinstance(cache.storage, ModelledStorage) and arguments.storage is None:
+        storages = {
+            "as fast as computing": links.Bandwidth(even),
+            "four times slower and faster by turns": links.Trace([even / 4, 4 * even], computing / 5),
+            "twenty times faster": links.Bandwidth(20 * even),
+        }
+    taken = {}
+    for words, bandwidth in storages.items():
+        if bandwidth:
+            cache.storage.use(bandwidth)
+        taken[words] = lesson.in_turn({way: partial(ask, way) for way in WAYS}), str(cache.storage), last["both"]
+    verified = lesson.equal_to_baseline(model, [first, back, *last.values()])
+
+    # 3. Show
+    print(f"{len(prompt)} tokens, chunks of {CHUNK}: {cache.chunk_bytes / 1e6:.2f} MB each in storage")
+    print(f"  {lesson.QUESTION} - {back.outcome.text}\n")
+    for words, (samples, storage, both) in taken.items():
+        rows += lesson.table(f"TTFT, storage {words} ({storage})", samples, "ttft_ms", "ms")
+        compute, load, ours = (statistics.median(samples[way]) for way in WAYS)
+        found, bound = both.found.get("storage", 0), load * compute / (load + compute)
+        rows.append(dict(table=words, computed=len(prompt) - found, loaded=found, bound_ms=bound))
+        plan = both.timeline.plan["rows"][0][1] if found else ""
+        print(f"  both |{plan}| (C: computed, B: partly, L: loaded)\n{both.timeline.chart()}")
+        print(
+            f"  {found} tokens came from storage; {min(compute, load) / ours:.2f}x as soon as by the better one "
+            f"alone, {ours / bound:.2f} times the bound of {bound:.0f} ms\n"
+        )
+    print(
+        "Two ways that take equally long bring twice as much together, and a changing speed moves only the\n"
+        "meeting point. Where one of them is faster by far, the other has nothing left to add.\n"
+        "And memory of three speeds, of which only the last one is slow? Chapter 07."
+    )
+    report = dict(link=dict(modelled=True, gbps=cache.speed() / 1e9), counters=engine.counters())
+    return dict(report, verified=verified, rows=rows), [both.timeline]
+
+
+def once(engine, prompt: list[int], way: str) -> Request:
+    """Ask, when only storage has the history: it comes back from both ends, or from one of them."""
+    lesson.settle(engine)
+    engine.evict("device")
+    engine.cache.share = 0.0 if way == "only loading" else 1.0
+    request = Request(prompt, 2)
+    request.declined = way == "only computing"
+    if isinstance(engine.cache.storage, ModelledStorage):
+        engine.cache.storage.bandwidth.began = time.perf_counter()
+    return engine.generate([request])[0]
+
+
+# 3. Main ---------------------------------------------------------------------------------------
+
+def bandwidth(string: str) -> links.Bandwidth | None:
+    """An argparse type: auto, GB/s, or several and how long each lasts: 0.1:2:0.5@0.1."""
+    if string == "auto":
+        return None
+    number, (speeds, at, seconds) = cli.bounded(float, 1e-6, 1e6), string.partition("@")
+    values = [1e9 * number(speed) for speed in speeds.split(":")]
+    return links.Trace(values, number(seconds) if at else 0.1) if len(values) > 1 else links.Bandwidth(*values)
+
+
+def add_arguments(parser):
+    paged.add_arguments(parser)
+    where = parser.add_mutually_exclusive_group()
+    words = "modelled storage in ordinary memory: its speed; auto (default): as fast as computing; several in turn"
+    where.add_argument("--storage", type=bandwidth, metavar="GB/S[:GB/S...@SECONDS]", help=words)
+    add, words = where.add_argument, "keep chunks in files instead; may be repeated"
+    add("--disk", type=Path, action="append", metavar="DIR", help=words)
+    add, words = parser.add_argument, "of all chunks in storage (10)"
+    add("--disk-limit", type=cli.bounded(float, 1e-6, 1e6), default=10, metavar="GB", help=words)
+    words = "of a step, for a prefill beside other requests (1); 0: it only loads"
+    add("--share", type=cli.bounded(float, 0, 1), default=1.0, metavar="SHARE", help=words)
+    words = "what a prefill takes of a step: its share (default), or what other requests leave"
+    add("--compute", choices=["share", "leftover"], default="share", help=words)
+    add("--bits", type=int, choices=[8], help="store K and V in 8 bits: fewer bytes, not exact")
+    add("--always-restore", action="store_true", help="load even where that hardly helps")
+
+
+def make_engine(model, arguments) -> paged.Engine:
+    """Chapter 02's engine with this chapter's Cache."""
+    limit, asked = 1e9 * arguments.disk_limit, arguments.storage
+    storage = ChunkFiles(arguments.disk, limit) if arguments.disk else ModelledStorage(limit, asked or 1e9)
+    cache = BidirectionalCache(storage, arguments.share, arguments.compute == "leftover", arguments.bits)
+    engine = paged.make_engine(model, arguments, cache)
+    seconds = engine.restorer.seconds_to_compute(0, model.config.max_position_embeddings // 2)
+    if not (arguments.disk or asked) and math.isfinite(seconds):
+        tokens = model.config.max_position_embeddings // 2
+        storage.use(links.Bandwidth(tokens * cache.chunk_bytes / CHUNK / seconds))
+    where = ", ".join(map(str, arguments.disk)) if arguments.disk else storage
+    print(f"Storage: chunks of {CHUNK} tokens, {cache.chunk_bytes / 1e6:.2f} MB, in {where}", file=sys.stderr)
+    return engine
+
+
+def compare(arguments) -> dict:
+    return {**paged.compare(arguments), "both ends (06)": (make_engine, True)}
+
+
+if __name__ == "__main__":
+    cli.main(__doc__, "06_bidirectional", add_arguments, make_engine, demo, compare)

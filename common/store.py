@@ -427,16 +427,21 @@ class ChunkFiles:
 
 
 class ModelledStorage:
-    """What ChunkFiles is, in ordinary memory, behind a modelled bandwidth: at most `chunks`, of one part.
-    Writing is not slowed down."""
+    """What ChunkFiles is, in ordinary memory, behind a modelled bandwidth: at most `limit` bytes, chunks of
+    one part. Writing is not slowed down."""
 
-    def __init__(self, chunks: int, bandwidth: Bandwidth | float):
-        self.chunks, self.bandwidth = chunks, bandwidth
+    def __init__(self, limit: float, bandwidth: Bandwidth | float):
+        self.limit, self.bandwidth = limit, bandwidth
         self.lock, self.index = threading.Lock(), OrderedDict()  # key -> contents, least recently used first
 
     def attach(self, parts: list[torch.Tensor], engine):
         self.link = Link("storage", Clock("cpu"), self.bandwidth, engine.wake.set)
-        self.bandwidth, self.writer = self.link.bandwidth, Lane("save", engine.wake.set)
+        self.use(self.link.bandwidth)
+        self.writer = Lane("save", engine.wake.set)
+
+    def use(self, bandwidth: Bandwidth):
+        """Be so fast from now on."""
+        self.bandwidth = self.link.bandwidth = bandwidth
 
     @property
     def speed(self) -> float:
@@ -461,7 +466,7 @@ class ModelledStorage:
         contents = contents.copy()
         with self.lock:
             self.index[key] = contents
-            while len(self.index) > self.chunks:
+            while len(self.index) * contents.nbytes > self.limit:
                 self.index.popitem(last=False)
 
     def close(self):
