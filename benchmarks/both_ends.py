@@ -23,6 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import deque
 from functools import partial
 from pathlib import Path
 
@@ -103,7 +104,9 @@ class Bench:
             engine.evict("device")
         time.sleep(0.02)
         cache.share = 0.0 if way == "load" else share
-        cache.take, cache.storage = way != "beside", self.silent if way == "compute" and share < 1 else self.storage
+        silent, speeds, cache.take = way == "compute" and share < 1, cache.speeds, way != "beside"
+        if silent:
+            cache.storage, cache.speeds = self.silent, deque([1.0])
         request = Request(self.history + (question or self.draw(QUESTION)), 1)
         request.declined = way == "compute" and share == 1
         bandwidth = getattr(self.storage, "bandwidth", None)
@@ -119,7 +122,7 @@ class Bench:
             engine.step()
         for other in self.crowd:
             engine.cancel(other, HungUp("it was there to take its share"))
-        self.crowd = []
+        self.crowd, cache.storage, cache.speeds = [], self.storage, speeds
         if isinstance(request.outcome, Exception):
             raise request.outcome
         return request
@@ -130,7 +133,7 @@ class Bench:
         budget = self.engine.token_budget
         missing = int((1 - share) * budget) - sum(other.pending for other in self.crowd)
         if missing > 0:
-            self.crowd.append(Request(self.draw(missing), 1))
+            self.crowd.append(Request(self.draw(missing), 8))
             self.engine.submit(self.crowd[-1])
 
     def ttft(self, way: str, share: float = 1.0, rounds: int = 3) -> list[float]:
