@@ -417,8 +417,7 @@ def make_engine(model, arguments) -> paged.Engine:
     if not (arguments.disk or asked) and math.isfinite(seconds):
         tokens = model.config.max_position_embeddings // 2
         storage.use(links.Bandwidth(tokens * cache.chunk_bytes / CHUNK / seconds))
-    where = ", ".join(map(str, arguments.disk)) if arguments.disk else storage
-    print(f"Storage: chunks of {CHUNK} tokens, {cache.chunk_bytes / 1e6:.2f} MB, in {where}", file=sys.stderr)
+    print(f"Chunks of {CHUNK} tokens, {cache.chunk_bytes / 1e6:.2f} MB, in {storage}", file=sys.stderr)
     return engine
 
 

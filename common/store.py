@@ -422,6 +422,9 @@ class ChunkFiles:
         for lane in (*self.readers.values(), *self.writers.values()):
             lane.close()
 
+    def __str__(self):
+        return ", ".join(map(str, self.directories))
+
 
 # 3. Modelled -----------------------------------------------------------------------------------
 
