@@ -90,7 +90,7 @@ class BidirectionalCache(Cache):
         shape = places, CHUNK, width
         self.host = links.host_memory(shape, dtype, device, "The memory for chunks on their way")
         self.arrays = links.as_integers(self.host)  # for NumPy
-        self.places = paged.BlockPool(places, CHUNK)
+        self.places = paged.BlockPool(places, CHUNK, self.host)
         self.pools = {"host": self.places}
         # 2. A GPU's own memory for them, behind the link
         self.landed, self.load_link = self.host, None
@@ -144,9 +144,7 @@ class BidirectionalCache(Cache):
     def restore(self, request, restoration, match):
         """From the back: what has arrived moves the limit down to where it begins, or to where prefill is."""
         restoration.layers, restoration.limit = len(self.model.layers), restoration.end
-        positions = torch.arange(restoration.start, restoration.end)
-        table, size = torch.tensor(request.table), self.pool.block_size
-        slots = (table[positions // size] * size + positions % size).to(self.model.device)  # [T]
+        slots = self.slots(request, restoration.start, restoration.end)  # [T]
         unread = list(match.blocks)  # the last one is read next
         reading = deque()  # [number of the chunk, its place, what must be over before that is used again]
         self.divide()
@@ -186,6 +184,11 @@ class BidirectionalCache(Cache):
                 self.hold(f"place {place}", [read], (self.places, [place]))
                 self.places.release([place])
             request.timeline.plan = drawn(restoration)
+
+    def slots(self, request, start: int, end: int):
+        """Where tokens start to end are among the slots of the device's blocks."""
+        positions, table, size = torch.arange(start, end), torch.tensor(request.table), self.pool.block_size
+        return (table[positions // size] * size + positions % size).to(self.model.device)
 
     def note(self, read):
         start, end = read.span()
@@ -234,9 +237,7 @@ class BidirectionalCache(Cache):
                 kept.saved += 1
 
     def save_chunk(self, request, prefix, number: int):
-        size, device = self.pool.block_size, self.model.device
-        positions, table = torch.arange(number * CHUNK, (number + 1) * CHUNK), torch.tensor(request.table)
-        slots = (table[positions // size] * size + positions % size).to(device)  # [64]
+        slots = self.slots(request, number * CHUNK, (number + 1) * CHUNK)  # [64]
         packed = self.pack(self.kv.index_select(2, slots))
         (place,) = self.places.allocate(1)
         transfer = self.save_link.copy(self.host[place], packed, f"chunk {number}")
@@ -413,10 +414,11 @@ def make_engine(model, arguments) -> paged.Engine:
     storage = ChunkFiles(arguments.disk, limit) if arguments.disk else ModelledStorage(limit, asked or 1e9)
     cache = BidirectionalCache(storage, arguments.share, arguments.compute == "leftover", arguments.bits)
     engine = paged.make_engine(model, arguments, cache)
-    seconds = engine.restorer.seconds_to_compute(0, model.config.max_position_embeddings // 2)
+    tokens = model.config.max_position_embeddings // 2
+    seconds = engine.restorer.seconds_to_compute(0, tokens)
     if not (arguments.disk or asked) and math.isfinite(seconds):
-        tokens = model.config.max_position_embeddings // 2
-        storage.use(links.Bandwidth(tokens * cache.chunk_bytes / CHUNK / seconds))
+        size = tokens * model.config.kv_numbers_per_token * model.dtype.itemsize
+        storage.use(links.Bandwidth(size / seconds))
     print(f"Chunks of {CHUNK} tokens, {cache.chunk_bytes / 1e6:.2f} MB, in {storage}", file=sys.stderr)
     return engine
 
