@@ -223,6 +223,23 @@ def test_what_prefill_has_overtaken_is_called_off():
     finish(engine, storage, request)
 
 
+def test_what_a_late_read_writes_is_read_by_nobody():
+    storage = engine_for()[2]
+    engine, cache, _ = engine_for(storage, memory=2 * BYTES)
+    gone = submit(engine)
+    engine.step()
+    late, storage.reads = storage.reads, []
+    engine.cancel(gone, HungUp("gone"))
+    engine.step()
+    request = submit(engine)
+    engine.step()
+    storage.deliver(2)
+    for transfer, _, into in late:
+        into.fill(-1)  # NaN
+        transfer.finish(0.0, 0.0)
+    finish(engine, storage, request)
+
+
 @pytest.mark.parametrize("kind", ["link", "lane"])
 def test_a_read_that_is_called_off_before_it_begins_is_never_done(kind):
     release, copied = Transfer("", ""), torch.zeros(3)

@@ -31,9 +31,10 @@ CACHES = {
     "hidden": lambda blocks: hidden.HiddenCache(4 * blocks, BANDWIDTH),
     "planned": lambda blocks: planned.PlannedCache(4 * blocks, BANDWIDTH, plan="RHK"),
     "files": lambda blocks: hidden.HiddenCache(-(-blocks // 4), BANDWIDTH, chunk_files()),
-    "both": lambda blocks: both.BidirectionalCache(ModelledStorage(5e4 * blocks, BANDWIDTH / 10), memory=4e5),
+    "both": lambda blocks: both.BidirectionalCache(modelled(blocks), share=0.5, memory=1e5),
     "both, files": lambda blocks: both.BidirectionalCache(chunk_files(), share=0.0, memory=4e5),
 }
+modelled = lambda blocks: ModelledStorage(5e4 * blocks, BANDWIDTH / 10)  # noqa: E731
 FOLDERS = tempfile.TemporaryDirectory()
 
 

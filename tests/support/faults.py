@@ -64,6 +64,7 @@ class Faults:
         """Write to `dst` after a while: `src`, or NaN and then fail."""
         transfer = Transfer(link.lane, label, sum(piece.nbytes for piece in dst))
 
+        @torch.inference_mode()
         def write():
             for index, piece in enumerate(dst):
                 if src is None:
