@@ -26,7 +26,8 @@ Beside other requests the prefill takes a `--share` of each step, or, with `--co
 the others leave (section 6). With `--bits 8` K and V travel in 8 bits, under a name of their own: they are
 not those of chapter 01, nor is what is computed behind them.
 
-Source: "Compute or Load KV Cache? Why Not Both?" (Jin et al., ICML '25), sections 4 and 6, appendices A and B.
+Source: Cake ("Compute or Load KV Cache? Why Not Both?", Jin et al., ICML '25), sections 4 to 6, appendices A
+and B.
 
     python 06_bidirectional.py --demo
     python 06_bidirectional.py --prompt "What is a KV cache?" --disk chunks
@@ -69,10 +70,12 @@ class Kept:
 class BidirectionalCache(Cache):
     """Chunks of K and V in storage, loaded from the back while the engine computes from the front."""
 
-    def __init__(self, storage: ChunkFiles | ModelledStorage, share=1.0, leftover=False, bits=None, memory=256e6):
-        """`share` of a step that a prefill takes beside other requests; 0: it only loads. `leftover`: it
-        takes what they leave. `bits`: 8, or those of the model. `memory`: bytes for chunks on their way."""
-        self.storage, self.share, self.leftover, self.bits, self.memory = storage, share, leftover, bits, memory
+    def __init__(self, storage, share: float = 1.0, leftover=False, bits: int | None = None, memory=256e6):
+        """`storage`: ChunkFiles or ModelledStorage. `share` of a step that a prefill takes beside other
+        requests; 0: it only loads. `leftover`: it takes what they leave. `bits`: 8, or those of the model.
+        `memory`: bytes for chunks on their way."""
+        self.storage, self.bits, self.memory = storage, bits, memory
+        self.share, self.leftover = share, leftover
 
     def attach(self, engine):
         super().attach(engine)
@@ -123,7 +126,8 @@ class BidirectionalCache(Cache):
         if end > request.computed:
             restorer, start = self.engine.restorer, request.computed
             queued = sum(other.restoration.limit - other.computed for other in self.below())
-            compute, load = restorer.seconds_to_compute(start, end), self.seconds_to_load(queued + end - start)
+            load = self.seconds_to_load(queued + end - start)
+            compute = restorer.seconds_to_compute(start, end)
             gap = restorer.seconds_to_compute(start, max(start, best[0][0] * CHUNK))
             seconds = max(load / (1 + load / compute), gap)
             return Match(end - start, min(seconds, compute), best, CHUNK, "storage")
@@ -309,7 +313,7 @@ WAYS = "only computing", "only loading", "both"
 
 
 def demo(model, frontend: Frontend, arguments):
-    """A conversation that comes back from storage, then TTFT of both ends and of either, on three storages."""
+    """A conversation that comes back from storage; TTFT of both ends and of either on three storages."""
     # 1. Ask: about a document, and again when only storage has it
     rng, new = random.Random(0), max(2, min(arguments.max_tokens, 16))
     options = dict(gpu_blocks=None, max_running=2, always_restore=True, bits=None, compute="share")
@@ -342,7 +346,8 @@ def demo(model, frontend: Frontend, arguments):
     for words, bandwidth in storages.items():
         if bandwidth:
             cache.storage.use(bandwidth)
-        taken[words] = lesson.in_turn({way: partial(ask, way) for way in WAYS}), str(cache.storage), last["both"]
+        samples = lesson.in_turn({way: partial(ask, way) for way in WAYS})
+        taken[words] = samples, str(cache.storage), last["both"]
     verified = lesson.equal_to_baseline(model, [first, back, *last.values()])
 
     # 3. Show
@@ -356,8 +361,8 @@ def demo(model, frontend: Frontend, arguments):
         plan = both.timeline.plan["rows"][0][1] if found else ""
         print(f"  both |{plan}| (C: computed, B: partly, L: loaded)\n{both.timeline.chart()}")
         print(
-            f"  {found} tokens came from storage; {min(compute, load) / ours:.2f}x as soon as by the better one "
-            f"alone, {ours / bound:.2f} times the bound of {bound:.0f} ms\n"
+            f"  {found} tokens came from storage; {min(compute, load) / ours:.2f}x as soon as by the better "
+            f"one alone, {ours / bound:.2f} times the bound of {bound:.0f} ms\n"
         )
     print(
         "Two ways that take equally long bring twice as much together, and a changing speed moves only the\n"
@@ -388,13 +393,15 @@ def bandwidth(string: str) -> links.Bandwidth | None:
         return None
     number, (speeds, at, seconds) = cli.bounded(float, 1e-6, 1e6), string.partition("@")
     values = [1e9 * number(speed) for speed in speeds.split(":")]
-    return links.Trace(values, number(seconds) if at else 0.1) if len(values) > 1 else links.Bandwidth(*values)
+    if len(values) == 1:
+        return links.Bandwidth(values[0])
+    return links.Trace(values, number(seconds) if at else 0.1)
 
 
 def add_arguments(parser):
     paged.add_arguments(parser)
     where = parser.add_mutually_exclusive_group()
-    words = "modelled storage in ordinary memory: its speed; auto (default): as fast as computing; several in turn"
+    words = "of modelled storage, in memory; several in turn; auto (default): as fast as computing"
     where.add_argument("--storage", type=bandwidth, metavar="GB/S[:GB/S...@SECONDS]", help=words)
     add, words = where.add_argument, "keep chunks in files instead; may be repeated"
     add("--disk", type=Path, action="append", metavar="DIR", help=words)
