@@ -319,7 +319,7 @@ def demo(model, frontend: Frontend, arguments):
     options = dict(gpu_blocks=None, max_running=2, always_restore=True, bits=None, compute="share")
     engine = make_engine(model, argparse.Namespace(**{**vars(arguments), **options}))
     cache = engine.cache
-    text = lesson.document(frontend, rng, frontend.context * 7 // 8, lesson.SECRET)
+    text = lesson.document(frontend, rng, min(frontend.context, 2048) * 7 // 8, lesson.SECRET)
     messages = [dict(role="user", content=text)]
     (first,) = engine.generate([frontend.request(messages=messages, max_tokens=new)])
     messages += dict(role="assistant", content=first.outcome.text), dict(role="user", content=lesson.QUESTION)
@@ -335,8 +335,8 @@ def demo(model, frontend: Frontend, arguments):
 
     computing = statistics.median(ask("only computing") for _ in range(lesson.ROUNDS)) / 1e3  # seconds
     even = cache.chunk_bytes * len(prompt) / CHUNK / computing  # bytes/s
-    storages = {"asked for": None}
-    if isinstance(cache.storage, ModelledStorage) and arguments.storage is None:
+    storages, modelled = {"asked for": None}, isinstance(cache.storage, ModelledStorage)
+    if modelled and arguments.storage is None:
         storages = {
             "as fast as computing": links.Bandwidth(even),
             "four times slower and faster by turns": links.Trace([even / 4, 4 * even], computing / 5),
@@ -366,10 +366,11 @@ def demo(model, frontend: Frontend, arguments):
         )
     print(
         "Two ways that take equally long bring twice as much together, and a changing speed moves only the\n"
-        "meeting point. Where one of them is faster by far, the other has nothing left to add.\n"
+        "meeting point. Where one takes a twentieth of the other's time, the other adds a twentieth at most.\n"
         "And memory of three speeds, of which only the last one is slow? Chapter 07."
     )
-    report = dict(link=dict(modelled=True, gbps=cache.speed() / 1e9), counters=engine.counters())
+    engine.close()
+    report = dict(link=dict(modelled=modelled, gbps=cache.speed() / 1e9), counters=engine.counters())
     return dict(report, verified=verified, rows=rows), [both.timeline]
 
 
@@ -380,8 +381,9 @@ def once(engine, prompt: list[int], way: str) -> Request:
     engine.cache.share = 0.0 if way == "only loading" else 1.0
     request = Request(prompt, 2)
     request.declined = way == "only computing"
-    if isinstance(engine.cache.storage, ModelledStorage):
-        engine.cache.storage.bandwidth.began = time.perf_counter()
+    storage = engine.cache.storage
+    if isinstance(storage, ModelledStorage) and isinstance(storage.bandwidth, links.Trace):
+        storage.bandwidth.began = time.perf_counter()  # its first speed
     return engine.generate([request])[0]
 
 
