@@ -366,7 +366,7 @@ def demo(model, frontend: Frontend, arguments):
         )
     print(
         "Two ways that take equally long bring twice as much together, and a changing speed moves only the\n"
-        "meeting point. Where one takes a twentieth of the other's time, the other adds a twentieth at most.\n"
+        "meeting point. Where one takes a twentieth of the other's time, they gain a twentieth at most.\n"
         "And memory of three speeds, of which only the last one is slow? Chapter 07."
     )
     engine.close()
