@@ -20,7 +20,8 @@ later it stands the more it costs to compute, and to load it costs the same.
 
 How many tokens should a step compute? Long steps cost less a token, but when one of them reaches the meeting
 point, it has computed what storage could have brought. So a step takes the share of what is left that prefill
-will get if both go on as they last did, `left l / (l + c)`, and a chunk at least.
+will get if both go on as they last did, `left l / (l + c)`, a chunk at least, and all where less than a chunk
+would come meanwhile.
 
 Beside other requests the prefill takes a `--share` of each step, or, with `--compute leftover`, only what
 the others leave (section 6). With `--bits 8` K and V travel in 8 bits, under a name of their own: they are
@@ -220,6 +221,8 @@ class BidirectionalCache(Cache):
                 compute = self.engine.restorer.seconds_to_compute(request.computed, restoration.limit)
                 load = self.seconds_to_load(left)
                 restoration.portion = max(CHUNK, int(left * load / (load + compute)))
+                if left - restoration.portion < CHUNK:  # storage will bring no other chunk meanwhile
+                    restoration.portion = left
                 if self.leftover:
                     restoration.portion = min(restoration.portion, max(0, budget - others))
                 elif len(self.engine.running) > 1 or not self.share:

@@ -288,7 +288,8 @@ def test_a_step_takes_what_prefill_will_get_if_both_go_on(ratio):
     slow_prefill(engine, storage, ratio)
     request = submit(engine)
     engine.step()
-    assert request.computed == pytest.approx(max(CHUNK, 384 * ratio / (1 + ratio)), abs=1)
+    share = max(CHUNK, 384 * ratio / (1 + ratio))
+    assert request.computed == pytest.approx(384 if share > 320 else share, abs=1)
     finish(engine, storage, request)
 
 
