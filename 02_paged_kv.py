@@ -437,8 +437,9 @@ class Engine(Line):
             if full and not self.append_block(request):
                 continue
             count = min(self.restorer.reach(request) - request.computed, budget)
-            work.append((request, count))
-            budget -= count
+            if count:  # chapter 06 may leave a step to others
+                work.append((request, count))
+                budget -= count
         for request, count in work:
             if request.restoration:  # chapter 06 may overtake a step of one request: it is given up then
                 request.restoration.taken = request.computed + (count if len(work) > 1 else 0)

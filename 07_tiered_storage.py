@@ -23,7 +23,6 @@ Source: HiCache, the hierarchical KV cache of SGLang (design document); its radi
     python 07_tiered_storage.py --storage redis://127.0.0.1:6379/0 --write-policy write_back
 """
 import hashlib
-import importlib
 import itertools
 import json
 import math
@@ -48,14 +47,13 @@ import torch
 from tqdm import tqdm
 
 from common import checkpoint
-from legacy import app, backends, baseline, figure, live, offload, paged
+from legacy import app, backends, baseline, bidirectional, figure, live, offload, paged
 from legacy import link as links
 from legacy.app import BadRequest
 from legacy.link import as_integers
 from legacy.timeline import Timeline
 from tools import classroom_text
 
-bidirectional = importlib.import_module("06_bidirectional")
 LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
 PREFETCH_POLICIES = ("best_effort", "wait_complete", "timeout")

@@ -58,11 +58,6 @@ PARTS = [
     ("bubble_free-mix",          "random:small",         "--rounds 3",                  None),
     ("bubble_free-mix",          "random:tinyllama",     "--histories 512 --rounds 3",  None),
     ("bubble_free-mix",          "random:tinyllama-mha", "--histories 512 --rounds 3",  None),
-    ("bidirectional-looking",    "classroom",            "",                            ""),
-    ("bidirectional-eight_bit",  "classroom",            "",                            "--rounds 3"),
-    ("bidirectional-histories",  "classroom",            "--histories 1024,2048,4096",  "--histories 1024,2048 --rounds 3"),
-    ("bidirectional-grid",       "classroom",            "--histories 1024,2048 --rounds 2", "--histories 1024 --rounds 2"),
-    ("bidirectional-grid",       "random:small",         "--histories 1024 --share 1 --rounds 2", None),
     ("tiered-match",             None,                   "",                            ""),
     ("tiered-layouts",           "random:small",         "",                            ""),
     ("tiered-layouts",           "classroom",            "",                            ""),
@@ -80,8 +75,7 @@ PARTS = [
     ("matrix-documents",         "classroom",            "--conversations 10 --systems 06,07,dynamic", None),
 ]
 # Of these --histories sets the lengths.
-HISTORIES = ("hcache-restore", "hcache-files", "bubble_free-partition", "bubble_free-mix", "bidirectional-looking",
-             "bidirectional-eight_bit", "bidirectional-histories", "bidirectional-grid", "tiered-admission", "restoration")
+HISTORIES = ("hcache-restore", "hcache-files", "bubble_free-partition", "bubble_free-mix", "tiered-admission", "restoration")
 ONLY_RANDOM = ("hybrid_blocks", "hcache-heads")                 # they change the geometry
 GRACE = 3.0                                                     # seconds that a part has to end after each signal
 CODES = re.compile(r"\x1b\[[\d;]*[A-Za-z]")                     # what moves a terminal's cursor

@@ -109,15 +109,6 @@ def mixed(read: Callable, setting: str | None = None, grouped: bool = False) -> 
     return cells
 
 
-def both_ends(name: str, **wanted) -> Callable:
-    """A figure of chapter 06's cells."""
-    def read(found, limits):
-        for row in entry(found)["rows"]:
-            if all(row[what] == value for what, value in wanted.items()):
-                yield Cell(row[name], share(row["over_bound"]))
-    return read
-
-
 def within(figure: dict) -> bool:
     """Not slower beyond what the rounds themselves differ by."""
     return figure["max"] >= 1
@@ -304,32 +295,6 @@ CLAIMS = [
     Claim("bubble_free-planner", ("",), "05", "all plans of 80 layers are tried within", "-", ("<", 5.0),
           lambda found, limits: [Cell(row["first_ms"], None, f"{row['plans_tried']:,} plans, the first time")
                                  for row in entry(found)["rows"] if row["layers"] == 80], " ms"),
-    # Chapter 06
-    Claim("bidirectional-grid", (CLASSROOM, SMALL), "06", "computing and loading at once is never slower than the better of the "
-          "two (within the spread)", "-", ("is", 1), lambda found, limits: [
-              Cell(within(row["over_better"])) for row in entry(found)["rows"]], noun="cells"),
-    Claim("bidirectional-grid", (CLASSROOM, SMALL), "06", "where both are equally fast, sooner than the better of the two by",
-          "-", (">=", 1.8), both_ends("over_better", load_over_compute=1.0, gpu_share=1.0), noun="cells"),
-    Claim("bidirectional-grid", (CLASSROOM, SMALL), "06", "restoration over the bound of two opposite pointers", "-",
-          ("<=", 1.08), both_ends("over_bound"), noun="cells"),
-    Claim("bidirectional-grid", (CLASSROOM, SMALL), "06", "first token sooner than by only computing, at best by",
-          "68.1 % (in the mean 2.6x)",
-          (">=", 0.681), lambda found, limits: [Cell(entry(found)["reduction"]["compute"]["best"], None,
-                                                f"mean {entry(found)['reduction']['compute']['mean']:.0%}")], "%",
-          noun="models", best=True),
-    Claim("bidirectional-grid", (CLASSROOM, SMALL), "06", "first token sooner than by only loading, at best by", "94.6 %",
-          (">=", 0.946), lambda found, limits: [Cell(entry(found)["reduction"]["load"]["best"], None,
-                                                f"mean {entry(found)['reduction']['load']['mean']:.0%}")], "%",
-          noun="models", best=True),
-    Claim("bidirectional-looking", (CLASSROOM,), "06", "looking whether a chunk is there, of computing one", "negligible",
-          ("<", 0.01), lambda found, limits: [Cell(entry(found)["share"])], "%", noun="models"),
-    Claim("bidirectional-histories", (CLASSROOM,), "06", "the share of chunks that is computed falls as the history grows",
-          "by 10 % from 2K to 32K", ("is", 1), lambda found, limits: [
-              Cell(after["computed_share"]["median"] <= before["computed_share"]["median"], None, "each against the shorter one")
-              for before, after in zip(entry(found)["rows"], entry(found)["rows"][1:])], noun="histories"),
-    Claim("bidirectional-eight_bit", (CLASSROOM,), "06", "in 8 bit the first token comes sooner, loading being the slower",
-          "up to 1.95x", (">", 1.0), lambda found, limits: [
-              Cell(row["faster_than_exact"]) for row in entry(found)["rows"] if row["load_over_compute"] >= 1]),
     # Chapter 07
     Claim("tiered-mix", (SMALL,), "07", "conversations go on from three tiers: first token sooner than without, by",
           "up to 80 %", (">=", 0.75), tiers("lower"), "%"),

@@ -62,10 +62,9 @@ from benchmarks.baseline import RESULTS, Memory, device_name, spread, write  # n
 from benchmarks.limits import matrix_rate, memory_bandwidth  # noqa: E402
 from benchmarks.reference import reference_model, set_imports_aside  # noqa: E402
 from common import checkpoint  # noqa: E402
-from legacy import app, backends, baseline, live, paged  # noqa: E402
+from legacy import app, backends, baseline, bidirectional, live, paged  # noqa: E402
 from legacy import link as links  # noqa: E402
 
-bidirectional = importlib.import_module("06_bidirectional")
 tiered, hybrid = importlib.import_module("07_tiered_storage"), importlib.import_module("08_hybrid_blocks")
 
 IN, OUT, HISTORY, PAUSE = 66.8, 358.8, 2500, 30.0               # tokens of a turn, in the mean; in the median; seconds

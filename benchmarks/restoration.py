@@ -35,24 +35,23 @@ import torch
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks import bidirectional as bidirectional_benchmark  # noqa: E402
 from benchmarks import hcache, limits  # noqa: E402
 from benchmarks import offload as offload_benchmark  # noqa: E402
 from benchmarks import paged as paged_benchmark  # noqa: E402
 from benchmarks.baseline import spread, write  # noqa: E402
 from benchmarks.reference import one_sentence, set_imports_aside  # noqa: E402
 from common import checkpoint  # noqa: E402
-from legacy import app, backends, bubble_free, hidden_states, offload, paged  # noqa: E402
+from legacy import app, backends, bidirectional, bubble_free, hidden_states, offload, paged  # noqa: E402
 from legacy import link as links  # noqa: E402
 
-bidirectional, tiered = importlib.import_module("06_bidirectional"), importlib.import_module("07_tiered_storage")
+tiered = importlib.import_module("07_tiered_storage")
 
 METHODS = ("recompute (01)", "blocks on the device (02)", "KV offload (03)", "hidden states (04)", "planned mix (05)",
            "both ends (06)", "three tiers (07)")
 WHOLE = tuple(method for method in METHODS if method[-3:-1] not in ("01", "06"))          # that compute nothing of a history
 HISTORIES = (256, 512, 1024, 1920)                              # tokens
 QUESTION, NEW, BLOCK = 16, 4, 16
-CHUNK, LARGE_CHUNK = hidden_states.CHUNK, bidirectional_benchmark.CHUNK
+CHUNK, LARGE_CHUNK = hidden_states.CHUNK, 128
 SPARE = 64                                                      # blocks besides the history's
 WHAT = ("ttft_ms", "restoration_ms", "bound_ms", "over_bound", "load_bubble", "compute_bubble")
 

@@ -38,10 +38,10 @@ from benchmarks import offload as offload_benchmark  # noqa: E402
 from benchmarks import paged as paged_benchmark  # noqa: E402
 from benchmarks.baseline import spread  # noqa: E402
 from common.llama import LlamaConfig  # noqa: E402
-from legacy import backends  # noqa: E402
+from legacy import backends, bidirectional  # noqa: E402
 from legacy import link as links  # noqa: E402
 
-tiered, bidirectional = importlib.import_module("07_tiered_storage"), importlib.import_module("06_bidirectional")
+tiered = importlib.import_module("07_tiered_storage")
 MODELS = {"match": ["no model"], "layouts": ["random:small", "classroom"], "admission": ["classroom"],
           "mix": ["classroom", "random:small"]}
 SIZE = 16                                                       # tokens of a page

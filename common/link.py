@@ -60,7 +60,11 @@ class Transfer:
     def __init__(self, lane: str, label: str, size: int = 0):
         self.lane, self.label, self.bytes = lane, label, size
         self.issued, self.start, self.end, self.error = time.perf_counter(), None, None, None
-        self.over = threading.Event()
+        self.over, self.cancelled = threading.Event(), False
+
+    def cancel(self):
+        """Nobody needs it any more: unless it has begun, it fails."""
+        self.cancelled = True
 
     @property
     def ready(self) -> bool:
@@ -148,8 +152,7 @@ class Link:
         with self.lock:
             self.settle()
             if self.modelled:
-                seconds = LATENCY + transfer.bytes / self.bandwidth.value
-                self.queue.put((transfer, [] if error else list(zip(dst, src)), seconds, error))
+                self.queue.put((transfer, [] if error else list(zip(dst, src)), self.bandwidth, error))
             else:
                 self.issue(transfer, [] if error else list(zip(dst, src)), error)
             self.on_their_way.append(transfer)
@@ -220,14 +223,18 @@ def carry(lane: queue.SimpleQueue, closed: threading.Event, wake, background: bo
         in_background()
     free = 0.0  # when the lane is free, in the model
     while (item := lane.get()) is not None:
-        transfer, pairs, seconds, error = item
+        transfer, pairs, bandwidth, error = item
         start = max(transfer.issued, free)
+        if transfer.cancelled:
+            transfer.finish(start, start, TransferError("cancelled"))
+            continue
         try:
             for dst, src in pairs:
                 move(dst, src)
         except Exception as refused:
             error = refused
-        free = max(start + seconds, time.perf_counter())  # no model is faster than this memory
+        # No model is faster than this memory
+        free = max(bandwidth.arrival(start, transfer.bytes), time.perf_counter())
         closed.wait(max(0.0, free - time.perf_counter()))
         transfer.finish(start, free, error)
         transfer = pairs = item = dst = src = None  # and what they hold
@@ -283,11 +290,35 @@ class Bandwidth:
     def __init__(self, value: float):
         self.value = float(value)
 
+    def arrival(self, start: float, size: int) -> float:
+        """When so many bytes have arrived that were on their way from `start` on."""
+        return start + LATENCY + size / self.value
+
     def measure(self, interrupt=lambda: None) -> float:
         return self.value
 
     def __str__(self):
         return f"modelled link, {self.value / 1e9:.3g} GB/s"
+
+
+class Trace(Bandwidth):
+    """One bandwidth after the other, each for `seconds`, from time `began` on, again and again."""
+
+    def __init__(self, values: list[float], seconds: float):
+        super().__init__(values[0])
+        self.values, self.seconds, self.began = values, seconds, time.perf_counter()
+
+    def arrival(self, start: float, size: int) -> float:
+        at, slot = start + LATENCY, int((start + LATENCY - self.began) // self.seconds)
+        while True:
+            rate, end = self.values[slot % len(self.values)], self.began + (slot + 1) * self.seconds
+            if size <= rate * (end - at):
+                return at + size / rate
+            size, at, slot = size - rate * max(0.0, end - at), max(at, end), slot + 1
+
+    def __str__(self):
+        values = ":".join(f"{value / 1e9:.3g}" for value in self.values)
+        return f"modelled link, {values} GB/s, {self.seconds:.3g} s each"
 
 
 class PlatformBandwidth(Bandwidth):

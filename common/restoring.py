@@ -223,7 +223,9 @@ class Restorer:
     def can_compute(self, request) -> bool:
         """Whether the next rows of a request have all the history that they need."""
         restoration = request.restoration
-        return not restoration or restoration.layers == self.depth or request.computed < restoration.limit
+        if restoration and request.computed < restoration.limit:
+            return restoration.portion > 0
+        return not restoration or restoration.layers == self.depth
 
     def resume(self):
         """Beside what others compute: together no more rows of compute than a step may have, oldest first."""
@@ -262,7 +264,7 @@ class Restorer:
                         raise TransferError("the cache gave up")
                 elif restoration.awaited is PAUSE:
                     restoration.awaited = None
-                    if not wait:
+                    if not wait or request.computed < restoration.limit:
                         break
                     self.interrupt()
             except Interrupted:

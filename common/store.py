@@ -33,7 +33,8 @@ import numpy
 import torch
 
 from common.checkpoint import ModelError
-from common.link import Transfer, as_integers, in_background
+from common.link import Bandwidth, Link, Transfer, TransferError, as_integers, in_background
+from common.timeline import Clock
 
 CHUNK = 64  # tokens
 PAGE = 4096  # bytes: a file's header is filled up to a multiple
@@ -347,6 +348,8 @@ class Lane:
             transfer, function, arguments = job
             self.began, error = time.perf_counter(), None
             try:
+                if transfer.cancelled:
+                    raise TransferError("cancelled")
                 function(*arguments)
             except Exception as raised:
                 error = raised
@@ -374,6 +377,8 @@ class ChunkFiles:
     """Full chunks in directories, a file each, at most `limit` bytes. Processes may share the directories: a
     file appears by being renamed, with all that is in it, and what somebody deletes is computed again. Raises
     ModelError."""
+
+    speed = 1e9  # bytes/s, until something has been read
 
     def __init__(self, directories: list[Path], limit: float):
         self.directories = list(dict.fromkeys(Path(directory).resolve() for directory in directories))
@@ -420,7 +425,7 @@ class ChunkFiles:
         text, checksums = json.dumps(said).encode() + b"\n", 4 * len(self.sizes)
         return text.ljust(-(-(len(text) + checksums) // PAGE) * PAGE - checksums)
 
-    def read(self, files: list[File], into: list[numpy.ndarray], part: int) -> list[Transfer]:
+    def read(self, files: list[File], into: list[numpy.ndarray], part: int, label="") -> list[Transfer]:
         """Read one part of some files, in the background, the directories in parallel -> a Transfer each."""
         by_directory = defaultdict(list)
         for file, place in zip(files, into, strict=True):
@@ -428,7 +433,8 @@ class ChunkFiles:
         transfers = []
         for directory, pairs in by_directory.items():
             size = len(pairs) * self.sizes[part]
-            transfers.append(self.readers[directory].submit(f"part {part}", size, self.read_all, pairs, part))
+            label = label or f"part {part}"
+            transfers.append(self.readers[directory].submit(label, size, self.read_all, pairs, part))
         return transfers
 
     def read_all(self, pairs: list[tuple[File, numpy.ndarray]], part: int):
@@ -525,3 +531,60 @@ class ChunkFiles:
     def close(self):
         for lane in (*self.readers.values(), *self.writers.values()):
             lane.close()
+
+    def __str__(self):
+        return ", ".join(map(str, self.directories))
+
+
+# 3. Modelled -----------------------------------------------------------------------------------
+
+
+class ModelledStorage:
+    """What ChunkFiles is, in ordinary memory, behind a modelled bandwidth: at most `limit` bytes, chunks of
+    one part. Writing is not slowed down."""
+
+    def __init__(self, limit: float, bandwidth: Bandwidth | float):
+        self.limit, self.bandwidth = limit, bandwidth
+        self.lock, self.index = threading.Lock(), OrderedDict()  # key -> contents, least recently used first
+
+    def attach(self, parts: list[torch.Tensor], engine):
+        self.link = Link("storage", Clock("cpu"), self.bandwidth, engine.wake.set)
+        self.use(self.link.bandwidth)
+        self.writer = Lane("save", engine.wake.set)
+
+    def use(self, bandwidth: Bandwidth):
+        """Be so fast from now on."""
+        self.bandwidth = self.link.bandwidth = bandwidth
+
+    @property
+    def speed(self) -> float:
+        """Bytes/s, until something has been read."""
+        return self.bandwidth.value
+
+    def find(self, prefix) -> numpy.ndarray | None:
+        with self.lock:
+            if prefix.key in self.index:
+                self.index.move_to_end(prefix.key)
+            return self.index.get(prefix.key)
+
+    def read(self, found: list[numpy.ndarray], into: list[numpy.ndarray], part: int, label="") -> list:
+        """Copy what was found -> one Transfer, on the lane "storage"."""
+        into, out_of = (list(map(torch.from_numpy, arrays)) for arrays in (into, found))
+        return [self.link.copy(into, out_of, label)]
+
+    def write(self, prefix, parts: list[numpy.ndarray]) -> Transfer:
+        return self.writer.submit("chunk", parts[0].nbytes, self.write_one, prefix.key, parts[0])
+
+    def write_one(self, key: bytes, contents: numpy.ndarray):
+        contents = contents.copy()
+        with self.lock:
+            self.index[key] = contents
+            while len(self.index) * contents.nbytes > self.limit:
+                self.index.popitem(last=False)
+
+    def close(self):
+        self.link.close()
+        self.writer.close()
+
+    def __str__(self):
+        return str(self.bandwidth).replace("link", "storage")

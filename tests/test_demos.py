@@ -10,6 +10,7 @@ import pytest
 from conftest import ROOT
 
 CHAPTERS = ["01_baseline", "02_paged_kv", "03_cpu_offload", "04_hidden_state_cache", "05_bubble_free"]
+CHAPTERS += ["06_bidirectional"]
 
 
 @pytest.fixture(scope="module", params=CHAPTERS)
@@ -40,7 +41,8 @@ def test_a_demo_verifies_its_tokens_and_then_shows_numbers(demo):
     names = {event["name"] for event in trace["traceEvents"]}
     assert "decode" in names and any(name.startswith("prefill") for name in names)
     if chapter >= "03":
-        assert report["link"]["modelled"] is True and "layer 2" in names
+        assert report["link"]["modelled"] is True
+        assert ("chunk 20" if chapter == "06_bidirectional" else "layer 2") in names
 
 
 def test_a_demo_shows_its_mechanism_ahead(demo):
@@ -70,3 +72,10 @@ def test_a_demo_shows_its_mechanism_ahead(demo):
     if chapter == "05_bubble_free":
         slow = times(report, "link is the bottleneck")
         assert 1.2 * slow["planned (05)"] < slow["K and V (03)"]
+    if chapter == "06_bidirectional":
+        even, fast = times(report, "as fast as computing"), times(report, "twenty times faster")
+        assert 1.15 * even["both"] < min(even["only computing"], even["only loading"])
+        assert 2 * fast["only loading"] < fast["only computing"], "then loading alone is enough"
+        for row in report["rows"]:
+            assert "loaded" not in row or row["loaded"] > 64
+        assert next(row for row in report["rows"] if "loaded" in row)["computed"] > 64

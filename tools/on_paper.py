@@ -1,4 +1,5 @@
-"""Chapter 05's planner on paper: the platforms and models of HCache (EuroSys '25), without a GPU and without a model.
+"""Chapters 05 and 06 on paper: the platforms and models of HCache (EuroSys '25) and of Cake (ICML '25), without a GPU and
+without a model.
 
     python -m tools.on_paper
 
@@ -299,6 +300,80 @@ def main(planner) -> dict:
     return dict(rows=rows, agree=agree, compared=len(compared))
 
 
+# Cake ------------------------------------------------------------------------------------------------------------
+
+SEVEN, H100 = MODELS[0], LATER["H100, H200"][0]
+TOKEN_BYTES = 2 * 2 * SEVEN.layers * SEVEN.width       # 16 bits; section 5.1 rounds it to 0.5 MB
+# Section 5.3: from 90 to 10 % of an A100, 14K tokens take 8.22 times as long, and 14.34 s longer
+SECONDS_14K = 0.9 * 14.34 / (8.22 - 1)
+
+
+def cake_flops(tokens: float) -> float:
+    """Of a causal prefill on 7B: 12 D^2 weights a layer, and 2 D operations for each pair of tokens."""
+    return SEVEN.layers * (24 * tokens * SEVEN.width ** 2 + 2 * tokens ** 2 * SEVEN.width)
+
+
+def cake_seconds(tokens: float, gbps: float, share: float = 1.0, peak: float = PEAK, smaller: float = 1.0) -> tuple:
+    """Both pointers, on one GPU of which prefill has a `share`; chunks `smaller` than 16 bits -> seconds to compute, to load, and
+    until they meet, and the share of tokens that is computed."""
+    speed = share * cake_flops(14e3) / SECONDS_14K * peak / PEAK
+    byte_seconds = 8 * TOKEN_BYTES / smaller / (gbps * 1e9)
+    low, high = 0.0, float(tokens)
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if cake_flops(middle) / speed < (tokens - middle) * byte_seconds else (low, middle)
+    return cake_flops(tokens) / speed, tokens * byte_seconds, cake_flops(low) / speed, low / tokens
+
+
+def cake() -> dict:
+    """Print Cake's figures beside what two pointers give -> as `main`."""
+    rows = []
+
+    def add(table: str, name: str, paper: float, ours: float):
+        show(judge(rows, table, name, paper, ours))
+
+    def less(index: int, *cell) -> float:
+        """By how much than computing (0) or loading (1) alone."""
+        return 1 - cake_seconds(*cell)[2] / cake_seconds(*cell)[index]
+
+    print(f"\nCake on paper: 7B, {TOKEN_BYTES / 1e6:.2f} MB a token; an A100 computes 14K tokens in {SECONDS_14K:.2f} s, which "
+          f"follows from section 5.3\n({cake_flops(14e3) / SECONDS_14K / PEAK:.0%} of the peak). An H100 is as much faster as its "
+          "peak, and a share of a GPU as much slower.")
+    heading("Sizes and seconds", "what")
+    whole = 2 * 2 * 80 * 8192 / 1e6                    # MB: K and V of 80 layers x 8,192 numbers in 16 bits
+    add("Equation 1", "70B, MB a token, by equation 1: it has 4 times layers x width x bytes", 2.5, 2 * whole)
+    add("Equation 1", "70B, MB a token, K and V (of 64 heads; it has 8, which is an eighth)", 2.5, whole)
+    add("Section 2.3", "7B, seconds to compute 10K tokens on an A100", 1.0, cake_seconds(1e4, 1)[0])
+    add("Section 3", "seconds to load 25 GB at 3 GB/s", 8.0, 25 / 3)
+    heading("Figure 5a. 32K tokens, all of the GPU: TTFT of both is less by", "than")
+    for gpu, peak, loading, computing in ("A100", PEAK, (0.935, 0.769), 0.315), ("H100", H100, (0.946, 0.802), 0.267):
+        for gbps, paper in zip((2, 10), loading):
+            add("Figure 5a", f"only loading, {gpu}, {gbps} Gbit/s", paper, less(1, 32e3, gbps, 1.0, peak))
+        add("Figure 5a", f"only computing, {gpu}, 10 Gbit/s", computing, less(0, 32e3, 10, 1.0, peak))
+    heading("Figures 3 and 5b. 10 Gbit/s, all of an A100", "share of the tokens")
+    short, long = cake_seconds(2e3, 10), cake_seconds(32e3, 10)
+    add("Figure 3", "32K tokens: computed", 0.75, long[3])
+    add("Figure 5b", "computed, less at 32K than at 2K by", 0.10, short[3] - long[3])
+    add("Figure 5b", "TTFT over that of only computing, less at 32K than at 2K by", 0.15, short[2] / short[0] - long[2] / long[0])
+    heading("Figures 6 and 8. 14K tokens, 10 to 90 % of an A100, 2 to 10 Gbit/s: TTFT of both is less by, or sooner", "than")
+    for what, index in ("computing", 0), ("loading", 1):
+        cells = [less(index, 14e3, gbps, share) for gbps in (2, 10) for share in (0.1, 0.9)]
+        for end, paper in zip((min, max), ((0.053, 0.681), (0.274, 0.937))[index]):
+            add("Figures 6 and 8", f"only {what}, {'least' if end is min else 'most'}", paper, end(cells))
+    tenth = [less(1, 14e3, gbps, 0.1) for gbps in (2, 10)]
+    add("Section 5.3", "only loading, at 10 % of the GPU, least", 0.274, min(tenth))
+    add("Section 5.3", "only loading, at 10 % of the GPU, most", 0.651, max(tenth))
+    for name, smaller, paper in ("8 bit", 2.0, 1.95), ("CacheGen", 8.6, 7.97):
+        sooner = max(cake_seconds(14e3, gbps, 0.1)[1] / cake_seconds(14e3, gbps, 0.1, PEAK, smaller)[1] for gbps in (2, 10))
+        add("Section 5.4", f"loading, {name}: times", paper, sooner)
+    compute, _, both, _ = cake_seconds(14e3, 10, 0.1, PEAK, 8.6)
+    add("Section 5.4", "computing at 10 % of the GPU, with CacheGen at 10 Gbit/s: times", 11.83, compute / both)
+    agree = sum(row["verdict"] == "yes" for row in rows)
+    print(f"\n{agree} of {len(rows)} rows agree with Cake. Equation 1 is twice the paper's own numbers: K and V are two, not four.")
+    return dict(rows=rows, agree=agree, compared=len(rows))
+
+
 if __name__ == "__main__":
     from legacy import bubble_free
     main(bubble_free)
+    cake()

@@ -163,7 +163,11 @@ def chapters(results: dict) -> str:
     loaded = rows[1]["computed_ms"] / rows[1]["ttft_ms"]["03"]["median"]
     slow, even = (row["over_03"]["04"]["median"] for row in rows[:2])
     mixes = [row["over_03"]["05"]["median"] for row in rows]
-    both = at(entry(one_run(results, "bidirectional"), "grid", "classroom")["rows"], 2048, gpu_share=1.0, load_over_compute=1.0)
+    both = "not measured yet"
+    if "both_ends-cpu" in results:
+        row = at(entry(results["both_ends-cpu"], "grid", "classroom")["rows"], 1984, share=1.0, r=1)
+        both = (f"where both are equally fast, the first token comes {median(row['better_over_both'])}x as soon as by the "
+                "better of the two, behind 1,984 tokens (classroom)")
     cells = [cell for grid in one_run(results, "hybrid_blocks")["grids"] if grid["model"] == "random:small"
              for cell in grid["cells"]]
     best = {policy: max(cell["gain"][policy]["median"] for cell in cells) for policy in ("kv-only", "act-only", "static")}
@@ -190,9 +194,7 @@ def chapters(results: dict) -> str:
          "soon as with K and V, over three links (random:small)"),
         ("06_bidirectional", "What if storage is as slow as computing?",
          "[Cake](https://arxiv.org/abs/2410.03065) (ICML '25)",
-         "KV chunks in files: computed from the front while the last are loaded first, until both meet",
-         f"where both are equally fast, the first token comes {median(both['over_better'])}x sooner than by the better of the "
-         "two (classroom)"),
+         "KV chunks in storage: computed from the front while the last are loaded first, until both meet", both),
         ("07_tiered_storage", "How do many engines share what each has read?",
          "[HiCache](https://docs.sglang.io/advanced_features/hicache_design.html)",
          "KV pages on the device, in host memory and in shared storage: a radix tree, and reading ahead under a policy",
@@ -468,68 +470,43 @@ def on_paper(results: dict) -> str:
         for schedule in schedules) + ".")
 
 
-def bidirectional(results: dict) -> str:
-    files = [results["bidirectional-cpu"], results["bidirectional-small-cpu"]]
-    found = [entry(file, "grid") for file in files]
-    shares, slowness = (1.0, 0.5, 0.1), (4.0, 2.0, 1.0, 0.25)
-    budget = {1.0: "all", 0.5: "half", 0.1: "a tenth"}
-    rows, cells = [], [(each, row) for each in found for row in each["rows"]]
-    for each in found:
-        for tokens in dict.fromkeys(row["history_tokens"] for row in each["rows"]):
-            for part in shares:
-                line = {row["load_over_compute"]: row for row in each["rows"]
-                        if (row["history_tokens"], row["gpu_share"]) == (tokens, part)}
-                if line:
-                    rows.append([f"{each['model']}, {tokens:,}, {budget[part]}", max(row["rounds"] for row in line.values()), *(
-                        f"{spread(line[slow]['over_better'])}; {median(line[slow]['over_bound'])}" if slow in line else ""
-                        for slow in slowness)])
-    least, most = found[1]["at_least_at_equal_speeds"], found[1]["at_most_of_bound"]
-    slower = [(each, row) for each, row in cells if row["over_better"]["median"] < 1]
-    beyond = [(each, row) for each, row in slower if row["over_better"]["max"] < 1]
-    equal = [row for _, row in cells if row["load_over_compute"] == 1 and row["gpu_share"] == 1]
-    reached = sum(row["over_better"]["median"] >= least for row in equal)
-
-    def lower(each: dict, way: str) -> str:
-        return f"{each['reduction'][way]['mean']:.0%} and {each['reduction'][way]['best']:.0%}"
-
-    within = [sum(row["over_bound"]["median"] <= most for each, row in cells if each is one) for one in found]
-    return paragraphs(conditions(*files), table(
-        "model, history, budget | rounds | loading 4x slower | 2x slower | as fast | 4x faster", rows), bullets(
-            f"Both together are faster than the better of the two in {share(len(cells) - len(slower), len(cells))} cells. In "
-            f"{len(slower) - len(beyond)} of the others the difference is within the spread of the rounds" + (
-                "; they are slower in " + listed(
-                    f"{each['model']}, {row['history_tokens']:,}, {budget[row['gpu_share']]}, loading "
-                    f"{row['load_over_compute']:g} times as long as computing ({median(row['over_better'])})"
-                    for each, row in beyond) if beyond else "") + ".",
-            f"At equal speeds with all of the budget {least} times (claimed) is reached in {share(reached, len(equal))} cells; "
-            f"the least is {number(min(row['over_better']['median'] for row in equal))}, the most "
-            f"{number(max(row['over_better']['median'] for row in equal))}.",
-            f"At most {most:.2f} of the bound (claimed): " + listed(f"{share(count, len(each['rows']))} cells on {each['model']}"
-                                                          for count, each in zip(within, found)) + ".",
-            "TTFT is lower, on average and at best, " + listed(
-                f"on {each['model']} by {lower(each, 'compute')} than by only computing, by {lower(each, 'load')} than by only "
-                "loading" for each in found)
-            + f" (the paper, at best: {found[0]['paper']['compute']:.0%} and {found[0]['paper']['load']:.0%})."))
-
-
-def bidirectional_more(results: dict) -> str:
-    file = results["bidirectional-cpu"]
-    grown, small = entry(file, "histories")["rows"], entry(file, "eight_bit")
-    looking = entries(file, "looking")
-    return paragraphs(
-        "**On one device** the share of chunks that is computed falls as the history grows (Figure 5b); classroom:",
-        table("history | computed | TTFT of only computing", [
-            [f"{row['history_tokens']:,}", f"{row['computed_share']['median']:.1%}", spread(row["ttft_over_compute"])]
-            for row in grown]),
-        f"**In 8 bit**, {small['model']}: a chunk has {small['chunk_bytes'][1]:,} bytes instead of {small['chunk_bytes'][0]:,}, "
-        "and the first token comes " + listed(
-            f"{median(row['faster_than_exact'])} times as fast where loading takes {row['load_over_compute']:g} times as long as "
-            "computing" for row in small["rows"])
-        + f". The largest error of K and V is {small['largest_kv_error']:.2f}, where the largest of them is "
-          f"{small['largest_kv']:.0f}.",
-        "**To look whether the next chunk is there** takes " + listed(
-            f"{found['look_us']['median']:.0f} us of the {milliseconds(found['chunk_us']['median'] / 1e3)} that a chunk takes on "
-            f"{found['model']} ({found['share']:.2%}; {verdict(found['share'] < found['at_most'])})" for found in looking) + ".")
+def both_ends(results: dict) -> str:
+    """Chapter 06 on the new engine."""
+    file, texts = results.get("both_ends-cpu"), []
+    if file is None:
+        return "Not measured yet: `python -m benchmarks.both_ends` does."
+    for found in file["found"]:
+        model, claim, rows = found["model"], found["claim"], found["rows"]
+        if claim == "grid":
+            cells = [[f"{row['history_tokens']:,}", f"{row['r']:g}", f"{row['share']:g}", milliseconds(row["ttft_ms"]["compute"]),
+                      f"{milliseconds(row['ttft_ms']['load'])} ({milliseconds(row['load_arithmetic_ms'])})",
+                      milliseconds(row["ttft_ms"]["both"]), f"{number(row['computed_chunks'])}, {number(row['loaded_chunks'])}",
+                      spread(row["better_over_both"]) + "; **behind**" * row["behind"],
+                      f"{milliseconds(row['hit_ms'])}; {number(row['slowed'])}", spread(row["over_bound"])] for row in rows]
+            less = {way: f"{found['less_on_average'][way]:.0%} less than by only {words} (the paper {found['paper'][way]:.1%})"
+                    for way, words in (("compute", "computing"), ("load", "loading"))}
+            texts += [f"**{model}**", table(
+                "history | r | share | computing | loading (on paper) | both | chunks computed, loaded | as soon as the better | "
+                "h; s | both / bound", cells), f"Over the {share(found['telling'], len(rows))} cells in which both had a chunk, TTFT is "
+                f"on average {listed(less.values())}."]
+        if claim == "overhead":
+            texts += [f"**{model}**, a step of {rows[0]['step_tokens']} tokens with the loader beside it, over one without:", table(
+                "r | GB/s | steps with over without", [[f"{row['r']:g}", number(row["gbps"]), spread(row["over_without"])]
+                                                        for row in rows])]
+        if claim in ("trace", "files", "lengths"):
+            title = dict(trace="storage that changes its speed", files="a real directory", lengths="one storage for all histories")
+            texts += [f"**{model}**, {title[claim]}:", table(
+                "history | computing | loading | both | as soon as the better | both / bound | chunks loaded", [
+                    [f"{row['history_tokens']:,}", *(milliseconds(row["ttft_ms"][way]) for way in ("compute", "load", "both")),
+                     spread(row["better_over_both"]), number(row["over_bound"]), f"{row['loaded_chunks']:g} of {row['chunks']}"]
+                    for row in rows])]
+        if claim == "bits":
+            texts += [f"**{model}**, 16 bits over 8, in {found['dtype']}:", table(
+                "r | loading | both | tokens agree | bytes a chunk | largest error of K and V", [
+                    [f"{row['r']:g}", spread(row["load_faster"]), spread(row["both_faster"]), row["both_tokens_agree"],
+                     " and ".join(f"{size:,}" for size in row["chunk_bytes"]),
+                     f"{row['largest_error']:.2g}, where the largest is {row['largest']:.0f}"] for row in rows])]
+    return paragraphs(conditions(file), *texts)
 
 
 def tiered(results: dict) -> str:
@@ -673,8 +650,8 @@ def matrix(results: dict) -> str:
 PARTS = {
     "claims": claims, "methods": methods, "matrix": matrix, "planned": planned, "outside": outside,
     "chapters": chapters, "baseline": baseline, "engine": engine, "hcache": hcache, "hcache-more": hcache_more,
-    "bubble-free": bubble_free, "bubble-free-more": bubble_free_more, "on-paper": on_paper, "bidirectional": bidirectional,
-    "bidirectional-more": bidirectional_more, "tiered": tiered, "tiered-more": tiered_more, "hybrid-blocks": hybrid_blocks,
+    "bubble-free": bubble_free, "bubble-free-more": bubble_free_more, "on-paper": on_paper, "both-ends": both_ends,
+    "tiered": tiered, "tiered-more": tiered_more, "hybrid-blocks": hybrid_blocks,
 }
 
 

@@ -30,7 +30,7 @@ FROZEN = {"01_baseline": "legacy.baseline", "02_paged_kv": "legacy.paged", "03_c
 
 
 def chapter(name: str):
-    """A chapter's module; its name begins with a digit. Of the first three: what chapters 06 to 08 stand on."""
+    """A chapter's module; its name begins with a digit. Of the first three: what chapters 07 and 08 stand on."""
     return importlib.import_module(FROZEN.get(name, name))
 
 

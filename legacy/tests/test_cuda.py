@@ -3,23 +3,23 @@ import argparse
 import gc
 import time
 import types
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from contextlib import ExitStack
 
 import pytest
 import torch
 
 from common import checkpoint
-from legacy import backends, figure, live
+from legacy import backends, bidirectional, figure, live
 from legacy import link as links
 from legacy.link import CudaTransfer, Link, TransferError
 from legacy.tests.conftest import chapter, make_engine, write_model
 from legacy.tests.test_live import NAMES, WAYS, make
 from legacy.timeline import Clock
 
+baseline, paged, offload, tiered, hybrid = (chapter(name) for name in (
+    "01_baseline", "02_paged_kv", "03_cpu_offload", "07_tiered_storage", "08_hybrid_blocks"))
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no CUDA device here")
-baseline, paged, offload, cake, tiered, hybrid = (chapter(name) for name in (
-    "01_baseline", "02_paged_kv", "03_cpu_offload", "06_bidirectional", "07_tiered_storage", "08_hybrid_blocks"))
 PROMPT = list(range(40, 140))
 FOLDERS = {"mha": dict(num_key_value_heads=4), "gqa": dict(num_key_value_heads=2), "one KV head": dict(num_key_value_heads=1),
            "qwen2": dict(family="qwen2"), "tied": dict(tie_word_embeddings=True)}
@@ -623,20 +623,6 @@ def test_memory_is_constant_over_many_swaps(tiny_folder):
 STORY = list(range(40, 240))       # twelve chunks of 16 tokens, and eight tokens
 
 
-def forget(engine):
-    """The device loses what it has cached."""
-    offload.empty(engine)
-    with torch.inference_mode():
-        engine.pool.kv.zero_()
-    torch.cuda.synchronize()
-
-
-def keys_and_values(engine, request):
-    """Those of the chunks of STORY that are restored, where the device has them now -> [L, 2, 192, KVH, hd], on the host."""
-    blocks = [engine.pool.find(prefix) for prefix in prefixes(engine, request)[:192 // engine.pool.block_size]]
-    return engine.pool.kv[:, :, blocks].flatten(2, 3).cpu()
-
-
 def difference(a, b) -> float:
     """The largest, as a share of the largest number."""
     return float((a.float() - b.float()).abs().max() / b.float().abs().max())
@@ -649,374 +635,6 @@ def delayed(engine, lane: str):
 
 
 # Chapter 06 ------------------------------------------------------------------------------------------------------
-
-LAST = 192 // 16 - 1               # number of the last of STORY's chunks of 16 tokens that are restored
-
-
-def cake_engine(folder, dtype="float32", blocks: int = 64, **options):
-    """Chapter 06's engine. It restores by loading only, unless it is asked otherwise: where both meet is not the same twice."""
-    return cake.Engine(*checkpoint.load(str(folder), dtype, "cuda"), blocks, **{"chunk": 16, "mode": "load", **options})
-
-
-def run_cake(engine):
-    """Step until nobody runs or waits and nothing is on its way; then every block and every buffer must be back."""
-    while engine.step():
-        engine.check_integrity()
-    engine.flush()
-    deadline = time.monotonic() + 60
-    while engine.counters()["read_buffers_free"] < len(engine.loader.buffers.memory):       # who reads in vain comes back
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    engine.check_integrity()
-    assert engine.pool.available == engine.pool.size and len(engine.writer.buffers.free) == len(engine.writer.buffers.memory)
-    assert not (engine.restorations or engine.leaving)
-
-
-def ask_cake(engine, prompt=STORY, **fields):
-    """One request with nobody else around -> the request, answered."""
-    request, = engine.submit(prompt, **{"max_tokens": 12, **fields})
-    run_cake(engine)
-    if isinstance(request.outcome, Exception):
-        raise request.outcome
-    return request
-
-
-def come_back_cake(engine, prompt=STORY, **fields):
-    """Ask, lose everything on the device, and ask again -> both requests; the second finds all its chunks in files."""
-    first = ask_cake(engine, prompt, **fields)
-    forget(engine)
-    again = ask_cake(engine, prompt, **fields)
-    assert again.outcome.restoration["absent"] == 0
-    if (fields.get("mode") or engine.mode) == "load":
-        assert again.source == "storage" and again.cached_tokens == (len(prompt) - 1) // 16 * 16
-    return first, again
-
-
-def watch_copies(engine, monkeypatch, lane: str, before) -> list:
-    """`before(label, transfers)` comes before each copy on this lane -> the transfers."""
-    link, transfers = getattr(engine, f"{lane}_link"), []
-    copy = link.copy
-
-    def watched(dst, src, label, *after):
-        before(label, transfers)
-        transfers.append(copy(dst, src, label, *after))
-        return transfers[-1]
-    monkeypatch.setattr(link, "copy", watched)
-    return transfers
-
-
-def late_chunk(engine, number: int, lane: str = "load"):
-    """For `watch_copies`: this chunk's copy begins late."""
-    return lambda label, _: delayed(engine, lane) if label == f"chunk {number}" else None
-
-
-@pytest.mark.parametrize("mode", cake.MODES)
-@pytest.mark.parametrize("mbps", [None, 2.0], ids=["files", "slow storage"])
-def test_what_comes_from_both_ends_gives_the_tokens_of_chapter_01_on_the_cpu(folder, mode, mbps):
-    engine, here = cake_engine(folder, mode=mode, bandwidth=mbps and cake.Bandwidth((mbps,))), make_engine(folder)
-    for fields in (dict(), dict(temperature=0.8, top_p=0.9, seed=5)):
-        expected = here.generate(STORY, max_tokens=12, **fields).tokens
-        for request in come_back_cake(engine, **fields, cache_salt=str(fields)):
-            assert request.outcome.tokens == expected
-            report = request.outcome.restoration
-            assert report["computed"] + report["loaded"] == report["chunks"] == LAST + 1
-    counts = engine.counts
-    assert counts["transfer_errors"] == engine.loader.errors == counts["chunks_dropped"] == 0
-    assert mode != "compute" or counts["chunks_loaded"] == 0
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("block_size", [4, 16])
-def test_chunks_that_were_loaded_are_bit_equal(folder, dtype, block_size):
-    engine = cake_engine(folder, dtype, blocks=256 // block_size * 4, block_size=block_size)
-    first = ask_cake(engine)
-    computed = keys_and_values(engine, first)
-    forget(engine)
-    again = ask_cake(engine)
-    assert again.source == "storage" and again.cached_tokens == 192 and computed.abs().sum() > 0
-    assert torch.equal(keys_and_values(engine, again).view(torch.uint8), computed.view(torch.uint8))
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_in_8_bit_what_is_loaded_is_what_was_computed_as_quantized_on_the_host(folder, dtype, record_property):
-    engine = cake_engine(folder, dtype, kv_bits=8)
-    first = ask_cake(engine)
-    computed = keys_and_values(engine, first)                                                   # [L, 2, 192, KVH, hd]
-    forget(engine)
-    again = ask_cake(engine)
-    restored, expected = keys_and_values(engine, again), torch.empty_like(computed)
-    for start in range(0, 192, 16):
-        chunk = torch.empty_like(computed[:, :, start:start + 16])
-        cake.unpack(torch.from_numpy(cake.pack(computed[:, :, start:start + 16].contiguous(), 8)), chunk)
-        expected[:, :, start:start + 16] = chunk
-    assert again.source == "storage" and torch.equal(restored.view(torch.uint8), expected.view(torch.uint8))
-    assert 0 < difference(restored, computed) < 0.012
-    same = sum(a == b for a, b in zip(first.outcome.tokens, again.outcome.tokens)) / len(first.outcome.tokens)
-    record_property("token_agreement", same)
-    print(f"{dtype}: token agreement in 8 bit {same:.0%}")
-
-
-@pytest.mark.parametrize("mode", ["load", "both"])
-@pytest.mark.parametrize("options", [dict(blocks=16), dict(blocks=20, token_budget=64), dict(blocks=70, block_size=4),
-                                     dict(blocks=16, cpu_chunks=6), dict(gpu_share=0.05)], ids=str)
-def test_many_who_come_back_from_both_ends_get_the_tokens_of_chapter_01_on_the_cpu(folder, mode, options):
-    engine, here = cake_engine(folder, mode=mode, **options), make_engine(folder)
-    for _ in range(3):
-        samples = [(fields, engine.submit(**fields)) for fields in mixed(engine.context)]
-        run_cake(engine)
-        forget(engine)
-        for fields, requests in samples:
-            fields = {name: value for name, value in fields.items() if name not in ("n", "cache_salt")}
-            for number, request in enumerate(requests):
-                seed = dict(seed=fields["seed"] + number) if "seed" in fields else {}
-                assert request.outcome.tokens == here.generate(**{**fields, **seed}).tokens
-    counts = engine.counts
-    assert counts["restorations"] > 0 < counts["chunks_saved"] and counts["transfer_errors"] == engine.loader.errors == 0
-    assert mode == "both" or counts["chunks_loaded"] > 0
-
-
-def test_the_buffers_of_chunks_are_pinned(tiny_folder, capsys):
-    engine = cake_engine(tiny_folder)
-    for memory in (engine.loader.buffers.memory, engine.writer.buffers.memory):
-        assert memory.is_pinned() and memory.device.type == "cpu"
-    assert "pinned" not in capsys.readouterr().err
-
-
-def test_without_pinned_memory_for_chunks_it_warns_and_is_right(tiny_folder, monkeypatch, capsys):
-    empty = torch.empty
-
-    def refuse(*arguments, **options):
-        if options.get("pin_memory"):
-            raise RuntimeError("CUDA error: out of memory\nand more lines")
-        return empty(*arguments, **options)
-    monkeypatch.setattr(torch, "empty", refuse)
-    engine = cake_engine(tiny_folder)
-    warnings = [line for line in capsys.readouterr().err.splitlines() if "pinned" in line]
-    assert [line.split(" cannot")[0] for line in warnings] == ["Memory for chunks"] * 2
-    expected = make_engine(tiny_folder).generate(STORY, max_tokens=12).tokens
-    assert [request.outcome.tokens for request in come_back_cake(engine)] == [expected] * 2
-
-
-@pytest.mark.parametrize("guarded", [True, False])
-def test_a_chunk_does_not_land_where_what_is_queued_still_works(warm, tiny_folder, monkeypatch, guarded):
-    """Something that was queued before still writes to the blocks that are to be restored. The loader is another thread, which
-    is told by a mark up to where it must wait."""
-    engine = cake_engine(tiny_folder)
-    before = keys_and_values(engine, come_back_cake(engine)[1])     # and all kernels are loaded, and their memory is there
-    forget(engine)
-    set_out, copy, early = engine.set_out, engine.load_link.copy, engine.clock.mark()
-
-    def busy(request, start, end):
-        torch.cuda._sleep(LONG)
-        for block in request.table[start // 16:end // 16]:          # one by one: a list of indices would stop the host
-            engine.pool.kv[:, :, block].zero_()
-        return set_out(request, start, end)
-    monkeypatch.setattr(engine, "set_out", busy)
-    if not guarded:                                                 # waits for what was queued before the test
-        monkeypatch.setattr(engine.load_link, "copy", lambda dst, src, label, _: copy(dst, src, label, early))
-    request = ask_cake(engine)
-    assert request.source == "storage" and engine.counts["transfer_errors"] == 0
-    assert torch.equal(keys_and_values(engine, request), before) is guarded, "overwritten" if guarded else "no difference"
-
-
-@pytest.mark.parametrize("waits", [True, False])
-def test_without_the_wait_tokens_attend_to_a_chunk_that_has_not_arrived(warm, tiny_folder, monkeypatch, waits):
-    """The first chunk is the last to be loaded, and its copy is late."""
-    engine = cake_engine(tiny_folder)
-    after = keys_and_values(engine, come_back_cake(engine)[1])
-    forget(engine)
-    watch_copies(engine, monkeypatch, "load", late_chunk(engine, 0))
-    seen, forward = [], engine.forward
-
-    def look(batch):
-        seen.append(engine.pool.kv.clone())                         # queued: what this pass reads
-        return forward(batch)
-    monkeypatch.setattr(engine, "forward", look)
-    if not waits:
-        monkeypatch.setattr(CudaTransfer, "wait", lambda self: None)
-    request = ask_cake(engine)
-    blocks = [engine.pool.find(prefix) for prefix in prefixes(engine, request)[:12]]
-    assert request.source == "storage" and None not in blocks
-    assert torch.equal(seen[0][:, :, blocks].flatten(2, 3).cpu(), after) is waits
-
-
-def test_a_chunk_is_read_while_the_one_before_travels(warm, tiny_folder, monkeypatch):
-    """Both hops overlap; but no more than one travels and one waits, since more could as well be computed."""
-    engine = cake_engine(tiny_folder)
-    before = keys_and_values(engine, come_back_cake(engine)[1])
-    forget(engine)
-    late, ready = late_chunk(engine, LAST), {}
-
-    def note(label, transfers):
-        ready[label] = [transfer.ready for transfer in transfers]
-        late(label, transfers)
-    watch_copies(engine, monkeypatch, "load", note)
-    request = ask_cake(engine)
-    assert list(ready) == [f"chunk {number}" for number in range(LAST, -1, -1)]
-    assert ready[f"chunk {LAST - 1}"] == [False], "it was read only when the first had arrived"
-    assert ready[f"chunk {LAST - 2}"][0] is True
-    assert request.source == "storage" and torch.equal(keys_and_values(engine, request), before)
-
-
-@pytest.mark.parametrize("guarded", [True, False])
-def test_no_chunk_is_read_into_a_buffer_that_is_still_to_be_copied(warm, tiny_folder, monkeypatch, guarded):
-    """There is one buffer, and the copy of the first chunk out of it is late."""
-    engine = cake_engine(tiny_folder)
-    before = keys_and_values(engine, come_back_cake(engine)[1])
-    forget(engine)
-    loader = engine.loader
-    others = list(loader.buffers.free)[1:]
-    loader.buffers.free = deque(list(loader.buffers.free)[:1])
-
-    def early():
-        while loader.sent:
-            loader.give_back(loader.sent.popleft())
-    if not guarded:
-        monkeypatch.setattr(loader, "reap", early)
-    transfers = watch_copies(engine, monkeypatch, "load", late_chunk(engine, LAST))
-    request, = engine.submit(STORY, max_tokens=4)
-    while request.outcome is None:
-        engine.step()
-    assert request.source == "storage" and len(transfers) == LAST + 1
-    assert torch.equal(keys_and_values(engine, request), before) is guarded
-    engine.flush()
-    loader.buffers.free.extend(others)
-    engine.check_integrity()
-
-
-@pytest.mark.parametrize("guarded", [True, False])
-def test_no_chunk_is_written_to_its_file_before_it_has_left_the_device(warm, tiny_folder, monkeypatch, guarded):
-    """There is one buffer, and the copy of the first chunk into it is late."""
-    engine = cake_engine(tiny_folder)
-    come_back_cake(engine)
-    first = ask_cake(engine, cache_salt="warm", mode="compute", save=False)
-    before, writer = keys_and_values(engine, first), engine.writer
-    offload.empty(engine)
-    others = list(writer.buffers.free)[1:]
-    writer.buffers.free = deque(list(writer.buffers.free)[:1])
-    writer.buffers.memory.zero_()
-    watch_copies(engine, monkeypatch, "save", late_chunk(engine, 0, "save"))
-    with monkeypatch.context() as patch:
-        if not guarded:
-            patch.setattr(CudaTransfer, "join", lambda self: None)
-        request, = engine.submit(STORY, max_tokens=4, cache_salt="again", mode="compute")
-        while request.outcome is None:
-            engine.step()
-        engine.flush()
-        torch.cuda.synchronize()
-    assert engine.counts["chunks_dropped"] == 0 and len(writer.buffers.free) == 1
-    writer.buffers.free.extend(others)
-    forget(engine)
-    again = ask_cake(engine, cache_salt="again")
-    assert again.source == "storage"
-    assert torch.equal(keys_and_values(engine, again), before) is guarded
-
-
-def test_a_step_does_not_wait_for_the_chunks_that_leave(warm, tiny_folder, monkeypatch):
-    engine = cake_engine(tiny_folder)
-    before = keys_and_values(engine, come_back_cake(engine)[1])
-    transfers = watch_copies(engine, monkeypatch, "save", late_chunk(engine, 0, "save"))
-    request, = engine.submit(STORY, max_tokens=4, cache_salt="again")
-    while request.outcome is None:
-        engine.step()
-    assert transfers and not transfers[0].ready, "the answer waited for what is saved"
-    run_cake(engine)
-    forget(engine)
-    again = ask_cake(engine, cache_salt="again")
-    assert again.source == "storage" and torch.equal(keys_and_values(engine, again), before)
-
-
-def test_chunks_leave_as_they_were_computed_however_late(warm, tiny_folder, monkeypatch):
-    """The copies begin late, and meanwhile another request wants all blocks."""
-    engine, other = cake_engine(tiny_folder, blocks=14), STORY[::-1]
-    ask_cake(engine, other, max_tokens=4, save=False, cache_salt="warm")
-    before = keys_and_values(engine, ask_cake(engine, max_tokens=4, cache_salt="warm"))
-    offload.empty(engine)
-    transfers = watch_copies(engine, monkeypatch, "save", late_chunk(engine, 0, "save"))
-    request, = engine.submit(STORY, max_tokens=4, cache_salt="again")
-    while request.outcome is None:
-        engine.step()
-    assert transfers and not transfers[0].ready, "an answer waited for what is saved"
-    second, = engine.submit(other, max_tokens=1, save=False, cache_salt="again")
-    run_cake(engine)
-    assert second.outcome.tokens == ask_cake(engine, other, max_tokens=1, save=False, cache_salt="warm").outcome.tokens
-    forget(engine)
-    again = ask_cake(engine, max_tokens=4, cache_salt="again")
-    assert again.source == "storage" and torch.equal(keys_and_values(engine, again), before)
-
-
-def test_blocks_of_somebody_who_left_are_held_until_their_chunks_have_arrived(warm, tiny_folder, monkeypatch):
-    engine = cake_engine(tiny_folder)
-    come_back_cake(engine)
-    forget(engine)
-    other, = engine.submit([9, *PROMPT[1:]], max_tokens=100, save=False, mode="compute")        # who makes steps meanwhile
-    while other.computed < len(PROMPT):
-        assert engine.step()
-    transfers = watch_copies(engine, monkeypatch, "load", late_chunk(engine, LAST))
-    request, = engine.submit(STORY, max_tokens=4)
-    while not transfers:
-        assert engine.step()
-    restoration, = engine.restorations
-    blocks = restoration.blocks
-    engine.cancel(request)
-    assert engine.step() and len(blocks) == LAST + 1
-    held = [engine.pool.references[block] for block in blocks]
-    assert not transfers[0].ready, "it was not late"
-    assert held == [1] * (LAST + 1), "of the restoration itself"
-    run_cake(engine)
-    assert engine.counts["cancelled"] == 1 and other.outcome is not None
-
-
-def test_a_chunk_that_both_have_begun_is_half_computed_and_half_loaded(tiny_folder):
-    """Rows before `at` are the engine's; the loader leaves them alone."""
-    engine = cake_engine(tiny_folder)
-    before = keys_and_values(engine, come_back_cake(engine)[1])
-    forget(engine)
-    request, = engine.submit(STORY, max_tokens=4)
-    send, rows = engine.loader.send, []
-
-    def half(chunk):
-        if chunk.index == LAST:
-            chunk.at = 5                                            # as if the engine had begun with it
-        rows.append(cake.rows_of(chunk.blocks, 16, chunk.at))
-        send(chunk)
-    engine.loader.send = half
-    while request.outcome is None:
-        engine.step()
-    assert [sum(count for *_, count in pieces) for pieces in rows] == [11] + [16] * LAST
-    assert request.cached_tokens == 192 - 5
-    run_cake(engine)
-    after = keys_and_values(engine, request)
-    assert difference(after[:, :, :176], before[:, :, :176]) == 0 and difference(after, before) < 1e-5
-
-
-def test_the_result_says_where_both_met_over_a_real_link(folder):
-    engine = cake_engine(folder)
-    again = come_back_cake(engine)[1]
-    result, report, config = again.outcome, again.outcome.restoration, engine.model.config
-    assert (report["mode"], report["chunks"], report["loaded"], report["meeting"]) == ("load", LAST + 1, LAST + 1, 0)
-    assert report["bytes"] == 192 * config.kv_numbers_per_token * 4 and report["ms"] > 0
-    assert result.link.startswith("link, ") and "modelled" not in result.summary() and result.storage.startswith("storage, ")
-    load, storage = ([span for span in again.timeline.spans if span.lane == lane] for lane in ("load", "storage"))
-    assert {span.label for span in load} == {span.label for span in storage} == {f"chunk {n}" for n in range(LAST + 1)}
-    for hop, read in zip(sorted(load, key=lambda span: span.label), sorted(storage, key=lambda span: span.label)):
-        assert -0.1 < read.start < read.end and hop.start < hop.end and read.end - 1e-3 <= hop.end
-    assert again.timeline.chart(bubbles=True)
-
-
-def test_memory_is_constant_over_many_restorations_from_both_ends(tiny_folder):
-    engine = cake_engine(tiny_folder, "bfloat16", blocks=20, max_running=8, mode="both")
-
-    def a_round(number: int):
-        for fields in mixed(engine.context):
-            engine.submit(**{"cache_salt": str(number % 2), **fields})
-        run_cake(engine)
-        offload.empty(engine)
-        gc.collect()
-        return torch.cuda.memory_allocated()
-    where, before = engine.pool.kv.data_ptr(), a_round(0)
-    assert {a_round(number) for number in range(1, 8)} == {before} and engine.pool.kv.data_ptr() == where
-    assert engine.counts["finished"] == 8 * 15 and engine.counts["restorations"] > 0
 
 
 # Chapter 07 ------------------------------------------------------------------------------------------------------
@@ -1348,7 +966,7 @@ def test_pages_go_on_to_the_device_while_the_rest_is_read(tiny_folder, tmp_path)
     ask_tiered(engine)
     before = bits_of(engine)
     engine.detach()
-    engine.attach(backends.open_backend(f"file:{tmp_path}"), "slow files", cake.Bandwidth((20.0,)))
+    engine.attach(backends.open_backend(f"file:{tmp_path}"), "slow files", bidirectional.Bandwidth((20.0,)))
     leave_only(engine, "storage")
     load, happened = engine.load, []
 

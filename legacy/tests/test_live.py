@@ -17,7 +17,7 @@ from legacy import app, live
 from legacy.tests.conftest import chapter, make_engine, write_model
 from legacy.tests.test_app import INFO, Serving, another, client_of, error_of, events, eventually
 
-NAMES = {"01": "01_baseline", "02": "02_paged_kv", "03": "03_cpu_offload", "06": "06_bidirectional",
+NAMES = {"01": "01_baseline", "02": "02_paged_kv", "03": "03_cpu_offload",
          "07": "07_tiered_storage", "08": "08_hybrid_blocks"}
 STORY = "It was a long story, and it began with a letter that nobody had written. " * 3
 
@@ -26,7 +26,6 @@ def make(number: str, model, folder, **more):
     """A chapter's engine, with a link so fast that whatever is kept is brought back."""
     module, fast = chapter(NAMES[number]), dict(bytes_per_second=1e12)
     options = {"01": {}, "02": dict(blocks=64), "03": dict(blocks=64, cpu_blocks=128, **fast),
-               "06": dict(blocks=64, chunk=32, directories=(folder,), mode="load", **fast),
                "07": dict(blocks=64, cpu_blocks=128, prefetch_threshold=1, prefetch_policy="wait_complete", **fast),
                "08": dict(max_running=4, **fast)}[number]
     engine = module.Engine(model.model, model.tokenizer, model.end_tokens, **options, **more)
@@ -113,7 +112,7 @@ class Watched:
 
 
 TIERS = {"01": ["device"], "02": ["device"], "03": ["device", "host"],
-         "06": ["device", "host", "storage"], "07": ["device", "host", "storage"], "08": ["act-device", "act-host", "kv-host"]}
+         "07": ["device", "host", "storage"], "08": ["act-device", "act-host", "kv-host"]}
 
 
 @pytest.mark.parametrize("number", list(NAMES)[1:])
@@ -172,11 +171,11 @@ def test_chapter_01_shows_what_is_reserved_and_what_is_written(tiny_engine):
 
 
 MOVING = {"03": [("device", "in flight"), ("host", "in flight")],
-          "06": [("device", "in flight"), ("storage", "in flight")], "07": [("device", "in flight"), ("host", "in flight")]}
-SOURCES = {"02": "miss", "03": "cpu_hit", "06": "storage", "07": "cpu_hit"}
+          "07": [("device", "in flight"), ("host", "in flight")]}
+SOURCES = {"02": "miss", "03": "cpu_hit", "07": "cpu_hit"}
 
 
-@pytest.mark.parametrize("number", ["02", "03", "06", "07"])
+@pytest.mark.parametrize("number", ["02", "03", "07"])
 def test_what_travels_is_in_flight_and_what_was_evicted_comes_back(number, engine, monkeypatch):
     for name in ("seconds_to_load", "seconds_to_restore"):
         if hasattr(engine, name):
@@ -217,7 +216,7 @@ def held(engine):
     engine.pool.release(table)
 
 
-@pytest.mark.parametrize("number", ["02", "03", "06", "07"])
+@pytest.mark.parametrize("number", ["02", "03", "07"])
 def test_what_is_not_computed_yet_is_reserved_and_what_is_being_restored_says_so(number, held):
     engine, table = held
     engine.running = [holder(table=table)]
@@ -225,18 +224,6 @@ def test_what_is_not_computed_yet_is_reserved_and_what_is_being_restored_says_so
     engine.running = [holder(table=table, restoration=iter(()))]
     # A transfer says what comes, and there is none
     assert device_states(engine, table) == ["in use", *["reserved"] * 3] and engine.who()[0]["state"] == "restoring"
-
-
-@pytest.mark.parametrize("number", ["06"])
-def test_loaded_chunks_are_there_ahead_of_what_is_computed(held):
-    def chunk(**fields):
-        return SimpleNamespace(**{**dict(settled=False, transfer=None, began=None, side="load", prefix=None), **fields})
-    engine, table = held
-    engine.running = [holder(table=table)]
-    chunks = [chunk(blocks=table[2:3], transfer="on its way"), chunk(blocks=table[3:], settled=True)]
-    engine.restorations = [SimpleNamespace(chunks=chunks)]
-    assert device_states(engine, table) == ["in use", "reserved", "in flight", "in use"]
-    engine.restorations = []
 
 
 @pytest.mark.parametrize("number", ["07"])
@@ -264,7 +251,7 @@ def test_what_only_the_device_has_goes_down_before_it_is_evicted(number, engine,
     assert engine.over[-1][0].source == "cpu_hit"
 
 
-@pytest.mark.parametrize("number", list(NAMES)[1:5])
+@pytest.mark.parametrize("number", list(NAMES)[1:4])
 def test_blocks_are_told_with_their_tokens_and_keys(number, engine):
     result, = Watched(engine).answer(dict(prompt=STORY, max_tokens=2))
     tokens, client = engine.encode(STORY, None)[0], client_of(engine)
@@ -280,7 +267,7 @@ def test_blocks_are_told_with_their_tokens_and_keys(number, engine):
             there = [client.get(f"/blocks/{where}/{block}").json for block, (state, _) in enumerate(
                 next(states_of(tier.as_json()) for tier in engine.tiers() if tier.name == where)) if state == "cached"]
             assert all(re.fullmatch("[0-9a-f]{64}", one["key"]) for one in there)
-            assert there or number == "06" and where == "host", "nothing is kept there"
+            assert there, "nothing is kept there"
     far = client.get(f"/blocks/device/{cached[0]['block']}", environ_base=dict(REMOTE_ADDR="192.0.2.7")).json
     assert far["text"] is None and "own machine" in far["note"] and far["key"]
     for path in ("/blocks/device/64", "/blocks/attic/0"):
@@ -485,7 +472,6 @@ def test_examples_fit_the_context(engine):
 
 
 WAYS = {"01": ["miss", "miss", "miss"], "02": ["miss", "gpu_hit"], "03": ["miss", "cpu_hit", "cpu_hit", "gpu_hit"],
-        "06": ["miss", "miss", "storage", "storage"],
         "07": ["miss", "storage_hit", "cpu_hit", "gpu_hit"], "08": ["miss"] * 5}
 
 
@@ -511,11 +497,7 @@ def test_a_comparison_answers_in_every_way_with_the_tokens_of_chapter_01(
     assert len(progress) == sum(1 + row["samples"] for row in rows) and all(1 <= row["samples"] <= 2 for row in rows)
     assert {one["progress"]["way"] for one in progress} == {row["way"] for row in rows}
     assert all(row["equal"] for row in rows)
-    sources = [row["source"] for row in rows]
-    if number == "06":                                              # which may find that computing all of it is faster
-        assert sources[:2] == WAYS[number][:2] and len(sources) == len(WAYS[number])
-    else:
-        assert sources == WAYS[number]
+    assert [row["source"] for row in rows] == WAYS[number]
     for row in rows:
         shown = row["tbt_ms"] if number == "08" else row["ttft_ms"]
         assert 0 < row["min_ms"] <= shown <= row["max_ms"]
@@ -551,19 +533,6 @@ def test_answers_of_one_token_have_no_time_between_tokens(tiny_engine):
         rows = list(live.compare(engine, [5, 6, 7], 1, stack))[-1]["rows"]
     for row in rows:
         assert (row["tbt_ms"], row["min_ms"], row["max_ms"], row["samples"]) == (None, None, None, 0) and row["ttft_ms"] > 0
-
-
-def test_a_comparison_has_a_modelled_disk_of_its_own(tiny_engine, tmp_path):
-    engine, cake = make("06", tiny_engine, tmp_path), chapter(NAMES["06"])
-    engine.loader.bandwidth = cake.Bandwidth((8.0,))
-    made, small = [], engine.small
-    engine.small = lambda *options, **named: made.append(small(*options, **named)) or made[0]
-    with ExitStack() as stack:
-        engine.ways(list(range(40, 100)), 2, stack)
-        theirs = made[0].loader.bandwidth
-        assert theirs is not engine.loader.bandwidth and vars(theirs)["mbps"] == (8.0,)
-    engine.close()
-    engine.release()
 
 
 def test_a_comparison_ends_with_the_server(tiny_engine):

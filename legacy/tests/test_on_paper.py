@@ -112,3 +112,19 @@ def test_output(capsys):
         shown = on_paper.counts(planner.Plan(*paper)) if "schedule" in key else on_paper.printed(paper)
         assert any(shown in line for line in lines), key
     assert sum("idle" in line for line in lines) == 4           # two pipelines of two lanes
+
+
+def test_two_pointers_meet_where_both_take_as_long():
+    compute, load, both, share = on_paper.cake_seconds(14e3, 4, 0.5)
+    assert both == pytest.approx((1 - share) * load) and on_paper.cake_seconds(14e3 * share, 4, 0.5)[0] == pytest.approx(both)
+    assert both < min(compute, load) and both > compute * load / (compute + load) * 0.9
+    assert on_paper.cake_seconds(14e3, 4, 0.1)[0] - on_paper.cake_seconds(14e3, 4, 0.9)[0] == pytest.approx(16, rel=0.15)
+    assert on_paper.cake_seconds(14e3, 4, 1.0, smaller=2.0)[1] == pytest.approx(load / 2)
+
+
+def test_cakes_figures_stand_beside_ours(capsys):
+    report = on_paper.cake()
+    assert report["agree"] == sum(each["verdict"] == "yes" for each in report["rows"]) and 0 < report["agree"] < report["compared"]
+    equation, kv = report["rows"][:2]
+    assert equation["ours"] == pytest.approx(2 * kv["ours"]) and equation["verdict"] != "yes" == kv["verdict"]
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 130

@@ -6,8 +6,6 @@ import time
 import pytest
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-from legacy.tests.conftest import chapter
-from legacy.tests.test_app import INFO, Serving
 
 CHROMIUM = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no chromium on this machine")
@@ -83,32 +81,6 @@ class Page:
 
     def numbers(self, turn: int) -> list[str]:
         return self.texts(f"#numbers tr:nth-child({turn}) td")
-
-
-def test_a_conversation_that_comes_back_shows_where_its_history_came_from(browser, tiny_engine, monkeypatch):
-    name = "06_bidirectional"
-    monkeypatch.setitem(INFO, "chapter", name)
-    offload, cake = chapter("03_cpu_offload"), chapter(name)
-    engine = cake.Engine(tiny_engine.model, tiny_engine.tokenizer, tiny_engine.end_tokens, 64, cpu_chunks=8, mode="load", chunk=64)
-    messages, asked = [], [("It was a long story, and so it began." * 4, "miss"), ("And then?", "storage")]
-    with Serving(engine) as port:
-        page = Page(browser, port, name)
-        assert page.text("#title") == f"{name} · tiny" == page.tab.title()
-        page.tab.fill("#max-tokens", "8")
-        for turn, (prompt, source) in enumerate(asked, 1):
-            messages.append(dict(role="user", content=prompt))
-            expected = tiny_engine.generate(messages=messages, max_tokens=8)
-            messages.append(dict(role="assistant", content=expected.text))
-            page.ask(prompt, turn)
-            cells = page.numbers(turn)
-            assert [cells[0], *cells[2:-2]] == [str(value) for value in (
-                turn, expected.usage["prompt_tokens"], expected.history_tokens, 128 * (turn - 1), source, len(expected.tokens))]
-            engine.flush()
-            offload.empty(engine)
-        assert [dict(role=role, content=text) for role, text in page.turns()] == messages and page.complaints == []
-        page.tab.close()
-    engine.close()
-    engine.release()
 
 
 def gate(engine, passes: int) -> threading.Event:

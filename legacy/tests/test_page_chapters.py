@@ -1,4 +1,4 @@
-"""The page of chapters 06 to 08 in a real browser: ask, watch answer and blocks, lose the cache and ask again, compare."""
+"""The page of chapters 07 and 08 in a real browser: ask, watch answer and blocks, lose the cache and ask again, compare."""
 import re
 
 import pytest

@@ -597,7 +597,7 @@ def test_other_methods_are_no_error_of_the_server(client, method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", ["01_baseline", "02_paged_kv", "03_cpu_offload", "06_bidirectional"])
+@pytest.mark.parametrize("name", ["01_baseline", "02_paged_kv", "03_cpu_offload"])
 def test_chapters_without_storage_know_no_such_path(tiny_engine, name, method):
     engine = chapter(name).Engine
     paths = {} if name == "01_baseline" else engine.admin.fget(engine)

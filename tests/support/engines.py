@@ -15,10 +15,13 @@ from common.link import Transfer
 from common.llama import Llama, LlamaConfig
 from common.requests import Request
 from common.restoring import Cache
-from common.store import ChunkFiles
+from common.store import ChunkFiles, ModelledStorage
 
-CHAPTERS = "01_baseline", "02_paged_kv", "03_cpu_offload", "04_hidden_state_cache", "05_bubble_free"
-baseline, paged, offload, hidden, planned = map(importlib.import_module, CHAPTERS)
+CHAPTERS = (
+    "01_baseline", "02_paged_kv", "03_cpu_offload", "04_hidden_state_cache", "05_bubble_free",
+    "06_bidirectional",
+)  # fmt: skip
+baseline, paged, offload, hidden, planned, both = map(importlib.import_module, CHAPTERS)
 BANDWIDTH = 2e9  # bytes/s, of the modelled link
 CONTEXT = 512
 
@@ -29,7 +32,10 @@ CACHES = {
     "hidden": lambda blocks: hidden.HiddenCache(4 * blocks, BANDWIDTH),
     "planned": lambda blocks: planned.PlannedCache(4 * blocks, BANDWIDTH, plan="RHK"),
     "files": lambda blocks: hidden.HiddenCache(-(-blocks // 4), BANDWIDTH, chunk_files()),
+    "both": lambda blocks: both.BidirectionalCache(modelled(blocks), share=0.5, memory=1e5),
+    "both, files": lambda blocks: both.BidirectionalCache(chunk_files(), share=0.0, memory=4e5),
 }
+modelled = lambda blocks: ModelledStorage(5e4 * blocks, BANDWIDTH / 10)  # noqa: E731
 FOLDERS = tempfile.TemporaryDirectory()
 
 

@@ -1,5 +1,5 @@
 """Links that fail, are late, and write noise before they fail: for every Cache at once, since all copy over a
-Link."""
+Link. And files that do."""
 
 import random
 import threading
@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from common.link import Link, Transfer
+from common.store import ChunkFiles
 
 
 class Faults:
@@ -17,7 +18,13 @@ class Faults:
     before."""
 
     def __init__(
-        self, rng: random.Random, failing=0.0, late=0.0, noisy=0, delay=0.02, lanes=("load", "save")
+        self,
+        rng: random.Random,
+        failing=0.0,
+        late=0.0,
+        noisy=0,
+        delay=0.02,
+        lanes=("load", "save", "storage"),
     ):
         self.rng, self.failing, self.late, self.noisy, self.delay, self.lanes = (
             rng,
@@ -57,10 +64,11 @@ class Faults:
         """Write to `dst` after a while: `src`, or NaN and then fail."""
         transfer = Transfer(link.lane, label, sum(piece.nbytes for piece in dst))
 
+        @torch.inference_mode()
         def write():
             for index, piece in enumerate(dst):
                 if src is None:
-                    piece.fill_(float("nan"))
+                    piece.fill_(float("nan") if piece.is_floating_point() else -1)  # all bits set: NaN too
                 else:
                     piece.copy_(src[index])
             error = None if src is not None else OSError("injected, after noise")
@@ -74,7 +82,19 @@ class Faults:
         return transfer
 
 
-COPY = Link.copy
+    def read_one(self, files: ChunkFiles, file, into, part: int):
+        draw = self.rng.random()
+        if draw < self.failing:
+            self.failed += 1
+            into.view("uint8").fill(255)
+            raise OSError("injected")
+        if draw < self.failing + self.late:
+            self.delayed += 1
+            time.sleep(self.delay * self.rng.random())
+        READ_ONE(files, file, into, part)
+
+
+COPY, READ_ONE = Link.copy, ChunkFiles.read_one
 
 
 @contextmanager
@@ -82,9 +102,11 @@ def faulty(*args, **shares):
     """-> Faults, in force for all links until the end of the block."""
     faults = Faults(*args, **shares)
     Link.copy = lambda link, dst, src, label: faults.copy(link, dst, src, label)
+    if "storage" in faults.lanes:
+        ChunkFiles.read_one = lambda files, file, into, part: faults.read_one(files, file, into, part)
     try:
         yield faults
     finally:
-        Link.copy = COPY
+        Link.copy, ChunkFiles.read_one = COPY, READ_ONE
         for timer in faults.pending:
             timer.join()

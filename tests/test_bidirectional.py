@@ -1,0 +1,562 @@
+"""Chapter 06: where the two pointers meet, what is given up and called off, and what is kept."""
+
+import random
+import time
+
+import pytest
+import torch
+from support.engines import (
+    Oracle,
+    ask,
+    both,
+    check_pools,
+    chunk_files,
+    draw,
+    evict,
+    make,
+    settle,
+)
+
+from common.link import LATENCY, Bandwidth, Link, Trace, Transfer, TransferError
+from common.requests import HungUp, Request
+from common.store import CHUNK, ChunkFiles, Lane, ModelledStorage
+from common.timeline import Clock
+
+ORACLE = Oracle()
+PROMPT = draw(random.Random(0), 400)  # 6 chunks, 384 tokens, and 16 more
+BYTES = 64 * 3 * 2 * 2 * 16 * 4  # of a chunk
+
+
+class Storage:
+    """Delivers what it is told to, when it is told to."""
+
+    speed = 1e15  # so that a step takes a chunk
+
+    def __init__(self):
+        self.index, self.reads, self.log = {}, [], []
+
+    def attach(self, parts, engine):
+        pass
+
+    def find(self, prefix):
+        return self.index.get(prefix.key)
+
+    def read(self, found, into, part, label=""):
+        self.reads.append((Transfer("storage", label, found[0].nbytes), found[0], into[0]))
+        self.log.append(self.reads[-1][0])
+        return [self.reads[-1][0]]
+
+    def write(self, prefix, parts):
+        self.index[prefix.key] = parts[0].copy()
+        written = Transfer("save", "chunk")
+        written.finish(0.0, 0.0)
+        return written
+
+    def deliver(self, count: int = 1, error: Exception | None = None):
+        """Finish the oldest reads."""
+        while count and self.reads:
+            transfer, found, into = self.reads.pop(0)
+            if transfer.cancelled:
+                transfer.finish(0.0, 0.0, TransferError("cancelled"))
+                continue
+            if error is None:
+                into[:] = found
+            transfer.finish(time.perf_counter(), time.perf_counter(), error)
+            count -= 1
+
+    def close(self):
+        pass
+
+
+def engine_for(storage=None, budget: int = 64, blocks: int = 96, memory=1e6, **options):
+    """-> engine, its cache and its storage, which holds the chunks of PROMPT, the device none."""
+    storage = storage or Storage()
+    cache = both.BidirectionalCache(storage, memory=memory, **options)
+    engine = make(cache, blocks, token_budget=budget)
+    ask(engine, PROMPT, 1)
+    if isinstance(storage, Storage):
+        storage.deliver(99)
+    evict(engine)
+    return engine, cache, storage
+
+
+def submit(engine, prompt=PROMPT, new: int = 4) -> Request:
+    engine.submit(request := Request(list(prompt) + [7], new))
+    return request
+
+
+def finish(engine, storage, *requests):
+    while any(request.outcome is None for request in requests):
+        engine.step()
+    assert all(ORACLE.judge(request) == "equal" for request in requests)
+    if isinstance(storage, Storage):
+        storage.deliver(99)
+    settle(engine)
+    check_pools(engine)
+
+
+# 1. Two pointers -------------------------------------------------------------------------------
+
+
+def test_a_chunk_a_step_and_a_chunk_from_storage_meet_in_the_middle():
+    engine, cache, storage = engine_for()
+    request = submit(engine)
+    for computed in (64, 128, 192):
+        engine.step()
+        assert request.computed == computed and request.restoration.limit == 384 - computed + 64
+        storage.deliver()
+    finish(engine, storage, request)
+    assert request.found == {"storage": 192}
+    assert [transfer.label for transfer in storage.log] == [f"chunk {number}" for number in range(5, -1, -1)]
+    assert request.timeline.plan["rows"] == [["chunks", "CCCLLL"]]
+    assert engine.counts["restored_tokens"] == 192
+
+
+def test_they_meet_inside_a_chunk_and_inside_a_block():
+    engine, cache, storage = engine_for(budget=40)
+    request = submit(engine)
+    engine.step()
+    storage.deliver(6)
+    finish(engine, storage, request)
+    assert request.found == {"storage": 344} and request.timeline.plan["rows"] == [["chunks", "BLLLLL"]]
+
+
+def test_what_arrives_during_a_step_is_taken_at_its_next_layer_and_a_step_that_is_overtaken_is_given_up():
+    engine, cache, storage = engine_for()
+    request, seen = submit(engine), []
+    engine.step()
+
+    def save_layer(layer, hidden, batch):
+        seen.append((layer, request.restoration.limit if request.restoration else None))
+        if len(seen) == 1:
+            storage.deliver(2)
+        if len(seen) == 2:
+            storage.deliver(4)
+
+    cache.save_layer, steps = save_layer, engine.counts["steps"]
+    engine.step()
+    assert seen == [(0, 384), (1, 256)], "the third layer is not computed"
+    assert engine.counts["steps"] == steps and request.computed == 384
+    finish(engine, storage, request)
+    assert request.found == {"storage": 320}
+
+
+def test_a_step_of_two_requests_is_not_given_up():
+    engine, cache, storage = engine_for(budget=96)
+    request, other = submit(engine), submit(engine, draw(random.Random(1), 200))
+    engine.step()
+    computed = request.computed
+    cache.save_layer = lambda *_: storage.deliver(6)
+    engine.step()
+    assert computed < request.restoration.taken == request.restoration.limit
+    assert request.computed == request.restoration.limit
+    finish(engine, storage, request, other)
+    assert request.found == {"storage": 384 - computed - 64}
+
+
+@pytest.mark.parametrize("reason", ["missing", "damaged"])
+def test_what_has_come_stays_when_storage_fails(reason):
+    engine, cache, storage = engine_for()
+    request = submit(engine)
+    engine.step()
+    storage.deliver(2)
+    engine.step()
+    storage.deliver(1, OSError(reason))
+    finish(engine, storage, request)
+    assert request.found == {"storage": 128} and reason in request.decisions[-1]
+    assert engine.counts["failed_restorations"] == 1
+
+
+def test_storage_that_hangs_holds_up_nobody_and_its_memory_is_held():
+    engine, cache, storage = engine_for()
+    request = submit(engine)
+    while request.outcome is None:
+        engine.step()
+    assert ORACLE.judge(request) == "equal" and not request.found
+    engine.step()
+    assert engine.busy and sum(cache.places.references) == 6
+    finish(engine, storage, request)
+
+
+def test_prefill_never_waits_however_late_a_restoration_is():
+    engine, cache, storage = engine_for()
+    request = submit(engine)
+    engine.step()
+    request.restoration.deadline = 0.0
+    engine.step()
+    storage.deliver()
+    finish(engine, storage, request)
+    assert request.found == {"storage": 64}
+
+
+def test_read_ahead_is_bounded_in_bytes():
+    storage = engine_for()[2]
+    engine, cache, _ = engine_for(storage, memory=2 * BYTES)
+    request, storage.log = submit(engine), []
+    for read in (2, 3, 4):
+        engine.step()
+        assert len(storage.log) == read <= 2 + (384 - request.restoration.limit) // CHUNK
+        storage.deliver()
+    finish(engine, storage, request)
+    assert request.found == {"storage": 192}
+
+
+def test_two_restorations_share_the_memory_and_both_end():
+    storage, prompt = Storage(), draw(random.Random(3), 300)
+    ask(engine_for(storage)[0], prompt, 1)
+    engine, cache, _ = engine_for(storage, memory=2 * BYTES, budget=80)
+    asked = submit(engine), submit(engine, prompt)
+    while any(request.outcome is None for request in asked):
+        engine.step()
+        storage.deliver()
+    finish(engine, storage, *asked)
+
+
+def test_what_prefill_has_overtaken_is_called_off():
+    engine, cache, storage = engine_for()
+    request = submit(engine)
+    for _ in range(3):
+        engine.step()
+        storage.deliver()
+    engine.step()
+    assert [transfer.cancelled for transfer in storage.log] == [False] * 3 + [True] * 3
+    finish(engine, storage, request)
+
+
+def test_what_a_late_read_writes_is_read_by_nobody():
+    storage = engine_for()[2]
+    engine, cache, _ = engine_for(storage, memory=2 * BYTES)
+    gone = submit(engine)
+    engine.step()
+    late, storage.reads = storage.reads, []
+    engine.cancel(gone, HungUp("gone"))
+    engine.step()
+    request = submit(engine)
+    engine.step()
+    storage.deliver(2)
+    for transfer, _, into in late:
+        into.fill(-1)  # NaN
+        transfer.finish(0.0, 0.0)
+    finish(engine, storage, request)
+
+
+@pytest.mark.parametrize("kind", ["link", "lane"])
+def test_a_read_that_is_called_off_before_it_begins_is_never_done(kind):
+    release, copied = Transfer("", ""), torch.zeros(3)
+    if kind == "link":
+        lane = Link("storage", Clock("cpu"), 1e9, wake=lambda: release.wait(10))
+        copy = lambda: lane.copy(copied, torch.ones(3), "")  # noqa: E731
+    else:
+        lane = Lane("storage", wake=lambda: release.wait(10))
+        copy = lambda: lane.submit("", 0, copied.add_, 1)  # noqa: E731
+    first, second, third = copy(), copy(), copy()
+    first.wait(10)
+    copied.zero_()
+    second.cancel()
+    release.finish(0.0, 0.0)
+    third.wait(10)
+    assert copied.tolist() == [1] * 3 and "cancelled" in str(second.error)
+    lane.close()
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_a_request_that_is_cancelled_calls_its_reads_off(steps):
+    engine, cache, storage = engine_for()
+    request = submit(engine)
+    for _ in range(steps):
+        engine.step()
+    engine.cancel(request, HungUp("gone"))
+    engine.step()
+    assert all(transfer.cancelled for transfer in storage.log)
+    finish(engine, storage, again := submit(engine))
+    assert again.outcome
+
+
+# 2. How much of a step -------------------------------------------------------------------------
+
+
+def slow_prefill(engine, storage, ratio: float):
+    """Loading a history takes `ratio` times as long as computing it is estimated to."""
+    engine.restorer.rates.clear()
+    engine.restorer.rates.append(1.0)
+    storage.speed = 6 * BYTES / engine.restorer.seconds_to_compute(0, 384) / ratio
+
+
+@pytest.mark.parametrize("ratio", [0.01, 0.5, 1.0, 3.0, 100.0])
+def test_a_step_takes_what_prefill_will_get_if_both_go_on(ratio):
+    engine, cache, storage = engine_for(budget=512)
+    slow_prefill(engine, storage, ratio)
+    request = submit(engine)
+    engine.step()
+    share = max(CHUNK, 384 * ratio / (1 + ratio))
+    assert request.computed == pytest.approx(384 if share > 320 else share, abs=1)
+    finish(engine, storage, request)
+
+
+def test_an_estimate_is_that_of_both_ends_and_no_longer_than_computing():
+    engine, cache, storage = engine_for()
+    alone = None
+    for ratio in (0.1, 1.0, 10.0, 1e9):
+        slow_prefill(engine, storage, ratio)
+        match, alone = cache.match(Request(PROMPT + [7], 1)), engine.restorer.seconds_to_compute(0, 384)
+        assert match.tokens == 384
+        assert match.seconds == pytest.approx(alone * ratio / (1 + ratio)) and match.seconds <= alone
+    storage.index.pop(next(iter(storage.index)))  # the first chunk has to be computed, whatever storage does
+    slow_prefill(engine, storage, 1e-9)
+    match = cache.match(Request(PROMPT + [7], 1))
+    assert match.tokens == 384 and match.seconds == engine.restorer.seconds_to_compute(0, 64)
+
+
+def test_beside_others_prefill_takes_its_share_and_alone_all():
+    engine, cache, storage = engine_for(budget=100, share=0.25)
+    storage.speed = 1e-9  # storage brings nothing: prefill takes all that it may
+    request = submit(engine)
+    engine.step()
+    assert request.computed == 100
+    other = submit(engine, draw(random.Random(1), 150), 9)
+    engine.step()
+    engine.step()
+    assert request.computed == 225 and other.computed == 75
+    finish(engine, storage, request, other)
+
+
+def test_leftover_takes_only_what_others_leave():
+    engine, cache, storage = engine_for(budget=64, leftover=True)
+    other = submit(engine, draw(random.Random(1), 180), 30)
+    engine.step()
+    request = submit(engine)
+    engine.step()
+    assert other.computed == 128 and request.computed == 0, "the other's prefill comes first"
+    engine.step()
+    assert other.new and request.computed == 64 - 53
+    before = request.computed
+    engine.step()
+    assert request.computed - before == 63, "who decodes leaves the rest"
+    storage.deliver(3)
+    finish(engine, storage, request, other)
+    assert request.found["storage"] >= 192
+
+
+def test_leftover_computes_when_storage_is_late():
+    engine, cache, storage = engine_for(budget=64, leftover=True)
+    other = submit(engine, draw(random.Random(1), 300), 2)
+    engine.step()
+    request = submit(engine)
+    engine.step()
+    assert request.computed == 0
+    request.restoration.deadline = 0.0
+    for _ in range(12):
+        engine.step()
+    assert request.computed > 0
+    finish(engine, storage, request, other)
+
+
+def test_a_share_of_nothing_only_loads():
+    engine, cache, storage = engine_for(share=0.0)
+    request = submit(engine)
+    for _ in range(3):
+        engine.step()
+        assert request.computed == 0
+    storage.deliver(6)
+    finish(engine, storage, request)
+    assert request.found == {"storage": 384} and request.timeline.plan["rows"] == [["chunks", "LLLLLL"]]
+
+
+def test_only_loading_from_storage_that_fails_is_computed():
+    engine, cache, storage = engine_for(share=0.0)
+    request = submit(engine)
+    engine.step()
+    storage.deliver(2)
+    engine.step()
+    storage.deliver(1, OSError("gone"))
+    finish(engine, storage, request)
+    assert request.found == {"storage": 128}
+
+
+# 3. What is kept -------------------------------------------------------------------------------
+
+
+def found(engine, tokens, **options) -> int:
+    settle(engine)
+    match = engine.cache.match(Request(list(tokens), 1, options=options))
+    return match.tokens if match else 0
+
+
+def test_full_chunks_are_kept_once_and_the_last_token_is_computed():
+    engine, cache, storage = engine_for()
+    assert len(storage.index) == 6 and found(engine, PROMPT) == 384
+    request = submit(engine, PROMPT, 60)  # 401 + 60: another chunk
+    finish(engine, storage, request)
+    assert found(engine, request.tokens) == 448
+    assert len(storage.index) == 7
+    assert found(engine, PROMPT[:384]) == 383 and found(engine, PROMPT[:383]) == 320
+    assert found(engine, PROMPT, cache_salt="b") == 0
+
+
+def test_what_storage_lacks_in_front_is_computed_and_the_longest_run_is_loaded():
+    engine, cache, storage = engine_for()
+    keys = list(storage.index)
+    cases = ([0, 1], 384, 256), ([2], 384, 192), ([4], 256, 256), ([0, 2, 5], 320, 128)
+    for lacking, tokens, loaded in cases:
+        kept = dict(storage.index)
+        for number in lacking:
+            del storage.index[keys[number]]
+        assert found(engine, PROMPT) == tokens
+        request = submit(engine)
+        engine.step()
+        storage.deliver(6)
+        while request.restoration and request.restoration.start == 0:
+            engine.step()
+        assert request.found["storage"] in (loaded, loaded - 64 * (0 not in lacking))
+        finish(engine, storage, request)
+        evict(engine)
+        storage.index = kept
+
+
+def test_without_a_place_saving_waits_for_the_next_step():
+    engine, cache, storage = engine_for()
+    places, other = cache.places.allocate(cache.places.available), draw(random.Random(5), 150)
+    request = submit(engine, other, 20)
+    for _ in range(4):
+        engine.step()
+    assert found_now(cache, other) == 0 and request.new
+    cache.places.release(places)
+    finish(engine, storage, request)
+    assert found(engine, other) == 128
+
+
+def found_now(cache, tokens) -> int:
+    match = cache.match(Request(list(tokens), 1))
+    return match.tokens if match else 0
+
+
+def test_modelled_storage_forgets_the_least_recently_used_and_the_front_of_that_first():
+    storage = ModelledStorage(4 * BYTES, 1e12)
+    engine, cache, _ = engine_for(storage)
+    assert [number for number, _ in cache.match(Request(PROMPT, 1)).blocks] == [2, 3, 4, 5]
+    ask(engine, draw(random.Random(4), 130), 1)
+    settle(engine)
+    assert [number for number, _ in cache.match(Request(PROMPT, 1)).blocks] == [4, 5]
+    request = submit(engine)
+    finish(engine, storage, request)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "gone"])
+def test_files_are_read_from_the_back_and_a_damaged_one_ends_it(damage):
+    files = chunk_files()
+    engine_for(files)[0].close()
+    engine = make(both.BidirectionalCache(ChunkFiles(files.directories, files.limit), share=0.0), 64)
+    request = Request(PROMPT + [7], 4)
+    _, file = engine.cache.match(request).blocks[2]
+    raw = bytearray(file.path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    if damage == "gone":
+        file.path.unlink()
+    else:
+        file.path.write_bytes(raw if damage == "flipped" else raw[:-5])
+    engine.generate([request])
+    assert ORACLE.judge(request) == "equal" and request.found == {"storage": 192}
+    settle(engine)
+    evict(engine)
+    assert ask(engine, PROMPT + [8]).found == {"storage": 384}, "it was computed and kept again"
+    settle(engine)
+    check_pools(engine)
+    engine.close()
+
+
+def test_what_is_on_its_way_to_a_file_when_the_engine_is_closed_gets_there():
+    files = chunk_files()
+    engine = make(both.BidirectionalCache(files), 64)
+    ask(engine, PROMPT, 1)
+    engine.close()
+    again = make(both.BidirectionalCache(ChunkFiles(files.directories, files.limit)), 64)
+    assert found(again, PROMPT) == 384
+    again.close()
+
+
+# 4. Eight bits ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_8_bits_are_within_half_a_step_of_what_was(dtype):
+    kv = torch.randn(3, 2, 64, 2, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    kv[0, 0, 0] = 0
+    kv[0, 1, 0, 0, 0] = 3e4
+    numbers, scales = both.quantize(kv)
+    error = (numbers.float() * scales.float() - kv.float()).abs()
+    assert numbers.dtype == torch.int8 and scales.dtype == torch.float16
+    assert (error <= 0.51 * scales.float() + 127 * scales.float() * 2**-11).all()
+    assert not error[0, 0, 0].any()
+
+
+def test_8_bit_chunks_are_smaller_and_close_to_what_was_computed():
+    exact, _, _ = engine_for()
+    engine, cache, storage = engine_for(bits=8, share=0.0)
+    assert cache.chunk_bytes == BYTES // 4 * 18 // 16
+
+    def contents(engine):
+        request = Request(PROMPT, 1)
+        return engine.pool.memory[:, :, engine.pool.find(engine.extend(request))]
+
+    ask(exact, PROMPT, 1)
+    request = submit(engine, PROMPT[:-1], 1)
+    engine.step()
+    storage.deliver(6)
+    while request.outcome is None:
+        engine.step()
+    assert request.found == {"storage": 384}
+    ours, theirs = (contents(each)[:, :, :24] for each in (engine, exact))
+    largest = theirs.abs().amax(-1, keepdim=True)
+    assert ((ours - theirs).abs() <= 0.01 * largest + 1e-6).all() and not torch.equal(ours, theirs)
+
+
+def test_what_is_computed_behind_8_bits_is_not_found_by_its_exact_name():
+    storage = Storage()
+    engine, cache, _ = engine_for(storage, bits=8)
+    request = submit(engine, PROMPT, 80)
+    engine.step()
+    storage.deliver(6)
+    while request.outcome is None:
+        engine.step()
+    settle(engine)
+    assert found(engine, request.tokens) == 448
+    exact = make(both.BidirectionalCache(storage), 96)
+    assert found(exact, request.tokens) == 0
+    ask(exact, PROMPT, 1)
+    assert found(exact, request.tokens) == 384 and found(engine, request.tokens) == 448
+
+
+# 5. Modelled speeds ----------------------------------------------------------------------------
+
+
+def test_a_trace_changes_its_speed_in_the_middle_of_a_read():
+    trace = Trace([100.0, 10.0], 1.0)
+    trace.began = 0.0
+    cases = (0, 50, 0.5), (0, 105, 1.5), (0, 150, 2.4), (1.5, 5, 2.0), (0.9, 10 + 10 + 7, 2.07)
+    for start, size, arrival in cases:
+        assert trace.arrival(start - LATENCY, size) == pytest.approx(arrival)
+    assert trace.arrival(0, 11_000) == pytest.approx(200, rel=1e-3), "100 times through both"
+    assert Bandwidth(10.0).arrival(1.0, 20) == pytest.approx(3.0, rel=1e-4)
+
+
+def test_reads_follow_each_other_at_the_modelled_speed():
+    storage = ModelledStorage(1e9, 1e8)
+    engine, cache, _ = engine_for(storage, share=0.0)
+    request = submit(engine)
+    finish(engine, storage, request)
+    spans = [span for span in request.timeline.spans if span.lane == "storage"]
+    assert len(spans) == 6 and all(span.end - span.start >= 0.99 * BYTES / 1e8 for span in spans)
+    assert all(later.start >= earlier.end - 1e-6 for earlier, later in zip(spans, spans[1:]))
+    assert cache.speed() <= 1.01e8
+
+
+@pytest.mark.parametrize("words, values", [("0.1", [1e8]), ("0.1:2:0.5@0.3", [1e8, 2e9, 5e8])])
+def test_speeds_are_read_from_the_command_line(words, values):
+    asked = both.bandwidth(words)
+    assert getattr(asked, "values", [asked.value]) == values and getattr(asked, "seconds", 0.3) == 0.3
+
+
+@pytest.mark.parametrize("words", ["", "x", "0", "-1", "0.1:", ":0.1", "0.1:1@", "0.1:1@0", "nan", "inf"])
+def test_other_speeds_are_refused(words):
+    with pytest.raises(Exception, match="is not a number"):
+        both.bandwidth(words)
