@@ -438,13 +438,12 @@ def bubble_free_more(results: dict) -> str:
 
 def on_paper(results: dict) -> str:
     """What the planner says on the paper's platforms; no result of a benchmark, but computed too."""
-    planner = importlib.import_module("legacy.bubble_free")
     paper = importlib.import_module("tools.on_paper")
     with redirect_stdout(io.StringIO()) as said:
-        found = paper.main(planner)
+        found = paper.main()
     schedules = [row["name"].replace(", closed form:", "") for row in found["rows"] if ", closed form:" in row["name"]]
     return paragraphs(said.getvalue().strip().splitlines()[-1], "The paper's formula, on its own figures: " + "; ".join(
-        f"{schedule} (Table 3: {paper.counts(planner.Plan(*paper.PAPER[f'{schedule.split()[0]} schedule']))})"
+        f"{schedule} (Table 3: {paper.counts(paper.letters(*paper.PAPER[f'{schedule.split()[0]} schedule']))})"
         for schedule in schedules) + ".")
 
 
