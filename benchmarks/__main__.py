@@ -57,20 +57,6 @@ PARTS = [
                                                          "--histories 512,1024 --rounds 1"),
     ("offload-restore",          "classroom",            "",                            "--histories 512,2048 --rounds 3"),
     ("offload-saving",           "classroom",            "",                            "--rounds 2"),
-    ("hcache-restore",           "random:small",         "--histories 1024,2048 --rounds 3", "--histories 512,1024 --rounds 1"),
-    ("hcache-restore",           "classroom",            "",                            "--histories 512,2048 --rounds 3"),
-    ("hcache-restore",           "random:tinyllama",     "--histories 512 --rounds 3",  None),
-    ("hcache-heads",             "random:tinyllama",     "--rounds 3",                  None),
-    ("hcache-bandwidth",         "random:small",         "--rounds 3",                  None),
-    ("hcache-compute",           "random:small",         "--rounds 3",                  None),
-    ("hcache-files",             "random:small",         "--rounds 3",                  "--histories 1024 --rounds 1"),
-    ("hcache-saving",            "classroom",            "--rounds 3",                  "--rounds 1"),
-    ("bubble_free-planner",      None,                   "",                            ""),
-    ("bubble_free-partition",    "classroom",            "",                            "--rounds 3"),
-    ("bubble_free-mix",          "classroom",            "",                            "--rounds 3"),
-    ("bubble_free-mix",          "random:small",         "--rounds 3",                  None),
-    ("bubble_free-mix",          "random:tinyllama",     "--histories 512 --rounds 3",  None),
-    ("bubble_free-mix",          "random:tinyllama-mha", "--histories 512 --rounds 3",  None),
     ("bidirectional-looking",    "classroom",            "",                            ""),
     ("bidirectional-eight_bit",  "classroom",            "",                            "--rounds 3"),
     ("bidirectional-histories",  "classroom",            "--histories 1024,2048,4096",  "--histories 1024,2048 --rounds 3"),
@@ -93,10 +79,8 @@ PARTS = [
     ("matrix-documents",         "classroom",            "--conversations 10 --systems 02,03,04,05,06,07,dynamic", None),
 ]
 # Of these --histories sets the lengths.
-HISTORIES = ("paged-tbt", "paged-hit", "offload-restore", "hcache-restore", "hcache-files", "bubble_free-partition",
-             "bubble_free-mix", "bidirectional-looking", "bidirectional-eight_bit", "bidirectional-histories",
-             "bidirectional-grid", "tiered-admission", "restoration")
-ONLY_RANDOM = ("hybrid_blocks", "hcache-heads")                 # they change the geometry
+HISTORIES = ("paged-tbt", "paged-hit", "offload-restore", "bidirectional-looking", "bidirectional-eight_bit",
+             "bidirectional-histories", "bidirectional-grid", "tiered-admission", "restoration")
 GRACE = 3.0                                                     # seconds that a part has to end after each signal
 CODES = re.compile(r"\x1b\[[\d;]*[A-Za-z]")                     # what moves a terminal's cursor
 
@@ -134,13 +118,8 @@ def part(kind: str, model: str | None, options: str, asked: argparse.Namespace) 
 
 def refused(kind: str, model: str) -> str | None:
     """Why a part cannot be measured on a model."""
-    if kind not in ONLY_RANDOM:
-        return None
-    if not model.startswith("random:"):
+    if kind == "hybrid_blocks" and not model.startswith("random:"):
         return "it changes the geometry, so it needs random weights (random:NAME)"
-    geometry = random_models.GEOMETRIES.get(model.removeprefix("random:"))
-    if kind == "hcache-heads" and geometry and geometry[3] % 32:
-        return "it needs a model with 32 query heads"
     return None
 
 

@@ -84,8 +84,8 @@ def test_claims_are_measured():
 def test_options_of_a_run_reach_its_parts():
     line = "--quick --model random:llama2-7b --dtype bfloat16 --device cuda --histories 4096,16384 --rounds 7 --scale 0.1"
     parts = {part.name: part.arguments for part in parts_of(line)}
-    hidden = takes("benchmarks.hcache", parts["hcache-restore-llama2-7b"][2:])
-    assert (hidden.model, hidden.dtype, hidden.device, hidden.histories, hidden.rounds, hidden.only) == (
+    offload = takes("benchmarks.offload", parts["offload-restore-llama2-7b"][2:])
+    assert (offload.model, offload.dtype, offload.device, offload.histories, offload.rounds, offload.only) == (
         "random:llama2-7b", "bfloat16", "cuda", (4096, 16384), 7, "restore")
     assert takes("benchmarks.baseline", parts["baseline-llama2-7b-bfloat16"][2:]).dtype == "bfloat16"
     assert takes("benchmarks.matrix", parts["matrix-conversations-llama2-7b"][2:]).scale == 0.1
@@ -98,10 +98,9 @@ def test_what_is_left_out_is_said():
     assert "baseline-tinyllama-bfloat16 is left out of the quick run." in left_out
     assert len(parts) + len(left_out) == len(benchmarks.PARTS)
     parts, left_out = benchmarks.parts_for(asked_for("--model classroom"))
-    assert [sentence.split()[0] for sentence in left_out] == ["hcache-heads", "hybrid_blocks"]
-    assert not any(part.name.startswith(("hcache-heads", "hybrid")) for part in parts)
-    _, left_out = benchmarks.parts_for(asked_for("--model random:tiny"))
-    assert len(left_out) == 1 and "32 query heads" in left_out[0]
+    assert [sentence.split()[0] for sentence in left_out] == ["hybrid_blocks"]
+    assert not any(part.name.startswith("hybrid") for part in parts)
+    assert benchmarks.parts_for(asked_for("--model random:tiny"))[1] == []
 
 
 def main(monkeypatch, *arguments) -> int:
@@ -304,14 +303,10 @@ def systems() -> list[dict]:
 def measured() -> dict:
     """What one run has measured; what is compared between systems is made up, so that a test can change it."""
     parts = json.loads((claims.RESULTS / "cpu.json").read_text())["parts"]
-    swept = [dict(projection_over_transfer=ratio, gain_over_kv_offload=spread(gain)) for ratio, gain in ((0.5, 1.8), (4.0, 0.6))]
-    for claim in ("bandwidth", "compute"):
-        parts[f"hcache-{claim}-small"] = part(f"python -m benchmarks.hcache --only {claim} --model random:small", dict(
-            found=[dict(claim=claim, model="random:small", rows=swept)]))
     rows = [dict(history_tokens=1024, method=name, ttft_ms=spread(ttft), over_bound=over and spread(over),
                  ttft_gain_over_recompute=spread(100.0 / ttft))
             for name, ttft, over in (("recompute (01)", 100.0, None), ("KV offload (03)", 20.0, 1.02),
-                                     ("planned mix (05)", 9.0, 1.05))]
+                                     ("both ends (06)", 9.0, 1.05))]
     for model in ("classroom", "small"):
         parts[f"restoration-{model}"] = part("python -m benchmarks.restoration", dict(
             model=model, dtype="float32", rows=rows, equal_tokens=True))
@@ -425,14 +420,14 @@ def test_missing_parts_are_not_measured(measured):
 
 def test_other_models_have_their_own_rows(measured):
     """Of a run with --model, only what it has measured; over a real link, also what is claimed of one."""
-    found = copy.deepcopy(measured["parts"]["hcache-restore-small"])
+    found = copy.deepcopy(measured["parts"]["offload-restore-small"])
     for row in found["found"]["found"][0]["rows"]:
-        row["link"] = "real"
-    rows = claims.rows(dict(models=["llama2-7b"], parts={"hcache-restore-llama2-7b": found}))
-    assert {row["part"] for row in rows} == {"hcache-restore-llama2-7b"} and UNKNOWN not in {row["verdict"] for row in rows}
-    asked = [row["asked"] for row in rows if "real link" in row["claim"]]
-    assert asked == ["at least 2x", "at least 5.7x"]
-    assert not any("real link" in row["claim"] for row in claims.rows(measured))
+        row["copy_gbps"] = spread(19.0)
+    limits = part("python -m benchmarks.limits", dict(copy_bytes_per_second=spread(20e9)))
+    rows = claims.rows(dict(models=["llama2-7b"], parts={"offload-restore-llama2-7b": found, "limits": limits}))
+    assert {row["part"] for row in rows} == {"offload-restore-llama2-7b"} and UNKNOWN not in {row["verdict"] for row in rows}
+    assert [(row["asked"], row["ours"]) for row in rows if "pinned memory" in row["claim"]] == [("at least 90%", "95%")]
+    assert not any("pinned memory" in row["claim"] for row in claims.rows(measured))
 
 
 def test_commands_of_the_rows(measured):
