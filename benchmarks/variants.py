@@ -51,6 +51,7 @@ HiddenCache, PlannedCache = hidden_states.HiddenCache, bubble_free.PlannedCache
 MODELS = {"classroom": [1024], "random:small": [1024]}  # and histories
 LINKS = {"the link is the bottleneck": 2.0, "balanced": 1.0, "computing is the bottleneck": 0.5}
 QUESTION = 32  # tokens
+ALONE = 299  # a token that no question begins with
 TILE = 128  # rows, for which products are fast
 SSD, PCIE = 6.9 / 24, 32 / 24  # over the speed at which Llama-2-7B's projecting and reading are even (6.1.3)
 
@@ -72,36 +73,42 @@ def engines_of(model, caches: dict, tokens: int):
             engine.close()
 
 
-def once(engine, prompts, pools=("device",)) -> dict:
-    """Ask the next prompt when the engine has lost what is in these pools -> what was restored, and in which
-    time. From `host`: what is in files comes from the disk."""
+def once(engine, prompt: list[int], pools=("device",)) -> dict:
+    """Ask when the engine has lost what is in these pools -> what was restored. `files`: the operating system
+    does not hold them any more."""
     lesson.settle(engine)
     for pool in pools:
-        engine.evict(pool)
-    for file in engine.cache.files.index.values() if "host" in pools else ():
-        with open(file.path, "rb") as opened:
-            os.fsync(opened.fileno())
-            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if pool != "files":
+            engine.evict(pool)
+            continue
+        for file in engine.cache.files.index.values():
+            with open(file.path, "rb") as opened:
+                os.fsync(opened.fileno())
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     time.sleep(hidden_states.PAUSE_BEFORE)
     before = engine.counts["bytes_in"]
-    request = lesson.ask(engine, next(prompts))
-    spans = [span for span in request.timeline.spans
-             if span.lane in ("load", "storage") or span.label.startswith(("layer", "recompute"))]
-    took = max([span.end for span in spans], default=0) - min([span.start for span in spans], default=0)
-    return dict(ttft_ms=request.outcome.ttft_ms, restore_ms=1e3 * took, new=request.new,
+    request = lesson.ask(engine, prompt)
+    computed = [span.label for span in request.timeline.spans if span.lane == "compute"]
+    return dict(ttft_ms=request.outcome.ttft_ms, new=request.new,
+                projected=sum(label.startswith("layer") for label in computed),
                 tokens=request.cached_tokens - request.found.get("gpu", 0),
-                bytes=engine.counts["bytes_in"] - before,
-                projected=sum(span.lane == "compute" and span.label != "recompute" for span in spans))
+                bytes=engine.counts["bytes_in"] - before)
 
 
 def compare(engines: dict, history: list[int], rounds: int, rng, *bases: str, pools=("device",)) -> dict:
     """Ask all engines in turn, in each round the same question behind the same history -> name -> figures,
-    and how many times as long it took as `bases` did in the same round."""
+    and how many times as long it took as `bases` did in the same round. Restoration: TTFT of a single token
+    behind the history."""
     model = next(iter(engines.values())).model
-    questions = [history + draw(rng, model, QUESTION) for _ in range(rounds + 2)]
-    asks = {name: partial(once, engine, iter(questions), pools) for name, engine in engines.items()}
     for engine in engines.values():
-        once(engine, iter([history]))  # compute it, and keep it
+        once(engine, history)  # compute it, and keep it
+
+    def ask(engine, questions) -> dict:
+        alone = once(engine, history + [ALONE], pools)
+        return dict(once(engine, next(questions), pools), restore_ms=alone["ttft_ms"])
+
+    questions = [history + draw(rng, model, QUESTION) for _ in range(rounds + 1)]
+    asks = {name: partial(ask, engine, iter(questions)) for name, engine in engines.items()}
     taken = lesson.in_turn(asks, rounds)
     alike = [len({tuple(found["new"]) for found in answers}) == 1 for answers in zip(*taken.values())]
     ways = {}
@@ -110,7 +117,7 @@ def compare(engines: dict, history: list[int], rounds: int, rng, *bases: str, po
         for what in "ttft_ms", "restore_ms":
             ways[name][what] = spread([found[what] for found in each])
             for base in bases:
-                pairs = [found[what] / max(1e-9, other[what]) for found, other in zip(each, taken[base])]
+                pairs = [found[what] / other[what] for found, other in zip(each, taken[base])]
                 ways[name][f"{what[:-3]}_over_{base}"] = spread(pairs)
         ways[name]["answered_alike"] = f"{sum(alike)} of {len(alike)}"
     return ways
@@ -186,7 +193,7 @@ class TokenMajorFiles(ChunkFiles):
 def layouts(model, tokens: int, rounds: int, running: int = 16):
     rng, link = random.Random(0), links.bandwidth(model)
     kinds = {"layer-major": (LayerMajor, ChunkFiles), "token-major": (TokenMajor, TokenMajorFiles)}
-    for place, pools in {"host memory": ["device"], "files": ["device", "host"]}.items():
+    for place, pools in {"host memory": ["device"], "files": ["device", "host", "files"]}.items():
         with tempfile.TemporaryDirectory() as folder:
             caches = {}
             for name, (kind, files) in kinds.items():
@@ -365,7 +372,8 @@ class TokenWise(PlannedCache):
         elif self.first:
             super().project(layer, self.front, positions[: self.first], slots[: self.first])
         rows = slice(self.first, self.last if layer else None)  # the embedding is there, of all tokens
-        super().project(layer, hidden[rows], positions[rows], slots[rows])
+        if len(hidden[rows]):
+            super().project(layer, hidden[rows], positions[rows], slots[rows])
 
 
 def planned_engine(model, tokens: int, share: float):
@@ -478,23 +486,20 @@ def crossover(model, tokens: int, rounds: int):
         measured = {name: [] for name in caches}
         with engines_of(model, {**caches, "computed": Cache()}, tokens) as engines:
             for engine in engines.values():
-                once(engine, iter([history]))
+                once(engine, history)
             for length in lengths:
                 ways = compare(engines, history[:length], rounds, rng)
-                questions = iter([history[:length] + draw(rng, model, QUESTION) for _ in range(rounds)])
-                hits = [once(engines["computed"], questions, pools=())["ttft_ms"] for _ in range(rounds)]
-                computed, held = ways["computed"]["ttft_ms"]["median"], statistics.median(hits)
-                for name, engine in engines.items():
-                    if name == "computed":
-                        continue
+                computed = ways.pop("computed")
+                for name, way in ways.items():
                     request = Request(history[:length] + [300], 1)
-                    engine.extend(request)
-                    compute = engine.restorer.seconds_to_compute(0, length)
+                    engines[name].extend(request)
+                    estimate = caches[name].match(request).seconds
+                    compute = engines[name].restorer.seconds_to_compute(0, length)
                     measured[name].append(dict(
-                        ways[name], history_tokens=length, computed_ttft_ms=computed,
-                        restored_per_second=1e3 * length / ways[name]["restore_ms"]["median"],
-                        computed_per_second=1e3 * length / (computed - held) if computed > held else None,
-                        estimated_ms=[1e3 * engine.cache.match(request).seconds, 1e3 * compute]))
+                        way, history_tokens=length, computed_ttft_ms=computed["ttft_ms"]["median"],
+                        restored_per_second=1e3 * length / way["restore_ms"]["median"],
+                        computed_per_second=1e3 * length / computed["restore_ms"]["median"],
+                        estimated_ms=[1e3 * estimate, 1e3 * compute]))
         for name, rows in measured.items():
             longer = [row["ttft_ms"]["median"] - row["computed_ttft_ms"] for row in rows]
             said = [row["estimated_ms"][0] - row["estimated_ms"][1] for row in rows]

@@ -368,8 +368,8 @@ def variants(results: dict) -> str:
         directories.append([f"{model}, {row['history_tokens']:,}, {row['directories']} of {row['gbps_each']:.3f} GB/s", *(
             f"`{way['plan']}`: {way['read_gbps']:.3f} GB/s, {ms(way, '03')}; {moved(way)}" for way in row["ways"].values())])
     for model, row in rows["crossover"]:
-        rates = [f"{each['history_tokens']:,}: {each['restored_per_second']:,.0f}, "
-                 + (f"{each['computed_per_second']:,.0f}" if each["computed_per_second"] else "-") for each in row["lengths"]]
+        rates = [f"{each['history_tokens']:,}: {each['restored_per_second']:,.0f}, {each['computed_per_second']:,.0f}"
+                 for each in row["lengths"]]
         crossover.append([f"{model}, {row['link']}, {row['gbps']:.3f} GB/s, {row['chapter']}", "; ".join(rates), *(
             f"{tokens:,.0f}" if tokens else "none" for tokens in row["faster_from"].values())])
     links = [row["link"] for row in next(iter(measured.values()))]
