@@ -452,7 +452,7 @@ def directories(model, tokens: int, rounds: int):
             ways[name] |= dict(plan=letters, predicted_ms=1e3 * bubble_free.plan_seconds(letters, costs),
                                read_gbps=statistics.median(caches[name].store.speeds) / 1e9)
         yield dict(history_tokens=tokens, directories=count, gbps_each=SSD * even / 1e9, link_gbps=link / 1e9,
-                   ways=ways)
+                   reading_over_projecting=costs.load_states / costs.project, ways=ways)
 
 
 # 6. From which length on restoring is the faster -----------------------------------------------

@@ -365,7 +365,8 @@ def variants(results: dict) -> str:
     # 3. Directories and crossovers
     directories, crossover = [], []
     for model, row in rows["directories"]:
-        directories.append([f"{model}, {row['history_tokens']:,}, {row['directories']} of {row['gbps_each']:.3f} GB/s", *(
+        directories.append([f"{model}, {row['history_tokens']:,}, {row['directories']} of {row['gbps_each']:.3f} GB/s",
+                            number(row["reading_over_projecting"]), *(
             f"`{way['plan']}`: {way['read_gbps']:.3f} GB/s, {ms(way, '03')}; {moved(way)}" for way in row["ways"].values())])
     for model, row in rows["crossover"]:
         rates = [f"{each['history_tokens']:,}: {each['restored_per_second']:,.0f}, {each['computed_per_second']:,.0f}"
@@ -388,9 +389,10 @@ def variants(results: dict) -> str:
         table("model, history, way | " + " | ".join(links), divisions),
         f"Hidden states alone where computing is the bottleneck: restoration over that of K and V {listed(alone)} (the paper: speed "
         "13 % lower)." if alone else "",
-        "**From 1, 2 and 4 directories** (Figure 11 d to f), each as fast as an SSD would be against this processor: plan, what was "
+        "**From 1, 2 and 4 directories** (Figure 11 d to f), each as fast as an SSD would be against this processor (on the paper's "
+        "figures for 7B, reading takes 3.5, 1.7 and 0.9 of projecting): plan, what was "
         "read a second, TTFT, that over K and V's, and what was restored.",
-        table("model, history, directories | K and V (03) | hidden states (04) | planned (05)", directories),
+        table("model, history, directories | reading over projecting | K and V (03) | hidden states (04) | planned (05)", directories),
         "**From which length on restoring is the faster**: tokens a second restored, and computed, by length.",
         table("model, link, chapter | tokens: restored, computed | from, measured | from, as estimated", crossover))
 
