@@ -44,20 +44,6 @@ PARTS = [
     ("baseline",                 "classroom",            "--dtype float32",             "--dtype float32 --rounds 3"),
     ("baseline",                 "random:tinyllama",     "--dtype float32 --new-tokens 17", None),
     ("baseline",                 "random:tinyllama",     "--dtype bfloat16 --new-tokens 17", None),
-    ("hcache-restore",           "random:small",         "--histories 1024,2048 --rounds 3", "--histories 512,1024 --rounds 1"),
-    ("hcache-restore",           "classroom",            "",                            "--histories 512,2048 --rounds 3"),
-    ("hcache-restore",           "random:tinyllama",     "--histories 512 --rounds 3",  None),
-    ("hcache-heads",             "random:tinyllama",     "--rounds 3",                  None),
-    ("hcache-bandwidth",         "random:small",         "--rounds 3",                  None),
-    ("hcache-compute",           "random:small",         "--rounds 3",                  None),
-    ("hcache-files",             "random:small",         "--rounds 3",                  "--histories 1024 --rounds 1"),
-    ("hcache-saving",            "classroom",            "--rounds 3",                  "--rounds 1"),
-    ("bubble_free-planner",      None,                   "",                            ""),
-    ("bubble_free-partition",    "classroom",            "",                            "--rounds 3"),
-    ("bubble_free-mix",          "classroom",            "",                            "--rounds 3"),
-    ("bubble_free-mix",          "random:small",         "--rounds 3",                  None),
-    ("bubble_free-mix",          "random:tinyllama",     "--histories 512 --rounds 3",  None),
-    ("bubble_free-mix",          "random:tinyllama-mha", "--histories 512 --rounds 3",  None),
     ("tiered-match",             None,                   "",                            ""),
     ("tiered-layouts",           "random:small",         "",                            ""),
     ("tiered-layouts",           "classroom",            "",                            ""),
@@ -75,8 +61,8 @@ PARTS = [
     ("matrix-documents",         "classroom",            "--conversations 10 --systems 06,07,dynamic", None),
 ]
 # Of these --histories sets the lengths.
-HISTORIES = ("hcache-restore", "hcache-files", "bubble_free-partition", "bubble_free-mix", "tiered-admission", "restoration")
-ONLY_RANDOM = ("hybrid_blocks", "hcache-heads")                 # they change the geometry
+HISTORIES = ("tiered-admission", "restoration")
+ONLY_RANDOM = ("hybrid_blocks",)                                # they change the geometry
 GRACE = 3.0                                                     # seconds that a part has to end after each signal
 CODES = re.compile(r"\x1b\[[\d;]*[A-Za-z]")                     # what moves a terminal's cursor
 
@@ -114,13 +100,8 @@ def part(kind: str, model: str | None, options: str, asked: argparse.Namespace) 
 
 def refused(kind: str, model: str) -> str | None:
     """Why a part cannot be measured on a model."""
-    if kind not in ONLY_RANDOM:
-        return None
-    if not model.startswith("random:"):
+    if kind == "hybrid_blocks" and not model.startswith("random:"):
         return "it changes the geometry, so it needs random weights (random:NAME)"
-    geometry = random_models.GEOMETRIES.get(model.removeprefix("random:"))
-    if kind == "hcache-heads" and geometry and geometry[3] % 32:
-        return "it needs a model with 32 query heads"
     return None
 
 

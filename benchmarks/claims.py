@@ -16,10 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 RESULTS = Path(__file__).resolve().parent / "results"
-GROUPED = ("random:tinyllama", "random:llama3-8b", "tinyllama")         # grouped queries, where hidden states cost more than KV
 SMALL, CLASSROOM, LARGE, GQA = "small", "classroom", "tinyllama-mha", "tinyllama"
 MISSED, UNKNOWN, MET = "missed", "not measured", "met"                  # in the order in which the table shows them
-LINK, BALANCED, COMPUTE = "the link is the bottleneck", "balanced", "computing is the bottleneck"
 
 
 class Cell(NamedTuple):
@@ -58,10 +56,6 @@ def entry(found: dict) -> dict:
     return found["found"][0]
 
 
-def multi_head(found: dict) -> bool:
-    return entry(found)["model"] not in GROUPED
-
-
 def near(rows: list[dict], tokens: int = 2048) -> list[tuple[dict, str]]:
     """The rows of this history, or of the longest that is shorter, or of the shortest; and which it is, if it is another."""
     lengths = {row["history_tokens"] for row in rows}
@@ -90,25 +84,6 @@ def case(what: str, chapter: str = "01") -> Callable:
     return read
 
 
-def restored(name: str, link: str | None = None, tokens: int | None = None, grouped: bool | None = False) -> Callable:
-    """A figure of chapter 04's rows: on this link (any), at this history (any), with grouped queries or without (None: both)."""
-    def read(found, limits):
-        rows = entry(found)["rows"]
-        for row, note in near(rows, tokens) if tokens else [(row, "") for row in rows]:
-            if grouped in (None, not multi_head(found)) and link in (None, row["link"]):
-                yield Cell(row[name], share(row["over_bound"]), note)
-    return read
-
-
-def mixed(read: Callable, setting: str | None = None, grouped: bool = False) -> Callable:
-    """Of chapter 05's rows, in this setting (any); of grouped queries, too, if that is asked for."""
-    def cells(found, limits):
-        for row in entry(found)["rows"]:
-            if (grouped or multi_head(found)) and setting in (None, row["setting"]):
-                yield Cell(read(row), share(row["ways"]["planned mix"]["over_bound"]))
-    return cells
-
-
 def within(figure: dict) -> bool:
     """Not slower beyond what the rounds themselves differ by."""
     return figure["max"] >= 1
@@ -121,20 +96,6 @@ def grows_less(powers: dict, restoring: str, computing: str) -> Iterable[Cell]:
                         for found in (powers[restoring], powers[computing]))
         yield Cell(max(power) <= 1.05 and min(other) > max(1.0, *power), None,
                    f"power {max(power):.2f}, computing again {min(other):.2f}")
-
-
-def as_predicted(found: dict, limits: dict) -> Iterable[Cell]:
-    """Hidden states are faster than KV offload while a projection takes less than two transfers of hidden states (which are
-    as long as one of K and V), and slower beyond that; between 1.5 and 2.5 either may be."""
-    for row in entry(found)["rows"]:
-        ratio, gain = row["projection_over_transfer"], median(row["gain_over_kv_offload"])
-        if not 1.5 < ratio < 2.5:
-            yield Cell((gain > 1) == (ratio < 2))
-
-
-def cost_of_saving(found: dict, limits: dict) -> Iterable[Cell]:
-    for row in entry(found)["rows"]:
-        yield Cell(row["ratio_two-stage"])
 
 
 def admission(found: dict, limits: dict) -> Iterable[Cell]:
@@ -208,7 +169,6 @@ def same_tokens(found: dict, limits: dict) -> Iterable[Cell]:
 
 FLOAT32 = ("classroom-float32", "tinyllama-float32")
 CASES = (*FLOAT32, "tinyllama-bfloat16")
-MHA = (SMALL, CLASSROOM, LARGE)
 GRIDS = ("small-a100", "small-4090", "tinyllama-mha-a100")
 
 CLAIMS = [
@@ -232,69 +192,6 @@ CLAIMS = [
           (">=", 1.4), case("tbt", "02"), noun="models"),
     Claim("baseline", CASES, "02", "a lone request's first token comes no later than transformers'", "-", (">=", 1.0),
           case("ttft", "02"), noun="models"),
-    # Chapter 04
-    Claim("hcache-restore", (SMALL, CLASSROOM), "04", "hidden states restored faster than K and V (chapter 03), the link being "
-          "the bottleneck, every history", "1.62 to 1.93x, TTFT", (">=", 1.9),
-          restored("gain_over_kv_offload", "the bottleneck")),
-    Claim("hcache-restore", (SMALL,), "04", "hidden states restored faster than computing again, a link like an A100's (2,048 "
-          "tokens)", "2.66 to 5.73x, TTFT", (">=", 5.7), restored("gain_over_recompute", "as an A100's", 2048)),
-    Claim("hcache-restore", (), "04", "hidden states restored faster than K and V (chapter 03), over a real link",
-          "1.62 to 1.93x, TTFT", (">=", 2.0), restored("gain_over_kv_offload", "real"), real=True),
-    Claim("hcache-restore", (), "04", "hidden states restored faster than computing again, over a real link",
-          "2.66 to 5.73x, TTFT", (">=", 5.7), restored("gain_over_recompute", "real"), real=True),
-    Claim("hcache-restore", (GQA,), "04", "with grouped queries hidden states are restored faster than computing again", "-",
-          (">", 1.0), restored("gain_over_recompute", grouped=True)),
-    Claim("hcache-restore", (SMALL, CLASSROOM, GQA), "04", "restoration over the bound, every history and link", "-",
-          ("<=", 1.10), restored("over_bound", grouped=None)),
-    Claim("hcache-restore", (SMALL, CLASSROOM, GQA), "04", "K and V bit-equal to those of the forward pass", "lossless",
-          ("is", 1), lambda found, limits: [Cell(row["parity"]["equal"]) for row in entry(found)["rows"]]),
-    Claim("hcache-restore", (SMALL, CLASSROOM), "04", "bytes kept per token, against K and V", "half", ("<=", 0.5),
-          lambda found, limits: [Cell(row["hidden_bytes_per_token"] / row["kv_bytes_per_token"])
-                                 for row in entry(found)["rows"][:1] if multi_head(found)], noun="models"),
-    Claim("hcache-restore", (SMALL, CLASSROOM), "04", "restoration grows linearly with the history, computing faster",
-          "computing quadratic, restoring linear", ("is", 1), lambda found, limits: grows_less(
-              entry(found)["exponents"], "restoration_ms", "recompute_ms"), noun="models"),
-    Claim("hcache-heads", (GQA,), "04", "hidden states pay exactly where they are fewer bytes than K and V", "for multi-head",
-          ("is", 1), lambda found, limits: [Cell((median(row["gain_over_kv_offload"]) > 1) == (row["bytes_over_kv"] < 1))
-                                            for row in entry(found)["rows"]]),
-    Claim("hcache-bandwidth", (SMALL,), "04", "over the link's speed, hidden states pay while projecting takes less than two "
-          "transfers", "1.33 to 2.66x over platforms", ("is", 1), as_predicted),
-    Claim("hcache-compute", (SMALL,), "04", "over the processor's speed, hidden states pay while projecting takes less than two "
-          "transfers", "1.33 to 2.66x over platforms", ("is", 1), as_predicted),
-    Claim("hcache-files", (SMALL,), "04", "chunks are read from files sooner than the token-major layout", "-", (">", 1.0),
-          lambda found, limits: [Cell(entry(found)["reading_ms_ratio"])]),
-    Claim("hcache-saving", (CLASSROOM,), "04", "time between tokens while states are saved in two stages, against not "
-          "saving, 1, 4 and 16 running", "at most 1.04", ("<=", 1.04), cost_of_saving),
-    # Chapter 05
-    Claim("bubble_free-mix", MHA, "05", f"the planned mix is faster than KV offload; {LINK}", "2.09 to 2.66x", (">=", 2.0),
-          mixed(lambda row: row["gains"]["KV offload"], LINK)),
-    Claim("bubble_free-mix", MHA, "05", f"the planned mix is faster than KV offload; {BALANCED}", "1.33 to 1.81x", (">=", 1.7),
-          mixed(lambda row: row["gains"]["KV offload"], BALANCED)),
-    Claim("bubble_free-mix", MHA, "05", f"the planned mix is faster than KV offload; {COMPUTE}", "1.33 to 1.81x", (">=", 1.35),
-          mixed(lambda row: row["gains"]["KV offload"], COMPUTE)),
-    Claim("bubble_free-mix", (), "05", "the planned mix is faster than KV offload, over a real link", "1.33 to 2.66x",
-          (">=", 2.0), mixed(lambda row: row["gains"]["KV offload"], "the link as it is"), real=True),
-    Claim("bubble_free-mix", MHA, "05", f"the planned mix is faster than hidden states only; {COMPUTE}", "1.35 to 1.64x",
-          (">=", 1.25), mixed(lambda row: row["gains"]["hidden only"], COMPUTE)),
-    Claim("bubble_free-mix", MHA, "05", "the planned mix is faster than K and V mixed with recomputing", "1.28 to 1.42x",
-          (">=", 1.28), mixed(lambda row: row["gains"]["naive mix"])),
-    Claim("bubble_free-mix", (*MHA, GQA), "05", "the planned mix is never slower than the best single method (within the spread)",
-          "-", ("is", 1), mixed(lambda row: within(row["over_best_single"]), grouped=True)),
-    Claim("bubble_free-mix", MHA, "05", "measured, of what was predicted", "-", ("<=", 1.08),
-          mixed(lambda row: row["ways"]["planned mix"]["over_predicted"])),
-    Claim("bubble_free-mix", MHA, "05", "restoration over the bound", "-", ("<=", 1.10),
-          mixed(lambda row: row["ways"]["planned mix"]["over_bound"])),
-    Claim("bubble_free-mix", MHA, "05", "either lane is idle for", "no bubbles", ("<", 0.08),
-          mixed(lambda row: max(median(row["ways"]["planned mix"][f"{lane}_bubble"]) for lane in ("load", "compute"))), "%"),
-    Claim("bubble_free-mix", (*MHA, GQA), "05", "K and V that were loaded or projected are bit-equal", "lossless", ("is", 1),
-          mixed(lambda row: row["equal_from_layer"] <= row["recomputed_layers"], grouped=True)),
-    Claim("bubble_free-partition", (CLASSROOM,), "05", "dividing the tokens takes longer than dividing the layers, where "
-          "the link is the bottleneck", "speed 12 % lower; in whole chunks 7 %", (">=", 1.0), lambda found, limits: [
-              Cell(row[f"{way}_over_layers"]) for row in entry(found)["rows"] for way in ("tokens", "tokens, rounded")
-              if row["setting"] in (LINK, "the link as it is")]),
-    Claim("bubble_free-planner", ("",), "05", "all plans of 80 layers are tried within", "-", ("<", 5.0),
-          lambda found, limits: [Cell(row["first_ms"], None, f"{row['plans_tried']:,} plans, the first time")
-                                 for row in entry(found)["rows"] if row["layers"] == 80], " ms"),
     # Chapter 07
     Claim("tiered-mix", (SMALL,), "07", "conversations go on from three tiers: first token sooner than without, by",
           "up to 80 %", (">=", 0.75), tiers("lower"), "%"),

@@ -7,8 +7,6 @@ One file for each question and model:
     restoration       how long a history takes to come back, against its length, by every method
     ttft              the first token behind the longest history, by every method
     bubbles           how long link and processor are idle meanwhile
-    crossover-heads, crossover-bandwidth, crossover-compute
-                      where hidden states begin and cease to be faster than KV offload, and than computing again
     throughput        decoding a large batch with what chapter 08's policies keep, and what the bound allows
     conversations     time to first token in the matrix of all chapters and their peers, half of the requests and the slowest
     documents         the same against how unequal the documents' popularity is
@@ -36,7 +34,7 @@ LOOKS = {"01": ("#707070", "o"), "02": ("#56B4E9", "s"), "03": ("#0072B2", "^"),
          "06": ("#009E73", "P"), "07": ("#CC79A7", "X"), "08": ("#000000", "*")}
 PEERS = (("#707070", "1"), ("#303030", "2"), ("#a0a0a0", "3"), ("#505050", "4"))
 POLICIES = {"hybrid": ("#D55E00", "o"), "kv-only": ("#0072B2", "^"), "act-only": ("#E69F00", "D"), "static": ("#009E73", "s")}
-LINK, PROCESSOR, FAINT = "#0072B2", "#D55E00", "#888888"
+LINK, PROCESSOR = "#0072B2", "#D55E00"
 
 
 class Nothing(ValueError):
@@ -207,90 +205,6 @@ def bubbles(found: dict):
     return figure
 
 
-# Where hidden states pay ------------------------------------------------------------------------------------------
-
-def even(axes, text: str = "as fast", vertical: bool = False):
-    """The line at which both are as fast."""
-    (axes.axvline if vertical else axes.axhline)(1, color=FAINT, linewidth=1.2, linestyle=":")
-    where = dict(xy=(1, 1), xycoords=("data", "axes fraction"), xytext=(4, -10)) if vertical else dict(
-        xy=(0, 1), xycoords=("axes fraction", "data"), xytext=(4, 4))
-    axes.annotate(text, textcoords="offset points", fontsize=8.5, color="#666666", **where)
-
-
-def crossover_heads(found: dict):
-    """Gain over KV offload against the number of KV heads."""
-    rows = sorted(found["rows"], key=lambda row: row["kv_heads"])
-    heads, gains = [row["kv_heads"] for row in rows], [row["gain_over_kv_offload"] for row in rows]
-    bytes_say = [1 / row["bytes_over_kv"] for row in rows]
-    figure, axes = canvas("Where hidden states stop paying: fewer KV heads", f"{rows[0]['query_heads']} query heads of "
-                          f"{found['model']}, {found['history_tokens']:,} tokens; {link_of(found)}; "
-                          f"{rounds(gains[0]).split(',')[0]}", right=0.78)
-    axes.plot(heads, bytes_say, color=FAINT, linestyle="--", linewidth=1.2)
-    axes.errorbar(heads, [one["median"] for one in gains], error_bars(gains), elinewidth=0.8, **look("hidden states (04)"))
-    log_axis(axes, "x", heads, 1.12)
-    plain(axes.xaxis, heads)
-    log_axis(axes, "y", [*(one["min"] for one in gains), *(one["max"] for one in gains), *bytes_say], 1.2)
-    even(axes, "as fast as KV offload")
-    axes.set_xlabel("KV heads")
-    axes.set_ylabel("Times as fast as KV offload")
-    label_ends(axes, [(heads[-1], gains[-1]["median"], "measured", look("hidden states (04)")["color"]),
-                      (heads[-1], bytes_say[-1], "as the bytes say", "#666666")])
-    return figure
-
-
-def gain_lines(rows: list[dict]):
-    """What, label, colour of the two gains, and the spreads of each."""
-    return [(f"gain_over_{way}", label, LOOKS[chapter][0], [row[f"gain_over_{way}"] for row in rows])
-            for way, label, chapter in (("kv_offload", "over KV offload", "03"), ("recompute", "over computing again", "01"))]
-
-
-def crossover_bandwidth(found: dict):
-    """Both gains against the link's speed."""
-    rows = sorted(found["rows"], key=lambda row: row["gbps"])
-    if len(rows) < 2:
-        raise Nothing("a real link has one speed, and nothing crosses")
-    speeds, lines = [row["gbps"] for row in rows], gain_lines(rows)
-    figure, axes = canvas("Where hidden states pay: slower and faster links", f"{found['model']}, {found['dtype']}; "
-                          f"{found['history_tokens']:,} tokens; {'modelled ' * found['modelled']}link; {rounds(lines[0][3][0])}",
-                          right=0.76)
-    for (_, _, colour, gains), marker in zip(lines, "^o"):
-        axes.errorbar(speeds, [one["median"] for one in gains], error_bars(gains), elinewidth=0.8, color=colour, marker=marker)
-    log_axis(axes, "x", speeds, 1.2)
-    log_axis(axes, "y", [one[end] for _, _, _, gains in lines for one in gains for end in ("min", "max")] + [1.0], 1.2)
-    even(axes)
-    for row in rows:
-        if row["times_an_a100s"] == 1 and found["modelled"]:
-            axes.axvline(row["gbps"], color="#bbbbbb", linewidth=1)
-            axes.annotate("as an A100's", (row["gbps"], 1), xycoords=("data", "axes fraction"), xytext=(4, -10),
-                          textcoords="offset points", fontsize=8.5, color="#666666")
-    axes.set_xlabel("Link, GB/s")
-    axes.set_ylabel("Hidden states: times as fast")
-    label_ends(axes, [(speeds[-1], gains[-1]["median"], label, colour) for _, label, colour, gains in lines])
-    return figure
-
-
-def crossover_compute(found: dict):
-    """Both gains for each speed of the processor."""
-    rows, lines = found["rows"][::-1], gain_lines(found["rows"][::-1])
-    figure, axes = canvas("Where hidden states pay: slower and faster processors", f"{found['model']}, "
-                          f"{found['history_tokens']:,} tokens; {link_of(found)}; {rounds(lines[0][3][0])}",
-                          2.0 + 0.5 * len(rows), left=0.21, right=0.96, above=0.95)
-    for (_, label, colour, gains), marker in zip(lines, "^o"):
-        middle = [one["median"] for one in gains]
-        axes.errorbar(middle, range(len(rows)), xerr=error_bars(gains), elinewidth=0.8, color=colour, marker=marker, linestyle="",
-                      label=label)
-        for at, one in enumerate(middle):
-            axes.annotate(f"{one:.2f}", (one, at), xytext=(0, 6 if marker == "^" else -14), textcoords="offset points",
-                          ha="center", fontsize=8.5, color=colour)
-    log_axis(axes, "x", [one[end] for _, _, _, gains in lines for one in gains for end in ("min", "max")] + [1.0], 1.3)
-    even(axes, vertical=True)
-    axes.set_ylim(-0.5, len(rows) - 0.4)
-    axes.set_yticks(range(len(rows)), [row["compute"] for row in rows])
-    axes.set_xlabel("Hidden states: times as fast")
-    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.01), ncols=2, fontsize=9, borderaxespad=0)
-    return figure
-
-
 # Chapter 08 ------------------------------------------------------------------------------------------------------
 
 def throughput(grid: dict):
@@ -389,9 +303,7 @@ def documents(found: dict):
 
 # name of the figure, the parts' names begin with, what draws it, which entry of a benchmark with several claims
 FIGURES = [("restoration", "restoration", restoration, None), ("ttft", "restoration", ttft, None),
-           ("bubbles", "restoration", bubbles, None), ("crossover-heads", "hcache", crossover_heads, "heads"),
-           ("crossover-bandwidth", "hcache", crossover_bandwidth, "bandwidth"),
-           ("crossover-compute", "hcache", crossover_compute, "compute"), ("throughput", "hybrid_blocks", throughput, None),
+           ("bubbles", "restoration", bubbles, None), ("throughput", "hybrid_blocks", throughput, None),
            ("conversations", "matrix-conversations", conversations, None),
            ("documents", "matrix-documents", documents, None)]
 

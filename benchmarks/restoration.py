@@ -1,4 +1,4 @@
-"""Chapters 01 to 07 bring the same history back: one model, one link, one clock.
+"""Chapters 01 to 03, 06 and 07 bring the same history back: one model, one link, one clock. (04 and 05: benchmarks/planned.py.)
 
     python -m benchmarks.restoration                                    results in benchmarks/results/
     python -m benchmarks.restoration --model random:small --histories 256,1024 --rounds 3
@@ -8,8 +8,6 @@ and what it has kept has to come back:
     recompute (01)               nothing is kept
     blocks on the device (02)    K and V are where they are needed: no method can be faster
     KV offload (03)              K and V in host memory, over the link
-    hidden states (04)           each layer's input in host memory, over the link, and projected
-    planned mix (05)             what the plan for this link and this processor says, over the link
     both ends (06)               K and V in storage; the history is computed from the front while it is loaded from the back
     three tiers (07)             K and V in storage, which is the lowest tier: prefetched into host memory, and over the link
 All have the same link, by default as fast against this processor as an A100's is, and storage as fast as the link: files that the
@@ -19,9 +17,9 @@ were compared, and in float32 they must be equal.
 
 For each history and method: TTFT; the restoration alone, from the first byte that moves until all is in place (recomputing: TTFT
 less that of 02); the bound below which it cannot go; the shares of the restoration in which link or storage, and the processor,
-were idle; bytes kept per token. The bounds: recomputing, its FLOP at the measured matrix rate; 03, the bytes over the link; 04,
-all transfers and one projection, or one transfer and all projections, whichever is longer; 05, that of its chapter; 06, where two
-opposite pointers over the measured costs of whole chunks meet; 07, the bytes out of storage and the last page over the link.
+were idle; bytes kept per token. The bounds: recomputing, its FLOP at the measured matrix rate; 03, the bytes over the link; 06,
+where two opposite pointers over the measured costs of whole chunks meet; 07, the bytes out of storage and the last page over the
+link.
 Histories are whole chunks of every chapter, multiples of 128 tokens, so that all methods bring back the same.
 """
 import argparse
@@ -35,23 +33,22 @@ import torch
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks import hcache, limits  # noqa: E402
+from benchmarks import limits  # noqa: E402
 from benchmarks import offload as offload_benchmark  # noqa: E402
 from benchmarks import paged as paged_benchmark  # noqa: E402
 from benchmarks.baseline import spread, write  # noqa: E402
 from benchmarks.reference import one_sentence, set_imports_aside  # noqa: E402
 from common import checkpoint  # noqa: E402
-from legacy import app, backends, bidirectional, bubble_free, hidden_states, offload, paged  # noqa: E402
+from legacy import app, backends, bidirectional, offload, paged  # noqa: E402
 from legacy import link as links  # noqa: E402
 
 tiered = importlib.import_module("07_tiered_storage")
 
-METHODS = ("recompute (01)", "blocks on the device (02)", "KV offload (03)", "hidden states (04)", "planned mix (05)",
-           "both ends (06)", "three tiers (07)")
+METHODS = ("recompute (01)", "blocks on the device (02)", "KV offload (03)", "both ends (06)", "three tiers (07)")
 WHOLE = tuple(method for method in METHODS if method[-3:-1] not in ("01", "06"))          # that compute nothing of a history
 HISTORIES = (256, 512, 1024, 1920)                              # tokens
 QUESTION, NEW, BLOCK = 16, 4, 16
-CHUNK, LARGE_CHUNK = hidden_states.CHUNK, 128
+CHUNK = 128
 SPARE = 64                                                      # blocks besides the history's
 WHAT = ("ttft_ms", "restoration_ms", "bound_ms", "over_bound", "load_bubble", "compute_bubble")
 
@@ -61,54 +58,45 @@ class Bench(offload_benchmark.Bench):
     prompt and of the length of its history, which asks that engine and returns what it took."""
 
     def __init__(self, name: str, dtype: str, device: str, rounds: int, histories: tuple[int, ...] = HISTORIES):
-        super().__init__(name, dtype, device, rounds, histories, 2 * LARGE_CHUNK)
+        super().__init__(name, dtype, device, rounds, histories, 2 * CHUNK)
         self.folder = tempfile.TemporaryDirectory(prefix="benchmark-")
         self.matrix_rate = limits.matrix_rate(self.model.dtype, device)
         self.speed = links.bandwidth(self.model)                # bytes/s; None until a real link has been measured
         blocks, every = histories[-1] // BLOCK + SPARE, sum(histories) // BLOCK + SPARE * len(histories)
         lone, link = dict(blocks=blocks, block_size=BLOCK), dict(bytes_per_second=self.speed)
-        chunks, parts = every * BLOCK // CHUNK, (self.model, self.tokenizer, frozenset())
+        parts = self.model, self.tokenizer, frozenset()
 
-        # 1. Chapters 02 to 05
+        # 1. Chapters 02 and 03
         self.cached = paged.Engine(*parts, **lone)
         self.offloaded = offload.Engine(*parts, **lone, **link, cpu_blocks=every)
-        self.hidden = hidden_states.Engine(*parts, **lone, **link, cpu_chunks=chunks)
-        self.planned = bubble_free.Engine(*parts, **lone, **link, cpu_chunks=chunks, known=bubble_free.Profile(
-            [1], [1.0], [1.0], [1.0], [1.0], 1.0, 1.0))
 
         # 2. Chapters 06 and 07, whose storage is as fast as the link
         self.speed = self.speed or self.offloaded.load_link.speed()
         mbps = (self.speed * 8 / 1e6,)
         folder = Path(self.folder.name)
-        self.both = bidirectional.Engine(*parts, **lone, **link, chunk=LARGE_CHUNK, directories=(folder / "chunks",),
+        self.both = bidirectional.Engine(*parts, **lone, **link, chunk=CHUNK, directories=(folder / "chunks",),
                                          bandwidth=bidirectional.Bandwidth(mbps))
         self.tiers = tiered.Engine(*parts, **lone, **link, cpu_blocks=2 * blocks, prefetch_policy="wait_complete",
                                    prefetch_threshold=BLOCK)
-        for memory in (self.cached.pool.kv, self.offloaded.pool.kv, self.offloaded.host.kv, self.hidden.pool.kv,
-                       self.hidden.chunks.states, self.hidden.landing.memory, self.planned.pool.kv, self.planned.chunks.kv,
-                       self.planned.landing.memory, self.planned.saver.buffer.memory, self.both.pool.kv,
+        for memory in (self.cached.pool.kv, self.offloaded.pool.kv, self.offloaded.host.kv, self.both.pool.kv,
                        self.both.loader.buffers.memory, self.both.writer.buffers.memory, self.tiers.pool.kv, self.tiers.host.kv):
             memory.zero_()
         self.tiers.attach(backends.open_backend(f"file:{folder / 'pages'}"), "files", bidirectional.Bandwidth(mbps))
 
-        # 3. What pays is to be seen; what a layer costs, chapter 05 learns on memory that was touched
-        for engine in (self.offloaded, self.hidden, self.tiers):
+        # 3. What pays is to be seen
+        for engine in (self.offloaded, self.tiers):
             engine.seconds_to_compute = lambda start, end: math.inf
-        self.planned.profile = bubble_free.profile(self.planned)
-        self.planned.planned_speed = self.planned.load_link.speed()
-        choose = self.planned.choose
-        self.planned.choose = lambda *arguments: (*choose(*arguments)[:2], math.inf)
         self.methods = dict(zip(METHODS, (
-            self.recompute, self.on_device, self.kv_offload, self.hidden_states, self.planned_mix, self.both_ends,
-            self.three_tiers), strict=True))
+            self.recompute, self.on_device, self.kv_offload, self.both_ends, self.three_tiers), strict=True))
 
     def keep(self, history: list[int]):
         """Every engine computes the history and keeps what it keeps."""
         asked = history + self.prompt(QUESTION)
         offload.empty(self.cached)
         paged.answer(self.cached, prompt=asked, max_tokens=1)
-        for engine in (self.offloaded, self.hidden, self.planned):
-            hcache.ask(engine, asked)
+        offload.empty(self.offloaded)
+        paged.answer(self.offloaded, prompt=asked, max_tokens=1)
+        self.offloaded.flush()
         bidirectional.ask(self.both, prompt=asked, max_tokens=1)
         tiered.forget(self.tiers)
         tiered.answer(self.tiers, prompt=asked, max_tokens=1)
@@ -119,7 +107,7 @@ class Bench(offload_benchmark.Bench):
     def recompute(self, prompt: list[int], tokens: int) -> dict:
         result = self.alone.generate(prompt=prompt, max_tokens=NEW)
         return dict(tokens=result.tokens, ttft_ms=result.ttft_ms, cached_tokens=0, bytes_per_token=0.0,
-                    bound_ms=self.hidden.flops(0, tokens) / self.matrix_rate * 1e3)
+                    bound_ms=self.offloaded.flops(0, tokens) / self.matrix_rate * 1e3)
 
     def on_device(self, prompt: list[int], tokens: int) -> dict:
         request, = paged.run_together(self.cached, [dict(prompt=prompt, max_tokens=NEW)]).requests
@@ -133,21 +121,6 @@ class Bench(offload_benchmark.Bench):
         size = engine.pool.kv[:, :, 0].nbytes
         return self.found(request, size / BLOCK, lanes=("load",), bound_ms=tokens // BLOCK * size / self.speed * 1e3)
 
-    def hidden_states(self, prompt: list[int], tokens: int) -> dict:
-        engine, model = self.hidden, self.model
-        request, layers = self.ask(engine, prompt), len(model.layers)
-        transfer = tokens * model.config.hidden_size * model.dtype.itemsize / self.speed           # of a layer
-        projecting = hcache.projections(engine, tokens)
-        bound = hcache.least_seconds(layers, transfer, projecting)
-        report = request.outcome.restoration
-        return self.found(request, report["bytes"] / tokens, report, bound_ms=bound * 1e3)
-
-    def planned_mix(self, prompt: list[int], tokens: int) -> dict:
-        request = self.ask(self.planned, prompt)
-        report = request.outcome.restoration
-        return dict(self.found(request, report["bytes"] / tokens, report, bound_ms=report["bound_ms"]),
-                    plan=report["plan"])
-
     def both_ends(self, prompt: list[int], tokens: int) -> dict:
         engine = self.both
         requests = {mode: bidirectional.ask(engine, prompt=prompt, max_tokens=NEW, mode=mode, save=False)
@@ -155,9 +128,9 @@ class Bench(offload_benchmark.Bench):
         computed, loaded = (measure(request.restored) for measure, request in (
             (lambda restoration: bidirectional.seconds_computed(engine, restoration), requests["compute"]),
             (bidirectional.seconds_loaded, requests["load"])))
-        assert len(computed) == len(loaded) == tokens // LARGE_CHUNK + 1, "a chunk was not in storage"
+        assert len(computed) == len(loaded) == tokens // CHUNK + 1, "a chunk was not in storage"
         report = requests["both"].outcome.restoration
-        return dict(self.found(requests["both"], engine.loader.chunk_bytes / LARGE_CHUNK, dict(
+        return dict(self.found(requests["both"], engine.loader.chunk_bytes / CHUNK, dict(
             report, load_bubble=report["storage_bubble"]), bound_ms=bidirectional.meet(computed, loaded)[0] * 1e3),
             computed_share=report["computed"] / report["chunks"])
 
@@ -171,12 +144,6 @@ class Bench(offload_benchmark.Bench):
         size, last = engine.host.page_bytes, engine.pool.kv[:, :, 0].nbytes
         bound = (tokens // BLOCK * size + last) / self.speed
         return self.found(request, size / BLOCK, lanes=("storage", "load"), bound_ms=bound * 1e3)
-
-    def ask(self, engine, prompt: list[int]):
-        offload.empty(engine)
-        request, = paged.run_together(engine, [dict(prompt=prompt, max_tokens=NEW, save=False)]).requests
-        engine.flush()
-        return request
 
     def found(self, request, bytes_per_token: float, report: dict | None = None, lanes: tuple[str, ...] = (), **more) -> dict:
         """What a request took: `report` says how the restoration went, or it is what the timeline has on these `lanes`, of which
@@ -225,7 +192,7 @@ def measure(bench: Bench) -> dict:
     link = bench.offloaded.load_link
     return dict(model=bench.name, dtype=str(bench.model.dtype)[6:], link={
         "modelled": link.modelled, "gbps": bench.speed / 1e9}, storage={"modelled": True, "gbps": bench.speed / 1e9},
-        question_tokens=QUESTION, new_tokens=NEW, chunk_tokens=[CHUNK, LARGE_CHUNK], matrix_flops_per_second=bench.matrix_rate,
+        question_tokens=QUESTION, new_tokens=NEW, chunk_tokens=CHUNK, matrix_flops_per_second=bench.matrix_rate,
         rows=rows, equal_tokens=equal == compared, equal_rounds=equal, compared_rounds=compared)
 
 

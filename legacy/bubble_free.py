@@ -24,7 +24,7 @@ is planned anew; what is kept comes back as it was kept, and only how many layer
 
 Source: HCache (Gao et al., EuroSys '25), sections 4.1, 6.2 and 6.3.
 
-Frozen: planner and engine, for tools/on_paper.py and benchmarks, and the documents of chapter 06's demo.
+Frozen: planner and engine, for benchmarks/matrix.py, and the documents of chapter 06's demo.
 """
 import functools
 import math

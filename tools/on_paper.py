@@ -13,9 +13,15 @@ Two assumptions carry it: other GPUs reach the same share of their peak, and rec
 Sources: Tables 2 and 3, sections 3.2, 4.1.2, 6.1.3, 6.2 and 6.3. H100, H200 and B200: NVIDIA's data sheets, dense 16-bit FLOP/s.
 Llama 3 and Qwen2.5: their config.json.
 """
+import functools
+import importlib
 from typing import NamedTuple
 
-from legacy.link import PLATFORMS, SHARE_OF_PEAK
+from common.link import PLATFORMS, SHARE_OF_PEAK
+from common.timeline import Span, Timeline
+
+planner = importlib.import_module("05_bubble_free")
+Costs = planner.Costs
 
 MEMORY = {"a100": 40e9, "a30": 24e9, "4090": 24e9, "l20": 48e9, "h800": 80e9}                  # bytes; Table 2
 LATER = {"H100, H200": (989e12, 64e9), "B200": (2250e12, 64e9)}          # H200: more memory, but no cost of a layer differs
@@ -65,42 +71,87 @@ OWN = [Model("Llama-2-7B", 32, 4096, 32, 32, SHARE_OF_PEAK, 11008), Model("Llama
        Model("Qwen2.5-7B", 28, 3584, 28, 4, SHARE_OF_PEAK, 18944), Model("Llama-3-70B", 80, 8192, 64, 8, SHARE_OF_PEAK, 28672, 4)]
 
 
-def kept(model: Model, plan) -> float:
-    """Bytes of a token, in 16 bits: 2 D numbers for each layer of the plan in hidden states, 4 KV heads for one in K and V."""
-    return plan.hidden * 2 * model.width + plan.kv * 2 * 2 * model.kv_heads * model.width // model.heads
+def kept(model: Model, plan: str) -> float:
+    """Bytes of a token, in 16 bits: D numbers for each layer of the plan in hidden states, 2 of each KV head for one in K and V."""
+    return plan.count("H") * 2 * model.width + plan.count("K") * 2 * 2 * model.kv_heads * model.width // model.heads
 
 
-def layer_costs(planner, model: Model, tokens: int, peak: float, bandwidth: float):
-    """-> planner.Costs. `peak`: FLOP/s of one GPU; `bandwidth`: bytes/s to all of them together."""
+def layer_costs(model: Model, tokens: int, peak: float, bandwidth: float):
+    """`peak`: FLOP/s of one GPU; `bandwidth`: bytes/s to all of them together."""
+    flops_per_second, kv_width = model.efficiency * peak * model.gpus, model.kv_heads * model.width // model.heads
+    whole, project = layer_flops(model, tokens)
+    return Costs(whole / flops_per_second, project / flops_per_second, tokens * 2 * model.width / bandwidth,
+                 tokens * 2 * 2 * kv_width / bandwidth)
+
+
+def layer_flops(model: Model, tokens: int) -> tuple[float, float]:
+    """-> FLOPs of a whole layer, and of projecting its K and V."""
     width, kv_width = model.width, model.kv_heads * model.width // model.heads
-    flops_per_second = model.efficiency * peak * model.gpus
     project = 2 * tokens * 2 * width * kv_width
     if model.ffn is None:          # with a gated FFN, as Llama's, it comes to about the same
-        whole = 24 * tokens * width ** 2 + tokens ** 2 * width
-    else:                          # a token attends to half of the others on average: 2 FLOPs in the scores, 2 in the sum
-        weights = 2 * width * width + 2 * width * kv_width + 3 * width * model.ffn
-        whole = 2 * tokens * weights + (2 + 2) * tokens ** 2 / 2 * width
-    return planner.Costs(tokens * 2 * width / bandwidth, tokens * 2 * 2 * kv_width / bandwidth,
-                         whole / flops_per_second, project / flops_per_second)
+        return 24 * tokens * width ** 2 + tokens ** 2 * width, project
+    weights = 2 * width * width + 2 * width * kv_width + 3 * width * model.ffn
+    # a token attends to half of the others on average: 2 FLOPs in the scores, 2 in the sum
+    return 2 * tokens * weights + (2 + 2) * tokens ** 2 / 2 * width, project
 
 
-def on_ssds(planner, model: Model, each: int | None = None, tokens: int = TOKENS):
+def on_ssds(model: Model, each: int | None = None, tokens: int = TOKENS):
     """-> the costs on A100s with `each` SSDs per GPU; by default the paper's server, four in all."""
-    return layer_costs(planner, model, tokens, PEAK, min((each or 4 // model.gpus) * SSD, PCIE) * model.gpus)
+    return layer_costs(model, tokens, PEAK, min((each or 4 // model.gpus) * SSD, PCIE) * model.gpus)
 
 
-def restorations(planner, costs, layers: int) -> tuple:
-    """-> the plan in whole layers and the paper's accounting (HCache), the plan of chapter 05, and each method's seconds."""
-    paper, (plan, hcache) = {1: costs}, planner.best_plan({1: costs}, layers, paper=True)
-    own, seconds = planner.best_plan({planner.PARTS: costs}, layers)
-    kv, only, naive = (planner.best_plan(paper, layers, mode, paper=True)[1] for mode in ("kv-only", "hidden-only", "naive"))
-    return plan, own, {"HCache": hcache, "chapter 05": seconds, "KV": kv, "HCache-O": only, "naive": naive,
-                       "recomputing": layers * costs.compute_token}
+def letters(recompute: int, hidden: int, kv: int) -> str:
+    return "R" * recompute + "H" * hidden + "K" * kv
 
 
-def counts(plan) -> str:
-    ways = ((plan.recompute, "RE"), (plan.hidden, "H"), (plan.kv, "KV"))
-    return " + ".join(f"{layers:g} {way}" for layers, way in ways if layers)
+def paper_seconds(plan: str, costs: Costs) -> float:
+    """As HCache counts: all R layers are computed whole, and there is no question. The longest path: computing alone; over the
+    first, or over the last transfer of states, and on the processor from there; or the link alone."""
+    recompute, hidden, kv = map(plan.count, "RHK")
+    computing, loading = recompute * costs.recompute + hidden * costs.project, hidden * costs.load_states
+    over_states = max(costs.load_states + hidden * costs.project, loading + costs.project) if hidden else 0.0
+    return max(computing, over_states, loading + kv * costs.load_kv)
+
+
+@functools.cache
+def best_on_paper(layers: int, costs: Costs, ways: str = "RHK") -> str:
+    """The best of all divisions of whole layers into some `ways`; of equals the one that loads least."""
+    every = [letters(recompute, hidden, layers - recompute - hidden)
+             for recompute in range(layers + 1) for hidden in range(layers + 1 - recompute)]
+    seconds = {plan: paper_seconds(plan, costs) for plan in every if set(plan) <= set(ways)}
+    least = min(seconds.values())
+    return min((plan for plan in seconds if seconds[plan] <= least * (1 + 1e-9)),
+               key=lambda plan: plan.count("H") * costs.load_states + plan.count("K") * costs.load_kv)
+
+
+best_plan = functools.cache(planner.best_plan)
+
+
+def token_wise(costs: Costs, layers: int, tokens: int, step: int = 1) -> tuple[int, int]:
+    """Section 4.1.1's other division, with as many tokens projected as ends first, in multiples of `step`: in every layer those
+    before are recomputed, where projecting is the faster lane, or else those behind are loaded -> the first token that is
+    projected, and the one behind the last. What a token costs is taken not to depend on how many there are."""
+    slower = costs.project + costs.question > costs.load_states
+
+    def seconds(projected: int) -> float:
+        share = projected / tokens
+        loading = share * costs.load_states + slower * (1 - share) * costs.load_kv
+        computing = share * costs.project + (not slower) * (1 - share) * costs.recompute + costs.question
+        return max(loading + layers * computing, layers * loading + computing)
+    projected = min({*range(0, tokens, step), tokens}, key=seconds)
+    return (0, projected) if slower else (tokens - projected, tokens)
+
+
+def restorations(costs: Costs, layers: int) -> tuple:
+    """-> the best plan in the paper's accounting (HCache), the plan of chapter 05, and each method's seconds."""
+    found = {name: best_on_paper(layers, costs, ways)
+             for name, ways in (("HCache", "RHK"), ("KV", "K"), ("HCache-O", "H"), ("naive", "RK"))}
+    own, seconds = best_plan(layers, costs), {name: paper_seconds(plan, costs) for name, plan in found.items()}
+    return found["HCache"], own, {**seconds, "chapter 05": planner.plan_seconds(own, costs), "recomputing": layers * costs.recompute}
+
+
+def counts(plan: str) -> str:
+    return " + ".join(f"{plan.count(way)} {name}" for way, name in (("R", "RE"), ("H", "H"), ("K", "KV")) if way in plan)
 
 
 def judge(rows: list, table: str, name: str, paper, ours: float, slack: float | None = None, **more) -> dict:
@@ -129,21 +180,37 @@ def show(row: dict):
 
 # The paper's tables and figures ----------------------------------------------------------------------------------
 
-def schedules(planner, rows: list):
+def factors(rows: list):
+    """Where 6 + T / (4 D) comes from. It is a formula of the paper, and no number that could agree or not."""
+    print("\nSection 3.2. FLOPs of a layer, T tokens of D numbers: computed 24 T D^2 + T^2 D, projected 4 T D^2; hence 6 + T / (4 D)\n"
+          f"  {'':<24}{'tokens':>7}{'computed':>12}{'of it T^2 D':>13}{'projected':>12}{'ratio':>8}{'6 + T/(4D)':>12}")
+    for model in (*MODELS, OWN[0]):
+        for tokens in (LENGTHS[0], LENGTHS[2], LENGTHS[-1]):
+            whole, project = layer_flops(model, tokens)
+            formula, attention = 6 + tokens / (4 * model.width), tokens ** 2 * model.width * (2 if model.ffn else 1)
+            rows.append(dict(table="Section 3.2", name=f"{model.name}, {tokens:,} tokens", paper=None, ours=whole / project,
+                             difference=whole / project - formula, verdict="a formula", flops=dict(whole=whole, project=project)))
+            print(f"  {model.name:<24}{tokens:>7,}{whole / 1e12:>10.3f} T{attention / whole:>13.1%}{project / 1e12:>10.3f} T"
+                  f"{whole / project:>8.2f}{formula:>12.2f}")
+    print(f"  {OWN[0].name} has a gated FFN of {OWN[0].ffn:,}, and each token attends to half of the others: T^2 D twice, not once.")
+
+
+def schedules(rows: list):
     heading(f"Table 3. Layers restored from hidden states. A100s with four SSDs in all, 27.6 GB/s; {TOKENS:,} tokens", "schedule")
     for model in MODELS:
-        costs, paper = on_ssds(planner, model), planner.Plan(*PAPER[f"{model.name} schedule"])
-        closed = planner.closed_form(costs, model.layers)
-        plan, own, seconds = restorations(planner, costs, model.layers)
-        for way, ours in (("closed form", closed), ("all tried, whole layers", plan), ("chapter 05, quarter layers", own)):
-            show(judge(rows, "Table 3", f"{model.name}, {way}: {counts(ours)}", paper.hidden, ours.hidden, slack=1.0))
-        ratio, theirs = (kept(model, planner.Plan(0, 0, model.layers)) / kept(model, each) for each in (closed, paper))
+        costs, paper = on_ssds(model), letters(*PAPER[f"{model.name} schedule"])
+        closed = planner.closed_form(model.layers, costs)
+        plan, own, seconds = restorations(costs, model.layers)
+        for way, ours in (("closed form", closed), ("all tried, as the paper counts", plan), ("chapter 05", own)):
+            hidden = ours.count("H")
+            show(judge(rows, "Table 3", f"{model.name}, {way}: {counts(ours)}", paper.count("H"), hidden, slack=1.0))
+        ratio, theirs = (kept(model, "K" * model.layers) / kept(model, each) for each in (closed, paper))
         show(judge(rows, "Table 3", f"{model.name}, bytes: KV offload over closed form", PAPER[f"{model.name} bytes"], ratio))
         # at what bandwidth the link would be busy as long as the paper's schedule computes
-        even = TOKENS * kept(model, paper) / (paper.recompute * costs.compute_token + paper.hidden * costs.compute_hidden)
-        longer = float(planner.pipeline_seconds(costs, *paper[:3], parts=1, paper=True)) / seconds["HCache"] - 1
-        near = [planner.closed_form(on_ssds(planner, model, None, tokens), model.layers).hidden for tokens in LENGTHS]
-        same = len({abs(hidden - paper.hidden) <= 1 for hidden in near}) == 1
+        even = TOKENS * kept(model, paper) / (paper.count("R") * costs.recompute + paper.count("H") * costs.project)
+        longer = paper_seconds(paper, costs) / seconds["HCache"] - 1
+        near = [planner.closed_form(model.layers, on_ssds(model, None, tokens)).count("H") for tokens in LENGTHS]
+        same = len({abs(hidden - paper.count("H")) <= 1 for hidden in near}) == 1
         print(f"  - The paper's {counts(paper)} is even at {even / 1e9:.1f} GB/s, keeps 1/{theirs:.2f} of the bytes and takes "
               f"{longer:.1%} longer than all tried.\n    Closed form for 1K to 16K tokens: {min(near)} to {max(near)} H, "
               f"{'the same verdict' if same else 'and the verdict changes'}.")
@@ -151,12 +218,12 @@ def schedules(planner, rows: list):
           f"{printed(PAPER['bytes in the text'])}.")
 
 
-def gains(planner, rows: list, table: str, title: str, cases: list):
+def gains(rows: list, table: str, title: str, cases: list):
     """HCache against the others. `cases`: name, model, costs, the paper's ranges over KV offload and over recomputing."""
     print(f"\n{table}. {title}\n{'':<46}------ over KV offload -------  ------- over recomputing -----  HCache/  ch.05/\n"
           f"{'':<38}tokens/s" + f"{'ours':>6}{'paper':>10}  {'agrees':<15}" * 2 + "    O naive     KV")
     for name, model, costs, over_kv, over_recomputing in cases:
-        plan, _, seconds = restorations(planner, costs, model.layers)
+        plan, _, seconds = restorations(costs, model.layers)
         ratio = {other: took / seconds["HCache"] for other, took in seconds.items()}
         kv = judge(rows, table, f"{name}: over KV offload", over_kv, ratio["KV"], seconds=seconds)
         recomputing = judge(rows, table, f"{name}: over recomputing", over_recomputing, ratio["recomputing"], seconds=seconds)
@@ -165,7 +232,7 @@ def gains(planner, rows: list, table: str, title: str, cases: list):
               f"{ratio['naive']:6.2f}{seconds['KV'] / seconds['chapter 05']:7.2f}")
 
 
-def gpus(planner, rows: list):
+def gpus(rows: list):
     cases, left_out = [], []
     for model in MODELS:
         for gpu, (peak, pcie) in PLATFORMS.items():
@@ -173,10 +240,10 @@ def gpus(planner, rows: list):
             if 2 * 12 * model.layers * model.width ** 2 > model.gpus * MEMORY[gpu]:            # about 12 D^2 weights in a layer
                 left_out.append(name)
                 continue
-            costs = layer_costs(planner, model, TOKENS, peak, pcie * model.gpus)
+            costs = layer_costs(model, TOKENS, peak, pcie * model.gpus)
             cases.append((name, model, costs, PAPER["GPUs, over KV"], PAPER["GPUs, over recomputing"]))
     title = "GPUs, host memory behind the PCIe link of each. O: hidden states only; naive: KV and recomputing"
-    gains(planner, rows, "Figure 11 a-c", title, cases)
+    gains(rows, "Figure 11 a-c", title, cases)
     print(f"  Left out, as the weights do not fit: {'; '.join(left_out)}. Recomputing costs six projections and more here:\n"
           "  where projecting is the bottleneck, HCache gains about that or more; less only if recomputing runs better.")
     heading("Section 6.2.1, single values", "speed of HCache over KV offload")
@@ -185,16 +252,16 @@ def gpus(planner, rows: list):
         show(judge(rows, "Section 6.2.1", f"{name}, as the text has it", PAPER[name], found[f"{name}: over KV offload"]))
 
 
-def ssds(planner, rows: list):
+def ssds(rows: list):
     cases = []
     for model in MODELS:
         for each in (1, 2, 3, 4):
-            costs = on_ssds(planner, model, each)
-            kind = "more SSDs" if costs.compute_hidden > costs.io_hidden else "SSDs"           # what the text says of "more"
+            costs = on_ssds(model, each)
+            kind = "more SSDs" if costs.project > costs.load_states else "SSDs"           # what the text says of "more"
             name = f"{model.name}, {each * model.gpus} SSD" + "s" * (each * model.gpus > 1)
             over_kv = PAPER[f"{'one SSD' if each == 1 else kind}, over KV"]
             cases.append((name, model, costs, over_kv, PAPER[f"{kind}, over recomputing"]))
-    gains(planner, rows, "Figure 11 d-f", f"SSDs of 6.9 GB/s, one to four for each A100; {TOKENS:,} tokens", cases)
+    gains(rows, "Figure 11 d-f", f"SSDs of 6.9 GB/s, one to four for each A100; {TOKENS:,} tokens", cases)
     overall, more = printed(PAPER["SSDs, over KV"]), printed(PAPER["more SSDs, over KV"])
     share = MODELS[2].efficiency * rows[-1]["ours"] / PAPER["more SSDs, over recomputing"][1]
     print(f"  The text contradicts itself: {overall} over KV offload for all numbers of SSDs, but {more} for more of them. The\n"
@@ -202,13 +269,13 @@ def ssds(planner, rows: list):
           f"  SSDs, recomputing 30B would have to run at {share:.0%} of the peak.")
 
 
-def contexts(planner, rows: list):
+def contexts(rows: list):
     print("\nFigure 11 g-i. Length of the history. A100s with four SSDs in all; thousands of tokens/s\n"
           f"  {'':<17}" + "".join(f"{tokens:>9,}" for tokens in LENGTHS))
     speeds, last, causal = {}, {}, OWN[0]
     for model in (*MODELS, causal):
         for tokens in LENGTHS:
-            last[model.name], _, seconds = restorations(planner, on_ssds(planner, model, None, tokens), model.layers)
+            last[model.name], _, seconds = restorations(on_ssds(model, None, tokens), model.layers)
             for method in ("KV", "HCache", "recomputing"):
                 speeds.setdefault((model.name, method), []).append(tokens / seconds[method])
     for (name, method), row in speeds.items():
@@ -222,15 +289,15 @@ def contexts(planner, rows: list):
         row = speeds[name, "recomputing"]
         show(judge(rows, "Section 6.2.3", f"7B, recomputing: {attention}", PAPER["recomputing, 16K over 1K"], row[-1] / row[0]))
     name = f"30B, layers recomputed at 16K: {counts(last['30B'])}"
-    show(judge(rows, "Section 6.2.3", name, PAPER["layers recomputed at 16K"], last["30B"].recompute, slack=1.0))
+    show(judge(rows, "Section 6.2.3", name, PAPER["layers recomputed at 16K"], last["30B"].count("R"), slack=1.0))
 
 
-def ablation(planner, rows: list):
+def ablation(rows: list):
     heading("Section 6.3.1. What the mix gains. The text names no hardware; 30B with 12 SSDs was chosen to meet the last row",
             "speed over that of another")
     settings = (("compute-sufficient", MODELS[1], 1), ("balanced", MODELS[0], 4), ("IO-sufficient", MODELS[2], 3))
     for setting, model, each in settings:
-        _, _, seconds = restorations(planner, on_ssds(planner, model, each), model.layers)
+        _, _, seconds = restorations(on_ssds(model, each), model.layers)
         name = f"{setting} ({model.name}, {each * model.gpus} SSD{'s' * (each * model.gpus > 1)})"
         for other in ("KV", "naive", "HCache-O")[:2 if setting == "balanced" else 3]:
             ratio = seconds[other] / seconds["HCache"]
@@ -239,23 +306,25 @@ def ablation(planner, rows: list):
     show(judge(rows, "Section 6.3.1", f"{name}: HCache-O over KV", PAPER["HCache-O over KV"], ratio))
 
 
-def partitions(planner, rows: list):
+def partitions(rows: list):
     heading("Section 6.3.2. Layers or tokens divided. 13B, one A100, one SSD, 1,024 tokens", "partition")
     model, table = MODELS[1], "Section 6.3.2"
-    costs = on_ssds(planner, model, 1)
-    plan, _, seconds = restorations(planner, costs, model.layers)
-    show(judge(rows, table, f"layer-wise: {counts(plan)}", PAPER["layers H"], plan.hidden, slack=1.0))
+    costs = on_ssds(model, 1)
+    plan, _, seconds = restorations(costs, model.layers)
+    show(judge(rows, table, f"layer-wise: {counts(plan)}", PAPER["layers H"], plan.count("H"), slack=1.0))
     for name, step in (("", 1), (", rounded", 128)):
-        split, took = planner.token_wise_plan(costs, model.layers, TOKENS, step)
-        show(judge(rows, table, f"token-wise{name}: {split}", PAPER[f"tokens H{name}"], split.split))
-        ratio = seconds["HCache"] / took
-        show(judge(rows, table, f"token-wise{name}: speed over layer-wise", PAPER[f"token-wise{name}"], ratio))
+        first, last = token_wise(costs, model.layers, TOKENS, step)
+        share = (last - first) / TOKENS
+        show(judge(rows, table, f"token-wise{name}: {last - first} tokens H, the others R", PAPER[f"tokens H{name}"], last - first))
+        loading, computing = share * costs.load_states, share * costs.project + (1 - share) * costs.recompute
+        took = max(loading + model.layers * computing, model.layers * loading + computing)
+        show(judge(rows, table, f"token-wise{name}: speed over layer-wise", PAPER[f"token-wise{name}"], seconds["HCache"] / took))
     print("  On paper a product's time is in proportion to its rows. That 794 may take as long as 1,024 shows only on a GPU.")
 
 
 # On our own account ----------------------------------------------------------------------------------------------
 
-def later(planner, rows: list):
+def later(rows: list):
     print("\nOn our own account, not measured: chapter 05's plan on later GPUs, and with grouped-query attention. PCIe 5,\n"
           f"64 GB/s; {SHARE_OF_PEAK:.0%} of the peak; 70B on four GPUs with a link each. A hidden state is larger than K and V\n"
           f"where KV heads are fewer than half of the heads.\n  {'':<24}{'tokens':>7}{'bytes/token':>13}{'of KV':>7}"
@@ -263,36 +332,53 @@ def later(planner, rows: list):
     for gpu, (peak, pcie) in LATER.items():
         for model in OWN:
             for tokens in (LENGTHS[0], LENGTHS[-1]):
-                costs = layer_costs(planner, model, tokens, peak, pcie * model.gpus)
-                _, plan, seconds = restorations(planner, costs, model.layers)
+                costs = layer_costs(model, tokens, peak, pcie * model.gpus)
+                _, plan, seconds = restorations(costs, model.layers)
                 over_kv, over_recomputing = (seconds[other] / seconds["chapter 05"] for other in ("KV", "recomputing"))
-                size, full = kept(model, plan), kept(model, planner.Plan(0, 0, model.layers))
+                size, full = kept(model, plan), kept(model, "K" * model.layers)
                 rows.append(dict(table="Own account", name=f"{model.name}, {gpu}, {tokens:,} tokens", paper=None, ours=over_kv,
-                                 difference=None, verdict="not in the paper", seconds=seconds, plan=plan._asdict(), bytes=size))
+                                 difference=None, verdict="not in the paper", seconds=seconds, plan=plan, bytes=size))
                 print(f"  {model.name + ', ' + gpu:<24}{tokens:>7,}{size:>13,.0f}{size / full:>7.0%}"
                       f"{tokens / seconds['chapter 05']:>11,.0f}{over_kv:>9.2f}{over_recomputing:>11.2f}  {counts(plan)}")
 
 
-def pipelines(planner):
-    model, parts = MODELS[1], planner.PARTS
-    costs = {parts: on_ssds(planner, model, 1)}
-    (only, longest), (plan, seconds) = (planner.best_plan(costs, model.layers, mode) for mode in ("hidden-only", "auto"))
+def pipelines():
+    model = MODELS[1]
+    costs, plans = on_ssds(model, 1), []
+    for plan in (best_on_paper(model.layers, costs, "H"), best_plan(model.layers, costs)):
+        plans.append((plan, simulate(plan, costs)))
     print(f"\nPredicted pipeline: 13B, one A100, one SSD, {TOKENS:,} tokens")
-    for drawn, end in ((only, longest), (plan, seconds)):
-        print(f"  {drawn}: {counts(drawn)}, {end * 1e3:.1f} ms, {TOKENS / end:,.0f} tokens/s")
-        print(planner.simulate(costs[parts], drawn, parts).chart(width=round(100 * end / longest), bubbles=True))
+    for plan, timeline in plans:
+        print(f"  {plan}: {counts(plan)}, {timeline.end * 1e3:.1f} ms, {TOKENS / timeline.end:,.0f} tokens/s")
+        print(timeline.chart(width=round(100 * timeline.end / plans[0][1].end)))
 
 
-def main(planner) -> dict:
-    """Print all tables. `planner`: the module of chapter 05. -> {"rows": [{table, name, paper, ours, difference, verdict, ...}],
+def simulate(plan: str, costs: Costs) -> Timeline:
+    """What `planner.plan_seconds` adds up: of the last R layer only K and V are needed."""
+    timeline, recompute = Timeline(), plan.count("R")
+    link, processor = 0.0, (recompute - 1) * costs.recompute + costs.project if recompute else 0.0
+    timeline.spans = [Span("compute", "R", 0.0, processor)] if recompute else []
+    for _ in range(plan.count("H")):
+        timeline.spans.append(Span("load", "H", link, link + costs.load_states))
+        link += costs.load_states
+        start = max(link, processor)
+        processor = start + costs.project
+        timeline.spans.append(Span("compute", "H", start, processor))
+    if "K" in plan:
+        timeline.spans.append(Span("load", "K", link, link + plan.count("K") * costs.load_kv))
+    return timeline
+
+
+def main() -> dict:
+    """Print all tables. -> {"rows": [{table, name, paper, ours, difference, verdict, ...}],
     "agree", "compared"}, for a JSON file; `paper` is a number, a range or, on our own account, None."""
     rows = []
     print("HCache's planner on paper. Share of the A100s' peak that gives the paper's balance: "
           + ", ".join(f"{model.name} {model.efficiency:.0%}" for model in MODELS)
           + f".\nOther GPUs, and recomputing, are taken to reach it. Single values agree within {NEAR:.0%}, layers within one.")
-    for table in (schedules, gpus, ssds, contexts, ablation, partitions, later):
-        table(planner, rows)
-    pipelines(planner)
+    for table in (factors, schedules, gpus, ssds, contexts, ablation, partitions, later):
+        table(rows)
+    pipelines()
     compared = [row for row in rows if row["paper"] is not None]
     agree = sum(row["verdict"] == "yes" for row in compared)
     near = sum(row["verdict"] != "yes" and abs(row["difference"]) <= NEAR * abs(row["ours"]) for row in compared)
@@ -374,6 +460,5 @@ def cake() -> dict:
 
 
 if __name__ == "__main__":
-    from legacy import bubble_free
-    main(bubble_free)
+    main()
     cake()

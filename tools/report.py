@@ -28,9 +28,6 @@ PART = re.compile(r"^<!-- begin ([\w-]+) -->\n(.*?)^<!-- end \1 -->$", re.M | re
 
 # What the benchmarks' docstrings claim and their results do not hold
 CLAIMED = {
-    "hidden": 1.9, "hidden_over_recompute": 5.7, "hidden_over_bound": 1.10,                                # chapter 04
-    "the link is the bottleneck": 2.0, "balanced": 1.7, "computing is the bottleneck": 1.35,               # chapter 05, over KV
-    "hidden only": 1.25, "naive mix": 1.28, "over_predicted": 1.08, "over_bound": 1.10, "bubble": 0.08,
     "hybrid_over_bound": 1.12, "busy": 0.85, "kv-only": 1.5, "act-only": 1.3,                              # chapter 08
 }
 
@@ -342,131 +339,94 @@ def engine(results: dict) -> str:
     return paragraphs(conditions(file), table("what | measured | asked", rows), *texts)
 
 
-def hcache(results: dict) -> str:
-    file, rows = results["hcache-cpu"], []
-    found = entries(file, "restore")
-    for model in found:
-        for row in model["rows"]:
-            rows.append([f"{model['model']}, {row['history_tokens']:,}", f"{row['link']}, {row['gbps']:.3f} GB/s",
-                         f"{row['hidden_bytes_per_token'] / row['kv_bytes_per_token']:.1f}",
-                         *(milliseconds(row[f"{way}_ms"]) for way in ("recompute", "kv_offload", "restoration")),
-                         spread(row["gain_over_kv_offload"]), median(row["gain_over_recompute"]), median(row["over_bound"])])
-    every = [row for model in found for row in model["rows"]]
-    small = entry(file, "restore", "random:small")
-    like, slow = (at(small["rows"], 2048, link=link) for link in ("as an A100's", "the bottleneck"))
-    within = sum(row["over_bound"]["median"] <= CLAIMED["hidden_over_bound"] for row in every)
-    gain, over, equal = slow["gain_over_kv_offload"], like["gain_over_recompute"], sum(row["parity"]["equal"] for row in every)
-    growth = [list(small["exponents"][what].values()) for what in ("restoration_ms", "recompute_ms")]
-    return paragraphs(conditions(file), table(
-        "model, history | link | bytes against KV | recompute | KV offload | hidden states | over KV offload | over recompute | "
-        "/ bound", rows), bullets(
-            f"random:small at 2,048 tokens: where the link is the bottleneck, {spread(gain)} times as fast as KV offload "
-            f"(claimed: {CLAIMED['hidden']}; {verdict(gain['median'] >= CLAIMED['hidden'])}); over a link like an A100's, "
-            f"{spread(over)} times as fast as recomputing (claimed: {CLAIMED['hidden_over_recompute']}; "
-            f"{verdict(over['median'] >= CLAIMED['hidden_over_recompute'])}).",
-            f"At most {CLAIMED['hidden_over_bound']:.2f} of the bound (claimed for every row): {share(within, len(every))} rows.",
-            f"Time grows with the history to the power {listed(f'{power:.2f}' for power in growth[0])} on the two links, "
-            f"recomputing to {growth[1][0]:.2f} (random:small).",
-            f"K and V are bit-equal to those of the forward pass in {share(equal, len(every))} rows."))
+def variants(results: dict) -> str:
+    """What chapters 04 and 05 leave out because it loses."""
+    file = results["variants-cpu"]
+    rows = {claim: [(found["model"], row) for found in entries(file, claim) for row in found["rows"]]
+            for claim in ("layouts", "saving", "divisions", "directories", "crossover")}
 
+    def ms(way: dict, base: str) -> str:
+        return f"{milliseconds(way['ttft_ms'])}, {spread(way[f'ttft_over_{base}'])}"
 
-def hcache_more(results: dict) -> str:
-    file = results["hcache-cpu"]
-    heads, files, saving = entry(file, "heads"), entry(file, "files"), []
-    for found in entries(file, "saving"):
-        for kind in ("two-stage", "direct"):
-            saving.append([f"{found['model']}, {kind}", *(spread(row[f"ratio_{kind}"]) for row in found["rows"]),
-                           f"at most {found['at_most']}: " + verdict(all(
-                               row[f"ratio_{kind}"]["median"] <= found["at_most"] for row in found["rows"]))
-                           if kind == "two-stage" else "for comparison"])
-    running = [row["running"] for row in found["rows"]]
+    def moved(way: dict) -> str:
+        return f"{way['bytes'] / 1e6:.1f} MB, {way['projected']} projected"
+
+    def as_said(row: dict) -> bool:
+        """A real link is as it is."""
+        return row["link"] == "the link as it is" or abs(row["transfer_over_projecting"] / row["said"] - 1) <= 0.1
+
+    # 1. Layouts and saving
+    layouts, saving = [], []
+    for model, row in rows["layouts"]:
+        one, other = row["ways"]["layer-major"], row["ways"]["token-major"]
+        reading = f"{number(other['read_gbps'] / one['read_gbps'])}x" if one["read_gbps"] else ""
+        layouts.append([f"{model}, {row['history_tokens']:,}, {row['place']}", moved(one), *(
+            f"{way['pieces_a_layer']:,} of {way['bytes_a_piece']:,}" for way in (one, other)), milliseconds(one["restore_ms"]),
+            spread(other["restore_over_layer-major"]), reading, milliseconds(one["save_ms"]), spread(other["save_over"])])
+    for model, row in rows["saving"]:
+        ways = row["ways"]
+        saving.append([f"{model}, {row['running']} running", milliseconds(ways["nothing"]["tbt_ms"]), *(
+            spread(ways[way]["tbt_over_nothing"]) for way in ("two stages", "direct", "direct to a file")),
+            f"{ways['two stages']['bytes_out'] / 1e6:.1f} MB, {ways['direct']['copies_out']:,}",
+            sum(way["dropped_chunks"] for way in ways.values())])
+
+    # 2. Divisions: a line for each way, a column for each link
+    divisions, measured = [], {}
+    for model, row in rows["divisions"]:
+        measured.setdefault((model, row["history_tokens"]), []).append(row)
+    for (model, tokens), links in measured.items():
+        for way in links[0]["ways"]:
+            cells = [f"`{row['ways'][way]['plan']}`: {ms(row['ways'][way], '05')}; {moved(row['ways'][way])}"
+                     if as_said(row) else f"left out: a transfer took {number(row['transfer_over_projecting'])} projections"
+                     for row in links]
+            divisions.append([f"{model}, {tokens:,}, {way}", *cells])
+    alone = [f"{spread(row['ways']['04']['restore_over_03'])} ({model}, {row['history_tokens']:,})"
+             for model, row in rows["divisions"] if row["link"] == "computing is the bottleneck" and as_said(row)]
+    alike = [way["answered_alike"].split(" of ") for _, row in rows["divisions"] for way in row["ways"].values()]
+
+    # 3. Directories and crossovers
+    directories, crossover = [], []
+    for model, row in rows["directories"]:
+        directories.append([f"{model}, {row['history_tokens']:,}, {row['directories']} of {row['gbps_each']:.3f} GB/s",
+                            number(row["reading_over_projecting"]), *(
+            f"`{way['plan']}`: {way['read_gbps']:.3f} GB/s, {ms(way, '03')}; {moved(way)}" for way in row["ways"].values())])
+    for model, row in rows["crossover"]:
+        rates = [f"{each['history_tokens']:,}: {each['restored_per_second']:,.0f}, {each['computed_per_second']:,.0f}"
+                 for each in row["lengths"]]
+        crossover.append([f"{model}, {row['link']}, {row['gbps']:.3f} GB/s, {row['chapter']}", "; ".join(rates), *(
+            f"{tokens:,.0f}" if tokens else "none" for tokens in row["faster_from"].values())])
+    links = [row["link"] for row in next(iter(measured.values()))]
     return paragraphs(
-        "**Where hidden states begin to pay**, by the number of KV heads, on one link:",
-        table("KV heads (of " + str(heads["rows"][0]["query_heads"]) + " query heads) | bytes against KV | over KV offload", [
-            [row["kv_heads"], f"{row['bytes_over_kv']:.1f}", spread(row["gain_over_kv_offload"])] for row in heads["rows"]]),
-        f"**From files** that the operating system was told to forget, {files['history_tokens']:,} tokens of {files['model']}:",
-        table("layout | reads | bytes a read | reading | restoration", [
-            [row["layout"], f"{row['reads']:,}", f"{row['bytes_a_read']:,.0f}", milliseconds(row["reading_ms"]),
-             milliseconds(row["restoration_ms"])] for row in files["rows"]]),
-        f"Token-major takes {spread(files['reading_ms_ratio'])} times as long to read, and "
-        f"{spread(files['restoration_ms_ratio'])} times as long to restore.",
-        "**What saving costs decode**, TBT against not saving:",
-        table("model, way | " + " | ".join(f"{count} running" for count in running) + " | claimed", saving))
-
-
-def bubble_free(results: dict) -> str:
-    files = [results["bubble_free-cpu"], results["bubble_free-tinyllama-mha-cpu"]]
-    found = [each for file in files for each in entries(file, "mix")]
-    rows, all_rows = [], [(each["model"], row) for each in found for row in each["rows"]]
-    for model, row in all_rows:
-        ours = row["ways"]["planned mix"]
-        rows.append([f"{model}, {row['history_tokens']:,}, {row['setting']}", f"`{row['plan']}`", milliseconds(ours["ms"]),
-                     spread(row["gains"]["KV offload"]), *(median(row["gains"][way]) for way in ("hidden only", "naive mix")),
-                     median(ours["over_predicted"]), median(ours["over_bound"]),
-                     f"{ours['load_bubble']['median']:.0%}, {ours['compute_bubble']['median']:.0%}"])
-    mha = [(model, row) for model, row in all_rows if model != "random:tinyllama"]
-
-    def kept(test, among) -> str:
-        return f"{share(sum(map(test, among)), len(among))} rows"
-
-    compute = [pair for pair in mha if pair[1]["setting"] == "computing is the bottleneck"]
-    planned = "planned mix"
-    difference = max(row["largest_difference"] for _, row in all_rows)
-    return paragraphs(conditions(*files), table(
-        "model, history, setting | plan | planned mix | over KV offload | over hidden only | over the naive mix | / predicted | "
-        "/ bound | idle: load, compute", rows),
-        "Claimed, and in how many of the rows it is so (the last two: all rows, the others: those of multi-head models):",
-        bullets(
-            *(f"over KV offload at least {CLAIMED[setting]}, {setting}: " + kept(
-                lambda pair: pair[1]["gains"]["KV offload"]["median"] >= CLAIMED[pair[1]["setting"]],
-                [pair for pair in mha if pair[1]["setting"] == setting])
-              for setting in ("the link is the bottleneck", "balanced", "computing is the bottleneck")),
-            *(f"over {name} at least {CLAIMED[way]}, computing is the bottleneck: " + kept(
-                lambda pair, way=way: pair[1]["gains"][way]["median"] >= CLAIMED[way], compute)
-              for way, name in (("hidden only", "hidden only"), ("naive mix", "the naive mix"))),
-            *(f"at most {CLAIMED[name]:.2f} of the {what}: " + kept(
-                lambda pair, name=name: pair[1]["ways"][planned][name]["median"] <= CLAIMED[name], mha)
-              for name, what in (("over_predicted", "prediction"), ("over_bound", "bound"))),
-            f"both lanes idle for less than {CLAIMED['bubble']:.0%}: " + kept(
-                lambda pair: all(pair[1]["ways"][planned][f"{lane}_bubble"]["median"] < CLAIMED["bubble"]
-                                 for lane in ("load", "compute")), mha),
-            "never slower than the best single method, within the spread: " + kept(
-                lambda pair: pair[1]["over_best_single"]["max"] >= 1, all_rows),
-            f"K and V that were loaded or projected bit-equal to those of the forward pass, and recomputed ones to within "
-            f"{difference:.0e}: " + kept(lambda pair: pair[1]["equal_from_layer"] <= pair[1]["recomputed_layers"], all_rows)))
-
-
-def bubble_free_more(results: dict) -> str:
-    file, rows = results["bubble_free-cpu"], []
-    planner = entry(file, "planner")
-    small = entry(file, "partition", "random:small")["projection_ms"]
-    slowest = max(row["first_ms"] for row in planner["rows"])
-    for found in entries(file, "partition"):
-        for row in found["rows"]:
-            rows.append([f"{found['model']}, {row['history_tokens']:,}, {row['setting']}", milliseconds(row["layers"]),
-                         spread(row["tokens_over_layers"]), spread(row["tokens, rounded_over_layers"])])
-    return paragraphs(
-        "**Layers or tokens divided** (section 6.3.2; the paper reports speeds 12 and 7 % lower, where the link is the "
-        "bottleneck):",
-        table("model, history, setting | layers divided | tokens: times as long | in whole chunks: times as long", rows),
-        f"A projection of 794 rows of random:small takes {small['794']['median'] / small['1024']['median']:.2f} of the time of "
-        "one of 1,024.",
-        f"**The planner**, claimed to take at most {planner['at_most_ms']:.0f} ms:",
-        table("layers | plans tried | time | the first time", [
-            [row["layers"], f"{row['plans_tried']:,}", milliseconds(row["ms"]), milliseconds(row["first_ms"])]
-            for row in planner["rows"]]),
-        f"The slowest took {milliseconds(slowest)}: {verdict(slowest <= planner['at_most_ms'])}.")
+        conditions(file),
+        "**The layers of a token together** (token-major), against the tokens of a layer (chapter 04); from files that the operating "
+        "system was told to forget. Saving: processor time of stage two, 16 that decode a chunk each.",
+        table("model, history, from | restored | pieces a layer, bytes | token-major | restoration | token-major, times as long | "
+              "read, times as fast | saving | token-major, times as long", layouts),
+        "**Saving without the snapshot** (Figure 14; the paper: TBT up to 1.34 times as long where 16 decode): TBT over that of "
+        "nothing kept.",
+        table("model | nothing kept | two stages | direct | direct to a file | kept, in so many direct copies | chunks dropped",
+              saving),
+        "**Other divisions**: plan, TTFT, that over chapter 05's, and what was restored. All ways answered alike in "
+        f"{share(sum(int(same) for same, _ in alike), sum(int(of) for _, of in alike))} questions.",
+        table("model, history, way | " + " | ".join(links), divisions),
+        f"Hidden states alone where computing is the bottleneck: restoration over that of K and V {listed(alone)} (the paper: speed "
+        "13 % lower)." if alone else "",
+        "**From 1, 2 and 4 directories** (Figure 11 d to f), each as fast as an SSD would be against this processor (on the paper's "
+        "figures for 7B, reading takes 3.5, 1.7 and 0.9 of projecting): plan, what was "
+        "read a second, TTFT, that over K and V's, and what was restored.",
+        table("model, history, directories | reading over projecting | K and V (03) | hidden states (04) | planned (05)", directories),
+        "**From which length on restoring is the faster**: tokens a second restored, and computed, by length.",
+        table("model, link, chapter | tokens: restored, computed | from, measured | from, as estimated", crossover))
 
 
 def on_paper(results: dict) -> str:
     """What the planner says on the paper's platforms; no result of a benchmark, but computed too."""
-    planner = importlib.import_module("legacy.bubble_free")
     paper = importlib.import_module("tools.on_paper")
     with redirect_stdout(io.StringIO()) as said:
-        found = paper.main(planner)
+        found = paper.main()
     schedules = [row["name"].replace(", closed form:", "") for row in found["rows"] if ", closed form:" in row["name"]]
     return paragraphs(said.getvalue().strip().splitlines()[-1], "The paper's formula, on its own figures: " + "; ".join(
-        f"{schedule} (Table 3: {paper.counts(planner.Plan(*paper.PAPER[f'{schedule.split()[0]} schedule']))})"
+        f"{schedule} (Table 3: {paper.counts(paper.letters(*paper.PAPER[f'{schedule.split()[0]} schedule']))})"
         for schedule in schedules) + ".")
 
 
@@ -648,9 +608,8 @@ def matrix(results: dict) -> str:
 
 
 PARTS = {
-    "claims": claims, "methods": methods, "matrix": matrix, "planned": planned, "outside": outside,
-    "chapters": chapters, "baseline": baseline, "engine": engine, "hcache": hcache, "hcache-more": hcache_more,
-    "bubble-free": bubble_free, "bubble-free-more": bubble_free_more, "on-paper": on_paper, "both-ends": both_ends,
+    "claims": claims, "methods": methods, "matrix": matrix, "planned": planned, "outside": outside, "variants": variants,
+    "chapters": chapters, "baseline": baseline, "engine": engine, "on-paper": on_paper, "both-ends": both_ends,
     "tiered": tiered, "tiered-more": tiered_more, "hybrid-blocks": hybrid_blocks,
 }
 

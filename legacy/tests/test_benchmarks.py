@@ -60,7 +60,7 @@ def takes(module: str, arguments: list[str]) -> argparse.Namespace:
 @pytest.mark.parametrize("line", RUNS)
 def test_benchmarks_take_the_parts(line):
     parts = parts_of(line)
-    assert len(parts) > 20 and len({part.name for part in parts}) == len(parts)
+    assert len(parts) >= 9 and len({part.name for part in parts}) == len(parts)
     for part in parts:
         dash, module, *arguments = part.arguments
         asked = takes(module, [*arguments, "--json", "found.json"])
@@ -84,9 +84,9 @@ def test_claims_are_measured():
 def test_options_of_a_run_reach_its_parts():
     line = "--quick --model random:llama2-7b --dtype bfloat16 --device cuda --histories 4096,16384 --rounds 7 --scale 0.1"
     parts = {part.name: part.arguments for part in parts_of(line)}
-    hidden = takes("benchmarks.hcache", parts["hcache-restore-llama2-7b"][2:])
-    assert (hidden.model, hidden.dtype, hidden.device, hidden.histories, hidden.rounds, hidden.only) == (
-        "random:llama2-7b", "bfloat16", "cuda", (4096, 16384), 7, "restore")
+    ways = takes("benchmarks.restoration", parts["restoration-llama2-7b"][2:])
+    assert (ways.model, ways.dtype, ways.device, ways.histories, ways.rounds) == (
+        "random:llama2-7b", "bfloat16", "cuda", (4096, 16384), 7)
     assert takes("benchmarks.baseline", parts["baseline-llama2-7b-bfloat16"][2:]).dtype == "bfloat16"
     assert takes("benchmarks.matrix", parts["matrix-conversations-llama2-7b"][2:]).scale == 0.1
     assert takes("benchmarks.tiered", parts["tiered-match"][2:]).model is None
@@ -98,10 +98,9 @@ def test_what_is_left_out_is_said():
     assert "baseline-tinyllama-bfloat16 is left out of the quick run." in left_out
     assert len(parts) + len(left_out) == len(benchmarks.PARTS)
     parts, left_out = benchmarks.parts_for(asked_for("--model classroom"))
-    assert [sentence.split()[0] for sentence in left_out] == ["hcache-heads", "hybrid_blocks"]
-    assert not any(part.name.startswith(("hcache-heads", "hybrid")) for part in parts)
-    _, left_out = benchmarks.parts_for(asked_for("--model random:tiny"))
-    assert len(left_out) == 1 and "32 query heads" in left_out[0]
+    assert [sentence.split()[0] for sentence in left_out] == ["hybrid_blocks"]
+    assert not any(part.name.startswith("hybrid") for part in parts)
+    assert benchmarks.parts_for(asked_for("--model random:tiny"))[1] == []
 
 
 def main(monkeypatch, *arguments) -> int:
@@ -118,8 +117,8 @@ def test_list_runs_nothing(monkeypatch, capsys):
     assert main(monkeypatch, "--list", "--quick") == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [part.name for part in parts_of("--quick")]
-    assert main(monkeypatch, "--list", "--quick", "--only", "bubble_free-mix-small") == 0       # which --quick leaves out
-    assert capsys.readouterr().out.split()[:3] == ["bubble_free-mix-small", "python", "-m"]
+    assert main(monkeypatch, "--list", "--quick", "--only", "restoration-small") == 0       # which --quick leaves out
+    assert capsys.readouterr().out.split()[:3] == ["restoration-small", "python", "-m"]
 
 
 @pytest.mark.parametrize("arguments, said", [
@@ -160,7 +159,7 @@ def two_parts(tmp_path_factory):
     """Results of two parts on a model that no file holds; one has failed."""
     path = tmp_path_factory.mktemp("results") / "tiny.json"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(benchmarks, "PARTS", [("bidirectional-looking", "classroom", "", ""), ("tiered-nothing", "classroom", "", "")])
+        patch.setattr(benchmarks, "PARTS", [("tiered-mix", "classroom", "", ""), ("tiered-nothing", "classroom", "", "")])
         status = main(patch, *TINY, "--json", path)
     return path, status
 
@@ -168,12 +167,12 @@ def two_parts(tmp_path_factory):
 def test_the_others_go_on_when_a_part_fails(two_parts):
     path, status = two_parts
     results = json.loads(path.read_text())
-    assert status == 1 and list(results["parts"]) == ["bidirectional-looking-tiny", "tiered-nothing-tiny"]
+    assert status == 1 and list(results["parts"]) == ["tiered-mix-tiny", "tiered-nothing-tiny"]
     hit, nothing = results["parts"].values()
     assert hit["error"] is None and nothing["found"] is None and "'nothing'" in nothing["error"]
     found, = hit["found"]["found"]
-    assert (found["claim"], found["model"], found["at_most"]) == ("looking", "random:tiny", 0.01)
-    assert found["look_us"]["samples"] and hit["found"]["command"] == hit["command"]
+    assert (found["claim"], found["model"]) == ("mix", "random:tiny") and found["rows"]
+    assert hit["found"]["command"] == hit["command"]
     assert results["quick"] and results["device"] == "cpu" and results["models"] == ["tiny"]
     assert {"processor", "threads", "cpu_capability", "torch", "transformers", "python", "seconds"} <= set(results)
     assert [file.name for file in path.parent.iterdir() if file.is_file()] == [path.name], "no temporary file stays"
@@ -182,17 +181,17 @@ def test_the_others_go_on_when_a_part_fails(two_parts):
 def test_only_replaces_that_part(two_parts, monkeypatch, capsys):
     path, _ = two_parts
     before = json.loads(path.read_text())
-    before["parts"]["bidirectional-looking-tiny"]["found"] = {"found": []}
+    before["parts"]["tiered-mix-tiny"]["found"] = {"found": []}
     before["parts"]["other"] = {"command": "python -m other", "seconds": 1.0, "error": None, "found": {"kept": 1}}
     copied = path.with_name("again.json")
     copied.write_text(json.dumps(before))
-    assert main(monkeypatch, *TINY, "--json", copied, "--only", "bidirectional-looking-tiny") == 0
+    assert main(monkeypatch, *TINY, "--json", copied, "--only", "tiered-mix-tiny") == 0
     after = json.loads(copied.read_text())
-    assert list(after["parts"]) == ["bidirectional-looking-tiny", "tiered-nothing-tiny", "other"]
-    assert after["parts"]["bidirectional-looking-tiny"]["found"]["found"] and after["parts"]["other"] == before["parts"]["other"]
+    assert list(after["parts"]) == ["tiered-mix-tiny", "tiered-nothing-tiny", "other"]
+    assert after["parts"]["tiered-mix-tiny"]["found"]["found"] and after["parts"]["other"] == before["parts"]["other"]
     assert after["command"] == before["command"] and after["seconds"] >= before["seconds"]
     out = capsys.readouterr().out
-    assert "bidirectional-looking-tiny" in out and str(copied) in out and "claims." in out
+    assert "tiered-mix-tiny" in out and str(copied) in out and "claims." in out
 
 
 @pytest.mark.parametrize("words, sentence", [
@@ -211,7 +210,7 @@ def test_results_that_are_none_are_left_alone(tmp_path, monkeypatch):
     path = tmp_path / "results.json"
     path.write_text("[1, 2")
     with pytest.raises(SystemExit, match="does not hold the results"):
-        main(monkeypatch, *TINY, "--json", path, "--only", "bidirectional-looking-tiny")
+        main(monkeypatch, *TINY, "--json", path, "--only", "tiered-mix-tiny")
     assert path.read_text() == "[1, 2"
 
 
@@ -222,7 +221,7 @@ def test_a_whole_run_begins_anew(two_parts, monkeypatch, capsys):
     monkeypatch.setattr(benchmarks, "PARTS", [("tiered-layouts", "random:tiny", "--rounds 2", "--rounds 1")])
     assert main(monkeypatch, "--quick", "--json", path, "--device", "cpu") == 0
     results = json.loads(path.read_text())
-    assert list(results["parts"]) == ["tiered-layouts-tiny"] and results["models"] == []
+    assert list(results["parts"]) == ["tiered-mix-tiny"] and results["models"] == []
     assert f"{len(claims.rows(dict(parts={})))} claims." in capsys.readouterr().out
 
 
@@ -304,14 +303,10 @@ def systems() -> list[dict]:
 def measured() -> dict:
     """What one run has measured; what is compared between systems is made up, so that a test can change it."""
     parts = json.loads((claims.RESULTS / "cpu.json").read_text())["parts"]
-    swept = [dict(projection_over_transfer=ratio, gain_over_kv_offload=spread(gain)) for ratio, gain in ((0.5, 1.8), (4.0, 0.6))]
-    for claim in ("bandwidth", "compute"):
-        parts[f"hcache-{claim}-small"] = part(f"python -m benchmarks.hcache --only {claim} --model random:small", dict(
-            found=[dict(claim=claim, model="random:small", rows=swept)]))
     rows = [dict(history_tokens=1024, method=name, ttft_ms=spread(ttft), over_bound=over and spread(over),
                  ttft_gain_over_recompute=spread(100.0 / ttft))
             for name, ttft, over in (("recompute (01)", 100.0, None), ("KV offload (03)", 20.0, 1.02),
-                                     ("planned mix (05)", 9.0, 1.05))]
+                                     ("both ends (06)", 9.0, 1.05))]
     for model in ("classroom", "small"):
         parts[f"restoration-{model}"] = part("python -m benchmarks.restoration", dict(
             model=model, dtype="float32", rows=rows, equal_tokens=True))
@@ -421,15 +416,10 @@ def test_missing_parts_are_not_measured(measured):
 
 
 def test_other_models_have_their_own_rows(measured):
-    """Of a run with --model, only what it has measured; over a real link, also what is claimed of one."""
-    found = copy.deepcopy(measured["parts"]["hcache-restore-small"])
-    for row in found["found"]["found"][0]["rows"]:
-        row["link"] = "real"
-    rows = claims.rows(dict(models=["llama2-7b"], parts={"hcache-restore-llama2-7b": found}))
-    assert {row["part"] for row in rows} == {"hcache-restore-llama2-7b"} and UNKNOWN not in {row["verdict"] for row in rows}
-    asked = [row["asked"] for row in rows if "real link" in row["claim"]]
-    assert asked == ["at least 2x", "at least 5.7x"]
-    assert not any("real link" in row["claim"] for row in claims.rows(measured))
+    """Of a run with --model, only what it has measured."""
+    found = copy.deepcopy(measured["parts"]["tiered-mix-small"])
+    rows = claims.rows(dict(models=["llama2-7b"], parts={"tiered-mix-llama2-7b": found}))
+    assert {row["part"] for row in rows} == {"tiered-mix-llama2-7b"} and UNKNOWN not in {row["verdict"] for row in rows}
 
 
 def test_commands_of_the_rows(measured):

@@ -1,4 +1,4 @@
-"""The machine's limits, all methods on one history, where hidden states pay, and the figures: they show what was measured."""
+"""The machine's limits, all methods on one history, and the figures: they show what was measured."""
 import copy
 import json
 import math
@@ -9,7 +9,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 import torch
 
-from benchmarks import figures, hcache, limits, restoration
+from benchmarks import figures, limits, restoration
 from benchmarks.baseline import spread
 from legacy.tests.conftest import ROOT
 from tools import random_models
@@ -100,8 +100,8 @@ def test_every_method_brings_every_history_back(restored, bench):
         (history, method) for history in (256, 384) for method in restoration.METHODS]
     assert restored["equal_tokens"] and restored["equal_rounds"] == restored["compared_rounds"] == 6, "also in the warm-up"
     speeds = [engine.load_link.bytes_per_second / 1e9
-              for engine in (bench.offloaded, bench.hidden, bench.planned, bench.both, bench.tiers)]
-    assert restored["link"]["modelled"] and speeds == [restored["link"]["gbps"]] * 5 and speeds[0] > 0, "one link for all"
+              for engine in (bench.offloaded, bench.both, bench.tiers)]
+    assert restored["link"]["modelled"] and speeds == [restored["link"]["gbps"]] * 3 and speeds[0] > 0, "one link for all"
     for row in rows:
         if row["method"] in restoration.WHOLE:
             assert row["cached_tokens"] == row["history_tokens"]
@@ -127,8 +127,7 @@ def test_each_method_keeps_what_it_says(bench, restored):
     kv = bench.model.config.kv_numbers_per_token * 4
     assert kept["recompute (01)"] == 0
     assert kept["blocks on the device (02)"] == kept["KV offload (03)"] == kept["both ends (06)"] == kv
-    assert kept["hidden states (04)"] == kv / 2, "with as many KV heads as query heads"
-    assert 0 < kept["planned mix (05)"] <= kv < kept["three tiers (07)"] < 1.1 * kv, "a page has a header"
+    assert kv < kept["three tiers (07)"] < 1.1 * kv, "a page has a header"
 
 
 def test_no_transfer_is_faster_than_the_link(restored):
@@ -138,8 +137,8 @@ def test_no_transfer_is_faster_than_the_link(restored):
 
 
 def test_other_tokens_are_noticed_before_a_time_is_told(bench, monkeypatch, capsys):
-    right = bench.methods["hidden states (04)"]
-    monkeypatch.setitem(bench.methods, "hidden states (04)", lambda *asked: dict(right(*asked), tokens=[1, 2, 3, 4]))
+    right = bench.methods["KV offload (03)"]
+    monkeypatch.setitem(bench.methods, "KV offload (03)", lambda *asked: dict(right(*asked), tokens=[1, 2, 3, 4]))
     with pytest.raises(AssertionError, match="the tokens differ"):
         restoration.measure(bench)
     assert "TTFT" not in capsys.readouterr().out
@@ -150,69 +149,6 @@ def test_the_command_takes_histories_of_whole_chunks(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         restoration.main()
     assert "--histories" in capsys.readouterr().err
-
-
-# Where hidden states pay --------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("points, at", [
-    ([(1, 4.0), (4, 0.25)], 2.0), ([(4, 0.25), (1, 4.0)], 2.0), ([(1, 8.0), (2, 2.0), (8, 0.5), (16, 0.1)], 4.0),
-    ([(1, 3.0), (2, 2.0)], None), ([(1, 0.5)], None), ([(1, 1.0), (2, 0.5)], 1.0)])
-def test_a_crossing_is_found_between_logarithms(points, at):
-    assert hcache.crossing(points) == (at if at is None else pytest.approx(at))
-
-
-@pytest.fixture(scope="module")
-def hidden_bench():
-    return hcache.Bench("random:tiny", "float32", "cpu", 1, (256,))
-
-
-def test_the_link_is_swept(hidden_bench, monkeypatch):
-    monkeypatch.setattr(hcache, "TIMES", (0.25, 1, 16))
-    found = hcache.bandwidth(hidden_bench)
-    first, middle, last = found["rows"]
-    assert found["history_tokens"] == 256 and found["modelled"]
-    assert [row["gbps"] / middle["gbps"] for row in found["rows"]] == pytest.approx([0.25, 1, 16])
-    assert [row["projection_over_transfer"] / middle["projection_over_transfer"] for row in found["rows"]] == pytest.approx(
-        [0.25, 1, 16]), "the projection is the same"
-    kv_bytes = 256 * hidden_bench.model.config.kv_numbers_per_token * 4
-    for row in found["rows"]:
-        assert row["kv_offload_ms"]["min"] >= 0.999 * kv_bytes / row["gbps"] / 1e6, "over this link"
-        for way in ("kv_offload", "recompute"):
-            assert row[f"gain_over_{way}"]["median"] == pytest.approx(
-                row[f"{way}_ms"]["median"] / row["restoration_ms"]["median"])
-    assert first["recompute_ms"] == last["recompute_ms"], "which needs no link"
-    assert found["crosses_at_gbps"] == {way: hcache.crossing([
-        (row["gbps"], row[f"gain_over_{way}"]["median"]) for row in found["rows"]]) for way in ("kv_offload", "recompute")}
-
-
-def test_the_processor_is_swept_over_one_link(hidden_bench, monkeypatch):
-    used, before = [], torch.get_num_threads()
-    again = hcache.Three.again
-    monkeypatch.setattr(hcache.Three, "again", lambda ways, *asked: used.append(torch.get_num_threads()) or again(ways, *asked))
-    torch.set_num_threads(2)
-    try:
-        found = hcache.compute(hidden_bench)
-        assert torch.get_num_threads() == 2, "as it was"
-        dtypes = ["float32", "bfloat16"] if hcache.cpu_multiplies_bfloat16() else ["float32"]
-        assert {(row["dtype"], row["threads"]) for row in found["rows"]} == {
-            (dtype, count) for dtype in dtypes for count in (1, 2)}
-        assert used == [1, 2] * 2 * len(dtypes), "in turn, and a warm-up"
-        assert {row["compute"] for row in found["rows"]} >= {"1 thread, float32", "2 threads, float32"}
-        assert len({row["gbps"] for row in found["rows"]}) == 1, "one link"
-        recomputing = [row["recompute_ms"]["median"] for row in found["rows"]]
-        assert recomputing == sorted(recomputing, reverse=True), "the slowest first"
-
-        monkeypatch.setattr(hcache, "cpu_multiplies_bfloat16", lambda: False)
-        assert {row["dtype"] for row in hcache.compute(hidden_bench)["rows"]} == {"float32"}
-
-        def failing(ways, *asked):
-            raise OSError("no")
-        monkeypatch.setattr(hcache.Three, "again", failing)
-        with pytest.raises(OSError, match="no"):
-            hcache.compute(hidden_bench)
-        assert torch.get_num_threads() == 2, "also after an error"
-    finally:
-        torch.set_num_threads(before)
 
 
 # Figures --------------------------------------------------------------------------------------------------------------
@@ -240,30 +176,12 @@ def synthetic() -> dict:
                 restoration_ms=None if number == 1 else of(history / (number + 3), history / (number + 5)), bound_ms=None,
                 over_bound=None, load_bubble=of(0.1 * number, 0.3) if loads else None,
                 compute_bubble=of(0.08 * number, 0.2) if loads else None, bytes_per_token=1.0, cached_tokens=history))
-
-    def gain(first: float, second: float) -> dict:
-        return dict(gain_over_kv_offload=of(first, first * 1.1), gain_over_recompute=of(second, second * 1.2))
-    heads = [dict(kv_heads=count, query_heads=32, bytes_over_kv=16 / count, gain_over_kv_offload=of(count / 17, count / 16))
-             for count in (32, 16, 8, 4)]
-    speeds = [dict(gbps=0.1 * times, times_an_a100s=times, projection_over_transfer=times, **gain(2 / times, 4 * times))
-              for times in (0.25, 1, 4)]
-    processors = [dict(compute=words, **gain(1.2 + number, 3 + number))
-                  for number, words in enumerate(("1 thread, float32", "2 threads, bfloat16"))]
     policies = {policy: dict(tokens_per_second=60.0 - 10 * number, whole_model_tokens_per_second=10.0 - number)
                 for number, policy in enumerate(figures.POLICIES)}
     cells = [dict(batch=batch, context=context, bound_seconds={"hybrid": batch / 70}, gain={"static": of(1.0, 1.1)},
                   policies=copy.deepcopy(policies)) for batch in (32, 64) for context in (128, 1024)]
     found = {
         "restoration-classroom": dict(model="classroom", dtype="float32", link=link, rows=rows),
-        "hcache-heads-tinyllama": dict(dtype="float32", found=[dict(
-            claim="heads", model="random:tinyllama", link="modelled link, 0.0527 GB/s", history_tokens=1024, layers=4,
-            rows=heads)]),
-        "hcache-bandwidth-small": dict(dtype="float32", found=[dict(
-            claim="bandwidth", model="random:small", link="modelled link, 1 GB/s", modelled=True, history_tokens=1024,
-            rows=speeds)]),
-        "hcache-compute-small": dict(dtype="float32", found=[dict(
-            claim="compute", model="random:small", link="modelled link, 0.1 GB/s", modelled=True, history_tokens=1024,
-            rows=processors)]),
         "hybrid_blocks-small-a100": dict(grids=[dict(
             model="random:small", dtype="bfloat16", platform="a100", link_bytes_per_second=2.5e8, cells=cells)]),
         "matrix-conversations-classroom": dict(
@@ -275,8 +193,8 @@ def synthetic() -> dict:
     return {"parts": {name: dict(command="python", seconds=1.0, error=None, found=each) for name, each in found.items()}}
 
 
-ALL = ["restoration-classroom", "ttft-classroom", "bubbles-classroom", "crossover-heads-tinyllama", "crossover-bandwidth-small",
-       "crossover-compute-small", "throughput-small-a100", "conversations-classroom", "documents-classroom"]
+ALL = ["restoration-classroom", "ttft-classroom", "bubbles-classroom", "throughput-small-a100", "conversations-classroom",
+       "documents-classroom"]
 
 
 def written(path) -> list[str]:
@@ -298,10 +216,7 @@ def test_every_figure_is_drawn(drawn):
     ("restoration-classroom", ["Restoration time, ms", "History, tokens", "1,024", "KV offload (03)", "recompute (01)",
                                "classroom, float32; modelled link, 0.25 GB/s; median of 2 rounds, bars: least to most"]),
     ("ttft-classroom", ["First token behind 1,024 tokens", "Time to first token, ms", "blocks on the device (02)", "427 ms"]),
-    ("bubbles-classroom", ["three tiers (07)", "45 %", "link or storage", "processor"]),
-    ("crossover-heads-tinyllama", ["KV heads", "measured", "as the bytes say", "as fast as KV offload", "16"]),
-    ("crossover-bandwidth-small", ["Link, GB/s", "over KV offload", "over computing again", "as an A100's"]),
-    ("crossover-compute-small", ["2 threads, bfloat16", "over KV offload", "1.26"]),
+    ("bubbles-classroom", ["three tiers (07)", "35 %", "link or storage", "processor"]),
     ("throughput-small-a100", ["Tokens per second", "batch of 64", "kv-only", "bound of hybrid", "1,024"]),
     ("conversations-classroom", ["01 recompute", "transformers, offloaded cache kept", "p99"]),
     ("documents-classroom", ["07 three tiers", "transformers, dynamic cache kept", "Time to first token, ms", "2"])])
@@ -315,12 +230,9 @@ def test_what_did_not_run_is_not_drawn(drawn):
 
 
 @pytest.mark.parametrize("name, path", [
-    ("restoration-classroom", ("restoration-classroom", "rows", 9, "restoration_ms")),
-    ("ttft-classroom", ("restoration-classroom", "rows", 9, "ttft_ms")),
-    ("bubbles-classroom", ("restoration-classroom", "rows", 9, "compute_bubble")),
-    ("crossover-heads-tinyllama", ("hcache-heads-tinyllama", "found", 0, "rows", 2, "gain_over_kv_offload")),
-    ("crossover-bandwidth-small", ("hcache-bandwidth-small", "found", 0, "rows", 1, "gain_over_recompute")),
-    ("crossover-compute-small", ("hcache-compute-small", "found", 0, "rows", 1, "gain_over_kv_offload")),
+    ("restoration-classroom", ("restoration-classroom", "rows", 7, "restoration_ms")),
+    ("ttft-classroom", ("restoration-classroom", "rows", 7, "ttft_ms")),
+    ("bubbles-classroom", ("restoration-classroom", "rows", 7, "compute_bubble")),
     ("throughput-small-a100", ("hybrid_blocks-small-a100", "grids", 0, "cells", 3, "bound_seconds", "hybrid")),
     ("conversations-classroom", ("matrix-conversations-classroom", "systems", 1, "ttft_ms", "p95")),
     ("documents-classroom", ("matrix-documents-classroom", "skews", 1, "systems", 2, "ttft_ms", "p50"))])
@@ -378,13 +290,12 @@ def test_names_at_the_ends_of_lines_do_not_lie_on_each_other():
     with matplotlib.rc_context(figures.STYLE):
         boxes = [box for text, box in extents(figures.restoration(found)) if text in restoration.METHODS]
     boxes.sort(key=lambda box: box.y0)
-    assert len(boxes) == 6 and all(below.y1 <= above.y0 for below, above in zip(boxes, boxes[1:]))
+    assert len(boxes) == 4 and all(below.y1 <= above.y0 for below, above in zip(boxes, boxes[1:]))
 
 
 @pytest.mark.parametrize("missing, figures_of_it", [
-    ("restoration-classroom", ALL[:3]), ("hcache-heads-tinyllama", ALL[3:4]), ("hcache-bandwidth-small", ALL[4:5]),
-    ("hcache-compute-small", ALL[5:6]), ("hybrid_blocks-small-a100", ALL[6:7]),
-    ("matrix-conversations-classroom", ALL[7:8]), ("matrix-documents-classroom", ALL[8:])])
+    ("restoration-classroom", ALL[:3]), ("hybrid_blocks-small-a100", ALL[3:4]),
+    ("matrix-conversations-classroom", ALL[4:5]), ("matrix-documents-classroom", ALL[5:])])
 def test_a_missing_part_leaves_its_figures_out(tmp_path, capsys, missing, figures_of_it):
     results = synthetic()
     del results["parts"][missing]
@@ -397,15 +308,13 @@ def test_a_missing_part_leaves_its_figures_out(tmp_path, capsys, missing, figure
 
 def test_a_part_that_failed_or_is_not_whole_is_left_out_and_named(tmp_path, capsys):
     results = synthetic()
-    results["parts"]["hcache-heads-tinyllama"].update(error="it ran out of memory", found=None)
-    del results["parts"]["hybrid_blocks-small-a100"]["found"]["grids"][0]["cells"][0]["batch"]
-    results["parts"]["hcache-bandwidth-small"]["found"]["found"][0]["rows"][1:] = []
-    assert {path.stem for path in figures.draw(results, tmp_path)} == set(ALL) - {
-        "crossover-heads-tinyllama", "throughput-small-a100", "crossover-bandwidth-small"}
+    results["parts"]["hybrid_blocks-small-a100"].update(error="it ran out of memory", found=None)
+    for row in results["parts"]["restoration-classroom"]["found"]["rows"]:
+        row["load_bubble"] = None
+    assert {path.stem for path in figures.draw(results, tmp_path)} == set(ALL) - {"throughput-small-a100", "bubbles-classroom"}
     assert capsys.readouterr().out.splitlines() == [
-        "Left out crossover-heads: hcache-heads-tinyllama failed: it ran out of memory.",
-        "Left out crossover-bandwidth-small: a real link has one speed, and nothing crosses.",
-        "Left out throughput-small-a100: its part lacks what is drawn (KeyError: 'batch')."]
+        "Left out bubbles-classroom: no method loaded anything.",
+        "Left out throughput: hybrid_blocks-small-a100 failed: it ran out of memory."]
 
 
 def test_two_parts_on_one_model_are_two_figures(tmp_path):
@@ -447,7 +356,7 @@ def test_the_standing_results_are_drawn(tmp_path, capsys):
         found = json.loads(path.read_text(encoding="utf-8"))
         parts.update(found["parts"] if "parts" in found else {path.stem: {"error": None, "found": found}})
     names = {path.stem for path in figures.draw({"parts": parts}, tmp_path)}
-    assert {"crossover-heads-tinyllama", "throughput-small-a100"} <= names
+    assert {"restoration-classroom", "throughput-small-a100"} <= names
     assert "lacks what is drawn" not in capsys.readouterr().out
 
 

@@ -1,4 +1,4 @@
-"""The planner that tools/on_paper.py calls, against brute force and a pipeline of its own."""
+"""The frozen planner of benchmarks/matrix.py, against brute force and a pipeline of its own."""
 import math
 
 import numpy

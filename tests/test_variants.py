@@ -1,0 +1,109 @@
+"""The variants of benchmarks/variants.py: what is measured there brings back what was kept."""
+
+import random
+
+import numpy
+import pytest
+from support.engines import BANDWIDTH, Oracle, ask, check_pools, draw, evict, make, settle
+
+from benchmarks import variants
+from common.store import CHUNK, ChunkFiles
+
+ORACLE = Oracle()
+PROMPT = draw(random.Random(3), 2 * CHUNK + 40)
+
+
+def goes_on(cache, pools=("device",)):
+    """Ask, evict, and go on behind the same history, twice -> the last request; all as chapter 01 answers."""
+    engine = make(cache, 64)
+    first, rng = ask(engine, PROMPT), random.Random(4)
+    assert ORACLE.judge(first) == "equal"
+    for _ in range(2):
+        settle(engine)
+        for pool in pools:
+            engine.evict(pool)
+        last = ask(engine, PROMPT[: 2 * CHUNK] + draw(rng, 20))
+        assert ORACLE.judge(last) in ("equal", "tie")
+    settle(engine)
+    evict(engine)
+    check_pools(engine)
+    engine.close()
+    return last
+
+
+KINDS = [variants.LayerMajor, variants.TokenMajor, variants.Direct, variants.DirectToFile]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_kept_in_another_way_comes_back(kind):
+    cache = kind(32, BANDWIDTH)
+    assert goes_on(cache).found == {"cpu": 2 * CHUNK}
+    assert cache.counts["dropped_chunks"] == 0 and cache.counts["bytes_out"] > 0
+
+
+def test_a_row_of_a_token_major_file_is_a_token(tmp_path):
+    files = variants.TokenMajorFiles([tmp_path], 1e9)
+    assert goes_on(variants.TokenMajor(32, BANDWIDTH, files), ("device", "host")).found == {"disk": 2 * CHUNK}
+    parts = [random.Random(0).randbytes(CHUNK * 64 * 4) for _ in files.sizes]
+    parts = [numpy.frombuffer(part, numpy.int32).reshape(CHUNK, 64) for part in parts]
+    prefix = type("Prefix", (), dict(key=b"k" * 32))
+    files.write_one(tmp_path, prefix, parts)
+    rows = numpy.frombuffer((tmp_path / f"{prefix.key.hex()}.chunk").read_bytes(), numpy.int32)
+    assert numpy.array_equal(rows.reshape(CHUNK, len(parts), 64)[5, 1], parts[1][5])
+
+
+def test_direct_saving_copies_each_run_and_layer_and_writes_it_where_the_chunk_is():
+    engine = make(cache := variants.DirectToFile(8, BANDWIDTH), 64)
+    ask(engine, PROMPT[:CHUNK], 3)  # the states of 2 tokens that are decoded, each in a step of its own
+    settle(engine)
+    assert cache.counts["copies_out"] == 3 * len(cache.store.parts)
+    cache.file.seek(0)
+    written = numpy.frombuffer(cache.file.read().ljust(8 * CHUNK * cache.row_bytes, b"\0"), numpy.int32)
+    written = written.reshape(len(cache.store.parts), 8, CHUNK, -1)
+    (full,) = [number for number, chunk in cache.store.chunks.items() if chunk.filled == CHUNK]
+    for layer, kept in enumerate(cache.store.arrays):
+        assert written[layer, full].any() and numpy.array_equal(written[layer, full], kept[full])
+    engine.close()
+
+
+SPLITS = [(0, 128), (1, 128), (64, 128), (100, 128), (0, 70), (0, 64), (30, 90), (0, 0)]
+
+
+@pytest.mark.parametrize("first, last", SPLITS)
+def test_divided_tokens_come_back(first, last):
+    cache = variants.TokenWise(32, BANDWIDTH, 3, first, last)
+    request = goes_on(cache)
+    assert request.found == {"cpu": 2 * CHUNK}
+    config, size = cache.model.config, cache.model.dtype.itemsize
+    kv = config.kv_numbers_per_token // 3 * size * (2 * CHUNK - last)
+    states = (last - first) * config.hidden_size * size
+    assert cache.counts["bytes_in"] == 2 * 2 * (kv + states), "of two layers, twice"
+
+
+def test_throttled_directories_bring_back_what_they_hold(tmp_path):
+    files = variants.Throttled([tmp_path / "1", tmp_path / "2"], 1e9)
+    assert isinstance(files, ChunkFiles)
+    cache = variants.PlannedCache(32, BANDWIDTH, files, "RHK")
+    assert goes_on(cache, ("device", "host")).found == {"disk": 2 * CHUNK}
+    assert set(files.free) == set(files.directories), "both were read"
+
+
+def test_the_naive_plan_is_the_best_without_hidden_states():
+    rng = random.Random(5)
+    for _ in range(100):
+        costs = variants.bubble_free.Costs(*(10 ** rng.uniform(-3, 0) for _ in range(5)))
+        plan = variants.naive_plan(6, costs)
+        every = ["R" * count + "K" * (6 - count) for count in range(6)]
+        seconds = [variants.bubble_free.plan_seconds(other, costs) for other in every]
+        assert plan in every and variants.bubble_free.plan_seconds(plan, costs) == min(seconds)
+
+
+@pytest.mark.parametrize("points, length", [
+    ([(64, 1.0), (128, -1.0), (256, -3.0)], 96),
+    ([(64, -1.0), (128, -1.0)], 64),
+    ([(64, 1.0), (128, 1.0)], None),
+    ([(64, -1.0), (128, 1.0), (256, -1.0)], 192),  # not faster at all that follow the first
+    ([(64, -1.0), (128, 1.0)], None),
+])  # fmt: skip
+def test_where_restoring_becomes_the_faster(points, length):
+    assert variants.crossing(points) == length
