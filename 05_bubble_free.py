@@ -58,7 +58,7 @@ hidden_states = importlib.import_module("04_hidden_state_cache")
 PLANNED, QUESTION = 1024, 32  # tokens: of the history that is planned for, and of the question behind it
 SHORTER = 512  # tokens: a history that must not come later than by chapter 03
 MIX = 1e-3  # seconds that a mix takes besides, at most
-BETTER = 0.9  # a new plan takes at most this share of the old one's time, and a mix of that of K everywhere
+BETTER = 0.9  # a new plan takes at most this share of the old one's time
 DOUBT = 0.1  # a restoration that takes longer than predicted by more than this share: measure again
 
 # 1. The planner --------------------------------------------------------------------------------
@@ -319,8 +319,6 @@ class PlannedCache(hidden_states.HiddenCache):
             best = self.asked == "best"
             letters = best_plan(layers, costs, shorter) if best else closed_form(layers, costs)
             seconds = partial(plan_seconds, costs=costs)
-            if best and seconds(letters) > BETTER * seconds("K" * layers):
-                letters = "K" * layers  # a mix has costs that the plan does not know
             better = seconds(letters) <= BETTER * seconds(self.store.letters) and letters == self.proposed
             if letters != self.store.letters and (better or not self.store.chunks):
                 self.adopt(letters)

@@ -189,14 +189,6 @@ def test_a_new_plan_is_taken_if_it_is_a_tenth_better_twice_and_the_old_chunks_ar
     check_pools(engine)
 
 
-def test_a_mix_is_taken_only_where_it_is_a_tenth_better_than_chapter_03(monkeypatch):
-    costs = Costs(9.0, 5.5, 1.0, 2.0, 0.0)
-    monkeypatch.setattr(planned.PlannedCache, "costs", lambda cache, start, end: costs)
-    mix = best_plan(3, costs)
-    assert 0.9 * plan_seconds("KKK", costs) < plan_seconds(mix, costs) < plan_seconds("KKK", costs)
-    assert engine_for("best")[1].store.letters == "KKK"
-
-
 def test_estimates_follow_what_restorations_took():
     engine, cache = engine_for("KKK", bandwidth=1e7)
     ask(engine, PROMPT, 1)
