@@ -10,11 +10,13 @@ while layer l is projected, by the same function that the forward pass calls:
 
     projecting costs 4 T D^2 operations a layer, computing it 24 T D^2 + T^2 D:  6 + T / (4 D) times as much
 
+(by the paper's counts, with an MLP 4 D wide).
+
 Layer 0 needs no states, since its input is the embedding of the tokens. The question's rows follow through
 the layers as in chapter 03, so TTFT is about max(link, projecting + question) and one layer of the other.
 
-Saving must not delay the next token. Stage one: a step's states leave in one transfer for a snapshot buffer
-in host memory. Stage two: threads on the host sort its rows into chunks of 64 tokens, in which the rows of a
+Saving must not delay the next token. Stage one: the states of one step or some leave in one transfer for a
+snapshot buffer in host memory. Stage two: threads on the host sort its rows into chunks of 64 tokens, in which the rows of a
 layer lie together, because restoring reads one layer of many tokens where decoding writes all layers of one.
 Where the snapshot buffer has no room, the rows are dropped and nobody waits; what comes behind them in that
 conversation is not kept either. The unfinished chunk is kept in host memory, and the next turn fills it.
@@ -53,12 +55,12 @@ from common.restoring import PAUSE, Cache, Match
 from common.store import CHUNK, ChunkFiles, ChunkStore, Lane, Move
 
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
-SNAPSHOT = 1 << 21  # bytes of states from which they leave
+SNAPSHOT = 1 << 21  # bytes of states that wait, at most, before they leave for the snapshot buffer
 STEPS = 4  # of a whole token budget that the snapshot buffer holds
 DEPTH = 4  # layers of a whole context that the landing memory holds, on the device
 THREADS = 8  # of stage two
 LONGEST_CLOSE = 5.0  # seconds to wait for files at the end
-PAUSE_BEFORE = 0.02  # seconds, of a measurement: what runs in a hot loop is up to twice too fast
+PAUSE_BEFORE = 0.02  # seconds, of a measurement: a loop without is up to twice as fast as a restoration
 
 # 1. The cache ----------------------------------------------------------------------------------
 
@@ -150,15 +152,15 @@ class HiddenCache(Cache):
         start, end, depth = restoration.start, restoration.end, len(self.layers) + 1
         positions = torch.arange(start, end, device=self.model.device)  # [T]
         slots = self.slots(request, positions)  # [T]
+        numbers, reads = self.store.bring(request, start, match.blocks)
         if request in self.rows:
             self.flush()  # what it has noted ends here
-        numbers, reads = self.store.bring(request, start, match.blocks)
         waiting, transfers = deque(), []  # waiting: landing places of layers on their way
         try:
             while restoration.layers < depth:
                 # 1. Order the next layers, as far as they have been read and there is room for them to land
                 while self.room(request, len(numbers)):
-                    part = max(0, restoration.layers - 1) + len(waiting)
+                    part = max(0, restoration.layers - 1) + len(waiting)  # layer 1 is part 0
                     busy = waiting or restoration.layers == 0
                     if part == len(self.layers) or busy and not all(read.ready for read in reads[part]):
                         break
@@ -169,18 +171,18 @@ class HiddenCache(Cache):
                 # 2. Project the next one, when it is there
                 if restoration.layers == 0:
                     tokens = torch.tensor(request.tokens[start:end], device=self.model.device)
-                    places, hidden = [], self.model.embed(tokens)  # [T, D]
+                    hidden = self.model.embed(tokens)  # [T, D]
                 elif waiting:
                     yield transfers[restoration.layers - 1]
-                    places = waiting.popleft()
-                    hidden = self.landed_rows(places, start, end - start)  # [T, D]
+                    hidden = self.landed_rows(waiting[0], start, end - start)  # [T, D]
                 else:
-                    yield PAUSE  # an older restoration has the landing memory
+                    yield self.no_room(restoration)
                     continue
                 began = self.engine.clock.mark()
                 self.project(restoration.layers, hidden, positions, slots)
                 self.note(request, end - start, f"layer {restoration.layers}", began)
-                self.landing.release(places)
+                if restoration.layers > 0:
+                    self.landing.release(waiting.popleft())
                 restoration.layers += 1
         finally:
             on_their_way = sum(waiting, [])
@@ -197,6 +199,14 @@ class HiddenCache(Cache):
         one that travels while one is projected. So it always gets on."""
         oldest = next(other for other in self.engine.running if other.restoration)
         return chunks <= self.landing.available - (0 if request is oldest else 2 * self.most)
+
+    def no_room(self, restoration):
+        """Others have the landing memory: older ones, or what is still on its way for one that was given up.
+        Raises TransferError when it is too late for this one."""
+        if time.perf_counter() > restoration.deadline:
+            raise links.TransferError("landing memory is late")
+        self.poll()
+        return PAUSE
 
     def fetch(self, part, numbers: list[int], places: list[int], label: str):
         """Order one part [chunks, 64, D] of some chunks, to `places` of the landing memory."""
@@ -281,7 +291,7 @@ class HiddenCache(Cache):
         self.store.released(moves, over)
 
     def scatter(self, store, transfer, moves: list[Move], index, states):
-        """Stage two, on a thread. Until then `states` are not freed: they may still be copied."""
+        """Stage two, on a thread. `states` are an argument so that they live until they are copied."""
         transfer.wait()
         store.put(moves, self.taken, index)
 
@@ -397,6 +407,8 @@ def demo(model, frontend: Frontend, arguments):
         print(f"  {ours / theirs:.2f} of chapter 03's, {ours / computed:.2f} of computing it again\n")
         if not link.modelled:
             break
+    for engine in engines:
+        engine.close()
     print(
         "Half of the bytes help where the link is the slower one. Where it is not, projecting takes the\n"
         "time, and chapter 03 needs none. Both ways, each for some of the layers? Chapter 05."

@@ -202,9 +202,9 @@ class PlannedCache(hidden_states.HiddenCache):
         if letters.strip("K"):
             positions = torch.arange(start, end, device=self.model.device)  # [T]
             slots = self.slots(request, positions)  # [T]
+        numbers, reads = store.bring(request, start, match.blocks)
         if request in self.rows:
             self.flush()  # what it has noted ends here
-        numbers, reads = store.bring(request, start, match.blocks)
         runs = self.runs(request, numbers, start, end) if "K" in letters else []
         table = request.table[start // self.pool.block_size : self.pool.num_blocks(end)]
         self.pool.share(table)
@@ -234,7 +234,7 @@ class PlannedCache(hidden_states.HiddenCache):
                     yield from self.recompute(request, recomputed, positions, slots)
                     restoration.layers = recomputed
                 elif layer not in transfers:
-                    yield PAUSE  # an older restoration has the landing memory
+                    yield self.no_room(restoration)
                 else:
                     yield transfers[layer]
                     if letters[layer] == "H":

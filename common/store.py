@@ -218,16 +218,16 @@ class ChunkStore:
                 part.reshape(-1, part.shape[-1])[into] = snapshot[out_of]
 
     def saved(self, moves: list[Move], arrived: bool):
-        """What has arrived can be found; a full chunk is written to its file, and held until then."""
+        """What has arrived can be found."""
         for move in moves:
             if not arrived or move.chunk.lost:
                 self.drop([move])
-            elif written := self.arrived(move.chunk, move.at + move.rows):
-                self.cache.hold("disk", [written], (self.pool, [move.chunk.number]))
+            else:
+                self.arrived(move.chunk, move.at + move.rows)
 
-    def arrived(self, chunk: Chunk, rows: int) -> Transfer | None:
-        """The chunk's first `rows` rows are there: it can be found so far. A full one is written to its file
-        -> the Transfer, until which its memory must stay as it is."""
+    def arrived(self, chunk: Chunk, rows: int):
+        """The chunk's first `rows` rows are there: it can be found so far. A full one is written to its file,
+        until which its memory must stay as it is."""
         self.forget(chunk.number)
         chunk.filled = rows
         prefix = self.prefixes.after(chunk.parent, tuple(chunk.tokens[:rows]))
@@ -236,7 +236,8 @@ class ChunkStore:
             self.chunks[chunk.number] = chunk
             self.behind[chunk.parent].append(chunk)
         if rows == CHUNK and self.files:
-            return self.files.write(prefix, [part[chunk.number] for part in self.arrays])
+            if written := self.files.write(prefix, [part[chunk.number] for part in self.arrays]):
+                self.cache.hold("disk", [written], (self.pool, [chunk.number]))
 
     def drop(self, moves: list[Move]):
         """These rows are not kept, and none behind them, until they are computed again."""

@@ -1,5 +1,6 @@
 """Chapter 04: what is kept of a conversation, how rows get into chunks, and what is projected."""
 
+import math
 import os
 import random
 import shutil
@@ -27,6 +28,7 @@ from support.engines import (
 )
 from support.faults import faulty
 
+from common.link import Transfer, TransferError
 from common.requests import Request
 from common.restoring import PAUSE, Interrupted
 
@@ -290,10 +292,12 @@ def test_a_restoration_without_landing_memory_waits_for_an_older_one():
     engine.running = [older, request]
     cache.landing.allocate(cache.landing.size - 2 * cache.most)
     match = cache.match(request)
-    restoration = type("", (), dict(start=0, end=match.tokens, layers=0))
+    restoration = type("", (), dict(start=0, end=match.tokens, layers=0, deadline=math.inf))
     steps = cache.restore(request, restoration, match)
     assert next(steps) is PAUSE and restoration.layers == 1, "the first layer needs none"
-    steps.close()
+    restoration.deadline = 0.0
+    with pytest.raises(TransferError, match="landing memory is late"):
+        next(steps)
     engine.running = []
     cache.poll()
     assert not any(cache.store.pool.references)
@@ -362,6 +366,20 @@ def test_full_chunks_survive_the_process():
     assert engine.counts["restored_tokens"] == 128
     evict(engine)
     assert ask(engine, PROMPT + [3]).found == {"cpu": 150}, "what was read is in host memory now"
+    settle(engine)
+    check_pools(engine)
+
+
+def test_a_chunk_is_held_while_it_is_written():
+    """Here one that has been read, and whose file has been deleted meanwhile."""
+    engine, written = restart(saved()), []
+    engine.cache.files.write = lambda *_: written.append(Transfer("disk", "chunk", 1)) or written[-1]
+    ask(engine, PROMPT + [3], 1)
+    while len(written) < 2:
+        engine.cache.poll()
+    assert sum(engine.cache.store.pool.references) >= 2
+    for transfer in written:
+        transfer.finish(0.0, 0.1)
     settle(engine)
     check_pools(engine)
 
