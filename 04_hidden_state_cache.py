@@ -10,17 +10,16 @@ while layer l is projected, by the same function that the forward pass calls:
 
     projecting costs 4 T D^2 operations a layer, computing it 24 T D^2 + T^2 D:  6 + T / (4 D) times as much
 
-(by the paper's counts, with an MLP 4 D wide).
+These are the paper's counts, for an MLP that is 4 D wide. Layer 0 needs no states, since its input is the
+embedding of the tokens. The question's rows follow through the layers as in chapter 03, so TTFT is about
+max(link, projecting + question) and one layer of the other.
 
-Layer 0 needs no states, since its input is the embedding of the tokens. The question's rows follow through
-the layers as in chapter 03, so TTFT is about max(link, projecting + question) and one layer of the other.
-
-Saving must not delay the next token. Stage one: the states of one step or some leave in one transfer for a
-snapshot buffer in host memory. Stage two: threads on the host sort its rows into chunks of 64 tokens, in which the rows of a
-layer lie together, because restoring reads one layer of many tokens where decoding writes all layers of one.
-Where the snapshot buffer has no room, the rows are dropped and nobody waits; what comes behind them in that
-conversation is not kept either. The unfinished chunk is kept in host memory, and the next turn fills it.
-With `--disk` full chunks also go to files, which survive the process.
+Saving must not delay the next token. Stage one: the states of one step, or of some, leave in one transfer
+for a snapshot buffer in host memory. Stage two: threads on the host sort its rows into chunks of 64 tokens,
+in which the rows of a layer lie together, because restoring reads one layer of many tokens where decoding
+writes all layers of one. Where the snapshot buffer has no room, the rows are dropped and nobody waits; what
+comes behind them in that conversation is not kept either. The unfinished chunk is kept in host memory, and
+the next turn fills it. With `--disk` full chunks also go to files, which survive the process.
 
 K is rotated after it is projected and not before it is saved: states are kept as the norm reads them, once
 for K and V, and rotating costs little. With grouped-query attention (TinyLlama) hidden states are larger than
