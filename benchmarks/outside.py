@@ -58,7 +58,7 @@ ASKED = {
     "classroom": [("auto", 1000, 1.03), ("auto", 1600, 1.03)],
     "random:small": [("auto", 1024, 0.85), ("0.1", 1024, 0.67)],
 }
-AT_REST, BETWEEN = 60.0, 5.0  # seconds to wait for idle measurements at most: at first, before a question
+AT_REST, BETWEEN = 30.0, 1.5  # seconds to wait for idle measurements at most: at first, before a question
 TALKS, TURNS, SAID, ANSWER = 8, 12, (100, 1100), 24  # conversations, turns, tokens at first, of an answer
 DOCUMENTS, LENGTH, ASKS = 12, 800, 48  # documents, tokens of one, questions about all
 DECODING, EVERY, WINDOW = 8, 2.0, 8.0  # requests, seconds, seconds of one measurement
