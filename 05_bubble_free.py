@@ -50,7 +50,7 @@ import torch
 
 from common import checkpoint, cli, lesson
 from common.requests import BadRequest, Frontend, Request
-from common.restoring import PAUSE, Match
+from common.restoring import LONG, PAUSE, Match
 from common.store import CHUNK, ChunkFiles
 
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
@@ -250,7 +250,7 @@ class PlannedCache(hidden_states.HiddenCache):
             self.hold("load", list(transfers.values()), *held)
             for pool, blocks in held:
                 pool.release(blocks)
-        if len(self.engine.running) == 1 and self.model.device.type == "cpu":
+        if end - start >= LONG and len(self.engine.running) == 1 and self.model.device.type == "cpu":
             self.paces.append((time.perf_counter() - began) / predicted)
             self.engine.restorer.doubtful |= abs(self.paces[-1] - 1) > DOUBT
         title = f"{end - start} tokens: {1e3 * predicted:.1f} ms predicted, the question included"

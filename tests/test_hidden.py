@@ -313,8 +313,8 @@ def test_estimates_are_the_slower_of_link_and_processor_and_are_learned():
     assert match.seconds == pytest.approx(3 * cache.store.chunk_bytes / 1e8, rel=0.1)
     cache.rates[0] = 1.0  # seconds to project a row
     assert cache.match(Request(PROMPT + [3], 1)).seconds >= 3 * 150
-    cache.spans.append((Request(PROMPT, 1), 10, "layer 1", 1.0, 3.0))
-    assert cache.seconds_to_project(10) == 6.0 and list(cache.rates) == [1.0, 0.2], "the median"
+    cache.spans += [(Request(PROMPT, 1), rows, "layer 1", 1.0, 41.0) for rows in (200, 10)]
+    assert cache.seconds_to_project(10) == 6.0 and list(cache.rates) == [1.0, 0.2], "the median, of many rows"
 
 
 def test_whoever_comes_ends_a_measurement():
