@@ -395,28 +395,31 @@ def variants(results: dict) -> str:
                  for each in row["lengths"]]
         crossover.append([f"{model}, {row['link']}, {row['gbps']:.3f} GB/s, {row['chapter']}", "; ".join(rates), *(
             f"{tokens:,.0f}" if tokens else "none" for tokens in row["faster_from"].values())])
-    links = [row["link"] for row in next(iter(measured.values()))]
+    links = [row["link"] for row in next(iter(measured.values()), [])]
+
+    def part(words: str, header: str, lines: list) -> str:
+        """What was not measured is not named."""
+        return f"{words}\n\n{table(header, lines)}" if lines else ""
     return paragraphs(
         conditions(file),
-        "**The layers of a token together** (token-major), against the tokens of a layer (chapter 04); from files that the operating "
-        "system was told to forget. Saving: processor time of stage two, 16 that decode a chunk each.",
-        table("model, history, from | restored | pieces a layer, bytes | token-major | restoration | token-major, times as long | "
-              "read, times as fast | saving | token-major, times as long", layouts),
-        "**Saving without the snapshot** (Figure 14; the paper: TBT up to 1.34 times as long where 16 decode): TBT over that of "
-        "nothing kept.",
-        table("model | nothing kept | two stages | direct | direct to a file | kept, in so many direct copies | chunks dropped",
-              saving),
-        "**Other divisions**: plan, TTFT, that over chapter 05's, and what was restored. All ways answered alike in "
-        f"{share(sum(int(same) for same, _ in alike), sum(int(of) for _, of in alike))} questions.",
-        table("model, history, way | " + " | ".join(links), divisions),
+        part("**The layers of a token together** (token-major), against the tokens of a layer (chapter 04); from files that the "
+             "operating system was told to forget. Saving: processor time of stage two, 16 that decode a chunk each.",
+             "model, history, from | restored | pieces a layer, bytes | token-major | restoration | token-major, times as long | "
+             "read, times as fast | saving | token-major, times as long", layouts),
+        part("**Saving without the snapshot** (Figure 14; the paper: TBT up to 1.34 times as long where 16 decode): TBT over that of "
+             "nothing kept.",
+             "model | nothing kept | two stages | direct | direct to a file | kept, in so many direct copies | chunks dropped", saving),
+        part("**Other divisions**: plan, TTFT, that over chapter 05's, and what was restored. All ways answered alike in "
+             f"{share(sum(int(same) for same, _ in alike), sum(int(of) for _, of in alike))} questions.",
+             "model, history, way | " + " | ".join(links), divisions),
         f"Hidden states alone where computing is the bottleneck: restoration over that of K and V {listed(alone)} (the paper: speed "
         "13 % lower)." if alone else "",
-        "**From 1, 2 and 4 directories** (Figure 11 d to f), each as fast as an SSD would be against this processor (on the paper's "
-        "figures for 7B, reading takes 3.5, 1.7 and 0.9 of projecting): plan, what was "
-        "read a second, TTFT, that over K and V's, and what was restored.",
-        table("model, history, directories | reading over projecting | K and V (03) | hidden states (04) | planned (05)", directories),
-        "**From which length on restoring is the faster**: tokens a second restored, and computed, by length.",
-        table("model, link, chapter | tokens: restored, computed | from, measured | from, as estimated", crossover))
+        part("**From 1, 2 and 4 directories** (Figure 11 d to f), each as fast as an SSD would be against this processor (on the "
+             "paper's figures for 7B, reading takes 3.5, 1.7 and 0.9 of projecting): plan, what was read a second, TTFT, that over K "
+             "and V's, and what was restored.",
+             "model, history, directories | reading over projecting | K and V (03) | hidden states (04) | planned (05)", directories),
+        part("**From which length on restoring is the faster**: tokens a second restored, and computed, by length.",
+             "model, link, chapter | tokens: restored, computed | from, measured | from, as estimated", crossover))
 
 
 def on_paper(results: dict) -> str:
