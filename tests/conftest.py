@@ -1,6 +1,7 @@
 """Tiny models, written as folders with `transformers`, and an engine on one of them."""
 import importlib
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -10,6 +11,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when PyTorch is impo
 # Test processes that run side by side share the cores; more threads than cores only wait for each other.
 if (workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
+
+# Where a shell has started the tests in the background, they and their children would ignore Ctrl-C.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 import torch

@@ -221,7 +221,7 @@ def test_a_whole_run_begins_anew(two_parts, monkeypatch, capsys):
     monkeypatch.setattr(benchmarks, "PARTS", [("tiered-layouts", "random:tiny", "--rounds 2", "--rounds 1")])
     assert main(monkeypatch, "--quick", "--json", path, "--device", "cpu") == 0
     results = json.loads(path.read_text())
-    assert list(results["parts"]) == ["tiered-mix-tiny"] and results["models"] == []
+    assert list(results["parts"]) == ["tiered-layouts-tiny"] and results["models"] == []
     assert f"{len(claims.rows(dict(parts={})))} claims." in capsys.readouterr().out
 
 

@@ -173,7 +173,7 @@ def test_each_lesson_has_all_its_parts():
         assert script in parts["Where to look"] and script in parts["One thing to change"]
         assert not drawn or script in parts["The figure"]
         assert re.search(r"^\| the papers?.* \| ours \|$", parts["The claim"], re.M), name
-        assert re.search(rf"\(measured\.md#chapters?-[\w-]*{script[:2]}", parts["The claim"]), name
+        assert "(measured.md#" in parts["The claim"], name
 
 
 @pytest.mark.parametrize("page", PAGES)
