@@ -56,7 +56,7 @@ from common.store import CHUNK, ChunkFiles, ChunkStore, Lane, Move
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
 SNAPSHOT = 1 << 21  # bytes of states that wait, at most, before they leave for the snapshot buffer
 STEPS = 4  # of a whole token budget that the snapshot buffer holds
-DEPTH = 4  # layers of a whole context that the landing memory holds, on the device
+DEPTH = 8  # layers of a whole context that land on the device before they are projected
 THREADS = 8  # of stage two
 LONGEST_CLOSE = 5.0  # seconds to wait for files at the end
 PAUSE_BEFORE = 0.02  # seconds, of a measurement: a loop without is up to twice as fast as a restoration

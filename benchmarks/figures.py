@@ -10,10 +10,13 @@ One file for each question and model:
     throughput        decoding a large batch with what chapter 08's policies keep, and what the bound allows
     conversations     time to first token in the matrix of all chapters and their peers, half of the requests and the slowest
     documents         the same against how unequal the documents' popularity is
+and docs/figures/06_bidirectional.svg from both_ends-DEVICE.json beside the results, if that is there:
+    both_ends         where only computing, only loading and both of them win, against how slow storage is (chapter 06)
 Each is drawn from the results alone, so that the same results give the same bytes. A figure whose part is missing, or failed, is
 left out, and that is said. Text stays text, colours are Okabe and Ito's, which differ for colour-blind readers too, and every
 picture is 720 pixels wide.
 """
+import json
 import re
 import sys
 from pathlib import Path
@@ -299,6 +302,35 @@ def documents(found: dict):
     return figure
 
 
+# Chapter 06 ------------------------------------------------------------------------------------------------------
+
+def both_ends(grids: list[dict]):
+    """TTFT of only computing, of only loading and of both over their bound, against how long loading takes; a panel a model."""
+    figure, first = canvas("Where computing, loading and both of them win", "Storage from four times as fast as computing to 16 times "
+                           f"as slow; medians of {grids[0]['rows'][0]['rounds']} rounds", 4.4)
+    first.remove()
+    ways = {"compute": ("only computing", "#707070", "o"), "load": ("only loading", "#0072B2", "^"), "both": ("both", "#009E73", "P")}
+    for at, grid in enumerate(grids):
+        most = max(row["history_tokens"] for row in grid["rows"])
+        rows = {row["r"]: row for row in grid["rows"] if row["history_tokens"] == most and row["share"] == 1.0}
+        ratios, axes = sorted(rows), figure.add_axes((0.09 + 0.48 * at, 0.14, 0.41, 0.58))
+        for way, (label, colour, marker) in ways.items():
+            times = [rows[ratio]["ttft_ms"][way] for ratio in ratios]
+            times = [one["median"] if isinstance(one, dict) else one for one in times]
+            over = [time / rows[ratio]["bound_ms"] for ratio, time in zip(ratios, times)]
+            axes.plot(ratios, over, color=colour, marker=marker, markersize=5, label=label)
+        axes.axhline(1, color="#222222", linewidth=1)
+        log_axis(axes, "x", ratios)
+        plain(axes.xaxis, ratios)
+        log_axis(axes, "y", [1, 8], 1.1)
+        axes.set_xlabel("time to load / time to compute")
+        axes.set_ylabel("TTFT / bound" if at == 0 else "")
+        axes.set_title(f"{grid['model']}, {most:,} tokens", fontsize=10)
+        if at == 0:
+            figure.legend(loc="lower left", bbox_to_anchor=(0.07, 0.79), ncols=3, fontsize=9, borderaxespad=0)
+    return figure
+
+
 # All of them ------------------------------------------------------------------------------------------------------
 
 # name of the figure, the parts' names begin with, what draws it, which entry of a benchmark with several claims
@@ -372,9 +404,23 @@ def draw(results: dict, folder: Path) -> list[Path]:
     return paths
 
 
+def draw_both_ends(path: Path, folder: Path) -> list[Path]:
+    """Chapter 06's figure, from the results of its own benchmark beside `path`."""
+    own = path.with_name(f"both_ends-{path.name}")
+    if not own.exists():
+        return []
+    import matplotlib
+    grids = [entry for entry in json.loads(own.read_text())["found"] if entry["claim"] == "grid"]
+    with matplotlib.rc_context({**matplotlib.rcParamsDefault, "backend": "agg", **STYLE}):
+        written = folder / "06_bidirectional.svg"
+        both_ends(grids[:2]).savefig(written, format="svg", facecolor="white", metadata={"Date": None, "Creator": None})
+    return [written]
+
+
 def main():
     path, results = claims.read_results(__doc__)
     paths = draw(results, path.with_suffix(""))
+    paths += draw_both_ends(path, path.parent.parent.parent / "docs/figures") if paths else []
     for each in paths:
         print(f"written: {each}")
     if not paths:

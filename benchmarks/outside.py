@@ -5,7 +5,7 @@
 
 servers         a server each of 03, 04 and 05 with default options, started one after the other, and of 01,
                 which computes: TTFT of a question behind a history that has left the device, as the client
-                of a stream sees it, and as the server does. All but the one that is asked are idle.
+                of a stream sees it, and as the server does. All but the one that is asked are stopped.
 conversations   conversations of several turns that do not fit into the device together, in shuffled order,
                 and questions about documents, popular (Zipf) or all alike: what is found, and TTFT.
 beside          TBT of eight that decode while a history comes back every two seconds, or as soon after as
@@ -22,6 +22,7 @@ import argparse
 import json
 import random
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -58,7 +59,7 @@ ASKED = {
     "classroom": [("auto", 1000, 1.03), ("auto", 1600, 1.03)],
     "random:small": [("auto", 1024, 0.85), ("0.1", 1024, 0.67)],
 }
-AT_REST, BETWEEN = 30.0, 1.5  # seconds to wait for idle measurements at most: at first, before a question
+AT_REST, BETWEEN = 30.0, 3.0  # seconds to wait for idle measurements at most: at first, before a question
 TALKS, TURNS, SAID, ANSWER = 8, 12, (100, 1100), 24  # conversations, turns, tokens at first, of an answer
 DOCUMENTS, LENGTH, ASKS = 12, 800, 48  # documents, tokens of one, questions about all
 DECODING, EVERY, WINDOW = 8, 2.0, 8.0  # requests, seconds, seconds of one measurement
@@ -103,18 +104,22 @@ class Process:
         own = self.get("/state")["finished"][-1]
         return dict(own, client_ms=client_ms, plan=self.get(f"/timelines/{own['id']}")["plan"])
 
+    @contextmanager
+    def alone(self, seconds: float):
+        """Let it go on; the others are stopped -> whether it has agreed with itself on what it measures while
+        idle, for which it has so many seconds."""
+        self.process.send_signal(signal.SIGCONT)
+        until = time.monotonic() + seconds
+        while not (agreed := self.at_rest) and time.monotonic() < until:
+            time.sleep(0.2)
+        yield agreed
+        time.sleep(0.5)  # what was asked is kept meanwhile
+        self.process.send_signal(signal.SIGSTOP)
+
     def close(self):
         self.process.terminate()
+        self.process.send_signal(signal.SIGCONT)
         self.process.wait()
-
-
-def rest(processes, seconds: float) -> bool:
-    """Wait until all have agreed with themselves on what they measure while idle -> whether they have."""
-    until = time.monotonic() + seconds
-    time.sleep(0.5)  # what was asked is kept meanwhile
-    while not (agreed := all(process.at_rest for process in processes)) and time.monotonic() < until:
-        time.sleep(0.2)
-    return agreed
 
 
 def servers(model, name: str, device: str, rounds: int) -> list[dict]:
@@ -126,8 +131,10 @@ def servers(model, name: str, device: str, rounds: int) -> list[dict]:
             started = {}
             for chapter in CHAPTERS:
                 options = ["--link", link] if chapter > "02" else []
-                started[chapter[:2]] = Process(chapter, "--model", name, "--device", device, *options)
-                stack.callback(started[chapter[:2]].close)
+                process = Process(chapter, "--model", name, "--device", device, *options)
+                stack.callback(process.close)
+                with process.alone(AT_REST):
+                    started[chapter[:2]] = process
             taken, agreed = ask_in_turn(started, partial(draw, rng, model), tokens, rounds)
         client = {number: [reply["client_ms"] for reply in replies] for number, replies in taken.items()}
         own = {number: [reply["ttft_ms"] for reply in replies] for number, replies in taken.items()}
@@ -146,14 +153,15 @@ def servers(model, name: str, device: str, rounds: int) -> list[dict]:
 
 def ask_in_turn(started: dict, words, tokens: int, rounds: int) -> tuple[dict, float]:
     """-> what each server said, each time to another question, and how often all were at rest."""
-    keeping, history = list(started.values())[1:], words(tokens)
-    agreed = [rest(keeping, AT_REST)]
-    for process in keeping:
-        process.ask(history, evict=False)
+    agreed, history = [], words(tokens)
+    for number in ("03", "04", "05"):
+        with started[number].alone(0):
+            started[number].ask(history, evict=False)
 
     def once(number: str) -> dict:
-        agreed.append(rest(keeping, BETWEEN))
-        return started[number].ask(history + words(QUESTION), evict=number != "01")
+        with started[number].alone(BETWEEN) as at_rest:
+            agreed.append(at_rest)
+            return started[number].ask(history + words(QUESTION), evict=number != "01")
 
     taken = lesson.in_turn({number: partial(once, number) for number in ("03", "04", "05")}, rounds)
     return {**taken, **lesson.in_turn({"01": partial(once, "01")}, 1)}, statistics.mean(agreed)

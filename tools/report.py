@@ -456,12 +456,17 @@ def both_ends(results: dict) -> str:
             texts += [f"**{model}**, a step of {rows[0]['step_tokens']} tokens with the loader beside it, over one without:", table(
                 "r | GB/s | steps with over without", [[f"{row['r']:g}", number(row["gbps"]), spread(row["over_without"])]
                                                         for row in rows])]
+        if claim == "rules":
+            names = [name for name in rows[0]["over_ours"]][1:]
+            texts += [f"**{model}**, {rows[0]['history_tokens']:,} tokens: TTFT with another rule for the rows of a step, over the chapter's:",
+                      table(" | ".join(["r", *names]), [[f"{row['r']:g}", *(spread(row["over_ours"][name]) for name in names)]
+                                                          for row in rows])]
         if claim in ("trace", "files", "lengths"):
             title = dict(trace="storage that changes its speed", files="a real directory", lengths="one storage for all histories")
             texts += [f"**{model}**, {title[claim]}:", table(
                 "history | computing | loading | both | as soon as the better | both / bound | chunks loaded", [
                     [f"{row['history_tokens']:,}", *(milliseconds(row["ttft_ms"][way]) for way in ("compute", "load", "both")),
-                     spread(row["better_over_both"]), number(row["over_bound"]), f"{row['loaded_chunks']:g} of {row['chunks']}"]
+                     spread(row["better_over_both"]), number(row["over_bound"]), f"{number(row['loaded_chunks'])} of {row['chunks']}"]
                     for row in rows])]
         if claim == "bits":
             texts += [f"**{model}**, 16 bits over 8, in {found['dtype']}:", table(
