@@ -12,11 +12,11 @@ and lowers the limit up to which is computed. Where the two meet, the history is
     computed                  meeting                    loaded        l, c: seconds to load or to compute all
     |#########################|==========================|             both: l c / (l + c), if neither waits
 
-Nobody claims a chunk before he has it: prefill never waits for storage, there is nothing to lock and nothing
-to time out. They may meet inside a chunk. A step of one request that is overtaken is given up; what prefill
-has overtaken is called off. If a chunk is missing, damaged or late, loading is over: what has come stays, and
-the rest is computed. It is the late tokens that should be loaded: a token attends to all before it, so the
-later it stands the more it costs to compute, and to load it costs the same.
+Nobody claims a chunk before he has it: prefill never waits for storage, and there is nothing to lock. They
+may meet inside a chunk. A step of one request that loading has overtaken is given up; reads that prefill has
+overtaken are called off. If a chunk is missing or damaged, or the engine's deadline for all of it has passed,
+loading is over: what has come stays, and the rest is computed. It is the late tokens that should be loaded:
+a token attends to all before it, so late ones cost more to compute, and to load all cost the same.
 
 How many tokens should a step compute? Long steps cost less a token, but when one of them reaches the meeting
 point, it has computed what storage could have brought. So a step takes the share of what is left that prefill
@@ -24,8 +24,8 @@ will get if both go on as they last did, `left l / (l + c)`, a chunk at least, a
 would come meanwhile.
 
 Beside other requests the prefill takes a `--share` of each step, or, with `--compute leftover`, only what
-the others leave (section 6). With `--bits 8` K and V travel in 8 bits, under a name of their own: they are
-not those of chapter 01, nor is what is computed behind them.
+the others leave (the paper's section 6). With `--bits 8` K and V travel in 8 bits, under keys of their own:
+they are not those of chapter 01, nor is what is computed behind them.
 
 Source: Cake ("Compute or Load KV Cache? Why Not Both?", Jin et al., ICML '25), sections 4 to 6, appendices A
 and B.
@@ -56,7 +56,6 @@ from common.restoring import PAUSE, Cache, Match
 from common.store import CHUNK, ChunkFiles, ModelledStorage
 
 paged = importlib.import_module("02_paged_kv")
-LONGEST_CLOSE = 5.0  # seconds to wait for files at the end
 
 # 1. The cache ----------------------------------------------------------------------------------
 
@@ -65,7 +64,7 @@ class Kept:
     """What the Cache remembers of a request."""
 
     chain: list = field(default_factory=list)  # a Prefix for each full chunk
-    saved: int = 0  # chunks that storage has, or will have
+    saved: int = 0  # chunks that were sent to storage, or that it had
 
 
 class BidirectionalCache(Cache):
@@ -89,7 +88,7 @@ class BidirectionalCache(Cache):
         if self.bits == 8:  # a byte for each number, and two for each head's scale
             dtype, width = torch.uint8, width + 2 * width // config.head_dim
         self.chunk_bytes = CHUNK * width * dtype.itemsize
-        useful = 2 * (config.max_position_embeddings // CHUNK + 1)
+        useful = 2 * (config.max_position_embeddings // CHUNK + 1)  # two requests of the longest kind
         places = max(2, min(useful, int(self.memory // self.chunk_bytes)))
         shape = places, CHUNK, width
         self.host = links.host_memory(shape, dtype, device, "The memory for chunks on their way")
@@ -118,20 +117,23 @@ class BidirectionalCache(Cache):
 
     def match(self, request):
         """The longest run of chunks that storage has; what it lacks before them is computed anyway."""
-        chain, first, best, run = self.kept(request).chain, request.computed // CHUNK, [], []
-        for number in range(first, len(chain)):
+        run, start = self.longest_run(request), request.computed
+        end = min((run[-1][0] + 1) * CHUNK, len(request.tokens) - 1) if run else 0  # the last is computed
+        if end > start:
+            queued = sum(other.restoration.limit - other.computed for other in self.unmet())
+            load = self.seconds_to_load(queued + end - start)
+            compute = self.engine.restorer.seconds_to_compute(start, end)
+            gap = self.engine.restorer.seconds_to_compute(start, max(start, run[0][0] * CHUNK))
+            return Match(end - start, max(load / (1 + load / compute), gap), run, CHUNK, "storage")
+
+    def longest_run(self, request) -> list[tuple]:
+        """-> (number, where storage has it) of adjacent chunks, not all before what is computed."""
+        chain, longest, run = self.kept(request).chain, [], []
+        for number in range(request.computed // CHUNK, len(chain)):
             found = self.storage.find(chain[number])
             run = [] if found is None else [*run, (number, found)]
-            best = max(best, run, key=len)
-        end = min((best[-1][0] + 1) * CHUNK, len(request.tokens) - 1) if best else 0  # the last is computed
-        if end > request.computed:
-            restorer, start = self.engine.restorer, request.computed
-            queued = sum(other.restoration.limit - other.computed for other in self.below())
-            load = self.seconds_to_load(queued + end - start)
-            compute = restorer.seconds_to_compute(start, end)
-            gap = restorer.seconds_to_compute(start, max(start, best[0][0] * CHUNK))
-            seconds = max(load / (1 + load / compute), gap)
-            return Match(end - start, min(seconds, compute), best, CHUNK, "storage")
+            longest = max(longest, run, key=len)
+        return longest
 
     def seconds_to_load(self, tokens: int) -> float:
         return tokens * self.chunk_bytes / CHUNK / self.speed()
@@ -141,14 +143,21 @@ class BidirectionalCache(Cache):
         return statistics.median(self.speeds) if self.speeds else self.storage.speed
 
     def idle(self):
-        self.speeds.clear()  # to try costs nothing
+        """Forget how fast it was and go by what storage says: to try costs nothing."""
+        self.speeds.clear()
         return self.speed()
 
     # Both ends
 
     def restore(self, request, restoration, match):
-        """From the back: what has arrived moves the limit down to where it begins, or to where prefill is."""
-        restoration.layers, restoration.limit = len(self.model.layers), restoration.end
+        """From the back: what has arrived moves the limit down to where it begins, or to where prefill is.
+
+        At all times [start, request.computed) is computed and [limit, end) is loaded. The engine resumes this
+        between steps and before each layer of a step. In a step of several requests loading stops at the last
+        token that it computes (`restoration.taken`, set by the engine); a step of one request may be
+        overtaken, and is given up. When `computed` reaches the limit, the engine sets it to the end."""
+        restoration.limit = restoration.end
+        restoration.layers = len(self.model.layers)  # of all that is behind the limit
         slots = self.slots(request, restoration.start, restoration.end)  # [T]
         unread = list(match.blocks)  # the last one is read next
         reading = deque()  # [number of the chunk, its place, what must be over before that is used again]
@@ -168,17 +177,19 @@ class BidirectionalCache(Cache):
                     continue
                 # 2. When the next one is there, put what prefill does not compute meanwhile in its blocks
                 number, place, read = reading[0]
-                yield read
-                self.note(read)
+                yield read  # goes on when it has arrived; if it fails, `finally` follows
+                began, ended = read.span()
+                self.speeds.append(read.bytes / max(ended - began, 1e-9))
+                self.counts["bytes_in"] += read.bytes
                 if self.load_link:
                     link = self.load_link.copy(self.landed[place], self.host[place], f"chunk {number}")
                     reading[0][2] = link
                     yield link
                 front = max(number * CHUNK, request.computed, restoration.taken)
                 if front < restoration.limit:
-                    rows = slice(front - number * CHUNK, restoration.limit - number * CHUNK)
+                    part = slice(front - number * CHUNK, restoration.limit - number * CHUNK)
                     into = slots[front - restoration.start : restoration.limit - restoration.start]
-                    self.kv.index_copy_(2, into, self.unpack(self.landed[place])[:, :, rows])
+                    self.kv.index_copy_(2, into, self.unpack(self.landed[place])[:, :, part])
                     restoration.limit = front
                 self.places.release([place])
                 reading.popleft()
@@ -186,7 +197,7 @@ class BidirectionalCache(Cache):
             # 3. They have met, or loading is over: what has not begun is called off
             for _, place, read in reading:
                 read.cancel()
-                self.hold(f"place {place}", [read], (self.places, [place]))
+                self.hold(f"place {place}", [read], (self.places, [place]))  # until nobody writes there
                 self.places.release([place])
             request.timeline.plan = drawn(restoration)
 
@@ -195,13 +206,8 @@ class BidirectionalCache(Cache):
         positions, table, size = torch.arange(start, end), torch.tensor(request.table), self.pool.block_size
         return (table[positions // size] * size + positions % size).to(self.model.device)
 
-    def note(self, read):
-        start, end = read.span()
-        self.speeds.append(read.bytes / max(end - start, 1e-9))
-        self.counts["bytes_in"] += read.bytes
-
-    def below(self) -> list:
-        """Requests that compute below their limit."""
+    def unmet(self) -> list:
+        """Requests whose two pointers have not met."""
         running = self.engine.running
         return [one for one in running if one.restoration and one.computed < one.restoration.limit]
 
@@ -211,12 +217,12 @@ class BidirectionalCache(Cache):
 
     def divide(self):
         """Say how much of the next step each prefill below its limit may take."""
-        below, budget = self.below(), self.engine.token_budget
-        others = sum(request.pending for request in self.engine.running if request not in below)
-        for request in below:
+        unmet, budget = self.unmet(), self.engine.token_budget
+        others = sum(request.pending for request in self.engine.running if request not in unmet)
+        for request in unmet:
             restoration = request.restoration
-            restoration.portion = budget
-            if restoration.steps and time.perf_counter() < restoration.deadline:  # else it just computes
+            restoration.portion = budget  # unless storage may bring more
+            if restoration.steps and time.perf_counter() < restoration.deadline:
                 left = restoration.limit - request.computed
                 compute = self.engine.restorer.seconds_to_compute(request.computed, restoration.limit)
                 load = self.seconds_to_load(left)
@@ -232,7 +238,7 @@ class BidirectionalCache(Cache):
     # Keeping
 
     def save(self, batch):
-        """Send chunks that are full to storage, unless it has them, or once there is a place for them."""
+        """Send full chunks to storage, unless it has them. If no place is free, the next step tries again."""
         for request, _ in batch.work:
             kept = self.kept(request)
             while (kept.saved + 1) * CHUNK <= request.computed:
@@ -267,7 +273,7 @@ class BidirectionalCache(Cache):
         request.kept = None
 
     def close(self):
-        until = time.perf_counter() + LONGEST_CLOSE
+        until = time.perf_counter() + 5.0
         while self.saving and time.perf_counter() < until:  # what is on its way is still wanted
             self.poll()
             time.sleep(1e-3)
@@ -367,11 +373,12 @@ def demo(model, frontend: Frontend, arguments):
             f"  {found} tokens came from storage; {min(compute, load) / ours:.2f}x as soon as by the better "
             f"one alone, {ours / bound:.2f} times the bound of {bound:.0f} ms\n"
         )
-    print(
-        "Two ways that take equally long bring twice as much together, and a changing speed moves only the\n"
-        "meeting point. Where one takes a twentieth of the other's time, they gain a twentieth at most.\n"
-        "And memory of three speeds, of which only the last one is slow? Chapter 07."
-    )
+    if len(taken) > 1:
+        print(
+            "Two ways that take equally long bring twice as much together; a changing speed moves only the\n"
+            "meeting point. Where one takes a twentieth of the other's time, they gain at most a twentieth."
+        )
+    print("And memory of three speeds, of which only the last one is slow? Chapter 07.")
     engine.close()
     report = dict(link=dict(modelled=modelled, gbps=cache.speed() / 1e9), counters=engine.counters())
     return dict(report, verified=verified, rows=rows), [both.timeline]

@@ -244,7 +244,7 @@ def overhead(model, tokens: int, rounds: int, ratios: list[float], budget: int =
 
 
 def divide(bench: Bench, rows):
-    for request in bench.cache.below():
+    for request in bench.cache.unmet():
         request.restoration.portion = rows(request.restoration.limit - request.computed)
 
 
