@@ -367,7 +367,8 @@ class Engine(Line):
             elif request.outcome is None:  # and was not cancelled before
                 self.extend(request)
                 seconds = self.restorer.seconds_to_compute(0, len(request.tokens))
-                request.patience = request.received + min(seconds, PATIENCE)
+                seconds = PATIENCE if self.restorer.always else min(seconds, PATIENCE)
+                request.patience = request.received + seconds
                 self.waiting.append(request)
                 self.cache.submitted(request)
 

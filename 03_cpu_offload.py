@@ -66,9 +66,11 @@ class HostCache(Cache):
         self.load_link = links.Link("load", engine.clock, bandwidth, wake)
         self.save_link = links.Link("save", engine.clock, bandwidth, wake, background=True)
         shape = *memory.shape[:2], self.blocks, *memory.shape[3:]  # [L, 2, blocks, block_size, KVH, hd]
-        host = links.host_memory(shape, memory.dtype, memory.device, "The host pool")
-        self.host = paged.BlockPool(self.blocks, self.pool.block_size, host)
+        self.host = paged.BlockPool(self.blocks, self.pool.block_size, self.host_memory(shape))
         self.pools = {"host": self.host}
+
+    def host_memory(self, shape):
+        return links.host_memory(shape, self.pool.memory.dtype, self.pool.memory.device, "The host pool")
 
     def match(self, request):
         size = self.pool.block_size

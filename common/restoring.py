@@ -41,6 +41,7 @@ class Match:
     source: str = "cpu"  # what Request.found calls it
     rows: int = 0  # of compute a layer, where it does more than copy (from chapter 04 on)
     store: object = None  # where the blocks are, in a Cache that has several
+    parts: dict | None = None  # source -> tokens, where they are from several (chapter 07)
 
     def first(self, count: int) -> "Match":
         """What the first `count` blocks bring back: where not all ranks have all of them (chapter 09)."""
@@ -282,8 +283,9 @@ class Restorer:
             # arrived, and `can_compute` and `wait` keep every pass behind it.
             restoration.found = restoration.end - request.computed
             if not request.new:  # a preempted request finds what it had itself
-                source = restoration.match.source
-                request.found[source] = request.found.get(source, 0) + restoration.found
+                parts = restoration.match.parts or {restoration.match.source: restoration.found}
+                for source, tokens in parts.items():
+                    request.found[source] = request.found.get(source, 0) + tokens
             request.computed = restoration.end
 
     def arrived(self, request, restoration: Restoration, wait: bool) -> bool:
