@@ -53,8 +53,8 @@ import torch
 from common import cli, lesson, store
 from common import link as links
 from common.checkpoint import ModelError
-from common.requests import Frontend, Request
 from common.link import Transfer
+from common.requests import Frontend, Request
 from common.restoring import LATER, PAUSE, Match
 
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
@@ -703,3 +703,222 @@ class TieredCache(offload.HostCache):
         while (any(self.under_way.values()) or self.unwritten) and time.perf_counter() < until:
             self.poll()
             time.sleep(1e-3)
+
+
+# 3. The demo -----------------------------------------------------------------------------------
+
+CONVERSATIONS, ON_DEVICE, ON_HOST = 8, 2, 4
+
+
+def demo(model, frontend: Frontend, arguments):
+    """Conversations that fit in no single tier, with one, two and three of them, and with an L3 that another
+    engine has filled; then the prefetch policies on an L3 that is as slow as computing."""
+    with tempfile.TemporaryDirectory() as folder:
+        # 1. Ask: each conversation twice, in any order
+        rng, new = random.Random(0), max(2, min(arguments.max_tokens, 12))
+        talks = [lesson.conversation(frontend, rng, frontend.context // 4) for _ in range(CONVERSATIONS)]
+        longest = max(len(frontend.encode(None, talk)[0]) for talk in talks) + 3 * new + 32
+        pages = -(-longest // arguments.block_size)
+        url, options = f"file:{folder}", {**vars(arguments), "gpu_blocks": ON_DEVICE * pages}
+        ways = {
+            "L1": dict(cpu_blocks=1, storage=None),
+            "L1, L2": dict(cpu_blocks=ON_HOST * pages, storage=None),
+            "L1, L2, L3": dict(cpu_blocks=ON_HOST * pages, storage=url),
+            "L1, L2, L3 of another engine": dict(cpu_blocks=ON_HOST * pages, storage=url),
+        }
+        taken = {}
+        for name, tiers in ways.items():
+            engine = make_engine(model, argparse.Namespace(**{**options, **tiers}))
+            taken[name] = converse(engine, frontend, talks, random.Random(1), new)
+            tree = drawn_tree(engine.cache)
+            last = taken[name][-1]
+            counters = engine.counters()
+            engine.close()
+        # 2. Time: one long history that only storage has, under each policy
+        slow = dict(storage=url, prefetch="both_ends", always_restore=True, gpu_blocks=None, cpu_blocks=None)
+        engine = make_engine(model, argparse.Namespace(**{**options, **slow}))
+        text = lesson.document(frontend, rng, min(frontend.context, 2048) * 7 // 8, lesson.SECRET)
+        prompt = frontend.request(messages=[dict(role="user", content=text)]).tokens
+        engine.generate([Request(prompt, 1)])
+        asked = policies(engine, prompt)
+        link = engine.cache.load_link
+        engine.close()
+    every = [request for requests in [*taken.values(), *asked.values()] for request in requests]
+    verified = lesson.equal_to_baseline(model, every)
+
+    # 3. Show
+    print(f"{CONVERSATIONS} conversations of up to {longest} tokens, each asked twice; L1 holds {ON_DEVICE} of them, L2 {ON_HOST}")
+    print(f"{link}; {arguments.write_policy}, {arguments.prefetch}\n\n{'the second time':30}{'L1':>6}{'L2':>6}{'L3':>6}  computed")
+    for name, requests in taken.items():
+        print(f"  {name:28}" + "".join(f"{share:6.0%}" for share in shares(requests[CONVERSATIONS:])))
+    times = {name: [one.outcome.ttft_ms for one in requests[CONVERSATIONS:]] for name, requests in taken.items()}
+    rows = lesson.table("\nTTFT, the second time", times, "ttft_ms", "ms")
+    for row, requests in zip(rows, taken.values()):
+        row.update(zip(("gpu", "cpu", "storage", "computed"), shares(requests[CONVERSATIONS:])))
+        row["first_time_from_storage"] = shares(requests[:CONVERSATIONS])[2]
+    print(f"  (in the last row the first time, too, {rows[-1]['first_time_from_storage']:.0%} came from L3)")
+    print(f"\nThe tree of that engine: tokens, and where they are\n{tree}\n")
+    speed = "storage as fast as computing, the guard off"
+    times = {name: [one.outcome.ttft_ms for one in requests] for name, requests in asked.items()}
+    rows += lesson.table(f"TTFT, {len(prompt)} tokens, {speed}", times, "ttft_ms", "ms")
+    better, both = (statistics.median(times[name]) for name in ("computed", "both_ends"))
+    better = min(better, statistics.median(times["wait_complete"]))
+    print(f"  both_ends: {better / both:.2f}x as soon as the better of computing all and waiting for all\n")
+    timeline = asked["both_ends"][-1].timeline
+    print(f"both_ends (digits: the first page of what was read)\n{timeline.chart()}\n")
+    print("What a page's move takes in each layout: pieces that are adjacent in host memory, and their bytes")
+    for layout in LAYOUTS:
+        row = dict(layout=layout, **pieces(model.config, arguments.block_size, model.dtype, layout))
+        rows.append(row)
+        print("  {layout:18} a layer to L1: {to_device:2} x {device_bytes:6}; a page to L3: {to_storage:3} x {storage_bytes:6}".format(**row))
+    print("\nWhat is in no tier is computed, and what is far away is waited for only as a policy says. And if not\neven the weights fit on the device? Chapter 08.")
+    report = dict(link=dict(modelled=link.modelled, gbps=link.speed() / 1e9), counters=counters)
+    return dict(report, verified=verified, rows=rows), [timeline, last.timeline]
+
+
+def converse(engine, frontend: Frontend, talks: list, rng, new: int) -> list[Request]:
+    """Ask all conversations, then each again with one more question -> the requests."""
+    asked, answers = [], {}
+    for turn in range(2):
+        for number in rng.sample(range(len(talks)), len(talks)):
+            more = [dict(role="assistant", content=answers[number]), dict(role="user", content=lesson.TURNS[2])] if turn else []
+            (request,) = engine.generate([frontend.request(messages=[*talks[number], *more], max_tokens=new)])
+            answers[number] = request.outcome.text or "."
+            asked.append(request)
+        lesson.settle(engine)
+    return asked
+
+
+def shares(requests: list[Request]) -> list[float]:
+    """Of the prompts' tokens: found on the device, in host memory, in storage; computed."""
+    prompts = sum(request.prompt_tokens for request in requests)
+    found = [sum(request.found.get(tier, 0) for request in requests) / prompts for tier in ("gpu", "cpu", "storage")]
+    return [*found, 1 - sum(found)]
+
+
+def policies(engine, prompt: list[int]) -> dict[str, list[Request]]:
+    """The same question, when only an L3 that is as slow as computing has its history, under each policy."""
+    cache, storage = engine.cache, engine.cache.storage
+    seconds = engine.restorer.seconds_to_compute(0, len(prompt))
+    size = len(prompt) // cache.pool.block_size * cache.host.block_bytes
+    storage.bandwidth, cache.timeout = links.Bandwidth(size / seconds), (seconds / 3, 0.0)
+
+    def ask(policy: str) -> Request:
+        lesson.settle(engine)
+        for pool in ("device", "host"):
+            engine.evict(pool)
+        request = Request(prompt, 2)
+        cache.storage = None if policy == "computed" else storage
+        cache.prefetch_policy = policy
+        engine.generate([request])
+        return request
+
+    cache.measure_storage()
+    ways = {name: partial(ask, name) for name in ("computed", *PREFETCH)}
+    asked = lesson.in_turn(ways, 3)
+    cache.storage = storage
+    return asked
+
+
+def pieces(config, block_size: int, dtype, layout: str) -> dict:
+    """Adjacent pieces of host memory that a layer of a page on its way to the device consists of, and a whole page
+    on its way to storage, and their bytes."""
+    order = LAYOUTS[layout]
+    shape = config.num_hidden_layers, 2, 4, block_size, config.num_key_value_heads, config.head_dim
+    memory = torch.empty([shape[axis] for axis in order], dtype=dtype, device="meta")
+    memory = memory.permute([order.index(axis) for axis in range(6)])
+    found = {}
+    for name, part in ("device", memory[0, :, 0]), ("storage", memory[:, :, 0]):
+        strides = sorted(zip(part.stride(), part.shape))  # innermost first
+        adjacent = 1
+        for stride, count in strides:
+            adjacent *= count if stride == adjacent else 1
+        found[f"to_{name}"], found[f"{name}_bytes"] = part.numel() // adjacent, adjacent * dtype.itemsize
+    return found
+
+
+def drawn_tree(cache: TieredCache, most: int = 8) -> str:
+    """The first nodes as text: tokens, and the tiers that have all of them."""
+    lines, todo = [], [(child, 0) for child in cache.tree.root.children.values()]
+    while todo:
+        node, depth = todo.pop(0)
+        tiers = {
+            "L1": all(page.prefix in cache.pool.block_of for page in node.pages),
+            "L2": all(page.host is not None for page in node.pages),
+            "L3": all(cache.is_stored(page) for page in node.pages),
+        }
+        where = " ".join(tier if there else "  " for tier, there in tiers.items())
+        lines.append(f"  {where}  {'  ' * depth}{len(node.pages) * cache.pool.block_size:5} tokens")
+        todo = [(child, depth + 1) for child in node.children.values()] + todo
+    return "\n".join(lines[:most] + [f"  ... and {len(lines) - most} more nodes"] * (len(lines) > most))
+
+
+# 4. Main ---------------------------------------------------------------------------------------
+
+def add_arguments(parser):
+    paged.add_arguments(parser)
+    add, number, seconds = parser.add_argument, partial(cli.bounded, int, 1), cli.bounded(float, 0, 1e6)
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--cpu-blocks", type=number(1 << 26), metavar="N", help="pages in host memory")
+    words = "of host memory to the device's, in pages (default 4)"
+    size.add_argument("--hicache-ratio", type=cli.bounded(float, 1e-3, 1e6), metavar="R", help=words)
+    size.add_argument("--hicache-size", type=cli.bounded(float, 1e-6, 1e6), metavar="GB", help="of host memory")
+    add("--layout", choices=LAYOUTS, default="page_first_direct", help="of host memory (page_first_direct)")
+    words = "when pages go down (write_through)"
+    add("--write-policy", choices=WRITE, default="write_through", help=words)
+    words = "write_through_selective: with the request that asks for the N-th time (2)"
+    add("--write-after", type=number(1 << 20), default=2, metavar="N", help=words)
+    words = "the shared tier: file:DIR, redis://HOST:PORT/N, another URL that fsspec knows, or module:Class"
+    add("--storage", metavar="URL", help=words)
+    add("--storage-config", type=json_object, default={}, metavar="JSON", help="what its back end takes beside")
+    words = "model reading from it that is so slow"
+    add("--storage-bandwidth", type=both.bandwidth, metavar="GB/S[:GB/S...@SECONDS]", help=words)
+    words = "how long a request waits for storage (timeout)"
+    add("--prefetch", choices=PREFETCH, default="timeout", help=words)
+    words = "that storage must have, or it is not read (256)"
+    add("--prefetch-threshold", type=number(1 << 24), default=256, metavar="TOKENS", help=words)
+    add("--prefetch-timeout", type=seconds, default=1.0, metavar="S", help="of every prefetch (1)")
+    words = "and for each 1,024 tokens of it (0.25)"
+    add("--prefetch-timeout-per-1k", type=seconds, default=0.25, metavar="S", help=words)
+    add("--always-restore", action="store_true", help="the policies alone decide, and not the engine's guard")
+    links.add_arguments(parser)
+
+
+def json_object(string: str) -> dict:
+    """An argparse type."""
+    value = json.loads(string)
+    if not isinstance(value, dict):
+        raise ValueError
+    return value
+
+
+def make_engine(model, arguments) -> paged.Engine:
+    """Chapter 02's engine with this chapter's Cache."""
+    size, host = arguments.block_size, torch.device("cpu")
+    block_bytes = size * model.config.kv_numbers_per_token * model.dtype.itemsize
+    on_device = arguments.gpu_blocks or arguments.max_running * -(-model.config.max_position_embeddings // size)
+    useful, asked = int((arguments.hicache_ratio or 4) * on_device), arguments.cpu_blocks
+    if arguments.hicache_size or arguments.hicache_ratio:
+        asked = max(1, int(1e9 * (arguments.hicache_size or 0) / block_bytes) or useful)
+    blocks = cli.blocks_that_fit(asked, useful, block_bytes, host, "--cpu-blocks")
+    storage, name = None, store.label(arguments.storage or "none")
+    if arguments.storage:
+        backend = store.open_backend(arguments.storage, arguments.storage_config)
+        storage = store.Storage(backend, name, arguments.storage_bandwidth)
+    cache = TieredCache(
+        blocks, links.bandwidth(model, arguments.link, arguments.platform), storage, arguments.prefetch,
+        arguments.write_policy, arguments.layout, arguments.write_after, arguments.prefetch_threshold,
+        (arguments.prefetch_timeout, arguments.prefetch_timeout_per_1k),
+    )  # fmt: skip
+    engine = paged.make_engine(model, arguments, cache)
+    words = f"{blocks} pages of {size} tokens, {blocks * block_bytes / 1e6:.1f} MB, over a {cache.load_link}"
+    print(f"Host: {words}; storage: {name}", file=sys.stderr)
+    return engine
+
+
+def compare(arguments) -> dict:
+    return {**paged.compare(arguments), "three tiers (07)": (make_engine, True)}
+
+
+if __name__ == "__main__":
+    cli.main(__doc__, "07_tiered_storage", add_arguments, make_engine, demo, compare)
