@@ -47,12 +47,12 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
+from weakref import WeakSet
 
 import torch
 
 from common import cli, lesson, store
 from common import link as links
-from common.checkpoint import ModelError
 from common.link import Transfer
 from common.requests import Frontend, Request
 from common.restoring import LATER, PAUSE, Match
@@ -136,10 +136,13 @@ class HiRadixTree:
         """Use `chain` -> its pages, new ones where there are none."""
         node, pages = self.walk(chain)
         if len(pages) < len(chain):
-            leaf = Node(node, [Page(prefix) for prefix in chain[len(pages) :]])
-            self.pages.update((page.prefix, page) for page in leaf.pages)
-            node.children[chain[len(pages)]] = leaf
-            self.nodes[leaf] = None
+            new = [Page(prefix) for prefix in chain[len(pages) :]]
+            self.pages.update((page.prefix, page) for page in new)
+            if node is self.root or node.children:
+                node.children[chain[len(pages)]] = leaf = Node(node, new)
+                self.nodes[leaf] = None
+            else:
+                node.pages += new  # a conversation goes on
             pages = self.match(chain)  # nothing above is older
         return pages
 
@@ -210,7 +213,7 @@ class TieredCache(offload.HostCache):
     """Chapter 03's host memory under a radix tree, and storage behind it."""
 
     fields = {}
-    below, divide, slots = (getattr(both.BidirectionalCache, name) for name in ("below", "divide", "slots"))
+    divide, slots = both.BidirectionalCache.divide, both.BidirectionalCache.slots
     share, leftover = 1.0, False  # of a step, under both_ends
 
     def __init__(
@@ -256,6 +259,7 @@ class TieredCache(offload.HostCache):
         shape = LANDING, *self.kv.shape[:2], self.run * size, *self.kv.shape[3:]
         self.landed = self.kv.new_empty(shape if self.prefetch_policy == "both_ends" else (LANDING, 0))
         self.landing = paged.BlockPool(LANDING, self.run * size, self.landed)
+        self.bringing = WeakSet()  # restorations that begin with pages in host memory
         if self.given:
             self.attach_storage(self.given)
 
@@ -387,6 +391,8 @@ class TieredCache(offload.HostCache):
             return LATER
         pages = self.tree.match(request.chain[:full])[first:]
         found = list(takewhile(lambda page: page.host is not None, pages))
+        if prefetch and self.prefetch_policy == "both_ends" and not prefetch.over:
+            return self.match_both_ends(request, prefetch, [page.host for page in found])
         if found:
             tokens = (first + len(found)) * size - request.computed
             brought = prefetch.brought if prefetch else ()
@@ -395,8 +401,6 @@ class TieredCache(offload.HostCache):
             seconds = self.load_link.seconds(len(found) * self.host.block_bytes)
             places = [page.host for page in found]
             return Match(tokens, seconds, places, size, " and ".join(parts), parts=parts)
-        if prefetch and self.prefetch_policy == "both_ends":
-            return self.match_both_ends(request, prefetch)
 
     def waits(self, request, prefetch: Prefetch) -> bool:
         """Whether the policy has the request wait for storage; the engine's rule holds for that, too."""
@@ -422,20 +426,23 @@ class TieredCache(offload.HostCache):
         return tokens, len(self.wanted(prefetch)) * self.host.block_bytes if self.storage else 0
 
     def restore(self, request, restoration, match):
-        if isinstance(match.blocks[0], Prefetch):
-            yield from self.restore_both_ends(request, restoration, match.blocks[0])
+        if isinstance(match.store, Prefetch):
+            yield from self.restore_both_ends(request, restoration, match.store, match.blocks)
         else:
             yield from super().restore(request, restoration, match)
 
     # L3 to L1, while prefill computes from the front
 
-    def match_both_ends(self, request, prefetch: Prefetch):
+    def match_both_ends(self, request, prefetch: Prefetch, places: list[int]):
+        """All that storage has; before it what host memory has, in `places`."""
         tokens, unread = self.unread(request, prefetch)
-        if tokens > 0 and not prefetch.over:
+        near = len(places) * self.pool.block_size
+        if tokens > near:
             load = self.storage.seconds(unread)
-            compute = self.engine.restorer.seconds_to_compute(request.computed, request.computed + tokens)
-            seconds = min(load / (1 + load / compute), compute)
-            return Match(tokens, seconds, [prefetch], self.pool.block_size, "storage")
+            start = request.computed + near
+            compute = self.engine.restorer.seconds_to_compute(start, request.computed + tokens)
+            seconds = self.load_link.seconds(len(places) * self.host.block_bytes) + load / (1 + load / compute)
+            return Match(tokens, seconds, places, self.pool.block_size, "storage", store=prefetch)
 
     def seconds_to_load(self, tokens: int) -> float:
         """From storage, queued or not. (What chapter 06 divides a step by.)"""
@@ -444,10 +451,22 @@ class TieredCache(offload.HostCache):
             return 0.0
         return pages * self.host.block_bytes / statistics.median(self.storage.speeds)
 
-    def restore_both_ends(self, request, restoration, prefetch: Prefetch):
-        """From the back: runs of pages that have been read go over the link, and move the limit down."""
+    def unmet(self) -> list:
+        """Requests whose two pointers have not met. Those whose pages come from host memory wait for these."""
+        running = [one for one in self.engine.running if one.restoration not in self.bringing]
+        return [one for one in running if one.restoration and one.computed < one.restoration.limit]
+
+    def restore_both_ends(self, request, restoration, prefetch: Prefetch, places: list[int]):
+        """First what host memory has. Then from the back: runs of pages that have been read go over the link, and
+        move the limit down."""
         size, chain = self.pool.block_size, prefetch.chain
-        restoration.layers, restoration.limit = len(self.model.layers), restoration.end
+        restoration.limit = restoration.end
+        if places:
+            self.bringing.add(restoration)
+            restoration.portion = 0  # nothing is computed meanwhile
+            yield from self.bring(request, restoration, places)
+            self.bringing.discard(restoration)
+        restoration.layers = len(self.model.layers)
         slots = self.slots(request, restoration.start, restoration.end)  # [T]
         number, on_link = restoration.end // size, deque()  # the pages from `number` on are on the link, or there
         self.divide()
@@ -472,16 +491,33 @@ class TieredCache(offload.HostCache):
                     self.landing.release([slot])
                     on_link.popleft()
                 # 3. Else wait for storage, or for places in host memory
-                elif chain[number - 1] in self.incoming:
+                elif chain[number - 1] in self.incoming and self.landing.available:
                     yield self.incoming[chain[number - 1]][1]
                 elif prefetch.over:
                     return  # there is no more: prefill goes on to the limit
                 else:
                     yield PAUSE
         finally:
-            self.landing.release([slot for _, slot, _ in on_link])
+            for _, slot, copy in on_link:
+                self.hold("load", [copy], (self.landing, [slot]))  # until nobody writes there
+                self.landing.release([slot])
             self.end(prefetch)
             request.timeline.plan = both.drawn(restoration)
+
+    def bring(self, request, restoration, places: list[int]):
+        """Copy pages from host memory to where the request would compute next."""
+        first = restoration.start // self.pool.block_size
+        table = request.table[first : first + len(places)]
+        runs = offload.adjacent(table, places)
+        into = [self.pool.memory[:, :, to : to + count] for to, _, count in runs]
+        out_of = [self.host.memory[:, :, at : at + count] for _, at, count in runs]
+        copy = self.load_link.copy(into, out_of, f"{len(places)} pages")
+        self.hold("load", [copy], (self.pool, table), (self.host, places))
+        self.counts["bytes_in"] += copy.bytes
+        yield copy
+        request.computed = restoration.start + len(places) * self.pool.block_size
+        if not request.new:
+            request.found["cpu"] = request.found.get("cpu", 0) + request.computed - restoration.start
 
     def run_before(self, chain: list, number: int) -> list[int]:
         """Places in host memory of pages that have arrived, up to page `number` and at most a run of them."""
@@ -500,7 +536,7 @@ class TieredCache(offload.HostCache):
         (slot,), size = self.landing.allocate(1), self.pool.block_size
         into = [self.landed[slot][:, :, at * size : (at + 1) * size] for at in range(len(places))]
         copy = self.load_link.copy(into, [self.host.memory[:, :, place] for place in places], f"page {number}")
-        self.hold("load", [copy], (self.host, places), (self.landing, [slot]))
+        self.hold("load", [copy], (self.host, places))
         self.counts["bytes_in"] += copy.bytes
         return slot, copy
 
@@ -524,7 +560,7 @@ class TieredCache(offload.HostCache):
             lacking = [(page, block) for page, block in pairs if page.host is None and not page.copying]
             if self.save_link.seconds(len(lacking) * self.host.block_bytes) < offload.LONGEST_SAVE:
                 self.copy_out(lacking, set(pages), request.timeline)
-            self.store([page for page, _ in pairs if page.host is not None])
+            self.send_down([page for page, _ in pairs if page.host is not None])
         if len(self.tree.pages) > 2 * (self.pool.size + self.host.size):
             deque(self.tree.oldest(self.near), maxlen=0)  # forget what is nowhere
 
@@ -561,7 +597,7 @@ class TieredCache(offload.HostCache):
         if timeline:
             timeline.add("save", copy.label, *copy.span())
         if self.write_policy != "write_back":
-            self.store([page for page in pages if page.host is not None])
+            self.send_down([page for page in pages if page.host is not None])
         else:
             self.counts["pages_written" if well else "pages_lost"] += len(pages)
 
@@ -619,7 +655,7 @@ class TieredCache(offload.HostCache):
             else:
                 self.write([page], [place])
 
-    def store(self, pages: list[Page]):
+    def send_down(self, pages: list[Page]):
         """Have pages written to storage, from where they are in host memory."""
         for page in pages:
             if self.storage and not page.storing and not self.is_stored(page):
@@ -747,8 +783,11 @@ def demo(model, frontend: Frontend, arguments):
     verified = lesson.equal_to_baseline(model, every)
 
     # 3. Show
-    print(f"{CONVERSATIONS} conversations of up to {longest} tokens, each asked twice; L1 holds {ON_DEVICE} of them, L2 {ON_HOST}")
-    print(f"{link}; {arguments.write_policy}, {arguments.prefetch}\n\n{'the second time':30}{'L1':>6}{'L2':>6}{'L3':>6}  computed")
+    print(
+        f"{CONVERSATIONS} conversations of up to {longest} tokens, each asked twice; L1 holds {ON_DEVICE} of them, "
+        f"L2 {ON_HOST}\n{arguments.write_policy}, {arguments.prefetch}; {link}\n\n"
+        f"{'the second time':30}{'L1':>6}{'L2':>6}{'L3':>6}  computed"
+    )
     for name, requests in taken.items():
         print(f"  {name:28}" + "".join(f"{share:6.0%}" for share in shares(requests[CONVERSATIONS:])))
     times = {name: [one.outcome.ttft_ms for one in requests[CONVERSATIONS:]] for name, requests in taken.items()}
@@ -765,13 +804,17 @@ def demo(model, frontend: Frontend, arguments):
     better = min(better, statistics.median(times["wait_complete"]))
     print(f"  both_ends: {better / both:.2f}x as soon as the better of computing all and waiting for all\n")
     timeline = asked["both_ends"][-1].timeline
-    print(f"both_ends (digits: the first page of what was read)\n{timeline.chart()}\n")
+    print(f"both_ends (p: prefill, pages on their way; s: pages to host memory)\n{timeline.chart()}\n")
     print("What a page's move takes in each layout: pieces that are adjacent in host memory, and their bytes")
     for layout in LAYOUTS:
         row = dict(layout=layout, **pieces(model.config, arguments.block_size, model.dtype, layout))
         rows.append(row)
-        print("  {layout:18} a layer to L1: {to_device:2} x {device_bytes:6}; a page to L3: {to_storage:3} x {storage_bytes:6}".format(**row))
-    print("\nWhat is in no tier is computed, and what is far away is waited for only as a policy says. And if not\neven the weights fit on the device? Chapter 08.")
+        words = "  {layout:18} a layer to L1: {to_device:2} x {device_bytes:6}; a page to L3: {to_storage:3} x {storage_bytes:6}"
+        print(words.format(**row))
+    print(
+        "\nWhat is in no tier is computed, and what is far away is waited for only as a policy says. And if not\n"
+        "even the weights fit on the device? Chapter 08."
+    )
     report = dict(link=dict(modelled=link.modelled, gbps=link.speed() / 1e9), counters=counters)
     return dict(report, verified=verified, rows=rows), [timeline, last.timeline]
 
@@ -781,8 +824,11 @@ def converse(engine, frontend: Frontend, talks: list, rng, new: int) -> list[Req
     asked, answers = [], {}
     for turn in range(2):
         for number in rng.sample(range(len(talks)), len(talks)):
-            more = [dict(role="assistant", content=answers[number]), dict(role="user", content=lesson.TURNS[2])] if turn else []
-            (request,) = engine.generate([frontend.request(messages=[*talks[number], *more], max_tokens=new)])
+            messages = list(talks[number])
+            if turn:
+                messages.append(dict(role="assistant", content=answers[number]))
+                messages.append(dict(role="user", content=lesson.TURNS[2]))
+            (request,) = engine.generate([frontend.request(messages=messages, max_tokens=new)])
             answers[number] = request.outcome.text or "."
             asked.append(request)
         lesson.settle(engine)
@@ -792,8 +838,8 @@ def converse(engine, frontend: Frontend, talks: list, rng, new: int) -> list[Req
 def shares(requests: list[Request]) -> list[float]:
     """Of the prompts' tokens: found on the device, in host memory, in storage; computed."""
     prompts = sum(request.prompt_tokens for request in requests)
-    found = [sum(request.found.get(tier, 0) for request in requests) / prompts for tier in ("gpu", "cpu", "storage")]
-    return [*found, 1 - sum(found)]
+    found = [sum(request.found.get(tier, 0) for request in requests) for tier in ("gpu", "cpu", "storage")]
+    return [tokens / prompts for tokens in (*found, prompts - sum(found))]
 
 
 def policies(engine, prompt: list[int]) -> dict[str, list[Request]]:
@@ -821,8 +867,8 @@ def policies(engine, prompt: list[int]) -> dict[str, list[Request]]:
 
 
 def pieces(config, block_size: int, dtype, layout: str) -> dict:
-    """Adjacent pieces of host memory that a layer of a page on its way to the device consists of, and a whole page
-    on its way to storage, and their bytes."""
+    """-> how many adjacent pieces of host memory a layer of a page is on its way to the device, and a whole page on
+    its way to storage, and their bytes."""
     order = LAYOUTS[layout]
     shape = config.num_hidden_layers, 2, 4, block_size, config.num_key_value_heads, config.head_dim
     memory = torch.empty([shape[axis] for axis in order], dtype=dtype, device="meta")

@@ -21,7 +21,8 @@ from operator import eq
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from common import checkpoint, requests
+from common import checkpoint, requests, store
+from common.checkpoint import ModelError
 from common.requests import SAMPLING, BadRequest, Request, RequestError, Result, Unavailable, check_fields
 
 MAX_BODY = 1 << 20                 # bytes of an HTTP request; a full context fits many times
@@ -386,6 +387,31 @@ def make_app(server: Server, allow_evict: bool = False):
         if not fields:
             raise BadRequest("Give the tier to evict.")
         return jsonify(evicted=server.between_steps(partial(engine.evict, fields["tier"])))
+
+    @app.route("/storage", methods=["GET", "POST", "DELETE"])
+    def storage():
+        """Chapter 07's shared tier: what it is, attach one, detach it."""
+        cache = getattr(engine, "cache", None)
+        if not hasattr(cache, "attach_storage"):
+            raise BadRequest("This chapter has no storage; chapter 07 has.", 404)
+        if not is_local():
+            raise BadRequest("/storage is for this machine.", 403)
+        if request.method == "POST":
+            url, config = (lambda v: isinstance(v, str) and v, "a URL"), (lambda v: isinstance(v, dict), "an object")
+            fields = check_fields(body(), {"url": url, "config": config})
+            if "url" not in fields:
+                raise BadRequest("Give the url of the storage.")
+            if cache.storage:
+                raise BadRequest("A storage is attached already; DELETE /storage detaches it.", 409)
+            try:
+                backend = store.open_backend(fields["url"], fields.get("config"))
+            except ModelError as error:
+                raise BadRequest(str(error)) from None
+            attached = store.Storage(backend, store.label(fields["url"]))
+            server.between_steps(partial(cache.attach_storage, attached))
+        elif request.method == "DELETE" and (detached := server.between_steps(cache.detach_storage)):
+            detached.close()
+        return jsonify(server.between_steps(cache.storage_state))
 
     @app.post("/compare")
     def comparison():

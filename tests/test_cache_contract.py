@@ -20,7 +20,7 @@ from common.requests import HungUp, Request
 
 ORACLE = Oracle()
 # K and V are computed again, in a batch of another shape
-COMPUTES = "hidden", "planned", "files", "both", "both, files"
+COMPUTES = "hidden", "planned", "files", "both", "both, files", "tiered, both ends"
 
 
 def pytest_generate_tests(metafunc):
@@ -47,7 +47,7 @@ def keeps(cache: str) -> bool:
 
 def came_back(cache: str, tokens: int) -> bool:
     """Whether so many restored tokens are what is to be expected; prefill may win a race against storage."""
-    return cache == "both" or (tokens > 0) == keeps(cache)
+    return cache in ("both", "tiered, both ends") or (tokens > 0) == keeps(cache)
 
 
 def restored(request: Request) -> int:
@@ -193,7 +193,7 @@ def test_whoever_comes_while_the_pass_waits_is_computed_meanwhile(cache):
     prompt, other = draw(rng, 200), draw(rng, 30)
     ask(engine, prompt)
     evict(engine)
-    with faulty(rng, late=1.0, delay=0.4):
+    with faulty(rng, late=1.0, delay=2.0):
         back, quick = Request(prompt + draw(rng, 4), 3), Request(other, 3)
         engine.submit(back)
         timer = threading.Timer(0.05, engine.submit, (quick,))
@@ -222,5 +222,5 @@ def test_generated_traffic(cache):
     assert counts["wrong"] == 0 and counts["failed"] == 0, counts
     assert counts["tie"] <= 1 + counts["tokens"] / 100_000, counts
     assert counts["preemptions"] >= counts["requests"] / 200, counts
-    least = 0.1 if cache.startswith("both") else 0.3  # which keep whole chunks only
+    least = 0.1 if "both" in cache else 0.3  # prefill may be there first
     assert counts["restored"] >= least * counts["requests"] or not keeps(cache), counts

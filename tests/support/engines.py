@@ -15,13 +15,13 @@ from common.link import Transfer
 from common.llama import Llama, LlamaConfig
 from common.requests import Request
 from common.restoring import Cache
-from common.store import ChunkFiles, ModelledStorage
+from common.store import ChunkFiles, ModelledStorage, Storage, open_backend
 
 CHAPTERS = (
     "01_baseline", "02_paged_kv", "03_cpu_offload", "04_hidden_state_cache", "05_bubble_free",
-    "06_bidirectional",
+    "06_bidirectional", "07_tiered_storage",
 )  # fmt: skip
-baseline, paged, offload, hidden, planned, both = map(importlib.import_module, CHAPTERS)
+baseline, paged, offload, hidden, planned, both, tiers = map(importlib.import_module, CHAPTERS)
 BANDWIDTH = 2e9  # bytes/s, of the modelled link
 CONTEXT = 512
 
@@ -34,6 +34,9 @@ CACHES = {
     "files": lambda blocks: hidden.HiddenCache(-(-blocks // 4), BANDWIDTH, chunk_files()),
     "both": lambda blocks: both.BidirectionalCache(modelled(blocks), share=0.5, memory=1e5),
     "both, files": lambda blocks: both.BidirectionalCache(chunk_files(), share=0.0, memory=4e5),
+    "tiered": lambda blocks: tiered(blocks, "wait_complete", "write_through"),
+    "tiered, write_back": lambda blocks: tiered(blocks, "timeout", "write_back"),
+    "tiered, both ends": lambda blocks: tiered(blocks, "both_ends", "write_through"),
 }
 modelled = lambda blocks: ModelledStorage(5e4 * blocks, BANDWIDTH / 10)  # noqa: E731
 FOLDERS = tempfile.TemporaryDirectory()
@@ -42,6 +45,13 @@ FOLDERS = tempfile.TemporaryDirectory()
 def chunk_files(limit: float = 1e8) -> ChunkFiles:
     """In a directory of its own."""
     return ChunkFiles([Path(tempfile.mkdtemp(dir=FOLDERS.name))], limit)
+
+
+def tiered(blocks: int, prefetch: str, write: str, backend=None, **options):
+    """Chapter 07's Cache, with storage in a directory of its own or in `backend`."""
+    backend = backend or open_backend(f"file:{tempfile.mkdtemp(dir=FOLDERS.name)}")
+    options = {"threshold": 32, **options}
+    return tiers.TieredCache(blocks, BANDWIDTH, Storage(backend), prefetch, write, **options)
 
 
 def own_cache(name: str):
@@ -108,9 +118,10 @@ def settle(engine, seconds: float = 30.0):
 
 
 def evict(engine):
-    """The device loses all that is cached, when what is under way is over."""
+    """The device loses all that is cached, when what is under way is over; and that is over, too."""
     settle(engine)
     engine.evict("device")
+    settle(engine)
 
 
 def check_pools(engine):

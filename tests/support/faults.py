@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from common.link import Link, Transfer
-from common.store import ChunkFiles
+from common.store import ChunkFiles, Storage
 
 
 class Faults:
@@ -94,7 +94,20 @@ class Faults:
         READ_ONE(files, file, into, part)
 
 
-COPY, READ_ONE = Link.copy, ChunkFiles.read_one
+    def read_pages(self, storage: Storage, keys, into):
+        draw = self.rng.random()
+        if draw < self.failing:
+            self.failed += 1
+            for page in into:
+                page.fill(-1)
+            raise OSError("injected")
+        if draw < self.failing + self.late:
+            self.delayed += 1
+            time.sleep(self.delay * self.rng.random())
+        READ_PAGES(storage, keys, into)
+
+
+COPY, READ_ONE, READ_PAGES = Link.copy, ChunkFiles.read_one, Storage.read
 
 
 @contextmanager
@@ -104,9 +117,10 @@ def faulty(*args, **shares):
     Link.copy = lambda link, dst, src, label: faults.copy(link, dst, src, label)
     if "storage" in faults.lanes:
         ChunkFiles.read_one = lambda files, file, into, part: faults.read_one(files, file, into, part)
+        Storage.read = lambda storage, keys, into: faults.read_pages(storage, keys, into)
     try:
         yield faults
     finally:
-        Link.copy, ChunkFiles.read_one = COPY, READ_ONE
+        Link.copy, ChunkFiles.read_one, Storage.read = COPY, READ_ONE, READ_PAGES
         for timer in faults.pending:
             timer.join()
