@@ -397,8 +397,9 @@ def make_app(server: Server, allow_evict: bool = False):
         if not is_local():
             raise BadRequest("/storage is for this machine.", 403)
         if request.method == "POST":
-            url, config = (lambda v: isinstance(v, str) and v, "a URL"), (lambda v: isinstance(v, dict), "an object")
-            fields = check_fields(body(), {"url": url, "config": config})
+            url = lambda value: isinstance(value, str) and value  # noqa: E731
+            config = lambda value: isinstance(value, dict)  # noqa: E731
+            fields = check_fields(body(), {"url": (url, "a URL"), "config": (config, "an object")})
             if "url" not in fields:
                 raise BadRequest("Give the url of the storage.")
             if cache.storage:

@@ -49,7 +49,8 @@ def chunk_files(limit: float = 1e8) -> ChunkFiles:
 
 def tiered(blocks: int, prefetch: str, write: str, backend=None, **options):
     """Chapter 07's Cache, with storage in a directory of its own or in `backend`."""
-    backend = backend or open_backend(f"file:{tempfile.mkdtemp(dir=FOLDERS.name)}")
+    if backend is None:
+        backend = open_backend(f"file:{tempfile.mkdtemp(dir=FOLDERS.name)}")
     options = {"threshold": 32, **options}
     return tiers.TieredCache(blocks, BANDWIDTH, Storage(backend), prefetch, write, **options)
 

@@ -1,0 +1,455 @@
+"""Chapter 07's own: the tree, the write policies, the prefetch policies, layouts, and shared storage."""
+
+import importlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict, deque
+from contextlib import contextmanager
+
+import numpy
+import pytest
+import torch
+from conftest import ROOT
+from support import traffic
+from support.engines import Oracle, ask, check_pools, draw, evict, make, settle, tiered, tiers
+from support.redis_server import RedisServer
+
+from common import store
+from common.checkpoint import ModelError
+from common.requests import Request
+
+paged = importlib.import_module("02_paged_kv")
+ORACLE = Oracle()
+
+
+class Shelf:
+    """A back end in memory, which can be held up, and notes what it is asked."""
+
+    def __init__(self):
+        self.pages, self.asked, self.open = {}, [], threading.Event()
+        self.open.set()
+
+    def exists(self, keys):
+        return [key in self.pages for key in keys]
+
+    def get(self, keys):
+        self.asked.append(len(keys))
+        assert self.open.wait(60)
+        return [self.pages.get(key) for key in keys]
+
+    def set(self, keys, values):
+        self.pages.update(zip(keys, values))
+
+    def __len__(self):
+        """Pages, without what a measurement has written."""
+        return sum(value[4:12] != bytes(range(8)) for value in self.pages.values())
+
+
+@contextmanager
+def engine_on(
+    backend, prefetch="wait_complete", write="write_through", blocks=40, host=40, size=16, **options
+):
+    """-> an engine. At the end nothing is referenced, and the tree agrees with itself."""
+    cache = tiered(host, prefetch, write, backend, **{"threshold": 1, **options})
+    engine = make(cache, blocks, size)
+    yield engine
+    settle(engine)
+    check_pools(engine)
+    cache.tree.check_integrity()
+    engine.close()
+
+
+def right(engine, prompt: list[int], new: int = 4) -> Request:
+    """Ask; the answer is chapter 01's."""
+    request = ask(engine, prompt, new)
+    assert ORACLE.judge(request) != "wrong"
+    return request
+
+
+def forget(engine):
+    """Only storage has anything."""
+    evict(engine)
+    engine.evict("host")
+    settle(engine)
+
+
+# 1. The tree -----------------------------------------------------------------------------------
+
+def test_the_tree_does_what_a_set_of_prefixes_does():
+    rng, prefixes, tree, known = random.Random(0), paged.Prefixes("", 1), tiers.HiRadixTree(), set()
+    for _ in range(400):
+        chain = prefixes.extend([], [rng.randrange(3) for _ in range(rng.randrange(1, 12))])
+        expected = 0
+        while expected < len(chain) and chain[expected] in known:
+            expected += 1
+        assert [page.prefix for page in tree.match(chain)] == chain[:expected]
+        if rng.random() < 0.6:
+            assert [page.prefix for page in tree.insert(chain)] == chain
+            known.update(chain)
+        if rng.random() < 0.1:  # what is near nowhere is forgotten, from the ends
+            deque(tree.oldest(lambda page: rng.random() < 0.5), maxlen=0)
+            known = set(tree.pages)
+        tree.check_integrity()
+    assert len(tree.nodes) < len(tree.pages), "pages that follow each other share a node"
+
+
+@pytest.mark.parametrize("broken", ["age", "gap", "parent", "lost"])
+def test_a_broken_tree_is_noticed(broken):
+    prefixes, tree = paged.Prefixes("", 1), tiers.HiRadixTree()
+    for tokens in ([1, 2, 3, 4], [1, 2, 5], [1, 2, 3, 6]):
+        tree.insert(prefixes.extend([], tokens))
+    tree.check_integrity()
+    top = tree.root.children[prefixes.extend([], [1])[0]]
+    if broken == "age":
+        tree.nodes.move_to_end(top, last=False)
+    elif broken == "gap":
+        del top.pages[0]
+    elif broken == "parent":
+        next(iter(top.children.values())).parent = tree.root
+    else:
+        top.children.clear()
+    with pytest.raises(AssertionError):
+        tree.check_integrity()
+
+
+def test_a_match_looks_at_the_nodes_on_its_path_only():
+    class Counted(OrderedDict):
+        used = 0
+
+        def move_to_end(self, key, last=True):
+            self.used += 1
+            super().move_to_end(key, last)
+
+    prefixes, tree = paged.Prefixes("", 1), tiers.HiRadixTree()
+    for number in range(2000):
+        tree.insert(prefixes.extend([], [7, 7, number, *range(number, number + 47)]))
+    assert len(tree.pages) > 90_000
+    tree.nodes = Counted(tree.nodes)
+    assert len(tree.match(prefixes.extend([], [7, 7, 5, *range(5, 52)]))) == 50
+    assert tree.nodes.used == 2
+
+
+# 2. Going down ---------------------------------------------------------------------------------
+
+def test_write_through_stores_what_is_full_at_once():
+    shelf = Shelf()
+    with engine_on(shelf) as engine:
+        right(engine, draw(random.Random(0), 100))
+        settle(engine)
+        assert len(shelf) == 6 and engine.counts["storage_pages_written"] == 6
+
+
+def test_write_through_selective_stores_what_is_asked_for_again():
+    shelf, prompt = Shelf(), draw(random.Random(0), 100)
+    with engine_on(shelf, write="write_through_selective") as engine:
+        for pages in (0, 6):
+            right(engine, prompt)
+            settle(engine)
+            assert len(shelf) == pages == len(engine.cache.host.block_of)
+
+
+def test_write_back_writes_what_is_evicted_and_nothing_else():
+    shelf, rng = Shelf(), random.Random(0)
+    with engine_on(shelf, write="write_back", blocks=16, host=8) as engine:
+        first = draw(rng, 100)
+        right(engine, first)
+        settle(engine)
+        assert not engine.counts["swap_outs"] and not len(shelf)
+        for _ in range(6):
+            right(engine, draw(rng, 100))
+            settle(engine)
+        counts = engine.counts
+        assert counts["dirty_evicted"] == counts["pages_written"] > 20 and not counts["pages_lost"]
+        assert len(shelf) == counts["storage_pages_written"] > 0
+        assert right(engine, first).found.get("storage", 0) > 0
+
+
+@pytest.mark.parametrize("write", tiers.WRITE)
+def test_what_a_crash_costs(write):
+    """Without close(), as after kill -9: what storage has then is what is left."""
+    shelf, rng = Shelf(), random.Random(0)
+    twice, once = draw(rng, 100), draw(rng, 100)
+    with engine_on(shelf, write=write) as engine:
+        for prompt in (twice, once, twice):
+            right(engine, prompt)
+            settle(engine)
+        left = len(shelf)
+    assert left == dict(write_through=12, write_through_selective=6, write_back=0)[write]
+    assert len(shelf) >= 12 or write != "write_back", "closing writes what is left"
+
+
+def test_a_page_that_waits_for_a_place_in_vain_is_lost_and_counted(monkeypatch):
+    monkeypatch.setattr(tiers, "LOST_AFTER", 0.01)
+    shelf, rng = Shelf(), random.Random(0)
+    with engine_on(shelf, write="write_back", blocks=16, host=4) as engine:
+        shelf.set = lambda keys, values: time.sleep(0.3)  # all places wait to be written
+        for _ in range(5):
+            right(engine, draw(rng, 100))
+        settle(engine)
+        assert engine.counts["pages_lost"] > 0
+
+
+# 3. Coming up ----------------------------------------------------------------------------------
+
+def test_best_effort_waits_for_nothing():
+    shelf, prompt = Shelf(), draw(random.Random(0), 200)
+    with engine_on(shelf, "best_effort") as engine:
+        right(engine, prompt)
+        forget(engine)
+        shelf.open.clear()
+        assert right(engine, prompt).found == {}
+        shelf.open.set()
+
+
+def test_wait_complete_waits_to_the_end():
+    shelf, prompt = Shelf(), draw(random.Random(0), 200)
+    with engine_on(shelf) as engine:
+        right(engine, prompt)
+        forget(engine)
+        shelf.open.clear()
+        threading.Timer(0.3, shelf.open.set).start()
+        assert right(engine, prompt).found == {"storage": 192}
+
+
+def test_timeout_takes_what_has_come_by_then():
+    shelf, prompt = Shelf(), draw(random.Random(0), 400)
+    with engine_on(shelf, "timeout", timeout=(0.2, 0.0)) as engine:
+        right(engine, prompt)
+        forget(engine)
+        get = shelf.get
+
+        def slow(keys):  # the first four pages come at once, and the others too late
+            if shelf.asked:
+                time.sleep(1.0)
+            return get(keys)
+
+        shelf.asked, shelf.get = [], slow
+        assert right(engine, prompt).found == {"storage": 64}
+
+
+def test_the_guard_does_not_wait_for_storage_that_is_slower_than_computing():
+    shelf, prompt = Shelf(), draw(random.Random(0), 200)
+    with engine_on(shelf) as engine:
+        right(engine, prompt)
+        forget(engine)
+        restorer, storage = engine.restorer, engine.cache.storage
+        restorer.rates = deque([1e6])  # FLOP/s
+        restorer.always, restorer.rates = False, deque([1e6 * restorer.seconds_to_compute(0, 200)])  # 1 s
+        storage.speeds = deque([1e3])  # bytes/s
+        request = right(engine, prompt)
+        (words,) = request.decisions
+        assert request.found == {} and "storage" in words and "computed" in words
+
+
+def test_from_both_ends_prefill_and_storage_meet():
+    shelf, prompt = Shelf(), draw(random.Random(0), 480)
+    with engine_on(shelf, "both_ends", size=16) as engine:
+        right(engine, prompt)
+        forget(engine)
+        get, pages = shelf.get, []
+
+        def slow(keys):
+            pages.append(len(keys))
+            time.sleep(0.02)
+            return get(keys)
+
+        shelf.get = slow
+        engine.token_budget, forward = 16, engine.runner.forward
+        engine.runner.forward = lambda *given: (time.sleep(0.01), forward(*given))[1]
+        request = right(engine, prompt)
+        assert 0 < request.found["storage"] < 464, request.found
+
+
+def test_both_ends_begins_with_what_host_memory_has():
+    shelf, prompt = Shelf(), draw(random.Random(0), 480)
+    with engine_on(shelf, "both_ends") as engine:
+        right(engine, prompt)
+        evict(engine)
+        for prefix in engine.prefixes.extend([], prompt)[10:]:
+            engine.cache.host.evict(engine.cache.host.block_of[prefix])
+        request = right(engine, prompt)
+        assert request.found["cpu"] == 160 and request.found["storage"] > 0
+
+
+def test_prefetches_hold_half_of_host_memory_at_most():
+    shelf, prompt = Shelf(), draw(random.Random(0), 400)
+    with engine_on(shelf, host=10) as engine:
+        right(engine, prompt)
+        forget(engine)
+        shelf.open.clear()
+        engine.submit(request := Request(prompt, 2))
+        for _ in range(20):
+            engine.step()
+        assert 0 < len(engine.cache.incoming) <= 5
+        shelf.open.set()
+        while request.outcome is None:
+            engine.step()
+
+
+# 4. Storage ------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("layout", tiers.LAYOUTS)
+def test_engines_of_different_layouts_share_storage(layout):
+    shelf, prompt = Shelf(), draw(random.Random(0), 200)
+    with engine_on(shelf, layout="page_first") as engine:
+        right(engine, prompt)
+        settle(engine)
+        table = engine.pool.find(engine.prefixes.extend([], prompt))
+        kept = engine.pool.memory[:, :, table].clone()
+    with engine_on(shelf, layout=layout) as engine:
+        assert right(engine, prompt).found == {"storage": 192}
+        table = engine.pool.find(engine.prefixes.extend([], prompt))
+        assert torch.equal(engine.pool.memory[:, :, table], kept)
+
+
+@pytest.mark.parametrize("layout, device, storage", [("layer_first", 2, 6), ("page_first", 16, 1)])
+def test_the_pieces_of_a_layout(layout, device, storage):
+    config = ORACLE.model.config
+    found = tiers.pieces(config, 16, torch.float32, layout)
+    assert (found["to_device"], found["to_storage"]) == (device, storage)
+
+
+def test_salts_block_sizes_and_models_share_nothing():
+    shelf, prompt = Shelf(), draw(random.Random(0), 200)
+    with engine_on(shelf) as engine:
+        right(engine, prompt)
+        settle(engine)
+    with engine_on(shelf) as engine:
+        assert ask(engine, prompt, 4, cache_salt="b").found == {}
+    with engine_on(shelf, size=8) as engine:
+        assert right(engine, prompt).found == {}
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "swap", "none"])
+def test_damaged_values_are_never_used_and_are_written_again(damage):
+    shelf, prompt = Shelf(), draw(random.Random(0), 200)
+    with engine_on(shelf) as engine:
+        right(engine, prompt)
+        forget(engine)
+        keys = [prefix.key.hex() for prefix in engine.prefixes.extend([], prompt)]
+        good = shelf.pages[keys[5]]
+        worse = dict(flip=good[:9] + bytes([good[9] ^ 1]) + good[10:], cut=good[:100], empty=b"",
+                     swap=shelf.pages[keys[6]], none=None)  # fmt: skip
+        shelf.pages[keys[5]] = worse[damage]
+        found = right(engine, prompt).found
+        assert found.get("storage", 0) <= 80
+        settle(engine)
+        assert shelf.pages[keys[5]] == good, "what was computed again replaces it"
+        forget(engine)
+        assert right(engine, prompt).found == {"storage": 192}
+
+
+def test_storage_that_hangs_delays_one_request_and_then_nobody(monkeypatch):
+    monkeypatch.setattr(store, "HANGING", 0.05)
+    shelf, prompt = Shelf(), draw(random.Random(0), 200)
+    with engine_on(shelf, "timeout", timeout=(0.2, 0.0)) as engine:
+        right(engine, prompt)
+        forget(engine)
+        shelf.open.clear()
+        assert right(engine, prompt).found == {}
+        engine.submit(request := Request(draw(random.Random(1), 200), 2))
+        engine.step()
+        assert not engine.cache.kept(request).prefetch, "storage that hangs is not asked"
+        while request.outcome is None:
+            engine.step()
+        shelf.open.set()
+
+
+def test_storage_is_attached_and_detached_while_others_ask():
+    shelf, prompt = Shelf(), draw(random.Random(0), 200)
+    with engine_on(shelf) as engine:
+        right(engine, prompt)
+        settle(engine)
+        detached = engine.cache.detach_storage()
+        detached.close()
+        assert engine.cache.storage_state()["storage"] is None
+        forget(engine)
+        assert right(engine, prompt).found == {}
+        forget(engine)
+        engine.cache.attach_storage(store.Storage(shelf))
+        assert right(engine, prompt).found == {"storage": 192}
+
+
+@pytest.mark.parametrize("kind", ["file", "redis", "fsspec"])
+def test_a_back_end_keeps_what_it_is_given(kind, tmp_path):
+    def check(url: str):
+        backend, (one, two, three) = store.open_backend(url), ("a" * 64, "b" * 64, "c" * 64)
+        backend.set([one, two], [b"1" * 100, b"2" * 50])
+        assert list(map(bool, backend.exists([one, three, two]))) == [True, False, True]
+        assert backend.get([two, three, one]) == [b"2" * 50, None, b"1" * 100]
+        with engine_on(store.open_backend(url)) as engine:
+            right(engine, prompt := draw(random.Random(0), 200))
+            forget(engine)
+            assert right(engine, prompt).found == {"storage": 192}
+
+    if kind == "redis":
+        with RedisServer() as server:
+            check(server.url)
+    else:
+        check(f"file:{tmp_path}" if kind == "file" else f"memory://{tmp_path.name}")
+
+
+def test_a_directory_stays_below_its_limit(tmp_path):
+    backend, value = store.Directory(f"file:{tmp_path}", limit_gb=1e-6), numpy.zeros(100, "u1").tobytes()
+    for number in range(40):
+        backend.set([f"{number:064}"], [value])
+    kept = [number for number in range(40) if backend.exists([f"{number:064}"])[0]]
+    assert len(kept) * 100 <= 1100 and 39 in kept
+
+
+@pytest.mark.parametrize("url, words", [
+    ("redis://127.0.0.1:1/0", "Cannot use the storage 'redis://127.0.0.1:1/0'"),
+    ("redis://me:secret@127.0.0.1:1/0", "Cannot use the storage 'redis://127.0.0.1:1/0'"),
+    ("nonsense", "Cannot use the storage 'nonsense'"),
+    ("nothing://there", "Cannot use the storage"),
+    ("json:JSONDecoder", "Cannot use the storage"),
+])  # fmt: skip
+def test_what_cannot_be_used_is_one_sentence_without_secrets(url, words):
+    with pytest.raises(ModelError, match=words) as raised:
+        store.open_backend(url)
+    assert "secret" not in str(raised.value)
+
+
+FILL = """
+import os, random, sys
+from tests.support.engines import ask, draw, make, tiered
+from common.store import open_backend
+engine = make(tiered(40, "wait_complete", "write_through", open_backend("file:" + sys.argv[1])), 40)
+rng = random.Random(0)
+print("ready", flush=True)
+while True:
+    ask(engine, draw(rng, 200), 2)
+    engine.evict("device")
+"""
+
+
+def test_after_kill_9_another_process_reads_what_is_whole(tmp_path):
+    rng, prompts = random.Random(0), []
+    command = [sys.executable, "-c", FILL, tmp_path]
+    for round in range(3):
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as process:
+            process.stdout.readline()
+            until = time.monotonic() + 60
+            while len(list(tmp_path.glob("*.page"))) < 13 * (round + 2) and time.monotonic() < until:
+                time.sleep(0.01)
+            os.kill(process.pid, signal.SIGKILL)
+    prompts = [draw(rng, 200) for _ in range(3)]
+    with engine_on(store.open_backend(f"file:{tmp_path}")) as engine:
+        assert [right(engine, prompt).found.get("storage", 0) for prompt in prompts][:2] == [192, 192]
+
+
+def test_traffic_on_storage_that_two_engines_share():
+    shelf = Shelf()
+    made = iter(range(10**9))
+
+    def make_one(cache, blocks, size, **options):
+        policy = tiers.PREFETCH[next(made) % 4], tiers.WRITE[next(made) % 3]
+        return make(tiered(blocks, *policy, shelf), blocks, size, **options)
+
+    counts = traffic.run("", 1500, seed=3, make=make_one)
+    assert counts["wrong"] == counts["failed"] == 0 and counts["restored"] > 100, counts
