@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from common import checkpoint, server
-from common.requests import Frontend, RequestError, text
+from common.requests import Frontend, RequestError, answer_file, text
 from common.timeline import write_trace
 
 
@@ -41,6 +41,8 @@ def parser_for(doc: str) -> argparse.ArgumentParser:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--demo", action="store_true", help="the lesson, in under a minute")
     what.add_argument("--prompt", type=readable, metavar="TEXT", help="answer TEXT once and end")
+    what.add_argument("--input", type=Path, metavar="FILE", help="answer a file of requests, one JSON object a line")
+    add("--output", type=Path, metavar="FILE", help="where the answers of --input go")
     add("--host", default="127.0.0.1", help="address of the server (default: this machine only)")
     add("--port", type=bounded(int, 0, 65535), default=5000, help="of the server (default 5000, 0: any)")
     add("--allow-evict", action="store_true", help="let other machines evict cached blocks too (POST /evict)")
@@ -62,13 +64,14 @@ def parser_for(doc: str) -> argparse.ArgumentParser:
     return parser
 
 
-def main(doc: str, chapter: str, add_arguments, make_engine, demo, compare=lambda arguments: {}):
+def main(doc, chapter: str, add_arguments, make_engine, demo, compare=lambda arguments: {}, on_host=False):
     """Run a chapter from the command line.
 
     add_arguments(parser)               adds the chapter's own options
     make_engine(model, arguments)       returns its engine, and prints its pools to stderr
     demo(model, frontend, arguments)    prints the lesson; returns (report for --json, timelines)
     compare(arguments)                  returns {name: (make_engine, evict its device?)}, for the page
+    on_host                             leaves the layers' weights in host memory
     """
     parser = parser_for(doc)
     add_arguments(parser)
@@ -76,7 +79,7 @@ def main(doc: str, chapter: str, add_arguments, make_engine, demo, compare=lambd
     signal.signal(signal.SIGTERM, signal.default_int_handler)   # whoever is told to end leaves nothing behind
     sys.stdout.reconfigure(errors="replace")        # a terminal without UTF-8 shows ?, and the answer goes on
     try:
-        run(chapter, arguments, make_engine, demo, compare)
+        run(chapter, arguments, make_engine, demo, compare, on_host)
     except BrokenPipeError:         # `... | head` has seen enough
         os._exit(1)
     except (checkpoint.ModelError, RequestError, OSError) as error:
@@ -87,19 +90,22 @@ def main(doc: str, chapter: str, add_arguments, make_engine, demo, compare=lambd
         os._exit(130)               # at once: requests in other threads may be inside a long product
 
 
-def run(chapter: str, arguments, make_engine, demo, compare):
+def run(chapter: str, arguments, make_engine, demo, compare, on_host):
     # 1. What cannot work fails now, not after a minute of work
-    for path in filter(None, (arguments.json, arguments.trace)):
+    if (arguments.input is None) != (arguments.output is None):
+        raise RequestError("--input FILE and --output FILE go together: the requests, and where the answers go.")
+    lines = arguments.input.read_bytes().splitlines() if arguments.input else None
+    for path in filter(None, (arguments.json, arguments.trace, arguments.output)):
         try:
             path.open("a").close()
         except OSError as error:
             raise OSError(f"Cannot write '{path}' ({error.strerror}); choose another file.") from None
-    serving = not arguments.demo and arguments.prompt is None
+    serving = not arguments.demo and arguments.prompt is None and lines is None
     listener = server.listen(arguments.host, arguments.port) if serving else None
 
     # 2. The model
     model, tokenizer, end_tokens = checkpoint.load(
-        arguments.model, arguments.dtype, arguments.device, reorder=not arguments.plain_weights)
+        arguments.model, arguments.dtype, arguments.device, not arguments.plain_weights, on_host=on_host)
     frontend = Frontend(model, tokenizer, end_tokens)
     info = dict(chapter=chapter, model=arguments.model, dtype=str(model.dtype)[6:],
                 device=torch.cuda.get_device_name() if model.device.type == "cuda" else "cpu")
@@ -116,6 +122,8 @@ def run(chapter: str, arguments, make_engine, demo, compare):
                         for name, (make, evict) in compare(arguments).items()}
                 serving = server.Server(engine, frontend, info, compare=ways)
                 return server.serve(listener, serving, arguments.allow_evict)
+            if lines is not None:
+                return answer_file(engine, frontend, lines, arguments.output)
             names = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop")
             request = frontend.request(arguments.prompt, **{name: getattr(arguments, name) for name in names})
             for piece in engine.stream(request):
