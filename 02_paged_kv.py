@@ -294,6 +294,9 @@ class Runner:
         memory = torch.empty(shape, dtype=model.dtype, device=model.device)
         self.model, self.pool = model, BlockPool(blocks, block_size, memory)
 
+    def idle(self):
+        """Nothing runs: chapter 08 may divide its memory anew."""
+
     @torch.inference_mode()
     def forward(self, work: list[tuple[Request, int]], before_layer):
         """Compute the next `count` tokens of each request in `work` -> the batch, and logits [R, V], a row
@@ -331,6 +334,7 @@ class Engine(Line):
     def step(self):
         """One step for everybody: poll, admit, restore, schedule, compute, save."""
         if not self.busy:
+            self.runner.idle()
             seconds = self.restorer.idle()  # measures, if that is due
             self.wake.wait(seconds)  # until somebody comes, or it wants to be called again
             self.wake.clear()

@@ -1,1223 +1,929 @@
 """Chapter 08: even the weights live in host memory, and some of the context is kept as activations.
 
-The problem. A model that is larger than the device, and a large batch that nobody waits for, one answer at a time. In every
-decode step each layer's weights and all of its K and V come over the link. The link is the bottleneck, and the processor idles.
+The problem. A model that is larger than the device, and a large batch that nobody waits for, one answer at a
+time. In every decode step each layer's weights and all of its K and V come over the link. The link is the
+bottleneck, and the processor idles.
 
-The mechanism. Part of the context is kept as activations, the inputs of the layers (ACT blocks), and the rest as K and V (KV
-blocks). With multi-head attention an ACT block has half the bytes of a KV block, and K and V are rebuilt from it while the link
-brings the next weights and blocks. So many ACT blocks are kept that both lanes take equally long:
+The mechanism. Part of the context is kept as activations, the inputs of the layers (ACT blocks), the rest as K
+and V (KV blocks). With multi-head attention an ACT block has half the bytes of a KV block, and K and V are
+rebuilt from it while the link brings the next weights and blocks. With the right share of ACT blocks both lanes
+take equally long:
 
     link          weights + KV blocks + ACT blocks of the host
     processor     K and V rebuilt from ACT blocks + attention + the rest of the layer, for the new tokens
 
-The device itself holds ACT blocks only: they cost no link at all, and rebuilding them fills the time in which weights come.
-Layer by layer the batch passes in mini-batches (zig-zag), so that one fetch of the weights serves all. Everything that travels
-has two places on the device, one that is computed with and one that the link fills.
+    one layer, a the share of ACT:  link  W + K - aK/2 - M      processor  B + aR      M: the device's memory
 
-New against chapter 02: OffloadedModel, HybridPool with blocks of both kinds in one block table, Algorithm 1, the ratio that each
-request keeps, mini-batches that are balanced too, and a forward pass in which the context arrives while it is read. Chapter 02's
-`restore` only takes note of what is cached here: bringing it back is part of every step.
+Layer by layer the batch passes in mini-batches (zig-zag), so that one fetch of the weights serves all of them;
+while one is computed, the next one's context arrives. A step whose copies fail has not happened, and is run
+again.
 
-Source: CAPTURE (Lee et al.), sections III-C and IV; its Algorithm 1 and equations 5 to 7. The zig-zag order is FlexGen's (Sheng
-et al., ICML '23). Three things differ from CAPTURE. Its equations 2 and 3 leave out the transfer of ACT blocks, attention, and
-what the new tokens compute; here they count, so that the lanes end together in fact. Its KV buffer and its attention buffer are
-one here: the link writes where attention reads. And where the batch needs less memory than there is, the batch is divided, not
-the memory.
+The engine of chapter 02 knows nothing of this. Its pool has numbers only; which kind of block a number stands
+for, and where it is, was dealt before, evenly, so that any run of numbers has about the plan's ratio: prompts,
+appended blocks and shared prefixes alike. The plan (section 1) spends the device's memory on whole layers of
+weights, on KV blocks or on ACT blocks. A resident byte saves a byte of link, whatever it holds.
+
+Source: CAPTURE ("Throughput-Oriented LLM Inference via KV-Activation Hybrid Caching with a Single GPU", Lee et
+al.), sections III-C and IV. The zig-zag order is FlexGen's (Sheng et al., ICML '23).
 
     python 08_hybrid_blocks.py --demo
-    python 08_hybrid_blocks.py --batch requests.jsonl --out replies.jsonl      # in OpenAI's batch format
-    python 08_hybrid_blocks.py --prompt "What is a KV cache?" --policy act-only
-    python 08_hybrid_blocks.py                                                 # the server, on http://127.0.0.1:5000
+    python 08_hybrid_blocks.py --input requests.jsonl --output replies.jsonl
+    python 08_hybrid_blocks.py --policy kv-only            # the server, on http://127.0.0.1:5000
 """
+
+import argparse
 import copy
-import itertools
+import functools
+import importlib
 import math
 import random
 import statistics
 import sys
 import time
 from collections import Counter, deque
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from functools import partial
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from common import checkpoint
-from common.llama import Layer, Llama
-from legacy import app, baseline, batch, figure, live, offload, paged
-from legacy import link as links
-from legacy.app import BadRequest
-from legacy.link import Link, Transfer, TransferError
-from legacy.timeline import Timeline
+from common import checkpoint, cli, lesson
+from common import link as links
+from common.llama import Layer, Llama, LlamaConfig
+from common.requests import Frontend, Request
+from common.timeline import Clock, Timeline
+from tools import random_models
 
-POLICIES = ("hybrid", "kv-only", "act-only", "static")
-ROWS = 512                         # tokens that are projected, or go through a layer, at once: what is temporary stays small
-RETRIES = 3                        # steps in a row that may fail because of a transfer
+paged = importlib.import_module("02_paged_kv")
+KV_HOST, ACT_HOST, KV_DEVICE, ACT_DEVICE = KINDS = range(4)
+POLICIES = "hybrid", "kv-only", "act-only", "paper"
+ROWS = 1024  # tokens that are projected at once: what is temporary stays small
+SPARE = 32  # tokens by which a request's part of the attention buffer grows
+PROBE = 2048  # tokens of context with which costs are measured before the first step
+GAIN = 0.97  # blocks are dealt anew for a step that takes at most this share of the time
 
-# 1. How much of what: Algorithm 1 --------------------------------------------------------------------------------
+# 1. How much of what ---------------------------------------------------------------------------
 
 class Costs(NamedTuple):
-    """What a layer takes in one decode step, in seconds; the last four for each block of tokens."""
-    load_weights: float            # T_load_w in the paper, on average over all layers
-    forward: float                 # the new tokens' own: all products of the layer but attention, and a share of the head
-    attend: float                  # attention over a block
-    rebuild: float                 # T_kv_gen: K and V of a block from its activations
-    load_act: float                # an ACT block over the link
-    load_kv: float                 # T_load_kv
+    """Seconds in one layer of a decode step; the last three for a block."""
 
-    def link(self, blocks: "Allocation") -> float:
-        """Equation 2, and the ACT blocks that come from the host."""
-        return self.load_weights + self.load_kv * blocks.kv_host + self.load_act * blocks.act_host
-
-    def compute(self, blocks: "Allocation") -> float:
-        """Equation 3, and what is not rebuilding."""
-        return self.forward + self.attend * sum(blocks) + self.rebuild * (blocks.act_device + blocks.act_host)
-
-    def layer(self, blocks: "Allocation") -> float:
-        """A layer takes as long as the slower lane."""
-        return max(self.link(blocks), self.compute(blocks))
+    load_weights: float  # T_load_w
+    forward: float  # the new tokens: products, attention, what each mini-batch costs, a share of the head
+    rebuild: float  # T_kv_gen
+    load_act: float
+    load_kv: float  # T_load_kv
 
 
-class Allocation(NamedTuple):
-    """Blocks of each kind, and where they are."""
-    act_device: int
-    act_host: int
+class Sizes(NamedTuple):
+    """Bytes of a layer's weights, and of a block in all layers."""
+
+    weights: int
+    act: int
+    kv: int
+
+
+class Plan(NamedTuple):
+    """What the memory holds: layers of weights on the device, and blocks of each kind."""
+
+    resident: int
     kv_host: int
+    act_host: int
+    kv_device: int
+    act_device: int
 
 
-class Room(NamedTuple):
-    """What there is to divide. A block's bytes are those of all layers."""
-    host: int                      # bytes: M_Host - S_weight
-    act_bytes: int                 # S_ACT
-    kv_bytes: int                  # S_KV
-    device: int                    # ACT blocks that the device can hold
-    useful: int                    # blocks that the batch can use
-
-    def fits(self, blocks: Allocation) -> bool:
-        return (self.act_bytes * blocks.act_host + self.kv_bytes * blocks.kv_host <= self.host
-                and blocks.act_device <= self.device and sum(blocks) <= self.useful)
-
-
-def allocate(policy: str, costs: Costs, room: Room) -> Allocation:
-    """How many blocks of each kind. All policies use the device for ACT blocks, but for kv-only, and for hybrid where these are
-    not smaller than KV blocks."""
-    act_device = min(room.device, room.useful)
-    rest = room.useful - act_device
-    if policy == "kv-only":                                             # FlexGen's
-        return Allocation(0, 0, min(room.useful, room.host // room.kv_bytes))
-    if policy == "act-only":
-        return Allocation(act_device, min(rest, room.host // room.act_bytes), 0)
-    if policy == "static":                                              # as many bytes of one kind as of the other
-        memory = min(room.host // 2, rest * room.act_bytes * room.kv_bytes // (room.act_bytes + room.kv_bytes))
-        act_host = min(rest, math.ceil(memory / room.act_bytes), room.host // 2 // room.act_bytes)
-        return Allocation(act_device, act_host, min(rest - act_host, room.host // 2 // room.kv_bytes))
-    return algorithm_1(costs, room)
-
-
-def algorithm_1(costs: Costs, room: Room) -> Allocation:
-    """The paper's, in its two steps, over the times of Costs."""
-    if room.act_bytes >= room.kv_bytes:                                 # grouped queries: activations are the larger ones
-        return Allocation(0, 0, min(room.useful, room.host // room.kv_bytes))
-    act_device = device_blocks(costs, room)
-    act_init, kv_init = initial_allocation(costs, room, act_device)
-    act_remain, kv_remain = remaining_allocation(costs, room, act_device, act_init, kv_init)
-    return whole(costs, room, act_device, act_init + act_remain, kv_init + kv_remain)
-
-
-def device_blocks(costs: Costs, room: Room) -> int:
-    """Before step 1. The paper fills the device; but if even with K and V for all others the processor were the slower lane, a
-    block less is rebuilt and one more is loaded, as long as the host has room for it."""
-    idle = costs.load_weights - costs.forward + room.useful * (costs.load_kv - costs.attend)
-    balanced, needed = int(idle / (costs.rebuild + costs.load_kv)), room.useful - room.host // room.kv_bytes
-    return min(room.device, room.useful, max(0, balanced, needed))
-
-
-def initial_allocation(costs: Costs, room: Room, act_device: int) -> tuple[float, float]:
-    """Step 1: while the weights come, the device's own ACT blocks are rebuilt. What time is left on either lane is filled:
-    on the processor by ACT blocks of the host, on the link by KV blocks."""
-    budget = costs.load_weights - costs.compute(Allocation(act_device, 0, 0))
-    act_cost, kv_cost = net_costs(costs)
-    most = room.useful - act_device
-    # A kind of less than no cost fills the lane that the other kind fills: step 2 has no ratio then, and all is divided here
-    all_act = max(0.0, budget + kv_cost * most) / (act_cost + kv_cost)
-    all_kv = max(0.0, act_cost * most - budget) / (act_cost + kv_cost)
+def algorithm_1(load_w, kv_gen, load_kv, act_gpu, host, weights, act, kv) -> tuple[float, float]:
+    """CAPTURE's Algorithm 1, as it is printed -> ACT and KV blocks of host memory. `load_w`: seconds for a
+    layer's weights; `kv_gen`, `load_kv`: seconds a block to rebuild and to load; `act_gpu`: ACT blocks on the
+    device; `host`, `weights`, `act`, `kv`: bytes of host memory, of all weights, of a block."""
+    # Lines 11 to 18: fill the lane that is idle while weights come and the device's blocks are rebuilt
+    act_init = kv_init = 0.0
+    budget = load_w - kv_gen * act_gpu
     if budget >= 0:
-        act_init = all_act if kv_cost < 0 else budget / act_cost if act_cost > 0 else math.inf
-        return min(act_init, most, room.host / room.act_bytes), 0.0
-    kv_init = all_kv if act_cost < 0 else -budget / kv_cost if kv_cost > 0 else math.inf
-    return 0.0, min(kv_init, most, room.host / room.kv_bytes)
-
-
-def remaining_allocation(costs: Costs, room: Room, act_device: int, act_init: float, kv_init: float) -> tuple[float, float]:
-    """Step 2: what is left of memory, or of the batch, in the ratio in which rebuilding and loading take equally long."""
-    act_cost, kv_cost = net_costs(costs)
-    # act_cost * act = kv_cost * kv; where one costs nothing, there is only that
-    act, kv = (1.0, 0.0) if act_cost <= 0 else (0.0, 1.0) if kv_cost <= 0 else (kv_cost, act_cost)
-    memory = room.host - room.act_bytes * act_init - room.kv_bytes * kv_init
-    blocks = room.useful - act_device - act_init - kv_init
-    scale = max(0.0, min(memory / (room.act_bytes * act + room.kv_bytes * kv), blocks / (act + kv)))
-    return scale * act, scale * kv
-
-
-def net_costs(costs: Costs) -> tuple[float, float]:
-    """By how much a host's ACT block keeps the processor busy longer than the link, and a KV block the link longer than the
-    processor. The paper has T_kv_gen and T_load_kv here."""
-    return costs.rebuild + costs.attend - costs.load_act, costs.load_kv - costs.attend
-
-
-def whole(costs: Costs, room: Room, act_device: int, act: float, kv: float) -> Allocation:
-    """Whole blocks; what rounding leaves goes to the lane that would end first."""
-    blocks = Allocation(act_device, int(act), int(kv))
-    while True:
-        more = [blocks._replace(act_host=blocks.act_host + 1), blocks._replace(kv_host=blocks.kv_host + 1)]
-        more = [candidate for candidate in more if room.fits(candidate)]
-        if not more:
-            return blocks
-        blocks = min(more, key=costs.layer)
-
-
-def bound(costs: Costs, blocks: float, device: int, policy: str = "hybrid") -> float:
-    """The least that a layer can take, in seconds, for so many blocks of context (full ones and parts) of which the device may
-    hold `device`: every division is tried. `static` has no choice, and is not bounded here."""
-    on_device = 0 if policy == "kv-only" else min(device, blocks)
-    if policy == "kv-only" or policy == "hybrid" and costs.load_act >= costs.load_kv:
-        choices = [Allocation(0, 0, blocks)]
-    elif policy == "act-only":
-        choices = [Allocation(on_device, blocks - on_device, 0)]
+        act_init = budget / kv_gen
     else:
-        choices = [Allocation(on_device, act, blocks - on_device - act) for act in range(int(blocks - on_device) + 1)]
-        choices += [Allocation(act, 0, blocks - act) for act in range(int(on_device))]
-    return min(map(costs.layer, choices))
+        kv_init = -budget / load_kv
+    # Lines 20 to 26: divide the remaining memory so that kv_gen * #ACT = load_kv * #KV
+    remaining = host - weights - (act * act_init + kv * kv_init)
+    kv_per_act = kv_gen / load_kv
+    act_remain = remaining / (act + kv * kv_per_act)
+    return act_init + act_remain, kv_init + kv_per_act * act_remain
 
 
-# 2. Data structures ----------------------------------------------------------------------------------------------
+class Planner(NamedTuple):
+    """How to divide a pool of `blocks`, of which a share `fill` is in use, and `device` bytes."""
 
-class OffloadedModel(Llama):
-    """A model whose layers lie in host memory, each in one piece, and come to the device one after the other, into one of two
-    places: the weights of the next are fetched while one computes. Embedding, head, and `resident` layers, spread
-    evenly, stay on the device. `model` is on the host; its parameters move into those pieces and stay usable."""
+    policy: str
+    costs: Costs
+    sizes: Sizes
+    layers: int
+    blocks: int
+    device: int
+    block_size: int = 16
+    fill: float = 1.0
 
-    def __init__(self, model: Llama, device: torch.device, resident: int = 0):
-        layers = model.config.num_hidden_layers
-        if resident > layers:
-            raise checkpoint.ModelError(f"The model has {layers} layers; choose --resident-layers {layers} or less.")
-        super().__init__(replace(model.config, num_hidden_layers=0), model.dtype, "meta")
-        self.config, self.device, self.digest = model.config, device, model.digest
-        self.embedding, self.rotary.table = on(device, model.embedding), model.rotary.table.to(device)
-        self.norm.weight = on(device, model.norm.weight)
-        self.head.weight = self.embedding if model.config.tie_word_embeddings else on(device, model.head.weight)
+    def lanes(self, plan: Plan) -> tuple[float, float]:
+        """Seconds of a decode step on the link and on the processor; the larger one is the bound."""
+        costs, fill = self.costs, self.fill
+        link = (self.layers - plan.resident) * costs.load_weights
+        link += self.layers * fill * (costs.load_kv * plan.kv_host + costs.load_act * plan.act_host)
+        acts = plan.act_host + plan.act_device
+        return link, self.layers * (costs.forward + costs.rebuild * fill * acts)
 
-        resident = {number * layers // resident for number in range(resident)}
-        self.streamed = [index for index in range(layers) if index not in resident]
-        self.resident, self.host = {}, {}
-        for index, layer in enumerate(model.layers):
-            if not hasattr(layer, "piece"):                             # else another engine has put it into one
-                layer.piece = offload.pinned((piece_size(layer),), model.dtype, device, f"Layer {index}")
-                bind(layer, layer.piece, fill=True)
-            if index in resident:
-                self.resident[index] = self.layer_on(layer.piece.to(device))
-            else:
-                self.host[index] = layer.piece
-        self.pieces = [torch.zeros(piece_size(model.layers[0]), dtype=model.dtype, device=device)
-                       for _ in range(2 if self.streamed else 0)]
-        self.places = [self.layer_on(piece) for piece in self.pieces]
-        self.link, self.coming, self.layers_left, self.sent, self.transfers = None, None, 1, 0, []
+    def paper_plan(self) -> Plan:
+        """As the paper has it: no resident weights, the device full of ACT blocks, and the others in the ratio
+        of Algorithm 1 (equation 5). Host memory is what weights and blocks take."""
+        costs, sizes = self.costs, self.sizes
+        act_device = min(self.blocks, max(0, self.device - 2 * sizes.weights) // sizes.act)
+        rest, weights = self.blocks - act_device, self.layers * sizes.weights
+        times = costs.load_weights, costs.rebuild, costs.load_kv
+        shares = algorithm_1(*times, act_device, weights + rest * sizes.kv, weights, sizes.act, sizes.kv)
+        act, kv = (max(0.0, share) for share in shares)  # to fill a lane may take more than there is
+        act_host = round(rest * act / (act + kv))
+        return Plan(0, rest - act_host, act_host, 0, act_device)
 
-    def layer_on(self, piece) -> Layer:
-        layer = Layer(self.config, self.rotary, dtype=self.dtype, device="meta")
-        bind(layer, piece)
+    def plan(self) -> Plan:
+        """The division with which the slower lane ends first: any number of resident layers, KV or ACT blocks
+        in what is left of the device, and the best division of the others.
+
+        What differs from the paper's:
+        - Equations 2 and 3 leave out the transfer of ACT blocks, attention, the new tokens' own products, and
+          what each mini-batch costs. Here they count, so that the lanes do end together.
+        - The device may hold weights or KV blocks too. Fair shares are nearly ties, for a resident byte saves
+          a byte of link; so hybrid's lead is over policies that use the same memory.
+        - The batch is divided, not the memory: Algorithm 1's ratio is that of a host memory that is full.
+        With grouped queries an ACT block is larger than a KV block and has to be rebuilt besides: the best
+        division has none, and hybrid is `kv-only`."""
+        if self.policy == "paper":
+            return self.paper_plan()
+        costs, sizes, found = self.costs, self.sizes, []
+        for resident in range(self.layers + 1):
+            left = self.device - sizes.weights * (resident + 2 * (resident < self.layers))  # 2 places to stream to
+            for kind, size in ("kv-only", sizes.kv), ("act-only", sizes.act):
+                if left < 0 or self.policy not in ("hybrid", kind):
+                    continue
+                device = min(self.blocks, left // size)
+                rest, on_device = self.blocks - device, (device, 0) if kind == "kv-only" else (0, device)
+                # An ACT block in a KV block's place: `load_kv - load_act` off the link, `rebuild` on the processor
+                link, compute = self.lanes(Plan(resident, rest, 0, *on_device))
+                per_block = self.layers * self.fill * (costs.load_kv - costs.load_act + costs.rebuild)
+                even = (link - compute) / per_block if per_block > 0 else 0
+                acts = {"kv-only": [0], "act-only": [rest]}.get(self.policy, [0, rest, int(even), int(even) + 1])
+                for act_host in acts:
+                    act_host = min(max(0, act_host), rest)
+                    plan = Plan(resident, rest - act_host, act_host, *on_device)
+                    found.append((max(self.lanes(plan)), self.lanes(plan)[1], plan))
+        if not found:
+            raise checkpoint.ModelError(
+                f"Two layers of weights, one to compute with and one to fill, take {2 * sizes.weights / 1e6:.1f} MB "
+                f"of the device, and there are {self.device / 1e6:.1f}; choose a larger --device-memory.")  # fmt: skip
+        return min(found)[2]
+
+    def after(self, samples: list[tuple]) -> "Planner":
+        """With what decode steps took: (blocks, seconds to rebuild one in a layer or 0, seconds of the rest).
+        The cost of rebuilding scatters, and while the processor is late the link has nothing to do: what counts
+        is its upper quartile, which keeps more as K and V."""
+        if not samples:
+            return self
+        blocks, rebuilds, forwards = zip(*samples)
+        costs = self.costs._replace(forward=statistics.median(forwards))
+        if rebuilds := sorted(filter(None, rebuilds)):
+            costs = costs._replace(rebuild=rebuilds[3 * len(rebuilds) // 4])
+        return self._replace(costs=costs, fill=min(1.0, statistics.median(blocks) / self.blocks))
+
+
+# 2. Weights ------------------------------------------------------------------------------------
+
+class Weights:
+    """Each layer's weights in one flat tensor of host memory. `resident` layers are on the device, spread
+    evenly; the others come into two places in turn, in portions, so that blocks pass between them."""
+
+    def __init__(self, model: Llama, resident: int, link: links.Link):
+        self.link, self.count, device = link, len(model.layers), model.device
+        self.issued = []  # of the step
+        self.host = [flat_weights(layer, model, device) for layer in model.layers]
+        kept = {number * self.count // resident for number in range(resident)}
+        self.layers = {index: self.place(model, self.host[index].to(device)) for index in kept}
+        self.streamed = [index for index in range(self.count) if index not in kept]
+        self.places = []  # the first is computed with, the second is filled
+        for _ in range(2 if self.streamed else 0):
+            flat = torch.empty_like(self.host[0], device=device)
+            self.places.append((flat, self.place(model, flat)))
+        self.begin()
+
+    @staticmethod
+    def place(model: Llama, flat) -> Layer:
+        layer = Layer(model.config, model.rotary, dtype=model.dtype, device="meta")
+        bind(layer, flat)
         return layer
 
-    @property
-    def device_bytes(self) -> int:
-        """What of the weights is on the device, the two places included."""
-        own = [self.embedding, self.rotary.table, self.norm.weight]
-        own += [] if self.config.tie_word_embeddings else [self.head.weight]
-        layers = [parameter for layer in self.resident.values() for parameter in layer.parameters()]
-        return sum(tensor.nbytes for tensor in (*own, *layers, *self.pieces))
+    def begin(self):
+        """At first, and after a failure: the first streamed layer is expected, at once."""
+        self.expect(self.streamed[0] if self.streamed else None, 1)
 
-    @property
-    def host_bytes(self) -> int:
-        return sum(piece.nbytes for piece in self.host.values())
+    def expect(self, index: int | None, layers_left: int):
+        """From now on the weights of layer `index` come, during `layers_left` layers."""
+        self.coming, self.layers_left, self.sent, self.transfers = index, layers_left, 0, []
 
-    def following(self, index: int) -> tuple[int, int]:
-        """The layer that is fetched while layer `index` computes, and for how many layers that goes on."""
-        at = self.streamed.index(index) + 1
-        return (self.streamed[at], self.streamed[at] - index) if at < len(self.streamed) else (
-            self.streamed[0], self.streamed[0] + self.config.num_hidden_layers - index)
+    def fetch(self, share: float):
+        """Issue so large a share of the weights that are coming, or what is left of them."""
+        if self.coming is None:
+            return
+        source = self.host[self.coming]
+        end = min(len(source), self.sent + math.ceil(share * len(source)))
+        if end > self.sent:
+            part = slice(self.sent, end)
+            self.transfers.append(self.link.copy(self.places[1][0][part], source[part], "weights"))
+            self.issued.append(self.transfers[-1])
+            self.sent = end
 
-    def begin(self, index: int) -> Layer:
-        """Layer `index`, when its weights are there: what is computed from here on sees them. From now on the next one's may be
-        fetched, into the place of the one before. Raises TransferError."""
-        if index in self.resident:
-            return self.resident[index]
-        if self.coming != index:                                        # at first, and after a failure
-            self.forget()
-            self.coming, self.layers_left = index, 1
+    def layer(self, index: int) -> Layer:
+        """Layer `index`, when it is there. From now on the next one comes, in its predecessor's place."""
+        if index in self.layers:
+            return self.layers[index]
         self.fetch(1.0)
         for transfer in self.transfers:
-            transfer.wait()
-        place = self.places.pop(0)
-        self.places.append(place)
-        self.pieces.reverse()
-        (self.coming, self.layers_left), self.sent, self.transfers = self.following(index), 0, []
-        return place
-
-    def fetch(self, share: float) -> Transfer | None:
-        """So large a share of the weights that are coming, or what is left of them."""
-        size = len(self.pieces[0]) if self.coming is not None else 0
-        end = size if share >= 1.0 else min(size, self.sent + math.ceil(share * size))
-        if end <= self.sent:
-            return None
-        self.transfers.append(self.link.copy(self.pieces[0][self.sent:end], self.host[self.coming][self.sent:end], "weights"))
-        self.sent = end
-        return self.transfers[-1]
-
-    def forget(self):
-        """After a failure: nothing is coming any more."""
-        for transfer in self.transfers:
-            transfer.join()
-        self.coming, self.sent, self.transfers = None, 0, []
+            arrive(transfer)
+        self.places.reverse()
+        following = self.streamed[(self.streamed.index(index) + 1) % len(self.streamed)]
+        self.expect(following, (following - index - 1) % self.count + 1)
+        return self.places[0][1]
 
 
-def on(device, parameter) -> nn.Parameter:
-    return nn.Parameter(parameter.detach().to(device), requires_grad=False)
+def arrive(transfer):
+    """Order a transfer before what is computed next; the host waits only where it must."""
+    if not transfer.queue_wait():
+        transfer.wait()
 
 
-def places_in(layer: Layer):
-    """name, first and last + 1 number of each parameter of a layer in one piece of memory, on addresses divisible by 64."""
-    end = 0
-    for name, parameter in layer.named_parameters():
-        first, step = end, 64 // parameter.itemsize
-        end = first + parameter.numel()
-        yield name, parameter, first, end
-        end += -end % step
+def flat_weights(layer: Layer, model: Llama, device):
+    """The layer's weights in one tensor of host memory, of which its parameters are views from now on."""
+    if not hasattr(layer, "flat"):
+        parameters = [parameter.detach().flatten() for parameter in layer.parameters()]
+        size = sum(map(len, parameters))
+        layer.flat = links.host_memory((size,), model.dtype, device, "A layer's weights")
+        torch.cat(parameters, out=layer.flat)
+        bind(layer, layer.flat)
+    return layer.flat
 
 
-def piece_size(layer: Layer) -> int:
-    """Numbers."""
-    return max(end for _, _, _, end in places_in(layer))
+def bind(layer: Layer, flat):
+    first = 0
+    for name, parameter in list(layer.named_parameters()):
+        owner, _, leaf = name.rpartition(".")
+        view = flat[first : first + parameter.numel()].view(parameter.shape)
+        setattr(layer.get_submodule(owner), leaf, nn.Parameter(view, requires_grad=False))
+        first += parameter.numel()
 
 
-def bind(layer: Layer, piece, fill: bool = False):
-    """Let all parameters of the layer lie in `piece` [numbers]; with `fill`, with the values that they have."""
-    for name, parameter, first, end in list(places_in(layer)):
-        view = piece[first:end].view(parameter.shape)
-        if fill:
-            view.copy_(parameter.detach())
-        module, _, leaf = name.rpartition(".")
-        setattr(layer.get_submodule(module), leaf, nn.Parameter(view, requires_grad=False))
-
-
-class Entry(NamedTuple):
-    """Of a block table: what a block holds, where it is, and its number there."""
-    kind: str                      # "act" or "kv"
-    place: str                     # "device" or "host"
-    number: int
-
-
-class HybridPool(paged.BlockPool):
-    """Blocks of both kinds, numbered through: first the device's ACT blocks, then the host's, then the host's KV blocks. For all
-    that chapter 02 does with blocks they are alike; only who takes some asks for the right mix."""
-    KINDS = ("act", "device"), ("act", "host"), ("kv", "host")
-
-    def __init__(self, config, allocation: Allocation, block_size: int, dtype, device, in_order: bool = False):
-        self.allocation, self.in_order = allocation, in_order           # in_order: ACT blocks first, as long as there are any
-        self.firsts = 0, allocation.act_device, allocation.act_device + allocation.act_host
-        super().__init__(config, sum(allocation), block_size, dtype, device)
-
-    def memory(self, config, blocks: int, block_size: int, dtype, device):
-        """Layer-first, in slots of one token: what a mini-batch reads of a layer lies in long runs."""
-        act_device, act_host, kv_host = (blocks * block_size for blocks in self.allocation)
-        layers, hidden, kv = config.num_hidden_layers, config.hidden_size, (config.num_key_value_heads, config.head_dim)
-        self.act_device = torch.empty(layers, act_device, hidden, dtype=dtype, device=device)       # [L, slots, D]
-        self.act_host = offload.pinned((layers, act_host, hidden), dtype, device, "The ACT pool")   # [L, slots, D]
-        return offload.pinned((layers, 2, kv_host, *kv), dtype, device, "The KV pool")              # [L, 2, slots, KVH, hd]
-
-    def kind(self, block: int) -> int:
-        """Index into KINDS."""
-        return (block >= self.firsts[1]) + (block >= self.firsts[2])
-
-    def entry(self, block: int) -> Entry:
-        kind = self.kind(block)
-        return Entry(*self.KINDS[kind], block - self.firsts[kind])
-
-    def allocate(self, count: int, table: list[int] = ()) -> list[int]:
-        """Equation 5: each block is of a kind of which `table` has less than its share, and of these the one of which most is
-        left in the pool: a kind with a small share is not forgotten where all requests are short. Where all such kinds have run
-        out, another one does."""
-        room = Counter(map(self.kind, (*self.free, *self.cached)))
-        held, kinds = Counter(map(self.kind, table)), []
-        for length in range(len(table) + 1, len(table) + count + 1):
-            left = [kind for kind in range(3) if room[kind]]
-            short = [kind for kind in left if held[kind] < length * self.allocation[kind] / self.size] or left
-            kind = left[0] if self.in_order else max(short, key=lambda kind: room[kind] / self.allocation[kind])
-            kinds.append(kind)
-            held[kind] += 1
-            room[kind] -= 1
-        after = {self.kind(block): block for block in table}
-        taken = {kind: iter(self.take(kind, wanted, after.get(kind))) for kind, wanted in Counter(kinds).items()}
-        return [next(taken[kind]) for kind in kinds]
-
-    def take(self, kind: int, count: int, after: int | None) -> list[int]:
-        """`count` blocks of a kind, adjacent ones and behind `after` as far as possible; a run of them is one copy."""
-        mine = [block for block in self.cached if self.kind(block) == kind]
-        free = sorted(block for block in self.free if self.kind(block) == kind)
-        for block in mine[:max(0, count - len(free))]:
-            self.forget(block)
-            self.counts["evictions"] += 1
-            free.append(block)
-        free.sort(key=lambda block: (after is None or block <= after, block))
-        for block in free[:count]:
-            del self.free[block]
-            self.references[block] = 1
-        return free[:count]
-
-    def copy_on_write(self, block: int) -> int:
-        raise NotImplementedError("here a block that is written has one owner: see Engine.fork")
-
-    def runs(self, table: list[int], tokens: int) -> list[tuple[list[slice], list[int]]]:
-        """Where the first `tokens` tokens of a table are -> for each of KINDS, its slots and its positions."""
-        slots, positions = ([], [], []), ([], [], [])
-        for index in range(self.needed(tokens)):
-            kind, position = self.kind(table[index]), index * self.block_size
-            first, count = (table[index] - self.firsts[kind]) * self.block_size, min(self.block_size, tokens - position)
-            if slots[kind] and slots[kind][-1].stop == first:
-                slots[kind][-1] = slice(slots[kind][-1].start, first + count)
-            else:
-                slots[kind].append(slice(first, first + count))
-            positions[kind].extend(range(position, position + count))
-        return list(zip(slots, positions))
-
-    def check_integrity(self, tables: list[list[int]]):
-        super().check_integrity(tables)
-        slots = self.act_device.shape[1], self.act_host.shape[1], self.kv.shape[2]
-        assert slots == tuple(blocks * self.block_size for blocks in self.allocation), "a pool has not as many slots as blocks"
-
-
-@dataclass(eq=False)
-class Buffer:
-    """One of a pair: what the link has brought for a mini-batch, and where attention reads."""
-    act: torch.Tensor              # [rows, D]
-    kv: torch.Tensor               # [2, rows, KVH, hd]
-
-
-class Context:
-    """What a mini-batch has read before: where a layer's share of it lies, and where it lands. In the attention buffer the rows
-    of a request follow each other: what comes as K and V, what is rebuilt, and at last its new tokens. The order of what
-    was read makes no difference to attention: positions are in the keys."""
-
-    def __init__(self, pool: HybridPool, items: list[tuple[paged.Request, int, int]]):
-        """`items`: request, tokens of context, new tokens."""
-        self.new: dict[paged.Request, tuple[int, int, int]] = {}        # first row, row of the first new token, context
-        self.kv, self.act = ([], []), ([], [])                          # the host's slots, rows of the buffer: as many slices
-        self.device_slots: list[int] = []
-        rebuilt, self.rows, self.act_rows = (([], []), ([], [])), 0, 0          # (rows, positions) of the device's and the host's
-        for request, start, count in items:
-            first, (on_device, from_host, kv) = self.rows, pool.runs(request.table, start)
-            for slots in kv[0]:
-                self.land(self.kv, slots)
-            for (rows, at), (_, positions) in zip(rebuilt, (on_device, from_host)):
-                rows += range(self.rows, self.rows + len(positions))
-                at += positions
-                self.rows += len(positions)
-            for slots in from_host[0]:
-                self.act[0].append(slots)
-                self.act[1].append(slice(self.act_rows, self.act_rows + slots.stop - slots.start))
-                self.act_rows = self.act[1][-1].stop
-            self.device_slots += [slot for slots in on_device[0] for slot in range(slots.start, slots.stop)]
-            self.new[request] = first, self.rows, start
-            self.rows += count
-        device = pool.act_device.device
-        self.device_slots = torch.tensor(self.device_slots, dtype=torch.int64, device=device)
-        self.rebuilt = [torch.tensor(rows_and_positions, dtype=torch.int64, device=device) for rows_and_positions in rebuilt]
-
-    def land(self, pieces: tuple[list, list], slots: slice):
-        pieces[0].append(slots)
-        pieces[1].append(slice(self.rows, self.rows + slots.stop - slots.start))
-        self.rows = pieces[1][-1].stop
-
+# 3. Mini-batches -------------------------------------------------------------------------------
 
 class Item(NamedTuple):
     """What one request does in a step."""
-    request: paged.Request
-    start: int                     # tokens of context
-    count: int                     # new tokens
-    blocks: Allocation             # of the context
 
-    @property
-    def tokens(self) -> int:
-        return self.start + self.count
-
-    def lanes(self, costs: Costs, share: float) -> tuple[float, float]:
-        """Seconds on the link and on the processor, where `share` of the weights travels meanwhile, and so much of the step's new
-        tokens is computed."""
-        costs = costs._replace(load_weights=costs.load_weights * share, forward=costs.forward * share)
-        return costs.link(self.blocks), costs.compute(self.blocks)
+    request: Request
+    table: list[int]
+    start: int  # tokens of context
+    count: int  # new tokens
 
 
-def imbalance(link: float, compute: float) -> float:
-    """Equations 6 and 7: by how much one lane takes longer than the other, at least 1."""
-    return max(compute, link) / max(min(compute, link), 1e-9)
+def padded(tokens: int) -> int:
+    return -(-tokens // SPARE) * SPARE
 
 
-def form_mini_batches(items: list[Item], costs: Costs, rows: int, act_rows: int, block_size: int):
-    """Section IV-C-3, greedily -> an iterator over lists of Items: as few as the buffers allow, `rows` tokens in that of
-    attention and `act_rows` in that of ACT blocks from the host, all about equally long. Each begins with the longest request
-    that is left, and takes those with which it is balanced best."""
-    total = sum(item.tokens for item in items)
-    left = [(item, item.tokens, item.blocks.act_host * block_size, *item.lanes(costs, item.tokens / total)) for item in items]
-    left.sort(key=lambda each: -each[1])
-    while left:
-        tokens, act = sum(each[1] for each in left), sum(each[2] for each in left)
-        even = tokens / max(math.ceil(tokens / rows), math.ceil(act / act_rows) if act else 0)
-        first, tokens, act, link, compute = left.pop(0)
-        mini_batch = [first]
-        while fitting := [each for each in left if tokens + each[1] <= rows and tokens + each[1] / 2 <= even
-                          and act + each[2] <= act_rows]:
-            best = min(fitting, key=lambda each: imbalance(link + each[3], compute + each[4]))
-            left.remove(best)
-            mini_batch.append(best[0])
-            tokens, act, link, compute = tokens + best[1], act + best[2], link + best[3], compute + best[4]
-        yield mini_batch
+def buffer_rows(items: list[Item]) -> int:
+    """Rows of the attention buffer: those that decode are padded to the longest of them."""
+    decoding = [item.start + 1 for item in items if item.count == 1]
+    alone = sum(item.start + item.count for item in items if item.count > 1)
+    return len(decoding) * padded(max(decoding, default=0)) + alone
 
 
-class Rows:
-    """New tokens of a mini-batch that go through the layer together, at most ROWS: where their keys and values are written,
-    what each may read, and which blocks keep their state."""
+def form(items: list[Item], rows: int) -> list[list[Item]]:
+    """As few mini-batches as buffers of `rows` allow, about equally long; similar lengths together.
 
-    def __init__(self, pool: HybridPool, parts: list[tuple[paged.Request, int, int]], context: Context, first: int):
-        """`parts`: request, position of the first token, tokens; `first` is their row in the step's hidden states."""
-        self.rows, self.blocks = slice(first, first + sum(count for _, _, count in parts)), set()
-        self.reads: list[tuple[slice, slice]] = []                      # rows of the queries, rows of the buffer that they see
-        keeps, positions, targets, row = ([], [], []), [], [], 0
-        for request, position, count in parts:
-            begin, new, start = context.new[request]
-            end = new + position - start + count
-            self.reads.append((slice(row, row + count), slice(begin, end)))
-            positions += range(position, position + count)
-            targets += range(end - count, end)
-            for at in range(position, position + count):
-                block = request.table[at // pool.block_size]
-                kind = pool.kind(block)
-                keeps[kind].append((row + at - position, (block - pool.firsts[kind]) * pool.block_size + at % pool.block_size))
-                self.blocks.add(block)
-            row += count
-
-        def tensor(numbers):
-            return torch.tensor(numbers, dtype=torch.int64, device=pool.act_device.device)
-        self.positions, self.targets = tensor(positions), tensor(targets)                           # [T] each
-        self.kept = [tensor([row for row, _ in pairs]) for pairs in keeps]                          # [n] for each of KINDS
-        self.device_slots = tensor([slot for _, slot in keeps[0]])                                  # [n]
-        self.act, self.kv = ([slots for slots in adjacent([slot for _, slot in pairs])] for pairs in keeps[1:])
+    The paper (section IV-C-3) adds a request where that lessens the mini-batch's imbalance, equations 6 and 7:
+    the larger one of T_kv_gen and T_load_kv over the other. That leaves out the time of the weights, which
+    Algorithm 1 has filled with rebuilding, so its own plan looks unbalanced; it divides by zero where a
+    mini-batch has blocks of one kind only; and since equal requests do not lessen it, sixteen of them make
+    sixteen mini-batches. Here every request has the plan's ratio, and there is nothing left to balance."""
+    left = sorted(items, key=lambda item: -item.start - item.count)
+    sizes = [item.start + item.count for item in left]
+    even = sum(sizes) / math.ceil(buffer_rows(left) / rows)
+    formed, held = [], math.inf
+    for item, size in zip(left, sizes):
+        if held + size / 2 > even or buffer_rows([*formed[-1], item]) > rows:
+            formed.append([])
+            held = 0
+        formed[-1].append(item)
+        held += size
+    return formed
 
 
-def adjacent(slots: list[int]) -> list[tuple[slice, slice]]:
-    """Numbers 0, 1, ... go to `slots` -> (those that follow each other, their slots) as pairs of slices."""
-    pieces = []
-    for number, slot in enumerate(slots):
-        if pieces and pieces[-1][1].stop == slot:
-            pieces[-1] = slice(pieces[-1][0].start, number + 1), slice(pieces[-1][1].start, slot + 1)
-        else:
-            pieces.append((slice(number, number + 1), slice(slot, slot + 1)))
-    return pieces
+class Deal:
+    """Which kind of block each number of the pool stands for, and which one of that kind. Kinds are spread
+    evenly over the numbers, so that any run of them has about the plan's ratio (equation 5)."""
+
+    def __init__(self, plan: Plan, block_size: int):
+        self.plan, self.block_size, counts = plan, block_size, plan[1:]
+        places = [(torch.arange(count) + 0.5) / max(1, count) for count in counts]
+        order = torch.cat(places).argsort(stable=True)
+        self.kinds = torch.arange(len(KINDS)).repeat_interleave(torch.tensor(counts))[order]  # [blocks]
+        self.numbers = torch.cat([torch.arange(count) for count in counts])[order]  # [blocks]
+        self.of_block = list(zip(self.kinds.tolist(), self.numbers.tolist()))
+
+    def slots(self, table: list[int], tokens: int):
+        """-> kinds [tokens], and slots [tokens] in the memory of their kind."""
+        blocks = torch.tensor(table[: -(-tokens // self.block_size)], dtype=torch.long)
+        slots = self.numbers[blocks][:, None] * self.block_size + torch.arange(self.block_size)
+        return self.kinds[blocks].repeat_interleave(self.block_size)[:tokens], slots.flatten()[:tokens]
+
+    def slot(self, table: list[int], position: int) -> tuple[int, int]:
+        kind, number = self.of_block[table[position // self.block_size]]
+        return kind, number * self.block_size + position % self.block_size
 
 
-def split(mini_batch: list[Item]):
-    """Its new tokens in groups of at most ROWS -> an iterator over lists of (request, position of the first token, tokens)."""
-    parts, room = [], ROWS
-    for request, position, count, _ in mini_batch:
-        while count:
-            taken = min(count, room)
-            parts.append((request, position, taken))
-            position, count, room = position + taken, count - taken, room - taken
-            if not room:
-                yield parts
-                parts, room = [], ROWS
-    if parts:
-        yield parts
+class Tokens(NamedTuple):
+    """Tokens of one kind, [n] each."""
+
+    slots: torch.Tensor  # in the memory of their kind
+    rows: torch.Tensor  # of the attention buffer
+    positions: torch.Tensor
 
 
-class Step:
-    """One step's tokens in mini-batches, in the order in which they go through each layer."""
+class MiniBatch:
+    """Some requests of a step. Each has a part of the attention buffer: its context, in the order of kinds,
+    then its new tokens. (Positions are in the keys: the order of what is read makes no difference.)
 
-    def __init__(self, pool: HybridPool, work: list[tuple[paged.Request, int]], mini_batches: list[list[Item]],
-                 first: Context | None = None):
-        """`first`: the context of the first mini-batch, where it is on its way already."""
-        self.work, self.mini_batches, flat, last = work, [], [], {}
-        total = sum(item.tokens for mini_batch in mini_batches for item in mini_batch)
-        for mini_batch in mini_batches:
-            context, first = first or Context(pool, [item[:3] for item in mini_batch]), None
-            rows, share = [], sum(item.tokens for item in mini_batch) / total
-            for parts in split(mini_batch):
-                rows.append(Rows(pool, parts, context, len(flat)))
-                for request, position, count in parts:
-                    flat += request.tokens[position:position + count]
-                    last[request] = len(flat) - 1
-            self.mini_batches.append((context, rows, share))
-        device = pool.act_device.device
-        self.tokens = torch.tensor(flat, dtype=torch.int64, device=device)                          # [T]
-        last = [last[request] for request, count in work if count == request.pending]
-        self.last_rows = torch.tensor(last, dtype=torch.int64, device=device)                       # [R], as in chapter 02
+        runs[kind]    end row -> (slot, row, count): what is adjacent on both sides, a copy each"""
+
+    def __init__(self, items: list[Item], deal: Deal, model: Llama):
+        self.items, self.device = sorted(items, key=lambda item: item.count > 1), model.device
+        self.decoding = sum(item.count == 1 for item in items)
+        self.stride = padded(max((item.start + 1 for item in items if item.count == 1), default=0))
+        parts, self.first_rows, row = [], [], 0
+        for number, (_, table, start, count) in enumerate(self.items):
+            kinds, slots = deal.slots(table, start)
+            order = kinds.argsort(stable=True)
+            parts.append(torch.stack((kinds[order], slots[order], torch.arange(row, row + start), order)))
+            self.first_rows.append(row)
+            row += self.stride if number < self.decoding else start + count
+        context = torch.cat(parts, 1)  # [4, tokens]: kind, slot, row, position
+        context = [context[1:, context[0] == kind] for kind in KINDS]
+        self.runs = [runs_of(slots, rows) for slots, rows, _ in context[:KV_DEVICE]]
+        self.context = [Tokens(*tokens.to(self.device)) for tokens in context]
+        self.rows_used = row
+        starts = torch.tensor([item.start for item in self.items[: self.decoding]])
+        unseen = torch.arange(self.stride) >= starts[:, None]  # [B, S]
+        scores = torch.zeros(unseen.shape, dtype=model.dtype).masked_fill_(unseen, -math.inf)
+        self.scores = scores.to(self.device)[:, None, None]  # [B, 1, 1, S]
+
+    def add_new(self, deal: Deal):
+        """The new tokens have their blocks now."""
+        flat, self.placed = [], []  # placed: (kind, slot, row of the buffer, row of the mini-batch)
+        for (request, table, start, count), row in zip(self.items, self.first_rows):
+            for position in range(start, start + count):
+                self.placed.append((*deal.slot(table, position), row + position, len(flat)))
+                flat.append((request.tokens[position], position, row + position))
+        self.tokens, self.positions, self.rows = torch.tensor(flat, device=self.device).T.contiguous()  # [T] each
+        self.scores[torch.arange(self.decoding), 0, 0, self.positions[: self.decoding]] = 0
+        self.new = []  # for each kind: rows of the mini-batch [n], their slots [n], and those as runs
+        for kind in KINDS:
+            mine = [(number, slot) for of, slot, _, number in self.placed if of == kind]
+            numbers, slots = torch.tensor(mine, dtype=torch.long).view(-1, 2).T
+            runs = runs_of(slots, torch.arange(len(slots))) if kind < KV_DEVICE else {}
+            self.new.append((numbers.to(self.device), slots.to(self.device), runs))
+
+    def can_advance(self, items: list[Item]) -> bool:
+        """Whether these are its requests a token later, and there is room for it."""
+        return all(
+            item is not None and item.table is old.table and item.start == old.start + 1 <= self.stride - 1
+            and item.count == old.count == 1 for item, old in zip(items, self.items, strict=True)
+        )  # fmt: skip
+
+    def advance(self, items: list[Item]) -> "MiniBatch":
+        """The mini-batch of the next step: its new tokens are context, and nothing else has changed."""
+        following = copy.copy(self)
+        following.items, following.context, following.scores = items, [], self.scores.clone()
+        following.runs = [dict(runs) for runs in self.runs]
+        for tokens, (numbers, slots, _) in zip(self.context, self.new):
+            added = slots, self.rows[numbers], self.positions[numbers]
+            following.context.append(Tokens(*map(torch.cat, zip(tokens, added))) if len(slots) else tokens)
+        for kind, slot, row, _ in self.placed:
+            if kind < KV_DEVICE:
+                first, start, count = following.runs[kind].pop(row, (slot, row, 0))
+                if first + count != slot:
+                    following.runs[kind][row] = first, start, count
+                    first, start, count = slot, row, 0
+                following.runs[kind][row + 1] = first, start, count + 1
+        return following
+
+    def attend(self, kv, q, k, v):
+        """kv [2, rows, KVH, hd] has the context; the new K and V [T, KVH, hd] go there too -> [T, H, hd]."""
+        kv[0].index_copy_(0, self.rows, k)
+        kv[1].index_copy_(0, self.rows, v)
+        out, at = [], self.decoding
+        if at:
+            keys, values = (
+                side[: at * self.stride].unflatten(0, (at, self.stride)).transpose(1, 2) for side in kv
+            )  # [B, KVH, S, hd] each
+            grouped = q[:at].unflatten(1, (keys.shape[1], -1))  # [B, KVH, H/KVH, hd]
+            out.append(F.scaled_dot_product_attention(grouped, keys, values, attn_mask=self.scores).flatten(1, 2))
+        for (_, _, start, count), row in zip(self.items[at:], self.first_rows[at:]):
+            scores = None
+            if start:
+                later = torch.ones(count, start + count, dtype=torch.bool, device=self.device).triu(start + 1)
+                scores = torch.zeros_like(later, dtype=q.dtype).masked_fill_(later, -math.inf)  # [T, S]
+            out.append(paged.attention(q[at : at + count], *kv, slice(row, row + start + count), scores))
+            at += count
+        return torch.cat(out)
 
 
-@dataclass(eq=False)
-class Arrival:
-    """The context of a mini-batch in one layer, on its way into one of the buffers."""
-    context: Context
-    buffer: Buffer
-    act: Transfer | None = None
-    kv: Transfer | None = None
+def runs_of(slots, rows) -> dict[int, tuple[int, int, int]]:
+    if not len(slots):
+        return {}
+    breaks = (slots.diff() != 1) | (rows.diff() != 1)
+    edges = [0, *(breaks.nonzero().flatten() + 1).tolist(), len(slots)]
+    slots, rows = slots.tolist(), rows.tolist()
+    return {rows[end - 1] + 1: (slots[first], rows[first], end - first) for first, end in zip(edges, edges[1:])}
 
 
-@dataclass(eq=False)
-class Staging:
-    """What is on its way to the host's blocks."""
-    act: torch.Tensor              # [ROWS, D]
-    kv: torch.Tensor               # [2, ROWS, KVH, hd]
-    transfers: list[Transfer] = field(default_factory=list)
+# 4. The runner ---------------------------------------------------------------------------------
 
+class HybridRunner:
+    """Runs the forward pass in mini-batches, over blocks of four kinds behind one pool of numbers."""
 
-class Stored(NamedTuple):
-    """A transfer that keeps the state of new tokens in `blocks` of the host."""
-    step: int
-    transfer: Transfer
-    blocks: set[int]
+    def __init__(self, model: Llama, plan: Plan, bandwidth, block_size: int = 16, rows: int = 8192, planner=None):
+        """`bandwidth`: of a modelled link, None on a GPU. `rows`: tokens of context that are on the device at
+        once. `planner` makes another plan when nothing runs."""
+        config = model.config
+        self.model, self.planner = model, planner
+        self.rows = max(rows, padded(config.max_position_embeddings))
+        self.pool = paged.BlockPool(sum(plan[1:]), block_size)
+        self.clock = Clock(model.device)
+        self.load_link, self.save_link = (links.Link(lane, self.clock, bandwidth) for lane in ("load", "save"))
+        tensor = functools.partial(torch.zeros, dtype=model.dtype, device=model.device)
+        kv = config.num_key_value_heads, config.head_dim
+        self.buffers = [[tensor(2, self.rows, *kv), tensor(0, config.hidden_size)] for _ in range(2)]
+        self.marks, self.transfers, self.work = [], [], []  # of the last step: (label, start, end), all copies
+        self.earlier, self.samples = [], deque(maxlen=64)  # earlier: what was issued for it in the step before
+        self.deal_blocks(plan)
 
+    def deal_blocks(self, plan: Plan):
+        """Divide the memory by `plan`. No block may hold anything."""
+        config, size, model = self.model.config, self.pool.block_size, self.model
+        self.deal, self.last, self.ahead, self.memory, self.weights = Deal(plan, size), [], None, [], None
+        self.weights = Weights(model, plan.resident, self.load_link)
+        kv, layers = (config.num_key_value_heads, config.head_dim), config.num_hidden_layers
+        for kind, count in enumerate(plan[1:]):
+            slots = count * size
+            shape = (layers, 2, slots, *kv) if kind in (KV_HOST, KV_DEVICE) else (layers, slots, config.hidden_size)
+            if kind in (KV_HOST, ACT_HOST):
+                memory = links.host_memory(shape, model.dtype, model.device, "The host's blocks")
+            else:
+                memory = torch.empty(shape, dtype=model.dtype, device=model.device)
+            self.memory.append(memory)  # [L, 2, slots, KVH, hd] or [L, slots, D]
+        self.pool.block_bytes = sum(memory.nbytes for memory in self.memory) // max(1, self.pool.size)
+        if plan.act_host and not len(self.buffers[0][1]):
+            for pair in self.buffers:
+                pair[1] = torch.zeros(self.rows, config.hidden_size, dtype=model.dtype, device=model.device)
 
-@dataclass
-class Record:
-    """What a step did; times in seconds since the engine's timeline began."""
-    start: float
-    end: float
-    tokens: int                    # that were computed
-    context: int                   # that they read
-    decoding: bool                 # one token for each request
-    moved: Counter                 # bytes over the link: weights, act, kv (with what is for the next step), and back: stored
-
-
-# 3. The engine ---------------------------------------------------------------------------------------------------
-
-class Engine(paged.Engine):
-    """Chapter 02's engine on an OffloadedModel. `model` is in host memory, as checkpoint.load(..., on_host=True) leaves it, and
-    `device` computes. `lengths` are the tokens of the requests that are expected, prompt and answer; by default as many requests
-    as may run, each as long as the context."""
-    KEPT_STEPS = 4                 # whose spans the timeline keeps
-    compared = "TBT"               # on the page: weights and context come back in every decode step
-    LARGER = "a larger --host-memory"
-
-    def __init__(self, model, tokenizer, end_tokens, block_size: int = 16, token_budget: int = 8192, max_running: int = 128,
-                 max_waiting: int = 256, *, device=None, policy: str = "hybrid", device_memory: float | None = None,
-                 host_memory: float | None = None, resident_layers: int = 0, mini_batch: int = 8192,
-                 bytes_per_second: float | None = None, lengths: list[int] | None = None, costs: Costs | None = None):
-        """Memory in bytes; `costs`, if they were measured before. Raises ModelError if memory is too small, with the sizes."""
-        self.options = dict(block_size=block_size, token_budget=token_budget, max_running=max_running, max_waiting=max_waiting,
-                            device=device, policy=policy, device_memory=device_memory, host_memory=host_memory,
-                            resident_layers=resident_layers, mini_batch=mini_batch, bytes_per_second=bytes_per_second)
-        self.on_host, device = model, torch.device(device or model.device)
-        self.policy, self.memory, self.costs = policy, (device_memory, host_memory), costs
-        self.bytes_per_second = bytes_per_second or links.bandwidth(model, device=device)
-        context = model.config.max_position_embeddings
-        self.lengths = sorted(lengths or [context] * max_running, reverse=True)[:max_running]       # of those at once, at worst
-        self.rows = max(min(mini_batch, sum(self.lengths)), self.lengths[0])
-        offloaded = OffloadedModel(model, device, resident_layers)
-        super().__init__(offloaded, tokenizer, end_tokens, None, block_size, token_budget, max_running, max_waiting)
-        self.ahead: Arrival | None = None                               # the next step's first context, on its way
-        self.stored: list[deque[Stored]] = [deque() for _ in range(model.config.num_hidden_layers)]
-        self.damaged: set[int] = set()                                  # blocks whose state was lost on its way to the host
-        self.formed: list[list[Item]] = []                              # the mini-batches of the last step
-        self.failures, self.kept = 0, False                             # steps that failed since a state was last seen to be kept
-        self.timeline, self.records = Timeline(), deque(maxlen=256)
-        self.marks, self.travelling, self.moved = [], deque(), Counter()
-        self.counts.update(weights_bytes=0, act_bytes=0, kv_bytes=0, stored_bytes=0, transfer_errors=0)
-
-    def request(self, *prompt, **sampling):
-        """Chapter 01's, if its context fits into a buffer."""
-        request = super().request(*prompt, **sampling)
-        most = len(request.tokens) + request.max_tokens - 1             # the last token is never read
-        if most > self.rows:
-            raise BadRequest(f"{len(request.tokens)} prompt tokens and up to {request.max_tokens} new ones are more than the "
-                             f"{self.rows} that the buffers hold; ask for less, or start with --mini-batch {most}.")
-        return request
-
-    # Memory
-
-    def make_pool(self, _, block_size: int) -> HybridPool:
-        """Buffers first; with them the costs are measured, and with the costs memory is divided."""
-        model, config = self.model, self.model.config
-        self.load_link, self.save_link = (Link(lane, self.clock, self.bytes_per_second) for lane in ("load", "save"))
-        model.link = self.load_link
-        tensor = partial(torch.zeros, dtype=model.dtype, device=model.device)
-        hidden, kv = config.hidden_size, (config.num_key_value_heads, config.head_dim)
-        self.act_rows = 0 if self.policy == "kv-only" else self.rows
-        self.buffers = [Buffer(tensor(self.act_rows, hidden), tensor(2, self.rows, *kv)) for _ in range(2)]
-        self.staging = [Staging(tensor(ROWS, hidden), tensor(2, ROWS, *kv)) for _ in range(2)]
-        self.hidden = tensor(self.token_budget, hidden)                 # [T, D], between the layers
-        self.act_bytes = config.num_hidden_layers * block_size * hidden * model.dtype.itemsize
-        self.kv_bytes = block_size * config.kv_numbers_per_token * model.dtype.itemsize
-        self.limits = self.measure_limits(block_size)
-        self.room = self.measure_room(block_size)
-        self.costs = self.costs or self.measure(block_size)
-        self.allocation = allocate(self.policy, self.costs, self.room)
-        least = -(-self.lengths[-1] // block_size)
-        if sum(self.allocation) < least:
-            raise checkpoint.ModelError(
-                f"A request of {self.lengths[-1]} tokens takes {least} blocks and there is room for {sum(self.allocation)}: of "
-                f"{self.limits[1] / 1e6:.1f} MB of host memory the weights take {model.host_bytes / 1e6:.1f} MB, and a block of "
-                f"{block_size} tokens takes {self.kv_bytes / 1e6:.3f} MB as K and V; choose a larger --host-memory.")
-        return HybridPool(config, self.allocation, block_size, model.dtype, model.device, in_order=self.policy == "static")
-
-    @property
-    def tensor_bytes(self) -> int:
-        """Of weights and buffers on the device."""
-        buffers = [tensor for pair in (*self.buffers, *self.staging) for tensor in (pair.act, pair.kv)] + [self.hidden]
-        return self.model.device_bytes + sum(tensor.nbytes for tensor in buffers)
-
-    @property
-    def device_bytes(self) -> int:
-        """Device memory that is taken beside ACT blocks: weights, buffers, and what products need for a moment."""
-        config, size = self.model.config, self.model.dtype.itemsize
-        heads, kv_heads = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-        row = 6 * config.hidden_size + 4 * heads + 6 * kv_heads + 4 * config.intermediate_size + 2 * self.rows      # numbers
-        head = self.max_running * (config.vocab_size + 2 * config.hidden_size)
-        return self.tensor_bytes + (ROWS * row + head) * size
-
-    def measure_limits(self, block_size: int) -> tuple[float, float]:
-        """-> bytes of device and host memory: as asked for, or on a GPU most of what is free, and elsewhere room for half of the
-        weights as ACT blocks; and in the host what the batch can use, within half of what is free."""
-        device, host = self.memory
-        if device is None and self.model.device.type == "cuda":
-            device = 0.9 * torch.cuda.mem_get_info()[0] + self.tensor_bytes
-        elif device is None:
-            device = self.device_bytes + self.model.host_bytes / 2
-        if host is None:
-            host = self.model.host_bytes + min(self.useful(block_size) * max(self.kv_bytes, self.act_bytes),
-                                               checkpoint.free_host_memory() / 2)
-        return device, host
-
-    def useful(self, block_size: int) -> int:
-        """Blocks that the expected requests can use; one more each, which must be free when another one comes in."""
-        return sum(-(-length // block_size) + 1 for length in self.lengths)
-
-    def measure_room(self, block_size: int) -> Room:
-        (device, host), model = self.limits, self.model
-        if device < self.device_bytes:
-            raise checkpoint.ModelError(
-                f"Weights of {len(model.resident) + len(model.pieces)} layers, embedding, head and buffers for {self.rows} "
-                f"tokens take {self.device_bytes / 1e6:.1f} MB of device memory, and there are {device / 1e6:.1f} MB; choose a "
-                "larger --device-memory, a smaller --mini-batch or fewer --resident-layers.")
-        if host < model.host_bytes:
-            raise checkpoint.ModelError(
-                f"The weights of {len(model.streamed)} layers take {model.host_bytes / 1e6:.1f} MB of host memory, and there are "
-                f"{host / 1e6:.1f} MB; choose a larger --host-memory.")
-        if host - model.host_bytes > checkpoint.free_host_memory():
-            raise checkpoint.ModelError(
-                f"{(host - model.host_bytes) / 1e9:.1f} GB for blocks in host memory are more than the "
-                f"{checkpoint.free_host_memory() / 1e9:.1f} GB that are free; choose a smaller --host-memory.")
-        on_device = int((device - self.device_bytes) // self.act_bytes)
-        return Room(int(host - model.host_bytes), self.act_bytes, self.kv_bytes, on_device, self.useful(block_size))
+    def idle(self):
+        """Nothing runs: if by the last steps another plan is faster, drop what is cached and deal blocks anew."""
+        self.learn()
+        if not self.planner or not self.samples or any(self.pool.references):
+            return
+        planner, plan = self.planner.after(self.samples), self.deal.plan
+        other = planner.plan()
+        if max(planner.lanes(other)) < GAIN * max(planner.lanes(plan)):
+            self.forget()
+            for block in list(self.pool.cached):
+                self.pool.evict(block)
+            self.deal_blocks(other)
 
     @torch.inference_mode()
-    def measure(self, block_size: int, rounds: int = 4) -> Costs:
-        """What a layer costs on this machine, with as many requests and as long contexts as are expected; medians. The processor
-        works in one buffer while the link fills the other, as in a step."""
-        model, layers = self.model, self.model.config.num_hidden_layers
-        layer = model.begin(model.streamed[0] if model.streamed else 0)
-        length, requests = max(1, int(statistics.mean(self.lengths))), min(len(self.lengths), self.token_budget)
-        together = max(1, min(requests, self.rows // length))           # requests in a mini-batch
-        rows = min(self.rows, together * length)
-        states = torch.randn(rows, model.config.hidden_size).to(model.dtype).to(model.device)       # [rows, D]
-        targets = torch.arange(rows, device=model.device)
-        positions = targets % self.context
-        hidden = states[:1].expand(requests, -1).contiguous()           # [R, D]
-        first_position = model.rotary(positions[:1])                    # [1, 1, hd] each
-        queries = layer.queries(hidden[:together], first_position)      # [together, H, hd]
-        reads = [(slice(row, row + 1), slice(row * length, (row + 1) * length)) for row in range(together)]
+    def forward(self, work: list, before_layer=None):
+        """All mini-batches through layer after layer -> a batch with `work` in it, and logits [R, V]."""
+        self.learn()
+        self.marks, self.transfers, self.work = [], [], []
+        self.weights.issued = self.transfers
+        try:
+            logits = self.step([Item(request, request.table, request.computed, count) for request, count in work], work)
+        except Exception:
+            self.forget()
+            raise
+        self.work = work
+        return SimpleNamespace(work=work), logits
 
-        def forward(buffer):
-            for first in range(0, together, ROWS):
-                layer(hidden[:together][first:first + ROWS], first_position, lambda q, k, v: q)
+    def step(self, items: list[Item], work: list):
+        # 1. Mini-batches: those of the last step, if the same requests decode on. The first one's context may
+        #    be on its way, and what comes after the last one is the next step's
+        groups = self.group(items)
+        arrival = self.take_ahead(groups[0])
+        first = arrival[0] if arrival else self.make(groups[0], 0)
+        batches = [first, *(self.make(group, number) for number, group in enumerate(groups[1:], 1))]
+        for batch in batches:
+            batch.add_new(self.deal)
+        self.last = batches
+        following = self.look_ahead(work)
+        hidden = [self.model.embed(batch.tokens) for batch in batches]  # [T, D] each
+        rotations = [self.model.rotary(batch.positions) for batch in batches]
+        arrival = arrival[1] if arrival else self.bring(0, first)
+        self.saves, total = [], sum(batch.rows_used for batch in batches)
 
-        def rebuild(buffer):
-            for first in range(0, rows, ROWS):
-                part = slice(first, first + ROWS)
-                self.rebuild(layer, states[part], buffer, targets[part], positions[part])
-        work = dict(attend=lambda buffer: self.attend(queries, buffer, reads), forward=forward, rebuild=rebuild,
-                    head=lambda buffer: model.logits(hidden))
-        taken = {name: [] for name in work}
-        on_host = offload.pinned((2, rows, *self.buffers[0].kv.shape[2:]), model.dtype, model.device, "A buffer").normal_()
-        for _ in range(rounds + 1):
-            self.buffers.reverse()
-            transfer = self.load_link.copy(self.buffers[1].kv[:, :rows], on_host, "measurement")
-            for name, function in work.items():
-                began = self.clock.mark()
-                function(self.buffers[0])
-                taken[name].append((began, self.clock.mark()))
-            transfer.join()
-        attend, forward, rebuild, head = (
-            statistics.median(self.clock.seconds(end) - self.clock.seconds(began) for began, end in marks[1:])
-            for marks in taken.values())
-        speed = self.load_link.speed()
-        return Costs(load_weights=model.host_bytes / layers / speed, forward=forward * requests / together + head / layers,
-                     attend=attend / (together * length) * block_size, rebuild=rebuild / rows * block_size,
-                     load_act=self.act_bytes / layers / speed, load_kv=self.kv_bytes / layers / speed)
+        # 2. Layer by layer, mini-batch by mini-batch: while one computes, the next one's context arrives, and a
+        #    portion of the next layer's weights
+        order = [(index, at) for index in range(self.weights.count) for at in range(len(batches))]
+        for number, (index, at) in enumerate(order):
+            batch, coming = batches[at], None
+            if at == 0:
+                layer = self.weights.layer(index)
+            self.weights.fetch(batch.rows_used / total / self.weights.layers_left)
+            if number + 1 < len(order):
+                index_then, at_then = order[number + 1]
+                coming = self.bring(index_then, batches[at_then])
+            elif following:
+                for transfer, _, of in self.saves:
+                    if of == 0:  # the next step reads what this one has stored in the first layer
+                        arrive(transfer)
+                self.ahead = following, self.bring(0, following)
+            kv = self.rebuild(index, layer, batch, arrival)
+            hidden[at] = self.compute(index, layer, batch, kv, hidden[at], rotations[at])
+            arrival = coming
 
-    # One step
+        # 3. The last tokens' logits, in the order of the work. What was computed is in its blocks
+        began, last, row = self.clock.mark(), {}, 0
+        for item in (item for batch in batches for item in batch.items):
+            row += item.count
+            last[item.request] = row - 1
+        rows = [last[request] for request, count in work if count == request.pending]
+        logits = self.model.logits(torch.cat(hidden)[rows])  # [R, V]
+        self.marks.append(("head", began, self.clock.mark()))
+        for transfer, *_ in self.saves:
+            transfer.wait()
+        return logits
 
-    def batch(self, work) -> Step:
-        """The step's mini-batches. What is on its way already comes first, if it is still wanted."""
-        items = {request: Item(request, request.computed, count, self.blocks_of(request, request.computed))
-                 for request, count in work}
-        first = []
-        if self.ahead:
-            first = [items.pop(request) for request, (_, _, start) in self.ahead.context.new.items()
-                     if request in items and items[request][1:3] == (start, 1)]
-            if not first:
-                self.discard()
-        self.formed = mini_batches = ([first] if first else []) + list(self.form(list(items.values())))
-        return Step(self.pool, work, mini_batches, self.ahead.context if first else None)
+    # Which mini-batches
 
-    def discard(self):
-        """Nobody waits for what is on its way for the next step, and nothing else may come into its buffer before it is there."""
-        for transfer in (self.ahead.act, self.ahead.kv) if self.ahead else ():
-            if transfer:
-                transfer.join()
-        self.ahead = None
+    def group(self, items: list[Item]) -> list[list[Item]]:
+        now = {item.request: item for item in items}
+        groups = [[now.get(old.request) for old in batch.items] for batch in self.last]
+        same = len(items) == sum(map(len, groups)) > 0
+        if same and all(batch.can_advance(group) for batch, group in zip(self.last, groups)):
+            return groups
+        return form(items, self.rows)
 
-    def blocks_of(self, request, tokens: int) -> Allocation:
-        held = Counter(map(self.pool.kind, request.table[:self.pool.needed(tokens)]))
-        return Allocation(held[0], held[1], held[2])
+    def make(self, group: list[Item], number: int) -> MiniBatch:
+        last = self.last[number] if number < len(self.last) else None
+        if last and len(last.items) == len(group) and last.can_advance(group):
+            return last.advance(group)
+        return MiniBatch(group, self.deal, self.model)
 
-    def form(self, items: list[Item]):
-        """-> an iterator over mini-batches."""
-        if self.policy != "static":
-            return form_mini_batches(items, self.costs, self.rows, self.act_rows, self.pool.block_size)
-        formed, room = [], 0                                            # in the order of arrival
-        for item in items:
-            if item.tokens > room:
-                formed.append([])
-                room = self.rows
-            formed[-1].append(item)
-            room -= item.tokens
-        return iter(formed)
+    def look_ahead(self, work: list) -> MiniBatch | None:
+        """The first mini-batch of the next step, if all decode then who are not known to end now."""
+        items = [
+            Item(request, request.table, request.computed + count, 1) for request, count in work
+            if count == request.pending and len(request.new) + 1 < request.max_tokens
+        ]  # fmt: skip
+        if not items or len(self.model.layers) == 1 or any(count < request.pending for request, count in work):
+            return None
+        return self.make(self.group(items)[0], 0)
 
-    @torch.inference_mode()
-    def forward(self, step: Step):
-        """All mini-batches through layer after layer; while one computes, the context of the next one arrives, and a part of the
-        next layer's weights."""
-        model, hidden = self.model, self.hidden[:len(step.tokens)]      # [T, D]
-        self.moved, self.marks, number = Counter(), [], self.counts["steps"]
-        hidden.copy_(model.embed(step.tokens))
-        arrival, self.ahead = self.ahead or self.bring(0, step.mini_batches[0][0], number), None
-        layers, ahead = model.config.num_hidden_layers, self.look_ahead(step)
-        for index in range(layers):
-            layer = model.begin(index)
-            for at, (_, rows, share) in enumerate(step.mini_batches):
-                # 1. What comes next: a part of the next weights, and the next context
-                self.travel("weights", model.fetch(share / model.layers_left))
-                if at + 1 < len(step.mini_batches):
-                    following = self.bring(index, step.mini_batches[at + 1][0], number)
-                elif index + 1 < layers:
-                    following = self.bring(index + 1, step.mini_batches[0][0], number)
-                elif ahead and layers > 1:
-                    following = self.ahead = self.bring(0, ahead, number + 1)
-                else:                                                   # of one layer, this step's own states are not there yet
-                    following = None
+    def take_ahead(self, group: list[Item]) -> tuple | None:
+        """What came ahead, if it is what this step begins with; else it may be overwritten when it is there."""
+        ahead, self.ahead = self.ahead, None
+        self.earlier = list(filter(None, ahead[1][2])) if ahead else []
+        if ahead and ahead[0].items == group:
+            return ahead
+        if not over(self.earlier):
+            self.clear_buffers()
+        return None
 
-                # 2. K and V of what was kept as activations
-                self.rebuild_all(index, layer, arrival)
+    # The link and the processor
 
-                # 3. The layer, for the new tokens
-                if arrival.kv:
-                    arrival.kv.wait()
-                began = self.clock.mark()
-                for part in rows:
-                    self.compute_rows(index, layer, part, arrival.buffer, hidden, number)
-                self.marks.append(("forward", began, self.clock.mark()))
-                arrival = following
-        return model.logits(hidden[step.last_rows])                     # [R, V]
-
-    def bring(self, index: int, context: Context, number: int) -> Arrival:
-        """Issue the transfers of a context in one layer. What earlier steps stored in that layer must be there."""
-        self.settle(index, number)
-        arrival = Arrival(context, self.buffers[0])
+    def bring(self, index: int, batch: MiniBatch) -> tuple:
+        """Issue the transfers of a mini-batch's context in one layer, to the rows where it is needed -> the
+        buffers [2, rows, KVH, hd] and [rows, D], and the transfers of ACT and KV blocks or None."""
+        kv, act = self.buffers[0]
         self.buffers.reverse()
-        pool, buffer = self.pool, arrival.buffer
-        if context.act[0]:
-            arrival.act = self.load_link.copy([buffer.act[rows] for rows in context.act[1]],
-                                              [pool.act_host[index, slots] for slots in context.act[0]], "act")
-            self.travel("act", arrival.act)
-        if context.kv[0]:
-            arrival.kv = self.load_link.copy([buffer.kv[:, rows] for rows in context.kv[1]],
-                                             [pool.kv[index, :, slots] for slots in context.kv[0]], "kv")
-            self.travel("kv", arrival.kv)
-        return arrival
+        transfers = []
+        for kind, label in (ACT_HOST, "act"), (KV_HOST, "kv"):
+            transfers.append(None)
+            if runs := batch.runs[kind].values():
+                into, memory = (kv, self.memory[kind][index]) if kind == KV_HOST else (act, self.memory[kind][index])
+                dst = [part(into, kind, row, count) for _, row, count in runs]
+                src = [part(memory, kind, slot, count) for slot, _, count in runs]
+                transfers[-1] = self.load_link.copy(dst, src, label)
+                self.transfers.append(transfers[-1])
+        return kv, act, transfers
 
-    def look_ahead(self, step: Step) -> Context | None:
-        """The first context of the next step, which is to arrive while this one is in its last layer. Which answers end here is
-        not known yet; but a request that goes on reads what it reads now, and one token more."""
-        items = [Item(request, request.computed + count, 1, self.blocks_of(request, request.computed + count))
-                 for request, count in step.work
-                 if count == request.pending and len(request.answer.tokens) + 1 < request.max_tokens]
-        return Context(self.pool, [item[:3] for item in next(self.form(items))]) if items else None
+    def rebuild(self, index: int, layer: Layer, batch: MiniBatch, arrival: tuple):
+        """-> the attention buffer [2, rows, KVH, hd] with the K and V of the whole context."""
+        kv, act, (acts, kvs) = arrival
+        here, device, host = (batch.context[kind] for kind in (KV_DEVICE, ACT_DEVICE, ACT_HOST))
+        if len(here.slots):
+            kv.index_copy_(1, here.rows, self.memory[KV_DEVICE][index].index_select(1, here.slots))
+        self.project(layer, self.memory[ACT_DEVICE][index], device.slots, device, kv)
+        if acts:
+            arrive(acts)
+            self.project(layer, act, host.rows, host, kv)
+        if kvs:
+            arrive(kvs)
+        return kv
 
-    def rebuild_all(self, index: int, layer, arrival: Arrival):
-        context, buffer = arrival.context, arrival.buffer
-        for (targets, positions), on_device in zip(context.rebuilt, (True, False)):
-            if not on_device and arrival.act:
-                arrival.act.wait()
-            began = self.clock.mark()
-            for first in range(0, len(targets), ROWS):
-                part = slice(first, first + ROWS)
-                states = self.pool.act_device[index].index_select(0, context.device_slots[part]) if on_device else (
-                    buffer.act[part][:len(targets) - first])            # [T, D]
-                self.rebuild(layer, states, buffer, targets[part], positions[part])
-            if len(targets):
-                self.marks.append(("rebuild", began, self.clock.mark()))
+    def project(self, layer: Layer, states, where, tokens: Tokens, kv):
+        """K and V [n, KVH, hd] of `states` [., D] in places `where` [n], into the buffer's rows."""
+        if not len(where):
+            return
+        began = self.clock.mark()
+        for places, rows, positions in zip(where.split(ROWS), tokens.rows.split(ROWS), tokens.positions.split(ROWS)):
+            for side, values in zip(kv, layer.project_kv(states.index_select(0, places), positions)):
+                side.index_copy_(0, rows, values)
+        self.marks.append(("rebuild", began, self.clock.mark()))
 
-    def rebuild(self, layer, states, buffer: Buffer, targets, positions):
-        """K and V of activations [T, D] at `positions` [T], into rows `targets` [T] of the attention buffer."""
-        for rows, values in zip(buffer.kv, layer.project_kv(states, positions)):                    # [T, KVH, hd] each
-            rows.index_copy_(0, targets, values)
-
-    def compute_rows(self, index: int, layer, part: Rows, buffer: Buffer, hidden, number: int):
-        """At most ROWS new tokens through a layer, and their state into their blocks."""
-        states = hidden[part.rows]                                      # [T, D]
-        staging = self.staging[0]
-        self.staging.reverse()
-        for transfer in staging.transfers:                              # an error is seen in `settle`
-            with suppress(TransferError):
-                transfer.wait()
-        if len(part.device_slots):
-            self.pool.act_device[index].index_copy_(0, part.device_slots, states.index_select(0, part.kept[0]))
-        staging.act[:len(part.kept[1])] = states.index_select(0, part.kept[1])
+    def compute(self, index: int, layer: Layer, batch: MiniBatch, kv, hidden, rotation):
+        """The layer, for the new tokens [T, D] -> [T, D]; their state goes to their blocks."""
+        began, new = self.clock.mark(), {}
 
         def attend(q, k, v):
-            for rows, values, staged in zip(buffer.kv, (k, v), staging.kv):
-                rows.index_copy_(0, part.targets, values)
-                staged[:len(part.kept[2])] = values.index_select(0, part.kept[2])
-            return self.attend(q, buffer, part.reads)
-        hidden[part.rows] = layer(states, self.model.rotary(part.positions), attend)
-        staging.transfers = self.store(index, part, staging, number)
+            new["kv"] = k, v
+            return batch.attend(kv, q, k, v)
 
-    def attend(self, q, buffer: Buffer, reads):
-        """q [T, H, hd] -> [T, H, hd]: each request's rows over its rows of the buffer."""
-        out, (keys, values) = torch.empty_like(q), buffer.kv            # [rows, KVH, hd] each
-        for rows, seen in reads:
-            (count, _, _), k, v, mask = q[rows].shape, keys[seen].transpose(0, 1), values[seen].transpose(0, 1), None
-            if 1 < count < k.shape[1]:                                  # row i sees what was before these rows, and i + 1 of them
-                mask = torch.ones(count, k.shape[1], dtype=torch.bool, device=q.device).tril(k.shape[1] - count)    # [T, S]
-            out[rows] = baseline.attention(q[rows], k, v, mask)
+        out = layer(hidden, rotation, attend)
+        for kind, (numbers, slots, runs) in enumerate(batch.new):
+            if not len(numbers):
+                continue
+            memory = self.memory[kind][index]
+            if kind in (KV_HOST, KV_DEVICE):
+                state = torch.stack([side.index_select(0, numbers) for side in new["kv"]])  # [2, n, KVH, hd]
+            else:
+                state = hidden.index_select(0, numbers)  # [n, D]
+            if kind in (KV_DEVICE, ACT_DEVICE):
+                memory.index_copy_(state.ndim // 4, slots, state)
+                continue
+            dst = [part(memory, kind, slot, count) for slot, _, count in runs.values()]
+            src = [part(state, kind, row, count) for _, row, count in runs.values()]
+            self.saves.append((self.save_link.copy(dst, src, "store"), state, index))
+            self.transfers.append(self.saves[-1][0])
+        self.marks.append(("forward", began, self.clock.mark()))
         return out
 
-    def store(self, index: int, part: Rows, staging: Staging, number: int) -> list[Transfer]:
-        """What belongs to the host's blocks goes there."""
-        pool, transfers = self.pool, []
-        if part.act:
-            transfers.append(self.save_link.copy([pool.act_host[index, slots] for _, slots in part.act],
-                                                 [staging.act[rows] for rows, _ in part.act], "store act"))
-        if part.kv:
-            transfers.append(self.save_link.copy([pool.kv[index, :, slots] for _, slots in part.kv],
-                                                 [staging.kv[:, rows] for rows, _ in part.kv], "store kv"))
-        for transfer in transfers:
-            self.travel("stored", transfer)
-            self.stored[index].append(Stored(number, transfer, part.blocks))
-        return transfers
+    # After a step
 
-    def settle(self, index: int, number: int):
-        """Wait until what steps before `number` stored in layer `index` is there; the host waits, but that was layers ago.
-        Raises TransferError."""
-        stored = self.stored[index]
-        while stored and stored[0].step < number:
-            _, transfer, blocks = stored.popleft()
-            transfer.join()
-            if transfer.error is not None:
-                self.damaged |= blocks
-                raise TransferError(transfer)
-            self.kept = True
+    def forget(self):
+        """Begin anew: wait until nothing that was issued is written any more. Nothing of it is used, and what
+        a failed copy may have left where masked rows are read is cleared: 0 times NaN is NaN."""
+        over([*self.earlier, *self.transfers, *self.weights.transfers])
+        self.clear_buffers()
+        self.weights.begin()
+        self.ahead, self.last, self.marks, self.work = None, [], [], []
 
-    def travel(self, kind: str, transfer: Transfer | None):
-        if transfer is not None:
-            self.travelling.append(transfer)
-            self.moved[kind] += transfer.bytes
-            self.counts[f"{kind}_bytes"] += transfer.bytes
+    def clear_buffers(self):
+        for kv, _ in self.buffers:
+            kv.zero_()
 
-    def compute(self, work):
-        """Chapter 02's, and the books of the step."""
-        steps, began = self.counts["steps"], self.clock.mark()
-        read, tokens = sum(request.computed for request, _ in work), sum(count for _, count in work)
-        decoding = all(count == 1 for _, count in work)
-        super().compute(work)
-        began, ended = (self.clock.seconds(mark) - self.timeline.began for mark in (began, self.clock.mark()))
-        self.note_spans()
-        if self.counts["steps"] > steps:
-            if self.kept or not self.moved["stored"]:                   # what this step stored is not known to be there yet
-                self.failures, self.kept = 0, False
-            self.records.append(Record(began, ended, tokens, read, decoding, self.moved))
+    def learn(self):
+        """Note what the last step took, if all of it decoded: see Planner.after."""
+        work, self.work = self.work, []
+        if not work or any(count > 1 for _, count in work):
+            return
+        seconds = self.busy()
+        tokens = [sum(len(batch.context[kind].slots) for batch in self.last) for kind in KINDS]
+        acts = self.weights.count * (tokens[ACT_HOST] + tokens[ACT_DEVICE]) / self.pool.block_size
+        forward = (seconds["forward"] + seconds["head"]) / self.weights.count
+        rebuild = seconds["rebuild"] / acts if acts else 0.0
+        self.samples.append((sum(tokens) / self.pool.block_size, rebuild, forward))
 
-    def note_spans(self):
-        """What is over goes into the timeline, and what was before the last steps goes out of it."""
+    def busy(self) -> Counter:
+        """What the processor did in the last step -> seconds."""
+        seconds = Counter()
         for label, began, ended in self.marks:
-            self.timeline.add("compute", label, self.clock.seconds(began), self.clock.seconds(ended))
-        for transfer in [transfer for transfer in self.travelling if transfer.ready]:
-            self.travelling.remove(transfer)
-            self.timeline.add(transfer.lane, transfer.label, *transfer.span())
-        self.marks, oldest = [], self.records[-self.KEPT_STEPS].start if len(self.records) >= self.KEPT_STEPS else 0.0
-        self.timeline.spans = [span for span in self.timeline.spans if span.end > oldest]
-
-    def fail(self, work, error: Exception):
-        """After a failed transfer nobody has lost anything but a step; whose state was lost on its way to the host is computed
-        again. After RETRIES steps in a row, all of the step's requests fail."""
-        self.discard()
-        self.model.forget()
-        for transfer in self.travelling:
-            transfer.join()
-        for stored in self.stored:                                      # what else was lost shows now, not in the retries
-            self.damaged.update(*(blocks for _, transfer, blocks in stored if transfer.error is not None))
-            stored.clear()
-        for block in self.damaged:
-            self.pool.forget(block)
-        for request in [request for request in self.running if not self.damaged.isdisjoint(request.table)]:
-            self.preempt(request)
-        self.damaged, self.kept = set(), False
-        if isinstance(error, TransferError):
-            self.counts["transfer_errors"] += 1
-            self.failures += 1
-            if self.failures < RETRIES:
-                return
-        self.failures = 0
-        super().fail(work, error)
-
-    def restore(self, request):
-        """Chapter 02's: what is cached is in the table already. It is brought in every step."""
-        first_time = request.source is None
-        yield from super().restore(request)
-        if first_time and any(self.pool.entry(block).place == "host" for block in request.table[:request.saved]):
-            request.source = "cpu_hit"
-
-    def fork(self, request) -> list:
-        """The other samples come in next, and find the prompt's full blocks; a block that is written has one owner."""
-        forks, request.forks = request.forks, []
-        for fork in forks:
-            fork.inherit(request)
-        self.waiting.extendleft(reversed(forks))
-        return []
-
-    def counters(self) -> dict:
-        pool = self.pool
-        return dict(super().counters(), **self.allocation._asdict(), policy=self.policy,
-                    device_bytes=self.device_bytes + pool.act_device.nbytes,
-                    host_bytes=self.model.host_bytes + pool.act_host.nbytes + pool.kv.nbytes)
-
-    # What the page shows
-
-    admin = {}                     # noqa: RUF012   no /evict: what is cached is in host memory, and nobody else has it
-
-    def tiers(self) -> list[live.Tier]:
-        pool, tiers = live.of_pool("", "", self.pool, list(self.running)), []
-        for kind, (what, place) in enumerate(HybridPool.KINDS):
-            where, start = "Device" if place == "device" else "Host memory", self.pool.firsts[kind]
-            tiers.append(live.part(
-                f"{what}-{place}", f"{where}: {what.upper()} blocks of {self.pool.block_size} tokens", pool, start,
-                start + self.allocation[kind], self.kv_bytes if what == "kv" else self.act_bytes))
-        return tiers
-
-    def result(self, request):
-        """Chapter 02's; drawn are the mini-batches of its last step, and the lanes of the last steps."""
-        result, costs, batches = super().result(request), self.costs, []
-        total = sum(item.tokens for items in self.formed for item in items)
-        for items in self.formed:
-            blocks = Allocation(*map(sum, zip(*(item.blocks for item in items))))
-            share = sum(item.tokens for item in items) / total
-            part = costs._replace(load_weights=costs.load_weights * share, forward=costs.forward * share)
-            batches.append((len(items), *blocks, part.link(blocks), part.compute(blocks)))
-        request.timeline.plan = partial(figure.MiniBatches, "The mini-batches of its last step, as planned", batches)
-        if self.records:
-            start = self.records[max(0, len(self.records) - 2)].start
-            result.timeline.detail = self.timeline.window(start, time.perf_counter() - self.timeline.began)
-        return result
-
-    def drawn(self, request):
-        return request.timeline.plan()
-
-    def ways(self, prompt: list[int], new: int, stack) -> dict:
-        """TOGETHER requests with this prompt, under each policy."""
-        alone = baseline.Engine(whole_model(self), *self.parts[1:])
-        options = dict(self.options, lengths=[len(prompt) + new] * TOGETHER, max_running=TOGETHER, device_memory=None,
-                       host_memory=None)
-        engines, costs = {}, None
-        for policy in POLICIES:
-            engines[policy] = Engine(self.on_host, *self.parts[1:], **dict(options, policy=policy, costs=costs))
-            costs = engines[policy].costs
-        salts = map(str, itertools.count())
-
-        def way(engine: Engine):
-            asked = [dict(prompt=prompt, max_tokens=new, cache_salt=next(salts)) for _ in range(TOGETHER)]
-            return paged.run_together(engine, asked).requests[0].outcome
-        return {"one request, all on the device (01)": lambda: alone.generate(prompt=prompt, max_tokens=new),
-                **{f"{policy}, {TOGETHER} at once": partial(way, engine) for policy, engine in engines.items()}}
+            seconds[label] += self.clock.seconds(ended) - self.clock.seconds(began)
+        return seconds
 
 
-# 4. The demo -----------------------------------------------------------------------------------------------------
-
-TOGETHER = 4                       # answers at once in the page's comparison
-REQUESTS, NEW, TURN = 32, 16, 4    # answers at once, tokens of each, steps that a policy takes before it is another one's turn
-
-
-class Run:
-    """A batch under one policy, in turns of some steps. The first step of a turn is not counted, for its transfers began in
-    another one's time, nor are those in which not all requests decode."""
-
-    def __init__(self, engine: Engine, prompts: list[list[int]], new: int):
-        for memory in (engine.pool.kv, engine.pool.act_host, engine.pool.act_device):
-            memory.zero_()                                              # the first touch is slow, and not what is measured
-        self.engine, self.requests = engine, [engine.submit(prompt=prompt, max_tokens=new)[0] for prompt in prompts]
-        self.seconds: list[float] = []
-        self.busy: dict[str, list[float]] = dict(compute=[], load=[])
-        self.record: Record | None = None                               # of the last step that counted
-        self.blocks = 0.0                                               # of context, in that step
-        self.chart = Timeline()                                         # two layers of it
-
-    def turn(self, steps: int = TURN) -> bool:
-        """-> whether there is more to do."""
-        engine, more = self.engine, True
-        for number in range(steps):
-            blocks = sum(request.computed for request in engine.running) / engine.pool.block_size
-            began = time.perf_counter()
-            more = engine.step()
-            seconds, records = time.perf_counter() - began, engine.records
-            if self.record is not None:                                 # by now all of the step before is in the timeline
-                self.look_at(self.record)
-            self.record = None
-            if number and more and records[-1].decoding and records[-1].tokens == len(self.requests):
-                self.seconds.append(seconds)
-                self.record, self.blocks = records[-1], blocks
-            if not more:
-                break
-        return more
-
-    def look_at(self, record: Record):
-        timeline, layers = self.engine.timeline, self.engine.model.config.num_hidden_layers
-        for lane, busy in self.busy.items():
-            busy.append(1 - timeline.bubble(lane, record.start, record.end))
-        middle, two = (record.start + record.end) / 2, (record.end - record.start) * 2 / layers
-        self.chart, self.moved = timeline.window(middle - two / 2, middle + two / 2), record.moved
-        self.chart.plan = lambda: self.engine.drawn(self.requests[0])
-
-    def bound(self, costs: Costs) -> float | None:
-        """Seconds of a step in which neither lane could have been faster."""
-        layers, room = self.engine.model.config.num_hidden_layers, self.engine.room
-        return None if self.engine.policy == "static" else layers * bound(costs, self.blocks, room.device, self.engine.policy)
-
-    def row(self, costs: Costs) -> dict:
-        tokens, seconds, least = len(self.requests), statistics.median(self.seconds), self.bound(costs)
-        return dict(policy=self.engine.policy, **self.engine.allocation._asdict(), tokens_per_second=tokens / seconds,
-                    min=tokens / max(self.seconds), max=tokens / min(self.seconds), samples=len(self.seconds),
-                    bytes_per_step=dict(self.moved), compute_busy=statistics.median(self.busy["compute"]),
-                    link_busy=statistics.median(self.busy["load"]), measured_over_bound=seconds / least if least else None)
+def part(tensor, kind: int, first: int, count: int):
+    """Rows or slots of [2, n, KVH, hd] or [n, D]."""
+    return tensor[:, first : first + count] if kind in (KV_HOST, KV_DEVICE) else tensor[first : first + count]
 
 
-def demo(engine: Engine, arguments):
-    """A batch under the four policies, in turn, on one model, one link and one clock."""
-    # 1. The batch, and an engine for each policy
-    rng, new = random.Random(0), max(8, min(arguments.max_tokens, NEW))
-    talks = [paged.conversation(engine, rng, engine.context // (12, 10, 8, 7)[number % 4]) for number in range(REQUESTS)]
-    prompts = [engine.encode(None, messages)[0][:engine.context - new] for messages in talks]
-    lengths = [len(prompt) + new for prompt in prompts]
-    options = dict(engine.options, mini_batch=min(arguments.mini_batch, max(sum(lengths) // 4, *lengths)), lengths=lengths,
-                   max_running=max(REQUESTS, engine.max_running), token_budget=max(sum(lengths), engine.token_budget))
-    costs, runs = None, []
-    for policy in POLICIES:
-        one = Engine(engine.on_host, engine.tokenizer, frozenset(), **dict(options, policy=policy, costs=costs))
-        costs, runs = one.costs, [*runs, Run(one, prompts, new)]
-
-    # 2. They take turns, and are compared with chapter 01 before anything is printed
-    while any([run.turn() for run in runs]):
-        pass
-    for failed in [request.outcome for run in runs for request in run.requests if isinstance(request.outcome, Exception)]:
-        raise failed
-    if not all(run.seconds for run in runs):
-        raise checkpoint.ModelError(f"There is not memory for {REQUESTS} requests at once under every policy; choose a larger "
-                                    "--host-memory or leave it out.")
-    alone = baseline.Engine(whole_model(engine), engine.tokenizer, frozenset())
-    verified = paged.verify(alone, [paged.Run(run.requests) for run in runs])
-
-    # 3. What they did
-    hybrid = runs[0].engine
-    print(f"{REQUESTS} prompts, {sum(map(len, prompts))} tokens; {hybrid.load_link}; the weights of {len(hybrid.model.streamed)} "
-          f"layers take {hybrid.model.host_bytes / 1e6:.1f} MB,\nand the device has room for "
-          f"{hybrid.room.device * hybrid.act_bytes / 1e6:.1f} MB of blocks\n")
-    rows = [run.row(costs) for run in runs]
-    print(" " * 13 + "blocks there is room for" + " " * 28 + "MB over the link" + " " * 6 + "busy share of" + " " * 5 + "time\n"
-          "  policy   ACT, device  ACT, host  KV, host   tokens/s, steps        weights   KV  ACT   compute  link  / bound")
-    for row in rows:
-        moved = [row["bytes_per_step"].get(kind, 0) / 1e6 for kind in ("weights", "kv", "act")]
-        over = f"{row['measured_over_bound']:9.2f}" if row["measured_over_bound"] else ""
-        line = ("  {policy:8} {act_device:11} {act_host:10} {kv_host:9} {tokens_per_second:7.1f} "
-                "({min:.1f} to {max:.1f})").format(**row)
-        print(f"{line:65}{moved[0]:6.1f}{moved[1]:6.1f}{moved[2]:5.1f}{row['compute_busy']:10.0%}{row['link_busy']:6.0%}{over}")
-    for run in runs[:3]:
-        print(f"\nTwo layers of a decode step, {run.engine.policy} (w: weights, k: KV blocks, a: ACT blocks arrive; r: K and V\n"
-              f"are rebuilt, f: the rest of the layer; s: new states leave)\n{run.chart.chart(width=96, bubbles=True)}")
-    return dict(link=dict(modelled=hybrid.load_link.modelled, gbps=hybrid.load_link.speed() / 1e9), verified=verified, rows=rows,
-                costs=costs._asdict(), counters=hybrid.counters()), [run.chart for run in reversed(runs)]
+def over(transfers) -> bool:
+    """Wait until none is under way any more -> whether all have arrived."""
+    errors = []
+    for transfer in transfers:
+        try:
+            transfer.wait()
+        except links.TransferError as error:
+            errors.append(error)
+    return not errors
 
 
-def whole_model(engine: Engine) -> Llama:
-    """For chapter 01: all of the model where it computes."""
-    if engine.model.device.type == "cpu":
-        return engine.on_host
-    model = copy.deepcopy(engine.on_host).to(engine.model.device)
-    model.device = engine.model.device
-    return model
+# 5. The engine, and what it is measured with ---------------------------------------------------
+
+def sizes_of(model: Llama, block_size: int) -> Sizes:
+    config, numbers = model.config, sum(parameter.numel() for parameter in model.layers[0].parameters())
+    act, kv = config.num_hidden_layers * config.hidden_size, config.kv_numbers_per_token
+    return Sizes(*(count * model.dtype.itemsize for count in (numbers, block_size * act, block_size * kv)))
 
 
-# 5. Main ---------------------------------------------------------------------------------------------------------
-
-def add_arguments(parser):
-    parser.add_argument("--policy", choices=POLICIES, default="hybrid", help="what the context is kept as (default hybrid)")
-    parser.add_argument("--device-memory", type=app.bounded(float, 0, 1e6), metavar="GB",
-                        help="device memory for weights, buffers and ACT blocks (default: most of what is free on a GPU; else "
-                             "enough to hold half of the layers as ACT blocks)")
-    parser.add_argument("--host-memory", type=app.bounded(float, 0, 1e6), metavar="GB",
-                        help="host memory for weights and blocks (default: all that can be used, within half of what is free)")
-    parser.add_argument("--resident-layers", type=app.bounded(int, 0, 1024), default=0, metavar="N",
-                        help="layers whose weights stay on the device (default 0)")
-    parser.add_argument("--mini-batch", type=app.bounded(int, 1, 1 << 20), default=8192, metavar="TOKENS",
-                        help="tokens of context that are on the device at once (default 8192)")
-    parser.add_argument("--block-size", type=app.bounded(int, 1, 1 << 16), default=16, metavar="TOKENS",
-                        help="tokens per block (default 16)")
-    parser.add_argument("--token-budget", type=app.bounded(int, 1, 1 << 20), default=8192, metavar="TOKENS",
-                        help="tokens per step, decode and prefill together (default 8192)")
-    parser.add_argument("--max-running", type=app.bounded(int, 1, 1 << 12), default=128, metavar="N",
-                        help="answers that may be written at once (default 128)")
-    links.add_arguments(parser)
-    batch.add_arguments(parser)
-
-
-def make_engine(model, tokenizer, end_tokens, arguments) -> Engine:
-    device, lengths = torch.device(checkpoint.pick_device(arguments.device)), None
-    if arguments.batch:                                                 # they are known: memory is divided for them
-        frontend = baseline.Frontend(model, tokenizer, end_tokens)
-        lengths = [prompt + most for prompt, most in batch.requests_in(arguments.batch, frontend, Engine.fields)]
-    engine = Engine(model, tokenizer, end_tokens, arguments.block_size, arguments.token_budget, arguments.max_running,
-                    device=device, policy=arguments.policy, lengths=lengths,
-                    device_memory=arguments.device_memory and arguments.device_memory * 1e9,
-                    host_memory=arguments.host_memory and arguments.host_memory * 1e9,
-                    resident_layers=arguments.resident_layers, mini_batch=arguments.mini_batch,
-                    bytes_per_second=links.bandwidth(model, arguments.link, arguments.platform, device))
-    blocks, offloaded = engine.allocation, engine.model
-    print(f"Weights: {len(offloaded.streamed)} layers, {offloaded.host_bytes / 1e6:.1f} MB, in host memory, "
-          f"{len(offloaded.resident)} on the device\n"
-          f"Blocks of {arguments.block_size} tokens: {blocks.act_device} ACT on the device, {blocks.act_host} ACT and "
-          f"{blocks.kv_host} KV in host memory; an ACT block takes {engine.act_bytes / 1e6:.3f} MB, a KV block "
-          f"{engine.kv_bytes / 1e6:.3f} MB\nThe host is reached over a {engine.load_link}", file=sys.stderr)
+def ready(planner: Planner, model: Llama, bandwidth, requests: int, context: int) -> paged.Engine:
+    """An engine whose requests are about to decode, behind contexts of numbers that nobody has computed."""
+    runner = HybridRunner(model, planner.plan(), bandwidth, planner.block_size)
+    engine = paged.Engine(runner, max_running=requests)
+    for memory in runner.memory:
+        memory.fill_(0.1)
+    for number in range(requests):
+        request = Request([(number + 7 * at) % 251 for at in range(context + 1)], 1 << 20)
+        engine.waiting.append(request)
+        assert engine.admit(request), "there are too few blocks"
+        request.computed = context
     return engine
 
 
+def measure(planner: Planner, model: Llama, speed: float, bandwidth, requests: int, context: int) -> Planner:
+    """`planner` with the costs of decode steps with ACT blocks alone, over a link of `speed` bytes/s."""
+    sizes, layers = planner.sizes, planner.layers
+    loads = dict(load_weights=sizes.weights, load_act=sizes.act / layers, load_kv=sizes.kv / layers)
+    planner = planner._replace(costs=Costs(**{name: size / speed for name, size in loads.items()}, forward=0, rebuild=0))
+    engine = ready(planner._replace(policy="act-only"), model, bandwidth, requests, context)
+    for _ in range(5):
+        engine.step()
+    engine.runner.learn()
+    return planner.after(list(engine.runner.samples)[1:])
+
+
+def make_planner(model: Llama, arguments) -> tuple[Planner, object]:
+    """What the options ask for, in numbers -> the planner, and the modelled link's bandwidth, None on a GPU. Costs
+    are those of steps with at most PROBE tokens of context, until others are known."""
+    size, layers, sizes = arguments.block_size, len(model.layers), sizes_of(model, arguments.block_size)
+    useful = arguments.max_running * -(-model.config.max_position_embeddings // size)
+    host = torch.device("cpu")
+    blocks = cli.blocks_that_fit(arguments.blocks, useful, max(sizes.kv, sizes.act), host, "--blocks")
+    device = 1e9 * arguments.device_memory if arguments.device_memory else (layers // 2 + 2) * sizes.weights
+    if model.device.type == "cuda" and not arguments.device_memory:
+        buffers = 2 * arguments.mini_batch // size * (sizes.kv + sizes.act) // layers
+        device = 0.8 * torch.cuda.mem_get_info()[0] - buffers
+    bandwidth = links.bandwidth(model, arguments.link, arguments.platform)
+    speed = links.Link("load", Clock(model.device), bandwidth).speed()
+    planner = Planner(arguments.policy, None, sizes, layers, blocks, int(device), size)
+    requests = min(arguments.max_running, blocks, PROBE // size)
+    tokens = min(PROBE, blocks * size) // requests - 2
+    probe = planner._replace(blocks=requests * (2 + -(-tokens // size)), device=2 * sizes.weights)
+    probe = measure(probe, model, speed, bandwidth and links.Bandwidth(math.inf), requests, max(1, tokens))
+    return planner._replace(costs=probe.costs), bandwidth
+
+
+def make_engine(model: Llama, arguments) -> paged.Engine:
+    """Chapter 02's engine with this chapter's Runner. The model's layers are in host memory."""
+    planner, bandwidth = make_planner(model, arguments)
+    plan, sizes = planner.plan(), planner.sizes
+    runner = HybridRunner(model, plan, bandwidth, arguments.block_size, arguments.mini_batch, planner)
+    engine = paged.Engine(runner, None, arguments.token_budget, arguments.max_running)
+    engine.explain = arguments.explain
+    print(
+        f"Device: {plan.resident} of {planner.layers} layers of {sizes.weights / 1e6:.1f} MB, {plan.kv_device} KV "
+        f"and {plan.act_device} ACT blocks. Host: {plan.kv_host} KV and {plan.act_host} ACT\nblocks of "
+        f"{sizes.kv / 1e6:.3f} and {sizes.act / 1e6:.3f} MB; {runner.load_link}",
+        file=sys.stderr,
+    )
+    return engine
+
+
+# 6. The demo -----------------------------------------------------------------------------------
+
+BATCH, CONTEXT = 16, 128  # of the decode steps that are timed
+FACTORS = 1.25, 2.5  # weights and context over the link, over computing with ACT blocks alone
+GEOMETRY = LlamaConfig(
+    vocab_size=1024, hidden_size=512, intermediate_size=1408, num_hidden_layers=6, num_attention_heads=8,
+    num_key_value_heads=8, head_dim=64, max_position_embeddings=512,
+)  # fmt: skip
+
+
+def planner_for(f: float | None, model: Llama, requests: int, context: int, device: int):
+    """-> a Planner for such decode steps, and the link's bandwidth: weights and all K and V take `f` times as
+    long as computing with ACT blocks alone. None: a GPU, whose link is what it is."""
+    sizes, layers, blocks = sizes_of(model, 16), len(model.layers), requests * (context // 16 + 3)
+    used, speed = requests * context / 16, links.Link("load", Clock(model.device)).speed() if f is None else 1e9
+    planner = Planner("hybrid", None, sizes, layers, blocks, device)
+    planner = measure(planner, model, speed, f and links.Bandwidth(speed), requests, context)
+    costs, bandwidth = planner.costs, None
+    if f:
+        bytes_moved = sizes.weights + used * sizes.kv / layers
+        bandwidth = links.Bandwidth(bytes_moved / f / (costs.forward + used * costs.rebuild))
+        planner = measure(planner, model, bandwidth.value, bandwidth, requests, context)
+    return planner, bandwidth
+
+
+def one_step(engine: paged.Engine) -> dict:
+    """Of a decode step: seconds, those that the processor was busy, bytes over the link by kind. The step before
+    it, whose copies began while others computed, does not count."""
+    engine.step()
+    began = time.perf_counter()
+    engine.step()
+    taken, moved = dict(began=began, seconds=time.perf_counter() - began), Counter()
+    for transfer in engine.runner.transfers:
+        moved[transfer.label] += transfer.bytes
+    return dict(taken, compute=sum(engine.runner.busy().values()), bytes=dict(moved))
+
+
+def demo(model: Llama, frontend: Frontend, arguments):
+    """A batch answered under each policy, and decode steps of a larger geometry over two links."""
+    # 1. Ask: eight conversations at once
+    rng, new, asked = random.Random(0), max(8, min(arguments.max_tokens, 16)), []
+    talks = [lesson.conversation(frontend, rng, frontend.context // 16) for _ in range(8)]
+    for policy in POLICIES:
+        options = dict(policy=policy, max_running=8, blocks=8 * 32, mini_batch=1024)
+        engine = make_engine(model, argparse.Namespace(**{**vars(arguments), **options}))
+        asked += engine.generate([frontend.request(messages=messages, max_tokens=new) for messages in talks])
+    verified = lesson.equal_to_baseline(copy.deepcopy(model).to(model.device), asked)
+
+    # 2. Time
+    timed, rows, layers = Llama(GEOMETRY, model.dtype, "cpu"), [], GEOMETRY.num_hidden_layers
+    random_models.fill_at_random(timed, 0)
+    checkpoint.layers_on_host(timed, model.device)
+    size = sizes_of(timed, 16).weights
+    print(
+        f"Decode steps of {BATCH} requests behind {CONTEXT} tokens each, through {layers} layers of "
+        f"{GEOMETRY.hidden_size} with random weights,\nsince the answers' model is too small to keep two lanes busy. "
+        f"The device has room for {layers // 2} layers of {size / 1e6:.1f} MB\nbeside two that come and go, or for as "
+        "many bytes of blocks."
+    )
+    for f in FACTORS if model.device.type == "cpu" else (None,):
+        planner, bandwidth = planner_for(f, timed, BATCH, CONTEXT, (2 + layers // 2) * size)
+        engines, ways = {}, {}
+        for policy in POLICIES:
+            engines[policy] = ready(planner._replace(policy=policy), timed, bandwidth, BATCH, CONTEXT)
+            ways[policy] = functools.partial(one_step, engines[policy])
+        taken, link = lesson.in_turn(ways), engines["hybrid"].runner.load_link
+        speeds = {policy: [BATCH / step["seconds"] for step in steps] for policy, steps in taken.items()}
+        print()
+        rows += lesson.table(f"Decode, f = {f or 'as it is'}, {link}", speeds, "tokens_per_second", "tokens/s")
+        for row in rows[-len(POLICIES) :]:
+            policy, plan = row["case"], engines[row["case"]].runner.deal.plan
+            step = sorted(taken[policy], key=lambda step: step["seconds"])[lesson.ROUNDS // 2]
+            busy = sum(step["bytes"].values()) / link.speed() / step["seconds"], step["compute"] / step["seconds"]
+            row.update(f=f, plan=plan._asdict(), bytes=step["bytes"], link_busy=busy[0], compute_busy=busy[1])
+            moved = [f"{label} {step['bytes'].get(label, 0) / 1e6:5.1f}" for label in ("weights", "kv", "act")]
+            print(f"  {policy:8} MB: {', '.join(moved)}; busy: link {busy[0]:4.0%}, processor {busy[1]:4.0%}; "
+                  f"{plan.resident} layers and {sum(plan[3:])} blocks on the device")  # fmt: skip
+        print(sentence(rows[-len(POLICIES) :], planner, engines))
+    timeline = chart(engines["hybrid"], taken["hybrid"][-1])
+    print("\nThe last step of hybrid (a, k, w: ACT, KV blocks, weights arrive; r: rebuilt, f: the layers)")
+    print(
+        f"{timeline.chart()}\n\nThe lane that is late alone counts. And where one device does not compute fast enough, "
+        "or has too\nlittle link? Several may divide what each chapter keeps: chapter 09."
+    )
+    report = dict(link=dict(modelled=link.modelled, gbps=link.speed() / 1e9), verified=verified, rows=rows)
+    return report, [timeline, asked[0].timeline]
+
+
+def sentence(rows: list[dict], planner: Planner, engines: dict) -> str:
+    """What hybrid wins over both single kinds, what the costs of these steps allow, and why it is not more."""
+    rates, words = {row["case"]: row["tokens_per_second"] for row in rows}, []
+    planner = planner.after(list(engines["hybrid"].runner.samples))
+    lanes = {policy: planner.lanes(engine.runner.deal.plan) for policy, engine in engines.items()}
+    for policy in POLICIES[1:3]:
+        allowed = max(lanes[policy]) / max(lanes["hybrid"])
+        words.append(f"{rates['hybrid'] / rates[policy]:.2f}x {policy} (these costs allow {allowed:.2f}x)")
+    link, compute = lanes["hybrid"]
+    if min(rates["hybrid"] / rates[policy] for policy in POLICIES[1:3]) > 1.03:
+        why = "both lanes are busy"
+    elif link > compute:
+        why = "the link is late even where nearly all is kept as activations, so that there is little to mix"
+    else:
+        why = "rebuilding takes longer here than loading, so that there is little to mix"
+    return f"  hybrid: {' and '.join(words)}: {why}\n  (link {link:.3f} s, processor {compute:.3f} s a step)"
+
+
+def chart(engine: paged.Engine, step: dict) -> Timeline:
+    """Who was busy in the last step."""
+    timeline, runner = Timeline(), engine.runner
+    timeline.began = step["began"]
+    for label, began, ended in runner.marks:
+        timeline.add("compute", label, *map(runner.clock.seconds, (began, ended)))
+    for transfer in runner.transfers:
+        if transfer.ready:
+            timeline.add(transfer.lane, transfer.label, *transfer.span())
+    return timeline
+
+
+# 7. Main ---------------------------------------------------------------------------------------
+
+def add_arguments(parser):
+    number, gigabytes = functools.partial(cli.bounded, int, 1), cli.bounded(float, 1e-6, 1e6)
+    add, words = parser.add_argument, "what the context is kept as (hybrid); paper: as CAPTURE divides memory"
+    add("--policy", choices=POLICIES, default="hybrid", help=words)
+    words = "of the device, for layers of weights and blocks (on a GPU most of what is free, else half of the layers)"
+    add("--device-memory", type=gigabytes, metavar="GB", help=words)
+    add("--blocks", type=number(1 << 24), metavar="N", help="blocks of all kinds (as useful)")
+    words = "tokens of context that are on the device at once (8192)"
+    add("--mini-batch", type=number(1 << 20), metavar="TOKENS", default=8192, help=words)
+    add("--block-size", type=number(1 << 16), metavar="N", default=16, help="tokens per block (16)")
+    add("--token-budget", type=number(1 << 20), metavar="N", default=8192, help="tokens per step (8192)")
+    add("--max-running", type=number(1 << 12), metavar="N", default=64, help="requests that run at once (64)")
+    links.add_arguments(parser)
+
+
 if __name__ == "__main__":
-    app.main(__doc__, "08_hybrid_blocks", add_arguments, make_engine, demo, load=partial(checkpoint.load, on_host=True),
-             check=batch.check, batch=batch.answer)
+    load = functools.partial(checkpoint.load, on_host=True)
+    cli.main(__doc__, "08_hybrid_blocks", add_arguments, make_engine, demo, load=load)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from common import checkpoint, server
-from common.requests import Frontend, RequestError, text
+from common.requests import Frontend, RequestError, answer_file, text
 from common.timeline import write_trace
 
 
@@ -41,6 +41,8 @@ def parser_for(doc: str) -> argparse.ArgumentParser:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--demo", action="store_true", help="the lesson, in under a minute")
     what.add_argument("--prompt", type=readable, metavar="TEXT", help="answer TEXT once and end")
+    what.add_argument("--input", type=Path, metavar="FILE", help="answer a file of requests, one JSON object a line")
+    add("--output", type=Path, metavar="FILE", help="where the answers of --input go")
     add("--host", default="127.0.0.1", help="address of the server (default: this machine only)")
     add("--port", type=bounded(int, 0, 65535), default=5000, help="of the server (default 5000, 0: any)")
     add("--allow-evict", action="store_true", help="let other machines evict cached blocks too (POST /evict)")
@@ -70,7 +72,7 @@ def main(doc, chapter: str, add_arguments, make_engine, demo, compare=lambda arg
     make_engine(model, arguments)       returns its engine, and prints its pools to stderr
     demo(model, frontend, arguments)    prints the lesson; returns (report for --json, timelines)
     compare(arguments)                  returns {name: (make_engine, evict its device?)}, for the page
-    load(name, dtype, device, reorder)  is checkpoint.load, or takes a rank's part of the model (chapter 09)
+    load(name, dtype, device, reorder)  is checkpoint.load, or leaves layers on the host (08), or takes a part (09)
     """
     parser = parser_for(doc)
     add_arguments(parser)
@@ -91,12 +93,15 @@ def main(doc, chapter: str, add_arguments, make_engine, demo, compare=lambda arg
 
 def run(chapter: str, arguments, make_engine, demo, compare, load):
     # 1. What cannot work fails now, not after a minute of work
-    for path in filter(None, (arguments.json, arguments.trace)):
+    if (arguments.input is None) != (arguments.output is None):
+        raise RequestError("--input FILE and --output FILE go together: the requests, and where the answers go.")
+    lines = arguments.input.read_bytes().splitlines() if arguments.input else None
+    for path in filter(None, (arguments.json, arguments.trace, arguments.output)):
         try:
             path.open("a").close()
         except OSError as error:
             raise OSError(f"Cannot write '{path}' ({error.strerror}); choose another file.") from None
-    serving = not arguments.demo and arguments.prompt is None
+    serving = not arguments.demo and arguments.prompt is None and lines is None
     listener = server.listen(arguments.host, arguments.port) if serving else None
 
     # 2. The model
@@ -118,6 +123,8 @@ def run(chapter: str, arguments, make_engine, demo, compare, load):
                         for name, (make, evict) in compare(arguments).items()}
                 serving = server.Server(engine, frontend, info, compare=ways)
                 return server.serve(listener, serving, arguments.allow_evict)
+            if lines is not None:
+                return answer_file(engine, frontend, lines, arguments.output)
             names = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop")
             request = frontend.request(arguments.prompt, **{name: getattr(arguments, name) for name in names})
             for piece in engine.stream(request):

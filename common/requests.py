@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 from tokenizers.decoders import DecodeStream
+from tqdm import tqdm
 
 from common.timeline import Timeline
 
@@ -345,7 +346,7 @@ class Line:
         if self.capacity and len(request.tokens) + request.max_tokens - 1 > self.capacity:
             raise BadRequest(
                 f"{len(request.tokens)} prompt tokens and up to {request.max_tokens} new ones do not fit "
-                f"into a pool of {self.capacity} tokens; ask for less, or start with more --gpu-blocks.")
+                f"into a pool of {self.capacity} tokens; ask for less, or start with more blocks.")
 
     def submit(self, request: Request):
         """Let a request stand in line. Raises BadRequest if it can never fit."""
@@ -419,3 +420,31 @@ class Line:
             counts |= {f"{name}_blocks": pool.size, f"{name}_free": pool.free.count(1),
                        f"{name}_cached": len(pool.cached), f"{name}_evictions": pool.evictions}
         return counts
+
+
+# 7. A file of requests ------------------------------------------------------------------------------------------
+
+def answer_file(engine: Line, frontend: Frontend, lines: list[bytes], output):
+    """Answer requests as of POST /generate, one JSON object a line, all at once -> a line of `output` for each, in
+    their order: the result, or {"error": {"message", "type"}}."""
+    asked, bar = [], tqdm(total=len(lines), unit="request", disable=None)
+    for line in lines:
+        try:
+            fields = check_fields(parse_json(line), {**PROMPT, **SAMPLING, **engine.fields})
+            request = frontend.request(**fields)
+            engine.submit(request)
+        except RequestError as error:
+            request = error
+        asked.append(request)
+    with output.open("w", encoding="utf-8") as file:
+        for request in asked:
+            while isinstance(request, Request) and request.outcome is None:
+                engine.step()
+            outcome = getattr(request, "outcome", request)
+            if isinstance(outcome, Exception):
+                reply = {"error": {"message": str(outcome), "type": type(outcome).__name__}}
+            else:
+                reply = outcome.as_json()
+            file.write(json.dumps(reply) + "\n")
+            bar.update()
+    bar.close()

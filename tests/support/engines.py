@@ -19,9 +19,9 @@ from common.store import ChunkFiles, ModelledStorage, Storage, open_backend
 
 CHAPTERS = (
     "01_baseline", "02_paged_kv", "03_cpu_offload", "04_hidden_state_cache", "05_bubble_free",
-    "06_bidirectional", "07_tiered_storage",
+    "06_bidirectional", "07_tiered_storage", "08_hybrid_blocks",
 )  # fmt: skip
-baseline, paged, offload, hidden, planned, both, tiers = map(importlib.import_module, CHAPTERS)
+baseline, paged, offload, hidden, planned, both, tiers, hybrid = map(importlib.import_module, CHAPTERS)
 BANDWIDTH = 2e9  # bytes/s, of the modelled link
 CONTEXT = 512
 
@@ -38,6 +38,8 @@ CACHES = {
     "tiered, write_back": lambda blocks: tiered(blocks, "timeout", "write_back"),
     "tiered, both ends": lambda blocks: tiered(blocks, "both_ends", "write_through"),
 }
+# name -> function(blocks, block size): a Runner, with the base Cache
+RUNNERS = {"hybrid": lambda blocks, size: hybrid_runner(blocks, size)}
 modelled = lambda blocks: ModelledStorage(5e4 * blocks, BANDWIDTH / 10)  # noqa: E731
 FOLDERS = tempfile.TemporaryDirectory()
 
@@ -64,17 +66,22 @@ def own_cache(name: str):
 
 
 @functools.cache
-def tiny_model(seed: int = 0, kv_heads: int = 2, device: str = "cpu") -> Llama:
-    """plain_model, ready."""
-    model = plain_model(seed, kv_heads).to(device)
-    model.device, model.digest = torch.device(device), bytes([seed]) * 32
+def tiny_model(seed: int = 0, kv_heads: int = 2, device: str = "cpu", on_host=False) -> Llama:
+    """plain_model, ready; `on_host`: its layers stay in host memory (chapter 08)."""
+    model = plain_model(seed, kv_heads)
+    model.digest = bytes([seed]) * 32
+    if on_host:
+        checkpoint.layers_on_host(model, device)
+        return model
+    model = model.to(device)
+    model.device = torch.device(device)
     model.reorder_weights()
     return model
 
 
 def plain_model(seed: int = 0, kv_heads: int = 2) -> Llama:
     """3 layers x 64, 4 heads, 300 tokens, random weights: large enough ones that early tokens change the
-    answer."""
+    answer. `on_host`: the layers' weights, plain."""
     config = LlamaConfig(
         vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=kv_heads, head_dim=16, max_position_embeddings=CONTEXT,
@@ -86,6 +93,16 @@ def plain_model(seed: int = 0, kv_heads: int = 2) -> Llama:
         if name.endswith("norm.weight"):
             place.add_(1.0)
     return model.eval().requires_grad_(False)
+
+
+def hybrid_runner(blocks: int, size: int = 16, plan=None, model=None, rows: int = 600, bandwidth=BANDWIDTH):
+    """Chapter 08's, by default with some blocks of each kind, and another division for each number of them."""
+    if plan is None:
+        shares = ((1, 1, 1, 1), (1, 0, 1, 1), (0, 3, 1, 0), (2, 1, 0, 1))[blocks % 4]
+        counts = [blocks * share // sum(shares) for share in shares]
+        counts[3 if shares[3] else 1] += blocks - sum(counts)
+        plan = hybrid.Plan(blocks % 3, *counts)
+    return hybrid.HybridRunner(model or tiny_model(0, 4, on_host=True), plan, bandwidth, size, rows)
 
 
 def make(
@@ -100,6 +117,8 @@ def make(
     """An engine. `cache`: a name of CACHES, or a Cache. By default all that is offered is loaded: no clock
     decides."""
     model = model or tiny_model()
+    if cache in RUNNERS:
+        cache, runner = None, RUNNERS[cache](blocks, block_size)
     cache = CACHES[cache](blocks) if isinstance(cache, str) else cache
     runner = runner or paged.Runner(model, blocks, block_size)
     return paged.Engine(runner, cache, always_restore=always_restore, **options)
