@@ -66,6 +66,8 @@ PAUSE_BEFORE = 0.02  # seconds, of a measurement: a loop without is up to twice 
 class HiddenCache(Cache):
     """Each layer's input is kept in chunks of 64 tokens, and projected to K and V again."""
 
+    columns = slice(None)  # of the states: chapter 09 divides them over ranks
+
     def __init__(self, chunks: int, bandwidth=None, files: ChunkFiles | None = None):
         """`chunks` in host memory, and `files` behind them; `bandwidth` of the modelled link, in bytes/s or a
         Bandwidth, where there is no GPU."""
@@ -84,7 +86,7 @@ class HiddenCache(Cache):
         # The landing memory, on the device
         self.most = config.max_position_embeddings // CHUNK + 2  # chunks that a restoration touches
         self.landing = paged.BlockPool(min(DEPTH, config.num_hidden_layers) * self.most, CHUNK)
-        shape = self.landing.size, CHUNK, config.hidden_size
+        shape = self.landing.size, CHUNK, len(range(config.hidden_size)[self.columns])
         self.landed = torch.empty(shape, dtype=self.model.dtype, device=device)  # [places, 64, D]
 
         self.keep(range(1, len(self.model.layers)), "hidden states")
@@ -95,7 +97,7 @@ class HiddenCache(Cache):
         """From now on keep the input of `layers`, and the (layer, side) of the device's blocks in `of_blocks`
         (chapter 05): a part each. `name` is that of all this; `store` where it has been kept before."""
         self.layers, self.of_blocks, config = layers, of_blocks, self.model.config
-        widths = [config.hidden_size] * len(layers)
+        widths = [len(range(config.hidden_size)[self.columns])] * len(layers)
         widths += [config.num_key_value_heads * config.head_dim] * len(of_blocks)
         memory = partial(links.host_memory, dtype=self.model.dtype, device=self.model.device)
         # 1. The chunks, in host memory
@@ -173,7 +175,7 @@ class HiddenCache(Cache):
                     hidden = self.model.embed(tokens)  # [T, D]
                 elif waiting:
                     yield transfers[restoration.layers - 1]
-                    hidden = self.landed_rows(waiting[0], start, end - start)  # [T, D]
+                    hidden = self.whole(self.landed_rows(waiting[0], start, end - start))  # [T, D]
                 else:
                     yield self.no_room(restoration)
                     continue
@@ -221,6 +223,10 @@ class HiddenCache(Cache):
         here = slice(places[0], places[-1] + 1) if places[-1] - places[0] == len(places) - 1 else places
         return self.landed[here].flatten(0, 1)[start % CHUNK :][:count]
 
+    def whole(self, hidden):
+        """All columns of rows of which `columns` have landed, [T, D]."""
+        return hidden
+
     def slots(self, request, positions):
         """Where tokens at `positions` [T] are among the slots of the device's blocks, [T]."""
         table, size = torch.tensor(request.table, device=self.model.device), self.pool.block_size
@@ -240,7 +246,7 @@ class HiddenCache(Cache):
         if layer == 0:
             self.step = []  # a step that was given up is no step
         if layer in self.layers:
-            self.step.append(hidden)
+            self.step.append(hidden[:, self.columns])
 
     def forget_steps(self):
         self.steps, self.slots_of_steps, self.rows, self.count = [], [], {}, 0

@@ -42,20 +42,21 @@ def keep_freed_memory():
         mallopt(-3, 32 << 20)                                   # M_MMAP_THRESHOLD: the largest that glibc takes
 
 
-def load(name: str, dtype: str = "auto", device: str = "auto", reorder: bool = True, seed: int = 0, on_host: bool = False):
+def load(name: str, dtype: str = "auto", device: str = "auto", reorder: bool = True, seed: int = 0, on_host: bool = False,
+         division=None):
     """-> (Llama, tokenizer, end tokens: the ids after which an answer is over). Raises ModelError.
 
     `dtype` is auto, float32, bfloat16 or float16; `device` auto, cpu or cuda. `reorder=False` keeps the plain
     weights on a CPU; `seed` is that of random weights. With `on_host` the weights lie in host memory, plain, with the dtype
-    for `device`."""
+    for `device`. `division`: take only a rank's part of it (chapter 09)."""
     device = pick_device(device)
     keep_freed_memory()
     place = "cpu" if on_host else device
     if name.startswith("random:"):
         from tools import random_models
         config, dtype = random_models.random_config(name), pick_dtype(dtype, device, None)
-        model = allocate(config, dtype, place, name)
-        random_models.fill_at_random(model, seed)
+        model = allocate(config, dtype, place, name, division)
+        random_models.fill_at_random(model, seed, config, division)
         digest = hashlib.sha256(f"{name} {seed}".encode())
         tokenizer = random_models.byte_tokenizer(config.vocab_size)
         end_tokens = {tokenizer.eos_token_id}
@@ -69,9 +70,9 @@ def load(name: str, dtype: str = "auto", device: str = "auto", reorder: bool = T
         files = weight_files(folder)
         tokenizer = read_tokenizer(folder)
         end_tokens = read_end_tokens(folder, raw, tokenizer)
-        model = allocate(config, pick_dtype(dtype, device, raw), place, name)
+        model = allocate(config, pick_dtype(dtype, device, raw), place, name, division)
         digest = hashlib.sha256(repr(config).encode())
-        fill_from_files(model, files, digest)
+        fill_from_files(model, files, digest, config, division)
     model.digest = digest.digest()
     model.eval().requires_grad_(False)
     if reorder and not on_host:
@@ -181,8 +182,10 @@ def read_end_tokens(folder: Path, config: dict, tokenizer) -> set[int]:
 
 # Filling the model ---------------------------------------------------------------------------------------------
 
-def allocate(config: LlamaConfig, dtype: torch.dtype, device: str, name: str) -> Llama:
+def allocate(config: LlamaConfig, dtype: torch.dtype, device: str, name: str, division=None) -> Llama:
     """Room for the weights, after a look at whether there is any."""
+    if division:
+        config = division.config(config)
     try:
         shape = Llama(config, dtype, "meta")
     except RuntimeError:                    # a product of its sizes is more than 64 bits
@@ -192,7 +195,10 @@ def allocate(config: LlamaConfig, dtype: torch.dtype, device: str, name: str) ->
     if size > free:
         raise ModelError(f"{name} takes {size / 1e9:.1f} GB in {str(dtype)[6:]} and {free / 1e9:.1f} GB are free; "
                          "choose a smaller model or a 16-bit --dtype.")
-    return Llama(config, dtype, device)
+    model = Llama(config, dtype, device)
+    if division:
+        division.divide(model)
+    return model
 
 
 def free_host_memory() -> float:
@@ -204,9 +210,13 @@ def free_host_memory() -> float:
         return float("inf")
 
 
-def fill_from_files(model: Llama, files: list[Path], digest):
-    """Copy every tensor to its place, and its name and bytes into `digest`."""
-    places, tied = model.weights(), model.config.tie_word_embeddings
+def fill_from_files(model: Llama, files: list[Path], digest, config: LlamaConfig, division=None):
+    """Copy every tensor to its place, and its name and bytes into `digest`. With `division` only this rank's part is read,
+    and all of every n-th tensor, so that ranks have the digest together."""
+    places, tied = model.weights(), config.tie_word_embeddings
+    shapes = {name: whole.shape for name, whole in Llama(config, model.dtype, "meta").weights().items()}
+    sums = []                               # a digest for each tensor
+    own_head = places.pop("lm_head.weight") if tied and division else None
     bar = tqdm(total=len(places), desc="loading", unit="tensor", delay=1, leave=False)
     for path in files:
         try:
@@ -219,18 +229,29 @@ def fill_from_files(model: Llama, files: list[Path], digest):
                 if place is None:
                     raise ModelError(f"{path} has a tensor {name}, which this model has no place for.")
                 with safe_open(path, "pt") as file:         # opened anew, so that read pages are let go
-                    tensor = file.get_tensor(name)
-                if tensor.shape != place.shape:
-                    raise ModelError(f"{path}: {name} has shape {list(tensor.shape)}, "
-                                     f"but config.json makes it {list(place.shape)}.")
-                place.copy_(tensor)
-                digest.update(f"{name} {tensor.dtype}".encode())
-                digest.update(tensor.flatten().view(torch.uint8).numpy())
-                del tensor
+                    shape = file.get_slice(name).get_shape()
+                    if shape != list(shapes[name]):
+                        raise ModelError(f"{path}: {name} has shape {shape}, "
+                                         f"but config.json makes it {list(shapes[name])}.")
+                    if division:
+                        division.fill(place, name, shape, file.get_slice(name))
+                        if own_head is not None and place.shape[0] == config.vocab_size:
+                            division.fill(own_head, "lm_head.weight", shape, place)
+                    if division is None or division.sums(len(sums)):
+                        tensor = file.get_tensor(name)
+                        said = hashlib.sha256(f"{name} {tensor.dtype}".encode())
+                        said.update(tensor.flatten().view(torch.uint8).numpy())
+                        sums.append(said.digest())
+                        if division is None:
+                            place.copy_(tensor)
+                        del tensor
+                    else:
+                        sums.append(bytes(32))
                 bar.update()
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path} is not a whole safetensors file ({error}); copy or download it again.") from None
     bar.close()
+    digest.update(b"".join(division.merge(sums) if division else sums))
     if places:
         raise ModelError(f"{files[0].parent} lacks the tensor {next(iter(places))}"
                          + (f" and {len(places) - 1} more" if len(places) > 1 else "") + "; its weights are incomplete.")

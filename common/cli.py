@@ -62,13 +62,14 @@ def parser_for(doc: str) -> argparse.ArgumentParser:
     return parser
 
 
-def main(doc: str, chapter: str, add_arguments, make_engine, demo, compare=lambda arguments: {}):
+def main(doc, chapter: str, add_arguments, make_engine, demo, compare=lambda arguments: {}, load=checkpoint.load):
     """Run a chapter from the command line.
 
     add_arguments(parser)               adds the chapter's own options
     make_engine(model, arguments)       returns its engine, and prints its pools to stderr
     demo(model, frontend, arguments)    prints the lesson; returns (report for --json, timelines)
     compare(arguments)                  returns {name: (make_engine, evict its device?)}, for the page
+    load(name, dtype, device, reorder)  is checkpoint.load, or takes a rank's part of the model (chapter 09)
     """
     parser = parser_for(doc)
     add_arguments(parser)
@@ -76,7 +77,7 @@ def main(doc: str, chapter: str, add_arguments, make_engine, demo, compare=lambd
     signal.signal(signal.SIGTERM, signal.default_int_handler)   # whoever is told to end leaves nothing behind
     sys.stdout.reconfigure(errors="replace")        # a terminal without UTF-8 shows ?, and the answer goes on
     try:
-        run(chapter, arguments, make_engine, demo, compare)
+        run(chapter, arguments, make_engine, demo, compare, load)
     except BrokenPipeError:         # `... | head` has seen enough
         os._exit(1)
     except (checkpoint.ModelError, RequestError, OSError) as error:
@@ -87,7 +88,7 @@ def main(doc: str, chapter: str, add_arguments, make_engine, demo, compare=lambd
         os._exit(130)               # at once: requests in other threads may be inside a long product
 
 
-def run(chapter: str, arguments, make_engine, demo, compare):
+def run(chapter: str, arguments, make_engine, demo, compare, load):
     # 1. What cannot work fails now, not after a minute of work
     for path in filter(None, (arguments.json, arguments.trace)):
         try:
@@ -98,7 +99,7 @@ def run(chapter: str, arguments, make_engine, demo, compare):
     listener = server.listen(arguments.host, arguments.port) if serving else None
 
     # 2. The model
-    model, tokenizer, end_tokens = checkpoint.load(
+    model, tokenizer, end_tokens = load(
         arguments.model, arguments.dtype, arguments.device, reorder=not arguments.plain_weights)
     frontend = Frontend(model, tokenizer, end_tokens)
     info = dict(chapter=chapter, model=arguments.model, dtype=str(model.dtype)[6:],

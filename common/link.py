@@ -60,7 +60,7 @@ class Transfer:
     def __init__(self, lane: str, label: str, size: int = 0):
         self.lane, self.label, self.bytes = lane, label, size
         self.issued, self.start, self.end, self.error = time.perf_counter(), None, None, None
-        self.over, self.cancelled = threading.Event(), False
+        self.over, self.cancelled, self.value = threading.Event(), False, None
 
     def cancel(self):
         """Nobody needs it any more: unless it has begun, it fails."""

@@ -340,12 +340,16 @@ class Line:
         self.over: deque[Request] = deque(maxlen=8)             # the last ones, for the page
         self.counts = Counter(requests=0, finished=0, cancelled=0, failed=0, refused=0)
 
-    def submit(self, request: Request):
-        """Let a request stand in line. Raises BadRequest if it can never fit."""
+    def check(self, request: Request):
+        """Raise BadRequest if it can never fit."""
         if self.capacity and len(request.tokens) + request.max_tokens - 1 > self.capacity:
             raise BadRequest(
                 f"{len(request.tokens)} prompt tokens and up to {request.max_tokens} new ones do not fit "
                 f"into a pool of {self.capacity} tokens; ask for less, or start with more --gpu-blocks.")
+
+    def submit(self, request: Request):
+        """Let a request stand in line. Raises BadRequest if it can never fit."""
+        self.check(request)
         self.counts["requests"] += 1
         request.id = self.counts["requests"]
         self.arrivals.append((request, None))

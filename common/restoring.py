@@ -167,6 +167,7 @@ class Restorer:
         self.speeds: list[float] = []  # measured last by `idle`
         self.pause = self.due = 0.0  # seconds between two measurements; when the next one is due
         self.waits = []  # (start, end) marks of what the step under way has waited for
+        self.agree = bool  # on ranks: whether that is so on all (chapter 09)
 
     # Load or compute
 
@@ -177,7 +178,7 @@ class Restorer:
     def worth(self, request, match: Match) -> bool:
         """Decide, once, whether to load what was matched; the request says why."""
         compute = self.seconds_to_compute(request.computed, request.computed + match.tokens)
-        chosen = self.always or match.seconds <= WORTH * compute
+        chosen = self.agree(self.always or match.seconds <= WORTH * compute)
         words = (
             f"{match.tokens} tokens offered ({match.source}): loading {1e3 * match.seconds:.1f} ms, "
             f"computing {1e3 * compute:.1f} ms: " + ("loaded" if chosen else "computed")
@@ -395,7 +396,7 @@ class Restorer:
             seconds = time.perf_counter() - began
             if tokens >= LONG:
                 rate = flops(engine.model.config, 0, tokens) / seconds
-            if rate and seconds > ENOUGH:
+            if rate and self.agree(seconds > ENOUGH):
                 break
         return rate
 

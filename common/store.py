@@ -1,4 +1,5 @@
-"""Chunks of saved state: in host memory, found by their tokens, and behind that in files.
+"""Chunks of saved state: in host memory, found by their tokens, and behind that in files. Pages by key, in
+storage that many engines share.
 
 `ChunkStore` keeps 64 tokens a chunk, in parts: the rows of a layer lie together, so that one layer of many
 tokens is read at once. A chunk is found as far as its rows have arrived and its tokens are those that are
@@ -7,8 +8,12 @@ asked for. So the unfinished chunk at the end of a conversation is found too, an
 `ChunkFiles` keeps full chunks in directories: whole or not at all, with a checksum for each part, under keys
 that cover model, dtype, salt and tokens. In each directory one thread reads and one writes, so storage that
 hangs holds up nobody else.
+
+`Storage` keeps values under keys behind a back end: a directory, Redis, what fsspec knows, or your own.
 """
 
+import hashlib
+import importlib
 import json
 import os
 import queue
@@ -351,7 +356,7 @@ class Lane:
             try:
                 if transfer.cancelled:
                     raise TransferError("cancelled")
-                function(*arguments)
+                transfer.value = function(*arguments)
             except Exception as raised:
                 error = raised
             transfer.finish(self.began, time.perf_counter(), error)
@@ -589,3 +594,246 @@ class ModelledStorage:
 
     def __str__(self):
         return str(self.bandwidth).replace("link", "storage")
+
+
+# 4. Shared storage -----------------------------------------------------------------------------
+
+
+class Storage:
+    """Pages under keys, behind a back end that many engines may share: one thread reads, one writes, and
+    nobody else waits. A back end is any object with three verbs, which may raise anything:
+
+        exists(keys) -> list of bool        keys: strings of 64 hexadecimal digits
+        get(keys) -> list of bytes or None
+        set(keys, values)                   each whole or not at all
+
+    It need not check what it reads: a value begins with a checksum over key and contents."""
+
+    def __init__(self, backend, name: str = "storage", bandwidth: Bandwidth | None = None):
+        """`bandwidth`: model reading that is slower than it is."""
+        self.backend, self.name, self.bandwidth = backend, name, bandwidth
+        self.doubted: set[bytes] = set()  # keys under which something wrong was, or nothing, or it failed
+        self.speeds = deque(maxlen=8)  # bytes/s, of the last reads
+        self.reads: deque[Transfer] = deque()
+        self.errors, self.error = 0, ""  # how many, and the last one
+
+    def open(self, wake):
+        self.reader, self.writer = Lane("storage", wake), Lane("save", wake)
+
+    def exists(self, keys: list[bytes]) -> Transfer:
+        """-> a Transfer whose value is how many of the first keys are there."""
+        return self.reader.submit("exists", 0, self.noting, self.count, keys)
+
+    def get(self, keys: list[bytes], into: list[numpy.ndarray], label: str = "") -> Transfer:
+        """Read pages. What is written to `into` is right, or the Transfer has failed."""
+        self.reads.append(self.reader.submit(label, sum(map(size_of, into)), self.noting, self.read, keys, into))
+        return self.reads[-1]
+
+    def set(self, keys: list[bytes], pages: list[numpy.ndarray]) -> Transfer:
+        """Write the pages that are not there -> a Transfer whose value is how many."""
+        return self.writer.submit("write", sum(map(size_of, pages)), self.noting, self.write, keys, pages)
+
+    def measure(self, size: int) -> Transfer:
+        """Read so many bytes of nobody's, to know how fast that is."""
+        key, contents = hashlib.sha256(b"measure %d" % size).digest(), numpy.arange(size).astype(numpy.uint8)
+        return self.reader.submit("measure", size, self.noting, self.probe, [key], [contents])
+
+    def seconds(self, size: int) -> float:
+        """Estimate until `size` bytes have been read, behind what is queued; 0 if none were ever read."""
+        while self.reads and self.reads[0].ready:
+            self.reads.popleft()
+        queued = sum(read.bytes for read in self.reads if not read.cancelled)
+        return (queued + size) / statistics.median(self.speeds) if self.speeds else 0.0
+
+    # On the threads
+
+    def noting(self, function, *arguments):
+        try:
+            return function(*arguments)
+        except Exception as error:
+            self.errors, self.error = self.errors + 1, type(error).__name__
+            raise
+
+    def count(self, keys: list[bytes]) -> int:
+        for first in range(0, len(keys), 64):
+            asked = keys[first : first + 64]
+            there = self.backend.exists([key.hex() for key in asked])
+            for index, key in enumerate(asked):
+                if not there[index] or key in self.doubted:
+                    return first + index
+        return len(keys)
+
+    def read(self, keys: list[bytes], into: list[numpy.ndarray]):
+        began, wrong = time.perf_counter(), set(keys)
+        try:
+            for key, value, page in zip(keys, self.backend.get([key.hex() for key in keys]), into, strict=True):
+                contents = numpy.frombuffer(value, page.dtype, offset=4) if value else None
+                if contents is None or checksum(key, contents) != bytes(value[:4]):
+                    wrong = {key}
+                    raise ValueError("a page is missing or damaged")
+                numpy.copyto(page, contents.reshape(page.shape))
+            wrong = set()
+        finally:
+            self.doubted |= wrong
+        size = sum(map(size_of, into))
+        if self.bandwidth:
+            time.sleep(max(0.0, self.bandwidth.arrival(began, size) - time.perf_counter()))
+        self.speeds.append(size / (time.perf_counter() - began))
+
+    def write(self, keys: list[bytes], pages: list[numpy.ndarray]) -> int:
+        there = self.backend.exists([key.hex() for key in keys])
+        lacking = [(key, numpy.ascontiguousarray(page)) for key, page, known in zip(keys, pages, there, strict=True)
+                   if not known or key in self.doubted]  # fmt: skip
+        values = [b"".join([checksum(key, page), page]) for key, page in lacking]
+        self.backend.set([key.hex() for key, _ in lacking], values)
+        self.doubted.difference_update(keys)
+        return len(lacking)
+
+    def probe(self, keys: list[bytes], contents: list[numpy.ndarray]):
+        self.write(keys, contents)
+        self.speeds.clear()
+        self.read(keys, contents)
+
+    def close(self):
+        self.reader.close()
+        self.writer.close()
+        with suppress(Exception):
+            getattr(self.backend, "close", lambda: None)()
+
+
+def checksum(key: bytes, contents: numpy.ndarray) -> bytes:
+    return zlib.crc32(contents, zlib.crc32(key)).to_bytes(4, "little")
+
+
+def size_of(page: numpy.ndarray) -> int:
+    return page.size * page.itemsize
+
+
+class Directory:
+    """A file for each value. Processes may share it: a file appears by being renamed. Beyond `limit_gb` the
+    least recently used go."""
+
+    def __init__(self, url: str, limit_gb: float = 16.0):
+        self.folder, self.limit, self.size = Path(url.removeprefix("file:")), 1e9 * limit_gb, 0
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for path in self.folder.glob("*.tmp"):  # of processes that were killed
+            if time.time() - path.stat().st_mtime > ABANDONED:
+                path.unlink(missing_ok=True)
+
+    def exists(self, keys: list[str]) -> list[bool]:
+        return [(self.folder / f"{key}.page").is_file() for key in keys]
+
+    def get(self, keys: list[str]) -> list[bytes | None]:
+        values = []
+        for key in keys:
+            try:
+                values.append((self.folder / f"{key}.page").read_bytes())
+                os.utime(self.folder / f"{key}.page")
+            except FileNotFoundError:
+                values.append(None)
+        return values
+
+    def set(self, keys: list[str], values: list[bytes]):
+        for key, value in zip(keys, values, strict=True):
+            self.make_room(len(value))
+            temporary = self.folder / f"{key}.{uuid.uuid4().hex}.tmp"
+            try:
+                temporary.write_bytes(value)
+                os.replace(temporary, self.folder / f"{key}.page")
+            finally:
+                temporary.unlink(missing_ok=True)
+
+    def make_room(self, size: int):
+        """Look what is there when this process has written as much as fits, and delete a tenth."""
+        self.size += size
+        if self.size <= self.limit:
+            return
+        files = [(path.stat().st_mtime_ns, path.stat().st_size, path) for path in self.folder.glob("*.page")]
+        self.size = size + sum(taken for _, taken, _ in files)
+        for _, taken, path in sorted(files):
+            if self.size > 0.9 * self.limit:
+                path.unlink(missing_ok=True)
+                self.size -= taken
+
+
+class RedisBackend:
+    """Redis, or what speaks its protocol. `timeout` in seconds, of connecting and of every answer."""
+
+    def __init__(self, url: str, timeout: float = 1.0, prefix: str = "kv:"):
+        from redis import Redis
+        from redis.backoff import NoBackoff
+        from redis.retry import Retry
+
+        # Without retries, of which redis-py has some by default: what comes late is worth nothing
+        options = dict(socket_timeout=timeout, socket_connect_timeout=timeout, retry=Retry(NoBackoff(), 0))
+        self.client, self.prefix = Redis.from_url(url, **options), prefix
+
+    def exists(self, keys: list[str]) -> list[bool]:
+        with self.client.pipeline(transaction=False) as pipeline:
+            for key in keys:
+                pipeline.exists(self.prefix + key)
+            return [found == 1 for found in pipeline.execute()]
+
+    def get(self, keys: list[str]) -> list[bytes | None]:
+        return self.client.mget([self.prefix + key for key in keys])
+
+    def set(self, keys: list[str], values: list[bytes]):
+        if keys:
+            self.client.mset({self.prefix + key: value for key, value in zip(keys, values, strict=True)})
+
+    def close(self):
+        self.client.close()
+
+
+class FsspecBackend:
+    """What fsspec has a file system for; the configuration is that file system's."""
+
+    def __init__(self, url: str, **config):
+        import fsspec  # it comes with torch
+
+        self.fs, root = fsspec.core.url_to_fs(url, **config)
+        self.root = root.rstrip("/")
+        self.fs.makedirs(self.root, exist_ok=True)
+
+    def paths(self, keys: list[str]) -> list[str]:
+        self.fs.invalidate_cache()  # a listing from before another process wrote
+        return [f"{self.root}/{key}.page" for key in keys]
+
+    def exists(self, keys: list[str]) -> list[bool]:
+        return [self.fs.exists(path) for path in self.paths(keys)]
+
+    def get(self, keys: list[str]) -> list[bytes | None]:
+        found = self.fs.cat(self.paths(keys), on_error="omit")
+        return [found.get(path) for path in self.paths(keys)]
+
+    def set(self, keys: list[str], values: list[bytes]):
+        self.fs.pipe(dict(zip(self.paths(keys), values, strict=True)))
+
+
+def open_backend(url: str, config: dict | None = None):
+    """-> a back end that has answered: file:DIR, redis://HOST:PORT/N, another URL that fsspec knows, or
+    module:Class. Raises ModelError."""
+    config = config or {}
+    try:
+        if url.startswith("file:"):
+            backend = Directory(url, **config)
+        elif "://" in url:
+            redis = url.startswith(("redis://", "rediss://", "unix://"))
+            backend = (RedisBackend if redis else FsspecBackend)(url, **config)
+        else:
+            module, _, name = url.partition(":")
+            backend = getattr(importlib.import_module(module), name)(**config)
+        backend.exists(["0" * 64])
+        return backend
+    except Exception as error:
+        # With a user, a password or a configuration the error may quote what is secret
+        words = "" if config or "@" in url else f": {' '.join(str(error).split())[:200]}"
+        raise ModelError(
+            f"Cannot use the storage '{label(url)}' ({type(error).__name__}{words}); start it or install its "
+            "package, or write file:DIR, redis://HOST:PORT/N, another URL that fsspec knows, or module:Class."
+        ) from None
+
+
+def label(url: str) -> str:
+    """The URL for printing: without user, password and options."""
+    return re.sub(r"//.*@", "//", url).partition("?")[0]

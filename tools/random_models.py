@@ -33,14 +33,20 @@ def random_config(name: str) -> LlamaConfig:
                        head_dim=hidden // heads, max_position_embeddings=context)
 
 
-def fill_at_random(model: Llama, seed: int):
-    """Normal numbers of deviation 0.02 (ones for the norms), the same on every device and for every dtype's rounding."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, place in tqdm(model.weights().items(), desc="random weights", unit="tensor", delay=1, leave=False):
+def fill_at_random(model: Llama, seed: int, config: LlamaConfig, division=None):
+    """Normal numbers of deviation 0.02 (ones for the norms), the same on every device and for every dtype's rounding. `config`:
+    the whole model's, of which `division` takes a rank's part (chapter 09)."""
+    generator, places = torch.Generator().manual_seed(seed), model.weights()
+    whole = Llama(config, model.dtype, "meta").weights()
+    for name in tqdm(whole, desc="random weights", unit="tensor", delay=1, leave=False):
         if name.endswith("norm.weight"):
-            place.fill_(1.0)
+            places[name].fill_(1.0)
+            continue
+        tensor = torch.randn(whole[name].shape, generator=generator).mul_(0.02)
+        if division:
+            division.fill(places[name], name, tensor.shape, tensor)
         else:
-            place.copy_(torch.randn(place.shape, generator=generator).mul_(0.02))
+            places[name].copy_(tensor)
 
 
 def byte_tokenizer(vocabulary: int):
