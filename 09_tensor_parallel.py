@@ -2,19 +2,19 @@
 
 The problem. A model that is divided over several GPUs divides its KV cache with it. What the chapters before
 keep on one device lies in pieces on all of them, and one question joins theirs: do all ranks agree on what is
-there? A rank that restores while another computes takes part in other sums than that, and both hang, or write
-nonsense.
+there? A rank that restores while another computes takes part in other sums than that one: both hang, or both
+write nonsense.
 
-The mechanism. The model is divided as Megatron does: a rank has n-th of the heads and of the MLP's columns, and
-sums over ranks follow attention and MLP. Its device has the blocks of its own KV heads.
+The mechanism. The model is divided as Megatron does: a rank has an n-th of the heads and of the MLP's
+columns, and sums over ranks follow attention and MLP. Its device has the blocks of its own KV heads.
 
     keeps             a rank loads                    between ranks         then
     K and V (03)      its own heads' blocks           nothing
     states (04)       its columns of all rows, D/n    all-gather a layer    projects its own KV heads
 
 Hidden states are the same on all ranks, so each keeps another n-th of them, and an all-gather puts a layer
-together while the next one travels. They are divided by columns: a chunk of any number of rows divides evenly.
-The norm and the projection see whole rows, so that not even the order of a sum changes.
+together while the next one travels. They are divided by columns, so that any number of rows divides evenly.
+The norm and the projection see whole rows: not even the order of a sum changes.
 
     bytes over a rank's link, of one rank's:    states 1/n      K and V max(1/n, 1/KV heads)
 
@@ -27,18 +27,18 @@ each the minimum over ranks is what all may believe:
     a match           0 computing is sooner    1 loading is                         once an admission
     the last layer    0 something is missing here    1 all is here                  once a restoration
 
-The last one is for a forward pass that waits for a restoration, layer by layer: a rank whose copy does not come
-in time goes on with zeros, since the others wait for its part of the sums; behind the last layer all learn of it,
-and the step has not happened. "Too late" stays: what arrives later is not used. Arrivals come in on rank 0, and
-reach the others with the agreement of a step.
+The last one is for a forward pass that waits for a restoration, layer by layer. A rank whose copy does not
+come in time goes on with zeros, since the others wait for its part of the sums; behind the last layer all
+learn of it, and the step has not happened. "Too late" stays: what arrives later is not used. What is asked
+comes in on rank 0, and reaches the others with the agreement of a step (common/ranks.py).
 
-Where there are fewer KV heads than ranks, ranks share them. With `--storage` pages of K and V are written to
-storage too, an object for each page and KV head, so that any number of ranks reads what any other has written.
-Dividing chapter 05 would take an agreement on the plan, which rests on measured speeds, and chapter 06 one on
-where each chunk's arrival moves the limit: a number a layer, instead of one a step.
+Where there are fewer KV heads than ranks, ranks share them. With `--storage` pages of K and V are written
+to storage too, an object for each page and KV head, so that any number of ranks reads what any other has
+written. To divide chapter 05 ranks would agree on the plan, which rests on measured speeds; to divide chapter
+06, on where each chunk's arrival moves the limit: once a layer, instead of once a step.
 
-Sources: Megatron-LM (Shoeybi et al., 2019, section 3); HCache (EuroSys '25), section 5; HiCache (SGLang's design
-document) on several ranks and `page_head`.
+Sources: Megatron-LM (Shoeybi et al., 2019, section 3); HCache (EuroSys '25), section 5; HiCache (the design
+document of SGLang) on several ranks and `page_head`.
 
     python 09_tensor_parallel.py --demo --ranks 2
     python 09_tensor_parallel.py --keep states             # the server, on http://127.0.0.1:5000
@@ -55,7 +55,6 @@ import random
 import signal
 import sys
 import tempfile
-import threading
 import time
 import zlib
 from collections import deque
@@ -71,8 +70,8 @@ from common import checkpoint, cli, lesson, store
 from common import link as links
 from common.link import TransferError
 from common.llama import Linear
-from common.ranks import Ranks, join, launch
-from common.requests import SAMPLING, Frontend, HungUp, Line, Request, RequestError, Writer
+from common.ranks import Everywhere, Ranks, join, launch
+from common.requests import Frontend, Request, RequestError
 from common.restoring import LATER, PAUSE, Cache
 
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
@@ -80,9 +79,6 @@ hidden_states = importlib.import_module("04_hidden_state_cache")
 ON_ITS_WAY, FAILED, ARRIVED = range(3)
 FACTS = 256  # numbers of an agreement; what does not fit in is asked in the next step
 LIMIT = 2.0  # seconds that nobody waits longer for a copy: well below those of a collective
-BEAT = 1.0  # seconds between two agreements of an idle server
-MANY = 1 << 62
-PATH = 256  # bytes of a path that rank 0 tells
 
 # 1. The model, divided -------------------------------------------------------------------------
 
@@ -98,8 +94,8 @@ class Division:
         sizes = whole.num_attention_heads, whole.intermediate_size, whole.vocab_size, whole.hidden_size
         if any(size % n for size in sizes) or max(heads, n) % min(heads, n):
             raise checkpoint.ModelError(
-                f"{n} ranks cannot divide {sizes[0]} heads, {heads} KV heads, {sizes[1]} columns of the MLP and "
-                f"{sizes[2]} tokens evenly; choose another --ranks."
+                f"{n} ranks cannot divide {sizes[0]} heads, {heads} KV heads, {sizes[1]} columns of the MLP "
+                f"and {sizes[2]} tokens evenly; choose another --ranks."
             )
         self.kv_heads = heads
         return replace(
@@ -112,8 +108,8 @@ class Division:
 
     def divide(self, model):
         """Join what the parts compute: sums over ranks, and logits of all tokens, the same bits on each."""
-        where = dict(dtype=model.dtype, device=model.embedding.device)
-        model.head = Linear(model.config.hidden_size, model.config.vocab_size // self.ranks.count, False, **where)
+        config, where = model.config, dict(dtype=model.dtype, device=model.embedding.device)
+        model.head = Linear(config.hidden_size, config.vocab_size // self.ranks.count, False, **where)
         model.head.register_forward_hook(lambda head, inputs, logits: self.ranks.gather(logits))
         for layer in model.layers:
             for linear in layer.o_proj, layer.down_proj:
@@ -126,17 +122,19 @@ class Division:
         return range(first, first + max(1, self.kv_heads // self.ranks.count))
 
     def fill(self, place, name: str, shape, whole):
-        """Copy this rank's part of a weight to its `place`. `whole` is read by slices: a tensor, or of a file."""
+        """Copy this rank's part of a weight to its `place`. `whole`, a tensor or one in a file, is sliced."""
         rank, n = self.ranks.rank, self.ranks.count
         if "o_proj" in name or "down_proj" in name:  # some of the inputs; what is added once is rank 0's
-            if len(shape) == 1:
-                place.copy_(whole[:]) if rank == 0 else place.zero_()
-            else:
+            if len(shape) == 2:
                 place.copy_(whole[:, rank * shape[1] // n : (rank + 1) * shape[1] // n])
+            elif rank == 0:
+                place.copy_(whole[:])
+            else:
+                place.zero_()
         elif "k_proj" in name or "v_proj" in name:
             head, own = shape[0] // self.kv_heads, self.own_kv_heads
             place.copy_(whole[own.start * head : own.stop * head])
-        elif any(part in name for part in ("q_proj", "gate_proj", "up_proj", "lm_head")):  # some of the outputs
+        elif any(part in name for part in ("q_proj", "gate_proj", "up_proj", "lm_head")):  # of the outputs
             place.copy_(whole[rank * shape[0] // n : (rank + 1) * shape[0] // n])
         else:
             place.copy_(whole[:])
@@ -156,8 +154,9 @@ class Division:
 class Shared:
     """A transfer as all ranks see it: over when it is over everywhere, failed if it failed anywhere."""
 
-    def __init__(self, own, cache: "Together"):
-        self.own, self.cache, self.state = own, cache, ON_ITS_WAY
+    def __init__(self, own, cache: "Together", landed=()):
+        """`own`: this rank's. `landed`: the tensors that it writes."""
+        self.own, self.cache, self.landed, self.state = own, cache, landed, ON_ITS_WAY
         self.lane, self.label, self.bytes, self.cancel = own.lane, own.label, own.bytes, own.cancel
         self.restoration, self.last = None, False  # whose it is, and whether it brings the last layer
 
@@ -175,21 +174,22 @@ class Shared:
         return TransferError("it failed on a rank") if self.state == FAILED else None
 
     def check(self):
-        if self.state == FAILED:
+        """Raise TransferError if it failed."""
+        if self.error:
             raise TransferError(f"{self.label} failed on a rank")
 
     def queue_wait(self) -> bool:
-        """In the forward pass: wait for this rank's own copy, or go on with zeros. With the last layer all agree
-        whether everybody has everything. Raises TransferError if not."""
-        restoration, own = self.restoration, self.own
-        while self.cache.in_time(restoration) and not own.ready:
+        """In the forward pass: wait for this rank's own copy, or go on with zeros. With the last layer all
+        agree whether everybody has everything. Raises TransferError if not."""
+        cache, restoration = self.cache, self.restoration
+        while not self.own.ready and restoration not in cache.missing and cache.in_time(restoration):
             time.sleep(1e-4)
-        if not own.ready or own.error is not None or not own.queue_wait() and own.error is not None:
-            self.cache.missing.add(restoration)
+        if self.seen_here() != ARRIVED:
+            cache.missing.add(restoration)
             for piece in self.landed:
                 piece.zero_()
-        if self.last and not self.cache.ranks.all(restoration not in self.cache.missing):
-            self.cache.given_up.add(restoration)
+        if self.last and not cache.ranks.all(restoration not in cache.missing):
+            cache.given_up.add(restoration)
             raise TransferError(f"{self.label} is late on a rank")
         return True
 
@@ -201,12 +201,13 @@ class SharedLink:
     """A lane whose transfers are over when they are over on all ranks."""
 
     def __init__(self, link: links.Link, cache: "Together"):
-        self.link, self.cache, self.close = link, cache, link.close
-        self.speed, self.seconds, self.measure, self.modelled = link.speed, link.seconds, link.measure, link.modelled
+        self.link, self.cache, self.modelled = link, cache, link.modelled
+        self.speed, self.seconds, self.measure = link.speed, link.seconds, link.measure
+        self.close = link.close
 
     def copy(self, dst, src, label: str) -> Shared:
-        shared = Shared(self.link.copy(dst, src, label), self.cache)
-        shared.landed = [dst] if isinstance(dst, torch.Tensor) else list(dst)
+        landed = [dst] if isinstance(dst, torch.Tensor) else list(dst)
+        shared = Shared(self.link.copy(dst, src, label), self.cache, landed)
         self.cache.loading.append(shared)
         return shared
 
@@ -215,18 +216,18 @@ class SharedLink:
 
 
 class Together(Cache):
-    """A Cache of another chapter, the same on all ranks. Two of its verbs are collective, `poll` and `idle`; so are the
-    restorer's decision whether a match is worth it, and the last layer of a restoration in a forward pass."""
+    """A Cache of another chapter, the same on all ranks. Collective are `poll`, `idle`, the restorer's
+    decision whether a match is worth it, and the wait for a restoration's last layer in a forward pass."""
 
-    def __init__(self, inner: Cache, ranks: Ranks, command=lambda words: None):
-        """`command` does what rank 0 has put to `commands`, on all ranks at the same point."""
-        self.inner, self.ranks, self.command, self.fields = inner, ranks, command, inner.fields
-        self.commands: deque = deque()  # of rank 0: what all do next, as JSON
+    def __init__(self, inner: Cache, ranks: Ranks):
+        self.inner, self.ranks, self.fields = inner, ranks, inner.fields
+        self.commands: deque = deque()  # of rank 0: what all are to `command`, as JSON
+        self.command = lambda words: None
         self.loading: deque[Shared] = deque()  # copies to the device that may be under way
         self.missing, self.given_up = WeakSet(), WeakSet()  # restorations: something is late here; on a rank
-        self.until, self.patience = WeakKeyDictionary(), WeakKeyDictionary()  # when a restoration is late here,
-        # and when a request has waited for storage long enough: seconds of time.perf_counter()
-        self.done = 0  # a sum over all batches: who has computed something else, is not one of us
+        self.until = WeakKeyDictionary()  # when a restoration is late here: seconds of time.perf_counter()
+        self.patience = WeakKeyDictionary()  # the same of requests that stand in line
+        self.done = 0  # a sum over all that was computed
         self.match, self.save_layer, self.evicting = inner.match, inner.save_layer, inner.evicting
         self.finished, self.close = inner.finished, inner.close
 
@@ -236,47 +237,49 @@ class Together(Cache):
         self.under_way, self.pools = self.inner.under_way, self.inner.pools
         if hasattr(self.inner, "load_link"):
             self.inner.load_link = SharedLink(self.inner.load_link, self)
-            self.inner.save_link.seconds = lambda size: 0.0  # what is saved, no clock decides
+            self.inner.save_link.seconds = lambda size: 0.0  # no clock decides what is saved
 
     def poll(self):
-        """Agree on all that is under way, and on what rank 0 has to say."""
+        """Agree on all that is under way, and hear what rank 0 has to say."""
         # 1. What this rank knows, in an order that is the same on all
+        transfers = self.on_their_way()
+        waiting = [one for one in self.engine.waiting if one in self.patience][:32]
+        restorations = [one.restoration for one in self.engine.running if one.restoration in self.until]
+        commands = [self.commands.popleft() for _ in range(len(self.commands))]
+        message = json.dumps(commands).encode() if commands else b""
+        own = [len(message) if self.ranks.rank == 0 else sys.maxsize, self.done, -self.done]
+        own += [self.in_time(one) and one not in self.missing for one in restorations]
+        own += [time.perf_counter() < self.patience[one] for one in waiting]
+        own += [one.seen_here() for one in transfers]
+        # 2. What all may believe
+        size, done, other, *facts = self.ranks.least([*map(int, own), *[0] * FACTS][:FACTS])
+        if done != -other:
+            self.ranks.end("the ranks have not computed the same; they differ in what nobody agreed upon")
+        facts = iter(facts)
+        for restoration, in_time in zip(restorations, facts):
+            if not in_time:
+                restoration.deadline = 0.0
+                self.given_up.add(restoration)
+        for request, in_time in zip(waiting, facts):
+            request.patience = math.inf if in_time else 0.0
+        for transfer, transfer.state in zip(transfers, facts):
+            pass
+        # 3. What follows from it
+        self.inner.poll()
+        for words in json.loads(self.ranks.tell(message, size)) if size else ():
+            self.command(words)
+
+    def on_their_way(self) -> list[Shared]:
+        """All transfers that are not over on all ranks, oldest first."""
         while self.loading and self.loading[0].ready:
             self.loading.popleft()
+        found = list(self.loading)
         for lane in self.under_way.values():
             for at, (transfers, held, then) in enumerate(lane):
                 shared = [one if isinstance(one, Shared) else Shared(one, self) for one in transfers]
                 lane[at] = shared, held, then
-        held = [one for lane in self.under_way.values() for transfers, _, _ in lane for one in transfers]
-        asked = [one for one in dict.fromkeys([*self.loading, *held]) if not one.ready]
-        restorations = [one.restoration for one in self.engine.running if one.restoration in self.until]
-        waiting = [one for one in self.engine.waiting if one in self.patience]
-        commands = [self.commands.popleft() for _ in range(len(self.commands))]
-        message = json.dumps(commands).encode() if commands else b""
-        now = time.perf_counter()
-        facts = [len(message) if self.ranks.rank == 0 else MANY, self.done, -self.done]
-        facts += [int(self.in_time(one) and one not in self.missing) for one in restorations]
-        facts += [int(now < self.patience[one]) for one in waiting]
-        facts += [one.seen_here() for one in asked]
-        # 2. What all may believe
-        facts = self.ranks.least((facts + [0] * FACTS)[:FACTS])
-        size, done, other = facts[:3]
-        if done != -other:
-            self.ranks.end("the ranks have not computed the same: something differs that is not agreed upon")
-        facts = deque(facts[3:])
-        for restoration in restorations:
-            if not facts.popleft():
-                restoration.deadline = 0.0
-                self.given_up.add(restoration)
-        for request in waiting:
-            if facts and not facts.popleft():
-                request.patience = 0.0
-        for transfer, state in zip(asked, facts):
-            transfer.state = state
-        self.inner.poll()
-        if size:
-            for words in json.loads(self.ranks.tell(message, size)):
-                self.command(words)
+                found += shared
+        return [one for one in dict.fromkeys(found) if not one.ready]
 
     def in_time(self, restoration) -> bool:
         return time.perf_counter() < self.until.get(restoration, math.inf)
@@ -289,7 +292,7 @@ class Together(Cache):
 
     def restore(self, request, restoration, match):
         self.until[restoration] = min(restoration.deadline, time.perf_counter() + LIMIT)
-        restoration.deadline = math.inf
+        restoration.deadline = math.inf  # the same
         with closing(self.inner.restore(request, restoration, match)) as steps:
             for transfer in steps:
                 if transfer is not PAUSE:
@@ -297,12 +300,13 @@ class Together(Cache):
                     transfer.last = restoration.layers == len(self.model.layers) - 1
                 yield transfer
                 if restoration in self.given_up:
-                    raise TransferError(f"{getattr(transfer, 'label', 'it')} is late on a rank")
+                    raise TransferError("a copy is late on a rank")
 
     def save(self, batch):
         self.inner.save(batch)
-        did = [(request.id, count, request.computed, request.tokens[-1], request.table) for request, count in batch.work]
-        self.done = zlib.crc32(repr(did).encode(), self.done)
+        for request, count in batch.work:
+            did = request.id, count, request.computed, request.tokens[-1], request.table
+            self.done = zlib.crc32(repr(did).encode(), self.done)
 
     def idle(self):
         """Measure once, all together: a rank that measures alone is alone."""
@@ -375,7 +379,7 @@ class PageHeadCache(offload.HostCache):
             self.unwritten.update(dict.fromkeys(request.chain[looked_at : request.registered]))
 
     def poll(self):
-        """Write the pages that have arrived in host memory; what is being written is locked, at most a quarter."""
+        """Write the pages that have arrived in host memory; at most a quarter of it is locked for that."""
         super().poll()
         for prefix in list(self.unwritten):
             place = self.host.block_of.get(prefix)
@@ -389,157 +393,74 @@ class PageHeadCache(offload.HostCache):
         self.storage.close()
 
 
-# 4. What rank 0 is asked -----------------------------------------------------------------------
-
-class Everywhere:
-    """The engine of a rank, as a server sees it: what rank 0 is asked all do, at the same point."""
-
-    stream, generate = Line.stream, Line.generate
-
-    def __init__(self, engine: paged.Engine, ranks: Ranks, tokenizer=None):
-        self.engine, self.cache, self.ranks, self.tokenizer = engine, engine.cache, ranks, tokenizer
-        self.cache.command, self.closed = self.do, False
-        self.lock, self.asked = threading.Lock(), 0
-        self.known: dict[int, Request] = {}  # number -> Request, of those that are not over
-        self.errors: dict[int, Exception] = {}  # number -> why it is cancelled
-
-    def __getattr__(self, name):
-        return getattr(self.engine, name)
-
-    def submit(self, request: Request):
-        self.engine.check(request)
-        fields = {name: getattr(request, name) for name in ("tokens", "max_tokens", "options", *SAMPLING)}
-        fields.update(seed=request.generator.initial_seed(), end_tokens=list(request.end_tokens))
-        with self.lock:
-            self.asked += 1
-            self.known[self.asked] = request
-            self.tell("submit", self.asked, fields, request.writer.stop if request.writer else None)
-
-    def cancel(self, request: Request, error: Exception):
-        for number, known in list(self.known.items()):
-            if known is request:
-                self.errors[number] = error
-                self.tell("cancel", number)
-
-    def evict(self, name: str = "device") -> int:
-        before = self.engine.pools[name].evictions
-        self.tell("evict", name)
-        self.step()
-        return self.engine.pools[name].evictions - before
-
-    def close(self):
-        self.tell("close")
-        self.step()
-        self.engine.close()
-
-    def tell(self, *words):
-        self.cache.commands.append(words)
-        self.engine.wake.set()
-
-    def do(self, words: list):
-        """What rank 0 has said, on all ranks."""
-        verb, *what = words
-        if verb == "submit":
-            number, fields, stop = what
-            request = self.known.get(number)
-            if request is None:  # on the other ranks
-                writer = None if stop is None else Writer(self.tokenizer, stop)
-                fields["end_tokens"] = frozenset(fields["end_tokens"])
-                request = self.known[number] = Request(**fields, writer=writer)
-            self.engine.submit(request)
-        elif verb == "cancel" and what[0] in self.known:
-            error = self.errors.pop(what[0], None) or HungUp("Rank 0 has cancelled it.")
-            self.engine.cancel(self.known[what[0]], error)
-        elif verb == "evict":
-            self.engine.evict(*what)
-        self.closed |= verb == "close"
-        for number in [number for number, request in self.known.items() if request.outcome is not None]:
-            del self.known[number]
-
-    def step(self):
-        """A step, or, where nobody is asked anything, an agreement now and then: so all know that all are there."""
-        if self.engine.busy:
-            return self.engine.step()
-        if self.ranks.rank == 0 and not self.cache.commands:
-            self.engine.wake.wait(BEAT)
-        self.engine.wake.clear()
-        self.cache.poll()
-
-    def follow(self):
-        """On the other ranks: do what rank 0 says until it says that it is over."""
-        while not self.closed:
-            self.step()
-        self.engine.close()
-
-
-# 5. The demo -----------------------------------------------------------------------------------
+# 4. The demo -----------------------------------------------------------------------------------
 
 KEEPS = {"nothing": "nothing", "kv": "K and V", "states": "hidden states"}
 
 
 def demo(ranks: Ranks, model, frontend: Frontend, arguments):
-    """A conversation that comes back on all ranks, against one rank alone; then a rank whose page is lost."""
+    """A conversation that comes back on all ranks, beside one rank alone; and a rank that has lost a page."""
     rng, new = random.Random(0), max(2, min(arguments.max_tokens, 16))
     arguments.always_restore = True
     text = lesson.document(frontend, rng, frontend.context // 2, lesson.SECRET)
-    messages = [dict(role="user", content=text)]
+    talk = [dict(role="user", content=text)]
     # 1. Ask on all ranks: each keeps its part, the device loses everything, and it comes back
     engines = {keep: make_engine(ranks, model, arguments, keep) for keep in KEEPS}
     asked = []
     for engine in engines.values():
-        (first,) = engine.generate([frontend.request(messages=messages, max_tokens=new)])
-        talk = [*messages, dict(role="assistant", content=first.outcome.text), dict(role="user", content=lesson.QUESTION)]
-        asked += [first, once(engine, frontend.request(messages=talk, max_tokens=new))]
-    # 2. Ask again when a page of one rank's is lost
-    with tempfile.TemporaryDirectory() as folder:
-        folder = ranks.tell(os.fsencode(folder).ljust(PATH), PATH).decode().rstrip()
-        lost, pages = lose_a_page(ranks, model, frontend, arguments, folder, talk, new)
-        asked += lost
-        ranks.meet()
-    # 3. Compare, and time, with one rank that has it all
-    alone, verified = {}, True
+        asked += engine.generate([frontend.request(messages=talk[:1], max_tokens=new)])
+        answer = dict(role="assistant", content=asked[-1].outcome.text)
+        talk[1:] = answer, dict(role="user", content=lesson.QUESTION)
+        asked.append(once(engine, frontend.request(messages=talk, max_tokens=new)))
+    last = asked[-1]
+    # 2. Ask again when one rank has lost a page in storage
+    lost = lose_a_page(ranks, model, frontend, arguments, talk, new)
+    # 3. Compare with chapter 01, and time beside one rank that has it all
+    single, verified = {}, True
     if ranks.rank == 0:
         whole, *_ = checkpoint.load(arguments.model, arguments.dtype, arguments.device)
-        verified = lesson.equal_to_baseline(whole, asked)
-        alone = {keep: make_engine(Ranks(), whole, arguments, keep) for keep in KEEPS}
+        verified = lesson.equal_to_baseline(whole, asked + lost)
+        single = {keep: make_engine(Ranks(), whole, arguments, keep) for keep in KEEPS}
     ranks.meet()
-    prompt = asked[1].tokens[: asked[1].prompt_tokens]
-    taken, carried = {}, {}
-    for count, ways in (1, alone), (ranks.count, engines):
+    prompt, taken, carried = last.tokens[: last.prompt_tokens], {}, {}
+    for count, ways in (1, single), (ranks.count, engines):
         for keep, engine in ways.items():
-            ways = {KEEPS[keep]: lambda: once(engine, Request(prompt, 2)).outcome.ttft_ms}  # noqa: B023
-            before = engine.counts["bytes_in"]
-            (samples,) = lesson.in_turn(ways).values()
+            once(engine, Request(prompt, 2))  # keeps what was asked
+            before, way = engine.counts["bytes_in"], partial(once, engine)
+            samples = [way(Request(prompt, 2)).outcome.ttft_ms for _ in range(lesson.ROUNDS)]
             taken[f"{KEEPS[keep]}, {count} rank{'s' * (count > 1)}"] = samples
-            carried[keep, count] = (engine.counts["bytes_in"] - before) // (lesson.ROUNDS + 1)
+            carried[keep, count] = (engine.counts["bytes_in"] - before) / lesson.ROUNDS
         ranks.meet()
-    rows = lesson.table(f"TTFT behind {len(prompt)} tokens", taken, "ttft_ms", "ms") if ranks.rank == 0 else []
-    for row, ((keep, count), size) in zip(rows, carried.items()):
-        row["bytes_over_link"] = size
-    for keep in ("kv", "states") if ranks.rank == 0 else ():
-        one, each = carried[keep, 1], carried[keep, ranks.count]
-        print(f"  {KEEPS[keep]}: {one / 1e6:.2f} MB over the link of one rank, {each / 1e6:.2f} over each of {ranks.count}")
-    link, agreements = engines["states"].cache.inner.load_link, ranks.agreements
-    began = time.perf_counter()
-    for _ in range(100):
+    began, agreements = time.perf_counter(), 100
+    for _ in range(agreements):
         ranks.least([0] * FACTS)
-    taken_by_one = (time.perf_counter() - began) / 100
-    print(f"  {link} for each rank; an agreement of {ranks.count} ranks takes {1e6 * taken_by_one:.0f} us\n")
-    found = [request.found for request in lost]
-    print(
-        f"Storage has {pages} pages of {arguments.block_size} tokens. All there: {found[0]}. When rank {ranks.count - 1} has "
-        f"lost page {pages // 2} of its\nheads: {found[1]}, on all ranks alike, and the rest is computed.\n"
-    )
-    print(f"The last turn from hidden states, on rank 0\n{asked[-3].timeline.chart()}\n")
-    print(
-        "Ranks divide what is kept, what travels and what is projected, and agree on a few numbers. Where they\n"
-        "share one processor, as here without GPUs, they divide that too: only the bytes are as on n devices."
-    )
-    report = dict(link=dict(modelled=link.modelled, gbps=link.speed() / 1e9), ranks=ranks.count, rows=rows)
-    for engine in [*engines.values(), *alone.values()]:
+    agreement = (time.perf_counter() - began) / agreements
+
+    # 4. Show
+    for engine in [*engines.values(), *single.values()]:
         engine.close()
-    report.update(verified=verified, agreements=agreements, agreement_us=1e6 * taken_by_one, lost=found)
-    return report, [asked[-3].timeline]
+    if ranks.rank:
+        return {}, []
+    rows = lesson.table(f"TTFT behind {len(prompt)} tokens", taken, "ttft_ms", "ms")
+    for row, size in zip(rows, carried.values()):
+        row["bytes_over_link"] = size
+    for keep in ("kv", "states"):
+        one, each = carried[keep, 1] / 1e6, carried[keep, ranks.count] / 1e6
+        print(f"  {KEEPS[keep]}: {one:.2f} MB over one rank's link, {each:.2f} over each of {ranks.count}")
+    link = engines["states"].cache.inner.load_link
+    print(f"  {link}, for each rank; an agreement takes {1e6 * agreement:.0f} us\n")
+    found = [request.cached_tokens for request in lost]
+    print(
+        f"Of {last.prompt_tokens} tokens {found[0]} come from storage. When rank {ranks.count - 1} has lost "
+        f"a page of one head there,\n{found[1]} do, on all ranks alike, and the rest is computed.\n"
+    )
+    print(f"The last turn from hidden states, on rank 0\n{last.timeline.chart()}\n")
+    print(
+        "Ranks divide what is kept, what travels and what is projected, and agree on a few numbers. Where\n"
+        "they share one processor, as here without GPUs, only the bytes are those of as many devices."
+    )
+    report = dict(link=dict(modelled=link.modelled, gbps=link.speed() / 1e9), verified=verified, rows=rows)
+    return dict(report, ranks=ranks.count, agreement_us=1e6 * agreement, found=found), [last.timeline]
 
 
 def once(engine, request: Request) -> Request:
@@ -549,35 +470,39 @@ def once(engine, request: Request) -> Request:
     return engine.generate([request])[0]
 
 
-def lose_a_page(ranks, model, frontend, arguments, folder: str, talk: list[dict], new: int):
-    """-> two requests, before and after the last rank has lost a page in storage, and how many pages there are."""
-    options = argparse.Namespace(**{**vars(arguments), "storage": f"file:{folder}"})
-    engine, answered = make_engine(ranks, model, options, "kv"), []
-    engine.generate([frontend.request(messages=talk, max_tokens=1)])
-    for _ in range(2):
+def lose_a_page(ranks: Ranks, model, frontend: Frontend, arguments, talk: list, new: int) -> list[Request]:
+    """-> two requests whose history only storage has: before and after the last rank has lost a page."""
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(ranks.tell(str(folder).encode().ljust(256), 256).decode().strip())  # rank 0's
+        options = argparse.Namespace(**{**vars(arguments), "storage": f"file:{folder}"})
+        engine, answered = make_engine(ranks, model, options, "kv"), []
+        engine.generate([frontend.request(messages=talk, max_tokens=1)])
+        for lost in (False, True):
+            lesson.settle(engine)
+            for pool in engine.pools:
+                engine.evict(pool)
+            if lost and ranks.rank == ranks.count - 1:
+                chain = answered[0].chain
+                keys, _ = engine.cache.inner.page(chain[len(chain) // 2], 0)
+                (folder / f"{keys[-1].hex()}.page").unlink()
+            answered += engine.generate([frontend.request(messages=talk, max_tokens=new)])
         lesson.settle(engine)
-        for pool in engine.pools:
-            engine.evict(pool)
-        ranks.meet()
-        answered += engine.generate([frontend.request(messages=talk, max_tokens=new)])
-        pages = answered[0].prompt_tokens // arguments.block_size
-        prefix, heads = answered[0].chain[pages // 2], engine.cache.inner.page(answered[0].chain[pages // 2], 0)[0]
-        if ranks.rank == ranks.count - 1 and len(answered) == 1:
-            (Path(folder) / f"{heads[-1].hex()}.page").unlink()
-    lesson.settle(engine)
-    engine.close()
-    return answered, pages
+        engine.close()
+        ranks.meet()  # before the folder is deleted
+    return answered
 
 
-# 6. Main ---------------------------------------------------------------------------------------
+# 5. Main ---------------------------------------------------------------------------------------
 
 def add_arguments(parser):
     paged.add_arguments(parser)
     add, number = parser.add_argument, partial(cli.bounded, int, 1)
     add("--ranks", type=number(64), default=2, metavar="N", help="processes that divide the model (2)")
-    add("--keep", choices=KEEPS, default="states", help="what comes back: K and V, or hidden states (default)")
-    add("--cpu-blocks", type=number(1 << 24), metavar="N", help="KV blocks, or as many tokens, in host memory")
-    add("--storage", metavar="URL", help="with --keep kv: pages too, in file:DIR, redis://HOST:PORT/N or another")
+    add("--keep", choices=KEEPS, default="states", help="what comes back: kv, or hidden states (default)")
+    words = "KV blocks, or states of as many tokens, in host memory (four times the device's)"
+    add("--cpu-blocks", type=number(1 << 24), metavar="N", help=words)
+    words = "with --keep kv: where pages go too: file:DIR, redis://HOST:PORT/N, or see chapter 07"
+    add("--storage", metavar="URL", help=words)
     add("--always-restore", action="store_true", help="restore even what is computed sooner")
     links.add_arguments(parser)
 
@@ -631,8 +556,8 @@ def main():
     ranks = join()
     if ranks.rank == 0:
         make = lambda model, arguments: Everywhere(make_engine(ranks, model, arguments), ranks)  # noqa: E731
-        load_part = partial(load, ranks)
-        return cli.main(__doc__, "09_tensor_parallel", add_arguments, make, partial(demo, ranks), load=load_part)
+        functions = add_arguments, make, partial(demo, ranks)
+        return cli.main(__doc__, "09_tensor_parallel", *functions, load=partial(load, ranks))
     # The other ranks: do the same, and say nothing
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.stdout = open(os.devnull, "w")

@@ -62,7 +62,8 @@ def parser_for(doc: str) -> argparse.ArgumentParser:
     return parser
 
 
-def main(doc, chapter: str, add_arguments, make_engine, demo, compare=lambda arguments: {}, load=checkpoint.load):
+def main(doc, chapter: str, add_arguments, make_engine, demo, compare=lambda arguments: {},
+         load=checkpoint.load):
     """Run a chapter from the command line.
 
     add_arguments(parser)               adds the chapter's own options

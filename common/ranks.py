@@ -25,11 +25,16 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from common.requests import SAMPLING, HungUp, Line, Request, Writer
+
+BEAT = 1.0  # seconds between two agreements of an idle server
 TIMEOUT = 6.0  # seconds that a rank waits for the others
 LONG = 600.0  # where they do things that take them different times: reading a model, what rank 0 does alone
 ALONE = 3  # exit code of a rank that has lost another
 AFTER = 2.0  # seconds in which the others end by themselves, when one has ended badly
 
+
+# 1. Collectives --------------------------------------------------------------------------------
 
 class Ranks:
     """This process among those that hold one model together."""
@@ -77,7 +82,9 @@ class Ranks:
             return columns
         gathered = columns.new_empty(self.count * len(columns), columns.shape[1])
         with self.together():
-            dist.all_gather_into_tensor(gathered, columns.contiguous())
+            # Before PyTorch 2.13 it had another name
+            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            gather(gathered, columns.contiguous())
         return gathered.unflatten(0, (self.count, -1)).transpose(0, 1).flatten(1)  # [n, T, D/n] -> [T, D]
 
     def gather_bytes(self, own: bytes) -> list[bytes]:
@@ -110,8 +117,93 @@ class Ranks:
         os._exit(ALONE)
 
 
+# 2. What rank 0 is asked ------------------------------------------------------------------------
+
+class Everywhere:
+    """The engine of a rank, as a server sees it: what rank 0 is asked all do, at the same point."""
+
+    stream, generate = Line.stream, Line.generate
+
+    def __init__(self, engine, ranks: Ranks, tokenizer=None):
+        self.engine, self.cache, self.ranks, self.tokenizer = engine, engine.cache, ranks, tokenizer
+        self.cache.command, self.closed = self.do, False
+        self.lock, self.asked = threading.Lock(), 0
+        self.known: dict[int, Request] = {}  # number -> Request, of those that are not over
+        self.errors: dict[int, Exception] = {}  # number -> why it is cancelled
+
+    def __getattr__(self, name):
+        return getattr(self.engine, name)
+
+    def submit(self, request: Request):
+        self.engine.check(request)
+        fields = {name: getattr(request, name) for name in ("tokens", "max_tokens", "options", *SAMPLING)}
+        fields.update(seed=request.generator.initial_seed(), end_tokens=list(request.end_tokens))
+        with self.lock:
+            self.asked += 1
+            self.known[self.asked] = request
+            self.tell("submit", self.asked, fields, request.writer.stop if request.writer else None)
+
+    def cancel(self, request: Request, error: Exception):
+        for number, known in list(self.known.items()):
+            if known is request:
+                self.errors[number] = error
+                self.tell("cancel", number)
+
+    def evict(self, name: str = "device") -> int:
+        before = self.engine.pools[name].evictions
+        self.tell("evict", name)
+        self.step()
+        return self.engine.pools[name].evictions - before
+
+    def close(self):
+        self.tell("close")
+        self.step()
+        self.engine.close()
+
+    def tell(self, *words):
+        self.cache.commands.append(words)
+        self.engine.wake.set()
+
+    def do(self, words: list):
+        """What rank 0 has said, on all ranks."""
+        verb, *what = words
+        if verb == "submit":
+            number, fields, stop = what
+            request = self.known.get(number)
+            if request is None:  # on the other ranks
+                writer = None if stop is None else Writer(self.tokenizer, stop)
+                fields["end_tokens"] = frozenset(fields["end_tokens"])
+                request = self.known[number] = Request(**fields, writer=writer)
+            self.engine.submit(request)
+        elif verb == "cancel" and what[0] in self.known:
+            error = self.errors.pop(what[0], None) or HungUp("Rank 0 has cancelled it.")
+            self.engine.cancel(self.known[what[0]], error)
+        elif verb == "evict":
+            self.engine.evict(*what)
+        self.closed |= verb == "close"
+        for number in [number for number, request in self.known.items() if request.outcome is not None]:
+            del self.known[number]
+
+    def step(self):
+        """A step, or, while nobody asks, an agreement now and then: so all know that all are there."""
+        if self.engine.busy:
+            return self.engine.step()
+        if self.ranks.rank == 0 and not self.cache.commands:
+            self.engine.wake.wait(BEAT)
+        self.engine.wake.clear()
+        self.cache.poll()
+
+    def follow(self):
+        """On the other ranks: do what rank 0 says until it says that it is over."""
+        while not self.closed:
+            self.step()
+        self.engine.close()
+
+
+# 3. Beginning and ending -----------------------------------------------------------------------
+
 def join() -> Ranks:
-    """The rank that this process is, by the variables that `launch` and torchrun set; without, the only one."""
+    """-> this process's rank, by the variables that `launch` and torchrun set; without, the only one."""
     rank, count = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if count == 1:
         return Ranks()
@@ -131,7 +223,7 @@ def follow(parent: int):
 
 
 def launch(count: int, command: list[str]) -> int:
-    """Run `command` as so many ranks -> the exit code. If one ends badly all end, and a sentence says which."""
+    """Run `command` as so many ranks -> the exit code. If one ends badly all do; a sentence says which."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

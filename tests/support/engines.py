@@ -54,6 +54,14 @@ def own_cache(name: str):
 
 @functools.cache
 def tiny_model(seed: int = 0, kv_heads: int = 2, device: str = "cpu") -> Llama:
+    """plain_model, ready."""
+    model = plain_model(seed, kv_heads).to(device)
+    model.device, model.digest = torch.device(device), bytes([seed]) * 32
+    model.reorder_weights()
+    return model
+
+
+def plain_model(seed: int = 0, kv_heads: int = 2) -> Llama:
     """3 layers x 64, 4 heads, 300 tokens, random weights: large enough ones that early tokens change the
     answer."""
     config = LlamaConfig(
@@ -66,11 +74,7 @@ def tiny_model(seed: int = 0, kv_heads: int = 2, device: str = "cpu") -> Llama:
         place.copy_(torch.randn(place.shape, generator=generator) * 0.25)
         if name.endswith("norm.weight"):
             place.add_(1.0)
-    model = model.to(device)
-    model.device, model.digest = torch.device(device), bytes([seed]) * 32
-    model.eval().requires_grad_(False)
-    model.reorder_weights()
-    return model
+    return model.eval().requires_grad_(False)
 
 
 def make(

@@ -31,8 +31,9 @@ def prompts_of(rng: random.Random, documents: int = 4) -> list[list[int]]:
     return prompts
 
 
-def run(cache: str, requests: int, seed: int, share: float = 0.05, tell=lambda line: None) -> Counter:
-    """Ask `requests` prompts of engines with the Cache of this name -> what happened."""
+def run(cache, requests: int, seed: int, share=0.05, tell=lambda line: None, make=engines.make, rank=0):
+    """Ask `requests` prompts of engines with the Cache of this name -> what happened. On another `rank` the same
+    happens, and other copies fail."""
     oracle, counts, rng, number = engines.Oracle(), Counter(), random.Random(seed), 0
     while counts["requests"] < requests:
         if number % 4 == 0:
@@ -40,10 +41,11 @@ def run(cache: str, requests: int, seed: int, share: float = 0.05, tell=lambda l
         number += 1
         size, most = rng.choice((4, 8, 16, 16)), max(len(prompt) for prompt in prompts) + 24
         blocks = -(-most // size) + rng.randrange(1, 20)
-        engine = engines.make(
+        engine = make(
             cache, blocks, size, token_budget=rng.choice((16, 64, 512)), max_running=rng.randrange(2, 9)
         )
-        with faulty(rng, failing=share, late=share, noisy=4, delay=rng.choice((0.002, 0.02))):
+        faults = random.Random(rng.random() + rank)
+        with faulty(faults, failing=share, late=share, noisy=4, delay=rng.choice((0.002, 0.02))):
             for _ in range(min(12, requests // 10 + 1)):
                 burst(engine, rng, prompts, oracle, counts)
         engines.settle(engine)

@@ -1,0 +1,219 @@
+"""Tests on several ranks: each starts this file in processes of its own, and each of these does the same.
+
+    python -m tests.support.ranks 2 traffic --keep kv --requests 10000 --seed 0
+"""
+
+import argparse
+import importlib
+import os
+import random
+import signal
+import sys
+import threading
+import time
+
+import torch
+
+from common import ranks as processes
+from common import store
+from common.link import Link, Transfer
+from common.llama import Llama
+from common.requests import Request
+from common.restoring import Cache
+from tests.support import engines, traffic
+
+nine = importlib.import_module("09_tensor_parallel")
+KEEPS = "nothing", "kv", "states", "pages"
+
+
+class Losing:
+    """A back end in memory that loses things at random."""
+
+    def __init__(self, rng: random.Random, share: float):
+        self.rng, self.share, self.pages = rng, share, {}
+
+    def exists(self, keys):
+        return [key in self.pages for key in keys]
+
+    def get(self, keys):
+        if self.rng.random() < self.share:
+            time.sleep(0.02 * self.rng.random())
+        return [self.pages.get(key) for key in keys]
+
+    def set(self, keys, values):
+        self.pages.update(
+            (key, value) for key, value in zip(keys, values) if self.rng.random() >= self.share
+        )
+
+
+def divided(ranks: processes.Ranks, kv_heads: int) -> Llama:
+    """This rank's part of the tiny model."""
+    whole, division = engines.plain_model(kv_heads=kv_heads), nine.Division(ranks)
+    model = Llama(division.config(whole.config), whole.dtype)
+    division.divide(model)
+    tensors = whole.weights()
+    for name, place in model.weights().items():
+        division.fill(place, name, tensors[name].shape, tensors[name])
+    model.digest, model.division = b"tiny", division
+    return model.eval().requires_grad_(False)
+
+
+def cache_of(keep: str, ranks: processes.Ranks, model: Llama, blocks: int, backend=None) -> Cache:
+    """What chapter 09 keeps, with small pools."""
+    if keep == "states":
+        cache = nine.hidden_states.HiddenCache(4 * blocks, engines.BANDWIDTH)
+        width = model.config.hidden_size // ranks.count
+        cache.columns = slice(ranks.rank * width, (ranks.rank + 1) * width)
+        cache.whole = ranks.gather
+    elif keep == "pages":
+        heads = model.division.own_kv_heads
+        cache = nine.PageHeadCache(blocks, engines.BANDWIDTH, store.Storage(backend), heads)
+    else:
+        cache = nine.offload.HostCache(4 * blocks, engines.BANDWIDTH) if keep == "kv" else Cache()
+    return nine.Together(cache, ranks)
+
+
+def generated(ranks, arguments):
+    """Generated traffic, with copies that fail on one rank and not on another, and stores that lose pages."""
+    whole = engines.tiny_model(kv_heads=arguments.kv_heads)
+    model, rng = divided(ranks, arguments.kv_heads), random.Random(ranks.rank)
+
+    def make(cache, blocks, size, **options):
+        own = cache_of(cache, ranks, model, blocks, Losing(rng, 0.02))
+        return engines.make(own, blocks, size, model=model, **options)
+
+    oracle = engines.Oracle
+    engines.Oracle = lambda: oracle(whole)
+    asked = arguments.keep, arguments.requests, arguments.seed
+    counts = traffic.run(*asked, tell=lambda line: print(line, flush=True), make=make, rank=ranks.rank)
+    assert not counts["wrong"] and not counts["failed"], counts
+    assert counts["restored"] > 0 or arguments.keep == "nothing", counts
+    print(", ".join(f"{count} {name}" for name, count in sorted(counts.items())))
+
+
+def engine_of(ranks, arguments, **options):
+    model = divided(ranks, arguments.kv_heads)
+    return engines.make(cache_of(arguments.keep, ranks, model, 64), 64, model=model, **options)
+
+
+def again(engine, prompt: list[int]) -> Request:
+    """Ask, when the device has lost everything. The answer is chapter 01's, whatever happened."""
+    engines.evict(engine)
+    request = engines.ask(engine, prompt)
+    oracle = engines.Oracle(engines.tiny_model(kv_heads=engine.model.division.kv_heads))
+    assert oracle.judge(request) != "wrong"
+    return request
+
+
+def bytes_over_the_link(ranks, arguments):
+    """Each rank loads its part."""
+    engine, prompt = engine_of(ranks, arguments), engines.draw(random.Random(0), 257)
+    config = engines.tiny_model(kv_heads=arguments.kv_heads).config
+    engines.ask(engine, prompt)
+    assert again(engine, prompt).found == {"cpu": 256}
+    if arguments.keep == "states":
+        whole = 256 * (config.num_hidden_layers - 1) * config.hidden_size * 4
+        share = ranks.count
+    else:
+        whole = 256 * config.kv_numbers_per_token * 4
+        share = min(ranks.count, arguments.kv_heads)
+    assert engine.counts["bytes_in"] * share == whole, (engine.counts["bytes_in"], share, whole)
+
+
+def hanging(ranks, arguments):
+    """A copy does not come on one rank: all compute, and what they know of each other stays in step."""
+    engine, prompt = engine_of(ranks, arguments), engines.draw(random.Random(0), 257)
+    engines.ask(engine, prompt)
+    engines.settle(engine)
+    copy, late = Link.copy, []
+
+    def hang(link, dst, src, label):
+        if link.lane == "load" and label == "layer 1" and ranks.rank == 1:
+            late.append((Transfer(link.lane, label, 0), dst))
+            return late[-1][0]
+        return copy(link, dst, src, label)
+
+    Link.copy = hang
+    request = again(engine, prompt)
+    Link.copy = copy
+    assert request.found == {} and any("late" in words for words in request.decisions), request.decisions
+    for transfer, dst in late:  # it comes after all, with noise
+        for piece in [dst] if isinstance(dst, torch.Tensor) else dst:
+            piece.fill_(float("nan"))
+        transfer.finish(transfer.issued, transfer.issued)
+    assert again(engine, prompt).found == {"cpu": 256}
+    engines.settle(engine)
+    engines.check_pools(engine)
+
+
+def ending(ranks, arguments):
+    """One rank is killed or stopped while all step; none goes on for long."""
+    engine = engine_of(ranks, arguments)
+    everywhere = processes.Everywhere(engine, ranks)
+    everywhere.step()
+    if ranks.rank == 1:
+        signals = dict(killed=signal.SIGKILL, stopped=signal.SIGSTOP)
+        if arguments.scenario in signals:
+            os.kill(os.getpid(), signals[arguments.scenario])
+        assert arguments.scenario != "failed", "something went wrong here"
+    print("ready", os.getpid(), flush=True)
+    everywhere.follow()
+
+
+def diverging(ranks, arguments):
+    """One rank computes something else."""
+    engine, rng = engine_of(ranks, arguments), random.Random(ranks.rank)
+    engines.ask(engine, engines.draw(rng, 20))
+    engines.ask(engine, engines.draw(rng, 20))
+
+
+def commands(ranks, arguments):
+    """What rank 0 is asked, from another thread: answers, a cancel, an eviction, the end."""
+    engine = engine_of(ranks, arguments)
+    everywhere, oracle = processes.Everywhere(engine, ranks), engines.Oracle(engines.tiny_model())
+    if ranks.rank:
+        return everywhere.follow()
+    rng, asked = random.Random(0), []
+    for number in range(12):
+        options = dict(temperature=1.0) if number == 3 else {}
+        asked.append(Request(engines.draw(rng, 40), 8, **options))
+    threading.Thread(target=lambda: [everywhere.submit(request) for request in asked]).start()
+    while any(request.outcome is None for request in asked):
+        if asked[5].outcome is None and asked[0].new:
+            everywhere.cancel(asked[5], processes.HungUp("enough"))
+        everywhere.step()
+    assert isinstance(asked[5].outcome, processes.HungUp)
+    assert all(oracle.judge(one) != "wrong" for number, one in enumerate(asked) if number not in (3, 5))
+    engines.settle(everywhere)
+    assert everywhere.evict("device") > 0 and not engine.pool.cached
+    everywhere.close()
+
+
+SCENARIOS = dict(traffic=generated, bytes=bytes_over_the_link, hang=hanging, killed=ending, stopped=ending,
+                 failed=ending, idle=ending, diverge=diverging, commands=commands)  # fmt: skip
+
+
+def start(count: int, *arguments) -> int:
+    """Run a scenario on so many ranks -> the exit code."""
+    words = "tests.support.ranks", count, *arguments
+    return processes.launch(count, [sys.executable, "-m", *map(str, words)])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("count", type=int)
+    parser.add_argument("scenario", choices=SCENARIOS)
+    parser.add_argument("--keep", choices=KEEPS, default="kv")
+    parser.add_argument("--kv-heads", type=int, default=2)
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    if "RANK" not in os.environ and arguments.count > 1:
+        return start(arguments.count, *sys.argv[2:])
+    ranks = processes.join()
+    torch.set_num_threads(1)
+    SCENARIOS[arguments.scenario](ranks, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

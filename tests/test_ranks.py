@@ -1,0 +1,127 @@
+"""Chapter 09 and common/ranks.py. What takes several ranks runs in processes of its own: see support/ranks.py."""
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+
+from common import checkpoint, ranks
+from tests.support import serving
+
+nine = importlib.import_module("09_tensor_parallel")
+posix = pytest.mark.skipif(os.name != "posix", reason="ranks are POSIX processes here")
+pytestmark = posix
+
+
+def scenario(count: int, name: str, *arguments) -> subprocess.CompletedProcess:
+    words = [sys.executable, "-m", "tests.support.ranks", count, name, *arguments]
+    return subprocess.run(list(map(str, words)), cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+def passes(*arguments):
+    done = scenario(*arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# 1. Right tokens -------------------------------------------------------------------------------
+
+@pytest.mark.parametrize(
+    "count, keep, kv_heads",
+    [(2, "nothing", 2), (2, "kv", 1), (2, "states", 4), (2, "pages", 2), (4, "kv", 2), (4, "states", 4)],
+)
+def test_in_generated_traffic_the_tokens_are_those_of_chapter_01(count, keep, kv_heads):
+    passes(count, "traffic", "--keep", keep, "--kv-heads", kv_heads, "--requests", 150)
+
+
+@pytest.mark.parametrize("keep", ["kv", "states"])
+def test_each_rank_loads_its_part(keep):
+    passes(2, "bytes", "--keep", keep, "--kv-heads", 2)
+
+
+@pytest.mark.parametrize("keep", ["kv", "states"])
+def test_a_copy_that_hangs_on_one_rank_is_given_up_on_all(keep):
+    passes(2, "hang", "--keep", keep)
+
+
+def test_what_rank_0_is_asked_all_do():
+    passes(2, "commands")
+
+
+# 2. The model's parts --------------------------------------------------------------------------
+
+class Alone(ranks.Ranks):
+    """One of several ranks, which hears nothing of the others but what the test says."""
+
+    def __init__(self, rank: int, count: int, said=()):
+        super().__init__()
+        self.rank, self.count, self.said = rank, count, list(said)
+
+    def gather_bytes(self, own):
+        self.own = own
+        return self.said or [own] * self.count
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_parts_read_from_files_make_up_the_model_and_agree_on_its_digest(count):
+    whole, *_ = checkpoint.load("classroom", device="cpu", reorder=False)
+    load = lambda rank, said: checkpoint.load(  # noqa: E731
+        "classroom", device="cpu", reorder=False, division=nine.Division(Alone(rank, count, said))
+    )[0]
+    said = []
+    for rank in range(count):
+        division = nine.Division(Alone(rank, count))
+        checkpoint.load("classroom", device="cpu", reorder=False, division=division)
+        said.append(division.ranks.own)
+    parts = [load(rank, said) for rank in range(count)]
+    assert {part.digest for part in parts} == {whole.digest}
+    for name, tensor in whole.weights().items():
+        pieces = [part.weights()[name] for part in parts]
+        if pieces[0].shape == tensor.shape:
+            assert all(torch.equal(piece, tensor) for piece in pieces)
+        else:
+            along = next(at for at in range(2) if pieces[0].shape[at] != tensor.shape[at])
+            assert torch.equal(torch.cat(pieces, along), tensor), name
+    heads = torch.cat([part.head.weight for part in parts])
+    assert torch.equal(heads, whole.embedding)
+
+
+def test_what_does_not_divide_is_refused_in_a_sentence():
+    with pytest.raises(checkpoint.ModelError, match="3 ranks cannot divide 4 heads"):
+        checkpoint.load("classroom", device="cpu", division=nine.Division(Alone(0, 3)))
+
+
+# 3. Ending -------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize(
+    "how, words",
+    [
+        ("killed", "Rank 1 was killed by signal 9; all ranks have ended."),
+        ("stopped", "Rank 1 does not answer; all ranks have ended."),
+        ("failed", "Rank 1 has ended (AssertionError: something went wrong here); so have all."),
+    ],
+)
+def test_when_a_rank_is_gone_all_end_with_a_sentence(how, words):
+    done = scenario(2, how)
+    assert done.returncode != 0 and words in done.stderr, done.stderr
+
+
+def test_ranks_that_have_computed_different_things_end():
+    done = scenario(2, "diverge")
+    assert done.returncode != 0 and "have not computed the same" in done.stderr, done.stderr
+
+
+def test_no_rank_outlives_its_launcher():
+    words = [sys.executable, "-m", "tests.support.ranks", "2", "idle"]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as launcher:
+        ready, number = launcher.stdout.readline().split()
+        found = subprocess.run(["pgrep", "-P", str(launcher.pid)], capture_output=True, text=True)
+        children = found.stdout.split()
+        assert ready == "ready" and number in children and len(children) == 2
+        launcher.send_signal(signal.SIGKILL)
+    gone = lambda: not any(os.path.exists(f"/proc/{child}") for child in children)  # noqa: E731
+    serving.eventually(gone)
