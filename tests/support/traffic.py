@@ -32,7 +32,7 @@ def prompts_of(rng: random.Random, documents: int = 4) -> list[list[int]]:
 
 
 def run(cache, requests: int, seed: int, share=0.05, tell=lambda line: None, make=engines.make, rank=0):
-    """Ask `requests` prompts of engines with the Cache of this name -> what happened. On another `rank` the same
+    """Ask `requests` prompts of engines with this Cache -> what happened. On another `rank` the same
     happens, and other copies fail."""
     oracle, counts, rng, number = engines.Oracle(), Counter(), random.Random(seed), 0
     while counts["requests"] < requests:
