@@ -167,7 +167,9 @@ class Shared:
 
     @property
     def ready(self) -> bool:
-        return self.state != ON_ITS_WAY
+        """Whether it is over on all ranks. A restoration's last one is not, where ranks have gone on without
+        knowing of each other: they agree first, see queue_wait."""
+        return self.state != ON_ITS_WAY and not (self.last and self.restoration in self.cache.unsure)
 
     @property
     def error(self) -> Exception | None:
@@ -182,15 +184,18 @@ class Shared:
         """In the forward pass: wait for this rank's own copy, or go on with zeros. With the last layer all
         agree whether everybody has everything. Raises TransferError if not."""
         cache, restoration = self.cache, self.restoration
+        cache.unsure.add(restoration)
         while not self.own.ready and restoration not in cache.missing and cache.in_time(restoration):
             time.sleep(1e-4)
         if self.seen_here() != ARRIVED:
             cache.missing.add(restoration)
             for piece in self.landed:
                 piece.zero_()
-        if self.last and not cache.ranks.all(restoration not in cache.missing):
-            cache.given_up.add(restoration)
-            raise TransferError(f"{self.label} is late on a rank")
+        if self.last:
+            cache.unsure.discard(restoration)
+            if not cache.ranks.all(restoration not in cache.missing):
+                cache.given_up.add(restoration)
+                raise TransferError(f"{self.label} is late on a rank")
         return True
 
     def span(self) -> tuple[float, float]:
@@ -225,6 +230,7 @@ class Together(Cache):
         self.command = lambda words: None
         self.loading: deque[Shared] = deque()  # copies to the device that may be under way
         self.missing, self.given_up = WeakSet(), WeakSet()  # restorations: something is late here; on a rank
+        self.unsure = WeakSet()  # restorations of which some layers were used before all ranks had them
         self.until = WeakKeyDictionary()  # when a restoration is late here: seconds of time.perf_counter()
         self.patience = WeakKeyDictionary()  # the same of requests that stand in line
         self.done = 0  # a sum over all that was computed
@@ -293,14 +299,17 @@ class Together(Cache):
     def restore(self, request, restoration, match):
         self.until[restoration] = min(restoration.deadline, time.perf_counter() + LIMIT)
         restoration.deadline = math.inf  # the same
-        with closing(self.inner.restore(request, restoration, match)) as steps:
-            for transfer in steps:
-                if transfer is not PAUSE:
-                    transfer.restoration = restoration
-                    transfer.last = restoration.layers == len(self.model.layers) - 1
-                yield transfer
-                if restoration in self.given_up:
-                    raise TransferError("a copy is late on a rank")
+        try:
+            with closing(self.inner.restore(request, restoration, match)) as steps:
+                for transfer in steps:
+                    if transfer is not PAUSE:
+                        transfer.restoration = restoration
+                        transfer.last = restoration.layers == len(self.model.layers) - 1
+                    yield transfer
+                    if restoration in self.given_up:
+                        raise TransferError("a copy is late on a rank")
+        finally:
+            self.unsure.discard(restoration)
 
     def save(self, batch):
         self.inner.save(batch)

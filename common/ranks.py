@@ -25,7 +25,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from common.requests import SAMPLING, HungUp, Line, Request, Writer
+from common.requests import HungUp, Line, Request, Writer
 
 BEAT = 1.0  # seconds between two agreements of an idle server
 TIMEOUT = 6.0  # seconds that a rank waits for the others
@@ -136,7 +136,8 @@ class Everywhere:
 
     def submit(self, request: Request):
         self.engine.check(request)
-        fields = {name: getattr(request, name) for name in ("tokens", "max_tokens", "options", *SAMPLING)}
+        names = "tokens", "max_tokens", "options", "temperature", "top_p", "top_k"
+        fields = {name: getattr(request, name) for name in names}
         fields.update(seed=request.generator.initial_seed(), end_tokens=list(request.end_tokens))
         with self.lock:
             self.asked += 1
@@ -265,6 +266,7 @@ def supervise(running: dict[int, subprocess.Popen], words) -> int:
         print(f"Rank {rank} was killed by signal {-code}; all ranks have ended.", file=sys.stderr)
     elif rank:
         words.seek(0)
-        last = re.sub(r"\s+", " ", words.read().decode(errors="replace").strip().rpartition("\n")[2])
+        last = words.read().decode(errors="replace").strip().rpartition("\n")[2]
+        last = re.sub(r"^\[rank\d+\]: ", "", last)  # of PyTorch
         print(f"Rank {rank} has ended ({last or code}); so have all.", file=sys.stderr)
     return code if code > 0 else 1

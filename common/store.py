@@ -626,7 +626,8 @@ class Storage:
 
     def get(self, keys: list[bytes], into: list[numpy.ndarray], label: str = "") -> Transfer:
         """Read pages. What is written to `into` is right, or the Transfer has failed."""
-        self.reads.append(self.reader.submit(label, sum(map(size_of, into)), self.noting, self.read, keys, into))
+        size = sum(map(size_of, into))
+        self.reads.append(self.reader.submit(label, size, self.noting, self.read, keys, into))
         return self.reads[-1]
 
     def set(self, keys: list[bytes], pages: list[numpy.ndarray]) -> Transfer:
@@ -666,7 +667,8 @@ class Storage:
     def read(self, keys: list[bytes], into: list[numpy.ndarray]):
         began, wrong = time.perf_counter(), set(keys)
         try:
-            for key, value, page in zip(keys, self.backend.get([key.hex() for key in keys]), into, strict=True):
+            values = self.backend.get([key.hex() for key in keys])
+            for key, value, page in zip(keys, values, into, strict=True):
                 contents = numpy.frombuffer(value, page.dtype, offset=4) if value else None
                 if contents is None or checksum(key, contents) != bytes(value[:4]):
                     wrong = {key}
@@ -682,8 +684,10 @@ class Storage:
 
     def write(self, keys: list[bytes], pages: list[numpy.ndarray]) -> int:
         there = self.backend.exists([key.hex() for key in keys])
-        lacking = [(key, numpy.ascontiguousarray(page)) for key, page, known in zip(keys, pages, there, strict=True)
-                   if not known or key in self.doubted]  # fmt: skip
+        lacking = []
+        for key, page, known in zip(keys, pages, there, strict=True):
+            if not known or key in self.doubted:
+                lacking.append((key, numpy.ascontiguousarray(page)))
         values = [b"".join([checksum(key, page), page]) for key, page in lacking]
         self.backend.set([key.hex() for key, _ in lacking], values)
         self.doubted.difference_update(keys)

@@ -16,7 +16,7 @@ import pytest
 from legacy import app, backends
 from legacy.backends import open_backend
 from legacy.tests.conftest import ROOT, chapter, write_model
-from legacy.tests.redis_server import RedisServer, free_port
+from tests.support.redis_server import RedisServer, free_port
 from legacy.tests.test_app import ASK, INFO, Serving, another, error_of, events, eventually
 from legacy.tests.test_cli import Process
 from legacy.tests.test_paged import in_threads

@@ -83,7 +83,7 @@ def generated(ranks, arguments):
         return engines.make(own, blocks, size, model=model, **options)
 
     oracle = engines.Oracle
-    engines.Oracle = lambda: oracle(whole)
+    engines.Oracle = lambda model=None: oracle(whole)
     asked = arguments.keep, arguments.requests, arguments.seed
     counts = traffic.run(*asked, tell=lambda line: print(line, flush=True), make=make, rank=ranks.rank)
     assert not counts["wrong"] and not counts["failed"], counts
@@ -200,7 +200,7 @@ def start(count: int, *arguments) -> int:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("count", type=int)
     parser.add_argument("scenario", choices=SCENARIOS)
     parser.add_argument("--keep", choices=KEEPS, default="kv")
