@@ -1,4 +1,4 @@
-"""Chapter 09 and common/ranks.py. What takes several ranks runs in processes of its own: see support/ranks.py."""
+"""Chapter 09 and common/ranks.py. What takes several ranks runs in processes of its own: support/ranks.py."""
 
 import importlib
 import os

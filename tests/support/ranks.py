@@ -200,7 +200,7 @@ def start(count: int, *arguments) -> int:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("count", type=int)
     parser.add_argument("scenario", choices=SCENARIOS)
     parser.add_argument("--keep", choices=KEEPS, default="kv")
