@@ -219,11 +219,11 @@ def test_reference_describes_every_option():
 
 def named_chapters(words: str) -> set[str]:
     """The chapters of which a heading or a paragraph speaks."""
-    numbers = {int(number) for number in re.findall(r"\b0([1-8])(?:\b|_)", words)}
-    for first, last in re.findall(r"\b0([1-8]) to 0([1-8])\b", words):
+    numbers = {int(number) for number in re.findall(r"\b0([1-9])(?:\b|_)", words)}
+    for first, last in re.findall(r"\b0([1-9]) to 0([1-9])\b", words):
         numbers |= set(range(int(first), int(last) + 1))
-    if after := re.findall(r"from chapter 0([1-8]) on", words):
-        numbers |= set(range(min(map(int, after)), 9))
+    if after := re.findall(r"from chapter 0([1-9]) on", words):
+        numbers |= set(range(min(map(int, after)), 10))
     return {name for name in CHAPTERS if int(name[:2]) in numbers}
 
 
