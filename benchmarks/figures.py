@@ -12,6 +12,8 @@ One file for each question and model:
     documents         the same against how unequal the documents' popularity is
 and docs/figures/06_bidirectional.svg from both_ends-DEVICE.json beside the results, if that is there:
     both_ends         where only computing, only loading and both of them win, against how slow storage is (chapter 06)
+and docs/figures/09_tensor_parallel.svg from ranks-DEVICE.json:
+    ranks             what the link takes and what a user waits, against the number of ranks (chapter 09)
 Each is drawn from the results alone, so that the same results give the same bytes. A figure whose part is missing, or failed, is
 left out, and that is said. Text stays text, colours are Okabe and Ito's, which differ for colour-blind readers too, and every
 picture is 720 pixels wide.
@@ -331,6 +333,32 @@ def both_ends(grids: list[dict]):
     return figure
 
 
+# Chapter 09 ------------------------------------------------------------------------------------------------------
+
+def ranks(found: list[dict]):
+    """What the link takes and what a user waits, against the number of ranks; a panel a model."""
+    figure, first = canvas("Divided over ranks", "A link so slow that one rank takes half a second for K and V; two cores, a thread "
+                           "for each rank", 4.4)
+    first.remove()
+    ways = {"kv": ("K and V", "#0072B2", "^"), "states": ("hidden states", "#009E73", "P")}
+    for at, one in enumerate(found):
+        axes = figure.add_axes((0.09 + 0.48 * at, 0.14, 0.41, 0.58))
+        for keep, (label, colour, marker) in ways.items():
+            rows = sorted((row for row in one["rows"] if row["keep"] == keep), key=lambda row: row["ranks"])
+            counts = [row["ranks"] for row in rows]
+            axes.plot(counts, [row["ttft_ms"]["median"] for row in rows], color=colour, marker=marker, label=f"{label}: TTFT")
+            axes.plot(counts, [row["link_ms"] for row in rows], color=colour, linestyle=":", label="what the link takes")
+        log_axis(axes, "x", counts)
+        plain(axes.xaxis, counts)
+        log_axis(axes, "y", [min(row["link_ms"] for row in rows), max(row["ttft_ms"]["median"] for row in one["rows"])])
+        axes.set_xlabel("ranks")
+        axes.set_ylabel("ms" if at == 0 else "")
+        axes.set_title(f"{one['model']}, {one['rows'][0]['history_tokens']:,} tokens", fontsize=10)
+        if at == 0:
+            figure.legend(loc="lower left", bbox_to_anchor=(0.07, 0.79), ncols=2, fontsize=9, borderaxespad=0)
+    return figure
+
+
 # All of them ------------------------------------------------------------------------------------------------------
 
 # name of the figure, the parts' names begin with, what draws it, which entry of a benchmark with several claims
@@ -404,23 +432,27 @@ def draw(results: dict, folder: Path) -> list[Path]:
     return paths
 
 
-def draw_both_ends(path: Path, folder: Path) -> list[Path]:
-    """Chapter 06's figure, from the results of its own benchmark beside `path`."""
-    own = path.with_name(f"both_ends-{path.name}")
-    if not own.exists():
-        return []
+OF_CHAPTERS = {"06_bidirectional": ("both_ends", "grid", both_ends), "09_tensor_parallel": ("ranks", "ranks", ranks)}
+
+
+def draw_chapters(path: Path, folder: Path) -> list[Path]:
+    """The figures of chapters, from the results of their own benchmarks beside `path`."""
     import matplotlib
-    grids = [entry for entry in json.loads(own.read_text())["found"] if entry["claim"] == "grid"]
-    with matplotlib.rc_context({**matplotlib.rcParamsDefault, "backend": "agg", **STYLE}):
-        written = folder / "06_bidirectional.svg"
-        both_ends(grids[:2]).savefig(written, format="svg", facecolor="white", metadata={"Date": None, "Creator": None})
-    return [written]
+    written = []
+    for chapter, (benchmark, claim, make) in OF_CHAPTERS.items():
+        own = path.with_name(f"{benchmark}-{path.name}")
+        if own.exists():
+            found = [entry for entry in json.loads(own.read_text())["found"] if entry["claim"] == claim]
+            written.append(folder / f"{chapter}.svg")
+            with matplotlib.rc_context({**matplotlib.rcParamsDefault, "backend": "agg", **STYLE}):
+                make(found[:2]).savefig(written[-1], format="svg", facecolor="white", metadata={"Date": None, "Creator": None})
+    return written
 
 
 def main():
     path, results = claims.read_results(__doc__)
     paths = draw(results, path.with_suffix(""))
-    paths += draw_both_ends(path, path.parent.parent.parent / "docs/figures") if paths else []
+    paths += draw_chapters(path, path.parent.parent.parent / "docs/figures") if paths else []
     for each in paths:
         print(f"written: {each}")
     if not paths:

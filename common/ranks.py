@@ -28,10 +28,10 @@ import torch.distributed as dist
 from common.requests import HungUp, Line, Request, Writer
 
 BEAT = 1.0  # seconds between two agreements of an idle server
-TIMEOUT = 6.0  # seconds that a rank waits for the others
+TIMEOUT = 5.0  # seconds that a rank waits for the others
 LONG = 600.0  # where they do things that take them different times: reading a model, what rank 0 does alone
 ALONE = 3  # exit code of a rank that has lost another
-AFTER = 2.0  # seconds in which the others end by themselves, when one has ended badly
+AFTER = 1.0  # seconds in which the others end by themselves, when one has ended badly
 
 
 # 1. Collectives --------------------------------------------------------------------------------
@@ -104,14 +104,14 @@ class Ranks:
 
     @contextmanager
     def together(self):
-        """What fails inside, fails since another rank is gone: this one ends too."""
+        """What fails inside fails since another rank is gone: end too; the launcher says why."""
         try:
             yield
-        except Exception as error:
-            self.end(f"rank {self.rank} has lost another one ({' '.join(str(error).split())[:80]})")
+        except Exception:
+            os._exit(ALONE)  # threads may wait for what will not come
 
     def end(self, words: str):
-        """End this process: threads may wait for what will not come."""
+        """End this process, and so all."""
         print(words, file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(ALONE)

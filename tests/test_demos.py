@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT
 
 CHAPTERS = ["01_baseline", "02_paged_kv", "03_cpu_offload", "04_hidden_state_cache", "05_bubble_free"]
-CHAPTERS += ["06_bidirectional"]
+CHAPTERS += ["06_bidirectional", "09_tensor_parallel"]
 
 
 @pytest.fixture(scope="module", params=CHAPTERS)
@@ -79,3 +79,10 @@ def test_a_demo_shows_its_mechanism_ahead(demo):
         for row in report["rows"]:
             assert "loaded" not in row or row["loaded"] > 64
         assert next(row for row in report["rows"] if "loaded" in row)["computed"] > 64
+    if chapter == "09_tensor_parallel":
+        carried = {row["case"]: row["bytes_over_link"] for row in report["rows"]}
+        for what in ("K and V", "hidden states"):
+            assert carried[f"{what}, 2 ranks"] * 2 == carried[f"{what}, 1 rank"] > 0
+        everything, less = report["found"]
+        assert 0 < less < everything, "a page that one rank has lost is lost for all"
+        assert times(report)["K and V, 2 ranks"] < times(report)["nothing, 2 ranks"]

@@ -1,4 +1,4 @@
-"""Chapter 09 and common/ranks.py. What takes several ranks runs in processes of its own: see support/ranks.py."""
+"""Chapter 09 and common/ranks.py. What takes several ranks runs in processes of its own: support/ranks.py."""
 
 import importlib
 import os
@@ -35,7 +35,8 @@ def passes(*arguments):
     [(2, "nothing", 2), (2, "kv", 1), (2, "states", 4), (2, "pages", 2), (4, "kv", 2), (4, "states", 4)],
 )
 def test_in_generated_traffic_the_tokens_are_those_of_chapter_01(count, keep, kv_heads):
-    passes(count, "traffic", "--keep", keep, "--kv-heads", kv_heads, "--requests", 150)
+    requests = 80 if count == 2 else 20
+    passes(count, "traffic", "--keep", keep, "--kv-heads", kv_heads, "--requests", requests)
 
 
 @pytest.mark.parametrize("keep", ["kv", "states"])

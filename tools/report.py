@@ -202,6 +202,13 @@ def chapters(results: dict) -> str:
          f"up to {number(best['kv-only'])}x the throughput of K and V only, {number(best['act-only'])}x of activations "
          "only (random:small)"),
     ]
+    if "ranks-cpu" in results:
+        at_two = {row["keep"]: row for row in entry(results["ranks-cpu"], "ranks", "classroom")["rows"] if row["ranks"] == 2}
+        rows.append((
+            "09_tensor_parallel", "Who keeps what when the model is divided?", "HCache, section 5; HiCache",
+            "what 03 and 04 keep, divided over ranks: disjoint reads and an all-gather; ranks agree on what is there",
+            f"on two ranks {at_two['states']['share_of_one_rank']:.0%} of the bytes over each link, and "
+            f"{at_two['states']['agreements']:.0f} agreements a restoration (classroom)"))
     return table("chapter | question | paper | what is kept, and how it comes back | measured", [
         [f"[`{name}.py`]({name}.py)", question, paper, kept, found] for name, question, paper, kept, found in rows])
 
@@ -477,6 +484,23 @@ def both_ends(results: dict) -> str:
     return paragraphs(conditions(file), *texts)
 
 
+def ranks(results: dict) -> str:
+    """Chapter 09."""
+    file, texts = results.get("ranks-cpu"), []
+    if file is None:
+        return "Not measured yet: `python -m benchmarks.ranks` does."
+    for found in file["found"]:
+        rows = found["rows"]
+        texts += [f"**{found['model']}**, {rows[0]['history_tokens']:,} tokens, {number(rows[0]['gbps'])} GB/s for each rank:", table(
+            "kept | ranks | MB over a rank's link | of one rank's | what the link takes | TTFT | agreements, steps", [
+                [row["keep"], row["ranks"], number(row["bytes_over_link"] / 1e6),
+                 "–" if row["share_of_one_rank"] is None else f"{row['share_of_one_rank']:.2f}", milliseconds(row["link_ms"]),
+                 spread(row["ttft_ms"]) + " ms", f"{row['agreements']:.0f}, {row['steps']:.0f}"] for row in rows])]
+        apart = {row["ranks"]: row["agreement_us"] for row in rows if row["ranks"] > 1}
+        texts += ["An agreement takes " + listed(f"{us:,.0f} us on {count} ranks" for count, us in apart.items()) + "."]
+    return paragraphs(conditions(file), *texts)
+
+
 def tiered(results: dict) -> str:
     file, rows = results["tiered-cpu"], []
     for found in entries(file, "mix")[::-1]:
@@ -617,7 +641,7 @@ def matrix(results: dict) -> str:
 
 PARTS = {
     "claims": claims, "methods": methods, "matrix": matrix, "planned": planned, "outside": outside, "variants": variants,
-    "chapters": chapters, "baseline": baseline, "engine": engine, "on-paper": on_paper, "both-ends": both_ends,
+    "chapters": chapters, "baseline": baseline, "engine": engine, "on-paper": on_paper, "both-ends": both_ends, "ranks": ranks,
     "tiered": tiered, "tiered-more": tiered_more, "hybrid-blocks": hybrid_blocks,
 }
 

@@ -25,8 +25,8 @@ import torch
 from common.checkpoint import ModelError
 from legacy import backends, store
 from legacy.backends import exist_all, get_all, label, open_backend, read_config, set_all
-from legacy.tests.redis_server import RedisServer
 from legacy.tests.test_paged import in_threads
+from tests.support.redis_server import RedisServer
 
 KINDS = ["file", "redis", "memory", "local", "module"] + (["KV_STORAGE"] if os.environ.get("KV_STORAGE") else [])
 

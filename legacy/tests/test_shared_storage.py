@@ -12,12 +12,12 @@ import pytest
 
 from legacy.backends import open_backend
 from legacy.tests.conftest import ROOT, chapter, make_engine, write_model
-from legacy.tests.redis_server import RedisServer
 from legacy.tests.test_app import eventually
 from legacy.tests.test_cli import Process
 from legacy.tests.test_paged import in_threads
 from legacy.tests.test_server import ask as ask_server
 from legacy.tests.test_server import counters
+from tests.support.redis_server import RedisServer
 
 tiered = chapter("07_tiered_storage")
 SCRIPT = ROOT / "07_tiered_storage.py"

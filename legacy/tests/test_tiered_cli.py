@@ -16,12 +16,12 @@ import pytest
 from legacy import app, backends
 from legacy.backends import open_backend
 from legacy.tests.conftest import ROOT, chapter, write_model
-from legacy.tests.redis_server import RedisServer, free_port
 from legacy.tests.test_app import ASK, INFO, Serving, another, error_of, events, eventually
 from legacy.tests.test_cli import Process
 from legacy.tests.test_paged import in_threads
 from legacy.tests.test_server import ask as ask_server
 from legacy.tests.test_server import counters
+from tests.support.redis_server import RedisServer, free_port
 
 tiered = chapter("07_tiered_storage")
 SCRIPT = ROOT / "07_tiered_storage.py"

@@ -24,8 +24,9 @@ def free_port() -> int:
 
 class RedisServer:
     def __init__(self, *options: str):
-        """`options` are more of redis-server's. The test is skipped where the server or its Python client is missing."""
-        pytest.importorskip("redis", reason="the Redis client is not installed: pip install -r requirements-dev.txt")
+        """`options` are more of redis-server's. Where that or its Python client is missing, tests skip."""
+        reason = "the Redis client is not installed: pip install -r requirements-dev.txt"
+        pytest.importorskip("redis", reason=reason)
         if not shutil.which("redis-server"):
             pytest.skip("redis-server is not installed")
         self.options, self.process, self.port = options, None, 0
@@ -33,7 +34,7 @@ class RedisServer:
     def __enter__(self):
         self.folder = tempfile.TemporaryDirectory()
         for attempt in range(5):
-            self.port = free_port()                             # which another process may take before the server does
+            self.port = free_port()  # which another process may take before the server does
             self.url = f"redis://127.0.0.1:{self.port}/0"
             try:
                 self.start()
@@ -50,14 +51,15 @@ class RedisServer:
     def start(self):
         """Start it, and wait until it answers. Raises OSError if it ends instead."""
         self.process = subprocess.Popen(
-            ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no",
-             "--dir", self.folder.name, *self.options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly",
+             "no", "--dir", self.folder.name, *self.options],
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
         until = time.monotonic() + 60
         while self.process.poll() is None and time.monotonic() < until:
             try:
                 with socket.create_connection(("127.0.0.1", self.port), timeout=5) as connection:
                     connection.sendall(b"PING\r\n")
-                    if connection.recv(1) in (b"+", b"-"):      # an error is an answer too: it wants a password
+                    if connection.recv(1) in (b"+", b"-"):  # an error is an answer too
                         return
             except OSError:
                 time.sleep(0.01)
