@@ -1,16 +1,17 @@
 """Chapter 07: three tiers under one radix tree (HiCache).
 
-The problem. Host memory is larger than the device's, but it is one machine's, and it is lost with the process.
-A service runs many engines, and what one of them has read the others compute again.
+The problem. Host memory is larger than the device's, but it is one machine's, and it is lost with the
+process. A service runs many engines, and what one of them has read the others compute again.
 
-The mechanism. Pages of K and V live in three tiers: on the device (L1), in host memory (L2), and in storage that
-many engines share (L3). A radix tree says what lies where. A request goes down the tree along its tokens: it
-finds a run of pages on the device, then one in host memory, from where it is loaded layer by layer (chapter 03).
-What comes after that, storage is asked for as soon as the request stands in line, on a thread of its own:
+The mechanism. Pages of K and V live in three tiers: on the device (L1), in host memory (L2), and in storage
+that many engines share (L3). A radix tree says what lies where. A request goes down the tree along its
+tokens: it finds a run of pages on the device, then one in host memory, from where it is loaded layer by layer
+(chapter 03). What comes after that, storage is asked for as soon as the request stands in line, on a thread
+of its own:
 
-    tokens   0          320            800                        1792      with L2 for 5 and L3 for 10 ms a page,
-    pages    |== L1 ====|==== L2 ======|:::::: L3 ::::::::::::::::|         16 tokens each, the first token is
-             found      layer by layer prefetched into L2, then the same    about 62 (5 + 10) = 930 ms away
+    tokens   0          320            800                        1792      16 tokens a page, with 5 ms for
+    pages    |== L1 ====|==== L2 ======|:::::: L3 ::::::::::::::::|         one of L2 and 10 of L3: the first
+             found      layer by layer prefetched into L2, then too         token after 62 * 10 + 92 * 5 ms
 
 How long does it wait for storage? `best_effort`: not at all, it takes what has come when its turn is there.
 `wait_complete`: to the end. `timeout`: for `base + tokens / 1024 * per_1k` seconds. And, which no paper has,
@@ -18,17 +19,19 @@ How long does it wait for storage? `best_effort`: not at all, it takes what has 
 Beside that the engine's own rule holds: what takes more than 0.8 of computing is computed, and nobody waits
 longer than computing would take. `--always-restore` switches it off, and shows what the policies alone do.
 
-When do pages go down? `write_through`: as soon as they are full. `write_through_selective`: when they are asked
-for a second time. `write_back`: when they would be evicted, one tier down each time; the page that is written
-for an eviction is the one that goes, and no other. What a crash costs: under write_through what was under way,
-under write_through_selective also what was asked for once, under write_back all that storage has not got yet.
+When do pages go down? `write_through`: as soon as they are full. `write_through_selective`: when they are
+asked for a second time. `write_back`: when they would be evicted, one tier down each time; the page that is
+written for an eviction is the one that goes, and no other. What a crash costs: under write_through what was
+under way, under write_through_selective also what was asked for once, under write_back all that storage has
+not got yet.
 
-Three things follow from the engine's rules (common/restoring.py). The device's index stays in its pool, and the
-tree is this Cache's own: it learns of the device by `save` and `evicting`. What a thread or a copy still reads or
-writes is referenced in its pool, which is what locks a page. And nothing is found before it has arrived.
+Three things follow from the engine's rules (common/restoring.py). The device's index stays in its pool, and
+the tree is this Cache's own: it learns of the device by `save` and `evicting`. What a thread or a copy still
+reads or writes is referenced in its pool, which is what locks a page. And nothing is found before it has
+arrived.
 
-Source: HiCache, the hierarchical KV cache of SGLang (design document); its radix tree is RadixAttention's (Zheng
-et al., 2024, section 3).
+Source: HiCache, the hierarchical KV cache of SGLang (design document); its radix tree is RadixAttention's
+(Zheng et al., 2024, section 3).
 
     python 07_tiered_storage.py --demo
     python 07_tiered_storage.py --storage file:pages               # the server, on http://127.0.0.1:5000
@@ -147,8 +150,8 @@ class HiRadixTree:
         return pages
 
     def oldest(self, near):
-        """Yield the pages in host memory, least recently used first, the end of a node first. Pages at the end
-        of a branch that are not `near` any more are forgotten on the way."""
+        """Yield the pages in host memory, least recently used first, the end of a node first. Pages at the
+        end of a branch that are not `near` any more are forgotten on the way."""
         gone = []
         try:
             for node in self.nodes:
@@ -248,7 +251,7 @@ class TieredCache(offload.HostCache):
         self.array = links.as_integers(self.host.memory)  # for NumPy
         self.prefetches: list[Prefetch] = []
         self.incoming: dict = {}  # Prefix on its way from storage -> (place, Transfer)
-        self.outgoing: deque = deque()  # (Page, device block, Transfer that ends when that is free) to write back
+        self.outgoing: deque = deque()  # (Page, device block, Transfer that ends when that is free)
         self.progress = 0.0  # when host memory last took one of them
         self.unwritten: deque[Page] = deque()  # in host memory, to be written to storage
         self.writing = 0  # pages on their way to storage
@@ -309,7 +312,8 @@ class TieredCache(offload.HostCache):
         pages = self.tree.match(chain)
         for page in pages if not request.new else ():
             page.asked += 1
-        first = len(list(takewhile(lambda page: page.host is not None or page.prefix in self.pool.block_of, pages)))
+        on_device = self.pool.block_of
+        first = len(list(takewhile(lambda page: page.host is not None or page.prefix in on_device, pages)))
         tokens = (len(chain) - first) * size
         if self.storage is None or self.storage.reader.hangs or tokens < self.threshold:
             return
@@ -321,8 +325,8 @@ class TieredCache(offload.HostCache):
         self.prefetches.append(prefetch)
 
     def read(self, prefetch: Prefetch):
-        """Begin to read what storage has and host memory lacks, as far as there are places. Prefetches hold at
-        most half of them. The last pages come first under both_ends."""
+        """Begin to read what storage has and host memory lacks, as far as there are places. Prefetches hold
+        at most half of them. The last pages come first under both_ends."""
         wanted = self.wanted(prefetch)
         most = max(0, self.host.size // 2 - len(self.incoming))
         own = {self.tree.pages.get(prefix) for prefix in prefetch.chain}
@@ -397,7 +401,8 @@ class TieredCache(offload.HostCache):
             tokens = (first + len(found)) * size - request.computed
             brought = prefetch.brought if prefetch else ()
             stored = min(tokens, size * sum(page in brought for page in found))
-            parts = {source: count for source, count in (("cpu", tokens - stored), ("storage", stored)) if count}
+            parts = dict(cpu=tokens - stored, storage=stored)
+            parts = {source: count for source, count in parts.items() if count}
             seconds = self.load_link.seconds(len(found) * self.host.block_bytes)
             places = [page.host for page in found]
             return Match(tokens, seconds, places, size, " and ".join(parts), parts=parts)
@@ -407,7 +412,8 @@ class TieredCache(offload.HostCache):
         now, asking = time.perf_counter(), not (prefetch.hit.ready and (prefetch.reads or prefetch.over))
         if self.prefetch_policy == "both_ends":
             return asking and now < request.patience
-        until = dict(best_effort=0.0, wait_complete=request.patience, timeout=min(prefetch.until, request.patience))
+        patience = request.patience
+        until = dict(best_effort=0.0, wait_complete=patience, timeout=min(prefetch.until, patience))
         if prefetch.over or now > until[self.prefetch_policy]:
             self.end(prefetch)
         elif not asking and prefetch.worth is None:
@@ -441,7 +447,8 @@ class TieredCache(offload.HostCache):
             load = self.storage.seconds(unread)
             start = request.computed + near
             compute = self.engine.restorer.seconds_to_compute(start, request.computed + tokens)
-            seconds = self.load_link.seconds(len(places) * self.host.block_bytes) + load / (1 + load / compute)
+            seconds = self.load_link.seconds(len(places) * self.host.block_bytes)
+            seconds += load / (1 + load / compute)
             return Match(tokens, seconds, places, self.pool.block_size, "storage", store=prefetch)
 
     def seconds_to_load(self, tokens: int) -> float:
@@ -452,13 +459,13 @@ class TieredCache(offload.HostCache):
         return pages * self.host.block_bytes / statistics.median(self.storage.speeds)
 
     def unmet(self) -> list:
-        """Requests whose two pointers have not met. Those whose pages come from host memory wait for these."""
+        """Requests whose two pointers have not met, and whose pages in host memory are there."""
         running = [one for one in self.engine.running if one.restoration not in self.bringing]
         return [one for one in running if one.restoration and one.computed < one.restoration.limit]
 
     def restore_both_ends(self, request, restoration, prefetch: Prefetch, places: list[int]):
-        """First what host memory has. Then from the back: runs of pages that have been read go over the link, and
-        move the limit down."""
+        """First what host memory has. Then from the back: runs of pages that have been read go over the link,
+        and move the limit down."""
         size, chain = self.pool.block_size, prefetch.chain
         restoration.limit = restoration.end
         if places:
@@ -468,7 +475,7 @@ class TieredCache(offload.HostCache):
             self.bringing.discard(restoration)
         restoration.layers = len(self.model.layers)
         slots = self.slots(request, restoration.start, restoration.end)  # [T]
-        number, on_link = restoration.end // size, deque()  # the pages from `number` on are on the link, or there
+        number, on_link = restoration.end // size, deque()  # pages from `number` on are on the link, or there
         self.divide()
         try:
             while restoration.limit > (reached := max(request.computed, restoration.taken)):
@@ -484,8 +491,9 @@ class TieredCache(offload.HostCache):
                     yield copy
                     front = max(first * size, request.computed, restoration.taken)
                     if front < restoration.limit:
-                        rows = self.landed[slot][:, :, front - first * size : restoration.limit - first * size]
-                        into = slots[front - restoration.start : restoration.limit - restoration.start]
+                        limit, start = restoration.limit, restoration.start
+                        rows = self.landed[slot][:, :, front - first * size : limit - first * size]
+                        into = slots[front - start : limit - start]
                         self.kv.index_copy_(2, into, rows)
                         restoration.limit = front
                     self.landing.release([slot])
@@ -535,7 +543,8 @@ class TieredCache(offload.HostCache):
         """Copy pages to memory of their own on the device -> its slot, and the Transfer."""
         (slot,), size = self.landing.allocate(1), self.pool.block_size
         into = [self.landed[slot][:, :, at * size : (at + 1) * size] for at in range(len(places))]
-        copy = self.load_link.copy(into, [self.host.memory[:, :, place] for place in places], f"page {number}")
+        out_of = [self.host.memory[:, :, place] for place in places]
+        copy = self.load_link.copy(into, out_of, f"page {number}")
         self.hold("load", [copy], (self.host, places))
         self.counts["bytes_in"] += copy.bytes
         return slot, copy
@@ -565,8 +574,8 @@ class TieredCache(offload.HostCache):
             deque(self.tree.oldest(self.near), maxlen=0)  # forget what is nowhere
 
     def copy_out(self, pairs: list, own=(), timeline=None) -> int:
-        """Copy pages from their device blocks to host memory, as far as there are places -> how many. Those in
-        `own` are not evicted for them: a chain makes no room for its own end."""
+        """Copy pages from their device blocks to host memory, as far as there are places -> how many. Those
+        in `own` are not evicted for them: a chain makes no room for its own end."""
         places = self.room(len(pairs), own, after=self.place_before(pairs))
         if not places:
             return 0
@@ -675,7 +684,8 @@ class TieredCache(offload.HostCache):
                 self.write(pages, [page.host for page in pages])
 
     def write(self, pages: list[Page], places: list[int]):
-        write = self.storage.set([page.prefix.key for page in pages], [self.array[:, :, place] for place in places])
+        contents = [self.array[:, :, place] for place in places]
+        write = self.storage.set([page.prefix.key for page in pages], contents)
         for page in pages:
             page.storing = True
         self.writing += len(pages)
@@ -784,13 +794,14 @@ def demo(model, frontend: Frontend, arguments):
 
     # 3. Show
     print(
-        f"{CONVERSATIONS} conversations of up to {longest} tokens, each asked twice; L1 holds {ON_DEVICE} of them, "
-        f"L2 {ON_HOST}\n{arguments.write_policy}, {arguments.prefetch}; {link}\n\n"
+        f"{CONVERSATIONS} conversations of up to {longest} tokens, each asked twice; L1 holds {ON_DEVICE} of "
+        f"them, L2 {ON_HOST}\n{arguments.write_policy}, {arguments.prefetch}; {link}\n\n"
         f"{'the second time':30}{'L1':>6}{'L2':>6}{'L3':>6}  computed"
     )
     for name, requests in taken.items():
         print(f"  {name:28}" + "".join(f"{share:6.0%}" for share in shares(requests[CONVERSATIONS:])))
-    times = {name: [one.outcome.ttft_ms for one in requests[CONVERSATIONS:]] for name, requests in taken.items()}
+    second = {name: requests[CONVERSATIONS:] for name, requests in taken.items()}
+    times = {name: [one.outcome.ttft_ms for one in requests] for name, requests in second.items()}
     rows = lesson.table("\nTTFT, the second time", times, "ttft_ms", "ms")
     for row, requests in zip(rows, taken.values()):
         row.update(zip(("gpu", "cpu", "storage", "computed"), shares(requests[CONVERSATIONS:])))
@@ -809,11 +820,11 @@ def demo(model, frontend: Frontend, arguments):
     for layout in LAYOUTS:
         row = dict(layout=layout, **pieces(model.config, arguments.block_size, model.dtype, layout))
         rows.append(row)
-        words = "  {layout:18} a layer to L1: {to_device:2} x {device_bytes:6}; a page to L3: {to_storage:3} x {storage_bytes:6}"
-        print(words.format(**row))
+        words = "  {layout:18} a layer to L1: {to_device:2} x {device_bytes:6}; "
+        print((words + "a page to L3: {to_storage:3} x {storage_bytes:6}").format(**row))
     print(
-        "\nWhat is in no tier is computed, and what is far away is waited for only as a policy says. And if not\n"
-        "even the weights fit on the device? Chapter 08."
+        "\nWhat is in no tier is computed, and what is far away is waited for only as a policy says. And if\n"
+        "not even the weights fit on the device? Chapter 08."
     )
     report = dict(link=dict(modelled=link.modelled, gbps=link.speed() / 1e9), counters=counters)
     return dict(report, verified=verified, rows=rows), [timeline, last.timeline]
@@ -867,8 +878,8 @@ def policies(engine, prompt: list[int]) -> dict[str, list[Request]]:
 
 
 def pieces(config, block_size: int, dtype, layout: str) -> dict:
-    """-> how many adjacent pieces of host memory a layer of a page is on its way to the device, and a whole page on
-    its way to storage, and their bytes."""
+    """-> how many adjacent pieces of host memory a layer of a page is on its way to the device, and a whole
+    page on its way to storage, and their bytes."""
     order = LAYOUTS[layout]
     shape = config.num_hidden_layers, 2, 4, block_size, config.num_key_value_heads, config.head_dim
     memory = torch.empty([shape[axis] for axis in order], dtype=dtype, device="meta")
@@ -908,7 +919,8 @@ def add_arguments(parser):
     size.add_argument("--cpu-blocks", type=number(1 << 26), metavar="N", help="pages in host memory")
     words = "of host memory to the device's, in pages (default 4)"
     size.add_argument("--hicache-ratio", type=cli.bounded(float, 1e-3, 1e6), metavar="R", help=words)
-    size.add_argument("--hicache-size", type=cli.bounded(float, 1e-6, 1e6), metavar="GB", help="of host memory")
+    gigabytes = cli.bounded(float, 1e-6, 1e6)
+    size.add_argument("--hicache-size", type=gigabytes, metavar="GB", help="of host memory")
     add("--layout", choices=LAYOUTS, default="page_first_direct", help="of host memory (page_first_direct)")
     words = "when pages go down (write_through)"
     add("--write-policy", choices=WRITE, default="write_through", help=words)
@@ -916,7 +928,8 @@ def add_arguments(parser):
     add("--write-after", type=number(1 << 20), default=2, metavar="N", help=words)
     words = "the shared tier: file:DIR, redis://HOST:PORT/N, another URL that fsspec knows, or module:Class"
     add("--storage", metavar="URL", help=words)
-    add("--storage-config", type=json_object, default={}, metavar="JSON", help="what its back end takes beside")
+    words = "what its back end takes beside"
+    add("--storage-config", type=json_object, default={}, metavar="JSON", help=words)
     words = "model reading from it that is so slow"
     add("--storage-bandwidth", type=both.bandwidth, metavar="GB/S[:GB/S...@SECONDS]", help=words)
     words = "how long a request waits for storage (timeout)"
@@ -942,7 +955,8 @@ def make_engine(model, arguments) -> paged.Engine:
     """Chapter 02's engine with this chapter's Cache."""
     size, host = arguments.block_size, torch.device("cpu")
     block_bytes = size * model.config.kv_numbers_per_token * model.dtype.itemsize
-    on_device = arguments.gpu_blocks or arguments.max_running * -(-model.config.max_position_embeddings // size)
+    longest = -(-model.config.max_position_embeddings // size)
+    on_device = arguments.gpu_blocks or arguments.max_running * longest
     useful, asked = int((arguments.hicache_ratio or 4) * on_device), arguments.cpu_blocks
     if arguments.hicache_size or arguments.hicache_ratio:
         asked = max(1, int(1e9 * (arguments.hicache_size or 0) / block_bytes) or useful)

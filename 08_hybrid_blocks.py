@@ -4,27 +4,27 @@ The problem. A model that is larger than the device, and a large batch that nobo
 time. In every decode step each layer's weights and all of its K and V come over the link. The link is the
 bottleneck, and the processor idles.
 
-The mechanism. Part of the context is kept as activations, the inputs of the layers (ACT blocks), the rest as K
-and V (KV blocks). With multi-head attention an ACT block has half the bytes of a KV block, and K and V are
-rebuilt from it while the link brings the next weights and blocks. With the right share of ACT blocks both lanes
-take equally long:
+The mechanism. Part of the context is kept as activations, the inputs of the layers (ACT blocks), the rest as
+K and V (KV blocks). With multi-head attention an ACT block has half the bytes of a KV block, and K and V are
+rebuilt from it while the link brings the next weights and blocks. With the right share of ACT blocks both
+lanes take equally long:
 
     link          weights + KV blocks + ACT blocks of the host
     processor     K and V rebuilt from ACT blocks + attention + the rest of the layer, for the new tokens
 
     one layer, a the share of ACT:  link  W + K - aK/2 - M      processor  B + aR      M: the device's memory
 
-Layer by layer the batch passes in mini-batches (zig-zag), so that one fetch of the weights serves all of them;
-while one is computed, the next one's context arrives. A step whose copies fail has not happened, and is run
-again.
+Layer by layer the batch passes in mini-batches (zig-zag), so that one fetch of the weights serves all of
+them; while one is computed, the next one's context arrives. A step whose copies fail has not happened, and is
+run again.
 
 The engine of chapter 02 knows nothing of this. Its pool has numbers only; which kind of block a number stands
-for, and where it is, was dealt before, evenly, so that any run of numbers has about the plan's ratio: prompts,
-appended blocks and shared prefixes alike. The plan (section 1) spends the device's memory on whole layers of
-weights, on KV blocks or on ACT blocks. A resident byte saves a byte of link, whatever it holds.
+for, and where it is, was dealt before, evenly, so that any run of numbers has about the plan's ratio:
+prompts, appended blocks and shared prefixes alike. The plan (section 1) spends the device's memory on whole
+layers of weights, on KV blocks or on ACT blocks. A resident byte saves a byte of link, whatever it holds.
 
-Source: CAPTURE ("Throughput-Oriented LLM Inference via KV-Activation Hybrid Caching with a Single GPU", Lee et
-al.), sections III-C and IV. The zig-zag order is FlexGen's (Sheng et al., ICML '23).
+Source: CAPTURE ("Throughput-Oriented LLM Inference via KV-Activation Hybrid Caching with a Single GPU", Lee
+et al.), sections III-C and IV. The zig-zag order is FlexGen's (Sheng et al., ICML '23).
 
     python 08_hybrid_blocks.py --demo
     python 08_hybrid_blocks.py --input requests.jsonl --output replies.jsonl
@@ -132,8 +132,8 @@ class Planner(NamedTuple):
         return link, self.layers * (costs.forward + costs.rebuild * fill * acts)
 
     def paper_plan(self) -> Plan:
-        """As the paper has it: no resident weights, the device full of ACT blocks, and the others in the ratio
-        of Algorithm 1 (equation 5). Host memory is what weights and blocks take."""
+        """As the paper has it: no resident weights, the device full of ACT blocks, and the others in the
+        ratio of Algorithm 1 (equation 5). Host memory is what weights and blocks take."""
         costs, sizes = self.costs, self.sizes
         act_device = min(self.blocks, max(0, self.device - 2 * sizes.weights) // sizes.act)
         rest, weights = self.blocks - act_device, self.layers * sizes.weights
@@ -159,31 +159,35 @@ class Planner(NamedTuple):
             return self.paper_plan()
         costs, sizes, found = self.costs, self.sizes, []
         for resident in range(self.layers + 1):
-            left = self.device - sizes.weights * (resident + 2 * (resident < self.layers))  # 2 places to stream to
+            places = 2 if resident < self.layers else 0  # to stream to
+            left = self.device - sizes.weights * (resident + places)
             for kind, size in ("kv-only", sizes.kv), ("act-only", sizes.act):
                 if left < 0 or self.policy not in ("hybrid", kind):
                     continue
                 device = min(self.blocks, left // size)
                 rest, on_device = self.blocks - device, (device, 0) if kind == "kv-only" else (0, device)
-                # An ACT block in a KV block's place: `load_kv - load_act` off the link, `rebuild` on the processor
+                # ACT instead of KV: load_kv - load_act of a block off the link, rebuild on the processor
                 link, compute = self.lanes(Plan(resident, rest, 0, *on_device))
                 per_block = self.layers * self.fill * (costs.load_kv - costs.load_act + costs.rebuild)
                 even = (link - compute) / per_block if per_block > 0 else 0
-                acts = {"kv-only": [0], "act-only": [rest]}.get(self.policy, [0, rest, int(even), int(even) + 1])
+                all_kinds = [0, rest, int(even), int(even) + 1]
+                acts = {"kv-only": [0], "act-only": [rest]}.get(self.policy, all_kinds)
                 for act_host in acts:
                     act_host = min(max(0, act_host), rest)
                     plan = Plan(resident, rest - act_host, act_host, *on_device)
                     found.append((max(self.lanes(plan)), self.lanes(plan)[1], plan))
         if not found:
             raise checkpoint.ModelError(
-                f"Two layers of weights, one to compute with and one to fill, take {2 * sizes.weights / 1e6:.1f} MB "
-                f"of the device, and there are {self.device / 1e6:.1f}; choose a larger --device-memory.")  # fmt: skip
+                f"Two layers of weights, one to compute with and one to fill, take "
+                f"{2 * sizes.weights / 1e6:.1f} MB of the device, and there are {self.device / 1e6:.1f}; choose a "
+                "larger --device-memory."
+            )
         return min(found)[2]
 
     def after(self, samples: list[tuple]) -> "Planner":
         """With what decode steps took: (blocks, seconds to rebuild one in a layer or 0, seconds of the rest).
-        The cost of rebuilding scatters, and while the processor is late the link has nothing to do: what counts
-        is its upper quartile, which keeps more as K and V."""
+        The cost of rebuilding scatters, and while the processor is late the link has nothing to do: what
+        counts is its upper quartile, which keeps more as K and V."""
         if not samples:
             return self
         blocks, rebuilds, forwards = zip(*samples)
@@ -302,8 +306,8 @@ def buffer_rows(items: list[Item]) -> int:
 def form(items: list[Item], rows: int) -> list[list[Item]]:
     """As few mini-batches as buffers of `rows` allow, about equally long; similar lengths together.
 
-    The paper (section IV-C-3) adds a request where that lessens the mini-batch's imbalance, equations 6 and 7:
-    the larger one of T_kv_gen and T_load_kv over the other. That leaves out the time of the weights, which
+    The paper (section IV-C-3) adds a request where that lessens the mini-batch's imbalance, equations 6 and
+    7: the larger one of T_kv_gen and T_load_kv over the other. That leaves out the time of the weights, which
     Algorithm 1 has filled with rebuilding, so its own plan looks unbalanced; it divides by zero where a
     mini-batch has blocks of one kind only; and since equal requests do not lessen it, sixteen of them make
     sixteen mini-batches. Here every request has the plan's ratio, and there is nothing left to balance."""
@@ -385,7 +389,8 @@ class MiniBatch:
             for position in range(start, start + count):
                 self.placed.append((*deal.slot(table, position), row + position, len(flat)))
                 flat.append((request.tokens[position], position, row + position))
-        self.tokens, self.positions, self.rows = torch.tensor(flat, device=self.device).T.contiguous()  # [T] each
+        flat = torch.tensor(flat, device=self.device).T.contiguous()  # [3, T]
+        self.tokens, self.positions, self.rows = flat
         self.scores[torch.arange(self.decoding), 0, 0, self.positions[: self.decoding]] = 0
         self.new = []  # for each kind: rows of the mini-batch [n], their slots [n], and those as runs
         for kind in KINDS:
@@ -428,7 +433,8 @@ class MiniBatch:
                 side[: at * self.stride].unflatten(0, (at, self.stride)).transpose(1, 2) for side in kv
             )  # [B, KVH, S, hd] each
             grouped = q[:at].unflatten(1, (keys.shape[1], -1))  # [B, KVH, H/KVH, hd]
-            out.append(F.scaled_dot_product_attention(grouped, keys, values, attn_mask=self.scores).flatten(1, 2))
+            heads = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=self.scores)
+            out.append(heads.flatten(1, 2))  # [B, H, hd]
         for (_, _, start, count), row in zip(self.items[at:], self.first_rows[at:]):
             scores = None
             if start:
@@ -445,7 +451,8 @@ def runs_of(slots, rows) -> dict[int, tuple[int, int, int]]:
     breaks = (slots.diff() != 1) | (rows.diff() != 1)
     edges = [0, *(breaks.nonzero().flatten() + 1).tolist(), len(slots)]
     slots, rows = slots.tolist(), rows.tolist()
-    return {rows[end - 1] + 1: (slots[first], rows[first], end - first) for first, end in zip(edges, edges[1:])}
+    pairs = zip(edges, edges[1:])
+    return {rows[end - 1] + 1: (slots[first], rows[first], end - first) for first, end in pairs}
 
 
 # 4. The runner ---------------------------------------------------------------------------------
@@ -453,7 +460,7 @@ def runs_of(slots, rows) -> dict[int, tuple[int, int, int]]:
 class HybridRunner:
     """Runs the forward pass in mini-batches, over blocks of four kinds behind one pool of numbers."""
 
-    def __init__(self, model: Llama, plan: Plan, bandwidth, block_size: int = 16, rows: int = 8192, planner=None):
+    def __init__(self, model: Llama, plan: Plan, bandwidth, block_size=16, rows=8192, planner=None):
         """`bandwidth`: of a modelled link, None on a GPU. `rows`: tokens of context that are on the device at
         once. `planner` makes another plan when nothing runs."""
         config = model.config
@@ -461,12 +468,14 @@ class HybridRunner:
         self.rows = max(rows, padded(config.max_position_embeddings))
         self.pool = paged.BlockPool(sum(plan[1:]), block_size)
         self.clock = Clock(model.device)
-        self.load_link, self.save_link = (links.Link(lane, self.clock, bandwidth) for lane in ("load", "save"))
+        self.load_link = links.Link("load", self.clock, bandwidth)
+        self.save_link = links.Link("save", self.clock, bandwidth)
         tensor = functools.partial(torch.zeros, dtype=model.dtype, device=model.device)
         kv = config.num_key_value_heads, config.head_dim
         self.buffers = [[tensor(2, self.rows, *kv), tensor(0, config.hidden_size)] for _ in range(2)]
-        self.marks, self.transfers, self.work = [], [], []  # of the last step: (label, start, end), all copies
-        self.earlier, self.samples = [], deque(maxlen=64)  # earlier: what was issued for it in the step before
+        # Of the last step: (label, start, end), all copies, what was issued for it in the step before
+        self.marks, self.transfers, self.work, self.earlier = [], [], [], []
+        self.samples = deque(maxlen=64)
         self.deal_blocks(plan)
 
     def deal_blocks(self, plan: Plan):
@@ -477,7 +486,8 @@ class HybridRunner:
         kv, layers = (config.num_key_value_heads, config.head_dim), config.num_hidden_layers
         for kind, count in enumerate(plan[1:]):
             slots = count * size
-            shape = (layers, 2, slots, *kv) if kind in (KV_HOST, KV_DEVICE) else (layers, slots, config.hidden_size)
+            as_kv = kind in (KV_HOST, KV_DEVICE)
+            shape = (layers, 2, slots, *kv) if as_kv else (layers, slots, config.hidden_size)
             if kind in (KV_HOST, ACT_HOST):
                 memory = links.host_memory(shape, model.dtype, model.device, "The host's blocks")
             else:
@@ -489,7 +499,7 @@ class HybridRunner:
                 pair[1] = torch.zeros(self.rows, config.hidden_size, dtype=model.dtype, device=model.device)
 
     def idle(self):
-        """Nothing runs: if by the last steps another plan is faster, drop what is cached and deal blocks anew."""
+        """Nothing runs: if by the last steps another plan is faster, drop what is cached and deal anew."""
         self.learn()
         if not self.planner or not self.samples or any(self.pool.references):
             return
@@ -508,7 +518,8 @@ class HybridRunner:
         self.marks, self.transfers, self.work = [], [], []
         self.weights.issued = self.transfers
         try:
-            logits = self.step([Item(request, request.table, request.computed, count) for request, count in work], work)
+            items = [Item(request, request.table, request.computed, count) for request, count in work]
+            logits = self.step(items, work)
         except Exception:
             self.forget()
             raise
@@ -531,8 +542,8 @@ class HybridRunner:
         arrival = arrival[1] if arrival else self.bring(0, first)
         self.saves, total = [], sum(batch.rows_used for batch in batches)
 
-        # 2. Layer by layer, mini-batch by mini-batch: while one computes, the next one's context arrives, and a
-        #    portion of the next layer's weights
+        # 2. Layer by layer, mini-batch by mini-batch: while one computes, the next one's context arrives, and
+        #    a portion of the next layer's weights
         order = [(index, at) for index in range(self.weights.count) for at in range(len(batches))]
         for number, (index, at) in enumerate(order):
             batch, coming = batches[at], None
@@ -581,16 +592,18 @@ class HybridRunner:
 
     def look_ahead(self, work: list) -> MiniBatch | None:
         """The first mini-batch of the next step, if all decode then who are not known to end now."""
+        if len(self.model.layers) == 1 or any(count < request.pending for request, count in work):
+            return None
         items = [
             Item(request, request.table, request.computed + count, 1) for request, count in work
-            if count == request.pending and len(request.new) + 1 < request.max_tokens
+            if len(request.new) + 1 < request.max_tokens
         ]  # fmt: skip
-        if not items or len(self.model.layers) == 1 or any(count < request.pending for request, count in work):
+        if not items:
             return None
         return self.make(self.group(items)[0], 0)
 
     def take_ahead(self, group: list[Item]) -> tuple | None:
-        """What came ahead, if it is what this step begins with; else it may be overwritten when it is there."""
+        """What came ahead, if this step begins with it; else it may be overwritten when it is there."""
         ahead, self.ahead = self.ahead, None
         self.earlier = list(filter(None, ahead[1][2])) if ahead else []
         if ahead and ahead[0].items == group:
@@ -610,7 +623,7 @@ class HybridRunner:
         for kind, label in (ACT_HOST, "act"), (KV_HOST, "kv"):
             transfers.append(None)
             if runs := batch.runs[kind].values():
-                into, memory = (kv, self.memory[kind][index]) if kind == KV_HOST else (act, self.memory[kind][index])
+                into, memory = kv if kind == KV_HOST else act, self.memory[kind][index]
                 dst = [part(into, kind, row, count) for _, row, count in runs]
                 src = [part(memory, kind, slot, count) for slot, _, count in runs]
                 transfers[-1] = self.load_link.copy(dst, src, label)
@@ -636,7 +649,8 @@ class HybridRunner:
         if not len(where):
             return
         began = self.clock.mark()
-        for places, rows, positions in zip(where.split(ROWS), tokens.rows.split(ROWS), tokens.positions.split(ROWS)):
+        portions = (each.split(ROWS) for each in (where, tokens.rows, tokens.positions))
+        for places, rows, positions in zip(*portions):
             for side, values in zip(kv, layer.project_kv(states.index_select(0, places), positions)):
                 side.index_copy_(0, rows, values)
         self.marks.append(("rebuild", began, self.clock.mark()))
@@ -726,13 +740,13 @@ def sizes_of(model: Llama, block_size: int) -> Sizes:
     return Sizes(*(count * model.dtype.itemsize for count in (numbers, block_size * act, block_size * kv)))
 
 
-def ready(planner: Planner, model: Llama, bandwidth, requests: int, context: int) -> paged.Engine:
+def ready(planner: Planner, model: Llama, bandwidth, contexts: list[int], plan=None) -> paged.Engine:
     """An engine whose requests are about to decode, behind contexts of numbers that nobody has computed."""
-    runner = HybridRunner(model, planner.plan(), bandwidth, planner.block_size)
-    engine = paged.Engine(runner, max_running=requests)
+    runner = HybridRunner(model, plan or planner.plan(), bandwidth, planner.block_size)
+    engine = paged.Engine(runner, max_running=len(contexts))
     for memory in runner.memory:
         memory.fill_(0.1)
-    for number in range(requests):
+    for number, context in enumerate(contexts):
         request = Request([(number + 7 * at) % 251 for at in range(context + 1)], 1 << 20)
         engine.waiting.append(request)
         assert engine.admit(request), "there are too few blocks"
@@ -740,12 +754,13 @@ def ready(planner: Planner, model: Llama, bandwidth, requests: int, context: int
     return engine
 
 
-def measure(planner: Planner, model: Llama, speed: float, bandwidth, requests: int, context: int) -> Planner:
+def measure(planner: Planner, model: Llama, speed: float, bandwidth, contexts: list[int]) -> Planner:
     """`planner` with the costs of decode steps with ACT blocks alone, over a link of `speed` bytes/s."""
     sizes, layers = planner.sizes, planner.layers
     loads = dict(load_weights=sizes.weights, load_act=sizes.act / layers, load_kv=sizes.kv / layers)
-    planner = planner._replace(costs=Costs(**{name: size / speed for name, size in loads.items()}, forward=0, rebuild=0))
-    engine = ready(planner._replace(policy="act-only"), model, bandwidth, requests, context)
+    loads = {name: size / speed for name, size in loads.items()}
+    planner = planner._replace(costs=Costs(**loads, forward=0, rebuild=0))
+    engine = ready(planner._replace(policy="act-only"), model, bandwidth, contexts)
     for _ in range(5):
         engine.step()
     engine.runner.learn()
@@ -753,8 +768,8 @@ def measure(planner: Planner, model: Llama, speed: float, bandwidth, requests: i
 
 
 def make_planner(model: Llama, arguments) -> tuple[Planner, object]:
-    """What the options ask for, in numbers -> the planner, and the modelled link's bandwidth, None on a GPU. Costs
-    are those of steps with at most PROBE tokens of context, until others are known."""
+    """What the options ask for, in numbers -> the planner, and the modelled link's bandwidth, None on a GPU.
+    Costs are those of steps with at most PROBE tokens of context, until others are known."""
     size, layers, sizes = arguments.block_size, len(model.layers), sizes_of(model, arguments.block_size)
     useful = arguments.max_running * -(-model.config.max_position_embeddings // size)
     host = torch.device("cpu")
@@ -769,7 +784,7 @@ def make_planner(model: Llama, arguments) -> tuple[Planner, object]:
     requests = min(arguments.max_running, blocks, PROBE // size)
     tokens = min(PROBE, blocks * size) // requests - 2
     probe = planner._replace(blocks=requests * (2 + -(-tokens // size)), device=2 * sizes.weights)
-    probe = measure(probe, model, speed, bandwidth and links.Bandwidth(math.inf), requests, max(1, tokens))
+    probe = measure(probe, model, speed, bandwidth and links.Bandwidth(math.inf), requests * [max(1, tokens)])
     return planner._replace(costs=probe.costs), bandwidth
 
 
@@ -781,9 +796,9 @@ def make_engine(model: Llama, arguments) -> paged.Engine:
     engine = paged.Engine(runner, None, arguments.token_budget, arguments.max_running)
     engine.explain = arguments.explain
     print(
-        f"Device: {plan.resident} of {planner.layers} layers of {sizes.weights / 1e6:.1f} MB, {plan.kv_device} KV "
-        f"and {plan.act_device} ACT blocks. Host: {plan.kv_host} KV and {plan.act_host} ACT\nblocks of "
-        f"{sizes.kv / 1e6:.3f} and {sizes.act / 1e6:.3f} MB; {runner.load_link}",
+        f"Device: {plan.resident} of {planner.layers} layers of {sizes.weights / 1e6:.1f} MB, "
+        f"{plan.kv_device} KV and {plan.act_device} ACT blocks. Host: {plan.kv_host} KV and {plan.act_host} ACT\n"
+        f"blocks of {sizes.kv / 1e6:.3f} and {sizes.act / 1e6:.3f} MB; {runner.load_link}",
         file=sys.stderr,
     )
     return engine
@@ -799,24 +814,25 @@ GEOMETRY = LlamaConfig(
 )  # fmt: skip
 
 
-def planner_for(f: float | None, model: Llama, requests: int, context: int, device: int):
+def planner_for(f: float | None, model: Llama, contexts: list[int], device: int):
     """-> a Planner for such decode steps, and the link's bandwidth: weights and all K and V take `f` times as
     long as computing with ACT blocks alone. None: a GPU, whose link is what it is."""
-    sizes, layers, blocks = sizes_of(model, 16), len(model.layers), requests * (context // 16 + 3)
-    used, speed = requests * context / 16, links.Link("load", Clock(model.device)).speed() if f is None else 1e9
+    sizes, layers = sizes_of(model, 16), len(model.layers)
+    blocks = sum(context // 16 + 3 for context in contexts)
+    used, speed = sum(contexts) / 16, links.Link("load", Clock(model.device)).speed() if f is None else 1e9
     planner = Planner("hybrid", None, sizes, layers, blocks, device)
-    planner = measure(planner, model, speed, f and links.Bandwidth(speed), requests, context)
+    planner = measure(planner, model, speed, f and links.Bandwidth(speed), contexts)
     costs, bandwidth = planner.costs, None
     if f:
         bytes_moved = sizes.weights + used * sizes.kv / layers
         bandwidth = links.Bandwidth(bytes_moved / f / (costs.forward + used * costs.rebuild))
-        planner = measure(planner, model, bandwidth.value, bandwidth, requests, context)
+        planner = measure(planner, model, bandwidth.value, bandwidth, contexts)
     return planner, bandwidth
 
 
 def one_step(engine: paged.Engine) -> dict:
-    """Of a decode step: seconds, those that the processor was busy, bytes over the link by kind. The step before
-    it, whose copies began while others computed, does not count."""
+    """Of a decode step: seconds, those that the processor was busy, bytes over the link by kind. The step
+    before it, whose copies began while others computed, does not count."""
     engine.step()
     began = time.perf_counter()
     engine.step()
@@ -839,46 +855,49 @@ def demo(model: Llama, frontend: Frontend, arguments):
 
     # 2. Time
     timed, rows, layers = Llama(GEOMETRY, model.dtype, "cpu"), [], GEOMETRY.num_hidden_layers
-    random_models.fill_at_random(timed, 0)
+    random_models.fill_at_random(timed, 0, GEOMETRY)
     checkpoint.layers_on_host(timed, model.device)
     size = sizes_of(timed, 16).weights
     print(
         f"Decode steps of {BATCH} requests behind {CONTEXT} tokens each, through {layers} layers of "
-        f"{GEOMETRY.hidden_size} with random weights,\nsince the answers' model is too small to keep two lanes busy. "
-        f"The device has room for {layers // 2} layers of {size / 1e6:.1f} MB\nbeside two that come and go, or for as "
-        "many bytes of blocks."
+        f"{GEOMETRY.hidden_size} with random weights,\nsince the answers' model is too small to keep two "
+        f"lanes busy. The device has room for {layers // 2} layers of {size / 1e6:.1f} MB\nbeside two that "
+        "come and go, or for as many bytes of blocks."
     )
     for f in FACTORS if model.device.type == "cpu" else (None,):
-        planner, bandwidth = planner_for(f, timed, BATCH, CONTEXT, (2 + layers // 2) * size)
+        planner, bandwidth = planner_for(f, timed, BATCH * [CONTEXT], (2 + layers // 2) * size)
         engines, ways = {}, {}
         for policy in POLICIES:
-            engines[policy] = ready(planner._replace(policy=policy), timed, bandwidth, BATCH, CONTEXT)
+            engines[policy] = ready(planner._replace(policy=policy), timed, bandwidth, BATCH * [CONTEXT])
             ways[policy] = functools.partial(one_step, engines[policy])
         taken, link = lesson.in_turn(ways), engines["hybrid"].runner.load_link
         speeds = {policy: [BATCH / step["seconds"] for step in steps] for policy, steps in taken.items()}
         print()
-        rows += lesson.table(f"Decode, f = {f or 'as it is'}, {link}", speeds, "tokens_per_second", "tokens/s")
+        title = f"Decode, f = {f or 'as it is'}, {link}"
+        rows += lesson.table(title, speeds, "tokens_per_second", "tokens/s")
         for row in rows[-len(POLICIES) :]:
             policy, plan = row["case"], engines[row["case"]].runner.deal.plan
             step = sorted(taken[policy], key=lambda step: step["seconds"])[lesson.ROUNDS // 2]
-            busy = sum(step["bytes"].values()) / link.speed() / step["seconds"], step["compute"] / step["seconds"]
+            busy = sum(step["bytes"].values()) / link.speed() / step["seconds"]
+            busy = busy, step["compute"] / step["seconds"]
             row.update(f=f, plan=plan._asdict(), bytes=step["bytes"], link_busy=busy[0], compute_busy=busy[1])
-            moved = [f"{label} {step['bytes'].get(label, 0) / 1e6:5.1f}" for label in ("weights", "kv", "act")]
-            print(f"  {policy:8} MB: {', '.join(moved)}; busy: link {busy[0]:4.0%}, processor {busy[1]:4.0%}; "
+            labels = "weights", "kv", "act"
+            moved = ", ".join(f"{label} {step['bytes'].get(label, 0) / 1e6:5.1f}" for label in labels)
+            print(f"  {policy:8} MB: {moved}; busy: link {busy[0]:4.0%}, processor {busy[1]:4.0%}; "
                   f"{plan.resident} layers and {sum(plan[3:])} blocks on the device")  # fmt: skip
         print(sentence(rows[-len(POLICIES) :], planner, engines))
     timeline = chart(engines["hybrid"], taken["hybrid"][-1])
     print("\nThe last step of hybrid (a, k, w: ACT, KV blocks, weights arrive; r: rebuilt, f: the layers)")
     print(
-        f"{timeline.chart()}\n\nThe lane that is late alone counts. And where one device does not compute fast enough, "
-        "or has too\nlittle link? Several may divide what each chapter keeps: chapter 09."
+        f"{timeline.chart()}\n\nThe lane that is late alone counts. And where one device does not compute "
+        "fast enough, or has too\nlittle link? Several may divide what each chapter keeps: chapter 09."
     )
     report = dict(link=dict(modelled=link.modelled, gbps=link.speed() / 1e9), verified=verified, rows=rows)
     return report, [timeline, asked[0].timeline]
 
 
 def sentence(rows: list[dict], planner: Planner, engines: dict) -> str:
-    """What hybrid wins over both single kinds, what the costs of these steps allow, and why it is not more."""
+    """What hybrid wins over both single kinds, what these costs allow, and why it is not more."""
     rates, words = {row["case"]: row["tokens_per_second"] for row in rows}, []
     planner = planner.after(list(engines["hybrid"].runner.samples))
     lanes = {policy: planner.lanes(engine.runner.deal.plan) for policy, engine in engines.items()}
@@ -913,7 +932,7 @@ def add_arguments(parser):
     number, gigabytes = functools.partial(cli.bounded, int, 1), cli.bounded(float, 1e-6, 1e6)
     add, words = parser.add_argument, "what the context is kept as (hybrid); paper: as CAPTURE divides memory"
     add("--policy", choices=POLICIES, default="hybrid", help=words)
-    words = "of the device, for layers of weights and blocks (on a GPU most of what is free, else half of the layers)"
+    words = "of the device, for weights and blocks (on a GPU most of what is free, else half of the layers)"
     add("--device-memory", type=gigabytes, metavar="GB", help=words)
     add("--blocks", type=number(1 << 24), metavar="N", help="blocks of all kinds (as useful)")
     words = "tokens of context that are on the device at once (8192)"

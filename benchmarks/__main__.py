@@ -31,9 +31,10 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from legacy import app  # noqa: E402
+
 from benchmarks import claims  # noqa: E402
 from common import checkpoint  # noqa: E402
-from legacy import app  # noqa: E402
 from tools import random_models  # noqa: E402
 
 # kind: the benchmark, and what it measures by --only; model: None where only the benchmark's own makes sense. Then the options of

@@ -57,13 +57,14 @@ from tqdm import tqdm
 from transformers import DynamicCache, StaticCache
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from legacy import app, backends, baseline, bidirectional, live, paged  # noqa: E402
+from legacy import link as links  # noqa: E402
+
 from benchmarks import baseline as baseline_benchmark  # noqa: E402
 from benchmarks.baseline import RESULTS, Memory, device_name, spread, write  # noqa: E402
 from benchmarks.limits import matrix_rate, memory_bandwidth  # noqa: E402
 from benchmarks.reference import reference_model, set_imports_aside  # noqa: E402
 from common import checkpoint  # noqa: E402
-from legacy import app, backends, baseline, bidirectional, live, paged  # noqa: E402
-from legacy import link as links  # noqa: E402
 
 tiered, hybrid = importlib.import_module("07_tiered_storage"), importlib.import_module("08_hybrid_blocks")
 

@@ -13,7 +13,7 @@ from tools import random_models
 
 def set_imports_aside():
     """Now and then Python's garbage collector goes through all that was imported, and stops everything for a quarter of a second:
-    no method's fault. A chapter's server does the same (legacy/app.py)."""
+    no method's fault. A chapter's server does the same (common/server.py)."""
     gc.freeze()
 
 
@@ -37,6 +37,6 @@ def reference_model(name: str, dtype: torch.dtype, device: str = "cpu"):
         "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings")})
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").to(device).eval()
     plain = Llama(ours, dtype, device)
-    random_models.fill_at_random(plain, 0)
+    random_models.fill_at_random(plain, 0, ours)
     model.load_state_dict(plain.weights(), assign=True)
     return model

@@ -1,277 +1,457 @@
-"""Chapter 07: three tiers under one radix tree, beside no cache at all.
+"""Chapter 07: device, host memory and shared storage under one radix tree, on one model and one clock, in turn.
 
-    python -m benchmarks.tiered                                         all; results in benchmarks/results/
-    python -m benchmarks.tiered --only mix --model classroom
+    python -m benchmarks.tiered                                     all; results in benchmarks/results/
+    python -m benchmarks.tiered --only policies --model classroom --rounds 5
 
-Claims, each with its own function below:
-    mix          conversations behind documents of 1,024 tokens go on, in any order. The device holds two of them, host memory
-                 three, and the documents are in storage (files, which the operating system holds in memory), as another
-                 process has left them; every question is new. Against computing everything again TTFT is at least 75 % lower
-                 and throughput at least 3 times higher on the default link (published: up to 80 % and 6 times). It is at least
-                 0.9 of what the tiers' bounds allow: for each request the slower of link and storage, with what came over
-                 them, and a layer's share of the question behind that; but no less than the same question with everything on
-                 the device.
-    admission    a hit from any tier is never slower than computing, also over a slow link and from storage of 1 MB/s.
-    match        finding the prefix of a prompt of 4,096 tokens in a tree of 100,000 pages takes less than 1 ms, and does not
-                 grow with the number of conversations; the memory of the tree.
-    layouts      what the layouts of host memory cost on both ways: to storage and back, and to the device's layers.
-
---histories sets the lengths of `admission` and, the longest of them, of the documents of `mix`.
-
-The three engines of the mix take turns; so do the ways of the others.
+mix         conversations go on behind documents of 1,024 tokens, in any order. The device holds a third of them,
+            host memory half, and the documents are in files, where another engine has left them. Beside the device
+            alone, one at a time and four at once; the bound is, for each request, the slowest of the same question
+            with all on the device, of what came over the link and a layer's share of the question behind that, and
+            of what was read; for four at once, of the sums.
+policies    one history in slow storage alone, reading takes r times as long as computing: each policy, without the
+            engine's guard and with it. both_ends is behind where `benchmarks.both_ends` says so.
+admission   a hit in host memory or in storage of 1 MB/s to 1 GB/s over computing it, and the tier of each token.
+writes      what each write policy finds, writes, and would lose by a kill.
+sizes       host memory against hits.
+pages       the page size against hits, reads and the time of a match.
+match       finding 4,096 tokens in a tree of 100,000 pages.
 """
-import gc
+
+import argparse
 import importlib
+import itertools
 import random
 import statistics
 import sys
 import tempfile
 import time
 import tracemalloc
+from functools import partial
 from pathlib import Path
 
-import torch
-from tqdm import tqdm
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks import offload as offload_benchmark  # noqa: E402
-from benchmarks import paged as paged_benchmark  # noqa: E402
-from benchmarks.baseline import spread  # noqa: E402
-from common.llama import LlamaConfig  # noqa: E402
-from legacy import backends, bidirectional  # noqa: E402
-from legacy import link as links  # noqa: E402
+from benchmarks.baseline import spread, write  # noqa: E402
+from benchmarks.both_ends import is_behind  # noqa: E402
+from benchmarks.reference import one_sentence, set_imports_aside  # noqa: E402
+from common import checkpoint, cli, lesson, store  # noqa: E402
+from common import link as links  # noqa: E402
+from common.requests import Request  # noqa: E402
 
-tiered = importlib.import_module("07_tiered_storage")
-MODELS = {"match": ["no model"], "layouts": ["random:small", "classroom"], "admission": ["classroom"],
-          "mix": ["classroom", "random:small"]}
-SIZE = 16                                                       # tokens of a page
-CONVERSATIONS, TURNS, DOCUMENT, QUESTION, ANSWER = 6, 3, 1024, 64, 8                    # of the mix; tokens
-ON_DEVICE, ON_HOST = 2, 3                                       # conversations
-PLATFORMS = ("a100", "h800")
-HISTORIES = (512, 1024, 2048)                                   # of admission
-
-
-class Bench(offload_benchmark.Bench):
-    """Engines over one directory, on memory that was touched before."""
-
-    def __init__(self, name: str, dtype: str, device: str, rounds: int, histories: tuple[int, ...] | None = None):
-        self.name, self.rounds, self.folder = name, rounds, tempfile.TemporaryDirectory(prefix="benchmark-")
-        self.document = histories[-1] if histories else DOCUMENT
-        if name != "no model":
-            super().__init__(name, dtype, device, rounds, histories or HISTORIES, 8 * QUESTION)
-
-    def engine(self, storage: bool = True, **options):
-        engine = tiered.Engine(self.model, self.tokenizer, frozenset(), block_size=SIZE, **options)
-        for memory in (engine.pool.kv, engine.host.kv):
-            memory.zero_()
-        if storage:
-            engine.attach(backends.open_backend(f"file:{self.folder.name}/pages"), "files")
-        return engine
+paged, tiered = importlib.import_module("02_paged_kv"), importlib.import_module("07_tiered_storage")
+TALKS, TURNS, DOCUMENT, QUESTION, ANSWER = 12, 3, 1024, 64, 8  # conversations; tokens
+PARTS = {  # on which models, and how many rounds
+    "mix": (["classroom", "random:small"], 5),
+    "policies": (["classroom", "random:small"], 7),
+    "admission": (["classroom"], 7),
+    "writes": (["classroom"], 1),
+    "sizes": (["classroom"], 1),
+    "pages": (["classroom"], 1),
+    "match": (["classroom"], 200),
+}
+directory = partial(tempfile.TemporaryDirectory, prefix="benchmark-")
+PAPER = dict(lower=0.8, throughput=6.0)  # published: up to
+TIERS = "gpu", "cpu", "storage"
 
 
-def ask(engine, prompt: list[int], new: int = 1):
-    return tiered.answer(engine, prompt=prompt, max_tokens=new)
+class Bench:
+    """Engines of one model, over one directory."""
+
+    def __init__(self, model, folder: str, size: int = 16):
+        self.model, self.folder, self.size, self.rng = model, folder, size, random.Random(0)
+
+    def draw(self, tokens: int) -> list[int]:
+        return [self.rng.randrange(300, self.model.config.vocab_size) for _ in range(tokens)]
+
+    def blocks(self, tokens: int) -> int:
+        return -(-tokens // self.size)
+
+    def engine(self, on_device: int, cache=None, always=False, running: int = 64):
+        """Chapter 02's, with room for so many tokens."""
+        runner = paged.Runner(self.model, self.blocks(on_device), self.size)
+        return paged.Engine(runner, cache, max_running=running, always_restore=always)
+
+    def cache(self, on_host: int, share: float = 1.0, storage: bool = True, name: str = "pages", **options):
+        """Host memory for so many tokens, over the default link or a share of it."""
+        bandwidth, files = links.bandwidth(self.model), f"file:{self.folder}/{name}"
+        if share != 1 and bandwidth:
+            bandwidth = links.Bandwidth(share * bandwidth.measure())
+        behind = store.Storage(store.open_backend(files, {}), "files") if storage else None
+        return tiered.TieredCache(self.blocks(on_host), bandwidth, behind, **options)
 
 
-def mix(bench: Bench) -> dict:
-    longest = bench.document + TURNS * (QUESTION + ANSWER)
-    pages, documents = -(-longest // SIZE), [bench.prompt(bench.document) for _ in range(CONVERSATIONS)]
-    known = bench.engine(blocks=CONVERSATIONS * 2 * pages, cpu_blocks=2 * pages)            # everything stays on its device
-    for document in documents:                                  # the other process
-        ask(known, document + [0])
-        known.flush()
-    known.detach()
-    none = bench.engine(storage=False, blocks=2 * pages, cpu_blocks=0)
-    ways = {platform: bench.engine(
-        blocks=ON_DEVICE * pages, cpu_blocks=ON_HOST * pages, max_running=1,
-        bytes_per_second=links.bandwidth(bench.model, "auto", platform)) for platform in PLATFORMS}
-    for engine in ways.values():
-        ask(engine, bench.prompt(256), 2)                       # how fast is prefill?
-    rng, rows = random.Random(0), {platform: [] for platform in PLATFORMS}
-    for _ in tqdm(range(bench.rounds), desc=f"mix {bench.name}", unit="round"):
-        order = [rng.sample(range(CONVERSATIONS), CONVERSATIONS) for _ in range(TURNS)]
-        asked = {(number, turn): bench.prompt(QUESTION) for number in range(CONVERSATIONS) for turn in range(TURNS)}
-        taken = {"none": go_on(none, documents, asked, order), "known": go_on(known, documents, asked, order)}
-        for platform, engine in ways.items():
-            tiered.forget(engine)
-            taken[platform] = go_on(engine, documents, asked, order)
-        tokens = {tuple(tuple(request.outcome.tokens) for request in requests) for requests, _ in taken.values()}
-        assert len(tokens) == 1 or bench.model.dtype != torch.float32, "the tokens differ"
-        for platform, engine in ways.items():
-            requests, seconds = taken[platform]
-            ttft = {way: statistics.mean(request.outcome.ttft_ms for request in requests)
-                    for way, (requests, _) in taken.items()}
-            bounds = [bound(engine, request, direct) for request, direct in zip(requests, taken["known"][0])]
-            found = {what: sum(request.pages[what] for request in requests) for what in tiered.TIERS}
-            rows[platform].append(dict(
-                ttft_ms=ttft[platform], none_ms=ttft["none"], on_device_ms=ttft["known"], lower=1 - ttft[platform] / ttft["none"],
-                throughput=taken["none"][1] / seconds, of_bound=statistics.mean(bounds) / ttft[platform],
-                **{what: count / sum(found.values()) for what, count in found.items()}))
-    return dict(
-        conversations=CONVERSATIONS, turns=TURNS, document_tokens=bench.document, question_tokens=QUESTION, answer_tokens=ANSWER,
-        rows=[dict(platform=platform, link=str(ways[platform].load_link), **{
-            what: spread([sample[what] for sample in samples]) for what in samples[0]}) for platform, samples in rows.items()],
-        claimed=dict(lower=0.75, throughput=3.0, of_bound=0.9), published=dict(lower=0.8, throughput=6.0))
+def forget(engine):
+    """Nothing is on the device and in host memory any more."""
+    lesson.settle(engine)
+    for pool in engine.pools:
+        engine.evict(pool)
+    lesson.settle(engine)
 
 
-def go_on(engine, documents, asked, order) -> tuple[list, float]:
-    """-> the requests, one after the other, and the seconds that all took. An engine without host memory keeps nothing."""
-    histories, requests, began = [list(document) for document in documents], [], time.perf_counter()
-    for turn, numbers in enumerate(order):
-        for number in numbers:
-            histories[number] += asked[number, turn]
-            requests.append(ask(engine, histories[number], ANSWER))
-            histories[number] += requests[-1].outcome.tokens
-            if not engine.host.size:
-                tiered.forget(engine)
+def share_of(requests: list[Request]) -> dict:
+    """Of all prompts' tokens, where they were found."""
+    prompts = sum(request.prompt_tokens for request in requests)
+    return {tier: sum(request.found.get(tier, 0) for request in requests) / prompts for tier in TIERS}
+
+
+# 1. Conversations that fit in no single tier ----------------------------------------------------------------
+
+
+def go_on(engine, documents: list, asked: list[tuple[int, list[int]]], at_once: int = 1) -> tuple[list, float]:
+    """Ask (conversation, question) one behind the other, or so many at once -> the requests, and seconds."""
+    histories, todo, running = [list(document) for document in documents], list(enumerate(asked)), {}
+    done, began = {}, time.perf_counter()
+    while todo or running:
+        for item in list(todo):
+            at, (number, question) = item
+            if len(running) < at_once and number not in running:
+                histories[number] += question
+                request = Request(list(histories[number]), ANSWER)
+                running[number], done[at] = request, request
+                engine.submit(request)
+                todo.remove(item)
+        engine.step()
+        for number, request in list(running.items()):
+            if request.outcome is not None:
+                if isinstance(request.outcome, Exception):
+                    raise request.outcome
+                histories[number] += request.new
+                del running[number]
     seconds = time.perf_counter() - began
-    engine.flush()
-    return requests, seconds
+    lesson.settle(engine)
+    return [done[at] for at in sorted(done)], seconds
 
 
-def bound(engine, request, direct) -> float:
-    """Milliseconds in which no way over these tiers could have been faster."""
-    size, question, layers = engine.pool.kv[:, :, 0].nbytes, direct.outcome.ttft_ms, len(engine.model.layers)
-    loaded, read = request.pages["cpu_hits"] + request.pages["storage_hits"], request.pages["storage_hits"]
-    link = loaded * size / engine.load_link.speed() * 1e3
-    return max(question, max(link, (engine.storage.seconds(read) or 0.0) * 1e3) + question / layers * bool(loaded))
+def mix(model, rounds: int) -> list[dict]:
+    rows, longest = [], DOCUMENT + TURNS * (QUESTION + ANSWER) + 16
+    with directory() as folder:
+        bench = Bench(model, folder)
+        documents = [bench.draw(DOCUMENT) for _ in range(TALKS)]
+        known = bench.engine(3 * TALKS * longest, bench.cache(longest))  # all stays on its device
+        for document in documents:  # it has left them in the files
+            lesson.ask(known, document + bench.draw(1), 1)
+        lesson.settle(known)
+        known.cache.detach_storage().close()
+        none = bench.engine(TALKS * longest // 3)
+        ours = bench.engine(TALKS * longest // 3, bench.cache(TALKS * longest // 2))
+        lesson.ask(ours, bench.draw(512), 1)  # how fast is prefill?
+        for at_once in (1, 4):
+            samples = []
+            for round_ in range(rounds + 1):
+                order = [number for _ in range(TURNS) for number in bench.rng.sample(range(TALKS), TALKS)]
+                asked = [(number, bench.draw(QUESTION)) for number in order]
+                taken = {}
+                for name, engine in dict(none=none, known=known, ours=ours).items():
+                    if name != "known":
+                        forget(engine)
+                    engine.runner.pool.evictions = 0
+                    taken[name] = go_on(engine, documents, asked, at_once)
+                if round_:
+                    samples.append(mixed(ours, taken, at_once, model))
+            row = dict(at_once=at_once, conversations=TALKS, turns=TURNS, document_tokens=DOCUMENT,
+                       link=str(ours.cache.load_link), paper=PAPER)  # fmt: skip
+            rows.append({**row, **{what: spread([sample[what] for sample in samples]) for what in samples[0]}})
+            show("mix", rows[-1])
+        for engine in (none, known, ours):
+            engine.close()
+    return rows
 
 
-def admission(bench: Bench) -> dict:
-    pages, rows = bench.histories[-1] // SIZE + 8, []
-    options = dict(blocks=2 * pages, cpu_blocks=2 * pages)
-    default = links.bandwidth(bench.model)
-    histories = {length: bench.prompt(length) for length in bench.histories}
-    engines = {"computed": bench.engine(storage=False, blocks=2 * pages, cpu_blocks=0, bytes_per_second=default),
-               "device": bench.engine(storage=False, **options, bytes_per_second=default),
-               "host": bench.engine(storage=False, **options, bytes_per_second=default),
-               "host, link 50 times slower": bench.engine(storage=False, **options, bytes_per_second=default / 50),
-               "storage": bench.engine(**options, bytes_per_second=default),
-               "storage, 1 MB/s": bench.engine(**options, bytes_per_second=default)}
-    engines["host, link 50 times slower"].worth_keeping = lambda blocks: True               # it is there, whatever it is worth
-    engines["storage, 1 MB/s"].storage.bandwidth = bidirectional.Bandwidth((8.0,))
-    for length, history in histories.items():
-        taken = {way: [] for way in engines}
-        for engine in engines.values():
-            tiered.forget(engine)
-            ask(engine, history)
-            engine.flush()
-        for _ in tqdm(range(bench.rounds + 1), desc=f"admission {length}", unit="round"):
-            prompt = history + bench.prompt(QUESTION)
-            for way, engine in engines.items():
-                if way.startswith(("computed", "storage")):
-                    tiered.forget(engine)
-                elif way.startswith("host"):
-                    tiered.offload.empty(engine)
-                taken[way].append(ask(engine, prompt))
-                engine.flush()
-        for way, requests in taken.items():
-            ratios = [request.outcome.ttft_ms / computed.outcome.ttft_ms
-                      for request, computed in zip(requests, taken["computed"])]
-            rows.append(dict(history_tokens=length, way=way, source=requests[-1].source, cached_tokens=requests[-1].cached_tokens,
-                             first=ratios[0], ratio=spread(ratios[1:])))
-    return dict(link=str(engines["host"].load_link), rows=rows, at_most=1.0)
+def mixed(engine, taken: dict, at_once: int, model) -> dict:
+    """One round: TTFT, throughput and bound."""
+    tokens = {tuple(tuple(request.new) for request in requests) for requests, _ in taken.values()}
+    assert len(tokens) == 1 or model.dtype.itemsize < 4, "the tokens differ"
+    cache, (requests, seconds), direct = engine.cache, taken["ours"], taken["known"]
+    ttft = {name: statistics.mean(request.outcome.ttft_ms for request in each) for name, (each, _) in taken.items()}
+    block, bounds, on_link, on_read = cache.host.block_bytes / cache.pool.block_size, [], 0.0, 0.0
+    speeds = cache.load_link.speed(), statistics.median(cache.storage.speeds)
+    for request, hit in zip(requests, direct[0]):
+        read = request.found.get("storage", 0) * block
+        copied, least = read + request.found.get("cpu", 0) * block, hit.outcome.ttft_ms
+        link = 1e3 * copied / speeds[0]
+        bounds.append(max(least, 1e3 * read / speeds[1], link + least / len(model.layers) if copied else 0))
+        on_link, on_read = on_link + copied / speeds[0], on_read + read / speeds[1]
+    of_bound = statistics.mean(bounds) / ttft["ours"]
+    if at_once > 1:
+        of_bound = max(direct[1], on_link, on_read) / seconds
+    return dict(
+        ttft_ms=ttft["ours"], device_alone_ms=ttft["none"], all_on_device_ms=ttft["known"],
+        lower=1 - ttft["ours"] / ttft["none"], throughput=taken["none"][1] / seconds, of_bound=of_bound,
+        **share_of(requests), device_alone_hits=share_of(taken["none"][0])["gpu"])  # fmt: skip
 
 
-def match(bench: Bench, pages: int = 100_000, prompt_tokens: int = 4096) -> dict:
-    """The same number of pages in 100 to 10,000 conversations behind a common beginning, of which one has the prompt."""
-    config = LlamaConfig(vocab_size=1 << 15, hidden_size=2, intermediate_size=2, num_hidden_layers=1, num_attention_heads=1,
-                         num_key_value_heads=1, head_dim=2)
-    rows, rng = [], random.Random(0)
-    for conversations in (100, 1000, 10_000):
-        device, cpu = torch.device("cpu"), torch.float32
-        pool = tiered.DevicePages(config, pages + prompt_tokens // SIZE, SIZE, cpu, device)
-        tree = tiered.HiRadixTree(pool, tiered.HostPages(config, 1, SIZE, cpu, device, "page_first"), "benchmark")
-        system, each = [rng.randrange(1 << 15) for _ in range(32 * SIZE)], pages // conversations
-        gc.collect()
-        tracemalloc.start()
-        before, _ = tracemalloc.get_traced_memory()
-        for _ in range(conversations):
-            tokens = tiered.as_bytes(system + [rng.randrange(1 << 15) for _ in range(each * SIZE)])
-            table, hits = [], [page for node in tree.match("", tokens) for page in node.device]
-            for page in hits:
-                pool.share(page)
-            table = hits + pool.allocate(len(tokens) // tree.id_bytes - len(hits))
-            tree.insert("", tokens, table)
-            pool.release(table)
-            del tokens, table, hits
-        size = tracemalloc.get_traced_memory()[0] - before
-        tracemalloc.stop()
-        held, nodes = sum(map(tree.pages, tree.nodes())), tree.size
-        prompt = system + [rng.randrange(1 << 15) for _ in range(prompt_tokens - len(system))]
-        table = pool.allocate(prompt_tokens // SIZE)
-        for end in range(len(system) // SIZE + 1, prompt_tokens // SIZE + 1):    # the worst case: a node for every page
-            found, _ = tree.insert("", tiered.as_bytes(prompt[:end * SIZE]), table[:end])
-        samples = []
-        for _ in range(200):
-            began = time.perf_counter()
-            path = tree.match("", tiered.as_bytes(prompt))
-            samples.append((time.perf_counter() - began) * 1e3)
-        assert sum(map(tree.pages, path)) == prompt_tokens // SIZE, "the prompt is not in the tree"
-        rows.append(dict(conversations=conversations, pages=held, nodes=nodes, bytes_per_page=size / held,
-                         match_ms=spread(samples)))
-    return dict(prompt_tokens=prompt_tokens, prompt_nodes=len(path), rows=rows, at_most_ms=1.0)
+# 2. One history that only storage has -----------------------------------------------------------------------
 
 
-def layouts(bench: Bench, pages: int = 32) -> dict:
-    """A run of pages: to storage that costs nothing but the copy, and back; and to all layers of the device, as the link
-    copies."""
-    config, dtype, cpu = bench.model.config, bench.model.dtype, torch.device("cpu")
-    pools = {layout: tiered.HostPages(config, 2 * pages, SIZE, dtype, cpu, layout) for layout in tiered.LAYOUTS}
-    device, tokens = torch.zeros(config.num_hidden_layers, 2, pages, SIZE, config.num_key_value_heads, config.head_dim,
-                                 dtype=dtype), bytes(4 * SIZE)
-    taken = {layout: {what: [] for what in ("write", "read", "load")} for layout in pools}
-    for pool in pools.values():
-        pool.kv.copy_(torch.randn(pool.kv.shape))
-    for number in range(bench.rounds + 1):
-        for layout, pool in pools.items():
-            times, kept = taken[layout], []
-            began = time.perf_counter()
-            values = [pool.value(place, tokens) for place in range(pages)]
-            times["write"].append(time.perf_counter() - began)
-            kept = [bytes(value) for value in values]
-            began = time.perf_counter()
-            assert all(pool.fill(pages + place, tokens, value) for place, value in enumerate(kept))
-            times["read"].append(time.perf_counter() - began)
-            assert torch.equal(pool.kv[:pages], pool.kv[pages:]), "what came back is not what was written"
-            began = time.perf_counter()
-            for index in range(config.num_hidden_layers):
-                links.move(device[index], pool.kv[:pages, index].transpose(0, 1))
-            times["load"].append(time.perf_counter() - began)
-            assert torch.equal(device.permute(2, 0, 1, 3, 4, 5), pool.kv[:pages])
+def policies(model, rounds: int, tokens: int = 1024) -> list[dict]:
     rows = []
-    for layout, pool in pools.items():
-        rows.append(dict(layout=layout, **pool.copies(pages), **{
-            f"{what}_us_per_page": spread([seconds / pages * 1e6 for seconds in times[1:]])
-            for what, times in taken[layout].items()}, **{
-            f"{what}_over_layer_first": spread([own / first for own, first in zip(times[1:], taken["layer_first"][what][1:])])
-            for what, times in taken[layout].items()}))
-    return dict(pages=pages, rows=rows)
+    with directory() as folder:
+        bench = Bench(model, folder)
+        engine = bench.engine(2 * tokens, bench.cache(2 * tokens, prefetch="both_ends"))
+        cache, storage = engine.cache, engine.cache.storage
+        history = bench.draw(tokens)
+        lesson.ask(engine, history + bench.draw(1), 1)
+        size = tokens // bench.size * cache.host.block_bytes
+
+        def once(policy: str, question: list[int]) -> Request:
+            forget(engine)
+            time.sleep(0.02)
+            cache.prefetch_policy, cache.storage = policy, None if policy == "computed" else storage
+            try:
+                return lesson.ask(engine, history + question, 1)
+            finally:
+                cache.storage = storage
+
+        for _ in range(3):
+            alone = once("computed", bench.draw(QUESTION)).outcome.ttft_ms
+        for ratio, always in itertools.product((0.5, 1.0, 2.0), (True, False)):
+            alone = statistics.median(once("computed", bench.draw(QUESTION)).outcome.ttft_ms for _ in range(3))
+            storage.bandwidth = links.Bandwidth(size / (1e-3 * ratio * alone))
+            cache.timeout = 1e-3 * alone / 3, 0.0  # a third of what computing takes
+            engine.restorer.always = always
+            cache.measure_storage()
+            for times in (1, 2):
+                row = policy_cell(bench, engine, once, times * rounds)
+                row = dict(history_tokens=tokens, r=ratio, guard=not always, rounds=times * rounds, **row)
+                rows.append(row)
+                show("policies", row)
+                if not row["behind"]:
+                    break
+        engine.close()
+    return rows
 
 
-def show(what: str, model: str, found: dict):
-    def text(figures, unit=""):
-        return f"{figures['median']:.2f}{unit} ({figures['min']:.2f} to {figures['max']:.2f})"
-    print(f"\n{what}, {model}")
-    for row in found["rows"]:
-        if what == "mix":
-            print(f"    {row['platform']}, {row['link']}: TTFT {text(row['ttft_ms'], ' ms')}, no cache "
-                  f"{text(row['none_ms'], ' ms')}, all on the device {text(row['on_device_ms'], ' ms')}\n"
-                  f"      TTFT lower by {text(row['lower'])}, throughput "
-                  f"{text(row['throughput'], 'x')}, of the bound {text(row['of_bound'])}; L1 {row['gpu_hits']['median']:.0%}, "
-                  f"L2 {row['cpu_hits']['median']:.0%}, L3 {row['storage_hits']['median']:.0%}")
-        elif what == "admission":
-            print(f"    {row['history_tokens']:5} tokens, {row['way']:26} {row['source']:12} of computing {text(row['ratio'])}; "
-                  f"the first time {row['first']:.2f}")
-        elif what == "match":
-            print(f"    {row['conversations']:6} conversations, {row['pages']} pages, {row['nodes']} nodes: "
-                  f"{text(row['match_ms'], ' ms')}; {row['bytes_per_page']:.0f} bytes a page")
-        else:
-            print(f"    {row['layout']:18} a page to storage {row['storage_copies']:3} pieces, "
-                  f"{text(row['write_us_per_page'], ' us')}, from it {text(row['read_us_per_page'], ' us')}; to a layer "
-                  f"{row['layer_copies']:5} pieces, {text(row['load_us_per_page'], ' us')} a page for all")
-    sys.stdout.flush()
+def policy_cell(bench: Bench, engine, once, rounds: int) -> dict:
+    """The policies in turn. Ends if they answer differently."""
+    ways, taken = ("computed", *tiered.PREFETCH), {}
+    for round_ in range(rounds + 1):
+        question = bench.draw(QUESTION)
+        asked = {way: once(way, question) for way in ways}
+        assert len({tuple(request.new) for request in asked.values()}) == 1 or bench.model.dtype.itemsize < 4
+        for way, request in asked.items() if round_ else ():
+            taken.setdefault(way, []).append(request)
+    times = {way: [request.outcome.ttft_ms for request in requests] for way, requests in taken.items()}
+    best = min(ways[1:4], key=lambda way: statistics.median(times[way]))
+    over = {way: spread([a / b for a, b in zip(times[way], times["both_ends"])]) for way in ways}
+    behind = [way for way in ways[:4] if is_behind([b / a for a, b in zip(times[way], times["both_ends"])])]
+    found = {way: share_of(requests)["storage"] for way, requests in taken.items()}
+    return dict(ttft_ms={way: spread(samples) for way, samples in times.items()}, from_storage=found, best=best,
+                over_both_ends=over, behind=behind)  # fmt: skip
+
+
+# 3. Every tier beside computing -----------------------------------------------------------------------------
+
+
+def admission(model, rounds: int, histories=(512, 1024, 1900)) -> list[dict]:
+    rows, longest = [], max(histories) + QUESTION + 16
+    with directory() as folder:
+        bench = Bench(model, folder)
+        fast = bench.engine(2 * longest, bench.cache(2 * longest))
+        slow = bench.engine(2 * longest, bench.cache(2 * longest, 1 / 50, storage=False))
+        speeds = {"1 MB/s": 1e6, "10 MB/s": 1e7, "100 MB/s": 1e8, "1 GB/s": 1e9}
+        ways = "computed", "host", "host, link 50 times slower", *(f"storage, {speed}" for speed in speeds)
+        for tokens in histories:
+            history = bench.draw(tokens)
+            for engine in (fast, slow):
+                lesson.ask(engine, history + bench.draw(1), 1)
+                lesson.settle(engine)
+            forget(slow)
+            for engine in (slow, fast):  # what lay in the other's host memory has left it
+                lesson.ask(engine, history + bench.draw(1), 1)
+            storage = fast.cache.storage
+
+            def once(way: str, question: list[int], history=history, storage=storage) -> Request:
+                engine = slow if "times slower" in way else fast
+                lesson.settle(engine)
+                engine.evict("device")
+                if way == "computed" or way.startswith("storage"):
+                    forget(engine)
+                if way == "computed":
+                    engine.cache.storage = None
+                elif way.startswith("storage"):
+                    storage.bandwidth = links.Bandwidth(speeds[way.removeprefix("storage, ")])
+                    storage.speeds.clear()
+                    storage.speeds.append(storage.bandwidth.value)
+                try:
+                    return lesson.ask(engine, history + question, 1)
+                finally:
+                    storage.bandwidth = None
+                    fast.cache.storage = storage
+
+            taken = {way: [] for way in ways}
+            for round_ in range(rounds + 1):
+                question = bench.draw(QUESTION)
+                for way in ways:
+                    asked = once(way, question)
+                    taken[way] += [asked] * bool(round_)
+                    if way == "computed":  # what others are about to find there
+                        lesson.ask(fast, history + bench.draw(1), 1)
+                        lesson.settle(fast)
+            alone = [request.outcome.ttft_ms for request in taken["computed"]]
+            for way, requests in taken.items():
+                over = [request.outcome.ttft_ms / one for request, one in zip(requests, alone)]
+                rows.append(dict(
+                    history_tokens=tokens, way=way, over_computing=spread(over), slower=is_behind(over),
+                    found={tier: sum(one.found.get(tier, 0) for one in requests) / len(requests) for tier in TIERS},
+                    ttft_ms=spread([one.outcome.ttft_ms for one in requests]), said=requests[-1].decisions[-1:]))  # fmt: skip
+                show("admission", rows[-1])
+        fast.close()
+        slow.close()
+    return rows
+
+
+# 4. Trade-offs ----------------------------------------------------------------------------------------------
+
+
+def traffic(bench: Bench, asks: int = 60, talks: int = 12, tokens: int = 256) -> tuple[list, list]:
+    """Documents, and questions about them: the n-th is asked about as often as 1/n (Zipf)."""
+    rng = random.Random(1)
+    weights = [1 / (rank + 1) for rank in range(talks)]
+    documents = [bench.draw(tokens) for _ in range(talks)]
+    return documents, [(number, bench.draw(24)) for number in rng.choices(range(talks), weights, k=asks)]
+
+
+def played(bench: Bench, on_device: int, on_host: int, name: str, storage=True, **options) -> tuple[dict, object]:
+    """The traffic, by an engine that begins with nothing -> what it found and wrote, and the engine."""
+    documents, asked = traffic(Bench(bench.model, bench.folder))  # the same for all
+    engine = bench.engine(on_device, bench.cache(on_host, storage=storage, name=name, threshold=2 * bench.size, **options))
+    requests, seconds = go_on(engine, documents, asked)
+    cache, counts = engine.cache, engine.cache.counts
+    pages = list(cache.tree.pages.values())
+    row = dict(
+        asked=len(asked), **share_of(requests), ttft_ms=spread([request.outcome.ttft_ms for request in requests]),
+        saved_bytes=counts["bytes_out"], loaded_bytes=counts["bytes_in"],
+        storage_bytes=counts["storage_pages_written"] * cache.host.block_bytes,
+        read_bytes=counts["storage_pages_read"] * cache.host.block_bytes,
+        dirty_evicted=counts["dirty_evicted"], pages_written=counts["pages_written"], pages_lost=counts["pages_lost"],
+        pages=len(pages), lost_by_a_kill=sum(not cache.is_stored(page) for page in pages))  # fmt: skip
+    return row, engine
+
+
+def writes(model, rounds: int) -> list[dict]:
+    rows = []
+    for policy in tiered.WRITE:
+        with directory() as folder:
+            row, engine = played(Bench(model, folder), 1400, 1400, policy, write=policy)
+            rows.append(dict(policy=policy, **row))
+            show("writes", rows[-1])
+            engine.close()
+    return rows
+
+
+def sizes(model, rounds: int) -> list[dict]:
+    rows = []
+    for times in (0.25, 0.5, 1, 2, 4):
+        with directory() as folder:
+            row, engine = played(Bench(model, folder), 1400, int(1400 * times), "pages", storage=False)
+            rows.append(dict(times_the_device=times, gb=engine.cache.host.memory.nbytes / 1e9, **row))
+            show("sizes", rows[-1])
+            engine.close()
+    return rows
+
+
+def pages(model, rounds: int) -> list[dict]:
+    rows = []
+    for size in (1, 2, 4, 8, 16, 32, 64, 128):
+        with directory() as folder:
+            row, engine = played(Bench(model, folder, size), 1408, 2816, "pages")
+            chain, tree = max((page.prefix for page in engine.cache.tree.pages.values()), key=depth), engine.cache.tree
+            longest = chain_of(chain)
+            taken = [timed(partial(tree.match, longest)) for _ in range(100)]
+            rows.append(dict(page_tokens=size, nodes=len(tree.nodes), match_ms=spread(taken), **row))
+            show("pages", rows[-1])
+            engine.close()
+    return rows
+
+
+def depth(prefix) -> int:
+    return len(chain_of(prefix))
+
+
+def chain_of(prefix) -> list:
+    chain = []
+    while prefix.parent is not None:
+        chain.append(prefix)
+        prefix = prefix.parent
+    return chain[::-1]
+
+
+def timed(call) -> float:
+    began = time.perf_counter()
+    call()
+    return 1e3 * (time.perf_counter() - began)
+
+
+def match(model, rounds: int, pages: int = 100_000, prompt: int = 4096) -> list[dict]:
+    """The same number of pages in 100 to 10,000 conversations behind a common beginning. The prompt is the worst
+    case: each of its pages is a node."""
+    rows, size = [], 16
+    for talks in (100, 1000, 10_000):
+        prefixes, rng = paged.Prefixes("", size), random.Random(0)
+        system = [rng.randrange(1 << 15) for _ in range(32 * size)]
+        chains = []
+        for _ in range(talks):
+            rest = [rng.randrange(1 << 15) for _ in range(pages // talks * size)]
+            chains.append(prefixes.extend([], system + rest))
+        tracemalloc.start()
+        tree = tiered.HiRadixTree()
+        for chain in chains:
+            tree.insert(chain)
+        held = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        count = len(tree.pages)
+        chain = prefixes.extend([], system + [rng.randrange(1 << 15) for _ in range(prompt - len(system))])
+        for end in range(len(system) // size, len(chain) + 1):
+            tree.insert(chain[:end])
+            branch = prefixes.extend(list(chain[:end]), [*itertools.chain(*(one.tokens for one in chain[:end])), *[end] * size])
+            tree.insert(branch)
+        assert len(tree.match(chain)) == len(chain)
+        taken = [timed(partial(tree.match, chain)) for _ in range(rounds)]
+        rows.append(dict(conversations=talks, pages=count, nodes=len(tree.nodes), prompt_tokens=prompt,
+                         bytes_per_page=held / count, match_ms=spread(taken)))  # fmt: skip
+        show("match", rows[-1])
+    return rows
+
+
+# 5. The command line ----------------------------------------------------------------------------------------
+
+
+def show(part: str, row: dict):
+    """Print the row, medians for samples."""
+    def plain(value):
+        if isinstance(value, dict):
+            return value["median"] if "median" in value else {key: plain(each) for key, each in value.items()}
+        return value
+
+    def text(value):
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{key} {text(each)}" for key, each in value.items()) + "}"
+        return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+    print(f"{part}: " + ", ".join(f"{key} {text(plain(value))}" for key, value in row.items()), flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=PARTS, nargs="+", default=list(PARTS))
+    parser.add_argument("--model", help="only this model")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--rounds", type=cli.bounded(int, 1, 1000), help="of all parts, instead of their own")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    arguments = parser.parse_args()
+    found, device, loaded = [], "cpu", {}
+    for part in arguments.only:
+        models, rounds = PARTS[part]
+        for name in [arguments.model] if arguments.model else models:
+            model = loaded.get(name) or checkpoint.load(name, arguments.dtype, arguments.device)[0]
+            loaded[name], device = model, model.device.type
+            set_imports_aside()
+            print(f"\n{part}, {name}")
+            rows = globals()[part](model, arguments.rounds or rounds)
+            found.append(dict(claim=part, model=name, rows=rows))
+    write("tiered", device, arguments.json, found=found)
 
 
 if __name__ == "__main__":
-    paged_benchmark.run("tiered", __doc__, MODELS, globals(), Bench, show)
+    with one_sentence():
+        main()

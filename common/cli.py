@@ -41,7 +41,8 @@ def parser_for(doc: str) -> argparse.ArgumentParser:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--demo", action="store_true", help="the lesson, in under a minute")
     what.add_argument("--prompt", type=readable, metavar="TEXT", help="answer TEXT once and end")
-    what.add_argument("--input", type=Path, metavar="FILE", help="answer a file of requests, one JSON object a line")
+    words = "answer a file of requests, one JSON object a line"
+    what.add_argument("--input", type=Path, metavar="FILE", help=words)
     add("--output", type=Path, metavar="FILE", help="where the answers of --input go")
     add("--host", default="127.0.0.1", help="address of the server (default: this machine only)")
     add("--port", type=bounded(int, 0, 65535), default=5000, help="of the server (default 5000, 0: any)")
@@ -72,7 +73,7 @@ def main(doc, chapter: str, add_arguments, make_engine, demo, compare=lambda arg
     make_engine(model, arguments)       returns its engine, and prints its pools to stderr
     demo(model, frontend, arguments)    prints the lesson; returns (report for --json, timelines)
     compare(arguments)                  returns {name: (make_engine, evict its device?)}, for the page
-    load(name, dtype, device, reorder)  is checkpoint.load, or leaves layers on the host (08), or takes a part (09)
+    load(name, dtype, device, reorder)  is checkpoint.load, or leaves layers on the host (08) or takes a part (09)
     """
     parser = parser_for(doc)
     add_arguments(parser)
@@ -94,7 +95,7 @@ def main(doc, chapter: str, add_arguments, make_engine, demo, compare=lambda arg
 def run(chapter: str, arguments, make_engine, demo, compare, load):
     # 1. What cannot work fails now, not after a minute of work
     if (arguments.input is None) != (arguments.output is None):
-        raise RequestError("--input FILE and --output FILE go together: the requests, and where the answers go.")
+        raise RequestError("--input FILE and --output FILE go together: the requests, and their answers.")
     lines = arguments.input.read_bytes().splitlines() if arguments.input else None
     for path in filter(None, (arguments.json, arguments.trace, arguments.output)):
         try:
