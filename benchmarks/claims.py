@@ -1,404 +1,251 @@
-"""What is claimed of each chapter, beside what the papers report and what `python -m benchmarks` has measured.
+"""What is claimed, where it was published, what is asked of it here, and what was measured.
 
-    python -m benchmarks.claims                         of benchmarks/results/cpu.json
-    python -m benchmarks.claims benchmarks/results/nvidia-h200.json
+    python -m benchmarks.claims                             of benchmarks/results, which is committed
+    python -m benchmarks.claims benchmarks/results/last     of the last `python -m benchmarks`
 
-A claim is measured by one or several parts of the results, which are named KIND-MODEL (`offload-restore-small`), and is read as
-numbers from what those parts have found: of every history, cell or batch one. It is met if all numbers keep to what is asked, or,
-where that is what is claimed, if the best of them does. Nothing here measures, and PyTorch is not imported.
+Each claim reads cells from the results of one benchmark: a ratio, with its spread where there is one, and what the row
+has exercised (tokens restored, chunks loaded, blocks rebuilt). A cell that exercised nothing says nothing, and does not
+count. A claim holds if all its cells do, or for `best` one of them.
 """
-import argparse
+
 import json
 import sys
-import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 RESULTS = Path(__file__).resolve().parent / "results"
-SMALL, CLASSROOM, LARGE, GQA = "small", "classroom", "tinyllama-mha", "tinyllama"
-MISSED, UNKNOWN, MET = "missed", "not measured", "met"                  # in the order in which the table shows them
 
 
 class Cell(NamedTuple):
-    figure: dict | float                # a spread, or a number; True or False where nothing but that was asked
-    share: float | None = None          # of what the machine allows
-    note: str = ""                      # under which conditions, where they are not those that the claim names
+    label: str
+    value: float
+    exercised: float = 1  # of whatever the mechanism moves; 0: the row says nothing
+    behind: bool = False  # by the rule of `benchmarks.both_ends`
 
 
 class Claim(NamedTuple):
-    kind: str                           # of the parts that measure it
-    models: tuple[str, ...]             # on which, when nothing else is asked for
     chapter: str
     text: str
-    paper: str
-    asked: tuple[str, float]            # such as (">=", 1.4); ("is", 1): the cells say it themselves
-    cells: Callable[[dict, dict], Iterable[Cell]]           # (what a part has found, limits) -> cells; none: it does not apply
-    unit: str = "x"
-    noun: str = "rows"
-    best: bool = False                  # asked of the best cell only
-    others: bool = True                 # asked of other models, too, when those are measured instead
-    real: bool = False                  # of a link that is not modelled; nothing is said where there is none
+    paper: str  # section or figure, and the number that is printed there
+    asked: tuple[str, float]  # such as (">=", 1.4)
+    benchmark: str
+    cells: Callable[[list], Iterable[Cell]]  # (what it has found) -> cells
+    best: bool = False
 
 
-HOLDS = {">=": float.__ge__, "<=": float.__le__, "<": float.__lt__, ">": float.__gt__, "is": float.__eq__}
-WORDS = {">=": "at least", "<=": "at most", "<": "under", ">": "over"}
-
-
-# 1. Reading what was found ---------------------------------------------------------------------------------------
-
-def median(figure: dict | float) -> float:
+def median(figure) -> float:
     return float(figure["median"] if isinstance(figure, dict) else figure)
 
 
-def entry(found: dict) -> dict:
-    """What a part of one claim on one model has found."""
-    return found["found"][0]
+def rows(found: list, claim: str, *models: str) -> Iterable[tuple[str, dict]]:
+    """-> (model, row) of this part, in these models or in all."""
+    for each in found:
+        if each["claim"] == claim and (not models or each["model"] in models):
+            yield from ((each["model"], row) for row in each["rows"])
 
 
-def near(rows: list[dict], tokens: int = 2048) -> list[tuple[dict, str]]:
-    """The rows of this history, or of the longest that is shorter, or of the shortest; and which it is, if it is another."""
-    lengths = {row["history_tokens"] for row in rows}
-    best = max((length for length in lengths if length <= tokens), default=min(lengths, default=tokens))
-    return [(row, "" if best == tokens else f"{best:,} tokens") for row in rows if row["history_tokens"] == best]
+def last(cells: Iterable[Cell]) -> list[Cell]:
+    """A cell that was measured again counts once, as it was then."""
+    return list({cell.label: cell for cell in cells}.values())
 
 
-def share(over: dict) -> float | None:
-    """Of a bound that took so many times as long; None where nothing was to be restored."""
-    return min(1.0, 1 / median(over)) if median(over) else None
+# 1. Reading each benchmark ----------------------------------------------------------------------------------
 
 
-def over_bound(figure: dict) -> Cell:
-    return Cell(figure, share(figure))
-
-
-def case(what: str, chapter: str = "01") -> Callable:
-    """A ratio of `transformers`' time to ours."""
-    def read(found, limits):
-        for case in found["cases"]:
-            figures = case if chapter == "01" else case.get("paged")
-            if figures:
-                ratio = figures[f"{what}_ratio"]
-                yield Cell(ratio if chapter == "01" else ratio["dynamic"],
-                           figures.get("share_of_bandwidth" if what == "tbt" else "share_of_matrix_rate"))
+def against_transformers(what: str, chapter: str) -> Callable:
+    def read(cases: list) -> Iterable[Cell]:
+        for case in cases:
+            ratio = case["peers"]["dynamic"]["ours_over"][chapter][what]
+            yield Cell(f"{case['model']} {case['dtype']}", median(ratio), case["new_tokens"])
     return read
 
 
-def within(figure: dict) -> bool:
-    """Not slower beyond what the rounds themselves differ by."""
-    return figure["max"] >= 1
+def engine(part: str, key: str, **wanted) -> Callable:
+    def read(found: dict) -> Iterable[Cell]:
+        for name, each in found.items():
+            for row in each if name.startswith(part) else ():
+                if all(row.get(what) == value for what, value in wanted.items()):
+                    label = f"{name.removeprefix(part).strip()} {row.get('history', '')}".strip()
+                    yield Cell(label, median(row[key]), row.get("bytes_restored", 1))
+    return read
 
 
-def grows_less(powers: dict, restoring: str, computing: str) -> Iterable[Cell]:
-    """The exponents of a restoration are at most 1.05, and that of computing again is above them, and above 1."""
-    if powers:
-        power, other = ([found] if isinstance(found, float) else list(found.values())
-                        for found in (powers[restoring], powers[computing]))
-        yield Cell(max(power) <= 1.05 and min(other) > max(1.0, *power), None,
-                   f"power {max(power):.2f}, computing again {min(other):.2f}")
+def planned(chapter: str, link: str, least: int = 0) -> Callable:
+    def read(found: list) -> Iterable[Cell]:
+        for model, row in rows(found, "ttft"):
+            if row["link"] == link and row["history_tokens"] >= least:
+                restored = min(row["restored"].values())
+                yield Cell(f"{model} {row['history_tokens']}", median(row["over_03"][chapter]), restored)
+    return read
 
 
-def admission(found: dict, limits: dict) -> Iterable[Cell]:
-    for row in entry(found)["rows"]:
+def grid(key: str, **wanted) -> Callable:
+    def read(found: list) -> Iterable[Cell]:
+        for model, row in rows(found, "grid"):
+            if all(row[what] == value for what, value in wanted.items()):
+                moved = min(row["loaded_chunks"], row["computed_chunks"])
+                label = f"{model} {row['history_tokens']}, r {row['r']:g}, share {row['share']:g}"
+                value = 1 / median(row[key]) if key == "better_over_both" and not wanted else median(row[key])
+                yield Cell(label, value, moved, row["behind"])
+    return read
+
+
+def mix(key: str, *models: str) -> Callable:
+    return lambda found: [
+        Cell(f"{model}, {row['at_once']} at once", median(row[key]), median(row["storage"]))
+        for model, row in rows(found, "mix", *models)
+    ]
+
+
+def policies(found: list) -> Iterable[Cell]:
+    return last(
+        Cell(f"{model}, r {row['r']:g}, guard {row['guard']}", 1 / min(map(median, row["over_both_ends"].values())),
+             row["from_storage"]["both_ends"], bool(row["behind"]))
+        for model, row in rows(found, "policies")
+    )  # fmt: skip
+
+
+def policy_gain(way: str, ratio: float) -> Callable:
+    return lambda found: last(
+        Cell(f"{model}, guard {row['guard']}", median(row["over_both_ends"][row["best"] if way == "best" else way]),
+             row["from_storage"]["both_ends"])
+        for model, row in rows(found, "policies") if row["r"] == ratio
+    )  # fmt: skip
+
+
+def admission(found: list) -> Iterable[Cell]:
+    for _, row in rows(found, "admission"):
         if row["way"] != "computed":
-            yield Cell(row["ratio"]["min"] <= 1)
+            label = f"{row['history_tokens']}, {row['way']}"
+            yield Cell(label, median(row["over_computing"]), 1, row["slower"])
 
 
-def tiers(name: str) -> Callable:
-    """Of the default link."""
-    def read(found, limits):
-        for row in entry(found)["rows"]:
-            if row["platform"] == "a100":
-                yield Cell(row[name], min(1.0, median(row["of_bound"])))
-    return read
+def blocks(key: str, policy: str = "", f: float | None = None, context: int | None = None) -> Callable:
+    def read(found: list) -> Iterable[Cell]:
+        for model, row in rows(found, "grid"):
+            if f in (None, row["f"]) and context in (None, row["context"]):
+                plan = row["policies"]["hybrid"]["plan"]
+                value = median(row[key]) if not policy else median(row["policies"][policy]["over"])
+                if key == "of allowed":
+                    value /= row["policies"][policy]["allowed"]
+                label = f"{model}, f {row['f']:g}, {row['batch']} x {row['context']}"
+                yield Cell(label, value, plan["act_host"] + plan["act_device"] + plan["kv_host"], bool(row["behind"]))
+    return lambda found: last(read(found))
 
 
-def blocks(read: Callable) -> Callable:
-    """Of chapter 08's cells."""
-    def cells(found, limits):
-        for grid in found["grids"]:
-            for cell in grid["cells"]:
-                yield Cell(read(cell), share(cell["measured_over_bound"]))
-    return cells
+def table_iii(found: list) -> Iterable[Cell]:
+    speeds = [(row["step"], median(row["tokens_per_second"])) for _, row in rows(found, "steps")]
+    return [Cell(name, speed / before) for (_, before), (name, speed) in zip(speeds, speeds[1:])]
 
 
-def grown(figures: Iterable[dict]) -> float:
-    """How much the last of several medians is over the first."""
-    first, *_, last = figures
-    return median(last) / median(first)
+def ranks(keep: str) -> Callable:
+    return lambda found: [
+        Cell(f"{model}, {row['ranks']} ranks", row["share_of_one_rank"] * row["ranks"], row["bytes_over_link"])
+        for model, row in rows(found, "ranks") if row["keep"] == keep and row["ranks"] > 1
+    ]  # fmt: skip
 
 
-def all_methods(found: dict, limits: dict) -> Iterable[Cell]:
-    for row in found["rows"]:
-        if row["over_bound"] and "(01)" not in row["method"]:   # computing again is the yardstick, no restoration
-            yield over_bound(row["over_bound"])
+# 2. The claims ----------------------------------------------------------------------------------------------
 
-
-def sooner_than_computing(found: dict, limits: dict) -> Iterable[Cell]:
-    for row in found["rows"]:
-        if "(01)" not in row["method"]:
-            yield Cell(row["ttft_gain_over_recompute"], share(row["over_bound"]) if row["over_bound"] else None)
-
-
-def best_against_peer(what: str, quantile: str | None = "p50", least: bool = True) -> Callable:
-    """The best chapter against the best peer: the quotient that is over 1 where the chapter is better."""
-    def read(found, limits):
-        for systems in [each["systems"] for each in found.get("skews", [found])]:
-            def figure(system):
-                return median(system[what] if quantile is None else system[what][quantile])
-            ours, peers = ([system for system in systems if system["kind"] == kind and system.get(what)]
-                           for kind in ("ours", "peer"))
-            if ours and peers:
-                ours, peer = ((min if least else max)(among, key=figure) for among in (ours, peers))
-                limit = (ours.get("limit") or {}).get({"ttft_ms": "ttft_share", "tbt_ms": "tbt_share"}.get(what))
-                yield Cell(figure(peer) / figure(ours) if least else figure(ours) / figure(peer), limit,
-                           f"{ours['system']} against {peer['system']}" + ", one round" * (found.get("rounds") == 1))
-    return read
-
-
-def same_tokens(found: dict, limits: dict) -> Iterable[Cell]:
-    if found.get("dtype", "float32") == "float32":
-        for systems in [each["systems"] for each in found.get("skews", [found])]:
-            for system in systems:
-                if system.get("equal_tokens"):
-                    same, of = map(int, system["equal_tokens"].split(" of "))
-                    yield Cell(same == of)
-
-
-# 2. The claims ---------------------------------------------------------------------------------------------------
-
-FLOAT32 = ("classroom-float32", "tinyllama-float32")
-CASES = (*FLOAT32, "tinyllama-bfloat16")
-GRIDS = ("small-a100", "small-4090", "tinyllama-mha-a100")
-
+LINK, EVEN, SLOW = "the link is the bottleneck", "balanced", "computing is the bottleneck"
 CLAIMS = [
-    # Chapter 01
-    Claim("baseline", ("classroom-float32",), "01", "tokens of one answer come faster than from transformers' generate", "-",
-          (">=", 1.5), case("tbt"), others=False),
-    Claim("baseline", CASES[1:], "01", "tokens of one answer come faster than from transformers' generate", "-",
-          (">=", 1.4), case("tbt"), noun="models"),
-    Claim("baseline", CASES, "01", "the first token after a prompt of 512 comes no later than transformers'", "-", (">=", 1.0),
-          case("ttft"), noun="models"),
-    Claim("baseline", FLOAT32, "01", "the tokens are those of transformers", "-", ("is", 1), lambda found, limits: [
-        Cell(case["equal_tokens"] == case["new_tokens"]) for case in found["cases"] if case["dtype"] == "float32"],
-        noun="models"),
-    Claim("baseline", ("classroom-float32",), "all", "import and load before a demo, warm", "-", ("<", 4.0),
-          lambda found, limits: [Cell(case["start_seconds"]) for case in found["cases"] if "start_seconds" in case], " s",
-          others=False),
-    # Chapter 02
-    Claim("baseline", ("classroom-float32",), "02", "a lone request's tokens come faster than from transformers' generate", "-",
-          (">=", 1.5), case("tbt", "02"), others=False),
-    Claim("baseline", CASES[1:], "02", "a lone request's tokens come faster than from transformers' generate", "-",
-          (">=", 1.4), case("tbt", "02"), noun="models"),
-    Claim("baseline", CASES, "02", "a lone request's first token comes no later than transformers'", "-", (">=", 1.0),
-          case("ttft", "02"), noun="models"),
-    # Chapter 07
-    Claim("tiered-mix", (SMALL,), "07", "conversations go on from three tiers: first token sooner than without, by",
-          "up to 80 %", (">=", 0.75), tiers("lower"), "%"),
-    Claim("tiered-mix", (SMALL,), "07", "conversations go on from three tiers: throughput against none", "up to 6x", (">=", 3.0),
-          tiers("throughput")),
-    Claim("tiered-mix", (SMALL, CLASSROOM), "07", "of what the tiers' bounds allow", "-", (">=", 0.9), tiers("of_bound"), "",
-          noun="models"),
-    Claim("tiered-admission", (CLASSROOM,), "07", "a hit from any tier is never slower than computing (within the spread), also "
-          "from 1 MB/s", "-", ("is", 1), admission),
-    Claim("tiered-match", ("",), "07", "finding 4,096 tokens in a tree of 100,000 pages takes", "-", ("<", 1.0),
-          lambda found, limits: [Cell(row["match_ms"]) for row in entry(found)["rows"]], " ms"),
-    Claim("tiered-match", ("",), "07", "with 100 times the conversations that takes, times as long", "-", ("<=", 1.5),
-          lambda found, limits: [Cell(grown(row["match_ms"] for row in entry(found)["rows"]))]),
-    Claim("tiered-layouts", (SMALL, CLASSROOM), "07", "page_first to storage, of the time of layer_first", "-", ("<", 1.0),
-          lambda found, limits: [Cell(row["write_over_layer_first"], None, f"{row['storage_copies']} piece a page")
-                                 for row in entry(found)["rows"] if row["layout"] == "page_first"], noun="models"),
-    # Chapter 08
-    Claim("hybrid_blocks", GRIDS, "08", "throughput, of what the bound allows, every cell of those measured", "-", (">=", 0.9),
-          blocks(lambda cell: 1 / median(cell["measured_over_bound"])), "%", noun="cells"),
-    Claim("hybrid_blocks", GRIDS, "08", "a decode step over the bound, every cell of those measured", "-", ("<=", 1.12),
-          blocks(lambda cell: cell["measured_over_bound"]), noun="cells"),
-    Claim("hybrid_blocks", GRIDS, "08", "throughput over keeping K and V only, in the best cell",
-          "2.19x, against FlexGen's code", (">=", 1.5), blocks(lambda cell: cell["gain"]["kv-only"]), noun="cells", best=True),
-    Claim("hybrid_blocks", GRIDS, "08", "throughput over keeping activations only, in the best cell", "1.35x (for 30B 1.61x)",
-          (">=", 1.3), blocks(lambda cell: cell["gain"]["act-only"]), noun="cells", best=True),
-    Claim("hybrid_blocks", GRIDS[2:], "08", "throughput over as much of one as of the other, in the best cell",
-          "1.16x (30B)", (">=", 1.1), blocks(lambda cell: cell["gain"]["static"]), noun="cells", best=True),
-    Claim("hybrid_blocks", GRIDS, "08", "never slower than any single policy (within the spread)", "-", ("is", 1),
-          blocks(lambda cell: all(within(cell["gain"][policy]) for policy in ("kv-only", "act-only", "static"))), noun="cells"),
-    Claim("hybrid_blocks", GRIDS, "08", "link and processor are both busy, of a step", "35.6 to 78.2 % of the GPU", (">=", 0.85),
-          blocks(lambda cell: min(cell["policies"]["hybrid"][f"{lane}_busy"] for lane in ("link", "compute"))), "%",
-          noun="cells"),
-    # All chapters
-    Claim("restoration", (CLASSROOM, SMALL), "all", "one model, one link: restoration over each method's bound", "-",
-          ("<=", 1.10), all_methods),
-    Claim("restoration", (CLASSROOM, SMALL), "all", "one model, one link: every method's first token comes sooner than computed "
-          "again", "-", (">", 1.0), sooner_than_computing),
-    Claim("restoration", (CLASSROOM, SMALL), "all", "one model, one link: all methods give the same tokens", "-", ("is", 1),
-          lambda found, limits: [Cell(found["equal_tokens"])] if found["dtype"] == "float32" else [], noun="models"),
-    Claim("matrix-conversations", (CLASSROOM,), "all", "50 conversations: the best chapter's first tokens (p50) come sooner than "
-          "the best peer's", "-", (">=", 1.0), best_against_peer("ttft_ms")),
-    Claim("matrix-conversations", (CLASSROOM,), "all", "50 conversations: the best chapter's tokens (p50) follow faster than the "
-          "best peer's", "-", (">=", 1.0), best_against_peer("tbt_ms")),
-    Claim("matrix-conversations", (CLASSROOM,), "all", "50 conversations: throughput of the best chapter over the best peer's",
-          "-", (">=", 1.0), best_against_peer("tokens_per_second", None, False)),
-    Claim("matrix-conversations", (CLASSROOM,), "all", "50 conversations: every system's tokens equal chapter 01's", "-",
-          ("is", 1), same_tokens, noun="systems"),
-    Claim("matrix-documents", (CLASSROOM,), "all", "documents: the best chapter's first tokens (p50) come sooner than the best "
-          "peer's, every skewness", "-", (">=", 1.0), best_against_peer("ttft_ms"), noun="workloads"),
-]
+    Claim("01", "tokens follow faster than from transformers' generate", "-", (">=", 1.4), "baseline",
+          against_transformers("tbt", "01")),
+    Claim("02", "so do a lone request's", "-", (">=", 1.4), "baseline", against_transformers("tbt", "02")),
+    Claim("02", "16 requests at once, tokens a second over one after the other", "-", (">=", 3.0), "engine",
+          engine("throughput", "ratio")),
+    Claim("03", "a host hit's TTFT over its bound", "-", ("<=", 1.1), "engine", engine("host", "ttft_over_bound")),
+    Claim("03", "thirty questions about one document restore it once: TTFT over a device hit's and one restoration", "-",
+          ("<=", 1.05), "engine", engine("burst", "ratio", chapter="03")),
+    Claim("04", "TTFT of K and V over that of hidden states where the link is the bottleneck",
+          "HCache, figure 11 a-c: 1.33 to 1.81", (">=", 1.8), "planned", planned("04", LINK)),
+    Claim("05", "TTFT of K and V over that of the plan, the link is the bottleneck", "HCache, 6.3.1: 1.45 to 2.66",
+          (">=", 1.6), "planned", planned("05", LINK)),
+    Claim("05", "the same where both take as long", "-", (">=", 1.1), "planned", planned("05", EVEN)),
+    Claim("05", "the same where computing is the bottleneck", "-", (">=", 1.0), "planned", planned("05", SLOW)),
+    Claim("06", "TTFT of the better of computing and loading over that of both, r = 1", "Cake, 6.1: at most 2",
+          (">=", 1.3), "both_ends", grid("better_over_both", r=1, share=1.0)),
+    Claim("06", "both is in no cell behind the better one", "-", ("behind", 0), "both_ends", grid("better_over_both")),
+    Claim("07", "conversations over three tiers: TTFT less than with the device alone, one at a time",
+          "HiCache: up to 0.8", (">=", 0.78), "tiered",
+          lambda found: [cell for cell in mix("lower", "random:small")(found) if ", 1 at" in cell.label]),
+    Claim("07", "throughput over the device alone, four at once", "HiCache: up to 6", (">=", 2.7), "tiered",
+          lambda found: [cell for cell in mix("throughput", "random:small")(found) if ", 4 at" in cell.label]),
+    Claim("07", "of what the tiers' bounds allow", "-", (">=", 0.85), "tiered", mix("of_bound", "random:small")),
+    Claim("07", "of what the tiers' bounds allow, where a question costs as much as its history", "-", (">=", 0.7),
+          "tiered", mix("of_bound", "classroom")),
+    Claim("07", "both_ends is behind no policy and not behind computing", "-", ("behind", 0), "tiered", policies),
+    Claim("07", "the best other policy over both_ends, storage as fast as computing", "-", (">=", 1.5), "tiered",
+          policy_gain("best", 1.0)),
+    Claim("07", "computing over both_ends, storage half as fast", "-", (">=", 1.15), "tiered",
+          policy_gain("computed", 2.0)),
+    Claim("07", "no hit is slower than computing, from 1 MB/s on", "-", ("behind", 0), "tiered", admission),
+    Claim("07", "ms to find 4,096 tokens among 100,000 pages", "-", ("<", 1.0), "tiered",
+          lambda found: [Cell(f"{row['conversations']} conversations", median(row["match_ms"]), row["pages"])
+                         for _, row in rows(found, "match")]),
+    Claim("07", "write_back without a fault: pages written over dirty pages evicted", "-", ("=", 1.0), "tiered",
+          lambda found: [Cell(row["policy"], row["pages_written"] / max(1, row["dirty_evicted"]), row["dirty_evicted"])
+                         for _, row in rows(found, "writes")]),
+    Claim("08", "throughput over the bound", "-", (">=", 0.9), "hybrid_blocks", blocks("of_bound")),
+    Claim("08", "hybrid is behind no other policy", "-", ("behind", 0), "hybrid_blocks", blocks("of_bound")),
+    Claim("08", "hybrid over K and V only, of what the costs allow, f = 1.25", "CAPTURE, figure 8: 2.19 over FlexGen",
+          (">=", 0.93), "hybrid_blocks", blocks("of allowed", "kv-only", 1.25, 1024)),
+    Claim("08", "hybrid over activations only, of what the costs allow, f = 1.25", "CAPTURE, figure 8: 1.35",
+          (">=", 0.93), "hybrid_blocks", blocks("of allowed", "act-only", 1.25, 1024)),
+    Claim("08", "each step of table III over the one before", "CAPTURE, table III", (">=", 1.0), "hybrid_blocks", table_iii),
+    Claim("09", "bytes over a rank's link times ranks, over one rank's: hidden states", "HCache, section 5: 1", ("=", 1.0),
+          "ranks", ranks("states")),
+    Claim("09", "the same of K and V", "-", ("=", 1.0), "ranks", ranks("kv")),
+]  # fmt: skip
 
 
-# 3. The table ----------------------------------------------------------------------------------------------------
-
-def number(value: float, unit: str) -> str:
-    if unit == "%":
-        return f"{value:.1%}" if value < 0.1 else f"{value:.0%}"
-    return (f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}") + unit
+# 3. The table -----------------------------------------------------------------------------------------------
 
 
-def target(value: float, unit: str) -> str:
-    return f"{value * 100:g}%" if unit == "%" else f"{value:g}{unit}"
+def holds(cell: Cell, asked: tuple[str, float]) -> bool:
+    word, least = asked
+    if word == "behind":
+        return not cell.behind
+    return {">=": cell.value >= least, "<=": cell.value <= least, "<": cell.value < least,
+            "=": abs(cell.value - least) < 5e-3}[word]  # fmt: skip
 
 
-def spread(figure: dict | float, unit: str) -> str:
-    """The median, and in brackets the smallest and the largest sample."""
-    if not isinstance(figure, dict) or len(figure.get("samples", ())) < 2:
-        return number(median(figure), unit)
-    low, high = (number(figure[end], "%" if unit == "%" else "") for end in ("min", "max"))
-    few = f", {len(figure['samples'])} rounds" if len(figure["samples"]) < 5 else ""
-    return f"{number(figure['median'], unit)} ({low} to {high}{few})"
-
-
-def read(claim: Claim, founds: list[dict], limits: dict) -> dict | None:
-    """-> ours, verdict and limit; None if nothing of what was found is what is claimed."""
-    cells = [cell for found in founds for cell in claim.cells(found, limits)]
+def judged(claim: Claim, results: dict) -> dict | None:
+    """-> cells, how many hold, and which do not; None where nothing was measured."""
+    file = results.get(f"{claim.benchmark}-cpu")
+    if not file:
+        return None
+    cells = [cell for cell in claim.cells(file.get("found", file.get("cases"))) if cell.exercised]
     if not cells:
         return None
-    sign, asked = claim.asked
-    held = [HOLDS[sign](median(cell.figure), float(asked)) for cell in cells]
-    medians = [median(cell.figure) for cell in cells]
-    notes = list(dict.fromkeys(cell.note for cell in cells if cell.note))
-    shown = cells
-    if claim.best:
-        shown = [max(cells, key=lambda cell: median(cell.figure))]
-        notes = [shown[0].note] * bool(shown[0].note)
-        ours = spread(shown[0].figure, claim.unit) + (f" in the best of {len(cells)} {claim.noun}" if len(cells) > 1 else "")
-    elif sign == "is":
-        ours = f"{sum(held)} of {len(cells)} {claim.noun}" if len(cells) > 1 else "yes" if held[0] else "no"
-    elif len(cells) == 1:
-        ours = spread(cells[0].figure, claim.unit)
-    else:
-        low, high = (number(end, claim.unit) for end in (min(medians), max(medians)))
-        ours = f"{sum(held)} of {len(cells)} {claim.noun}; {low} to {high}"
-    shares = [cell.share for cell in shown if cell.share is not None]
-    limit = "-" if not shares else f"{min(shares):.0%}" if f"{min(shares):.0%}" == f"{max(shares):.0%}" else \
-        f"{min(shares):.0%} to {max(shares):.0%}"
-    met = any(held) if claim.best else all(held)
-    return dict(ours=ours + (f" ({'; '.join(notes)})" if notes else ""), verdict=MET if met else MISSED, limit=limit)
+    missed = [cell for cell in cells if not holds(cell, claim.asked)]
+    return dict(cells=cells, missed=missed, met=not missed)
 
 
-def wanted(claim: Claim, results: dict) -> list[str]:
-    """The models on which a claim is to be measured: its own; or, where a run was told other models, those that it has."""
-    if not results.get("models") and not claim.real:
-        return list(claim.models)
-    measured = [name.removeprefix(claim.kind).removeprefix("-") for name in results["parts"]
-                if name == claim.kind or name.startswith(f"{claim.kind}-")]
-    owned = {model for other in CLAIMS if (other.kind, other.chapter, other.text) == (claim.kind, claim.chapter, claim.text)
-             and other is not claim for model in other.models}
-    return [model for model in measured if model in claim.models or claim.others and model not in owned]
+def read(folder: Path = RESULTS) -> dict:
+    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
 
 
-def rows(results: dict) -> list[dict]:
-    """-> for each claim: claim, chapter, paper, ours, asked, verdict (met, missed or not measured), limit (the share of it that
-    was reached), command (which measures this row alone) and part (the parts it is read from)."""
-    table, parts = [], results["parts"]
-    limits = (parts.get("limits") or {}).get("found") or {}
+def table(results: dict) -> list[list[str]]:
+    """Rows: chapter, claim, paper, asked, measured, verdict."""
+    found = []
     for claim in CLAIMS:
-        models = wanted(claim, results)
-        names = [f"{claim.kind}-{model}" if model else claim.kind for model in models]
-        there = [name for name in names if parts.get(name, {}).get("found")]
-        found = read(claim, [parts[name]["found"] for name in there], limits)
-        if not names or found is None and there and (results.get("models") or claim.real):
-            continue                                            # it does not apply to what was measured
-        failed = [name for name in names if parts.get(name, {}).get("error")]
-        used = there or names
-        sign, asked = claim.asked
-        dtypes = {name: (parts.get(name, {}).get("found") or {}).get("dtype", "float32") for name in used}
-        on = ", ".join(model + f" in {dtypes[name]}" * (dtypes[name] != "float32")
-                       for model, name in zip(models, names) if name in used and model)
-        row = dict(claim=claim.text + (f" [{on}]" if on else ""), chapter=claim.chapter, paper=claim.paper,
-                   asked=f"{WORDS[sign]} {target(asked, claim.unit)}" if sign in WORDS else "yes",
-                   **(found or dict(ours="-", verdict=UNKNOWN, limit="-")))
-        if found and failed:
-            row["ours"] += f"; failed: {', '.join(failed)}"
-        own = [parts[name]["command"] for name in used if name in parts]
-        if len(used) == len(own) == 1:
-            row["command"] = own[0]
-        elif own and results.get("models"):                     # whose parts --only does not know
-            row["command"] = " && ".join(own)
-        else:
-            quick = "--quick " * bool(own and results.get("quick"))
-            row["command"] = f"python -m benchmarks {quick}" + " ".join(f"--only {name}" for name in used)
-        table.append(dict(row, part=", ".join(used)))
-    return table
-
-
-def losses(results: dict) -> list[str]:
-    """Where a peer was faster than one of the chapters, in the matrix."""
-    lines = []
-    for name, part in results["parts"].items():
-        found = part.get("found") or {}
-        for each in found.get("skews", [found]):
-            on = name + (f", Zipf {each['zipf']:g}" if "zipf" in each else "")
-            lines += [f"A peer is faster ({on}): {lost['measure']} of {lost['system']}, {lost['ms']:.1f} ms, against "
-                      f"{lost['peer_ms']:.1f} ms of {lost['peer']}." for lost in each.get("peer_faster", ())]
-    return lines
-
-
-def table(rows: list[dict], width: int = 150) -> str:
-    """The rows as text, what was missed first; and under them the command of each."""
-    order = [(index, row) for verdict in (MISSED, UNKNOWN, MET) for index, row in enumerate(rows, 1) if row["verdict"] == verdict]
-    counts = {verdict: sum(row["verdict"] == verdict for row in rows) for verdict in (MET, MISSED, UNKNOWN)}
-    names = ["", "claim", "paper", "asked", "ours", "of the limit"]
-    widths = [4, width - 4 - 20 - 15 - 40 - 12 - 10, 20, 15, 40, 12]
-    lines, titles = [], {MISSED: "Missed, where less was reached than is claimed:", UNKNOWN: "Not measured:", MET: "Met:"}
-
-    def line(cells: list[str]):
-        wrapped = [textwrap.wrap(cell, size) or [""] for cell, size in zip(cells, widths)]
-        for number in range(max(map(len, wrapped))):
-            lines.append("  ".join((cell[number] if number < len(cell) else "").ljust(size)
-                                   for cell, size in zip(wrapped, widths)).rstrip())
-    for verdict, title in titles.items():
-        if counts[verdict]:
-            lines += ["", title]
-            line(names)
-            for index, row in order:
-                if row["verdict"] == verdict:
-                    line([str(index), f"{row['chapter']}: {row['claim']}", row["paper"], row["asked"], row["ours"], row["limit"]])
-    lines += ["", ", ".join(f"{count} {verdict}" for verdict, count in counts.items()) + f", of {len(rows)} claims.", "",
-              "The commands that measure a row alone:"]
-    by_command: dict[str, list[int]] = {}
-    for index, row in enumerate(rows, 1):
-        by_command.setdefault(row["command"], []).append(index)
-    for command, indices in by_command.items():
-        lines.append(f"  {', '.join(map(str, indices)):>14}  {command}")
-    return "\n".join(lines).lstrip("\n")
-
-
-def read_results(doc: str) -> tuple[Path, dict]:
-    """The file that the command line names, and the results in it. Raises SystemExit with a sentence where there are none."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, nargs="?", default=RESULTS / "cpu.json", help="default benchmarks/results/cpu.json")
-    path = parser.parse_args().results
-    try:
-        results = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        sys.exit(f"{path} cannot be read ({error}); `python -m benchmarks` writes it.")
-    if not isinstance(results, dict) or "parts" not in results:
-        sys.exit(f"{path} holds no results of all benchmarks; `python -m benchmarks` writes them.")
-    return path, results
-
-
-def main():
-    _, results = read_results(__doc__)
-    print("\n".join([*losses(results), table(rows(results))]))
+        verdict = judged(claim, results)
+        asked = "behind in none" if claim.asked[0] == "behind" else f"{claim.asked[0]} {claim.asked[1]:g}"
+        if verdict is None:
+            found.append([claim.chapter, claim.text, claim.paper, asked, "", "says nothing"])
+            continue
+        values = sorted(cell.value for cell in verdict["cells"])
+        measured = f"{values[0]:.3g}" if len(values) == 1 else f"{values[0]:.3g} to {values[-1]:.3g} in {len(values)} cells"
+        words = "met"
+        if verdict["missed"]:
+            least = ", ".join(f"{cell.label}: {cell.value:.3g}" for cell in verdict["missed"][:3])
+            words = f"**missed** in {len(verdict['missed'])} ({least}{', ...' * (len(verdict['missed']) > 3)})"
+        found.append([claim.chapter, claim.text, claim.paper, asked, measured, words])
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    for chapter, text, paper, asked, measured, verdict in table(read(Path(sys.argv[1]) if sys.argv[1:] else RESULTS)):
+        print(f"{chapter}  {text}\n    asked {asked}; {measured}: {verdict}" + f"   [{paper}]" * (paper != "-"))

@@ -5,7 +5,7 @@
 
 A part of a file lies between the lines `<!-- begin NAME -->` and `<!-- end NAME -->`, where NAME is one of PARTS: the function
 that makes the part's text of the JSON files in benchmarks/results/. So a number that was measured is typed nowhere, and when a
-benchmark has run again this command alone changes the pages. What is claimed stands in the results too, or in CLAIMED.
+benchmark has run again this command alone changes the pages.
 """
 import argparse
 import importlib
@@ -23,13 +23,8 @@ from benchmarks import claims as benchmark_claims  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", ROOT / "docs" / "measured.md"]
-PLATFORMS = {"a100": "an A100", "h800": "an H800", "4090": "an RTX 4090"}
 PART = re.compile(r"^<!-- begin ([\w-]+) -->\n(.*?)^<!-- end \1 -->$", re.M | re.S)
 
-# What the benchmarks' docstrings claim and their results do not hold
-CLAIMED = {
-    "hybrid_over_bound": 1.12, "busy": 0.85, "kv-only": 1.5, "act-only": 1.3,                              # chapter 08
-}
 
 
 # 1. Numbers and tables -------------------------------------------------------------------------------------------
@@ -109,52 +104,13 @@ def at(rows: list[dict], tokens: int, **wanted) -> dict:
     return next(row for row in rows if row["history_tokens"] == tokens and all(row[name] == wanted[name] for name in wanted))
 
 
-def one_run(results: dict, benchmark: str) -> dict:
-    """What `python -m benchmarks` found with one benchmark, as if that had written it all into one file."""
-    file = results["cpu"]
-    whole = {name: value for name, value in file.items() if name != "parts"}
-    for part in file["parts"].values():
-        if part["found"] and part["command"].split()[2] == f"benchmarks.{benchmark}":
-            dtype = part["found"].get("dtype", "float32")
-            for name in ("found", "cases", "grids"):
-                found = part["found"].get(name, [])
-                if name == "found" and dtype != "float32":      # in a table of float32 it is named
-                    found = [{**each, "model": f"{each['model']} in {dtype}"} for each in found]
-                whole.setdefault(name, []).extend(found)
-    return whole
-
-
 # 2. The parts ----------------------------------------------------------------------------------------------------
-
-def claims(results: dict) -> str:
-    """Each claim in one row, what was missed first: what `python -m benchmarks` prints."""
-    file = results["cpu"]
-    rows = benchmark_claims.rows(file)
-    order = [row for kind in (benchmark_claims.MISSED, benchmark_claims.UNKNOWN, benchmark_claims.MET) for row in rows
-             if row["verdict"] == kind]
-    count = {kind: sum(row["verdict"] == kind for row in rows) for kind in (benchmark_claims.MET, benchmark_claims.MISSED)}
-    commands = dict.fromkeys(row["command"] for row in order)
-    number_of = {command: index for index, command in enumerate(commands, 1)}
-
-    def cell(text: str) -> str:
-        return text.replace("|", "\\|")
-    return paragraphs(
-        f"Measured by `{file['command']}` in {file['seconds'] / 60:.0f} minutes: {file['threads']} threads of an "
-        f"{file['processor']} ({file['cpu_capability']}), PyTorch {file['torch']}, transformers {file['transformers']}.",
-        f"Of {len(rows)} claims {count[benchmark_claims.MET]} are met and {count[benchmark_claims.MISSED]} missed.",
-        table("chapter | claim | paper | asked | measured | verdict | share of the limit | command", [
-            [row["chapter"], *(cell(row[name]) for name in ("claim", "paper", "asked", "ours")),
-             "**missed**" if row["verdict"] == benchmark_claims.MISSED else row["verdict"], row["limit"],
-             number_of[row["command"]]] for row in order]),
-        "The commands, each of which measures its rows alone:",
-        "\n".join(f"{index}. `{command}`" for command, index in number_of.items()))
-
 
 def chapters(results: dict) -> str:
     """README.md: each chapter in one row, and the result that says most about it."""
-    case = next(case for case in one_run(results, "baseline")["cases"]
-                if (case["model"], case["dtype"]) == ("random:tinyllama", "float32"))
-    tiered = entry(one_run(results, "tiered"), "mix", "random:small")["rows"][0]
+    cases = results["baseline-cpu"]["cases"]
+    case = next(case for case in cases if case["model"] == "classroom")
+    tiered = entry(results["tiered-cpu"], "mix", "random:small")["rows"]
     (many,) = results["engine-cpu"]["found"]["throughput classroom"]
     rows = [row for row in entry(results["planned-cpu"], "ttft", "random:small")["rows"] if row["history_tokens"] == 1984]
     loaded = rows[1]["computed_ms"] / rows[1]["ttft_ms"]["03"]["median"]
@@ -165,13 +121,12 @@ def chapters(results: dict) -> str:
         row = at(entry(results["both_ends-cpu"], "grid", "classroom")["rows"], 1984, share=1.0, r=1)
         both = (f"where both are equally fast, the first token comes {median(row['better_over_both'])}x as soon as by the "
                 "better of the two, behind 1,984 tokens (classroom)")
-    cells = [cell for grid in one_run(results, "hybrid_blocks")["grids"] if grid["model"] == "random:small"
-             for cell in grid["cells"]]
-    best = {policy: max(cell["gain"][policy]["median"] for cell in cells) for policy in ("kv-only", "act-only", "static")}
+    blocks = [row["policies"] for row in entry(results["hybrid_blocks-cpu"], "grid")["rows"] if row["f"] == 1.25]
+    best = {policy: max(row[policy]["over"]["median"] for row in blocks) for policy in ("kv-only", "act-only")}
     rows = [
         ("01_baseline", "What does it cost to keep nothing?", "the yardstick of all the papers below",
          "nothing: everything is computed again",
-         f"writes tokens {median(case['tbt_ratio'])}x as fast as `transformers` (random:tinyllama)"),
+         f"writes tokens {median(case['tbt_ratio'])}x as fast as `transformers` (classroom)"),
         ("02_paged_kv", "How do many requests share one memory?",
          "[PagedAttention](https://arxiv.org/abs/2309.06180) (SOSP '23)",
          "KV blocks on the device, shared by prefix: a block table points at them",
@@ -195,8 +150,8 @@ def chapters(results: dict) -> str:
         ("07_tiered_storage", "How do many engines share what each has read?",
          "[HiCache](https://docs.sglang.io/advanced_features/hicache_design.html)",
          "KV pages on the device, in host memory and in shared storage: a radix tree, and reading ahead under a policy",
-         f"against no cache: TTFT lower by {tiered['lower']['median']:.0%}, {median(tiered['throughput'])}x the throughput "
-         "(random:small)"),
+         f"against the device alone: TTFT lower by {tiered[0]['lower']['median']:.0%}, {median(tiered[1]['throughput'])}x the "
+         "throughput of four at once (random:small)"),
         ("08_hybrid_blocks", "What if not even the weights fit?", "[CAPTURE](https://github.com/casys-kaist/Capture)",
          "KV blocks and activation blocks in host memory, and the weights: some loaded, some rebuilt, in every decode step",
          f"up to {number(best['kv-only'])}x the throughput of K and V only, {number(best['act-only'])}x of activations "
@@ -289,7 +244,7 @@ OUTSIDE = {"servers": outside_servers, "conversations": outside_conversations, "
 
 
 def baseline(results: dict) -> str:
-    file, rows = one_run(results, "baseline"), []
+    file, rows = results["baseline-cpu"], []
     for case in file["cases"]:
         for name, peer in case["peers"].items():
             if "not_run" in peer:
@@ -501,148 +456,94 @@ def ranks(results: dict) -> str:
     return paragraphs(conditions(file), *texts)
 
 
+def claims(results: dict) -> str:
+    """Each claim in one row, what was missed first."""
+    found = sorted(benchmark_claims.table(results), key=lambda row: "missed" not in row[-1])
+    met = sum(row[-1] == "met" for row in found)
+    return paragraphs(f"Of {len(found)} claims {met} are met.",
+                      table("chapter | claim | paper | asked | measured | verdict", found))
+
+
 def tiered(results: dict) -> str:
-    file, rows = results["tiered-cpu"], []
-    for found in entries(file, "mix")[::-1]:
-        for row in found["rows"]:
-            met = {name: verdict(row[name]["median"] >= least) for name, least in found["claimed"].items()}
-            hits = (row[f"{tier}_hits"]["median"] for tier in ("gpu", "cpu", "storage"))
-            rows.append([f"{found['model']}, {PLATFORMS[row['platform']]} ({row['link']})", milliseconds(row["none_ms"]),
-                         milliseconds(row["ttft_ms"]), milliseconds(row["on_device_ms"]),
-                         f"{row['lower']['median']:.0%} ({row['lower']['min']:.0%} to {row['lower']['max']:.0%}): {met['lower']}",
-                         f"{spread(row['throughput'], 'x')}: {met['throughput']}",
-                         f"{spread(row['of_bound'])}: {met['of_bound']}", ", ".join(f"{hit:.0%}" for hit in hits)])
-    claimed = found["claimed"]
-    return paragraphs(conditions(file), table(
-        f"model, link as of | TTFT, no cache | TTFT | all on the device | lower by (claimed {claimed['lower']:.0%}) | throughput "
-        f"(claimed {claimed['throughput']:g}x) | bound / measured (claimed {claimed['of_bound']}) | found in L1, L2, L3", rows))
+    file, texts = results["tiered-cpu"], []
+    texts += ["**Conversations behind documents that fit in no single tier.** The device alone against three tiers:", table(
+        "model, at once | device alone | three tiers | all on the device | TTFT lower by | throughput | bound / measured | L1, L2, L3",
+        [[f"{found['model']}, {row['at_once']}", *(milliseconds(row[what]) for what in (
+            "device_alone_ms", "ttft_ms", "all_on_device_ms")),
+          f"{row['lower']['median']:.0%} ({row['lower']['min']:.0%} to {row['lower']['max']:.0%})", spread(row["throughput"], "x"),
+          spread(row["of_bound"]), ", ".join(f"{row[tier]['median']:.0%}" for tier in ("gpu", "cpu", "storage"))]
+         for found in entries(file, "mix") for row in found["rows"]])]
+    ways = ("computed", "best_effort", "wait_complete", "timeout", "both_ends")
+    texts += ["**One history of 1,024 tokens in slow storage alone.** TTFT, and the share of the prompt from storage:", table(
+        "model | reading / computing | guard | rounds | " + " | ".join(ways) + " | behind", [
+            [found["model"], f"{row['r']:g}", "on" if row["guard"] else "off", row["rounds"],
+             *(f"{milliseconds(row['ttft_ms'][way])}, {row['from_storage'][way]:.0%}" for way in ways),
+             ", ".join(row["behind"]) or "-"] for found in entries(file, "policies") for row in found["rows"]])]
+    found = entry(file, "admission")
+    lengths = list(dict.fromkeys(row["history_tokens"] for row in found["rows"]))
+    by = {(row["way"], row["history_tokens"]): row for row in found["rows"]}
+    texts += [f"**A hit in each tier**, TTFT over that of computing ({found['model']}), and the tokens found there:", table(
+        "found in | " + " | ".join(f"{length:,} tokens" for length in lengths), [
+            [way, *(f"{spread(by[way, length]['over_computing'])}; " + ", ".join(
+                f"{tokens:.0f} {tier}" for tier, tokens in by[way, length]["found"].items() if tokens) for length in lengths)]
+            for way in dict.fromkeys(row["way"] for row in found["rows"]) if way != "computed"])]
+    words = "found in L1, L2, L3 | TTFT"
 
-
-def tiered_more(results: dict) -> str:
-    file = results["tiered-cpu"]
-    admission, match = entry(file, "admission"), entry(file, "match")
-    lengths = list(dict.fromkeys(row["history_tokens"] for row in admission["rows"]))
-    ways = [way for way in dict.fromkeys(row["way"] for row in admission["rows"]) if way != "computed"]
-    by = {(row["way"], row["history_tokens"]): row for row in admission["rows"]}
-    layouts = [[f"{found['model']}, `{row['layout']}`", row["storage_copies"],
-                f"{row['write_us_per_page']['median']:.0f} us ({median(row['write_over_layer_first'], 'x')})",
-                f"{row['read_us_per_page']['median']:.0f} us", f"{row['layer_copies']:,}",
-                f"{row['load_us_per_page']['median']:.0f} us"]
-               for found in entries(file, "layouts")[::-1] for row in found["rows"]]
-    slowest = max(row["match_ms"]["median"] for row in match["rows"])
-    return paragraphs(
-        f"**A hit against computing** ({admission['model']}, {admission['link']}), TTFT of a hit / of a miss; in brackets the "
-        "first time:",
-        table("found | " + " | ".join(f"{length:,} tokens" for length in lengths) + " | source of the last", [
-            [way, *(f"{median(by[way, length]['ratio'])} ({number(by[way, length]['first'])})" for length in lengths),
-             f"`{by[way, lengths[-1]]['source']}`"] for way in ways]),
-        f"**Finding a prefix** of {match['prompt_tokens']:,} tokens (claimed: under {match['at_most_ms']:g} ms; "
-        f"{verdict(slowest < match['at_most_ms'])}):",
-        table("conversations | pages in the tree | nodes | time | bytes a page", [
-            [f"{row['conversations']:,}", f"{row['pages']:,}", f"{row['nodes']:,}", milliseconds(row["match_ms"]),
-             f"{row['bytes_per_page']:.0f}"] for row in match["rows"]]),
-        "**What the layouts of host memory cost**, a page:",
-        table("model, layout | pieces to storage | to storage | from it | pieces to a layer (32 pages) | to all layers", layouts))
+    def hits(row: dict) -> list[str]:
+        return [", ".join(f"{row[tier]:.0%}" for tier in ("gpu", "cpu", "storage")), milliseconds(row["ttft_ms"])]
+    texts += ["**Write policies**, 60 questions about 12 documents (Zipf):", table(
+        f"policy | {words} | MB to L2 | MB to L3 | dirty evicted | pages written | lost by a kill, of pages", [
+            [row["policy"], *hits(row), f"{row['saved_bytes'] / 1e6:,.0f}", f"{row['storage_bytes'] / 1e6:,.0f}",
+             row["dirty_evicted"], row["pages_written"], f"{row['lost_by_a_kill']} of {row['pages']}"]
+            for row in entry(file, "writes")["rows"]])]
+    texts += ["**Host memory**, the same traffic without storage:", table(f"times the device | GB | {words}", [
+        [f"{row['times_the_device']:g}", f"{row['gb']:.3f}", *hits(row)] for row in entry(file, "sizes")["rows"]])]
+    texts += ["**The page size**, the same traffic over three tiers:", table(
+        f"tokens a page | {words} | pages in the tree | MB read | match", [
+            [row["page_tokens"], *hits(row), f"{row['pages']:,}", f"{row['read_bytes'] / 1e6:,.0f}",
+             f"{1e3 * row['match_ms']['median']:.1f} us"] for row in entry(file, "pages")["rows"]])]
+    texts += ["**Finding 4,096 tokens**, each page of which is a node:", table("conversations | pages | nodes | time | bytes a page", [
+        [f"{row['conversations']:,}", f"{row['pages']:,}", f"{row['nodes']:,}", f"{row['match_ms']['median']:.3f} ms",
+         f"{row['bytes_per_page']:.0f}"] for row in entry(file, "match")["rows"]])]
+    return paragraphs(conditions(file), *texts)
 
 
 def hybrid_blocks(results: dict) -> str:
-    file = results["hybrid_blocks-cpu"]
-    texts, cells = [], [cell for grid in file["grids"] for cell in grid["cells"]]
-    for grid in file["grids"]:
-        rows = []
-        for cell in grid["cells"]:
-            mine, gain, possible = cell["policies"]["hybrid"], cell["gain"], cell["possible_gain"]
-            rows.append([f"{cell['batch']} x {cell['context']:,}",
-                         f"{mine['act_device']:,} + {mine['act_host']:,} : {mine['kv_host']:,}",
-                         spread(cell["measured_over_bound"]), f"{mine['link_busy']:.0%}, {mine['compute_busy']:.0%}",
-                         *(f"{spread(gain[policy])} of {number(possible[policy])}" for policy in ("kv-only", "act-only")),
-                         spread(gain["static"])])
-        rounds = len(grid["cells"][0]["gain"]["static"]["samples"])
-        texts += [f"**{grid['model']}**, {grid['dtype']}, link as of {PLATFORMS[grid['platform']]} "
-                  f"({grid['link_bytes_per_second'] / 1e9:.3f} GB/s), {rounds} rounds:", table(
-                      "batch x context | ACT blocks, device + host : KV blocks | time / bound | busy: link, compute | "
-                      "over `kv-only`, of what is possible | over `act-only`, of what is possible | over `static`", rows)]
-    within = sum(cell["measured_over_bound"]["median"] <= CLAIMED["hybrid_over_bound"] for cell in cells)
-    lanes = [(cell["policies"]["hybrid"]["link_busy"], cell["policies"]["hybrid"]["compute_busy"]) for cell in cells]
-    busy = sum(min(pair) >= CLAIMED["busy"] for pair in lanes)
-    best = {policy: max(cell["gain"][policy]["median"] for cell in cells) for policy in ("kv-only", "act-only", "static")}
-    slower = [f"{grid['model']}, {PLATFORMS[grid['platform']]}, {cell['batch']} x {cell['context']:,} (`{policy}`, "
-              f"{cell['gain'][policy]['median']:.3f})"
-              for grid in file["grids"] for cell in grid["cells"] for policy in best if cell["gain"][policy]["max"] < 1]
-    return paragraphs(conditions(file), *texts, bullets(
-        f"A step takes at most {CLAIMED['hybrid_over_bound']} times the bound (claimed for every cell): "
-        f"{share(within, len(cells))} cells; the largest median is "
-        f"{number(max(cell['measured_over_bound']['median'] for cell in cells))}.",
-        f"Both lanes are busy for at least {CLAIMED['busy']:.0%} (claimed for every cell): {share(busy, len(cells))} cells.",
-        *(f"In the best cell {number(best[policy])} times the throughput of `{policy}` (claimed: {CLAIMED[policy]}; "
-          f"{verdict(best[policy] >= CLAIMED[policy])})." for policy in ("kv-only", "act-only")),
-        f"In the best cell {number(best['static'])} times the throughput of `static`.",
-        "Slower than one of the three, beyond the spread of the rounds (claimed: nowhere): "
-        f"{listed(slower) if slower else 'nowhere'}."))
-
-
-def methods(results: dict) -> str:
-    """All ways to restore, on one link."""
-    texts = []
-    for part in results["cpu"]["parts"].values():
-        if not part["found"] or part["command"].split()[2] != "benchmarks.restoration":
-            continue
-        found, rows = part["found"], []
+    file, texts = results["hybrid_blocks-cpu"], []
+    for found in entries(file, "grid"):
+        lines = []
         for row in found["rows"]:
-            rows.append([f"{row['history_tokens']:,}", row["method"], milliseconds(row["ttft_ms"]), *(
-                "" if row[name] is None else show(row[name]) for name, show in (
-                    ("restoration_ms", milliseconds), ("over_bound", median), ("load_bubble", idle), ("compute_bubble", idle))),
-                f"{row['bytes_per_token']:,.0f}"])
-        texts += [f"**{found['model']}**, {found['dtype']}, {found['link']['gbps']:.3f} GB/s"
-                  + (", modelled" if found["link"]["modelled"] else "") + f" (`{part['command']}`):",
-                  table("history | way | TTFT | restoration | / bound | link idle | processor idle | bytes a token", rows)]
-    return paragraphs(*texts)
-
-
-def idle(figures: dict) -> str:
-    return f"{figures['median']:.0%}"
-
-
-def matrix(results: dict) -> str:
-    """All systems on the same requests."""
-    texts = []
-    for part in results["cpu"]["parts"].values():
-        if not part["found"] or part["command"].split()[2] != "benchmarks.matrix":
-            continue
-        found = part["found"]
-        for group in found.get("skews", [found]):
-            asked = group["asked"]
-            what = (f"{asked['conversations']} conversations, {asked['requests']} turns, answers of "
-                    f"{asked['mean_answer_tokens']:.0f} tokens, histories of {asked['median_history_tokens']:,.0f} (median)"
-                    if "conversations" in asked else f"Documents of {asked['document_tokens']:,} tokens, {asked['requests']} "
-                    f"questions, popularity Zipf {group['zipf']:g}")
-            slower = {}
-            for row in group["peer_faster"]:
-                peer = f"{row['measure']}, {row['peer']}, {milliseconds(row['peer_ms'])}"
-                slower.setdefault(peer, []).append(f"{row['system'][:2]} ({milliseconds(row['ms'])})")
-            faster = bullets(*(f"{peer}: faster than {listed(systems)}" for peer, systems in slower.items()))
-            texts += [f"**{what}** ({found['model']}, {found['dtype']}, {found['link']['gbps']:.3f} GB/s"
-                      + (", modelled" if found["link"]["modelled"] else "") + "):",
-                      f"Where a peer is faster (the fastest of them):\n\n{faster}" if faster else
-                      "No peer is faster than any chapter.",
-                      table("system | TTFT p50, p95, p99 | TBT p50, p95, p99 | tokens/s | found | kept, bytes a token | "
-                            "peak memory | share of the limit: TTFT, TBT | tokens equal", [
-                                [row["system"], *(", ".join(milliseconds(row[name][share]) for share in ("p50", "p95", "p99"))
-                                                  for name in ("ttft_ms", "tbt_ms")), number(row["tokens_per_second"]["median"]),
-                                 f"{row['cached_share']:.0%}", f"{row['kept_bytes_per_token']:,.0f}",
-                                 "" if row["peak_memory_bytes"] is None else f"{row['peak_memory_bytes'] / 1e6:,.0f} MB",
-                                 f"{row['limit']['ttft_share']:.0%}, {row['limit']['tbt_share']:.0%}", row["equal_tokens"]]
-                                for row in group["systems"] if "not_run" not in row])]
-            unrun = [f"{row['system']} ({row['not_run']})" for row in group["systems"] if "not_run" in row]
-            texts.append(f"Not run: {listed(unrun)}." if unrun else "")
-        texts.append(f"Measured by `{part['command']}`.")
-    return paragraphs(*texts)
+            ours = row["policies"]["hybrid"]
+            acts = ours["plan"]["act_host"] + ours["plan"]["act_device"]
+            moved = "/".join(f"{ours['bytes'].get(kind, 0) / 1e6:,.0f}" for kind in ("weights", "kv", "act"))
+            over = (f"{spread(row['policies'][policy]['over'])} of {number(row['policies'][policy]['allowed'])}"
+                    for policy in ("kv-only", "act-only"))
+            lines.append([
+                f"{row['f']:g}", f"{row['batch']} x {row['context']:,}", median(ours["tokens_per_second"]), spread(row["of_bound"]),
+                *over, spread(row["policies"]["paper"]["over"]), f"{ours['link_busy']:.0%}, {ours['compute_busy']:.0%}",
+                f"{ours['of_matrix_rate']:.0%}", moved, f"{ours['plan']['resident']}; {acts / (sum(ours['plan'].values()) - ours['plan']['resident']):.0%}",
+                ", ".join(row["behind"]) or "-"])
+        texts += [f"**{found['model']}**, {found['dtype']}:", table(
+            "f | batch x context | tokens/s | of the bound | over `kv-only`, of what is allowed | over `act-only` | over `paper` | "
+            "busy: link, processor | of the matrix rate | MB: weights/KV/ACT | resident layers; ACT | behind", lines)]
+    for found in entries(file, "steps"):
+        row = found["rows"][0]
+        texts += [f"**Table III** ({found['model']}, {row['batch']} contexts of {row['contexts'][0]} to {row['contexts'][1]} tokens, "
+                  f"f = {row['f']:g}):", table("step | mini-batches | tokens/s | over act-only", [
+                      [row["step"], row["mini_batches"], spread(row["tokens_per_second"]), spread(row["over_act_only"])]
+                      for row in found["rows"]])]
+    for found in entries(file, "end"):
+        texts += [f"**From prompt to last token** ({found['model']}, {found['dtype']}):", table(
+            "policy | TTFT | TBT | tokens equal chapter 01's", [
+                [row["policy"], milliseconds(row["ttft_ms"]), milliseconds(row["tbt_ms"]), "all" if row["tokens_equal"] else "**no**"]
+                for row in found["rows"]])]
+    return paragraphs(conditions(file), *texts)
 
 
 PARTS = {
-    "claims": claims, "methods": methods, "matrix": matrix, "planned": planned, "outside": outside, "variants": variants,
-    "chapters": chapters, "baseline": baseline, "engine": engine, "on-paper": on_paper, "both-ends": both_ends, "ranks": ranks,
-    "tiered": tiered, "tiered-more": tiered_more, "hybrid-blocks": hybrid_blocks,
+    "claims": claims, "planned": planned, "outside": outside, "variants": variants, "chapters": chapters, "baseline": baseline,
+    "engine": engine, "on-paper": on_paper, "both-ends": both_ends, "ranks": ranks, "tiered": tiered,
+    "hybrid-blocks": hybrid_blocks,
 }
 
 
