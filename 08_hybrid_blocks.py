@@ -760,7 +760,12 @@ def measure(planner: Planner, model: Llama, speed: float, bandwidth, contexts: l
     loads = dict(load_weights=sizes.weights, load_act=sizes.act / layers, load_kv=sizes.kv / layers)
     loads = {name: size / speed for name, size in loads.items()}
     planner = planner._replace(costs=Costs(**loads, forward=0, rebuild=0))
-    engine = ready(planner._replace(policy="act-only"), model, bandwidth, contexts)
+    return observe(planner, model, bandwidth, contexts, "act-only")
+
+
+def observe(planner: Planner, model: Llama, bandwidth, contexts: list[int], policy: str) -> Planner:
+    """`planner` with the costs of a few decode steps under another policy."""
+    engine = ready(planner._replace(policy=policy), model, bandwidth, contexts)
     for _ in range(5):
         engine.step()
     engine.runner.learn()
@@ -827,6 +832,8 @@ def planner_for(f: float | None, model: Llama, contexts: list[int], device: int)
         bytes_moved = sizes.weights + used * sizes.kv / layers
         bandwidth = links.Bandwidth(bytes_moved / f / (costs.forward + used * costs.rebuild))
         planner = measure(planner, model, bandwidth.value, bandwidth, contexts)
+    for _ in range(2):  # rebuilding some blocks costs more than their share of rebuilding all
+        planner = observe(planner, model, bandwidth, contexts, "hybrid")
     return planner, bandwidth
 
 

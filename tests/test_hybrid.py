@@ -464,6 +464,6 @@ def test_an_idle_engine_asks_its_runner(monkeypatch):
 def test_costs_are_measured_in_steps_of_act_blocks():
     sizes = hybrid.sizes_of(MODEL, 16)
     planner = Planner("hybrid", None, sizes, 3, 40, 2 * sizes.weights)
-    costs = hybrid.measure(planner, MODEL, BANDWIDTH, BANDWIDTH, 4, 100).costs
+    costs = hybrid.measure(planner, MODEL, BANDWIDTH, BANDWIDTH, 4 * [100]).costs
     assert costs.rebuild > 0 and costs.forward > 0
     assert costs.load_weights == sizes.weights / BANDWIDTH and costs.load_kv == 2 * costs.load_act

@@ -1,0 +1,68 @@
+"""Write your own Cache: the plainest one that the engine takes. Full blocks are copied to host memory, and come back.
+
+    python -m pytest tests/test_cache_contract.py --cache docs.my_cache:MyCache
+"""
+
+import importlib
+from functools import partial
+
+from common import link as links
+from common.restoring import Cache, Match
+
+paged = importlib.import_module("02_paged_kv")
+
+
+class MyCache(Cache):
+    def __init__(self, blocks: int, bandwidth: float | None = None):
+        """`blocks` in host memory; bytes/s of the modelled link, where there is no GPU."""
+        self.blocks, self.bandwidth, self.saving = blocks, bandwidth, set()
+
+    def attach(self, engine):
+        super().attach(engine)
+        memory, wake = self.pool.memory, engine.wake.set  # [L, 2, blocks, block_size, KVH, hd]
+        self.load_link = links.Link("load", engine.clock, self.bandwidth, wake)
+        self.save_link = links.Link("save", engine.clock, self.bandwidth, wake)
+        shape = *memory.shape[:2], self.blocks, *memory.shape[3:]
+        host = links.host_memory(shape, memory.dtype, memory.device, "My cache")
+        self.host = paged.BlockPool(self.blocks, self.pool.block_size, host)
+        self.pools = {"host": self.host}
+
+    def match(self, request):
+        size = self.pool.block_size
+        first, full = request.computed // size, (len(request.tokens) - 1) // size
+        if found := self.host.find(request.chain[first:full]):
+            seconds = self.load_link.seconds(len(found) * self.host.block_bytes)
+            return Match((first + len(found)) * size - request.computed, seconds, found, size)
+
+    def restore(self, request, restoration, match):
+        size, transfers = self.pool.block_size, []
+        table = request.table[restoration.start // size : restoration.end // size]
+        for layer in range(len(self.model.layers)):
+            into = [self.pool.memory[layer, :, block] for block in table]
+            out_of = [self.host.memory[layer, :, place] for place in match.blocks]
+            transfers.append(self.load_link.copy(into, out_of, f"layer {layer}"))
+        self.hold("load", transfers, (self.pool, table), (self.host, match.blocks))
+        for transfer in transfers:
+            yield transfer
+            restoration.layers += 1
+
+    def save(self, batch):
+        for request, _ in batch.work:
+            for prefix, block in zip(request.chain[: request.registered], request.table):
+                if prefix in self.host.block_of or prefix in self.saving or not self.host.available:
+                    continue
+                (place,) = self.host.allocate(1)
+                into, out_of = self.host.memory[:, :, place], self.pool.memory[:, :, block]
+                copy, then = self.save_link.copy(into, out_of, "save"), partial(self.saved, prefix, place)
+                self.hold("save", [copy], (self.pool, [block]), (self.host, [place]), then=then)
+                self.host.release([place])
+                self.saving.add(prefix)
+
+    def saved(self, prefix, place, arrived: bool):
+        self.saving.discard(prefix)
+        if arrived:
+            self.host.register(place, prefix)
+
+    def close(self):
+        self.load_link.close()
+        self.save_link.close()
