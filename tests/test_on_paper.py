@@ -162,3 +162,22 @@ def test_tokens_divided():
     assert on_paper.token_wise(on_paper.Costs(8.0, 1.0, 2.0, 4.0), 4, 100) == (11, 100)
     assert on_paper.token_wise(on_paper.Costs(8.0, 4.0, 2.0, 4.0), 4, 100) == (0, 66)
     assert on_paper.token_wise(on_paper.Costs(8.0, 1.0, 2.0, 4.0), 4, 128, 32) == (0, 128)
+
+
+def test_captures_ratio_grows_with_the_width_and_both_lanes_end_together(capsys):
+    ratios = {name: on_paper.capture_ratio(name) for name in on_paper.OPT}
+    assert ratios["6.7B"][1] < ratios["30B"][1] < ratios["66B"][1], "the printed ones fall"
+    report = on_paper.capture()
+    assert len(report["rows"]) == 16 and 0 < report["agree"] < 16
+    lanes = dict(W=25.0, K=100.0, R=92.0, B=8.0, M=12.5)
+    share = (25 + 100 - 12.5 - 8) / (92 + 50)
+    least = on_paper.capture_seconds(**lanes, act=share)
+    assert least <= min(on_paper.capture_seconds(**lanes, act=share + more) for more in (-0.01, 0.01))
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 130
+
+
+def test_over_ranks_loading_and_projecting_fall_alike(capsys):
+    one, two, four, *ssds = on_paper.divided()
+    assert len(ssds) == 3 and ssds[-1]["ratio"] > 1.33 > one["ratio"]
+    assert one["load"] == pytest.approx(2 * two["load"]) == pytest.approx(4 * four["load"])
+    assert four["ratio"] == pytest.approx(one["ratio"]) and four["gather"] < four["load"]
