@@ -73,7 +73,7 @@ def main(doc, chapter: str, add_arguments, make_engine, demo, compare=lambda arg
     make_engine(model, arguments)       returns its engine, and prints its pools to stderr
     demo(model, frontend, arguments)    prints the lesson; returns (report for --json, timelines)
     compare(arguments)                  returns {name: (make_engine, evict its device?)}, for the page
-    load(name, dtype, device, reorder)  is checkpoint.load, or leaves layers on the host (08) or takes a part (09)
+    load(name, dtype, device, reorder)  as checkpoint.load; layers on the host (08), or a part (09)
     """
     parser = parser_for(doc)
     add_arguments(parser)

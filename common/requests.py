@@ -425,8 +425,8 @@ class Line:
 # 7. A file of requests -------------------------------------------------------------------------
 
 def answer_file(engine: Line, frontend: Frontend, lines: list[bytes], output):
-    """Answer requests as of POST /generate, one JSON object a line, all at once -> a line of `output` for each,
-    in their order: the result, or {"error": {"message", "type"}}."""
+    """Answer requests as of POST /generate, one JSON object a line, all at once -> a line of `output` for
+    each, in their order: the result, or {"error": {"message", "type"}}."""
     asked, bar = [], tqdm(total=len(lines), unit="request", disable=None)
     for line in lines:
         try:

@@ -1,4 +1,4 @@
-"""Write your own Cache: the plainest one that the engine takes. Full blocks are copied to host memory, and come back.
+"""Write your own Cache: the plainest one that the engine takes. Full blocks go to host memory, and come back.
 
     python -m pytest tests/test_cache_contract.py --cache docs.my_cache:MyCache
 """

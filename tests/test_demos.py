@@ -9,11 +9,10 @@ import sys
 import pytest
 from conftest import ROOT
 
-CHAPTERS = ["01_baseline", "02_paged_kv", "03_cpu_offload", "04_hidden_state_cache", "05_bubble_free"]
-CHAPTERS += ["06_bidirectional", "09_tensor_parallel"]
+from tools import check_docs
 
 
-@pytest.fixture(scope="module", params=CHAPTERS)
+@pytest.fixture(scope="module", params=check_docs.CHAPTERS)
 def demo(request, tmp_path_factory):
     """-> chapter, what it printed, its report and its trace."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -42,11 +41,30 @@ def test_a_demo_verifies_its_tokens_and_then_shows_numbers(demo):
     assert "decode" in names and any(name.startswith("prefill") for name in names)
     if chapter >= "03":
         assert report["link"]["modelled"] is True
-        assert ("chunk 20" if chapter == "06_bidirectional" else "layer 2") in names
+        what = {"06_bidirectional": "chunk 20", "07_tiered_storage": "page 0", "08_hybrid_blocks": "weights"}
+        assert what.get(chapter, "layer 2") in names
+
+
+def test_a_lesson_shows_what_its_demo_prints(demo):
+    chapter, said, *_ = demo
+    assert check_docs.first_difference(check_docs.pasted()[chapter], said) is None
+
+
+def test_a_wrong_count_in_a_lesson_is_noticed():
+    """And other times are not."""
+    for chapter, (right, wrong) in {
+        "01_baseline": ("all 30 tokens", "all 31 tokens"), "03_cpu_offload": ("1296 of 1312", "1295 of 1312"),
+        "06_bidirectional": ("is tiger", "is lion"), "07_tiered_storage": ("16 x  16384", "15 x  16384"),
+        "08_hybrid_blocks": ("208 tokens", "209 tokens"), "09_tensor_parallel": ("528 do", "512 do"),
+    }.items():  # fmt: skip
+        shown = check_docs.pasted()[chapter]
+        assert check_docs.first_difference(shown, shown.replace(" ms", "5 ms")) is None and right in shown
+        assert check_docs.first_difference(shown, shown.replace(right, wrong))
+        assert check_docs.first_difference(shown.replace(right, wrong), shown)
 
 
 def test_a_demo_shows_its_mechanism_ahead(demo):
-    chapter, _, report, _ = demo
+    chapter, said, report, _ = demo
     if chapter == "01_baseline":
         taken = times(report)
         assert taken["1900 tokens"] > 2 * taken["256 tokens"]
@@ -79,6 +97,20 @@ def test_a_demo_shows_its_mechanism_ahead(demo):
         for row in report["rows"]:
             assert "loaded" not in row or row["loaded"] > 64
         assert next(row for row in report["rows"] if "loaded" in row)["computed"] > 64
+    if chapter == "07_tiered_storage":
+        slow = times(report, "as fast as computing")
+        assert 1.15 * slow["both_ends"] < min(taken for way, taken in slow.items() if way != "both_ends")
+        first, *_, last = (row for row in report["rows"] if "first_time_from_storage" in row)
+        assert last["ttft_ms"] < first["ttft_ms"] and last["first_time_from_storage"] > 0.8
+        assert first["computed"] > 0.5 > 0.3 > last["computed"]
+    if chapter == "08_hybrid_blocks":
+        rates = {}
+        for row in report["rows"]:
+            rates.setdefault(row["f"], {})[row["case"]] = row["tokens_per_second"]
+        for f, way in (1.25, "act-only"), (2.5, "kv-only"):
+            assert rates[f]["hybrid"] > 1.1 * rates[f][way]
+        assert all(row["bytes"] for row in report["rows"])
+        assert "these costs allow" in said
     if chapter == "09_tensor_parallel":
         carried = {row["case"]: row["bytes_over_link"] for row in report["rows"]}
         for what in ("K and V", "hidden states"):

@@ -123,6 +123,8 @@ def numbered(words: str) -> set[str]:
 @cache
 def names_in(file: str) -> set[str]:
     """The classes, functions and constants of a file, and the methods of its classes."""
+    if not (ROOT / file).is_file():
+        return set()
     names = set()
     for node in ast.parse((ROOT / file).read_text(encoding="utf-8")).body:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
@@ -165,8 +167,8 @@ def described_options():
                 for choice in action.choices or ():
                     if f"`{choice}`" not in meaning:
                         yield f"reference.md: {option} of {name} may be {choice}"
-    for name, option in sorted({(name, option) for name in CHAPTERS for option in options(name)} - described):
-        yield f"reference.md does not describe {option} of {name}"
+    missing = {(name, option) for name in CHAPTERS for option in options(name)} - described
+    yield from (f"reference.md does not describe {option} of {name}" for name, option in sorted(missing))
 
 
 def shown_commands():

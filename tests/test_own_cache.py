@@ -1,0 +1,41 @@
+"""Write your own: the template passes the contract, and what a student would do wrongly is caught by name."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+WRONG = {  # what is changed in docs/my_cache.py, and the rule that the contract names
+    "registered too early": [("                self.saving.add(prefix)\n", "                self.host.register(place, prefix)\n"),
+                             ("        if arrived:\n", "        if arrived and False:\n")],
+    "a reference forgotten": [("(self.pool, [block]), (self.host, [place]), then", "(self.host, [place]), then")],
+    "a late copy used": [("            yield transfer\n            restoration.layers += 1\n",
+                          "            restoration.layers += 1\n        yield transfers[-1]\n")],
+}  # fmt: skip
+
+
+def judged(folder, source: str) -> tuple[int, str]:
+    (folder / "judged_cache.py").write_text(source)
+    command = [sys.executable, "-m", "pytest", "tests/test_cache_contract.py", "--cache", "judged_cache:MyCache", "-x", "-q"]
+    path = os.pathsep.join([str(folder), str(ROOT)])
+    environment = {**os.environ, "PYTHONPATH": path, "PYTEST_XDIST_WORKER": ""}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    return done.returncode, done.stdout
+
+
+def test_the_template_passes(tmp_path):
+    code, said = judged(tmp_path, (ROOT / "docs/my_cache.py").read_text())
+    assert code == 0, said[-3000:]
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_mistake_is_caught(mistake, tmp_path):
+    source = (ROOT / "docs/my_cache.py").read_text()
+    for right, wrong in WRONG[mistake]:
+        assert source.count(right) == 1
+        source = source.replace(right, wrong)
+    code, said = judged(tmp_path, source)
+    assert code == 1, f"{mistake}: nobody noticed"
+    assert "AssertionError: " in said
