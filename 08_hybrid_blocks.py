@@ -179,8 +179,8 @@ class Planner(NamedTuple):
         if not found:
             raise checkpoint.ModelError(
                 f"Two layers of weights, one to compute with and one to fill, take "
-                f"{2 * sizes.weights / 1e6:.1f} MB of the device, and there are {self.device / 1e6:.1f}; choose "
-                "a larger --device-memory."
+                f"{2 * sizes.weights / 1e6:.1f} MB of the device, and there are {self.device / 1e6:.1f}; "
+                "choose a larger --device-memory."
             )
         return min(found)[2]
 
@@ -802,8 +802,9 @@ def make_engine(model: Llama, arguments) -> paged.Engine:
     engine.explain = arguments.explain
     print(
         f"Device: {plan.resident} of {planner.layers} layers of {sizes.weights / 1e6:.1f} MB, "
-        f"{plan.kv_device} KV and {plan.act_device} ACT blocks. Host: {plan.kv_host} KV and "
-        f"{plan.act_host} ACT\nblocks of {sizes.kv / 1e6:.3f} and {sizes.act / 1e6:.3f} MB; {runner.load_link}",
+        f"{plan.kv_device} KV and {plan.act_device} ACT blocks. Host: {plan.kv_host} "
+        f"KV and {plan.act_host} ACT\nblocks of {sizes.kv / 1e6:.3f} and "
+        f"{sizes.act / 1e6:.3f} MB; {runner.load_link}",
         file=sys.stderr,
     )
     return engine
