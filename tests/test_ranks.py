@@ -44,6 +44,13 @@ def test_each_rank_loads_its_part(keep):
     passes(2, "bytes", "--keep", keep, "--kv-heads", 2)
 
 
+def test_another_number_of_ranks_finds_the_pages(tmp_path):
+    asked = "share", "--kv-heads", 4, "--storage", tmp_path
+    passes(2, *asked)
+    for count in (1, 4):
+        passes(count, *asked, "--found")
+
+
 @pytest.mark.parametrize("keep", ["kv", "states"])
 def test_a_copy_that_hangs_on_one_rank_is_given_up_on_all(keep):
     passes(2, "hang", "--keep", keep)

@@ -189,7 +189,20 @@ def commands(ranks, arguments):
     everywhere.close()
 
 
-SCENARIOS = dict(traffic=generated, bytes=bytes_over_the_link, hang=hanging, killed=ending, stopped=ending,
+def sharing(ranks, arguments):
+    """Pages that other ranks, however many, have left in a directory."""
+    model, prompt = divided(ranks, arguments.kv_heads), engines.draw(random.Random(0), 300)
+    backend = store.open_backend(f"file:{arguments.storage}", {})
+    engine = engines.make(cache_of("pages", ranks, model, 64, backend), 64, model=model)
+    request = engines.ask(engine, prompt)
+    oracle = engines.Oracle(engines.tiny_model(kv_heads=arguments.kv_heads))
+    assert oracle.judge(request) != "wrong"
+    assert (request.cached_tokens > 0) == arguments.found, request.found  # what has come by then
+    engines.settle(engine)
+    engine.close()
+
+
+SCENARIOS = dict(traffic=generated, share=sharing, bytes=bytes_over_the_link, hang=hanging, killed=ending, stopped=ending,
                  failed=ending, idle=ending, diverge=diverging, commands=commands)  # fmt: skip
 
 
@@ -205,6 +218,8 @@ def main():
     parser.add_argument("scenario", choices=SCENARIOS)
     parser.add_argument("--keep", choices=KEEPS, default="kv")
     parser.add_argument("--kv-heads", type=int, default=2)
+    parser.add_argument("--storage", metavar="DIR")
+    parser.add_argument("--found", action="store_true", help="of share: somebody has been here")
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
