@@ -38,7 +38,8 @@ def bars(axes, groups: list[str], series: dict, unit: str, log: bool = False):
     axes.set_ylabel(unit)
     if log:
         axes.set_yscale("log")
-    axes.legend(fontsize=8, frameon=False)
+    if not axes.figure.legends:  # one for all panels
+        axes.figure.legend(loc="outside lower center", ncols=len(series), fontsize=8, frameon=False)
 
 
 def entries(file: dict, claim: str) -> list[dict]:
@@ -81,7 +82,7 @@ def planned(file: dict, names: tuple[str, ...], title: str):
         longest = max(row["history_tokens"] for row in each["rows"])
         rows = [row for row in each["rows"] if row["history_tokens"] == longest]
         series = {name: [row["ttft_ms"][name] for row in rows] for name in names}
-        groups = [LINKS[row["link"]] + (f"\n{row['plan']}" if "05" in names and len(row["plan"]) < 13 else "") for row in rows]
+        groups = [LINKS[row["link"]] + (f"\n{row['plan']}" if "05" in names and len(row["plan"]) < 9 else "") for row in rows]
         bars(one, groups, series, "TTFT, ms")
         one.set_title(f"{each['model']}, {longest:,} tokens", fontsize=10)
         one.set_xlabel("a layer's states: transfer / projecting")
