@@ -150,13 +150,13 @@ def steps(model, rounds: int, batch: int = 32, longest: int = 1024, f: float = 1
     contexts = [rng.randrange(longest // 16, longest) for _ in range(batch)]
     planner, bandwidth = hybrid.planner_for(f, model, contexts, half_of_the_layers(model))
     paper, only = planner._replace(policy="paper").plan(), planner._replace(policy="act-only").plan()
-    only = only._replace(resident=0)._replace(act_device=paper.act_device, act_host=planner.blocks - paper.act_device)
+    only = only._replace(resident=0, act_device=paper.act_device, act_host=planner.blocks - paper.act_device)
     half = only._replace(kv_host=only.act_host // 2, act_host=only.act_host - only.act_host // 2)
-    ours, ours_too = hybrid.form, (planner.plan(), hybrid.form)
+    ours = hybrid.form
     joined = partial(balanced, planner, hybrid.Deal(paper, 16))
     ways = {"act-only": (only, in_order), "+ hybrid blocks, 1:1": (half, in_order),
             "+ Algorithm 1": (paper, in_order), "+ mini-batches (paper's)": (paper, joined),
-            "+ mini-batches (ours)": (paper, ours), "this engine's plan": ours_too}  # fmt: skip
+            "+ mini-batches (ours)": (paper, ours), "this engine's plan": (planner.plan(), ours)}  # fmt: skip
     engines = {name: hybrid.ready(planner, model, bandwidth, contexts, plan) for name, (plan, _) in ways.items()}
 
     def once(name: str) -> dict:

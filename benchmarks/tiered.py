@@ -65,10 +65,9 @@ class Bench:
     def blocks(self, tokens: int) -> int:
         return -(-tokens // self.size)
 
-    def engine(self, on_device: int, cache=None, always=False, running: int = 64):
+    def engine(self, on_device: int, cache=None):
         """Chapter 02's, with room for so many tokens."""
-        runner = paged.Runner(self.model, self.blocks(on_device), self.size)
-        return paged.Engine(runner, cache, max_running=running, always_restore=always)
+        return paged.Engine(paged.Runner(self.model, self.blocks(on_device), self.size), cache)
 
     def cache(self, on_host: int, share: float = 1.0, storage: bool = True, name: str = "pages", **options):
         """Host memory for so many tokens, over the default link or a share of it."""
@@ -143,7 +142,6 @@ def mix(model, rounds: int) -> list[dict]:
                 for name, engine in dict(none=none, known=known, ours=ours).items():
                     if name != "known":
                         forget(engine)
-                    engine.runner.pool.evictions = 0
                     taken[name] = go_on(engine, documents, asked, at_once)
                 if round_:
                     samples.append(mixed(ours, taken, at_once, model))
