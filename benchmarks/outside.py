@@ -1,4 +1,4 @@
-"""Chapters 02 to 05 as a user sees them: from outside, in conversations, beside others, and under load.
+"""Chapters 02 to 07 as a user sees them: from outside, in conversations, beside others, and under load.
 
     python -m benchmarks.outside                                   all; results in benchmarks/results/
     python -m benchmarks.outside --only servers --model classroom --rounds 3
@@ -7,7 +7,9 @@ servers         a server each of 03, 04 and 05 with default options, started one
                 which computes: TTFT of a question behind a history that has left the device, as the client
                 of a stream sees it, and as the server does. All but the one that is asked are stopped.
 conversations   conversations of several turns that do not fit into the device together, in shuffled order,
-                and questions about documents, popular (Zipf) or all alike: what is found, and TTFT.
+                and questions about documents, popular (Zipf) or all alike: what is found, and TTFT. Chapter 06
+                has storage as fast as the link, 07 half the host memory of 03 and files; `transformers` keeps
+                the cache of each text that the device has room for, the least recently used dropped first.
 beside          TBT of eight that decode while a history comes back every two seconds, or as soon after as
                 it can. Bound: TBT with all on the device, over the share of the processor that is left to
                 them.
@@ -26,21 +28,27 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
+from collections import OrderedDict
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy
+from transformers import DynamicCache
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.baseline import spread, write  # noqa: E402
+from benchmarks.baseline import generate, spread, write  # noqa: E402
+from benchmarks.both_ends import both_ends  # noqa: E402
 from benchmarks.engine import post  # noqa: E402
 from benchmarks.planned import QUESTION, bubble_free, draw, hidden_states, offload, paged  # noqa: E402
-from benchmarks.reference import one_sentence, set_imports_aside  # noqa: E402
-from common import checkpoint, cli, lesson  # noqa: E402
+from benchmarks.reference import one_sentence, reference_model, set_imports_aside  # noqa: E402
+from benchmarks.tiered import tiered  # noqa: E402
+from common import checkpoint, cli, lesson, store  # noqa: E402
 from common import link as links  # noqa: E402
 from common.requests import HungUp, Request  # noqa: E402
 from common.restoring import Cache  # noqa: E402
@@ -195,20 +203,28 @@ def of_plans(layers: int, replies: list[dict]) -> dict:
 class Bench:
     """A model, and one link for all engines on it."""
 
-    def __init__(self, model):
-        self.model, self.rng, self.salts = model, random.Random(0), count()
+    def __init__(self, model, reference=None):
+        """`reference`: the same model in `transformers`, for `conversations`."""
+        self.model, self.reference, self.rng, self.salts = model, reference, random.Random(0), count()
         link = links.bandwidth(model)
         self.bandwidth = link and statistics.median(link.measure() for _ in range(5))
 
     def prompt(self, tokens: int) -> list[int]:
         return draw(self.rng, self.model, tokens)
 
-    def engines(self, device: int, kept: int) -> dict:
-        """Engines with room for so many tokens on the device, and for `kept` behind it."""
+    def engines(self, device: int, kept: int, folder: str | None = None) -> dict:
+        """Engines with room for so many tokens on the device, and for `kept` behind it; 06 and 07 too, with a
+        `folder` for the files of 07."""
         blocks, chunks = -(-device // 16), -(-kept // 64)
         caches = {"no cache": Cache(), "02": Cache(), "03": offload.HostCache(4 * chunks, self.bandwidth),
                   "04": hidden_states.HiddenCache(chunks, self.bandwidth),
                   "05": bubble_free.PlannedCache(3 * chunks, self.bandwidth)}  # fmt: skip
+        if folder is not None:
+            files = store.Storage(store.open_backend(f"file:{folder}", {}), "files")
+            config = self.model.config
+            size = 64 * chunks * config.kv_numbers_per_token * self.model.dtype.itemsize
+            caches["06"] = both_ends.BidirectionalCache(store.ModelledStorage(size, self.bandwidth or 1e10))
+            caches["07"] = tiered.TieredCache(2 * chunks, self.bandwidth, files)
         make = lambda cache: paged.Engine(paged.Runner(self.model, blocks), cache)  # noqa: E731
         return {name: make(cache) for name, cache in caches.items()}
 
@@ -256,54 +272,108 @@ def read(bench: Bench, engines: dict, documents: list[list[int]]):
             bench.answer(engine, name, document, 1)
 
 
+class Answer(NamedTuple):
+    ttft_ms: float
+    found: int  # tokens of the prompt
+    restored: int  # of them, in host memory or in storage
+    tokens: list[int]
+
+
+class Transformers:
+    """`transformers` with a DynamicCache for each text, cut to what the next prompt shares with it."""
+
+    def __init__(self, model, device: int):
+        self.model, self.device = model, device
+        self.caches: OrderedDict[int, tuple] = OrderedDict()  # text -> (cache, tokens in it), least recently used first
+
+    def ask(self, text: int, prompt: list[int], new: int) -> Answer:
+        cache, known = self.caches.pop(text, (None, []))
+        found = next((at for at, (a, b) in enumerate(zip(known, prompt[:-1])) if a != b), min(len(known), len(prompt) - 1))
+        if not found:
+            cache = DynamicCache(config=self.model.config)
+        elif found < len(known):
+            cache.crop(found - len(known))
+        began = time.perf_counter()
+        times, tokens = generate(self.model, prompt, new, past_key_values=cache)
+        self.caches[text] = cache, (prompt + tokens)[:-1]
+        while sum(len(tokens) for _, tokens in self.caches.values()) > self.device and len(self.caches) > 1:
+            self.caches.popitem(last=False)
+        return Answer(1e3 * (times[0] - began), found, 0, tokens)
+
+
 def conversations(bench: Bench, rounds: int) -> list[dict]:
+    """Each round has other texts, and engines of its own."""
     rng, rows = bench.rng, []
-    talks = [bench.prompt(rng.randint(*SAID)) for _ in range(TALKS)]
-    order = [talk for talk in range(TALKS) for _ in range(TURNS)]
-    rng.shuffle(order)
-    tokens = sum(map(len, talks)) + len(order) * (QUESTION // 2 + ANSWER)
-    rows.append(dict(what=f"{TALKS} conversations of {TURNS} turns", tokens=tokens,
-                     **asked_in_turn(bench, talks, order, tokens, grows=True)))  # fmt: skip
-    for exponent in (1.0, 0.0):
-        documents = [bench.prompt(LENGTH) for _ in range(DOCUMENTS)]
-        what = f"{DOCUMENTS} documents, " + (f"Zipf {exponent:g}" if exponent else "all alike")
-        rows.append(dict(what=what, tokens=DOCUMENTS * LENGTH, **asked_in_turn(
-            bench, documents, zipf(rng, exponent, ASKS), DOCUMENTS * LENGTH, grows=False)))  # fmt: skip
+    for what, exponent in {
+        f"{TALKS} conversations of {TURNS} turns": None,
+        f"{DOCUMENTS} documents, Zipf 1": 1.0,
+        f"{DOCUMENTS} documents, all alike": 0.0,
+    }.items():
+        asked, could, tokens, device = {}, 0, [], []
+        for _ in range(rounds):
+            if exponent is None:
+                texts = [bench.prompt(rng.randint(*SAID)) for _ in range(TALKS)]
+                order = [talk for talk in range(TALKS) for _ in range(TURNS)]
+                rng.shuffle(order)
+                tokens.append(sum(map(len, texts)) + len(order) * (QUESTION // 2 + ANSWER))
+            else:
+                texts, order = [bench.prompt(LENGTH) for _ in range(DOCUMENTS)], zipf(rng, exponent, ASKS)
+                tokens.append(DOCUMENTS * LENGTH)
+            device.append(max(tokens[-1] // 4, max(map(len, texts)) + TURNS * (QUESTION + ANSWER)))
+            could += asked_in_turn(bench, texts, order, (device[-1], tokens[-1]), exponent is None, asked)
+        rows.append(dict(what=what, rounds=rounds, **summary(asked, could, tokens, device)))
     return rows
 
 
-def asked_in_turn(bench: Bench, texts: list, order: list[int], tokens: int, grows: bool) -> dict:
-    """Ask about the texts in this order, every engine in turn; a conversation `grows` with each answer."""
-    device = max(tokens // 4, max(map(len, texts)) + TURNS * (QUESTION + ANSWER))
-    engines = bench.engines(device, tokens + len(order) * (QUESTION + ANSWER + 64))
-    if not grows:
-        read(bench, engines, texts)
-    for engine in engines.values():
-        with serving(engine):
-            pass
-    asked, texts, begun = {name: [] for name in engines}, [list(text) for text in texts], set()
-    could = 0  # tokens that were there before, in whatever memory
-    for text in order:
-        could += len(texts[text]) - grows if text in begun or not grows else 0
-        texts[text] += bench.prompt(QUESTION // 2) if text in begun or not grows else []
-        begun.add(text)
-        for name, engine in engines.items():
-            asked[name].append(bench.answer(engine, name, texts[text], ANSWER if grows else 2))
-        texts[text] = asked["no cache"][-1].tokens if grows else texts[text][:LENGTH]
-    for engine in engines.values():
-        engine.close()
-    prompts = sum(request.prompt_tokens for request in asked["02"])
-    systems, times = {}, {}
-    for name, requests in asked.items():
-        times[name] = [request.outcome.ttft_ms for request in requests]
+def summary(asked: dict[str, list], could: int, tokens: list[int], device: list[int]) -> dict:
+    """`asked`: system -> its answer and the length of the prompt, each time."""
+    prompts = sum(length for _, length in asked["02"])
+    times = {name: [answer.ttft_ms for answer, _ in each] for name, each in asked.items()}
+    expected = [answer.tokens for answer, _ in asked["no cache"]]
+    systems = {}
+    for name, each in asked.items():
         systems[name] = dict(
-            found=sum(request.cached_tokens for request in requests) / prompts,
-            restored=sum(request.found.get("cpu", 0) for request in requests),
-            equal=sum(a.new == b.new for a, b in zip(requests, asked["no cache"])),
+            found=sum(answer.found for answer, _ in each) / prompts,
+            restored=sum(answer.restored for answer, _ in each),
+            equal=sum(answer.tokens == tokens for (answer, _), tokens in zip(each, expected)),
             ttft_ms=percentiles(times[name], 50, 99))  # fmt: skip
-    of_03 = {name: spread([a / b for a, b in zip(times[name], times["03"])]) for name in ("04", "05")}
-    asked = dict(device_tokens=device, requests=len(order), could_be_found=could / prompts)
-    return dict(asked, systems=systems, of_03=of_03)
+    over = {name: spread([a / b for a, b in zip(times[name], times["03"])]) for name in times}
+    return dict(tokens=round(statistics.mean(tokens)), device_tokens=round(statistics.mean(device)),
+                requests=len(expected), could_be_found=could / prompts, systems=systems, of_03=over)  # fmt: skip
+
+
+def asked_in_turn(bench: Bench, texts: list, order: list[int], room: tuple[int, int], grows: bool, asked: dict) -> int:
+    """Ask about the texts in this order, every system in turn, and add what was answered to `asked`; a
+    conversation `grows` with each answer -> the tokens of all prompts that were there before, in whatever memory."""
+    device, tokens = room
+    could, begun, texts = 0, set(), [list(text) for text in texts]
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+        engines = bench.engines(device, tokens + len(order) * (QUESTION + ANSWER + 64), folder)
+        theirs = Transformers(bench.reference, device)
+        if not grows:
+            read(bench, engines, texts)
+            for number in reversed(range(len(texts))):
+                theirs.ask(number, texts[number], 1)
+        for engine in engines.values():
+            with serving(engine):
+                pass  # it measures what it measures while idle
+        for number in order:
+            before = len(texts[number])
+            if number in begun or not grows:
+                could += before - grows  # the last token of an answer has not been computed
+                texts[number] += bench.prompt(QUESTION // 2)
+            begun.add(number)
+            prompt, new = list(texts[number]), ANSWER if grows else 2
+            for name, engine in engines.items():
+                request = bench.answer(engine, name, prompt, new)
+                restored = sum(request.found.get(tier, 0) for tier in ("cpu", "storage"))
+                answer = Answer(request.outcome.ttft_ms, request.cached_tokens, restored, request.new)
+                asked.setdefault(name, []).append((answer, len(prompt)))
+            asked.setdefault("transformers", []).append((theirs.ask(number, prompt, new), len(prompt)))
+            texts[number] = prompt + asked["no cache"][-1][0].tokens if grows else prompt[:before]
+        for engine in engines.values():
+            engine.close()
+    return could
 
 
 def beside(bench: Bench, rounds: int) -> list[dict]:
@@ -454,7 +524,8 @@ def main():
             if part == "servers":
                 rows = servers(model, name, device, arguments.rounds)
             else:
-                rows = globals()[part](Bench(model), arguments.rounds)
+                reference = reference_model(name, model.dtype, device) if part == "conversations" else None
+                rows = globals()[part](Bench(model, reference), arguments.rounds)
             found.append(dict(claim=part, model=name, rows=rows))
             for row in rows:
                 print(part, name, row, flush=True)

@@ -32,11 +32,16 @@ def reference_model(name: str, dtype: torch.dtype, device: str = "cpu"):
         return AutoModelForCausalLM.from_pretrained(
             str(checkpoint.find_folder(name)), dtype=dtype, attn_implementation="sdpa", use_safetensors=True).to(device).eval()
     ours = random_models.random_config(name)
-    config = LlamaConfig(**{field: getattr(ours, field) for field in (
+    plain = Llama(ours, dtype, device)
+    random_models.fill_at_random(plain, 0, ours)
+    return as_transformers(plain, dtype, device)
+
+
+def as_transformers(plain: Llama, dtype: torch.dtype = torch.float32, device: str = "cpu"):
+    """The same weights, if they have not been reordered, in a model of `transformers`."""
+    config = LlamaConfig(**{field: getattr(plain.config, field) for field in (
         "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
         "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings")})
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").to(device).eval()
-    plain = Llama(ours, dtype, device)
-    random_models.fill_at_random(plain, 0, ours)
     model.load_state_dict(plain.weights(), assign=True)
     return model

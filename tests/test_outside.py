@@ -4,9 +4,10 @@ import math
 import random
 
 import pytest
-from support.engines import draw, planned, tiny_model
+from support.engines import draw, plain_model, planned, tiny_model
 
 from benchmarks import outside
+from benchmarks.reference import as_transformers
 from common import restoring
 
 SHORT = dict(QUESTION=16, ANSWER=4, TALKS=4, TURNS=8, SAID=(20, 150), DOCUMENTS=8, LENGTH=80, ASKS=12)
@@ -20,7 +21,7 @@ def bench(monkeypatch):
     monkeypatch.setattr(outside, "draw", lambda rng, model, tokens: draw(rng, tokens))
     monkeypatch.setattr(restoring, "WORTH", math.inf)
     monkeypatch.setattr(restoring, "GRACE", 60.0)
-    return outside.Bench(tiny_model(kv_heads=4))
+    return outside.Bench(tiny_model(kv_heads=4), as_transformers(plain_model(kv_heads=4)))
 
 
 def test_in_conversations_almost_all_that_was_there_is_found(bench):
@@ -28,8 +29,11 @@ def test_in_conversations_almost_all_that_was_there_is_found(bench):
         systems = row["systems"]
         assert {found["equal"] for found in systems.values()} == {row["requests"]}
         assert systems["no cache"]["found"] == 0 < systems["02"]["found"] < systems["03"]["found"]
+        assert 0 < systems["transformers"]["found"] < systems["03"]["found"]
+        for name in ("04", "05", "06", "07"):
+            assert systems[name]["restored"] and systems[name]["found"] > systems["02"]["found"]
         for name in ("04", "05"):
-            assert systems[name]["restored"] and systems[name]["found"] > 0.95 * row["could_be_found"]
+            assert systems[name]["found"] > 0.95 * row["could_be_found"]
 
 
 def test_requests_that_arrive_are_all_accounted_for(bench, monkeypatch):

@@ -3,7 +3,7 @@
     python -m tools.check_docs          name what is not, and exit with 1
 
 Checked: the generated tables; every option of every chapter, with its default; that each chapter takes the commands that
-are shown; links and anchors; files, and names of code where the lessons say where to look, and in the index; that each
+are shown; links and anchors; files, and names of code where the lessons say where to look, and of the terms; that each
 edit of a lesson can be made; routes, fields and statuses; the parts of a lesson. What a lesson shows of a demo is compared
 by tests/test_demos.py, which runs them: `first_difference`.
 """
@@ -26,7 +26,7 @@ README, LESSONS, REFERENCE = ROOT / "README.md", ROOT / "docs/walkthrough.md", R
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "models/classroom/README.md"]
 CHAPTERS = sorted(path.stem for path in ROOT.glob("0[1-9]_*.py"))
 FOLDERS = "benchmarks", "common", "docs", "models", "tests", "tools"
-PARTS = ["By hand", "Run it", "What to see", "Where to look", "One thing to change", "Three questions", "The claim"]
+PARTS = ["The question", "By hand", "Run it", "What to see", "Where to look", "One thing to change", "Three questions"]
 N = r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?"
 VARIES = [  # in what a demo prints: pattern, what becomes of it
     (rf"^ *(?:compute|load|save|storage|link) *\|[^|]*\|(?: idle +{N}%)?$", "<a lane>"),
@@ -210,11 +210,12 @@ def lessons():
     if len(chapters) != len(CHAPTERS):
         yield f"walkthrough.md has {len(chapters)} lessons"
     for name, body in chapters.items():
-        parts = sections(body, 3)
-        if list(parts) != PARTS or not body.strip().startswith("**The question.** "):
+        split = re.split(rf"^\*\*({'|'.join(PARTS)})[.:]", body, flags=re.M)
+        parts = dict(zip(split[1::2], split[2::2]))
+        if list(parts) != PARTS:
             yield f"walkthrough.md, {name}: its parts are {', '.join(parts)}"
             continue
-        if parts["Three questions"].count("<details>") != 3:
+        if len(re.findall(r"^\d\. \*\*.+?\*\* ", parts["Three questions"], re.M | re.S)) != 3:
             yield f"walkthrough.md, {name}: not three questions"
         shown = [line for line in re.findall(r"```console\n\$ .*\n(.*?)```", body, re.S) for line in line.splitlines()]
         if len([line for line in shown if line.strip() not in ("", "...")]) > 15:
@@ -233,11 +234,11 @@ def lessons():
             yield f"walkthrough.md: {file} does not have this line once: {old.strip()}"
         else:
             ast.parse(source.replace(old, new))
-    for term, _, where in tables(text, "term | what it is | in the code"):
+    for term, _, where in tables(REFERENCE.read_text(encoding="utf-8"), "term | what it is | in the code"):
         for file, words in re.findall(r"`([\w/]+\.py)`: ((?:`[\w.]+`(?:, )?)+)", where):
             for word in re.findall(r"`([\w.]+)`", words):
                 if word not in names_in(file):
-                    yield f"walkthrough.md, index, {term}: {file} has no {word}"
+                    yield f"reference.md, terms, {term}: {file} has no {word}"
 
 
 def http():

@@ -81,7 +81,7 @@ def tiny_model(seed: int = 0, kv_heads: int = 2, device: str = "cpu", on_host=Fa
 
 def plain_model(seed: int = 0, kv_heads: int = 2) -> Llama:
     """3 layers x 64, 4 heads, 300 tokens, random weights: large enough ones that early tokens change the
-    answer. `on_host`: the layers' weights, plain."""
+    answer."""
     config = LlamaConfig(
         vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=kv_heads, head_dim=16, max_position_embeddings=CONTEXT,
