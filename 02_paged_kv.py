@@ -556,7 +556,7 @@ class Engine(Line):
             if self.filling.get(prefix) is request:
                 del self.filling[prefix]
         self.pool.release(request.table)
-        request.table, request.computed, request.registered = [], 0, 0
+        request.table, request.computed = [], 0
 
     def counters(self) -> dict:
         """`doubtful`: 1 until measurements of the idle engine agree."""

@@ -61,8 +61,6 @@ class Server:
     def run(self):
         """Step until the server is closed and everybody is answered."""
         while self.engine.busy or not self.closing:
-            if self.closing:                                # the step that ends the last one must not sleep
-                self.engine.wake.set()
             while not self.jobs.empty():
                 function, future = self.jobs.get()
                 try:

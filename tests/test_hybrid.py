@@ -428,6 +428,14 @@ def test_decode_steps_say_what_they_cost():
         assert 4 * 4 <= blocks <= 4 * 5 and rebuild > 0 and forward > 0
 
 
+def test_the_chart_of_a_step_has_what_came_and_what_was_computed():
+    engine = engine_for(Plan(0, 0, 45, 45, 0), rows=8192)
+    engine.generate([Request(draw(random.Random(number), 64), 4) for number in range(4)])
+    spans = hybrid.chart(engine, dict(began=0.0)).spans
+    assert {span.label[0] for span in spans if span.lane == "load"} >= set("aw")
+    assert {span.label[0] for span in spans if span.lane == "compute"} >= set("rf")
+
+
 def test_blocks_are_dealt_anew_when_nothing_runs_and_answers_stay_right():
     engine, rng = engine_for(Plan(0, 90, 0, 0, 0)), random.Random(11)
     sizes = hybrid.sizes_of(MODEL, 16)

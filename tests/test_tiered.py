@@ -372,6 +372,8 @@ def test_storage_is_attached_and_detached_while_others_ask():
         assert right(engine, prompt).found == {}
         forget(engine)
         engine.cache.attach_storage(store.Storage(shelf))
+        settle(engine)
+        assert engine.cache.storage.seconds(1 << 20) > 0  # it has been measured before anybody asks
         assert right(engine, prompt).found == {"storage": 192}
 
 
