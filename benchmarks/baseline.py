@@ -8,20 +8,15 @@ Claims: TBT 1.4 times better on random:tinyllama in float32 and in bfloat16, 1.5
 all engines, and a ratio is the median over rounds of theirs / ours. Chapter 02 has one request, and blocks for
 more; `transformers` runs eager, with each of its caches: dynamic (its default, and what the claims are against),
 static, and on a GPU offloaded to host memory. Also reported: what share of the measured memory bandwidth decode
-reaches, and prefill of the measured matrix rate; the peak of memory beyond the weights, in one more answer; and
-time and peak memory of loading, each in a fresh process.
+reaches, and prefill of the measured matrix rate.
 """
 import argparse
-import ctypes
-import gc
 import importlib
 import json
 import platform
 import statistics
-import subprocess
 import sys
 import time
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -81,66 +76,8 @@ def measure_ours(engine, prompt: list[int], new: int) -> tuple[float, float, lis
     return result.ttft_ms, result.tbt_ms, result.tokens
 
 
-class Memory:
-    """How much more is in use at the peak than now."""
-
-    def __init__(self, device: torch.device):
-        self.on_gpu, self.base = device.type == "cuda", None
-        gc.collect()
-        if self.on_gpu:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            self.base = torch.cuda.memory_allocated()
-            return
-        with suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)             # what was freed goes back, so that it counts when it is used again
-        with suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")               # the peak begins anew
-            self.base = resident_peak()
-
-    def added(self) -> int | None:
-        """Bytes; None where the operating system does not tell."""
-        if self.base is None:
-            return None
-        return max(0, (torch.cuda.max_memory_allocated() if self.on_gpu else resident_peak()) - self.base)
-
-
-def resident_peak() -> int:
-    """Bytes of this process in memory, at most (Linux). Raises OSError elsewhere."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
-
-
 def spread(samples: list[float]) -> dict:
     return {"median": statistics.median(samples), "min": min(samples), "max": max(samples), "samples": samples}
-
-
-def measure_load(name: str, dtype: str, device: str) -> dict:
-    """Seconds and peak resident memory of loading, in a fresh process, beyond what the imports took (Linux)."""
-    code = ("import time, transformers; from common import checkpoint; "
-            "peak = lambda: 1024 * next(int(line.split()[1]) for line in open('/proc/self/status') if 'VmHWM' in line); "
-            "base, begin = peak(), time.perf_counter(); "
-            f"checkpoint.load({name!r}, {dtype!r}, {device!r}); print(time.perf_counter() - begin, peak() - base)")
-    root = str(Path(__file__).resolve().parent.parent)
-    out = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True).stdout
-    seconds, peak = out.split()
-    return {"seconds": float(seconds), "peak_bytes": int(float(peak))}
-
-
-def measure_start(name: str, dtype: str, device: str, rounds: int = 5) -> dict:
-    """Seconds from the interpreter's first line to a model that is loaded, as each `--demo` begins; each in a fresh process,
-    after one that warms the files up."""
-    code = ("import importlib, time; began = time.perf_counter(); importlib.import_module('01_baseline'); "
-            f"from common import checkpoint; checkpoint.load({name!r}, {dtype!r}, {device!r}); "
-            "print(time.perf_counter() - began)")
-    return spread([float(subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).resolve().parent.parent,
-                                        capture_output=True, text=True, check=True).stdout) for _ in range(rounds + 1)][1:])
-
-
-def run_case(name: str, dtype: str, claim: float, device: str, rounds: int, new: int) -> dict:
-    found = compare(name, dtype, claim, device, rounds, new)                    # whose models are gone by now
-    found = dict(found, load=measure_load(name, dtype, device))
-    return found if name.startswith("random:") else dict(found, start_seconds=measure_start(name, dtype, device))
 
 
 def compare(name: str, dtype: str, claim: float, device: str, rounds: int, new: int) -> dict:
@@ -155,7 +92,7 @@ def compare(name: str, dtype: str, claim: float, device: str, rounds: int, new: 
             **{peer: lambda cache=cache: partial(measure_theirs, reference, **cache) for peer, cache in PEERS.items()
                if peer != "offloaded" or device == "cuda"}}
 
-    # 2. They take turns, and then each answers once more from nothing, for its memory
+    # 2. They take turns
     measure, taken, same = {what: made() for what, made in make.items()}, {what: [] for what in make}, {}
     for round_ in tqdm(range(rounds + 1), desc=f"{name} {dtype}", unit="round"):
         answers = {what: call(prompt, new) for what, call in measure.items()}
@@ -164,11 +101,6 @@ def compare(name: str, dtype: str, claim: float, device: str, rounds: int, new: 
         for what, answer in answers.items() if round_ else ():          # the first is the warm-up
             taken[what].append(answer)
     del measure
-    peaks = {}
-    for what, made in make.items():
-        memory = Memory(model.device)
-        made()(prompt, new)
-        peaks[what] = memory.added()
 
     # 3. What each needs at least: bytes for a decoded token, products for the prompt
     weights = sum(p.numel() for p in reference.parameters())
@@ -182,7 +114,7 @@ def compare(name: str, dtype: str, claim: float, device: str, rounds: int, new: 
 
     def figures(what: str) -> dict:
         ttft, tbt = ([answer[index] for answer in taken[what]] for index in (0, 1))
-        return {"ttft_ms": spread(ttft), "tbt_ms": spread(tbt), "peak_memory_bytes": peaks[what],
+        return {"ttft_ms": spread(ttft), "tbt_ms": spread(tbt),
                 "equal_tokens": same[what]["01"], "share_of_bandwidth": read / statistics.median(tbt) * 1e3 / bandwidth,
                 "share_of_matrix_rate": flops / statistics.median(ttft) * 1e3 / rate}
 
@@ -201,7 +133,6 @@ def compare(name: str, dtype: str, claim: float, device: str, rounds: int, new: 
         "decode_bytes_per_token": read, "decode_bytes_per_second": read / tbt,
         "memory_bytes_per_second": bandwidth, "share_of_bandwidth": ours["share_of_bandwidth"],
         "prefill_flops": flops, "matrix_flops_per_second": rate, "share_of_matrix_rate": ours["share_of_matrix_rate"],
-        "peak_memory_bytes": ours["peak_memory_bytes"],
         "paged": dict(figures("02"), **ratios("02")),
         "peers": {peer: dict(figures(peer), ours_over={what: {unit: ratios(what)[f"{unit}_ratio"][peer] for unit in UNITS}
                                                        for what in ("01", "02")})
@@ -233,17 +164,16 @@ def write(benchmark: str, device: str, path: Path | None, **found):
 
 def show(case: dict):
     ours = dict(ttft_ms=case["ttft_ms"]["ours"], tbt_ms=case["tbt_ms"]["ours"], equal_tokens=case["new_tokens"],
-                **{what: case[what] for what in ("share_of_bandwidth", "share_of_matrix_rate", "peak_memory_bytes")})
+                **{what: case[what] for what in ("share_of_bandwidth", "share_of_matrix_rate")})
     peers = {f"transformers, {peer}": figures for peer, figures in case["peers"].items()}
     for what, figures in {"chapter 01": ours, "chapter 02": case["paged"], **peers}.items():
         if "not_run" in figures:
             print(f"  {what:24}not run: {figures['not_run']}")
             continue
-        peak = "" if figures["peak_memory_bytes"] is None else f", peak {figures['peak_memory_bytes'] / 1e6:.0f} MB"
         ttft, tbt = figures["ttft_ms"]["median"], figures["tbt_ms"]["median"]
         print(f"  {what:24}TTFT {ttft:8.2f} ms, {figures['share_of_matrix_rate']:4.0%} of the matrix rate; "
               f"TBT {tbt:7.2f} ms, {figures['share_of_bandwidth']:4.0%} of the bandwidth; "
-              f"{figures['equal_tokens']} tokens equal to chapter 01's{peak}")
+              f"{figures['equal_tokens']} tokens equal to chapter 01's")
     for peer in (peer for peer, figures in case["peers"].items() if "not_run" not in figures):
         for unit in UNITS:
             claimed = (case["claimed_tbt_ratio"] if unit == "tbt" else 1.0) if peer == "dynamic" else None
@@ -270,11 +200,10 @@ def main():
         wanted = [(arguments.model, arguments.dtype or "float32", 1.4)]
     cases = []
     for name, dtype, claim in wanted:
-        case = run_case(name, dtype, claim, device, arguments.rounds, arguments.new_tokens)
+        case = compare(name, dtype, claim, device, arguments.rounds, arguments.new_tokens)
         cases.append(case)
         print(f"\n{name} {dtype}   ({case['equal_tokens']} of {case['new_tokens']} tokens equal)")
         show(case)
-        print(f"  load {case['load']['seconds']:.1f} s, peak memory {case['load']['peak_bytes'] / 1e6:.0f} MB", flush=True)
     write("baseline", device, arguments.json, cases=cases)
 
 

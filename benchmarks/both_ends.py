@@ -13,7 +13,6 @@ overhead  Figure 7: step by step, with the loader beside it over without. Nothin
 trace     storage that is four times slower and faster than computing by turns.
 files     chunks in a real directory, as fast as it is.
 lengths   Figure 5b: the share that is computed, on one bandwidth for all histories.
-rules     how many rows a step takes below the limit: the chapter's rule beside simpler ones.
 bits      16 and 8 bits in a 16-bit model: TTFT, tokens that agree, and the largest error of K and V.
 """
 
@@ -42,13 +41,6 @@ paged, both_ends = importlib.import_module("02_paged_kv"), importlib.import_modu
 HISTORIES = {"classroom": [1024, 1984], "random:small": [1024, 1984], "random:long": [4096]}
 RATIOS, SHARES, SHARED = [16, 8, 4, 2, 1, 0.5, 0.25], [0.9, 0.5, 0.1], [8, 2]  # SHARED: r of the cells with shares
 QUESTION = 16  # tokens
-RULES = {  # rows of a step, of `left` that neither end has
-    "the chapter's": None,
-    "one chunk": lambda left: CHUNK,
-    "two chunks": lambda left: 2 * CHUNK,
-    "half of what is left": lambda left: max(CHUNK, left // 2),
-    "a whole step": lambda left: 512,
-}
 PAPER = dict(compute=0.367, load=0.6055)  # TTFT less than with either alone, on average
 
 
@@ -222,6 +214,11 @@ def show(row: dict):
           f"{row['loaded_chunks']:.1f} loaded" + ", BEHIND" * row["behind"], flush=True)  # fmt: skip
 
 
+def divide(bench: Bench, rows):
+    for request in bench.cache.unmet():
+        request.restoration.portion = rows(request.restoration.limit - request.computed)
+
+
 def overhead(model, tokens: int, rounds: int, ratios: list[float], budget: int = 128) -> dict:
     bench, rows = Bench(model, tokens, budget=budget), []
     alone = statistics.median(bench.ttft("compute")) - statistics.median(bench.ttft("hit"))
@@ -241,34 +238,6 @@ def overhead(model, tokens: int, rounds: int, ratios: list[float], budget: int =
                          over_without=spread(over)))  # fmt: skip
     bench.engine.close()
     return dict(rows=rows)
-
-
-def divide(bench: Bench, rows):
-    for request in bench.cache.unmet():
-        request.restoration.portion = rows(request.restoration.limit - request.computed)
-
-
-def rules(model, tokens: int, rounds: int, ratios: list[float]) -> dict:
-    bench, found = Bench(model, tokens), []
-    alone = statistics.median(bench.ttft("compute")) - statistics.median(bench.ttft("hit"))
-
-    def ruled(rule) -> float:
-        if rule:
-            bench.cache.divide = partial(divide, bench, rule)
-        try:
-            return bench.once("both").outcome.ttft_ms
-        finally:
-            vars(bench.cache).pop("divide", None)
-
-    for ratio in ratios:
-        bench.as_slow(ratio, alone)
-        taken = lesson.in_turn({name: partial(ruled, rule) for name, rule in RULES.items()}, rounds)
-        ours = taken["the chapter's"]
-        over = {name: spread([a / b for a, b in zip(samples, ours)]) for name, samples in taken.items()}
-        found.append(dict(history_tokens=tokens, r=ratio, over_ours=over,
-                          ttft_ms={name: spread(samples) for name, samples in taken.items()}))  # fmt: skip
-    bench.engine.close()
-    return dict(rows=found)
 
 
 def ways(bench: Bench, rounds: int) -> dict:
@@ -346,7 +315,7 @@ def bits(name: str, device: str, tokens: int, rounds: int) -> dict:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["grid", "overhead", "trace", "files", "lengths", "rules", "bits"])
+    parser.add_argument("--only", choices=["grid", "overhead", "trace", "files", "lengths", "bits"])
     parser.add_argument("--model", help="only this model")
     parser.add_argument("--histories", type=int, nargs="+", help="tokens")
     parser.add_argument("--r", type=float, nargs="+", default=RATIOS, help="loading over computing")
@@ -369,7 +338,6 @@ def main():
             "trace": partial(trace, model, longest, rounds),
             "files": partial(files, model, longest, rounds),
             "lengths": partial(lengths, model, [longest // 4, longest // 2, longest], rounds),
-            "rules": partial(rules, model, longest, rounds, arguments.r),
             "bits": partial(bits, name, arguments.device, min(longest, 1024), rounds),
         }
         for claim, measure in measures.items():

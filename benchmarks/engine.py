@@ -13,19 +13,14 @@ burst        30 questions about one document of 1,024 tokens at once, the device
              document on the device, and one restoration.
 overhead     a step besides the model, per request, with 64 running: at most 50 microseconds. Admission, which must
              not grow with the number of cached blocks.
-together     servers of chapters 02 and 03 (--chapters) started at once: a minute later, without requests
-             between, TTFT of a hit is within 1.2 of a server that was started alone, and the hit is loaded.
 """
 
 import argparse
 import importlib
-import json
 import random
 import statistics
-import subprocess
 import sys
 import time
-import urllib.request
 from functools import partial
 from pathlib import Path
 
@@ -41,7 +36,6 @@ from common.requests import Request  # noqa: E402
 baseline, paged, offload = (
     importlib.import_module(name) for name in ("01_baseline", "02_paged_kv", "03_cpu_offload")
 )
-ROOT = Path(__file__).resolve().parent.parent
 MODELS = {
     "throughput": ["classroom"],
     "host": ["random:small", "classroom"],
@@ -201,76 +195,13 @@ def seconds(what) -> float:
     return time.perf_counter() - began
 
 
-def together(arguments) -> list[dict]:
-    """A server each, in processes of their own, as a user starts them."""
-    length, rows = 1000, []
-    words = " ".join(f"word{number % 97}" for number in range(length // 7))
-    for how, groups in (
-        ("alone", [[name] for name in arguments.chapters]),
-        ("together", [arguments.chapters]),
-    ):
-        for names in groups:
-            ports = {name: 5750 + number for number, name in enumerate(names)}
-            command = [sys.executable, "{}.py", "--model", arguments.model or "random:small", "--port", "{}"]
-            servers = [
-                subprocess.Popen([word.format(name) if word == "{}.py" else word.format(port) for word in command],
-                                 cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-                for name, port in ports.items()
-            ]  # fmt: skip
-            try:
-                for port in ports.values():
-                    wait_for(port)
-                time.sleep(arguments.pause)
-                rows += [
-                    dict(started=how, chapter=name, **hits(port, words, arguments.rounds))
-                    for name, port in ports.items()
-                ]
-            finally:
-                for server in servers:
-                    server.terminate()
-                for server in servers:
-                    server.wait()
-    return rows
-
-
-def post(port: int, path: str, body: dict) -> dict:
-    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", json.dumps(body).encode())
-    with urllib.request.urlopen(request, timeout=600) as reply:
-        return json.loads(reply.read())
-
-
-def wait_for(port: int, seconds: float = 120):
-    until = time.monotonic() + seconds
-    while True:
-        try:
-            return urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).read()
-        except OSError:
-            if time.monotonic() > until:
-                raise
-            time.sleep(0.2)
-
-
-def hits(port: int, words: str, rounds: int) -> dict:
-    """Ask about the same words again and again, the device evicted before; the first one is computed."""
-    samples, sources, decisions = [], [], []
-    for number in range(rounds + 1):
-        reply = post(port, "/generate", dict(prompt=f"{words} question {number}", max_tokens=1))
-        if number:
-            samples.append(reply["ttft_ms"])
-            sources.append(reply["source"])
-            decisions += reply["decisions"]
-        time.sleep(0.5)
-        post(port, "/evict", dict(tier="device"))
-    return dict(ttft_ms=spread(samples), sources=sources, decisions=decisions)
-
-
 def show(part: str, name: str, rows: list[dict]):
     for row in rows:
         words = []
         for what, value in row.items():
             if isinstance(value, dict) and "median" in value:
                 words.append(f"{what} {value['median']:.3g} ({value['min']:.3g} to {value['max']:.3g})")
-            elif what != "decisions":
+            else:
                 words.append(f"{what} {value:.4g}" if isinstance(value, float) else f"{what} {value}")
         print(f"{part} {name}: " + ", ".join(words), flush=True)
 
@@ -279,20 +210,12 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", choices=[*MODELS, "together"])
+    parser.add_argument("--only", choices=MODELS)
     parser.add_argument("--model", help="only this model")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--rounds", type=cli.bounded(int, 1, 1000), default=5)
-    parser.add_argument(
-        "--chapters", nargs="+", default=["02_paged_kv", "03_cpu_offload"], help="of the part together"
-    )
-    parser.add_argument(
-        "--pause", type=float, default=60.0, help="seconds without requests, of the part together"
-    )
-    parser.add_argument(
-        "--json", type=Path, help="where the results go (default benchmarks/results/engine-DEVICE.json)"
-    )
+    parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
     device = checkpoint.pick_device(arguments.device)
     set_imports_aside()
@@ -304,9 +227,6 @@ def main():
                 rows = globals()[part](bench)
                 found[f"{part} {name}"] = rows
                 show(part, name, rows)
-    if arguments.only in (None, "together"):
-        found["together"] = together(arguments)
-        show("together", arguments.model or "random:small", found["together"])
     write("engine", device, arguments.json, found=found)
 
 

@@ -44,7 +44,6 @@ from transformers import DynamicCache
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.baseline import generate, spread, write  # noqa: E402
 from benchmarks.both_ends import both_ends  # noqa: E402
-from benchmarks.engine import post  # noqa: E402
 from benchmarks.planned import QUESTION, bubble_free, draw, hidden_states, offload, paged  # noqa: E402
 from benchmarks.reference import one_sentence, reference_model, set_imports_aside  # noqa: E402
 from benchmarks.tiered import tiered  # noqa: E402
@@ -76,6 +75,12 @@ DRAIN = 3.0  # seconds behind the last arrival
 
 
 # 1. From outside -------------------------------------------------------------------------------
+
+
+def post(port: int, path: str, body: dict) -> dict:
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", json.dumps(body).encode())
+    with urllib.request.urlopen(request, timeout=600) as reply:
+        return json.loads(reply.read())
 
 
 class Process:
@@ -284,6 +289,7 @@ class Transformers:
 
     def __init__(self, model, device: int):
         self.model, self.device = model, device
+        model.generation_config.eos_token_id = None  # all answers are as long
         self.caches: OrderedDict[int, tuple] = OrderedDict()  # text -> (cache, tokens in it), least recently used first
 
     def ask(self, text: int, prompt: list[int], new: int) -> Answer:

@@ -28,11 +28,3 @@ def test_a_cell_of_the_grid_says_what_was_loaded_and_how_far_the_bound_is(model)
 @pytest.mark.parametrize("ratios, behind", [*CELLS, ([0.9, 1.07, 1.08], True)])
 def test_behind_is_a_median_above_three_percent_whose_spread_is_above_one(ratios, behind):
     assert both_ends.is_behind(ratios) == behind
-
-
-def test_each_rule_says_how_many_rows_a_step_takes(model, monkeypatch):
-    asked = []
-    rules = {"the chapter's": None, "ours": lambda left: asked.append(left) or left}
-    monkeypatch.setattr(both_ends, "RULES", rules)
-    (row,) = both_ends.rules(model, 192, 2, [1.0])["rows"]
-    assert asked and list(row["over_ours"]) == list(rules)

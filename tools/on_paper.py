@@ -18,7 +18,6 @@ import importlib
 from typing import NamedTuple
 
 from common.link import PLATFORMS, SHARE_OF_PEAK
-from common.timeline import Span, Timeline
 
 planner = importlib.import_module("05_bubble_free")
 Costs = planner.Costs
@@ -342,33 +341,6 @@ def later(rows: list):
                       f"{tokens / seconds['chapter 05']:>11,.0f}{over_kv:>9.2f}{over_recomputing:>11.2f}  {counts(plan)}")
 
 
-def pipelines():
-    model = MODELS[1]
-    costs, plans = on_ssds(model, 1), []
-    for plan in (best_on_paper(model.layers, costs, "H"), best_plan(model.layers, costs)):
-        plans.append((plan, simulate(plan, costs)))
-    print(f"\nPredicted pipeline: 13B, one A100, one SSD, {TOKENS:,} tokens")
-    for plan, timeline in plans:
-        print(f"  {plan}: {counts(plan)}, {timeline.end * 1e3:.1f} ms, {TOKENS / timeline.end:,.0f} tokens/s")
-        print(timeline.chart(width=round(100 * timeline.end / plans[0][1].end)))
-
-
-def simulate(plan: str, costs: Costs) -> Timeline:
-    """What `planner.plan_seconds` adds up: of the last R layer only K and V are needed."""
-    timeline, recompute = Timeline(), plan.count("R")
-    link, processor = 0.0, (recompute - 1) * costs.recompute + costs.project if recompute else 0.0
-    timeline.spans = [Span("compute", "R", 0.0, processor)] if recompute else []
-    for _ in range(plan.count("H")):
-        timeline.spans.append(Span("load", "H", link, link + costs.load_states))
-        link += costs.load_states
-        start = max(link, processor)
-        processor = start + costs.project
-        timeline.spans.append(Span("compute", "H", start, processor))
-    if "K" in plan:
-        timeline.spans.append(Span("load", "K", link, link + plan.count("K") * costs.load_kv))
-    return timeline
-
-
 def main() -> dict:
     """Print all tables. -> {"rows": [{table, name, paper, ours, difference, verdict, ...}],
     "agree", "compared"}, for a JSON file; `paper` is a number, a range or, on our own account, None."""
@@ -378,7 +350,6 @@ def main() -> dict:
           + f".\nOther GPUs, and recomputing, are taken to reach it. Single values agree within {NEAR:.0%}, layers within one.")
     for table in (factors, schedules, gpus, ssds, contexts, ablation, partitions, later):
         table(rows)
-    pipelines()
     compared = [row for row in rows if row["paper"] is not None]
     agree = sum(row["verdict"] == "yes" for row in compared)
     near = sum(row["verdict"] != "yes" and abs(row["difference"]) <= NEAR * abs(row["ours"]) for row in compared)

@@ -259,14 +259,12 @@ def baseline(results: dict) -> str:
                              spread(over["ttft"]), milliseconds(tbt), spread(over["tbt"]), asked,
                              f"{ours['share_of_matrix_rate']:.0%}", f"{ours['share_of_bandwidth']:.0%}",
                              f"{ours['equal_tokens']} of {case['new_tokens']}"])
-    loads = [f"{case['model']}, {case['dtype']}: {case['load']['seconds']:.1f} s, {case['load']['peak_bytes'] / 1e6:,.0f} MB"
-             for case in file["cases"]]
     unrun = sorted({f"{name} ({peer['not_run']})" for case in file["cases"] for name, peer in case["peers"].items()
                     if "not_run" in peer})
     return paragraphs(conditions(file), table(
         "model, chapter, cache of `transformers` | TTFT, ours | times as fast | TBT, ours | times as fast | claimed | "
         "TTFT: share of the matrix rate | TBT: share of memory bandwidth | tokens equal", rows),
-        f"Loading, in a fresh process: {'; '.join(loads)}." + (f" Not run: {listed(unrun)}." if unrun else ""))
+        f"Not run: {listed(unrun)}." if unrun else "")
 
 
 def engine(results: dict) -> str:
@@ -294,10 +292,6 @@ def engine(results: dict) -> str:
                 [f"{row['history']:,}", f"{row['bytes_restored'] / 1e6:.1f} MB", f"{row['link_gbps']:.3f} GB/s",
                  milliseconds(row["ttft_ms"]), milliseconds(row["device_hit_ms"]), spread(row["restoration_over_bound"]),
                  spread(row["ttft_over_bound"])] for row in each])]
-    texts += ["**Servers** that were started alone, and together:", table("chapter | started | TTFT of a hit | loaded", [
-        [row["chapter"], row["started"], spread(row["ttft_ms"], " ms"),
-         share(sum(words.endswith("loaded") for words in row["decisions"]), len(row["sources"]))]
-        for row in found["together"]])] if "together" in found else []
     return paragraphs(conditions(file), table("what | measured | asked", rows), *texts)
 
 
@@ -418,11 +412,6 @@ def both_ends(results: dict) -> str:
             texts += [f"**{model}**, a step of {rows[0]['step_tokens']} tokens with the loader beside it, over one without:", table(
                 "r | GB/s | steps with over without", [[f"{row['r']:g}", number(row["gbps"]), spread(row["over_without"])]
                                                         for row in rows])]
-        if claim == "rules":
-            names = [name for name in rows[0]["over_ours"]][1:]
-            texts += [f"**{model}**, {rows[0]['history_tokens']:,} tokens: TTFT with another rule for the rows of a step, over the chapter's:",
-                      table(" | ".join(["r", *names]), [[f"{row['r']:g}", *(spread(row["over_ours"][name]) for name in names)]
-                                                          for row in rows])]
         if claim in ("trace", "files", "lengths"):
             title = dict(trace="storage that changes its speed", files="a real directory", lengths="one storage for all histories")
             texts += [f"**{model}**, {title[claim]}:", table(
