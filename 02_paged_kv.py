@@ -150,7 +150,8 @@ class BlockPool:
             self.references[block] += 1
 
     def release(self, blocks: list[int]):
-        """Take a reference from each, the last block first, so that a chain is evicted from its end."""
+        """Take a reference from each, the last block first, so that a chain is evicted from its end: what comes
+        before `blocks` is as recent, though a copy of theirs may have ended long after their request."""
         for block in reversed(blocks):
             self.references[block] -= 1
             if self.references[block] == 0:
@@ -159,6 +160,11 @@ class BlockPool:
                     self.free[block] = 1
                 else:
                     self.cached[block] = None
+        prefix = self.prefix_of[blocks[0]] if blocks else None
+        while prefix is not None and (before := self.block_of.get(prefix.parent)) is not None:
+            if before in self.cached:
+                self.cached.move_to_end(before)
+            prefix = prefix.parent
 
     def register(self, block: int, prefix: Prefix):
         """`block` holds `prefix` from now on, unless another block does already."""

@@ -14,6 +14,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.both_ends import is_behind  # noqa: E402
+
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
@@ -91,6 +94,15 @@ def grid(key: str, **wanted) -> Callable:
     return read
 
 
+def in_conversations(chapter: str) -> Callable:
+    def read(found: list) -> Iterable[Cell]:
+        for model, row in rows(found, "conversations"):
+            over = row["of_03"][chapter]
+            restored = row["systems"][chapter]["restored"]
+            yield Cell(f"{model}, {row['what']}", median(over), restored, is_behind(over["samples"]))
+    return read
+
+
 def mix(key: str, *models: str) -> Callable:
     return lambda found: [
         Cell(f"{model}, {row['at_once']} at once", median(row[key]), median(row["storage"]))
@@ -165,6 +177,8 @@ CLAIMS = [
           (">=", 1.6), "planned", planned("05", LINK)),
     Claim("05", "the same where both take as long", "-", (">=", 1.1), "planned", planned("05", EVEN)),
     Claim("05", "the same where computing is the bottleneck", "-", (">=", 1.0), "planned", planned("05", SLOW)),
+    Claim("05", "asked in turn, in conversations and of documents, no later than K and V: TTFT over that of 03",
+          "HCache, figure 15: 0.6", ("behind", 0), "outside", in_conversations("05")),
     Claim("06", "TTFT of the better of computing and loading over that of both, r = 1", "Cake, 6.1: at most 2",
           (">=", 1.3), "both_ends", grid("better_over_both", r=1, share=1.0)),
     Claim("06", "both is in no cell behind the better one", "-", ("behind", 0), "both_ends", grid("better_over_both")),

@@ -130,6 +130,18 @@ def test_the_least_recently_used_chain_is_evicted_first_from_its_end():
     assert sorted(pool.allocate(2)) == sorted([old[0], young[2]])
 
 
+def test_a_copy_that_ends_after_its_request_does_not_turn_a_chain_round():
+    pool, chain = paged.BlockPool(6, 1), chain_of(4)
+    blocks = pool.allocate(4)
+    for block, prefix in zip(blocks, chain):
+        pool.register(block, prefix)
+    pool.share(blocks[2:])  # they are being saved
+    pool.release(blocks)
+    for block in blocks[2:]:
+        pool.release([block])
+    assert list(pool.cached) == blocks[::-1]
+
+
 def test_what_was_used_is_evicted_later():
     pool = paged.BlockPool(6, 1)
     (first, _), (second, _) = cached(pool, 3), cached(pool, 3, 50)

@@ -210,10 +210,11 @@ def outside_servers(rows: list[dict]) -> str:
 
 def outside_conversations(rows: list[dict]) -> str:
     return table("asked, tokens that the device holds | system | found (there before) | restored tokens | TTFT p50 | p99 | "
-                 "answers equal", [
+                 "TTFT over 03's, median | answers equal", [
                      [f"{row['what']}: {row['device_tokens']:,} of {row['tokens']:,}" * (name == "no cache"), name,
                       f"{found['found']:.1%} ({row['could_be_found']:.1%})", f"{found['restored']:,}",
-                      *(milliseconds(found["ttft_ms"][share]) for share in ("p50", "p99")), share(found["equal"], row["requests"])]
+                      *(milliseconds(found["ttft_ms"][share]) for share in ("p50", "p99")),
+                      f"{row['of_03'][name]['median']:.2f}", share(found["equal"], row["requests"])]
                      for row in rows for name, found in row["systems"].items()])
 
 
