@@ -150,8 +150,8 @@ class BlockPool:
             self.references[block] += 1
 
     def release(self, blocks: list[int]):
-        """Take a reference from each, the last block first, so that a chain is evicted from its end: what comes
-        before `blocks` is as recent, though a copy of theirs may have ended long after their request."""
+        """Take a reference from each, the last block first, so that a chain is evicted from its end. What
+        comes before `blocks` is as recent, though a copy of theirs may have ended long after their request."""
         for block in reversed(blocks):
             self.references[block] -= 1
             if self.references[block] == 0:

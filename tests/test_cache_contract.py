@@ -58,6 +58,37 @@ def test_the_models_answers_depend_on_what_is_far_back():
     assert Oracle().depends_on_far_context() >= 0.9
 
 
+def blocks_in(pool, pieces: list[torch.Tensor]) -> set[int]:
+    """The blocks of `pool`, if its memory is [L, 2, blocks, ...], at which a copy's pieces begin."""
+    memory, found = pool.memory, set()
+    for piece in pieces if memory is not None and memory.dim() == 6 else ():
+        if piece.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr():
+            found.add((piece.storage_offset() - memory.storage_offset()) // memory.stride(2) % memory.shape[2])
+    return found
+
+
+def test_what_a_copy_uses_is_referenced_and_found_only_when_it_is_there(cache):
+    engine, rng, looked_at = engine_for(cache, 40), random.Random(13), 0
+    documents = [draw(rng, 100) for _ in range(4)]
+    with faulty(rng, late=1.0, delay=0.2) as copies:
+        for _ in range(12):
+            engine.submit(request := Request(rng.choice(documents) + draw(rng, 8), 2))
+            while request.outcome is None:
+                engine.step()
+                for transfer, dst, src in copies.copies:
+                    for pool in engine.pools.values():
+                        written, read = blocks_in(pool, dst), blocks_in(pool, src)
+                        idle = {block for block in written | read if not pool.references[block]}
+                        known = {block for block in written if pool.prefix_of[block] is not None}
+                        if transfer.ready:
+                            continue
+                        looked_at += len(written | read)
+                        assert not idle, "whatever a copy reads or writes is referenced until the copy is over"
+                        assert not known, "nothing is registered before it has arrived"
+    assert_equal(request, rule="restored tokens are those that were computed")
+    assert looked_at or cache in CACHES and cache not in ("host", "tiered")
+
+
 @pytest.mark.parametrize("size, budget", [(1, 512), (4, 16), (16, 512), (16, 7), (32, 64)])
 def test_what_left_the_device_comes_back(cache, size, budget):
     engine, rng = engine_for(cache, 1024 // size, block_size=size, token_budget=budget), random.Random(size)

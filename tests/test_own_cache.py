@@ -7,7 +7,12 @@ import sys
 import pytest
 from conftest import ROOT
 
-WRONG = {  # what is changed in docs/my_cache.py, and the rule that the contract names
+RULES = {
+    "registered too early": "nothing is registered before it has arrived",
+    "a reference forgotten": "whatever a copy reads or writes is referenced",
+    "a late copy used": "restored tokens are those that were computed",
+}
+WRONG = {  # what is changed in docs/my_cache.py
     "registered too early": [("                self.saving.add(prefix)\n", "                self.host.register(place, prefix)\n"),
                              ("        if arrived:\n", "        if arrived and False:\n")],
     "a reference forgotten": [("(self.pool, [block]), (self.host, [place]), then", "(self.host, [place]), then")],
@@ -38,4 +43,4 @@ def test_a_mistake_is_caught(mistake, tmp_path):
         source = source.replace(right, wrong)
     code, said = judged(tmp_path, source)
     assert code == 1, f"{mistake}: nobody noticed"
-    assert "AssertionError: " in said
+    assert f"AssertionError: {RULES[mistake]}" in said

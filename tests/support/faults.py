@@ -37,12 +37,18 @@ class Faults:
         self.broken = dict.fromkeys(lanes, 0)  # how many more copies of the lane write noise
         self.failed = self.delayed = self.noise = 0
         self.pending: list[threading.Timer] = []
+        self.copies: list[tuple[Transfer, list, list]] = []  # each with what it writes and reads
 
     def copy(self, link: Link, dst, src, label: str) -> Transfer:
-        if link.lane not in self.lanes:
-            return COPY(link, dst, src, label)
         dst = [dst] if isinstance(dst, torch.Tensor) else list(dst)
         src = [src] if isinstance(src, torch.Tensor) else list(src)
+        transfer = self.injected(link, dst, src, label)
+        self.copies = [copy for copy in self.copies if not copy[0].ready] + [(transfer, dst, src)]
+        return transfer
+
+    def injected(self, link: Link, dst, src, label: str) -> Transfer:
+        if link.lane not in self.lanes:
+            return COPY(link, dst, src, label)
         if self.broken[link.lane]:
             self.broken[link.lane] -= 1
             self.noise += 1
