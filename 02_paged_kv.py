@@ -151,7 +151,7 @@ class BlockPool:
 
     def release(self, blocks: list[int]):
         """Take a reference from each, the last block first, so that a chain is evicted from its end. What
-        comes before `blocks` is as recent, though a copy of theirs may have ended long after their request."""
+        comes before them is as recent, though a copy of theirs may have ended long after their request."""
         for block in reversed(blocks):
             self.references[block] -= 1
             if self.references[block] == 0:

@@ -10,7 +10,7 @@ from benchmarks import outside
 from benchmarks.reference import as_transformers
 from common import restoring
 
-SHORT = dict(QUESTION=16, ANSWER=4, TALKS=4, TURNS=8, SAID=(20, 150), DOCUMENTS=8, LENGTH=80, ASKS=12)
+SHORT = dict(QUESTION=16, ANSWER=4, TALKS=4, TURNS=5, SAID=(20, 150), DOCUMENTS=8, LENGTH=80, ASKS=12)
 
 
 @pytest.fixture
