@@ -96,12 +96,13 @@ def run(chapter: str, arguments, make_engine, demo, compare, load):
     # 1. What cannot work fails now, not after a minute of work
     if (arguments.input is None) != (arguments.output is None):
         raise RequestError("--input FILE and --output FILE go together: the requests, and their answers.")
+    for name, verb in dict(input="read", json="write", trace="write", output="write").items():
+        if path := getattr(arguments, name):
+            try:
+                path.open("r" if verb == "read" else "a").close()
+            except OSError as error:
+                raise OSError(f"Cannot {verb} '{path}' ({error.strerror}); choose another file.") from None
     lines = arguments.input.read_bytes().splitlines() if arguments.input else None
-    for path in filter(None, (arguments.json, arguments.trace, arguments.output)):
-        try:
-            path.open("a").close()
-        except OSError as error:
-            raise OSError(f"Cannot write '{path}' ({error.strerror}); choose another file.") from None
     serving = not arguments.demo and arguments.prompt is None and lines is None
     listener = server.listen(arguments.host, arguments.port) if serving else None
 
