@@ -69,12 +69,27 @@ def blocks_in(pool, pieces: list[torch.Tensor]) -> set[int]:
 
 def test_what_a_copy_uses_is_referenced_and_found_only_when_it_is_there(cache):
     engine, rng, looked_at = engine_for(cache, 40), random.Random(13), 0
-    documents = [draw(rng, 100) for _ in range(4)]
-    with faulty(rng, late=1.0, delay=0.2) as copies:
-        for _ in range(12):
+    documents, memory, before_layer = [draw(rng, 100) for _ in range(2)], engine.pool.memory, engine.before_layer
+
+    def watched(index, hidden, batch):
+        before_layer(index, hidden, batch)
+        tables = {block for request, _ in batch.work for block in request.table}
+        for transfer, dst, _ in copies.copies:
+            layer = [piece for piece in dst if piece.shape[0] == 2]  # [2, block_size, ...]: of one layer
+            layer = [piece for piece in layer if piece.storage_offset() // memory.stride(0) == index]
+            if tables & blocks_in(engine.pool, layer) and not transfer.ready:
+                early.append(transfer)  # the engine would take an exception for a step that failed
+
+    engine.before_layer, early = watched, []
+    with faulty(rng, late=1.0, delay=0.1) as copies:
+        for number in range(10):
+            if number % 2:
+                settle(engine)
+                evict(engine)
             engine.submit(request := Request(rng.choice(documents) + draw(rng, 8), 2))
             while request.outcome is None:
                 engine.step()
+                assert not early, "a layer is computed when its history is there"
                 for transfer, dst, src in copies.copies:
                     for pool in engine.pools.values():
                         written, read = blocks_in(pool, dst), blocks_in(pool, src)

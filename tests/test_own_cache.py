@@ -10,7 +10,7 @@ from conftest import ROOT
 RULES = {
     "registered too early": "nothing is registered before it has arrived",
     "a reference forgotten": "whatever a copy reads or writes is referenced",
-    "a late copy used": "restored tokens are those that were computed",
+    "a late copy used": "a layer is computed when its history is there",
 }
 WRONG = {  # what is changed in docs/my_cache.py
     "registered too early": [("                self.saving.add(prefix)\n", "                self.host.register(place, prefix)\n"),
@@ -43,4 +43,4 @@ def test_a_mistake_is_caught(mistake, tmp_path):
         source = source.replace(right, wrong)
     code, said = judged(tmp_path, source)
     assert code == 1, f"{mistake}: nobody noticed"
-    assert f"AssertionError: {RULES[mistake]}" in said
+    assert f"AssertionError: {RULES[mistake]}" in said, said[-3000:]
