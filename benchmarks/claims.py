@@ -5,7 +5,7 @@
 
 Each claim reads cells from the results of one benchmark: a ratio, with its spread where there is one, and what the row
 has exercised (tokens restored, chunks loaded, blocks rebuilt). A cell that exercised nothing says nothing, and does not
-count. A claim holds if all its cells do, or for `best` one of them.
+count. A claim holds if all its cells do.
 """
 
 import json
@@ -34,7 +34,6 @@ class Claim(NamedTuple):
     asked: tuple[str, float]  # such as (">=", 1.4)
     benchmark: str
     cells: Callable[[list], Iterable[Cell]]  # (what it has found) -> cells
-    best: bool = False
 
 
 def median(figure) -> float:

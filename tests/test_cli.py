@@ -163,7 +163,7 @@ def test_who_reads_only_the_beginning_ends_it_quietly():
     ("no.such.host.invalid", ["--host", "no.such.host.invalid"]), ("Cannot listen", ["--host", "x" * 99]),
     ("/no/such/x.json", [*TINY, "--json", "/no/such/x.json"]),
     ("'/'", [*TINY, "--prompt", "Hello", "--trace", "/"]),
-    ("Cannot read '/no/such", [*TINY, "--input", "/no/such.jsonl", "--output", "/tmp/replies.jsonl"]),
+    ("Cannot read '/no/such", [*TINY, "--input", "/no/such.jsonl", "--output", "/no/such.out"]),
 ], ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "")
 def test_wrong_input_ends_with_one_clear_line(monkeypatch, capsys, words, arguments):
     line = refused_here(monkeypatch, capsys, *arguments)
