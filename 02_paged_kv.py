@@ -575,7 +575,7 @@ class Engine(Line):
 
 # 6. The demo -----------------------------------------------------------------------------------
 
-CONVERSATIONS, QUESTIONS = 16, 16
+CONVERSATIONS = 16
 
 
 def demo(model, frontend: Frontend, arguments):
@@ -583,73 +583,57 @@ def demo(model, frontend: Frontend, arguments):
     # 1. Ask: conversations of four lengths. The first computes the system prompt, the others find it
     rng, new, context = random.Random(0), max(2, min(arguments.max_tokens, 12)), frontend.context
     engine, size = make_engine(model, arguments), arguments.block_size
-    parts = [context // (24, 12, 6, 4)[number % 4] for number in range(CONVERSATIONS)]
-    plain = [lesson.conversation(frontend, rng, tokens) for tokens in parts]
+    lengths = [context // (24, 12, 6, 4)[number % 4] for number in range(CONVERSATIONS)]
+    talks = [lesson.conversation(frontend, rng, tokens) for tokens in lengths]
     system = dict(role="system", content=lesson.document(frontend, rng, context // 4))
-    first, *others = [frontend.request(messages=[system, *messages], max_tokens=new) for messages in plain]
-    tables = {**together(engine, [first]), **together(engine, others)}
-    verified = lesson.equal_to_baseline(model, [first, *others])
+    asked = [frontend.request(messages=[system, *messages], max_tokens=new) for messages in talks]
+    engine.generate(asked[:1])
+    engine.generate(asked[1:])
+    verified = lesson.equal_to_baseline(model, asked)
 
     # 2. Memory: a block is held once, however many tables it is in
-    tokens = sum(len(request.tokens) - 1 for request in [first, *others])
+    tokens = sum(len(request.tokens) - 1 for request in asked)
+    own = sum(engine.pool.num_blocks(len(request.tokens) - 1) for request in asked)
+    found = sum(request.cached_tokens for request in asked) // size
+    slots = {
+        f"{context} tokens reserved for each": CONVERSATIONS * context,
+        f"blocks of {size}, each its own": own * size,
+        f"blocks of {size}, shared": (own - found) * size,
+    }
     megabytes = model.config.kv_numbers_per_token * model.dtype.itemsize / 1e6  # K and V of one token
+    rows = []
     print(f"Memory of {CONVERSATIONS} conversations, {tokens} tokens:")
-    rows, distinct = [], len(set().union(*tables.values()))
-    for what, slots in (
-        (f"{context} tokens reserved for each", CONVERSATIONS * context),
-        (f"blocks of {size}, each its own", sum(map(len, tables.values())) * size),
-        (f"blocks of {size}, shared", distinct * size),
-    ):
-        rows.append(dict(memory=what, mb=slots * megabytes, tokens_per_slot=tokens / slots))
-        print(f"  {what:32}{slots * megabytes:8.1f} MB, {tokens / slots:5.2f} tokens a slot")
-    table, at, shared = tables[others[0].id], len(others[0].tokens) - 2, others[0].cached_tokens // size
-    print(
-        f"  A table: {table}\n  Its token {at} is in slot table[{at // size}] * {size} + {at % size} = "
-        f"{table[at // size] * size + at % size}; its first {shared} blocks are shared.\n"
-    )
+    for way, count in slots.items():
+        rows.append(dict(memory=way, mb=count * megabytes, tokens_per_slot=tokens / count))
+        print(f"  {way:32}{count * megabytes:8.1f} MB, {tokens / count:5.2f} tokens a slot")
 
-    # 3. Time: a prefix that is found is not computed
-    prompt = first.tokens[: first.prompt_tokens]
+    # 3. Time: a prefix that is found is not computed, and the weights are read once for all who decode
+    prompt = asked[0].tokens[: asked[0].prompt_tokens]
     ways = {
         "miss (other salt)": lambda: lesson.ask(engine, prompt, cache_salt=str(rng.random())).outcome.ttft_ms,
         "gpu_hit": lambda: lesson.ask(engine, prompt).outcome.ttft_ms,
     }
-    rows += lesson.compare(f"TTFT behind {len(prompt)} tokens", ways, "ttft_ms", "ms")
-
-    # 4. Throughput: the weights are read once for all who decode
-    questions = [frontend.encode(None, messages[-1:])[0] for messages in plain[:QUESTIONS]]
-    last: list[Request] = []
+    rows += lesson.compare(f"\nTTFT behind {len(prompt)} tokens", ways, "ttft_ms", "ms")
+    questions = [frontend.encode(None, messages[-1:])[0] for messages in talks]
 
     def rate(engine, concurrent: int) -> float:
-        began = time.perf_counter()
-        for at in range(0, QUESTIONS, concurrent):
-            options = dict(cache_salt=str(rng.random()))
-            last[:] = [Request(tokens, new, options=options) for tokens in questions[at : at + concurrent]]
-            engine.generate(last)
-        return QUESTIONS * new / (time.perf_counter() - began)
+        began, salt = time.perf_counter(), dict(cache_salt=str(rng.random()))
+        for at in range(0, CONVERSATIONS, concurrent):
+            some = questions[at : at + concurrent]
+            engine.generate([Request(question, new, options=salt) for question in some])
+        return CONVERSATIONS * new / (time.perf_counter() - began)
 
     ways = {"chapter 01, one by one": lambda: rate(baseline.Engine(model), 1)}
     ways.update({f"{number} at once": functools.partial(rate, engine, number) for number in (1, 4, 16)})
-    print()
-    title = f"{QUESTIONS} questions, {new} tokens an answer"
+    title = f"\n{CONVERSATIONS} questions, {new} tokens an answer"
     rows += lesson.compare(title, ways, "tokens_per_second", "tokens/s")
+    timeline = engine.over[-1].timeline
     print(
-        f"\nOne of the {QUESTIONS} (p: prefill, d: decode)\n{last[0].timeline.chart()}\n\n"
+        f"\nOne of the {CONVERSATIONS} (p: prefill, d: decode)\n{timeline.chart()}\n\n"
         "One at a time, blocks save memory and not time. And a prefix that the pool has dropped is computed\n"
         "again. Where else could it have been kept? Chapter 03."
     )
-    return dict(link=None, verified=verified, rows=rows, counters=engine.counters()), [last[0].timeline]
-
-
-def together(engine: Engine, requests: list[Request]) -> dict[int, list[int]]:
-    """Answer them all -> the block table of each when it was longest."""
-    tables = {}
-    for request in requests:
-        engine.submit(request)
-    while any(request.outcome is None for request in requests):
-        engine.step()
-        tables.update({request.id: list(request.table) for request in engine.running})
-    return tables
+    return dict(link=None, verified=verified, rows=rows, counters=engine.counters()), [timeline]
 
 
 # 7. Main ---------------------------------------------------------------------------------------
