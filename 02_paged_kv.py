@@ -9,7 +9,7 @@ numbers, and takes the next block when the last one is full:
 
     token at position p -> slot table[p // 16] * 16 + p % 16       table [12, 5, 3]: token 20 is in slot 84
 
-A full block is known by its prefix: its tokens after those of all blocks before it. A request whose tokens
+A full block is known by its prefix: its own tokens and all that come before them. A request whose tokens
 begin with the same prefixes points at the blocks that hold them; a block that no table holds any more stays
 cached until the pool needs it. In every step one forward pass serves everybody who runs: one token for each
 who decodes, and chunks of prefill for the rest of the budget.
@@ -95,8 +95,13 @@ class Prefixes:
 # 2. Blocks -------------------------------------------------------------------------------------
 
 class BlockPool:
-    """Numbers of blocks. Each block is free, cached (unreferenced, but its prefix finds it) or referenced, by
-    block tables and by whatever still copies from or to it. `memory`, if set, holds their contents."""
+    """Which block holds what. A block is known by its number; `memory`, if set, has the contents.
+
+        free --allocate--> referenced --release--> cached if a prefix finds it, else free
+                           referenced <---share--- cached
+        free <-------------------------------evict cached; by way of `leaving` while somebody reads it
+
+    Referenced by block tables, and by whatever still copies from or to it."""
 
     def __init__(self, blocks: int, block_size: int, memory: torch.Tensor | None = None):
         self.size, self.block_size, self.memory = blocks, block_size, memory
@@ -122,8 +127,9 @@ class BlockPool:
 
     def allocate(self, count: int, after: int | None = None, room: int = 0) -> list[int] | None:
         """Take `count` blocks, at most `available`, and evict the least recently used for them. Adjacent ones
-        where that is possible: they follow block `after`, or begin a free run that has room for `room`. None:
-        what was evicted is leaving; ask again in the next step."""
+        where that is possible, since they are read and copied in one piece: behind block `after`, or at the
+        beginning of a free run that could grow to `room`. None: what was evicted is leaving; ask again in the
+        next step."""
         while self.free.count(1) + len(self.leaving) < count:
             self.evict(next(iter(self.cached)))
         if self.free.count(1) < count:
@@ -150,8 +156,9 @@ class BlockPool:
             self.references[block] += 1
 
     def release(self, blocks: list[int]):
-        """Take a reference from each, the last block first, so that a chain is evicted from its end. What
-        comes before them is as recent, though a copy of theirs may have ended long after their request."""
+        """Take a reference from each, the last block first, so that a chain is evicted from its end. Blocks
+        before them in the chain are made as recent: else one that is released late, when a copy ends, would
+        outlive the beginning of its chain."""
         for block in reversed(blocks):
             self.references[block] -= 1
             if self.references[block] == 0:
@@ -195,16 +202,16 @@ class BlockPool:
 # 3. Batches ------------------------------------------------------------------------------------
 
 class Batch:
-    """One step's tokens, flat: where their K and V are written, and what each may read. Contexts of one token
-    to compute are gathered in one padded read; long ones and chunks of prefill are read alone, in place where
-    their blocks are adjacent. A slot that was not written is never read, masked or not: 0 times NaN is
-    NaN."""
+    """One step's tokens, flat: where their K and V are written, and what each may read. The contexts of
+    requests that compute one token are gathered in one padded read; long ones and chunks of prefill are read
+    alone, in place where their blocks are adjacent. A slot that was not written is never read, masked or not:
+    0 times NaN is NaN."""
 
     def __init__(self, pool: BlockPool, work: list[tuple[Request, int]]):
         """`work`: requests, and how many of their next tokens to compute."""
         self.pool, self.device, size = pool, pool.memory.device, pool.block_size
         self.work = sorted(work, key=lambda item: (item[1] > 1, item[0].computed))  # short contexts first
-        most = ALONE // pool.memory[0, :, 0, 0].nbytes  # tokens; the bytes are those of one in one layer
+        most = ALONE // pool.memory[0, :, 0, 0].nbytes  # tokens: K and V of one, in one layer, are so large
         padded = [request for request, count in self.work if count == 1 and request.computed < most]
         flat, last, self.reads = [], [], []  # reads: (rows, slots, mask)
         if len(padded) > 1:
@@ -319,7 +326,11 @@ class Runner:
 # 5. The engine ---------------------------------------------------------------------------------
 
 class Engine(Line):
-    """Answers many requests at once: whoever waits, runs and is over is in its Line."""
+    """Answers many requests at once: whoever waits, runs and is over is in its Line. What is noted of a
+    request is listed at `Request` (common/requests.py).
+
+    The calls to `cache` and `restorer`, and `request.restoration`, are for the chapters that follow. In this
+    one nothing is kept behind the device: they do nothing."""
 
     def __init__(self, runner, cache=None, token_budget=512, max_running=64, always_restore=False):
         self.runner, self.cache = runner, cache or Cache()
@@ -348,11 +359,13 @@ class Engine(Line):
         self.cache.poll()
         self.promised = 0
         for request in list(self.waiting):
-            if not self.admit(request):  # no room: first come, first served
+            others_may_pass = self.admit(request)
+            if not others_may_pass:
                 break
         self.restorer.resume()
         ready = [request for request in self.running if self.restorer.can_compute(request)]
-        work = self.schedule(ready or self.running[:1])  # nobody can: the oldest waits in `before_layer`
+        # If nobody can, the pass takes the oldest through the layers behind its history: see before_layer
+        work = self.schedule(ready or self.running[:1])
         if work:
             self.compute(work)
         elif self.busy:
@@ -394,9 +407,9 @@ class Engine(Line):
         full = (len(request.tokens) - 1) // pool.block_size  # the last token is computed anyway
         hits = pool.find(chain[:full])
         missing = chain[len(hits) :]
-        coming = next((at for at, prefix in enumerate(missing) if prefix not in self.filling), len(missing))
-        if coming and 2 * coming >= len(missing):
-            return True  # most of what it lacks is on its way: it waits for that
+        soon = next((at for at, prefix in enumerate(missing) if prefix not in self.filling), len(missing))
+        if soon and 2 * soon >= len(missing):
+            return True  # wait for it, if it is most: a template's first block alone is no reason to wait
 
         # 2. Is there room? Whoever runs may need one more block each
         empty = pool.num_blocks(len(request.tokens)) - len(hits)
@@ -420,7 +433,7 @@ class Engine(Line):
             pool.release(hits)
             return False
         request.table, request.registered = hits + blocks, len(hits)
-        if not request.new:  # else it was preempted, and finds what it had itself
+        if not request.new:  # else it was preempted, and finds what it has computed itself
             request.found = {"gpu": request.computed} if hits else {}
         for prefix in missing:
             self.filling.setdefault(prefix, request)
@@ -440,7 +453,7 @@ class Engine(Line):
         budget."""
         work, budget = [], self.token_budget
         for request in sorted(ready, key=lambda request: request.pending > 1):
-            if request not in self.running:  # preempted for one before it
+            if request not in self.running:  # preempted for one that decodes, and so stands before it
                 continue
             if not budget:
                 break
@@ -452,8 +465,9 @@ class Engine(Line):
                 work.append((request, count))
                 budget -= count
         for request, count in work:
-            if request.restoration:  # chapter 06 may overtake a step of one request: it is given up then
-                request.restoration.taken = request.computed + (count if len(work) > 1 else 0)
+            if request.restoration:  # chapter 06 loads only what lies behind the step; a step of one request
+                lone = len(work) == 1  # it may overtake, since giving that up costs nobody else
+                request.restoration.taken = request.computed + (0 if lone else count)
         return work
 
     def append_block(self, request: Request) -> bool:
@@ -504,7 +518,7 @@ class Engine(Line):
             request.computed += count
             self.register(request)
         self.cache.save(batch)
-        drawn = [request for request, _ in batch.work if request.pending == 0]
+        drawn = [request for request, _ in batch.work if request.pending == 0]  # in the order of the logits
         for request, row, token in zip(drawn, logits, likeliest):
             request.push(request.sample(row) if request.temperature else token)
             if request.finish_reason:

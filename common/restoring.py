@@ -10,13 +10,13 @@ import math
 import statistics
 import time
 from collections import defaultdict, deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from common.link import TransferError
 from common.requests import Request
 
 LATER = "later"  # an answer of Cache.match: ask again in the next step, others pass meanwhile
-PAUSE = "pause"  # yielded by Cache.restore where it has computed a portion: go on in the next step
+PAUSE = "pause"  # yielded by Cache.restore where it has computed for a while: resume it in the next step
 WORTH = 0.8  # load what takes at most this share of computing: one that turns out late costs both
 GRACE = 0.05  # seconds that a restoration may be late in any case: a host that is busy is no failure
 PATIENCE = 60.0  # seconds that a request waits at most for its Cache, and for what --always-restore loads
@@ -31,34 +31,32 @@ ENOUGH = 0.2  # seconds: a prefill that takes so long need not be measured with 
 
 @dataclass(eq=False)
 class Match:
-    """What a Cache holds behind `request.computed`: so many tokens, there in about `seconds`, what is queued
-    before them included. `blocks` are the Cache's own, of `size` tokens each."""
+    """What a Cache holds behind `request.computed`: so many tokens, never a request's last one, which is
+    computed for its logits. There in about `seconds`, what is queued before them included. `blocks` are the
+    Cache's own, of `size` tokens each."""
 
     tokens: int
     seconds: float
     blocks: list
     size: int
     source: str = "cpu"  # what Request.found calls it
-    rows: int = 0  # of compute a layer, where it does more than copy (from chapter 04 on)
+    rows: int = 0  # that it computes in each layer, where it does more than copy (from chapter 04 on)
     store: object = None  # where the blocks are, in a Cache that has several
     parts: dict | None = None  # source -> tokens, where they are from several (chapter 07)
-
-    def first(self, count: int) -> "Match":
-        """What the first `count` blocks bring back: where not all ranks have all of them (chapter 09)."""
-        tokens = self.tokens - (len(self.blocks) - count) * self.size
-        seconds = self.seconds * count / len(self.blocks)
-        return replace(self, tokens=tokens, seconds=seconds, blocks=self.blocks[:count])
 
 
 @dataclass(eq=False)
 class Restoration:
-    """Tokens start to end come back; those of limit to end are in the request's blocks for the first `layers`
-    layers.
+    """Tokens start to end come back:
 
-    What lies before the limit is computed meanwhile, in ordinary steps of at most `portion` tokens; where
-    `computed` meets the limit, it goes on at the end. Only chapter 06 begins with a limit above the start.
-    Everywhere else they meet at once: the question's rows are next, while the history before them still
-    travels."""
+        start          computed ->        <- limit                end
+        |== computed ==|== nobody's yet ==|== in the blocks, =====|  the question
+                                             for the first `layers` layers
+
+    Chapter 06 begins with limit = end and lowers it with each chunk that arrives, while ordinary steps of at
+    most `portion` tokens raise `request.computed`. Where they meet, `computed` jumps to the end. Everywhere
+    else limit = start, so that happens at once: the question's rows are next while their history travels, and
+    the engine keeps each layer of them behind it."""
 
     match: Match
     start: int
@@ -168,7 +166,7 @@ class Restorer:
         self.speeds: list[float] = []  # measured last by `idle`
         self.pause = self.due = 0.0  # seconds between two measurements; when the next one is due
         self.waits = []  # (start, end) marks of what the step under way has waited for
-        self.agree = bool  # on ranks: whether that is so on all (chapter 09)
+        self.agree = bool  # a function: on ranks, whether something is so on all of them (chapter 09)
 
     # Load or compute
 
@@ -177,7 +175,7 @@ class Restorer:
         return None if request.declined else self.cache.match(request)
 
     def worth(self, request, match: Match) -> bool:
-        """Decide, once, whether to load what was matched; the request says why."""
+        """Decide whether to load what was matched; the request says why."""
         compute = self.seconds_to_compute(request.computed, request.computed + match.tokens)
         chosen = self.agree(self.always or match.seconds <= WORTH * compute)
         words = (
@@ -210,7 +208,9 @@ class Restorer:
         if match is None or not self.worth(request, match):
             return
         start, end = request.computed, request.computed + match.tokens
-        wait = PATIENCE if self.always else max(self.seconds_to_compute(start, end), match.seconds + GRACE)
+        compute = self.seconds_to_compute(start, end)
+        measured = compute < math.inf and not self.always
+        wait = max(compute, match.seconds + GRACE) if measured else PATIENCE
         restoration = Restoration(match, start, end, start, time.perf_counter() + wait, steps=None)
         request.restoration, restoration.steps = restoration, self.cache.restore(request, restoration, match)
         self.advance(request, 1, wait=False)
@@ -230,13 +230,15 @@ class Restorer:
         return not restoration or restoration.layers == self.depth
 
     def resume(self):
-        """Beside what others compute: together no more rows of compute than a step may have, oldest first."""
+        """Resume all restorations between two steps, oldest first. Together they compute no more than a step:
+        `token_budget` rows in each layer."""
         budget, first = self.engine.token_budget * self.depth, True
         for request in list(self.engine.running):
             if restoration := request.restoration:
                 before, rows, layers = restoration.layers, restoration.match.rows, self.depth
                 if rows:
-                    layers = min(self.depth, before + max(budget // rows, 1 if first else 0))  # one gets on
+                    least = 1 if first else 0  # the oldest gets on, however long it is
+                    layers = min(self.depth, before + max(budget // rows, least))
                 self.advance(request, layers, wait=False)
                 budget, first = budget - (restoration.layers - before) * rows, False
             if request.restoration:
@@ -244,7 +246,8 @@ class Restorer:
 
     def wait(self, request, layers: int):
         """In the forward pass: go on when the history of so many layers is there. Raises Interrupted if the
-        request was given up, or chapter 06's loading has overtaken what the step computes."""
+        request was given up, if chapter 06's loading has overtaken what the step computes, or if another one
+        has come, which can compute while this one waits."""
         computed = request.computed
         self.advance(request, layers, wait=True)
         if request.computed != computed or request not in self.engine.running:
@@ -316,8 +319,8 @@ class Restorer:
         return True
 
     def give_up(self, request):
-        """A copy that has failed or is late may still write to the request's blocks: it goes back to the head
-        of the line, gets others, and computes. The old ones are free when their transfers are over."""
+        """Have the request computed, in other blocks: a copy that has failed or is late may still write to
+        these. They are free when their transfers are over."""
         request.declined = True
         self.engine.requeue(request)
 

@@ -91,26 +91,6 @@ def again(engine, prompt, new=6):
 PROMPT = draw(random.Random(0), 205)  # 12 blocks and 13 tokens
 
 
-class Shortened(offload.HostCache):
-    """Believes in the first three blocks of what it holds, as where another rank lacks the fourth."""
-
-    def match(self, request):
-        match = super().match(request)
-        return match and match.first(3)
-
-
-def test_a_match_may_be_shortened_to_its_first_blocks():
-    engine = make(Shortened(64, 2e9))
-    ask(engine, PROMPT)
-    evict(engine)
-    request = ask(engine, PROMPT + [5, 6, 7])
-    assert request.found == {"cpu": 48} and ORACLE.judge(request) == "equal"
-    (words,) = request.decisions
-    assert words.startswith("48 tokens offered (cpu)")
-    settle(engine)
-    check_pools(engine)
-
-
 def test_a_match_may_end_and_begin_inside_a_block():
     engine = make(RowCache())
     assert again(engine, PROMPT).found == {"rows": 205}
