@@ -48,8 +48,8 @@ class Model(NamedTuple):
 
     @property
     def efficiency(self) -> float:
-        """The share of the A100s' peak with which that is so."""
-        return 4 * self.width**2 / (2 * self.width / self.balance) / (self.gpus * PEAK)
+        """The share of the A100s' peak with which that is so: 4 T D^2 operations while 2 T D bytes come."""
+        return 2 * self.width * self.balance / (self.gpus * PEAK)
 
 
 MODELS = Model("7B", 32, 4096, 24e9), Model("13B", 40, 5120, 21e9), Model("30B", 48, 7168, 37e9, gpus=4)
@@ -136,9 +136,11 @@ def schedules():
 
 
 def gains(name: str, model: Model, costs: Costs, **papers):
+    """HCache over others, and what they print."""
     plan, seconds = restorations(model.layers, costs)
     for other, paper in papers.items():
         yield f"{model.name}, {name}, {counts(plan)}: over {other}", paper, seconds[other] / seconds["HCache"]
+    return seconds
 
 
 def gpus():
@@ -166,8 +168,7 @@ def ssds():
     kv, naive, states = (1.45, 2.66), (1.28, 1.42), (1.35, 1.64)
     yield from gains("1 each", THIRTEEN, on_ssds(THIRTEEN, 1), KV=kv, naive=naive, states=states)
     yield from gains("4 each", SEVEN, on_ssds(SEVEN, 4), KV=kv, naive=naive)
-    yield from gains("3 each", THIRTY, on_ssds(THIRTY, 3), KV=kv, naive=naive, states=states)
-    _, seconds = restorations(THIRTY.layers, on_ssds(THIRTY, 3))
+    seconds = yield from gains("3 each", THIRTY, on_ssds(THIRTY, 3), KV=kv, naive=naive, states=states)
     yield "30B, 3 each: states over KV", 0.87, seconds["KV"] / seconds["states"]
 
 
@@ -326,10 +327,14 @@ PAPERS = {
 }
 
 
+def ends(paper) -> tuple[float, float]:
+    return paper if isinstance(paper, tuple) else (paper, paper)
+
+
 def judge(table: str, name: str, paper, ours: float) -> dict:
     """Say whether `ours` agrees with `paper`: lies, in two digits, in its range (a tuple), within 5 % of its
     number or, of layers (an int), within one; and how far it is from that number, or from the nearer end."""
-    low, high = paper if isinstance(paper, tuple) else (paper, paper)
+    low, high = ends(paper)
     slack = {tuple: 0, int: 1}.get(type(paper), NEAR * low)
     difference = ours - min(max(ours, low), high)
     agrees = low - slack <= round(ours, 2) <= high + slack
@@ -337,27 +342,25 @@ def judge(table: str, name: str, paper, ours: float) -> dict:
     return dict(table=table, name=name, paper=paper, ours=ours, difference=difference, verdict=verdict)
 
 
-def show(row: dict):
-    ends = row["paper"] if isinstance(row["paper"], tuple) else (row["paper"],)
-    paper = "-".join(f"{end:.2f}" for end in ends)
-    print(f"  {row['name']:<70}{paper:>11}{row['ours']:9.2f}{row['difference']:+8.2f}   {row['verdict']}")
-
-
 def main() -> dict:
     """Print all tables -> {"rows": [{table, name, paper, ours, difference, verdict}]}."""
     rows, summary = [], []
     print(f"A single number agrees within {NEAR:.0%}, a number of layers within one.")
-    for paper, tables in PAPERS.items():
-        print(f"\n{paper:<72}{'paper':>11}{'ours':>9}{'diff.':>8}   agrees")
+    for source, tables in PAPERS.items():
+        print(f"\n{source:<72}{'paper':>11}{'ours':>9}{'diff.':>8}   agrees")
         found = []
         for figure in (figure for table in tables for figure in table()):
             if isinstance(figure, str):
                 print(title := figure)
                 continue
-            found.append(judge(title, *figure))
-            show(found[-1])
+            row = judge(title, *figure)
+            found.append(row)
+            low, high = ends(row["paper"])
+            printed = f"{low:.2f}" if low == high else f"{low:.2f}-{high:.2f}"
+            numbers = f"{printed:>11}{row['ours']:9.2f}{row['difference']:+8.2f}"
+            print(f"  {row['name']:<70}{numbers}   {row['verdict']}")
         agree = sum(row["verdict"] == "yes" for row in found)
-        summary.append(f"{agree} of {len(found)} of {paper}")
+        summary.append(f"{agree} of {len(found)} of {source}")
         rows += found
     print(f"\nRows that agree: {', '.join(summary)}.")
     return dict(rows=rows)
