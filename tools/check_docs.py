@@ -3,9 +3,8 @@
     python -m tools.check_docs          name what is not, and exit with 1
 
 Checked: the generated tables; every option of every chapter, with its default; that each chapter takes the commands that
-are shown; links and anchors; files, and names of code where the lessons say where to look, and of the terms; that each
-edit of a lesson can be made; routes, fields and statuses; the parts of a lesson. What a lesson shows of a demo is compared
-by tests/test_demos.py, which runs them: `first_difference`.
+are shown; links and files; names of code, where a page says in which file they are; the edits of the lessons. What a
+lesson shows of a demo is compared by tests/test_demos.py, which runs them: `first_difference`.
 """
 
 import argparse
@@ -19,14 +18,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from common import cli, requests, server  # noqa: E402
+from common import cli  # noqa: E402
 from tools import report  # noqa: E402
 
-README, LESSONS, REFERENCE = ROOT / "README.md", ROOT / "docs/walkthrough.md", ROOT / "docs/reference.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "models/classroom/README.md"]
+LESSONS, REFERENCE = ROOT / "docs/walkthrough.md", ROOT / "docs/reference.md"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "models/classroom/README.md"]
 CHAPTERS = sorted(path.stem for path in ROOT.glob("0[1-9]_*.py"))
-FOLDERS = "benchmarks", "common", "docs", "models", "tests", "tools"
-PARTS = ["The question", "By hand", "Run it", "What to see", "Where to look", "One thing to change", "Three questions"]
+FENCE = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```$", re.M | re.S)
 N = r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?"
 VARIES = [  # in what a demo prints: pattern, what becomes of it
     (rf"^ *(?:compute|load|save|storage|link) *\|[^|]*\|(?: idle +{N}%)?$", "<a lane>"),
@@ -45,18 +43,12 @@ VARIES = [  # in what a demo prints: pattern, what becomes of it
 ]
 
 
-# 1. What a page holds ---------------------------------------------------------------------------------------
-
-
-def fences(markdown: str) -> list[tuple[str, str]]:
-    """-> (language, content) of the fenced blocks."""
-    return re.findall(r"^ *```(\w*)[^\n]*\n(.*?)^ *```$", markdown, re.M | re.S)
+# 1. What pages and chapters hold ----------------------------------------------------------------------------
 
 
 def prose(markdown: str) -> str:
     """Without fenced blocks and comments."""
-    markdown = re.sub(r"^ *```.*?^ *```$", "", markdown, flags=re.M | re.S)
-    return re.sub(r"<!--.*?-->", "", markdown, flags=re.S)
+    return re.sub(r"<!--.*?-->", "", FENCE.sub("", markdown), flags=re.S)
 
 
 def spans(markdown: str) -> list[str]:
@@ -64,26 +56,9 @@ def spans(markdown: str) -> list[str]:
     return re.findall(r"(?<!`)`([^`]+)`(?!`)", prose(markdown).replace("\n", " "))
 
 
-def sections(text: str, level: int) -> dict[str, str]:
-    """Heading -> what is below it."""
-    parts = re.split(rf"^{'#' * level} (.+)\n", text, flags=re.M)
-    return dict(zip(parts[1::2], parts[2::2]))
-
-
-def tables(markdown: str, header: str) -> list[list[str]]:
-    """The rows of all tables with this header."""
-    found, inside = [], False
-    for line in markdown.splitlines():
-        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip())[1:-1]]
-        if inside and cells:
-            found.append(cells)
-        inside = bool(cells) and (inside or cells == [name.strip() for name in header.split("|")])
-    return [cells for cells in found if not set("".join(cells)) <= set("-: ")]
-
-
 def commands(markdown: str) -> list[list[str]]:
     """The words behind `python` of every command."""
-    lines = [line for _, content in fences(markdown) for line in content.replace("\\\n", " ").splitlines()]
+    lines = [line for _, content in FENCE.findall(markdown) for line in content.replace("\\\n", " ").splitlines()]
     found = []
     for line in [*lines, *spans(markdown)]:
         for part in re.split(r"&&|[|>;]", line.strip().removeprefix("$ ").partition("  #")[0]):
@@ -94,27 +69,24 @@ def commands(markdown: str) -> list[list[str]]:
 
 
 @cache
-def parser(name: str) -> argparse.ArgumentParser:
-    module = importlib.import_module(name)
+def parser(chapter: str) -> argparse.ArgumentParser:
+    module = importlib.import_module(chapter)
     made = cli.parser_for(module.__doc__)
     module.add_arguments(made)
     made.exit_on_error = False
     return made
 
 
-@cache
-def options(name: str) -> dict:
+def options(chapter: str) -> dict:
     """Option -> its argparse action."""
-    known = ((string, action) for action in parser(name)._actions for string in action.option_strings)
-    return {string: action for string, action in known if string not in ("-h", "--help")}
+    actions = parser(chapter)._actions
+    return {option: action for action in actions for option in action.option_strings if action.dest != "help"}
 
 
 def numbered(words: str) -> set[str]:
     """'all', '03, 07' or '02 to 06, 08' -> the chapters' names."""
-    if words == "all":
-        return set(CHAPTERS)
     numbers = set()
-    for part in words.split(", "):
+    for part in words.replace("all", "01 to 09").split(", "):
         first, _, last = part.partition(" to ")
         numbers |= set(range(int(first), int(last or first) + 1))
     return {name for name in CHAPTERS if int(name[:2]) in numbers}
@@ -123,10 +95,8 @@ def numbered(words: str) -> set[str]:
 @cache
 def names_in(file: str) -> set[str]:
     """The classes, functions and constants of a file, and the methods of its classes."""
-    if not (ROOT / file).is_file():
-        return set()
     names = set()
-    for node in ast.parse((ROOT / file).read_text(encoding="utf-8")).body:
+    for node in ast.parse((ROOT / file).read_text(encoding="utf-8")).body if (ROOT / file).is_file() else ():
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
             names.add(node.name)
         for target in getattr(node, "targets", []):
@@ -142,126 +112,97 @@ def anchors(markdown: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-# 2. What is checked: each yields sentences on what is not so ------------------------------------------------
+# 2. What is checked: each yields sentences on what is not so, of a page or of all of them --------------------
 
 
-def generated():
-    for page in report.PAGES:
-        for name in report.out_of_date(page.read_text(encoding="utf-8"), report.read()):
-            yield f"{page.name}: the part {name} is not what was measured; run python -m tools.report"
+def generated(page: Path, text: str):
+    for name in report.out_of_date(text, report.read()) if page in report.PAGES else ():
+        yield f"the part {name} is not what was measured; run python -m tools.report"
 
 
-def described_options():
-    rows, described = tables(REFERENCE.read_text(encoding="utf-8"), "option | chapters | default | meaning"), set()
-    for names, chapters, default, meaning in rows:
-        quoted = re.findall(r"`([^`]+)`", default)
-        for name in sorted(numbered(chapters)):
+def described_options(page: Path, text: str):
+    if page != REFERENCE:
+        return
+    described = set()
+    for row in re.findall(r"^\| (`-.+) \|$", text, re.M):
+        names, chapters, default, meaning = re.split(r" (?<!\\)\| ", row)
+        defaults = re.findall(r"`([^`]+)`", default)
+        for chapter in sorted(numbered(chapters)):
             for number, option in enumerate(word.split()[0] for word in re.findall(r"`([^`]+)`", names)):
-                action = options(name).get(option)
-                described.add((name, option))
+                described.add((chapter, option))
+                action = options(chapter).get(option)
                 if action is None:
-                    yield f"reference.md: {name} has no {option}"
+                    yield f"{chapter} has no {option}"
                     continue
-                if action.default not in (None, False, [], {}) and quoted[number : number + 1] != [str(action.default)]:
-                    yield f"reference.md: {option} of {name} has the default {action.default}"
+                used = str(action.default)
+                if used not in ("None", "False", "[]", "{}") and defaults[number : number + 1] != [used]:
+                    yield f"{option} of {chapter} has the default {used}"
                 for choice in action.choices or ():
                     if f"`{choice}`" not in meaning:
-                        yield f"reference.md: {option} of {name} may be {choice}"
-    missing = {(name, option) for name in CHAPTERS for option in options(name)} - described
-    yield from (f"reference.md does not describe {option} of {name}" for name, option in sorted(missing))
+                        yield f"{option} of {chapter} may be {choice}"
+    missing = {(chapter, option) for chapter in CHAPTERS for option in options(chapter)} - described
+    yield from (f"{option} of {chapter} is not described" for chapter, option in sorted(missing))
 
 
-def shown_commands():
-    for page in PAGES:
-        for program, *arguments in commands(page.read_text(encoding="utf-8")):
-            said = f"{page.name}: python {program} {' '.join(arguments)}"
-            if program == "-m" and arguments and arguments[0].partition(".")[0] in ("benchmarks", "tests", "tools"):
-                module, *rest = arguments
-                path = ROOT / f"{module.replace('.', '/')}.py"
-                path = path if path.is_file() else ROOT / module / "__main__.py"
-                source = path.read_text(encoding="utf-8") if path.is_file() else ""
-                yield from (f"{said}: no {word}" for word in rest if word.startswith("--") and f'"{word}"' not in source)
-                if not source and "NAME" not in module:
-                    yield f"{said}: there is no such module"
-            elif re.fullmatch(r"0[1-9]\w*\.py", program):
-                try:
-                    parser(program[:-3]).parse_args(arguments)
-                except (SystemExit, KeyError, ImportError, argparse.ArgumentError) as error:
-                    yield f"{said}: {error}"
+def shown_commands(page: Path, text: str):
+    for program, *words in commands(text):
+        said = f"python {program} {' '.join(words)}"
+        if re.fullmatch(r"0[1-9]\w*\.py", program):
+            try:
+                parser(program[:-3]).parse_args(words)
+            except (SystemExit, ImportError, argparse.ArgumentError) as error:
+                yield f"{said}: {error}"
+        elif program == "-m" and re.match(r"(benchmarks|tests|tools)\.(?!NAME)", words[0]):
+            path = ROOT / f"{words[0].replace('.', '/')}.py"
+            source = path.read_text(encoding="utf-8") if path.is_file() else ""
+            missing = [word for word in words if word.startswith("--") and f'"{word}"' not in source]
+            if missing or not source:
+                yield f"{said}: there is no {' '.join(missing) or path.name}"
 
 
-def links_and_files():
-    for page in PAGES:
-        text = page.read_text(encoding="utf-8")
-        for target in re.findall(r"\]\(([^()\s]+)\)", prose(text)):
-            path, _, anchor = target.partition("#")
-            place = (page.parent / path).resolve() if path else page
-            if not target.startswith("https://") and (
-                not place.exists() or anchor and anchor not in anchors(place.read_text(encoding="utf-8"))):  # fmt: skip
-                yield f"{page.name}: {target} leads nowhere"
-        for span in spans(text.replace("NAME-DEVICE.json", "")) if page.name != "production.md" else ():
-            if re.fullmatch(rf"(?:{'|'.join(FOLDERS)})/[\w./-]+", span) and not (ROOT / span).exists() and "/last" not in span:
-                yield f"{page.name}: there is no {span}"
+def links_and_files(page: Path, text: str):
+    for target in re.findall(r"\]\((?!https://)([^()\s]+)\)", prose(text)):
+        path, _, anchor = target.partition("#")
+        place = (page.parent / path).resolve() if path else page
+        if not place.exists() or anchor and anchor not in anchors(place.read_text(encoding="utf-8")):
+            yield f"{target} leads nowhere"
+    for span in spans(text) if page.name != "production.md" else ():  # which is about others' files too
+        folder = re.match(r"(benchmarks|common|docs|models|tests|tools)/[\w./-]+$", span.replace("NAME-DEVICE.json", ""))
+        if folder and not (ROOT / folder[0]).exists() and "/last" not in span:
+            yield f"there is no {span}"
 
 
-def lessons():
-    text = LESSONS.read_text(encoding="utf-8")
-    chapters = {name: body for name, body in sections(text, 2).items() if re.match("Chapter 0[1-9]", name)}
-    if len(chapters) != len(CHAPTERS):
-        yield f"walkthrough.md has {len(chapters)} lessons"
-    for name, body in chapters.items():
-        split = re.split(rf"^\*\*({'|'.join(PARTS)})[.:]", body, flags=re.M)
-        parts = dict(zip(split[1::2], split[2::2]))
-        if list(parts) != PARTS:
-            yield f"walkthrough.md, {name}: its parts are {', '.join(parts)}"
-            continue
-        if len(re.findall(r"^\d\. \*\*.+?\*\* ", parts["Three questions"], re.M | re.S)) != 3:
-            yield f"walkthrough.md, {name}: not three questions"
-        shown = [line for line in re.findall(r"```console\n\$ .*\n(.*?)```", body, re.S) for line in line.splitlines()]
-        if len([line for line in shown if line.strip() not in ("", "...")]) > 15:
-            yield f"walkthrough.md, {name}: more than 15 pasted lines"
-        for place in re.findall(r"^- (.+(?:\n  .+)*)", parts["Where to look"], re.M):
-            file, *words = re.findall(r"`([^`]+)`", place)
-            yield from (f"walkthrough.md, {name}: {file} has no {word}" for word in words if word not in names_in(file))
-        everywhere = set().union(*(names_in(path.relative_to(ROOT).as_posix()) for path in (
-            *ROOT.glob("0[1-9]*.py"), *ROOT.glob("common/*.py"), *ROOT.glob("tools/*.py"))))  # fmt: skip
-        for word in re.findall(r"`([A-Z]\w*\.\w+)`", body):
-            if word not in everywhere:
-                yield f"walkthrough.md, {name}: {word} is defined nowhere"
+def names(page: Path, text: str):
+    """`file.py`: `Name`, `Class.method`; and wherever `Class.method` stands alone."""
+    for line in re.sub(r"\n  (?=\S)", " ", prose(text)).splitlines():
+        parts = re.split(r"`([\w/]+\.py)`: ", line)
+        for file, words in zip(parts[1::2], parts[2::2]):
+            for name in re.findall(r"`([A-Za-z_][\w.]*)`", words):
+                if name not in names_in(file):
+                    yield f"{file} has no {name}"
+    files = *ROOT.glob("0[1-9]*.py"), *ROOT.glob("common/*.py"), *ROOT.glob("tools/*.py")
+    known = set().union(*(names_in(path.relative_to(ROOT).as_posix()) for path in files))
+    for word in spans(text) if page == LESSONS else ():
+        if re.fullmatch(r"[A-Z]\w*\.\w+", word) and word not in known:
+            yield f"{word} is defined nowhere"
+
+
+def lessons(page: Path, text: str):
+    if page != LESSONS:
+        return
+    for chapter in CHAPTERS:
+        lines = [line for line in pasted().get(chapter, "").splitlines() if line.strip() not in ("", "...")]
+        if not 0 < len(lines) <= 15:
+            yield f"{len(lines)} lines of {chapter} are pasted, and not 1 to 15"
     for file, old, new in re.findall(r"^```diff\n--- (\S+)\n-(.+)\n\+(.+)\n```$", text, re.M):
         source = (ROOT / file).read_text(encoding="utf-8")
         if source.count(f"{old}\n") != 1:
-            yield f"walkthrough.md: {file} does not have this line once: {old.strip()}"
+            yield f"{file} does not have this line once: {old.strip()}"
         else:
             ast.parse(source.replace(old, new))
-    for term, _, where in tables(REFERENCE.read_text(encoding="utf-8"), "term | what it is | in the code"):
-        for file, words in re.findall(r"`([\w/]+\.py)`: ((?:`[\w.]+`(?:, )?)+)", where):
-            for word in re.findall(r"`([\w.]+)`", words):
-                if word not in names_in(file):
-                    yield f"reference.md, terms, {term}: {file} has no {word}"
 
 
-def http():
-    text = REFERENCE.read_text(encoding="utf-8")
-    fields = {name: set() for name in CHAPTERS}
-    for quoted, chapters, *_ in tables(text, "field | chapters | default | meaning"):
-        for name in numbered(chapters):
-            fields[name] |= set(re.findall(r"`([^`]+)`", quoted))
-    every = {*requests.PROMPT, *requests.SAMPLING, *server.STREAM}
-    for name in CHAPTERS:
-        if every - fields[name]:
-            yield f"reference.md does not describe {every - fields[name]} of {name}"
-    kinds, statuses = [requests.RequestError], set()
-    while kinds:
-        kind = kinds.pop()
-        kinds += kind.__subclasses__()
-        statuses.add(kind.status)
-    described = {int(status) for status, _ in tables(text, "status | when")}
-    for status in statuses - {requests.HungUp.status} - described:
-        yield f"reference.md does not describe the status {status}"
-
-
-CHECKS = generated, described_options, shown_commands, links_and_files, lessons, http
+CHECKS = generated, described_options, shown_commands, links_and_files, names, lessons
 
 
 # 3. What is pasted ------------------------------------------------------------------------------------------
@@ -302,7 +243,10 @@ def first_difference(shown: str, printed: str) -> str | None:
 
 
 def main():
-    wrong = [sentence for check in CHECKS for sentence in check()]
+    wrong = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        wrong += [f"{page.name}: {sentence}" for check in CHECKS for sentence in check(page, text)]
     print("\n".join(wrong) or "The documents say what is so.")
     sys.exit(bool(wrong))
 

@@ -79,7 +79,11 @@ class Fact:
     kind: str
     statement: str                 # what the user says
     question: str
-    answer: str                    # the statement again, seen from the other side ("My cat" -> "Your cat")
+
+    @property
+    def answer(self) -> str:
+        """The statement again, seen from the other side."""
+        return self.statement.replace("My ", "Your ")
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,10 @@ class Level:
     corrections: float = 0.0
 
 
-def invented_name(rng: random.Random) -> str:
+def draw_name(rng: random.Random, level: Level, names: list[str]) -> str:
+    """One of these, or an invented one."""
+    if rng.random() >= level.invented:
+        return rng.choice(names)
     syllables = [rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(rng.randint(2, 3))]
     return ("".join(syllables) + rng.choice(["", "n", "r", "s", "x"])).capitalize()
 
@@ -111,41 +118,33 @@ def draw_fact(rng: random.Random, level: Level) -> Fact:
         thing = f"{rng.choice(COLORS)} {thing}"
     pick = rng.random()
     if pick < 0.28:
-        fact = f"The {thing} is in the {rng.choice(PLACES)}."
-        return Fact("place", fact, f"Where is the {thing}?", fact)
+        return Fact("place", f"The {thing} is in the {rng.choice(PLACES)}.", f"Where is the {thing}?")
     if pick < 0.36:
         thing = thing.split()[-1]
-        fact = f"The color of the {thing} is {rng.choice(COLORS)}."
-        return Fact("color", fact, f"What is the color of the {thing}?", fact)
+        return Fact("color", f"The color of the {thing} is {rng.choice(COLORS)}.", f"What is the color of the {thing}?")
     if pick < 0.62:
-        name = invented_name(rng) if rng.random() < level.invented else rng.choice(NAMES)
-        kind, fact, question = rng.choice((
-            ("city", f"{name} lives in {rng.choice(CITIES)}.", f"Where does {name} live?"),
-            ("job", f"{name} works as a {rng.choice(JOBS)}.", f"What is the job of {name}?"),
-            ("taste", f"{name} likes {rng.choice(FOODS)}.", f"What does {name} like?")))
-        return Fact(kind, fact, question, fact)
+        name = draw_name(rng, level, NAMES)
+        return rng.choice((
+            Fact("city", f"{name} lives in {rng.choice(CITIES)}.", f"Where does {name} live?"),
+            Fact("job", f"{name} works as a {rng.choice(JOBS)}.", f"What is the job of {name}?"),
+            Fact("taste", f"{name} likes {rng.choice(FOODS)}.", f"What does {name} like?")))
     if pick < 0.74:
         lock = rng.choice(LOCKS)
         if rng.random() < level.digits:
-            fact = f"The code of the {lock} is {rng.randint(0, 9999):04d}."
-            return Fact("digits", fact, f"What is the code of the {lock}?", fact)
-        fact = f"The password of the {lock} is {rng.choice(WORDS)}."
-        return Fact("password", fact, f"What is the password of the {lock}?", fact)
+            code = f"{rng.randint(0, 9999):04d}"
+            return Fact("digits", f"The code of the {lock} is {code}.", f"What is the code of the {lock}?")
+        word = rng.choice(WORDS)
+        return Fact("password", f"The password of the {lock} is {word}.", f"What is the password of the {lock}?")
     if pick < 0.83:
         event = rng.choice(EVENTS)
-        fact = f"The {event} is on {rng.choice(DAYS)}."
-        return Fact("day", fact, f"When is the {event}?", fact)
+        return Fact("day", f"The {event} is on {rng.choice(DAYS)}.", f"When is the {event}?")
     if pick < 0.92:
         pet = rng.choice(PETS)
-        name = invented_name(rng) if rng.random() < level.invented else rng.choice(PET_NAMES)
-        return Fact("pet", f"My {pet} is called {name}.", f"What is my {pet} called?", f"Your {pet} is called {name}.")
+        return Fact("pet", f"My {pet} is called {draw_name(rng, level, PET_NAMES)}.", f"What is my {pet} called?")
     if pick < 0.94:
-        name = invented_name(rng) if rng.random() < level.invented else rng.choice(NAMES)
-        return Fact("name", f"My name is {name}.", "What is my name?", f"Your name is {name}.")
+        return Fact("name", f"My name is {draw_name(rng, level, NAMES)}.", "What is my name?")
     what = rng.choice(list(FAVORITES))
-    value = rng.choice(FAVORITES[what])
-    return Fact("favorite", f"My favorite {what} is {value}.", f"What is my favorite {what}?",
-                f"Your favorite {what} is {value}.")
+    return Fact("favorite", f"My favorite {what} is {rng.choice(FAVORITES[what])}.", f"What is my favorite {what}?")
 
 
 def general_question(rng: random.Random) -> Turn:
@@ -199,7 +198,7 @@ class Conversation:
         old = self.rng.choice(places)
         thing = old.question.removeprefix("Where is ").removesuffix("?")
         now = f"{thing.capitalize()} is now in the {self.rng.choice(PLACES)}."
-        self.facts[old.question] = Fact("corrected", now, old.question, now)
+        self.facts[old.question] = Fact("corrected", now, old.question)
         self.unasked[old.question] = None
         return Turn(now, ACKNOWLEDGEMENT)
 

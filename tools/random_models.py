@@ -19,6 +19,7 @@ GEOMETRIES = {
     "llama2-13b": (5120, 13824, 40, 40, 40, 32000, 4096),
     "llama3-8b": (4096, 14336, 32, 32, 8, 128256, 8192),
 }
+SPECIAL = ["<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"]
 CHAT_TEMPLATE = ("{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' + message['content'] + eos_token "
                  "+ '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}")
 
@@ -53,14 +54,13 @@ def byte_tokenizer(vocabulary: int):
     """A tokenizer for a model that has none: one token a byte, fillers for the rest of the vocabulary."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
-    special = ["<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     fillers = (f"\u0120t{number}" for number in range(vocabulary))       # shown as " t0", " t1", ...; never read
-    words = [*special, *alphabet, *fillers][:vocabulary]
+    words = [*SPECIAL, *alphabet, *fillers][:vocabulary]
     tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(special)
+    tokenizer.add_special_tokens(SPECIAL)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
     fast.chat_template = CHAT_TEMPLATE
     return fast

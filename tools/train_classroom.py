@@ -1,35 +1,34 @@
 """Make models/classroom: generate the text, train tokenizer and model, evaluate, write the folder.
 
-    python -m tools.train_classroom --work FOLDER              train (resumes from FOLDER), evaluate, write
+    python -m tools.train_classroom                            train, write, evaluate
     python -m tools.train_classroom --evaluate                 evaluate the shipped folder only
 
 The recipe. Rows of one conversation each begin at 256 tokens and grow to 2,048; the text begins easy and
-gets harder (see STAGES). The loss counts the assistant's words in full and the rest at REST_WEIGHT. The
-optimizer's weights are float32; a GPU computes with a bfloat16 copy. Muon (Jordan et al., 2024) moves the
-matrices, AdamW the embedding and the norms.
+gets harder (see STAGES). The loss counts the assistant's words in full and the rest at REST_WEIGHT. All is
+float32 until it is written. Muon (Jordan et al., 2024) moves the matrices, AdamW the embedding and the norms.
 """
 import argparse
 import json
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common import checkpoint  # noqa: E402
 from common.llama import Llama, LlamaConfig, rotary_frequencies  # noqa: E402
-from tools import random_models  # noqa: E402
 from tools.classroom_text import Conversation, Level, general_question  # noqa: E402
+from tools.random_models import CHAT_TEMPLATE, SPECIAL  # noqa: E402
 
 FOLDER = Path(__file__).resolve().parent.parent / "models" / "classroom"
 CONTEXT = 2048
 REST_WEIGHT = 0.07
-SPECIAL = ["<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"]
 CONFIG = dict(
     architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=1024, hidden_size=256, intermediate_size=384,
     num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=4, head_dim=64, hidden_act="silu",
@@ -41,8 +40,8 @@ HARD = Level(document=12, two_word=0.3, digits=0.5, invented=0.2, corrections=0.
 STAGES = [
     (1.5, 256, 16, 0.4, Level(document=8)),
     (3.0, 512, 8, 0.25, Level(document=14, two_word=0.15, digits=0.3, invented=0.1, corrections=0.03)),
-    (4.0, 1024, 4, 0.25, Level(**{**HARD.__dict__, "document": 36})),
-    (5.9, 2048, 2, 0.25, Level(**{**HARD.__dict__, "document": 72})),
+    (4.0, 1024, 4, 0.25, replace(HARD, document=36)),
+    (5.9, 2048, 2, 0.25, replace(HARD, document=72)),
 ]
 MUON_RATE, ADAM_RATE = 0.008, 1.5e-3
 MATCH = 2.0                        # how sharply the first induction heads look
@@ -194,116 +193,68 @@ def orthogonalize(matrices, steps: int = 5):
     return x.mT if tall else x
 
 
-class Trainer:
-    """float32 master weights with their optimizers; on a GPU, a bfloat16 copy that computes."""
+@torch.no_grad()
+def initialize(model: Llama):
+    """Small random numbers, and the beginnings of recall, which gradient descent is slowest to find.
 
-    def __init__(self, work: Path, device: str, compiled: bool = False):
-        self.work, self.device = work, device
-        self.forward = torch.compile(forward, dynamic=False) if compiled else forward
-        self.step, self.tokens = 0, 0
-        self.model = Llama(LlamaConfig.from_hf(CONFIG), torch.bfloat16 if device == "cuda" else torch.float32, device)
-        self.weights = list(self.model.parameters())
-        self.initialize()
-        self.masters = [weight.detach().float().clone().requires_grad_() for weight in self.weights]
-        matrices = [m for w, m in zip(self.weights, self.masters) if m.ndim == 2 and w is not self.model.embedding]
-        others = [m for w, m in zip(self.weights, self.masters) if m.ndim == 1 or w is self.model.embedding]
-        self.optimizers = [Muon(matrices, lr=MUON_RATE),
-                           torch.optim.AdamW(others, lr=ADAM_RATE, betas=(0.9, 0.95), weight_decay=0.0)]
-        self.rates = [MUON_RATE, ADAM_RATE]
-        self.load()
-        self.refresh()
+    Layer 0: head n looks n + 1 tokens back, whatever the tokens are. Layer 1: head n asks for its
+    own token where layer 0's head n saw it, and copies what stands there: "after the token that I am, n + 1
+    places on, came this one" (an induction head, Olsson et al., 2022). Everything is trained from there."""
+    generator = torch.Generator().manual_seed(0)
+    config, layers = model.config, model.layers
+    hd, hidden = config.head_dim, config.hidden_size
+    for weight in model.parameters():
+        weight.copy_(torch.ones(weight.shape) if weight.ndim == 1
+                     else torch.randn(weight.shape, generator=generator) * 0.02)
+    everywhere = torch.randn(hidden, generator=generator).sign()   # what all embeddings have in common
+    model.embedding.add_((0.02 * everywhere).to(model.embedding))
 
-    @torch.no_grad()
-    def initialize(self):
-        """Small random numbers, and the beginnings of recall, which gradient descent is slowest to find.
+    for layer in layers:                                           # what is still noise keeps out of the way
+        layer.down_proj.weight.zero_()
+        layer.o_proj.weight.zero_()
 
-        Layer 0: head n looks n + 1 tokens back, whatever the tokens are. Layer 1: head n asks for its
-        own token where layer 0's head n saw it, and copies what stands there: "after the token that I am, n + 1
-        places on, came this one" (an induction head, Olsson et al., 2022). Everything is trained from there."""
-        generator = torch.Generator().manual_seed(0)
-        config, layers = self.model.config, self.model.layers
-        hd, hidden = config.head_dim, config.hidden_size
-        for weight in self.weights:
-            weight.copy_(torch.ones(weight.shape) if weight.ndim == 1
-                         else torch.randn(weight.shape, generator=generator) * 0.02)
-        everywhere = torch.randn(hidden, generator=generator).sign()   # what all embeddings have in common
-        self.model.embedding.add_((0.02 * everywhere).to(self.model.embedding))
+    def orthogonal(size):
+        return torch.linalg.qr(torch.randn(size, size, generator=generator))[0]
 
-        for layer in layers:                                           # what is still noise keeps out of the way
-            layer.down_proj.weight.zero_()
-            layer.o_proj.weight.zero_()
+    reads, writes = orthogonal(hidden), orthogonal(hidden)         # [D, D]; a head's share is hd rows of it
+    frequencies = rotary_frequencies(config)                       # [hd/2]
+    fast = (frequencies > 0.02).float()                            # pairs that tell neighbours apart
+    slow = (frequencies < 0.02).float().repeat(2)                  # [hd], numbers that distance hardly turns
+    for head in range(config.num_attention_heads):
+        rows = slice(head * hd, (head + 1) * hd)
+        value = slice(hidden + head * hd, hidden + (head + 1) * hd)
+        angle = frequencies * (head + 1)
+        looks_from = torch.cat((fast * angle.cos(), -fast * angle.sin()))     # [hd]
+        looked_at = torch.cat((fast, torch.zeros_like(fast)))                 # [hd]
+        layers[0].q_proj.weight[rows] = 9 * torch.outer(looks_from, everywhere) / hidden
+        layers[0].kv_proj.weight[rows] = 9 * torch.outer(looked_at, everywhere) / hidden
+        layers[0].kv_proj.weight[value] = 0.5 * reads[rows]
+        layers[0].o_proj.weight[:, rows] = 0.1 * writes[rows].T
+        mix = orthogonal(hd) * slow[:, None]                                  # [hd, hd]
+        layers[1].q_proj.weight[rows] = MATCH * mix @ reads[rows]             # asks for the token that I am
+        layers[1].kv_proj.weight[rows] = MATCH * mix @ writes[rows]           # where layer 0 noted it
+        layers[1].o_proj.weight[:, rows] = 0.5 * layers[1].kv_proj.weight[value].T   # and copies what is there
 
-        def orthogonal(size):
-            return torch.linalg.qr(torch.randn(size, size, generator=generator))[0]
 
-        reads, writes = orthogonal(hidden), orthogonal(hidden)         # [D, D]; a head's share is hd rows of it
-        frequencies = rotary_frequencies(config)                       # [hd/2]
-        fast = (frequencies > 0.02).float()                            # pairs that tell neighbours apart
-        slow = (frequencies < 0.02).float().repeat(2)                  # [hd], numbers that distance hardly turns
-        for head in range(config.num_attention_heads):
-            rows = slice(head * hd, (head + 1) * hd)
-            value = slice(hidden + head * hd, hidden + (head + 1) * hd)
-            angle = frequencies * (head + 1)
-            looks_from = torch.cat((fast * angle.cos(), -fast * angle.sin()))     # [hd]
-            looked_at = torch.cat((fast, torch.zeros_like(fast)))                 # [hd]
-            layers[0].q_proj.weight[rows] = 9 * torch.outer(looks_from, everywhere) / hidden
-            layers[0].kv_proj.weight[rows] = 9 * torch.outer(looked_at, everywhere) / hidden
-            layers[0].kv_proj.weight[value] = 0.5 * reads[rows]
-            layers[0].o_proj.weight[:, rows] = 0.1 * writes[rows].T
-            mix = orthogonal(hd) * slow[:, None]                                  # [hd, hd]
-            layers[1].q_proj.weight[rows] = MATCH * mix @ reads[rows]             # asks for the token that I am
-            layers[1].kv_proj.weight[rows] = MATCH * mix @ writes[rows]           # where layer 0 noted it
-            layers[1].o_proj.weight[:, rows] = 0.5 * layers[1].kv_proj.weight[value].T   # and copies what is there
+def optimizers_of(model: Llama) -> list:
+    matrices = [weight for weight in model.parameters() if weight.ndim == 2 and weight is not model.embedding]
+    others = [weight for weight in model.parameters() if weight.ndim == 1 or weight is model.embedding]
+    return [Muon(matrices, lr=MUON_RATE),
+            torch.optim.AdamW(others, lr=ADAM_RATE, betas=(0.9, 0.95), weight_decay=0.0)]
 
-    def refresh(self):
-        with torch.no_grad():
-            torch._foreach_copy_(self.weights, self.masters)
 
-    def update(self, inputs, targets, weights, rate: float) -> float:
-        """One step; returns the weighted loss."""
-        logits = self.forward(self.model, inputs.to(self.device))                                 # [B * T, V]
-        losses = F.cross_entropy(logits.float(), targets.flatten().to(self.device), reduction="none")
-        weights = weights.flatten().to(self.device)
-        loss = (losses * weights).sum() / weights.sum()
-        loss.backward()
-        for weight, master in zip(self.weights, self.masters):
-            master.grad = weight.grad.float()
-            weight.grad = None
-        torch.nn.utils.clip_grad_norm_(self.masters, 1.0)
-        for optimizer, full in zip(self.optimizers, self.rates):
-            optimizer.param_groups[0]["lr"] = full * rate
-            optimizer.step()
-        self.refresh()
-        self.step, self.tokens = self.step + 1, self.tokens + inputs.numel()
-        return loss.item()
-
-    def save(self):
-        self.work.mkdir(parents=True, exist_ok=True)
-        tensors = {f"master.{index}": master.detach() for index, master in enumerate(self.masters)}
-        for number, optimizer in enumerate(self.optimizers):
-            for index, state in optimizer.state_dict()["state"].items():
-                tensors.update({f"optimizer.{number}.{index}.{key}": value for key, value in state.items()})
-        save_file(tensors, self.work / "state.new", {"step": str(self.step), "tokens": str(self.tokens)})
-        (self.work / "state.new").replace(self.work / "state.safetensors")
-
-    def load(self):
-        path = self.work / "state.safetensors"
-        if not path.exists():
-            return
-        from safetensors import safe_open
-        with safe_open(path, "pt") as file:
-            self.step, self.tokens = int(file.metadata()["step"]), int(file.metadata()["tokens"])
-        tensors = load_file(path, self.device)
-        with torch.no_grad():
-            for index, master in enumerate(self.masters):
-                master.copy_(tensors[f"master.{index}"])
-        for number, optimizer in enumerate(self.optimizers):
-            state = {}
-            for name, value in tensors.items():
-                if name.startswith(f"optimizer.{number}."):
-                    _, _, index, key = name.split(".")
-                    state.setdefault(int(index), {})[key] = value
-            optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+def update(model: Llama, optimizers: list, inputs, targets, weights, rate: float) -> float:
+    """One step at this share of the full learning rates; returns the weighted loss."""
+    inputs, targets, weights = (each.to(model.device) for each in (inputs, targets.flatten(), weights.flatten()))
+    losses = F.cross_entropy(forward(model, inputs), targets, reduction="none")              # [B * T]
+    loss = (losses * weights).sum() / weights.sum()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer, full in zip(optimizers, (MUON_RATE, ADAM_RATE)):
+        optimizer.param_groups[0]["lr"] = full * rate
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.item()
 
 
 def learning_rate(tokens: int, total: int) -> float:
@@ -313,38 +264,32 @@ def learning_rate(tokens: int, total: int) -> float:
     return warm_up * max(0.05, decay)
 
 
-def train(trainer: Trainer, rows: Rows, report_every: int = 250_000):
-    total = int(STAGES[-1][0] * 1e6)
-    bar = tqdm(total=total, initial=trainer.tokens, unit="token", unit_scale=True, smoothing=0.02)
-    reported = trainer.tokens
-    while trainer.tokens < total:
-        _, length, count, drill, level = next(stage for stage in STAGES if trainer.tokens < stage[0] * 1e6)
-        batch = rows.batch(f"train {trainer.step}", count, length, level, drill)
-        loss = trainer.update(*batch, learning_rate(trainer.tokens, total))
-        bar.update(count * length)
-        bar.set_postfix(row=length, loss=f"{loss:.3f}")
-        if trainer.tokens - reported >= report_every:
-            reported = trainer.tokens
-            trainer.save()
-            bar.refresh()
-            scores = evaluate(trainer.model, rows, length // 2, 24, level)
-            tqdm.write(f"{trainer.tokens / 1e6:6.1f}M tokens, row {length}, loss {loss:.3f}, "
-                       f"right at {length // 2}: " + describe(scores))
-    trainer.save()
-    bar.close()
+def train(rows: Rows, device: str) -> Llama:
+    model = Llama(LlamaConfig.from_hf(CONFIG), torch.float32, device)
+    initialize(model)
+    optimizers, total, step = optimizers_of(model), int(STAGES[-1][0] * 1e6), 0
+    with tqdm(total=total, unit="token", unit_scale=True, smoothing=0.02) as bar:
+        while bar.n < total:
+            _, length, count, drill, level = next(stage for stage in STAGES if bar.n < stage[0] * 1e6)
+            batch = rows.batch(f"train {step}", count, length, level, drill)
+            loss = update(model, optimizers, *batch, learning_rate(bar.n, total))
+            bar.update(count * length)
+            bar.set_postfix(row=length, loss=f"{loss:.3f}")
+            step += 1
+    return model
 
 
 # 4. Evaluation -----------------------------------------------------------------------------------------------
 
 @torch.inference_mode()
-def evaluate(model: Llama, rows: Rows, history: int, conversations: int, level: Level = HARD,
-             questions: int = 6, batch: int = 8) -> dict[str, list[int]]:
-    """Ask `questions` after `history` tokens of each held-out conversation -> kind: [right, asked].
+def evaluate(model: Llama, rows: Rows, history: int, conversations: int, questions: int = 6,
+             batch: int = 4) -> dict[str, list[int]]:
+    """Ask `questions` after `history` tokens of each held-out conversation -> kind, or all: [right, asked].
 
     An answer is right when every one of its tokens, the end included, is the most likely one: exactly
     when greedy decoding would write it."""
-    level = Level(**{**level.__dict__, "document": max(level.document, history // 24)})
-    scores: dict[str, list[int]] = {}
+    level = replace(HARD, document=max(HARD.document, history // 24))
+    scores = {"all": [0, 0]}
     for first in range(0, conversations, batch):
         prepared = []
         for number in range(first, min(first + batch, conversations)):
@@ -367,24 +312,18 @@ def evaluate(model: Llama, rows: Rows, history: int, conversations: int, level: 
         for row, (_, answers) in enumerate(prepared):
             for kind, begin, end in answers:
                 right = torch.equal(best[row, begin - 1:end - 1], tokens[row, begin:end])
-                score = scores.setdefault(kind, [0, 0])
-                score[0] += right
-                score[1] += 1
+                for name in ("all", kind):
+                    before, asked = scores.get(name, (0, 0))
+                    scores[name] = [before + right, asked + 1]
     return scores
-
-
-def describe(scores: dict[str, list[int]]) -> str:
-    right, asked = (sum(column) for column in zip(*scores.values()))
-    kinds = ", ".join(f"{kind} {a}/{b}" for kind, (a, b) in sorted(scores.items()))
-    return f"{right / asked:.1%} of {asked} ({kinds})"
 
 
 # 5. The folder -----------------------------------------------------------------------------------------------
 
-def write(trainer: Trainer, tokenizer: Tokenizer, folder: Path):
+def write(model: Llama, tokenizer: Tokenizer, folder: Path):
     """Hugging Face layout: config.json, model.safetensors in bfloat16, tokenizer files with the chat template."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.bfloat16().contiguous().cpu() for name, tensor in trainer.model.weights().items()}
+    tensors = {name: tensor.bfloat16().contiguous().cpu() for name, tensor in model.weights().items()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     tokenizer.save(str(folder / "tokenizer.json"))
     for name, content in (
@@ -392,7 +331,7 @@ def write(trainer: Trainer, tokenizer: Tokenizer, folder: Path):
             ("generation_config.json", dict(bos_token_id=0, eos_token_id=1)),
             ("tokenizer_config.json", dict(
                 tokenizer_class="PreTrainedTokenizerFast", bos_token="<s>", eos_token="</s>", pad_token="</s>",
-                model_max_length=CONTEXT, clean_up_tokenization_spaces=False, chat_template=random_models.CHAT_TEMPLATE))):
+                model_max_length=CONTEXT, clean_up_tokenization_spaces=False, chat_template=CHAT_TEMPLATE))):
         (folder / name).write_text(json.dumps(content, indent=2) + "\n")
 
 
@@ -400,38 +339,25 @@ def report(folder: Path, conversations: int):
     """Evaluate a written folder at the two lengths that its README quotes, and print a table by kind of question."""
     model, _, _ = checkpoint.load(str(folder))
     rows = Rows(Tokenizer.from_file(str(folder / "tokenizer.json")))
-    columns = {history: evaluate(model, rows, history, conversations, batch=4) for history in (512, 1536)}
-    kinds = sorted(set().union(*columns.values()))
+    columns = {history: evaluate(model, rows, history, conversations) for history in (512, 1536)}
     print("| question | " + " | ".join(f"{history} tokens of history" for history in columns) + " |")
     print("|---" * (len(columns) + 1) + "|")
-    for kind in ("all", *kinds):
-        cells = []
-        for scores in columns.values():
-            right, asked = (sum(column) for column in zip(*scores.values())) if kind == "all" else scores.get(kind, (0, 0))
-            cells.append(f"{right / asked:.1%} of {asked}" if asked else "none")
+    for kind in sorted(set().union(*columns.values())):
+        counts = [scores.get(kind, (0, 0)) for scores in columns.values()]
+        cells = [f"{right / asked:.1%} of {asked}" if asked else "none" for right, asked in counts]
         print(f"| {kind} | " + " | ".join(cells) + " |")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, default=Path("classroom-training"), help="where the training state is kept")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--compile", action="store_true", help="torch.compile: a quarter faster, needs a C++ compiler")
     parser.add_argument("--out", type=Path, default=FOLDER, help="the model's folder")
     parser.add_argument("--evaluate", action="store_true", help="train nothing, evaluate the folder")
     parser.add_argument("--conversations", type=int, default=150, help="held-out conversations to evaluate, 6 questions each")
     arguments = parser.parse_args()
-    if arguments.evaluate:
-        return report(arguments.out, arguments.conversations)
-    tokenizer = train_tokenizer()
-    rows = Rows(tokenizer)
-    trainer = Trainer(arguments.work, arguments.device, arguments.compile)
-    try:
-        train(trainer, rows)
-    except KeyboardInterrupt:
-        trainer.save()
-        sys.exit(f"stopped at {trainer.tokens:,} tokens; the same command goes on from there")
-    write(trainer, tokenizer, arguments.out)
+    if not arguments.evaluate:
+        tokenizer = train_tokenizer()
+        write(train(Rows(tokenizer), arguments.device), tokenizer, arguments.out)
     report(arguments.out, arguments.conversations)
 
 
