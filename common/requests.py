@@ -28,6 +28,10 @@ class RequestError(Exception):
         super().__init__(message)
         self.status = status or self.status
 
+    def as_json(self) -> dict:
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return dict(error=dict(message=str(self), type=kind))
+
 
 class BadRequest(RequestError):
     status = 400
@@ -48,12 +52,15 @@ def number(value, low: float, high: float, kinds=int) -> bool:
     return isinstance(value, kinds) and not isinstance(value, bool) and low <= value <= high
 
 
-def text(value) -> bool:
-    return isinstance(value, str) and value == value.encode("utf-8", "ignore").decode()  # no lone surrogates
+def text(value, low: int = 0, high: float = float("inf")) -> bool:
+    """A string of `low` to `high` characters, without lone surrogates."""
+    return (isinstance(value, str) and low <= len(value) <= high
+            and value == value.encode("utf-8", "ignore").decode())
 
 
-def stop_string(value) -> bool:
-    return text(value) and 1 <= len(value) <= 256
+def stop_strings(value) -> bool:
+    stops = value if isinstance(value, list) else [value]
+    return len(stops) <= 16 and all(text(stop, 1, 256) for stop in stops)
 
 
 def text_part(value) -> bool:
@@ -67,12 +74,13 @@ SAMPLING = {
     "top_p": (lambda v: number(v, 1e-6, 1, (int, float)), "a number above 0 and at most 1"),
     "top_k": (lambda v: number(v, 0, 1 << 20), "a whole number, 0 for no limit"),
     "seed": (lambda v: number(v, 0, (1 << 63) - 1), "a whole number from 0 up"),
-    "stop": (lambda v: stop_string(v) or (isinstance(v, list) and len(v) <= 16 and all(map(stop_string, v))),
-             "a string of 1 to 256 characters or a list of at most 16 of them"),
-    "n": (lambda v: number(v, 1, 1), "1: a request is one answer, so send one for each answer that you want"),
+    "stop": (stop_strings, "a string of 1 to 256 characters or a list of at most 16 of them"),
 }
-CACHE_SALT = {"cache_salt": (lambda v: text(v) and len(v) <= 256, "a string of at most 256 characters")}
-PROMPT = {"prompt": (text, "a string"), "messages": (lambda v: isinstance(v, list), "a list of messages")}
+CACHE_SALT = {"cache_salt": (lambda v: text(v, 0, 256), "a string of at most 256 characters")}
+PROMPT = {
+    "prompt": (lambda v: text(v) or isinstance(v, list), "a string or a list of token ids"),
+    "messages": (lambda v: isinstance(v, list), "a list of messages"),
+}
 MESSAGE = {
     "role": (lambda v: v in ("system", "user", "assistant"), "system, user or assistant"),
     "content": (lambda v: text(v) or (isinstance(v, list) and all(map(text_part, v))), "a string"),
@@ -97,10 +105,7 @@ def check_fields(body, fields: dict, what: str = "The body") -> dict:
         test, wanted = fields[name]
         if value is not None and not test(value):
             raise BadRequest(f"{name} must be {wanted}.")
-    given = {name: value for name, value in body.items() if value is not None}
-    if "messages" in given:
-        given["messages"] = check_messages(given["messages"])
-    return given
+    return {name: value for name, value in body.items() if value is not None}
 
 
 def check_messages(messages) -> list[dict]:
@@ -272,7 +277,7 @@ class Request:
 # 5. From what is asked to a Request -------------------------------------------------------------------------
 
 class Frontend:
-    """Check and encode what is asked. `fields`: the chapter's own, as in SAMPLING."""
+    """Make requests of what is asked. `fields`: the chapter's own, as in SAMPLING."""
 
     def __init__(self, model, tokenizer, end_tokens, fields: dict | None = None):
         self.model, self.tokenizer, self.end_tokens = model, tokenizer, frozenset(end_tokens)
@@ -281,16 +286,15 @@ class Frontend:
 
     def request(self, prompt=None, messages=None, **asked) -> Request:
         """Make a Request. `prompt`: one user's message as a string, or a list of token ids taken as they are.
-        `messages`: a conversation [{role, content}]. `asked`: SAMPLING and own fields. Raises BadRequest."""
+        `messages`: a conversation [{role, content}]. `asked`: SAMPLING and own fields, checked by
+        `check_fields`. Raises BadRequest."""
         received = time.perf_counter()
-        asked = check_fields(asked, {**SAMPLING, **self.fields})
         tokens, history = self.encode(prompt, messages)
         if len(tokens) >= self.context:
             raise BadRequest(f"The prompt is {len(tokens)} tokens and the context of this model is "
                              f"{self.context}, answer included; shorten the prompt.")
         max_tokens = min(asked.pop("max_tokens", 128), self.context - len(tokens))
         writer = Writer(self.tokenizer, asked.pop("stop", ()))
-        asked.pop("n", None)
         options = {name: asked.pop(name) for name in self.fields if name in asked}
         return Request(tokens, max_tokens, options=options, end_tokens=self.end_tokens, writer=writer,
                        history_tokens=history, received=received, **asked)
@@ -309,7 +313,7 @@ class Frontend:
                 raise BadRequest("This model has no chat template; send a prompt instead of messages.")
             tokens = self.tokenizer.encode(prompt)
         else:
-            messages = messages or [dict(role="user", content=prompt)]
+            messages = [dict(role="user", content=prompt)] if messages is None else check_messages(messages)
             apply = self.tokenizer.apply_chat_template
             try:
                 tokens = apply(messages, add_generation_prompt=True, return_dict=False)
@@ -422,29 +426,23 @@ class Line:
         return counts
 
 
-# 7. A file of requests -------------------------------------------------------------------------
+# 7. A file of requests --------------------------------------------------------------------------------------
 
 def answer_file(engine: Line, frontend: Frontend, lines: list[bytes], output):
     """Answer requests as of POST /generate, one JSON object a line, all at once -> a line of `output` for
     each, in their order: the result, or {"error": {"message", "type"}}."""
-    asked, bar = [], tqdm(total=len(lines), unit="request", disable=None)
+    asked = []
     for line in lines:
         try:
-            fields = check_fields(parse_json(line), {**PROMPT, **SAMPLING, **engine.fields})
+            fields = check_fields(parse_json(line), {**PROMPT, **SAMPLING, **frontend.fields})
             request = frontend.request(**fields)
             engine.submit(request)
         except RequestError as error:
             request = error
         asked.append(request)
     with output.open("w", encoding="utf-8") as file:
-        for request in asked:
+        for request in tqdm(asked, unit="request", disable=None):
             while isinstance(request, Request) and request.outcome is None:
                 engine.step()
             outcome = getattr(request, "outcome", request)
-            if isinstance(outcome, Exception):
-                reply = {"error": {"message": str(outcome), "type": type(outcome).__name__}}
-            else:
-                reply = outcome.as_json()
-            file.write(json.dumps(reply) + "\n")
-            bar.update()
-    bar.close()
+            file.write(json.dumps(outcome.as_json()) + "\n")
