@@ -303,8 +303,8 @@ class Frontend:
         """Return the prompt's tokens, and how many of them belong to earlier turns. Raises BadRequest."""
         if (prompt is None) == (messages is None):
             raise BadRequest("Give either prompt or messages.")
-        if prompt == "":
-            raise BadRequest("The prompt is empty; write something.")
+        if isinstance(prompt, str) and not text(prompt, 1):
+            raise BadRequest("The prompt must be text in UTF-8, and not empty.")
         earlier = []
         if isinstance(prompt, list):
             tokens = list(prompt)
