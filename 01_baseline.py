@@ -164,6 +164,20 @@ class Engine(Line):
 
 # 4. The demo -----------------------------------------------------------------------------------
 
+def equal_to_transformers(model, name: str, requests: list[Request]) -> bool:
+    """Compare what was answered with the answers of `transformers`; end if float32 tokens differ."""
+    from benchmarks.reference import reference_model  # which takes seconds to import
+
+    reference, pairs = reference_model(name, model.dtype, model.device.type), []
+    for request in requests:
+        prompt = torch.tensor([request.tokens[: request.prompt_tokens]], device=model.device)  # [1, T]
+        theirs = reference.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=request.max_tokens,
+            do_sample=False, eos_token_id=list(request.end_tokens), pad_token_id=0)
+        pairs.append((theirs[0, prompt.shape[1] :].tolist(), request.new))
+    return lesson.equal(pairs, model.dtype, "transformers")
+
+
 HISTORIES = [64, 128, 256, 512, 1024, 1536, 1900]  # tokens
 
 
@@ -179,7 +193,7 @@ def demo(model, frontend: Frontend, arguments):
         print(f"user       {turn}\nassistant  {requests[-1].outcome.text}\n")
 
     # 2. Are these the right tokens? No time is printed before that is known
-    verified = lesson.equal_to_transformers(model, arguments.model, requests)
+    verified = equal_to_transformers(model, arguments.model, requests)
 
     # 3. What each turn cost
     print("turn  prompt  history  recomputed      TTFT       TBT")
