@@ -197,16 +197,17 @@ def demo(model, frontend: Frontend, arguments):
 
     # 3. What each turn cost
     print("turn  prompt  history  recomputed      TTFT       TBT")
-    rows = []
+    rows, history = [], 0
     for number, result in enumerate((request.outcome for request in requests), 1):
-        prompt, history = result.usage["prompt_tokens"], result.history_tokens
+        prompt = result.usage["prompt_tokens"]
         rows.append(dict(turn=number, prompt_tokens=prompt, history_tokens=history, ttft_ms=result.ttft_ms))
         tbt = f"  {result.tbt_ms:5.2f} ms" if result.tbt_ms else ""
         print(f"{number:4}  {prompt:6}  {history:7}  {history / prompt:10.0%}  {result.ttft_ms:5.1f} ms{tbt}")
+        history = prompt + result.usage["completion_tokens"]
     print(f"\nThe last turn (p: prefill, d: decode)\n{requests[-1].timeline.chart()}\n")
 
     # 4. The longer the history, the longer the wait
-    filler = frontend.encode(" ".join(lesson.TURNS), None)[0] * (HISTORIES[-1] // 64)
+    filler = frontend.encode(" ".join(lesson.TURNS), None) * (HISTORIES[-1] // 64)
     engine.generate([Request(filler[:512], 1)])
     (probe,) = engine.generate([Request(filler[:512], 1)])  # behind a warm-up
     affordable = 4000 / probe.outcome.ttft_ms * 512  # tokens, in 4 s

@@ -617,7 +617,7 @@ def demo(model, frontend: Frontend, arguments):
     rows += lesson.compare(f"TTFT behind {len(prompt)} tokens", ways, "ttft_ms", "ms")
 
     # 4. Throughput: the weights are read once for all who decode
-    questions = [frontend.encode(None, messages[-1:])[0] for messages in plain[:QUESTIONS]]
+    questions = [frontend.encode(None, messages[-1:]) for messages in plain[:QUESTIONS]]
     last: list[Request] = []
 
     def rate(engine, concurrent: int) -> float:

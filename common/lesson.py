@@ -39,7 +39,7 @@ def conversation(frontend: Frontend, rng, tokens: int) -> list[dict]:
     while True:
         turn = talk.next_turn()
         messages.append(dict(role="user", content=turn.user))
-        if len(frontend.encode(None, messages)[0]) >= tokens:
+        if len(frontend.encode(None, messages)) >= tokens:
             return messages
         messages.append(dict(role="assistant", content=turn.assistant))
 

@@ -168,7 +168,6 @@ class Result:
         self.source = request.source                    # "miss", "gpu_hit", "cpu_hit", ... or "mixed"
         self.found = request.found                      # where the prompt came from; the rest was computed
         self.decisions = request.decisions              # what was offered and what was decided
-        self.history_tokens = request.history_tokens    # prompt tokens of earlier turns
         self.ttft_ms = (first - request.received) * 1e3                 # request received to first token
         self.tbt_ms = (last - first) / later * 1e3 if later else None   # mean time between later tokens
         self.timeline = request.timeline
@@ -196,7 +195,6 @@ class Request:
     options: dict = field(default_factory=dict)                 # the chapter's own fields
     end_tokens: frozenset = frozenset()
     writer: Writer | None = None   # None: nobody reads text
-    history_tokens: int = 0        # prompt tokens of earlier turns
     received: float = field(default_factory=time.perf_counter)
     # answered
     id: int = 0                    # set by engine.submit: 1, 2, ...
@@ -289,7 +287,7 @@ class Frontend:
         `messages`: a conversation [{role, content}]. `asked`: SAMPLING and own fields, checked by
         `check_fields`. Raises BadRequest."""
         received = time.perf_counter()
-        tokens, history = self.encode(prompt, messages)
+        tokens = self.encode(prompt, messages)
         if len(tokens) >= self.context:
             raise BadRequest(f"The prompt is {len(tokens)} tokens and the context of this model is "
                              f"{self.context}, answer included; shorten the prompt.")
@@ -297,34 +295,31 @@ class Frontend:
         writer = Writer(self.tokenizer, asked.pop("stop", ()))
         options = {name: asked.pop(name) for name in self.fields if name in asked}
         return Request(tokens, max_tokens, options=options, end_tokens=self.end_tokens, writer=writer,
-                       history_tokens=history, received=received, **asked)
+                       received=received, **asked)
 
-    def encode(self, prompt, messages) -> tuple[list[int], int]:
-        """Return the prompt's tokens, and how many of them belong to earlier turns. Raises BadRequest."""
+    def encode(self, prompt, messages) -> list[int]:
+        """Return the prompt's tokens. Raises BadRequest."""
         if (prompt is None) == (messages is None):
             raise BadRequest("Give either prompt or messages.")
         if isinstance(prompt, str) and not text(prompt, 1):
             raise BadRequest("The prompt must be text in UTF-8, and not empty.")
-        earlier = []
         if isinstance(prompt, list):
-            tokens = list(prompt)
+            tokens = prompt
         elif self.tokenizer.chat_template is None:
             if messages is not None:
                 raise BadRequest("This model has no chat template; send a prompt instead of messages.")
             tokens = self.tokenizer.encode(prompt)
         else:
             messages = [dict(role="user", content=prompt)] if messages is None else check_messages(messages)
-            apply = self.tokenizer.apply_chat_template
             try:
-                tokens = apply(messages, add_generation_prompt=True, return_dict=False)
-                earlier = apply(messages[:-1], return_dict=False) if messages[1:] else []
+                tokens = self.tokenizer.apply_chat_template(
+                    messages, add_generation_prompt=True, return_dict=False)
             except Exception as error:                          # a template may refuse an order of roles
                 raise BadRequest(f"The model's chat template refuses these messages ({error}).") from None
         top = self.model.config.vocab_size - 1
         if not tokens or not all(number(token, 0, top) for token in tokens):
             raise BadRequest(f"Token ids must be from 0 to {top}, one at least.")
-        differ = (index for index, (new, old) in enumerate(zip(tokens, earlier)) if new != old)
-        return tokens, next(differ, min(len(tokens), len(earlier)))
+        return tokens
 
 
 # 6. Who waits and who runs ----------------------------------------------------------------------------------

@@ -41,8 +41,8 @@ DEFECT = "An error inside the server; its log says more, and the engine goes on.
 STREAM = {"stream": (lambda v: isinstance(v, bool), "true or false")}
 # What OpenAI's clients may send and this server does not do: taken only where it asks for nothing.
 NEUTRAL = {"n": 1, "best_of": 1, "echo": False, "suffix": "", "logprobs": False, "top_logprobs": 0,
-           "logit_bias": {}, "presence_penalty": 0, "frequency_penalty": 0, "tools": [], "tool_choice": "none",
-           "store": False, "response_format": {"type": "text"}}
+           "logit_bias": {}, "presence_penalty": 0, "frequency_penalty": 0, "tools": [],
+           "tool_choice": "none", "store": False, "response_format": {"type": "text"}}
 
 
 # 1. The engine's thread -------------------------------------------------------------------------------------
@@ -56,7 +56,7 @@ class Server:
     def __init__(self, engine, frontend, info: dict, max_waiting: int = 256, compare: dict | None = None):
         self.engine, self.frontend, self.info = engine, frontend, info
         self.max_waiting, self.compare = max_waiting, compare or {}
-        self.lock = threading.Lock()                            # to look at `closing` and the line, and submit
+        self.lock = threading.Lock()                            # from looking at the line to submitting
         self.open: list[Request] = []                           # those that somebody waits for
         self.closing = False
         self.jobs = queue.SimpleQueue()                         # (function, Future), to run between two steps

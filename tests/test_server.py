@@ -48,11 +48,11 @@ def test_generate_answers_with_the_engines_result(client, frontend):
     assert answer["tokens"] == (said * 8)[:8] and answer["finish_reason"] == "length"
     assert answer["text"] == frontend.tokenizer.decode(answer["tokens"], skip_special_tokens=True)
     assert answer["usage"] == dict(prompt_tokens=len(prompt), cached_tokens=0, completion_tokens=8)
-    assert answer["source"] == "miss" and answer["found"] == {} and answer["history_tokens"] == 0
+    assert answer["source"] == "miss" and answer["found"] == {}
     assert answer["decisions"] == ["nothing was offered: the prompt is computed"]
     assert answer["ttft_ms"] > 0 and answer["timeline"][0]["label"].startswith("prefill")
     assert set(answer) == {"id", "text", "tokens", "finish_reason", "usage", "source", "found", "decisions",
-                           "history_tokens", "ttft_ms", "tbt_ms", "timeline"}
+                           "ttft_ms", "tbt_ms", "timeline"}
 
 
 @pytest.mark.parametrize("body", [
@@ -62,7 +62,7 @@ def test_a_stream_says_what_the_plain_answer_says(client, body):
     *pieces, last = client.ask("/generate", dict(body, stream=True)).events
     assert all(set(piece) == {"text"} and piece["text"] for piece in pieces) and set(last) == {"result"}
     assert "".join(piece["text"] for piece in pieces) == last["result"]["text"] == plain["text"]
-    for name in ("tokens", "finish_reason", "usage", "source", "history_tokens"):
+    for name in ("tokens", "finish_reason", "usage", "source"):
         assert last["result"][name] == plain[name]
 
 
