@@ -338,7 +338,7 @@ class Line:
         self.waiting: deque[Request] = deque()                  # first come, first served
         self.running: list[Request] = []                        # oldest first
         self.over: deque[Request] = deque(maxlen=8)             # the last ones, for the page
-        self.counts = Counter(requests=0, finished=0, cancelled=0, failed=0, refused=0)
+        self.counts = Counter(requests=0, finished=0, cancelled=0, failed=0)
 
     def check(self, request: Request):
         """Raise BadRequest if it can never fit."""

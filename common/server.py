@@ -18,21 +18,9 @@ from functools import partial
 from operator import eq
 from pathlib import Path
 
-from common import lesson
+from common import lesson, requests
 from common.checkpoint import ModelError
-from common.requests import (
-    PROMPT,
-    SAMPLING,
-    BadRequest,
-    HungUp,
-    Request,
-    RequestError,
-    Result,
-    Unavailable,
-    check_fields,
-    parse_json,
-    text,
-)
+from common.requests import BadRequest, HungUp, Request, RequestError, Result, Unavailable
 
 MAX_BODY = 1 << 20                 # bytes of an HTTP request; a full context fits many times
 SILENCE = 0.5                      # seconds after which a thread that waits looks whether its client hung up
@@ -208,14 +196,14 @@ def openai_fields(body, chat: bool, frontend) -> tuple[dict, bool, bool]:
     """Turn the body of a chat, or else of a completion, into arguments for Frontend.request, whether to
     stream, and whether the stream ends with its usage. Raises BadRequest."""
     prompt = "messages" if chat else "prompt"
-    own = {prompt: PROMPT[prompt], **SAMPLING, **frontend.fields}
-    fields = {**own, **STREAM, "max_completion_tokens": SAMPLING["max_tokens"],
-              "model": (text, "a string"), "user": (text, "a string"),
+    own = {prompt: requests.PROMPT[prompt], **requests.SAMPLING, **frontend.fields}
+    fields = {**own, **STREAM, "max_completion_tokens": requests.SAMPLING["max_tokens"],
+              "model": (requests.text, "a string"), "user": (requests.text, "a string"),
               "stream_options": (lambda v: v in ({}, {"include_usage": False}, {"include_usage": True}),
                                  'an object like {"include_usage": true}')}
     for name, nothing in NEUTRAL.items():
         fields[name] = partial(eq, nothing), f"{json.dumps(nothing)}: more is not supported"
-    given = check_fields(body, fields)
+    given = requests.check_fields(body, fields)
     asked = {name: given[name] for name in given if name in own}
     asked.setdefault("temperature", 1.0)        # OpenAI's default; our own /generate is greedy
     if "max_completion_tokens" in given:
@@ -276,7 +264,7 @@ def make_app(server: Server, allow_evict: bool = False):
         raw = request.get_data()
         if len(raw) > MAX_BODY:                 # it came in chunks, and Flask has cut it there
             raise RequestEntityTooLarge
-        return parse_json(raw)
+        return requests.parse_json(raw)
 
     def gone():
         """Return the function that says whether the client of this request has hung up."""
@@ -295,7 +283,7 @@ def make_app(server: Server, allow_evict: bool = False):
 
     @app.post("/generate")
     def generate():
-        fields = check_fields(body(), {**PROMPT, **SAMPLING, **STREAM, **frontend.fields})
+        fields = requests.check_fields(body(), {**requests.PROMPT, **requests.SAMPLING, **STREAM, **frontend.fields})
         streaming = fields.pop("stream", False)
         pieces = server.stream(gone(), **fields)
         if streaming:
@@ -340,14 +328,14 @@ def make_app(server: Server, allow_evict: bool = False):
             raise BadRequest("/evict is for this machine; start the server with --allow-evict.", 403)
         names = list(engine.pools)
         tiers = names.__contains__, f"one of {', '.join(names) or 'none'}"
-        fields = check_fields(body(), {"tier": tiers})
+        fields = requests.check_fields(body(), {"tier": tiers})
         if not fields:
             raise BadRequest("Give the tier to evict.")
         return dict(evicted=server.between_steps(partial(engine.evict, fields["tier"])))
 
     @app.post("/compare")
     def comparison():
-        fields = check_fields(body(), PROMPT)
+        fields = requests.check_fields(body(), requests.PROMPT)
         if not server.compare:
             raise BadRequest("This chapter has nothing to compare.", 404)
         tokens = frontend.request(**fields).tokens

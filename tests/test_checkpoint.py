@@ -82,13 +82,11 @@ BROKEN = {
         lambda f: index(f, "model-00001-of-00002.safetensors"),
         ["model-00001-of-00002.safetensors", "lacks"],
     ),
-    "index that climbs": (lambda f: index(f, "../model/model.safetensors"), ["index.json", "own folder"]),
-    "index with a root": (lambda f: index(f, "/etc/hostname"), ["index.json", "own folder"]),
-    "index to the parent": (lambda f: index(f, ".."), ["index.json", "own folder"]),
-    "index to itself": (lambda f: index(f, ""), ["index.json", "own folder"]),
-    "index that is a list": (
-        lambda f: (f / "model.safetensors.index.json").write_text("[]"),
-        ["index.json", "JSON object"],
+    "index that climbs": (lambda f: index(f, "../model/model.safetensors"), ["../model", "lacks"]),
+    "index that names no file": (lambda f: index(f, [1]), ["[1]", "lacks"]),
+    "index without a map": (
+        lambda f: (f / "model.safetensors.index.json").write_text("{}"),
+        ["index.json", "weight_map"],
     ),
     "another family": (lambda f: change_json(f / "config.json", model_type="gpt2"), ["model_type", "gpt2"]),
     "field not supported": (
