@@ -283,7 +283,8 @@ def make_app(server: Server, allow_evict: bool = False):
 
     @app.post("/generate")
     def generate():
-        fields = requests.check_fields(body(), {**requests.PROMPT, **requests.SAMPLING, **STREAM, **frontend.fields})
+        known = {**requests.PROMPT, **requests.SAMPLING, **STREAM, **frontend.fields}
+        fields = requests.check_fields(body(), known)
         streaming = fields.pop("stream", False)
         pieces = server.stream(gone(), **fields)
         if streaming:
