@@ -162,32 +162,25 @@ def block_states(pool, tables: list[tuple[list[int], int]]) -> str:
     return "".join(states)
 
 
-def compare(server: Server, tokens: list[int], gone):
-    """Answer one prompt in all ways, in turn, in engines of their own. Yield the progress, and last a row for
-    each way: its median TTFT in milliseconds, and whether its tokens are those of the first way."""
-    engines, results, done = {}, {name: [] for name in server.compare}, 0
+def compare(ways: dict, tokens: list[int]) -> list[dict]:
+    """Answer one prompt in all ways, in turn, in engines of their own. Return a row for each way: its median
+    TTFT in milliseconds, and whether its tokens are those of the first way. Raises ModelError."""
+    engines, asks, rows = [], {}, []
     try:
-        for _ in range(1 + lesson.ROUNDS):                      # the first is the warm-up
-            for name, (make_engine, evict) in server.compare.items():
-                yield dict(progress=dict(done=done, of=(1 + lesson.ROUNDS) * len(results), way=name))
-                if server.closing or gone():
-                    raise Unavailable(SHUTTING)
-                engine = engines[name] = engines.get(name) or make_engine()
-                results[name].append(lesson.ask(engine, tokens, 8, "device" if evict else "").outcome)
-                done += 1
-    except ModelError as error:                                 # there is no memory for one more engine
-        raise BadRequest(str(error)) from None
+        for name, (make_engine, evict) in ways.items():
+            engines.append(make_engine())
+            asks[name] = partial(lesson.ask, engines[-1], tokens, 8, "device" if evict else "")
+        asked = lesson.in_turn(asks)
     finally:
-        for engine in engines.values():
+        for engine in engines:
             engine.close()
-        server.comparing.release()
-    expected, rows = next(iter(results.values()))[0].tokens, []
-    for name, found in results.items():
-        times = [result.ttft_ms for result in found[1:]]
+    expected = next(iter(asked.values()))[0].new
+    for name, found in asked.items():
+        times = [request.outcome.ttft_ms for request in found]
         rows.append(dict(way=name, ttft_ms=statistics.median(times), min_ms=min(times), max_ms=max(times),
                          samples=len(times), source=found[-1].source,
-                         equal=all(result.tokens == expected for result in found)))
-    yield dict(rows=rows)
+                         equal=all(request.new == expected for request in found)))
+    return rows
 
 
 # 3. OpenAI's requests and replies ---------------------------------------------------------------------------
@@ -342,7 +335,12 @@ def make_app(server: Server, allow_evict: bool = False):
         tokens = frontend.request(**fields).tokens
         if not server.comparing.acquire(blocking=False):
             raise BadRequest("Another comparison is running; ask again when it is over.", 429)
-        return events(compare(server, tokens, gone()))
+        try:
+            return dict(rows=compare(server.compare, tokens))
+        except ModelError as error:             # there is no memory for one more engine
+            raise BadRequest(str(error)) from None
+        finally:
+            server.comparing.release()
 
     @app.errorhandler(Exception)
     def explain(error):

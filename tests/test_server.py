@@ -7,12 +7,14 @@ import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common import server as servers
+from common.checkpoint import ModelError
 from common.requests import BadRequest, Unavailable
 from tests.support.serving import ASK, CHAT, INFO, TIMEOUT, eventually, sentence, serving, tiny_frontend
 from tests.support.stub import Engine
@@ -392,11 +394,7 @@ def ways(frontend) -> tuple[dict, list]:
 def test_a_comparison_asks_all_ways_in_turn_and_says_whether_their_tokens_are_equal(frontend):
     compared, made = ways(frontend)
     with serving(frontend, compare=compared) as client:
-        *progress, last = client.ask("/compare", dict(prompt="Hello")).events
-        rows = last["rows"]
-        assert [event["progress"]["done"] for event in progress] == list(range(12))
-        assert [event["progress"]["way"] for event in progress[:3]] == ["recompute (01)", "stub",
-                                                                        "recompute (01)"]
+        rows = client.ask("/compare", dict(prompt="Hello")).json["rows"]
         assert [row["way"] for row in rows] == list(compared) and all(row["equal"] for row in rows)
         assert all(row["samples"] == 5 and row["min_ms"] <= row["ttft_ms"] <= row["max_ms"] for row in rows)
         assert len(made) == 2 and all(engine.closed for engine in made)
@@ -408,8 +406,8 @@ def test_a_comparison_sees_other_tokens(frontend):
     compared, made = ways(frontend)
     with serving(frontend, compare=compared) as client:
         compared["wrong"] = (lambda: Liar(frontend.model), False)
-        *_, last = client.ask("/compare", dict(messages=CHAT["messages"])).events
-        assert [row["equal"] for row in last["rows"]] == [True, True, False]
+        rows = client.ask("/compare", dict(messages=CHAT["messages"])).json["rows"]
+        assert [row["equal"] for row in rows] == [True, True, False]
 
 
 class Liar(Engine):
@@ -418,19 +416,25 @@ class Liar(Engine):
         request.tokens[:request.prompt_tokens] = [5] * request.prompt_tokens
 
 
-def test_there_is_one_comparison_at_a_time_and_its_client_may_hang_up(frontend):
+def test_there_is_one_comparison_at_a_time(frontend):
     compared, made = ways(frontend)
-    with serving(frontend, compare=compared) as client:
+    with serving(frontend, compare=compared) as client, ThreadPoolExecutor() as threads:
         slow, began = Engine(frontend.model), threading.Event()
         slow.hold()
-        compared["recompute (01)"] = (lambda: began.set() or slow, False)
-        with closing(client.send("/compare", dict(prompt="Hello"))):
-            assert began.wait(TIMEOUT)
-            refused = client.ask("/compare", dict(prompt="Hello"))
-            assert "Another comparison" in refused.error(429)
+        compared["stub"] = (lambda: began.set() or slow, False)
+        first = threads.submit(client.ask, "/compare", dict(prompt="Hello"))
+        assert began.wait(TIMEOUT)
+        assert "Another comparison" in client.ask("/compare", dict(prompt="Hello")).error(429)
         slow.let()
-        eventually(lambda: not client.server.comparing.locked())
-        assert slow.closed
+        assert first.result().status == 200 and slow.closed and not client.server.comparing.locked()
         assert "Unknown field" in client.ask("/compare", dict(prompt="Hello", seed=1)).error(400)
+
+
+def test_a_comparison_that_finds_no_memory_says_so(frontend):
+    compared, made = ways(frontend)
+    compared["large"] = (Mock(side_effect=ModelError("9 blocks do not fit; choose fewer.")), False)
+    with serving(frontend, compare=compared) as client:
+        assert "9 blocks do not fit" in client.ask("/compare", dict(prompt="Hello")).error(400)
+        assert all(engine.closed for engine in made)
     with serving(frontend) as client:
         assert "nothing to compare" in client.ask("/compare", dict(prompt="Hello")).error(404)
