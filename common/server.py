@@ -381,5 +381,6 @@ def serve(listener, server: Server, allow_evict: bool = False):
     listener.serve_forever()                    # werkzeug takes the KeyboardInterrupt for itself
     server.close()
     server.thread.join(timeout=5)
+    server.comparing.acquire(timeout=5)
     time.sleep(SILENCE)                         # werkzeug's threads write the last replies
     raise KeyboardInterrupt
