@@ -164,6 +164,20 @@ class Engine(Line):
 
 # 4. The demo -----------------------------------------------------------------------------------
 
+def equal_to_transformers(model, name: str, requests: list[Request]) -> bool:
+    """Compare what was answered with the answers of `transformers`; end if float32 tokens differ."""
+    from benchmarks.reference import reference_model  # which takes seconds to import
+
+    reference, pairs = reference_model(name, model.dtype, model.device.type), []
+    for request in requests:
+        prompt = torch.tensor([request.tokens[: request.prompt_tokens]], device=model.device)  # [1, T]
+        theirs = reference.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=request.max_tokens,
+            do_sample=False, eos_token_id=list(request.end_tokens), pad_token_id=0)
+        pairs.append((theirs[0, prompt.shape[1] :].tolist(), request.new))
+    return lesson.equal(pairs, model.dtype, "transformers")
+
+
 HISTORIES = [64, 128, 256, 512, 1024, 1536, 1900]  # tokens
 
 
@@ -179,20 +193,21 @@ def demo(model, frontend: Frontend, arguments):
         print(f"user       {turn}\nassistant  {requests[-1].outcome.text}\n")
 
     # 2. Are these the right tokens? No time is printed before that is known
-    verified = lesson.equal_to_transformers(model, arguments.model, requests)
+    verified = equal_to_transformers(model, arguments.model, requests)
 
     # 3. What each turn cost
     print("turn  prompt  history  recomputed      TTFT       TBT")
-    rows = []
+    rows, history = [], 0
     for number, result in enumerate((request.outcome for request in requests), 1):
-        prompt, history = result.usage["prompt_tokens"], result.history_tokens
+        prompt = result.usage["prompt_tokens"]
         rows.append(dict(turn=number, prompt_tokens=prompt, history_tokens=history, ttft_ms=result.ttft_ms))
         tbt = f"  {result.tbt_ms:5.2f} ms" if result.tbt_ms else ""
         print(f"{number:4}  {prompt:6}  {history:7}  {history / prompt:10.0%}  {result.ttft_ms:5.1f} ms{tbt}")
+        history = prompt + result.usage["completion_tokens"]
     print(f"\nThe last turn (p: prefill, d: decode)\n{requests[-1].timeline.chart()}\n")
 
     # 4. The longer the history, the longer the wait
-    filler = frontend.encode(" ".join(lesson.TURNS), None)[0] * (HISTORIES[-1] // 64)
+    filler = frontend.encode(" ".join(lesson.TURNS), None) * (HISTORIES[-1] // 64)
     engine.generate([Request(filler[:512], 1)])
     (probe,) = engine.generate([Request(filler[:512], 1)])  # behind a warm-up
     affordable = 4000 / probe.outcome.ttft_ms * 512  # tokens, in 4 s

@@ -628,7 +628,7 @@ def demo(model, frontend: Frontend, arguments):
         "gpu_hit": lambda: lesson.ask(engine, prompt).outcome.ttft_ms,
     }
     rows += lesson.compare(f"\nTTFT behind {len(prompt)} tokens", ways, "ttft_ms", "ms")
-    questions = [frontend.encode(None, messages[-1:])[0] for messages in talks]
+    questions = [frontend.encode(None, messages[-1:]) for messages in talks]
 
     def rate(engine, concurrent: int) -> float:
         began, salt = time.perf_counter(), dict(cache_salt=str(rng.random()))

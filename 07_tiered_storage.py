@@ -763,7 +763,7 @@ def demo(model, frontend: Frontend, arguments):
         # 1. Ask: each conversation twice, in any order
         rng, new = random.Random(0), max(2, min(arguments.max_tokens, 12))
         talks = [lesson.conversation(frontend, rng, frontend.context // 4) for _ in range(CONVERSATIONS)]
-        longest = max(len(frontend.encode(None, talk)[0]) for talk in talks) + 3 * new + 32
+        longest = max(len(frontend.encode(None, talk)) for talk in talks) + 3 * new + 32
         pages = -(-longest // arguments.block_size)
         url, options = f"file:{folder}", {**vars(arguments), "gpu_blocks": ON_DEVICE * pages}
         ways = {

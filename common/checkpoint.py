@@ -34,9 +34,8 @@ class ModelError(ValueError):
 
 def keep_freed_memory():
     """What is freed stays with the process, up to 1 GiB. Else glibc may give it back to the system after each layer, and the next
-    one has every page of it faulted in again: decode steps of eight requests then took ten times as long, now and then.
-    Elsewhere than with glibc nothing changes."""
-    with suppress(AttributeError, OSError, TypeError):          # there is no mallopt, or no way to ask for it
+    one has every page of it faulted in again: decode steps of eight requests then took ten times as long, now and then."""
+    with suppress(AttributeError, OSError, TypeError):          # not glibc
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-1, 1 << 30)                                    # M_TRIM_THRESHOLD
         mallopt(-3, 32 << 20)                                   # M_MMAP_THRESHOLD: the largest that glibc takes
@@ -126,17 +125,13 @@ def find_folder(name: str) -> Path:
     try:                                    # without a network this is what the cache holds
         return Path(snapshot_download(repository, **wanted))
     except Exception as error:              # the hub's client lets its HTTP library's own errors through
-        reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else ""
         raise ModelError(f"{repository} is not in the local cache and could not be downloaded "
-                         f"({type(error).__name__}: {reason}). {OFFLINE}") from None
+                         f"({type(error).__name__}: {' '.join(str(error).split())[:160]}). {OFFLINE}") from None
 
 
 def read_json(path: Path) -> dict:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{path.parent} has no {path.name}; a model folder needs config.json, *.safetensors "
-                         "and a tokenizer.") from None
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read as JSON ({error}).") from None
     if not isinstance(content, dict):
@@ -145,24 +140,18 @@ def read_json(path: Path) -> dict:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
+    files = {path.name: path for path in folder.glob("*.safetensors")}      # none outside of the folder
+    index, wanted = folder / "model.safetensors.index.json", set(files)
     if index.exists():
         names = read_json(index).get("weight_map")
-        if not isinstance(names, dict) or not all(
-                isinstance(n, str) and Path(n).name == n and n.endswith(".safetensors") for n in names.values()):
-            raise ModelError(f"{index} must map tensors to *.safetensors files in its own folder.")
-        files = [folder / name for name in sorted(set(names.values()))]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth"))
-        raise ModelError(f"{folder} has no *.safetensors" + (
-            "; its pickled weights are not read, since a pickle can run code: save them again as safetensors."
-            if pickled else "; copy the model's weights there."))
-    missing = [path.name for path in files if not path.exists()]
-    if missing:
-        raise ModelError(f"{folder} lacks {missing[0]}, which its index names; copy or download it again.")
-    return files
+        if not isinstance(names, dict):
+            raise ModelError(f"{index} must map tensors to files, in its weight_map.")
+        wanted = {str(name) for name in names.values()}
+    if not wanted:
+        raise ModelError(f"{folder} has no *.safetensors; other weights are not read, since a pickle can run code.")
+    if missing := wanted - set(files):
+        raise ModelError(f"{folder} lacks {min(missing)!r}, which its index names; copy or download it again.")
+    return [files[name] for name in sorted(wanted)]
 
 
 def read_tokenizer(folder: Path):
@@ -171,9 +160,8 @@ def read_tokenizer(folder: Path):
     settings = folder / "tokenizer_config.json"
     kind = read_json(settings).get("tokenizer_class") if settings.exists() else None
     if kind in ("PreTrainedTokenizerFast", "TokenizersBackend") and (folder / "tokenizer.json").exists():
-        from transformers import (
-            PreTrainedTokenizerFast as Tokenizer,  # its file says it all; AutoTokenizer takes 2 s to import
-        )
+        # Its file says it all; AutoTokenizer takes 2 s to import
+        from transformers import PreTrainedTokenizerFast as Tokenizer
     else:
         from transformers import AutoTokenizer as Tokenizer
     try:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from common import checkpoint, server
-from common.requests import Frontend, RequestError, answer_file, text
+from common.requests import Frontend, RequestError, answer_file
 from common.timeline import write_trace
 
 
@@ -26,13 +26,6 @@ def bounded(kind, low, high):
     return parse
 
 
-def readable(string: str) -> str:
-    """An argparse type: some text."""
-    if not string or not text(string):
-        raise argparse.ArgumentTypeError("it must be text in UTF-8, and not empty")
-    return string
-
-
 def parser_for(doc: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)
@@ -40,7 +33,7 @@ def parser_for(doc: str) -> argparse.ArgumentParser:
     add = parser.add_argument
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--demo", action="store_true", help="the lesson, in under a minute")
-    what.add_argument("--prompt", type=readable, metavar="TEXT", help="answer TEXT once and end")
+    what.add_argument("--prompt", metavar="TEXT", help="answer TEXT once and end")
     words = "answer a file of requests, one JSON object a line"
     what.add_argument("--input", type=Path, metavar="FILE", help=words)
     add("--output", type=Path, metavar="FILE", help="where the answers of --input go")
@@ -54,11 +47,7 @@ def parser_for(doc: str) -> argparse.ArgumentParser:
     add("--plain-weights", action="store_true", help="on a CPU, do not reorder the weights for oneDNN")
     add("--max-tokens", type=bounded(int, 1, 1 << 20), default=128, help="length of an answer (default 128)")
     add("--temperature", type=bounded(float, 0, 100), default=0.0, help="0 (default) is greedy")
-    add("--top-p", type=bounded(float, 1e-6, 1), default=1.0)
-    add("--top-k", type=bounded(int, 0, 1 << 20), default=0)
     add("--seed", type=bounded(int, 0, (1 << 63) - 1), default=None)
-    add("--stop", type=readable, action="append", metavar="TEXT",
-        help="end the answer before TEXT; may be repeated")
     add("--explain", action="store_true", help="print a line for each thing that a step does")
     add("--json", type=Path, metavar="FILE", help="write the numbers of the demo or of the answer")
     add("--trace", type=Path, metavar="FILE", help="write the timeline, for Perfetto or chrome://tracing")
@@ -96,13 +85,10 @@ def run(chapter: str, arguments, make_engine, demo, compare, load):
     # 1. What cannot work fails now, not after a minute of work
     if (arguments.input is None) != (arguments.output is None):
         raise RequestError("--input FILE and --output FILE go together: the requests, and their answers.")
-    for name, verb in dict(input="read", json="write", trace="write", output="write").items():
-        if path := getattr(arguments, name):
-            try:
-                path.open("r" if verb == "read" else "a").close()
-            except OSError as error:
-                raise OSError(f"Cannot {verb} '{path}' ({error.strerror}); choose another file.") from None
     lines = arguments.input.read_bytes().splitlines() if arguments.input else None
+    for path in arguments.output, arguments.json, arguments.trace:
+        if path:
+            path.open("a").close()
     serving = not arguments.demo and arguments.prompt is None and lines is None
     listener = server.listen(arguments.host, arguments.port) if serving else None
 
@@ -123,12 +109,12 @@ def run(chapter: str, arguments, make_engine, demo, compare, load):
             if serving:
                 ways = {name: (partial(make, model, arguments), evict)
                         for name, (make, evict) in compare(arguments).items()}
-                serving = server.Server(engine, frontend, info, compare=ways)
-                return server.serve(listener, serving, arguments.allow_evict)
+                return server.serve(listener, server.Server(engine, frontend, info, compare=ways),
+                                    arguments.allow_evict)
             if lines is not None:
                 return answer_file(engine, frontend, lines, arguments.output)
-            names = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop")
-            request = frontend.request(arguments.prompt, **{name: getattr(arguments, name) for name in names})
+            request = frontend.request(arguments.prompt, max_tokens=arguments.max_tokens,
+                                       temperature=arguments.temperature, seed=arguments.seed)
             for piece in engine.stream(request):
                 if isinstance(piece, str):
                     print(piece, end="", flush=True)

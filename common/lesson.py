@@ -39,7 +39,7 @@ def conversation(frontend: Frontend, rng, tokens: int) -> list[dict]:
     while True:
         turn = talk.next_turn()
         messages.append(dict(role="user", content=turn.user))
-        if len(frontend.encode(None, messages)[0]) >= tokens:
+        if len(frontend.encode(None, messages)) >= tokens:
             return messages
         messages.append(dict(role="assistant", content=turn.assistant))
 
@@ -54,20 +54,6 @@ def equal_to_baseline(model, requests: list[Request]) -> bool:
         again = Request(prompt, request.max_tokens, end_tokens=request.end_tokens)
         pairs.append((engine.generate([again])[0].new, request.new))
     return equal(pairs, model.dtype, "chapter 01")
-
-
-def equal_to_transformers(model, name: str, requests: list[Request]) -> bool:
-    """The same with the answers of `transformers` on the same weights, for chapter 01 itself."""
-    from benchmarks.reference import reference_model
-
-    reference, pairs = reference_model(name, model.dtype, model.device.type), []
-    for request in requests:
-        prompt = torch.tensor([request.tokens[: request.prompt_tokens]], device=model.device)  # [1, T]
-        theirs = reference.generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=request.max_tokens,
-            do_sample=False, eos_token_id=list(request.end_tokens), pad_token_id=0)
-        pairs.append((theirs[0, prompt.shape[1] :].tolist(), request.new))
-    return equal(pairs, model.dtype, "transformers")
 
 
 def equal(pairs: list[tuple[list[int], list[int]]], dtype, whose: str) -> bool:
@@ -110,9 +96,9 @@ def in_turn(ways: dict, rounds: int = ROUNDS) -> dict[str, list]:
     return {name: values[1:] for name, values in taken.items()}
 
 
-def compare(title: str, ways: dict, name: str, unit: str, rounds: int = ROUNDS) -> list[dict]:
+def compare(title: str, ways: dict, name: str, unit: str) -> list[dict]:
     """Time `ways` in turn and print the table -> its rows."""
-    return table(title, in_turn(ways, rounds), name, unit)
+    return table(title, in_turn(ways), name, unit)
 
 
 def table(title: str, taken: dict[str, list[float]], name: str, unit: str) -> list[dict]:

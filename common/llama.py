@@ -188,16 +188,6 @@ def cpu_multiplies_bfloat16() -> bool:
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-class RMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float, **where):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size, **where))
-        self.eps = eps
-
-    def forward(self, x):                                              # [T, D] -> [T, D]
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
 class Rotary(nn.Module):
     """Rotary position embedding in the half-split convention: number i is paired with number i + hd/2. All
     layers turn by the same angles, so an engine looks them up once for a forward pass."""
@@ -250,11 +240,11 @@ class Layer(nn.Module):
         hidden, head_dim, intermediate = config.hidden_size, config.head_dim, config.intermediate_size
         self.head_dim = head_dim
         self.rotary = rotary
-        self.attention_norm = RMSNorm(hidden, config.rms_norm_eps, **where)
+        self.attention_norm = nn.RMSNorm(hidden, config.rms_norm_eps, **where)
         self.q_proj = Linear(hidden, config.num_attention_heads * head_dim, config.qkv_bias, **where)
         self.kv_proj = Linear(hidden, 2 * config.num_key_value_heads * head_dim, config.qkv_bias, **where)
         self.o_proj = Linear(config.num_attention_heads * head_dim, hidden, config.output_bias, **where)
-        self.mlp_norm = RMSNorm(hidden, config.rms_norm_eps, **where)
+        self.mlp_norm = nn.RMSNorm(hidden, config.rms_norm_eps, **where)
         self.gate_up_proj = Linear(hidden, 2 * intermediate, config.mlp_bias, **where)
         self.down_proj = Linear(intermediate, hidden, config.mlp_bias, **where)
 
@@ -270,18 +260,15 @@ class Layer(nn.Module):
         k, v = kv.view(len(normed), 2, -1, self.head_dim).unbind(1)              # [T, KVH, hd] each
         return rotate(k, rotation), v
 
-    def queries(self, normed, rotation):
-        """The layer's input after its norm [T, D] -> q [T, H, hd]."""
-        return rotate(self.q_proj(normed).view(len(normed), -1, self.head_dim), rotation)
-
     def forward(self, hidden, rotation, attend):
         """hidden [T, D] -> [T, D]. `rotation` is what the model's `rotary` gives for the T positions. `attend(q, k, v) -> out`
         [T, H, hd] belongs to the KV cache: it stores the new k and v for this layer and attends over all that the batch's
         requests hold."""
         normed = self.attention_norm(hidden)                                     # [T, D]
-        q = self.queries(normed, rotation)                                       # [T, H, hd]
+        q = self.q_proj(normed).view(len(normed), -1, self.head_dim)             # [T, H, hd]
         k, v = self.keys_values(normed, rotation)                                # [T, KVH, hd] each
-        hidden = hidden + self.o_proj(attend(q, k, v).flatten(-2))               # [T, D]
+        out = attend(rotate(q, rotation), k, v)                                  # [T, H, hd]
+        hidden = hidden + self.o_proj(out.flatten(-2))                           # [T, D]
         gate, up = self.gate_up_proj(self.mlp_norm(hidden)).chunk(2, dim=-1)     # [T, I] each
         return hidden + self.down_proj(F.silu(gate) * up)                        # [T, D]
 
@@ -297,7 +284,7 @@ class Llama(nn.Module):
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, **where))
         self.rotary = Rotary(config, **where)
         self.layers = nn.ModuleList(Layer(config, self.rotary, **where) for _ in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **where)
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps, **where)
         self.head = Linear(config.hidden_size, config.vocab_size, False, **where)
         if config.tie_word_embeddings:
             self.head.weight = self.embedding

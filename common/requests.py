@@ -28,6 +28,10 @@ class RequestError(Exception):
         super().__init__(message)
         self.status = status or self.status
 
+    def as_json(self) -> dict:
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return dict(error=dict(message=str(self), type=kind))
+
 
 class BadRequest(RequestError):
     status = 400
@@ -48,12 +52,15 @@ def number(value, low: float, high: float, kinds=int) -> bool:
     return isinstance(value, kinds) and not isinstance(value, bool) and low <= value <= high
 
 
-def text(value) -> bool:
-    return isinstance(value, str) and value == value.encode("utf-8", "ignore").decode()  # no lone surrogates
+def text(value, low: int = 0, high: float = float("inf")) -> bool:
+    """A string of `low` to `high` characters, without lone surrogates."""
+    return (isinstance(value, str) and low <= len(value) <= high
+            and value == value.encode("utf-8", "ignore").decode())
 
 
-def stop_string(value) -> bool:
-    return text(value) and 1 <= len(value) <= 256
+def stop_strings(value) -> bool:
+    stops = value if isinstance(value, list) else [value]
+    return len(stops) <= 16 and all(text(stop, 1, 256) for stop in stops)
 
 
 def text_part(value) -> bool:
@@ -67,12 +74,13 @@ SAMPLING = {
     "top_p": (lambda v: number(v, 1e-6, 1, (int, float)), "a number above 0 and at most 1"),
     "top_k": (lambda v: number(v, 0, 1 << 20), "a whole number, 0 for no limit"),
     "seed": (lambda v: number(v, 0, (1 << 63) - 1), "a whole number from 0 up"),
-    "stop": (lambda v: stop_string(v) or (isinstance(v, list) and len(v) <= 16 and all(map(stop_string, v))),
-             "a string of 1 to 256 characters or a list of at most 16 of them"),
-    "n": (lambda v: number(v, 1, 1), "1: a request is one answer, so send one for each answer that you want"),
+    "stop": (stop_strings, "a string of 1 to 256 characters or a list of at most 16 of them"),
 }
-CACHE_SALT = {"cache_salt": (lambda v: text(v) and len(v) <= 256, "a string of at most 256 characters")}
-PROMPT = {"prompt": (text, "a string"), "messages": (lambda v: isinstance(v, list), "a list of messages")}
+CACHE_SALT = {"cache_salt": (lambda v: text(v, 0, 256), "a string of at most 256 characters")}
+PROMPT = {
+    "prompt": (lambda v: text(v) or isinstance(v, list), "a string or a list of token ids"),
+    "messages": (lambda v: isinstance(v, list), "a list of messages"),
+}
 MESSAGE = {
     "role": (lambda v: v in ("system", "user", "assistant"), "system, user or assistant"),
     "content": (lambda v: text(v) or (isinstance(v, list) and all(map(text_part, v))), "a string"),
@@ -97,10 +105,7 @@ def check_fields(body, fields: dict, what: str = "The body") -> dict:
         test, wanted = fields[name]
         if value is not None and not test(value):
             raise BadRequest(f"{name} must be {wanted}.")
-    given = {name: value for name, value in body.items() if value is not None}
-    if "messages" in given:
-        given["messages"] = check_messages(given["messages"])
-    return given
+    return {name: value for name, value in body.items() if value is not None}
 
 
 def check_messages(messages) -> list[dict]:
@@ -163,7 +168,6 @@ class Result:
         self.source = request.source                    # "miss", "gpu_hit", "cpu_hit", ... or "mixed"
         self.found = request.found                      # where the prompt came from; the rest was computed
         self.decisions = request.decisions              # what was offered and what was decided
-        self.history_tokens = request.history_tokens    # prompt tokens of earlier turns
         self.ttft_ms = (first - request.received) * 1e3                 # request received to first token
         self.tbt_ms = (last - first) / later * 1e3 if later else None   # mean time between later tokens
         self.timeline = request.timeline
@@ -191,7 +195,6 @@ class Request:
     options: dict = field(default_factory=dict)                 # the chapter's own fields
     end_tokens: frozenset = frozenset()
     writer: Writer | None = None   # None: nobody reads text
-    history_tokens: int = 0        # prompt tokens of earlier turns
     received: float = field(default_factory=time.perf_counter)
     # answered
     id: int = 0                    # set by engine.submit: 1, 2, ...
@@ -272,7 +275,7 @@ class Request:
 # 5. From what is asked to a Request -------------------------------------------------------------------------
 
 class Frontend:
-    """Check and encode what is asked. `fields`: the chapter's own, as in SAMPLING."""
+    """Make requests of what is asked. `fields`: the chapter's own, as in SAMPLING."""
 
     def __init__(self, model, tokenizer, end_tokens, fields: dict | None = None):
         self.model, self.tokenizer, self.end_tokens = model, tokenizer, frozenset(end_tokens)
@@ -281,46 +284,42 @@ class Frontend:
 
     def request(self, prompt=None, messages=None, **asked) -> Request:
         """Make a Request. `prompt`: one user's message as a string, or a list of token ids taken as they are.
-        `messages`: a conversation [{role, content}]. `asked`: SAMPLING and own fields. Raises BadRequest."""
+        `messages`: a conversation [{role, content}]. `asked`: SAMPLING and own fields, checked by
+        `check_fields`. Raises BadRequest."""
         received = time.perf_counter()
-        asked = check_fields(asked, {**SAMPLING, **self.fields})
-        tokens, history = self.encode(prompt, messages)
+        tokens = self.encode(prompt, messages)
         if len(tokens) >= self.context:
             raise BadRequest(f"The prompt is {len(tokens)} tokens and the context of this model is "
                              f"{self.context}, answer included; shorten the prompt.")
         max_tokens = min(asked.pop("max_tokens", 128), self.context - len(tokens))
         writer = Writer(self.tokenizer, asked.pop("stop", ()))
-        asked.pop("n", None)
         options = {name: asked.pop(name) for name in self.fields if name in asked}
         return Request(tokens, max_tokens, options=options, end_tokens=self.end_tokens, writer=writer,
-                       history_tokens=history, received=received, **asked)
+                       received=received, **asked)
 
-    def encode(self, prompt, messages) -> tuple[list[int], int]:
-        """Return the prompt's tokens, and how many of them belong to earlier turns. Raises BadRequest."""
+    def encode(self, prompt, messages) -> list[int]:
+        """Return the prompt's tokens. Raises BadRequest."""
         if (prompt is None) == (messages is None):
             raise BadRequest("Give either prompt or messages.")
-        if prompt == "":
-            raise BadRequest("The prompt is empty; write something.")
-        earlier = []
+        if isinstance(prompt, str) and not text(prompt, 1):
+            raise BadRequest("The prompt must be text in UTF-8, and not empty.")
         if isinstance(prompt, list):
-            tokens = list(prompt)
+            tokens = prompt
         elif self.tokenizer.chat_template is None:
             if messages is not None:
                 raise BadRequest("This model has no chat template; send a prompt instead of messages.")
             tokens = self.tokenizer.encode(prompt)
         else:
-            messages = messages or [dict(role="user", content=prompt)]
-            apply = self.tokenizer.apply_chat_template
+            messages = [dict(role="user", content=prompt)] if messages is None else check_messages(messages)
             try:
-                tokens = apply(messages, add_generation_prompt=True, return_dict=False)
-                earlier = apply(messages[:-1], return_dict=False) if messages[1:] else []
+                tokens = self.tokenizer.apply_chat_template(
+                    messages, add_generation_prompt=True, return_dict=False)
             except Exception as error:                          # a template may refuse an order of roles
                 raise BadRequest(f"The model's chat template refuses these messages ({error}).") from None
         top = self.model.config.vocab_size - 1
         if not tokens or not all(number(token, 0, top) for token in tokens):
             raise BadRequest(f"Token ids must be from 0 to {top}, one at least.")
-        differ = (index for index, (new, old) in enumerate(zip(tokens, earlier)) if new != old)
-        return tokens, next(differ, min(len(tokens), len(earlier)))
+        return tokens
 
 
 # 6. Who waits and who runs ----------------------------------------------------------------------------------
@@ -339,7 +338,7 @@ class Line:
         self.waiting: deque[Request] = deque()                  # first come, first served
         self.running: list[Request] = []                        # oldest first
         self.over: deque[Request] = deque(maxlen=8)             # the last ones, for the page
-        self.counts = Counter(requests=0, finished=0, cancelled=0, failed=0, refused=0)
+        self.counts = Counter(requests=0, finished=0, cancelled=0, failed=0)
 
     def check(self, request: Request):
         """Raise BadRequest if it can never fit."""
@@ -422,29 +421,23 @@ class Line:
         return counts
 
 
-# 7. A file of requests -------------------------------------------------------------------------
+# 7. A file of requests --------------------------------------------------------------------------------------
 
 def answer_file(engine: Line, frontend: Frontend, lines: list[bytes], output):
     """Answer requests as of POST /generate, one JSON object a line, all at once -> a line of `output` for
     each, in their order: the result, or {"error": {"message", "type"}}."""
-    asked, bar = [], tqdm(total=len(lines), unit="request", disable=None)
+    asked = []
     for line in lines:
         try:
-            fields = check_fields(parse_json(line), {**PROMPT, **SAMPLING, **engine.fields})
+            fields = check_fields(parse_json(line), {**PROMPT, **SAMPLING, **frontend.fields})
             request = frontend.request(**fields)
             engine.submit(request)
         except RequestError as error:
             request = error
         asked.append(request)
     with output.open("w", encoding="utf-8") as file:
-        for request in asked:
+        for request in tqdm(asked, unit="request", disable=None):
             while isinstance(request, Request) and request.outcome is None:
                 engine.step()
             outcome = getattr(request, "outcome", request)
-            if isinstance(outcome, Exception):
-                reply = {"error": {"message": str(outcome), "type": type(outcome).__name__}}
-            else:
-                reply = outcome.as_json()
-            file.write(json.dumps(reply) + "\n")
-            bar.update()
-    bar.close()
+            file.write(json.dumps(outcome.as_json()) + "\n")

@@ -81,13 +81,13 @@ class Timeline:
         ordered = sorted(self.spans, key=lambda span: (LANES.index(span.lane), span.start))
         return {lane: list(spans) for lane, spans in groupby(ordered, key=lambda span: span.lane)}
 
-    def bubble(self, lane: str, start: float = 0.0, end: float | None = None) -> float:
-        """Share of the time from `start` to `end` (default: all) in which `lane` was idle."""
-        end, busy, reached = self.end if end is None else end, 0.0, start
-        for span in self.lanes().get(lane, ()):
-            busy += max(0.0, min(span.end, end) - max(span.start, reached))     # spans may overlap
+    def bubble(self, lane: str) -> float:
+        """Share of the time in which `lane` was idle."""
+        busy = reached = 0.0
+        for span in self.lanes()[lane]:
+            busy += max(0.0, span.end - max(span.start, reached))               # spans may overlap
             reached = max(reached, span.end)
-        return 1 - busy / (end - start) if end > start else 0.0
+        return 1 - busy / self.end if self.end else 0.0
 
     def as_json(self) -> list[dict]:
         return [dict(lane=span.lane, label=span.label, start_ms=round(span.start * 1e3, 3),

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -67,7 +68,6 @@ BROKEN = {
     "no weights": (lambda f: (f / "model.safetensors").unlink(), ["no *.safetensors"]),
     "only a pickle": (pickle_instead, ["no *.safetensors", "pickle can run code"]),
     "truncated weights": (lambda f: truncate(f, 0.9), ["model.safetensors", "not a whole"]),
-    "weights cut in the header": (lambda f: truncate(f, 0.001), ["model.safetensors", "not a whole"]),
     "empty weights": (lambda f: truncate(f, 0), ["model.safetensors", "not a whole"]),
     "missing tensor": (lambda f: change_weights(f / "model.safetensors", lambda t: t.pop(Q0)), [Q0, "lacks"]),
     "wrong shape": (
@@ -82,27 +82,19 @@ BROKEN = {
         lambda f: index(f, "model-00001-of-00002.safetensors"),
         ["model-00001-of-00002.safetensors", "lacks"],
     ),
-    "index that climbs": (lambda f: index(f, "../model/model.safetensors"), ["index.json", "own folder"]),
-    "index with a root": (lambda f: index(f, "/etc/hostname"), ["index.json", "own folder"]),
-    "index to the parent": (lambda f: index(f, ".."), ["index.json", "own folder"]),
-    "index to itself": (lambda f: index(f, ""), ["index.json", "own folder"]),
-    "index that is a list": (
-        lambda f: (f / "model.safetensors.index.json").write_text("[]"),
-        ["index.json", "JSON object"],
+    "index that climbs": (lambda f: index(f, "../model/model.safetensors"), ["../model", "lacks"]),
+    "index that names no file": (lambda f: index(f, [1]), ["[1]", "lacks"]),
+    "index without a map": (
+        lambda f: (f / "model.safetensors.index.json").write_text("{}"),
+        ["index.json", "weight_map"],
     ),
-    "another family": (lambda f: change_json(f / "config.json", model_type="gpt2"), ["model_type", "gpt2"]),
     "field not supported": (
         lambda f: change_json(f / "config.json", attn_logit_softcapping=30.0),
         ["attn_logit_softcapping"],
     ),
-    "number that is a word": (
-        lambda f: change_json(f / "config.json", rms_norm_eps="small"),
-        ["rms_norm_eps"],
-    ),
     "layers not counted": (lambda f: change_json(f / "config.json", layer_types=5), ["layer_types"]),
     "vocabulary beyond count": (lambda f: change_json(f / "config.json", vocab_size=10**18), []),
     "context beyond memory": (lambda f: change_json(f / "config.json", max_position_embeddings=10**11), []),
-    "broken config": (lambda f: (f / "config.json").write_text('{"model_type": '), ["config.json", "JSON"]),
     "deeply nested config": (
         lambda f: (f / "config.json").write_text("[" * 100_000),
         ["config.json", "JSON"],
@@ -146,10 +138,6 @@ def test_an_unknown_model_is_refused_in_one_sentence(name, words):
         assert word in message
 
 
-def test_an_empty_folder_is_refused(tmp_path):
-    assert "config.json" in refusal(tmp_path)
-
-
 @pytest.mark.parametrize(
     "kind, reader", [("TokenizersBackend", "PreTrainedTokenizerFast"), ("LlamaTokenizer", "AutoTokenizer")]
 )
@@ -162,18 +150,6 @@ def test_a_multi_line_error_of_the_tokenizer_becomes_one_line(folder, monkeypatc
     change_json(folder / "tokenizer_config.json", tokenizer_class=kind)
     monkeypatch.setattr(getattr(transformers, reader), "from_pretrained", fail)
     assert "this" in refusal(folder)
-
-
-def test_a_tokenizer_that_its_file_describes_needs_no_model_classes():
-    """Importing them takes longer than everything else at the start."""
-    code = (
-        "import sys; from common import checkpoint; checkpoint.load('classroom'); "
-        "print([name for name in ('torch._dynamo', 'transformers.modeling_utils') if name in sys.modules])"
-    )
-    out = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
-    assert out.strip() == "[]"
 
 
 def test_a_tokenizer_that_both_readers_know_is_the_same(folder):
@@ -261,18 +237,17 @@ def test_tinyllama_is_short_for_its_hub_name(tiny_folder, monkeypatch):
 # What is loaded --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(
-    "options",
+    "dtype, options",
     [
-        {},
-        dict(max_shard_size="60KB"),
-        dict(tie_word_embeddings=True),
-        dict(attention_bias=True, mlp_bias=True),
+        ("float32", {}),
+        ("bfloat16", dict(max_shard_size="60KB")),
+        ("float16", dict(tie_word_embeddings=True)),
+        ("float32", dict(attention_bias=True, mlp_bias=True)),
     ],
     ids=["plain", "sharded", "tied", "biased"],
 )
-def test_every_weight_is_that_of_the_file(options, dtype, tmp_path):
+def test_every_weight_is_that_of_the_file(dtype, options, tmp_path):
     folder = write_model(tmp_path / "model", **options)
     saved = {
         name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()
@@ -337,39 +312,43 @@ def test_every_geometry_is_sound(name):
     assert config.num_attention_heads % config.num_key_value_heads == 0
 
 
-# Memory ----------------------------------------------------------------------------------------
+# A process of its own --------------------------------------------------------------------------
 
-FREED = """
-import os, torch
+FRESH = """
+import json, os, sys, torch
 from common import checkpoint
-checkpoint.load("random:tiny", device="cpu")
+keep, checkpoint.keep_freed_memory = checkpoint.keep_freed_memory, lambda: None
+checkpoint.load("classroom", device="cpu")
+imported = [name for name in ("torch._dynamo", "transformers.modeling_utils") if name in sys.modules]
+
 def megabytes():                    # that are in memory
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
-before = megabytes()
-tensors = [torch.ones(7 << 20) for _ in range(3)]
-del tensors
-print(megabytes() - before)
+
+def freed():                        # three tensors of 29 MB
+    before = megabytes()
+    tensors = [torch.ones(7 << 20) for _ in range(3)]
+    del tensors
+    return megabytes() - before
+
+forgotten = freed()
+keep()
+print(json.dumps([imported, forgotten, freed()]))
 """
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told to keep what is freed")
-@pytest.mark.parametrize("kept", [True, False])
-def test_what_a_step_frees_is_there_for_the_next_one(kept):
-    """Three tensors of 29 MB; where glibc gives them back, the next step has all pages faulted in again."""
-    forgetful = "checkpoint.keep_freed_memory = lambda: None\ncheckpoint.load("
-    code = FREED if kept else FREED.replace("checkpoint.load(", forgetful)
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert float(run.stdout) > 80 if kept else float(run.stdout) < 30
+def test_a_fresh_process_imports_little_and_keeps_what_a_step_frees():
+    """Importing model classes takes longer than everything else at the start. Where glibc gives memory back,
+    the next step has all pages faulted in again."""
+    done = subprocess.run([sys.executable, "-c", FRESH], cwd=ROOT, capture_output=True, text=True, check=True)
+    imported, forgotten, kept = json.loads(done.stdout)
+    assert imported == [] and forgotten < 30 and kept > 80
 
 
-def test_where_there_is_no_glibc_memory_is_left_alone(monkeypatch):
-    for error in (AttributeError("mallopt"), OSError("no library"), TypeError("None")):
-
-        def library(name, error=error):
-            raise error
-
-        monkeypatch.setattr(checkpoint.ctypes, "CDLL", library)
-        checkpoint.keep_freed_memory()
+@pytest.mark.parametrize("error", [AttributeError, OSError, TypeError])
+def test_where_there_is_no_glibc_memory_is_left_alone(monkeypatch, error):
+    monkeypatch.setattr(checkpoint.ctypes, "CDLL", Mock(side_effect=error))
+    checkpoint.keep_freed_memory()
 
 
 MEASURE = """
@@ -383,62 +362,37 @@ def peak():      # bytes; ru_maxrss would count the parent's
 
 checkpoint.load(sys.argv[1], "float32", "cpu")
 before = peak()
-model = checkpoint.load(sys.argv[2], sys.argv[3], "cpu")[0]
+model = checkpoint.load(sys.argv[2], "bfloat16", "cpu")[0]
 print(peak() - before)
 """
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/status")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_loading_takes_the_model_and_one_tensor_more(tiny_folder, tmp_path, dtype):
-    """A model of 100 MB as it is, and one whose file is twice its size in memory."""
-    hidden, intermediate, layers = 1024, 2816, 2 if dtype == "float32" else 4
-    shapes = {
-        "self_attn.q_proj": (hidden, hidden),
-        "self_attn.k_proj": (hidden, hidden),
-        "self_attn.v_proj": (hidden, hidden),
-        "self_attn.o_proj": (hidden, hidden),
-        "mlp.gate_proj": (intermediate, hidden),
-        "mlp.up_proj": (intermediate, hidden),
-        "mlp.down_proj": (hidden, intermediate),
-    }
-    tensors = {
-        "model.embed_tokens.weight": torch.zeros(300, hidden),
-        "lm_head.weight": torch.zeros(300, hidden),
-        "model.norm.weight": torch.ones(hidden),
-    }
+def test_loading_takes_the_model_and_one_tensor_more(tiny_folder, tmp_path):
+    """A model of 100 MB in bfloat16, whose file is twice its size."""
+    hidden, intermediate, layers = 1024, 2816, 4
+    inputs, outputs = (hidden, hidden), (intermediate, hidden)
+    shapes = {f"self_attn.{name}_proj": inputs for name in "qkvo"}
+    shapes |= {"mlp.gate_proj": outputs, "mlp.up_proj": outputs, "mlp.down_proj": outputs[::-1]}
+    shapes |= {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
+    tensors = {"model.embed_tokens.weight": torch.zeros(300, hidden), "lm_head.weight": torch.zeros(300, hidden),
+               "model.norm.weight": torch.ones(hidden)}
     for number in range(layers):
-        prefix = f"model.layers.{number}."
-        tensors |= {f"{prefix}{name}.weight": torch.zeros(shape) for name, shape in shapes.items()}
-        tensors |= {
-            f"{prefix}{name}.weight": torch.ones(hidden)
-            for name in ("input_layernorm", "post_attention_layernorm")
-        }
-    itemsize = checkpoint.DTYPES[dtype].itemsize
-    size = sum(tensor.numel() for tensor in tensors.values()) * itemsize
+        tensors |= {f"model.layers.{number}.{name}.weight": torch.zeros(shape) for name, shape in shapes.items()}
+    size = sum(tensor.numel() for tensor in tensors.values()) * 2
     largest = 2 * intermediate * hidden * 4  # gate and up lie in one matrix
     folder = Path(shutil.copytree(tiny_folder, tmp_path / "large"))
     change_json(
-        folder / "config.json",
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        head_dim=64,
+        folder / "config.json", hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
+        num_attention_heads=16, num_key_value_heads=16, head_dim=64,
     )
-    try:
-        save_file(tensors, folder / "model.safetensors")
-        del tensors
-        done = subprocess.run(
-            [sys.executable, "-c", MEASURE, str(tiny_folder), str(folder), dtype],
-            cwd=ROOT,
-            text=True,
-            capture_output=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-    finally:
-        shutil.rmtree(folder)
+    save_file(tensors, folder / "model.safetensors")
+    del tensors
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(tiny_folder), str(folder)], cwd=ROOT, text=True,
+        capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    shutil.rmtree(folder)
     assert done.returncode == 0, done.stderr
-    grown, slack = json.loads(done.stdout), 48 << 20  # the slack is the allocator's and oneDNN's
-    assert 0.9 * size <= grown <= size + largest + slack
+    slack = 48 << 20  # the allocator's and oneDNN's
+    assert 0.9 * size <= json.loads(done.stdout) <= size + largest + slack

@@ -16,13 +16,8 @@ from common.requests import Request
 
 baseline = chapter("01_baseline")
 
-LLAMA3 = dict(
-    rope_type="llama3",
-    factor=8.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position_embeddings=64,
-)
+LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+              original_max_position_embeddings=64)
 LINEAR = dict(rope_type="linear", factor=2.0)
 FOLDERS = {
     "mha": dict(num_key_value_heads=4),
@@ -68,11 +63,9 @@ def folder_for(kind: str, tmp_path_factory) -> str:
         if not (checkpoint.CLASSROOM / "model.safetensors").exists():
             pytest.skip("models/classroom has no weights here")
         return "classroom"
-    return (
-        kind
-        if kind.startswith("random:")
-        else str(write_model(tmp_path_factory.mktemp("parity") / "model", **FOLDERS[kind]))
-    )
+    if kind.startswith("random:"):
+        return kind
+    return str(write_model(tmp_path_factory.mktemp("parity") / "model", **FOLDERS[kind]))
 
 
 @pytest.fixture(scope="module", params=[*FOLDERS, "random:tiny", "classroom"])
@@ -130,29 +123,21 @@ def reference_tokens(model, prompt: list[int], count: int) -> list[int]:
 # Parity ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("length", [1, 2, 7, 64, 150])
+@pytest.mark.parametrize("length", [1, 7, 150])
 def test_logits_after_prefill_equal_those_of_transformers(pair, length):
     tokens = prompt_for(pair, length)
     error = (logits_of(pair.ours, tokens, length)[0] - reference_logits(pair.theirs, tokens)[-1]).abs().max()
     assert error <= 1e-4
 
 
-def test_logits_at_every_position_equal_those_of_transformers(pair, record_property):
+def test_logits_at_every_position_equal_those_of_transformers(pair):
     """Token by token. In float32 a trained model's logits are more than 1e-4 away from the exact ones, in
     `transformers` too: ours must be as near as its prefill and its decode, up to twice the distance."""
-    tokens = prompt_for(pair, 150)
+    tokens = prompt_for(pair, 80)
     exact = reference_logits(copy.deepcopy(pair.theirs).double(), tokens)
-
-    def error(logits):
-        return (logits - exact).abs().max().item()
-
-    ours = error(logits_of(pair.ours, tokens, 1))
-    record_property("largest_error", ours)
-    assert ours <= max(
-        1e-4,
-        2 * error(reference_decode(pair.theirs, tokens)),
-        2 * error(reference_logits(pair.theirs, tokens)),
-    )
+    theirs = reference_decode(pair.theirs, tokens), reference_logits(pair.theirs, tokens)
+    ours, *theirs = ((logits - exact).abs().max() for logits in (logits_of(pair.ours, tokens, 1), *theirs))
+    assert ours <= max(1e-4, 2 * max(theirs))
 
 
 def test_64_greedy_tokens_equal_those_of_transformers(pair):
@@ -168,42 +153,21 @@ def test_a_sharded_folder_has_several_files(tmp_path):
     assert (folder / "model.safetensors.index.json").exists()
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64])
-@pytest.mark.parametrize("kind", ["gqa", "mha", "rope llama3"])
-def test_chunked_prefill_gives_the_same_tokens(kind, chunk, tmp_path):
-    model, prompt = load(write_model(tmp_path / "model", **FOLDERS[kind])).model, random_prompt(150)
-    chunked = answer(model, prompt, 48, chunk)
-    assert chunked.new == answer(model, prompt, 48).new
-    prefills = [span for span in chunked.timeline.spans if span.label.startswith("prefill")]
-    assert len(prefills) == -(-150 // chunk)
-
-
-@pytest.mark.parametrize("kind", ["gqa", "qwen2", "tied", "classroom"])
-def test_bfloat16_stays_near_transformers(kind, tmp_path_factory, record_property):
+@pytest.mark.parametrize("kind", ["gqa", "classroom"])
+def test_bfloat16_stays_near_transformers(kind, tmp_path_factory):
     pair = make_pair(folder_for(kind, tmp_path_factory), "bfloat16")
-    tokens = prompt_for(pair, 150)
+    tokens = prompt_for(pair, 100)
     ours, theirs = logits_of(pair.ours, tokens, 1).float(), reference_logits(pair.theirs, tokens).float()
     exact = reference_logits(reference_model(pair.name, torch.float32), tokens)
-    error, rounding = (ours - theirs).abs().max().item(), (theirs - exact).abs().max().item()
-    agreement = (ours.argmax(-1) == theirs.argmax(-1)).float().mean().item()
-    prompt = tokens[:20]
-    pairs = zip(answer(pair.ours, prompt, 64).new, reference_tokens(pair.theirs, prompt, 64))
-    record_property("largest_error", error)
-    record_property("rounding_of_transformers", rounding)
-    record_property("token_agreement", agreement)
-    record_property("equal_greedy_tokens_of_64", next((n for n, (a, b) in enumerate(pairs) if a != b), 64))
-    rounded = f"transformers' own rounding {rounding:.4f}"
-    print(f"{kind}: largest error {error:.4f} ({rounded}), token agreement {agreement:.0%}")
-    assert error <= 3 * rounding
-    assert agreement >= 0.8
+    assert (ours - theirs).abs().max() <= 3 * (theirs - exact).abs().max()
+    assert (ours.argmax(-1) == theirs.argmax(-1)).float().mean() >= 0.8
 
 
 # Reordered weights -----------------------------------------------------------------------------
 
 
 @needs_reorder
-@pytest.mark.parametrize("pieces", [0, 1, 2])
-@pytest.mark.parametrize("kind", ["gqa", "biased", "tied"])
+@pytest.mark.parametrize("kind, pieces", [("gqa", 0), ("biased", 1), ("tied", 2)])
 def test_reordered_weights_give_the_same_logits(kind, pieces, tmp_path, monkeypatch):
     """As large ones are kept (no pieces), and as small ones are, with one thread and with two."""
     folder, threads = write_model(tmp_path / "model", **FOLDERS[kind]), torch.get_num_threads()
@@ -220,28 +184,23 @@ def test_reordered_weights_give_the_same_logits(kind, pieces, tmp_path, monkeypa
     assert difference <= 1e-4
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 33])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("small", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype, rtol, atol", [(torch.float32, 1e-5, 1e-5), (torch.bfloat16, 2e-2, 0.1)])
 @torch.inference_mode()
-def test_a_reordered_product_is_the_product(rows, bias, small, dtype, monkeypatch):
+def test_a_reordered_product_is_the_product(bias, small, dtype, rtol, atol, monkeypatch):
     if not reorders(dtype):
         pytest.skip(f"weights in {dtype} cannot be reordered here")
-    generator = torch.Generator().manual_seed(rows)
-    linear, x = Linear(48, 30, bias, dtype=dtype), torch.randn(rows, 48, generator=generator).to(dtype)
+    generator = torch.Generator().manual_seed(0)
+    linear, x = Linear(48, 30, bias, dtype=dtype), torch.randn(33, 48, generator=generator).to(dtype)
     for parameter in linear.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator))
     expected = linear(x)
     monkeypatch.setattr(Linear, "SMALL", 1 << 20 if small else 0)
     linear.reorder()
     assert linear.weight is None and (linear.pieces is not None) == (small and dtype == torch.float32)
-    assert linear(x).shape == expected.shape == (rows, 30)
-    torch.testing.assert_close(
-        linear(x),
-        expected,
-        **(dict(rtol=1e-5, atol=1e-5) if dtype == torch.float32 else dict(rtol=2e-2, atol=0.1)),
-    )
+    for rows in (1, 2, 3, 4, 5, 33):
+        torch.testing.assert_close(linear(x[:rows]), expected[:rows], rtol=rtol, atol=atol)
 
 
 @torch.inference_mode()
@@ -274,8 +233,7 @@ def largest_difference(ours, plain) -> float:
 # What restoration rests on ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("reorder", [True, False])
+@pytest.mark.parametrize("dtype, reorder", [("float32", True), ("float32", False), ("bfloat16", True)])
 @pytest.mark.parametrize("kind", ["gqa", "qwen2"])
 @torch.inference_mode()
 def test_project_kv_rebuilds_the_cache_bit_by_bit(kind, reorder, dtype, tmp_path):
@@ -308,26 +266,15 @@ ROPES = {
     "new llama3, theta outside": dict(rope_theta=5e5, rope_parameters=LLAMA3),
     "theta in both places": dict(rope_theta=3e4, rope_parameters=dict(rope_type="default", rope_theta=5e5)),
     "llama3 without its original context": dict(
-        rope_theta=5e5,
-        rope_scaling={name: value for name, value in LLAMA3.items() if not name.startswith("original")},
-    ),
+        rope_theta=5e5, rope_scaling={name: LLAMA3[name] for name in list(LLAMA3)[:4]}),
     "llama3, original context outside": dict(
-        rope_theta=5e5, rope_scaling=LLAMA3, original_max_position_embeddings=128
-    ),
+        rope_theta=5e5, rope_scaling=LLAMA3, original_max_position_embeddings=128),
 }
 
 
 def raw_config(**fields) -> dict:
-    return dict(
-        model_type="llama",
-        vocab_size=300,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        max_position_embeddings=256,
-        **fields,
-    )
+    sizes = dict(vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4)
+    return dict(model_type="llama", max_position_embeddings=256, **sizes, **fields)
 
 
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
@@ -346,17 +293,13 @@ def test_rotary_frequencies_equal_those_of_transformers(rope):
 # Configs ---------------------------------------------------------------------------------------
 
 REFUSED = [
-    ("sliding_window", dict(model_type="mistral", sliding_window=4096)),
     ("sliding_window", dict(model_type="mistral", sliding_window=4096, use_sliding_window=False)),
     ("sliding_window", dict(model_type="qwen2", sliding_window=4096, use_sliding_window=True)),
     ("hidden_act", dict(hidden_act="gelu")),
     ("hidden_activation", dict(hidden_activation="gelu_pytorch_tanh")),
-    ("mixtral", dict(model_type="mixtral")),
     ("gpt2", dict(model_type="gpt2")),
     ("model_type", dict(model_type=None)),
     ("quantization_config", dict(quantization_config=dict(quant_method="gptq", bits=4))),
-    ("num_local_experts", dict(num_local_experts=8)),
-    ("yarn", dict(rope_scaling=dict(rope_type="yarn", factor=2.0))),
     ("yarn", dict(rope_scaling=dict(type="default", rope_type="yarn", factor=2.0))),
     ("yarn", dict(rope_parameters=dict(rope_type="yarn", factor=2.0, rope_theta=1e4))),
     ("dynamic", dict(rope_scaling=dict(type="dynamic", factor=2.0))),
@@ -373,7 +316,6 @@ REFUSED = [
     ("rope_scaling", dict(rope_scaling="linear")),
     ("rope_theta", dict(rope_theta="large")),
     ("layer_types", dict(layer_types=["full_attention", "sliding_attention", "full_attention"])),
-    ("attn_logit_softcapping", dict(attn_logit_softcapping=30)),
     ("residual_multiplier", dict(residual_multiplier=0.22)),
     ("rms_norm_eps", dict(rms_norm_eps="small")),
     ("hidden_size", dict(hidden_size=None)),
@@ -391,34 +333,12 @@ def test_what_the_model_does_not_do_is_refused_by_name(name, fields):
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        dict(
-            architectures=["LlamaForCausalLM"],
-            torch_dtype="bfloat16",
-            transformers_version="4.40.0",
-            use_cache=True,
-        ),
-        dict(
-            bos_token_id=1,
-            eos_token_id=[2, 3],
-            pad_token_id=0,
-            initializer_range=0.02,
-            attention_dropout=0.1,
-            pretraining_tp=1,
-        ),
-        dict(
-            model_type="qwen2",
-            sliding_window=4096,
-            use_sliding_window=False,
-            max_window_layers=28,
-            layer_types=["full_attention"],
-        ),
-        dict(model_type="mistral", sliding_window=None),
-        dict(attn_logit_softcapping=None, quantization_config=None, num_local_experts=0, hidden_act="silu"),
-    ],
-)
+@pytest.mark.parametrize("fields", [
+    dict(architectures=["LlamaForCausalLM"], torch_dtype="bfloat16", eos_token_id=[2, 3], use_cache=True),
+    dict(model_type="qwen2", sliding_window=4096, use_sliding_window=False, layer_types=["full_attention"]),
+    dict(model_type="mistral", sliding_window=None),
+    dict(attn_logit_softcapping=None, quantization_config=None, num_local_experts=0, hidden_act="silu"),
+])
 def test_what_changes_nothing_passes(fields):
     config = LlamaConfig.from_hf(raw_config() | fields)
     plain = LlamaConfig.from_hf(raw_config() | dict(model_type=fields.get("model_type", "llama")))

@@ -1,12 +1,10 @@
 """OpenAI's own Python client: what it sends is understood, and what it makes of the answers is right."""
-import asyncio
 import json
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
 
-from tests.support.serving import TIMEOUT, eventually, serving, tiny_frontend
+from tests.support.serving import TIMEOUT, serving, tiny_frontend
 from tests.support.stub import Engine
 
 openai = pytest.importorskip("openai", reason="OpenAI's client is missing: see requirements-dev.txt")
@@ -146,44 +144,34 @@ def test_the_parts_of_a_message_are_its_text(client, served, frontend):
     assert request.tokens[:request.prompt_tokens] == expected.tokens
 
 
-def test_the_model_is_found_by_its_name_and_others_are_not(client):
+def test_the_model_is_listed(client):
     model, = client.models.list()
-    assert (model.id, model.object) == ("tiny", "model") and client.models.retrieve("tiny") == model
-    with pytest.raises(openai.NotFoundError, match="tiny"):
-        client.models.retrieve("another")
+    assert (model.id, model.object) == ("tiny", "model")
 
 
 # 3. Errors are the client's own exceptions ------------------------------------------------------------------
 
 @pytest.mark.parametrize("words,fields", [
-    ("temperature must be", dict(temperature=-1)), ("n must be 1", dict(n=2)), ("n must be 1", dict(n=0)),
-    ("stop must be", dict(stop="")),
+    ("temperature must be", dict(temperature=-1)), ("n must be 1", dict(n=2)),
     ("shorten the prompt", dict(messages=[dict(role="user", content="x" * 300)])),
     ("Unknown field 'nonsense'", dict(extra_body=dict(nonsense=1))),
     ("role must be", dict(messages=[dict(role="tool", content="x", tool_call_id="1")])),
     ("tools must be", dict(tools=[dict(type="function", function=dict(name="f"))])),
-    ("logprobs must be", dict(logprobs=True)), ("top_logprobs must be", dict(top_logprobs=5)),
-    ("store must be", dict(store=True)),
+    ("logprobs must be", dict(logprobs=True)),
     ("response_format must be", dict(response_format=dict(type="json_object"))),
-    ("presence_penalty must be", dict(presence_penalty=0.5)),
-    ("logit_bias must be", dict(logit_bias={"5": 1})),
-    ("stream_options must be", dict(stream_options=dict(include_usage=1))),
+    ("stream_options must be", dict(stream=True, stream_options=dict(include_usage="yes"))),
     ("max_completion_tokens must be", dict(max_completion_tokens=0)),
     ("cache_salt must be", dict(extra_body=dict(cache_salt=5))),
 ])
-@pytest.mark.parametrize("stream", [False, True])
-def test_what_is_asked_wrongly_is_a_bad_request_that_says_what_to_change(client, words, fields, stream):
+def test_what_is_asked_wrongly_is_a_bad_request_that_says_what_to_change(client, words, fields):
     with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(**{**GREEDY, "messages": HELLO, "stream": stream, **fields})
+        client.chat.completions.create(**{**GREEDY, "messages": HELLO, **fields})
     assert caught.value.type == "invalid_request_error" and words in caught.value.body["message"]
 
 
 @pytest.mark.parametrize("words,fields", [
-    ("best_of must be", dict(best_of=3)), ("echo must be", dict(echo=True)),
-    ("suffix must be", dict(suffix="x")),
-    ("prompt must be", dict(prompt={})), ("Token ids", dict(prompt=["a"])), ("Token ids", dict(prompt=[[1]])),
-    ("Token ids", dict(prompt=[300])),
-    ("n must be 1", dict(n=3)), ("prompt or messages", dict(prompt=None))])
+    ("echo must be", dict(echo=True)), ("prompt must be", dict(prompt={})),
+    ("Token ids", dict(prompt=[[1]])), ("prompt or messages", dict(prompt=None))])
 def test_a_wrong_completion_is_a_bad_request(client, words, fields):
     with pytest.raises(openai.BadRequestError, match=words):
         client.completions.create(**{**GREEDY, "prompt": "Hello", **fields})
@@ -194,36 +182,10 @@ def test_what_the_server_does_not_have_is_not_found(client):
         client.embeddings.create(model="tiny", input="Hello")
 
 
-def test_a_body_that_is_too_large_is_refused(client):
-    with pytest.raises(openai.APIStatusError, match="larger than") as caught:
-        client.completions.create(prompt="x" * (1 << 20), **GREEDY)
-    assert caught.value.status_code == 413
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_full_line_is_a_rate_limit_and_the_client_tries_again(frontend, stream):
-    with serving(frontend, Engine(max_running=1), max_waiting=1) as served, ThreadPoolExecutor() as threads:
-        served.engine.hold_after(2)
-        replies = [threads.submit(served.ask, "/generate", dict(prompt="Hello"))]
-        eventually(lambda: served.engine.held)
-        replies.append(threads.submit(served.ask, "/generate", dict(prompt="Hello")))
-        eventually(lambda: served.engine.counters()["requests"] == 2)
-        with connected(served.port) as client, pytest.raises(openai.RateLimitError, match="try again"):
-            client.chat.completions.create(messages=HELLO, stream=stream, **GREEDY)
-        with connected(served.port, max_retries=50) as patient:
-            late = threads.submit(patient.chat.completions.create, messages=HELLO, **GREEDY)
-            eventually(lambda: served.engine.counts["refused"] >= 2)
-            served.engine.let()
-            assert late.result().choices[0].finish_reason == "length"
-        assert [reply.result().status for reply in replies] == [200, 200]
-
-
-def test_a_closed_server_is_an_internal_server_error_of_the_client(frontend):
-    with serving(frontend) as served, connected(served.port) as client:
-        served.server.close()
-        with pytest.raises(openai.InternalServerError, match="shutting down") as caught:
+def test_a_full_line_is_a_rate_limit(frontend):
+    with serving(frontend, Engine(max_running=1), max_waiting=0) as served, connected(served.port) as client:
+        with pytest.raises(openai.RateLimitError, match="try again"):
             client.chat.completions.create(messages=HELLO, **GREEDY)
-        assert caught.value.status_code == 503
 
 
 def test_an_error_in_the_middle_of_a_stream_is_raised_there(frontend):
@@ -236,26 +198,3 @@ def test_an_error_in_the_middle_of_a_stream_is_raised_there(frontend):
         with pytest.raises(openai.APIError, match="inside the server") as caught:
             list(stream)
         assert "secret" not in json.dumps(caught.value.body)
-
-
-# 4. Streams that are left, and the client for asyncio -------------------------------------------------------
-
-def test_closing_a_stream_cancels_the_request(frontend):
-    with serving(frontend) as served, connected(served.port) as client:
-        served.engine.hold_after(4)
-        stream = client.completions.create(prompt="Hello", stream=True, **{**GREEDY, "max_tokens": 200})
-        next(stream)
-        eventually(lambda: served.engine.held)
-        stream.close()
-        eventually(lambda: served.engine.arrivals)
-        served.engine.let()
-        eventually(lambda: served.engine.counters()["cancelled"] == 1)
-
-
-def test_the_client_for_asyncio_asks_many_things_at_once(served):
-    async def ask_all():
-        http_client = openai.DefaultAsyncHttpxClient(trust_env=False)
-        async with openai.AsyncOpenAI(http_client=http_client, **options(served.port)) as client:
-            asked = [client.completions.create(prompt=f"Number {number}", **GREEDY) for number in range(12)]
-            return [completion.choices[0].text for completion in await asyncio.gather(*asked)]
-    assert asyncio.run(ask_all()) == [f"Number {number}"[:8] for number in range(12)]

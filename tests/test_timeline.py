@@ -51,12 +51,12 @@ def test_a_span_is_what_the_host_does_inside_it_even_if_that_fails():
 INTERVAL = st.tuples(st.integers(0, 12), st.integers(0, 12)).map(sorted)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, database=None)
-@given(st.lists(st.tuples(st.sampled_from(["load", "compute"]), INTERVAL), max_size=6), INTERVAL)
-def test_a_bubble_is_what_counting_gives(spans, within):
-    timeline = of(*((lane, "x", *span) for lane, span in spans))        # they may overlap
-    idle = [not any(lane == "load" and a <= cell < b for lane, (a, b) in spans) for cell in range(*within)]
-    assert timeline.bubble("load", *within) == pytest.approx(sum(idle) / len(idle) if idle else 0.0)
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@given(st.lists(INTERVAL, min_size=1, max_size=6))
+def test_a_bubble_is_what_counting_gives(spans):
+    timeline = of(*(("load", "x", *span) for span in spans), ("compute", "x", 0, 13))       # they may overlap
+    idle = [not any(start <= cell < end for start, end in spans) for cell in range(13)]
+    assert timeline.bubble("load") == pytest.approx(sum(idle) / 13)
 
 
 def test_a_chart_has_a_line_for_each_lane_and_a_column_for_each_share_of_the_time():
@@ -113,7 +113,7 @@ def test_on_a_gpu_marks_become_seconds_of_the_hosts_clock_for_hours(monkeypatch,
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(timelines, "time", SimpleNamespace(perf_counter=lambda: now[0] + 5000))
     clock, early = Clock("cuda"), None
-    for _ in range(500):
+    for _ in range(200):
         now[0] += step
         mark = clock.mark()
         early = early or (mark, now[0])

@@ -86,7 +86,7 @@ def serving(frontend, engine=None, allow_evict=False, **options):
         yield Client(listener.port, server)
     finally:
         server.engine.let()
-        server.close(running=True)
+        server.close()
         listener.shutdown()
         thread.join()
         listener.server_close()
