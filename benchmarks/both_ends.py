@@ -240,18 +240,16 @@ PARTS = {
 def report(found: list[dict]) -> str:
     rows = tables.rows(found, "grid")
     grid = tables.grouped([dict(row, column=f"{row['model']}, {row['history_tokens']:,}") for row in rows], ("r", "share"), "column")
-    histories = {column: f"{{at[{column}][better_over_both]:spread}}; {{at[{column}][computed_chunks]:.0f}} + "
-                         f"{{at[{column}][loaded_chunks]:.0f}}" for row in grid for column in row["at"]}  # fmt: skip
-    bits = [dict(row, bytes=" and ".join(f"{size:,}" for size in row["chunk_bytes"])) for row in tables.rows(found, "bits")]
+    bits = [f"- 16 bits over 8, TTFT (bfloat16, {row['model']}, r = {row['r']:g}; Figure 8): {tables.with_spread(row['load_faster'])} by only "
+            f"loading, {tables.with_spread(row['both_faster'])} by both; tokens agree in {row['both_tokens_agree']}; the largest error of K and V "
+            f"is {row['largest_error']:.2g} of {row['largest']:.0f}." for row in tables.rows(found, "bits")]  # fmt: skip
     return tables.paragraphs(
         tables.table("**How many times as soon as by the better of only computing and only loading** the first token comes by both; "
-                     "behind it the chunks that were computed and loaded:", {"r": "{r:g}", "share": "{share:g}", **histories}, grid),
+                     "behind it the chunks that were computed and loaded:", {"r": "{r:g}", "share": "{share:g}", **tables.across(
+            grid, {"": "{better_over_both:spread}; {computed_chunks:.0f} + {loaded_chunks:.0f}"})}, grid),
         over_all(rows) if rows else "",
         beside(found),
-        tables.table("**16 bits over 8**, TTFT in bfloat16 (Figure 8, classroom):", {
-            "r": "{r:g}", "only loading": "{load_faster:spread}", "both": "{both_faster:spread}", "tokens agree": "{both_tokens_agree}",
-            "bytes a chunk": "{bytes}", "largest error of K and V": "{largest_error:.2g} of {largest:.0f}",
-        }, bits))  # fmt: skip
+        "\n".join(bits))  # fmt: skip
 
 
 def beside(found: list[dict]) -> str:

@@ -144,23 +144,27 @@ def report(found: list[dict]) -> str:
 
 
 def report_grid(rows: list[dict]) -> str:
-    gains, middle = {"model, batch x context": "{model}, {batch} x {context:,}"}, {}
     for row in rows:
-        moved, f = row["policies"]["hybrid"]["bytes"], f"f = {row['f']:g}"
-        row |= dict(factor=f, moved="/".join(f"{moved.get(kind, 0) / 1e6:,.0f}" for kind in ("weights", "kv", "act")))
-        policies = f"at[{f}][policies]"
-        for policy in ("kv-only", "act-only"):
-            gains[f"{f}: `{policy}`"] = f"{{{policies}[{policy}][over]:spread}} of {{{policies}[{policy}][allowed]:n}}"
-        if row["f"] == FACTORS[1]:
-            middle = {f"{f}: `paper`": f"{{{policies}[paper][over]:spread}}", "MB: weights/KV/ACT": f"{{at[{f}][moved]}}",
-                      "busy: link, processor": f"{{{policies}[hybrid][link_busy]:%}}, {{{policies}[hybrid][compute_busy]:%}}"}  # fmt: skip
+        moved, row["factor"] = row["policies"]["hybrid"]["bytes"], f"f = {row['f']:g}"
+        row["moved"] = "/".join(f"{moved.get(kind, 0) / 1e6:,.0f}" for kind in ("weights", "kv", "act"))
     behind = [f"{', '.join(row['behind'])} ({row['factor']}, {row['batch']} x {row['context']:,}, {row['rounds']} rounds)"
               for row in rows if row["behind"]]  # fmt: skip
+    gains, middle = tables.grouped(rows, ("model", "batch", "context"), "factor"), [row for row in rows if row["f"] == FACTORS[1]]
+    where = {"model, batch x context": "{model}, {batch} x {context:,}"}
     return tables.paragraphs(
-        tables.table("**hybrid's throughput over that of other policies**, and what the costs of these steps allow:",
-                     {**gains, **middle}, tables.grouped(rows, ("model", "batch", "context"), "factor")),
+        tables.table("**hybrid's throughput over that of other policies**, and what the costs of these steps allow:", {
+            **where, **tables.across(gains, {
+                "`kv-only`": "{policies[kv-only][over]:spread} of {policies[kv-only][allowed]:n}",
+                "`act-only`": "{policies[act-only][over]:spread} of {policies[act-only][allowed]:n}"}),
+        }, gains),
         f"It is {tables.between(row['of_bound']['median'] for row in rows)} of the bound, and was behind "
-        f"{tables.listed(behind) if behind else 'nothing'}.")  # fmt: skip
+        f"{tables.listed(behind) if behind else 'nothing'}.",
+        tables.table(f"**Both lanes**, f = {FACTORS[1]:g}:", {
+            **where, "tokens/s": "{policies[hybrid][tokens_per_second]:n}", "of the bound": "{of_bound:spread}",
+            "over `paper`": "{policies[paper][over]:spread}",
+            "busy: link, processor": "{policies[hybrid][link_busy]:%}, {policies[hybrid][compute_busy]:%}",
+            "MB: weights/KV/ACT": "{moved}",
+        }, middle))  # fmt: skip
 
 
 def report_steps(rows: list[dict]) -> str:

@@ -70,21 +70,20 @@ PARTS = {"ttft": (behind_histories, ["classroom", "random:small", "random:tinyll
 
 
 def report(found: list[dict]) -> str:
-    rows = tables.grouped(tables.rows(found, "ttft"), ("model", "history_tokens"), "link")
+    rows = tables.rows(found, "ttft")
     for row in rows:
-        for each in row["at"].values():
-            each |= {f"over_{of}": each["ttft_ms"]["05"]["median"] / each[f"{of}_ms"] for of in ("predicted", "bound")}
-    gains, plans = {"model, history": "{model}, {history_tokens:,}", "computed": "{computed_ms:ms}"}, {}
-    for link in LINKS:
-        at = f"at[{link}]"
-        gains |= {f"03, {link}": f"{{{at}[ttft_ms][03]:ms}}", **{
-            f"{name}, {link}": f"{{{at}[over_03][{name}]:spread}}" for name in ("04", "05")}}  # fmt: skip
-        plans[link] = f"{{{at}[plan]:plan}}; {{{at}[over_predicted]:n}}, {{{at}[over_bound]:n}}"
-    longest = {row["model"]: row for row in rows}.values()
+        row |= {f"over_{of}": row["ttft_ms"]["05"]["median"] / row[f"{of}_ms"] for of in ("predicted", "bound")}
+    rows = tables.grouped(rows, ("model", "history_tokens"), "link")
+    longest, history = list({row["model"]: row for row in rows}.values()), {"model, history": "{model}, {history_tokens:,}"}
     return tables.paragraphs(
-        tables.table("**TTFT with K and V (03), and how many times as soon it comes** with hidden states (04) and by a plan (05):", gains, rows),
+        tables.table("**TTFT with K and V (03), and how many times as soon it comes** with hidden states (04) and by a plan (05):", {
+            **history, "computed": "{computed_ms:ms}", **tables.across(rows, {
+                "03": "{ttft_ms[03]:ms}", "04": "{over_03[04]:spread}", "05": "{over_03[05]:spread}"}),
+        }, rows),
         tables.table("**The plans** for the longest history, in layers that are recomputed (R), projected (H) and loaded (K); TTFT over what "
-                     "was predicted, and over the bound of all plans:", {"model, history": gains["model, history"], **plans}, longest))  # fmt: skip
+                     "was predicted, and over the bound of all plans:", {
+            **history, **tables.across(longest, {"": "{plan:plan}; {over_predicted:n}, {over_bound:n}"}),
+        }, longest))  # fmt: skip
 
 
 def main():

@@ -96,15 +96,12 @@ def report(found: list[dict]) -> str:
     rows = tables.rows(found, "ranks")
     apart = [f"{row['agreement_us']:,.0f} us on {row['ranks']} ranks ({row['model']})"
              for row in rows if row["keep"] == "kv" and row["ranks"] > 1]  # fmt: skip
-    cells = {}
-    for model, gbps in {row["model"]: row["gbps"] for row in rows}.items():
-        cells[f"{model}, {gbps:.2f} GB/s"] = f"{{at[{model}][bytes_over_link]:MB}}, {{at[{model}][link_ms]:ms}}"
-        cells[f"{model}: TTFT, ms"] = f"{{at[{model}][ttft_ms]:spread}}"
     kept = tables.grouped([row for row in rows if row["keep"] != "nothing"], ("keep", "ranks"), "model")
     return tables.paragraphs(
         tables.table("**Behind 1,024 tokens:** what a rank's link carries, how long that takes, and TTFT:", {
-            "kept": "{keep}", "ranks": "{ranks}", **cells, "of one rank's bytes": "{share_of_one_rank:.2f}",
+            "kept": "{keep}", "ranks": "{ranks}", "of one rank's bytes": "{share_of_one_rank:.2f}",
             "agreements, in steps": "{agreements:.0f} in {steps:.0f}",
+            **tables.across(kept, {"link": "{bytes_over_link:MB}, {link_ms:ms}", "TTFT, ms": "{ttft_ms:spread}"}),
         }, kept),
         f"An agreement takes {tables.listed(apart)}." if apart else "")  # fmt: skip
 

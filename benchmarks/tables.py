@@ -3,6 +3,7 @@
 A figure is a number, or the `spread` of samples: {median, min, max, samples} (`benchmarks.measure`).
 """
 
+import re
 from collections.abc import Iterable
 
 # 1. Rows ----------------------------------------------------------------------------------------------------
@@ -88,8 +89,11 @@ class Shown:
         self.value = value
 
     def __getitem__(self, key):
-        """`str.format` takes 03 for a number, which is the name of a chapter here."""
-        return Shown(self.value[key if key in self.value else f"{key:02}"])
+        """By a key's text: `str.format` takes [03] for a number, and [True] for a word."""
+        for name, value in self.value.items():
+            if str(name) in (str(key), f"0{key}"):
+                return Shown(value)
+        raise KeyError(key)
 
     def __format__(self, kind: str) -> str:
         return FORMATS[kind](self.value) if kind in FORMATS else format(self.value, kind)
@@ -104,6 +108,15 @@ def table(caption: str, columns: dict[str, str], rows: list[dict]) -> str:
             return ""
     lines = [[cell(template, row) for template in columns.values()] for row in rows]
     return paragraphs(caption, markdown(list(columns), lines)) if lines else ""
+
+
+def across(rows: list[dict], cells: dict[str, str]) -> dict[str, str]:
+    """The same columns for each row that is in `at` of the grouped `rows`, side by side."""
+    columns = {}
+    for by in dict.fromkeys(by for row in rows for by in row["at"]):
+        for header, template in cells.items():
+            columns[f"{by}: {header}" if header else f"{by}"] = re.sub(r"{(\w+)", rf"{{at[{by}][\1]", template)
+    return columns
 
 
 def markdown(header: list[str], lines: list[list[str]]) -> str:

@@ -361,14 +361,15 @@ PARTS = {
 def report(found: list[dict]) -> str:
     """`sizes` is drawn: benchmarks/figures.py."""
     tiers = "{gpu:%}, {cpu:%}, {storage:%}"
-    mix, match = tables.rows(found, "mix"), tables.rows(found, "match")
+    mix, policies, pages, match = (tables.rows(found, part) for part in ("mix", "policies", "pages", "match"))
+    sizes = [tables.percent(sum(row[tier] for tier in TIERS)) for row in pages]
     for row in mix:
         row |= {tier: row[tier]["median"] for tier in TIERS}
-    policies = [dict(row, guard="on" if row["guard"] else "off") for row in tables.rows(found, "policies")]
-    hits = [dict(row, where=", ".join(f"{tokens:.0f} {tier}" for tier, tokens in row["found"].items() if tokens) or "none")
+    hits = [dict(row, tokens=f"{row['history_tokens']:,} tokens", where=", ".join(f"{tokens:.0f} {tier}" for tier, tokens in row["found"].items() if tokens) or "none")
             for row in tables.rows(found, "admission") if row["way"] != "computed"]  # fmt: skip
-    lengths = {f"{tokens:,} tokens": f"{{at[{tokens}][over_computing]:spread}}; {{at[{tokens}][where]}}"
-               for tokens in dict.fromkeys(row["history_tokens"] for row in hits)}  # fmt: skip
+    hits = tables.grouped(hits, ("way",), "tokens")
+    policies = tables.grouped([dict(row, guard=f"guard {'on' if row['guard'] else 'off'}") for row in policies], ("model", "r"), "guard")
+    ways = tables.across(policies, {way: f"{{ttft_ms[{way}]:ms}}, {{from_storage[{way}]:%}}" for way in ("computed", *tiered.PREFETCH)})
     times = tables.between((row["match_ms"]["median"] for row in match), "{:.3f}".format) if match else ""
     return tables.paragraphs(
         tables.table("**Conversations behind documents that fit in no single tier:**", {
@@ -377,22 +378,18 @@ def report(found: list[dict]) -> str:
             "bound / measured": "{of_bound:spread}", "found in L1, L2, L3": tiers,
         }, mix),
         tables.table("**One history of 1,024 tokens in slow storage alone.** TTFT, and the share of the prompt from storage:", {
-            "model, reading / computing, guard": "{model}, {r:g}, {guard}",
-            **{way: f"{{ttft_ms[{way}]:ms}}, {{from_storage[{way}]:%}}" for way in ("computed", *tiered.PREFETCH)},
-            "behind": "{behind:list}",
+            "model, reading / computing": "{model}, {r:g}", **ways,
         }, policies),
         tables.table("**A hit in each tier** (classroom): TTFT over that of computing, and the tokens found there:", {
-            "found in": "{way}", **lengths,
-        }, tables.grouped(hits, ("way",), "history_tokens")),
+            "found in": "{way}", **tables.across(hits, {"": "{over_computing:spread}; {where}"}),
+        }, hits),
         tables.table("**Write policies** (classroom), 60 questions about 12 documents (Zipf):", {
             "policy": "{policy}", "found in L1, L2, L3": tiers, "TTFT": "{ttft_ms:ms}", "to L2": "{saved_bytes:MB}",
             "to L3": "{storage_bytes:MB}", "dirty evicted": "{dirty_evicted}", "pages written": "{pages_written}",
             "lost by a kill, of pages": "{lost_by_a_kill} of {pages}",
         }, tables.rows(found, "writes")),
-        tables.table("**The page size**, the same questions:", {
-            "tokens a page": "{page_tokens}", "found in L1, L2, L3": tiers, "TTFT": "{ttft_ms:ms}", "pages in the tree": "{pages:,}",
-            "nodes": "{nodes:,}", "read": "{read_bytes:MB}",
-        }, tables.rows(found, "pages")),
+        f"Pages of {tables.listed(str(row['page_tokens']) for row in pages)} tokens find {tables.listed(sizes)} of the tokens, after "
+        f"{tables.listed(tables.milliseconds(row['ttft_ms']) for row in pages)} (TTFT)." if pages else "",
         f"Finding 4,096 tokens, each page of which is a node, among {match[0]['pages']:,} pages of 100 to 10,000 conversations takes "
         f"{times} ms." if match else "")  # fmt: skip
 

@@ -348,38 +348,32 @@ PARTS = {
 
 
 def report(found: list[dict]) -> str:
-    saved, read = tables.rows(found, "saving"), tables.rows(found, "directories")
-    lines, links = divided(tables.rows(found, "divisions"))
+    saved = tables.grouped(tables.rows(found, "saving"), ("running",), "model")
+    read = tables.grouped(tables.rows(found, "directories"), ("directories",), "model")
+    divided, left_out = [], []
+    for row in tables.rows(found, "divisions"):
+        column = f"{row['model']}, {row['history_tokens']:,}, {row['link']}"
+        if row["link"] in LINKS and abs(row["transfer_over_projecting"] / row["said"] - 1) > 0.1:
+            left_out.append(f"{column} (a transfer took {tables.number(row['transfer_over_projecting'])} projections)")
+        else:
+            divided += [dict(way, way=name, column=column) for name, way in row["ways"].items()]
+    divided = tables.grouped(divided, ("way",), "column")
     return tables.paragraphs(
         tables.table("**Saving without the snapshot** (Figure 14; the paper: TBT up to 1.34 times as long where 16 decode), TBT over that "
-                     "of nothing kept:", {
-            "model, running": "{model}, {running}", "nothing kept": "{ways[nothing][tbt_ms]:ms}",
-            **{way: f"{{ways[{way}][tbt_over_nothing]:spread}}" for way in ("two stages", "direct", "direct to a file")},
-            "kept": "{ways[direct][bytes_out]:MB}", "in direct copies": "{ways[direct][copies_out]:,}",
+                     "of nothing kept:", {"running": "{running}", **tables.across(saved, {
+            "nothing kept": "{ways[nothing][tbt_ms]:ms}",
+            **{way: f"{{ways[{way}][tbt_over_nothing]:spread}}" for way in ("two stages", "direct", "direct to a file")}}),
         }, saved),
-        tables.table("**Other divisions** (Figures 8, 12 and 13): plan, TTFT, and that over chapter 05's:", {
-            "model, history, way": "{model}, {history_tokens:,}, {way}", **{link: f"{{{link}}}" for link in links},
-        }, lines),
+        tables.table("**Other divisions** (Figures 8, 12 and 13): plan, TTFT, and that over chapter 05's:",
+                     {"way": "{way}", **tables.across(divided, {"": "{plan:plan}: {ttft_ms:ms}, {ttft_over_05:spread}"})}, divided),
+        f"Left out, since the link was not as slow as was asked for: {tables.listed(left_out)}." if left_out else "",
         tables.table("**From 1, 2 and 4 directories** (Figure 11 d to f): plan, what was read, TTFT, and that over K and V's:", {
-            "model, history, directories": "{model}, {history_tokens:,}, {directories} of {gbps_each:.3f} GB/s",
-            "reading / projecting": "{reading_over_projecting:n}",
-            **{f"{name} ({way})": f"{{ways[{way}][plan]:plan}}: {{ways[{way}][read_gbps]:.3f}} GB/s, {{ways[{way}][ttft_ms]:ms}}, "
-                                  f"{{ways[{way}][ttft_over_03]:spread}}"
-               for way, name in (("03", "K and V"), ("04", "hidden states"), ("05", "planned"))},
+            "directories": "{directories}", **tables.across(read, {
+                "reading / projecting": "{reading_over_projecting:n}",
+                **{f"{name} ({way})": f"{{ways[{way}][plan]:plan}}: {{ways[{way}][read_gbps]:.3f}} GB/s, {{ways[{way}][ttft_ms]:ms}}, "
+                                      f"{{ways[{way}][ttft_over_03]:spread}}"
+                   for way, name in (("03", "K and V"), ("04", "hidden states"), ("05", "planned"))}}),
         }, read))  # fmt: skip
-
-
-def divided(rows: list[dict]) -> tuple[list[dict], list[str]]:
-    """A row for each way, a cell for each link; a modelled link that is not as slow as was asked for says nothing."""
-    lines = {}
-    for row in rows:
-        for name, way in row["ways"].items():
-            line = lines.setdefault((row["model"], row["history_tokens"], name), dict(row, way=name))
-            line[row["link"]] = (f"{tables.plan(way['plan'])}: {tables.milliseconds(way['ttft_ms'])}, "
-                                 f"{tables.with_spread(way['ttft_over_05'])}")  # fmt: skip
-            if row["link"] in LINKS and abs(row["transfer_over_projecting"] / row["said"] - 1) > 0.1:
-                line[row["link"]] = f"left out: a transfer took {tables.number(row['transfer_over_projecting'])} projections"
-    return list(lines.values()), list(dict.fromkeys(row["link"] for row in rows))
 
 
 def main():

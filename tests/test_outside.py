@@ -1,7 +1,6 @@
 """What benchmarks/outside.py says of the chapters, on a small model: what is found, and whose answers."""
 
 import math
-import random
 
 import pytest
 from support.engines import draw, plain_model, tiny_model
