@@ -5,11 +5,9 @@
 
 A lone request of 512 tokens; nothing of it is cached. `transformers` runs eager, with each of its caches: dynamic (its
 default, and what the claims are against), static, and on a GPU offloaded to host memory. TBT is the mean time between
-the tokens of one answer. Also: what share of the measured memory bandwidth decode reaches, and prefill of the measured
-matrix rate.
+the tokens of one answer.
 """
 import importlib
-import statistics
 import time
 from functools import partial
 
@@ -17,7 +15,6 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from benchmarks import measure, tables
-from benchmarks.limits import matrix_rate, memory_bandwidth
 from benchmarks.measure import ratio, spread
 from benchmarks.reference import reference_model
 from common import checkpoint, cli, lesson
@@ -83,41 +80,26 @@ def compare(name: str, dtype: str, device: str, rounds: int, new: int) -> dict:
     for way, answers in lesson.in_turn(ways, rounds).items():
         taken[way] = dict(zip(("ttft", "tbt", "tokens"), zip(*answers)))
 
-    # 3. What each needs at least: bytes for a decoded token, products for the prompt
-    weights = sum(p.numel() for p in reference.parameters())
-    if not model.config.tie_word_embeddings:
-        weights -= model.embedding.numel()               # one row of it is read for a token
-    cached = (length + new / 2) * model.config.kv_numbers_per_token
-    read = (weights + cached) * model.dtype.itemsize     # bytes per decoded token
-    head = model.config.hidden_size * model.config.vocab_size           # logits are computed for the last token only
-    flops = 2 * (weights - head) * length + 2 * head
-    bandwidth, rate = memory_bandwidth(model.device), matrix_rate(model.dtype, model.device)
-
     def figures(way: str) -> dict:
         own, yardstick = taken[way], taken["01" if way == "02" else "dynamic"]["tokens"][-1]
-        return dict(
-            ttft_ms=spread(own["ttft"]), tbt_ms=spread(own["tbt"]),
-            equal_tokens=sum(a == b for a, b in zip(own["tokens"][-1], yardstick)),
-            share_of_bandwidth=1e3 * read / statistics.median(own["tbt"]) / bandwidth,
-            share_of_matrix_rate=1e3 * flops / statistics.median(own["ttft"]) / rate)
+        equal = sum(a == b for a, b in zip(own["tokens"][-1], yardstick))
+        return dict(ttft_ms=spread(own["ttft"]), tbt_ms=spread(own["tbt"]), equal_tokens=equal)
 
     def times_as_fast(ours: str) -> dict:
         return {peer: {what: ratio(taken[peer][what], taken[ours][what]) for what in ("ttft", "tbt")} for peer in peers}
     return dict(
-        dtype=dtype, prompt_tokens=length, new_tokens=new, decode_bytes_per_token=read, prefill_flops=flops,
-        memory_bytes_per_second=bandwidth, matrix_flops_per_second=rate, engines={way: figures(way) for way in taken},
-        times_as_fast={ours: times_as_fast(ours) for ours in ("01", "02")})
+        dtype=dtype, prompt_tokens=length, new_tokens=new, engines={way: figures(way) for way in taken},
+        times_as_fast={ours: times_as_fast(ours) for ours in ("01", "02")})  # fmt: skip
 
 
 def report(found: list[dict]) -> str:
     rows = tables.rows(found, "lone")
     lines = [dict(row, chapter=chapter, own=row["engines"][chapter], faster=row["times_as_fast"][chapter])
              for row in rows for chapter in ("01", "02")]  # fmt: skip
-    columns = {"model, chapter": "{model}, {dtype}, {chapter}", "TTFT": "{own[ttft_ms]:ms}", "of the matrix rate": "{own[share_of_matrix_rate]:%}",
-               "TBT": "{own[tbt_ms]:ms}", "of memory bandwidth": "{own[share_of_bandwidth]:%}"}  # fmt: skip
-    for peer in PEERS:
-        if any(peer in row["engines"] for row in rows):
-            columns |= {f"{what.upper()}, times as fast as {peer}": f"{{faster[{peer}][{what}]:spread}}" for what in ("ttft", "tbt")}
+    columns = {"model, chapter": "{model}, {dtype}, {chapter}", "TTFT": "{own[ttft_ms]:ms}", "TBT": "{own[tbt_ms]:ms}"}
+    for peer in [peer for peer in PEERS if any(peer in row["engines"] for row in rows)]:
+        for what in ("ttft", "tbt"):
+            columns[f"{what.upper()}, times as fast as {peer}"] = f"{{faster[{peer}][{what}]:spread}}"
     return tables.table("", {**columns, "tokens equal": "{own[equal_tokens]} of {new_tokens}"}, lines)
 
 

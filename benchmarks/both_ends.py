@@ -215,7 +215,7 @@ def bits(model, arguments):
     for r in (4, 1):
         speed = exact.as_slow(r, compute)
         small.storage.use(links.Bandwidth(speed))
-        row = dict(history_tokens=tokens, r=r, gbps=speed / 1e9)
+        row = dict(history_tokens=tokens, dtype="bfloat16", r=r, gbps=speed / 1e9)
         for way in ("load", "both"):
             questions = [exact.draw(QUESTION) for _ in range(rounds)]
             pairs = [[bench.once(way, 1.0, each) for bench in (exact, small)] for each in questions]
@@ -239,37 +239,50 @@ PARTS = {
 
 def report(found: list[dict]) -> str:
     rows = tables.rows(found, "grid")
-    grid = tables.grouped([dict(row, column=f"{row['model']}, {row['history_tokens']:,}") for row in rows], ("r", "share"), "column")
-    bits = [f"- 16 bits over 8, TTFT (bfloat16, {row['model']}, r = {row['r']:g}; Figure 8): {tables.with_spread(row['load_faster'])} by only "
-            f"loading, {tables.with_spread(row['both_faster'])} by both; tokens agree in {row['both_tokens_agree']}; the largest error of K and V "
-            f"is {row['largest_error']:.2g} of {row['largest']:.0f}." for row in tables.rows(found, "bits")]  # fmt: skip
+    for row in rows:
+        row["column"] = f"{row['model']}, {row['history_tokens']:,}"
+    grid = tables.grouped(rows, ("r", "share"), "column")
     return tables.paragraphs(
-        tables.table("**How many times as soon as by the better of only computing and only loading** the first token comes by both; "
-                     "behind it the chunks that were computed and loaded:", {"r": "{r:g}", "share": "{share:g}", **tables.across(
-            grid, {"": "{better_over_both:spread}; {computed_chunks:.0f} + {loaded_chunks:.0f}"})}, grid),
-        over_all(rows) if rows else "",
-        beside(found),
-        "\n".join(bits))  # fmt: skip
+        tables.table(
+            "**How many times as soon as by the better of only computing and only loading** the first token comes by both; "
+            "behind it the chunks that were computed and loaded:", {
+                "r": "{r:g}", "share": "{share:g}",
+                **tables.across(grid, {"": "{better_over_both:spread}; {computed_chunks:.0f} + {loaded_chunks:.0f}"}),
+            }, grid),
+        report_all_cells(rows) if rows else "", report_steps(found), report_bits(found))  # fmt: skip
 
 
-def beside(found: list[dict]) -> str:
-    steps = {}
-    for row in tables.rows(found, "overhead"):
-        steps.setdefault(row["model"], []).append(row["over_without"]["median"])
-    words = [f"{tables.between(over)} ({model}, {len(over)} speeds)" for model, over in steps.items()]
-    return f"A step of 128 tokens with the loader beside it takes {tables.listed(words)} of one without (Figure 7)." if words else ""
-
-
-def over_all(rows: list[dict]) -> str:
-    """What the grid says in one sentence. A cell that computes no chunk, or loads none, says nothing about doing both."""
+def report_all_cells(rows: list[dict]) -> str:
+    """A cell that computes no chunk, or loads none, says nothing about doing both."""
     telling = [row for row in rows if row["loaded_chunks"] >= 1 and row["computed_chunks"] >= 1]
     over, less = [row["over_bound"]["median"] for row in rows], []
     for model in dict.fromkeys(row["model"] for row in telling):
-        means = [statistics.mean(row[f"less_than_{way}"] for row in telling if row["model"] == model) for way in PAPER]
+        of_model = [row for row in telling if row["model"] == model]
+        means = [statistics.mean(row[f"less_than_{way}"] for row in of_model) for way in PAPER]
         less.append(f"{means[0]:.0%} and {means[1]:.0%} ({model})")
-    return (f"TTFT is {tables.between(over)} of the bound, {tables.number(statistics.median(over))} in the median. In the {len(telling)} "
-            f"of {len(rows)} cells in which both had a chunk, it is on average less than by only computing and by only loading by "
-            f"{tables.listed(less)}; the paper has {PAPER['compute']:.1%} and {PAPER['load']:.1%}.")  # fmt: skip
+    said = (f"TTFT is {tables.between(over)} of the bound, {tables.number(statistics.median(over))} in the median. "
+            f"{len(telling)} of {len(rows)} cells had chunks of both.")  # fmt: skip
+    if less:
+        said += (f" In these it is on average less than by only computing and by only loading by {tables.listed(less)}; "
+                 f"the paper has {PAPER['compute']:.1%} and {PAPER['load']:.1%}.")  # fmt: skip
+    return said
+
+
+def report_steps(found: list[dict]) -> str:
+    over = {}
+    for row in tables.rows(found, "overhead"):
+        over.setdefault(row["model"], []).append(row["over_without"]["median"])
+    words = [f"{tables.between(each)} ({model}, speeds: {len(each)})" for model, each in over.items()]
+    if not words:
+        return ""
+    return f"A step of 128 tokens with the loader beside it takes {tables.listed(words)} of one without (Figure 7)."
+
+
+def report_bits(found: list[dict]) -> str:
+    return tables.table("**16 bits over 8** (Figure 8), TTFT in bfloat16:", {
+        "model, r": "{model}, {r:g}", "only loading": "{load_faster:spread}", "both": "{both_faster:spread}",
+        "tokens agree": "{both_tokens_agree}", "largest error of K and V": "{largest_error:.2g} of {largest:.0f}",
+    }, tables.rows(found, "bits"))  # fmt: skip
 
 
 def main():

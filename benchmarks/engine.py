@@ -133,17 +133,17 @@ def report(found: list[dict]) -> str:
     many = [f"16 requests at once, against one after another in chapter 01 ({row['model']}): "
             f"{tables.with_spread(row['ratio'], 'x')} the tokens per second."
             for row in tables.rows(found, "throughput")]  # fmt: skip
-    host = tables.table("**A question behind a history in host memory** (03):", {
-        "model, history": "{model}, {history:,}", "restored": "{bytes_restored:MB}", "link": "{link_gbps:.3f} GB/s",
-        "TTFT": "{ttft_ms:ms}", "on the device": "{device_hit_ms:ms}",
-        "restoration / bound": "{restoration_over_bound:spread}", "TTFT / bound": "{ttft_over_bound:spread}",
-    }, tables.rows(found, "host"))  # fmt: skip
     return tables.paragraphs(
         *many,
-        tables.table("**30 questions at once about one document** of 1,024 tokens, which is computed (02) or restored (03) once: mean TTFT "
-                     "over the sum of that with the document on the device and that of one question.",
-                     {"chapter": "{chapter}", **tables.across(burst, {"": "{ratio:spread}"})}, burst),
-        host)  # fmt: skip
+        tables.table(
+            "**30 questions at once about one document** of 1,024 tokens, which is computed (02) or restored (03) once: mean "
+            "TTFT over the sum of that with the document on the device and that of one question.",
+            {"chapter": "{chapter}", **tables.across(burst, {"": "{ratio:spread}"})}, burst),
+        tables.table("**A question behind a history in host memory** (03):", {
+            "model, history": "{model}, {history:,}", "restored": "{bytes_restored:MB}", "link": "{link_gbps:.3f} GB/s",
+            "TTFT": "{ttft_ms:ms}", "on the device": "{device_hit_ms:ms}",
+            "restoration / bound": "{restoration_over_bound:spread}", "TTFT / bound": "{ttft_over_bound:spread}",
+        }, tables.rows(found, "host")))  # fmt: skip
 
 
 def main():

@@ -1,4 +1,5 @@
-"""The pictures of README.md and docs/measured.md, drawn from what the benchmarks have found. Needs matplotlib (requirements-dev.txt).
+"""The pictures of README.md and docs/measured.md, drawn from what the benchmarks have found. They need matplotlib
+(requirements-dev.txt).
 
     python -m benchmarks.figures            benchmarks/results -> docs/figures
 """

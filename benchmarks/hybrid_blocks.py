@@ -149,11 +149,12 @@ def report_grid(rows: list[dict]) -> str:
         row["moved"] = "/".join(f"{moved.get(kind, 0) / 1e6:,.0f}" for kind in ("weights", "kv", "act"))
     behind = [f"{', '.join(row['behind'])} ({row['factor']}, {row['batch']} x {row['context']:,}, {row['rounds']} rounds)"
               for row in rows if row["behind"]]  # fmt: skip
-    gains, middle = tables.grouped(rows, ("model", "batch", "context"), "factor"), [row for row in rows if row["f"] == FACTORS[1]]
+    gains = tables.grouped(rows, ("model", "batch", "context"), "factor")
     where = {"model, batch x context": "{model}, {batch} x {context:,}"}
     return tables.paragraphs(
         tables.table("**hybrid's throughput over that of other policies**, and what the costs of these steps allow:", {
-            **where, **tables.across(gains, {
+            **where,
+            **tables.across(gains, {
                 "`kv-only`": "{policies[kv-only][over]:spread} of {policies[kv-only][allowed]:n}",
                 "`act-only`": "{policies[act-only][over]:spread} of {policies[act-only][allowed]:n}"}),
         }, gains),
@@ -164,7 +165,7 @@ def report_grid(rows: list[dict]) -> str:
             "over `paper`": "{policies[paper][over]:spread}",
             "busy: link, processor": "{policies[hybrid][link_busy]:%}, {policies[hybrid][compute_busy]:%}",
             "MB: weights/KV/ACT": "{moved}",
-        }, middle))  # fmt: skip
+        }, [row for row in rows if row["f"] == FACTORS[1]]))  # fmt: skip
 
 
 def report_steps(rows: list[dict]) -> str:

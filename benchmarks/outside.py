@@ -344,7 +344,8 @@ def report(found: list[dict]) -> str:
     asked, arrivals, beside = (tables.rows(found, part) for part in PARTS)
     systems = []
     for row in asked:
-        header = f"{row['what']}: {row['device_tokens']:,} of {row['tokens']:,} tokens, {row['could_be_found']:.0%}"
+        held = f"{row['device_tokens']:,} of {row['tokens']:,} tokens"
+        header = f"{row['what']}: {held}, {row['could_be_found']:.0%}"
         for system, own in row["systems"].items():
             differ = row["requests"] - own["equal"]
             systems.append(dict(own, system=system, over=row["of_03"][system], header=header,
@@ -353,17 +354,21 @@ def report(found: list[dict]) -> str:
     arrivals = tables.grouped(arrivals, ("of_saturation",), "system")
     beside = tables.grouped(beside, ("system",), "model")
     return tables.paragraphs(
-        tables.table("**Asked in turn** (classroom): how many tokens of all the device holds, and what could be found; below: what was "
-                     "found, TTFT p50 and p99, and TTFT over 03's. An answer that differs from the one without a cache is named.", {
-            "system": "{system}", **tables.across(systems, {"": "{found:%}; {ttft_ms[p50]:ms}, {ttft_ms[p99]:ms}; {over:n}{differ}"}),
-        }, systems),
+        tables.table(
+            "**Asked in turn** (classroom): how many tokens of all the device holds, and what could be found; below: what was "
+            "found, TTFT p50 and p99, and TTFT over 03's. An answer that differs from the one without a cache is named.", {
+                "system": "{system}",
+                **tables.across(systems, {"": "{found:%}; {ttft_ms[p50]:ms}, {ttft_ms[p99]:ms}; {over:n}{differ}"}),
+            }, systems),
         tables.table("**Under load** (classroom): TTFT p50 and p90, and how many are not answered in the end.", {
             "arrivals a second (of saturation)": "{requests_per_second:n} ({of_saturation:g})", "requests": "{requests}",
             **tables.across(arrivals, {"": "{ttft_ms[p50]:ms}, {ttft_ms[p90]:ms}; {unanswered}"}),
         }, arrivals),
-        tables.table("**Beside eight that decode**, and TTFT of a history that comes back:", {"system": "{system}", **tables.across(beside, {
-            "TBT": "{tbt_mean_ms:ms}", "over that of 02": "{over_02:spread}", "p99": "{tbt_p99_ms:ms}",
-            "TTFT": "{ttft_ms:ms}"}),
+        tables.table("**Beside eight that decode**, and TTFT of a history that comes back:", {
+            "system": "{system}",
+            **tables.across(beside, {
+                "TBT": "{tbt_mean_ms:ms}", "over that of 02": "{over_02:spread}", "p99": "{tbt_p99_ms:ms}",
+                "TTFT": "{ttft_ms:ms}"}),
         }, beside))  # fmt: skip
 
 

@@ -74,16 +74,20 @@ def report(found: list[dict]) -> str:
     for row in rows:
         row |= {f"over_{of}": row["ttft_ms"]["05"]["median"] / row[f"{of}_ms"] for of in ("predicted", "bound")}
     rows = tables.grouped(rows, ("model", "history_tokens"), "link")
-    longest, history = list({row["model"]: row for row in rows}.values()), {"model, history": "{model}, {history_tokens:,}"}
+    longest = list({row["model"]: row for row in rows}.values())
+    history = {"model, history": "{model}, {history_tokens:,}"}
     return tables.paragraphs(
-        tables.table("**TTFT with K and V (03), and how many times as soon it comes** with hidden states (04) and by a plan (05):", {
-            **history, "computed": "{computed_ms:ms}", **tables.across(rows, {
-                "03": "{ttft_ms[03]:ms}", "04": "{over_03[04]:spread}", "05": "{over_03[05]:spread}"}),
-        }, rows),
-        tables.table("**The plans** for the longest history, in layers that are recomputed (R), projected (H) and loaded (K); TTFT over what "
-                     "was predicted, and over the bound of all plans:", {
-            **history, **tables.across(longest, {"": "{plan:plan}; {over_predicted:n}, {over_bound:n}"}),
-        }, longest))  # fmt: skip
+        tables.table(
+            "**TTFT with K and V (03), and how many times as soon it comes** with hidden states (04) and by a plan (05):", {
+                **history, "computed": "{computed_ms:ms}",
+                **tables.across(rows, {
+                    "03": "{ttft_ms[03]:ms}", "04": "{over_03[04]:spread}", "05": "{over_03[05]:spread}"}),
+            }, rows),
+        tables.table(
+            "**The plans** for the longest history, in layers that are recomputed (R), projected (H) and loaded (K); TTFT over "
+            "what was predicted, and over the bound of all plans:", {
+                **history, **tables.across(longest, {"": "{plan:plan}; {over_predicted:n}, {over_bound:n}"}),
+            }, longest))  # fmt: skip
 
 
 def main():

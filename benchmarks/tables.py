@@ -100,7 +100,7 @@ class Shown:
 
 
 def table(caption: str, columns: dict[str, str], rows: list[dict]) -> str:
-    """`columns`: header -> the template of its cells; a cell whose row lacks something is empty. Nothing where there are no rows."""
+    """`columns`: header -> the template of its cells; a cell whose row lacks something is empty. Without rows: nothing."""
     def cell(template: str, row: dict) -> str:
         try:
             return template.format_map({key: Shown(value) for key, value in row.items()})

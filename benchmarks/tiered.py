@@ -361,25 +361,28 @@ PARTS = {
 def report(found: list[dict]) -> str:
     """`sizes` is drawn: benchmarks/figures.py."""
     tiers = "{gpu:%}, {cpu:%}, {storage:%}"
-    mix, policies, pages, match = (tables.rows(found, part) for part in ("mix", "policies", "pages", "match"))
-    sizes = [tables.percent(sum(row[tier] for tier in TIERS)) for row in pages]
+    mix, policies, hits = (tables.rows(found, part) for part in ("mix", "policies", "admission"))
     for row in mix:
         row |= {tier: row[tier]["median"] for tier in TIERS}
-    hits = [dict(row, tokens=f"{row['history_tokens']:,} tokens", where=", ".join(f"{tokens:.0f} {tier}" for tier, tokens in row["found"].items() if tokens) or "none")
-            for row in tables.rows(found, "admission") if row["way"] != "computed"]  # fmt: skip
-    hits = tables.grouped(hits, ("way",), "tokens")
-    policies = tables.grouped([dict(row, guard=f"guard {'on' if row['guard'] else 'off'}") for row in policies], ("model", "r"), "guard")
-    ways = tables.across(policies, {way: f"{{ttft_ms[{way}]:ms}}, {{from_storage[{way}]:%}}" for way in ("computed", *tiered.PREFETCH)})
-    times = tables.between((row["match_ms"]["median"] for row in match), "{:.3f}".format) if match else ""
+    for row in policies:
+        row["guard"] = f"guard {'on' if row['guard'] else 'off'}"
+    for row in hits:
+        row["length"] = f"{row['history_tokens']:,} tokens"
+        row["where"] = ", ".join(f"{tokens:.0f} {tier}" for tier, tokens in row["found"].items() if tokens) or "none"
+    policies = tables.grouped(policies, ("model", "r"), "guard")
+    hits = tables.grouped([row for row in hits if row["way"] != "computed"], ("way",), "length")
+    ways = "computed", *tiered.PREFETCH
     return tables.paragraphs(
         tables.table("**Conversations behind documents that fit in no single tier:**", {
-            "model, at once": "{model}, {at_once}", "TTFT, device alone": "{device_alone_ms:ms}", "three tiers": "{ttft_ms:ms}",
-            "all on the device": "{all_on_device_ms:ms}", "lower by": "{lower:%}", "throughput": "{throughput:x}",
-            "bound / measured": "{of_bound:spread}", "found in L1, L2, L3": tiers,
+            "model, at once": "{model}, {at_once}", "TTFT, device alone": "{device_alone_ms:ms}",
+            "three tiers": "{ttft_ms:ms}", "all on the device": "{all_on_device_ms:ms}", "lower by": "{lower:%}",
+            "throughput": "{throughput:x}", "bound / measured": "{of_bound:spread}", "found in L1, L2, L3": tiers,
         }, mix),
-        tables.table("**One history of 1,024 tokens in slow storage alone.** TTFT, and the share of the prompt from storage:", {
-            "model, reading / computing": "{model}, {r:g}", **ways,
-        }, policies),
+        tables.table(
+            "**One history of 1,024 tokens in slow storage alone.** TTFT, and the share of the prompt from storage:", {
+                "model, reading / computing": "{model}, {r:g}",
+                **tables.across(policies, {way: f"{{ttft_ms[{way}]:ms}}, {{from_storage[{way}]:%}}" for way in ways}),
+            }, policies),
         tables.table("**A hit in each tier** (classroom): TTFT over that of computing, and the tokens found there:", {
             "found in": "{way}", **tables.across(hits, {"": "{over_computing:spread}; {where}"}),
         }, hits),
@@ -388,10 +391,26 @@ def report(found: list[dict]) -> str:
             "to L3": "{storage_bytes:MB}", "dirty evicted": "{dirty_evicted}", "pages written": "{pages_written}",
             "lost by a kill, of pages": "{lost_by_a_kill} of {pages}",
         }, tables.rows(found, "writes")),
-        f"Pages of {tables.listed(str(row['page_tokens']) for row in pages)} tokens find {tables.listed(sizes)} of the tokens, after "
-        f"{tables.listed(tables.milliseconds(row['ttft_ms']) for row in pages)} (TTFT)." if pages else "",
-        f"Finding 4,096 tokens, each page of which is a node, among {match[0]['pages']:,} pages of 100 to 10,000 conversations takes "
-        f"{times} ms." if match else "")  # fmt: skip
+        report_pages(found), report_match(found))  # fmt: skip
+
+
+def report_pages(found: list[dict]) -> str:
+    pages = tables.rows(found, "pages")
+    if not pages:
+        return ""
+    sizes = tables.listed(str(row["page_tokens"]) for row in pages)
+    shares = tables.listed(f"{sum(row[tier] for tier in TIERS):.0%}" for row in pages)
+    times = tables.listed(tables.milliseconds(row["ttft_ms"]) for row in pages)
+    return f"Of the same prompts, pages of {sizes} tokens find {shares}, with a TTFT of {times}."
+
+
+def report_match(found: list[dict]) -> str:
+    rows = tables.rows(found, "match")
+    if not rows:
+        return ""
+    times = tables.between((row["match_ms"]["median"] for row in rows), "{:.3f}".format)
+    return (f"Finding 4,096 tokens, each page of which is a node, takes {times} ms among {rows[0]['pages']:,} pages, of 100 to "
+            "10,000 conversations.")  # fmt: skip
 
 
 def main():

@@ -353,27 +353,36 @@ def report(found: list[dict]) -> str:
     divided, left_out = [], []
     for row in tables.rows(found, "divisions"):
         column = f"{row['model']}, {row['history_tokens']:,}, {row['link']}"
-        if row["link"] in LINKS and abs(row["transfer_over_projecting"] / row["said"] - 1) > 0.1:
-            left_out.append(f"{column} (a transfer took {tables.number(row['transfer_over_projecting'])} projections)")
+        transfer = row["transfer_over_projecting"]
+        if row["link"] in LINKS and abs(transfer / row["said"] - 1) > 0.1:
+            left_out.append(f"{column} (a transfer took {tables.number(transfer)} projections)")
         else:
             divided += [dict(way, way=name, column=column) for name, way in row["ways"].items()]
     divided = tables.grouped(divided, ("way",), "column")
+    names = {"03": "K and V (03)", "04": "hidden states (04)", "05": "planned (05)"}
     return tables.paragraphs(
-        tables.table("**Saving without the snapshot** (Figure 14; the paper: TBT up to 1.34 times as long where 16 decode), TBT over that "
-                     "of nothing kept:", {"running": "{running}", **tables.across(saved, {
-            "nothing kept": "{ways[nothing][tbt_ms]:ms}",
-            **{way: f"{{ways[{way}][tbt_over_nothing]:spread}}" for way in ("two stages", "direct", "direct to a file")}}),
-        }, saved),
-        tables.table("**Other divisions** (Figures 8, 12 and 13): plan, TTFT, and that over chapter 05's:",
-                     {"way": "{way}", **tables.across(divided, {"": "{plan:plan}: {ttft_ms:ms}, {ttft_over_05:spread}"})}, divided),
-        f"Left out, since the link was not as slow as was asked for: {tables.listed(left_out)}." if left_out else "",
-        tables.table("**From 1, 2 and 4 directories** (Figure 11 d to f): plan, what was read, TTFT, and that over K and V's:", {
-            "directories": "{directories}", **tables.across(read, {
-                "reading / projecting": "{reading_over_projecting:n}",
-                **{f"{name} ({way})": f"{{ways[{way}][plan]:plan}}: {{ways[{way}][read_gbps]:.3f}} GB/s, {{ways[{way}][ttft_ms]:ms}}, "
-                                      f"{{ways[{way}][ttft_over_03]:spread}}"
-                   for way, name in (("03", "K and V"), ("04", "hidden states"), ("05", "planned"))}}),
-        }, read))  # fmt: skip
+        tables.table(
+            "**Saving without the snapshot** (Figure 14; the paper: TBT up to 1.34 times as long where 16 decode), TBT over that "
+            "of nothing kept:", {
+                "running": "{running}",
+                **tables.across(saved, {
+                    "nothing kept": "{ways[nothing][tbt_ms]:ms}",
+                    **{way: f"{{ways[{way}][tbt_over_nothing]:spread}}"
+                       for way in ("two stages", "direct", "direct to a file")}}),
+            }, saved),
+        tables.table("**Other divisions** (Figures 8, 12 and 13): plan, TTFT, and that over chapter 05's:", {
+            "way": "{way}", **tables.across(divided, {"": "{plan:plan}: {ttft_ms:ms}, {ttft_over_05:spread}"}),
+        }, divided),
+        f"Left out, as the link was not as slow as was asked for: {tables.listed(left_out)}." if left_out else "",
+        tables.table(
+            "**From 1, 2 and 4 directories** (Figure 11 d to f): plan, what was read, TTFT, and that over K and V's:", {
+                "directories": "{directories}",
+                **tables.across(read, {
+                    "reading / projecting": "{reading_over_projecting:n}",
+                    **{name: f"{{ways[{way}][plan]:plan}}: {{ways[{way}][read_gbps]:.3f}} GB/s, "
+                             f"{{ways[{way}][ttft_ms]:ms}}, {{ways[{way}][ttft_over_03]:spread}}"
+                       for way, name in names.items()}}),
+            }, read))  # fmt: skip
 
 
 def main():

@@ -1,6 +1,10 @@
 """What the benchmarks share: the rule for being behind, rounds, tables; and that all results that are committed can be shown."""
 
+import json
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from benchmarks import measure, tables
 from tools import report
@@ -38,6 +42,23 @@ def test_a_template_shows_figures_by_their_names_and_what_a_row_lacks_is_empty()
 def test_rows_that_differ_in_one_key_become_one():
     rows = [dict(model=model, link=link) for model in "ab" for link in (1, 2)]
     assert [(row["model"], list(row["at"])) for row in tables.grouped(rows, ("model",), "link")] == [("a", [1, 2]), ("b", [1, 2])]
+
+
+def test_a_run_measures_the_parts_that_are_wanted_on_their_models_and_writes_what_it_shows(tmp_path, capsys):
+    def part(model, arguments):
+        yield dict(name=arguments.name, rounds=arguments.rounds, ms=measure.spread([1.0, 2.0, 3.0]))
+
+    parser = measure.parser("", parts := {"a": (part, ["x", "y"]), "b": (part, ["y"]), "c": (part, ["z"])})
+    arguments = parser.parse_args(["--only", "a", "b", "--json", str(tmp_path / "found.json")])
+    arguments.rounds = 7
+    model = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
+    show = lambda found: tables.table("Found", {"model": "{model}", "ms": "{ms:spread}"}, tables.rows(found, "b"))  # noqa: E731
+    measure.run("some", parts, show, arguments, load=lambda *_: (model,))
+    found = json.loads((tmp_path / "found.json").read_text())["found"]
+    assert [(entry["claim"], entry["model"]) for entry in found] == [("a", "x"), ("a", "y"), ("b", "y")]
+    assert [entry["rows"][0]["name"] for entry in found] == ["x", "y", "y"]
+    said = capsys.readouterr().out
+    assert "b, y: name y, rounds 7, ms 2\n" in said and "| y | 2.00 (1.00 to 3.00) |" in said
 
 
 @pytest.mark.parametrize("part", report.PARTS)
