@@ -15,15 +15,15 @@ import sys
 import time
 from pathlib import Path
 
+from benchmarks.measure import RESULTS
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from benchmarks import claims  # noqa: E402
 
 # benchmark: options of the full run; of the quick one, None: left out
 PARTS = {
     "baseline": ("--model classroom", "--model classroom --dtype float32 --rounds 2"),
     "engine": ("--rounds 3", "--only throughput --model classroom --rounds 1"),
-    "planned": ("--only ttft --histories 1024 --rounds 5", "--only ttft --model classroom --histories 1024 --rounds 2"),
+    "planned": ("--model classroom random:small --histories 1024 --rounds 5", "--model classroom --histories 1024 --rounds 2"),
     "variants": ("--model classroom --rounds 3", None),
     "outside": ("--only conversations --rounds 2", None),
     "both_ends": ("--only grid --model classroom --rounds 3",
@@ -40,7 +40,7 @@ def main():
     parser.add_argument("--quick", action="store_true", help="fewer rows and rounds")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--list", action="store_true", help="print the commands, and end")
-    parser.add_argument("--json", type=Path, metavar="FOLDER", default=claims.RESULTS / "last")
+    parser.add_argument("--json", type=Path, metavar="FOLDER", default=RESULTS / "last")
     arguments = parser.parse_args()
     failed = []
     for name in arguments.only:

@@ -6,34 +6,24 @@
 grid        decode steps at full depth behind contexts that were filled in. The link is given as f, all weights and
             all K and V over it, over rebuilding everything and the rest of the layers. The device has room for half
             of the layers beside two that come and go, or for as many bytes of blocks. `allowed` is what the costs
-            of these steps let hybrid win; the bound is the slower lane of its plan with these costs. hybrid is
-            behind where `benchmarks.both_ends` says so; such a cell is measured again with twice the rounds.
+            of these steps let hybrid win; the bound is the slower lane of its plan with these costs. A cell in which
+            hybrid is behind (`measure.is_behind`) is measured again with twice the rounds, and both rows stand.
 steps       the paper's Table III: activations only; as many blocks of each kind; Algorithm 1; its mini-batches. Then
             ours, and this engine's plan. Contexts are of all lengths, and more than the buffers hold.
-end         a real prefill and 16 tokens; they are compared with chapter 01's.
 """
 
-import argparse
 import importlib
 import itertools
 import random
-import statistics
-import sys
 from functools import partial
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.baseline import spread, write  # noqa: E402
-from benchmarks.both_ends import is_behind  # noqa: E402
-from benchmarks.limits import matrix_rate  # noqa: E402
-from benchmarks.reference import one_sentence, set_imports_aside  # noqa: E402
-from common import checkpoint, cli, lesson  # noqa: E402
-from common.requests import Request  # noqa: E402
+from benchmarks import measure, tables
+from benchmarks.measure import ratio, spread
+from common import checkpoint, lesson
 
-paged, hybrid = importlib.import_module("02_paged_kv"), importlib.import_module("08_hybrid_blocks")
+hybrid = importlib.import_module("08_hybrid_blocks")
 FACTORS, BATCHES, CONTEXTS = [1.0, 1.25, 2.0], [16, 64], [128, 512, 1024]
-OTHERS = [("random:tinyllama-mha", 1.25, 16, 512), ("random:tinyllama", 1.25, 16, 512)]  # the second: grouped queries
-PAPER = {"over kv-only": 2.19, "over act-only": 1.35}  # Figure 8; the first against FlexGen's own code
+OTHERS = {name: [(1.25, 16, 512)] for name in ("random:tinyllama-mha", "random:tinyllama")}  # the second: grouped queries
 
 
 def half_of_the_layers(model) -> int:
@@ -43,8 +33,7 @@ def half_of_the_layers(model) -> int:
 
 # 1. The grid ------------------------------------------------------------------------------------------------
 
-
-def cell(model, f: float, batch: int, context: int, rounds: int, rate: float) -> dict:
+def cell(model, f: float, batch: int, context: int, rounds: int) -> dict:
     contexts = batch * [context]
     planner, bandwidth = hybrid.planner_for(f, model, contexts, half_of_the_layers(model))
     engines = {policy: hybrid.ready(planner._replace(policy=policy), model, bandwidth, contexts)
@@ -56,59 +45,28 @@ def cell(model, f: float, batch: int, context: int, rounds: int, rate: float) ->
     link, rows = engines["hybrid"].runner.load_link.speed(), {}
     for policy, steps in taken.items():
         plan, step = engines[policy].runner.deal.plan, sorted(steps, key=lambda one: one["seconds"])[len(steps) // 2]
-        flops = multiplications(model, plan, batch, context)
         rows[policy] = dict(
             tokens_per_second=spread([batch / each for each in seconds[policy]]), plan=plan._asdict(),
             bytes=step["bytes"], link_busy=sum(step["bytes"].values()) / link / step["seconds"],
-            compute_busy=step["compute"] / step["seconds"], of_matrix_rate=flops / step["compute"] / rate,
-            over=spread([theirs / ours for theirs, ours in zip(seconds[policy], seconds["hybrid"])]),
+            compute_busy=step["compute"] / step["seconds"], over=ratio(seconds[policy], seconds["hybrid"]),
             allowed=max(lanes[policy]) / max(lanes["hybrid"]))  # fmt: skip
     bound = max(lanes["hybrid"])
-    over = {policy: [ours / theirs for ours, theirs in zip(seconds["hybrid"], seconds[policy])] for policy in engines}
+    over = {policy: ratio(seconds["hybrid"], seconds[policy])["samples"] for policy in engines}
     return dict(
         f=f, batch=batch, context=context, rounds=rounds, gbps=link / 1e9, costs=planner.costs._asdict(), policies=rows,
         of_bound=spread([bound / each for each in seconds["hybrid"]]), lanes_seconds=lanes["hybrid"],
-        behind=[policy for policy in hybrid.POLICIES[1:] if is_behind(over[policy])])  # fmt: skip
+        behind=[policy for policy in hybrid.POLICIES[1:] if measure.is_behind(over[policy])])  # fmt: skip
 
 
-def multiplications(model, plan, batch: int, context: int) -> float:
-    """FLOP of a decode step: K and V rebuilt, the layers and attention for the new tokens, and the head."""
-    config, layers = model.config, len(model.layers)
-    blocks = sum(plan[1:])
-    rebuilt = batch * context * (plan.act_host + plan.act_device) / blocks
-    kv = config.num_key_value_heads * config.head_dim
-    weights = sum(parameter.numel() for parameter in model.layers[0].parameters())
-    attention = 4 * batch * context * config.num_attention_heads * config.head_dim
-    head = 2 * batch * config.hidden_size * config.vocab_size
-    return layers * (4 * rebuilt * config.hidden_size * kv + 2 * batch * weights + attention) + head
-
-
-def grid(model, cells: list[tuple], rounds: int) -> list[dict]:
-    rows, rate = [], matrix_rate(model.dtype, model.device)
-    for f, batch, context in cells:
-        for times in (1, 2):
-            rows.append(cell(model, f, batch, context, times * rounds, rate))
-            show_cell(rows[-1])
-            if not rows[-1]["behind"]:
-                break
-    return rows
-
-
-def show_cell(row: dict):
-    print(f" f {row['f']}, {row['batch']} x {row['context']}: {row['of_bound']['median']:.2f} of the bound; "
-          f"link {row['gbps']:.2f} GB/s" + f"; BEHIND {row['behind']}" * bool(row["behind"]))  # fmt: skip
-    for policy, each in row["policies"].items():
-        plan = each["plan"]
-        moved = ", ".join(f"{kind} {size / 1e6:.0f}" for kind, size in sorted(each["bytes"].items()))
-        acts = plan["act_host"] + plan["act_device"]
-        print(f"   {policy:9} {each['tokens_per_second']['median']:8.2f} tokens/s; hybrid {each['over']['median']:.2f}x "
-              f"(allowed {each['allowed']:.2f}); MB: {moved}; busy: link {each['link_busy']:.0%}, processor "
-              f"{each['compute_busy']:.0%} at {each['of_matrix_rate']:.0%}; {plan['resident']} layers, ACT "
-              f"{acts} of {sum(plan.values()) - plan['resident']}", flush=True)  # fmt: skip
+def grid(model, arguments):
+    cells = OTHERS.get(arguments.name)
+    if arguments.model or not cells:
+        cells = itertools.product(arguments.f, arguments.batch, arguments.context)
+    for one in cells:
+        yield from measure.again_if_behind(partial(cell, model, *one), arguments.rounds)
 
 
 # 2. Table III -----------------------------------------------------------------------------------------------
-
 
 def in_order(items: list, rows: int) -> list[list]:
     """Mini-batches as full as the buffers allow, in the order of arrival."""
@@ -145,7 +103,7 @@ def balanced(planner, deal, items: list, rows: int) -> list[list]:
     return formed
 
 
-def steps(model, rounds: int, batch: int = 32, longest: int = 1024, f: float = 1.25) -> list[dict]:
+def steps(model, arguments, batch: int = 32, longest: int = 1024, f: float = 1.25):
     rng = random.Random(0)
     contexts = [rng.randrange(longest // 16, longest) for _ in range(batch)]
     planner, bandwidth = hybrid.planner_for(f, model, contexts, half_of_the_layers(model))
@@ -166,75 +124,68 @@ def steps(model, rounds: int, batch: int = 32, longest: int = 1024, f: float = 1
         finally:
             hybrid.form = ours
 
-    taken, rows = lesson.in_turn({name: partial(once, name) for name in ways}, rounds), []
+    taken = lesson.in_turn({name: partial(once, name) for name in ways}, arguments.rounds)
+    seconds = {name: [step["seconds"] for step in found] for name, found in taken.items()}
     for name, found in taken.items():
-        first = taken["act-only"]
-        rows.append(dict(
+        yield dict(
             f=f, batch=batch, contexts=[min(contexts), max(contexts)], step=name, plan=ways[name][0]._asdict(),
-            mini_batches=found[-1]["batches"], tokens_per_second=spread([batch / one["seconds"] for one in found]),
-            over_act_only=spread([a["seconds"] / b["seconds"] for a, b in zip(first, found)])))  # fmt: skip
-        speed, over = rows[-1]["tokens_per_second"]["median"], rows[-1]["over_act_only"]["median"]
-        print(f"   {name:26} {speed:8.2f} tokens/s, {over:.2f}x; {rows[-1]['mini_batches']} mini-batches", flush=True)
-    return rows
+            mini_batches=found[-1]["batches"], tokens_per_second=spread([batch / one for one in seconds[name]]),
+            over_act_only=ratio(seconds["act-only"], seconds[name]))  # fmt: skip
 
 
-# 3. From the prompt to the last token -----------------------------------------------------------------------
+PARTS = {"grid": (grid, ["random:small", *OTHERS]), "steps": (steps, ["random:small"])}
 
 
-def end_to_end(name: str, device: str, batch: int = 8, context: int = 256, new: int = 16, f: float = 1.25) -> list[dict]:
-    model, rng, rows = checkpoint.load(name, "float32", device, on_host=True)[0], random.Random(0), []
-    planner, bandwidth = hybrid.planner_for(f, model, batch * [context], half_of_the_layers(model))
-    prompts, answers = [[rng.randrange(300, 1000) for _ in range(context)] for _ in range(batch)], {}
-    for policy in hybrid.POLICIES:
-        runner = hybrid.HybridRunner(model, planner._replace(policy=policy).plan(), bandwidth)
-        engine = paged.Engine(runner, token_budget=8192, max_running=batch)
-        requests = engine.generate([Request(prompt, new) for prompt in prompts])
-        answers[policy] = [request.new for request in requests]
-        ttft = statistics.mean(request.outcome.ttft_ms for request in requests)
-        tbt = statistics.mean(request.outcome.tbt_ms for request in requests)
-        rows.append(dict(policy=policy, batch=batch, context=context, new_tokens=new, ttft_ms=ttft, tbt_ms=tbt))
-    single = importlib.import_module("01_baseline").Engine(checkpoint.load(name, "float32", device)[0])
-    expected = [single.generate([Request(prompt, new)])[0].new for prompt in prompts]
+# 3. The tables ----------------------------------------------------------------------------------------------
+
+def report(found: list[dict]) -> str:
+    grid, steps = tables.rows(found, "grid"), tables.rows(found, "steps")
+    return tables.paragraphs(report_grid(grid) if grid else "", report_steps(steps) if steps else "")
+
+
+def report_grid(rows: list[dict]) -> str:
     for row in rows:
-        row["tokens_equal"] = answers[row["policy"]] == expected
-        print(f"   {row}", flush=True)
-    return rows
+        moved, row["factor"] = row["policies"]["hybrid"]["bytes"], f"f = {row['f']:g}"
+        row["moved"] = "/".join(f"{moved.get(kind, 0) / 1e6:,.0f}" for kind in ("weights", "kv", "act"))
+    behind = [f"{', '.join(row['behind'])} ({row['factor']}, {row['batch']} x {row['context']:,}, {row['rounds']} rounds)"
+              for row in rows if row["behind"]]  # fmt: skip
+    gains = tables.grouped(rows, ("model", "batch", "context"), "factor")
+    where = {"model, batch x context": "{model}, {batch} x {context:,}"}
+    return tables.paragraphs(
+        tables.table("**hybrid's throughput over that of other policies**, and what the costs of these steps allow:", {
+            **where,
+            **tables.across(gains, {
+                "`kv-only`": "{policies[kv-only][over]:spread} of {policies[kv-only][allowed]:n}",
+                "`act-only`": "{policies[act-only][over]:spread} of {policies[act-only][allowed]:n}"}),
+        }, gains),
+        f"It is {tables.between(row['of_bound']['median'] for row in rows)} of the bound, and was behind "
+        f"{tables.listed(behind) if behind else 'nothing'}.",
+        tables.table(f"**Both lanes**, f = {FACTORS[1]:g}:", {
+            **where, "tokens/s": "{policies[hybrid][tokens_per_second]:n}", "of the bound": "{of_bound:spread}",
+            "over `paper`": "{policies[paper][over]:spread}",
+            "busy: link, processor": "{policies[hybrid][link_busy]:%}, {policies[hybrid][compute_busy]:%}",
+            "MB: weights/KV/ACT": "{moved}",
+        }, [row for row in rows if row["f"] == FACTORS[1]]))  # fmt: skip
 
 
-# 4. The command line ----------------------------------------------------------------------------------------
+def report_steps(rows: list[dict]) -> str:
+    row = rows[0]
+    words = f"{row['model']}, {row['batch']} contexts of {tables.between(row['contexts'], '{:,}'.format)} tokens, f = {row['f']:g}"
+    return tables.table(f"**Table III** ({words}):", {
+        "step": "{step}", "mini-batches": "{mini_batches}", "tokens/s": "{tokens_per_second:spread}",
+        "over act-only": "{over_act_only:spread}",
+    }, rows)  # fmt: skip
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["grid", "steps", "end"])
-    parser.add_argument("--model", help="only this model")
+    parser = measure.parser(__doc__, PARTS)
     parser.add_argument("--f", type=float, nargs="+", default=FACTORS)
     parser.add_argument("--batch", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--context", type=int, nargs="+", default=CONTEXTS, help="tokens")
-    parser.add_argument("--dtype", default="bfloat16", help="of grid and steps (bfloat16)")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--rounds", type=cli.bounded(int, 1, 1000), default=5)
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    arguments = parser.parse_args()
-    found, name, device = [], arguments.model or "random:small", "cpu"
-    load = partial(checkpoint.load, dtype=arguments.dtype, device=arguments.device, on_host=True)
-    set_imports_aside()
-    if arguments.only in (None, "grid"):
-        model = load(name)[0]
-        device, cells = model.device.type, list(itertools.product(arguments.f, arguments.batch, arguments.context))
-        found.append(dict(claim="grid", model=name, dtype=arguments.dtype, paper=PAPER,
-                          rows=grid(model, cells, arguments.rounds)))  # fmt: skip
-        for other, *one in OTHERS if not arguments.model else ():
-            rows = grid(load(other)[0], [one], min(3, arguments.rounds))
-            found.append(dict(claim="grid", model=other, dtype=arguments.dtype, paper=PAPER, rows=rows))
-    if arguments.only in (None, "steps"):
-        rows = steps(load(name)[0], arguments.rounds)
-        found.append(dict(claim="steps", model=name, dtype=arguments.dtype, rows=rows))
-    if arguments.only in (None, "end"):
-        found.append(dict(claim="end", model=name, dtype="float32", rows=end_to_end(name, arguments.device)))
-    write("hybrid_blocks", device, arguments.json, found=found)
+    parser.add_argument("--rounds", type=measure.count(1000), default=5)
+    parser.set_defaults(dtype="bfloat16")
+    measure.run("hybrid_blocks", PARTS, report, parser.parse_args(), partial(checkpoint.load, on_host=True))
 
 
 if __name__ == "__main__":
-    with one_sentence():
-        main()
+    main()

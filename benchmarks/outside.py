@@ -1,72 +1,47 @@
-"""Chapters 02 to 07 as a user sees them: from outside, in conversations, beside others, and under load.
+"""Chapters 02 to 07 as a user sees them: in conversations, beside others, and under load.
 
     python -m benchmarks.outside                                   all; results in benchmarks/results/
-    python -m benchmarks.outside --only servers --model classroom --rounds 3
+    python -m benchmarks.outside --only conversations --rounds 2
 
-servers         a server each of 03, 04 and 05 with default options, started one after the other, and of 01,
-                which computes: TTFT of a question behind a history that has left the device, as the client
-                of a stream sees it, and as the server does. All but the one that is asked are stopped.
 conversations   conversations of several turns that do not fit into the device together, in shuffled order,
                 and questions about documents, popular (Zipf) or all alike: what is found, and TTFT. Chapter 06
                 has storage as fast as the link, 07 half the host memory of 03 and files; `transformers` keeps
                 the cache of each text that the device has room for, the least recently used dropped first.
 beside          TBT of eight that decode while a history comes back every two seconds, or as soon after as
-                it can. Bound: TBT with all on the device, over the share of the processor that is left to
-                them.
+                it can, over that with the history on the device.
 arrivals        TTFT of questions about documents that do not fit into the device, which arrive at random,
                 at 0.25 to 2 times the rate at which no cache is saturated. One run: --rounds does not
                 count.
 
-All but `servers` are in this process, over one link. "no cache" is chapter 02 where nothing is ever found.
+All are in one process, over one link. "no cache" is chapter 02 where nothing is ever found.
 """
 
-import argparse
-import json
 import random
-import re
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-import urllib.request
 from collections import OrderedDict
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy
 from transformers import DynamicCache
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.baseline import generate, spread, write  # noqa: E402
-from benchmarks.both_ends import both_ends  # noqa: E402
-from benchmarks.planned import QUESTION, bubble_free, draw, hidden_states, offload, paged  # noqa: E402
-from benchmarks.reference import one_sentence, reference_model, set_imports_aside  # noqa: E402
-from benchmarks.tiered import tiered  # noqa: E402
-from common import checkpoint, cli, lesson, store  # noqa: E402
-from common import link as links  # noqa: E402
-from common.requests import HungUp, Request  # noqa: E402
-from common.restoring import Cache  # noqa: E402
-from common.server import Server  # noqa: E402
+from benchmarks import measure, tables
+from benchmarks.baseline import generate
+from benchmarks.both_ends import both_ends
+from benchmarks.measure import draw, ratio, spread
+from benchmarks.planned import QUESTION, bubble_free, hidden_states, offload, paged
+from benchmarks.reference import reference_model
+from benchmarks.tiered import tiered
+from common import lesson, store
+from common import link as links
+from common.requests import HungUp, Request
+from common.restoring import Cache
+from common.server import Server
 
-ROOT = Path(__file__).resolve().parent.parent
-PARTS = {  # on which models
-    "servers": ["classroom", "random:small"],
-    "conversations": ["classroom"],
-    "beside": ["classroom", "random:small"],
-    "arrivals": ["classroom"],
-}
-CHAPTERS = "01_baseline", "03_cpu_offload", "04_hidden_state_cache", "05_bubble_free"
-# model -> (GB/s of the link, tokens of history, 05's TTFT over 03's at most)
-ASKED = {
-    "classroom": [("auto", 1000, 1.03), ("auto", 1600, 1.03)],
-    "random:small": [("auto", 1024, 0.85), ("0.1", 1024, 0.67)],
-}
-AT_REST, BETWEEN = 30.0, 3.0  # seconds to wait for idle measurements at most: at first, before a question
 TALKS, TURNS, SAID, ANSWER = 8, 12, (100, 1100), 24  # conversations, turns, tokens at first, of an answer
 DOCUMENTS, LENGTH, ASKS = 12, 800, 48  # documents, tokens of one, questions about all
 DECODING, EVERY, WINDOW = 8, 2.0, 8.0  # requests, seconds, seconds of one measurement
@@ -74,136 +49,7 @@ RATES = {0.25: 14.0, 0.5: 10.0, 1.0: 8.0, 2.0: 6.0}  # share of saturation -> se
 DRAIN = 3.0  # seconds behind the last arrival
 
 
-# 1. From outside -------------------------------------------------------------------------------
-
-
-def post(port: int, path: str, body: dict) -> dict:
-    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", json.dumps(body).encode())
-    with urllib.request.urlopen(request, timeout=600) as reply:
-        return json.loads(reply.read())
-
-
-class Process:
-    """A chapter's server, as a user starts it."""
-
-    def __init__(self, chapter: str, *options: str):
-        command = [sys.executable, f"{chapter}.py", "--port", "0", *options]
-        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        self.process = subprocess.Popen(command, cwd=ROOT, **pipes)
-        said = self.process.stdout.readline()  # serves MODEL on http://HOST:PORT
-        self.port = int(re.search(r"http://[^:]+:(\d+)", said)[1])
-
-    def get(self, path: str) -> dict:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=600) as reply:
-            return json.loads(reply.read())
-
-    @property
-    def at_rest(self) -> bool:
-        return not self.get("/health")["counters"].get("doubtful")
-
-    def ask(self, tokens: list[int], evict: bool = True) -> dict:
-        """Ask for one token -> what the server says of it, its plan, and `client_ms`."""
-        if evict:
-            post(self.port, "/evict", dict(tier="device"))
-        body = json.dumps(dict(prompt=tokens, max_tokens=1, temperature=0, stream=True)).encode()
-        asked = urllib.request.Request(f"http://127.0.0.1:{self.port}/v1/completions", body)
-        began = time.perf_counter()
-        with urllib.request.urlopen(asked, timeout=600) as reply:
-            events = (line for line in reply if line.startswith(b"data: "))
-            next(events)  # the role; nothing is computed yet
-            next(events)
-            client_ms = 1e3 * (time.perf_counter() - began)
-            reply.read()
-        own = self.get("/state")["finished"][-1]
-        return dict(own, client_ms=client_ms, plan=self.get(f"/timelines/{own['id']}")["plan"])
-
-    @contextmanager
-    def alone(self, seconds: float):
-        """Let it go on; the others are stopped -> whether it has agreed with itself on what it measures while
-        idle, for which it has so many seconds."""
-        self.process.send_signal(signal.SIGCONT)
-        until = time.monotonic() + seconds
-        while not (agreed := self.at_rest) and time.monotonic() < until:
-            time.sleep(0.2)
-        yield agreed
-        time.sleep(0.5)  # what was asked is kept meanwhile
-        self.process.send_signal(signal.SIGSTOP)
-
-    def close(self):
-        self.process.terminate()
-        self.process.send_signal(signal.SIGCONT)
-        self.process.wait()
-
-
-def servers(model, name: str, device: str, rounds: int) -> list[dict]:
-    rng, rows = random.Random(0), []
-    for link, tokens, at_most in ASKED.get(name, [("auto", 1024, 1.03)]):
-        if link != "auto" and device == "cuda":
-            continue  # there it is real
-        with ExitStack() as stack:
-            started = {}
-            for chapter in CHAPTERS:
-                options = ["--link", link] if chapter > "02" else []
-                process = Process(chapter, "--model", name, "--device", device, *options)
-                stack.callback(process.close)
-                with process.alone(AT_REST):
-                    started[chapter[:2]] = process
-            taken, agreed = ask_in_turn(started, partial(draw, rng, model), tokens, rounds)
-        client = {number: [reply["client_ms"] for reply in replies] for number, replies in taken.items()}
-        own = {number: [reply["ttft_ms"] for reply in replies] for number, replies in taken.items()}
-        ratios = {number: [a / b for a, b in zip(client[number], client["03"])] for number in ("04", "05")}
-        found = {number: min(map(found_by, replies)) for number, replies in taken.items()}
-        rows.append(dict(
-            history_tokens=tokens, link=link, at_rest=agreed, at_most=at_most,
-            client_ms={number: spread(samples) for number, samples in client.items()},
-            own_ms={number: spread(samples) for number, samples in own.items()},
-            of_03={number: spread(samples) for number, samples in ratios.items()},
-            found=found,
-            decisions={number: replies[-1]["decisions"] for number, replies in taken.items()},
-            **of_plans(len(model.layers), [reply for reply in taken["05"] if reply["plan"]])))  # fmt: skip
-    return rows
-
-
-def ask_in_turn(started: dict, words, tokens: int, rounds: int) -> tuple[dict, float]:
-    """-> what each server said, each time to another question, and how often all were at rest."""
-    agreed, history = [], words(tokens)
-    for number in ("03", "04", "05"):
-        with started[number].alone(0):
-            started[number].ask(history, evict=False)
-
-    def once(number: str) -> dict:
-        with started[number].alone(BETWEEN) as at_rest:
-            agreed.append(at_rest)
-            return started[number].ask(history + words(QUESTION), evict=number != "01")
-
-    taken = lesson.in_turn({number: partial(once, number) for number in ("03", "04", "05")}, rounds)
-    return {**taken, **lesson.in_turn({"01": partial(once, "01")}, 1)}, statistics.mean(agreed)
-
-
-def found_by(reply: dict) -> int:
-    return sum(reply["found"].values())
-
-
-def of_plans(layers: int, replies: list[dict]) -> dict:
-    """What chapter 05 had planned for each answer, and the bound of all plans at the costs that it knew."""
-    plans = [reply["plan"] for reply in replies]
-    if not plans:
-        return dict(plans=[])  # all was computed
-    bounds = []
-    for plan in plans:
-        costs = {name: ms / 1e3 for name, ms in plan["costs_ms"].items()}
-        bounds.append(1e3 * bubble_free.bound_seconds(layers, bubble_free.Costs(**costs)))
-    over = {"predicted": [plan["predicted_ms"] for plan in plans], "bound": bounds}
-    taken = [reply["client_ms"] for reply in replies]
-    figures = dict(plans=sorted({plan["rows"][0][1] for plan in plans}), costs_ms=plans[-1]["costs_ms"])
-    for name, samples in over.items():
-        figures[f"{name}_ms"] = spread(samples)
-        figures[f"over_{name}"] = spread([a / b for a, b in zip(taken, samples)])
-    return figures
-
-
-# 2. In this process ----------------------------------------------------------------------------
-
+# 1. Engines, and asking them --------------------------------------------------------------------------------
 
 class Bench:
     """A model, and one link for all engines on it."""
@@ -277,6 +123,8 @@ def read(bench: Bench, engines: dict, documents: list[list[int]]):
             bench.answer(engine, name, document, 1)
 
 
+# 2. In conversations ----------------------------------------------------------------------------------------
+
 class Answer(NamedTuple):
     ttft_ms: float
     found: int  # tokens of the prompt
@@ -307,9 +155,9 @@ class Transformers:
         return Answer(1e3 * (times[0] - began), found, 0, tokens)
 
 
-def conversations(bench: Bench, rounds: int) -> list[dict]:
+def conversations(bench: Bench, rounds: int):
     """Each round has other texts, and engines of its own."""
-    rng, rows = bench.rng, []
+    rng = bench.rng
     for what, exponent in {
         f"{TALKS} conversations of {TURNS} turns": None,
         f"{DOCUMENTS} documents, Zipf 1": 1.0,
@@ -327,8 +175,7 @@ def conversations(bench: Bench, rounds: int) -> list[dict]:
                 tokens.append(DOCUMENTS * LENGTH)
             device.append(max(tokens[-1] // 4, max(map(len, texts)) + TURNS * (QUESTION + ANSWER)))
             could += asked_in_turn(bench, texts, order, (device[-1], tokens[-1]), exponent is None, asked)
-        rows.append(dict(what=what, rounds=rounds, **summary(asked, could, tokens, device)))
-    return rows
+        yield dict(what=what, rounds=rounds, **summary(asked, could, tokens, device))
 
 
 def summary(asked: dict[str, list], could: int, tokens: list[int], device: list[int]) -> dict:
@@ -343,7 +190,7 @@ def summary(asked: dict[str, list], could: int, tokens: list[int], device: list[
             restored=sum(answer.restored for answer, _ in each),
             equal=sum(answer.tokens == tokens for (answer, _), tokens in zip(each, expected)),
             ttft_ms=percentiles(times[name], 50, 99))  # fmt: skip
-    over = {name: spread([a / b for a, b in zip(times[name], times["03"])]) for name in times}
+    over = {name: ratio(times[name], times["03"]) for name in times}
     return dict(tokens=round(statistics.mean(tokens)), device_tokens=round(statistics.mean(device)),
                 requests=len(expected), could_be_found=could / prompts, systems=systems, of_03=over)  # fmt: skip
 
@@ -382,27 +229,25 @@ def asked_in_turn(bench: Bench, texts: list, order: list[int], room: tuple[int, 
     return could
 
 
-def beside(bench: Bench, rounds: int) -> list[dict]:
+# 3. Beside others -------------------------------------------------------------------------------------------
+
+def beside(bench: Bench, rounds: int):
     context, most = bench.model.config.max_position_embeddings, DECODING * 512
     history = bench.prompt(min(1900, context - 2 * QUESTION))
     engines = bench.engines(2 * context + most, 4 * context + 4 * most)
     read(bench, engines, [history])
     ways = {name: partial(window, bench, name, engine, history) for name, engine in engines.items()}
-    taken, rows = lesson.in_turn(ways, rounds), []
+    taken = lesson.in_turn(ways, rounds)
     means = {name: [each["mean"] for each in found] for name, found in taken.items()}
     for name, found in taken.items():
-        busy = statistics.median(each["processor"] for each in found)
-        over = {f"over_{of}": spread([a / b for a, b in zip(means[name], means[of])]) for of in ("02", "03")}
-        rows.append(dict(
-            system=name, history_tokens=len(history), tbt_mean_ms=spread(means[name]), **over,
-            tbt_p99_ms=spread([each["p99"] for each in found]), processor=busy,
-            bound_ms=statistics.median(means["02"]) / (1 - busy) if busy < 1 else None,
+        yield dict(
+            system=name, history_tokens=len(history), tbt_mean_ms=spread(means[name]),
+            over_02=ratio(means[name], means["02"]), tbt_p99_ms=spread([each["p99"] for each in found]),
             ttft_ms=spread([ms for each in found for ms in each["ttft_ms"]]),
             came_back=sum(len(each["ttft_ms"]) for each in found),
             restored=sum(each["restored"] for each in found),
-            bytes_in=sum(each["bytes_in"] for each in found)))  # fmt: skip
+            bytes_in=sum(each["bytes_in"] for each in found))  # fmt: skip
         engines[name].close()
-    return rows
 
 
 def window(bench: Bench, name: str, engine, history: list[int]) -> dict:
@@ -438,28 +283,17 @@ def window(bench: Bench, name: str, engine, history: list[int]) -> dict:
     spans = [[at for at in request.times if began <= at <= ended] for request in over]
     gaps = [1e3 * (b - a) for times in spans for a, b in zip(times, times[1:])]
     answered = [request for request in back if request.new and request.times[0] <= ended]
-    busy = processor_seconds(engine, name, len(history)) * len(answered) / (ended - began)
     return dict(
-        mean=statistics.mean(gaps), p99=float(numpy.percentile(gaps, 99)), processor=busy,
+        mean=statistics.mean(gaps), p99=float(numpy.percentile(gaps, 99)),
         ttft_ms=[1e3 * (request.times[0] - request.received) for request in answered],
         restored=sum(request.found.get("cpu", 0) > 0 for request in answered),
         bytes_in=engine.counts["bytes_in"] - bytes_before)  # fmt: skip
 
 
-def processor_seconds(engine, name: str, tokens: int) -> float:
-    """Estimate what bringing back a history takes of the processor."""
-    if name == "no cache":
-        return engine.restorer.seconds_to_compute(0, tokens)
-    if name in ("02", "03"):
-        return 0.0
-    letters = engine.cache.store.letters if name == "05" else "R" + "H" * (len(engine.model.layers) - 1)
-    recomputed, projecting = letters.count("R"), engine.cache.seconds_to_project(tokens)
-    recompute = engine.restorer.seconds_to_compute(0, tokens) / len(letters) if recomputed > 1 else 0.0
-    return max(0, recomputed - 1) * recompute + (letters.count("H") + (recomputed > 0)) * projecting
+# 4. Under load ----------------------------------------------------------------------------------------------
 
-
-def arrivals(bench: Bench, rounds: int) -> list[dict]:
-    rng, rows, new = bench.rng, [], 8
+def arrivals(bench: Bench, rounds: int):
+    rng, new = bench.rng, 8
     engines = bench.engines(DOCUMENTS * LENGTH // 4, 4 * DOCUMENTS * LENGTH)
     documents = [bench.prompt(LENGTH) for _ in range(DOCUMENTS)]
     read(bench, engines, documents)
@@ -480,15 +314,12 @@ def arrivals(bench: Bench, rounds: int) -> list[dict]:
         for name, engine in engines.items():
             waits, requests = arrive(bench, name, engine, times, prompts, new)
             found = sum(request.cached_tokens for request in requests) / sum(map(len, prompts))
-            decisions = [words for request in requests for words in request.decisions]
-            rows.append(dict(
+            yield dict(
                 system=name, of_saturation=rate, requests_per_second=rate / service, requests=len(times),
                 unanswered=sum(not request.new for request in requests), ttft_ms=percentiles(waits, 50, 90),
-                found=found, restored=sum(request.found.get("cpu", 0) for request in requests),
-                computed=[words for words in decisions if words.endswith("computed")][:5]))  # fmt: skip
+                found=found, restored=sum(request.found.get("cpu", 0) for request in requests))  # fmt: skip
     for engine in engines.values():
         engine.close()
-    return rows
 
 
 def arrive(bench: Bench, name: str, engine, times: list[float], prompts: list, new: int):
@@ -507,37 +338,60 @@ def arrive(bench: Bench, name: str, engine, times: list[float], prompts: list, n
     return [1e3 * (first - began - at) for first, at in zip(firsts, times)], requests
 
 
-# 3. Main ---------------------------------------------------------------------------------------
+# 5. The tables and main --------------------------------------------------------------------------------------
+
+def report(found: list[dict]) -> str:
+    asked, arrivals, beside = (tables.rows(found, part) for part in PARTS)
+    systems = []
+    for row in asked:
+        held = f"{row['device_tokens']:,} of {row['tokens']:,} tokens"
+        header = f"{row['what']}: {held}, {row['could_be_found']:.0%}"
+        for system, own in row["systems"].items():
+            differ = row["requests"] - own["equal"]
+            systems.append(dict(own, system=system, over=row["of_03"][system], header=header,
+                                differ=f"; {differ} answers differ" if differ else ""))  # fmt: skip
+    systems = tables.grouped(systems, ("system",), "header")
+    arrivals = tables.grouped(arrivals, ("of_saturation",), "system")
+    beside = tables.grouped(beside, ("system",), "model")
+    return tables.paragraphs(
+        tables.table(
+            "**Asked in turn** (classroom): how many tokens of all the device holds, and what could be found; below: what was "
+            "found, TTFT p50 and p99, and TTFT over 03's. An answer that differs from the one without a cache is named.", {
+                "system": "{system}",
+                **tables.across(systems, {"": "{found:%}; {ttft_ms[p50]:ms}, {ttft_ms[p99]:ms}; {over:n}{differ}"}),
+            }, systems),
+        tables.table("**Under load** (classroom): TTFT p50 and p90, and how many are not answered in the end.", {
+            "arrivals a second (of saturation)": "{requests_per_second:n} ({of_saturation:g})", "requests": "{requests}",
+            **tables.across(arrivals, {"": "{ttft_ms[p50]:ms}, {ttft_ms[p90]:ms}; {unanswered}"}),
+        }, arrivals),
+        tables.table("**Beside eight that decode**, and TTFT of a history that comes back:", {
+            "system": "{system}",
+            **tables.across(beside, {
+                "TBT": "{tbt_mean_ms:ms}", "over that of 02": "{over_02:spread}", "p99": "{tbt_p99_ms:ms}",
+                "TTFT": "{ttft_ms:ms}"}),
+        }, beside))  # fmt: skip
+
+
+def on_a_bench(part):
+    def measured(model, arguments):
+        needs = part is conversations
+        reference = reference_model(arguments.name, model.dtype, model.device.type) if needs else None
+        yield from part(Bench(model, reference), arguments.rounds)
+    return measured
+
+
+PARTS = {
+    "conversations": (on_a_bench(conversations), ["classroom"]),
+    "arrivals": (on_a_bench(arrivals), ["classroom"]),
+    "beside": (on_a_bench(beside), ["classroom", "random:small"]),
+}
 
 
 def main():
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("--only", choices=PARTS)
-    parser.add_argument("--model", help="only this model")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--rounds", type=cli.bounded(int, 1, 1000), default=5)
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    arguments = parser.parse_args()
-    device, found = checkpoint.pick_device(arguments.device), []
-    set_imports_aside()
-    for part, models in PARTS.items():
-        for name in [arguments.model] if arguments.model else models:
-            if arguments.only not in (None, part):
-                continue
-            model, *_ = checkpoint.load(name, arguments.dtype, device)
-            if part == "servers":
-                rows = servers(model, name, device, arguments.rounds)
-            else:
-                reference = reference_model(name, model.dtype, device) if part == "conversations" else None
-                rows = globals()[part](Bench(model, reference), arguments.rounds)
-            found.append(dict(claim=part, model=name, rows=rows))
-            for row in rows:
-                print(part, name, row, flush=True)
-            write("outside", device, arguments.json, found=found)
+    parser = measure.parser(__doc__, PARTS)
+    parser.add_argument("--rounds", type=measure.count(1000), default=5)
+    measure.run("outside", PARTS, report, parser.parse_args())
 
 
 if __name__ == "__main__":
-    with one_sentence():
-        main()
+    main()

@@ -12,7 +12,6 @@ is what the link has to carry, bytes over speed. Agreements are counted a reques
 import argparse
 import importlib
 import json
-import os
 import random
 import statistics
 import sys
@@ -22,102 +21,110 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.baseline import spread, write  # noqa: E402
-from benchmarks.reference import one_sentence  # noqa: E402
-from common import cli, lesson  # noqa: E402
-from common import ranks as processes  # noqa: E402
-from common.requests import Request  # noqa: E402
+from benchmarks import measure, tables
+from benchmarks.measure import draw, spread
+from common import lesson
+from common import ranks as processes
+from common.requests import Request
 
 nine = importlib.import_module("09_tensor_parallel")
-QUESTION, SECONDS = 16, 0.5  # tokens; what one rank's link takes for all K and V
-HISTORIES = {"classroom": 1024, "random:small": 1024}
+HISTORY, QUESTION, SECONDS = 1024, 16, 0.5  # tokens, tokens; what one rank's link takes for all K and V
 
 
 def rank(ranks, arguments) -> list[dict]:
     """What each rank does -> rows, on rank 0."""
     torch.set_num_threads(1)
-    model, *_ = nine.load(ranks, arguments.model, "auto", "cpu")
-    config, tokens = model.config, HISTORIES[arguments.model]
-    whole = tokens * config.kv_numbers_per_token // config.num_key_value_heads * model.division.kv_heads
+    model, *_ = nine.load(ranks, arguments.model[0], arguments.dtype, arguments.device)
+    config = model.config
+    whole = HISTORY * config.kv_numbers_per_token // config.num_key_value_heads * model.division.kv_heads
     gbps = whole * model.dtype.itemsize / SECONDS / 1e9
     options = argparse.Namespace(
         max_running=4, block_size=16, gpu_blocks=None, cpu_blocks=None, token_budget=512, link=gbps, platform="a100",
         always_restore=True, storage=None, explain=False)  # fmt: skip
     rng, rows = random.Random(0), []
-    history = [rng.randrange(300, config.vocab_size) for _ in range(tokens)]
+    history = draw(rng, model, HISTORY)
     for keep in nine.KEEPS:
         engine, counts = nine.make_engine(ranks, model, options, keep), []
         nine.once(engine, Request(history + [1], 1))
 
-        def ask() -> float:
-            lesson.settle(engine)  # noqa: B023
-            engine.evict("device")  # noqa: B023
-            before = ranks.agreements, engine.counts["bytes_in"], engine.counts["steps"]  # noqa: B023
-            question = [rng.randrange(300, config.vocab_size) for _ in range(QUESTION)]
-            (request,) = engine.generate([Request(history + question, 1)])  # noqa: B023
-            after = ranks.agreements, engine.counts["bytes_in"], engine.counts["steps"]  # noqa: B023
-            counts.append([now - then for now, then in zip(after, before)] + [request.cached_tokens])  # noqa: B023
+        def counted(engine=engine) -> list[int]:
+            return [ranks.agreements, engine.counts["bytes_in"], engine.counts["steps"]]
+
+        def ask(engine=engine, counts=counts, counted=counted) -> float:
+            lesson.settle(engine)
+            engine.evict("device")
+            before = counted()
+            (request,) = engine.generate([Request(history + draw(rng, model, QUESTION), 1)])
+            counts.append([now - then for now, then in zip(counted(), before)] + [request.cached_tokens])
             return request.outcome.ttft_ms
 
         samples = lesson.in_turn({keep: ask}, arguments.rounds)[keep]
         agreements, size, steps, found = map(statistics.median, zip(*counts[1:]))
         rows.append(dict(
-            keep=keep, ranks=ranks.count, history_tokens=tokens, gbps=gbps, bytes_over_link=size, link_ms=size / gbps / 1e6,
+            keep=keep, ranks=ranks.count, history_tokens=HISTORY, gbps=gbps, bytes_over_link=size, link_ms=size / gbps / 1e6,
             ttft_ms=spread(samples), agreements=agreements, steps=steps, restored_tokens=found))  # fmt: skip
         engine.close()
     began = time.perf_counter()
     for _ in range(200):
         ranks.least([0] * nine.FACTS)
+    agreement = (time.perf_counter() - began) / 200 * 1e6
     for row in rows:
-        row["agreement_us"] = (time.perf_counter() - began) / 200 * 1e6
+        row["agreement_us"] = agreement
     ranks.meet()
     return rows
 
 
-def run(model: str, counts: list[int], rounds: int) -> list[dict]:
+def run(model: str, arguments) -> list[dict]:
     """Start the ranks, for each number of them -> rows."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for count in counts:
+        for count in arguments.ranks:
             path = Path(folder) / f"{count}.json"
-            words = "--model", model, "--rounds", str(rounds), "--rows", str(path)
-            if code := processes.launch(count, [sys.executable, __file__, *words]):
+            words = ["--model", model, "--dtype", arguments.dtype, "--device", arguments.device,
+                     "--rounds", str(arguments.rounds), "--rows", str(path)]  # fmt: skip
+            if code := processes.launch(count, [sys.executable, "-m", "benchmarks.ranks", *words]):
                 raise SystemExit(f"{count} ranks have ended with {code}.")
             rows += json.loads(path.read_text())
-    one = {row["keep"]: row for row in rows if row["ranks"] == 1}
+    one = {row["keep"]: row["bytes_over_link"] for row in rows if row["ranks"] == 1}
     for row in rows:
-        share = row["bytes_over_link"] / one[row["keep"]]["bytes_over_link"] if row["keep"] != "nothing" else None
-        row["share_of_one_rank"] = share
-        print(
-            f" {row['keep']:8} {row['ranks']} ranks: {row['bytes_over_link'] / 1e6:6.2f} MB over a rank's link, "
-            f"{row['link_ms']:6.1f} ms; TTFT {row['ttft_ms']['median']:7.1f} ms; {row['agreements']:.0f} agreements in "
-            f"{row['steps']:.0f} steps, of {row['agreement_us']:.0f} us", flush=True)  # fmt: skip
+        row["share_of_one_rank"] = row["bytes_over_link"] / one[row["keep"]] if one.get(row["keep"]) else None
+        measure.progress("ranks", model, row)
     return rows
 
 
+def report(found: list[dict]) -> str:
+    rows = tables.rows(found, "ranks")
+    apart = [f"{row['agreement_us']:,.0f} us on {row['ranks']} ranks ({row['model']})"
+             for row in rows if row["keep"] == "kv" and row["ranks"] > 1]  # fmt: skip
+    kept = tables.grouped([row for row in rows if row["keep"] != "nothing"], ("keep", "ranks"), "model")
+    return tables.paragraphs(
+        tables.table("**Behind 1,024 tokens:** what a rank's link carries, how long that takes, and TTFT:", {
+            "kept": "{keep}", "ranks": "{ranks}", "of one rank's bytes": "{share_of_one_rank:.2f}",
+            "agreements, in steps": "{agreements:.0f} in {steps:.0f}",
+            **tables.across(kept, {"link": "{bytes_over_link:MB}, {link_ms:ms}", "TTFT, ms": "{ttft_ms:spread}"}),
+        }, kept),
+        f"An agreement takes {tables.listed(apart)}." if apart else "")  # fmt: skip
+
+
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    number = cli.bounded(int, 1, 64)
-    parser.add_argument("--model", nargs="+", choices=HISTORIES, default=list(HISTORIES))
-    parser.add_argument("--ranks", type=number, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--rounds", type=number, default=5)
-    parser.add_argument("--json", type=Path)
+    parser = measure.parser(__doc__)
+    parser.set_defaults(device="cpu")
+    parser.add_argument("--ranks", type=measure.count(64), nargs="+", default=[1, 2, 4])
+    parser.add_argument("--rounds", type=measure.count(64), default=5)
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)  # of one of the ranks
     arguments = parser.parse_args()
     if arguments.rows:
-        (arguments.model,), ranks = arguments.model, processes.join()
+        ranks = processes.join()
         rows = rank(ranks, arguments)
         if ranks.rank == 0:
             arguments.rows.write_text(json.dumps(rows))
         return
-    found = []
-    for model in arguments.model:
-        print(f"{model}:", flush=True)
-        found.append(dict(claim="ranks", model=model, rows=run(model, arguments.ranks, arguments.rounds)))
-    write("ranks", "cpu", arguments.json, cores=len(os.sched_getaffinity(0)), found=found)
+    found = [dict(claim="ranks", model=model, rows=run(model, arguments))
+             for model in arguments.model or ["classroom", "random:small"]]  # fmt: skip
+    print(f"\n{report(found)}\n")
+    measure.write("ranks", arguments.device, arguments.json, found)
 
 
 if __name__ == "__main__":
-    with one_sentence():
+    with measure.one_sentence():
         main()

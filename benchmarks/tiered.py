@@ -9,47 +9,33 @@ mix         conversations go on behind documents of 1,024 tokens, in any order. 
             with all on the device, of what came over the link and a layer's share of the question behind that, and
             of what was read; for four at once, of the sums.
 policies    one history in slow storage alone, reading takes r times as long as computing: each policy, without the
-            engine's guard and with it. both_ends is behind where `benchmarks.both_ends` says so.
+            engine's guard and with it. A cell in which both_ends is behind (`measure.is_behind`) is measured again
+            with twice the rounds, and both rows stand.
 admission   a hit in host memory or in storage of 1 MB/s to 1 GB/s over computing it, and the tier of each token.
 writes      what each write policy finds, writes, and would lose by a kill.
 sizes       host memory against hits.
-pages       the page size against hits, reads and the time of a match.
+pages       the page size against hits and reads.
 match       finding 4,096 tokens in a tree of 100,000 pages.
 """
 
-import argparse
 import importlib
 import itertools
 import random
 import statistics
-import sys
 import tempfile
 import time
 import tracemalloc
 from functools import partial
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.baseline import spread, write  # noqa: E402
-from benchmarks.both_ends import is_behind  # noqa: E402
-from benchmarks.reference import one_sentence, set_imports_aside  # noqa: E402
-from common import checkpoint, cli, lesson, store  # noqa: E402
-from common import link as links  # noqa: E402
-from common.requests import Request  # noqa: E402
+from benchmarks import measure, tables
+from benchmarks.measure import draw, ratio, spread, ttft
+from common import lesson, store
+from common import link as links
+from common.requests import Request
 
 paged, tiered = importlib.import_module("02_paged_kv"), importlib.import_module("07_tiered_storage")
 TALKS, TURNS, DOCUMENT, QUESTION, ANSWER = 12, 3, 1024, 64, 8  # conversations; tokens
-PARTS = {  # on which models, and how many rounds
-    "mix": (["classroom", "random:small"], 5),
-    "policies": (["classroom", "random:small"], 7),
-    "admission": (["classroom"], 7),
-    "writes": (["classroom"], 1),
-    "sizes": (["classroom"], 1),
-    "pages": (["classroom"], 1),
-    "match": (["classroom"], 200),
-}
 directory = partial(tempfile.TemporaryDirectory, prefix="benchmark-")
-PAPER = dict(lower=0.8, throughput=6.0)  # published: up to
 TIERS = "gpu", "cpu", "storage"
 
 
@@ -60,7 +46,7 @@ class Bench:
         self.model, self.folder, self.size, self.rng = model, folder, size, random.Random(0)
 
     def draw(self, tokens: int) -> list[int]:
-        return [self.rng.randrange(300, self.model.config.vocab_size) for _ in range(tokens)]
+        return draw(self.rng, self.model, tokens)
 
     def blocks(self, tokens: int) -> int:
         return -(-tokens // self.size)
@@ -94,7 +80,6 @@ def share_of(requests: list[Request]) -> dict:
 
 # 1. Conversations that fit in no single tier ----------------------------------------------------------------
 
-
 def go_on(engine, documents: list, asked: list[tuple[int, list[int]]], at_once: int = 1) -> tuple[list, float]:
     """Ask (conversation, question) one behind the other, or so many at once -> the requests, and seconds."""
     histories, todo, running = [list(document) for document in documents], list(enumerate(asked)), {}
@@ -120,8 +105,8 @@ def go_on(engine, documents: list, asked: list[tuple[int, list[int]]], at_once: 
     return [done[at] for at in sorted(done)], seconds
 
 
-def mix(model, rounds: int) -> list[dict]:
-    rows, longest = [], DOCUMENT + TURNS * (QUESTION + ANSWER) + 16
+def mix(model, arguments):
+    longest = DOCUMENT + TURNS * (QUESTION + ANSWER) + 16
     with directory() as folder:
         bench = Bench(model, folder)
         documents = [bench.draw(DOCUMENT) for _ in range(TALKS)]
@@ -135,7 +120,7 @@ def mix(model, rounds: int) -> list[dict]:
         lesson.ask(ours, bench.draw(512), 1)  # how fast is prefill?
         for at_once in (1, 4):
             samples = []
-            for round_ in range(rounds + 1):
+            for round_ in range((arguments.rounds or 5) + 1):
                 order = [number for _ in range(TURNS) for number in bench.rng.sample(range(TALKS), TALKS)]
                 asked = [(number, bench.draw(QUESTION)) for number in order]
                 taken = {}
@@ -145,21 +130,18 @@ def mix(model, rounds: int) -> list[dict]:
                     taken[name] = go_on(engine, documents, asked, at_once)
                 if round_:
                     samples.append(mixed(ours, taken, at_once, model))
-            row = dict(at_once=at_once, conversations=TALKS, turns=TURNS, document_tokens=DOCUMENT,
-                       link=str(ours.cache.load_link), paper=PAPER)  # fmt: skip
-            rows.append({**row, **{what: spread([sample[what] for sample in samples]) for what in samples[0]}})
-            show("mix", rows[-1])
+            figures = {what: spread([sample[what] for sample in samples]) for what in samples[0]}
+            yield dict(at_once=at_once, conversations=TALKS, turns=TURNS, document_tokens=DOCUMENT,
+                       link=str(ours.cache.load_link), **figures)  # fmt: skip
         for engine in (none, known, ours):
             engine.close()
-    return rows
 
 
 def mixed(engine, taken: dict, at_once: int, model) -> dict:
     """One round: TTFT, throughput and bound."""
-    tokens = {tuple(tuple(request.new) for request in requests) for requests, _ in taken.values()}
-    assert len(tokens) == 1 or model.dtype.itemsize < 4, "the tokens differ"
+    measure.check_alike(model, {name: [request.new for request in requests] for name, (requests, _) in taken.items()})
     cache, (requests, seconds), direct = engine.cache, taken["ours"], taken["known"]
-    ttft = {name: statistics.mean(request.outcome.ttft_ms for request in each) for name, (each, _) in taken.items()}
+    means = {name: statistics.mean(ttft(each)) for name, (each, _) in taken.items()}
     block, bounds, on_link, on_read = cache.host.block_bytes / cache.pool.block_size, [], 0.0, 0.0
     speeds = cache.load_link.speed(), statistics.median(cache.storage.speeds)
     for request, hit in zip(requests, direct[0]):
@@ -168,20 +150,18 @@ def mixed(engine, taken: dict, at_once: int, model) -> dict:
         link = 1e3 * copied / speeds[0]
         bounds.append(max(least, 1e3 * read / speeds[1], link + least / len(model.layers) if copied else 0))
         on_link, on_read = on_link + copied / speeds[0], on_read + read / speeds[1]
-    of_bound = statistics.mean(bounds) / ttft["ours"]
+    of_bound = statistics.mean(bounds) / means["ours"]
     if at_once > 1:
         of_bound = max(direct[1], on_link, on_read) / seconds
     return dict(
-        ttft_ms=ttft["ours"], device_alone_ms=ttft["none"], all_on_device_ms=ttft["known"],
-        lower=1 - ttft["ours"] / ttft["none"], throughput=taken["none"][1] / seconds, of_bound=of_bound,
+        ttft_ms=means["ours"], device_alone_ms=means["none"], all_on_device_ms=means["known"],
+        lower=1 - means["ours"] / means["none"], throughput=taken["none"][1] / seconds, of_bound=of_bound,
         **share_of(requests), device_alone_hits=share_of(taken["none"][0])["gpu"])  # fmt: skip
 
 
 # 2. One history that only storage has -----------------------------------------------------------------------
 
-
-def policies(model, rounds: int, tokens: int = 1024) -> list[dict]:
-    rows = []
+def policies(model, arguments, tokens: int = 1024):
     with directory() as folder:
         bench = Bench(model, folder)
         engine = bench.engine(2 * tokens, bench.cache(2 * tokens, prefetch="both_ends"))
@@ -201,46 +181,34 @@ def policies(model, rounds: int, tokens: int = 1024) -> list[dict]:
 
         for _ in range(3):
             alone = once("computed", bench.draw(QUESTION)).outcome.ttft_ms
-        for ratio, always in itertools.product((0.5, 1.0, 2.0), (True, False)):
+        for r, always in itertools.product((0.5, 1.0, 2.0), (True, False)):
             alone = statistics.median(once("computed", bench.draw(QUESTION)).outcome.ttft_ms for _ in range(3))
-            storage.bandwidth = links.Bandwidth(size / (1e-3 * ratio * alone))
+            storage.bandwidth = links.Bandwidth(size / (1e-3 * r * alone))
             cache.timeout = 1e-3 * alone / 3, 0.0  # a third of what computing takes
             engine.restorer.always = always
             cache.measure_storage()
-            for times in (1, 2):
-                row = policy_cell(bench, engine, once, times * rounds)
-                row = dict(history_tokens=tokens, r=ratio, guard=not always, rounds=times * rounds, **row)
-                rows.append(row)
-                show("policies", row)
-                if not row["behind"]:
-                    break
+            for row in measure.again_if_behind(partial(policy_cell, bench, once), arguments.rounds or 7):
+                yield dict(history_tokens=tokens, r=r, guard=not always, **row)
         engine.close()
-    return rows
 
 
-def policy_cell(bench: Bench, engine, once, rounds: int) -> dict:
+def policy_cell(bench: Bench, once, rounds: int) -> dict:
     """The policies in turn. Ends if they answer differently."""
-    ways, taken = ("computed", *tiered.PREFETCH), {}
-    for round_ in range(rounds + 1):
-        question = bench.draw(QUESTION)
-        asked = {way: once(way, question) for way in ways}
-        assert len({tuple(request.new) for request in asked.values()}) == 1 or bench.model.dtype.itemsize < 4
-        for way, request in asked.items() if round_ else ():
-            taken.setdefault(way, []).append(request)
-    times = {way: [request.outcome.ttft_ms for request in requests] for way, requests in taken.items()}
+    ways = ("computed", *tiered.PREFETCH)
+    taken = measure.same_question_in_turn({way: partial(once, way) for way in ways}, rounds, partial(bench.draw, QUESTION))
+    measure.check_alike(bench.model, {way: [request.new for request in each] for way, each in taken.items()})
+    times = {way: ttft(requests) for way, requests in taken.items()}
     best = min(ways[1:4], key=lambda way: statistics.median(times[way]))
-    over = {way: spread([a / b for a, b in zip(times[way], times["both_ends"])]) for way in ways}
-    behind = [way for way in ways[:4] if is_behind([b / a for a, b in zip(times[way], times["both_ends"])])]
+    behind = [way for way in ways[:4] if measure.is_behind(ratio(times["both_ends"], times[way])["samples"])]
     found = {way: share_of(requests)["storage"] for way, requests in taken.items()}
-    return dict(ttft_ms={way: spread(samples) for way, samples in times.items()}, from_storage=found, best=best,
-                over_both_ends=over, behind=behind)  # fmt: skip
+    return dict(rounds=rounds, ttft_ms={way: spread(samples) for way, samples in times.items()}, from_storage=found,
+                best=best, over_both_ends={way: ratio(times[way], times["both_ends"]) for way in ways}, behind=behind)  # fmt: skip
 
 
 # 3. Every tier beside computing -----------------------------------------------------------------------------
 
-
-def admission(model, rounds: int, histories=(512, 1024, 1900)) -> list[dict]:
-    rows, longest = [], max(histories) + QUESTION + 16
+def admission(model, arguments, histories=(512, 1024, 1900)):
+    longest = max(histories) + QUESTION + 16
     with directory() as folder:
         bench = Bench(model, folder)
         fast = bench.engine(2 * longest, bench.cache(2 * longest))
@@ -274,31 +242,24 @@ def admission(model, rounds: int, histories=(512, 1024, 1900)) -> list[dict]:
                 finally:
                     storage.bandwidth = None
                     fast.cache.storage = storage
-
-            taken = {way: [] for way in ways}
-            for round_ in range(rounds + 1):
-                question = bench.draw(QUESTION)
-                for way in ways:
-                    asked = once(way, question)
-                    taken[way] += [asked] * bool(round_)
                     if way == "computed":  # what others are about to find there
                         lesson.ask(fast, history + bench.draw(1), 1)
                         lesson.settle(fast)
-            alone = [request.outcome.ttft_ms for request in taken["computed"]]
+
+            asks = {way: partial(once, way) for way in ways}
+            taken = measure.same_question_in_turn(asks, arguments.rounds or 7, partial(bench.draw, QUESTION))
+            alone = ttft(taken["computed"])
             for way, requests in taken.items():
-                over = [request.outcome.ttft_ms / one for request, one in zip(requests, alone)]
-                rows.append(dict(
-                    history_tokens=tokens, way=way, over_computing=spread(over), slower=is_behind(over),
+                over = ratio(ttft(requests), alone)
+                yield dict(
+                    history_tokens=tokens, way=way, over_computing=over, slower=measure.is_behind(over["samples"]),
                     found={tier: sum(one.found.get(tier, 0) for one in requests) / len(requests) for tier in TIERS},
-                    ttft_ms=spread([one.outcome.ttft_ms for one in requests]), said=requests[-1].decisions[-1:]))  # fmt: skip
-                show("admission", rows[-1])
+                    ttft_ms=spread(ttft(requests)))  # fmt: skip
         fast.close()
         slow.close()
-    return rows
 
 
 # 4. Trade-offs ----------------------------------------------------------------------------------------------
-
 
 def traffic(bench: Bench, asks: int = 60, talks: int = 12, tokens: int = 256) -> tuple[list, list]:
     """Documents, and questions about them: the n-th is asked about as often as 1/n (Zipf)."""
@@ -316,7 +277,7 @@ def played(bench: Bench, on_device: int, on_host: int, name: str, storage=True, 
     cache, counts = engine.cache, engine.cache.counts
     pages = list(cache.tree.pages.values())
     row = dict(
-        asked=len(asked), **share_of(requests), ttft_ms=spread([request.outcome.ttft_ms for request in requests]),
+        asked=len(asked), **share_of(requests), ttft_ms=spread(ttft(requests)),
         saved_bytes=counts["bytes_out"], loaded_bytes=counts["bytes_in"],
         storage_bytes=counts["storage_pages_written"] * cache.host.block_bytes,
         read_bytes=counts["storage_pages_read"] * cache.host.block_bytes,
@@ -325,52 +286,28 @@ def played(bench: Bench, on_device: int, on_host: int, name: str, storage=True, 
     return row, engine
 
 
-def writes(model, rounds: int) -> list[dict]:
-    rows = []
+def writes(model, arguments):
     for policy in tiered.WRITE:
         with directory() as folder:
             row, engine = played(Bench(model, folder), 1400, 1400, policy, write=policy)
-            rows.append(dict(policy=policy, **row))
-            show("writes", rows[-1])
+            yield dict(policy=policy, **row)
             engine.close()
-    return rows
 
 
-def sizes(model, rounds: int) -> list[dict]:
-    rows = []
+def sizes(model, arguments):
     for times in (0.25, 0.5, 1, 2, 4):
         with directory() as folder:
             row, engine = played(Bench(model, folder), 1400, int(1400 * times), "pages", storage=False)
-            rows.append(dict(times_the_device=times, gb=engine.cache.host.memory.nbytes / 1e9, **row))
-            show("sizes", rows[-1])
+            yield dict(times_the_device=times, gb=engine.cache.host.memory.nbytes / 1e9, **row)
             engine.close()
-    return rows
 
 
-def pages(model, rounds: int) -> list[dict]:
-    rows = []
-    for size in (1, 2, 4, 8, 16, 32, 64, 128):
+def pages(model, arguments):
+    for size in (1, 4, 16, 64):
         with directory() as folder:
             row, engine = played(Bench(model, folder, size), 1408, 2816, "pages")
-            chain, tree = max((page.prefix for page in engine.cache.tree.pages.values()), key=depth), engine.cache.tree
-            longest = chain_of(chain)
-            taken = [timed(partial(tree.match, longest)) for _ in range(100)]
-            rows.append(dict(page_tokens=size, nodes=len(tree.nodes), match_ms=spread(taken), **row))
-            show("pages", rows[-1])
+            yield dict(page_tokens=size, nodes=len(engine.cache.tree.nodes), **row)
             engine.close()
-    return rows
-
-
-def depth(prefix) -> int:
-    return len(chain_of(prefix))
-
-
-def chain_of(prefix) -> list:
-    chain = []
-    while prefix.parent is not None:
-        chain.append(prefix)
-        prefix = prefix.parent
-    return chain[::-1]
 
 
 def timed(call) -> float:
@@ -379,10 +316,10 @@ def timed(call) -> float:
     return 1e3 * (time.perf_counter() - began)
 
 
-def match(model, rounds: int, pages: int = 100_000, prompt: int = 4096) -> list[dict]:
+def match(model, arguments, pages: int = 100_000, prompt: int = 4096):
     """The same number of pages in 100 to 10,000 conversations behind a common beginning. The prompt is the worst
     case: each of its pages is a node."""
-    rows, size = [], 16
+    size = 16
     for talks in (100, 1000, 10_000):
         prefixes, rng = paged.Prefixes("", size), random.Random(0)
         system = [rng.randrange(1 << 15) for _ in range(32 * size)]
@@ -403,53 +340,84 @@ def match(model, rounds: int, pages: int = 100_000, prompt: int = 4096) -> list[
             branch = prefixes.extend(list(chain[:end]), [*itertools.chain(*(one.tokens for one in chain[:end])), *[end] * size])
             tree.insert(branch)
         assert len(tree.match(chain)) == len(chain)
-        taken = [timed(partial(tree.match, chain)) for _ in range(rounds)]
-        rows.append(dict(conversations=talks, pages=count, nodes=len(tree.nodes), prompt_tokens=prompt,
-                         bytes_per_page=held / count, match_ms=spread(taken)))  # fmt: skip
-        show("match", rows[-1])
-    return rows
+        taken = [timed(partial(tree.match, chain)) for _ in range(arguments.rounds or 200)]
+        yield dict(conversations=talks, pages=count, nodes=len(tree.nodes), prompt_tokens=prompt,
+                   bytes_per_page=held / count, match_ms=spread(taken))  # fmt: skip
 
 
-# 5. The command line ----------------------------------------------------------------------------------------
+PARTS = {
+    "mix": (mix, ["classroom", "random:small"]),
+    "policies": (policies, ["classroom", "random:small"]),
+    "admission": (admission, ["classroom"]),
+    "writes": (writes, ["classroom"]),
+    "sizes": (sizes, ["classroom"]),
+    "pages": (pages, ["classroom"]),
+    "match": (match, ["classroom"]),
+}
 
 
-def show(part: str, row: dict):
-    """Print the row, medians for samples."""
-    def plain(value):
-        if isinstance(value, dict):
-            return value["median"] if "median" in value else {key: plain(each) for key, each in value.items()}
-        return value
+# 5. The tables ----------------------------------------------------------------------------------------------
 
-    def text(value):
-        if isinstance(value, dict):
-            return "{" + ", ".join(f"{key} {text(each)}" for key, each in value.items()) + "}"
-        return f"{value:.4g}" if isinstance(value, float) else str(value)
+def report(found: list[dict]) -> str:
+    """`sizes` is drawn: benchmarks/figures.py."""
+    tiers = "{gpu:%}, {cpu:%}, {storage:%}"
+    mix, policies, hits = (tables.rows(found, part) for part in ("mix", "policies", "admission"))
+    for row in mix:
+        row |= {tier: row[tier]["median"] for tier in TIERS}
+    for row in policies:
+        row["guard"] = f"guard {'on' if row['guard'] else 'off'}"
+    for row in hits:
+        row["length"] = f"{row['history_tokens']:,} tokens"
+        row["where"] = ", ".join(f"{tokens:.0f} {tier}" for tier, tokens in row["found"].items() if tokens) or "none"
+    policies = tables.grouped(policies, ("model", "r"), "guard")
+    hits = tables.grouped([row for row in hits if row["way"] != "computed"], ("way",), "length")
+    ways = "computed", *tiered.PREFETCH
+    return tables.paragraphs(
+        tables.table("**Conversations behind documents that fit in no single tier:**", {
+            "model, at once": "{model}, {at_once}", "TTFT, device alone": "{device_alone_ms:ms}",
+            "three tiers": "{ttft_ms:ms}", "all on the device": "{all_on_device_ms:ms}", "lower by": "{lower:%}",
+            "throughput": "{throughput:x}", "bound / measured": "{of_bound:spread}", "found in L1, L2, L3": tiers,
+        }, mix),
+        tables.table(
+            "**One history of 1,024 tokens in slow storage alone.** TTFT, and the share of the prompt from storage:", {
+                "model, reading / computing": "{model}, {r:g}",
+                **tables.across(policies, {way: f"{{ttft_ms[{way}]:ms}}, {{from_storage[{way}]:%}}" for way in ways}),
+            }, policies),
+        tables.table("**A hit in each tier** (classroom): TTFT over that of computing, and the tokens found there:", {
+            "found in": "{way}", **tables.across(hits, {"": "{over_computing:spread}; {where}"}),
+        }, hits),
+        tables.table("**Write policies** (classroom), 60 questions about 12 documents (Zipf):", {
+            "policy": "{policy}", "found in L1, L2, L3": tiers, "TTFT": "{ttft_ms:ms}", "to L2": "{saved_bytes:MB}",
+            "to L3": "{storage_bytes:MB}", "dirty evicted": "{dirty_evicted}", "pages written": "{pages_written}",
+            "lost by a kill, of pages": "{lost_by_a_kill} of {pages}",
+        }, tables.rows(found, "writes")),
+        report_pages(found), report_match(found))  # fmt: skip
 
-    print(f"{part}: " + ", ".join(f"{key} {text(plain(value))}" for key, value in row.items()), flush=True)
+
+def report_pages(found: list[dict]) -> str:
+    pages = tables.rows(found, "pages")
+    if not pages:
+        return ""
+    sizes = tables.listed(str(row["page_tokens"]) for row in pages)
+    shares = tables.listed(f"{sum(row[tier] for tier in TIERS):.0%}" for row in pages)
+    times = tables.listed(tables.milliseconds(row["ttft_ms"]) for row in pages)
+    return f"Of the same prompts, pages of {sizes} tokens find {shares}, with a TTFT of {times}."
+
+
+def report_match(found: list[dict]) -> str:
+    rows = tables.rows(found, "match")
+    if not rows:
+        return ""
+    times = tables.between((row["match_ms"]["median"] for row in rows), "{:.3f}".format)
+    return (f"Finding 4,096 tokens, each page of which is a node, takes {times} ms among {rows[0]['pages']:,} pages, of 100 to "
+            "10,000 conversations.")  # fmt: skip
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=PARTS, nargs="+", default=list(PARTS))
-    parser.add_argument("--model", help="only this model")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--rounds", type=cli.bounded(int, 1, 1000), help="of all parts, instead of their own")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    arguments = parser.parse_args()
-    found, device, loaded = [], "cpu", {}
-    for part in arguments.only:
-        models, rounds = PARTS[part]
-        for name in [arguments.model] if arguments.model else models:
-            model = loaded.get(name) or checkpoint.load(name, arguments.dtype, arguments.device)[0]
-            loaded[name], device = model, model.device.type
-            set_imports_aside()
-            print(f"\n{part}, {name}")
-            rows = globals()[part](model, arguments.rounds or rounds)
-            found.append(dict(claim=part, model=name, rows=rows))
-    write("tiered", device, arguments.json, found=found)
+    parser = measure.parser(__doc__, PARTS)
+    parser.add_argument("--rounds", type=measure.count(1000), help="of all parts, instead of their own")
+    measure.run("tiered", PARTS, report, parser.parse_args())
 
 
 if __name__ == "__main__":
-    with one_sentence():
-        main()
+    main()

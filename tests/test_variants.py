@@ -31,25 +31,11 @@ def goes_on(cache, pools=("device",)):
     return last
 
 
-KINDS = [variants.LayerMajor, variants.TokenMajor, variants.Direct, variants.DirectToFile]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_kept_in_another_way_comes_back(kind):
+@pytest.mark.parametrize("kind", [variants.Direct, variants.DirectToFile])
+def test_what_is_saved_without_a_snapshot_comes_back(kind):
     cache = kind(32, BANDWIDTH)
     assert goes_on(cache).found == {"cpu": 2 * CHUNK}
     assert cache.counts["dropped_chunks"] == 0 and cache.counts["bytes_out"] > 0
-
-
-def test_a_row_of_a_token_major_file_is_a_token(tmp_path):
-    files = variants.TokenMajorFiles([tmp_path], 1e9)
-    assert goes_on(variants.TokenMajor(32, BANDWIDTH, files), ("device", "host")).found == {"disk": 2 * CHUNK}
-    parts = [random.Random(0).randbytes(CHUNK * 64 * 4) for _ in files.sizes]
-    parts = [numpy.frombuffer(part, numpy.int32).reshape(CHUNK, 64) for part in parts]
-    prefix = type("Prefix", (), dict(key=b"k" * 32))
-    files.write_one(tmp_path, prefix, parts)
-    rows = numpy.frombuffer((tmp_path / f"{prefix.key.hex()}.chunk").read_bytes(), numpy.int32)
-    assert numpy.array_equal(rows.reshape(CHUNK, len(parts), 64)[5, 1], parts[1][5])
 
 
 def test_direct_saving_copies_each_run_and_layer_and_writes_it_where_the_chunk_is():
@@ -96,14 +82,3 @@ def test_the_naive_plan_is_the_best_without_hidden_states():
         every = ["R" * count + "K" * (6 - count) for count in range(6)]
         seconds = [variants.bubble_free.plan_seconds(other, costs) for other in every]
         assert plan in every and variants.bubble_free.plan_seconds(plan, costs) == min(seconds)
-
-
-@pytest.mark.parametrize("points, length", [
-    ([(64, 1.0), (128, -1.0), (256, -3.0)], 96),
-    ([(64, -1.0), (128, -1.0)], 64),
-    ([(64, 1.0), (128, 1.0)], None),
-    ([(64, -1.0), (128, 1.0), (256, -1.0)], 192),  # not faster at all that follow the first
-    ([(64, -1.0), (128, 1.0)], None),
-])  # fmt: skip
-def test_where_restoring_becomes_the_faster(points, length):
-    assert variants.crossing(points) == length

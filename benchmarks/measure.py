@@ -1,0 +1,160 @@
+"""What every benchmark shares: its options, asking in turn, samples, measuring again, and the file of results."""
+
+import argparse
+import gc
+import json
+import platform
+import statistics
+import sys
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+import transformers
+
+from common import checkpoint, cli, lesson
+from common.requests import Request
+
+RESULTS = Path(__file__).resolve().parent / "results"
+count = partial(cli.bounded, int, 1)  # the type of an option: a number of at most ...
+
+
+# 1. Samples -------------------------------------------------------------------------------------------------
+
+def spread(samples: list[float]) -> dict:
+    return {"median": statistics.median(samples), "min": min(samples), "max": max(samples), "samples": samples}
+
+
+def ratio(over: list[float], under: list[float]) -> dict:
+    """The spread of what was measured in the same round, one over the other."""
+    return spread([a / b for a, b in zip(over, under)])
+
+
+def ttft(requests: list[Request]) -> list[float]:
+    return [request.outcome.ttft_ms for request in requests]
+
+
+def is_behind(ratios: list[float]) -> bool:
+    """Whether something took longer than what it is compared with: the median of the paired ratios is above
+    1.03 and their lower quartile above 1, or the median above 1.06."""
+    middle, low = statistics.median(ratios), statistics.quantiles(ratios, n=4)[0] if len(ratios) > 1 else ratios[0]
+    return middle > 1.03 and low > 1 or middle > 1.06
+
+
+def again_if_behind(cell, rounds: int):
+    """Yield the row of `cell(rounds)`; if something is behind in it, then that of twice the rounds: both stand."""
+    for times in (1, 2):
+        row = cell(times * rounds)
+        yield row
+        if not row["behind"]:
+            return
+
+
+# 2. Asking --------------------------------------------------------------------------------------------------
+
+def draw(rng, model, tokens: int) -> list[int]:
+    return [rng.randrange(300, model.config.vocab_size) for _ in range(tokens)]
+
+
+def same_question_in_turn(ways: dict, rounds: int, question) -> dict[str, list]:
+    """`lesson.in_turn`, where in each round all ways are called with what `question()` draws for it."""
+    drawn = [question() for _ in range(rounds + 1)]
+
+    def asking(way):
+        left = iter(drawn)
+        return lambda: way(next(left))
+
+    return lesson.in_turn({name: asking(way) for name, way in ways.items()}, rounds)
+
+
+def check_alike(model, answers: dict[str, list[list[int]]]):
+    """End if the ways have answered differently in a round, unless 16-bit rounding may be why."""
+    alike = all(tokens == each[0] for each in zip(*answers.values()) for tokens in each)
+    assert alike or model.dtype != torch.float32, "the tokens differ"
+
+
+# 3. The command line ----------------------------------------------------------------------------------------
+
+def parser(doc: str, parts=()) -> argparse.ArgumentParser:
+    """The options of every benchmark; how many rounds by default is each one's own."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if parts:
+        made.add_argument("--only", nargs="+", choices=parts, default=list(parts), help="these parts")
+    made.add_argument("--model", nargs="+", help="only these models")
+    made.add_argument("--dtype", default="auto")
+    made.add_argument("--device", default="auto")
+    made.add_argument("--json", type=Path, metavar="FILE", help="default benchmarks/results/NAME-DEVICE.json")
+    return made
+
+
+@contextmanager
+def one_sentence():
+    """A model, a dtype or a device that cannot be had ends a benchmark with one sentence."""
+    try:
+        yield
+    except checkpoint.ModelError as error:
+        sys.exit(str(error))
+
+
+def run(benchmark: str, parts: dict, report, arguments, load=checkpoint.load):
+    """Measure `parts`, name -> (function, models): (model, arguments) -> its rows, one by one. Print a line
+    for each, at the end the tables that `report` makes, and write all. `arguments.name` is the model's name."""
+    found, device = [], "cpu"
+    names = dict.fromkeys(name for part in arguments.only for name in parts[part][1])
+    for name in arguments.model or names:
+        arguments.name = name
+        with one_sentence():
+            model, *_ = load(name, arguments.dtype, arguments.device)
+        device = model.device.type
+        set_imports_aside()
+        for part in arguments.only:
+            function, models = parts[part]
+            if arguments.model or name in models:
+                entry = dict(claim=part, model=name, dtype=str(model.dtype).removeprefix("torch."), rows=[])
+                found.append(entry)
+                for row in function(model, arguments):
+                    entry["rows"].append(row)
+                    progress(part, name, row)
+        del model
+    print(f"\n{report(found)}\n")
+    write(benchmark, device, arguments.json, found)
+
+
+def set_imports_aside():
+    """Now and then Python's garbage collector goes through all that was imported, and stops everything for a quarter of a second:
+    no method's fault. A chapter's server does the same (common/server.py)."""
+    gc.freeze()
+
+
+def progress(part: str, model: str, row: dict):
+    """Print the row's numbers and words, medians for samples."""
+    plain = {name: value["median"] if isinstance(value, dict) and "median" in value else value for name, value in row.items()}
+    words = (f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+             for name, value in plain.items() if isinstance(value, (int, float, str)))  # fmt: skip
+    print(f"{part}, {model}: " + ", ".join(words), flush=True)
+
+
+# 4. The file of results -------------------------------------------------------------------------------------
+
+def processor() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+def device_name(device: str) -> str:
+    """As files of results are named: cpu, or the GPU's name."""
+    return "cpu" if device == "cpu" else torch.cuda.get_device_name().lower().replace(" ", "-")
+
+
+def write(benchmark: str, device: str, path: Path | None, found: list[dict]):
+    """Write what was found, and on what, to `path` or to benchmarks/results/BENCHMARK-DEVICE.json."""
+    path = path or RESULTS / f"{benchmark}-{device_name(device)}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({
+        "command": " ".join([f"python -m benchmarks.{benchmark}", *sys.argv[1:]]), "processor": processor(),
+        "threads": torch.get_num_threads(), "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__, "transformers": transformers.__version__, "found": found}, indent=1) + "\n")
+    print(f"written: {path}")

@@ -1,0 +1,76 @@
+"""What the benchmarks share: the rule for being behind, rounds, tables; and that all results that are committed can be shown."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks import measure, tables
+from tools import report
+
+
+@pytest.mark.parametrize("ratios, behind", [
+    ([1.0, 1.02, 1.02], False), ([1.01, 1.04, 1.05], True), ([0.9, 1.04, 1.05], False), ([0.9, 1.07, 1.08], True),
+])  # fmt: skip
+def test_behind_is_a_median_above_three_percent_whose_spread_is_above_one(ratios, behind):
+    assert measure.is_behind(ratios) == behind
+
+
+@pytest.mark.parametrize("behind, rounds", [(False, [5]), (True, [5, 10])])
+def test_what_is_behind_is_measured_again_with_twice_the_rounds(behind, rounds):
+    rows = measure.again_if_behind(lambda rounds: dict(rounds=rounds, behind=behind), 5)
+    assert [row["rounds"] for row in rows] == rounds
+
+
+def test_all_ways_are_asked_the_same_in_each_round():
+    questions, asked = iter("abc"), []
+    ways = {name: lambda question, name=name: asked.append(name + question) or question for name in "12"}
+    taken = measure.same_question_in_turn(ways, 2, lambda: next(questions))
+    assert asked == ["1a", "2a", "1b", "2b", "1c", "2c"] and taken == {"1": ["b", "c"], "2": ["b", "c"]}
+
+
+def test_a_template_shows_figures_by_their_names_and_what_a_row_lacks_is_empty():
+    row = {"tokens": 1984, "ms": measure.spread([2.0, 1.0, 3.0]), "at": {"03": {"plan": "RHHKK"}}}
+    columns = {"tokens": "{tokens:,}", "TTFT": "{ms:ms}, {ms:spread}", "plan": "{at[03][plan]:plan}", "05": "{at[05][plan]}"}
+    assert tables.table("Caption", columns, [row]) == "\n".join([
+        "Caption", "", "| tokens | TTFT | plan | 05 |", "| --- | --- | --- | --- |",
+        "| 1,984 | 2.0 ms, 2.00 (1.00 to 3.00) | 1 R, 2 H, 2 K |  |"])  # fmt: skip
+    assert tables.table("Caption", columns, []) == ""
+
+
+def test_rows_that_differ_in_one_key_become_one():
+    rows = [dict(model=model, link=link) for model in "ab" for link in (1, 2)]
+    assert [(row["model"], list(row["at"])) for row in tables.grouped(rows, ("model",), "link")] == [("a", [1, 2]), ("b", [1, 2])]
+
+
+def test_a_run_measures_the_parts_that_are_wanted_on_their_models_and_writes_what_it_shows(tmp_path, capsys):
+    def part(model, arguments):
+        yield dict(name=arguments.name, rounds=arguments.rounds, ms=measure.spread([1.0, 2.0, 3.0]))
+
+    parser = measure.parser("", parts := {"a": (part, ["x", "y"]), "b": (part, ["y"]), "c": (part, ["z"])})
+    arguments = parser.parse_args(["--only", "a", "b", "--json", str(tmp_path / "found.json")])
+    arguments.rounds = 7
+    model = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
+    show = lambda found: tables.table("Found", {"model": "{model}", "ms": "{ms:spread}"}, tables.rows(found, "b"))  # noqa: E731
+    measure.run("some", parts, show, arguments, load=lambda *_: (model,))
+    found = json.loads((tmp_path / "found.json").read_text())["found"]
+    assert [(entry["claim"], entry["model"]) for entry in found] == [("a", "x"), ("a", "y"), ("b", "y")]
+    assert [entry["rows"][0]["name"] for entry in found] == ["x", "y", "y"]
+    said = capsys.readouterr().out
+    assert "b, y: name y, rounds 7, ms 2\n" in said and "| y | 2.00 (1.00 to 3.00) |" in said
+
+
+@pytest.mark.parametrize("part", report.PARTS)
+def test_every_part_of_a_page_is_made_of_the_results(part):
+    assert len(report.PARTS[part](report.read()).splitlines()) >= 1
+
+
+@pytest.mark.parametrize("name", [name.replace("_", "-") for name in report.BENCHMARKS])
+def test_a_benchmark_shows_what_it_has_found_and_no_more(name):
+    results = report.read()
+    file = results[f"{name.replace('-', '_')}-cpu"]
+    file["found"] = file["found"][:1]
+    assert report.PARTS[name](results)
+    file["found"] = []
+    assert report.PARTS[name](results) == ""
