@@ -15,6 +15,7 @@ import json
 import os
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -82,7 +83,8 @@ def run(model: str, counts: list[int], rounds: int) -> list[dict]:
         for count in counts:
             path = Path(folder) / f"{count}.json"
             words = "--model", model, "--rounds", str(rounds), "--rows", str(path)
-            if code := processes.launch(count, [sys.executable, __file__, *words]):
+            command = [sys.executable, __file__, *words, "--ranks", str(count)]
+            if code := subprocess.run(command).returncode:
                 raise SystemExit(f"{count} ranks have ended with {code}.")
             rows += json.loads(path.read_text())
     one = {row["keep"]: row for row in rows if row["ranks"] == 1}
@@ -106,7 +108,7 @@ def main():
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)  # of one of the ranks
     arguments = parser.parse_args()
     if arguments.rows:
-        (arguments.model,), ranks = arguments.model, processes.join()
+        (arguments.model,), ranks = arguments.model, processes.join(*arguments.ranks)
         rows = rank(ranks, arguments)
         if ranks.rank == 0:
             arguments.rows.write_text(json.dumps(rows))
