@@ -27,15 +27,15 @@ each the minimum over ranks is what all may believe:
     a match           0 computing is sooner    1 loading is                         once an admission
     the last layer    0 something is missing here    1 all is here                  once a restoration
 
-The last one is for a forward pass that waits for a restoration, layer by layer. A rank whose copy does not
-come in time goes on with zeros, since the others wait for its part of the sums; behind the last layer all
+The last one is for a forward pass that waits for a restoration, layer by layer. A rank whose copy is late
+goes on with whatever is there, since the others wait for its part of the sums; behind the last layer all
 learn of it, and the step has not happened. "Too late" stays: what arrives later is not used. What is asked
 comes in on rank 0, and reaches the others with the agreement of a step (common/ranks.py).
 
 Where there are fewer KV heads than ranks, ranks share them. With `--storage` pages of K and V are written
 to storage too, an object for each page and KV head, so that any number of ranks reads what any other has
-written. To divide chapter 05 ranks would agree on the plan, which rests on measured speeds; to divide chapter
-06, on where each chunk's arrival moves the limit: once a layer, instead of once a step.
+written. Chapters 05 and 06 would have to agree on more: on the plan, which rests on measured speeds; and,
+once a layer, on where a chunk's arrival has moved the limit.
 
 Sources: Megatron-LM (Shoeybi et al., 2019, section 3); HCache (EuroSys '25), section 5; HiCache (the design
 document of SGLang) on several ranks and `page_head`.
@@ -96,29 +96,22 @@ class Division:
                 f"{n} ranks cannot divide {sizes[0]} heads, {heads} KV heads, {sizes[1]} columns of the MLP "
                 f"and {sizes[2]} tokens evenly; choose another --ranks."
             )
-        self.kv_heads = heads
+        self.kv_heads, first = heads, self.ranks.rank * heads // n
+        self.own_kv_heads = range(first, first + max(1, heads // n))  # of the whole model's
         return replace(
-            whole,
-            num_attention_heads=whole.num_attention_heads // n,
-            num_key_value_heads=max(1, heads // n),
-            intermediate_size=whole.intermediate_size // n,
-            tie_word_embeddings=False,
-        )
+            whole, num_attention_heads=sizes[0] // n, num_key_value_heads=len(self.own_kv_heads),
+            intermediate_size=sizes[1] // n, tie_word_embeddings=False,
+        )  # fmt: skip
 
     def divide(self, model):
         """Join what the parts compute: sums over ranks, and logits of all tokens, the same bits on each."""
         config, where = model.config, dict(dtype=model.dtype, device=model.embedding.device)
+        model.division = self
         model.head = Linear(config.hidden_size, config.vocab_size // self.ranks.count, False, **where)
         model.head.register_forward_hook(lambda head, inputs, logits: self.ranks.gather(logits))
         for layer in model.layers:
             for linear in layer.o_proj, layer.down_proj:
                 linear.register_forward_hook(lambda linear, inputs, out: self.ranks.total(out))
-
-    @property
-    def own_kv_heads(self) -> range:
-        """Of the whole model's; ranks share one where there are fewer than ranks."""
-        first = self.ranks.rank * self.kv_heads // self.ranks.count
-        return range(first, first + max(1, self.kv_heads // self.ranks.count))
 
     def fill(self, place, name: str, whole):
         """Copy this rank's part of a weight to its `place`."""
@@ -139,7 +132,6 @@ class Shared:
     """A transfer as all ranks see it: over when it is over everywhere, failed if it failed anywhere."""
 
     def __init__(self, own, cache: "Together"):
-        """`own`: this rank's."""
         self.own, self.cache, self.state = own, cache, ON_ITS_WAY
         self.lane, self.label, self.bytes = own.lane, own.label, own.bytes
         self.restoration, self.last = None, False  # whose it is, and whether it brings the last layer
@@ -200,8 +192,7 @@ class Together:
 
     def __init__(self, inner: Cache, ranks: Ranks):
         self.inner, self.ranks, inner.hold = inner, ranks, self.hold
-        self.commands: deque = deque()  # of rank 0: what all are to do; a Request goes as its id()
-        self.command = lambda *words: None
+        self.commands: deque = deque()  # of rank 0: what all are to `command`; a Request goes as its id()
         self.shared: list[Shared] = []  # those that may be under way, oldest first
         self.until = WeakKeyDictionary()  # restoration, or request in line -> when it is late here; 0: it is
         self.done = 0  # a sum over all that was computed
@@ -236,8 +227,8 @@ class Together:
             restoration.deadline = math.inf if in_time else 0.0
         for request, in_time in zip(waiting, facts):
             request.patience = math.inf if in_time else 0.0
-        for transfer, transfer.state in zip(self.shared, facts):
-            pass
+        for transfer, state in zip(self.shared, facts):
+            transfer.state = state
         # 3. What follows from it
         self.inner.poll()
         for words in json.loads(self.ranks.tell(message, size)) if size else ():
@@ -354,7 +345,8 @@ KEEPS = {"nothing": "nothing", "kv": "K and V", "states": "hidden states"}
 
 def demo(ranks: Ranks, model, frontend: Frontend, arguments):
     """A conversation that comes back on all ranks, beside one rank alone; and a rank that has lost a page."""
-    new, arguments.always_restore = max(2, min(arguments.max_tokens, 16)), True
+    new = max(2, min(arguments.max_tokens, 8))
+    arguments.always_restore, arguments.storage = True, None
     text = lesson.document(frontend, random.Random(0), frontend.context // 2, lesson.SECRET)
     talk = [dict(role="user", content=text)]
     # 1. Ask on all ranks: each keeps its part, the device loses everything, and it comes back
@@ -363,29 +355,28 @@ def demo(ranks: Ranks, model, frontend: Frontend, arguments):
         asked += engine.generate([frontend.request(messages=talk[:1], max_tokens=new)])
         answer = dict(role="assistant", content=asked[-1].outcome.text)
         talk[1:] = answer, dict(role="user", content=lesson.QUESTION)
-        asked.append(once(engine, frontend.request(messages=talk, max_tokens=new)))
-    last = asked[-1]
+        prompt, _ = frontend.encode(None, talk)
+        asked.append(lesson.ask(engine, prompt, new, "device"))
+    timeline = asked[-1].timeline
     # 2. Ask again when one rank has lost a page in storage
-    lost = lose_a_page(ranks, model, arguments, last)
+    lost = lose_a_page(ranks, model, arguments, prompt, new)
     # 3. Compare with chapter 01, and time beside one rank that has it all
-    single, verified = {}, True
+    single, verified, taken, carried = {}, True, {}, {}
     if ranks.rank == 0:
         whole, *_ = checkpoint.load(arguments.model, arguments.dtype, arguments.device)
         verified = lesson.equal_to_baseline(whole, asked + lost)
         single = {keep: make_engine(Ranks(), whole, arguments, keep) for keep in KEEPS}
-    prompt, taken, carried = last.tokens[: last.prompt_tokens], {}, {}
     for count, ways in (1, single), (ranks.count, engines):
         ranks.meet()
         for keep, engine in ways.items():
-            once(engine, Request(prompt, 2))  # keeps what was asked
+            lesson.ask(engine, prompt, 2, "device")  # which keeps what was asked
             before, case = engine.counts["bytes_in"], f"{KEEPS[keep]}, {count} rank{'s' * (count > 1)}"
-            answered = [once(engine, Request(prompt, 2)) for _ in range(lesson.ROUNDS)]
+            answered = [lesson.ask(engine, prompt, 2, "device") for _ in range(lesson.ROUNDS)]
             taken[case] = [request.outcome.ttft_ms for request in answered]
             carried[keep, count] = (engine.counts["bytes_in"] - before) / lesson.ROUNDS
             engine.close()
     if ranks.rank:
         return
-
     # 4. Show
     rows = lesson.table(f"TTFT behind {len(prompt)} tokens", taken, "ttft_ms", "ms")
     for row, size in zip(rows, carried.values()):
@@ -399,36 +390,27 @@ def demo(ranks: Ranks, model, frontend: Frontend, arguments):
         f"  {link}, for each rank\n\n"
         f"Of {len(prompt)} tokens {found[0]} come from storage. When rank {ranks.count - 1} has lost "
         f"a page of one head there,\n{found[1]} do, on all ranks alike, and the rest is computed.\n\n"
-        f"The last turn from hidden states, on rank 0\n{last.timeline.chart()}\n\n"
+        f"The last turn from hidden states, on rank 0\n{timeline.chart()}\n\n"
         "Ranks divide what is kept, what travels and what is projected, and agree on a few numbers. Where\n"
         "they share one processor, as here without GPUs, only the bytes are those of as many devices."
     )
     link = dict(modelled=link.modelled, gbps=link.speed() / 1e9)
-    return dict(link=link, verified=verified, rows=rows, found=found), [last.timeline]
+    return dict(link=link, verified=verified, rows=rows, found=found), [timeline]
 
 
-def once(engine, request: Request) -> Request:
-    """Ask, when the device has lost everything."""
-    lesson.settle(engine)
-    engine.evict("device")
-    return engine.generate([request])[0]
-
-
-def lose_a_page(ranks: Ranks, model, arguments, last: Request) -> list[Request]:
-    """Ask the same where only storage has the history, before and after the last rank has lost a page."""
-    again = lambda new: Request(last.tokens[: last.prompt_tokens], new, end_tokens=last.end_tokens)  # noqa: E731
+def lose_a_page(ranks: Ranks, model, arguments, prompt: list[int], new: int) -> list[Request]:
+    """Ask where only storage has the history, before and after the last rank has lost a page of it."""
     with tempfile.TemporaryDirectory() as folder:  # each rank's own: it reads what it has written
         options = argparse.Namespace(**{**vars(arguments), "storage": f"file:{folder}"})
         engine, answered = make_engine(ranks, model, options, "kv"), []
-        engine.generate([again(1)])
+        chain = lesson.ask(engine, prompt).chain
         for lost in (False, True):
             lesson.settle(engine)
             engine.evict("host")
             if lost and ranks.rank == ranks.count - 1:
-                chain = answered[0].chain
                 keys, _ = engine.cache.page(chain[len(chain) // 2], 0)
                 os.remove(f"{folder}/{keys[-1].hex()}.page")
-            answered.append(once(engine, again(last.max_tokens)))
+            answered.append(lesson.ask(engine, prompt, new, "device"))
         lesson.settle(engine)
         engine.close()
     return answered
@@ -480,13 +462,14 @@ def make_engine(ranks: Ranks, model, arguments, keep: str | None = None) -> page
     return paged.make_engine(model, options, Together(cache, ranks))
 
 
-def load(ranks: Ranks, *arguments, **named):
+def load(ranks: Ranks, name: str, dtype: str, device: str, reorder: bool = True):
     """checkpoint.load of a rank's part. Collective."""
-    division = Division(ranks)
-    model, *rest = checkpoint.load(*arguments, **named, division=division)
-    model.division = division
+    n, gpus = ranks.count, torch.cuda.device_count()
+    if checkpoint.pick_device(device) == "cuda" and gpus < n:
+        raise checkpoint.ModelError(f"{n} ranks need as many GPUs, and here are {gpus}; add --device cpu.")
+    loaded = checkpoint.load(name, dtype, device, reorder, division=Division(ranks))
     ranks.meet()
-    return model, *rest
+    return loaded
 
 
 def main():

@@ -49,7 +49,7 @@ def rank(ranks, arguments) -> list[dict]:
     history = [rng.randrange(300, config.vocab_size) for _ in range(tokens)]
     for keep in nine.KEEPS:
         engine, counts = nine.make_engine(ranks, model, options, keep), []
-        nine.once(engine, Request(history + [1], 1))
+        lesson.ask(engine, history + [1], 1)
 
         def ask() -> float:
             lesson.settle(engine)  # noqa: B023

@@ -34,7 +34,7 @@ TIMEOUT = 5.0  # seconds that a rank waits for the others
 LONG = 600.0  # where they do things that take them different times: reading a model, what rank 0 does alone
 ALONE = 3  # exit code of a rank that has lost another
 AFTER = 1.0  # seconds in which the reason of an end becomes known
-PR_SET_PDEATHSIG = 1  # of Linux: a signal when the parent ends
+PR_SET_PDEATHSIG = 1  # of Linux: a signal when the process ends that has started this one
 
 
 # 1. Collectives --------------------------------------------------------------------------------
@@ -181,14 +181,12 @@ def join(count: int) -> Ranks:
     if "RANK" not in os.environ:
         start(count)
     else:
-        with suppress(AttributeError):  # elsewhere than on Linux the next collective ends it
+        with suppress(AttributeError):  # elsewhere than on Linux its next collective ends it
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if count > 1:
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // count))
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if (gpu := int(os.environ.get("LOCAL_RANK", rank))) < torch.cuda.device_count():
+        torch.cuda.set_device(gpu)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     return Ranks(rank, count)
 
 
@@ -196,7 +194,9 @@ def start(count: int):
     """Make this process rank 0, and start the others by its own command line."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    os.environ.update(RANK="0", WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(max(1, torch.get_num_threads() // count))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", WORLD_SIZE=str(count))
+    os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
     command = [sys.executable, *sys.orig_argv[1:]]
     for rank in range(1, count):
         words = tempfile.TemporaryFile()  # what it has to say
@@ -212,6 +212,6 @@ def watch(rank: int, process: subprocess.Popen, words):
         time.sleep(AFTER)  # rank 0 may have the same to say
         words.seek(0)
         last = words.read().decode(errors="replace").strip().rpartition("\n")[2]
-        last = last.removeprefix(f"[rank{rank}]: ")  # of PyTorch
+        last = last.removeprefix(f"[rank{rank}]: ")  # which PyTorch puts before each line
         how = f"was killed by signal {-code}" if code < 0 else f"has ended ({last})"
         end(f"Rank {rank} {how}; so have all.")
