@@ -343,14 +343,14 @@ class PageHeadCache(offload.HostCache):
 KEEPS = {"nothing": "nothing", "kv": "K and V", "states": "hidden states"}
 
 
-def demo(ranks: Ranks, model, frontend: Frontend, arguments):
+def demo(model, frontend: Frontend, arguments):
     """A conversation that comes back on all ranks, beside one rank alone; and a rank that has lost a page."""
-    new = max(2, min(arguments.max_tokens, 8))
+    ranks, new = model.division.ranks, max(2, min(arguments.max_tokens, 8))
     arguments.always_restore, arguments.storage = True, None
     text = lesson.document(frontend, random.Random(0), frontend.context // 2, lesson.SECRET)
     talk = [dict(role="user", content=text)]
     # 1. Ask on all ranks: each keeps its part, the device loses everything, and it comes back
-    engines, asked = {keep: make_engine(ranks, model, arguments, keep) for keep in KEEPS}, []
+    engines, asked = {keep: make_engine(model, arguments, keep) for keep in KEEPS}, []
     for engine in engines.values():
         asked += engine.generate([frontend.request(messages=talk[:1], max_tokens=new)])
         answer = dict(role="assistant", content=asked[-1].outcome.text)
@@ -359,13 +359,13 @@ def demo(ranks: Ranks, model, frontend: Frontend, arguments):
         asked.append(lesson.ask(engine, prompt, new, "device"))
     timeline = asked[-1].timeline
     # 2. Ask again when one rank has lost a page in storage
-    lost = lose_a_page(ranks, model, arguments, prompt, new)
+    lost = lose_a_page(model, arguments, prompt, new)
     # 3. Compare with chapter 01, and time beside one rank that has it all
     single, verified, taken, carried = {}, True, {}, {}
     if ranks.rank == 0:
         whole, *_ = checkpoint.load(arguments.model, arguments.dtype, arguments.device)
         verified = lesson.equal_to_baseline(whole, asked + lost)
-        single = {keep: make_engine(Ranks(), whole, arguments, keep) for keep in KEEPS}
+        single = {keep: make_engine(whole, arguments, keep) for keep in KEEPS}
     for count, ways in (1, single), (ranks.count, engines):
         ranks.meet()
         for keep, engine in ways.items():
@@ -398,16 +398,16 @@ def demo(ranks: Ranks, model, frontend: Frontend, arguments):
     return dict(link=link, verified=verified, rows=rows, found=found), [timeline]
 
 
-def lose_a_page(ranks: Ranks, model, arguments, prompt: list[int], new: int) -> list[Request]:
+def lose_a_page(model, arguments, prompt: list[int], new: int) -> list[Request]:
     """Ask where only storage has the history, before and after the last rank has lost a page of it."""
     with tempfile.TemporaryDirectory() as folder:  # each rank's own: it reads what it has written
         options = argparse.Namespace(**{**vars(arguments), "storage": f"file:{folder}"})
-        engine, answered = make_engine(ranks, model, options, "kv"), []
+        engine, answered = make_engine(model, options, "kv"), []
         chain = lesson.ask(engine, prompt).chain
         for lost in (False, True):
             lesson.settle(engine)
             engine.evict("host")
-            if lost and ranks.rank == ranks.count - 1:
+            if lost and engine.cache.ranks.rank == engine.cache.ranks.count - 1:
                 keys, _ = engine.cache.page(chain[len(chain) // 2], 0)
                 os.remove(f"{folder}/{keys[-1].hex()}.page")
             answered.append(lesson.ask(engine, prompt, new, "device"))
@@ -431,11 +431,11 @@ def add_arguments(parser):
     links.add_arguments(parser)
 
 
-def make_engine(ranks: Ranks, model, arguments, keep: str | None = None) -> paged.Engine:
+def make_engine(model, arguments, keep: str | None = None) -> paged.Engine:
     """Chapter 02's engine with a Cache that is the same on all ranks. Collective."""
     config, size, host = model.config, arguments.block_size, torch.device("cpu")
-    whole = getattr(model, "division", None)
-    keep = keep or arguments.keep
+    whole, keep = getattr(model, "division", None), keep or arguments.keep
+    ranks = whole.ranks if whole else Ranks()
     if arguments.storage and keep != "kv":
         raise checkpoint.ModelError("--storage has pages of K and V; add --keep kv, or leave it out.")
     # 1. As many blocks as fit on every rank
@@ -476,20 +476,19 @@ def main():
     parser = cli.parser_for(__doc__)
     add_arguments(parser)
     arguments = parser.parse_args()
-    ranks = join(arguments.ranks)
-    if ranks.rank == 0:
-        make = lambda model, arguments: Everywhere(make_engine(ranks, model, arguments), ranks)  # noqa: E731
-        functions = add_arguments, make, partial(demo, ranks)
-        return cli.main(__doc__, "09_tensor_parallel", *functions, load=partial(load, ranks))
+    begin = lambda *names, **named: load(join(arguments.ranks), *names, **named)  # noqa: E731
+    if int(os.environ.get("RANK", 0)) == 0:
+        make = lambda *what: Everywhere(make_engine(*what))  # noqa: E731
+        return cli.main(__doc__, "09_tensor_parallel", add_arguments, make, demo, load=begin)
     # The other ranks do the same
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         names = arguments.model, arguments.dtype, arguments.device, not arguments.plain_weights
-        model, tokenizer, end_tokens = load(ranks, *names)
+        model, tokenizer, end_tokens = begin(*names)
         if arguments.demo:
-            demo(ranks, model, Frontend(model, tokenizer, end_tokens), arguments)
+            demo(model, Frontend(model, tokenizer, end_tokens), arguments)
         else:
-            Everywhere(make_engine(ranks, model, arguments), ranks, tokenizer).follow()
+            Everywhere(make_engine(model, arguments), tokenizer).follow()
     except (checkpoint.ModelError, RequestError, OSError) as error:
         sys.exit(str(error))
 

@@ -48,7 +48,7 @@ def rank(ranks, arguments) -> list[dict]:
     rng, rows = random.Random(0), []
     history = [rng.randrange(300, config.vocab_size) for _ in range(tokens)]
     for keep in nine.KEEPS:
-        engine, counts = nine.make_engine(ranks, model, options, keep), []
+        engine, counts = nine.make_engine(model, options, keep), []
         lesson.ask(engine, history + [1], 1)
 
         def ask() -> float:

@@ -107,9 +107,10 @@ class Everywhere:
 
     stream, generate = Line.stream, Line.generate
 
-    def __init__(self, engine, ranks: Ranks, tokenizer=None):
-        self.engine, self.cache, self.ranks, self.tokenizer = engine, engine.cache, ranks, tokenizer
-        self.cache.command, self.closed = self.do, False
+    def __init__(self, engine, tokenizer=None):
+        self.engine, self.cache, self.tokenizer = engine, engine.cache, tokenizer
+        self.ranks, self.closed = self.cache.ranks, False
+        self.cache.command = self.do
         self.known = WeakValueDictionary()  # id() on rank 0 -> Request
 
     def __getattr__(self, name):

@@ -148,7 +148,7 @@ def hanging(ranks, arguments):
 def ending(ranks, arguments):
     """One rank is killed or stopped while all step; none goes on for long."""
     engine = engine_of(ranks, arguments)
-    everywhere = processes.Everywhere(engine, ranks)
+    everywhere = processes.Everywhere(engine)
     everywhere.step()
     if ranks.rank == 1:
         signals = dict(killed=signal.SIGKILL, stopped=signal.SIGSTOP)
@@ -169,7 +169,7 @@ def diverging(ranks, arguments):
 def commands(ranks, arguments):
     """What rank 0 is asked, from another thread: answers, a cancel, an eviction, the end."""
     engine = engine_of(ranks, arguments)
-    everywhere, oracle = processes.Everywhere(engine, ranks), engines.Oracle(engines.tiny_model())
+    everywhere, oracle = processes.Everywhere(engine), engines.Oracle(engines.tiny_model())
     if ranks.rank:
         return everywhere.follow()
     rng, asked = random.Random(0), []
