@@ -14,6 +14,7 @@ import importlib
 import json
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -44,8 +45,8 @@ def rank(ranks, arguments) -> list[dict]:
     rng, rows = random.Random(0), []
     history = draw(rng, model, HISTORY)
     for keep in nine.KEEPS:
-        engine, counts = nine.make_engine(ranks, model, options, keep), []
-        nine.once(engine, Request(history + [1], 1))
+        engine, counts = nine.make_engine(model, options, keep), []
+        lesson.ask(engine, history + [1], 1)
 
         def counted(engine=engine) -> list[int]:
             return [ranks.agreements, engine.counts["bytes_in"], engine.counts["steps"]]
@@ -81,8 +82,8 @@ def run(model: str, arguments) -> list[dict]:
         for count in arguments.ranks:
             path = Path(folder) / f"{count}.json"
             words = ["--model", model, "--dtype", arguments.dtype, "--device", arguments.device,
-                     "--rounds", str(arguments.rounds), "--rows", str(path)]  # fmt: skip
-            if code := processes.launch(count, [sys.executable, "-m", "benchmarks.ranks", *words]):
+                     "--rounds", str(arguments.rounds), "--rows", str(path), "--ranks", str(count)]  # fmt: skip
+            if code := subprocess.run([sys.executable, "-m", "benchmarks.ranks", *words]).returncode:
                 raise SystemExit(f"{count} ranks have ended with {code}.")
             rows += json.loads(path.read_text())
     one = {row["keep"]: row["bytes_over_link"] for row in rows if row["ranks"] == 1}
@@ -114,7 +115,7 @@ def main():
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)  # of one of the ranks
     arguments = parser.parse_args()
     if arguments.rows:
-        ranks = processes.join()
+        ranks = processes.join(*arguments.ranks)
         rows = rank(ranks, arguments)
         if ranks.rank == 0:
             arguments.rows.write_text(json.dumps(rows))

@@ -211,12 +211,9 @@ def free_host_memory() -> float:
 
 
 def fill_from_files(model: Llama, files: list[Path], digest, config: LlamaConfig, division=None):
-    """Copy every tensor to its place, and its name and bytes into `digest`. With `division` only this rank's part is read,
-    and all of every n-th tensor, so that ranks have the digest together."""
+    """Copy every tensor to its place, and its name and bytes into `digest`. `division`: copy a rank's part (chapter 09)."""
     places, tied = model.weights(), config.tie_word_embeddings
     shapes = {name: whole.shape for name, whole in Llama(config, model.dtype, "meta").weights().items()}
-    sums = []                               # a digest for each tensor
-    own_head = places.pop("lm_head.weight") if tied and division else None
     bar = tqdm(total=len(places), desc="loading", unit="tensor", delay=1, leave=False)
     for path in files:
         try:
@@ -229,29 +226,23 @@ def fill_from_files(model: Llama, files: list[Path], digest, config: LlamaConfig
                 if place is None:
                     raise ModelError(f"{path} has a tensor {name}, which this model has no place for.")
                 with safe_open(path, "pt") as file:         # opened anew, so that read pages are let go
-                    shape = file.get_slice(name).get_shape()
-                    if shape != list(shapes[name]):
-                        raise ModelError(f"{path}: {name} has shape {shape}, "
+                    tensor = file.get_tensor(name)
+                    if tensor.shape != shapes[name]:
+                        raise ModelError(f"{path}: {name} has shape {list(tensor.shape)}, "
                                          f"but config.json makes it {list(shapes[name])}.")
-                    if division:
-                        division.fill(place, name, shape, file.get_slice(name))
-                        if own_head is not None and place.shape[0] == config.vocab_size:
-                            division.fill(own_head, "lm_head.weight", shape, place)
-                    if division is None or division.sums(len(sums)):
-                        tensor = file.get_tensor(name)
-                        said = hashlib.sha256(f"{name} {tensor.dtype}".encode())
-                        said.update(tensor.flatten().view(torch.uint8).numpy())
-                        sums.append(said.digest())
-                        if division is None:
-                            place.copy_(tensor)
-                        del tensor
+                    digest.update(f"{name} {tensor.dtype}".encode())
+                    digest.update(tensor.flatten().view(torch.uint8).numpy())
+                    if division is None:
+                        place.copy_(tensor)
                     else:
-                        sums.append(bytes(32))
+                        division.fill(place, name, tensor)
+                        if tied and name.endswith("embed_tokens.weight"):
+                            division.fill(places.pop("lm_head.weight"), "lm_head.weight", tensor)
+                    del tensor
                 bar.update()
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path} is not a whole safetensors file ({error}); copy or download it again.") from None
     bar.close()
-    digest.update(b"".join(division.merge(sums) if division else sums))
     if places:
         raise ModelError(f"{files[0].parent} lacks the tensor {next(iter(places))}"
                          + (f" and {len(places) - 1} more" if len(places) > 1 else "") + "; its weights are incomplete.")

@@ -1,17 +1,17 @@
 """Ranks: the processes that hold one model together. How they begin, what they tell each other, how they end.
 
-    ranks = join()                    # in a process that `launch` or torchrun has started
+    ranks = join(2)                   # rank 0 of two: it starts the other; or the rank that torchrun says
     ranks.total(partial)              # sums over ranks
     ranks.gather(columns)             # puts rows together of which each rank has some columns
     ranks.least(numbers)              # agrees on the minimum of each number
-    ranks.tell(message)               # what rank 0 says
+    ranks.tell(message, size)         # what rank 0 says
 
-Each of these is collective: all ranks call it, at the same point. A rank that is alone with one, because
-another has ended or hangs, ends within TIMEOUT; and none outlives the process that has started it.
+Each of the last four is collective: all ranks call it, at the same point. A rank that is alone with one,
+because another has ended or hangs, ends within TIMEOUT; and none outlives the process that has started it.
 """
 
+import ctypes
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -19,19 +19,22 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import suppress
 from datetime import timedelta
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 
-from common.requests import HungUp, Line, Request, Writer
+from common import requests
+from common.requests import Line, Request, Writer
 
 BEAT = 1.0  # seconds between two agreements of an idle server
 TIMEOUT = 5.0  # seconds that a rank waits for the others
 LONG = 600.0  # where they do things that take them different times: reading a model, what rank 0 does alone
 ALONE = 3  # exit code of a rank that has lost another
-AFTER = 1.0  # seconds in which the others end by themselves, when one has ended badly
+AFTER = 1.0  # seconds in which the reason of an end becomes known
+PR_SET_PDEATHSIG = 1  # of Linux: a signal when the process ends that has started this one
 
 
 # 1. Collectives --------------------------------------------------------------------------------
@@ -42,19 +45,15 @@ class Ranks:
     def __init__(self, rank: int = 0, count: int = 1):
         self.rank, self.count, self.agreements = rank, count, 0
         if count > 1:
-            seconds = timedelta(seconds=TIMEOUT)
+            dist.init_process_group("gloo", rank=rank, world_size=count, timeout=timedelta(seconds=LONG))
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-            dist.init_process_group(backend, rank=rank, world_size=count, timeout=seconds)
-            self.patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=LONG))
+            self.group = dist.new_group(backend=backend, timeout=timedelta(seconds=TIMEOUT))
 
     def least(self, numbers: list[int]) -> list[int]:
         """Agree on the minimum over ranks of each number."""
-        if self.count == 1:
-            return numbers
         self.agreements += 1
         tensor = torch.tensor(numbers)  # on the host: nobody waits for a GPU
-        with self.together():
-            dist.all_reduce(tensor, dist.ReduceOp.MIN)
+        self.together(dist.all_reduce, tensor, dist.ReduceOp.MIN)
         return tensor.tolist()
 
     def all(self, true: bool) -> bool:
@@ -64,16 +63,12 @@ class Ranks:
     def tell(self, message: bytes, size: int) -> bytes:
         """What rank 0 says: `size` bytes."""
         data = torch.frombuffer(bytearray(message or bytes(size)), dtype=torch.uint8)
-        if self.count > 1:
-            with self.together():
-                dist.broadcast(data, 0)
+        self.together(dist.broadcast, data, 0)
         return bytes(data.tolist())
 
     def total(self, partial: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, in place: the same bits on each."""
-        if self.count > 1:
-            with self.together():
-                dist.all_reduce(partial)
+        self.together(dist.all_reduce, partial)
         return partial
 
     def gather(self, columns: torch.Tensor) -> torch.Tensor:
@@ -81,40 +76,28 @@ class Ranks:
         if self.count == 1:
             return columns
         gathered = columns.new_empty(self.count * len(columns), columns.shape[1])
-        with self.together():
-            # Before PyTorch 2.13 it had another name
-            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-            gather(gathered, columns.contiguous())
+        self.together(dist.all_gather_single, gathered, columns.contiguous())
         return gathered.unflatten(0, (self.count, -1)).transpose(0, 1).flatten(1)  # [n, T, D/n] -> [T, D]
-
-    def gather_bytes(self, own: bytes) -> list[bytes]:
-        """Equally many of each rank -> those of all."""
-        if self.count == 1:
-            return [own]
-        tensors = [torch.empty(len(own), dtype=torch.uint8) for _ in range(self.count)]
-        with self.together():
-            dist.all_gather(tensors, torch.frombuffer(bytearray(own), dtype=torch.uint8), group=self.patient)
-        return [bytes(tensor.tolist()) for tensor in tensors]
 
     def meet(self):
         """Wait for all, and long: each has done something that takes its own time."""
+        self.together(dist.barrier, group=dist.group.WORLD)
+
+    def together(self, collective, *arguments, group=None):
+        """What fails here fails since another rank has ended or hangs: end too."""
         if self.count > 1:
-            with self.together():
-                dist.barrier(self.patient)
+            try:
+                collective(*arguments, group=group or self.group)
+            except RuntimeError:
+                time.sleep(2 * AFTER)  # where one has ended, `watch` says so
+                end("A rank does not answer; all ranks have ended.")
 
-    @contextmanager
-    def together(self):
-        """What fails inside fails since another rank is gone: end too; the launcher says why."""
-        try:
-            yield
-        except Exception:
-            os._exit(ALONE)  # threads may wait for what will not come
 
-    def end(self, words: str):
-        """End this process, and so all."""
-        print(words, file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        os._exit(ALONE)
+def end(words: str):
+    """End this process, and so all, at once: threads may wait for what will not come."""
+    print(words, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(ALONE)
 
 
 # 2. What rank 0 is asked ------------------------------------------------------------------------
@@ -124,12 +107,11 @@ class Everywhere:
 
     stream, generate = Line.stream, Line.generate
 
-    def __init__(self, engine, ranks: Ranks, tokenizer=None):
-        self.engine, self.cache, self.ranks, self.tokenizer = engine, engine.cache, ranks, tokenizer
-        self.cache.command, self.closed = self.do, False
-        self.lock, self.asked = threading.Lock(), 0
-        self.known: dict[int, Request] = {}  # number -> Request, of those that are not over
-        self.errors: dict[int, Exception] = {}  # number -> why it is cancelled
+    def __init__(self, engine, tokenizer=None):
+        self.engine, self.cache, self.tokenizer = engine, engine.cache, tokenizer
+        self.ranks, self.closed = self.cache.ranks, False
+        self.cache.command = self.do
+        self.known = WeakValueDictionary()  # id() on rank 0 -> Request
 
     def __getattr__(self, name):
         return getattr(self.engine, name)
@@ -139,16 +121,11 @@ class Everywhere:
         names = "tokens", "max_tokens", "options", "temperature", "top_p", "top_k"
         fields = {name: getattr(request, name) for name in names}
         fields.update(seed=request.generator.initial_seed(), end_tokens=list(request.end_tokens))
-        with self.lock:
-            self.asked += 1
-            self.known[self.asked] = request
-            self.tell("submit", self.asked, fields, request.writer.stop if request.writer else None)
+        self.known[id(request)] = request
+        self.tell("submit", request, fields, request.writer and request.writer.stop)
 
-    def cancel(self, request: Request, error: Exception):
-        for number, known in list(self.known.items()):
-            if known is request:
-                self.errors[number] = error
-                self.tell("cancel", number)
+    def cancel(self, request: Request, error: requests.RequestError):
+        self.tell("cancel", request, type(error).__name__, str(error))
 
     def evict(self, name: str = "device") -> int:
         before = self.engine.pools[name].evictions
@@ -157,33 +134,29 @@ class Everywhere:
         return self.engine.pools[name].evictions - before
 
     def close(self):
-        self.tell("close")
-        self.step()
-        self.engine.close()
+        if not self.engine.running:  # else Ctrl-C has left a step that others are still in
+            self.tell("close")
+            self.follow()
 
     def tell(self, *words):
         self.cache.commands.append(words)
         self.engine.wake.set()
 
-    def do(self, words: list):
+    def do(self, verb: str, name=None, *more):
         """What rank 0 has said, on all ranks."""
-        verb, *what = words
+        request = self.known.get(name)
         if verb == "submit":
-            number, fields, stop = what
-            request = self.known.get(number)
-            if request is None:  # on the other ranks
+            fields, stop = more
+            if self.ranks.rank:
                 writer = None if stop is None else Writer(self.tokenizer, stop)
-                fields["end_tokens"] = frozenset(fields["end_tokens"])
-                request = self.known[number] = Request(**fields, writer=writer)
+                request = self.known[name] = Request(**fields, writer=writer)
             self.engine.submit(request)
-        elif verb == "cancel" and what[0] in self.known:
-            error = self.errors.pop(what[0], None) or HungUp("Rank 0 has cancelled it.")
-            self.engine.cancel(self.known[what[0]], error)
+        elif verb == "cancel" and request and request.outcome is None:
+            kind, words = more
+            self.engine.cancel(request, getattr(requests, kind)(words))
         elif verb == "evict":
-            self.engine.evict(*what)
+            self.engine.evict(name)
         self.closed |= verb == "close"
-        for number in [number for number, request in self.known.items() if request.outcome is not None]:
-            del self.known[number]
 
     def step(self):
         """A step, or, while nobody asks, an agreement now and then: so all know that all are there."""
@@ -195,78 +168,51 @@ class Everywhere:
         self.cache.poll()
 
     def follow(self):
-        """On the other ranks: do what rank 0 says until it says that it is over."""
+        """Do what rank 0 says until it says that it is over."""
         while not self.closed:
             self.step()
         self.engine.close()
+        self.ranks.meet()
 
 
 # 3. Beginning and ending -----------------------------------------------------------------------
 
-def join() -> Ranks:
-    """-> this process's rank, by the variables that `launch` and torchrun set; without, the only one."""
-    rank, count = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if count == 1:
-        return Ranks()
-    threading.Thread(target=follow, args=(os.getppid(),), daemon=True).start()
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // count))
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+def join(count: int) -> Ranks:
+    """-> this process's rank: the one that torchrun or rank 0 has started it as, or rank 0 of `count`."""
+    if "RANK" not in os.environ:
+        start(count)
+    else:
+        with suppress(AttributeError):  # elsewhere than on Linux its next collective ends it
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if (gpu := int(os.environ.get("LOCAL_RANK", rank))) < torch.cuda.device_count():
+        torch.cuda.set_device(gpu)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     return Ranks(rank, count)
 
 
-def follow(parent: int):
-    """End when the process is gone that has started this one."""
-    while os.getppid() == parent:
-        time.sleep(0.2)
-    os._exit(ALONE)
-
-
-def launch(count: int, command: list[str]) -> int:
-    """Run `command` as so many ranks -> the exit code. If one ends badly all do; a sentence says which."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+def start(count: int):
+    """Make this process rank 0, and start the others by its own command line."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    where = dict(WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    with tempfile.TemporaryFile() as words:  # what ranks other than the first have to say
-        running = {}
-        for rank in range(count):
-            environment = {**os.environ, **where, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            quiet = dict(stdout=subprocess.DEVNULL, stderr=words) if rank else {}
-            running[rank] = subprocess.Popen(command, env=environment, start_new_session=True, **quiet)
-        try:
-            return supervise(running, words)
-        except KeyboardInterrupt:
-            running[0].send_signal(signal.SIGINT)
-            return running[0].wait(15)
-        finally:
-            for process in running.values():
-                process.kill()
-                process.wait()
+    torch.set_num_threads(max(1, torch.get_num_threads() // count))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", WORLD_SIZE=str(count))
+    os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
+    command = [sys.executable, *sys.orig_argv[1:]]
+    for rank in range(1, count):
+        words = tempfile.TemporaryFile()  # what it has to say
+        output = dict(stdout=subprocess.DEVNULL, stderr=words, start_new_session=True)  # Ctrl-C is rank 0's
+        process = subprocess.Popen(command, env={**os.environ, "RANK": str(rank)}, **output)
+        threading.Thread(target=watch, args=(rank, process, words), daemon=True).start()
 
 
-def supervise(running: dict[int, subprocess.Popen], words) -> int:
-    """Wait until all have ended, or, where one has ended badly, AFTER seconds longer -> the exit code."""
-    first, until = None, float("inf")  # first: (exit code, rank) of the first that has ended badly
-    while any(process.poll() is None for process in running.values()) and time.monotonic() < until:
-        time.sleep(0.05)
-        codes = {rank: process.poll() for rank, process in running.items()}
-        bad = [(code == ALONE, rank, code) for rank, code in codes.items() if code]  # not alone: the cause
-        if bad and first is None:
-            until = time.monotonic() + AFTER
-        first = min(bad, default=None)
-    if first is None:
-        return 0
-    alone, rank, code = first
-    hung = [other for other, process in running.items() if process.poll() is None]
-    if alone and hung:
-        print(f"Rank {hung[0]} does not answer; all ranks have ended.", file=sys.stderr)
-    elif code < 0:
-        print(f"Rank {rank} was killed by signal {-code}; all ranks have ended.", file=sys.stderr)
-    elif rank:
+def watch(rank: int, process: subprocess.Popen, words):
+    """On a thread of rank 0: when another rank has ended badly, say so, and end."""
+    code = process.wait()
+    if code and code != ALONE:
+        time.sleep(AFTER)  # rank 0 may have the same to say
         words.seek(0)
         last = words.read().decode(errors="replace").strip().rpartition("\n")[2]
-        last = re.sub(r"^\[rank\d+\]: ", "", last)  # of PyTorch
-        print(f"Rank {rank} has ended ({last or code}); so have all.", file=sys.stderr)
-    return code if code > 0 else 1
+        last = last.removeprefix(f"[rank{rank}]: ")  # which PyTorch puts before each line
+        how = f"was killed by signal {-code}" if code < 0 else f"has ended ({last})"
+        end(f"Rank {rank} {how}; so have all.")

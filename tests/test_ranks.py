@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -62,30 +63,18 @@ def test_what_rank_0_is_asked_all_do():
 
 # 2. The model's parts --------------------------------------------------------------------------
 
-class Alone(ranks.Ranks):
-    """One of several ranks, which hears nothing of the others but what the test says."""
-
-    def __init__(self, rank: int, count: int, said=()):
-        super().__init__()
-        self.rank, self.count, self.said = rank, count, list(said)
-
-    def gather_bytes(self, own):
-        self.own = own
-        return self.said or [own] * self.count
+def division(rank: int, count: int):
+    """Of one of several ranks, which hears nothing of the others."""
+    alone = ranks.Ranks()
+    alone.rank, alone.count = rank, count
+    return nine.Division(alone)
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_parts_read_from_files_make_up_the_model_and_agree_on_its_digest(count):
-    whole, *_ = checkpoint.load("classroom", device="cpu", reorder=False)
-    load = lambda rank, said: checkpoint.load(  # noqa: E731
-        "classroom", device="cpu", reorder=False, division=nine.Division(Alone(rank, count, said))
-    )[0]
-    said = []
-    for rank in range(count):
-        division = nine.Division(Alone(rank, count))
-        checkpoint.load("classroom", device="cpu", reorder=False, division=division)
-        said.append(division.ranks.own)
-    parts = [load(rank, said) for rank in range(count)]
+def test_parts_read_from_files_make_up_the_model(count):
+    load = partial(checkpoint.load, "classroom", device="cpu", reorder=False)
+    whole, *_ = load()
+    parts = [load(division=division(rank, count))[0] for rank in range(count)]
     assert {part.digest for part in parts} == {whole.digest}
     for name, tensor in whole.weights().items():
         pieces = [part.weights()[name] for part in parts]
@@ -100,7 +89,7 @@ def test_parts_read_from_files_make_up_the_model_and_agree_on_its_digest(count):
 
 def test_what_does_not_divide_is_refused_in_a_sentence():
     with pytest.raises(checkpoint.ModelError, match="3 ranks cannot divide 4 heads"):
-        checkpoint.load("classroom", device="cpu", division=nine.Division(Alone(0, 3)))
+        checkpoint.load("classroom", device="cpu", division=division(0, 3))
 
 
 # 3. Ending -------------------------------------------------------------------------------------
@@ -108,8 +97,8 @@ def test_what_does_not_divide_is_refused_in_a_sentence():
 @pytest.mark.parametrize(
     "how, words",
     [
-        ("killed", "Rank 1 was killed by signal 9; all ranks have ended."),
-        ("stopped", "Rank 1 does not answer; all ranks have ended."),
+        ("killed", "Rank 1 was killed by signal 9; so have all."),
+        ("stopped", "A rank does not answer; all ranks have ended."),
         ("failed", "Rank 1 has ended (AssertionError: something went wrong here); so have all."),
     ],
 )
@@ -123,13 +112,13 @@ def test_ranks_that_have_computed_different_things_end():
     assert done.returncode != 0 and "have not computed the same" in done.stderr, done.stderr
 
 
-def test_no_rank_outlives_its_launcher():
-    words = [sys.executable, "-m", "tests.support.ranks", "2", "idle"]
-    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as launcher:
-        ready, number = launcher.stdout.readline().split()
-        found = subprocess.run(["pgrep", "-P", str(launcher.pid)], capture_output=True, text=True)
-        children = found.stdout.split()
-        assert ready == "ready" and number in children and len(children) == 2
-        launcher.send_signal(signal.SIGKILL)
-    gone = lambda: not any(os.path.exists(f"/proc/{child}") for child in children)  # noqa: E731
+def test_no_rank_outlives_the_one_that_has_started_it():
+    words = [sys.executable, "-m", "tests.support.ranks", "4", "idle"]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout.readline() == "ready\n"
+        found = subprocess.run(["pgrep", "-P", str(first.pid)], capture_output=True, text=True)
+        others = found.stdout.split()
+        assert len(others) == 3
+        first.send_signal(signal.SIGKILL)
+    gone = lambda: not any(os.path.exists(f"/proc/{other}") for other in others)  # noqa: E731
     serving.eventually(gone)

@@ -45,7 +45,7 @@ def fill_at_random(model: Llama, seed: int, config: LlamaConfig, division=None):
             continue
         tensor = torch.randn(whole[name].shape, generator=generator).mul_(0.02)
         if division:
-            division.fill(places[name], name, tensor.shape, tensor)
+            division.fill(places[name], name, tensor)
         else:
             places[name].copy_(tensor)
 

@@ -235,6 +235,7 @@ def wrong_rows(engine) -> list[tuple]:
         request = Request(tokens, 1, table=runner.pool.allocate(runner.pool.num_blocks(len(tokens))))
         runner.forward([(request, len(tokens))], lambda *given, inputs=inputs: inputs.append(given[1]))
         for part, layer in zip(store.parts, engine.cache.layers):
-            far = (part[chunk.number, : chunk.filled] - inputs[layer][-chunk.filled :]).abs().amax(-1)
+            rows = inputs[layer][-chunk.filled :, engine.cache.columns]  # on ranks some of them
+            far = (part[chunk.number, : chunk.filled] - rows).abs().amax(-1)
             wrong += [(chunk.number, layer, row) for row in (far > 1e-2).nonzero().flatten().tolist()]
     return wrong

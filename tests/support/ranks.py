@@ -8,7 +8,6 @@ import importlib
 import os
 import random
 import signal
-import sys
 import threading
 import time
 
@@ -18,7 +17,7 @@ from common import ranks as processes
 from common import store
 from common.link import Link, Transfer
 from common.llama import Llama
-from common.requests import Request
+from common.requests import HungUp, Request
 from common.restoring import Cache
 from tests.support import engines, traffic
 
@@ -53,8 +52,8 @@ def divided(ranks: processes.Ranks, kv_heads: int) -> Llama:
     division.divide(model)
     tensors = whole.weights()
     for name, place in model.weights().items():
-        division.fill(place, name, tensors[name].shape, tensors[name])
-    model.digest, model.division = b"tiny", division
+        division.fill(place, name, tensors[name])
+    model.digest = b"tiny"
     return model.eval().requires_grad_(False)
 
 
@@ -149,14 +148,14 @@ def hanging(ranks, arguments):
 def ending(ranks, arguments):
     """One rank is killed or stopped while all step; none goes on for long."""
     engine = engine_of(ranks, arguments)
-    everywhere = processes.Everywhere(engine, ranks)
+    everywhere = processes.Everywhere(engine)
     everywhere.step()
     if ranks.rank == 1:
         signals = dict(killed=signal.SIGKILL, stopped=signal.SIGSTOP)
         if arguments.scenario in signals:
             os.kill(os.getpid(), signals[arguments.scenario])
         assert arguments.scenario != "failed", "something went wrong here"
-    print("ready", os.getpid(), flush=True)
+    print("ready", flush=True)
     everywhere.follow()
 
 
@@ -170,7 +169,7 @@ def diverging(ranks, arguments):
 def commands(ranks, arguments):
     """What rank 0 is asked, from another thread: answers, a cancel, an eviction, the end."""
     engine = engine_of(ranks, arguments)
-    everywhere, oracle = processes.Everywhere(engine, ranks), engines.Oracle(engines.tiny_model())
+    everywhere, oracle = processes.Everywhere(engine), engines.Oracle(engines.tiny_model())
     if ranks.rank:
         return everywhere.follow()
     rng, asked = random.Random(0), []
@@ -180,9 +179,9 @@ def commands(ranks, arguments):
     threading.Thread(target=lambda: [everywhere.submit(request) for request in asked]).start()
     while any(request.outcome is None for request in asked):
         if asked[5].outcome is None and asked[0].new:
-            everywhere.cancel(asked[5], processes.HungUp("enough"))
+            everywhere.cancel(asked[5], HungUp("enough"))
         everywhere.step()
-    assert isinstance(asked[5].outcome, processes.HungUp)
+    assert isinstance(asked[5].outcome, HungUp)
     assert all(oracle.judge(one) != "wrong" for number, one in enumerate(asked) if number not in (3, 5))
     engines.settle(everywhere)
     assert everywhere.evict("device") > 0 and not engine.pool.cached
@@ -206,12 +205,6 @@ SCENARIOS = dict(traffic=generated, share=sharing, bytes=bytes_over_the_link, ha
                  failed=ending, idle=ending, diverge=diverging, commands=commands)  # fmt: skip
 
 
-def start(count: int, *arguments) -> int:
-    """Run a scenario on so many ranks -> the exit code."""
-    words = "tests.support.ranks", count, *arguments
-    return processes.launch(count, [sys.executable, "-m", *map(str, words)])
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("count", type=int)
@@ -223,12 +216,10 @@ def main():
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    if "RANK" not in os.environ and arguments.count > 1:
-        return start(arguments.count, *sys.argv[2:])
-    ranks = processes.join()
+    ranks = processes.join(arguments.count)
     torch.set_num_threads(1)
     SCENARIOS[arguments.scenario](ranks, arguments)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
