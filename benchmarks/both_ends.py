@@ -23,7 +23,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import deque
 from functools import partial
 from pathlib import Path
 
@@ -35,7 +34,7 @@ from benchmarks.reference import one_sentence, set_imports_aside  # noqa: E402
 from common import checkpoint, cli, lesson  # noqa: E402
 from common import link as links  # noqa: E402
 from common.requests import HungUp, Request  # noqa: E402
-from common.store import CHUNK, ChunkFiles, ModelledStorage  # noqa: E402
+from common.store import CHUNK, ModelledStorage, StoredChunks, in_directories  # noqa: E402
 
 paged, both_ends = importlib.import_module("02_paged_kv"), importlib.import_module("06_bidirectional")
 HISTORIES = {"classroom": [1024, 1984], "random:small": [1024, 1984], "random:long": [4096]}
@@ -58,7 +57,7 @@ class Cache(both_ends.BidirectionalCache):
         restoration.layers, restoration.limit = len(self.model.layers), restoration.end
         (place,) = self.places.allocate(1)
         into = [self.arrays[place]]
-        reads = [self.storage.read([found], into, 0, f"chunk {number}")[0] for number, found in match.blocks]
+        reads = [self.storage.read([found], into, label=f"chunk {number}")[0] for number, found in match.blocks]
         try:
             yield reads[-1]
         finally:
@@ -71,26 +70,29 @@ class Cache(both_ends.BidirectionalCache):
 class Silent(ModelledStorage):
     """Brings nothing: what it is asked for is over when it is called off."""
 
-    def read(self, found, into, part, label=""):
+    def get(self, keys, into, label=""):
         transfer = links.Transfer("storage", label)
         transfer.cancel = lambda: transfer.finish(transfer.issued, transfer.issued, links.TransferError("cancelled"))
-        return [transfer]
+        return transfer
 
 
 class Bench:
     def __init__(self, model, tokens: int, storage=None, budget: int = 512, bits: int | None = None):
         self.model, self.rng, self.tokens = model, random.Random(0), tokens
         self.history, self.crowd = self.draw(tokens), []  # the same one for so many tokens
-        self.storage = storage or ModelledStorage(1e11, 1e9)
+        self.storage = storage or StoredChunks(ModelledStorage(1e11, 1e9))
         self.cache = Cache(self.storage, bits=bits, memory=1e9)
         blocks = -(-(tokens + 2 * QUESTION) // 16) + 8 * -(-budget // 16)
         runner = paged.Runner(model, blocks)
         self.engine = paged.Engine(runner, self.cache, budget, always_restore=True)
-        self.silent = Silent(0, 1.0)
+        (self.inner,) = self.storage.storages
+        silent = Silent(0, 1.0)
+        self.silent = StoredChunks(silent)
+        self.silent.open(self.engine.wake.set)
         self.once("compute")  # and kept
         lesson.settle(self.engine)
         self.cache.save = lambda batch: None
-        self.silent.index = getattr(self.storage, "index", {})
+        silent.index = getattr(self.inner, "index", {})
         self.bytes = tokens // CHUNK * self.cache.chunk_bytes
 
     def draw(self, tokens: int) -> list[int]:
@@ -104,12 +106,12 @@ class Bench:
             engine.evict("device")
         time.sleep(0.02)
         cache.share = 0.0 if way == "load" else share
-        silent, speeds, cache.take = way == "compute" and share < 1, cache.speeds, way != "beside"
-        if silent:
-            cache.storage, cache.speeds = self.silent, deque([1.0])
+        cache.take = way != "beside"
+        if way == "compute" and share < 1:
+            cache.storage = self.silent
         request = Request(self.history + (question or self.draw(QUESTION)), 1)
         request.declined = way == "compute" and share == 1
-        bandwidth = getattr(self.storage, "bandwidth", None)
+        bandwidth = self.inner.bandwidth
         for _ in range(4 if share < 1 else 0):  # others are there before
             self.fill(share)
             engine.step()
@@ -122,7 +124,7 @@ class Bench:
             engine.step()
         for other in self.crowd:
             engine.cancel(other, HungUp("it was there to take its share"))
-        self.crowd, cache.storage, cache.speeds = [], self.storage, speeds
+        self.crowd, cache.storage = [], self.storage
         if isinstance(request.outcome, Exception):
             raise request.outcome
         return request
@@ -141,9 +143,13 @@ class Bench:
 
     def as_slow(self, ratio: float, compute: float) -> float:
         """Let loading take `ratio` times `compute` ms -> bytes/s."""
-        self.storage.use(links.Bandwidth(self.bytes / (1e-3 * ratio * compute)))
-        self.cache.speeds.clear()
-        return self.storage.bandwidth.value
+        self.use(links.Bandwidth(self.bytes / (1e-3 * ratio * compute)))
+        return self.inner.bandwidth.value
+
+    def use(self, bandwidth: links.Bandwidth):
+        """Let storage be so fast from now on."""
+        self.inner.bandwidth = bandwidth
+        self.inner.speeds.clear()
 
     def bound(self, hit: float, load: float, compute: float, slowed: float = 1.0) -> float:
         """h + s l c / (l + s c), in ms."""
@@ -259,7 +265,7 @@ def trace(model, tokens: int, rounds: int) -> dict:
     bench = Bench(model, tokens)
     seconds = 1e-3 * statistics.median(bench.ttft("compute"))
     even = bench.bytes / seconds
-    bench.storage.use(links.Trace([even / 4, 4 * even], seconds / 5))
+    bench.use(links.Trace([even / 4, 4 * even], seconds / 5))
     found = ways(bench, rounds)
     bench.engine.close()
     return dict(rows=[dict(found, storage=str(bench.storage))])
@@ -267,11 +273,11 @@ def trace(model, tokens: int, rounds: int) -> dict:
 
 def files(model, tokens: int, rounds: int) -> dict:
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-        bench = Bench(model, tokens, ChunkFiles([Path(folder)], 1e11))
+        bench = Bench(model, tokens, in_directories([Path(folder)], 100))
         found = ways(bench, rounds)
         bench.engine.close()
         what = "files, as the operating system holds them in memory"
-        return dict(rows=[dict(found, gbps=bench.cache.speed() / 1e9, what=what)])
+        return dict(rows=[dict(found, gbps=bench.storage.speed() / 1e9, what=what)])
 
 
 def lengths(model, histories: list[int], rounds: int) -> dict:
@@ -279,7 +285,7 @@ def lengths(model, histories: list[int], rounds: int) -> dict:
     for tokens in sorted(histories, reverse=True):
         bench = Bench(model, tokens)
         speed = speed or bench.as_slow(1.0, statistics.median(bench.ttft("compute")))
-        bench.storage.use(links.Bandwidth(speed))
+        bench.use(links.Bandwidth(speed))
         found = ways(bench, rounds)
         rows.insert(0, dict(found, gbps=speed / 1e9, computed_share=1 - found["loaded_chunks"] / found["chunks"]))
         bench.engine.close()
@@ -298,7 +304,7 @@ def bits(name: str, device: str, tokens: int, rounds: int) -> dict:
     compute = statistics.median(exact.ttft("compute"))
     for ratio in (4, 1):
         speed = exact.as_slow(ratio, compute)
-        small.storage.use(links.Bandwidth(speed))
+        small.use(links.Bandwidth(speed))
         row = dict(history_tokens=tokens, r=ratio, gbps=speed / 1e9)
         for way in ("load", "both"):
             questions = [exact.draw(QUESTION) for _ in range(rounds)]

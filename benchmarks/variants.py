@@ -27,7 +27,6 @@ import statistics
 import sys
 import tempfile
 import time
-import zlib
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -42,7 +41,7 @@ from common import checkpoint, cli, lesson  # noqa: E402
 from common import link as links  # noqa: E402
 from common.requests import Request  # noqa: E402
 from common.restoring import Cache  # noqa: E402
-from common.store import CHUNK, ChunkFiles, File  # noqa: E402
+from common.store import CHUNK, Directory, Storage, StoredChunks  # noqa: E402
 from tools.on_paper import token_wise  # noqa: E402
 
 CHAPTERS = "02_paged_kv", "03_cpu_offload", "04_hidden_state_cache", "05_bubble_free"
@@ -81,10 +80,11 @@ def once(engine, prompt: list[int], pools=("device",)) -> dict:
         if pool != "files":
             engine.evict(pool)
             continue
-        for file in engine.cache.files.index.values():
-            with open(file.path, "rb") as opened:
-                os.fsync(opened.fileno())
-                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        for storage in engine.cache.storage.storages:
+            for path in Path(storage.backend.folder).iterdir():
+                with open(path, "rb") as opened:
+                    os.fsync(opened.fileno())
+                    os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     time.sleep(hidden_states.PAUSE_BEFORE)
     before = engine.counts["bytes_in"]
     request = lesson.ask(engine, prompt)
@@ -172,40 +172,50 @@ class TokenMajor(LayerMajor):
         self.store.arrays = [links.as_integers(part) for part in self.store.parts]
 
 
-class TokenMajorFiles(ChunkFiles):
-    """A file's rows are tokens, all their layers: to read a layer of a chunk is to read 64 pieces. (Without
-    the checks of chapter 04's files.)"""
+class TokenMajorDirectory(Directory):
+    """A file for a chunk, whose rows are tokens, all their layers, and then the layers' checksums: to read a
+    layer is to read 64 pieces."""
 
-    def write_one(self, directory, prefix, parts):
-        file = File(prefix.key.hex(), directory / f"{prefix.key.hex()}.chunk", sum(self.sizes))
-        file.path.write_bytes(numpy.stack(parts, 1).tobytes())  # [64, L, D]
-        with self.lock:
-            self.index[file.key] = file
+    def set(self, keys, values):
+        if keys:
+            rows = [numpy.frombuffer(value[:-4], numpy.uint8).reshape(CHUNK, -1) for value in values]
+            content = numpy.stack(rows, 1).tobytes() + b"".join([value[-4:] for value in values])  # [64, L, ...]
+            super().set([keys[0][:60]], [content])
+            self.index.update(keys)
+            self.layers = len(keys)
 
-    def read_one(self, file, into, part):
-        row = into[0].nbytes
-        with open(file.path, "rb", buffering=0) as opened:
-            for at, piece in enumerate(into):
-                os.preadv(opened.fileno(), [piece], row * (at * len(self.sizes) + part))
-        zlib.crc32(numpy.ascontiguousarray(into))  # as chapter 04 does
+    def get(self, keys):
+        values = []
+        for index, key in enumerate(keys):
+            layer = int.from_bytes(bytes.fromhex(key[60:]), "little")
+            with open(self.path(key[:60]), "rb", buffering=0) as file:
+                row = (os.fstat(file.fileno()).st_size - 4 * self.layers) // CHUNK // self.layers
+                value = memoryview(self.buffers.setdefault(index, bytearray(4 + CHUNK * row)))
+                os.preadv(file.fileno(), [value[-4:]], CHUNK * self.layers * row + 4 * layer)
+                for token in range(CHUNK):
+                    piece = value[token * row : (token + 1) * row]
+                    os.preadv(file.fileno(), [piece], row * (token * self.layers + layer))
+            values.append(value)
+        return values
 
 
 def layouts(model, tokens: int, rounds: int, running: int = 16):
     rng, link = random.Random(0), links.bandwidth(model)
-    kinds = {"layer-major": (LayerMajor, ChunkFiles), "token-major": (TokenMajor, TokenMajorFiles)}
+    kinds = {"layer-major": (LayerMajor, Directory), "token-major": (TokenMajor, TokenMajorDirectory)}
     for place, pools in {"host memory": ["device"], "files": ["device", "host", "files"]}.items():
         with tempfile.TemporaryDirectory() as folder:
             caches = {}
-            for name, (kind, files) in kinds.items():
-                files = files([Path(folder) / name], 1e11) if place == "files" else None
-                caches[name] = kind(chunks_of(tokens) + running, link, files)
+            for name, (kind, directory) in kinds.items():
+                stored = StoredChunks(Storage(directory(f"{folder}/{name}", 100))) if place == "files" else None
+                caches[name] = kind(chunks_of(tokens) + running, link, stored)
             with engines_of(model, caches, max(tokens, 128 * running)) as engines:
                 ways = compare(engines, draw(rng, model, tokens), rounds, rng, "layer-major", pools=pools)
                 save = partial(save_decoded, rng=rng, running=running)
                 ways_to_save = {name: partial(save, engine) for name, engine in engines.items()}
                 saved = lesson.in_turn(ways_to_save, rounds)
         for name, way in ways.items():
-            pieces, speeds = tokens if name == "token-major" else tokens // CHUNK, caches[name].store.speeds
+            pieces = tokens if name == "token-major" else tokens // CHUNK
+            speeds = caches[name].storage.storages[0].speeds if caches[name].storage else []
             ratios = [one / other for (one, _), (other, _) in zip(saved[name], saved["layer-major"])]
             way |= dict(pieces_a_layer=pieces, bytes_a_piece=bytes_of_states(model, tokens) // pieces,
                         read_gbps=statistics.median(speeds) / 1e9 if speeds else None,
@@ -239,25 +249,26 @@ class Direct(HiddenCache):
     def flush(self):
         noted, states = self.rows, self.step  # of one step, [T, D] a layer
         self.forget_steps()
-        moves, over = self.store.fill(noted)
-        transfers = [self.copy_rows(part, move, rows) for part, rows in enumerate(states) for move in moves]
+        moves, touched = self.store.fill(noted)
+        transfers = []
+        for part, rows in enumerate(states):
+            for move in moves:
+                if move.source is not None:
+                    before = self.store.parts[part][move.source, : move.at]
+                    transfers.append(self.copy_rows(part, move.chunk.number, 0, before))
+                here = rows[move.places[0] : move.places[0] + len(move.places)]  # [n, D]
+                transfers.append(self.copy_rows(part, move.chunk.number, move.at, here))
         if moves:
-            touched = {move.chunk.number for move in moves} | {move.source for move in moves} - {None}
             # The states are not freed before all are copied
             then = lambda arrived, states=states: self.on_saved(transfers[-1], moves, arrived)  # noqa: E731
-            self.hold("save", transfers, (self.store.pool, list(touched)), then=then)
+            self.hold("save", transfers, (self.store.pool, touched), then=then)
         self.counts["copies_out"] += len(transfers)
         self.counts["bytes_out"] += sum(transfer.bytes for transfer in transfers)
-        self.store.released(moves, over)
+        self.store.pool.release(touched)
 
-    def copy_rows(self, part: int, move, rows):
-        """Order the copy of one layer of a move -> its Transfer."""
-        memory, chunk = self.store.parts[part], move.chunk.number
-        if move.source is None:
-            rows = rows[move.places[0] : move.places[0] + move.rows]  # [n, D]
-        else:
-            rows = memory[move.source, : move.rows]
-        return self.save_link.copy(memory[chunk, move.at : move.at + move.rows], rows, "states")
+    def copy_rows(self, part: int, chunk: int, at: int, rows):
+        """Order the copy of rows [n, D] of one layer to a chunk, from row `at` on -> its Transfer."""
+        return self.save_link.copy(self.store.parts[part][chunk, at : at + len(rows)], rows, "states")
 
 
 class DirectToFile(Direct):
@@ -267,11 +278,10 @@ class DirectToFile(Direct):
         self.file, self.writes = tempfile.TemporaryFile(), []
         super().attach(engine)
 
-    def copy_rows(self, part, move, rows):
-        transfer = super().copy_rows(part, move, rows)
-        array = self.store.arrays[part][move.chunk.number, move.at : move.at + move.rows]
-        at = (part * self.chunks + move.chunk.number) * CHUNK + move.at
-        self.writes.append((transfer, array, at * array[0].nbytes))
+    def copy_rows(self, part, chunk, at, rows):
+        transfer = super().copy_rows(part, chunk, at, rows)
+        array = self.store.arrays[part][chunk, at : at + len(rows)]
+        self.writes.append((transfer, array, ((part * self.chunks + chunk) * CHUNK + at) * array[0].nbytes))
         return transfer
 
     def flush(self):
@@ -416,19 +426,10 @@ def divisions(model, tokens: int, rounds: int):
 
 # 5. Directories --------------------------------------------------------------------------------
 
-class Throttled(ChunkFiles):
+def throttled(directories: list[Path], speed: float) -> StoredChunks:
     """Files that each directory reads at most at `speed` bytes/s."""
-
-    def __init__(self, directories, speed: float):
-        super().__init__(directories, 1e11)
-        self.speed, self.free = speed, {}  # free: when a directory would be
-
-    def read_all(self, pairs, part):
-        directory, now = pairs[0][0].path.parent, time.perf_counter()
-        began = max(self.free.get(directory, now), now - 1e-3)  # it woke up late, and was not idle
-        super().read_all(pairs, part)
-        self.free[directory] = began + len(pairs) * self.sizes[part] / self.speed
-        time.sleep(max(0.0, self.free[directory] - time.perf_counter()))
+    speed = links.Bandwidth(speed)
+    return StoredChunks(*(Storage(Directory(str(path), 100), str(path), speed) for path in directories))
 
 
 def directories(model, tokens: int, rounds: int):
@@ -444,8 +445,8 @@ def directories(model, tokens: int, rounds: int):
         with tempfile.TemporaryDirectory() as folder:
             caches = {}
             for name, letters in plans.items():
-                files = Throttled([Path(folder) / name / str(number) for number in range(count)], SSD * even)
-                caches[name] = PlannedCache(chunks_of(tokens), modelled(model, PCIE * even), files, letters)
+                stored = throttled([Path(folder) / name / str(number) for number in range(count)], SSD * even)
+                caches[name] = PlannedCache(chunks_of(tokens), modelled(model, PCIE * even), stored, letters)
             with engines_of(model, caches, tokens) as engines:
                 ways = compare(engines, draw(rng, model, tokens), rounds, rng, "03", pools=["device", "host"])
         for name, letters in plans.items():

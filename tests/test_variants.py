@@ -7,7 +7,7 @@ import pytest
 from support.engines import BANDWIDTH, Oracle, ask, check_pools, draw, evict, make, settle
 
 from benchmarks import variants
-from common.store import CHUNK, ChunkFiles
+from common.store import CHUNK, Storage, StoredChunks
 
 ORACLE = Oracle()
 PROMPT = draw(random.Random(3), 2 * CHUNK + 40)
@@ -42,14 +42,15 @@ def test_what_is_kept_in_another_way_comes_back(kind):
 
 
 def test_a_row_of_a_token_major_file_is_a_token(tmp_path):
-    files = variants.TokenMajorFiles([tmp_path], 1e9)
-    assert goes_on(variants.TokenMajor(32, BANDWIDTH, files), ("device", "host")).found == {"disk": 2 * CHUNK}
-    parts = [random.Random(0).randbytes(CHUNK * 64 * 4) for _ in files.sizes]
-    parts = [numpy.frombuffer(part, numpy.int32).reshape(CHUNK, 64) for part in parts]
-    prefix = type("Prefix", (), dict(key=b"k" * 32))
-    files.write_one(tmp_path, prefix, parts)
-    rows = numpy.frombuffer((tmp_path / f"{prefix.key.hex()}.chunk").read_bytes(), numpy.int32)
-    assert numpy.array_equal(rows.reshape(CHUNK, len(parts), 64)[5, 1], parts[1][5])
+    backend = variants.TokenMajorDirectory(str(tmp_path))
+    cache = variants.TokenMajor(32, BANDWIDTH, StoredChunks(Storage(backend)))
+    assert goes_on(cache, ("device", "host")).found == {"disk": 2 * CHUNK}
+    keys = [f"{'k' * 60}{part:02x}00" for part in range(2)]
+    values = [random.Random(part).randbytes(CHUNK * 64 * 4) + b"sums" for part in range(2)]
+    backend.set(keys, values)
+    rows = numpy.frombuffer((tmp_path / f"{'k' * 60}.page").read_bytes()[:-8], numpy.uint8)
+    assert rows.reshape(CHUNK, 2, -1)[5, 1].tobytes() == values[1][5 * 256 : 6 * 256]
+    assert [bytes(value) for value in backend.get(keys)] == values
 
 
 def test_direct_saving_copies_each_run_and_layer_and_writes_it_where_the_chunk_is():
@@ -81,11 +82,10 @@ def test_divided_tokens_come_back(first, last):
 
 
 def test_throttled_directories_bring_back_what_they_hold(tmp_path):
-    files = variants.Throttled([tmp_path / "1", tmp_path / "2"], 1e9)
-    assert isinstance(files, ChunkFiles)
-    cache = variants.PlannedCache(32, BANDWIDTH, files, "RHK")
+    storage = variants.throttled([tmp_path / "1", tmp_path / "2"], 1e9)
+    cache = variants.PlannedCache(32, BANDWIDTH, storage, "RHK")
     assert goes_on(cache, ("device", "host")).found == {"disk": 2 * CHUNK}
-    assert set(files.free) == set(files.directories), "both were read"
+    assert all(each.speeds and each.speed() <= 1e9 for each in storage.storages), "both were read"
 
 
 def test_the_naive_plan_is_the_best_without_hidden_states():
