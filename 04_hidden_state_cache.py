@@ -18,12 +18,11 @@ Saving must not delay the next token. Stage one: the states of one step, or of s
 for a snapshot buffer in host memory. Stage two: threads on the host sort its rows into chunks of 64 tokens,
 in which the rows of a layer lie together: restoring reads one layer of many tokens, where decoding writes all
 layers of one. If the buffer has no room, rows are dropped and nobody waits; what comes behind them in that
-conversation is not kept either. An unfinished chunk is found too, and the next turn fills it up. With
-`--disk` full chunks also go to files, which survive the process.
+conversation is not kept either. An unfinished chunk is found too, and the next turn goes on with a copy of
+it. With `--disk` full chunks also go to files, which survive the process.
 
-K is rotated after it is projected and not before it is saved: states are kept as the norm reads them, once
-for K and V, and rotating costs little. With grouped-query attention (TinyLlama) hidden states are larger than
-K and V, and this chapter loses to chapter 03; it says so when it starts.
+States are kept as the norm reads them, once for K and V, so K is rotated on its way back; that costs little.
+With grouped-query attention (TinyLlama) they are larger than K and V, and chapter 03 is the better choice.
 
 Source: HCache (Gao et al., EuroSys '25), sections 3.1, 4.2 and 5. Its scheduler, section 4.1, is chapter 05.
 
@@ -40,7 +39,6 @@ import sys
 import time
 from collections import deque
 from functools import partial
-from itertools import cycle
 from pathlib import Path
 
 import numpy
@@ -77,8 +75,7 @@ class HiddenCache(Cache):
         config, device, wake = self.model.config, self.model.device, engine.wake.set
         self.load_link = links.Link("load", engine.clock, self.bandwidth, wake)
         self.save_link = links.Link("save", engine.clock, self.bandwidth, wake)
-        self.lanes = [links.Lane("scatter", wake) for _ in range(THREADS)]
-        self.turn = cycle(self.lanes)
+        self.lanes = deque(links.Lane("scatter", wake) for _ in range(THREADS))
         if self.storage:
             self.storage.open(wake)
         self.forget_steps()
@@ -275,8 +272,9 @@ class HiddenCache(Cache):
                     into.append(snapshot[16 * to : 16 * to + len(out_of[-1])])
             # 2. The transfer, and the job of a thread behind it, which hold what they read and write
             transfer = self.save_link.copy(into, out_of, "states")
+            self.lanes.rotate()
             what = self.store, transfer, moves, index, out_of
-            job = next(self.turn).submit("scatter", 0, self.scatter, *what)
+            job = self.lanes[0].submit("scatter", 0, self.scatter, *what)
             held = (self.snapshots, places), (self.store.pool, touched)
             self.hold("save", [job], *held, then=partial(self.on_saved, transfer, moves))
             self.snapshots.release(places)
@@ -374,7 +372,7 @@ def demo(model, frontend: Frontend, arguments):
     rows = [offload.describe(f"turn {number}", request) for number, request in enumerate(asked, 1)]
     print(f"  {lesson.TURNS[-1]} - {asked[-1].outcome.text}\n")
     print(f"The last turn (digits: layers; p: prefill, d: decode)\n{asked[-1].timeline.chart()}\n")
-    report = dict(link=dict(modelled=link.modelled, gbps=link.speed() / 1e9), counters=engine.counters())
+    said = dict(link=dict(modelled=link.modelled, gbps=link.speed() / 1e9), counters=engine.counters())
     engine.close()
 
     # 3. Time: on a model whose question costs less than its history
@@ -395,13 +393,11 @@ def demo(model, frontend: Frontend, arguments):
         rows += lesson.table(f"{LARGER}, TTFT behind {HISTORY} tokens, {words}", taken, "ttft_ms", "ms")
         ours, theirs = (statistics.median(samples) for samples in taken.values())
         print(f"  {ours / theirs:.2f} of chapter 03's, {ours / computed:.2f} of computing it again\n")
-    for engine in engines:
-        engine.close()
     print(
         "Half of the bytes help where the link is the slower one. Where it is not, projecting takes the\n"
         "time, and chapter 03 needs none. Both ways, each for some of the layers? Chapter 05."
     )
-    return dict(report, verified=verified, rows=rows), [asked[-1].timeline]
+    return dict(said, verified=verified, rows=rows), [asked[-1].timeline]
 
 
 def converse(engine, frontend: Frontend, rng, new: int) -> list[Request]:
@@ -429,8 +425,8 @@ def add_arguments(parser):
     add, words = parser.add_argument, "chunks of 64 tokens in host memory (four times the device's)"
     add("--cpu-chunks", type=cli.bounded(int, 0, 1 << 24), metavar="N", help=words)
     add("--disk", type=Path, action="append", metavar="DIR", help="keep chunks in files too; may be repeated")
-    gigabytes = cli.bounded(float, 1e-6, 1e6)
-    add("--disk-limit", type=gigabytes, default=10, metavar="GB", help="of all files (10)")
+    limit = cli.bounded(float, 1e-6, 1e6)
+    add("--disk-limit", type=limit, default=10, metavar="GB", help="of all files (10)")
     add("--always-restore", action="store_true", help="restore even what is computed sooner")
     links.add_arguments(parser)
     parser.set_defaults(cpu_blocks=None)  # of chapter 03, with which the page compares
@@ -444,11 +440,10 @@ def bytes_per_token(model) -> int:
 def make_engine(model, arguments, kind=HiddenCache) -> paged.Engine:
     """Chapter 02's engine with this chapter's Cache, or another `kind`."""
     config, size = model.config, CHUNK * bytes_per_token(model)
-    context = -(-config.max_position_embeddings // CHUNK)  # chunks
-    on_device = -(-(arguments.gpu_blocks or 0) * arguments.block_size // CHUNK)
-    on_device = on_device or arguments.max_running * context
-    cpu = torch.device("cpu")
-    chunks = cli.blocks_that_fit(arguments.cpu_chunks, 4 * on_device, size, cpu, "--cpu-chunks")
+    on_device = (arguments.gpu_blocks or 0) * arguments.block_size  # tokens
+    on_device = on_device or arguments.max_running * config.max_position_embeddings
+    useful, cpu = 4 * -(-on_device // CHUNK), torch.device("cpu")
+    chunks = cli.blocks_that_fit(arguments.cpu_chunks, useful, size, cpu, "--cpu-chunks")
     storage = in_directories(arguments.disk, arguments.disk_limit) if arguments.disk else None
     bandwidth = links.bandwidth(model, arguments.link, arguments.platform)
     engine = paged.make_engine(model, arguments, kind(chunks, bandwidth, storage))

@@ -178,8 +178,8 @@ class TokenMajorDirectory(Directory):
 
     def set(self, keys, values):
         if keys:
-            rows = [numpy.frombuffer(value[:-4], numpy.uint8).reshape(CHUNK, -1) for value in values]
-            content = numpy.stack(rows, 1).tobytes() + b"".join([value[-4:] for value in values])  # [64, L, ...]
+            rows = [numpy.frombuffer(value, numpy.uint8, offset=4).reshape(CHUNK, -1) for value in values]
+            content = numpy.stack(rows, 1).tobytes() + b"".join([value[:4] for value in values])  # [64, L, ...]
             super().set([keys[0][:60]], [content])
             self.index.update(keys)
             self.layers = len(keys)
@@ -191,9 +191,9 @@ class TokenMajorDirectory(Directory):
             with open(self.path(key[:60]), "rb", buffering=0) as file:
                 row = (os.fstat(file.fileno()).st_size - 4 * self.layers) // CHUNK // self.layers
                 value = memoryview(self.buffers.setdefault(index, bytearray(4 + CHUNK * row)))
-                os.preadv(file.fileno(), [value[-4:]], CHUNK * self.layers * row + 4 * layer)
+                os.preadv(file.fileno(), [value[:4]], CHUNK * self.layers * row + 4 * layer)
                 for token in range(CHUNK):
-                    piece = value[token * row : (token + 1) * row]
+                    piece = value[4 + token * row : 4 + (token + 1) * row]
                     os.preadv(file.fileno(), [piece], row * (token * self.layers + layer))
             values.append(value)
         return values

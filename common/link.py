@@ -347,7 +347,9 @@ class PlatformBandwidth(Bandwidth):
     section 6.1)."""
 
     def __init__(self, model, platform: str = "a100"):
-        self.model, self.platform = model, platform
+        self.model, self.platform, (peak, pcie) = model, platform, PLATFORMS[platform]
+        # How much longer Llama-2-7B takes there to project a layer's hidden states than to move them
+        self.ratio = 4 * LLAMA_2_7B_HIDDEN**2 / (SHARE_OF_PEAK * peak) / (2 * LLAMA_2_7B_HIDDEN / pcie)
         self.measure()
 
     @torch.inference_mode()
@@ -369,23 +371,16 @@ class PlatformBandwidth(Bandwidth):
             values.index_copy_(0, slots, v)
             samples.append(time.perf_counter() - began)
         self.samples = sorted(samples[1:])  # the first one touches memory
-        self.value = projection_over_transfer(self.platform) * hidden.nbytes / statistics.median(self.samples)
+        self.value = self.ratio * hidden.nbytes / statistics.median(self.samples)
         return self.value
 
     def __str__(self):
         least, middle, most = (1e3 * self.samples[len(self.samples) * part // 4] for part in (1, 2, 3))
-        ratio = projection_over_transfer(self.platform)
         return (
             f"modelled link, {self.value / 1e9:.3g} GB/s, as for an {self.platform.upper()}: the hidden "
-            f"states of {self.tokens} tokens take {middle / ratio:.3g} ms a layer, and restoring them "
+            f"states of {self.tokens} tokens take {middle / self.ratio:.3g} ms a layer, and restoring them "
             f"{middle:.3g} ms (quartiles {least:.3g} to {most:.3g})"
         )
-
-
-def projection_over_transfer(platform: str) -> float:
-    """How much longer Llama-2-7B takes on `platform` to project a layer's hidden states than to move them."""
-    peak, pcie = PLATFORMS[platform]
-    return (4 * LLAMA_2_7B_HIDDEN**2 / (SHARE_OF_PEAK * peak)) / (2 * LLAMA_2_7B_HIDDEN / pcie)
 
 
 def add_arguments(parser):

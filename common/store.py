@@ -3,7 +3,7 @@ under keys, which many engines may share.
 
 `ChunkStore` keeps 64 tokens a chunk, in parts: the rows of a layer lie together, so that one layer of many
 tokens is read at once. A chunk is found as far as its rows have arrived and its tokens are those that are
-asked for. So the unfinished chunk at the end of a conversation is found too, and the next turn fills it up.
+asked for. So the unfinished chunk at the end of a conversation is found too; the next turn copies its rows.
 
 `StoredChunks` keeps full chunks in one or several Storages, a value for each part. `Storage` keeps values
 behind a back end: a directory, Redis, what fsspec knows, or your own. One thread reads and one writes, so
@@ -357,8 +357,8 @@ class Storage:
         get(keys) -> list of bytes or None  which are used before it is asked again
         set(keys, values)                   each whole or not at all
 
-    It need not check what it reads: a value ends with a checksum over key and contents. For `has` it needs an
-    `index`, the keys that are there as far as it knows."""
+    It need not check what it reads: a value begins with a checksum over key and contents. For `has` it needs
+    an `index`, the keys that are there as far as it knows."""
 
     def __init__(self, backend, name: str = "storage", bandwidth: Bandwidth | None = None):
         """`bandwidth`: model reading that is slower than it is."""
@@ -380,12 +380,14 @@ class Storage:
 
     def get(self, keys: list[bytes], into: list[numpy.ndarray], label: str = "") -> Transfer:
         """Read values. What is written to `into` is right, or the Transfer has failed."""
-        arguments = self.noting, self.read, keys, into
-        return self.reader.submit(label, sum(map(size_of, into)), *arguments, bandwidth=self.bandwidth)
+        size = sum(place.nbytes for place in into)
+        work = self.noting, self.read, keys, into
+        return self.reader.submit(label, size, *work, bandwidth=self.bandwidth)
 
     def set(self, keys: list[bytes], values: list[numpy.ndarray]) -> Transfer:
         """Write the values that are not there -> a Transfer whose value is how many."""
-        return self.writer.submit("write", sum(map(size_of, values)), self.noting, self.write, keys, values)
+        size = sum(value.nbytes for value in values)
+        return self.writer.submit("write", size, self.noting, self.write, keys, values)
 
     def measure(self, size: int) -> Transfer:
         """Read so many bytes of nobody's, to know how fast that is."""
@@ -428,8 +430,8 @@ class Storage:
             values = self.backend.get([key.hex() for key in keys])
             for key, value, place in zip(keys, values, into, strict=True):
                 wrong = {key}
-                contents = memoryview(value or b"")[:-4]
-                if len(contents) != size_of(place) or checksum(key, contents) != bytes(value[-4:]):
+                contents = memoryview(value or b"")[4:]
+                if len(contents) != place.nbytes or checksum(key, contents) != bytes(value[:4]):
                     raise ValueError("a value is missing or damaged")
                 numpy.copyto(place, numpy.frombuffer(contents, place.dtype).reshape(place.shape))
             wrong = set()
@@ -442,7 +444,7 @@ class Storage:
         for key, value, known in zip(keys, values, there, strict=True):
             if not known or key in self.doubted:
                 value = numpy.ascontiguousarray(value)
-                lacking.append((key.hex(), b"".join([value, checksum(key, value)])))
+                lacking.append((key.hex(), b"".join([checksum(key, value), value])))
         self.backend.set(*map(list, zip(*lacking)) if lacking else ([], []))
         self.doubted.difference_update(keys)
         return len(lacking)
@@ -459,10 +461,6 @@ class Storage:
 
 def checksum(key: bytes, contents) -> bytes:
     return zlib.crc32(contents, zlib.crc32(key)).to_bytes(4, "little")
-
-
-def size_of(value: numpy.ndarray) -> int:
-    return value.size * value.itemsize
 
 
 class ModelledStorage(Storage):
@@ -500,11 +498,9 @@ class Directory:
         self.folder, self.limit = url.removeprefix("file:"), 1e9 * limit_gb
         self.buffers: dict[int, bytearray] = {}  # fresh memory costs ten times what reading into it does
         os.makedirs(self.folder, exist_ok=True)
-        with tempfile.TemporaryFile(dir=self.folder):  # raises OSError if nobody may write here
-            self.look()
-        for path in Path(self.folder).glob("*.tmp"):  # of processes that were killed
-            if time.time() - path.stat().st_mtime > ABANDONED:
-                path.unlink(missing_ok=True)
+        with tempfile.TemporaryFile(dir=self.folder):
+            pass  # raises OSError if nobody may write here
+        self.look()
 
     def path(self, key: str) -> str:
         return f"{self.folder}/{key}.page"
@@ -514,8 +510,11 @@ class Directory:
         found = []
         for entry in os.scandir(self.folder):
             with suppress(FileNotFoundError):
+                status = entry.stat()
                 if entry.name.endswith(".page"):
-                    found.append((entry.stat().st_mtime_ns, entry.stat().st_size, entry.name[:-5]))
+                    found.append((status.st_mtime_ns, status.st_size, entry.name[:-5]))
+                elif entry.name.endswith(".tmp") and time.time() - status.st_mtime > ABANDONED:
+                    os.unlink(entry.path)  # of a process that was killed
         self.index, self.size = {key for _, _, key in found}, sum(size for _, size, _ in found)
         return sorted(found)
 

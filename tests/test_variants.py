@@ -46,10 +46,10 @@ def test_a_row_of_a_token_major_file_is_a_token(tmp_path):
     cache = variants.TokenMajor(32, BANDWIDTH, StoredChunks(Storage(backend)))
     assert goes_on(cache, ("device", "host")).found == {"disk": 2 * CHUNK}
     keys = [f"{'k' * 60}{part:02x}00" for part in range(2)]
-    values = [random.Random(part).randbytes(CHUNK * 64 * 4) + b"sums" for part in range(2)]
+    values = [b"sums" + random.Random(part).randbytes(CHUNK * 64 * 4) for part in range(2)]
     backend.set(keys, values)
     rows = numpy.frombuffer((tmp_path / f"{'k' * 60}.page").read_bytes()[:-8], numpy.uint8)
-    assert rows.reshape(CHUNK, 2, -1)[5, 1].tobytes() == values[1][5 * 256 : 6 * 256]
+    assert rows.reshape(CHUNK, 2, -1)[5, 1].tobytes() == values[1][4:][5 * 256 : 6 * 256]
     assert [bytes(value) for value in backend.get(keys)] == values
 
 
