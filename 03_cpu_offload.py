@@ -223,8 +223,8 @@ def demo(model, frontend: Frontend, arguments):
     print(f"  {lesson.QUESTION} - {back.outcome.text}\n\nThis return (digits: layers; p: prefill, d: decode)")
     print(f"{back.timeline.chart()}\n")
     rows += lesson.table(f"TTFT of this question again, behind {len(prompt)} tokens", taken, "ttft_ms", "ms")
-    for case in taken:
-        print(f"  {case}: {'; '.join(cases[case].decisions) or 'nothing was offered'}")
+    said = {case: "; ".join(cases[case].decisions) or "nothing was offered" for case in taken}
+    print(*(f"  {case}: {decisions}" for case, decisions in said.items()), sep="\n")
     moved = cases["cpu_hit"].found.get("cpu", 0) * cache.host.block_bytes // size
     rows.append(dict(case="cpu_hit", bytes_in=moved))
     miss, hit, here = (statistics.median(taken[case]) for case in ("miss", "cpu_hit", "gpu_hit"))
@@ -233,7 +233,7 @@ def demo(model, frontend: Frontend, arguments):
         f"{hit / here:.1f} times longer than from the device."
     )
     if declining:
-        print(f"Over a link 100 times slower the same is {cases['slow link'].decisions[-1].split(': ')[-1]}.")
+        print(f"Over a link 100 times slower the same is {said['slow link'].split(': ')[-1]}.")
     link = dict(modelled=cache.load_link.modelled, gbps=cache.load_link.speed() / 1e9)
     return dict(link=link, verified=verified, rows=rows, counters=engine.counters()), [back.timeline]
 

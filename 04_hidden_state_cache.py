@@ -16,20 +16,18 @@ max(link, projecting + question) and one layer of the other.
 
 Saving must not delay the next token. Stage one: the states of one step, or of some, leave in one transfer
 for a snapshot buffer in host memory. Stage two: threads on the host sort its rows into chunks of 64 tokens,
-in which the rows of a layer lie together, because restoring reads one layer of many tokens where decoding
-writes all layers of one. Where the snapshot buffer has no room, the rows are dropped and nobody waits; what
-comes behind them in that conversation is not kept either. The unfinished chunk is kept in host memory, and
-the next turn fills it. With `--disk` full chunks also go to files, which survive the process.
+in which the rows of a layer lie together: restoring reads one layer of many tokens, where decoding writes all
+layers of one. If the buffer has no room, rows are dropped and nobody waits; what comes behind them in that
+conversation is not kept either. An unfinished chunk is found too, and the next turn goes on with a copy of
+it. With `--disk` full chunks also go to files, which survive the process.
 
-K is rotated after it is projected and not before it is saved: states are kept as the norm reads them, once
-for K and V, and rotating costs little. With grouped-query attention (TinyLlama) hidden states are larger than
-K and V, and this chapter loses to chapter 03; it says so when it starts.
+States are kept as the norm reads them, once for K and V, so K is rotated on its way back; that costs little.
+With grouped-query attention (TinyLlama) they are larger than K and V, and chapter 03 is the better choice.
 
 Source: HCache (Gao et al., EuroSys '25), sections 3.1, 4.2 and 5. Its scheduler, section 4.1, is chapter 05.
 
     python 04_hidden_state_cache.py --demo
     python 04_hidden_state_cache.py --prompt "What is a KV cache?" --disk chunks
-    python 04_hidden_state_cache.py --ingest notes.txt --disk chunks
     python 04_hidden_state_cache.py                        # the server, on http://127.0.0.1:5000
 """
 
@@ -41,7 +39,6 @@ import sys
 import time
 from collections import deque
 from functools import partial
-from itertools import cycle
 from pathlib import Path
 
 import numpy
@@ -49,9 +46,9 @@ import torch
 
 from common import checkpoint, cli, lesson
 from common import link as links
-from common.requests import BadRequest, Frontend, Request
+from common.requests import Frontend, Request
 from common.restoring import LONG, PAUSE, Cache, Match
-from common.store import CHUNK, ChunkFiles, ChunkStore, Lane, Move
+from common.store import CHUNK, ChunkStore, Move, StoredChunks, in_directories
 
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
 SNAPSHOT = 1 << 21  # bytes of states that wait, at most, before they leave for the snapshot buffer
@@ -66,21 +63,21 @@ PAUSE_BEFORE = 0.02  # seconds, of a measurement: a loop without is up to twice 
 class HiddenCache(Cache):
     """Each layer's input is kept in chunks of 64 tokens, and projected to K and V again."""
 
-    columns = slice(None)  # of the states: chapter 09 divides them over ranks
+    columns, whole = slice(None), staticmethod(lambda part: part)  # chapter 09 divides states over ranks
 
-    def __init__(self, chunks: int, bandwidth=None, files: ChunkFiles | None = None):
-        """`chunks` in host memory, and `files` behind them; `bandwidth` of the modelled link, in bytes/s or a
-        Bandwidth, where there is no GPU."""
-        self.chunks, self.bandwidth, self.files, self.pools = chunks, bandwidth, files, {}
+    def __init__(self, chunks: int, bandwidth=None, storage: StoredChunks | None = None):
+        """`chunks` in host memory, and `storage` behind them; `bandwidth` of the modelled link, in bytes/s or
+        a Bandwidth, where there is no GPU."""
+        self.chunks, self.bandwidth, self.storage, self.pools = chunks, bandwidth, storage, {}
 
     def attach(self, engine):
         super().attach(engine)
         config, device, wake = self.model.config, self.model.device, engine.wake.set
         self.load_link = links.Link("load", engine.clock, self.bandwidth, wake)
         self.save_link = links.Link("save", engine.clock, self.bandwidth, wake)
-
-        self.lanes = [Lane("scatter", wake) for _ in range(THREADS)]
-        self.turn = cycle(self.lanes)
+        self.lanes = deque(links.Lane("scatter", wake) for _ in range(THREADS))
+        if self.storage:
+            self.storage.open(wake)
         self.forget_steps()
 
         # The landing memory, on the device
@@ -91,7 +88,7 @@ class HiddenCache(Cache):
 
         self.keep(range(1, len(self.model.layers)), "hidden states")
         self.rates = deque(maxlen=64)  # seconds to project a row of a layer, the last times
-        self.spans = deque()  # (request, its rows, label, mark, mark) of projections not in `rates` yet
+        self.spans = deque()  # (request, rows projected, label, mark, mark): what was computed lately
 
     def keep(self, layers, name: str, of_blocks=(), store: ChunkStore | None = None):
         """From now on keep the input of `layers`, and the (layer, side) of the device's blocks in `of_blocks`
@@ -105,7 +102,7 @@ class HiddenCache(Cache):
             parts = [memory((self.chunks, CHUNK, width), what="The chunk memory") for width in widths]
             prefixes = paged.Prefixes(f"{self.model.digest.hex()} {self.model.dtype} {name}", CHUNK)
             pool = paged.BlockPool(self.chunks, CHUNK)
-            store = ChunkStore(self, pool, parts, prefixes, self.files)
+            store = ChunkStore(self, pool, parts, prefixes, self.storage)
             pool.block_bytes = store.chunk_bytes
         self.store, self.stores, self.pools["host"] = store, [store], store.pool
         self.engine.pools = {**self.engine.pools, **self.pools}
@@ -122,7 +119,7 @@ class HiddenCache(Cache):
     def match(self, request):
         chunks, reached = self.store.find(request)
         if chunks:
-            tokens, source = reached - request.computed, "disk" if self.store.in_files(chunks) else "cpu"
+            tokens, source = reached - request.computed, "disk" if self.store.stored(chunks) else "cpu"
             return Match(tokens, self.seconds(tokens, chunks), chunks, CHUNK, source, tokens, self.store)
 
     def seconds(self, tokens: int, chunks: list) -> float:
@@ -156,44 +153,39 @@ class HiddenCache(Cache):
         numbers, reads = self.store.bring(request, start, match.blocks)
         if request in self.rows:
             self.flush()  # what it has noted ends here
-        waiting, transfers = deque(), []  # waiting: landing places of layers on their way
+        landing, transfers, ordered = {}, [], 1  # layer -> its places; of each layer; the next to order
         try:
-            while restoration.layers < depth:
+            while (layer := restoration.layers) < depth:
                 # 1. Order the next layers, as far as they have been read and there is room for them to land
-                while self.room(request, len(numbers)):
-                    part = max(0, restoration.layers - 1) + len(waiting)  # layer 1 is part 0
-                    busy = waiting or restoration.layers == 0
-                    if part == len(self.layers) or busy and not all(read.ready for read in reads[part]):
+                while ordered < depth and self.room(request, len(numbers)):
+                    read = reads[ordered - 1]  # layer 1 is part 0
+                    if (landing or layer == 0) and not all(transfer.ready for transfer in read):
                         break
-                    yield from reads[part]
-                    waiting.append(places := self.landing.allocate(len(numbers)))
-                    label = f"layer {self.layers[part]}"
-                    transfers.append(self.fetch(self.store.parts[part], numbers, places, label))
+                    yield from read
+                    landing[ordered] = self.landing.allocate(len(numbers))
+                    part, label = self.store.parts[ordered - 1], f"layer {ordered}"
+                    transfers.append(self.fetch(part, numbers, landing[ordered], label))
+                    ordered += 1
                 # 2. Project the next one, when it is there
-                if restoration.layers == 0:
+                if layer == 0:
                     tokens = torch.tensor(request.tokens[start:end], device=self.model.device)
                     hidden = self.model.embed(tokens)  # [T, D]
-                elif waiting:
-                    yield transfers[restoration.layers - 1]
-                    hidden = self.whole(self.landed_rows(waiting[0], start, end - start))  # [T, D]
+                elif layer in landing:
+                    yield transfers[layer - 1]
+                    hidden = self.whole(self.landed_rows(landing[layer], start, end - start))  # [T, D]
                 else:
                     yield self.no_room(restoration)
                     continue
                 began = self.engine.clock.mark()
-                self.project(restoration.layers, hidden, positions, slots)
-                self.note(request, end - start, f"layer {restoration.layers}", began)
-                if restoration.layers > 0:
-                    self.landing.release(waiting.popleft())
+                self.project(layer, hidden, positions, slots)
+                self.spans.append((request, end - start, f"layer {layer}", began, self.engine.clock.mark()))
+                self.landing.release(landing.pop(layer, []))
                 restoration.layers += 1
         finally:
-            on_their_way = sum(waiting, [])
+            on_their_way = sum(landing.values(), [])
             self.hold("load", transfers, (self.landing, on_their_way), (self.store.pool, numbers))
             self.landing.release(on_their_way)
             self.store.pool.release(numbers)
-
-    def note(self, request, rows: int, label: str, began):
-        """Something has been computed since mark `began`; `rows`, if it was a projection of so many."""
-        self.spans.append((request, rows, label, began, self.engine.clock.mark()))
 
     def room(self, request, chunks: int) -> bool:
         """Whether a layer may land. Others leave two layers of the longest context to the oldest restoration:
@@ -222,10 +214,6 @@ class HiddenCache(Cache):
         """The rows [count, D] that have landed, those before token `start` of the first chunk left out."""
         here = slice(places[0], places[-1] + 1) if places[-1] - places[0] == len(places) - 1 else places
         return self.landed[here].flatten(0, 1)[start % CHUNK :][:count]
-
-    def whole(self, hidden):
-        """All columns of rows of which `columns` have landed, [T, D]."""
-        return hidden
 
     def slots(self, request, positions):
         """Where tokens at `positions` [T] are among the slots of the device's blocks, [T]."""
@@ -266,7 +254,7 @@ class HiddenCache(Cache):
         """Stage one: the rows that were noted leave in one transfer. Stage two: a thread waits for it."""
         noted, steps, slots, count = self.rows, self.steps, self.slots_of_steps, self.count
         self.forget_steps()
-        moves, over = self.store.fill(noted)
+        moves, touched = self.store.fill(noted)
         blocks = self.snapshots.num_blocks(count)
         if moves and blocks <= self.snapshots.available:
             # 1. Room in the snapshot buffer, and where in it each noted row will be: `index`
@@ -284,16 +272,16 @@ class HiddenCache(Cache):
                     into.append(snapshot[16 * to : 16 * to + len(out_of[-1])])
             # 2. The transfer, and the job of a thread behind it, which hold what they read and write
             transfer = self.save_link.copy(into, out_of, "states")
+            self.lanes.rotate()
             what = self.store, transfer, moves, index, out_of
-            job = next(self.turn).submit("scatter", 0, self.scatter, *what)
-            touched = {move.chunk.number for move in moves} | {move.source for move in moves} - {None}
-            held = (self.snapshots, places), (self.store.pool, list(touched))
+            job = self.lanes[0].submit("scatter", 0, self.scatter, *what)
+            held = (self.snapshots, places), (self.store.pool, touched)
             self.hold("save", [job], *held, then=partial(self.on_saved, transfer, moves))
             self.snapshots.release(places)
             self.counts["bytes_out"] += transfer.bytes
         else:
             self.store.drop(moves)
-        self.store.released(moves, over)
+        self.store.pool.release(touched)
 
     def scatter(self, store, transfer, moves: list[Move], index, states):
         """Stage two, on a thread. `states` are an argument so that they live until they are copied."""
@@ -316,61 +304,60 @@ class HiddenCache(Cache):
     # Measuring
 
     def idle(self):
-        self.load_link.measure(self.engine.restorer.interrupt)
-        self.measure_projection()
+        """Measure the link, and projecting: as in a restoration, all layers in order, into free blocks."""
+        interrupt, device, depth = self.engine.restorer.interrupt, self.model.device, len(self.model.layers)
+        self.load_link.measure(interrupt)
+        tokens = min(8 * CHUNK, self.model.config.max_position_embeddings)
+        hidden = torch.randn(tokens, self.model.config.hidden_size, device=device).to(self.model.dtype)
+        positions = torch.arange(tokens, device=device)  # [T]
+
+        def project_all(request):
+            slots = self.slots(request, positions)  # [T]
+            for layer in range(depth):
+                interrupt()
+                self.project(layer, hidden, positions, slots)
+
+        if seconds := self.measure(project_all, tokens):
+            self.rates.clear()
+            self.rates.append(seconds / tokens / depth)
         return 1 / self.seconds(CHUNK, [0])
 
-    def measure_projection(self):
-        """Project as in a restoration, all layers in order, each time after a pause, into free blocks. Raises
-        Interrupted when somebody comes."""
-        tokens = min(8 * CHUNK, self.model.config.max_position_embeddings)
+    def measure(self, work, tokens: int, computed: int = 0) -> float | None:
+        """Call work(request) for nobody's request, of which `computed` tokens are there -> seconds, the
+        median of three, behind a pause each; None if too few blocks are free. `work` may be Interrupted."""
         blocks, clock, taken = self.pool.num_blocks(tokens), self.engine.clock, []
         if self.pool.free.count(1) < blocks:
-            return
-        request, device = Request([0] * tokens, 1, table=self.pool.allocate(blocks)), self.model.device
-        shape = tokens, self.model.config.hidden_size
-        hidden = torch.randn(shape, device=device).to(self.model.dtype)  # [T, D]
-        positions = torch.arange(tokens, device=device)  # [T]
-        slots = self.slots(request, positions)
+            return None
+        request = Request([0] * tokens, 1, table=self.pool.allocate(blocks), computed=computed)
         try:
-            for _ in range(4):
+            for _ in range(4):  # the first one touches memory
                 self.engine.sleep(PAUSE_BEFORE)
-                began = clock.mark()
-                for layer in range(len(self.model.layers)):
-                    self.engine.restorer.interrupt()
-                    self.project(layer, hidden, positions, slots)
-                taken.append((began, clock.mark()))
+                began = time.perf_counter()
+                work(request)
+                taken.append(clock.seconds(clock.mark()) - began)
         finally:
             self.pool.release(request.table)
-        rows = tokens * len(self.model.layers)
-        self.rates.clear()
-        for began, ended in taken[1:]:  # the first one touches memory
-            self.rates.append((clock.seconds(ended) - clock.seconds(began)) / rows)
+        return statistics.median(taken[1:])
 
     def close(self):
         until = time.perf_counter() + LONGEST_CLOSE
-        while self.files and any(self.under_way.values()) and time.perf_counter() < until:
-            self.poll()  # what is on its way to a file is still wanted
+        while self.storage and any(self.under_way.values()) and time.perf_counter() < until:
+            self.poll()  # what is on its way to storage is still wanted
             time.sleep(1e-3)
-        self.load_link.close()
-        self.save_link.close()
-        for lane in self.lanes:
+        for lane in (self.load_link, self.save_link, *self.lanes):
             lane.close()
-        if self.files:
-            self.files.close()
+        if self.storage:
+            self.storage.close()
 
 
 # 2. The demo -----------------------------------------------------------------------------------
 
 LARGER, HISTORY, ASKED = "random:small", 1024, 32  # for times: model, tokens, tokens
+LINKS = {"the link is the bottleneck": 2.0, "computing is the bottleneck": 0.5}  # transfer over projecting
 
 
 def demo(model, frontend: Frontend, arguments):
     """A conversation that comes back from hidden states in each turn, then TTFT beside chapter 03's."""
-    if isinstance(arguments.demo, Path):
-        return ingest(frontend, arguments, partial(make_engine, model, arguments))
-    if (arguments.corrupt or 0) >= len(model.layers):
-        raise BadRequest(f"--corrupt must be below {len(model.layers)}, the number of layers.")
     # 1. Ask: the device loses everything between two turns
     options = argparse.Namespace(**{**vars(arguments), "always_restore": True})
     engine, rng = make_engine(model, options), random.Random(0)
@@ -378,17 +365,14 @@ def demo(model, frontend: Frontend, arguments):
     verified = lesson.equal_to_baseline(model, asked)
 
     # 2. Show
-    link, config, rows = engine.cache.load_link, model.config, []
+    link, config = engine.cache.load_link, model.config
     states, kv = bytes_per_token(model), config.kv_numbers_per_token * model.dtype.itemsize
     print(f"{link}\n\nA token takes {states} bytes as hidden states and {kv} as K and V.")
     print("The device is evicted before each turn:")
-    for number, request in enumerate(asked, 1):
-        rows.append(offload.describe(f"turn {number}", request))
+    rows = [offload.describe(f"turn {number}", request) for number, request in enumerate(asked, 1)]
     print(f"  {lesson.TURNS[-1]} - {asked[-1].outcome.text}\n")
     print(f"The last turn (digits: layers; p: prefill, d: decode)\n{asked[-1].timeline.chart()}\n")
-    if arguments.corrupt is not None:
-        corrupt(engine, asked[-1], arguments.corrupt)
-    report = dict(link=dict(modelled=link.modelled, gbps=link.speed() / 1e9), counters=engine.counters())
+    said = dict(link=dict(modelled=link.modelled, gbps=link.speed() / 1e9), counters=engine.counters())
     engine.close()
 
     # 3. Time: on a model whose question costs less than its history
@@ -397,43 +381,35 @@ def demo(model, frontend: Frontend, arguments):
     blocks = -(-(HISTORY + 2 * ASKED) // 16)
     caches = HiddenCache(blocks, 1e9), offload.HostCache(2 * blocks, 1e9)
     engines = [paged.Engine(paged.Runner(larger, blocks), cache, always_restore=True) for cache in caches]
-    transfer = HISTORY * bytes_per_token(larger) / (len(larger.layers) - 1)  # bytes of a layer's states
-    projecting = caches[0].seconds_to_project(HISTORY)
     hidden, kv = (partial(once, engine, prompt, rng) for engine in engines)
     ways = {"hidden states (04)": hidden, "K and V (03)": kv}
     computed = min(way() for way in ways.values())  # and kept
-    for words, share in (("the link is the bottleneck", 2.0), ("computing is the bottleneck", 0.5)):
+    states = HISTORY * larger.config.hidden_size * larger.dtype.itemsize  # bytes of a layer
+    even = states / caches[0].seconds_to_project(HISTORY)  # bytes/s
+    for words, share in LINKS.items() if link.modelled else [("the link as it is", 1.0)]:
         for cache in caches if link.modelled else ():
-            cache.load_link.bandwidth.value = transfer / projecting / share
-        title = f"{LARGER}, TTFT behind {HISTORY} tokens" + link.modelled * f", {words}"
+            cache.load_link.bandwidth.value = even / share
         taken = lesson.in_turn(ways, 3)
-        rows += lesson.table(title, taken, "ttft_ms", "ms")
+        rows += lesson.table(f"{LARGER}, TTFT behind {HISTORY} tokens, {words}", taken, "ttft_ms", "ms")
         ours, theirs = (statistics.median(samples) for samples in taken.values())
         print(f"  {ours / theirs:.2f} of chapter 03's, {ours / computed:.2f} of computing it again\n")
-        if not link.modelled:
-            break
-    for engine in engines:
-        engine.close()
     print(
         "Half of the bytes help where the link is the slower one. Where it is not, projecting takes the\n"
         "time, and chapter 03 needs none. Both ways, each for some of the layers? Chapter 05."
     )
-    return dict(report, verified=verified, rows=rows), [asked[-1].timeline]
+    return dict(said, verified=verified, rows=rows), [asked[-1].timeline]
 
 
 def converse(engine, frontend: Frontend, rng, new: int) -> list[Request]:
     """Ask about a document, turn by turn; the device loses everything before each."""
-    document, asked = lesson.document(frontend, rng, frontend.context // 2, lesson.SECRET), []
-    messages = [dict(role="user", content=document)]
-    for question in lesson.TURNS[1:]:
+    document, messages, asked = lesson.document(frontend, rng, frontend.context // 2, lesson.SECRET), [], []
+    for said in (document, *lesson.TURNS[1:]):
+        messages.append(dict(role="user", content=said))
         lesson.settle(engine)
         engine.evict("device")
         asked += engine.generate([frontend.request(messages=messages, max_tokens=new)])
         messages.append(dict(role="assistant", content=asked[-1].outcome.text))
-        messages.append(dict(role="user", content=question))
-    lesson.settle(engine)
-    engine.evict("device")
-    return asked + engine.generate([frontend.request(messages=messages, max_tokens=new)])
+    return asked
 
 
 def once(engine, prompt: list[int], rng) -> float:
@@ -442,55 +418,18 @@ def once(engine, prompt: list[int], rng) -> float:
     return lesson.ask(engine, prompt + question, 1, "device").outcome.ttft_ms
 
 
-def corrupt(engine, request: Request, layer: int):
-    """Set one layer's states to zero: what is restored really is what is computed with."""
-    engine.cache.store.parts[layer - 1].zero_()
-    again = lesson.ask(engine, request.tokens[: request.prompt_tokens], request.max_tokens, "device")
-    same = sum(one == other for one, other in zip(again.new, request.new))
-    print(f"With layer {layer}'s states set to zero, {same} of {len(request.new)} tokens are the same.\n")
-
-
-def ingest(frontend: Frontend, arguments, make):
-    """Compute a text once, and keep its states in files."""
-    if not arguments.disk:
-        raise BadRequest("--ingest keeps states in files; say where with --disk DIR.")
-    try:
-        text = arguments.demo.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise BadRequest(f"Cannot read '{arguments.demo}' as text ({error}).") from None
-    request, engine = frontend.request(text, max_tokens=1), make()
-    engine.generate([request])
-    lesson.settle(engine)
-    written = engine.cache.files.counts["file_writes"]
-    engine.close()
-    where = ", ".join(map(str, arguments.disk))
-    print(f"{request.prompt_tokens} tokens: {written} chunks written to {where}.")
-    if engine.counts["file_drops"] or engine.counts["dropped_chunks"]:
-        print("Storage was too slow for some: run this again, and it writes the others.")
-    return dict(chunks=written), [request.timeline]
-
-
 # 3. Main ---------------------------------------------------------------------------------------
 
-def add_shared_arguments(parser):
-    """Chapter 05 has the same."""
+def add_arguments(parser):
     paged.add_arguments(parser)
     add, words = parser.add_argument, "chunks of 64 tokens in host memory (four times the device's)"
     add("--cpu-chunks", type=cli.bounded(int, 0, 1 << 24), metavar="N", help=words)
     add("--disk", type=Path, action="append", metavar="DIR", help="keep chunks in files too; may be repeated")
-    gigabytes = cli.bounded(float, 1e-6, 1e6)
-    add("--disk-limit", type=gigabytes, default=10, metavar="GB", help="of all files (10)")
-    words = "compute a text, keep its states in files, and end"
-    add("--ingest", type=Path, dest="demo", metavar="FILE", help=words)
+    limit = cli.bounded(float, 1e-6, 1e6)
+    add("--disk-limit", type=limit, default=10, metavar="GB", help="of all files (10)")
     add("--always-restore", action="store_true", help="restore even what is computed sooner")
     links.add_arguments(parser)
-    parser.set_defaults(cpu_blocks=None, corrupt=None)  # of chapter 03, with which the page compares; of 04
-
-
-def add_arguments(parser):
-    add_shared_arguments(parser)
-    words = "in the demo, set this layer's states to zero, and see the answer change"
-    parser.add_argument("--corrupt", type=cli.bounded(int, 1, 1023), metavar="LAYER", help=words)
+    parser.set_defaults(cpu_blocks=None)  # of chapter 03, with which the page compares
 
 
 def bytes_per_token(model) -> int:
@@ -501,14 +440,13 @@ def bytes_per_token(model) -> int:
 def make_engine(model, arguments, kind=HiddenCache) -> paged.Engine:
     """Chapter 02's engine with this chapter's Cache, or another `kind`."""
     config, size = model.config, CHUNK * bytes_per_token(model)
-    context = -(-config.max_position_embeddings // CHUNK)  # chunks
-    on_device = -(-(arguments.gpu_blocks or 0) * arguments.block_size // CHUNK)
-    on_device = on_device or arguments.max_running * context
-    cpu = torch.device("cpu")
-    chunks = cli.blocks_that_fit(arguments.cpu_chunks, 4 * on_device, size, cpu, "--cpu-chunks")
-    files = ChunkFiles(arguments.disk, 1e9 * arguments.disk_limit) if arguments.disk else None
+    on_device = (arguments.gpu_blocks or 0) * arguments.block_size  # tokens
+    on_device = on_device or arguments.max_running * config.max_position_embeddings
+    useful, cpu = 4 * -(-on_device // CHUNK), torch.device("cpu")
+    chunks = cli.blocks_that_fit(arguments.cpu_chunks, useful, size, cpu, "--cpu-chunks")
+    storage = in_directories(arguments.disk, arguments.disk_limit) if arguments.disk else None
     bandwidth = links.bandwidth(model, arguments.link, arguments.platform)
-    engine = paged.make_engine(model, arguments, kind(chunks, bandwidth, files))
+    engine = paged.make_engine(model, arguments, kind(chunks, bandwidth, storage))
     words = f"{chunks} chunks of {CHUNK} tokens, {chunks * size / 1e6:.1f} MB"
     print(f"Host: {words}, over a {engine.cache.load_link}", file=sys.stderr)
     times = config.hidden_size * config.num_hidden_layers / config.kv_numbers_per_token

@@ -43,7 +43,6 @@ import sys
 import time
 from collections import deque
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -51,7 +50,7 @@ import torch
 from common import checkpoint, cli, lesson
 from common.requests import BadRequest, Frontend, Request
 from common.restoring import LONG, PAUSE, Match
-from common.store import CHUNK, ChunkFiles
+from common.store import CHUNK, StoredChunks
 
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
 hidden_states = importlib.import_module("04_hidden_state_cache")
@@ -133,17 +132,17 @@ class PlannedCache(hidden_states.HiddenCache):
     """Chapter 04's cache with a way for each layer. `store` is that of the plan; `stores` are the plan's and
     the one before's."""
 
-    def __init__(self, chunks: int, bandwidth=None, files: ChunkFiles | None = None, plan: str = "best"):
+    def __init__(self, chunks: int, bandwidth=None, storage: StoredChunks | None = None, plan: str = "best"):
         """`chunks`: as much host memory as so many of chapter 04's take, for each of two plans. `plan`:
         best, paper, or a letter for each layer."""
-        super().__init__(chunks, bandwidth, files)
+        super().__init__(chunks, bandwidth, storage)
         self.asked, self.question, self.proposed = plan, 0.0, None
         self.paces = deque(maxlen=8)  # measured by predicted seconds, of the last restorations
 
     def attach(self, engine):
-        chunks, files, self.chunks, self.files = self.chunks, self.files, 0, None
+        chunks, self.chunks = self.chunks, 0
         super().attach(engine)  # which keeps nothing yet
-        self.chunk_budget, self.files = chunks * CHUNK * hidden_states.bytes_per_token(self.model), files
+        self.chunk_budget = chunks * CHUNK * hidden_states.bytes_per_token(self.model)
         self.blocks = self.pool.memory.flatten(2, 3).flatten(3)  # [L, 2, slots, KVH * hd]
         chapter_04 = "R" + "H" * (len(self.model.layers) - 1)  # its plan, until costs are measured
         self.adopt(self.asked if set(self.asked) <= set("RHK") else chapter_04)
@@ -152,16 +151,12 @@ class PlannedCache(hidden_states.HiddenCache):
         """Keep by this plan from now on. Only while nothing is under way."""
         kinds = {kind: [layer for layer, letter in enumerate(letters) if letter == kind] for kind in "RHK"}
         of_blocks = [(layer, side) for layer in kinds["K"] for side in (0, 1)]
-        config, files = self.model.config, self.files
+        config = self.model.config
         numbers = len(kinds["H"]) * config.hidden_size
         numbers += len(of_blocks) * config.num_key_value_heads * config.head_dim
         self.chunks = self.chunk_budget // (CHUNK * numbers * self.model.dtype.itemsize)
         before = [store for store in self.stores if store.chunks]
         known = next((store for store in before if store.letters == letters), None)
-        if known:
-            self.files = known.files
-        elif files and self.store.files:
-            self.files = ChunkFiles(files.directories, files.limit)  # another plan's chunks are others
         self.keep(kinds["H"], letters, of_blocks, known)
         self.store.letters, self.store.rows = letters, [part.flatten(0, 1) for part in self.store.parts]
         self.store.parts_of = {layer: [part] for part, layer in enumerate(kinds["H"])}
@@ -189,7 +184,7 @@ class PlannedCache(hidden_states.HiddenCache):
         pace = statistics.median(self.paces) if self.paces else 1.0
         seconds = pace * plan_seconds(store.letters, costs)
         seconds += self.load_link.seconds(0) + store.seconds_to_read(chunks)
-        source = "disk" if store.in_files(chunks) else "cpu"
+        source = "disk" if store.stored(chunks) else "cpu"
         return Match(tokens, seconds, chunks, CHUNK, source, tokens, store)
 
     # Bringing back
@@ -241,7 +236,8 @@ class PlannedCache(hidden_states.HiddenCache):
                         mark = self.engine.clock.mark()
                         hidden = self.landed_rows(landing[layer], start, end - start)  # [T, D]
                         self.project(layer, hidden, positions, slots)
-                        self.note(request, end - start, f"layer {layer}", mark)
+                        span = request, end - start, f"layer {layer}", mark, self.engine.clock.mark()
+                        self.spans.append(span)
                         self.landing.release(landing.pop(layer))
                     restoration.layers += 1
         finally:
@@ -276,7 +272,7 @@ class PlannedCache(hidden_states.HiddenCache):
                 for layer in range(layers - 1):
                     hidden = self.model.layers[layer](hidden, rotation, batch.attend(layer))  # [T, D]
                 self.project(layers - 1, hidden, positions[rows], slots[rows])
-            self.note(request, 0, "recompute", began)
+            self.spans.append((request, 0, "recompute", began, self.engine.clock.mark()))
             if rows.stop < count:
                 yield PAUSE
 
@@ -326,37 +322,21 @@ class PlannedCache(hidden_states.HiddenCache):
         return 1 / plan_seconds(self.store.letters, costs)
 
     def measure_question(self):
-        """Seconds a layer for the question's rows behind a history, in single passes after a pause."""
+        """Seconds a layer for the question's rows behind a history, in single passes."""
         tokens = min(PLANNED, self.model.config.max_position_embeddings // 2)
-        blocks = self.pool.num_blocks(tokens + QUESTION)
-        if self.pool.free.count(1) < blocks:
-            return
-        table = self.pool.allocate(blocks)
-        request = Request([0] * (tokens + QUESTION), 1, table=table, computed=tokens)
-        taken, interrupt = [], self.engine.restorer.interrupt
-        try:
-            for _ in range(4):
-                self.engine.sleep(hidden_states.PAUSE_BEFORE)
-                began = time.perf_counter()
-                self.engine.runner.forward([(request, QUESTION)], interrupt)[1].argmax(-1).tolist()
-                taken.append((time.perf_counter() - began) / len(self.model.layers))
-            self.question = statistics.median(taken[1:])  # the first one touches memory
-        finally:
-            self.pool.release(table)
+        runner, interrupt = self.engine.runner, self.engine.restorer.interrupt
 
-    def close(self):
-        super().close()
-        for store in self.stores[1:]:
-            if store.files:
-                store.files.close()
+        def ask(request):
+            runner.forward([(request, QUESTION)], interrupt)[1].argmax(-1).tolist()
+
+        if seconds := self.measure(ask, tokens + QUESTION, tokens):
+            self.question = seconds / len(self.model.layers)
 
 
 # 3. The demo -----------------------------------------------------------------------------------
 
 def demo(model, frontend: Frontend, arguments):
     """Answers on the model, then plans and times on a larger one, over three links."""
-    if isinstance(arguments.demo, Path):
-        return hidden_states.ingest(frontend, arguments, partial(make_engine, model, arguments))
     # 1. Are the tokens right, with all three ways in one plan?
     rng, third = random.Random(0), len(model.layers) // 3
     letters = "R" * third + "H" * third + "K" * (len(model.layers) - 2 * third)
@@ -420,7 +400,7 @@ def plan(string: str) -> str:
 
 
 def add_arguments(parser):
-    hidden_states.add_shared_arguments(parser)
+    hidden_states.add_arguments(parser)
     words = "best (default), paper (the closed form), or a letter for each layer, like RRHHHK"
     parser.add_argument("--plan", type=plan, default="best", metavar="PLAN", help=words)
 

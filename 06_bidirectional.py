@@ -53,7 +53,7 @@ from common import cli, lesson
 from common import link as links
 from common.requests import Frontend, Request
 from common.restoring import PAUSE, Cache, Match
-from common.store import CHUNK, ChunkFiles, ModelledStorage
+from common.store import CHUNK, ModelledStorage, StoredChunks, in_directories
 
 paged = importlib.import_module("02_paged_kv")
 
@@ -70,10 +70,9 @@ class Kept:
 class BidirectionalCache(Cache):
     """Chunks of K and V in storage, loaded from the back while the engine computes from the front."""
 
-    def __init__(self, storage, share: float = 1.0, leftover=False, bits: int | None = None, memory=256e6):
-        """`storage`: ChunkFiles or ModelledStorage. `share` of a step that a prefill takes beside other
-        requests; 0: it only loads. `leftover`: it takes what they leave. `bits`: 8, or those of the model.
-        `memory`: bytes for chunks on their way."""
+    def __init__(self, storage: StoredChunks, share=1.0, leftover=False, bits=None, memory=256e6):
+        """`share` of a step that a prefill takes beside other requests; 0: it only loads. `leftover`: it
+        takes what they leave. `bits`: 8, or those of the model. `memory`: bytes for chunks on their way."""
         self.storage, self.bits, self.memory = storage, bits, memory
         self.share, self.leftover = share, leftover
 
@@ -105,8 +104,7 @@ class BidirectionalCache(Cache):
         kind = f"kv {self.bits or 'exact'}"
         self.prefixes = paged.Prefixes(f"{self.model.digest.hex()} {self.model.dtype} {kind}", CHUNK)
         self.saving: set = set()  # prefixes on their way to storage
-        self.storage.attach([self.host], engine)
-        self.speeds = deque(maxlen=8)  # bytes/s, of the last reads
+        self.storage.open(engine.wake.set)
 
     # Finding
 
@@ -136,16 +134,13 @@ class BidirectionalCache(Cache):
         return longest
 
     def seconds_to_load(self, tokens: int) -> float:
-        return tokens * self.chunk_bytes / CHUNK / self.speed()
-
-    def speed(self) -> float:
-        """Bytes/s."""
-        return statistics.median(self.speeds) if self.speeds else self.storage.speed
+        return tokens * self.chunk_bytes / CHUNK / self.storage.speed()
 
     def idle(self):
-        """Forget how fast it was and go by what storage says: to try costs nothing."""
-        self.speeds.clear()
-        return self.speed()
+        """Forget how fast it was: to try costs nothing."""
+        for storage in self.storage.storages:
+            storage.speeds.clear()
+        return self.storage.speed()
 
     # Both ends
 
@@ -168,7 +163,7 @@ class BidirectionalCache(Cache):
                 while unread and self.places.available:
                     number, found = unread.pop()
                     (place,) = self.places.allocate(1)
-                    (read,) = self.storage.read([found], [self.arrays[place]], 0, f"chunk {number}")
+                    (read,) = self.storage.read([found], [self.arrays[place]], label=f"chunk {number}")
                     reading.append([number, place, read])
                 if not reading:
                     if not unread:
@@ -178,8 +173,6 @@ class BidirectionalCache(Cache):
                 # 2. When the next one is there, put what prefill does not compute meanwhile in its blocks
                 number, place, read = reading[0]
                 yield read  # goes on when it has arrived; if it fails, `finally` follows
-                began, ended = read.span()
-                self.speeds.append(read.bytes / max(ended - began, 1e-9))
                 self.counts["bytes_in"] += read.bytes
                 if self.load_link:
                     link = self.load_link.copy(self.landed[place], self.host[place], f"chunk {number}")
@@ -344,7 +337,7 @@ def demo(model, frontend: Frontend, arguments):
 
     computing = statistics.median(ask("only computing") for _ in range(lesson.ROUNDS)) / 1e3  # seconds
     even = cache.chunk_bytes * len(prompt) / CHUNK / computing  # bytes/s
-    storages, modelled = {"asked for": None}, isinstance(cache.storage, ModelledStorage)
+    storages, modelled = {"asked for": None}, cache.storage.storages[0].bandwidth
     if modelled and arguments.storage is None:
         storages = {
             "as fast as computing": links.Bandwidth(even),
@@ -354,7 +347,7 @@ def demo(model, frontend: Frontend, arguments):
     taken = {}
     for words, bandwidth in storages.items():
         if bandwidth:
-            cache.storage.use(bandwidth)
+            cache.storage.storages[0].bandwidth = bandwidth
         samples = lesson.in_turn({way: partial(ask, way) for way in WAYS})
         taken[words] = samples, str(cache.storage), last["both"]
     verified = lesson.equal_to_baseline(model, [first, back, *last.values()])
@@ -380,7 +373,8 @@ def demo(model, frontend: Frontend, arguments):
         )
     print("And memory of three speeds, of which only the last one is slow? Chapter 07.")
     engine.close()
-    report = dict(link=dict(modelled=modelled, gbps=cache.speed() / 1e9), counters=engine.counters())
+    link = dict(modelled=bool(modelled), gbps=cache.storage.speed() / 1e9)
+    report = dict(link=link, counters=engine.counters())
     return dict(report, verified=verified, rows=rows), [both.timeline]
 
 
@@ -391,9 +385,8 @@ def once(engine, prompt: list[int], way: str) -> Request:
     engine.cache.share = 0.0 if way == "only loading" else 1.0
     request = Request(prompt, 2)
     request.declined = way == "only computing"
-    storage = engine.cache.storage
-    if isinstance(storage, ModelledStorage) and isinstance(storage.bandwidth, links.Trace):
-        storage.bandwidth.began = time.perf_counter()  # its first speed
+    if isinstance(trace := engine.cache.storage.storages[0].bandwidth, links.Trace):
+        trace.began = time.perf_counter()  # its first speed
     return engine.generate([request])[0]
 
 
@@ -429,15 +422,16 @@ def add_arguments(parser):
 
 def make_engine(model, arguments) -> paged.Engine:
     """Chapter 02's engine with this chapter's Cache."""
-    limit, asked = 1e9 * arguments.disk_limit, arguments.storage
-    storage = ChunkFiles(arguments.disk, limit) if arguments.disk else ModelledStorage(limit, asked or 1e9)
+    limit, asked = arguments.disk_limit, arguments.storage
+    modelled = ModelledStorage(1e9 * limit, asked or 1e9)
+    storage = in_directories(arguments.disk, limit) if arguments.disk else StoredChunks(modelled)
     cache = BidirectionalCache(storage, arguments.share, arguments.compute == "leftover", arguments.bits)
     engine = paged.make_engine(model, arguments, cache)
     tokens = model.config.max_position_embeddings // 2
     seconds = engine.restorer.seconds_to_compute(0, tokens)
     if not (arguments.disk or asked) and math.isfinite(seconds):
         size = tokens * model.config.kv_numbers_per_token * model.dtype.itemsize
-        storage.use(links.Bandwidth(size / seconds))
+        modelled.bandwidth = links.Bandwidth(size / seconds)
     print(f"Chunks of {CHUNK} tokens, {cache.chunk_bytes / 1e6:.2f} MB, in {storage}", file=sys.stderr)
     return engine
 

@@ -24,7 +24,7 @@ from benchmarks.measure import draw, ratio, spread, ttft
 from common import checkpoint, lesson
 from common import link as links
 from common.requests import HungUp, Request
-from common.store import CHUNK, ModelledStorage
+from common.store import CHUNK, ModelledStorage, StoredChunks
 
 paged, both_ends = importlib.import_module("02_paged_kv"), importlib.import_module("06_bidirectional")
 HISTORIES = {"classroom": [1024, 1984], "random:small": [1024, 1984], "random:long": [4096]}
@@ -47,7 +47,7 @@ class Cache(both_ends.BidirectionalCache):
         restoration.layers, restoration.limit = len(self.model.layers), restoration.end
         (place,) = self.places.allocate(1)
         into = [self.arrays[place]]
-        reads = [self.storage.read([found], into, 0, f"chunk {number}")[0] for number, found in match.blocks]
+        reads = [self.storage.read([found], into, label=f"chunk {number}")[0] for number, found in match.blocks]
         try:
             yield reads[-1]
         finally:
@@ -60,25 +60,27 @@ class Cache(both_ends.BidirectionalCache):
 class Silent(ModelledStorage):
     """Brings nothing: what it is asked for is over when it is called off."""
 
-    def read(self, found, into, part, label=""):
+    def get(self, keys, into, label=""):
         transfer = links.Transfer("storage", label)
         transfer.cancel = lambda: transfer.finish(transfer.issued, transfer.issued, links.TransferError("cancelled"))
-        return [transfer]
+        return transfer
 
 
 class Bench:
     def __init__(self, model, tokens: int, budget: int = 512, bits: int | None = None):
         self.model, self.rng, self.tokens = model, random.Random(0), tokens
         self.history, self.crowd = self.draw(tokens), []  # the same one for so many tokens
-        self.storage, self.silent = ModelledStorage(1e11, 1e9), Silent(0, 1.0)
+        self.modelled, silent = ModelledStorage(1e11, 1e9), Silent(0, 1.0)
+        self.storage, self.silent = StoredChunks(self.modelled), StoredChunks(silent)
         self.cache = Cache(self.storage, bits=bits, memory=1e9)
         blocks = -(-(tokens + 2 * QUESTION) // 16) + 8 * -(-budget // 16)
         runner = paged.Runner(model, blocks)
         self.engine = paged.Engine(runner, self.cache, budget, always_restore=True)
+        self.silent.open(self.engine.wake.set)
         self.once("compute")  # and kept
         lesson.settle(self.engine)
         self.cache.save = lambda batch: None
-        self.silent.index = self.storage.index
+        silent.index = self.modelled.index
         self.bytes = tokens // CHUNK * self.cache.chunk_bytes
 
     def draw(self, tokens: int) -> list[int]:
@@ -92,9 +94,9 @@ class Bench:
             engine.evict("device")
         time.sleep(0.02)
         cache.share = 0.0 if way == "load" else share
-        silent, speeds, cache.take = way == "compute" and share < 1, cache.speeds, way != "beside"
-        if silent:
-            cache.storage, cache.speeds = self.silent, deque([1.0])
+        cache.take = way != "beside"
+        if way == "compute" and share < 1:
+            cache.storage = self.silent
         request = Request(self.history + (question or self.draw(QUESTION)), 1)
         request.declined = way == "compute" and share == 1
         for _ in range(4 if share < 1 else 0):  # others are there before
@@ -107,7 +109,7 @@ class Bench:
             engine.step()
         for other in self.crowd:
             engine.cancel(other, HungUp("it was there to take its share"))
-        self.crowd, cache.storage, cache.speeds = [], self.storage, speeds
+        self.crowd, cache.storage = [], self.storage
         if isinstance(request.outcome, Exception):
             raise request.outcome
         return request
@@ -127,9 +129,13 @@ class Bench:
 
     def as_slow(self, times: float, compute: float) -> float:
         """Let loading take `times` as long as `compute` ms -> bytes/s."""
-        self.storage.use(links.Bandwidth(self.bytes / (1e-3 * times * compute)))
-        self.cache.speeds.clear()
-        return self.storage.bandwidth.value
+        self.use(self.bytes / (1e-3 * times * compute))
+        return self.modelled.bandwidth.value
+
+    def use(self, speed: float):
+        """Let storage be so fast from now on, in bytes/s."""
+        self.modelled.bandwidth = links.Bandwidth(speed)
+        self.modelled.speeds.clear()
 
 
 # 1. The grid ------------------------------------------------------------------------------------------------
@@ -214,7 +220,7 @@ def bits(model, arguments):
     compute = exact.typical("compute")
     for r in (4, 1):
         speed = exact.as_slow(r, compute)
-        small.storage.use(links.Bandwidth(speed))
+        small.use(speed)
         row = dict(history_tokens=tokens, dtype="bfloat16", r=r, gbps=speed / 1e9)
         for way in ("load", "both"):
             questions = [exact.draw(QUESTION) for _ in range(rounds)]

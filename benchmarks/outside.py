@@ -74,7 +74,8 @@ class Bench:
             files = store.Storage(store.open_backend(f"file:{folder}", {}), "files")
             config = self.model.config
             size = 64 * chunks * config.kv_numbers_per_token * self.model.dtype.itemsize
-            caches["06"] = both_ends.BidirectionalCache(store.ModelledStorage(size, self.bandwidth or 1e10))
+            caches["06"] = both_ends.BidirectionalCache(
+                store.StoredChunks(store.ModelledStorage(size, self.bandwidth or 1e10)))
             caches["07"] = tiered.TieredCache(2 * chunks, self.bandwidth, files)
         make = lambda cache: paged.Engine(paged.Runner(self.model, blocks), cache)  # noqa: E731
         return {name: make(cache) for name, cache in caches.items()}

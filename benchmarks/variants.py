@@ -34,7 +34,7 @@ from common import cli, lesson
 from common import link as links
 from common.requests import Request
 from common.restoring import Cache
-from common.store import CHUNK, ChunkFiles
+from common.store import CHUNK, Directory, Storage, StoredChunks
 from tools.on_paper import token_wise
 
 HiddenCache, PlannedCache = hidden_states.HiddenCache, bubble_free.PlannedCache
@@ -116,25 +116,26 @@ class Direct(HiddenCache):
     def flush(self):
         noted, states = self.rows, self.step  # of one step, [T, D] a layer
         self.forget_steps()
-        moves, over = self.store.fill(noted)
-        transfers = [self.copy_rows(part, move, rows) for part, rows in enumerate(states) for move in moves]
+        moves, touched = self.store.fill(noted)
+        transfers = []
+        for part, rows in enumerate(states):
+            for move in moves:
+                if move.source is not None:
+                    before = self.store.parts[part][move.source, : move.at]
+                    transfers.append(self.copy_rows(part, move.chunk.number, 0, before))
+                here = rows[move.places[0] : move.places[0] + len(move.places)]  # [n, D]
+                transfers.append(self.copy_rows(part, move.chunk.number, move.at, here))
         if moves:
-            touched = {move.chunk.number for move in moves} | {move.source for move in moves} - {None}
             # The states are not freed before all are copied
             then = lambda arrived, states=states: self.on_saved(transfers[-1], moves, arrived)  # noqa: E731
-            self.hold("save", transfers, (self.store.pool, list(touched)), then=then)
+            self.hold("save", transfers, (self.store.pool, touched), then=then)
         self.counts["copies_out"] += len(transfers)
         self.counts["bytes_out"] += sum(transfer.bytes for transfer in transfers)
-        self.store.released(moves, over)
+        self.store.pool.release(touched)
 
-    def copy_rows(self, part: int, move, rows):
-        """Order the copy of one layer of a move -> its Transfer."""
-        memory, chunk = self.store.parts[part], move.chunk.number
-        if move.source is None:
-            rows = rows[move.places[0] : move.places[0] + move.rows]  # [n, D]
-        else:
-            rows = memory[move.source, : move.rows]
-        return self.save_link.copy(memory[chunk, move.at : move.at + move.rows], rows, "states")
+    def copy_rows(self, part: int, chunk: int, at: int, rows):
+        """Order the copy of rows [n, D] of one layer to a chunk, from row `at` on -> its Transfer."""
+        return self.save_link.copy(self.store.parts[part][chunk, at : at + len(rows)], rows, "states")
 
 
 class DirectToFile(Direct):
@@ -144,11 +145,10 @@ class DirectToFile(Direct):
         self.file, self.writes = tempfile.TemporaryFile(), []
         super().attach(engine)
 
-    def copy_rows(self, part, move, rows):
-        transfer = super().copy_rows(part, move, rows)
-        array = self.store.arrays[part][move.chunk.number, move.at : move.at + move.rows]
-        at = (part * self.chunks + move.chunk.number) * CHUNK + move.at
-        self.writes.append((transfer, array, at * array[0].nbytes))
+    def copy_rows(self, part, chunk, at, rows):
+        transfer = super().copy_rows(part, chunk, at, rows)
+        array = self.store.arrays[part][chunk, at : at + len(rows)]
+        self.writes.append((transfer, array, ((part * self.chunks + chunk) * CHUNK + at) * array[0].nbytes))
         return transfer
 
     def flush(self):
@@ -291,19 +291,10 @@ def divisions(model, tokens: int, rounds: int):
 
 # 4. Directories --------------------------------------------------------------------------------
 
-class Throttled(ChunkFiles):
+def throttled(directories: list[Path], speed: float) -> StoredChunks:
     """Files that each directory reads at most at `speed` bytes/s."""
-
-    def __init__(self, directories, speed: float):
-        super().__init__(directories, 1e11)
-        self.speed, self.free = speed, {}  # free: when a directory would be
-
-    def read_all(self, pairs, part):
-        directory, now = pairs[0][0].path.parent, time.perf_counter()
-        began = max(self.free.get(directory, now), now - 1e-3)  # it woke up late, and was not idle
-        super().read_all(pairs, part)
-        self.free[directory] = began + len(pairs) * self.sizes[part] / self.speed
-        time.sleep(max(0.0, self.free[directory] - time.perf_counter()))
+    speed = links.Bandwidth(speed)
+    return StoredChunks(*(Storage(Directory(str(path), 100), str(path), speed) for path in directories))
 
 
 def directories(model, tokens: int, rounds: int):
@@ -319,13 +310,14 @@ def directories(model, tokens: int, rounds: int):
         with tempfile.TemporaryDirectory() as folder:
             caches = {}
             for name, letters in plans.items():
-                files = Throttled([Path(folder) / name / str(number) for number in range(count)], SSD * even)
+                files = throttled([Path(folder) / name / str(number) for number in range(count)], SSD * even)
                 caches[name] = PlannedCache(chunks_of(tokens), modelled(model, PCIE * even), files, letters)
             with engines_of(model, caches, tokens) as engines:
                 ways = compare(engines, draw(rng, model, tokens), rounds, rng, "03", ["device", "host"])
         for name, letters in plans.items():
+            speeds = [speed for each in caches[name].storage.storages for speed in each.speeds]
             ways[name] |= dict(plan=letters, predicted_ms=1e3 * bubble_free.plan_seconds(letters, costs),
-                               read_gbps=statistics.median(caches[name].store.speeds) / 1e9)
+                               read_gbps=statistics.median(speeds) / 1e9)
         yield dict(history_tokens=tokens, directories=count, gbps_each=SSD * even / 1e9, link_gbps=link / 1e9,
                    reading_over_projecting=costs.load_states / costs.project, ways=ways)
 

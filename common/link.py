@@ -44,7 +44,7 @@ LLAMA_2_7B_HIDDEN = 4096
 # peak.
 SHARE_OF_PEAK = 4 * LLAMA_2_7B_HIDDEN**2 / (2 * LLAMA_2_7B_HIDDEN / 24e9) / 312e12  # 0.63
 LATENCY = 10e-6  # seconds, of a modelled transfer
-TELLING = 1 << 16  # bytes from which a transfer says how fast the lane is
+HANGING = 1.0  # seconds: a lane in which something takes longer is not given anything that somebody waits for
 
 
 class TransferError(Exception):
@@ -117,141 +117,161 @@ class CudaTransfer(Transfer):
         return self.clock.seconds(self.start), self.clock.seconds(self.end)
 
 
-# 2. A lane -------------------------------------------------------------------------------------
+# 2. Lanes --------------------------------------------------------------------------------------
 
 
-class Link:
+class Lane:
+    """A thread that does one thing after the other. Where a bandwidth is modelled, it then sleeps until the
+    model says that what it has copied has arrived. What hangs ends with the process."""
+
+    telling = 1  # bytes from which a transfer says how fast the lane is
+
+    def __init__(self, name: str, wake=lambda: None, background=False):
+        """`wake` is called when something is over. `background`: nobody waits for what this does."""
+        self.name, self.wake = name, wake
+        self.on_their_way: deque[Transfer] = deque()
+        self.speeds: deque[float] = deque(maxlen=8)  # bytes/s, of the last transfers
+        self.jobs, self.closed, self.doing = queue.SimpleQueue(), threading.Event(), [None]
+        arguments = self.jobs, self.closed, self.doing, wake, background  # not the lane: it may be forgotten
+        self.thread = threading.Thread(target=work, args=arguments, daemon=True)
+        self.close = weakref.finalize(self, end, self.jobs, self.closed, self.thread)
+
+    def submit(self, label: str, size: int, function, *arguments, bandwidth=None) -> Transfer:
+        """Call function(*arguments) on the thread -> a Transfer with its value. With a `bandwidth` it takes
+        as long as so many bytes would."""
+        transfer = Transfer(self.name, label, size)
+        self.on_their_way.append(transfer)
+        self.jobs.put((transfer, bandwidth, function, arguments))
+        if self.thread.ident is None:
+            self.thread.start()
+        self.settle()
+        return transfer
+
+    @property
+    def hangs(self) -> bool:
+        began = self.doing[0]
+        return began is not None and time.perf_counter() - began > HANGING
+
+    def settle(self) -> int:
+        """Forget what is over, and note how fast it was -> bytes that are on their way."""
+        while self.on_their_way and self.on_their_way[0].ready:
+            transfer = self.on_their_way.popleft()
+            start, end = transfer.span()
+            if transfer.error is None and transfer.bytes >= self.telling and end > start:
+                self.speeds.append(transfer.bytes / (end - start))
+        return sum(transfer.bytes for transfer in self.on_their_way if not transfer.cancelled)
+
+
+def work(jobs: queue.SimpleQueue, closed: threading.Event, doing: list, wake, background: bool):
+    """The thread of a lane."""
+    if background:  # take the processor only from who is idle, where threads have a priority of their own
+        with suppress(OSError, AttributeError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+    free = 0.0  # when the lane is free, in the model
+    while (job := jobs.get()) is not None:
+        transfer, bandwidth, function, arguments = job
+        start, error = max(transfer.issued, free), TransferError("cancelled")
+        if not transfer.cancelled:
+            doing[0] = time.perf_counter()
+            try:
+                transfer.value, error = function(*arguments), None
+            except Exception as raised:
+                error = raised
+            doing[0], free = None, time.perf_counter()
+            if bandwidth and error is None:  # no model is faster than this memory
+                free = max(free, bandwidth.arrival(start, transfer.bytes))
+                closed.wait(max(0.0, free - time.perf_counter()))
+        transfer.finish(start, max(start, free), error)
+        transfer = function = arguments = job = error = None  # and what they hold
+        wake()
+
+
+def end(jobs: queue.SimpleQueue, closed: threading.Event, thread: threading.Thread):
+    """End the thread of a lane; what the model has on its way arrives at once. No thread may be inside
+    PyTorch when the interpreter goes."""
+    closed.set()
+    jobs.put(None)
+    if thread.ident is not None and thread is not threading.current_thread():
+        thread.join(HANGING)
+
+
+class Link(Lane):
     """One direction of the link. `bandwidth`, in bytes/s or a Bandwidth, is the model's without a GPU."""
 
-    def __init__(self, lane: str, clock, bandwidth=None, wake=lambda: None, background=False):
-        self.lane, self.clock, self.wake = lane, clock, wake  # called when a modelled transfer is over
+    telling = 1 << 16
+
+    def __init__(self, name: str, clock, bandwidth=None, wake=lambda: None, background=False):
+        super().__init__(name, wake, background)
+        self.clock, self.modelled = clock, clock.device.type != "cuda"
         self.bandwidth = Bandwidth(bandwidth) if isinstance(bandwidth, (int, float)) else bandwidth
-        self.modelled = clock.device.type != "cuda"
-        self.on_their_way: deque[Transfer] = deque()
-        self.lock = threading.Lock()  # any thread may copy
-        self.speeds: deque[float] = deque(maxlen=16)  # bytes/s, of the last transfers
-        self.closed = threading.Event()
-        if self.modelled:
-            self.queue = queue.SimpleQueue()
-            arguments = self.queue, self.closed, wake, background
-            thread = threading.Thread(target=carry, args=arguments, daemon=True)
-            thread.start()
-            self.close = weakref.finalize(self, close, self.queue, self.closed, thread)
-        else:
-            self.stream, self.close = torch.cuda.Stream(), self.closed.set
+        self.stream = None if self.modelled else torch.cuda.Stream()
 
     def copy(self, dst, src, label: str) -> Transfer:
         """Copy tensor `src` to `dst`, or a list of tensors to a list of the same shapes -> the Transfer."""
         dst = [dst] if isinstance(dst, torch.Tensor) else list(dst)
         src = [src] if isinstance(src, torch.Tensor) else list(src)
-        kind = Transfer if self.modelled else CudaTransfer
-        transfer = kind(self.lane, label, sum(piece.nbytes for piece in dst))
-        error = None
-        if [(piece.shape, piece.dtype) for piece in dst] != [(piece.shape, piece.dtype) for piece in src]:
-            error = ValueError("the two sides differ in shape or dtype")
-        with self.lock:
-            self.settle()
-            if self.modelled:
-                self.queue.put((transfer, [] if error else list(zip(dst, src)), self.bandwidth, error))
-            else:
-                self.issue(transfer, [] if error else list(zip(dst, src)), error)
-            self.on_their_way.append(transfer)
+        size = sum(piece.nbytes for piece in dst)
+        if self.modelled:
+            return self.submit(label, size, move, dst, src, bandwidth=self.bandwidth)
+        transfer = CudaTransfer(self.name, label, size)
+        self.issue(transfer, dst, src)
+        self.on_their_way.append(transfer)
+        self.settle()
         return transfer
 
-    def issue(self, transfer: CudaTransfer, pairs: list, error: Exception | None):
+    def issue(self, transfer: CudaTransfer, dst: list, src: list):
         """Queue the copy on the lane's stream, behind what is queued to compute now."""
-        transfer.clock, transfer.error = self.clock, error
+        transfer.clock = self.clock
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             transfer.start = self.clock.mark()
             try:
-                for dst, src in pairs:
-                    for piece, source in contiguous_on_host(dst, src, host_side=dst if src.is_cuda else src):
+                for to, out_of in paired(dst, src):
+                    host_side = to if out_of.is_cuda else out_of
+                    for piece, source in contiguous_on_host(to, out_of, host_side):
                         piece.copy_(source, non_blocking=True)
-            except RuntimeError as refused:
+            except (RuntimeError, ValueError) as refused:
                 transfer.error = refused
             transfer.end = self.clock.mark()
 
-    def settle(self):
-        """Forget what has arrived, and note how fast it was. The caller must hold `self.lock`."""
-        while self.on_their_way and self.on_their_way[0].ready:
-            transfer = self.on_their_way.popleft()
-            start, end = transfer.span()
-            if transfer.error is None and transfer.bytes >= TELLING and end > start:
-                self.speeds.append(transfer.bytes / (end - start))
-
     def speed(self) -> float:
         """Bytes per second: the median of the last transfers, or else of the model, or of a measurement."""
-        with self.lock:
-            self.settle()
-            if self.speeds:
-                return statistics.median(self.speeds)
+        self.settle()
+        if self.speeds:
+            return statistics.median(self.speeds)
         return self.bandwidth.value if self.modelled else self.measure()
 
     def seconds(self, size: int) -> float:
         """Estimate until `size` bytes would be there, behind what is queued now."""
-        with self.lock:
-            self.settle()
-            queued = sum(transfer.bytes for transfer in self.on_their_way)
-        return LATENCY + (queued + size) / self.speed()
+        return LATENCY + (self.settle() + size) / self.speed()
 
     def measure(self, interrupt=lambda: None) -> float:
         """Measure again -> bytes per second. What was noted before counts no more. `interrupt` may raise."""
-        with self.lock:
-            self.speeds.clear()
+        self.settle()
+        self.speeds.clear()
         if self.modelled:
             return self.bandwidth.measure(interrupt)
         device = torch.zeros(1 << 26, dtype=torch.uint8, device=self.clock.device)
         host = host_memory(device.shape, torch.uint8, self.clock.device, "The buffer of a measurement")
         for _ in range(3):
-            self.copy(*((host, device) if self.lane == "save" else (device, host)), "measurement").wait()
+            self.copy(*((host, device) if self.name == "save" else (device, host)), "measurement").wait()
         return self.speed()
 
     def __str__(self):
         return str(self.bandwidth) if self.modelled else f"link, {self.speed() / 1e9:.1f} GB/s"
 
 
-def in_background():
-    """This thread takes the processor only from who is idle, where threads have a priority of their own."""
-    with suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+def paired(dst: list[torch.Tensor], src: list[torch.Tensor]):
+    """-> pairs of tensors. Raises ValueError if they are not of the same kind."""
+    if [(piece.shape, piece.dtype) for piece in dst] != [(piece.shape, piece.dtype) for piece in src]:
+        raise ValueError("the two sides differ in shape or dtype")
+    return zip(dst, src)
 
 
-def carry(lane: queue.SimpleQueue, closed: threading.Event, wake, background: bool):
-    """The thread of a modelled lane: copy each, then sleep until the model says that it has arrived."""
-    if background:  # nobody waits for it
-        in_background()
-    free = 0.0  # when the lane is free, in the model
-    while (item := lane.get()) is not None:
-        transfer, pairs, bandwidth, error = item
-        start = max(transfer.issued, free)
-        if transfer.cancelled:
-            transfer.finish(start, start, TransferError("cancelled"))
-            continue
-        try:
-            for dst, src in pairs:
-                move(dst, src)
-        except Exception as refused:
-            error = refused
-        # No model is faster than this memory
-        free = max(bandwidth.arrival(start, transfer.bytes), time.perf_counter())
-        closed.wait(max(0.0, free - time.perf_counter()))
-        transfer.finish(start, free, error)
-        transfer = pairs = item = dst = src = None  # and what they hold
-        wake()
-
-
-def close(lane: queue.SimpleQueue, closed: threading.Event, thread: threading.Thread):
-    """End the thread of a lane; what is still on its way arrives at once."""
-    closed.set()
-    lane.put(None)
-    if thread is not threading.current_thread():
-        thread.join(5)
-
-
-def move(dst: torch.Tensor, src: torch.Tensor):
+def move(dst: list[torch.Tensor], src: list[torch.Tensor]):
     """Copy in ordinary memory with one core: NumPy takes no other, where torch would take all of them."""
-    numpy.copyto(as_integers(dst), as_integers(src))
+    for to, out_of in paired(dst, src):
+        numpy.copyto(as_integers(to), as_integers(out_of))
 
 
 def as_integers(tensor: torch.Tensor) -> numpy.ndarray:
@@ -327,20 +347,22 @@ class PlatformBandwidth(Bandwidth):
     section 6.1)."""
 
     def __init__(self, model, platform: str = "a100"):
-        self.model, self.platform = model, platform
+        self.model, self.platform, (peak, pcie) = model, platform, PLATFORMS[platform]
+        # How much longer Llama-2-7B takes there to project a layer's hidden states than to move them
+        self.ratio = 4 * LLAMA_2_7B_HIDDEN**2 / (SHARE_OF_PEAK * peak) / (2 * LLAMA_2_7B_HIDDEN / pcie)
         self.measure()
 
     @torch.inference_mode()
-    def measure(self, interrupt=lambda: None, tokens=512, rounds=9, seconds=0.02) -> float:
+    def measure(self, interrupt=lambda: None) -> float:
         """Time what a restoration does, layer after layer: project, and write to the slots of a table."""
         config = self.model.config
-        tokens = min(tokens, config.max_position_embeddings)
+        self.tokens = tokens = min(512, config.max_position_embeddings)
         hidden = torch.randn(tokens, config.hidden_size).to(self.model.dtype)  # [T, D]
         positions, slots = torch.arange(tokens), torch.randperm(tokens)
         shape = 2, tokens, config.num_key_value_heads, config.head_dim
         keys, values = torch.empty(shape, dtype=self.model.dtype)  # [T, KVH, hd] each
         samples = []
-        while len(samples) <= rounds or sum(samples) < seconds:
+        while len(samples) < 10 or sum(samples) < 0.02:  # seconds
             interrupt()
             layer = self.model.layers[len(samples) % config.num_hidden_layers]
             began = time.perf_counter()
@@ -349,24 +371,16 @@ class PlatformBandwidth(Bandwidth):
             values.index_copy_(0, slots, v)
             samples.append(time.perf_counter() - began)
         self.samples = sorted(samples[1:])  # the first one touches memory
-        self.tokens = tokens
-        self.value = projection_over_transfer(self.platform) * hidden.nbytes / statistics.median(self.samples)
+        self.value = self.ratio * hidden.nbytes / statistics.median(self.samples)
         return self.value
 
     def __str__(self):
         least, middle, most = (1e3 * self.samples[len(self.samples) * part // 4] for part in (1, 2, 3))
-        ratio = projection_over_transfer(self.platform)
         return (
             f"modelled link, {self.value / 1e9:.3g} GB/s, as for an {self.platform.upper()}: the hidden "
-            f"states of {self.tokens} tokens take {middle / ratio:.3g} ms a layer, and restoring them "
+            f"states of {self.tokens} tokens take {middle / self.ratio:.3g} ms a layer, and restoring them "
             f"{middle:.3g} ms (quartiles {least:.3g} to {most:.3g})"
         )
-
-
-def projection_over_transfer(platform: str) -> float:
-    """How much longer Llama-2-7B takes on `platform` to project a layer's hidden states than to move them."""
-    peak, pcie = PLATFORMS[platform]
-    return (4 * LLAMA_2_7B_HIDDEN**2 / (SHARE_OF_PEAK * peak)) / (2 * LLAMA_2_7B_HIDDEN / pcie)
 
 
 def add_arguments(parser):

@@ -3,6 +3,7 @@
 import random
 import time
 
+import numpy
 import pytest
 import torch
 from support.engines import (
@@ -17,37 +18,30 @@ from support.engines import (
     settle,
 )
 
-from common.link import LATENCY, Bandwidth, Link, Trace, Transfer, TransferError
+from common import store
+from common.link import LATENCY, Bandwidth, Lane, Trace, Transfer, TransferError
 from common.requests import HungUp, Request
-from common.store import CHUNK, ChunkFiles, Lane, ModelledStorage
-from common.timeline import Clock
+from common.store import CHUNK, ModelledStorage, StoredChunks
 
 ORACLE = Oracle()
 PROMPT = draw(random.Random(0), 400)  # 6 chunks, 384 tokens, and 16 more
 BYTES = 64 * 3 * 2 * 2 * 16 * 4  # of a chunk
 
 
-class Storage:
+class Storage(store.ModelledStorage):
     """Delivers what it is told to, when it is told to."""
 
-    speed = 1e15  # so that a step takes a chunk
-
     def __init__(self):
-        self.index, self.reads, self.log = {}, [], []
+        super().__init__(1e9, 1e15)  # bytes/s: a step takes a chunk
+        self.reads, self.log = [], []
 
-    def attach(self, parts, engine):
-        pass
-
-    def find(self, prefix):
-        return self.index.get(prefix.key)
-
-    def read(self, found, into, part, label=""):
-        self.reads.append((Transfer("storage", label, found[0].nbytes), found[0], into[0]))
+    def get(self, keys, into, label=""):
+        self.reads.append((Transfer("storage", label, into[0].nbytes), self.index[keys[0]], into[0]))
         self.log.append(self.reads[-1][0])
-        return [self.reads[-1][0]]
+        return self.reads[-1][0]
 
-    def write(self, prefix, parts):
-        self.index[prefix.key] = parts[0].copy()
+    def set(self, keys, values):
+        self.write(keys, values)
         written = Transfer("save", "chunk")
         written.finish(0.0, 0.0)
         return written
@@ -64,14 +58,12 @@ class Storage:
             transfer.finish(time.perf_counter(), time.perf_counter(), error)
             count -= 1
 
-    def close(self):
-        pass
-
 
 def engine_for(storage=None, budget: int = 64, blocks: int = 96, memory=1e6, **options):
     """-> engine, its cache and its storage, which holds the chunks of PROMPT, the device none."""
     storage = storage or Storage()
-    cache = both.BidirectionalCache(storage, memory=memory, **options)
+    chunks = StoredChunks(storage) if isinstance(storage, store.Storage) else storage
+    cache = both.BidirectionalCache(chunks, memory=memory, **options)
     engine = make(cache, blocks, token_budget=budget)
     ask(engine, PROMPT, 1)
     if isinstance(storage, Storage):
@@ -240,22 +232,15 @@ def test_what_a_late_read_writes_is_read_by_nobody():
     finish(engine, storage, request)
 
 
-@pytest.mark.parametrize("kind", ["link", "lane"])
-def test_a_read_that_is_called_off_before_it_begins_is_never_done(kind):
-    release, copied = Transfer("", ""), torch.zeros(3)
-    if kind == "link":
-        lane = Link("storage", Clock("cpu"), 1e9, wake=lambda: release.wait(10))
-        copy = lambda: lane.copy(copied, torch.ones(3), "")  # noqa: E731
-    else:
-        lane = Lane("storage", wake=lambda: release.wait(10))
-        copy = lambda: lane.submit("", 0, copied.add_, 1)  # noqa: E731
-    first, second, third = copy(), copy(), copy()
+def test_a_read_that_is_called_off_before_it_begins_is_never_done():
+    release, done = Transfer("", ""), []
+    lane = Lane("storage", wake=lambda: release.wait(10))
+    first, second, third = (lane.submit("", 0, done.append, number) for number in range(3))
     first.wait(10)
-    copied.zero_()
     second.cancel()
     release.finish(0.0, 0.0)
     third.wait(10)
-    assert copied.tolist() == [1] * 3 and "cancelled" in str(second.error)
+    assert done == [0, 2] and "cancelled" in str(second.error)
     lane.close()
 
 
@@ -279,7 +264,7 @@ def slow_prefill(engine, storage, ratio: float):
     """Loading a history takes `ratio` times as long as computing it is estimated to."""
     engine.restorer.rates.clear()
     engine.restorer.rates.append(1.0)
-    storage.speed = 6 * BYTES / engine.restorer.seconds_to_compute(0, 384) / ratio
+    storage.bandwidth = Bandwidth(6 * BYTES / engine.restorer.seconds_to_compute(0, 384) / ratio)
 
 
 @pytest.mark.parametrize("ratio", [0.01, 0.5, 1.0, 3.0, 100.0])
@@ -309,7 +294,7 @@ def test_an_estimate_is_that_of_both_ends_and_no_longer_than_computing():
 
 def test_beside_others_prefill_takes_its_share_and_alone_all():
     engine, cache, storage = engine_for(budget=100, share=0.25)
-    storage.speed = 1e-9  # storage brings nothing: prefill takes all that it may
+    storage.bandwidth = Bandwidth(1e-9)  # storage brings nothing: prefill takes all that it may
     request = submit(engine)
     engine.step()
     assert request.computed == 100
@@ -430,30 +415,29 @@ def found_now(cache, tokens) -> int:
     return match.tokens if match else 0
 
 
-def test_modelled_storage_forgets_the_least_recently_used_and_the_front_of_that_first():
-    storage = ModelledStorage(4 * BYTES, 1e12)
-    engine, cache, _ = engine_for(storage)
-    assert [number for number, _ in cache.match(Request(PROMPT, 1)).blocks] == [2, 3, 4, 5]
-    ask(engine, draw(random.Random(4), 130), 1)
-    settle(engine)
-    assert [number for number, _ in cache.match(Request(PROMPT, 1)).blocks] == [4, 5]
-    request = submit(engine)
-    finish(engine, storage, request)
+def test_modelled_storage_forgets_the_least_recently_used():
+    storage, value = ModelledStorage(3 * 8, 1e12), numpy.zeros(8, "u1")
+    storage.write([b"1", b"2", b"3"], [value] * 3)
+    storage.read([b"1"], [value])
+    storage.write([b"4"], [value])
+    assert [storage.has([key]) for key in (b"1", b"2", b"3", b"4")] == [True, False, True, True]
+    with pytest.raises(KeyError):
+        storage.read([b"2"], [value])
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "gone"])
-def test_files_are_read_from_the_back_and_a_damaged_one_ends_it(damage):
-    files = chunk_files()
-    engine_for(files)[0].close()
-    engine = make(both.BidirectionalCache(ChunkFiles(files.directories, files.limit), share=0.0), 64)
+def test_files_are_read_from_the_back_and_a_damaged_one_ends_it(damage, tmp_path):
+    engine_for(chunk_files(tmp_path))[0].close()
+    engine = make(both.BidirectionalCache(chunk_files(tmp_path), share=0.0), 64)
     request = Request(PROMPT + [7], 4)
-    _, file = engine.cache.match(request).blocks[2]
-    raw = bytearray(file.path.read_bytes())
+    _, stored = engine.cache.match(request).blocks[2]
+    path = tmp_path / f"{stored.keys[0].hex()}.page"
+    raw = bytearray(path.read_bytes())
     raw[len(raw) // 2] ^= 1
     if damage == "gone":
-        file.path.unlink()
+        path.unlink()
     else:
-        file.path.write_bytes(raw if damage == "flipped" else raw[:-5])
+        path.write_bytes(raw if damage == "flipped" else raw[:-5])
     engine.generate([request])
     assert ORACLE.judge(request) == "equal" and request.found == {"storage": 192}
     settle(engine)
@@ -464,12 +448,11 @@ def test_files_are_read_from_the_back_and_a_damaged_one_ends_it(damage):
     engine.close()
 
 
-def test_what_is_on_its_way_to_a_file_when_the_engine_is_closed_gets_there():
-    files = chunk_files()
-    engine = make(both.BidirectionalCache(files), 64)
+def test_what_is_on_its_way_to_a_file_when_the_engine_is_closed_gets_there(tmp_path):
+    engine = make(both.BidirectionalCache(chunk_files(tmp_path)), 64)
     ask(engine, PROMPT, 1)
     engine.close()
-    again = make(both.BidirectionalCache(ChunkFiles(files.directories, files.limit)), 64)
+    again = make(both.BidirectionalCache(chunk_files(tmp_path)), 64)
     assert found(again, PROMPT) == 384
     again.close()
 
@@ -520,7 +503,7 @@ def test_what_is_computed_behind_8_bits_is_not_found_by_its_exact_name():
         engine.step()
     settle(engine)
     assert found(engine, request.tokens) == 448
-    exact = make(both.BidirectionalCache(storage), 96)
+    exact = make(both.BidirectionalCache(StoredChunks(storage)), 96)
     assert found(exact, request.tokens) == 0
     ask(exact, PROMPT, 1)
     assert found(exact, request.tokens) == 384 and found(engine, request.tokens) == 448
@@ -547,7 +530,7 @@ def test_reads_follow_each_other_at_the_modelled_speed():
     spans = [span for span in request.timeline.spans if span.lane == "storage"]
     assert len(spans) == 6 and all(span.end - span.start >= 0.99 * BYTES / 1e8 for span in spans)
     assert all(later.start >= earlier.end - 1e-6 for earlier, later in zip(spans, spans[1:]))
-    assert cache.speed() <= 1.01e8
+    assert cache.storage.speed() <= 1.01e8
 
 
 @pytest.mark.parametrize("words, values", [("0.1", [1e8]), ("0.1:2:0.5@0.3", [1e8, 2e9, 5e8])])

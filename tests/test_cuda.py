@@ -22,7 +22,7 @@ from support.faults import faulty
 
 from common.link import Link, TransferError, bandwidth
 from common.requests import Request
-from common.store import ModelledStorage
+from common.store import ModelledStorage, StoredChunks
 from common.timeline import Clock
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
@@ -42,9 +42,9 @@ CACHES = {
     "host": lambda blocks: offload.HostCache(4 * blocks),
     "hidden": lambda blocks: hidden.HiddenCache(4 * blocks),
     "planned": lambda blocks: planned.PlannedCache(4 * blocks, plan="RHK"),
-    "both": lambda blocks: both.BidirectionalCache(ModelledStorage(1e8, 1e9)),
-    "8 bits": lambda blocks: both.BidirectionalCache(ModelledStorage(1e8, 1e9), bits=8),
-    "storage": lambda blocks: both.BidirectionalCache(ModelledStorage(1e8, 1e9), share=0.0),
+    "both": lambda blocks: both.BidirectionalCache(StoredChunks(ModelledStorage(1e8, 1e9))),
+    "8 bits": lambda blocks: both.BidirectionalCache(StoredChunks(ModelledStorage(1e8, 1e9)), bits=8),
+    "storage": lambda blocks: both.BidirectionalCache(StoredChunks(ModelledStorage(1e8, 1e9)), share=0.0),
 }
 EXACT = [cache for cache in CACHES if cache != "8 bits"]
 FOUND = {"host": {"cpu": 192}, "hidden": {"cpu": 200}, "planned": {"cpu": 200}, "storage": {"storage": 192}}

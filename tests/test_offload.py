@@ -23,7 +23,7 @@ class Lane:
 
     def copy(self, dst, src, label):
         dst, src = ([side] if isinstance(side, torch.Tensor) else side for side in (dst, src))
-        transfer = Transfer(self.link.lane, label, sum(piece.nbytes for piece in dst))
+        transfer = Transfer(self.link.name, label, sum(piece.nbytes for piece in dst))
         self.sent.append((transfer, dst))
         self.waiting.append((transfer, dst, src))
         if self.at_once:
@@ -306,9 +306,11 @@ def test_a_copy_out_that_would_take_longer_than_its_blocks_may_be_held_is_not_be
 def test_closing_the_engine_ends_the_threads_of_both_links():
     before = set(threading.enumerate())
     engine = make("host")
+    ask(engine, PROMPT)
+    evict(engine)
+    ask(engine, PROMPT)
     threads = set(threading.enumerate()) - before
     assert len(threads) == 2
-    ask(engine, PROMPT)
     engine.close()
     assert not any(thread.is_alive() for thread in threads)
 

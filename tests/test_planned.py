@@ -28,8 +28,8 @@ ORACLE = Oracle()
 PROMPT = draw(random.Random(0), 150)
 
 
-def engine_for(plan="RHK", files=None, chunks=64, bandwidth=2e9, model=None, **options):
-    cache = planned.PlannedCache(chunks, bandwidth, files, plan)
+def engine_for(plan="RHK", storage=None, chunks=64, bandwidth=2e9, model=None, **options):
+    cache = planned.PlannedCache(chunks, bandwidth, storage, plan)
     return make(cache, 64, model=model, **options), cache
 
 
@@ -202,21 +202,18 @@ def test_estimates_follow_what_restorations_took():
 
 
 @pytest.mark.parametrize("plan", ["RHK", "KKK"])
-def test_plans_in_files_are_names_of_their_own(plan):
-    files = chunk_files()
-    ask(engine := engine_for("RHK", files)[0], PROMPT, 1)
+def test_plans_in_files_are_names_of_their_own(plan, tmp_path):
+    ask(engine := engine_for("RHK", chunk_files(tmp_path))[0], PROMPT, 1)
     settle(engine)
-    again = engine_for(plan, planned.ChunkFiles(files.directories, files.limit))[0]
+    again = engine_for(plan, chunk_files(tmp_path))[0]
     request = ask(again, PROMPT + [3])
     assert request.found == ({"disk": 128} if plan == "RHK" else {}) and ORACLE.judge(request) == "equal"
 
 
-def test_what_is_there_is_projected_before_a_later_layer_is_waited_for():
-    files = chunk_files()
-    ask(engine := engine_for("RHK", files)[0], PROMPT, 1)
+def test_what_is_there_is_projected_before_a_later_layer_is_waited_for(tmp_path):
+    ask(engine := engine_for("RHK", chunk_files(tmp_path))[0], PROMPT, 1)
     settle(engine)
-    again = engine_for("RHK", planned.ChunkFiles(files.directories, files.limit))[0]
-    said = steps_of(again, PROMPT + [3])
+    said = steps_of(engine_for("RHK", chunk_files(tmp_path))[0], PROMPT + [3])
     assert said == ["project 0", "part 0", "layer 1", "project 1", "part 1", "part 2", "layer 2"]
 
 

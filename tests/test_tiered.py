@@ -240,7 +240,7 @@ def test_the_guard_does_not_wait_for_storage_that_is_slower_than_computing():
         restorer, storage = engine.restorer, engine.cache.storage
         restorer.rates = deque([1e6])  # FLOP/s
         restorer.always, restorer.rates = False, deque([1e6 * restorer.seconds_to_compute(0, 200)])  # 1 s
-        storage.speeds = deque([1e3])  # bytes/s
+        storage.reader.speeds = deque([1e3])  # bytes/s
         request = right(engine, prompt)
         (words,) = request.decisions
         assert request.found == {} and "storage" in words and "computed" in words
@@ -345,7 +345,7 @@ def test_damaged_values_are_never_used_and_are_written_again(damage):
 
 
 def test_storage_that_hangs_delays_one_request_and_then_nobody(monkeypatch):
-    monkeypatch.setattr(store, "HANGING", 0.05)
+    monkeypatch.setattr("common.link.HANGING", 0.05)
     shelf, prompt = Shelf(), draw(random.Random(0), 200)
     with engine_on(shelf, "timeout", timeout=(0.2, 0.0)) as engine:
         right(engine, prompt)

@@ -7,7 +7,7 @@ import pytest
 from support.engines import BANDWIDTH, Oracle, ask, check_pools, draw, evict, make, settle
 
 from benchmarks import variants
-from common.store import CHUNK, ChunkFiles
+from common.store import CHUNK
 
 ORACLE = Oracle()
 PROMPT = draw(random.Random(3), 2 * CHUNK + 40)
@@ -67,11 +67,10 @@ def test_divided_tokens_come_back(first, last):
 
 
 def test_throttled_directories_bring_back_what_they_hold(tmp_path):
-    files = variants.Throttled([tmp_path / "1", tmp_path / "2"], 1e9)
-    assert isinstance(files, ChunkFiles)
-    cache = variants.PlannedCache(32, BANDWIDTH, files, "RHK")
+    storage = variants.throttled([tmp_path / "1", tmp_path / "2"], 1e9)
+    cache = variants.PlannedCache(32, BANDWIDTH, storage, "RHK")
     assert goes_on(cache, ("device", "host")).found == {"disk": 2 * CHUNK}
-    assert set(files.free) == set(files.directories), "both were read"
+    assert all(each.speeds and each.speed() <= 1e9 for each in storage.storages), "both were read"
 
 
 def test_the_naive_plan_is_the_best_without_hidden_states():

@@ -15,7 +15,7 @@ from common.link import Transfer
 from common.llama import Llama, LlamaConfig
 from common.requests import Request
 from common.restoring import Cache
-from common.store import ChunkFiles, ModelledStorage, Storage, open_backend
+from common.store import ModelledStorage, Storage, StoredChunks, in_directories, open_backend
 
 CHAPTERS = (
     "01_baseline", "02_paged_kv", "03_cpu_offload", "04_hidden_state_cache", "05_bubble_free",
@@ -40,13 +40,16 @@ CACHES = {
 }
 # name -> function(blocks, block size): a Runner, with the base Cache
 RUNNERS = {"hybrid": lambda blocks, size: hybrid_runner(blocks, size)}
-modelled = lambda blocks: ModelledStorage(5e4 * blocks, BANDWIDTH / 10)  # noqa: E731
 FOLDERS = tempfile.TemporaryDirectory()
 
 
-def chunk_files(limit: float = 1e8) -> ChunkFiles:
-    """In a directory of its own."""
-    return ChunkFiles([Path(tempfile.mkdtemp(dir=FOLDERS.name))], limit)
+def modelled(blocks: int) -> StoredChunks:
+    return StoredChunks(ModelledStorage(5e4 * blocks, BANDWIDTH / 10))
+
+
+def chunk_files(folder: Path | None = None, limit_gb: float = 0.1) -> StoredChunks:
+    """In a directory of its own, or in this one."""
+    return in_directories([folder or Path(tempfile.mkdtemp(dir=FOLDERS.name))], limit_gb)
 
 
 def tiered(blocks: int, prefetch: str, write: str, backend=None, **options):
@@ -208,7 +211,7 @@ def steps_of(engine, prompt) -> list[str]:
     """What a restoration waits for, and what it projects, where each read ends only when it is waited for."""
     cache, said, project = engine.cache, [], engine.cache.project
     cache.project = lambda layer, *rest: said.append(f"project {layer}") or project(layer, *rest)
-    cache.files.read = lambda files, into, part: [Transfer("storage", f"part {part}", 1)]
+    cache.storage.read = lambda chunks, into, part: [Transfer("storage", f"part {part}", 1)]
     request = Request(prompt, 1)
     engine.extend(request)
     match = cache.match(request)

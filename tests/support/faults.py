@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from common.link import Link, Transfer
-from common.store import ChunkFiles, Storage
+from common.store import ModelledStorage, Storage
 
 
 class Faults:
@@ -47,17 +47,17 @@ class Faults:
         return transfer
 
     def injected(self, link: Link, dst, src, label: str) -> Transfer:
-        if link.lane not in self.lanes:
+        if link.name not in self.lanes:
             return COPY(link, dst, src, label)
-        if self.broken[link.lane]:
-            self.broken[link.lane] -= 1
+        if self.broken[link.name]:
+            self.broken[link.name] -= 1
             self.noise += 1
             return self.later(link, dst, None, label)
         draw = self.rng.random()
         if draw < self.failing:
             self.failed += 1
-            self.broken[link.lane] = self.rng.randrange(self.noisy + 1)
-            transfer = Transfer(link.lane, label, sum(piece.nbytes for piece in dst))
+            self.broken[link.name] = self.rng.randrange(self.noisy + 1)
+            transfer = Transfer(link.name, label, sum(piece.nbytes for piece in dst))
             transfer.finish(transfer.issued, transfer.issued, OSError("injected"))
             link.wake()
             return transfer
@@ -68,7 +68,7 @@ class Faults:
 
     def later(self, link: Link, dst: list, src: list | None, label: str) -> Transfer:
         """Write to `dst` after a while: `src`, or NaN and then fail."""
-        transfer = Transfer(link.lane, label, sum(piece.nbytes for piece in dst))
+        transfer = Transfer(link.name, label, sum(piece.nbytes for piece in dst))
 
         @torch.inference_mode()
         def write():
@@ -87,20 +87,7 @@ class Faults:
         self.pending = [*(other for other in self.pending if other.is_alive()), timer]
         return transfer
 
-
-    def read_one(self, files: ChunkFiles, file, into, part: int):
-        draw = self.rng.random()
-        if draw < self.failing:
-            self.failed += 1
-            into.view("uint8").fill(255)
-            raise OSError("injected")
-        if draw < self.failing + self.late:
-            self.delayed += 1
-            time.sleep(self.delay * self.rng.random())
-        READ_ONE(files, file, into, part)
-
-
-    def read_pages(self, storage: Storage, keys, into):
+    def read(self, storage: Storage, keys, into):
         draw = self.rng.random()
         if draw < self.failing:
             self.failed += 1
@@ -110,10 +97,10 @@ class Faults:
         if draw < self.failing + self.late:
             self.delayed += 1
             time.sleep(self.delay * self.rng.random())
-        READ_PAGES(storage, keys, into)
+        READ[type(storage)](storage, keys, into)
 
 
-COPY, READ_ONE, READ_PAGES = Link.copy, ChunkFiles.read_one, Storage.read
+COPY, READ = Link.copy, {kind: kind.read for kind in (Storage, ModelledStorage)}
 
 
 @contextmanager
@@ -122,11 +109,13 @@ def faulty(*args, **shares):
     faults = Faults(*args, **shares)
     Link.copy = lambda link, dst, src, label: faults.copy(link, dst, src, label)
     if "storage" in faults.lanes:
-        ChunkFiles.read_one = lambda files, file, into, part: faults.read_one(files, file, into, part)
-        Storage.read = lambda storage, keys, into: faults.read_pages(storage, keys, into)
+        for kind in READ:
+            kind.read = lambda storage, keys, into: faults.read(storage, keys, into)
     try:
         yield faults
     finally:
-        Link.copy, ChunkFiles.read_one, Storage.read = COPY, READ_ONE, READ_PAGES
+        Link.copy = COPY
+        for kind, read in READ.items():
+            kind.read = read
         for timer in faults.pending:
             timer.join()

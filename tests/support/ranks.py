@@ -127,8 +127,8 @@ def hanging(ranks, arguments):
     copy, late = Link.copy, []
 
     def hang(link, dst, src, label):
-        if link.lane == "load" and label == "layer 1" and ranks.rank == 1:
-            late.append((Transfer(link.lane, label, 0), dst))
+        if link.name == "load" and label == "layer 1" and ranks.rank == 1:
+            late.append((Transfer(link.name, label, 0), dst))
             return late[-1][0]
         return copy(link, dst, src, label)
 
