@@ -16,7 +16,6 @@ import importlib
 import random
 import statistics
 import time
-from collections import deque
 from functools import partial
 
 from benchmarks import measure, tables
