@@ -1,10 +1,10 @@
-"""The pictures of README.md and docs/measured.md, drawn from what the benchmarks have found. They need matplotlib
-(requirements-dev.txt).
+"""One picture for each chapter, drawn from what its benchmark has found. Needs matplotlib (requirements-dev.txt).
 
     python -m benchmarks.figures            benchmarks/results -> docs/figures
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
 from benchmarks import claims
@@ -48,16 +48,44 @@ def by_model(file: dict, claim: str) -> dict[str, list[dict]]:
     return models
 
 
-def planned(file: dict):
+def baseline(file: dict):
+    lone = rows(file["found"], "lone")
+    figure, axes = panels(2, "01: a lone request, times as fast as generate of transformers")
+    for what, one in zip(("ttft", "tbt"), axes):
+        series = {chapter: [row["times_as_fast"][chapter]["dynamic"][what] for row in lone] for chapter in ("01", "02")}
+        bars(one, [f"{row['model']}\n{row['dtype']}" for row in lone], series, f"{what.upper()}, times as fast")
+        one.axhline(1, color="#222222", linewidth=1)
+    return figure
+
+
+def many(file: dict):
+    found = rows(file["found"], "throughput")
+    figure, axes = panels(1, "02: 16 requests at once, against one after the other", 5)
+    series = {chapter: [row["tokens_per_second"][chapter] for row in found] for chapter in ("01", "02")}
+    bars(axes[0], [row["model"] for row in found], series, "tokens a second")
+    return figure
+
+
+def host(file: dict):
+    found = by_model(file, "host")
+    figure, axes = panels(len(found), "03: TTFT of a question whose history is in host memory")
+    for one, (model, each) in zip(axes, found.items()):
+        names = {"on the device": "device_hit_ms", "in host memory": "ttft_ms", "bytes over the link": "link_ms"}
+        series = {name: [row[key] for row in each] for name, key in names.items()}
+        bars(one, [f"{row['history']:,}" for row in each], series, "ms")
+        one.set_title(model, fontsize=10)
+    return figure
+
+
+def planned(file: dict, names: tuple[str, ...], title: str):
     found = by_model(file, "ttft")
-    title = "05: TTFT with K and V (03), hidden states (04), and the plan (05: R, H, K of each layer)"
     figure, axes = panels(len(found), title, 11)
     for one, (model, each) in zip(axes, found.items()):
         longest = max(row["history_tokens"] for row in each)
         links = [row for row in each if row["history_tokens"] == longest]
-        series = {name: [row["ttft_ms"][name] for row in links] for name in ("03", "04", "05")}
-        groups = [f"{LINKS[row['link']]:g}" + f"\n{row['plan']}" * (len(row["plan"]) < 9) for row in links]
-        bars(one, groups, series, "TTFT, ms")
+        series = {name: [row["ttft_ms"][name] for row in links] for name in names}
+        shown = [row["plan"] if "05" in names and len(row["plan"]) < 9 else "" for row in links]
+        bars(one, [f"{LINKS[row['link']]:g}\n{plan}" for row, plan in zip(links, shown)], series, "TTFT, ms")
         one.set_title(f"{model}, {longest:,} tokens", fontsize=10)
         one.set_xlabel("a layer's states: transfer / projecting")
     return figure
@@ -135,7 +163,13 @@ def ranks(file: dict):
 
 
 PICTURES = {  # of which benchmark, how
-    "05_bubble_free": ("planned", planned),
+    "01_baseline": ("baseline", baseline),
+    "02_paged_kv": ("engine", many),
+    "03_cpu_offload": ("engine", host),
+    "04_hidden_state_cache": ("planned", partial(
+        planned, names=("03", "04"), title="04: TTFT with K and V (03) and with hidden states (04)")),
+    "05_bubble_free": ("planned", partial(
+        planned, names=("03", "04", "05"), title="05: TTFT with K and V (03), hidden states (04), and the plan (05)")),
     "06_bidirectional": ("both_ends", both_ends),
     "07_tiered_storage": ("tiered", tiered),
     "08_hybrid_blocks": ("hybrid_blocks", hybrid),
