@@ -47,13 +47,13 @@ import torch
 from common import checkpoint, cli, lesson
 from common import link as links
 from common.requests import Frontend, Request
-from common.restoring import LONG, PAUSE, Cache, Match
+from common.restoring import LONG, Cache, Match
 from common.store import CHUNK, ChunkStore, Move, StoredChunks, in_directories
 
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
 SNAPSHOT = 1 << 21  # bytes of states that wait, at most, before they leave for the snapshot buffer
 STEPS = 4  # of a whole token budget that the snapshot buffer holds
-DEPTH = 8  # layers of a whole context that land on the device before they are projected
+DEPTH = 8  # layers of a restoration that are on their way to the device, or there and not yet projected
 THREADS = 8  # of stage two
 LONGEST_CLOSE = 5.0  # seconds to wait for files at the end
 PAUSE_BEFORE = 0.02  # seconds, of a measurement: a loop without is up to twice as fast as a restoration
@@ -72,20 +72,13 @@ class HiddenCache(Cache):
 
     def attach(self, engine):
         super().attach(engine)
-        config, device, wake = self.model.config, self.model.device, engine.wake.set
+        wake = engine.wake.set
         self.load_link = links.Link("load", engine.clock, self.bandwidth, wake)
         self.save_link = links.Link("save", engine.clock, self.bandwidth, wake)
         self.lanes = deque(links.Lane("scatter", wake) for _ in range(THREADS))
         if self.storage:
             self.storage.open(wake)
         self.forget_steps()
-
-        # The landing memory, on the device
-        self.most = config.max_position_embeddings // CHUNK + 2  # chunks that a restoration touches
-        self.landing = paged.BlockPool(min(DEPTH, config.num_hidden_layers) * self.most, CHUNK)
-        shape = self.landing.size, CHUNK, len(range(config.hidden_size)[self.columns])
-        self.landed = torch.empty(shape, dtype=self.model.dtype, device=device)  # [places, 64, D]
-
         self.keep(range(1, len(self.model.layers)), "hidden states")
         self.rates = deque(maxlen=64)  # seconds to project a row of a layer, the last times
         self.spans = deque()  # (request, rows projected, label, mark, mark): what was computed lately
@@ -153,67 +146,42 @@ class HiddenCache(Cache):
         numbers, reads = self.store.bring(request, start, match.blocks)
         if request in self.rows:
             self.flush()  # what it has noted ends here
-        landing, transfers, ordered = {}, [], 1  # layer -> its places; of each layer; the next to order
+        landing, transfers = {}, []  # layer -> where its rows land; of each layer from 1 on
         try:
             while (layer := restoration.layers) < depth:
-                # 1. Order the next layers, as far as they have been read and there is room for them to land
-                while ordered < depth and self.room(request, len(numbers)):
-                    read = reads[ordered - 1]  # layer 1 is part 0
-                    if (landing or layer == 0) and not all(transfer.ready for transfer in read):
+                # 1. Order the next layers, as far as they have been read; layer 1 is part 0
+                while (part := len(transfers)) < len(self.layers) and len(landing) < DEPTH:
+                    if (landing or layer == 0) and not all(read.ready for read in reads[part]):
                         break
-                    yield from read
-                    landing[ordered] = self.landing.allocate(len(numbers))
-                    part, label = self.store.parts[ordered - 1], f"layer {ordered}"
-                    transfers.append(self.fetch(part, numbers, landing[ordered], label))
-                    ordered += 1
+                    yield from reads[part]
+                    label = f"layer {part + 1}"
+                    landing[part + 1], transfer = self.fetch(self.store.parts[part], numbers, label)
+                    transfers.append(transfer)
                 # 2. Project the next one, when it is there
                 if layer == 0:
                     tokens = torch.tensor(request.tokens[start:end], device=self.model.device)
                     hidden = self.model.embed(tokens)  # [T, D]
-                elif layer in landing:
-                    yield transfers[layer - 1]
-                    hidden = self.whole(self.landed_rows(landing[layer], start, end - start))  # [T, D]
                 else:
-                    yield self.no_room(restoration)
-                    continue
+                    yield transfers[layer - 1]
+                    hidden = self.whole(landing.pop(layer)[start % CHUNK :][: end - start])  # [T, D]
                 began = self.engine.clock.mark()
                 self.project(layer, hidden, positions, slots)
                 self.spans.append((request, end - start, f"layer {layer}", began, self.engine.clock.mark()))
-                self.landing.release(landing.pop(layer, []))
                 restoration.layers += 1
         finally:
-            on_their_way = sum(landing.values(), [])
-            self.hold("load", transfers, (self.landing, on_their_way), (self.store.pool, numbers))
-            self.landing.release(on_their_way)
+            # What is still on its way is written to `landing`, which has to live until then
+            self.hold("load", transfers, (self.store.pool, numbers), then=lambda arrived, to=landing: None)
             self.store.pool.release(numbers)
 
-    def room(self, request, chunks: int) -> bool:
-        """Whether a layer may land. Others leave two layers of the longest context to the oldest restoration:
-        one that travels while one is projected. So it always gets on."""
-        oldest = next(other for other in self.engine.running if other.restoration)
-        return chunks <= self.landing.available - (0 if request is oldest else 2 * self.most)
-
-    def no_room(self, restoration):
-        """Others have the landing memory: older ones, or what is still on its way for one that was given up.
-        Raises TransferError when it is too late for this one."""
-        if time.perf_counter() > restoration.deadline:
-            raise links.TransferError("landing memory is late")
-        self.poll()
-        return PAUSE
-
-    def fetch(self, part, numbers: list[int], places: list[int], label: str):
-        """Order one part [chunks, 64, D] of some chunks, to `places` of the landing memory."""
-        runs = offload.adjacent(places, numbers)
-        into = [self.landed[to : to + count] for to, _, count in runs]  # [count, 64, D] each
+    def fetch(self, part, numbers: list[int], label: str):
+        """Order one part [chunks, 64, D] of some chunks -> rows [64 n, D] on the device, and the Transfer."""
+        landed = torch.empty(len(numbers), *part.shape[1:], dtype=part.dtype, device=self.model.device)
+        runs = offload.adjacent(list(range(len(numbers))), numbers)
+        into = [landed[to : to + count] for to, _, count in runs]  # [count, 64, D] each
         out_of = [part[at : at + count] for _, at, count in runs]
         transfer = self.load_link.copy(into, out_of, label)
         self.counts["bytes_in"] += transfer.bytes
-        return transfer
-
-    def landed_rows(self, places: list[int], start: int, count: int):
-        """The rows [count, D] that have landed, those before token `start` of the first chunk left out."""
-        here = slice(places[0], places[-1] + 1) if places[-1] - places[0] == len(places) - 1 else places
-        return self.landed[here].flatten(0, 1)[start % CHUNK :][:count]
+        return landed.flatten(0, 1), transfer
 
     def slots(self, request, positions):
         """Where tokens at `positions` [T] are among the slots of the device's blocks, [T]."""

@@ -203,24 +203,23 @@ class PlannedCache(hidden_states.HiddenCache):
         runs = self.runs(request, numbers, start, end) if "K" in letters else []
         table = request.table[start // self.pool.block_size : self.pool.num_blocks(end)]
         self.pool.share(table)
-        landing, transfers = {}, {}  # layer -> its places, its Transfer
+        landing, transfers = {}, {}  # layer -> where its rows land, its Transfer
         ordered = recomputed  # the next layer to order
         try:
             while (layer := restoration.layers) < len(letters):
-                # 1. Order the next layers, as far as they have been read and there is room for them to land
+                # 1. Order the next layers, as far as they have been read; of H some ahead
                 while ordered < len(letters):
                     parts, label = store.parts_of[ordered], f"layer {ordered}"
                     pending = not all(read.ready for part in parts for read in reads[part])
                     if pending and (layer < ordered or layer < recomputed):
                         break
-                    if letters[ordered] == "H" and not self.room(request, len(numbers)):
+                    if letters[ordered] == "H" and len(landing) == hidden_states.DEPTH:
                         break
                     for part in parts:
                         yield from reads[part]
                     if letters[ordered] == "H":
-                        landing[ordered] = self.landing.allocate(len(numbers))
                         part = store.parts[parts[0]]
-                        transfers[ordered] = self.fetch(part, numbers, landing[ordered], label)
+                        landing[ordered], transfers[ordered] = self.fetch(part, numbers, label)
                     else:
                         transfers[ordered] = self.fetch_kv(ordered, store, runs, label)
                     ordered += 1
@@ -228,22 +227,18 @@ class PlannedCache(hidden_states.HiddenCache):
                 if layer < recomputed:
                     yield from self.recompute(request, recomputed, positions, slots)
                     restoration.layers = recomputed
-                elif layer not in transfers:
-                    yield self.no_room(restoration)
                 else:
                     yield transfers[layer]
                     if letters[layer] == "H":
                         mark = self.engine.clock.mark()
-                        hidden = self.landed_rows(landing[layer], start, end - start)  # [T, D]
+                        hidden = landing.pop(layer)[start % CHUNK :][: end - start]  # [T, D]
                         self.project(layer, hidden, positions, slots)
                         span = request, end - start, f"layer {layer}", mark, self.engine.clock.mark()
                         self.spans.append(span)
-                        self.landing.release(landing.pop(layer))
                     restoration.layers += 1
         finally:
-            places = sum(landing.values(), [])
-            held = (self.landing, places), (store.pool, numbers), (self.pool, table)
-            self.hold("load", list(transfers.values()), *held)
+            held = (store.pool, numbers), (self.pool, table)
+            self.hold("load", list(transfers.values()), *held, then=lambda arrived, to=landing: None)
             for pool, blocks in held:
                 pool.release(blocks)
         if end - start >= LONG and len(self.engine.running) == 1 and self.model.device.type == "cpu":

@@ -222,20 +222,21 @@ class TokenWise(PlannedCache):
         finally:
             self.front = None
 
-    def fetch(self, part, numbers, places, label):
+    def fetch(self, part, numbers, label):
         """Order the rows of a layer's states that are projected, behind the K and V that are loaded."""
         if self.last < CHUNK * len(numbers):
             runs = self.runs(self.request, numbers[self.last // CHUNK :], self.last, CHUNK * len(numbers))
             self.fetch_kv(int(label.split()[1]), self.store, runs, label)  # one lane: it is there before
+        landed = torch.empty(len(numbers), *part.shape[1:], dtype=part.dtype, device=self.model.device)
         into, out_of = [], []
-        for index, (number, place) in enumerate(zip(numbers, places)):
+        for index, number in enumerate(numbers):
             rows = slice(max(0, self.first - CHUNK * index), max(0, self.last - CHUNK * index))
             if rows.start < min(CHUNK, rows.stop):
-                into.append(self.landed[place, rows])  # [n, D]
+                into.append(landed[index, rows])  # [n, D]
                 out_of.append(part[number, rows])
         transfer = self.load_link.copy(into, out_of, label)
         self.counts["bytes_in"] += transfer.bytes
-        return transfer
+        return landed.flatten(0, 1), transfer
 
     @torch.inference_mode()
     def project(self, layer, hidden, positions, slots):

@@ -533,6 +533,19 @@ def test_reads_follow_each_other_at_the_modelled_speed():
     assert cache.storage.speed() <= 1.01e8
 
 
+def test_reads_are_charged_back_to_back_and_those_that_were_called_off_not_at_all():
+    storage, value = ModelledStorage(1e9, 1.0), numpy.zeros(8000, "u1")  # hours
+    storage.open(lambda: None)
+    storage.write([b"1"], [value])
+    reads = [storage.get([b"1"], [value]) for _ in range(4)]
+    reads[2].cancel()
+    storage.close()  # what the model has on its way arrives now
+    spans = [read.span() for read in reads]
+    for (start, end), seconds in zip(spans, [LATENCY + 8000, LATENCY + 8000, 0, LATENCY + 8000]):
+        assert end - start == pytest.approx(seconds, abs=1e-6)
+    assert [start for start, _ in spans[1:]] == [end for _, end in spans[:-1]]
+
+
 @pytest.mark.parametrize("words, values", [("0.1", [1e8]), ("0.1:2:0.5@0.3", [1e8, 2e9, 5e8])])
 def test_speeds_are_read_from_the_command_line(words, values):
     asked = both.bandwidth(words)

@@ -1,6 +1,6 @@
 """Chapter 04: what is kept of a conversation, how rows get into chunks, and what is projected."""
 
-import math
+import gc
 import os
 import random
 import shutil
@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -22,16 +23,15 @@ from support.engines import (
     evict,
     hidden,
     make,
-    paged,
     settle,
     steps_of,
     tiny_model,
 )
 from support.faults import faulty
 
-from common.link import Transfer, TransferError
+from common.link import Transfer
 from common.requests import Request
-from common.restoring import PAUSE, Interrupted
+from common.restoring import Interrupted
 from common.store import StoredChunks, in_directories
 
 ORACLE = Oracle()
@@ -263,45 +263,44 @@ def test_the_next_layers_travel_while_one_is_projected():
     assert order == ["layer 1", "layer 2", "project 0", "project 1", "project 2"]
 
 
-def test_landing_memory_is_reused_and_the_oldest_restoration_has_two_layers_of_it():
-    engine, cache = engine_for(bandwidth=2e8)
-    prompts = [draw(random.Random(seed), 300) for seed in range(3)]
-    for prompt in prompts:
-        ask(engine, prompt, 1)
-    evict(engine)
-    landing = cache.landing = paged.BlockPool(2 * cache.most + 6, hidden.CHUNK)  # a layer for one more
-    cache.landed = cache.landed[: landing.size]
-    asked, most = [Request(prompt + [3], 4) for prompt in prompts], 0
-    for request in asked:
-        engine.submit(request)
-    while any(request.outcome is None for request in asked):
-        engine.step()
-        most = max(most, landing.size - landing.available)
-    assert all(ORACLE.judge(request) == "equal" and request.found == {"cpu": 300} for request in asked)
-    settle(engine)
-    assert most > 0 and landing.available == landing.size
-
-
-def test_a_restoration_without_landing_memory_waits_for_an_older_one():
+def test_only_so_many_layers_are_ordered_ahead(monkeypatch):
+    monkeypatch.setattr(hidden, "DEPTH", 1)
     engine, cache = engine_for()
     ask(engine, PROMPT, 1)
     evict(engine)
-    request, older = Request(PROMPT + [3], 1), Request([2] * 20, 9)
+    order, copy, project = [], cache.load_link.copy, cache.project
+    cache.load_link.copy = lambda dst, src, label: order.append(label) or copy(dst, src, label)
+    cache.project = lambda layer, *rest: order.append(f"project {layer}") or project(layer, *rest)
+    assert ORACLE.judge(ask(engine, PROMPT + [3], 1)) == "equal"
+    assert order == ["layer 1", "project 0", "project 1", "layer 2", "project 2"]
+
+
+def test_what_a_copy_writes_lives_until_the_copy_is_over():
+    """As with CUDA, where a copy does not hold it."""
+    engine, cache = engine_for()
+    ask(engine, PROMPT, 1)
+    evict(engine)
+    written, transfers = [], []
+
+    def copy(dst, src, label):
+        written.append(weakref.ref(dst[0].untyped_storage()))
+        transfers.append(Transfer("load", label))
+        return transfers[-1]
+
+    cache.load_link.copy, request = copy, Request(PROMPT + [3], 1)
     engine.extend(request)
-    request.table = engine.pool.allocate(10)
-    older.restoration = request.restoration = hidden.Cache  # anything
-    engine.running = [older, request]
-    cache.landing.allocate(cache.landing.size - 2 * cache.most)
-    match = cache.match(request)
-    restoration = type("", (), dict(start=0, end=match.tokens, layers=0, deadline=math.inf))
+    request.table, match = engine.pool.allocate(10), cache.match(request)
+    restoration = type("", (), dict(start=0, end=match.tokens, layers=0))
     steps = cache.restore(request, restoration, match)
-    assert next(steps) is PAUSE and restoration.layers == 1, "the first layer needs none"
-    restoration.deadline = 0.0
-    with pytest.raises(TransferError, match="landing memory is late"):
-        next(steps)
-    engine.running = []
+    assert next(steps) is transfers[0] and len(transfers) == 2
+    steps.close()  # it was given up
+    gc.collect()
+    assert all(storage() is not None for storage in written)
+    for transfer in transfers:
+        transfer.finish(0.0, 0.0)
     cache.poll()
-    assert not any(cache.store.pool.references)
+    gc.collect()
+    assert not any(storage() for storage in written) and not any(cache.store.pool.references)
 
 
 def test_estimates_are_the_slower_of_link_and_processor_and_are_learned():

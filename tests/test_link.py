@@ -7,6 +7,7 @@ import statistics
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from types import SimpleNamespace
 
@@ -17,7 +18,16 @@ from support.engines import tiny_model
 
 from common import link as links
 from common.checkpoint import ModelError
-from common.link import LATENCY, PLATFORMS, Bandwidth, Link, PlatformBandwidth, Transfer, TransferError
+from common.link import (
+    LATENCY,
+    PLATFORMS,
+    Bandwidth,
+    Lane,
+    Link,
+    PlatformBandwidth,
+    Transfer,
+    TransferError,
+)
 from common.timeline import Clock
 
 FAST = 1e12  # bytes/s: over at once
@@ -134,6 +144,20 @@ def test_back_to_back_transfers_take_the_sum_of_latency_and_bytes_over_bandwidth
     for (start, end), size in zip(spans, sizes):
         assert end - start == pytest.approx(LATENCY + size / HOURS, abs=1e-6)
     assert [start for start, _ in spans[1:]] == [end for _, end in spans[:-1]], "the lane is never idle"
+
+
+def test_a_lane_hangs_while_it_works_and_not_while_the_model_has_it_on_its_way(monkeypatch):
+    monkeypatch.setattr(links, "HANGING", 0.0)
+    lane, gate = Lane("storage"), threading.Event()
+    transfer = lane.submit("", 10_000, gate.wait, bandwidth=Bandwidth(HOURS))
+    until = time.monotonic() + 30
+    while not lane.hangs:
+        assert time.monotonic() < until
+    gate.set()
+    while lane.hangs:
+        assert time.monotonic() < until
+    assert not transfer.ready
+    lane.close()
 
 
 def test_an_idle_lane_begins_when_the_transfer_is_issued():
