@@ -12,7 +12,8 @@ import torch
 from conftest import ROOT
 
 from common import checkpoint, ranks
-from tests.support import serving
+from common.link import Transfer
+from tests.support import engines, serving
 
 nine = importlib.import_module("09_tensor_parallel")
 posix = pytest.mark.skipif(os.name != "posix", reason="ranks are POSIX processes here")
@@ -92,7 +93,28 @@ def test_what_does_not_divide_is_refused_in_a_sentence():
         checkpoint.load("classroom", device="cpu", division=division(0, 3))
 
 
-# 3. Ending -------------------------------------------------------------------------------------
+def test_too_few_gpus_are_refused_in_a_sentence(monkeypatch):
+    monkeypatch.setattr(checkpoint, "pick_device", lambda device: "cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(checkpoint.ModelError, match="2 ranks need as many GPUs, and here are 1"):
+        nine.load(division(1, 2).ranks, "classroom", "auto", "auto")
+
+
+# 3. Agreement ----------------------------------------------------------------------------------
+
+def test_what_is_held_is_released_when_the_ranks_have_agreed():
+    engine = engines.make(nine.Together(nine.offload.HostCache(64, engines.BANDWIDTH), ranks.Ranks()))
+    (block,) = engine.pool.allocate(1)
+    transfer = Transfer("load", "a copy", 0)
+    transfer.finish(0.0, 0.0)
+    engine.cache.inner.hold("load", [transfer], (engine.pool, [block]))
+    engine.cache.inner.poll()
+    assert engine.pool.references[block] == 2, "another rank may not see it yet"
+    engine.cache.poll()
+    assert engine.pool.references[block] == 1
+
+
+# 4. Ending -------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize(
     "how, words",
@@ -110,6 +132,25 @@ def test_when_a_rank_is_gone_all_end_with_a_sentence(how, words):
 def test_ranks_that_have_computed_different_things_end():
     done = scenario(2, "diverge")
     assert done.returncode != 0 and "have not computed the same" in done.stderr, done.stderr
+
+
+def chapter(*options) -> subprocess.Popen:
+    words = [sys.executable, "09_tensor_parallel.py", *options]
+    return subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_wrong_model_is_one_sentence():
+    with chapter("--model", "/nonexistent") as process:
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 1 and said.startswith("09_tensor_parallel: No model") and said.count("\n") == 1
+
+
+def test_ctrl_c_ends_all():
+    with chapter("--port", "0") as process:
+        assert "serves" in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 130 and said.endswith("\nInterrupted.\n")
 
 
 def test_no_rank_outlives_the_one_that_has_started_it():

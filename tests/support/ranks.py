@@ -95,10 +95,12 @@ def engine_of(ranks, arguments, **options):
     return engines.make(cache_of(arguments.keep, ranks, model, 64), 64, model=model, **options)
 
 
-def again(engine, prompt: list[int]) -> Request:
-    """Ask, when the device has lost everything. The answer is chapter 01's, whatever happened."""
+def again(engine, prompt: list[int], *others: Request) -> Request:
+    """Ask beside others, when the device has lost everything. The answer is chapter 01's, whatever
+    happened."""
     engines.evict(engine)
-    request = engines.ask(engine, prompt)
+    request = Request(prompt, 6)
+    engine.generate([*others, request])
     oracle = engines.Oracle(engines.tiny_model(kv_heads=engine.model.division.kv_heads))
     assert oracle.judge(request) != "wrong"
     return request
@@ -132,15 +134,18 @@ def hanging(ranks, arguments):
             return late[-1][0]
         return copy(link, dst, src, label)
 
-    Link.copy = hang
-    request = again(engine, prompt)
-    Link.copy = copy
-    assert request.found == {} and any("late" in words for words in request.decisions), request.decisions
-    for transfer, dst in late:  # it comes after all, with noise
-        for piece in [dst] if isinstance(dst, torch.Tensor) else dst:
-            piece.fill_(float("nan"))
-        transfer.finish(transfer.issued, transfer.issued)
-    assert again(engine, prompt).found == {"cpu": 256}
+    # While others are computed the ranks agree on the last layer, before the pass waits for this one
+    for others in (), [Request(engines.draw(random.Random(1), 20), 6)]:
+        Link.copy = hang
+        request = again(engine, prompt, *others)
+        Link.copy = copy
+        assert request.found == {} and any("late" in words for words in request.decisions), request.decisions
+        for transfer, dst in late:  # it comes after all, with noise
+            for piece in [dst] if isinstance(dst, torch.Tensor) else dst:
+                piece.fill_(float("nan"))
+            transfer.finish(transfer.issued, transfer.issued)
+        late.clear()
+        assert again(engine, prompt).found == {"cpu": 256}
     engines.settle(engine)
     engines.check_pools(engine)
 
