@@ -490,7 +490,7 @@ class Engine(Line):
         self.tell("requeue", [request], 0, len(request.table))
         self.release(request)
         self.waiting.appendleft(request)
-        if not request.declined:
+        if not request.must_compute:
             self.cache.submitted(request)
 
     # Computing

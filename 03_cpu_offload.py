@@ -79,7 +79,7 @@ class HostCache(Cache):
         found = self.host.find(request.chain[first:full])
         if found:
             seconds = self.load_link.seconds(len(found) * self.host.block_bytes)
-            return Match((first + len(found)) * size - request.computed, seconds, found, size)
+            return Match((first + len(found)) * size - request.computed, seconds, found)
 
     def restore(self, request, restoration, match):
         size = self.pool.block_size

@@ -113,7 +113,7 @@ class HiddenCache(Cache):
         chunks, reached = self.store.find(request)
         if chunks:
             tokens, source = reached - request.computed, "disk" if self.store.stored(chunks) else "cpu"
-            return Match(tokens, self.seconds(tokens, chunks), chunks, CHUNK, source, tokens, self.store)
+            return Match(tokens, self.seconds(tokens, chunks), chunks, source, tokens, self.store)
 
     def seconds(self, tokens: int, chunks: list) -> float:
         """Estimate for a restoration: the slower of loading and projecting, and one layer of the other."""

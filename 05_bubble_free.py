@@ -185,7 +185,7 @@ class PlannedCache(hidden_states.HiddenCache):
         seconds = pace * plan_seconds(store.letters, costs)
         seconds += self.load_link.seconds(0) + store.seconds_to_read(chunks)
         source = "disk" if store.stored(chunks) else "cpu"
-        return Match(tokens, seconds, chunks, CHUNK, source, tokens, store)
+        return Match(tokens, seconds, chunks, source, tokens, store)
 
     # Bringing back
 

@@ -122,7 +122,7 @@ class BidirectionalCache(Cache):
             load = self.seconds_to_load(queued + end - start)
             compute = self.engine.restorer.seconds_to_compute(start, end)
             gap = self.engine.restorer.seconds_to_compute(start, max(start, run[0][0] * CHUNK))
-            return Match(end - start, max(load / (1 + load / compute), gap), run, CHUNK, "storage")
+            return Match(end - start, max(load / (1 + load / compute), gap), run, "storage")
 
     def longest_run(self, request) -> list[tuple]:
         """-> (number, where storage has it) of adjacent chunks, not all before what is computed."""
@@ -384,7 +384,7 @@ def once(engine, prompt: list[int], way: str) -> Request:
     engine.evict("device")
     engine.cache.share = 0.0 if way == "only loading" else 1.0
     request = Request(prompt, 2)
-    request.declined = way == "only computing"
+    request.must_compute = way == "only computing"
     if isinstance(trace := engine.cache.storage.storages[0].bandwidth, links.Trace):
         trace.began = time.perf_counter()  # its first speed
     return engine.generate([request])[0]

@@ -97,7 +97,7 @@ class Bench:
         if way == "compute" and share < 1:
             cache.storage = self.silent
         request = Request(self.history + (question or self.draw(QUESTION)), 1)
-        request.declined = way == "compute" and share == 1
+        request.must_compute = way == "compute" and share == 1
         for _ in range(4 if share < 1 else 0):  # others are there before
             self.fill(share)
             engine.step()

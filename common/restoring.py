@@ -33,12 +33,11 @@ ENOUGH = 0.2  # seconds: a prefill that takes so long need not be measured with 
 class Match:
     """What a Cache holds behind `request.computed`: so many tokens, never a request's last one, which is
     computed for its logits. There in about `seconds`, what is queued before them included. `blocks` are the
-    Cache's own, of `size` tokens each."""
+    Cache's own."""
 
     tokens: int
     seconds: float
     blocks: list
-    size: int
     source: str = "cpu"  # what Request.found calls it
     rows: int = 0  # that it computes in each layer, where it does more than copy (from chapter 04 on)
     store: object = None  # where the blocks are, in a Cache that has several
@@ -172,7 +171,7 @@ class Restorer:
 
     def ask(self, request):
         """Ask the Cache what follows -> Match, None or LATER."""
-        return None if request.declined else self.cache.match(request)
+        return None if request.must_compute else self.cache.match(request)
 
     def worth(self, request, match: Match) -> bool:
         """Decide whether to load what was matched; the request says why."""
@@ -321,7 +320,7 @@ class Restorer:
     def give_up(self, request):
         """Have the request computed, in other blocks: a copy that has failed or is late may still write to
         these. They are free when their transfers are over."""
-        request.declined = True
+        request.must_compute = True
         self.engine.requeue(request)
 
     def end_if_there(self, request):

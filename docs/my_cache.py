@@ -32,7 +32,7 @@ class MyCache(Cache):
         first, full = request.computed // size, (len(request.tokens) - 1) // size
         if found := self.host.find(request.chain[first:full]):
             seconds = self.load_link.seconds(len(found) * self.host.block_bytes)
-            return Match((first + len(found)) * size - request.computed, seconds, found, size)
+            return Match((first + len(found)) * size - request.computed, seconds, found)
 
     def restore(self, request, restoration, match):
         size, transfers = self.pool.block_size, []

@@ -54,7 +54,7 @@ class RowCache(Cache):
             if same > request.computed and (best is None or same > best[0]):
                 best = same, rows
         if best:
-            return Match(best[0] - request.computed, self.seconds, [best[1]], 16, "rows")
+            return Match(best[0] - request.computed, self.seconds, [best[1]], "rows")
 
     def transfer(self, label: str) -> Transfer:
         transfer = Transfer("load", label)

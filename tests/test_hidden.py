@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -406,7 +407,9 @@ def test_a_chunk_that_was_begun_between_two_restorations_is_let_go():
 
     def first_chunk_first(request):
         offered.append(match(request))
-        return offered[-1].first(1) if len(offered) == 1 else offered[-1]
+        if len(offered) == 1:
+            offered[0] = replace(offered[0], tokens=64, blocks=offered[0].blocks[:1])
+        return offered[-1]
 
     engine.cache.match = first_chunk_first
     request = ask(engine, PROMPT * 2 + [3], 8)
