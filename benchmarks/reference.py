@@ -1,29 +1,10 @@
-"""The same weights in `transformers`, which every claim of equality is checked against; and what benchmarks begin with."""
-import gc
-import sys
-from contextlib import contextmanager
-
+"""The same weights in `transformers`, which every claim of equality is checked against."""
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from common import checkpoint
 from common.llama import Llama
 from tools import random_models
-
-
-def set_imports_aside():
-    """Now and then Python's garbage collector goes through all that was imported, and stops everything for a quarter of a second:
-    no method's fault. A chapter's server does the same (common/server.py)."""
-    gc.freeze()
-
-
-@contextmanager
-def one_sentence():
-    """A model, a dtype or a device that cannot be had ends a benchmark with one sentence."""
-    try:
-        yield
-    except checkpoint.ModelError as error:
-        sys.exit(str(error))
 
 
 def reference_model(name: str, dtype: torch.dtype, device: str = "cpu"):
