@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from conftest import ROOT
+from support.pasted import first_difference
 
 from tools import check_docs
 
@@ -47,7 +48,7 @@ def test_a_demo_verifies_its_tokens_and_then_shows_numbers(demo):
 
 def test_a_lesson_shows_what_its_demo_prints(demo):
     chapter, said, *_ = demo
-    assert check_docs.first_difference(check_docs.pasted()[chapter], said) is None
+    assert first_difference(check_docs.pasted()[chapter], said) is None
 
 
 def test_a_wrong_count_in_a_lesson_is_noticed():
@@ -58,9 +59,9 @@ def test_a_wrong_count_in_a_lesson_is_noticed():
         "08_hybrid_blocks": ("208 tokens", "209 tokens"), "09_tensor_parallel": ("528 do", "512 do"),
     }.items():  # fmt: skip
         shown = check_docs.pasted()[chapter]
-        assert check_docs.first_difference(shown, shown.replace(" ms", "5 ms")) is None and right in shown
-        assert check_docs.first_difference(shown, shown.replace(right, wrong))
-        assert check_docs.first_difference(shown.replace(right, wrong), shown)
+        assert first_difference(shown, shown.replace(" ms", "5 ms")) is None and right in shown
+        assert first_difference(shown, shown.replace(right, wrong))
+        assert first_difference(shown.replace(right, wrong), shown)
 
 
 def test_a_demo_shows_its_mechanism_ahead(demo):

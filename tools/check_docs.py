@@ -4,7 +4,7 @@
 
 Checked: the generated tables; every option of every chapter, with its default; that each chapter takes the commands that
 are shown; links and files; names of code, where a page says in which file they are; the edits of the lessons. What a
-lesson shows of a demo is compared by tests/test_demos.py, which runs them: `first_difference`.
+lesson shows of a demo is compared by tests/test_demos.py, which runs them.
 """
 
 import argparse
@@ -25,23 +25,6 @@ LESSONS, REFERENCE = ROOT / "docs/walkthrough.md", ROOT / "docs/reference.md"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "models/classroom/README.md"]
 CHAPTERS = sorted(path.stem for path in ROOT.glob("0[1-9]_*.py"))
 FENCE = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```$", re.M | re.S)
-N = r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?"
-VARIES = [  # in what a demo prints: pattern, what becomes of it
-    (rf"^ *(?:compute|load|save|storage|link) *\|[^|]*\|(?: idle +{N}%)?$", "<a lane>"),
-    (r"\|[#= ]+\| +(?=\d)", "<a bar> "),
-    (r"\|[CBL]+\|", "<chunks>"),
-    (rf"{N} to {N}", "N to N"),
-    (rf"{N}(?=:{N}| GB/s)", "N"),
-    (rf"{N}(?=x?(?: (?:ms|us|s|tokens/s|MB|times|tokens came|of (?:chapter|computing)|as soon|s each|sooner|than)\b))", "N"),
-    (rf"{N}x", "Nx"),
-    (r"^A layer, ms: .*", "<costs>"),
-    (r"^Plan [RHK]+: .*", "<a plan>"),
-    (r"\d+%", "N%"),
-    (r"^  (?:L1|  ) (?:L2|  ) (?:L3|  ) .*", "<a node>"),
-    (r"^  (?:hybrid|kv-only|act-only|paper) +MB: .*", "<lanes>"),
-    (r"^  (hybrid: |\(link ).*", r"<\1>"),
-]
-
 
 # 1. What pages and chapters hold ----------------------------------------------------------------------------
 
@@ -187,6 +170,12 @@ def names(page: Path, text: str):
             yield f"{word} is defined nowhere"
 
 
+def pasted() -> dict[str, str]:
+    """Chapter -> what its lesson shows of its demo."""
+    text = LESSONS.read_text(encoding="utf-8")
+    return dict(re.findall(r"^```console\n\$ python (0[1-9]\w+)\.py --demo\n((?s:.*?))^```$", text, re.M))
+
+
 def lessons(page: Path, text: str):
     if page != LESSONS:
         return
@@ -203,43 +192,6 @@ def lessons(page: Path, text: str):
 
 
 CHECKS = generated, described_options, shown_commands, links_and_files, names, lessons
-
-
-# 3. What is pasted ------------------------------------------------------------------------------------------
-
-
-def pasted() -> dict[str, str]:
-    """Chapter -> what its lesson shows of its demo."""
-    text = LESSONS.read_text(encoding="utf-8")
-    return dict(re.findall(r"^```console\n\$ python (0[1-9]\w+)\.py --demo\n((?s:.*?))^```$", text, re.M))
-
-
-def compared(printed: str) -> list[str]:
-    """The lines without what varies; lanes and nodes that follow each other as one, spaces as one."""
-    printed, lines = re.sub(r"[ \t]+$", "", printed, flags=re.M) + "\n", []
-    for pattern, instead in VARIES:
-        printed = re.sub(pattern, instead, printed, flags=re.M)
-    for line in (re.sub(" +", " ", line).strip() for line in printed.splitlines()):
-        if line and (line not in ("<a lane>", "<a node>") or lines[-1:] != [line]):
-            lines.append(line)
-    return lines
-
-
-def first_difference(shown: str, printed: str) -> str | None:
-    """Between what a page shows and what a demo printed; a line `...` of the one may be any lines of the other."""
-    printed, at, pieces = compared(printed), 0, re.split(r"^\.\.\.$", shown, flags=re.M)
-    for number, piece in enumerate(pieces):
-        lines = compared(piece)
-        if number and number == len(pieces) - 1:  # at the end
-            at = max(at, len(printed) - len(lines))
-        elif number:  # the next place where it fits
-            fits = (start for start in range(at, len(printed)) if printed[start : start + len(lines)] == lines)
-            at = next(fits, at)
-        for line in lines:
-            if printed[at : at + 1] != [line]:
-                return f"shown {line!r}, printed {printed[at : at + 1]}"
-            at += 1
-    return f"not shown: {printed[at]!r}" if at < len(printed) else None
 
 
 def main():
