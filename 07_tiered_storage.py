@@ -40,17 +40,16 @@ Source: HiCache, the hierarchical KV cache of SGLang (design document); its radi
 
 import argparse
 import importlib
-import json
+import math
 import random
 import statistics
 import sys
 import tempfile
 import time
 from collections import OrderedDict, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import takewhile
-from weakref import WeakSet
+from itertools import islice, takewhile
 
 import torch
 
@@ -70,9 +69,7 @@ LAYOUTS = {
     "page_first": (2, 3, 0, 1, 4, 5),  # all layers of a token
     "page_first_direct": (2, 0, 1, 3, 4, 5),  # all tokens of a layer in a page, as a page in storage
 }
-LOST_AFTER = 0.1  # seconds without a free place in host memory, after which a page that waits for one is lost
 LONGEST_CLOSE = 5.0  # seconds to send down what is on its way at the end
-LANDING = 4  # runs of pages that are on their way from host memory to the device at once, under both_ends
 
 # 1. The tree -----------------------------------------------------------------------------------
 
@@ -83,9 +80,9 @@ class Page:
 
     prefix: object
     host: int | None = None  # its place in host memory
-    stored: object = None  # the Storage that has it
-    asked: int = 0  # requests that asked for it
-    copying: bool = False  # on its way from the device to host memory
+    stored: bool = False  # storage has it
+    asked: int = 1  # requests that asked for it
+    coming: bool = False  # on its way into host memory
     storing: bool = False  # or from there to storage
 
 
@@ -149,37 +146,19 @@ class HiRadixTree:
             pages = self.match(chain)  # nothing above is older
         return pages
 
-    def oldest(self, near):
-        """Yield the pages in host memory, least recently used first, the end of a node first. Pages at the
-        end of a branch that are not `near` any more are forgotten on the way."""
-        gone = []
-        try:
-            for node in self.nodes:
-                yield from (page for page in reversed(node.pages) if page.host is not None)
-                while node.pages and not node.children and not near(node.pages[-1]):
-                    last = node.pages.pop()
-                    del self.pages[last.prefix]
-                    if not node.pages:
-                        del node.parent.children[last.prefix]
-                        gone.append(node)
-        finally:
-            for node in gone:
-                del self.nodes[node]
+    def oldest(self):
+        """Yield the pages in host memory, least recently used first, the end of a node first."""
+        for node in self.nodes:
+            yield from (page for page in reversed(node.pages) if page.host is not None)
 
-    def check_integrity(self):
-        """Raise AssertionError unless the tree agrees with itself."""
-        below, ages = [self.root], {node: age for age, node in enumerate(self.nodes)}
-        for node in below:
-            for first, child in node.children.items():
-                assert child.parent is node and child.pages and child.pages[0].prefix is first
-                assert node is self.root or ages[child] < ages[node], "a node is younger than its parent"
-                chain = [page.prefix for page in child.pages]
-                assert all(later.parent is earlier for earlier, later in zip(chain, chain[1:])), "a gap"
-                assert node is self.root or first.parent is node.pages[-1].prefix, "a gap between two nodes"
-                assert all(self.pages[page.prefix] is page for page in child.pages)
-            below += node.children.values()
-        assert len(below) - 1 == len(self.nodes), "nodes that nobody finds"
-        assert sum(len(node.pages) for node in below) == len(self.pages), "pages that nobody finds"
+    def forget(self, near):
+        """Drop pages at the ends of branches that are not `near` any more."""
+        for node in list(self.nodes):  # children come before their parents
+            first = node.pages[0].prefix
+            while node.pages and not node.children and not near(node.pages[-1]):
+                del self.pages[node.pages.pop().prefix]
+            if not node.pages:
+                del node.parent.children[first], self.nodes[node]
 
 
 # 2. The Cache ----------------------------------------------------------------------------------
@@ -189,19 +168,16 @@ class HiRadixTree:
 class Prefetch:
     """What storage may have of a request's pages, on its way into host memory."""
 
-    chain: list  # of the request, as far as it can come back
+    chain: list  # of the request, as far as it can come back, and from the answer on as far as storage has it
     first: int  # the first page that is asked for
-    hit: object  # Transfer whose value is how many storage has
-    until: float  # when the policy stops waiting, seconds of time.perf_counter()
+    until: float  # when `timeout` stops waiting, seconds of time.perf_counter()
     timeline: object
+    answered: bool = False  # storage has said how many pages it has
     reads: list = field(default_factory=list)  # Transfers that it has begun
-    brought: set = field(default_factory=set)  # Pages that they brought
-    worth: bool | None = None  # to wait for; None: not decided yet
+    unread: int = 0  # pages that no read has begun for
+    brought: set = field(default_factory=set)  # Pages that its reads have brought
+    worth: bool = False  # waiting for it was decided
     over: bool = False  # nothing more is read, or nobody wants it
-
-    def pages_hit(self) -> int:
-        """How many pages in a row storage has said that it has."""
-        return self.hit.value if self.hit.ready and self.hit.error is None else 0
 
 
 @dataclass(eq=False)
@@ -216,7 +192,6 @@ class TieredCache(offload.HostCache):
     """Chapter 03's host memory under a radix tree, and storage behind it."""
 
     fields = {}
-    divide, slots = both.BidirectionalCache.divide, both.BidirectionalCache.slots
     share, leftover = 1.0, False  # of a step, under both_ends
 
     def __init__(
@@ -227,17 +202,14 @@ class TieredCache(offload.HostCache):
         prefetch: str = "timeout",
         write: str = "write_through",
         layout: str = "page_first_direct",
-        write_after: int = 2,
         threshold: int = 256,
         timeout: tuple[float, float] = (1.0, 0.25),
     ):
-        """`blocks` in host memory, `bandwidth` of the modelled link to them. `write_after`: requests, for
-        write_through_selective. `threshold`: tokens that a prefetch must bring. `timeout`: seconds, of every
-        prefetch and for each 1,024 tokens of it."""
+        """`blocks` in host memory, `bandwidth` of the modelled link to them. `threshold`: tokens that a
+        prefetch must bring. `timeout`: seconds, of every prefetch and for each 1,024 tokens of it."""
         super().__init__(blocks, bandwidth)
-        self.prefetch_policy, self.write_policy, self.layout = prefetch, write, layout
-        self.write_after, self.threshold, self.timeout = write_after, threshold, timeout
-        self.given, self.storage = storage, None
+        self.storage, self.prefetch_policy, self.write_policy = storage, prefetch, write
+        self.layout, self.threshold, self.timeout = layout, threshold, timeout
 
     def host_memory(self, shape):
         """[L, 2, places, page size, KVH, hd], of which `layout` says what lies next to what."""
@@ -249,133 +221,102 @@ class TieredCache(offload.HostCache):
         super().attach(engine)
         self.tree, self.host.evicting = HiRadixTree(), self.evicting_host
         self.array = links.as_integers(self.host.memory)  # for NumPy
-        self.prefetches: list[Prefetch] = []
-        self.incoming: dict = {}  # Prefix on its way from storage -> (place, Transfer)
+        self.run = max(1, both.CHUNK // self.pool.block_size)  # pages that are read or written at once
+        self.prefetches: list[Prefetch] = []  # that read
         self.outgoing: deque = deque()  # (Page, device block, Transfer that ends when that is free)
-        self.progress = 0.0  # when host memory last took one of them
-        self.unwritten: deque[Page] = deque()  # in host memory, to be written to storage
-        self.writing = 0  # pages on their way to storage
-        # Both ends: memory on the device for runs of pages on their way, each 64 tokens or a page
-        size = self.pool.block_size
-        self.run = max(1, both.CHUNK // size)  # pages
-        self.kv = self.pool.memory.flatten(2, 3)  # [L, 2, slots, KVH, hd]
-        shape = LANDING, *self.kv.shape[:2], self.run * size, *self.kv.shape[3:]
-        self.landed = self.kv.new_empty(shape if self.prefetch_policy == "both_ends" else (LANDING, 0))
-        self.landing = paged.BlockPool(LANDING, self.run * size, self.landed)
-        self.bringing = WeakSet()  # restorations that begin with pages in host memory
-        if self.given:
-            self.attach_storage(self.given)
-
-    def kept(self, request) -> Kept:
-        request.kept = request.kept or Kept()
-        return request.kept
-
-    # Storage comes and goes
-
-    def attach_storage(self, storage: store.Storage):
-        """Use this storage from now on. How fast it is, is measured first."""
-        self.storage = storage
-        storage.open(self.engine.wake.set)
-        self.measure_storage()
-
-    def detach_storage(self) -> store.Storage | None:
-        """Ask nothing more of the storage -> it, to be closed. What it has, it keeps."""
-        for prefetch in list(self.prefetches):
-            self.end(prefetch)
-        self.drop_writes()
-        storage, self.storage = self.storage, None
-        return storage
-
-    def storage_state(self) -> dict:
-        storage = self.storage
-        state = dict(prefetch_policy=self.prefetch_policy, write_policy=self.write_policy)
-        if storage is None:
-            return dict(storage=None, **state)
-        speed = statistics.median(storage.speeds) if storage.speeds else None
-        errors = dict(errors=storage.errors, last_error=storage.error or None, hangs=storage.reader.hangs)
-        return dict(storage=storage.name, **state, bytes_per_second=speed, **errors)
+        self.unwritten: dict[Page, None] = {}  # in host memory, to be written to storage
+        if self.storage:
+            self.storage.open(engine.wake.set)
+            self.measure_storage()
 
     def measure_storage(self):
         if self.storage:
-            self.hold("storage", [self.storage.measure(self.run * self.host.block_bytes)])
+            self.hold("measure", [self.storage.measure(self.run * self.host.block_bytes)])
 
     def idle(self):
         self.measure_storage()
         return super().idle()
 
+    def kept(self, request) -> Kept:
+        request.kept = request.kept or Kept()
+        return request.kept
+
     # L3 to L2: prefetch
 
     def submitted(self, request):
         """Ask storage for what comes behind the pages that are near."""
-        size = self.pool.block_size
+        size, on_device = self.pool.block_size, self.pool.block_of
         chain = request.chain[: (len(request.tokens) - 1) // size]  # the last token is computed anyway
         pages = self.tree.match(chain)
         for page in pages if not request.new else ():
             page.asked += 1
-        on_device = self.pool.block_of
         first = len(list(takewhile(lambda page: page.host is not None or page.prefix in on_device, pages)))
         tokens = (len(chain) - first) * size
         if self.storage is None or self.storage.reader.hangs or tokens < self.threshold:
             return
-        hit = self.storage.exists([prefix.key for prefix in chain[first:]])
-        self.hold("storage", [hit])
         until = time.perf_counter() + self.timeout[0] + self.timeout[1] * tokens / 1024
-        prefetch = Prefetch(chain, first, hit, until, request.timeline)
-        self.kept(request).prefetch = prefetch
-        self.prefetches.append(prefetch)
+        prefetch = self.kept(request).prefetch = Prefetch(chain, first, until, request.timeline)
+        hit = self.storage.exists([prefix.key for prefix in chain[first:]])
+        self.hold("ask", [hit], then=partial(self.answered, prefetch, hit))
+
+    def answered(self, prefetch: Prefetch, hit, well: bool):
+        """Storage has said how many pages in a row it has."""
+        count, prefetch.answered = hit.value if well else 0, True
+        prefetch.chain = prefetch.chain[: prefetch.first + count]
+        if count * self.pool.block_size < self.threshold:
+            prefetch.over = True
+        if not prefetch.over:
+            self.prefetches.append(prefetch)
 
     def read(self, prefetch: Prefetch):
-        """Begin to read what storage has and host memory lacks, as far as there are places. Prefetches hold
-        at most half of them. The last pages come first under both_ends."""
-        wanted = self.wanted(prefetch)
-        most = max(0, self.host.size // 2 - len(self.incoming))
-        own = {self.tree.pages.get(prefix) for prefix in prefetch.chain}
-        places = deque(self.room(min(len(wanted), most), own))
-        while places and wanted:
-            numbers = [wanted.pop(0)]
-            while wanted and len(numbers) < min(len(places), self.run) and abs(wanted[0] - numbers[-1]) == 1:
-                numbers.append(wanted.pop(0))
-            self.read_run(prefetch, numbers, [places.popleft() for _ in numbers])
-        coming = any(prefix in self.incoming for prefix in prefetch.chain[prefetch.first :])
-        if prefetch.hit.ready and not coming and not (wanted and self.host.leaving):
-            prefetch.over = True
+        """Begin to read what host memory lacks, as far as there are places: prefetches hold at most half of
+        them. The last pages come first under both_ends."""
+        pages, doubted = self.tree.insert(prefetch.chain), self.storage.doubted
+        numbers = range(prefetch.first, len(pages))
+        if self.prefetch_policy == "both_ends":
+            numbers = numbers[::-1]
+        sound = takewhile(lambda number: pages[number].prefix.key not in doubted, numbers)
+        wanted = [number for number in sound if pages[number].host is None and not pages[number].coming]
+        most = max(0, self.host.size // 2 - self.run * len(self.under_way["read"]))
+        places = self.room(min(len(wanted), most), set(pages))
+        for at in range(0, len(places), self.run):
+            part = [pages[number] for number in wanted[at : at + self.run]]
+            self.read_run(prefetch, part, places[at : at + self.run], f"page {wanted[at]}")
+        prefetch.unread = len(wanted) - len(places)
+        coming = any(page.coming for page in pages[prefetch.first :])
+        if not coming and not (prefetch.unread and self.host.leaving):
+            self.end(prefetch)
 
-    def wanted(self, prefetch: Prefetch) -> list[int]:
-        """Numbers of the pages to read, in the order in which to read them."""
-        hit = prefetch.pages_hit()
-        if hit * self.pool.block_size < self.threshold:
-            return []
-        numbers, wanted = range(prefetch.first, prefetch.first + hit), []
-        for number in reversed(numbers) if self.prefetch_policy == "both_ends" else numbers:
-            prefix = prefetch.chain[number]
-            if prefix.key in self.storage.doubted:  # nothing behind it is of use
-                break
-            if prefix not in self.incoming and not self.in_host(prefix):
-                wanted.append(number)
-        return wanted
-
-    def read_run(self, prefetch: Prefetch, numbers: list[int], places: list[int]):
-        prefixes = [prefetch.chain[number] for number in numbers]
-        into, keys = [self.array[:, :, place] for place in places], [prefix.key for prefix in prefixes]
-        read = self.storage.get(keys, into, f"page {numbers[0]}")
-        self.incoming.update((prefix, (place, read)) for prefix, place in zip(prefixes, places))
+    def read_run(self, prefetch: Prefetch, pages: list[Page], places: list[int], label: str):
+        pages = pages[: len(places)]
+        into = [self.array[:, :, place] for place in places]
+        read = self.storage.get([page.prefix.key for page in pages], into, label)
         prefetch.reads.append(read)
-        then = partial(self.arrived, prefetch, numbers, places, read, self.storage)
-        self.hold("storage", [read], (self.host, places), then=then)
-        self.host.release(places)
+        self.into_host("read", read, pages, places, then=partial(self.arrived, prefetch, pages, read))
 
-    def arrived(self, prefetch: Prefetch, numbers, places, read, storage, well: bool):
-        """Reading is over: what has come is found in host memory from now on."""
-        for number, place in zip(numbers, places):
-            del self.incoming[prefetch.chain[number]]
-            if well:
-                page = self.tree.insert(prefetch.chain[: number + 1])[-1]
-                page.stored = storage
-                self.keep(page, place)
-                prefetch.brought.add(page)
+    def arrived(self, prefetch: Prefetch, pages: list[Page], read, well: bool):
+        for page in pages:
+            page.stored = page.prefix.key not in self.storage.doubted
         if well:
+            prefetch.brought.update(pages)
             prefetch.timeline.add("storage", read.label, *read.span())
-            self.counts["storage_pages_read"] += len(places)
+            self.counts["storage_pages_read"] += len(pages)
+
+    def into_host(self, lane: str, transfer, pages: list[Page], places: list[int], *held, then):
+        """The pages are on their way to places in host memory, and found there when they have arrived."""
+
+        def over(well: bool):
+            for page, place in zip(pages, places):
+                page.coming = False
+                if well:
+                    self.host.register(place, page.prefix)
+                    page.host = place
+            then(well)
+
+        for page in pages:
+            page.coming = True
+        self.hold(lane, [transfer], (self.host, places), *held, then=over)
+        self.host.release(places)
 
     def end(self, prefetch: Prefetch):
         """Nobody waits for it any more: what has not begun is called off, and what has, others will find."""
@@ -388,166 +329,119 @@ class TieredCache(offload.HostCache):
     # L2 to L1
 
     def match(self, request):
-        size = self.pool.block_size
-        first, full = request.computed // size, (len(request.tokens) - 1) // size
-        prefetch = self.kept(request).prefetch
+        """What host memory has, and under both_ends what storage has behind that."""
+        prefetch, size = self.kept(request).prefetch, self.pool.block_size
         if prefetch and self.waits(request, prefetch):
             return LATER
+        first, full = request.computed // size, (len(request.tokens) - 1) // size
         pages = self.tree.match(request.chain[:full])[first:]
         found = list(takewhile(lambda page: page.host is not None, pages))
-        if prefetch and self.prefetch_policy == "both_ends" and not prefetch.over:
-            return self.match_both_ends(request, prefetch, [page.host for page in found])
+        near, places = len(found) * size, [page.host for page in found]
+        seconds = self.load_link.seconds(len(found) * self.host.block_bytes)
+        if self.prefetch_policy == "both_ends" and prefetch in self.prefetches:
+            start, end = request.computed + near, len(prefetch.chain) * size
+            if end > start:
+                load = self.storage.seconds(prefetch.unread * self.host.block_bytes)
+                seconds += load / (1 + load / self.engine.restorer.seconds_to_compute(start, end))
+                tokens = end - request.computed
+                return Match(tokens, seconds, places, size, "storage", store=prefetch)
         if found:
-            tokens = (first + len(found)) * size - request.computed
-            brought = prefetch.brought if prefetch else ()
-            stored = min(tokens, size * sum(page in brought for page in found))
-            parts = dict(cpu=tokens - stored, storage=stored)
-            parts = {source: count for source, count in parts.items() if count}
-            seconds = self.load_link.seconds(len(found) * self.host.block_bytes)
-            places = [page.host for page in found]
-            return Match(tokens, seconds, places, size, " and ".join(parts), parts=parts)
+            stored = size * sum(page in prefetch.brought for page in found) if prefetch else 0
+            parts = dict(cpu=near - stored, storage=stored)
+            parts = {source: tokens for source, tokens in parts.items() if tokens}
+            return Match(near, seconds, places, size, " and ".join(parts), parts=parts)
 
     def waits(self, request, prefetch: Prefetch) -> bool:
         """Whether the policy has the request wait for storage; the engine's rule holds for that, too."""
-        now, asking = time.perf_counter(), not (prefetch.hit.ready and (prefetch.reads or prefetch.over))
+        now, patience = time.perf_counter(), request.patience
         if self.prefetch_policy == "both_ends":
-            return asking and now < request.patience
-        patience = request.patience
+            return not prefetch.answered and now < patience
         until = dict(best_effort=0.0, wait_complete=patience, timeout=min(prefetch.until, patience))
-        if prefetch.over or now > until[self.prefetch_policy]:
+        if now > until[self.prefetch_policy]:
             self.end(prefetch)
-        elif not asking and prefetch.worth is None:
-            tokens, unread = self.unread(request, prefetch)
-            copied = tokens // self.pool.block_size * self.host.block_bytes
-            seconds = self.storage.seconds(unread) + self.load_link.seconds(copied)
+        elif prefetch.answered and not prefetch.over and not prefetch.worth:
+            tokens = len(prefetch.chain) * self.pool.block_size - request.computed
+            seconds = self.storage.seconds(prefetch.unread * self.host.block_bytes)
+            seconds += self.load_link.seconds(tokens // self.pool.block_size * self.host.block_bytes)
             offer = Match(tokens, seconds, prefetch.reads, self.pool.block_size, "storage")
             prefetch.worth = self.engine.restorer.worth(request, offer)
             if not prefetch.worth:
                 self.end(prefetch)
         return not prefetch.over
 
-    def unread(self, request, prefetch: Prefetch) -> tuple[int, int]:
-        """-> tokens up to where storage has pages, and bytes of these that nobody has begun to read."""
-        tokens = (prefetch.first + prefetch.pages_hit()) * self.pool.block_size - request.computed
-        return tokens, len(self.wanted(prefetch)) * self.host.block_bytes if self.storage else 0
-
-    def restore(self, request, restoration, match):
-        if isinstance(match.store, Prefetch):
-            yield from self.restore_both_ends(request, restoration, match.store, match.blocks)
-        else:
-            yield from super().restore(request, restoration, match)
-
     # L3 to L1, while prefill computes from the front
 
-    def match_both_ends(self, request, prefetch: Prefetch, places: list[int]):
-        """All that storage has; before it what host memory has, in `places`."""
-        tokens, unread = self.unread(request, prefetch)
-        near = len(places) * self.pool.block_size
-        if tokens > near:
-            load = self.storage.seconds(unread)
-            start = request.computed + near
-            compute = self.engine.restorer.seconds_to_compute(start, request.computed + tokens)
-            seconds = self.load_link.seconds(len(places) * self.host.block_bytes)
-            seconds += load / (1 + load / compute)
-            return Match(tokens, seconds, places, self.pool.block_size, "storage", store=prefetch)
-
-    def seconds_to_load(self, tokens: int) -> float:
-        """From storage, queued or not. (What chapter 06 divides a step by.)"""
-        pages = self.pool.num_blocks(tokens)
-        if self.storage is None or not self.storage.speeds:
-            return 0.0
-        return pages * self.host.block_bytes / statistics.median(self.storage.speeds)
-
-    def unmet(self) -> list:
-        """Requests whose two pointers have not met, and whose pages in host memory are there."""
-        running = [one for one in self.engine.running if one.restoration not in self.bringing]
-        return [one for one in running if one.restoration and one.computed < one.restoration.limit]
-
-    def restore_both_ends(self, request, restoration, prefetch: Prefetch, places: list[int]):
-        """First what host memory has. Then from the back: runs of pages that have been read go over the link,
-        and move the limit down."""
-        size, chain = self.pool.block_size, prefetch.chain
-        restoration.limit = restoration.end
-        if places:
-            self.bringing.add(restoration)
-            restoration.portion = 0  # nothing is computed meanwhile
-            yield from self.bring(request, restoration, places)
-            self.bringing.discard(restoration)
-        restoration.layers = len(self.model.layers)
-        slots = self.slots(request, restoration.start, restoration.end)  # [T]
-        number, on_link = restoration.end // size, deque()  # pages from `number` on are on the link, or there
-        self.divide()
+    def restore(self, request, restoration, match):
+        """Under both_ends as in chapter 06: prefill computes its portion from the front, and what has been
+        read meanwhile comes from the back. But a page is claimed, by the limit, before it is copied to the
+        request's blocks: never one that the step under way may compute."""
+        if match.store is None:
+            yield from super().restore(request, restoration, match)
+            return
+        prefetch, depth = match.store, len(self.model.layers)
+        restoration.limit, restoration.portion = restoration.end, 0  # nothing is computed yet
+        # 1. What host memory has
+        if match.blocks:
+            near = replace(restoration, end=restoration.start + len(match.blocks) * self.pool.block_size)
+            yield from super().restore(request, near, match)
+            request.computed = near.end
+            if not request.new:
+                request.found["cpu"] = request.found.get("cpu", 0) + near.end - near.start
+        # 2. From both ends
         try:
-            while restoration.limit > (reached := max(request.computed, restoration.taken)):
-                # 1. What is in host memory goes to the device, beside the request's blocks
-                while number * size > reached and self.landing.available:
-                    if not (places := self.run_before(chain, number)):
-                        break
-                    number -= len(places)
-                    on_link.append((number, *self.land(places, number)))
-                # 2. When it is there, put what prefill does not compute meanwhile in the blocks
-                if on_link:
-                    first, slot, copy = on_link[0]
+            front = request.computed  # what lies before it is prefill's
+            copy = self.claim(request, restoration, prefetch, front)
+            restoration.layers, restoration.portion = depth, 1
+            self.divide()
+            while copy or restoration.limit > request.computed:
+                if copy:
+                    restoration.layers = 0  # until it is there
                     yield copy
-                    front = max(first * size, request.computed, restoration.taken)
-                    if front < restoration.limit:
-                        limit, start = restoration.limit, restoration.start
-                        rows = self.landed[slot][:, :, front - first * size : limit - first * size]
-                        into = slots[front - start : limit - start]
-                        self.kv.index_copy_(2, into, rows)
-                        restoration.limit = front
-                    self.landing.release([slot])
-                    on_link.popleft()
-                # 3. Else wait for storage, or for places in host memory
-                elif chain[number - 1] in self.incoming and self.landing.available:
-                    yield self.incoming[chain[number - 1]][1]
-                elif prefetch.over:
+                    restoration.layers = depth
+                elif prefetch.over and restoration.limit > front:
                     return  # there is no more: prefill goes on to the limit
                 else:
                     yield PAUSE
+                front = request.computed + restoration.portion
+                copy = self.claim(request, restoration, prefetch, front)
         finally:
-            for _, slot, copy in on_link:
-                self.hold("load", [copy], (self.landing, [slot]))  # until nobody writes there
-                self.landing.release([slot])
             self.end(prefetch)
             request.timeline.plan = both.drawn(restoration)
 
-    def bring(self, request, restoration, places: list[int]):
-        """Copy pages from host memory to where the request would compute next."""
-        first = restoration.start // self.pool.block_size
-        table = request.table[first : first + len(places)]
-        runs = offload.adjacent(table, places)
+    def claim(self, request, restoration, prefetch: Prefetch, front: int) -> Transfer | None:
+        """Begin to copy what has arrived between `front` and the limit, and lower the limit to there."""
+        super().poll()  # what has been read since the step began
+        first, last = self.pool.num_blocks(front), restoration.limit // self.pool.block_size
+        pages = map(self.tree.pages.get, reversed(prefetch.chain[first:last]))
+        places = [page.host for page in takewhile(lambda page: page and page.host is not None, pages)][::-1]
+        if not places:
+            return None
+        first = last - len(places)
+        restoration.limit = first * self.pool.block_size
+        blocks = request.table[first:last]
+        runs = offload.adjacent(blocks, places)
         into = [self.pool.memory[:, :, to : to + count] for to, _, count in runs]
         out_of = [self.host.memory[:, :, at : at + count] for _, at, count in runs]
-        copy = self.load_link.copy(into, out_of, f"{len(places)} pages")
-        self.hold("load", [copy], (self.pool, table), (self.host, places))
+        copy = self.load_link.copy(into, out_of, f"page {first}")
+        self.hold("load", [copy], (self.pool, blocks), (self.host, places))
         self.counts["bytes_in"] += copy.bytes
-        yield copy
-        request.computed = restoration.start + len(places) * self.pool.block_size
-        if not request.new:
-            request.found["cpu"] = request.found.get("cpu", 0) + request.computed - restoration.start
+        return copy
 
-    def run_before(self, chain: list, number: int) -> list[int]:
-        """Places in host memory of pages that have arrived, up to page `number` and at most a run of them."""
-        places = []
-        for prefix in reversed(chain[max(0, number - self.run) : number]):
-            place, read = self.incoming.get(prefix, (None, None))
-            if self.in_host(prefix):
-                place = self.tree.pages[prefix].host
-            elif read is None or not read.ready or read.error is not None:
-                break
-            places.append(place)
-        return places[::-1]
+    def divide(self):
+        """Chapter 06's portions, in whole pages."""
+        both.BidirectionalCache.divide(self)
+        for request in self.unmet():
+            pages = self.pool.num_blocks(request.restoration.portion)
+            request.restoration.portion = pages * self.pool.block_size
 
-    def land(self, places: list[int], number: int):
-        """Copy pages to memory of their own on the device -> its slot, and the Transfer."""
-        (slot,), size = self.landing.allocate(1), self.pool.block_size
-        into = [self.landed[slot][:, :, at * size : (at + 1) * size] for at in range(len(places))]
-        out_of = [self.host.memory[:, :, place] for place in places]
-        copy = self.load_link.copy(into, out_of, f"page {number}")
-        self.hold("load", [copy], (self.host, places))
-        self.counts["bytes_in"] += copy.bytes
-        return slot, copy
+    def unmet(self) -> list:
+        """Requests whose two pointers have not met, and who may compute: who has a portion."""
+        return [one for one in both.BidirectionalCache.unmet(self) if one.restoration.portion]
+
+    def seconds_to_load(self, tokens: int) -> float:
+        """From storage, queued or not."""
+        speed = statistics.median(self.storage.speeds or [math.inf])
+        return self.pool.num_blocks(tokens) * self.host.block_bytes / speed
 
     # L1 to L2
 
@@ -560,23 +454,22 @@ class TieredCache(offload.HostCache):
                 continue
             pages = self.tree.insert(request.chain[: request.registered])
             pairs = list(zip(pages, request.table))[looked_at:]
-            for page, _ in pairs:
-                page.asked = max(1, page.asked)
             if self.write_policy == "write_back":
                 continue
             if self.write_policy == "write_through_selective":
-                pairs = [(page, block) for page, block in pairs if page.asked >= self.write_after]
-            lacking = [(page, block) for page, block in pairs if page.host is None and not page.copying]
+                pairs = [(page, block) for page, block in pairs if page.asked > 1]
+            lacking = [(page, block) for page, block in pairs if page.host is None and not page.coming]
             if self.save_link.seconds(len(lacking) * self.host.block_bytes) < offload.LONGEST_SAVE:
                 self.copy_out(lacking, set(pages), request.timeline)
-            self.send_down([page for page, _ in pairs if page.host is not None])
+            self.send_down([page for page, _ in pairs])
         if len(self.tree.pages) > 2 * (self.pool.size + self.host.size):
-            deque(self.tree.oldest(self.near), maxlen=0)  # forget what is nowhere
+            self.tree.forget(self.near)
 
     def copy_out(self, pairs: list, own=(), timeline=None) -> int:
-        """Copy pages from their device blocks to host memory, as far as there are places -> how many. Those
-        in `own` are not evicted for them: a chain makes no room for its own end."""
-        places = self.room(len(pairs), own, after=self.place_before(pairs))
+        """Copy (Page, device block) pairs to host memory, as far as there are places -> how many. Pages in
+        `own` are not evicted for them: a chain makes no room for its own end."""
+        before = self.tree.pages.get(pairs[0][0].prefix.parent) if pairs else None
+        places = self.room(len(pairs), own, after=before.host if before else None)
         if not places:
             return 0
         pages, blocks = zip(*pairs[: len(places)])
@@ -584,102 +477,81 @@ class TieredCache(offload.HostCache):
         into = [self.host.memory[:, :, to : to + count] for _, to, count in runs]
         out_of = [self.pool.memory[:, :, at : at + count] for at, _, count in runs]
         copy = self.save_link.copy(into, out_of, f"save {len(places)}")
-        for page in pages:
-            page.copying = True
-        then = partial(self.copied, pages, places, copy, timeline)
-        self.hold("save", [copy], (self.pool, blocks), (self.host, places), then=then)
-        self.host.release(places)
+        then = partial(self.copied, pages, copy, timeline)
+        self.into_host("save", copy, pages, places, (self.pool, blocks), then=then)
         self.counts["swap_outs"] += len(places)
         self.counts["bytes_out"] += copy.bytes
         return len(places)
 
-    def place_before(self, pairs: list) -> int | None:
-        """Where the page before these is: adjacent places are copied at once."""
-        before = self.tree.pages.get(pairs[0][0].prefix.parent) if pairs else None
-        return before.host if before else None
-
-    def copied(self, pages, places, copy, timeline, well: bool):
-        for page, place in zip(pages, places):
-            page.copying = False
-            if well:
-                self.keep(page, place)
+    def copied(self, pages: list[Page], copy, timeline, well: bool):
         if timeline:
             timeline.add("save", copy.label, *copy.span())
         if self.write_policy != "write_back":
-            self.send_down([page for page in pages if page.host is not None])
+            self.send_down(pages)
         else:
             self.counts["pages_written" if well else "pages_lost"] += len(pages)
-
-    def keep(self, page: Page, place: int):
-        """The page is in host memory, unless it is there already."""
-        self.host.register(place, page.prefix)
-        page.host = self.host.block_of[page.prefix]
 
     def room(self, count: int, own=(), after: int | None = None) -> list[int]:
         """Up to `count` places in host memory. The least recently used pages go for them, each once: those
         that are still being written will be free."""
         host = self.host
-        for page in self.tree.oldest(self.near):
+        for page in self.tree.oldest():
             if host.free.count(1) + len(host.leaving) >= count or page in own:
                 break
             if page.host in host.cached:  # nobody reads or writes it
                 host.evict(page.host)
-        return host.allocate(min(count, host.free.count(1)), after) if count else []
+        return host.allocate(min(count, host.free.count(1)), after)
 
     def evicting(self, block: int, prefix):
         """Under write_back a dirty page keeps its device block until host memory has it."""
         page = self.tree.pages.get(prefix)
-        if self.write_policy != "write_back" or page is None or page.copying:
+        if self.write_policy != "write_back" or page is None or page.coming:
             return
-        if page.host is None and not self.is_stored(page):
+        if page.host is None and not page.stored:
             self.counts["dirty_evicted"] += 1
-            self.progress = self.progress if self.outgoing else time.perf_counter()
-            page.copying, out = True, Transfer("save", "written back")
+            page.coming, out = True, Transfer("save", "written back")
             self.hold("evicted", [out], (self.pool, [block]))
             self.outgoing.append((page, block, out))
 
     def write_back(self):
-        """Copy out what is being evicted; what waits too long for a place, in vain, is lost."""
-        while self.outgoing:
-            copied = self.copy_out([(page, block) for page, block, _ in self.outgoing])
-            late = time.perf_counter() - self.progress > LOST_AFTER
-            if not copied and not late:
-                break
-            for page, _, out in [self.outgoing.popleft() for _ in range(max(1, copied))]:
-                out.finish(out.issued, time.perf_counter())
-                page.copying = bool(copied)
-                self.counts["pages_lost"] += not copied
-            self.progress = time.perf_counter() if copied else self.progress
+        """Copy out what is being evicted, as places become free. Where none ever will, it is lost."""
+        over = self.copy_out([(page, block) for page, block, _ in self.outgoing])
+        lost = not over and (not self.host.size or self.storage_hangs())
+        for page, _, out in [self.outgoing.popleft() for _ in range(len(self.outgoing) if lost else over)]:
+            out.finish(out.issued, time.perf_counter())
+            page.coming = not lost
+            self.counts["pages_lost"] += lost
 
     # L2 to L3
+
+    def storage_hangs(self) -> bool:
+        return self.storage is not None and self.storage.writer.hangs
 
     def evicting_host(self, place: int, prefix):
         """Under write_back a dirty page keeps its place until storage has it."""
         page = self.tree.pages[prefix]
         page.host = None
-        if self.write_policy == "write_back" and self.storage and not self.is_stored(page):
+        if self.write_policy == "write_back" and self.storage and not page.stored:
             self.counts["dirty_evicted"] += 1
-            if self.storage.writer.hangs:
+            if self.storage_hangs():
                 self.counts["pages_lost"] += 1
             else:
                 self.write([page], [place])
 
     def send_down(self, pages: list[Page]):
         """Have pages written to storage, from where they are in host memory."""
-        for page in pages:
-            if self.storage and not page.storing and not self.is_stored(page):
-                page.storing = True
-                self.unwritten.append(page)
+        if self.storage:
+            self.unwritten.update((page, None) for page in pages)
 
     def write_through(self):
-        """Write what waits for that. What is being written is locked: at most a quarter of host memory."""
-        if self.storage and self.storage.writer.hangs:
-            self.drop_writes()
-        while self.unwritten and self.writing < max(1, self.host.size // 4):
-            pages = [self.unwritten.popleft() for _ in range(min(len(self.unwritten), self.run))]
+        """Write what waits for that, in runs. What is being written is locked: a quarter of host memory."""
+        if self.storage_hangs():
+            self.unwritten.clear()
+        while self.unwritten and self.run * len(self.under_way["written"]) < max(1, self.host.size // 4):
+            pages = list(islice(self.unwritten, self.run))
             for page in pages:
-                page.storing = False
-            pages = [page for page in pages if page.host is not None]  # else it was evicted before
+                del self.unwritten[page]
+            pages = [page for page in pages if page.host is not None and not page.stored and not page.storing]
             if pages:
                 self.write(pages, [page.host for page in pages])
 
@@ -688,22 +560,14 @@ class TieredCache(offload.HostCache):
         write = self.storage.set([page.prefix.key for page in pages], contents)
         for page in pages:
             page.storing = True
-        self.writing += len(pages)
-        then = partial(self.written, pages, write, self.storage)
-        self.hold("written", [write], (self.host, places), then=then)
+        self.hold("written", [write], (self.host, places), then=partial(self.written, pages, write))
 
-    def written(self, pages: list[Page], write, storage, well: bool):
-        self.writing -= len(pages)
+    def written(self, pages: list[Page], write, well: bool):
         for page in pages:
-            page.storing, page.stored = False, storage if well else page.stored
+            page.storing, page.stored = False, well or page.stored
         self.counts["storage_pages_written"] += write.value or 0
         if self.write_policy == "write_back":
             self.counts["pages_written" if well else "pages_lost"] += len(pages)
-
-    def drop_writes(self):
-        for page in self.unwritten:
-            page.storing = False
-        self.unwritten.clear()
 
     # In every step, and at the end
 
@@ -713,8 +577,8 @@ class TieredCache(offload.HostCache):
             self.read(prefetch)
         self.write_back()
         self.write_through()
-        if self.prefetch_policy == "both_ends":
-            self.divide()
+        self.divide()
+        self.counts["storage_errors"] = self.storage.errors if self.storage else 0
 
     def finished(self, request):
         if request.kept and request.kept.prefetch:
@@ -722,33 +586,22 @@ class TieredCache(offload.HostCache):
         request.kept = None
         self.tree.match(request.chain)  # what it found was used
 
-    def in_host(self, prefix) -> bool:
-        page = self.tree.pages.get(prefix)
-        return page is not None and page.host is not None
-
-    def is_stored(self, page: Page) -> bool:
-        return self.storage is not None and page.stored is self.storage
-
     def near(self, page: Page) -> bool:
-        on_its_way = page.copying or page.storing
-        return page.host is not None or on_its_way or page.prefix in self.pool.block_of
+        on_device = page.prefix in self.pool.block_of
+        return page.host is not None or page.coming or page.storing or on_device
 
     def close(self):
         """What is on its way down arrives, if that is soon. Under write_back everything goes down."""
-        for pool in (self.pool, self.host) if self.write_policy == "write_back" and self.storage else ():
-            for block in list(pool.cached):
+        until = time.perf_counter() + LONGEST_CLOSE
+        for pool in self.pool, self.host:
+            for block in list(pool.cached) if self.write_policy == "write_back" and self.storage else ():
                 pool.evict(block)
-            self.flush()
-        self.flush()
+            while (any(self.under_way.values()) or self.unwritten) and time.perf_counter() < until:
+                self.poll()
+                time.sleep(1e-3)
         super().close()
         if self.storage:
             self.storage.close()
-
-    def flush(self):
-        until = time.perf_counter() + LONGEST_CLOSE
-        while (any(self.under_way.values()) or self.unwritten) and time.perf_counter() < until:
-            self.poll()
-            time.sleep(1e-3)
 
 
 # 3. The demo -----------------------------------------------------------------------------------
@@ -765,7 +618,7 @@ def demo(model, frontend: Frontend, arguments):
         talks = [lesson.conversation(frontend, rng, frontend.context // 4) for _ in range(CONVERSATIONS)]
         longest = max(len(frontend.encode(None, talk)) for talk in talks) + 3 * new + 32
         pages = -(-longest // arguments.block_size)
-        url, options = f"file:{folder}", {**vars(arguments), "gpu_blocks": ON_DEVICE * pages}
+        url = arguments.storage or f"file:{folder}"
         ways = {
             "L1": dict(cpu_blocks=1, storage=None),
             "L1, L2": dict(cpu_blocks=ON_HOST * pages, storage=None),
@@ -774,15 +627,14 @@ def demo(model, frontend: Frontend, arguments):
         }
         taken = {}
         for name, tiers in ways.items():
-            engine = make_engine(model, argparse.Namespace(**{**options, **tiers}))
+            options = {**vars(arguments), "gpu_blocks": ON_DEVICE * pages, **tiers}
+            engine = make_engine(model, argparse.Namespace(**options))
             taken[name] = converse(engine, frontend, talks, random.Random(1), new)
-            tree = drawn_tree(engine.cache)
-            last = taken[name][-1]
-            counters = engine.counters()
+            tree, counters = list(drawn(engine.cache, engine.cache.tree.root)), engine.counters()
             engine.close()
         # 2. Time: one long history that only storage has, under each policy
         slow = dict(storage=url, prefetch="both_ends", always_restore=True, gpu_blocks=None, cpu_blocks=None)
-        engine = make_engine(model, argparse.Namespace(**{**options, **slow}))
+        engine = make_engine(model, argparse.Namespace(**{**vars(arguments), **slow}))
         text = lesson.document(frontend, rng, min(frontend.context, 2048) * 7 // 8, lesson.SECRET)
         prompt = frontend.request(messages=[dict(role="user", content=text)]).tokens
         engine.generate([Request(prompt, 1)])
@@ -798,36 +650,30 @@ def demo(model, frontend: Frontend, arguments):
         f"them, L2 {ON_HOST}\n{arguments.write_policy}, {arguments.prefetch}; {link}\n\n"
         f"{'the second time':30}{'L1':>6}{'L2':>6}{'L3':>6}  computed"
     )
-    for name, requests in taken.items():
-        print(f"  {name:28}" + "".join(f"{share:6.0%}" for share in shares(requests[CONVERSATIONS:])))
     second = {name: requests[CONVERSATIONS:] for name, requests in taken.items()}
+    for name, requests in second.items():
+        print(f"  {name:28}" + "".join(f"{share:6.0%}" for share in shares(requests)))
     times = {name: [one.outcome.ttft_ms for one in requests] for name, requests in second.items()}
     rows = lesson.table("\nTTFT, the second time", times, "ttft_ms", "ms")
     for row, requests in zip(rows, taken.values()):
         row.update(zip(("gpu", "cpu", "storage", "computed"), shares(requests[CONVERSATIONS:])))
         row["first_time_from_storage"] = shares(requests[:CONVERSATIONS])[2]
     print(f"  (in the last row the first time, too, {rows[-1]['first_time_from_storage']:.0%} came from L3)")
-    print(f"\nThe tree of that engine: tokens, and where they are\n{tree}\n")
-    speed = "storage as fast as computing, the guard off"
+    print("\nThe beginning of that engine's tree: tokens, and where they are")
+    print(*tree[:8], sep="\n", end="\n\n")
+    title = f"TTFT, {len(prompt)} tokens, storage as fast as computing, the guard off"
     times = {name: [one.outcome.ttft_ms for one in requests] for name, requests in asked.items()}
-    rows += lesson.table(f"TTFT, {len(prompt)} tokens, {speed}", times, "ttft_ms", "ms")
-    better, both = (statistics.median(times[name]) for name in ("computed", "both_ends"))
-    better = min(better, statistics.median(times["wait_complete"]))
-    print(f"  both_ends: {better / both:.2f}x as soon as the better of computing all and waiting for all\n")
-    timeline = asked["both_ends"][-1].timeline
-    print(f"both_ends (p: prefill, pages on their way; s: pages to host memory)\n{timeline.chart()}\n")
-    print("What a page's move takes in each layout: pieces that are adjacent in host memory, and their bytes")
-    for layout in LAYOUTS:
-        row = dict(layout=layout, **pieces(model.config, arguments.block_size, model.dtype, layout))
-        rows.append(row)
-        words = "  {layout:18} a layer to L1: {to_device:2} x {device_bytes:6}; "
-        print((words + "a page to L3: {to_storage:3} x {storage_bytes:6}").format(**row))
+    rows += lesson.table(title, times, "ttft_ms", "ms")
+    middle = {name: statistics.median(samples) for name, samples in times.items()}
+    better, timeline = min(middle["computed"], middle["wait_complete"]), asked["both_ends"][-1].timeline
     print(
-        "\nWhat is in no tier is computed, and what is far away is waited for only as a policy says. And if\n"
-        "not even the weights fit on the device? Chapter 08."
+        f"  both_ends: {better / middle['both_ends']:.2f}x as soon as the better of computing all and waiting "
+        f"for all\n\nboth_ends (p: prefill, pages on their way; s: pages to host memory)\n{timeline.chart()}\n\n"
+        "Where storage is far slower than computing, L3 brings nothing, and waiting for it only delays: what is\n"
+        "in no tier is computed. And if not even the weights fit on the device? Chapter 08."
     )
     report = dict(link=dict(modelled=link.modelled, gbps=link.speed() / 1e9), counters=counters)
-    return dict(report, verified=verified, rows=rows), [timeline, last.timeline]
+    return dict(report, verified=verified, rows=rows), [timeline, every[4 * 2 * CONVERSATIONS - 1].timeline]
 
 
 def converse(engine, frontend: Frontend, talks: list, rng, new: int) -> list[Request]:
@@ -853,61 +699,35 @@ def shares(requests: list[Request]) -> list[float]:
     return [tokens / prompts for tokens in (*found, prompts - sum(found))]
 
 
+def drawn(cache: TieredCache, node: Node, depth: int = 0):
+    """Yield a line for each node below this one: the tiers that have all of it, and its tokens."""
+    for child in node.children.values():
+        on_device = all(page.prefix in cache.pool.block_of for page in child.pages)
+        in_host = all(page.host is not None for page in child.pages)
+        stored = all(page.stored for page in child.pages)
+        where = f"{'L1' * on_device:3}{'L2' * in_host:3}{'L3' * stored:3}"
+        yield f"  {where} {'  ' * depth}{len(child.pages) * cache.pool.block_size:5} tokens"
+        yield from drawn(cache, child, depth + 1)
+
+
 def policies(engine, prompt: list[int]) -> dict[str, list[Request]]:
     """The same question, when only an L3 that is as slow as computing has its history, under each policy."""
     cache, storage = engine.cache, engine.cache.storage
     seconds = engine.restorer.seconds_to_compute(0, len(prompt))
     size = len(prompt) // cache.pool.block_size * cache.host.block_bytes
     storage.bandwidth, cache.timeout = links.Bandwidth(size / seconds), (seconds / 3, 0.0)
+    cache.measure_storage()
 
     def ask(policy: str) -> Request:
         lesson.settle(engine)
         for pool in ("device", "host"):
             engine.evict(pool)
-        request = Request(prompt, 2)
-        cache.storage = None if policy == "computed" else storage
-        cache.prefetch_policy = policy
-        engine.generate([request])
+        cache.storage, cache.prefetch_policy = None if policy == "computed" else storage, policy
+        request = lesson.ask(engine, prompt, 2)
+        cache.storage = storage
         return request
 
-    cache.measure_storage()
-    ways = {name: partial(ask, name) for name in ("computed", *PREFETCH)}
-    asked = lesson.in_turn(ways, 3)
-    cache.storage = storage
-    return asked
-
-
-def pieces(config, block_size: int, dtype, layout: str) -> dict:
-    """-> how many adjacent pieces of host memory a layer of a page is on its way to the device, and a whole
-    page on its way to storage, and their bytes."""
-    order = LAYOUTS[layout]
-    shape = config.num_hidden_layers, 2, 4, block_size, config.num_key_value_heads, config.head_dim
-    memory = torch.empty([shape[axis] for axis in order], dtype=dtype, device="meta")
-    memory = memory.permute([order.index(axis) for axis in range(6)])
-    found = {}
-    for name, part in ("device", memory[0, :, 0]), ("storage", memory[:, :, 0]):
-        strides = sorted(zip(part.stride(), part.shape))  # innermost first
-        adjacent = 1
-        for stride, count in strides:
-            adjacent *= count if stride == adjacent else 1
-        found[f"to_{name}"], found[f"{name}_bytes"] = part.numel() // adjacent, adjacent * dtype.itemsize
-    return found
-
-
-def drawn_tree(cache: TieredCache, most: int = 8) -> str:
-    """The first nodes as text: tokens, and the tiers that have all of them."""
-    lines, todo = [], [(child, 0) for child in cache.tree.root.children.values()]
-    while todo:
-        node, depth = todo.pop(0)
-        tiers = {
-            "L1": all(page.prefix in cache.pool.block_of for page in node.pages),
-            "L2": all(page.host is not None for page in node.pages),
-            "L3": all(cache.is_stored(page) for page in node.pages),
-        }
-        where = " ".join(tier if there else "  " for tier, there in tiers.items())
-        lines.append(f"  {where}  {'  ' * depth}{len(node.pages) * cache.pool.block_size:5} tokens")
-        todo = [(child, depth + 1) for child in node.children.values()] + todo
-    return "\n".join(lines[:most] + [f"  ... and {len(lines) - most} more nodes"] * (len(lines) > most))
+    return lesson.in_turn({name: partial(ask, name) for name in ("computed", *PREFETCH)}, 3)
 
 
 # 4. Main ---------------------------------------------------------------------------------------
@@ -915,21 +735,13 @@ def drawn_tree(cache: TieredCache, most: int = 8) -> str:
 def add_arguments(parser):
     paged.add_arguments(parser)
     add, number, seconds = parser.add_argument, partial(cli.bounded, int, 1), cli.bounded(float, 0, 1e6)
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument("--cpu-blocks", type=number(1 << 26), metavar="N", help="pages in host memory")
-    words = "of host memory to the device's, in pages (default 4)"
-    size.add_argument("--hicache-ratio", type=cli.bounded(float, 1e-3, 1e6), metavar="R", help=words)
-    gigabytes = cli.bounded(float, 1e-6, 1e6)
-    size.add_argument("--hicache-size", type=gigabytes, metavar="GB", help="of host memory")
+    words = "pages in host memory (four times the device's)"
+    add("--cpu-blocks", type=number(1 << 26), metavar="N", help=words)
     add("--layout", choices=LAYOUTS, default="page_first_direct", help="of host memory (page_first_direct)")
     words = "when pages go down (write_through)"
     add("--write-policy", choices=WRITE, default="write_through", help=words)
-    words = "write_through_selective: with the request that asks for the N-th time (2)"
-    add("--write-after", type=number(1 << 20), default=2, metavar="N", help=words)
     words = "the shared tier: file:DIR, redis://HOST:PORT/N, another URL that fsspec knows, or module:Class"
     add("--storage", metavar="URL", help=words)
-    words = "what its back end takes beside"
-    add("--storage-config", type=json_object, default={}, metavar="JSON", help=words)
     words = "model reading from it that is so slow"
     add("--storage-bandwidth", type=both.bandwidth, metavar="GB/S[:GB/S...@SECONDS]", help=words)
     words = "how long a request waits for storage (timeout)"
@@ -943,31 +755,19 @@ def add_arguments(parser):
     links.add_arguments(parser)
 
 
-def json_object(string: str) -> dict:
-    """An argparse type."""
-    value = json.loads(string)
-    if not isinstance(value, dict):
-        raise ValueError
-    return value
-
-
 def make_engine(model, arguments) -> paged.Engine:
     """Chapter 02's engine with this chapter's Cache."""
     size, host = arguments.block_size, torch.device("cpu")
     block_bytes = size * model.config.kv_numbers_per_token * model.dtype.itemsize
     longest = -(-model.config.max_position_embeddings // size)
-    on_device = arguments.gpu_blocks or arguments.max_running * longest
-    useful, asked = int((arguments.hicache_ratio or 4) * on_device), arguments.cpu_blocks
-    if arguments.hicache_size or arguments.hicache_ratio:
-        asked = max(1, int(1e9 * (arguments.hicache_size or 0) / block_bytes) or useful)
-    blocks = cli.blocks_that_fit(asked, useful, block_bytes, host, "--cpu-blocks")
+    useful = 4 * (arguments.gpu_blocks or arguments.max_running * longest)
+    blocks = cli.blocks_that_fit(arguments.cpu_blocks, useful, block_bytes, host, "--cpu-blocks")
     storage, name = None, store.label(arguments.storage or "none")
     if arguments.storage:
-        backend = store.open_backend(arguments.storage, arguments.storage_config)
-        storage = store.Storage(backend, name, arguments.storage_bandwidth)
+        storage = store.Storage(store.open_backend(arguments.storage), name, arguments.storage_bandwidth)
     cache = TieredCache(
         blocks, links.bandwidth(model, arguments.link, arguments.platform), storage, arguments.prefetch,
-        arguments.write_policy, arguments.layout, arguments.write_after, arguments.prefetch_threshold,
+        arguments.write_policy, arguments.layout, arguments.prefetch_threshold,
         (arguments.prefetch_timeout, arguments.prefetch_timeout_per_1k),
     )  # fmt: skip
     engine = paged.make_engine(model, arguments, cache)
