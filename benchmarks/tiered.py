@@ -114,7 +114,8 @@ def mix(model, arguments):
         for document in documents:  # it has left them in the files
             lesson.ask(known, document + bench.draw(1), 1)
         lesson.settle(known)
-        known.cache.detach_storage().close()
+        known.cache.storage.close()
+        known.cache.storage = None
         none = bench.engine(TALKS * longest // 3)
         ours = bench.engine(TALKS * longest // 3, bench.cache(TALKS * longest // 2))
         lesson.ask(ours, bench.draw(512), 1)  # how fast is prefill?

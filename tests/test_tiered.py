@@ -181,7 +181,7 @@ def test_what_a_crash_costs(write):
 
 
 def test_a_page_that_waits_for_a_place_in_vain_is_lost_and_counted(monkeypatch):
-    monkeypatch.setattr(store, "HANGING", 0.05)
+    monkeypatch.setattr("common.link.HANGING", 0.05)
     shelf, rng = Shelf(), random.Random(0)
     with engine_on(shelf, write="write_back", blocks=16, host=4) as engine:
         shelf.set = lambda keys, values: time.sleep(0.3)  # each place waits to be written
@@ -357,7 +357,7 @@ def test_storage_that_hangs_delays_one_request_and_then_nobody(monkeypatch):
         assert right(engine, prompt).found == {}
         engine.submit(request := Request(draw(random.Random(1), 200), 2))
         engine.step()
-        assert not engine.cache.kept(request).prefetch, "storage that hangs is not asked"
+        assert not request.kept.prefetch, "storage that hangs is not asked"
         while request.outcome is None:
             engine.step()
         shelf.open.set()
