@@ -109,7 +109,7 @@ class Everywhere:
 
     def __init__(self, engine, tokenizer=None):
         self.engine, self.cache, self.tokenizer = engine, engine.cache, tokenizer
-        self.ranks, self.closed = self.cache.ranks, False
+        self.ranks, self.closed, self.stepping = self.cache.ranks, False, False
         self.cache.command = self.do
         self.known = WeakValueDictionary()  # id() on rank 0 -> Request
 
@@ -134,7 +134,7 @@ class Everywhere:
         return self.engine.pools[name].evictions - before
 
     def close(self):
-        if not self.engine.running:  # else Ctrl-C has left a step that others are still in
+        if not self.stepping:  # else Ctrl-C has left a step that others are still in: end at once
             self.tell("close")
             self.follow()
 
@@ -160,12 +160,15 @@ class Everywhere:
 
     def step(self):
         """A step, or, while nobody asks, an agreement now and then: so all know that all are there."""
+        self.stepping = True
         if self.engine.busy:
-            return self.engine.step()
-        if self.ranks.rank == 0 and not self.cache.commands:
-            self.engine.wake.wait(BEAT)
-        self.engine.wake.clear()
-        self.cache.poll()
+            self.engine.step()
+        else:
+            if self.ranks.rank == 0 and not self.cache.commands:
+                self.engine.wake.wait(BEAT)
+            self.engine.wake.clear()
+            self.cache.poll()
+        self.stepping = False
 
     def follow(self):
         """Do what rank 0 says until it says that it is over."""
