@@ -252,9 +252,17 @@ class HiddenCache(Cache):
         self.store.pool.release(touched)
 
     def scatter(self, store, transfer, moves: list[Move], index, states):
-        """Stage two, on a thread. `states` are an argument so that they live until they are copied."""
+        """Stage two, on a thread: sort rows into chunks. `index`: where in the snapshot buffer each noted row
+        is. `states` are an argument so that they live until they are copied."""
         transfer.wait()
-        store.put(moves, self.taken, index)
+        out_of = index[numpy.concatenate([move.places for move in moves])]  # [rows]
+        first = [(CHUNK * move.chunk.number + move.at, len(move.places)) for move in moves]
+        into = numpy.concatenate([numpy.arange(at, at + rows) for at, rows in first])  # [rows]
+        for part, snapshot in zip(store.arrays, self.taken):  # [chunks, 64, D] and [rows, D]
+            for move in moves:
+                if move.source:
+                    part[move.chunk.number, : move.at] = part[move.source.number, : move.at]
+            part.reshape(-1, part.shape[-1])[into] = snapshot[out_of]
 
     def on_saved(self, transfer, moves: list[Move], arrived: bool):
         """Stage two is over."""

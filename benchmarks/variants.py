@@ -120,8 +120,8 @@ class Direct(HiddenCache):
         transfers = []
         for part, rows in enumerate(states):
             for move in moves:
-                if move.source is not None:
-                    before = self.store.parts[part][move.source, : move.at]
+                if move.source:
+                    before = self.store.parts[part][move.source.number, : move.at]
                     transfers.append(self.copy_rows(part, move.chunk.number, 0, before))
                 here = rows[move.places[0] : move.places[0] + len(move.places)]  # [n, D]
                 transfers.append(self.copy_rows(part, move.chunk.number, move.at, here))

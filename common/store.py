@@ -58,7 +58,7 @@ class Move(NamedTuple):
     chunk: Chunk
     at: int  # the first of them in the chunk
     places: list[int]  # of each, in the steps
-    source: int | None  # the number of another chunk, of which the rows before are copied
+    source: Chunk | None  # another one, of which the rows before are copied
 
 
 @dataclass(eq=False)
@@ -134,36 +134,37 @@ class ChunkStore:
                 index, at = divmod(position, CHUNK)
                 count = min(CHUNK - at, end - position)
                 parent, prefix, tokens = self.piece(request, index)
-                chunk, sources = filling.chunk, []
+                chunk, source = filling.chunk, None
                 if chunk is None or chunk.parent is not parent or len(chunk.tokens) != at:
                     self.close_chunk(filling)  # what is between has come back
-                    chunk, sources = self.begin(parent, prefix, tokens, at, filling.chain)
+                    chunk, source = self.begin(parent, prefix, tokens, at, filling.chain)
                     filling.chunk = chunk
                 if chunk:
                     here = places[position - first : position - first + count]
-                    moves.append(Move(request, chunk, at, here, *sources or [None]))
+                    moves.append(Move(request, chunk, at, here, source))
                     chunk.tokens += request.tokens[position : position + count]
                     self.pool.share([chunk.number])
-                    touched += [chunk.number, *sources]
+                    touched += [chunk.number, source.number] if source else [chunk.number]
                     if len(chunk.tokens) == CHUNK:
                         self.close_chunk(filling)
                 position += count
         return moves, touched
 
-    def begin(self, parent, prefix, tokens: list[int], at: int, own: list) -> tuple[Chunk | None, list[int]]:
-        """Somebody computes `tokens` behind `parent`, from row `at` on -> the chunk to fill, and, if `at` is
-        not 0, the number of another one whose rows before are to be copied to it: the unfinished one of the
-        turn before, or one that goes on with other tokens. Both are referenced. None if all is there already,
-        if rows before `at` are not, or if only chunks of `own` prefixes could be evicted for it."""
+    def begin(self, parent, prefix, tokens: list[int], at: int, own: list) -> tuple:
+        """Somebody computes `tokens` behind `parent`, from row `at` on -> the Chunk to fill, and, if `at` is
+        not 0, the one whose rows before are to be copied to it: the unfinished one of the turn before, or one
+        that goes on with other tokens. Both are referenced. (None, None) if all is there already, if rows
+        before `at` are not, or if only chunks of `own` prefixes could be evicted for it."""
         number, rows = self.in_memory(parent, prefix, tokens)
-        sources = [number] if at else []
         if at <= rows < CHUNK:
+            sources = [number] if at else []
             self.pool.share(sources)
             victim = next(iter(self.pool.cached), None)
             if self.pool.free.count(1) or victim is not None and self.pool.prefix_of[victim] not in own:
-                return Chunk(*self.pool.allocate(1), parent, tokens[:at]), sources
+                chunk = Chunk(*self.pool.allocate(1), parent, tokens[:at])
+                return chunk, self.chunks[number] if at else None
             self.pool.release(sources)
-        return None, []
+        return None, None
 
     def close_chunk(self, filling: Filling):
         """The request fills its chunk no more."""
@@ -171,37 +172,27 @@ class ChunkStore:
             self.pool.release([filling.chunk.number])
         filling.chunk = None
 
-    def put(self, moves: list[Move], taken: list[numpy.ndarray], index: numpy.ndarray):
-        """Sort rows into chunks, on any thread. `index`: where in `taken` [rows, width] each place is."""
-        out_of = index[numpy.concatenate([move.places for move in moves])]  # [rows]
-        first = [(CHUNK * move.chunk.number + move.at, len(move.places)) for move in moves]
-        into = numpy.concatenate([numpy.arange(at, at + rows) for at, rows in first])  # [rows]
-        for part, snapshot in zip(self.arrays, taken):
-            for move in moves:
-                if move.source is not None:
-                    part[move.chunk.number, : move.at] = part[move.source, : move.at]
-            part.reshape(-1, part.shape[-1])[into] = snapshot[out_of]
-
     def saved(self, moves: list[Move], arrived: bool):
         """What has arrived, with all rows before it, can be found."""
         for move in moves:
-            if arrived and (move.at == move.chunk.filled or move.source is not None):
-                self.arrived(move.chunk, move.at + len(move.places))
-            else:
+            chunk, source, rows = move.chunk, move.source, move.at + len(move.places)
+            if not arrived or move.at != chunk.filled and not source:
                 self.drop([move])
+                continue
+            if source and common(source.tokens[: source.filled], chunk.tokens[:rows]) == source.filled:
+                self.forget(source.number)  # all that it holds is in the new one, too
+            self.arrived(chunk, rows)
 
     def arrived(self, chunk: Chunk, rows: int):
         """The chunk's first `rows` rows are there: it can be found so far. A full one is written to storage,
         until which its memory must stay as it is."""
         self.forget(chunk.number)
         chunk.filled = rows
-        for other in list(self.behind.get(chunk.parent, ())):  # that holds nothing else
-            if other.filled <= rows and other.tokens[: other.filled] == chunk.tokens[: other.filled]:
-                (self.pool.evict if other.number in self.pool.cached else self.forget)(other.number)
         prefix = self.prefixes.after(chunk.parent, tuple(chunk.tokens[:rows]))
-        self.pool.register(chunk.number, prefix)
-        self.chunks[chunk.number] = chunk
-        self.behind[chunk.parent].append(chunk)
+        if prefix not in self.pool.block_of:  # else another one holds the same
+            self.pool.register(chunk.number, prefix)
+            self.chunks[chunk.number] = chunk
+            self.behind[chunk.parent].append(chunk)
         if rows == CHUNK and self.storage:
             if written := self.storage.write(prefix, [part[chunk.number] for part in self.arrays]):
                 self.cache.hold(f"write {chunk.number}", [written], (self.pool, [chunk.number]))
@@ -521,7 +512,7 @@ class Directory:
     def exists(self, keys: list[str]) -> list[bool]:
         return [os.path.isfile(self.path(key)) for key in keys]
 
-    def get(self, keys: list[str]) -> list[memoryview | None]:
+    def get(self, keys: list[str]) -> list[bytearray | None]:
         values = []
         for index, key in enumerate(keys):
             try:
