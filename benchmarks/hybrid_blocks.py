@@ -19,8 +19,11 @@ import itertools
 import random
 import statistics
 import sys
+from collections import Counter
 from functools import partial
 from pathlib import Path
+
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.baseline import spread, write  # noqa: E402
@@ -28,6 +31,7 @@ from benchmarks.both_ends import is_behind  # noqa: E402
 from benchmarks.limits import matrix_rate  # noqa: E402
 from benchmarks.reference import one_sentence, set_imports_aside  # noqa: E402
 from common import checkpoint, cli, lesson  # noqa: E402
+from common import link as links  # noqa: E402
 from common.requests import Request  # noqa: E402
 
 paged, hybrid = importlib.import_module("02_paged_kv"), importlib.import_module("08_hybrid_blocks")
@@ -41,15 +45,37 @@ def half_of_the_layers(model) -> int:
     return (2 + len(model.layers) // 2) * hybrid.sizes_of(model, 16).weights
 
 
+def planner_for(f: float, model, contexts: list[int], device: int):
+    """-> a Planner for such decode steps, and the bandwidth of the modelled link: weights and all K and V take `f`
+    times as long as computing with ACT blocks alone."""
+    blocks, costs = sum(context // 16 + 3 for context in contexts), hybrid.Costs(1e9, 0.0, 0.0)
+    planner = hybrid.Planner("act-only", costs, hybrid.sizes_of(model, 16), len(model.layers), blocks, device)
+    planner = hybrid.measure(planner, model, links.Bandwidth(1e9), contexts)
+    bandwidth = links.Bandwidth(planner.speed_for(f, sum(contexts) / 16))
+    planner = planner._replace(costs=planner.costs._replace(speed=bandwidth.value))
+    for policy in ("act-only", "hybrid", "hybrid"):  # rebuilding some blocks costs more than their share of all
+        planner = hybrid.measure(planner._replace(policy=policy), model, bandwidth, contexts)
+    return planner, bandwidth
+
+
+def one_step(engine) -> dict:
+    """Of a decode step: seconds, those that the processor was busy, bytes over the link by kind."""
+    seconds, timeline = hybrid.one_step(engine)
+    moved = Counter()
+    for transfer in engine.runner.transfers:
+        moved[transfer.label] += transfer.bytes
+    return dict(seconds=seconds, compute=seconds * (1 - timeline.bubble("compute", 0.0, seconds)), bytes=dict(moved))
+
+
 # 1. The grid ------------------------------------------------------------------------------------------------
 
 
 def cell(model, f: float, batch: int, context: int, rounds: int, rate: float) -> dict:
     contexts = batch * [context]
-    planner, bandwidth = hybrid.planner_for(f, model, contexts, half_of_the_layers(model))
-    engines = {policy: hybrid.ready(planner._replace(policy=policy), model, bandwidth, contexts)
+    planner, bandwidth = planner_for(f, model, contexts, half_of_the_layers(model))
+    engines = {policy: hybrid.ready(planner._replace(policy=policy).plan(), model, bandwidth, contexts)
                for policy in hybrid.POLICIES}  # fmt: skip
-    taken = lesson.in_turn({policy: partial(hybrid.one_step, each) for policy, each in engines.items()}, rounds)
+    taken = lesson.in_turn({policy: partial(one_step, each) for policy, each in engines.items()}, rounds)
     seconds = {policy: [step["seconds"] for step in steps] for policy, steps in taken.items()}
     planner = planner.after([sample for each in engines.values() for sample in list(each.runner.samples)[1:]])
     lanes = {policy: planner.lanes(each.runner.deal.plan) for policy, each in engines.items()}
@@ -63,10 +89,12 @@ def cell(model, f: float, batch: int, context: int, rounds: int, rate: float) ->
             compute_busy=step["compute"] / step["seconds"], of_matrix_rate=flops / step["compute"] / rate,
             over=spread([theirs / ours for theirs, ours in zip(seconds[policy], seconds["hybrid"])]),
             allowed=max(lanes[policy]) / max(lanes["hybrid"]))  # fmt: skip
-    bound = max(lanes["hybrid"])
+    bound, (speed, forward, rebuild), layers = max(lanes["hybrid"]), planner.costs, len(model.layers)
+    costs = dict(load_weights=planner.sizes.weights / speed, forward=forward, rebuild=rebuild,
+                 load_act=planner.sizes.act / layers / speed, load_kv=planner.sizes.kv / layers / speed)  # fmt: skip
     over = {policy: [ours / theirs for ours, theirs in zip(seconds["hybrid"], seconds[policy])] for policy in engines}
     return dict(
-        f=f, batch=batch, context=context, rounds=rounds, gbps=link / 1e9, costs=planner.costs._asdict(), policies=rows,
+        f=f, batch=batch, context=context, rounds=rounds, gbps=link / 1e9, costs=costs, policies=rows,
         of_bound=spread([bound / each for each in seconds["hybrid"]]), lanes_seconds=lanes["hybrid"],
         behind=[policy for policy in hybrid.POLICIES[1:] if is_behind(over[policy])])  # fmt: skip
 
@@ -114,7 +142,7 @@ def in_order(items: list, rows: int) -> list[list]:
     """Mini-batches as full as the buffers allow, in the order of arrival."""
     formed = [[]]
     for item in items:
-        if formed[-1] and hybrid.buffer_rows([*formed[-1], item]) > rows:
+        if sum(one.end for one in [*formed[-1], item]) > rows and formed[-1]:
             formed.append([])
         formed[-1].append(item)
     return formed
@@ -125,19 +153,19 @@ def balanced(planner, deal, items: list, rows: int) -> list[list]:
     equations 6 and 7, and begins a mini-batch of its own where it lessens none."""
 
     def blocks(item) -> tuple[int, int]:
-        kinds, _ = deal.slots(item.table, item.start)
+        kinds, _ = deal.slots(item.table, torch.arange(item.start))
         acts = int(((kinds == hybrid.ACT_HOST) | (kinds == hybrid.ACT_DEVICE)).sum())
         return acts / planner.block_size, int((kinds == hybrid.KV_HOST).sum()) / planner.block_size
 
     def imbalance(group: list) -> float:
         acts, kvs = map(sum, zip(*map(blocks, group)))
-        rebuild, load = acts * planner.costs.rebuild, kvs * planner.costs.load_kv
+        rebuild, load = acts * planner.costs.rebuild, kvs * planner.sizes.kv / planner.layers / planner.costs.speed
         return max(rebuild, load) / max(1e-9, min(rebuild, load))
 
     formed = []
     for item in items:
         found = [(imbalance([*group, item]) - imbalance(group), number) for number, group in enumerate(formed)
-                 if hybrid.buffer_rows([*group, item]) <= rows]  # fmt: skip
+                 if sum(one.end for one in [*group, item]) <= rows]  # fmt: skip
         if found and min(found)[0] < 0:
             formed[min(found)[1]].append(item)
         else:
@@ -148,7 +176,7 @@ def balanced(planner, deal, items: list, rows: int) -> list[list]:
 def steps(model, rounds: int, batch: int = 32, longest: int = 1024, f: float = 1.25) -> list[dict]:
     rng = random.Random(0)
     contexts = [rng.randrange(longest // 16, longest) for _ in range(batch)]
-    planner, bandwidth = hybrid.planner_for(f, model, contexts, half_of_the_layers(model))
+    planner, bandwidth = planner_for(f, model, contexts, half_of_the_layers(model))
     paper, only = planner._replace(policy="paper").plan(), planner._replace(policy="act-only").plan()
     only = only._replace(resident=0, act_device=paper.act_device, act_host=planner.blocks - paper.act_device)
     half = only._replace(kv_host=only.act_host // 2, act_host=only.act_host - only.act_host // 2)
@@ -157,12 +185,12 @@ def steps(model, rounds: int, batch: int = 32, longest: int = 1024, f: float = 1
     ways = {"act-only": (only, in_order), "+ hybrid blocks, 1:1": (half, in_order),
             "+ Algorithm 1": (paper, in_order), "+ mini-batches (paper's)": (paper, joined),
             "+ mini-batches (ours)": (paper, ours), "this engine's plan": (planner.plan(), ours)}  # fmt: skip
-    engines = {name: hybrid.ready(planner, model, bandwidth, contexts, plan) for name, (plan, _) in ways.items()}
+    engines = {name: hybrid.ready(plan, model, bandwidth, contexts) for name, (plan, _) in ways.items()}
 
     def once(name: str) -> dict:
         hybrid.form = ways[name][1]
         try:
-            return dict(hybrid.one_step(engines[name]), batches=len(engines[name].runner.last))
+            return dict(one_step(engines[name]), batches=len(engines[name].runner.last))
         finally:
             hybrid.form = ours
 
@@ -183,7 +211,7 @@ def steps(model, rounds: int, batch: int = 32, longest: int = 1024, f: float = 1
 
 def end_to_end(name: str, device: str, batch: int = 8, context: int = 256, new: int = 16, f: float = 1.25) -> list[dict]:
     model, rng, rows = checkpoint.load(name, "float32", device, on_host=True)[0], random.Random(0), []
-    planner, bandwidth = hybrid.planner_for(f, model, batch * [context], half_of_the_layers(model))
+    planner, bandwidth = planner_for(f, model, batch * [context], half_of_the_layers(model))
     prompts, answers = [[rng.randrange(300, 1000) for _ in range(context)] for _ in range(batch)], {}
     for policy in hybrid.POLICIES:
         runner = hybrid.HybridRunner(model, planner._replace(policy=policy).plan(), bandwidth)
