@@ -48,10 +48,9 @@ import torch
 
 from common import checkpoint, cli, lesson
 from common import link as links
-from common.llama import Layer, Llama, LlamaConfig
+from common.llama import Layer, Llama
 from common.requests import Frontend, Request
 from common.timeline import Clock, Timeline
-from tools import random_models
 
 paged = importlib.import_module("02_paged_kv")
 KV_HOST, ACT_HOST, KV_DEVICE, ACT_DEVICE = KINDS = range(4)
@@ -221,12 +220,12 @@ class Weights:
     @staticmethod
     def place(model: Llama) -> Layer:
         """Room for a layer on the device."""
-        layer = Layer(model.config, model.rotary, dtype=model.dtype, device=model.device)
-        return layer.requires_grad_(False)
+        where = dict(dtype=model.dtype, device=model.device)
+        return Layer(model.config, model.rotary, **where).requires_grad_(False)
 
     def expect(self, after: int):
-        """From now on the weights of the first streamed layer behind layer `after` come, a share of them
-        while each layer up to there is computed. -1: nothing of them is here, at first and after a failure."""
+        """From now on the weights of the first streamed layer behind `after` come, while those before it are
+        computed. -1: at first, and after a failure."""
         distances = [(index - after - 1) % len(self.host) for index in self.streamed]
         self.layers_left = min(distances, default=0) + 1
         self.coming, self.sent, self.transfers = (after + self.layers_left) % len(self.host), 0.0, []
@@ -235,14 +234,13 @@ class Weights:
         """Issue so large a share of the rows of each weight that comes, or what is left of them."""
         if not self.streamed:
             return
-        first, self.sent = self.sent, min(1.0, self.sent + share)
-        pairs = []
+        first, self.sent, pieces = self.sent, min(1.0, self.sent + share), ([], [])
         for pair in zip(self.places[1].parameters(), self.host[self.coming].parameters()):
             rows = slice(round(first * len(pair[0])), round(self.sent * len(pair[0])))
-            if rows.start < rows.stop:
-                pairs.append([side[rows] for side in pair])
-        if pairs:
-            self.transfers.append(self.link.copy(*zip(*pairs), "weights"))
+            for side, weight in zip(pieces, pair):
+                side.append(weight[rows])
+        if any(map(len, pieces[0])):
+            self.transfers.append(self.link.copy(*pieces, "weights"))
             self.issued.append(self.transfers[-1])
 
     def layer(self, index: int) -> Layer:
@@ -625,8 +623,7 @@ def measure(planner: Planner, model: Llama, bandwidth, contexts: list[int]) -> P
 
 def make_planner(model: Llama, arguments) -> tuple[Planner, object]:
     """What the options ask for, in numbers -> the planner, and the modelled link's bandwidth, None on a GPU.
-    Costs are those of steps with ACT blocks alone and at most PROBE tokens of context, until others are
-    known."""
+    Costs are those of steps with ACT blocks alone, until others are known."""
     size, layers, sizes = arguments.block_size, len(model.layers), sizes_of(model, arguments.block_size)
     useful = arguments.max_running * -(-model.config.max_position_embeddings // size)
     host = torch.device("cpu")
@@ -667,10 +664,7 @@ def make_engine(model: Llama, arguments) -> paged.Engine:
 
 BATCH, CONTEXT = 16, 128  # of the decode steps that are timed
 FACTORS = 1.25, 2.5  # weights and context over the link, over computing with ACT blocks alone
-GEOMETRY = LlamaConfig(
-    vocab_size=1024, hidden_size=512, intermediate_size=1408, num_hidden_layers=6, num_attention_heads=8,
-    num_key_value_heads=8, head_dim=64, max_position_embeddings=512,
-)  # fmt: skip
+GEOMETRY = "random:long"  # of those steps
 
 
 def one_step(engine: paged.Engine) -> tuple[float, Timeline]:
@@ -702,55 +696,57 @@ def demo(model: Llama, frontend: Frontend, arguments):
     verified = lesson.equal_to_baseline(copy.deepcopy(model).to(model.device), asked)
 
     # 2. Time
-    timed, rows, layers = Llama(GEOMETRY, model.dtype, "cpu"), [], GEOMETRY.num_hidden_layers
-    random_models.fill_at_random(timed, 0, GEOMETRY)
-    checkpoint.layers_on_host(timed, model.device)
-    options |= dict(block_size=16, max_running=BATCH, blocks=BATCH * (CONTEXT // 16 + 3))
+    timed, *_ = checkpoint.load(GEOMETRY, str(model.dtype)[6:], model.device.type, on_host=True)
+    layers, contexts, rows = len(timed.layers), BATCH * [CONTEXT], []
+    options |= dict(policy="hybrid", block_size=16, max_running=BATCH, blocks=BATCH * (CONTEXT // 16 + 3))
     probe, bandwidth = make_planner(timed, argparse.Namespace(**options))
     size = probe.sizes.weights
-    probe = probe._replace(policy="hybrid", device=(2 + layers // 2) * size)
+    probe = probe._replace(device=(2 + layers // 2) * size)
     print(
-        f"Decode steps of {BATCH} requests behind {CONTEXT} tokens each, through {layers} layers of "
-        f"{GEOMETRY.hidden_size} with random weights,\nsince the answers' model is too small to keep two "
-        f"lanes busy. The device has room for {layers // 2} layers of {size / 1e6:.1f} MB\nbeside two that "
-        "come and go, or for as many bytes of blocks."
+        f"Decode steps of {BATCH} requests behind {CONTEXT} tokens each, on {GEOMETRY}, since the answers' "
+        "model is\ntoo small to keep two lanes busy. The device has room for "
+        f"{layers // 2} of {layers} layers of {size / 1e6:.1f} MB\nbeside two that come and go, or for as many "
+        "bytes of blocks."
     )
     for f in FACTORS if model.device.type == "cpu" else (None,):
         if f:
             bandwidth = links.Bandwidth(probe.speed_for(f, BATCH * CONTEXT / 16))
             probe = probe._replace(costs=probe.costs._replace(speed=bandwidth.value))
-        planner = measure(probe, timed, bandwidth, BATCH * [CONTEXT])
+        planner = measure(probe, timed, bandwidth, contexts)
         plans = {policy: planner._replace(policy=policy).plan() for policy in POLICIES}
-        engines = {policy: ready(plan, timed, bandwidth, BATCH * [CONTEXT]) for policy, plan in plans.items()}
+        engines = {policy: ready(plan, timed, bandwidth, contexts) for policy, plan in plans.items()}
         taken = lesson.in_turn({policy: functools.partial(one_step, engines[policy]) for policy in POLICIES})
         speeds = {policy: [BATCH / seconds for seconds, _ in steps] for policy, steps in taken.items()}
         link = engines["hybrid"].runner.load_link
-        print()
         title = f"Decode, f = {f or 'as it is'}, {link}"
+        print()
         found = lesson.table(title, speeds, "tokens_per_second", "tokens/s")
         for row in found:
-            policy, plan = row["case"], plans[row["case"]]
-            _, timeline = sorted(taken[policy], key=lambda step: step[0])[lesson.ROUNDS // 2]
+            plan, steps = plans[row["case"]], sorted(taken[row["case"]], key=lambda step: step[0])
+            _, timeline = steps[len(steps) // 2]
             row.update(f=f, plan=plan._asdict(), act=(plan.act_host + plan.act_device) / planner.blocks)
             row.update({lane: 1 - timeline.bubble(lane) for lane in ("load", "compute")})
             print(
-                f"  {policy:8} busy: link {row['load']:4.0%}, processor {row['compute']:4.0%}; "
+                f"  {row['case']:8} busy: link {row['load']:4.0%}, processor {row['compute']:4.0%}; "
                 f"{row['act']:4.0%} ACT; on the device {plan.resident} layers and {sum(plan[3:])} blocks"
             )
-        rates = [row["tokens_per_second"] for row in found]
-        why = "nearly all blocks of one kind are best, and there is no lead over that kind"
-        if 0.1 < found[0]["act"] < 0.9:
-            why = "each kind alone leaves a lane idle"
-        print(f"  hybrid: {rates[0] / rates[1]:.2f}x kv-only and {rates[0] / rates[2]:.2f}x act-only: {why}")
-        print(taken["hybrid"][-1][1].chart())
+        hybrid, kv, act, _ = (row["tokens_per_second"] for row in found)
+        mixed = 0.1 < found[0]["act"] < 0.9
+        why = "each kind alone leaves a lane idle" if mixed else "there is little to mix"
+        print(
+            f"  hybrid: {hybrid / kv:.2f}x kv-only and {hybrid / act:.2f}x act-only, "
+            f"with {found[0]['act']:.0%} of the blocks ACT: {why}"
+        )
+        timeline = taken["hybrid"][-1][1]
+        print(timeline.chart())
         rows += found
     print(
-        "\n(a, k, w: ACT, KV blocks, weights arrive; r: rebuilt, f: the layers.) The lane that is late alone "
-        "counts.\nAnd where one device does not compute fast enough, or has too little link? Several may "
-        "divide what each\nchapter keeps: chapter 09."
+        "(w, k, a: weights, KV, ACT blocks arrive; r: rebuilt, f: the layers)\n\nThe lane that is late alone "
+        "counts. And where one device does not compute fast enough, or has too\nlittle link? Several may "
+        "divide what each chapter keeps: chapter 09."
     )
     report = dict(link=dict(modelled=link.modelled, gbps=link.speed() / 1e9), verified=verified, rows=rows)
-    return report, [taken["hybrid"][-1][1], asked[0].timeline]
+    return report, [timeline, asked[0].timeline]
 
 
 # 7. Main ---------------------------------------------------------------------------------------
