@@ -705,8 +705,8 @@ def demo(model: Llama, frontend: Frontend, arguments):
     print(
         f"Decode steps of {BATCH} requests behind {CONTEXT} tokens each, on {GEOMETRY}, since the answers' "
         "model is\ntoo small to keep two lanes busy. The device has room for "
-        f"{layers // 2} of {layers} layers of {size / 1e6:.1f} MB\nbeside two that come and go, or for as many "
-        "bytes of blocks."
+        f"{layers // 2} of {layers} layers of {size / 1e6:.1f} MB\nbeside two that come and go, or for as "
+        "many bytes of blocks."
     )
     for f in FACTORS if model.device.type == "cpu" else (None,):
         if f:
