@@ -364,7 +364,7 @@ def demo(model, frontend: Frontend, arguments):
         print(f"  both |{plan}| (C: computed, B: partly, L: loaded)\n{both.timeline.chart()}")
         print(
             f"  {found} tokens came from storage; {min(compute, load) / ours:.2f}x as soon as by the better "
-            f"one alone, {ours / bound:.2f} times the bound of {bound:.0f} ms\n"
+            f"one alone, {ours / bound:.2f} times l c / (l + c), {bound:.0f} ms\n"
         )
     if len(taken) > 1:
         print(
