@@ -40,7 +40,6 @@ Source: HiCache, the hierarchical KV cache of SGLang (design document); its radi
 
 import argparse
 import importlib
-import math
 import random
 import statistics
 import sys
@@ -72,7 +71,6 @@ LAYOUTS = {
 LONGEST_CLOSE = 5.0  # seconds to send down what is on its way at the end
 
 # 1. The tree -----------------------------------------------------------------------------------
-
 
 @dataclass(eq=False, slots=True)
 class Page:
@@ -163,7 +161,6 @@ class HiRadixTree:
 
 # 2. The Cache ----------------------------------------------------------------------------------
 
-
 @dataclass(eq=False)
 class Prefetch:
     """What storage may have of a request's pages, on its way into host memory."""
@@ -177,7 +174,7 @@ class Prefetch:
     unread: int = 0  # pages that no read has begun for
     brought: set = field(default_factory=set)  # Pages that its reads have brought
     worth: bool = False  # waiting for it was decided
-    over: bool = False  # nothing more is read, or nobody wants it
+    over: bool = False  # nothing is on its way, and nothing will be soon
 
 
 @dataclass(eq=False)
@@ -192,21 +189,14 @@ class TieredCache(offload.HostCache):
     """Chapter 03's host memory under a radix tree, and storage behind it."""
 
     fields = {}
-    share, leftover = 1.0, False  # of a step, under both_ends
 
     def __init__(
-        self,
-        blocks: int,
-        bandwidth=None,
-        storage: store.Storage | None = None,
-        prefetch: str = "timeout",
-        write: str = "write_through",
-        layout: str = "page_first_direct",
-        threshold: int = 256,
-        timeout: tuple[float, float] = (1.0, 0.25),
-    ):
-        """`blocks` in host memory, `bandwidth` of the modelled link to them. `threshold`: tokens that a
-        prefetch must bring. `timeout`: seconds, of every prefetch and for each 1,024 tokens of it."""
+        self, blocks: int, bandwidth=None, storage=None, prefetch="timeout", write="write_through",
+        layout="page_first_direct", threshold=256, timeout=(1.0, 0.25),
+    ):  # fmt: skip
+        """`blocks` in host memory, `bandwidth` of the modelled link to them; `storage`: a store.Storage.
+        `prefetch`, `write` and `layout` are policies by name. `threshold`: tokens that a prefetch must bring.
+        `timeout`: seconds, of every prefetch and for each 1,024 tokens of it."""
         super().__init__(blocks, bandwidth)
         self.storage, self.prefetch_policy, self.write_policy = storage, prefetch, write
         self.layout, self.threshold, self.timeout = layout, threshold, timeout
@@ -223,6 +213,7 @@ class TieredCache(offload.HostCache):
         self.array = links.as_integers(self.host.memory)  # for NumPy
         self.run = max(1, both.CHUNK // self.pool.block_size)  # pages that are read or written at once
         self.prefetches: list[Prefetch] = []  # that read
+        self.reading = self.writing = 0  # pages on their way from storage, and to it
         self.outgoing: deque = deque()  # (Page, device block, Transfer that ends when that is free)
         self.unwritten: dict[Page, None] = {}  # in host memory, to be written to storage
         if self.storage:
@@ -237,14 +228,11 @@ class TieredCache(offload.HostCache):
         self.measure_storage()
         return super().idle()
 
-    def kept(self, request) -> Kept:
-        request.kept = request.kept or Kept()
-        return request.kept
-
     # L3 to L2: prefetch
 
     def submitted(self, request):
         """Ask storage for what comes behind the pages that are near."""
+        request.kept = Kept()
         size, on_device = self.pool.block_size, self.pool.block_of
         chain = request.chain[: (len(request.tokens) - 1) // size]  # the last token is computed anyway
         pages = self.tree.match(chain)
@@ -255,16 +243,14 @@ class TieredCache(offload.HostCache):
         if self.storage is None or self.storage.reader.hangs or tokens < self.threshold:
             return
         until = time.perf_counter() + self.timeout[0] + self.timeout[1] * tokens / 1024
-        prefetch = self.kept(request).prefetch = Prefetch(chain, first, until, request.timeline)
+        prefetch = request.kept.prefetch = Prefetch(chain, first, until, request.timeline)
         hit = self.storage.exists([prefix.key for prefix in chain[first:]])
         self.hold("ask", [hit], then=partial(self.answered, prefetch, hit))
 
     def answered(self, prefetch: Prefetch, hit, well: bool):
         """Storage has said how many pages in a row it has."""
-        count, prefetch.answered = hit.value if well else 0, True
-        prefetch.chain = prefetch.chain[: prefetch.first + count]
-        if count * self.pool.block_size < self.threshold:
-            prefetch.over = True
+        pages = hit.value if well and hit.value * self.pool.block_size >= self.threshold else 0
+        prefetch.answered, prefetch.chain = True, prefetch.chain[: prefetch.first + pages]
         if not prefetch.over:
             self.prefetches.append(prefetch)
 
@@ -273,28 +259,31 @@ class TieredCache(offload.HostCache):
         them. The last pages come first under both_ends."""
         pages, doubted = self.tree.insert(prefetch.chain), self.storage.doubted
         numbers = range(prefetch.first, len(pages))
-        if self.prefetch_policy == "both_ends":
-            numbers = numbers[::-1]
+        numbers = numbers[::-1] if self.prefetch_policy == "both_ends" else numbers
         sound = takewhile(lambda number: pages[number].prefix.key not in doubted, numbers)
         wanted = [number for number in sound if pages[number].host is None and not pages[number].coming]
-        most = max(0, self.host.size // 2 - self.run * len(self.under_way["read"]))
-        places = self.room(min(len(wanted), most), set(pages))
+        most = max(0, self.host.size // 2 - self.reading)
+        own = set(pages).union(*(other.brought for other in self.prefetches))  # they are about to be used
+        places = self.room(min(len(wanted), most), own)
         for at in range(0, len(places), self.run):
-            part = [pages[number] for number in wanted[at : at + self.run]]
-            self.read_run(prefetch, part, places[at : at + self.run], f"page {wanted[at]}")
+            numbers = wanted[at : min(at + self.run, len(places))]
+            part = [pages[number] for number in numbers]
+            self.read_run(prefetch, part, places[at : at + self.run], f"page {numbers[0]}")
         prefetch.unread = len(wanted) - len(places)
         coming = any(page.coming for page in pages[prefetch.first :])
-        if not coming and not (prefetch.unread and self.host.leaving):
-            self.end(prefetch)
+        prefetch.over = not coming and not (prefetch.unread and self.host.leaving)
 
     def read_run(self, prefetch: Prefetch, pages: list[Page], places: list[int], label: str):
-        pages = pages[: len(places)]
         into = [self.array[:, :, place] for place in places]
         read = self.storage.get([page.prefix.key for page in pages], into, label)
         prefetch.reads.append(read)
-        self.into_host("read", read, pages, places, then=partial(self.arrived, prefetch, pages, read))
+        self.reading += len(pages)
+        then = partial(self.arrived, prefetch, pages, places, read)
+        self.bring("read", read, pages, places, then=then)
 
-    def arrived(self, prefetch: Prefetch, pages: list[Page], read, well: bool):
+    def arrived(self, prefetch: Prefetch, pages: list[Page], places: list[int], read, well: bool):
+        self.reading -= len(pages)
+        self.keep(pages, places, well)
         for page in pages:
             page.stored = page.prefix.key not in self.storage.doubted
         if well:
@@ -302,21 +291,20 @@ class TieredCache(offload.HostCache):
             prefetch.timeline.add("storage", read.label, *read.span())
             self.counts["storage_pages_read"] += len(pages)
 
-    def into_host(self, lane: str, transfer, pages: list[Page], places: list[int], *held, then):
-        """The pages are on their way to places in host memory, and found there when they have arrived."""
-
-        def over(well: bool):
-            for page, place in zip(pages, places):
-                page.coming = False
-                if well:
-                    self.host.register(place, page.prefix)
-                    page.host = place
-            then(well)
-
+    def bring(self, lane: str, transfer, pages: list[Page], places: list[int], *held, then):
+        """The pages are on their way into host memory; `then` must `keep` them."""
         for page in pages:
             page.coming = True
-        self.hold(lane, [transfer], (self.host, places), *held, then=over)
+        self.hold(lane, [transfer], (self.host, places), *held, then=then)
         self.host.release(places)
+
+    def keep(self, pages: list[Page], places: list[int], well: bool):
+        """The pages are found in host memory, if they have arrived."""
+        for page, place in zip(pages, places):
+            page.coming = False
+            if well:
+                self.host.register(place, page.prefix)
+                page.host = place
 
     def end(self, prefetch: Prefetch):
         """Nobody waits for it any more: what has not begun is called off, and what has, others will find."""
@@ -330,15 +318,15 @@ class TieredCache(offload.HostCache):
 
     def match(self, request):
         """What host memory has, and under both_ends what storage has behind that."""
-        prefetch, size = self.kept(request).prefetch, self.pool.block_size
+        prefetch, size = request.kept.prefetch, self.pool.block_size
         if prefetch and self.waits(request, prefetch):
             return LATER
         first, full = request.computed // size, (len(request.tokens) - 1) // size
         pages = self.tree.match(request.chain[:full])[first:]
-        found = list(takewhile(lambda page: page.host is not None, pages))
+        found = list(takewhile(self.in_host, pages))
         near, places = len(found) * size, [page.host for page in found]
         seconds = self.load_link.seconds(len(found) * self.host.block_bytes)
-        if self.prefetch_policy == "both_ends" and prefetch in self.prefetches:
+        if self.prefetch_policy == "both_ends" and prefetch and prefetch.answered and not prefetch.over:
             start, end = request.computed + near, len(prefetch.chain) * size
             if end > start:
                 load = self.storage.seconds(prefetch.unread * self.host.block_bytes)
@@ -357,9 +345,9 @@ class TieredCache(offload.HostCache):
         if self.prefetch_policy == "both_ends":
             return not prefetch.answered and now < patience
         until = dict(best_effort=0.0, wait_complete=patience, timeout=min(prefetch.until, patience))
-        if now > until[self.prefetch_policy]:
+        if prefetch.over or now > until[self.prefetch_policy]:
             self.end(prefetch)
-        elif prefetch.answered and not prefetch.over and not prefetch.worth:
+        elif prefetch.answered and not prefetch.worth:
             tokens = len(prefetch.chain) * self.pool.block_size - request.computed
             seconds = self.storage.seconds(prefetch.unread * self.host.block_bytes)
             seconds += self.load_link.seconds(tokens // self.pool.block_size * self.host.block_bytes)
@@ -372,84 +360,76 @@ class TieredCache(offload.HostCache):
     # L3 to L1, while prefill computes from the front
 
     def restore(self, request, restoration, match):
-        """Under both_ends as in chapter 06: prefill computes its portion from the front, and what has been
-        read meanwhile comes from the back. But a page is claimed, by the limit, before it is copied to the
-        request's blocks: never one that the step under way may compute."""
-        if match.store is None:
+        """Under both_ends as in chapter 06: prefill computes a portion from the front, and what has been read
+        comes from the back. But pages are claimed, by lowering the limit, before they are copied to the
+        request's blocks, and never those that the step under way may compute."""
+        prefetch, size, depth = match.store, self.pool.block_size, len(self.model.layers)
+        if prefetch is None:
             yield from super().restore(request, restoration, match)
             return
-        prefetch, depth = match.store, len(self.model.layers)
         restoration.limit, restoration.portion = restoration.end, 0  # nothing is computed yet
         # 1. What host memory has
         if match.blocks:
-            near = replace(restoration, end=restoration.start + len(match.blocks) * self.pool.block_size)
+            near = replace(restoration, end=restoration.start + len(match.blocks) * size)
             yield from super().restore(request, near, match)
             request.computed = near.end
             if not request.new:
                 request.found["cpu"] = request.found.get("cpu", 0) + near.end - near.start
         # 2. From both ends
+        copies = deque()
         try:
-            front = request.computed  # what lies before it is prefill's
-            copy = self.claim(request, restoration, prefetch, front)
-            restoration.layers, restoration.portion = depth, 1
-            self.divide()
-            while copy or restoration.limit > request.computed:
-                if copy:
-                    restoration.layers = 0  # until it is there
-                    yield copy
+            while copies or restoration.limit > request.computed:
+                super().poll()  # what has been read meanwhile is in host memory
+                front, end = request.computed + restoration.portion, restoration.limit
+                chain = prefetch.chain[self.pool.num_blocks(front) : end // size]
+                pages = takewhile(self.in_host, map(self.tree.pages.get, reversed(chain)))
+                if places := [page.host for page in pages][::-1]:
+                    restoration.limit, restoration.layers = end - len(places) * size, 0
+                    part = replace(restoration, start=restoration.limit, end=end)
+                    copies.extend(super().restore(request, part, replace(match, blocks=places)))
+                while copies and copies[0].ready:
+                    copies[0].check()
+                    restoration.passed.append(copies.popleft())
+                if not copies:
                     restoration.layers = depth
-                elif prefetch.over and restoration.limit > front:
-                    return  # there is no more: prefill goes on to the limit
-                else:
+                if restoration.limit > request.computed:
+                    if not restoration.portion:  # a step is about to begin
+                        restoration.portion = self.portion(request)
+                    if prefetch.over and not copies and restoration.limit > front:
+                        return  # there is no more: prefill goes on to the limit
                     yield PAUSE
-                front = request.computed + restoration.portion
-                copy = self.claim(request, restoration, prefetch, front)
+                elif copies:
+                    yield copies.popleft()
+            restoration.layers = depth
         finally:
+            restoration.portion = restoration.end
             self.end(prefetch)
             request.timeline.plan = both.drawn(restoration)
 
-    def claim(self, request, restoration, prefetch: Prefetch, front: int) -> Transfer | None:
-        """Begin to copy what has arrived between `front` and the limit, and lower the limit to there."""
-        super().poll()  # what has been read since the step began
-        first, last = self.pool.num_blocks(front), restoration.limit // self.pool.block_size
-        pages = map(self.tree.pages.get, reversed(prefetch.chain[first:last]))
-        places = [page.host for page in takewhile(lambda page: page and page.host is not None, pages)][::-1]
-        if not places:
-            return None
-        first = last - len(places)
-        restoration.limit = first * self.pool.block_size
-        blocks = request.table[first:last]
-        runs = offload.adjacent(blocks, places)
-        into = [self.pool.memory[:, :, to : to + count] for to, _, count in runs]
-        out_of = [self.host.memory[:, :, at : at + count] for _, at, count in runs]
-        copy = self.load_link.copy(into, out_of, f"page {first}")
-        self.hold("load", [copy], (self.pool, blocks), (self.host, places))
-        self.counts["bytes_in"] += copy.bytes
-        return copy
+    def portion(self, request) -> int:
+        """How many tokens prefill computes next, up to the end of a page: the share of what is left that it
+        will get if both go on as they last did (chapter 06)."""
+        restoration, size = request.restoration, self.pool.block_size
+        tokens = left = restoration.limit - request.computed
+        if self.storage.speeds and time.perf_counter() < restoration.deadline:
+            load = left / size * self.host.block_bytes / statistics.median(self.storage.speeds)
+            compute = self.engine.restorer.seconds_to_compute(request.computed, restoration.limit)
+            tokens = max(both.CHUNK, int(left * load / (load + compute)))
+        if left - tokens < both.CHUNK:  # storage will bring hardly more meanwhile
+            tokens = left
+        end = request.computed + min(tokens, self.engine.token_budget)
+        return self.pool.num_blocks(end) * size - request.computed
 
-    def divide(self):
-        """Chapter 06's portions, in whole pages."""
-        both.BidirectionalCache.divide(self)
-        for request in self.unmet():
-            pages = self.pool.num_blocks(request.restoration.portion)
-            request.restoration.portion = pages * self.pool.block_size
-
-    def unmet(self) -> list:
-        """Requests whose two pointers have not met, and who may compute: who has a portion."""
-        return [one for one in both.BidirectionalCache.unmet(self) if one.restoration.portion]
-
-    def seconds_to_load(self, tokens: int) -> float:
-        """From storage, queued or not."""
-        speed = statistics.median(self.storage.speeds or [math.inf])
-        return self.pool.num_blocks(tokens) * self.host.block_bytes / speed
+    @staticmethod
+    def in_host(page: Page | None) -> bool:
+        return page is not None and page.host is not None
 
     # L1 to L2
 
     def save(self, batch):
         """Put what was computed into the tree, and send down what the write policy says."""
         for request, _ in batch.work:
-            kept = self.kept(request)
-            looked_at, kept.saved = kept.saved, request.registered
+            looked_at, request.kept.saved = request.kept.saved, request.registered
             if looked_at == request.registered:
                 continue
             pages = self.tree.insert(request.chain[: request.registered])
@@ -477,19 +457,19 @@ class TieredCache(offload.HostCache):
         into = [self.host.memory[:, :, to : to + count] for _, to, count in runs]
         out_of = [self.pool.memory[:, :, at : at + count] for at, _, count in runs]
         copy = self.save_link.copy(into, out_of, f"save {len(places)}")
-        then = partial(self.copied, pages, copy, timeline)
-        self.into_host("save", copy, pages, places, (self.pool, blocks), then=then)
+        then = partial(self.copied, pages, places, copy, timeline)
+        self.bring("save", copy, pages, places, (self.pool, blocks), then=then)
         self.counts["swap_outs"] += len(places)
         self.counts["bytes_out"] += copy.bytes
         return len(places)
 
-    def copied(self, pages: list[Page], copy, timeline, well: bool):
-        if timeline:
-            timeline.add("save", copy.label, *copy.span())
-        if self.write_policy != "write_back":
-            self.send_down(pages)
-        else:
+    def copied(self, pages: list[Page], places: list[int], copy, timeline, well: bool):
+        self.keep(pages, places, well)
+        if self.write_policy == "write_back":
             self.counts["pages_written" if well else "pages_lost"] += len(pages)
+        else:
+            timeline.add("save", copy.label, *copy.span())
+            self.send_down(pages)
 
     def room(self, count: int, own=(), after: int | None = None) -> list[int]:
         """Up to `count` places in host memory. The least recently used pages go for them, each once: those
@@ -505,9 +485,8 @@ class TieredCache(offload.HostCache):
     def evicting(self, block: int, prefix):
         """Under write_back a dirty page keeps its device block until host memory has it."""
         page = self.tree.pages.get(prefix)
-        if self.write_policy != "write_back" or page is None or page.coming:
-            return
-        if page.host is None and not page.stored:
+        dirty = page and page.host is None and not (page.coming or page.stored)
+        if dirty and self.write_policy == "write_back":
             self.counts["dirty_evicted"] += 1
             page.coming, out = True, Transfer("save", "written back")
             self.hold("evicted", [out], (self.pool, [block]))
@@ -547,7 +526,7 @@ class TieredCache(offload.HostCache):
         """Write what waits for that, in runs. What is being written is locked: a quarter of host memory."""
         if self.storage_hangs():
             self.unwritten.clear()
-        while self.unwritten and self.run * len(self.under_way["written"]) < max(1, self.host.size // 4):
+        while self.unwritten and self.writing < max(1, self.host.size // 4):
             pages = list(islice(self.unwritten, self.run))
             for page in pages:
                 del self.unwritten[page]
@@ -558,11 +537,13 @@ class TieredCache(offload.HostCache):
     def write(self, pages: list[Page], places: list[int]):
         contents = [self.array[:, :, place] for place in places]
         write = self.storage.set([page.prefix.key for page in pages], contents)
+        self.writing += len(pages)
         for page in pages:
             page.storing = True
         self.hold("written", [write], (self.host, places), then=partial(self.written, pages, write))
 
     def written(self, pages: list[Page], write, well: bool):
+        self.writing -= len(pages)
         for page in pages:
             page.storing, page.stored = False, well or page.stored
         self.counts["storage_pages_written"] += write.value or 0
@@ -577,14 +558,15 @@ class TieredCache(offload.HostCache):
             self.read(prefetch)
         self.write_back()
         self.write_through()
-        self.divide()
+        for request in self.engine.running:
+            if request.restoration and request.restoration.steps:
+                request.restoration.portion = 0  # `restore` says how much, when it knows what has arrived
         self.counts["storage_errors"] = self.storage.errors if self.storage else 0
 
     def finished(self, request):
-        if request.kept and request.kept.prefetch:
+        if request.kept.prefetch:
             self.end(request.kept.prefetch)
-        request.kept = None
-        self.tree.match(request.chain)  # what it found was used
+        request.kept = Kept()
 
     def near(self, page: Page) -> bool:
         on_device = page.prefix in self.pool.block_of
@@ -619,16 +601,11 @@ def demo(model, frontend: Frontend, arguments):
         longest = max(len(frontend.encode(None, talk)[0]) for talk in talks) + 3 * new + 32
         pages = -(-longest // arguments.block_size)
         url = arguments.storage or f"file:{folder}"
-        ways = {
-            "L1": dict(cpu_blocks=1, storage=None),
-            "L1, L2": dict(cpu_blocks=ON_HOST * pages, storage=None),
-            "L1, L2, L3": dict(cpu_blocks=ON_HOST * pages, storage=url),
-            "L1, L2, L3 of another engine": dict(cpu_blocks=ON_HOST * pages, storage=url),
-        }
-        taken = {}
-        for name, tiers in ways.items():
-            options = {**vars(arguments), "gpu_blocks": ON_DEVICE * pages, **tiers}
-            engine = make_engine(model, argparse.Namespace(**options))
+        host, taken = ON_HOST * pages, {}
+        ways = {"L1": (1, None), "L1, L2": (host, None), "L1, L2, L3": (host, url)}
+        for name, (places, storage) in {**ways, "L1, L2, L3 of another engine": (host, url)}.items():
+            tiers = dict(gpu_blocks=ON_DEVICE * pages, cpu_blocks=places, storage=storage)
+            engine = make_engine(model, argparse.Namespace(**{**vars(arguments), **tiers}))
             taken[name] = converse(engine, frontend, talks, random.Random(1), new)
             tree, counters = list(drawn(engine.cache, engine.cache.tree.root)), engine.counters()
             engine.close()
@@ -667,10 +644,12 @@ def demo(model, frontend: Frontend, arguments):
     middle = {name: statistics.median(samples) for name, samples in times.items()}
     better, timeline = min(middle["computed"], middle["wait_complete"]), asked["both_ends"][-1].timeline
     print(
-        f"  both_ends: {better / middle['both_ends']:.2f}x as soon as the better of computing all and waiting "
-        f"for all\n\nboth_ends (p: prefill, pages on their way; s: pages to host memory)\n{timeline.chart()}\n\n"
-        "Where storage is far slower than computing, L3 brings nothing, and waiting for it only delays: what is\n"
-        "in no tier is computed. And if not even the weights fit on the device? Chapter 08."
+        f"  both_ends: {better / middle['both_ends']:.2f}x as soon as the better of computing all and waiting"
+        " for all\n\nboth_ends (p: prefill, pages read; digits: layers; s: pages to host memory)\n"
+        f"{timeline.chart()}\n\n"
+        f"To wait for all of it takes {middle['wait_complete'] / middle['computed']:.2f} times as long as to "
+        "compute it: storage that is no\nfaster helps from both ends only. And if not even the weights fit "
+        "on the device? Chapter 08."
     )
     report = dict(link=dict(modelled=link.modelled, gbps=link.speed() / 1e9), counters=counters)
     return dict(report, verified=verified, rows=rows), [timeline, every[4 * 2 * CONVERSATIONS - 1].timeline]

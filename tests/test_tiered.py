@@ -357,7 +357,7 @@ def test_storage_that_hangs_delays_one_request_and_then_nobody(monkeypatch):
         assert right(engine, prompt).found == {}
         engine.submit(request := Request(draw(random.Random(1), 200), 2))
         engine.step()
-        assert not engine.cache.kept(request).prefetch, "storage that hangs is not asked"
+        assert not request.kept.prefetch, "storage that hangs is not asked"
         while request.outcome is None:
             engine.step()
         shelf.open.set()
