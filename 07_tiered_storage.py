@@ -25,17 +25,15 @@ written for an eviction is the one that goes, and no other. What a crash costs: 
 under way, under write_through_selective also what was asked for once, under write_back all that storage has
 not got yet.
 
-Three things follow from the engine's rules (common/restoring.py). The device's index stays in its pool, and
-the tree is this Cache's own: it learns of the device by `save` and `evicting`. What a thread or a copy still
-reads or writes is referenced in its pool, which is what locks a page. And nothing is found before it has
-arrived.
+The engine's rules hold (common/restoring.py). The device's index stays in its pool: the tree learns of it by
+`save` and `evicting`. What a thread or a copy still reads or writes is referenced in its pool, which is what
+locks a page. And nothing is found before it has arrived.
 
 Source: HiCache, the hierarchical KV cache of SGLang (design document); its radix tree is RadixAttention's
 (Zheng et al., 2024, section 3).
 
     python 07_tiered_storage.py --demo
-    python 07_tiered_storage.py --storage file:pages               # the server, on http://127.0.0.1:5000
-    python 07_tiered_storage.py --storage redis://127.0.0.1:6379/0 --write-policy write_back
+    python 07_tiered_storage.py --storage file:pages       # the server, on http://127.0.0.1:5000
 """
 
 import argparse
@@ -68,7 +66,6 @@ LAYOUTS = {
     "page_first": (2, 3, 0, 1, 4, 5),  # all layers of a token
     "page_first_direct": (2, 0, 1, 3, 4, 5),  # all tokens of a layer in a page, as a page in storage
 }
-LONGEST_CLOSE = 5.0  # seconds to send down what is on its way at the end
 
 # 1. The tree -----------------------------------------------------------------------------------
 
@@ -212,7 +209,7 @@ class TieredCache(offload.HostCache):
         self.tree, self.host.evicting = HiRadixTree(), self.evicting_host
         self.array = links.as_integers(self.host.memory)  # for NumPy
         self.run = max(1, both.CHUNK // self.pool.block_size)  # pages that are read or written at once
-        self.prefetches: list[Prefetch] = []  # that read
+        self.prefetches: dict[Prefetch, None] = {}  # that read, first come, first served
         self.reading = self.writing = 0  # pages on their way from storage, and to it
         self.outgoing: deque = deque()  # (Page, device block, Transfer that ends when that is free)
         self.unwritten: dict[Page, None] = {}  # in host memory, to be written to storage
@@ -252,7 +249,7 @@ class TieredCache(offload.HostCache):
         pages = hit.value if well and hit.value * self.pool.block_size >= self.threshold else 0
         prefetch.answered, prefetch.chain = True, prefetch.chain[: prefetch.first + pages]
         if not prefetch.over:
-            self.prefetches.append(prefetch)
+            self.prefetches[prefetch] = None
 
     def read(self, prefetch: Prefetch):
         """Begin to read what host memory lacks, as far as there are places: prefetches hold at most half of
@@ -311,8 +308,7 @@ class TieredCache(offload.HostCache):
         prefetch.over = True
         for read in prefetch.reads:
             read.cancel()
-        if prefetch in self.prefetches:
-            self.prefetches.remove(prefetch)
+        self.prefetches.pop(prefetch, None)
 
     # L2 to L1
 
@@ -323,7 +319,7 @@ class TieredCache(offload.HostCache):
             return LATER
         first, full = request.computed // size, (len(request.tokens) - 1) // size
         pages = self.tree.match(request.chain[:full])[first:]
-        found = list(takewhile(self.in_host, pages))
+        found = list(takewhile(lambda page: page.host is not None, pages))
         near, places = len(found) * size, [page.host for page in found]
         seconds = self.load_link.seconds(len(found) * self.host.block_bytes)
         if self.prefetch_policy == "both_ends" and prefetch and prefetch.answered and not prefetch.over:
@@ -331,8 +327,7 @@ class TieredCache(offload.HostCache):
             if end > start:
                 load = self.storage.seconds(prefetch.unread * self.host.block_bytes)
                 seconds += load / (1 + load / self.engine.restorer.seconds_to_compute(start, end))
-                tokens = end - request.computed
-                return Match(tokens, seconds, places, size, "storage", store=prefetch)
+                return Match(end - request.computed, seconds, places, size, "storage", store=prefetch)
         if found:
             stored = size * sum(page in prefetch.brought for page in found) if prefetch else 0
             parts = dict(cpu=near - stored, storage=stored)
@@ -382,8 +377,9 @@ class TieredCache(offload.HostCache):
                 super().poll()  # what has been read meanwhile is in host memory
                 front, end = request.computed + restoration.portion, restoration.limit
                 chain = prefetch.chain[self.pool.num_blocks(front) : end // size]
-                pages = takewhile(self.in_host, map(self.tree.pages.get, reversed(chain)))
-                if places := [page.host for page in pages][::-1]:
+                pages = map(self.tree.pages.get, reversed(chain))
+                there = takewhile(lambda page: page and page.host is not None, pages)
+                if places := [page.host for page in there][::-1]:
                     restoration.limit, restoration.layers = end - len(places) * size, 0
                     part = replace(restoration, start=restoration.limit, end=end)
                     copies.extend(super().restore(request, part, replace(match, blocks=places)))
@@ -419,10 +415,6 @@ class TieredCache(offload.HostCache):
             tokens = left
         end = request.computed + min(tokens, self.engine.token_budget)
         return self.pool.num_blocks(end) * size - request.computed
-
-    @staticmethod
-    def in_host(page: Page | None) -> bool:
-        return page is not None and page.host is not None
 
     # L1 to L2
 
@@ -472,8 +464,7 @@ class TieredCache(offload.HostCache):
             self.send_down(pages)
 
     def room(self, count: int, own=(), after: int | None = None) -> list[int]:
-        """Up to `count` places in host memory. The least recently used pages go for them, each once: those
-        that are still being written will be free."""
+        """Up to `count` places in host memory, for which the least recently used pages go, each once."""
         host = self.host
         for page in self.tree.oldest():
             if host.free.count(1) + len(host.leaving) >= count or page in own:
@@ -494,17 +485,16 @@ class TieredCache(offload.HostCache):
 
     def write_back(self):
         """Copy out what is being evicted, as places become free. Where none ever will, it is lost."""
-        over = self.copy_out([(page, block) for page, block, _ in self.outgoing])
-        lost = not over and (not self.host.size or self.storage_hangs())
-        for page, _, out in [self.outgoing.popleft() for _ in range(len(self.outgoing) if lost else over)]:
+        pairs = [(page, block) for page, block, _ in self.outgoing]
+        over, lost = self.copy_out(pairs), False
+        if not over and (not self.host.size or self.storage and self.storage.writer.hangs):
+            over, lost = len(pairs), True
+            self.counts["pages_lost"] += over
+        for page, _, out in [self.outgoing.popleft() for _ in range(over)]:
             out.finish(out.issued, time.perf_counter())
             page.coming = not lost
-            self.counts["pages_lost"] += lost
 
     # L2 to L3
-
-    def storage_hangs(self) -> bool:
-        return self.storage is not None and self.storage.writer.hangs
 
     def evicting_host(self, place: int, prefix):
         """Under write_back a dirty page keeps its place until storage has it."""
@@ -512,7 +502,7 @@ class TieredCache(offload.HostCache):
         page.host = None
         if self.write_policy == "write_back" and self.storage and not page.stored:
             self.counts["dirty_evicted"] += 1
-            if self.storage_hangs():
+            if self.storage.writer.hangs:
                 self.counts["pages_lost"] += 1
             else:
                 self.write([page], [place])
@@ -524,7 +514,7 @@ class TieredCache(offload.HostCache):
 
     def write_through(self):
         """Write what waits for that, in runs. What is being written is locked: a quarter of host memory."""
-        if self.storage_hangs():
+        if self.unwritten and self.storage.writer.hangs:
             self.unwritten.clear()
         while self.unwritten and self.writing < max(1, self.host.size // 4):
             pages = list(islice(self.unwritten, self.run))
@@ -569,12 +559,12 @@ class TieredCache(offload.HostCache):
         request.kept = Kept()
 
     def near(self, page: Page) -> bool:
-        on_device = page.prefix in self.pool.block_of
-        return page.host is not None or page.coming or page.storing or on_device
+        moving = page.coming or page.storing
+        return page.host is not None or moving or page.prefix in self.pool.block_of
 
     def close(self):
         """What is on its way down arrives, if that is soon. Under write_back everything goes down."""
-        until = time.perf_counter() + LONGEST_CLOSE
+        until = time.perf_counter() + 5.0
         for pool in self.pool, self.host:
             for block in list(pool.cached) if self.write_policy == "write_back" and self.storage else ():
                 pool.evict(block)
@@ -592,12 +582,14 @@ CONVERSATIONS, ON_DEVICE, ON_HOST = 8, 2, 4
 
 
 def demo(model, frontend: Frontend, arguments):
-    """Conversations that fit in no single tier, with one, two and three of them, and with an L3 that another
-    engine has filled; then the prefetch policies on an L3 that is as slow as computing."""
+    """Conversations behind one system prompt, which fit in no single tier, with one, two and three of them,
+    and with an L3 that another engine has filled; then the policies on an L3 that is as slow as computing."""
     with tempfile.TemporaryDirectory() as folder:
         # 1. Ask: each conversation twice, in any order
         rng, new = random.Random(0), max(2, min(arguments.max_tokens, 12))
-        talks = [lesson.conversation(frontend, rng, frontend.context // 4) for _ in range(CONVERSATIONS)]
+        system = dict(role="system", content=lesson.document(frontend, rng, frontend.context // 16))
+        plain = [lesson.conversation(frontend, rng, frontend.context // 4) for _ in range(CONVERSATIONS)]
+        talks = [[system, *messages] for messages in plain]
         longest = max(len(frontend.encode(None, talk)[0]) for talk in talks) + 3 * new + 32
         pages = -(-longest // arguments.block_size)
         url = arguments.storage or f"file:{folder}"
@@ -616,28 +608,26 @@ def demo(model, frontend: Frontend, arguments):
         prompt = frontend.request(messages=[dict(role="user", content=text)]).tokens
         engine.generate([Request(prompt, 1)])
         asked = policies(engine, prompt)
-        link = engine.cache.load_link
         engine.close()
     every = [request for requests in [*taken.values(), *asked.values()] for request in requests]
     verified = lesson.equal_to_baseline(model, every)
 
     # 3. Show
+    link = engine.cache.load_link
     print(
         f"{CONVERSATIONS} conversations of up to {longest} tokens, each asked twice; L1 holds {ON_DEVICE} of "
         f"them, L2 {ON_HOST}\n{arguments.write_policy}, {arguments.prefetch}; {link}\n\n"
         f"{'the second time':30}{'L1':>6}{'L2':>6}{'L3':>6}  computed"
     )
-    second = {name: requests[CONVERSATIONS:] for name, requests in taken.items()}
-    for name, requests in second.items():
-        print(f"  {name:28}" + "".join(f"{share:6.0%}" for share in shares(requests)))
-    times = {name: [one.outcome.ttft_ms for one in requests] for name, requests in second.items()}
+    for name, requests in taken.items():
+        print(f"  {name:28}" + "".join(f"{share:6.0%}" for share in shares(requests[CONVERSATIONS:])))
+    times = {name: [one.outcome.ttft_ms for one in asks[CONVERSATIONS:]] for name, asks in taken.items()}
     rows = lesson.table("\nTTFT, the second time", times, "ttft_ms", "ms")
     for row, requests in zip(rows, taken.values()):
         row.update(zip(("gpu", "cpu", "storage", "computed"), shares(requests[CONVERSATIONS:])))
         row["first_time_from_storage"] = shares(requests[:CONVERSATIONS])[2]
     print(f"  (in the last row the first time, too, {rows[-1]['first_time_from_storage']:.0%} came from L3)")
-    print("\nThe beginning of that engine's tree: tokens, and where they are")
-    print(*tree[:8], sep="\n", end="\n\n")
+    print("\nThe top of that engine's tree: tokens, and where they are", *tree[:8], sep="\n", end="\n\n")
     title = f"TTFT, {len(prompt)} tokens, storage as fast as computing, the guard off"
     times = {name: [one.outcome.ttft_ms for one in requests] for name, requests in asked.items()}
     rows += lesson.table(title, times, "ttft_ms", "ms")
@@ -652,7 +642,7 @@ def demo(model, frontend: Frontend, arguments):
         "on the device? Chapter 08."
     )
     report = dict(link=dict(modelled=link.modelled, gbps=link.speed() / 1e9), counters=counters)
-    return dict(report, verified=verified, rows=rows), [timeline, every[4 * 2 * CONVERSATIONS - 1].timeline]
+    return dict(report, verified=verified, rows=rows), [timeline, asked["wait_complete"][-1].timeline]
 
 
 def converse(engine, frontend: Frontend, talks: list, rng, new: int) -> list[Request]:
@@ -714,17 +704,14 @@ def policies(engine, prompt: list[int]) -> dict[str, list[Request]]:
 def add_arguments(parser):
     paged.add_arguments(parser)
     add, number, seconds = parser.add_argument, partial(cli.bounded, int, 1), cli.bounded(float, 0, 1e6)
-    words = "pages in host memory (four times the device's)"
-    add("--cpu-blocks", type=number(1 << 26), metavar="N", help=words)
+    add("--cpu-blocks", type=number(1 << 26), metavar="N", help="pages in host memory (4 times the device's)")
     add("--layout", choices=LAYOUTS, default="page_first_direct", help="of host memory (page_first_direct)")
-    words = "when pages go down (write_through)"
-    add("--write-policy", choices=WRITE, default="write_through", help=words)
+    add("--write-policy", choices=WRITE, default="write_through", help="when pages go down (write_through)")
     words = "the shared tier: file:DIR, redis://HOST:PORT/N, another URL that fsspec knows, or module:Class"
     add("--storage", metavar="URL", help=words)
     words = "model reading from it that is so slow"
     add("--storage-bandwidth", type=both.bandwidth, metavar="GB/S[:GB/S...@SECONDS]", help=words)
-    words = "how long a request waits for storage (timeout)"
-    add("--prefetch", choices=PREFETCH, default="timeout", help=words)
+    add("--prefetch", choices=PREFETCH, default="timeout", help="how long to wait for storage (timeout)")
     words = "that storage must have, or it is not read (256)"
     add("--prefetch-threshold", type=number(1 << 24), default=256, metavar="TOKENS", help=words)
     add("--prefetch-timeout", type=seconds, default=1.0, metavar="S", help="of every prefetch (1)")
