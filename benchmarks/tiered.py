@@ -129,7 +129,8 @@ def mix(model, rounds: int) -> list[dict]:
         for document in documents:  # it has left them in the files
             lesson.ask(known, document + bench.draw(1), 1)
         lesson.settle(known)
-        known.cache.detach_storage().close()
+        known.cache.storage.close()
+        known.cache.storage = None  # it asks for no more
         none = bench.engine(TALKS * longest // 3)
         ours = bench.engine(TALKS * longest // 3, bench.cache(TALKS * longest // 2))
         lesson.ask(ours, bench.draw(512), 1)  # how fast is prefill?
@@ -321,7 +322,7 @@ def played(bench: Bench, on_device: int, on_host: int, name: str, storage=True, 
         storage_bytes=counts["storage_pages_written"] * cache.host.block_bytes,
         read_bytes=counts["storage_pages_read"] * cache.host.block_bytes,
         dirty_evicted=counts["dirty_evicted"], pages_written=counts["pages_written"], pages_lost=counts["pages_lost"],
-        pages=len(pages), lost_by_a_kill=sum(not cache.is_stored(page) for page in pages))  # fmt: skip
+        pages=len(pages), lost_by_a_kill=sum(not page.stored for page in pages))  # fmt: skip
     return row, engine
 
 
