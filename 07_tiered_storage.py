@@ -66,7 +66,6 @@ LAYOUTS = {
     "page_first": (2, 3, 0, 1, 4, 5),  # all layers of a token
     "page_first_direct": (2, 0, 1, 3, 4, 5),  # all tokens of a layer in a page, as a page in storage
 }
-LONGEST_CLOSE = 5.0  # seconds to send down what is on its way at the end
 
 # 1. The tree -----------------------------------------------------------------------------------
 
@@ -465,8 +464,7 @@ class TieredCache(offload.HostCache):
             self.send_down(pages)
 
     def room(self, count: int, own=(), after: int | None = None) -> list[int]:
-        """Up to `count` places in host memory. The least recently used pages go for them, each once: those
-        that are still being written will be free."""
+        """Up to `count` places in host memory, for which the least recently used pages go, each once."""
         host = self.host
         for page in self.tree.oldest():
             if host.free.count(1) + len(host.leaving) >= count or page in own:
@@ -566,7 +564,7 @@ class TieredCache(offload.HostCache):
 
     def close(self):
         """What is on its way down arrives, if that is soon. Under write_back everything goes down."""
-        until = time.perf_counter() + LONGEST_CLOSE
+        until = time.perf_counter() + 5.0
         for pool in self.pool, self.host:
             for block in list(pool.cached) if self.write_policy == "write_back" and self.storage else ():
                 pool.evict(block)

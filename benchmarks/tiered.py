@@ -115,7 +115,7 @@ def mix(model, arguments):
             lesson.ask(known, document + bench.draw(1), 1)
         lesson.settle(known)
         known.cache.storage.close()
-        known.cache.storage = None
+        known.cache.storage = None  # it asks for no more
         none = bench.engine(TALKS * longest // 3)
         ours = bench.engine(TALKS * longest // 3, bench.cache(TALKS * longest // 2))
         lesson.ask(ours, bench.draw(512), 1)  # how fast is prefill?
@@ -283,7 +283,7 @@ def played(bench: Bench, on_device: int, on_host: int, name: str, storage=True, 
         storage_bytes=counts["storage_pages_written"] * cache.host.block_bytes,
         read_bytes=counts["storage_pages_read"] * cache.host.block_bytes,
         dirty_evicted=counts["dirty_evicted"], pages_written=counts["pages_written"], pages_lost=counts["pages_lost"],
-        pages=len(pages), lost_by_a_kill=sum(not cache.is_stored(page) for page in pages))  # fmt: skip
+        pages=len(pages), lost_by_a_kill=sum(not page.stored for page in pages))  # fmt: skip
     return row, engine
 
 

@@ -55,7 +55,7 @@ def test_a_wrong_count_in_a_lesson_is_noticed():
     """And other times are not."""
     for chapter, (right, wrong) in {
         "01_baseline": ("all 30 tokens", "all 31 tokens"), "03_cpu_offload": ("1296 of 1312", "1295 of 1312"),
-        "06_bidirectional": ("is tiger", "is lion"), "07_tiered_storage": ("16 x  16384", "15 x  16384"),
+        "06_bidirectional": ("is tiger", "is lion"), "07_tiered_storage": ("1803 tokens", "1802 tokens"),
         "08_hybrid_blocks": ("208 tokens", "209 tokens"), "09_tensor_parallel": ("528 do", "512 do"),
     }.items():  # fmt: skip
         shown = check_docs.pasted()[chapter]
@@ -102,7 +102,7 @@ def test_a_demo_shows_its_mechanism_ahead(demo):
         slow = times(report, "as fast as computing")
         assert slow["both_ends"] < min(taken for way, taken in slow.items() if way != "both_ends")
         first, *_, last = (row for row in report["rows"] if "first_time_from_storage" in row)
-        assert last["ttft_ms"] < first["ttft_ms"] and last["first_time_from_storage"] > 0.8
+        assert last["ttft_ms"] < first["ttft_ms"] and last["first_time_from_storage"] > 0.7
         assert first["computed"] > 0.5 > 0.3 > last["computed"]
     if chapter == "08_hybrid_blocks":
         rates = {}

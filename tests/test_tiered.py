@@ -260,6 +260,7 @@ def test_from_both_ends_prefill_and_storage_meet():
         engine.runner.forward = lambda *given: (time.sleep(0.01), forward(*given))[1]
         request = right(engine, prompt)
         assert 0 < request.found["storage"] < 464, request.found
+        assert not engine.counts["failed_restorations"], "nothing has failed"
 
 
 def test_both_ends_begins_with_what_host_memory_has():
@@ -271,6 +272,7 @@ def test_both_ends_begins_with_what_host_memory_has():
             engine.cache.host.evict(engine.cache.host.block_of[prefix])
         request = right(engine, prompt)
         assert request.found["cpu"] == 160 and request.found["storage"] > 0
+        assert not engine.counts["failed_restorations"], "nothing has failed"
 
 
 def test_prefetches_hold_half_of_host_memory_at_most():
