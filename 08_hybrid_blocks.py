@@ -703,9 +703,9 @@ def demo(model: Llama, frontend: Frontend, arguments):
     size = probe.sizes.weights
     probe = probe._replace(device=(2 + layers // 2) * size)
     print(
-        f"Decode steps of {BATCH} requests behind {CONTEXT} tokens each, on {GEOMETRY}, since the answers' "
-        f"model is\ntoo small to keep two lanes busy. The device has room for {layers // 2} of {layers} layers "
-        f"of {size / 1e6:.1f} MB\nbeside two that come and go, or for as many bytes of blocks."
+        f"Decode steps of {BATCH} requests behind {CONTEXT} tokens each, on {GEOMETRY}, as the answers' is\n"
+        f"too small to keep two lanes busy. The device has room for {layers // 2} of {layers} layers of "
+        f"{size / 1e6:.1f} MB\nbeside two that come and go, or for as many bytes of blocks."
     )
     for f in FACTORS if model.device.type == "cpu" else (None,):
         if f:

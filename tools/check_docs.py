@@ -40,8 +40,8 @@ VARIES = [  # in what a demo prints: pattern, what becomes of it
     (r"^Plan [RHK]+: .*", "<a plan>"),
     (r"\d+%", "N%"),
     (r"^  (?:L1|  ) (?:L2|  ) (?:L3|  ) .*", "<a node>"),
-    (r"^  (?:hybrid|kv-only|act-only|paper) +MB: .*", "<lanes>"),
-    (r"^  (hybrid: |\(link ).*", r"<\1>"),
+    (r"^  (?:hybrid|kv-only|act-only|paper) +busy: .*", "<lanes>"),
+    (r"^  hybrid: .*", "<hybrid>"),
 ]
 
 
