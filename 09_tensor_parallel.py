@@ -355,7 +355,7 @@ def demo(model, frontend: Frontend, arguments):
         asked += engine.generate([frontend.request(messages=talk[:1], max_tokens=new)])
         answer = dict(role="assistant", content=asked[-1].outcome.text)
         talk[1:] = answer, dict(role="user", content=lesson.QUESTION)
-        prompt, _ = frontend.encode(None, talk)
+        prompt = frontend.encode(None, talk)
         asked.append(lesson.ask(engine, prompt, new, "device"))
     timeline = asked[-1].timeline
     # 2. Ask again when one rank has lost a page in storage

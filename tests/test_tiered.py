@@ -441,5 +441,5 @@ def test_traffic_on_storage_that_two_engines_share():
         policy = tiers.PREFETCH[next(made) % 4], tiers.WRITE[next(made) % 3]
         return make(tiered(blocks, *policy, shelf), blocks, size, **options)
 
-    counts = traffic.run("", 700, seed=3, make=make_one)
+    counts = traffic.run("", 400, seed=3, make=make_one)
     assert counts["wrong"] == counts["failed"] == 0 and counts["restored"] > 100, counts
