@@ -37,6 +37,7 @@ import sys
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from itertools import islice
 from weakref import WeakValueDictionary
 
 import torch
@@ -99,7 +100,7 @@ class BlockPool:
 
         free --allocate--> referenced --release--> cached if a prefix finds it, else free
                            referenced <---share--- cached
-        free <-------------------------------evict cached; by way of `leaving` while somebody reads it
+        free <-----------------------------evict-- cached
 
     Referenced by block tables, and by whatever still copies from or to it."""
 
@@ -111,29 +112,24 @@ class BlockPool:
         self.cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self.prefix_of: list[Prefix | None] = [None] * blocks
         self.block_of: dict[Prefix, int] = {}
-        self.leaving: set[int] = set()  # evicted, but somebody still reads them (chapter 07)
-        self.evicting = lambda block, prefix: None  # called before a block loses its contents
+        self.evicting = lambda lost: None  # called with (block, prefix) of what is about to be lost
         self.next = 0  # where the search for a run begins
         self.evictions = 0
 
     @property
     def available(self) -> int:
-        """Blocks that can be had without taking one from a table; those that are leaving, later."""
-        return self.free.count(1) + len(self.leaving) + len(self.cached)
+        """Blocks that can be had without taking one from a table."""
+        return self.free.count(1) + len(self.cached)
 
     def num_blocks(self, tokens: int) -> int:
         """Blocks needed for `tokens`."""
         return -(-tokens // self.block_size)
 
-    def allocate(self, count: int, after: int | None = None, room: int = 0) -> list[int] | None:
+    def allocate(self, count: int, after: int | None = None, room: int = 0) -> list[int]:
         """Take `count` blocks, at most `available`, and evict the least recently used for them. Adjacent ones
         where that is possible, since they are read and copied in one piece: behind block `after`, or at the
-        beginning of a free run that could grow to `room`. None: what was evicted is leaving; ask again in the
-        next step."""
-        while self.free.count(1) + len(self.leaving) < count:
-            self.evict(next(iter(self.cached)))
-        if self.free.count(1) < count:
-            return None
+        beginning of a free run that could grow to `room`."""
+        self.evict(list(islice(self.cached, max(0, count - self.free.count(1)))))
         blocks = self.find_free(count, after, max(count, room))
         for block in blocks:
             self.free[block], self.references[block] = 0, 1
@@ -162,7 +158,6 @@ class BlockPool:
         for block in reversed(blocks):
             self.references[block] -= 1
             if self.references[block] == 0:
-                self.leaving.discard(block)
                 if self.prefix_of[block] is None:
                     self.free[block] = 1
                 else:
@@ -187,15 +182,15 @@ class BlockPool:
             blocks.append(self.block_of[prefix])
         return blocks
 
-    def evict(self, block: int):
-        """Make a cached block free: at once, or when whoever shares it in `evicting` releases it."""
-        prefix, self.prefix_of[block] = self.prefix_of[block], None
-        del self.cached[block], self.block_of[prefix]
-        self.evictions += 1
-        self.evicting(block, prefix)
-        if self.references[block]:
-            self.leaving.add(block)
-        else:
+    def evict(self, blocks: list[int]):
+        """Make cached blocks free."""
+        lost = [(block, self.prefix_of[block]) for block in blocks]
+        for block, prefix in lost:
+            del self.cached[block], self.block_of[prefix]
+            self.prefix_of[block] = None
+        self.evictions += len(lost)
+        self.evicting(lost)
+        for block in blocks:
             self.free[block] = 1
 
 
@@ -340,7 +335,6 @@ class Engine(Line):
         self.clock = Clock(self.model.device)
         self.prefixes = Prefixes(f"{self.model.digest.hex()} {self.model.dtype} kv", self.pool.block_size)
         self.filling: dict[Prefix, Request] = {}  # contents that a running request is about to have
-        self.promised = 0  # blocks that are leaving, and that a request of this step waits for
         self.failures = 0  # steps in a row that raised
         self.fields = {**CACHE_SALT, **self.cache.fields}
         self.cache.attach(self)
@@ -357,7 +351,6 @@ class Engine(Line):
             self.wake.clear()
         self.take_arrivals()
         self.cache.poll()
-        self.promised = 0
         for request in list(self.waiting):
             others_may_pass = self.admit(request)
             if not others_may_pass:
@@ -429,9 +422,6 @@ class Engine(Line):
         pool.share(hits)
         room = pool.num_blocks(len(request.tokens) + request.max_tokens) - len(hits)
         blocks = pool.allocate(empty, hits[-1] if hits else None, room)
-        if blocks is None:
-            pool.release(hits)
-            return False
         request.table, request.registered = hits + blocks, len(hits)
         if not request.new:  # else it was preempted, and finds what it has computed itself
             request.found = {"gpu": request.computed} if hits else {}
@@ -472,17 +462,13 @@ class Engine(Line):
 
     def append_block(self, request: Request) -> bool:
         """Add a block for the next token; where none is left, preempt the newest request."""
-        while self.pool.available <= self.promised:
+        while not self.pool.available:
             newest = self.running[-1]
             self.counts["preemptions"] += 1
             self.requeue(newest)
             if newest is request:
                 return False
-        blocks = self.pool.allocate(1, request.table[-1])
-        if blocks is None:
-            self.promised += 1  # it is leaving: no other may count on it
-            return False
-        request.table += blocks
+        request.table += self.pool.allocate(1, request.table[-1])
         return True
 
     def requeue(self, request: Request):

@@ -211,8 +211,8 @@ class TieredCache(offload.HostCache):
         self.run = max(1, both.CHUNK // self.pool.block_size)  # pages that are read or written at once
         self.prefetches: dict[Prefetch, None] = {}  # that read, first come, first served
         self.reading = self.writing = 0  # pages on their way from storage, and to it
-        self.outgoing: deque = deque()  # (Page, device block, Transfer that ends when that is free)
         self.unwritten: dict[Page, None] = {}  # in host memory, to be written to storage
+        self.matched: list[Page] = []  # last: its request is about to be given blocks
         if self.storage:
             self.storage.open(engine.wake.set)
             self.measure_storage()
@@ -268,7 +268,7 @@ class TieredCache(offload.HostCache):
             self.read_run(prefetch, part, places[at : at + self.run], f"page {numbers[0]}")
         prefetch.unread = len(wanted) - len(places)
         coming = any(page.coming for page in pages[prefetch.first :])
-        prefetch.over = not coming and not (prefetch.unread and self.host.leaving)
+        prefetch.over = not coming
 
     def read_run(self, prefetch: Prefetch, pages: list[Page], places: list[int], label: str):
         into = [self.array[:, :, place] for place in places]
@@ -319,7 +319,7 @@ class TieredCache(offload.HostCache):
             return LATER
         first, full = request.computed // size, (len(request.tokens) - 1) // size
         pages = self.tree.match(request.chain[:full])[first:]
-        found = list(takewhile(lambda page: page.host is not None, pages))
+        self.matched = found = list(takewhile(lambda page: page.host is not None, pages))
         near, places = len(found) * size, [page.host for page in found]
         seconds = self.load_link.seconds(len(found) * self.host.block_bytes)
         if self.prefetch_policy == "both_ends" and prefetch and prefetch.answered and not prefetch.over:
@@ -437,75 +437,81 @@ class TieredCache(offload.HostCache):
         if len(self.tree.pages) > 2 * (self.pool.size + self.host.size):
             self.tree.forget(self.near)
 
-    def copy_out(self, pairs: list, own=(), timeline=None) -> int:
-        """Copy (Page, device block) pairs to host memory, as far as there are places -> how many. Pages in
-        `own` are not evicted for them: a chain makes no room for its own end."""
+    def copy_out(self, pairs: list, own: set, timeline):
+        """Copy (Page, device block) pairs to host memory, as far as there are places. Pages in `own` are not
+        evicted for them: a chain makes no room for its own end."""
         before = self.tree.pages.get(pairs[0][0].prefix.parent) if pairs else None
-        places = self.room(len(pairs), own, after=before.host if before else None)
-        if not places:
-            return 0
-        pages, blocks = zip(*pairs[: len(places)])
+        if places := self.room(len(pairs), own, after=before.host if before else None):
+            pages, blocks = zip(*pairs[: len(places)])
+            copy = self.copy_blocks(blocks, places)
+            then = partial(self.copied, pages, places, copy, timeline)
+            self.bring("save", copy, pages, places, (self.pool, blocks), then=then)
+
+    def copy_blocks(self, blocks: list[int], places: list[int]) -> Transfer:
         runs = offload.adjacent(blocks, places)
         into = [self.host.memory[:, :, to : to + count] for _, to, count in runs]
         out_of = [self.pool.memory[:, :, at : at + count] for at, _, count in runs]
         copy = self.save_link.copy(into, out_of, f"save {len(places)}")
-        then = partial(self.copied, pages, places, copy, timeline)
-        self.bring("save", copy, pages, places, (self.pool, blocks), then=then)
         self.counts["swap_outs"] += len(places)
         self.counts["bytes_out"] += copy.bytes
-        return len(places)
+        return copy
 
     def copied(self, pages: list[Page], places: list[int], copy, timeline, well: bool):
         self.keep(pages, places, well)
-        if self.write_policy == "write_back":
-            self.counts["pages_written" if well else "pages_lost"] += len(pages)
-        else:
-            timeline.add("save", copy.label, *copy.span())
-            self.send_down(pages)
+        timeline.add("save", copy.label, *copy.span())
+        self.send_down(pages)
 
     def room(self, count: int, own=(), after: int | None = None) -> list[int]:
         """Up to `count` places in host memory, for which the least recently used pages go, each once."""
-        host = self.host
-        for page in self.tree.oldest():
-            if host.free.count(1) + len(host.leaving) >= count or page in own:
+        host, victims = self.host, []
+        lacking = count - host.free.count(1)
+        for page in self.tree.oldest() if lacking > 0 else ():
+            if len(victims) == lacking or page in own:
                 break
             if page.host in host.cached:  # nobody reads or writes it
-                host.evict(page.host)
+                victims.append(page.host)
+        host.evict(victims)
         return host.allocate(min(count, host.free.count(1)), after)
 
-    def evicting(self, block: int, prefix):
-        """Under write_back a dirty page keeps its device block until host memory has it."""
-        page = self.tree.pages.get(prefix)
-        dirty = page and page.host is None and not (page.coming or page.stored)
-        if dirty and self.write_policy == "write_back":
-            self.counts["dirty_evicted"] += 1
-            page.coming, out = True, Transfer("save", "written back")
-            self.hold("evicted", [out], (self.pool, [block]))
-            self.outgoing.append((page, block, out))
-
-    def write_back(self):
-        """Copy out what is being evicted, as places become free. Where none ever will, it is lost."""
-        pairs = [(page, block) for page, block, _ in self.outgoing]
-        over, lost = self.copy_out(pairs), False
-        if not over and (not self.host.size or self.storage and self.storage.writer.hangs):
-            over, lost = len(pairs), True
-            self.counts["pages_lost"] += over
-        for page, _, out in [self.outgoing.popleft() for _ in range(over)]:
-            out.finish(out.issued, time.perf_counter())
-            page.coming = not lost
+    def evicting(self, lost: list):
+        """Under write_back: copy dirty pages to host memory. Whoever needs their blocks waits for that."""
+        if self.write_policy != "write_back":
+            return
+        own = set(self.matched)
+        pages = [(self.tree.pages.get(prefix), block) for block, prefix in lost]
+        dirty = [(page, block) for page, block in pages if page and page.host is None and not page.coming]
+        dirty = [(page, block) for page, block in dirty if not page.stored]
+        self.counts["dirty_evicted"] += len(dirty)
+        while dirty and not self.save_link.hangs and (places := self.room(len(dirty), own)):
+            pages, blocks = zip(*dirty[: len(places)])
+            copy = self.copy_blocks(blocks, places)
+            try:
+                copy.wait(links.HANGING)
+            except links.TransferError:
+                self.hold("save", [copy], (self.host, places))  # a late one still writes there
+                self.counts["pages_lost"] += len(pages)
+            else:
+                self.keep(pages, places, True)
+                self.counts["pages_written"] += len(pages)
+            self.host.release(places)
+            dirty = dirty[len(places) :]
+        self.counts["pages_lost"] += len(dirty)
 
     # L2 to L3
 
-    def evicting_host(self, place: int, prefix):
-        """Under write_back a dirty page keeps its place until storage has it."""
-        page = self.tree.pages[prefix]
-        page.host = None
-        if self.write_policy == "write_back" and self.storage and not page.stored:
-            self.counts["dirty_evicted"] += 1
-            if self.storage.writer.hangs:
-                self.counts["pages_lost"] += 1
-            else:
-                self.write([page], [place])
+    def evicting_host(self, lost: list):
+        """Under write_back: write dirty pages to storage."""
+        pages = [self.tree.pages[prefix] for _, prefix in lost]
+        for page in pages:
+            page.host = None
+        if self.write_policy == "write_back" and self.storage:
+            dirty = [(page, place) for page, (place, _) in zip(pages, lost) if not page.stored]
+            self.counts["dirty_evicted"] += len(dirty)
+            if self.storage.writer.hangs or self.writing > self.pool.size + self.host.size:
+                self.counts["pages_lost"] += len(dirty)
+            elif dirty:
+                pages, places = zip(*dirty)
+                self.write(pages, [self.array[:, :, place].copy() for place in places])
 
     def send_down(self, pages: list[Page]):
         """Have pages written to storage, from where they are in host memory."""
@@ -522,15 +528,15 @@ class TieredCache(offload.HostCache):
                 del self.unwritten[page]
             pages = [page for page in pages if page.host is not None and not page.stored and not page.storing]
             if pages:
-                self.write(pages, [page.host for page in pages])
+                places = [page.host for page in pages]
+                self.write(pages, [self.array[:, :, place] for place in places], (self.host, places))
 
-    def write(self, pages: list[Page], places: list[int]):
-        contents = [self.array[:, :, place] for place in places]
+    def write(self, pages: list[Page], contents: list, *held):
         write = self.storage.set([page.prefix.key for page in pages], contents)
         self.writing += len(pages)
         for page in pages:
             page.storing = True
-        self.hold("written", [write], (self.host, places), then=partial(self.written, pages, write))
+        self.hold("written", [write], *held, then=partial(self.written, pages, write))
 
     def written(self, pages: list[Page], write, well: bool):
         self.writing -= len(pages)
@@ -546,7 +552,6 @@ class TieredCache(offload.HostCache):
         super().poll()
         for prefetch in list(self.prefetches):
             self.read(prefetch)
-        self.write_back()
         self.write_through()
         for request in self.engine.running:
             if request.restoration and request.restoration.steps:
@@ -566,8 +571,8 @@ class TieredCache(offload.HostCache):
         """What is on its way down arrives, if that is soon. Under write_back everything goes down."""
         until = time.perf_counter() + 5.0
         for pool in self.pool, self.host:
-            for block in list(pool.cached) if self.write_policy == "write_back" and self.storage else ():
-                pool.evict(block)
+            if self.write_policy == "write_back" and self.storage:
+                pool.evict(list(pool.cached))
             while (any(self.under_way.values()) or self.unwritten) and time.perf_counter() < until:
                 self.poll()
                 time.sleep(1e-3)

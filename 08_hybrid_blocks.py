@@ -429,8 +429,7 @@ class HybridRunner:
         other = planner.plan()
         if max(planner.lanes(other)) < GAIN * max(planner.lanes(plan)):
             self.forget()
-            for block in list(self.pool.cached):
-                self.pool.evict(block)
+            self.pool.evict(list(self.pool.cached))
             self.deal_blocks(other)
 
     @torch.inference_mode()

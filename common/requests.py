@@ -408,8 +408,7 @@ class Line:
     def evict(self, name: str = "device") -> int:
         """Evict all cached blocks of a pool -> how many."""
         cached = list(self.pools[name].cached)
-        for block in cached:
-            self.pools[name].evict(block)
+        self.pools[name].evict(cached)
         return len(cached)
 
     def counters(self) -> dict:

@@ -84,7 +84,7 @@ class Cache:
     | save | after each step | wait_for_save |
     | finished | it is over, cancelled or preempted | request_finished |
     | poll | at the top of each step | get_finished |
-    | evicting | a device block is about to lose its contents | |
+    | evicting | device blocks are about to lose their contents | |
     | idle | nothing runs | |
     | attach, close | at the beginning and at the end | register_kv_caches, shutdown |
     """
@@ -117,8 +117,8 @@ class Cache:
     def save(self, batch):
         """Keep what the step has computed. Must not wait."""
 
-    def evicting(self, block: int, prefix):
-        """A device block is about to lose its contents. Share it now to delay that (chapter 07)."""
+    def evicting(self, lost: list):
+        """The blocks of these (block, prefix) pairs are about to lose their contents: read them now."""
 
     def finished(self, request):
         """The request is over, cancelled or preempted: hold nothing of it any more."""

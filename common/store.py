@@ -81,7 +81,7 @@ class ChunkStore:
         self.requests: dict[object, Filling] = defaultdict(Filling)  # those that are not over
         self.chunks: dict[int, Chunk] = {}  # those that can be found, by number
         self.behind: dict[object, list[Chunk]] = defaultdict(list)  # and by parent
-        pool.evicting = lambda number, prefix: self.forget(number)
+        pool.evicting = lambda lost: [self.forget(number) for number, _ in lost]
 
     # Finding
 

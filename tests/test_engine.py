@@ -384,46 +384,7 @@ def test_a_step_that_fails_three_times_ends_its_requests_with_503():
     check_pools(engine)
 
 
-# 5. Evictions that are delayed -----------------------------------------------------------------
-
-
-class WriteBack(Cache):
-    """Holds a block that is evicted until a test lets it go."""
-
-    def attach(self, engine):
-        super().attach(engine)
-        self.written = []
-
-    def evicting(self, block, prefix):
-        self.written.append(transfer := Transfer("save", "write back"))
-        self.hold("save", [transfer], (self.pool, [block]))
-
-    def let_go(self):
-        for transfer in self.written:
-            transfer.finish(0.0, 0.0)
-
-
-def test_ten_that_need_a_block_wait_for_as_many_that_leave():
-    engine = make(cache := WriteBack(), blocks=33, max_running=16)
-    ask(engine, draw(random.Random(1), 22 * 16), 1)  # 22 blocks are cached
-    asked = [
-        Request(draw(random.Random(seed), 16), 3) for seed in range(10)
-    ]  # a block each, and soon another
-    for request in asked:
-        engine.submit(request)
-    for _ in range(4):
-        engine.step()
-    assert engine.pool.leaving, "the test is to make blocks leave"
-    while any(request.outcome is None for request in asked):
-        cache.let_go()
-        engine.step()
-    assert [ORACLE.judge(request) for request in asked] == ["equal"] * 10
-    assert engine.counts["preemptions"] == 0, "blocks that leave are as good as free ones, soon"
-    settle(engine)
-    check_pools(engine)
-
-
-# 6. Load or compute ----------------------------------------------------------------------------
+# 5. Load or compute ----------------------------------------------------------------------------
 
 
 def test_what_would_arrive_later_than_computed_is_computed_and_the_result_says_so():
@@ -452,7 +413,7 @@ def test_sources():
     )
     settle(engine)
     for prefix in back.chain[8:]:  # the device loses the end
-        engine.pool.evict(engine.pool.block_of[prefix])
+        engine.pool.evict([engine.pool.block_of[prefix]])
     mixed = ask(engine, PROMPT + [5])
     assert (mixed.outcome.source, mixed.found) == ("mixed", {"gpu": 128, "cpu": 64})
 
@@ -554,7 +515,7 @@ def test_a_bad_start_is_forgotten_and_a_slow_link_is_still_declined(share_of_com
     assert ask(engine, PROMPT, 1).outcome.source == source
 
 
-# 7. Sleeping -----------------------------------------------------------------------------------
+# 6. Sleeping -----------------------------------------------------------------------------------
 
 
 def test_an_engine_without_requests_sleeps_until_somebody_comes():

@@ -103,7 +103,7 @@ def test_a_conversation_that_goes_on_lies_behind_its_beginning_on_the_host():
     first, other = ask(engine, PROMPT), ask(engine, draw(random.Random(2), 60))
     settle(engine)
     for prefix in other.chain:  # which was kept behind the first, and has left again
-        cache.host.evict(cache.host.block_of[prefix])
+        cache.host.evict([cache.host.block_of[prefix]])
     turn = ask(engine, first.tokens + draw(random.Random(3), 60), 2)
     settle(engine)
     blocks = cache.host.find(turn.chain)
@@ -186,7 +186,7 @@ def test_what_the_device_still_has_is_not_loaded():
     chain = ask(engine, PROMPT).chain
     settle(engine)
     for prefix in chain[4:6]:
-        engine.pool.evict(engine.pool.block_of[prefix])
+        engine.pool.evict([engine.pool.block_of[prefix]])
     request = ask(engine, PROMPT)
     assert request.found == {"gpu": 64, "cpu": 32} and request.outcome.source == "mixed"
     assert sum(transfer.bytes for transfer, _ in load.sent) == 2 * BLOCK and answers(request)

@@ -17,6 +17,7 @@ import torch
 from conftest import ROOT
 from support import traffic
 from support.engines import Oracle, ask, check_pools, draw, evict, make, settle, tiered, tiers
+from support.faults import faulty
 from support.redis_server import RedisServer
 
 from common import store
@@ -180,15 +181,32 @@ def test_what_a_crash_costs(write):
     assert len(shelf) >= 12 or write != "write_back", "closing writes what is left"
 
 
-def test_a_page_that_waits_for_a_place_in_vain_is_lost_and_counted(monkeypatch):
+def test_where_storage_hangs_what_is_evicted_from_host_memory_is_lost_and_counted(monkeypatch):
     monkeypatch.setattr("common.link.HANGING", 0.05)
     shelf, rng = Shelf(), random.Random(0)
     with engine_on(shelf, write="write_back", blocks=16, host=4) as engine:
-        shelf.set = lambda keys, values: time.sleep(0.3)  # each place waits to be written
-        for _ in range(5):
+        shelf.set = lambda keys, values: shelf.open.wait(60)
+        shelf.open.clear()
+        while not engine.cache.storage.writer.hangs:
             right(engine, draw(rng, 100))
-        settle(engine)
+        assert not engine.counts["pages_lost"]
+        right(engine, draw(rng, 100))
         assert engine.counts["pages_lost"] > 0
+        shelf.open.set()
+
+
+def test_a_copy_for_an_eviction_that_fails_or_is_late_is_lost_and_never_found(monkeypatch):
+    monkeypatch.setattr("common.link.HANGING", 0.05)
+    rng = random.Random(0)
+    with faulty(rng, failing=0.3, late=0.3, noisy=2, delay=0.2, lanes=["save"]) as faults, engine_on(
+        Shelf(), write="write_back", blocks=16, host=32
+    ) as engine:
+        prompts = [draw(rng, 100) for _ in range(4)]
+        for prompt in rng.choices(prompts, k=24):
+            right(engine, prompt)
+        counts = engine.counts
+        assert counts["pages_lost"] > 0 and counts["pages_written"] > 0
+        assert faults.failed and faults.delayed
 
 
 # 3. Coming up ----------------------------------------------------------------------------------
@@ -269,7 +287,7 @@ def test_both_ends_begins_with_what_host_memory_has():
         right(engine, prompt)
         evict(engine)
         for prefix in engine.prefixes.extend([], prompt)[10:]:
-            engine.cache.host.evict(engine.cache.host.block_of[prefix])
+            engine.cache.host.evict([engine.cache.host.block_of[prefix]])
         request = right(engine, prompt)
         assert request.found["cpu"] == 160 and request.found["storage"] > 0
         assert not engine.counts["failed_restorations"], "nothing has failed"

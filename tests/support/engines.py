@@ -158,7 +158,6 @@ def check_pools(engine):
         found = {prefix: block for block, prefix in enumerate(pool.prefix_of) if prefix is not None}
         assert found == pool.block_of, f"{name}: what finds blocks differs from what they hold"
         assert set(found.values()) == set(pool.cached), f"{name}: cached blocks and found ones differ"
-        assert not pool.leaving
         assert all(pool.free[block] == (block not in pool.cached) for block in range(pool.size))
     assert not engine.filling and not engine.running and not engine.waiting
 

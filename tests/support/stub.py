@@ -21,9 +21,10 @@ class Pool:
         self.prefix_of = [None] * blocks
         self.cached = OrderedDict()
 
-    def evict(self, block: int):
-        del self.cached[block]
-        self.prefix_of[block] = None
+    def evict(self, blocks: list[int]):
+        for block in blocks:
+            del self.cached[block]
+            self.prefix_of[block] = None
 
 
 class Engine(Line):
