@@ -114,24 +114,25 @@ class HostCache(Cache):
                 self.save_blocks(request, *zip(*lacking))
 
     def save_blocks(self, request, prefixes, blocks):
-        """Copy device `blocks` that hold `prefixes` to the host, a transfer for each run."""
+        """Copy device `blocks` that hold `prefixes` to the host."""
         parent = prefixes[0].parent
         after = self.host.block_of.get(parent, self.saving.get(parent))  # continue the run of its beginning
         room = self.host.num_blocks(request.prompt_tokens + request.max_tokens)  # for what will follow
         places = self.host.allocate(len(blocks), after, room)
         self.saving.update(zip(prefixes, places))
-        at = 0
-        for block, place, count in adjacent(blocks, places):
-            here, there = range(block, block + count), range(place, place + count)
-            into = self.host.memory[:, :, place : place + count]  # [L, 2, count, block_size, KVH, hd]
-            out_of = self.pool.memory[:, :, block : block + count]
-            transfer = self.save_link.copy(into, out_of, f"save {count}")
-            then = partial(self.saved, request, transfer, prefixes[at : at + count], there)
-            self.hold("save", [transfer], (self.host, there), (self.pool, here), then=then)
-            self.counts["swap_outs"] += count
-            self.counts["bytes_out"] += transfer.bytes
-            at += count
+        transfer = self.copy_out(blocks, places)
+        then = partial(self.saved, request, transfer, prefixes, places)
+        self.hold("save", [transfer], (self.host, places), (self.pool, blocks), then=then)
         self.host.release(places)
+
+    def copy_out(self, blocks: list[int], places: list[int]) -> links.Transfer:
+        runs = adjacent(blocks, places)
+        into = [self.host.memory[:, :, to : to + count] for _, to, count in runs]
+        out_of = [self.pool.memory[:, :, at : at + count] for at, _, count in runs]
+        transfer = self.save_link.copy(into, out_of, f"save {len(blocks)}")
+        self.counts["swap_outs"] += len(blocks)
+        self.counts["bytes_out"] += transfer.bytes
+        return transfer
 
     def saved(self, request, transfer, prefixes, places, arrived: bool):
         """A copy out is over: register what has arrived."""

@@ -20,10 +20,10 @@ Beside that the engine's own rule holds: what takes more than 0.8 of computing i
 longer than computing would take. `--always-restore` switches it off, and shows what the policies alone do.
 
 When do pages go down? `write_through`: as soon as they are full. `write_through_selective`: when they are
-asked for a second time. `write_back`: when they would be evicted, one tier down each time; the page that is
-written for an eviction is the one that goes, and no other. What a crash costs: under write_through what was
-under way, under write_through_selective also what was asked for once, under write_back all that storage has
-not got yet.
+asked for a second time. `write_back`: when they are evicted, one tier down each time; the page that is
+written for an eviction is the one that goes, and no other, and whoever needs its block waits for that. What a
+crash costs: under write_through what was under way, under write_through_selective also what was asked for
+once, under write_back all that storage has not got yet.
 
 The engine's rules hold (common/restoring.py). The device's index stays in its pool: the tree learns of it by
 `save` and `evicting`. What a thread or a copy still reads or writes is referenced in its pool, which is what
@@ -52,7 +52,6 @@ import torch
 
 from common import cli, lesson, store
 from common import link as links
-from common.link import Transfer
 from common.requests import Frontend, Request
 from common.restoring import LATER, PAUSE, Match
 
@@ -79,6 +78,11 @@ class Page:
     asked: int = 1  # requests that asked for it
     coming: bool = False  # on its way into host memory
     storing: bool = False  # or from there to storage
+
+    @property
+    def dirty(self) -> bool:
+        """No tier below the device has it."""
+        return self.host is None and not (self.coming or self.stored)
 
 
 @dataclass(eq=False, slots=True)
@@ -432,29 +436,20 @@ class TieredCache(offload.HostCache):
                 pairs = [(page, block) for page, block in pairs if page.asked > 1]
             lacking = [(page, block) for page, block in pairs if page.host is None and not page.coming]
             if self.save_link.seconds(len(lacking) * self.host.block_bytes) < offload.LONGEST_SAVE:
-                self.copy_out(lacking, set(pages), request.timeline)
+                self.back_up(lacking, set(pages), request.timeline)
             self.send_down([page for page, _ in pairs])
         if len(self.tree.pages) > 2 * (self.pool.size + self.host.size):
             self.tree.forget(self.near)
 
-    def copy_out(self, pairs: list, own: set, timeline):
+    def back_up(self, pairs: list, own: set, timeline):
         """Copy (Page, device block) pairs to host memory, as far as there are places. Pages in `own` are not
         evicted for them: a chain makes no room for its own end."""
         before = self.tree.pages.get(pairs[0][0].prefix.parent) if pairs else None
         if places := self.room(len(pairs), own, after=before.host if before else None):
             pages, blocks = zip(*pairs[: len(places)])
-            copy = self.copy_blocks(blocks, places)
+            copy = self.copy_out(blocks, places)
             then = partial(self.copied, pages, places, copy, timeline)
             self.bring("save", copy, pages, places, (self.pool, blocks), then=then)
-
-    def copy_blocks(self, blocks: list[int], places: list[int]) -> Transfer:
-        runs = offload.adjacent(blocks, places)
-        into = [self.host.memory[:, :, to : to + count] for _, to, count in runs]
-        out_of = [self.pool.memory[:, :, at : at + count] for at, _, count in runs]
-        copy = self.save_link.copy(into, out_of, f"save {len(places)}")
-        self.counts["swap_outs"] += len(places)
-        self.counts["bytes_out"] += copy.bytes
-        return copy
 
     def copied(self, pages: list[Page], places: list[int], copy, timeline, well: bool):
         self.keep(pages, places, well)
@@ -477,14 +472,12 @@ class TieredCache(offload.HostCache):
         """Under write_back: copy dirty pages to host memory. Whoever needs their blocks waits for that."""
         if self.write_policy != "write_back":
             return
-        own = set(self.matched)
         pages = [(self.tree.pages.get(prefix), block) for block, prefix in lost]
-        dirty = [(page, block) for page, block in pages if page and page.host is None and not page.coming]
-        dirty = [(page, block) for page, block in dirty if not page.stored]
+        dirty, own = [pair for pair in pages if pair[0] and pair[0].dirty], set(self.matched)
         self.counts["dirty_evicted"] += len(dirty)
         while dirty and not self.save_link.hangs and (places := self.room(len(dirty), own)):
             pages, blocks = zip(*dirty[: len(places)])
-            copy = self.copy_blocks(blocks, places)
+            copy = self.copy_out(blocks, places)
             try:
                 copy.wait(links.HANGING)
             except links.TransferError:
@@ -500,18 +493,18 @@ class TieredCache(offload.HostCache):
     # L2 to L3
 
     def evicting_host(self, lost: list):
-        """Under write_back: write dirty pages to storage."""
-        pages = [self.tree.pages[prefix] for _, prefix in lost]
-        for page in pages:
+        """Under write_back: have dirty pages written to storage, from copies."""
+        dirty = {}
+        for place, prefix in lost:
+            page = self.tree.pages[prefix]
             page.host = None
-        if self.write_policy == "write_back" and self.storage:
-            dirty = [(page, place) for page, (place, _) in zip(pages, lost) if not page.stored]
-            self.counts["dirty_evicted"] += len(dirty)
-            if self.storage.writer.hangs or self.writing > self.pool.size + self.host.size:
-                self.counts["pages_lost"] += len(dirty)
-            elif dirty:
-                pages, places = zip(*dirty)
-                self.write(pages, [self.array[:, :, place].copy() for place in places])
+            if page.dirty and self.write_policy == "write_back" and self.storage:
+                dirty[page] = self.array[:, :, place].copy()
+        self.counts["dirty_evicted"] += len(dirty)
+        if dirty and (self.storage.writer.hangs or self.writing > self.pool.size + self.host.size):
+            self.counts["pages_lost"] += len(dirty)
+        elif dirty:
+            self.write(list(dirty), list(dirty.values()))
 
     def send_down(self, pages: list[Page]):
         """Have pages written to storage, from where they are in host memory."""

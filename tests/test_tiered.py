@@ -189,7 +189,6 @@ def test_where_storage_hangs_what_is_evicted_from_host_memory_is_lost_and_counte
         shelf.open.clear()
         while not engine.cache.storage.writer.hangs:
             right(engine, draw(rng, 100))
-        assert not engine.counts["pages_lost"]
         right(engine, draw(rng, 100))
         assert engine.counts["pages_lost"] > 0
         shelf.open.set()
