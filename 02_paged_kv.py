@@ -302,9 +302,6 @@ class Runner:
         memory = torch.empty(shape, dtype=model.dtype, device=model.device)
         self.model, self.pool = model, BlockPool(blocks, block_size, memory)
 
-    def idle(self):
-        """Nothing runs: chapter 08 may divide its memory anew."""
-
     @torch.inference_mode()
     def forward(self, work: list[tuple[Request, int]], before_layer):
         """Compute the next `count` tokens of each request in `work` -> the batch, and logits [R, V], a row
@@ -345,7 +342,6 @@ class Engine(Line):
     def step(self):
         """One step for everybody: poll, admit, restore, schedule, compute, save."""
         if not self.busy:
-            self.runner.idle()
             seconds = self.restorer.idle()  # measures, if that is due
             self.wake.wait(seconds)  # until somebody comes, or it wants to be called again
             self.wake.clear()
@@ -563,10 +559,6 @@ class Engine(Line):
                 del self.filling[prefix]
         self.pool.release(request.table)
         request.table, request.computed = [], 0
-
-    def counters(self) -> dict:
-        """`doubtful`: 1 until measurements of the idle engine agree."""
-        return {**super().counters(), "doubtful": int(self.restorer.doubtful)}
 
     def close(self):
         """Stop the Cache's threads."""

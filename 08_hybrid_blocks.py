@@ -39,7 +39,7 @@ import random
 import statistics
 import sys
 import time
-from collections import Counter, deque
+from collections import Counter
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -57,7 +57,6 @@ KV_HOST, ACT_HOST, KV_DEVICE, ACT_DEVICE = KINDS = range(4)
 POLICIES = "hybrid", "kv-only", "act-only", "paper"
 ROWS = 1024  # tokens that are projected at once: what is temporary stays small
 PROBE = 2048  # tokens of context with which costs are measured before the first step
-GAIN = 0.97  # blocks are dealt anew for a step that takes at most this share of the time
 
 # 1. How much of what ---------------------------------------------------------------------------
 
@@ -186,8 +185,6 @@ class Planner(NamedTuple):
         """With what decode steps took: (blocks, seconds to rebuild one in a layer or 0, seconds of the rest).
         The cost of rebuilding scatters, and while the processor is late the link has nothing to do: what
         counts is its upper quartile, which keeps more as K and V."""
-        if not samples:
-            return self
         blocks, rebuilds, forwards = zip(*samples)
         costs = self.costs._replace(forward=statistics.median(forwards))
         if rebuilds := sorted(filter(None, rebuilds)):
@@ -296,7 +293,7 @@ class Deal:
     evenly over the numbers, so that any run of them has about the plan's ratio (equation 5)."""
 
     def __init__(self, plan: Plan, block_size: int):
-        self.plan, self.block_size, counts = plan, block_size, plan[1:]
+        self.block_size, counts = block_size, plan[1:]
         places = [(torch.arange(count) + 0.5) / max(1, count) for count in counts]
         order = torch.cat(places).argsort(stable=True)
         self.kinds = torch.arange(len(KINDS)).repeat_interleave(torch.tensor(counts))[order]  # [blocks]
@@ -382,10 +379,10 @@ class MiniBatch:
 class HybridRunner:
     """Runs the forward pass in mini-batches, over blocks of four kinds behind one pool of numbers."""
 
-    def __init__(self, model: Llama, plan: Plan, bandwidth, block_size=16, rows=8192, planner=None):
+    def __init__(self, model: Llama, plan: Plan, bandwidth, block_size=16, rows=8192):
         """`bandwidth`: of a modelled link, None on a GPU. `rows`: tokens of context that are on the device at
-        once. `planner` makes another plan when nothing runs."""
-        self.model, self.planner = model, planner
+        once."""
+        self.model, self.plan, self.deal = model, plan, Deal(plan, block_size)
         self.rows = max(rows, model.config.max_position_embeddings)
         self.pool = paged.BlockPool(sum(plan[1:]), block_size)
         self.clock = Clock(model.device)
@@ -397,8 +394,15 @@ class HybridRunner:
         # Of the last step: mini-batches, (label, start, end), copies; and copies of the step before it
         self.last, self.marks, self.transfers, self.earlier = [], [], [], []
         self.ahead = None  # the first mini-batch of the next step, and its context, on its way
-        self.samples = deque(maxlen=64)
-        self.deal_blocks(plan)
+        self.weights, self.memory = Weights(model, plan.resident, self.load_link), []
+        for kind, count in enumerate(plan[1:]):
+            shape = len(model.layers), *self.shape(kind, count * block_size)
+            if kind in (KV_HOST, ACT_HOST):
+                memory = links.host_memory(shape, model.dtype, model.device, "The host's blocks")
+            else:
+                memory = empty(shape)
+            self.memory.append(memory)  # [L, 2, slots, KVH, hd] or [L, slots, D]
+        self.pool.block_bytes = sum(memory.nbytes for memory in self.memory) // max(1, self.pool.size)
 
     def shape(self, kind: int, tokens: int) -> tuple:
         config = self.model.config
@@ -406,37 +410,10 @@ class HybridRunner:
             return 2, tokens, config.num_key_value_heads, config.head_dim
         return tokens, config.hidden_size
 
-    def deal_blocks(self, plan: Plan):
-        """Divide the memory by `plan`. No block may hold anything."""
-        model, size = self.model, self.pool.block_size
-        self.deal, self.memory, self.weights = Deal(plan, size), [], None
-        self.weights = Weights(model, plan.resident, self.load_link)
-        for kind, count in enumerate(plan[1:]):
-            shape = len(model.layers), *self.shape(kind, count * size)
-            if kind in (KV_HOST, ACT_HOST):
-                memory = links.host_memory(shape, model.dtype, model.device, "The host's blocks")
-            else:
-                memory = torch.empty(shape, dtype=model.dtype, device=model.device)
-            self.memory.append(memory)  # [L, 2, slots, KVH, hd] or [L, slots, D]
-        self.pool.block_bytes = sum(memory.nbytes for memory in self.memory) // max(1, self.pool.size)
-
-    def idle(self):
-        """Nothing runs: if by the last steps another plan is faster, drop what is cached and deal anew."""
-        self.learn()
-        if not self.planner or not self.samples or any(self.pool.references):
-            return
-        planner, plan = self.planner.after(self.samples), self.deal.plan
-        other = planner.plan()
-        if max(planner.lanes(other)) < GAIN * max(planner.lanes(plan)):
-            self.forget()
-            self.pool.evict(list(self.pool.cached))
-            self.deal_blocks(other)
-
     @torch.inference_mode()
     def forward(self, work: list, before_layer=None):
         """All mini-batches through layer after layer -> a batch with the work in their order, and logits
         [R, V]."""
-        self.learn()
         self.marks, self.transfers, self.earlier = [], [], self.transfers
         self.weights.issued = self.transfers
         try:
@@ -571,18 +548,15 @@ class HybridRunner:
         self.weights.expect(-1)
         self.ahead, self.marks, self.transfers, self.earlier = None, [], [], []
 
-    def learn(self):
-        """Note what the last step took, if all of it decoded: see Planner.after."""
-        batches, self.last = self.last, []
-        if not batches or any(item.end > item.start + 1 for batch in batches for item in batch.items):
-            return
+    def cost(self) -> tuple:
+        """What the last step, in which all decoded, took: a sample for Planner.after."""
         seconds, layers, size = Counter(), len(self.model.layers), self.pool.block_size
         for label, began, ended in self.marks:
             seconds[label] += self.clock.seconds(ended) - self.clock.seconds(began)
-        blocks = [sum(len(batch.context[kind].slots) for batch in batches) / size for kind in KINDS]
+        blocks = [sum(len(batch.context[kind].slots) for batch in self.last) / size for kind in KINDS]
         acts = layers * (blocks[ACT_HOST] + blocks[ACT_DEVICE])
         rebuild = seconds["rebuild"] / acts if acts else 0.0
-        self.samples.append((sum(blocks), rebuild, (seconds["forward"] + seconds["head"]) / layers))
+        return sum(blocks), rebuild, (seconds["forward"] + seconds["head"]) / layers
 
 
 def part(tensor, first: int, count: int):
@@ -613,11 +587,11 @@ def ready(plan: Plan, model: Llama, bandwidth, contexts: list[int], block_size=1
 
 def measure(planner: Planner, model: Llama, bandwidth, contexts: list[int]) -> Planner:
     """`planner` with the costs of a few decode steps."""
-    engine = ready(planner.plan(), model, bandwidth, contexts, planner.block_size)
+    engine, samples = ready(planner.plan(), model, bandwidth, contexts, planner.block_size), []
     for _ in range(5):
         engine.step()
-    engine.runner.learn()
-    return planner.after(list(engine.runner.samples)[1:])
+        samples.append(engine.runner.cost())
+    return planner.after(samples[1:])
 
 
 def make_planner(model: Llama, arguments) -> tuple[Planner, object]:
@@ -646,7 +620,7 @@ def make_engine(model: Llama, arguments) -> paged.Engine:
     """Chapter 02's engine with this chapter's Runner. The model's layers are in host memory."""
     planner, bandwidth = make_planner(model, arguments)
     plan = planner.plan()
-    runner = HybridRunner(model, plan, bandwidth, arguments.block_size, arguments.mini_batch, planner)
+    runner = HybridRunner(model, plan, bandwidth, arguments.block_size, arguments.mini_batch)
     engine = paged.Engine(runner, None, arguments.token_budget, arguments.max_running)
     engine.explain = arguments.explain
     weights, act, kv = (size / 1e6 for size in planner.sizes)

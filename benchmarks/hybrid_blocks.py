@@ -54,8 +54,8 @@ def one_step(engine) -> dict:
     moved = Counter()
     for transfer in engine.runner.transfers:
         moved[transfer.label] += transfer.bytes
-    return dict(seconds=seconds, compute=sum(span.end - span.start for span in timeline.lanes().get("compute", ())),
-                bytes=dict(moved))  # fmt: skip
+    compute = sum(span.end - span.start for span in timeline.lanes().get("compute", ()))
+    return dict(seconds=seconds, compute=compute, bytes=dict(moved), cost=engine.runner.cost())
 
 
 # 1. The grid ------------------------------------------------------------------------------------------------
@@ -67,11 +67,11 @@ def cell(model, f: float, batch: int, context: int, rounds: int) -> dict:
                for policy in hybrid.POLICIES}  # fmt: skip
     taken = lesson.in_turn({policy: partial(one_step, each) for policy, each in engines.items()}, rounds)
     seconds = {policy: [step["seconds"] for step in steps] for policy, steps in taken.items()}
-    planner = planner.after([sample for each in engines.values() for sample in list(each.runner.samples)[1:]])
-    lanes = {policy: planner.lanes(each.runner.deal.plan) for policy, each in engines.items()}
+    planner = planner.after([step["cost"] for steps in taken.values() for step in steps])
+    lanes = {policy: planner.lanes(each.runner.plan) for policy, each in engines.items()}
     link, rows = engines["hybrid"].runner.load_link.speed(), {}
     for policy, steps in taken.items():
-        plan, step = engines[policy].runner.deal.plan, sorted(steps, key=lambda one: one["seconds"])[len(steps) // 2]
+        plan, step = engines[policy].runner.plan, sorted(steps, key=lambda one: one["seconds"])[len(steps) // 2]
         rows[policy] = dict(
             tokens_per_second=spread([batch / each for each in seconds[policy]]), plan=plan._asdict(),
             bytes=step["bytes"], link_busy=sum(step["bytes"].values()) / link / step["seconds"],
