@@ -14,7 +14,6 @@ policies    one history in slow storage alone, reading takes r times as long as 
 admission   a hit in host memory or in storage of 1 MB/s to 1 GB/s over computing it, and the tier of each token.
 writes      what each write policy finds, writes, and would lose by a kill.
 sizes       host memory against hits.
-pages       the page size against hits and reads.
 match       finding 4,096 tokens in a tree of 100,000 pages.
 """
 
@@ -303,14 +302,6 @@ def sizes(model, arguments):
             engine.close()
 
 
-def pages(model, arguments):
-    for size in (1, 4, 16, 64):
-        with directory() as folder:
-            row, engine = played(Bench(model, folder, size), 1408, 2816, "pages")
-            yield dict(page_tokens=size, nodes=len(engine.cache.tree.nodes), **row)
-            engine.close()
-
-
 def timed(call) -> float:
     began = time.perf_counter()
     call()
@@ -352,7 +343,6 @@ PARTS = {
     "admission": (admission, ["classroom"]),
     "writes": (writes, ["classroom"]),
     "sizes": (sizes, ["classroom"]),
-    "pages": (pages, ["classroom"]),
     "match": (match, ["classroom"]),
 }
 
@@ -392,17 +382,7 @@ def report(found: list[dict]) -> str:
             "to L3": "{storage_bytes:MB}", "dirty evicted": "{dirty_evicted}", "pages written": "{pages_written}",
             "lost by a kill, of pages": "{lost_by_a_kill} of {pages}",
         }, tables.rows(found, "writes")),
-        report_pages(found), report_match(found))  # fmt: skip
-
-
-def report_pages(found: list[dict]) -> str:
-    pages = tables.rows(found, "pages")
-    if not pages:
-        return ""
-    sizes = tables.listed(str(row["page_tokens"]) for row in pages)
-    shares = tables.listed(f"{sum(row[tier] for tier in TIERS):.0%}" for row in pages)
-    times = tables.listed(tables.milliseconds(row["ttft_ms"]) for row in pages)
-    return f"Of the same prompts, pages of {sizes} tokens find {shares}, with a TTFT of {times}."
+        report_match(found))  # fmt: skip
 
 
 def report_match(found: list[dict]) -> str:
