@@ -17,8 +17,6 @@ from pathlib import Path
 
 from benchmarks.measure import RESULTS
 
-ROOT = Path(__file__).resolve().parent.parent
-
 # benchmark: options of the full run; of the quick one, None: left out
 PARTS = {
     "baseline": ("--model classroom", "--model classroom --dtype float32 --rounds 2"),
@@ -52,12 +50,12 @@ def main():
         if arguments.list:
             continue
         began = time.perf_counter()
-        code = subprocess.run([sys.executable, *command], cwd=ROOT).returncode
+        code = subprocess.run([sys.executable, *command], cwd=RESULTS.parent.parent).returncode
         print(f"{name}: {time.perf_counter() - began:.0f} s" + f", ended with {code}" * bool(code), flush=True)
         failed += [name] * bool(code)
     if not arguments.list:
         print("\nEvery claim, beside what was measured:\n")
-        subprocess.run([sys.executable, "-m", "benchmarks.claims", str(arguments.json)], cwd=ROOT, check=True)
+        subprocess.run([sys.executable, "-m", "benchmarks.claims", str(arguments.json)], cwd=RESULTS.parent.parent, check=True)
     if failed:
         sys.exit(f"Failed: {', '.join(failed)}; what they said stands above.")
 

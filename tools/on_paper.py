@@ -1,4 +1,4 @@
-"""Chapters 05, 06, 08 and 09 on paper: the platforms and models of HCache (EuroSys '25), Cake (ICML '25) and
+"""Chapters 05, 06 and 08 on paper: the platforms and models of HCache (EuroSys '25), Cake (ICML '25) and
 CAPTURE, without a GPU and without a model.
 
     python -m tools.on_paper
@@ -9,7 +9,7 @@ loading hidden states (section 6.1.3), in Cake by what 14K tokens take (5.3), in
 GPUs, and recomputing, are taken to reach the same. The bars of HCache's Figure 11 have no numbers in the text,
 only ranges; which GPU runs which model, and a history of 1,024 tokens, are our choice.
 
-Sources: HCache, Tables 2 and 3, sections 3.2, 4.1, 5, 6.1.3, 6.2 and 6.3; Cake, sections 2.3 and 5; CAPTURE,
+Sources: HCache, Tables 2 and 3, sections 3.2, 4.1, 6.1.3, 6.2 and 6.3; Cake, sections 2.3 and 5; CAPTURE,
 sections IV and V; NVIDIA's data sheet of the H100.
 """
 
@@ -24,7 +24,7 @@ Costs = planner.Costs
 
 NEAR = 0.05  # a single number is met within 5 %
 PEAK, PCIE = PLATFORMS["a100"]  # FLOP/s, bytes/s
-H100, SSD, NVLINK = 989e12, 6.9e9, 600e9  # FLOP/s; bytes/s, section 6.2.2; bytes/s of an A100
+H100, SSD = 989e12, 6.9e9  # FLOP/s; bytes/s, section 6.2.2
 TOKENS, LONGEST = 1024, 16384  # of a history, in HCache
 # Table 3: layers by recomputing, hidden states, K and V
 PAPER = {"7B schedule": (0, 31, 1), "13B schedule": (0, 36, 4), "30B schedule": (8, 40, 0)}
@@ -188,30 +188,6 @@ def lengths():
         yield f"7B, recomputing: {name}", 0.72, longer * short / long
 
 
-def divisions():
-    yield "Figure 13. Layers or tokens divided. 13B, one SSD; on paper, a product's time is in proportion to its rows"
-    layers, costs = THIRTEEN.layers, on_ssds(THIRTEEN, 1)
-    plan, seconds = restorations(layers, costs)
-    yield f"layer-wise: {counts(plan)}", 31, plan.count("H")
-    for name, step, tokens, speed in ("token-wise", 1, 794.0, 0.88), ("token-wise, rounded", 128, 768.0, 0.93):
-        first, last = token_wise(costs, layers, TOKENS, step)
-        yield f"{name}: tokens H, the others R", tokens, last - first
-        share = (last - first) / TOKENS
-        loading, computing = share * costs.load_states, share * costs.project + (1 - share) * costs.recompute
-        took = max(loading + layers * computing, layers * loading + computing)
-        yield f"{name}: speed over layer-wise", speed, seconds["HCache"] / took
-
-
-def ranks():
-    yield "Section 5. 30B on four ranks: K and V over the slowest of loading states, all-gather, projecting a layer"
-    count, states = THIRTY.gpus, TOKENS * 2 * THIRTY.width
-    gather, project = states * (count - 1) / count / NVLINK, on_ssds(THIRTY).project
-    for source, speed in ("PCIe", PCIE), ("SSD", SSD):
-        load = states / count / speed
-        each = ", ".join(f"{1e3 * seconds:.2f}" for seconds in (load, gather, project))
-        yield f"each its own {source}: {each} ms", OVER_KV, 2 * load / max(load, gather, project)
-
-
 # 3. Cake ---------------------------------------------------------------------------------------
 
 TOKEN_BYTES = 2 * 2 * SEVEN.layers * SEVEN.width  # 16 bits; section 5.1 rounds it to 0.5 MB
@@ -219,12 +195,12 @@ TOKEN_BYTES = 2 * 2 * SEVEN.layers * SEVEN.width  # 16 bits; section 5.1 rounds 
 SECONDS_14K = 0.9 * 14.34 / (8.22 - 1)
 
 
-def cake_seconds(tokens, gbps, share=1.0, peak=PEAK, smaller=1.0) -> tuple[float, float, float, float]:
-    """Both pointers, 7B, on one GPU of which prefill has a `share`; chunks `smaller` than 16 bits -> seconds to
-    compute, to load, and until they meet, and the share of tokens that is computed."""
+def cake_seconds(tokens, gbps, share=1.0, peak=PEAK) -> tuple[float, float, float, float]:
+    """Both pointers, 7B, on one GPU of which prefill has a `share` -> seconds to compute, to load, and until
+    they meet, and the share of tokens that is computed."""
     speed = share * peak / PEAK * layer_flops(SEVEN, 14e3, 2)[0] / SECONDS_14K  # FLOP/s, for one layer
     linear, square = 24 * SEVEN.width**2 / speed, 2 * SEVEN.width / speed  # t tokens: linear t + square t^2
-    load = 8 * TOKEN_BYTES / smaller / (gbps * 1e9)  # seconds a token
+    load = 8 * TOKEN_BYTES / (gbps * 1e9)  # seconds a token
     # The first t are computed: linear t + square t^2 = (tokens - t) load
     met = (math.sqrt((linear + load) ** 2 + 4 * square * tokens * load) - linear - load) / (2 * square)
     return linear * tokens + square * tokens**2, tokens * load, (tokens - met) * load, met / tokens
@@ -260,11 +236,6 @@ def cake():
     yield "only loading, least", 0.274, min(loading)
     yield "only loading, most", 0.937, max(loading)
     yield "only loading, at 10 % of the GPU, most", 0.651, max(less(14e3, gbps, 0.1)[1] for gbps in (2, 10))
-    yield "Section 5.4. 10 % of an A100, 10 Gbit/s, chunks of 8 bits or of CacheGen: times as soon"
-    whole, eight_bits, codec = (cake_seconds(14e3, 10, 0.1, PEAK, smaller) for smaller in (1.0, 2.0, 8.6))
-    yield "loading 8 bits", 1.95, whole[1] / eight_bits[1]
-    yield "loading CacheGen's", 7.97, whole[1] / codec[1]
-    yield "both with CacheGen's, over computing", 11.83, codec[0] / codec[2]
 
 
 # 4. CAPTURE ------------------------------------------------------------------------------------
@@ -321,7 +292,7 @@ def capture():
 # 5. Comparing ----------------------------------------------------------------------------------
 
 PAPERS = {
-    "HCache": (schedules, gpus, ssds, lengths, divisions, ranks),
+    "HCache": (schedules, gpus, ssds, lengths),
     "Cake": (cake,),
     "CAPTURE": (capture,),
 }
