@@ -509,7 +509,8 @@ class TieredCache(offload.HostCache):
     def send_down(self, pages: list[Page]):
         """Have pages written to storage, from where they are in host memory."""
         if self.storage:
-            self.unwritten.update((page, None) for page in pages)
+            self.unwritten.update((page, None) for page in pages if not page.stored)
+            self.write_through()
 
     def write_through(self):
         """Write what waits for that, in runs. What is being written is locked: a quarter of host memory."""
