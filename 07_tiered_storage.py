@@ -9,25 +9,27 @@ tokens: it finds a run of pages on the device, then one in host memory, from whe
 (chapter 03). What comes after that, storage is asked for as soon as the request stands in line, on a thread
 of its own:
 
-    tokens   0          320            800                        1792      16 tokens a page, with 5 ms for
-    pages    |== L1 ====|==== L2 ======|:::::: L3 ::::::::::::::::|         one of L2 and 10 of L3: the first
-             found      layer by layer prefetched into L2, then too         token after 62 * 10 + 92 * 5 ms
+    tokens   0          320            800                        1792      16 tokens a page
+    pages    |== L1 ====|==== L2 ======|:::::: L3 ::::::::::::::::|
+             found      layer by layer prefetched into L2, then layer by layer
 
 How long does it wait for storage? `best_effort`: not at all, it takes what has come when its turn is there.
-`wait_complete`: to the end. `timeout`: for `base + tokens / 1024 * per_1k` seconds. And, which no paper has,
-`both_ends`: it waits for nobody, and computes from the front while pages arrive from the back (chapter 06).
-Beside that the engine's own rule holds: what takes more than 0.8 of computing is computed, and nobody waits
-longer than computing would take. `--always-restore` switches it off, and shows what the policies alone do.
+`wait_complete`: to the end. `timeout`: for so many seconds, and so many for each 1,024 tokens of it. And,
+which no paper has, `both_ends`: it waits for nobody, and computes from the front while pages arrive from the
+back (chapter 06). Beside that the engine's own rule holds: what takes more than 0.8 of computing is computed,
+and nobody waits longer than computing would take. `--always-restore` switches it off, and shows what the
+policies alone do.
 
 When do pages go down? `write_through`: as soon as they are full. `write_through_selective`: when they are
 asked for a second time. `write_back`: when they are evicted, one tier down each time; the page that is
-written for an eviction is the one that goes, and no other, and whoever needs its block waits for that. What a
-crash costs: under write_through what was under way, under write_through_selective also what was asked for
-once, under write_back all that storage has not got yet.
+written for an eviction is the one that goes, and no other. Whoever needs its block on the device waits for
+the copy; what leaves host memory is copied aside, and written later. What a crash costs: under write_through
+what was under way, under write_through_selective also what was asked for once, under write_back all that
+storage has not got yet.
 
-The engine's rules hold (common/restoring.py). The device's index stays in its pool: the tree learns of it by
-`save` and `evicting`. What a thread or a copy still reads or writes is referenced in its pool, which is what
-locks a page. And nothing is found before it has arrived.
+The engine's rules hold (common/restoring.py). The device's index stays in its pool, where the tree looks.
+What a thread or a copy still reads or writes is referenced in its pool, which is what locks a page. And
+nothing is found before it has arrived.
 
 Source: HiCache, the hierarchical KV cache of SGLang (design document); its radix tree is RadixAttention's
 (Zheng et al., 2024, section 3).
@@ -80,9 +82,9 @@ class Page:
     storing: bool = False  # or from there to storage
 
     @property
-    def dirty(self) -> bool:
-        """No tier below the device has it."""
-        return self.host is None and not (self.coming or self.stored)
+    def near(self) -> bool:
+        """Host memory has it, or is about to."""
+        return self.host is not None or self.coming
 
 
 @dataclass(eq=False, slots=True)
@@ -95,7 +97,7 @@ class Node:
 
 
 class HiRadixTree:
-    """All pages that are anywhere near, over their prefixes. Which one is locked, its pool knows.
+    """All pages that it knows of, over their prefixes. Which one is locked, its pool knows.
 
     No node is younger than its parent: whoever uses a node uses those above it. So the oldest is a leaf."""
 
@@ -182,12 +184,13 @@ class Prefetch:
 class Kept:
     """What the Cache remembers of a request."""
 
-    saved: int = 0  # blocks that were looked at
+    looked_at: int = 0  # blocks that `save` need not look at again
     prefetch: Prefetch | None = None
 
 
 class TieredCache(offload.HostCache):
-    """Chapter 03's host memory under a radix tree, and storage behind it."""
+    """Chapter 03's host memory and its copies, layer by layer in and in the background out, under a radix
+    tree, and storage behind it."""
 
     fields = {}
 
@@ -216,7 +219,7 @@ class TieredCache(offload.HostCache):
         self.prefetches: dict[Prefetch, None] = {}  # that read, first come, first served
         self.reading = self.writing = 0  # pages on their way from storage, and to it
         self.unwritten: dict[Page, None] = {}  # in host memory, to be written to storage
-        self.matched: list[Page] = []  # last: its request is about to be given blocks
+        self.matched: list[Page] = []  # in this step: they do not go for the blocks of their own request
         if self.storage:
             self.storage.open(engine.wake.set)
             self.measure_storage()
@@ -251,7 +254,8 @@ class TieredCache(offload.HostCache):
     def answered(self, prefetch: Prefetch, hit, well: bool):
         """Storage has said how many pages in a row it has."""
         pages = hit.value if well and hit.value * self.pool.block_size >= self.threshold else 0
-        prefetch.answered, prefetch.chain = True, prefetch.chain[: prefetch.first + pages]
+        prefetch.answered, prefetch.unread = True, pages
+        prefetch.chain = prefetch.chain[: prefetch.first + pages]
         if not prefetch.over:
             self.prefetches[prefetch] = None
 
@@ -262,7 +266,7 @@ class TieredCache(offload.HostCache):
         numbers = range(prefetch.first, len(pages))
         numbers = numbers[::-1] if self.prefetch_policy == "both_ends" else numbers
         sound = takewhile(lambda number: pages[number].prefix.key not in doubted, numbers)
-        wanted = [number for number in sound if pages[number].host is None and not pages[number].coming]
+        wanted = [number for number in sound if not pages[number].near]
         most = max(0, self.host.size // 2 - self.reading)
         own = set(pages).union(*(other.brought for other in self.prefetches))  # they are about to be used
         places = self.room(min(len(wanted), most), own)
@@ -272,7 +276,7 @@ class TieredCache(offload.HostCache):
             self.read_run(prefetch, part, places[at : at + self.run], f"page {numbers[0]}")
         prefetch.unread = len(wanted) - len(places)
         coming = any(page.coming for page in pages[prefetch.first :])
-        prefetch.over = not coming
+        prefetch.over = not coming and not (prefetch.unread and self.reading)
 
     def read_run(self, prefetch: Prefetch, pages: list[Page], places: list[int], label: str):
         into = [self.array[:, :, place] for place in places]
@@ -324,7 +328,7 @@ class TieredCache(offload.HostCache):
         first, full = request.computed // size, (len(request.tokens) - 1) // size
         pages = self.tree.match(request.chain[:full])[first:]
         self.matched = found = list(takewhile(lambda page: page.host is not None, pages))
-        near, places = len(found) * size, [page.host for page in found]
+        near, places = (first + len(found)) * size - request.computed, [page.host for page in found]
         seconds = self.load_link.seconds(len(found) * self.host.block_bytes)
         if self.prefetch_policy == "both_ends" and prefetch and prefetch.answered and not prefetch.over:
             start, end = request.computed + near, len(prefetch.chain) * size
@@ -350,7 +354,7 @@ class TieredCache(offload.HostCache):
             tokens = len(prefetch.chain) * self.pool.block_size - request.computed
             seconds = self.storage.seconds(prefetch.unread * self.host.block_bytes)
             seconds += self.load_link.seconds(tokens // self.pool.block_size * self.host.block_bytes)
-            offer = Match(tokens, seconds, prefetch.reads, "storage")
+            offer = Match(tokens, seconds, [], "storage")
             prefetch.worth = self.engine.restorer.worth(request, offer)
             if not prefetch.worth:
                 self.end(prefetch)
@@ -369,11 +373,11 @@ class TieredCache(offload.HostCache):
         restoration.limit, restoration.portion = restoration.end, 0  # nothing is computed yet
         # 1. What host memory has
         if match.blocks:
-            near = replace(restoration, end=restoration.start + len(match.blocks) * size)
-            yield from super().restore(request, near, match)
-            request.computed = near.end
+            part = replace(restoration, end=(restoration.start // size + len(match.blocks)) * size)
+            yield from super().restore(request, part, match)
+            request.computed = part.end
             if not request.new:
-                request.found["cpu"] = request.found.get("cpu", 0) + near.end - near.start
+                request.found["cpu"] = request.found.get("cpu", 0) + part.end - part.start
         # 2. From both ends
         copies = deque()
         try:
@@ -425,7 +429,7 @@ class TieredCache(offload.HostCache):
     def save(self, batch):
         """Put what was computed into the tree, and send down what the write policy says."""
         for request, _ in batch.work:
-            looked_at, request.kept.saved = request.kept.saved, request.registered
+            looked_at, request.kept.looked_at = request.kept.looked_at, request.registered
             if looked_at == request.registered:
                 continue
             pages = self.tree.insert(request.chain[: request.registered])
@@ -434,12 +438,13 @@ class TieredCache(offload.HostCache):
                 continue
             if self.write_policy == "write_through_selective":
                 pairs = [(page, block) for page, block in pairs if page.asked > 1]
-            lacking = [(page, block) for page, block in pairs if page.host is None and not page.coming]
+            lacking = [(page, block) for page, block in pairs if not page.near]
             if self.save_link.seconds(len(lacking) * self.host.block_bytes) < offload.LONGEST_SAVE:
                 self.back_up(lacking, set(pages), request.timeline)
             self.send_down([page for page, _ in pairs])
         if len(self.tree.pages) > 2 * (self.pool.size + self.host.size):
-            self.tree.forget(self.near)
+            on_device = self.pool.block_of
+            self.tree.forget(lambda page: page.near or page.storing or page.prefix in on_device)
 
     def back_up(self, pairs: list, own: set, timeline):
         """Copy (Page, device block) pairs to host memory, as far as there are places. Pages in `own` are not
@@ -473,9 +478,9 @@ class TieredCache(offload.HostCache):
         if self.write_policy != "write_back":
             return
         pages = [(self.tree.pages.get(prefix), block) for block, prefix in lost]
-        dirty, own = [pair for pair in pages if pair[0] and pair[0].dirty], set(self.matched)
+        dirty = [(page, block) for page, block in pages if page and not (page.near or page.stored)]
         self.counts["dirty_evicted"] += len(dirty)
-        while dirty and not self.save_link.hangs and (places := self.room(len(dirty), own)):
+        while dirty and not self.save_link.hangs and (places := self.room(len(dirty), set(self.matched))):
             pages, blocks = zip(*dirty[: len(places)])
             copy = self.copy_out(blocks, places)
             try:
@@ -498,9 +503,10 @@ class TieredCache(offload.HostCache):
         for place, prefix in lost:
             page = self.tree.pages[prefix]
             page.host = None
-            if page.dirty and self.write_policy == "write_back" and self.storage:
+            if self.write_policy == "write_back" and self.storage and not page.stored:
                 dirty[page] = self.array[:, :, place].copy()
         self.counts["dirty_evicted"] += len(dirty)
+        # Copies may take as much memory as the pools that they come from
         if dirty and (self.storage.writer.hangs or self.writing > self.pool.size + self.host.size):
             self.counts["pages_lost"] += len(dirty)
         elif dirty:
@@ -510,9 +516,9 @@ class TieredCache(offload.HostCache):
         """Have pages written to storage, from where they are in host memory."""
         if self.storage:
             self.unwritten.update((page, None) for page in pages if not page.stored)
-            self.write_through()
+            self.write_waiting()
 
-    def write_through(self):
+    def write_waiting(self):
         """Write what waits for that, in runs. What is being written is locked: a quarter of host memory."""
         if self.unwritten and self.storage.writer.hangs:
             self.unwritten.clear()
@@ -544,12 +550,15 @@ class TieredCache(offload.HostCache):
 
     def poll(self):
         super().poll()
-        for prefetch in list(self.prefetches):
-            self.read(prefetch)
-        self.write_through()
+        self.matched = []
         for request in self.engine.running:
             if request.restoration and request.restoration.steps:
                 request.restoration.portion = 0  # `restore` says how much, when it knows what has arrived
+            elif request.kept.prefetch:
+                self.end(request.kept.prefetch)  # it computes
+        for prefetch in list(self.prefetches):
+            self.read(prefetch)
+        self.write_waiting()
         self.counts["storage_errors"] = self.storage.errors if self.storage else 0
 
     def finished(self, request):
@@ -557,13 +566,10 @@ class TieredCache(offload.HostCache):
             self.end(request.kept.prefetch)
         request.kept = Kept()
 
-    def near(self, page: Page) -> bool:
-        moving = page.coming or page.storing
-        return page.host is not None or moving or page.prefix in self.pool.block_of
-
     def close(self):
         """What is on its way down arrives, if that is soon. Under write_back everything goes down."""
         until = time.perf_counter() + 5.0
+        self.poll()
         for pool in self.pool, self.host:
             if self.write_policy == "write_back" and self.storage:
                 pool.evict(list(pool.cached))
@@ -598,7 +604,7 @@ def demo(model, frontend: Frontend, arguments):
             tiers = dict(gpu_blocks=ON_DEVICE * pages, cpu_blocks=places, storage=storage)
             engine = make_engine(model, argparse.Namespace(**{**vars(arguments), **tiers}))
             taken[name] = converse(engine, frontend, talks, random.Random(1), new)
-            tree, counters = list(drawn(engine.cache, engine.cache.tree.root)), engine.counters()
+            tree, counters = list(tree_lines(engine.cache, engine.cache.tree.root)), engine.counters()
             engine.close()
         # 2. Time: one long history that only storage has, under each policy
         slow = dict(storage=url, prefetch="both_ends", always_restore=True, gpu_blocks=None, cpu_blocks=None)
@@ -667,7 +673,7 @@ def shares(requests: list[Request]) -> list[float]:
     return [tokens / prompts for tokens in (*found, prompts - sum(found))]
 
 
-def drawn(cache: TieredCache, node: Node, depth: int = 0):
+def tree_lines(cache: TieredCache, node: Node, depth: int = 0):
     """Yield a line for each node below this one: the tiers that have all of it, and its tokens."""
     for child in node.children.values():
         on_device = all(page.prefix in cache.pool.block_of for page in child.pages)
@@ -675,7 +681,7 @@ def drawn(cache: TieredCache, node: Node, depth: int = 0):
         stored = all(page.stored for page in child.pages)
         where = f"{'L1' * on_device:3}{'L2' * in_host:3}{'L3' * stored:3}"
         yield f"  {where} {'  ' * depth}{len(child.pages) * cache.pool.block_size:5} tokens"
-        yield from drawn(cache, child, depth + 1)
+        yield from tree_lines(cache, child, depth + 1)
 
 
 def policies(engine, prompt: list[int]) -> dict[str, list[Request]]:
@@ -711,11 +717,7 @@ def add_arguments(parser):
     words = "model reading from it that is so slow"
     add("--storage-bandwidth", type=both.bandwidth, metavar="GB/S[:GB/S...@SECONDS]", help=words)
     add("--prefetch", choices=PREFETCH, default="timeout", help="how long to wait for storage (timeout)")
-    words = "that storage must have, or it is not read (256)"
-    add("--prefetch-threshold", type=number(1 << 24), default=256, metavar="TOKENS", help=words)
-    add("--prefetch-timeout", type=seconds, default=1.0, metavar="S", help="of every prefetch (1)")
-    words = "and for each 1,024 tokens of it (0.25)"
-    add("--prefetch-timeout-per-1k", type=seconds, default=0.25, metavar="S", help=words)
+    add("--prefetch-timeout", type=seconds, default=1.0, metavar="S", help="with 0.25 for 1,024 tokens (1)")
     add("--always-restore", action="store_true", help="the policies alone decide, and not the engine's guard")
     links.add_arguments(parser)
 
@@ -732,8 +734,7 @@ def make_engine(model, arguments) -> paged.Engine:
         storage = store.Storage(store.open_backend(arguments.storage), name, arguments.storage_bandwidth)
     cache = TieredCache(
         blocks, links.bandwidth(model, arguments.link, arguments.platform), storage, arguments.prefetch,
-        arguments.write_policy, arguments.layout, arguments.prefetch_threshold,
-        (arguments.prefetch_timeout, arguments.prefetch_timeout_per_1k),
+        arguments.write_policy, arguments.layout, timeout=(arguments.prefetch_timeout, 0.25),
     )  # fmt: skip
     engine = paged.make_engine(model, arguments, cache)
     words = f"{blocks} pages of {size} tokens, {blocks * block_bytes / 1e6:.1f} MB, over a {cache.load_link}"

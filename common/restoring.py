@@ -300,7 +300,7 @@ class Restorer:
             return True
         engine, began = self.engine, None
         while not transfer.ready:
-            if request.computed < restoration.limit:
+            if request.computed < restoration.limit and restoration.portion:
                 return False  # it computes: nobody waits
             if wait and transfer.queue_wait():
                 break
