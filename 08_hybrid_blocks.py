@@ -1,8 +1,8 @@
 """Chapter 08: even the weights live in host memory, and some of the context is kept as activations.
 
-The problem. A model that is larger than the device, and a large batch that nobody waits for, one answer at a
-time. In every decode step each layer's weights and all of its K and V come over the link. The link is the
-bottleneck, and the processor idles.
+The problem. The model is larger than the device, and the batch is large: what counts is how many tokens come
+in an hour, and not when the first one comes. In every decode step each layer's weights and all of its K and V
+come over the link. The link is the bottleneck, and the processor idles.
 
 The mechanism. Part of the context is kept as activations, the inputs of the layers (ACT blocks), the rest as
 K and V (KV blocks). With multi-head attention an ACT block has half the bytes of a KV block, and K and V are
@@ -12,13 +12,16 @@ lanes take equally long:
     link          weights + KV blocks + ACT blocks of the host
     processor     K and V rebuilt from ACT blocks + attention + the rest of the layer, for the new tokens
 
-    one layer, a the share of ACT:  link  W + K - aK/2 - M      processor  B + aR      M: the device's memory
+    one layer:  link  W + K - aK/2 - M      processor  B + aR      a: the share of the context that is ACT
+
+    seconds to load  W the weights, K all of the context as K and V, M what the device keeps
+    seconds to       B compute the layer for the new tokens, R rebuild K and V of all of the context
 
 Layer by layer the batch passes in mini-batches (zig-zag), so that one fetch of the weights serves all of
 them; while one is computed, the next one's context arrives. A step whose copies fail is run again.
 
 The engine of chapter 02 knows nothing of this. Its pool has numbers only; which kind of block a number stands
-for, and where it is, was dealt before, evenly, so that any run of numbers has about the plan's ratio:
+for, and where it is, was dealt once, evenly, so that any run of numbers has about the plan's ratio:
 prompts, appended blocks and shared prefixes alike. The plan (section 1) spends the device's memory on whole
 layers of weights, on KV blocks or on ACT blocks. A resident byte saves a byte of link, whatever it holds.
 
@@ -151,12 +154,18 @@ class Planner(NamedTuple):
           what each mini-batch costs. Here they count, so that the lanes do end together.
         - The device may hold weights or KV blocks too. Fair shares are nearly ties, for a resident byte saves
           a byte of link; so hybrid's lead is over policies that use the same memory.
-        - The batch is divided, not the memory: Algorithm 1's ratio is that of a host memory that is full.
-        With grouped queries an ACT block is larger than a KV block and has to be rebuilt besides: the best
-        division has none, and hybrid is `kv-only`."""
+        - The number of blocks is given. Algorithm 1 fills all of the host's memory with them.
+        Of two plans that end at the same time, the one that computes less. With grouped queries an ACT block
+        is as large as a KV block or larger, and has to be rebuilt besides: hybrid is `kv-only`."""
+        costs, sizes, found = self.costs, self.sizes, []
+        least = min(2, self.layers) * sizes.weights
+        if self.device < least:
+            raise checkpoint.ModelError(
+                f"Two layers of weights, to compute with and to fill, take {least / 1e6:.1f} MB, and the "
+                f"device has {self.device / 1e6:.1f}; choose a larger --device-memory."
+            )
         if self.policy == "paper":
             return self.paper_plan()
-        costs, sizes, found = self.costs, self.sizes, []
         for resident in range(self.layers + 1):
             places = 2 if resident < self.layers else 0  # to stream to
             left = self.device - sizes.weights * (resident + places)
@@ -173,18 +182,12 @@ class Planner(NamedTuple):
                     plan, acts = Plan(resident, rest - act_host, act_host, kv, act), act_host + act
                     if {"kv-only": acts == 0, "act-only": acts == self.blocks}.get(self.policy, True):
                         found.append((max(self.lanes(plan)), self.lanes(plan)[1], plan))
-        if not found:
-            raise checkpoint.ModelError(
-                f"Two layers of weights, one to compute with and one to fill, take "
-                f"{2 * sizes.weights / 1e6:.1f} MB of the device, and there are {self.device / 1e6:.1f}; "
-                "choose a larger --device-memory."
-            )
         return min(found)[2]
 
     def after(self, samples: list[tuple]) -> "Planner":
-        """With what decode steps took: (blocks, seconds to rebuild one in a layer or 0, seconds of the rest).
-        The cost of rebuilding scatters, and while the processor is late the link has nothing to do: what
-        counts is its upper quartile, which keeps more as K and V."""
+        """A planner with the costs of decode steps: (blocks, seconds to rebuild one in a layer or 0, seconds
+        of the rest). Of rebuilding the upper quartile: while the processor is late, the link has nothing to
+        do."""
         blocks, rebuilds, forwards = zip(*samples)
         costs = self.costs._replace(forward=statistics.median(forwards))
         if rebuilds := sorted(filter(None, rebuilds)):
@@ -196,7 +199,7 @@ class Planner(NamedTuple):
 
 class Weights:
     """All layers are in host memory. `resident` of them are on the device too, spread evenly; the others come
-    into two places in turn, in portions, so that blocks pass between them."""
+    into two places in turn, in portions, so that no context has to wait for a whole layer."""
 
     def __init__(self, model: Llama, resident: int, link: links.Link):
         self.link, self.host, self.issued = link, model.layers, []  # issued: copies of the step
@@ -270,7 +273,7 @@ class Item(NamedTuple):
 
 
 def form(items: list[Item], rows: int) -> list[list[Item]]:
-    """As few mini-batches as buffers of `rows` allow, about equally long; similar lengths together.
+    """About as few mini-batches as buffers of `rows` allow, about equally long; similar lengths together.
 
     The paper (section IV-C-3) adds a request where that lessens the mini-batch's imbalance, equations 6 and
     7: the larger one of T_kv_gen and T_load_kv over the other. That leaves out the time of the weights, which
@@ -336,25 +339,20 @@ class MiniBatch:
     """Some requests of a step. Each has a part of the attention buffer: its context, in the order of kinds,
     then its new tokens. (Positions are in the keys: the order of what is read makes no difference.)"""
 
-    def __init__(self, items: list[Item], deal: Deal, device):
-        self.items, self.device, self.rows_used, context = items, device, 0, []
-        for _, table, start, end in items:
-            positions = torch.arange(start)
+    def __init__(self, items: list[Item], deal: Deal, model: Llama):
+        self.items, self.device, self.rows_used = items, model.device, 0
+        tokens, context, new = [], [], []
+        for request, table, start, end in items:
+            positions = torch.arange(end)
             kinds, slots = deal.slots(table, positions)
-            order = kinds.argsort(stable=True)
-            context.append(torch.stack((kinds[order], slots[order], self.rows_used + positions, order)))
-            self.rows_used += end
-        self.context = by_kind(*torch.cat(context, 1), device)
-
-    def add_new(self, deal: Deal, model: Llama):
-        """The new tokens have their blocks now."""
-        tokens, places, row = [], [], 0
-        for request, table, start, end in self.items:
+            order = kinds[:start].argsort(stable=True)
+            rows = self.rows_used + positions  # of the attention buffer
+            context.append(torch.stack((kinds[order], slots[order], rows[:start], order)))
+            new.append(torch.stack((kinds, slots, rows, positions))[:, start:])
             tokens += request.tokens[start:end]
-            positions = torch.arange(start, end)
-            places.append(torch.stack((*deal.slots(table, positions), row + positions, positions)))
-            row += end
-        kinds, slots, rows, positions = torch.cat(places, 1)  # [T] each
+            self.rows_used += end
+        self.context = by_kind(*torch.cat(context, 1), self.device)
+        kinds, slots, rows, positions = torch.cat(new, 1)  # [T] each
         self.new = by_kind(kinds, slots, torch.arange(len(tokens)), positions, self.device, packed=True)
         self.rows = rows.to(self.device)
         self.hidden = model.embed(torch.tensor(tokens, device=self.device))  # [T, D]
@@ -393,7 +391,6 @@ class HybridRunner:
         self.buffers = [[empty(shape) for shape in shapes] for _ in range(2)]  # to compute with, and to fill
         # Of the last step: mini-batches, (label, start, end), copies; and copies of the step before it
         self.last, self.marks, self.transfers, self.earlier = [], [], [], []
-        self.ahead = None  # the first mini-batch of the next step, and its context, on its way
         self.weights, self.memory = Weights(model, plan.resident, self.load_link), []
         for kind, count in enumerate(plan[1:]):
             shape = len(model.layers), *self.shape(kind, count * block_size)
@@ -425,27 +422,19 @@ class HybridRunner:
         return SimpleNamespace(work=[(item.request, item.end - item.start) for item in items]), logits
 
     def step(self, work: list) -> tuple:
-        # 1. Mini-batches. The first one, with its context on the way, may be of the last step
+        # 1. Mini-batches
         items = [Item(one, one.table, one.computed, one.computed + count) for one, count in work]
-        groups, ahead, self.ahead = form(items, self.rows), self.ahead, None
-        if ahead is None or ahead[0].items != groups[0]:
-            for transfer in self.earlier:  # the buffers may be overwritten when it is there
-                transfer.wait()
-            ahead = self.bring(0, MiniBatch(groups[0], self.deal, self.model.device))
-        others = [MiniBatch(group, self.deal, self.model.device) for group in groups[1:]]
-        arrival, batches, self.saves = ahead, [ahead[0], *others], []
-        for batch in batches:
-            batch.add_new(self.deal, self.model)
-        total = sum(batch.rows_used for batch in batches)
+        batches = [MiniBatch(some, self.deal, self.model) for some in form(items, self.rows)]
+        arrival, total, self.saves = self.bring(0, batches[0]), sum(batch.rows_used for batch in batches), []
 
         # 2. Layer by layer, mini-batch by mini-batch: while one computes, the next one's context arrives, and
-        #    a portion of the next layer's weights. What comes behind the last one is the next step's
+        #    a portion of the next layer's weights; behind the last layer come those of the next step's first
         order = [(index, batch) for index in range(len(self.model.layers)) for batch in batches]
         for (index, batch), following in zip(order, [*order[1:], None]):
             if batch is batches[0]:
                 layer = self.weights.layer(index)
             self.weights.fetch(batch.rows_used / total / self.weights.layers_left)
-            coming = self.bring(*following) if following else self.look_ahead(items)
+            coming = self.bring(*following) if following else None
             kv = self.rebuild(index, layer, *arrival)
             self.compute(index, layer, batch, kv)
             arrival = coming
@@ -458,26 +447,16 @@ class HybridRunner:
                 rows.append(row)
         logits = self.model.logits(torch.cat([batch.hidden for batch in batches])[rows])  # [R, V]
         self.marks.append(("head", began, self.clock.mark()))
-        for transfer, _ in self.saves:
+        for transfer, _ in self.saves:  # with the last references to what they read
             transfer.wait()
         return batches, logits
-
-    def look_ahead(self, items: list[Item]):
-        """Bring the first context of the next step, if all decode then who are not known to end now."""
-        going_on = [one for one in items if len(one.request.new) + 1 < one.request.max_tokens]
-        if any(item.end < len(item.request.tokens) for item in items) or len(self.model.layers) == 1:
-            return
-        if following := [item._replace(start=item.end, end=item.end + 1) for item in going_on]:
-            for transfer, _ in self.saves:  # it reads what this step has stored
-                arrive(transfer)
-            first = form(following, self.rows)[0]
-            self.ahead = self.bring(0, MiniBatch(first, self.deal, self.model.device))
 
     # The link and the processor
 
     def bring(self, index: int, batch: MiniBatch) -> tuple:
         """Issue the transfers of a mini-batch's context in one layer, to the rows where it is needed -> what
-        `rebuild` takes: the buffers [2, rows, KVH, hd] and [rows, D], and transfers of ACT and KV or None."""
+        `rebuild` takes: the buffers [2, rows, KVH, hd] and [rows, D], and transfers of ACT and KV or None. Of
+        two pairs of buffers the one that was used longer ago: what reads it is queued already."""
         kv, act = self.buffers[0]
         self.buffers.reverse()
         transfers = []
@@ -490,17 +469,17 @@ class HybridRunner:
                 self.transfers.append(transfers[-1])
         return batch, kv, act, *transfers
 
-    def rebuild(self, index: int, layer: Layer, batch: MiniBatch, kv, act, acts, kvs):
+    def rebuild(self, index: int, layer: Layer, batch: MiniBatch, kv, act, act_copy, kv_copy):
         """-> the attention buffer [2, rows, KVH, hd] with the K and V of the whole context."""
-        here, device, host = (batch.context[kind] for kind in (KV_DEVICE, ACT_DEVICE, ACT_HOST))
-        if len(here.slots):
-            kv.index_copy_(1, here.rows, self.memory[KV_DEVICE][index].index_select(1, here.slots))
-        self.project(layer, self.memory[ACT_DEVICE][index], device.slots, device, kv)
-        if acts:
-            arrive(acts)
+        kvs, acts, host = (batch.context[kind] for kind in (KV_DEVICE, ACT_DEVICE, ACT_HOST))
+        if len(kvs.slots):
+            kv.index_copy_(1, kvs.rows, self.memory[KV_DEVICE][index].index_select(1, kvs.slots))
+        self.project(layer, self.memory[ACT_DEVICE][index], acts.slots, acts, kv)
+        if act_copy:
+            arrive(act_copy)
             self.project(layer, act, host.rows, host, kv)
-        if kvs:
-            arrive(kvs)
+        if kv_copy:
+            arrive(kv_copy)
         return kv
 
     def project(self, layer: Layer, states, where, tokens: Tokens, kv):
@@ -546,7 +525,7 @@ class HybridRunner:
             with suppress(links.TransferError):
                 transfer.wait()
         self.weights.expect(-1)
-        self.ahead, self.marks, self.transfers, self.earlier = None, [], [], []
+        self.marks, self.transfers, self.earlier = [], [], []
 
     def cost(self) -> tuple:
         """What the last step, in which all decoded, took: a sample for Planner.after."""
@@ -590,6 +569,9 @@ def measure(planner: Planner, model: Llama, bandwidth, contexts: list[int]) -> P
     engine, samples = ready(planner.plan(), model, bandwidth, contexts, planner.block_size), []
     for _ in range(5):
         engine.step()
+        if engine.failures:
+            words = "A decode step, to measure, has failed; choose fewer --blocks or a smaller --mini-batch."
+            raise checkpoint.ModelError(words)
         samples.append(engine.runner.cost())
     return planner.after(samples[1:])
 
@@ -603,15 +585,16 @@ def make_planner(model: Llama, arguments) -> tuple[Planner, object]:
     blocks = cli.blocks_that_fit(arguments.blocks, useful, max(sizes.kv, sizes.act), host, "--blocks")
     device = 1e9 * arguments.device_memory if arguments.device_memory else (layers // 2 + 2) * sizes.weights
     if model.device.type == "cuda" and not arguments.device_memory:
-        buffers = 2 * arguments.mini_batch // size * (sizes.kv + sizes.act) // layers
+        rows = max(arguments.mini_batch, model.config.max_position_embeddings)
+        buffers = 2 * rows // size * (sizes.kv + sizes.act) // layers
         device = 0.8 * torch.cuda.mem_get_info()[0] - buffers
     bandwidth = links.bandwidth(model, arguments.link, arguments.platform)
     speed = links.Link("load", Clock(model.device), bandwidth).speed()
     planner = Planner(arguments.policy, Costs(speed, 0.0, 0.0), sizes, layers, blocks, int(device), size)
-    requests = min(arguments.max_running, blocks, PROBE // size)
+    requests = max(1, min(arguments.max_running, blocks, PROBE // size))
     tokens = max(1, min(PROBE, blocks * size) // requests - 2)
     probe = planner._replace(policy="act-only", device=2 * sizes.weights)
-    probe = probe._replace(blocks=requests * (2 + -(-tokens // size)))
+    probe = probe._replace(blocks=requests * (1 + -(-(tokens + 8) // size)))
     probe = measure(probe, model, bandwidth and links.Bandwidth(math.inf), requests * [tokens])
     return planner._replace(costs=probe.costs), bandwidth
 

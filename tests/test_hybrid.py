@@ -274,24 +274,6 @@ def test_one_fetch_of_the_weights_serves_all_mini_batches():
     assert_equal(engine, requests)
 
 
-def test_the_first_context_of_the_next_step_comes_ahead():
-    engine, labels = engine_for(Plan(3, 45, 45, 0, 0), rows=8192), []
-    request = Request(draw(random.Random(1), 100), 10)
-    engine.submit(request)
-    engine.step()
-    for _ in range(4):
-        engine.step()
-        ahead, _, _, *transfers = engine.runner.ahead
-        assert [item.start for item in ahead.items] == [request.computed]
-        labels.append([transfer.label for transfer in transfers])
-    assert labels == [["act", "kv"]] * 4
-    assert len(engine.runner.transfers) == 3 * 2 + 3, "a layer's context each, and a layer's states"
-    engine.generate([Request(draw(random.Random(2), 20), 1)])
-    while not request.outcome:
-        engine.step()
-    assert_equal(engine, [request])
-
-
 # 4. What fails ---------------------------------------------------------------------------------
 
 
@@ -359,10 +341,9 @@ def test_generated_traffic():
 GUARDS = {
     "nothing is used again before it is there": ("forget", "transfer.wait()", "pass"),
     "what is stored is there when the step is over": (
-        "step", "for transfer, _ in self.saves:\n        transfer.wait()", "pass",
+        "step", "for transfer, _ in self.saves:  # with the last references to what they read\n        transfer.wait()", "pass",
     ),
-    "what came ahead is what this step begins with": ("step", "ahead is None or ahead[0].items != groups[0]", "ahead is None"),
-    "context is waited for": ("rebuild", "if kvs:\n        arrive(kvs)", "pass"),
+    "context is waited for": ("rebuild", "if kv_copy:\n        arrive(kv_copy)", "pass"),
     "weights that were half there are fetched anew": ("forget", "self.weights.expect(-1)", "pass"),
 }  # fmt: skip
 
@@ -386,10 +367,9 @@ def impatient(*args, **options):
 def test_without_its_guard_traffic_goes_wrong(monkeypatch, guard):
     without(monkeypatch, hybrid.HybridRunner, *GUARDS[guard])
     try:
-        for seed in range(6):
-            counts = traffic.run("hybrid", 300, seed, share=0.01, make=impatient)
-            if counts["wrong"] or counts["failed"] or counts["given_up"] > counts["requests"] / 4:
-                return
+        counts = traffic.run("hybrid", 1500, seed=0, share=0.01, make=impatient, until_wrong=True)
+        if counts["wrong"] or counts["failed"] or counts["given_up"] > counts["requests"] / 4:
+            return
     except (AssertionError, IndexError, KeyError, ValueError, RuntimeError, AttributeError):
         return
     pytest.fail(f"nobody noticed that this is not so any more: {guard}")

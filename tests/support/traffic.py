@@ -31,12 +31,14 @@ def prompts_of(rng: random.Random, documents: int = 4) -> list[list[int]]:
     return prompts
 
 
-def run(cache, requests: int, seed: int, share=0.05, tell=lambda line: None, make=engines.make, rank=0):
+def run(
+    cache, requests: int, seed: int, share=0.05, tell=lambda line: None, make=engines.make, rank=0, until_wrong=False
+):  # fmt: skip
     """Ask `requests` prompts of engines with this Cache -> what happened. On another `rank` the same
-    happens, and other copies fail."""
+    happens, and other copies fail. `until_wrong`: no more engines behind one that was wrong."""
     model = engines.tiny_model(0, 4) if cache in engines.RUNNERS else None
     oracle, counts, rng, number = engines.Oracle(model), Counter(), random.Random(seed), 0
-    while counts["requests"] < requests:
+    while counts["requests"] < requests and not (until_wrong and counts["wrong"] + counts["failed"]):
         if number % 4 == 0:
             prompts, oracle.known = prompts_of(rng), {}
         number += 1
@@ -47,7 +49,7 @@ def run(cache, requests: int, seed: int, share=0.05, tell=lambda line: None, mak
         )
         faults = random.Random(rng.random() + rank)
         with faulty(faults, failing=share, late=share, noisy=4, delay=rng.choice((0.002, 0.02))):
-            for _ in range(min(12, requests // 10 + 1)):
+            for _ in range(2 if until_wrong else min(12, requests // 10 + 1)):
                 burst(engine, rng, prompts, oracle, counts)
         engines.settle(engine)
         engines.check_pools(engine)
