@@ -645,16 +645,18 @@ def demo(model: Llama, frontend: Frontend, arguments):
     # 1. Ask: eight conversations at once
     rng, new, asked = random.Random(0), max(8, min(arguments.max_tokens, 16)), []
     talks = [lesson.conversation(frontend, rng, frontend.context // 16) for _ in range(8)]
-    options = vars(arguments) | dict(max_running=8, blocks=8 * 32, mini_batch=1024)
+    options = vars(arguments) | dict(policy="hybrid", max_running=8, blocks=8 * 32, mini_batch=1024)
+    planner, bandwidth = make_planner(model, argparse.Namespace(**options))
     for policy in POLICIES:
-        engine = make_engine(model, argparse.Namespace(**options | dict(policy=policy)))
+        plan = planner._replace(policy=policy).plan()
+        engine = paged.Engine(HybridRunner(model, plan, bandwidth, planner.block_size, 1024), max_running=8)
         asked += engine.generate([frontend.request(messages=messages, max_tokens=new) for messages in talks])
     verified = lesson.equal_to_baseline(copy.deepcopy(model).to(model.device), asked)
 
     # 2. Time
     timed, *_ = checkpoint.load(GEOMETRY, str(model.dtype)[6:], model.device.type, on_host=True)
     layers, contexts, rows = len(timed.layers), BATCH * [CONTEXT], []
-    options |= dict(policy="hybrid", block_size=16, max_running=BATCH, blocks=BATCH * (CONTEXT // 16 + 3))
+    options |= dict(block_size=16, max_running=BATCH, blocks=BATCH * (CONTEXT // 16 + 3))
     probe, bandwidth = make_planner(timed, argparse.Namespace(**options))
     size = probe.sizes.weights
     probe = probe._replace(device=(2 + layers // 2) * size)
@@ -671,7 +673,8 @@ def demo(model: Llama, frontend: Frontend, arguments):
         planner = measure(probe, timed, bandwidth, contexts)
         plans = {policy: planner._replace(policy=policy).plan() for policy in POLICIES}
         engines = {policy: ready(plan, timed, bandwidth, contexts) for policy, plan in plans.items()}
-        taken = lesson.in_turn({policy: functools.partial(one_step, engines[policy]) for policy in POLICIES})
+        steps = {policy: functools.partial(one_step, engine) for policy, engine in engines.items()}
+        taken = lesson.in_turn(steps, 3)
         speeds = {policy: [BATCH / seconds for seconds, _ in steps] for policy, steps in taken.items()}
         link = engines["hybrid"].runner.load_link
         title = f"Decode, f = {f or 'as it is'}, {link}"

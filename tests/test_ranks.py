@@ -20,8 +20,8 @@ posix = pytest.mark.skipif(os.name != "posix", reason="ranks are POSIX processes
 pytestmark = posix
 
 
-def scenario(count: int, name: str, *arguments) -> subprocess.CompletedProcess:
-    words = [sys.executable, "-m", "tests.support.ranks", count, name, *arguments]
+def scenario(count: int, *arguments) -> subprocess.CompletedProcess:
+    words = [sys.executable, "-m", "tests.support.ranks", count, *arguments]
     return subprocess.run(list(map(str, words)), cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
@@ -32,30 +32,21 @@ def passes(*arguments):
 
 # 1. Right tokens -------------------------------------------------------------------------------
 
-@pytest.mark.parametrize(
-    "count, keep, kv_heads",
-    [(2, "kv", 1), (2, "states", 4), (2, "pages", 2), (4, "kv", 2), (4, "states", 4)],
-)
+@pytest.mark.parametrize("count, keep, kv_heads", [(2, "kv", 1), (2, "states", 4), (2, "pages", 2), (4, "kv", 2)])
 def test_in_generated_traffic_the_tokens_are_those_of_chapter_01(count, keep, kv_heads):
-    requests = 80 if count == 2 else 30
+    requests = 60 if count == 2 else 30
     passes(count, "traffic", "--keep", keep, "--kv-heads", kv_heads, "--requests", requests)
 
 
 @pytest.mark.parametrize("keep", ["kv", "states"])
-def test_each_rank_loads_its_part(keep):
-    passes(2, "bytes", "--keep", keep, "--kv-heads", 2)
+def test_each_rank_loads_its_part_and_a_copy_that_hangs_on_one_is_given_up_on_all(keep):
+    passes(2, "bytes", "hang", "--keep", keep)
 
 
 def test_another_number_of_ranks_finds_the_pages(tmp_path):
     asked = "share", "--kv-heads", 4, "--storage", tmp_path
     passes(2, *asked)
-    for count in (1, 4):
-        passes(count, *asked, "--found")
-
-
-@pytest.mark.parametrize("keep", ["kv", "states"])
-def test_a_copy_that_hangs_on_one_rank_is_given_up_on_all(keep):
-    passes(2, "hang", "--keep", keep)
+    passes(1, *asked, "--found")
 
 
 def test_what_rank_0_is_asked_all_do():
@@ -154,12 +145,12 @@ def test_ctrl_c_ends_all():
 
 
 def test_no_rank_outlives_the_one_that_has_started_it():
-    words = [sys.executable, "-m", "tests.support.ranks", "4", "idle"]
+    words = [sys.executable, "-m", "tests.support.ranks", "2", "idle"]
     with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as first:
         assert first.stdout.readline() == "ready\n"
         found = subprocess.run(["pgrep", "-P", str(first.pid)], capture_output=True, text=True)
         others = found.stdout.split()
-        assert len(others) == 3
+        assert len(others) == 1
         first.send_signal(signal.SIGKILL)
     gone = lambda: not any(os.path.exists(f"/proc/{other}") for other in others)  # noqa: E731
     serving.eventually(gone)

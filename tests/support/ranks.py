@@ -213,7 +213,7 @@ SCENARIOS = dict(traffic=generated, share=sharing, bytes=bytes_over_the_link, ha
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("count", type=int)
-    parser.add_argument("scenario", choices=SCENARIOS)
+    parser.add_argument("scenarios", nargs="+", choices=SCENARIOS)
     parser.add_argument("--keep", choices=KEEPS, default="kv")
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--storage", metavar="DIR")
@@ -223,7 +223,9 @@ def main():
     arguments = parser.parse_args()
     ranks = processes.join(arguments.count)
     torch.set_num_threads(1)
-    SCENARIOS[arguments.scenario](ranks, arguments)
+    for name in arguments.scenarios:
+        arguments.scenario = name
+        SCENARIOS[name](ranks, arguments)
 
 
 if __name__ == "__main__":
