@@ -143,7 +143,7 @@ CLAIMS = [
                 lambda row: row["dirty_evicted"])),
     Claim("08", "throughput over the bound", "-", (">=", 0.9), "hybrid_blocks", blocks(lambda row: median(row["of_bound"]))),
     Claim("08", "hybrid is behind no other policy", "-", ("behind", 0), "hybrid_blocks",
-          blocks(lambda row: median(row["of_bound"]))),
+          blocks(lambda row: min(median(each["over"]) for policy, each in row["policies"].items() if policy != "hybrid"))),
     Claim("08", "hybrid over K and V only, of what the costs allow, f = 1.25", "CAPTURE, figure 8: 2.19 over FlexGen",
           (">=", 0.93), "hybrid_blocks", blocks(of_allowed("kv-only"), f=1.25, context=1024)),
     Claim("08", "hybrid over activations only, of what the costs allow, f = 1.25", "CAPTURE, figure 8: 1.35",
