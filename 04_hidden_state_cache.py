@@ -55,7 +55,6 @@ SNAPSHOT = 1 << 21  # bytes of states that wait, at most, before they leave for 
 STEPS = 4  # of a whole token budget that the snapshot buffer holds
 DEPTH = 8  # layers of a restoration that are on their way to the device, or there and not yet projected
 THREADS = 8  # of stage two
-LONGEST_CLOSE = 5.0  # seconds to wait for files at the end
 PAUSE_BEFORE = 0.02  # seconds, of a measurement: a loop without is up to twice as fast as a restoration
 
 # 1. The cache ----------------------------------------------------------------------------------
@@ -316,10 +315,8 @@ class HiddenCache(Cache):
         return statistics.median(taken[1:])
 
     def close(self):
-        until = time.perf_counter() + LONGEST_CLOSE
-        while self.storage and any(self.under_way.values()) and time.perf_counter() < until:
-            self.poll()  # what is on its way to storage is still wanted
-            time.sleep(1e-3)
+        if self.storage:
+            self.drain()
         for lane in (self.load_link, self.save_link, *self.lanes):
             lane.close()
         if self.storage:

@@ -266,10 +266,7 @@ class BidirectionalCache(Cache):
         request.kept = None
 
     def close(self):
-        until = time.perf_counter() + 5.0
-        while self.saving and time.perf_counter() < until:  # what is on its way is still wanted
-            self.poll()
-            time.sleep(1e-3)
+        self.drain()
         self.save_link.close()
         if self.load_link:
             self.load_link.close()

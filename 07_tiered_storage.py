@@ -568,14 +568,11 @@ class TieredCache(offload.HostCache):
 
     def close(self):
         """What is on its way down arrives, if that is soon. Under write_back everything goes down."""
-        until = time.perf_counter() + 5.0
         self.poll()
         for pool in self.pool, self.host:
             if self.write_policy == "write_back" and self.storage:
                 pool.evict(list(pool.cached))
-            while (any(self.under_way.values()) or self.unwritten) and time.perf_counter() < until:
-                self.poll()
-                time.sleep(1e-3)
+            self.drain()
         super().close()
         if self.storage:
             self.storage.close()

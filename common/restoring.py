@@ -22,6 +22,7 @@ GRACE = 0.05  # seconds that a restoration may be late in any case: a host that 
 PATIENCE = 60.0  # seconds that a request waits at most for its Cache, and for what --always-restore loads
 STEADY = 0.05  # two measurements that differ by less than this share agree
 PAUSES = 1.0, 32.0  # seconds between two measurements of an idle engine: at first, and at most
+SOON = 5.0  # seconds that an end waits for what is on its way
 LONG = 128  # tokens: prefill from here on runs at its full speed, or nearly
 ENOUGH = 0.2  # seconds: a prefill that takes so long need not be measured with more tokens
 
@@ -141,6 +142,13 @@ class Cache:
 
     def idle(self) -> float | None:
         """Nothing runs: measure again how fast it loads -> a speed in any unit; None if it never loads."""
+
+    def drain(self):
+        """At the end: what is on its way arrives, if that is soon."""
+        until = time.perf_counter() + SOON
+        while any(self.under_way.values()) and time.perf_counter() < until:
+            self.poll()
+            time.sleep(1e-3)
 
     def close(self):
         """End threads, and what lies outside of this process."""
