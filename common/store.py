@@ -524,7 +524,6 @@ class Directory:
                     file.readinto(values[-1])
                     os.utime(file.fileno())
             except FileNotFoundError:
-                self.index.discard(key)
                 values.append(None)
         return values
 

@@ -379,6 +379,20 @@ def test_the_next_turn_finds_the_answer_too():
     assert_equal([first, turn])
 
 
+@pytest.mark.parametrize("shared, waits", [(3, False), (4, True)])
+def test_who_shares_most_of_what_is_missing_waits_for_it(shared, waits):
+    rng, engine = random.Random(0), make(token_budget=16)
+    prompt = draw(rng, 97)
+    first, second = (Request(prompt[: 16 * count] + draw(rng, 97 - 16 * count), 2) for count in (6, shared))
+    for request in first, second:
+        engine.submit(request)
+        engine.step()  # the first block is there, and `shared` - 1 of the other five are about to be
+    assert (second in engine.waiting) == waits
+    while second.outcome is None:
+        engine.step()
+    assert_equal([first, second])
+
+
 def test_two_who_begin_alike_point_at_the_same_blocks():
     engine, rng = make(), random.Random(9)
     document = draw(rng, 64)
