@@ -13,17 +13,18 @@ from support.pasted import first_difference
 from tools import check_docs
 
 
-@pytest.fixture(scope="module", params=check_docs.CHAPTERS)
-def demo(request, tmp_path_factory):
-    """-> chapter, what it printed, its report and its trace."""
-    folder = tmp_path_factory.mktemp(request.param)
-    files = ["--json", folder / "report.json", "--trace", folder / "trace.json"]
-    command = [sys.executable, ROOT / f"{request.param}.py", "--demo", "--device", "cpu", *files]
+@pytest.mark.parametrize("chapter", check_docs.CHAPTERS)
+def test_a_demo_verifies_its_tokens_and_then_shows_numbers(chapter, tmp_path):
+    """In one test: side by side, test processes would each run the demo."""
+    files = ["--json", tmp_path / "report.json", "--trace", tmp_path / "trace.json"]
+    command = [sys.executable, ROOT / f"{chapter}.py", "--demo", "--device", "cpu", *files]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONIOENCODING": "utf-8"}
     done = subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
-    report, trace = (json.loads((folder / name).read_text()) for name in ("report.json", "trace.json"))
-    return request.param, done.stdout, report, trace
+    report, trace = (json.loads((tmp_path / name).read_text()) for name in ("report.json", "trace.json"))
+    what_a_demo_says(chapter, done.stdout, report, trace)
+    assert first_difference(check_docs.pasted()[chapter], done.stdout) is None, "its lesson shows something else"
+    ahead(chapter, done.stdout, report)
 
 
 def times(report, table: str = "") -> dict[str, float]:
@@ -31,8 +32,7 @@ def times(report, table: str = "") -> dict[str, float]:
     return {row["case"]: row["ttft_ms"] for row in rows if "ttft_ms" in row and "case" in row}
 
 
-def test_a_demo_verifies_its_tokens_and_then_shows_numbers(demo):
-    chapter, said, report, trace = demo
+def what_a_demo_says(chapter: str, said: str, report: dict, trace: dict):
     before, verified, after = said.partition("verified: all ")
     assert verified and " ms" not in before and " tokens/s" not in before
     assert " ms" in after and "|" in after, "a table and a timeline"
@@ -44,11 +44,6 @@ def test_a_demo_verifies_its_tokens_and_then_shows_numbers(demo):
         assert report["link"]["modelled"] is True
         what = {"06_bidirectional": "chunk 20", "07_tiered_storage": "page 0", "08_hybrid_blocks": "weights"}
         assert what.get(chapter, "layer 2") in names
-
-
-def test_a_lesson_shows_what_its_demo_prints(demo):
-    chapter, said, *_ = demo
-    assert first_difference(check_docs.pasted()[chapter], said) is None
 
 
 def test_a_wrong_count_in_a_lesson_is_noticed():
@@ -64,8 +59,8 @@ def test_a_wrong_count_in_a_lesson_is_noticed():
         assert first_difference(shown.replace(right, wrong), shown)
 
 
-def test_a_demo_shows_its_mechanism_ahead(demo):
-    chapter, said, report, _ = demo
+def ahead(chapter: str, said: str, report: dict):
+    """Its own numbers show the mechanism ahead."""
     if chapter == "01_baseline":
         taken = times(report)
         assert taken["1900 tokens"] > 2 * taken["256 tokens"]
