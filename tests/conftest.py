@@ -39,6 +39,11 @@ def pytest_addoption(parser):
     parser.addoption("--cache", metavar="MODULE:CLASS", help=words)
 
 
+def pytest_collection_modifyitems(items):
+    """Demos and ranks first, which take longest: of two processes none is left alone with one at the end."""
+    items.sort(key=lambda item: "test_demos" not in item.nodeid and "test_ranks" not in item.nodeid)
+
+
 def chapter(name: str):
     """A chapter's module; its name begins with a digit."""
     return importlib.import_module(name)
