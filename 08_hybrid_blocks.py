@@ -592,7 +592,8 @@ def make_planner(model: Llama, arguments) -> tuple[Planner, object]:
     speed = links.Link("load", Clock(model.device), bandwidth).speed()
     planner = Planner(arguments.policy, Costs(speed, 0.0, 0.0), sizes, layers, blocks, int(device), size)
     requests = max(1, min(arguments.max_running, blocks, PROBE // size))
-    tokens = max(1, min(PROBE, blocks * size) // requests - 2)
+    tokens = min(min(PROBE, blocks * size) // requests, model.config.max_position_embeddings)
+    tokens = max(1, tokens - 8)  # a few steps follow
     probe = planner._replace(policy="act-only", device=2 * sizes.weights)
     probe = probe._replace(blocks=requests * (1 + -(-(tokens + 8) // size)))
     probe = measure(probe, model, bandwidth and links.Bandwidth(math.inf), requests * [tokens])

@@ -16,6 +16,7 @@ sleeps until bandwidth and latency say that the copy has arrived. Sleeping takes
 computed meanwhile really overlaps. Everything printed about such a link says `modelled link`.
 """
 
+import argparse
 import os
 import queue
 import statistics
@@ -392,12 +393,10 @@ def add_arguments(parser):
 
 def link_speed(string: str) -> float | str:
     """An argparse type: auto, or GB/s."""
-    if string == "auto":
-        return string
-    value = float(string)
-    if not 1e-9 <= value <= 1e6:
-        raise ValueError
-    return value
+    with suppress(ValueError):
+        if string == "auto" or 1e-9 <= float(string) <= 1e6:
+            return string if string == "auto" else float(string)
+    raise argparse.ArgumentTypeError(f"{string!r} is not auto, or GB/s from 1e-9 to 1e6")
 
 
 def bandwidth(model, asked: float | str = "auto", platform: str = "a100") -> Bandwidth | None:

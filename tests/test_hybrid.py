@@ -26,6 +26,7 @@ from support.engines import (
 from support.faults import faulty
 from support.mutants import without
 
+from common import cli
 from common.checkpoint import ModelError
 from common.link import Link, TransferError
 from common.requests import HungUp, Request, Unavailable
@@ -397,3 +398,20 @@ def test_costs_are_measured_in_steps():
     planner = Planner("act-only", Costs(BANDWIDTH, 0.0, 0.0), sizes, 3, 40, 2 * sizes.weights)
     costs = hybrid.measure(planner, MODEL, BANDWIDTH, 4 * [100]).costs
     assert costs.rebuild > 0 and costs.forward > 0 and costs.speed == BANDWIDTH
+
+
+@pytest.mark.parametrize("words", ["--max-running=1", "--block-size=4096", "--block-size=1", "--blocks=8", "--mini-batch=1"])
+def test_costs_are_measured_at_the_start_whatever_the_sizes(words):
+    parser = cli.parser_for("")
+    hybrid.add_arguments(parser)
+    engine = hybrid.make_engine(MODEL, parser.parse_args([words, "--link=1", "--device-memory=0.001"]))
+    assert sum(engine.runner.plan[1:]) == engine.pool.size
+    assert ORACLE.judge(ask(engine, draw(random.Random(0), 30))) != "wrong"
+
+
+def test_where_steps_fail_measuring_costs_is_one_sentence(monkeypatch):
+    sizes = hybrid.sizes_of(MODEL, 16)
+    planner = Planner("act-only", Costs(BANDWIDTH, 0.0, 0.0), sizes, 3, 40, 2 * sizes.weights)
+    monkeypatch.setattr(hybrid.HybridRunner, "step", lambda self, work: 1 / 0)
+    with pytest.raises(ModelError, match="has failed; choose fewer --blocks"):
+        hybrid.measure(planner, MODEL, BANDWIDTH, [100])
