@@ -264,7 +264,7 @@ def test_grouped_queries_and_one_kv_head_for_each_query_head(cache):
 def test_generated_traffic(cache):
     if cache not in CACHES:
         traffic.engines.CACHES[cache] = own_cache(cache)
-    counts = traffic.run(cache, 250, seed=12)
+    counts = traffic.run(cache, 180, seed=12)
     assert counts["wrong"] == 0 and counts["failed"] == 0, counts
     assert counts["tie"] <= 1 + counts["tokens"] / 100_000, counts
     assert counts["preemptions"], counts
