@@ -325,7 +325,7 @@ class HiddenCache(Cache):
 
 # 2. The demo -----------------------------------------------------------------------------------
 
-LARGER, HISTORY, ASKED = "random:small", 1024, 32  # for times: model, tokens, tokens
+LARGER, HISTORY, ASKED = "random:long", 1024, 32  # for times: model, tokens, tokens
 LINKS = {"the link is the bottleneck": 2.0, "computing is the bottleneck": 0.5}  # transfer over projecting
 
 

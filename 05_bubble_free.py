@@ -331,7 +331,7 @@ class PlannedCache(hidden_states.HiddenCache):
 # 3. The demo -----------------------------------------------------------------------------------
 
 def demo(model, frontend: Frontend, arguments):
-    """Answers on the model, then plans and times on a larger one, over two links."""
+    """Answers on the model, then plans and times on a larger one, over three links."""
     # 1. Are the tokens right, with all three ways in one plan?
     rng, third = random.Random(0), len(model.layers) // 3
     letters = "R" * third + "H" * third + "K" * (len(model.layers) - 2 * third)
@@ -356,7 +356,8 @@ def demo(model, frontend: Frontend, arguments):
     computed = min(way() for way in ways.values())  # and kept
     projecting = states_kept.seconds_to_project(PLANNED)
     states = PLANNED * larger.config.hidden_size * larger.dtype.itemsize  # bytes of a layer
-    for words, share in hidden_states.LINKS.items():
+    cases = {"the link is the bottleneck": 2.0, "balanced": 1.0, "computing is the bottleneck": 0.5}
+    for words, share in cases.items():
         bandwidth = states / projecting / share if link.modelled else None
         for cache in caches.values() if link.modelled else ():
             cache.load_link.bandwidth.value = bandwidth
