@@ -126,7 +126,8 @@ class HostCache(Cache):
         self.host.release(places)
 
     def copy_out(self, blocks: list[int], places: list[int]) -> links.Transfer:
-        runs = adjacent(blocks, places)
+        """Begin to copy device `blocks` to `places` on the host, what is adjacent in one piece."""
+        runs = adjacent(blocks, places)  # [L, 2, count, block_size, KVH, hd] each
         into = [self.host.memory[:, :, to : to + count] for _, to, count in runs]
         out_of = [self.pool.memory[:, :, at : at + count] for at, _, count in runs]
         transfer = self.save_link.copy(into, out_of, f"save {len(blocks)}")

@@ -50,12 +50,12 @@ def main():
         if arguments.list:
             continue
         began = time.perf_counter()
-        code = subprocess.run([sys.executable, *command], cwd=RESULTS.parent.parent).returncode
+        code = subprocess.run([sys.executable, *command]).returncode
         print(f"{name}: {time.perf_counter() - began:.0f} s" + f", ended with {code}" * bool(code), flush=True)
         failed += [name] * bool(code)
     if not arguments.list:
         print("\nEvery claim, beside what was measured:\n")
-        subprocess.run([sys.executable, "-m", "benchmarks.claims", str(arguments.json)], cwd=RESULTS.parent.parent, check=True)
+        subprocess.run([sys.executable, "-m", "benchmarks.claims", str(arguments.json)], check=True)
     if failed:
         sys.exit(f"Failed: {', '.join(failed)}; what they said stands above.")
 

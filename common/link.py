@@ -393,9 +393,11 @@ def add_arguments(parser):
 
 def link_speed(string: str) -> float | str:
     """An argparse type: auto, or GB/s."""
+    if string == "auto":
+        return string
     with suppress(ValueError):
-        if string == "auto" or 1e-9 <= float(string) <= 1e6:
-            return string if string == "auto" else float(string)
+        if 1e-9 <= (value := float(string)) <= 1e6:
+            return value
     raise argparse.ArgumentTypeError(f"{string!r} is not auto, or GB/s from 1e-9 to 1e6")
 
 

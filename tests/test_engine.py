@@ -21,9 +21,9 @@ from support.engines import (
 )
 
 from common import restoring
-from common.link import Bandwidth, Transfer
+from common.link import Bandwidth, Transfer, TransferError
 from common.requests import Request, Unavailable
-from common.restoring import LATER, PAUSE, Cache, Match
+from common.restoring import LATER, PAUSE, Cache, Match, Restoration
 
 ORACLE = Oracle()
 
@@ -226,6 +226,15 @@ def test_what_has_come_stays_when_the_rest_fails():
     assert request.found == {"rows": 13 + 16 + 16}
     assert any("gone" in words and "computed" in words for words in request.decisions)
     assert ORACLE.judge(request) == "equal"
+
+
+def test_who_may_not_compute_below_its_limit_waits_until_the_deadline_only():
+    restorer, request = make(RowCache()).restorer, Request([5, 6, 7], 1)
+    restoration = Restoration(None, 0, 2, 2, 0.0, None, awaited=Transfer("load", "a copy"), portion=1)
+    assert not restorer.arrived(request, restoration, wait=False), "it computes, and nobody waits"
+    restoration.portion = 0
+    with pytest.raises(TransferError, match="late"):
+        restorer.arrived(request, restoration, wait=False)
 
 
 # 3. PAUSE --------------------------------------------------------------------------------------

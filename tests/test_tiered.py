@@ -208,6 +208,17 @@ def test_a_copy_for_an_eviction_that_fails_or_is_late_is_lost_and_never_found(mo
         assert faults.failed and faults.delayed
 
 
+def test_what_is_matched_does_not_go_for_its_own_requests_blocks():
+    rng = random.Random(0)
+    with engine_on(Shelf(), "best_effort", "write_back", blocks=16, host=6, threshold=512) as engine:
+        prompt = draw(rng, 100)
+        right(engine, prompt)
+        evict(engine)  # six pages, and host memory is full of them
+        right(engine, draw(rng, 200))  # which is dirty, and in the way
+        assert right(engine, prompt).found == {"cpu": 96}
+        assert engine.counts["pages_lost"] > 0
+
+
 # 3. Coming up ----------------------------------------------------------------------------------
 
 def test_best_effort_waits_for_nothing():
