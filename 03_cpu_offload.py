@@ -253,23 +253,23 @@ def describe(what: str, request: Request) -> dict:
 
 def add_arguments(parser):
     paged.add_arguments(parser)
-    parser.add_argument(
-        "--cpu-blocks",
-        type=cli.bounded(int, 0, 1 << 26),
-        metavar="N",
-        help="KV blocks in host memory (four times the device's)",
-    )
+    number, words = cli.bounded(int, 0, 1 << 26), "blocks in host memory (four times the device's)"
+    parser.add_argument("--cpu-blocks", type=number, metavar="N", help=words)
     parser.add_argument("--always-restore", action="store_true", help="load even what is computed sooner")
     links.add_arguments(parser)
 
 
+def host_blocks(model, arguments, block_bytes: int) -> int:
+    """-> how many blocks host memory gets."""
+    context = -(-model.config.max_position_embeddings // arguments.block_size)  # blocks
+    useful, cpu = 4 * (arguments.gpu_blocks or arguments.max_running * context), torch.device("cpu")
+    return cli.blocks_that_fit(arguments.cpu_blocks, useful, block_bytes, cpu, "--cpu-blocks")
+
+
 def make_engine(model, arguments, bandwidth: float | None = None) -> paged.Engine:
     """Chapter 02's engine with this chapter's Cache; `bandwidth` in bytes/s instead of what --link says."""
-    context = -(-model.config.max_position_embeddings // arguments.block_size)  # blocks
-    useful = 4 * (arguments.gpu_blocks or arguments.max_running * context)
     block_bytes = arguments.block_size * model.config.kv_numbers_per_token * model.dtype.itemsize
-    cpu = torch.device("cpu")
-    blocks = cli.blocks_that_fit(arguments.cpu_blocks, useful, block_bytes, cpu, "--cpu-blocks")
+    blocks = host_blocks(model, arguments, block_bytes)
     bandwidth = bandwidth or links.bandwidth(model, arguments.link, arguments.platform)
     engine = paged.make_engine(model, arguments, HostCache(blocks, bandwidth))
     megabytes = blocks * block_bytes / 1e6

@@ -15,11 +15,11 @@ embedding of the tokens. The question's rows follow through the layers as in cha
 max(link, projecting + question) and one layer of the other.
 
 Saving must not delay the next token. Stage one: the states of one step, or of some, leave in one transfer
-for a snapshot buffer in host memory. Stage two: threads on the host sort its rows into chunks of 64 tokens,
-in which the rows of a layer lie together: restoring reads one layer of many tokens, where decoding writes all
-layers of one. If the buffer has no room, rows are dropped and nobody waits; what comes behind them in that
-conversation is not kept either. An unfinished chunk is found too, and the next turn goes on with a copy of
-it. With `--disk` full chunks also go to files, which survive the process.
+for a snapshot buffer in host memory. Stage two: threads on the host sort its rows into blocks, in which the
+rows of a layer lie together: restoring reads one layer of many tokens, where decoding writes all layers of
+one. If the buffer has no room, rows are dropped and nobody waits; what comes behind them in that conversation
+is not kept either. A block is as long as the device's, so the same prefix finds it (the paper's chunks have
+64 tokens: `--block-size 64`). With `--disk` blocks also go to files, which survive the process.
 
 States are kept as the norm reads them, once for K and V, so K is rotated on its way back; that costs little.
 With grouped-query attention (TinyLlama) they are larger than K and V, and chapter 03 is the better choice.
@@ -27,7 +27,7 @@ With grouped-query attention (TinyLlama) they are larger than K and V, and chapt
 Source: HCache (Gao et al., EuroSys '25), sections 3.1, 4.2 and 5. Its scheduler, section 4.1, is chapter 05.
 
     python 04_hidden_state_cache.py --demo
-    python 04_hidden_state_cache.py --prompt "What is a KV cache?" --disk chunks
+    python 04_hidden_state_cache.py --prompt "What is a KV cache?" --disk states
     python 04_hidden_state_cache.py                        # the server, on http://127.0.0.1:5000
 """
 
@@ -48,26 +48,27 @@ from common import checkpoint, cli, lesson
 from common import link as links
 from common.requests import Frontend, Request
 from common.restoring import LONG, Cache, Match
-from common.store import CHUNK, ChunkStore, Move, StoredChunks, in_directories
+from common.store import BlockStore, Move, StoredChunks, in_directories
 
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
 SNAPSHOT = 1 << 21  # bytes of states that wait, at most, before they leave for the snapshot buffer
 STEPS = 4  # of a whole token budget that the snapshot buffer holds
 DEPTH = 8  # layers of a restoration that are on their way to the device, or there and not yet projected
 THREADS = 8  # of stage two
+MEASURED = 512  # tokens: projecting them is measured
 PAUSE_BEFORE = 0.02  # seconds, of a measurement: a loop without is up to twice as fast as a restoration
 
 # 1. The cache ----------------------------------------------------------------------------------
 
 class HiddenCache(Cache):
-    """Each layer's input is kept in chunks of 64 tokens, and projected to K and V again."""
+    """Each layer's input is kept in host memory, in blocks, and projected to K and V again."""
 
     columns, whole = slice(None), staticmethod(lambda part: part)  # chapter 09 divides states over ranks
 
-    def __init__(self, chunks: int, bandwidth=None, storage: StoredChunks | None = None):
-        """`chunks` in host memory, and `storage` behind them; `bandwidth` of the modelled link, in bytes/s or
+    def __init__(self, blocks: int, bandwidth=None, storage: StoredChunks | None = None):
+        """`blocks` in host memory, and `storage` behind them; `bandwidth` of the modelled link, in bytes/s or
         a Bandwidth, where there is no GPU."""
-        self.chunks, self.bandwidth, self.storage, self.pools = chunks, bandwidth, storage, {}
+        self.blocks, self.bandwidth, self.storage, self.pools = blocks, bandwidth, storage, {}
 
     def attach(self, engine):
         super().attach(engine)
@@ -82,25 +83,24 @@ class HiddenCache(Cache):
         self.rates = deque(maxlen=64)  # seconds to project a row of a layer, the last times
         self.spans = deque()  # (request, rows projected, label, mark, mark): what was computed lately
 
-    def keep(self, layers, name: str, of_blocks=(), store: ChunkStore | None = None):
+    def keep(self, layers, name: str, of_blocks=(), store: BlockStore | None = None):
         """From now on keep the input of `layers`, and the (layer, side) of the device's blocks in `of_blocks`
         (chapter 05): a part each. `name` is that of all this; `store` where it has been kept before."""
         self.layers, self.of_blocks, config = layers, of_blocks, self.model.config
         widths = [len(range(config.hidden_size)[self.columns])] * len(layers)
         widths += [config.num_key_value_heads * config.head_dim] * len(of_blocks)
         memory = partial(links.host_memory, dtype=self.model.dtype, device=self.model.device)
-        # 1. The chunks, in host memory
+        # 1. The blocks in host memory
         if store is None:
-            parts = [memory((self.chunks, CHUNK, width), what="The chunk memory") for width in widths]
-            prefixes = paged.Prefixes(f"{self.model.digest.hex()} {self.model.dtype} {name}", CHUNK)
-            pool = paged.BlockPool(self.chunks, CHUNK)
-            store = ChunkStore(self, pool, parts, prefixes, self.storage)
-            pool.block_bytes = store.chunk_bytes
+            pool = paged.BlockPool(self.blocks, self.pool.block_size)
+            shapes = [(self.blocks, pool.block_size, width) for width in widths]
+            parts = [memory(shape, what="The host pool") for shape in shapes]
+            store = BlockStore(self, pool, parts, name, self.storage)
         self.store, self.stores, self.pools["host"] = store, [store], store.pool
         self.engine.pools = {**self.engine.pools, **self.pools}
 
         # 2. The snapshot buffer, in host memory
-        blocks = STEPS * -(-max(self.engine.token_budget, CHUNK) // 16)
+        blocks = STEPS * -(-self.engine.token_budget // 16)
         self.snapshots = paged.BlockPool(blocks, 16)  # of 16 rows each: numbers of runs of the rows below
         self.snapshot = [memory((16 * blocks, width), what="The snapshot buffer") for width in widths]
         self.taken = [links.as_integers(rows) for rows in self.snapshot]  # for NumPy
@@ -109,17 +109,17 @@ class HiddenCache(Cache):
     # Finding
 
     def match(self, request):
-        chunks, reached = self.store.find(request)
-        if chunks:
-            tokens, source = reached - request.computed, "disk" if self.store.stored(chunks) else "cpu"
-            return Match(tokens, self.seconds(tokens, chunks), chunks, source, tokens, self.store)
+        blocks, reached = self.store.find(request)
+        if blocks:
+            tokens, source = reached - request.computed, "disk" if self.store.stored(blocks) else "cpu"
+            return Match(tokens, self.seconds(tokens, blocks), blocks, source, tokens, self.store)
 
-    def seconds(self, tokens: int, chunks: list) -> float:
+    def seconds(self, tokens: int, blocks: list) -> float:
         """Estimate for a restoration: the slower of loading and projecting, and one layer of the other."""
         depth = len(self.layers) + 1
         project = depth * self.seconds_to_project(tokens)
-        load = self.load_link.seconds(len(chunks) * self.store.chunk_bytes)
-        load = max(load, self.store.seconds_to_read(chunks))
+        load = self.load_link.seconds(len(blocks) * self.store.pool.block_bytes)
+        load = max(load, self.store.seconds_to_read(blocks))
         return max(load, project) + min(load, project) / depth
 
     def seconds_to_project(self, tokens: int) -> float:
@@ -162,7 +162,7 @@ class HiddenCache(Cache):
                     hidden = self.model.embed(tokens)  # [T, D]
                 else:
                     yield transfers[layer - 1]
-                    hidden = self.whole(landing.pop(layer)[start % CHUNK :][: end - start])  # [T, D]
+                    hidden = self.whole(landing.pop(layer)[start - end :])  # [T, D]
                 began = self.engine.clock.mark()
                 self.project(layer, hidden, positions, slots)
                 self.spans.append((request, end - start, f"layer {layer}", began, self.engine.clock.mark()))
@@ -173,10 +173,11 @@ class HiddenCache(Cache):
             self.store.pool.release(numbers)
 
     def fetch(self, part, numbers: list[int], label: str):
-        """Order one part [chunks, 64, D] of some chunks -> rows [64 n, D] on the device, and the Transfer."""
+        """Order one part [blocks, block size, D] of n blocks -> rows [n * block size, D] on the device, and
+        the Transfer."""
         landed = torch.empty(len(numbers), *part.shape[1:], dtype=part.dtype, device=self.model.device)
         runs = offload.adjacent(list(range(len(numbers))), numbers)
-        into = [landed[to : to + count] for to, _, count in runs]  # [count, 64, D] each
+        into = [landed[to : to + count] for to, _, count in runs]  # [count, block size, D] each
         out_of = [part[at : at + count] for _, at, count in runs]
         transfer = self.load_link.copy(into, out_of, label)
         self.counts["bytes_in"] += transfer.bytes
@@ -221,7 +222,8 @@ class HiddenCache(Cache):
         """Stage one: the rows that were noted leave in one transfer. Stage two: a thread waits for it."""
         noted, steps, slots, count = self.rows, self.steps, self.slots_of_steps, self.count
         self.forget_steps()
-        moves, touched = self.store.fill(noted)
+        moves = self.store.fill(noted)
+        touched = [move.block for move in moves]
         blocks = self.snapshots.num_blocks(count)
         if moves and blocks <= self.snapshots.available:
             # 1. Room in the snapshot buffer, and where in it each noted row will be: `index`
@@ -251,22 +253,20 @@ class HiddenCache(Cache):
         self.store.pool.release(touched)
 
     def scatter(self, store, transfer, moves: list[Move], index, states):
-        """Stage two, on a thread: sort rows into chunks. `index`: where in the snapshot buffer each noted row
+        """Stage two, on a thread: sort rows into blocks. `index`: where in the snapshot buffer each noted row
         is. `states` are an argument so that they live until they are copied."""
         transfer.wait()
         out_of = index[numpy.concatenate([move.places for move in moves])]  # [rows]
-        first = [(CHUNK * move.chunk.number + move.at, len(move.places)) for move in moves]
+        size = store.pool.block_size
+        first = [(size * move.block + move.at, len(move.places)) for move in moves]
         into = numpy.concatenate([numpy.arange(at, at + rows) for at, rows in first])  # [rows]
-        for part, snapshot in zip(store.arrays, self.taken):  # [chunks, 64, D] and [rows, D]
-            for move in moves:
-                if move.source:
-                    part[move.chunk.number, : move.at] = part[move.source.number, : move.at]
+        for part, snapshot in zip(store.arrays, self.taken):  # [blocks, block size, D] and [rows, D]
             part.reshape(-1, part.shape[-1])[into] = snapshot[out_of]
 
     def on_saved(self, transfer, moves: list[Move], arrived: bool):
         """Stage two is over."""
         self.store.saved(moves, arrived)
-        for request in {move.request for move in moves}:
+        for request in {move.filling.request for move in moves}:
             request.timeline.add("save", "states", *transfer.span())
 
     def finished(self, request):
@@ -282,7 +282,7 @@ class HiddenCache(Cache):
         """Measure the link, and projecting: as in a restoration, all layers in order, into free blocks."""
         interrupt, device, depth = self.engine.restorer.interrupt, self.model.device, len(self.model.layers)
         self.load_link.measure(interrupt)
-        tokens = min(8 * CHUNK, self.model.config.max_position_embeddings)
+        tokens = min(MEASURED, self.model.config.max_position_embeddings)
         hidden = torch.randn(tokens, self.model.config.hidden_size, device=device).to(self.model.dtype)
         positions = torch.arange(tokens, device=device)  # [T]
 
@@ -295,7 +295,7 @@ class HiddenCache(Cache):
         if seconds := self.measure(project_all, tokens):
             self.rates.clear()
             self.rates.append(seconds / tokens / depth)
-        return 1 / self.seconds(CHUNK, [0])
+        return 1 / self.seconds(self.pool.block_size, [0])
 
     def measure(self, work, tokens: int, computed: int = 0) -> float | None:
         """Call work(request) for nobody's request, of which `computed` tokens are there -> seconds, the
@@ -352,7 +352,7 @@ def demo(model, frontend: Frontend, arguments):
     larger, *_ = checkpoint.load(LARGER, arguments.dtype, arguments.device)
     prompt = [rng.randrange(300, larger.config.vocab_size) for _ in range(HISTORY)]
     blocks = -(-(HISTORY + 2 * ASKED) // 16)
-    caches = HiddenCache(blocks, 1e9), offload.HostCache(2 * blocks, 1e9)
+    caches = HiddenCache(2 * blocks, 1e9), offload.HostCache(2 * blocks, 1e9)
     engines = [paged.Engine(paged.Runner(larger, blocks), cache, always_restore=True) for cache in caches]
     hidden, kv = (partial(once, engine, prompt, rng) for engine in engines)
     ways = {"hidden states (04)": hidden, "K and V (03)": kv}
@@ -394,15 +394,10 @@ def once(engine, prompt: list[int], rng) -> float:
 # 3. Main ---------------------------------------------------------------------------------------
 
 def add_arguments(parser):
-    paged.add_arguments(parser)
-    add, words = parser.add_argument, "chunks of 64 tokens in host memory (four times the device's)"
-    add("--cpu-chunks", type=cli.bounded(int, 0, 1 << 24), metavar="N", help=words)
-    add("--disk", type=Path, action="append", metavar="DIR", help="keep chunks in files too; may be repeated")
-    limit = cli.bounded(float, 1e-6, 1e6)
+    offload.add_arguments(parser)
+    add, limit = parser.add_argument, cli.bounded(float, 1e-6, 1e6)
+    add("--disk", type=Path, action="append", metavar="DIR", help="keep blocks in files too; may be repeated")
     add("--disk-limit", type=limit, default=10, metavar="GB", help="of all files (10)")
-    add("--always-restore", action="store_true", help="restore even what is computed sooner")
-    links.add_arguments(parser)
-    parser.set_defaults(cpu_blocks=None)  # of chapter 03, with which the page compares
 
 
 def bytes_per_token(model) -> int:
@@ -412,15 +407,13 @@ def bytes_per_token(model) -> int:
 
 def make_engine(model, arguments, kind=HiddenCache) -> paged.Engine:
     """Chapter 02's engine with this chapter's Cache, or another `kind`."""
-    config, size = model.config, CHUNK * bytes_per_token(model)
-    on_device = (arguments.gpu_blocks or 0) * arguments.block_size  # tokens
-    on_device = on_device or arguments.max_running * config.max_position_embeddings
-    useful, cpu = 4 * -(-on_device // CHUNK), torch.device("cpu")
-    chunks = cli.blocks_that_fit(arguments.cpu_chunks, useful, size, cpu, "--cpu-chunks")
+    config, size = model.config, arguments.block_size
+    block_bytes = size * bytes_per_token(model)
+    blocks = offload.host_blocks(model, arguments, block_bytes)
     storage = in_directories(arguments.disk, arguments.disk_limit) if arguments.disk else None
     bandwidth = links.bandwidth(model, arguments.link, arguments.platform)
-    engine = paged.make_engine(model, arguments, kind(chunks, bandwidth, storage))
-    words = f"{chunks} chunks of {CHUNK} tokens, {chunks * size / 1e6:.1f} MB"
+    engine = paged.make_engine(model, arguments, kind(blocks, bandwidth, storage))
+    words = f"{blocks} blocks of {size} tokens, {blocks * block_bytes / 1e6:.1f} MB"
     print(f"Host: {words}, over a {engine.cache.load_link}", file=sys.stderr)
     times = config.hidden_size * config.num_hidden_layers / config.kv_numbers_per_token
     if times > 1:

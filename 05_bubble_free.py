@@ -50,7 +50,7 @@ import torch
 from common import checkpoint, cli, lesson
 from common.requests import BadRequest, Frontend, Request
 from common.restoring import LONG, PAUSE, Match
-from common.store import CHUNK, StoredChunks
+from common.store import StoredChunks
 
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
 hidden_states = importlib.import_module("04_hidden_state_cache")
@@ -132,18 +132,18 @@ class PlannedCache(hidden_states.HiddenCache):
     """Chapter 04's cache with a way for each layer. `store` is that of the plan; `stores` are the plan's and
     the one before's."""
 
-    def __init__(self, chunks: int, bandwidth=None, storage: StoredChunks | None = None, plan: str = "best"):
-        """`chunks`: as much host memory as so many of chapter 04's take, for each of two plans. `plan`:
+    def __init__(self, blocks: int, bandwidth=None, storage: StoredChunks | None = None, plan: str = "best"):
+        """`blocks`: as much host memory as so many of chapter 04's take, for each of two plans. `plan`:
         best, paper, or a letter for each layer."""
-        super().__init__(chunks, bandwidth, storage)
+        super().__init__(blocks, bandwidth, storage)
         self.asked, self.question, self.proposed = plan, 0.0, None
         self.paces = deque(maxlen=8)  # measured by predicted seconds, of the last restorations
 
     def attach(self, engine):
-        chunks, self.chunks = self.chunks, 0
+        blocks, self.blocks = self.blocks, 0
         super().attach(engine)  # which keeps nothing yet
-        self.chunk_budget = chunks * CHUNK * hidden_states.bytes_per_token(self.model)
-        self.blocks = self.pool.memory.flatten(2, 3).flatten(3)  # [L, 2, slots, KVH * hd]
+        self.budget = blocks * self.pool.block_size * hidden_states.bytes_per_token(self.model)  # bytes
+        self.kv = self.pool.memory.flatten(4)  # [L, 2, blocks, block size, KVH * hd]
         chapter_04 = "R" + "H" * (len(self.model.layers) - 1)  # its plan, until costs are measured
         self.adopt(self.asked if set(self.asked) <= set("RHK") else chapter_04)
 
@@ -154,11 +154,11 @@ class PlannedCache(hidden_states.HiddenCache):
         config = self.model.config
         numbers = len(kinds["H"]) * config.hidden_size
         numbers += len(of_blocks) * config.num_key_value_heads * config.head_dim
-        self.chunks = self.chunk_budget // (CHUNK * numbers * self.model.dtype.itemsize)
-        before = [store for store in self.stores if store.chunks]
+        self.blocks = self.budget // (self.pool.block_size * numbers * self.model.dtype.itemsize)
+        before = [store for store in self.stores if store.pool.block_of]
         known = next((store for store in before if store.letters == letters), None)
         self.keep(kinds["H"], letters, of_blocks, known)
-        self.store.letters, self.store.rows = letters, [part.flatten(0, 1) for part in self.store.parts]
+        self.store.letters = letters
         self.store.parts_of = {layer: [part] for part, layer in enumerate(kinds["H"])}
         for number, layer in enumerate(kinds["K"]):
             self.store.parts_of[layer] = [len(kinds["H"]) + 2 * number + side for side in (0, 1)]
@@ -176,16 +176,16 @@ class PlannedCache(hidden_states.HiddenCache):
 
     def match(self, request):
         found = [(*store.find(request), store) for store in self.stores]
-        chunks, reached, store = max(found, key=lambda item: item[1])  # of equals the first
-        if not chunks:
+        blocks, reached, store = max(found, key=lambda item: item[1])  # of equals the first
+        if not blocks:
             return None
         start, tokens = request.computed, reached - request.computed
         costs = self.costs(start, reached)._replace(question=0.0)  # it follows in either case
         pace = statistics.median(self.paces) if self.paces else 1.0
         seconds = pace * plan_seconds(store.letters, costs)
-        seconds += self.load_link.seconds(0) + store.seconds_to_read(chunks)
-        source = "disk" if store.stored(chunks) else "cpu"
-        return Match(tokens, seconds, chunks, source, tokens, store)
+        seconds += self.load_link.seconds(0) + store.seconds_to_read(blocks)
+        source = "disk" if store.stored(blocks) else "cpu"
+        return Match(tokens, seconds, blocks, source, tokens, store)
 
     # Bringing back
 
@@ -200,9 +200,9 @@ class PlannedCache(hidden_states.HiddenCache):
         numbers, reads = store.bring(request, start, match.blocks)
         if request in self.rows:
             self.flush()  # what it has noted ends here
-        runs = self.runs(request, numbers, start, end) if "K" in letters else []
-        table = request.table[start // self.pool.block_size : self.pool.num_blocks(end)]
+        table = request.table[start // self.pool.block_size : end // self.pool.block_size]
         self.pool.share(table)
+        runs = offload.adjacent(table, numbers)
         landing, transfers = {}, {}  # layer -> where its rows land, its Transfer
         ordered = recomputed  # the next layer to order
         try:
@@ -231,7 +231,7 @@ class PlannedCache(hidden_states.HiddenCache):
                     yield transfers[layer]
                     if letters[layer] == "H":
                         mark = self.engine.clock.mark()
-                        hidden = landing.pop(layer)[start % CHUNK :][: end - start]  # [T, D]
+                        hidden = landing.pop(layer)[start - end :]  # [T, D]
                         self.project(layer, hidden, positions, slots)
                         span = request, end - start, f"layer {layer}", mark, self.engine.clock.mark()
                         self.spans.append(span)
@@ -271,27 +271,12 @@ class PlannedCache(hidden_states.HiddenCache):
             if rows.stop < count:
                 yield PAUSE
 
-    def runs(self, request, numbers: list[int], start: int, end: int) -> list[tuple[int, int, int]]:
-        """-> (first slot, first row of the chunk memory, count): rows that are adjacent in both."""
-        size, first, runs, at = self.pool.block_size, start // CHUNK, [], start
-        while at < end:
-            count = min(size - at % size, CHUNK - at % CHUNK, end - at)
-            slot = request.table[at // size] * size + at % size
-            row = numbers[at // CHUNK - first] * CHUNK + at % CHUNK
-            if runs and (slot, row) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
-                runs[-1] = (*runs[-1][:2], runs[-1][2] + count)
-            else:
-                runs.append((slot, row, count))
-            at += count
-        return runs
-
     def fetch_kv(self, layer: int, store, runs: list, label: str):
         """Order a layer's K and V, straight into the device's blocks -> the Transfer."""
         into, out_of = [], []
-        for blocks, part in zip(self.blocks[layer], store.parts_of[layer]):  # [slots, KVH * hd]
-            rows = store.rows[part]  # [rows, KVH * hd]
-            into += [blocks[slot : slot + count] for slot, _, count in runs]
-            out_of += [rows[row : row + count] for _, row, count in runs]
+        for kv, part in zip(self.kv[layer], store.parts_of[layer]):  # [blocks, block size, KVH * hd]
+            into += [kv[to : to + count] for to, _, count in runs]
+            out_of += [store.parts[part][at : at + count] for _, at, count in runs]
         transfer = self.load_link.copy(into, out_of, label)
         self.counts["bytes_in"] += transfer.bytes
         return transfer
@@ -311,7 +296,7 @@ class PlannedCache(hidden_states.HiddenCache):
             letters = best_plan(layers, costs, shorter) if best else closed_form(layers, costs)
             seconds = partial(plan_seconds, costs=costs)
             better = seconds(letters) <= BETTER * seconds(self.store.letters) and letters == self.proposed
-            if letters != self.store.letters and (better or not self.store.chunks):
+            if letters != self.store.letters and (better or not self.store.pool.block_of):
                 self.adopt(letters)
             self.proposed = letters  # by this measurement; one alone may be of a bad moment
         return 1 / plan_seconds(self.store.letters, costs)
@@ -348,7 +333,7 @@ def demo(model, frontend: Frontend, arguments):
     larger, *_ = checkpoint.load(hidden_states.LARGER, arguments.dtype, arguments.device)
     prompt = [rng.randrange(300, larger.config.vocab_size) for _ in range(PLANNED)]
     blocks = -(-(PLANNED + 2 * QUESTION) // 16)
-    states_kept = hidden_states.HiddenCache(blocks, 1e9)
+    states_kept = hidden_states.HiddenCache(2 * blocks, 1e9)
     caches = {"K and V (03)": offload.HostCache(2 * blocks, 1e9), "hidden states (04)": states_kept}
     make = lambda cache: paged.Engine(paged.Runner(larger, blocks), cache, always_restore=True)  # noqa: E731
     once = partial(partial, hidden_states.once, prompt=prompt, rng=rng)
@@ -361,7 +346,7 @@ def demo(model, frontend: Frontend, arguments):
         bandwidth = states / projecting / share if link.modelled else None
         for cache in caches.values() if link.modelled else ():
             cache.load_link.bandwidth.value = bandwidth
-        cache = PlannedCache(blocks, bandwidth)
+        cache = PlannedCache(4 * blocks, bandwidth)
         ways["planned (05)"] = once(engine := make(cache))
         ways["planned (05)"]()  # it keeps what its plan says
         costs, letters = cache.costs(0, PLANNED), cache.store.letters

@@ -53,9 +53,10 @@ from common import cli, lesson
 from common import link as links
 from common.requests import Frontend, Request
 from common.restoring import PAUSE, Cache, Match
-from common.store import CHUNK, ModelledStorage, StoredChunks, in_directories
+from common.store import ModelledStorage, StoredChunks, in_directories
 
 paged = importlib.import_module("02_paged_kv")
+CHUNK = 64  # tokens
 
 # 1. The cache ----------------------------------------------------------------------------------
 
@@ -128,7 +129,7 @@ class BidirectionalCache(Cache):
         """-> (number, where storage has it) of adjacent chunks, not all before what is computed."""
         chain, longest, run = self.kept(request).chain, [], []
         for number in range(request.computed // CHUNK, len(chain)):
-            found = self.storage.find(chain[number])
+            found = self.storage.find(chain[number].key)
             run = [] if found is None else [*run, (number, found)]
             longest = max(longest, run, key=len)
         return longest
@@ -236,7 +237,7 @@ class BidirectionalCache(Cache):
             kept = self.kept(request)
             while (kept.saved + 1) * CHUNK <= request.computed:
                 prefix = kept.chain[kept.saved]
-                if prefix not in self.saving and self.storage.find(prefix) is None:
+                if prefix not in self.saving and self.storage.find(prefix.key) is None:
                     if not self.places.available:
                         break
                     self.save_chunk(request, prefix, kept.saved)
@@ -256,7 +257,7 @@ class BidirectionalCache(Cache):
     def write(self, request, prefix, place: int, transfer, packed, arrived: bool):
         """A chunk has left the device (`packed` had to live until then): on to storage."""
         request.timeline.add("save", transfer.label, *transfer.span())
-        written = self.storage.write(prefix, [self.arrays[place]]) if arrived else None
+        written = self.storage.write(prefix.key, [self.arrays[place]]) if arrived else None
         if written is None:
             return self.saving.discard(prefix)
         then = lambda arrived: self.saving.discard(prefix)  # noqa: E731

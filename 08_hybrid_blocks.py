@@ -655,7 +655,7 @@ def demo(model: Llama, frontend: Frontend, arguments):
     verified = lesson.equal_to_baseline(copy.deepcopy(model).to(model.device), asked)
 
     # 2. Time
-    timed, *_ = checkpoint.load(GEOMETRY, str(model.dtype)[6:], model.device.type, on_host=True)
+    timed, *_ = load(GEOMETRY, str(model.dtype)[6:], model.device.type)
     layers, contexts, rows = len(timed.layers), BATCH * [CONTEXT], []
     options |= dict(block_size=16, max_running=BATCH, blocks=BATCH * (CONTEXT // 16 + 3))
     probe, bandwidth = make_planner(timed, argparse.Namespace(**options))
@@ -726,6 +726,22 @@ def add_arguments(parser):
     links.add_arguments(parser)
 
 
+def load(name: str, dtype: str = "auto", device: str = "auto", reorder: bool = True):
+    """As checkpoint.load; the layers' weights stay in host memory, plain."""
+    loaded = checkpoint.load(name, dtype, device, on_host=True)
+    layers_on_host(loaded[0], checkpoint.pick_device(device))
+    return loaded
+
+
+def layers_on_host(model: Llama, device: str):
+    """All but the layers of a model in host memory goes to `device`, which computes."""
+    model.device = torch.device(device)
+    for part in model.rotary, model.norm, model.head:
+        part.to(device)
+    model.embedding = torch.nn.Parameter(model.embedding.to(device), requires_grad=False)
+    if model.config.tie_word_embeddings:
+        model.head.weight = model.embedding
+
+
 if __name__ == "__main__":
-    load = functools.partial(checkpoint.load, on_host=True)
     cli.main(__doc__, "08_hybrid_blocks", add_arguments, make_engine, demo, load=load)

@@ -450,7 +450,7 @@ def make_engine(model, arguments, keep: str | None = None) -> paged.Engine:
         bandwidth = links.Bandwidth(bandwidth.value * config.num_key_value_heads / whole.kv_heads)
     # 3. The Cache
     if keep == "states":
-        cache = hidden_states.HiddenCache(max(2, on_host * size // 64), bandwidth)
+        cache = hidden_states.HiddenCache(on_host, bandwidth)
         width = config.hidden_size // ranks.count
         cache.columns, cache.whole = slice(ranks.rank * width, (ranks.rank + 1) * width), ranks.gather
     elif arguments.storage:

@@ -23,9 +23,10 @@ from benchmarks.measure import draw, ratio, spread, ttft
 from common import checkpoint, lesson
 from common import link as links
 from common.requests import HungUp, Request
-from common.store import CHUNK, ModelledStorage, StoredChunks
+from common.store import ModelledStorage, StoredChunks
 
 paged, both_ends = importlib.import_module("02_paged_kv"), importlib.import_module("06_bidirectional")
+CHUNK = both_ends.CHUNK
 HISTORIES = {"classroom": [1024, 1984], "random:small": [1024, 1984], "random:long": [4096]}
 RATIOS, SHARES, SHARED = [16, 8, 4, 2, 1, 0.5, 0.25], [0.9, 0.5, 0.1], [8, 2]  # SHARED: r of the cells with shares
 QUESTION = 16  # tokens

@@ -22,7 +22,7 @@ import torch
 
 from benchmarks import measure, tables
 from benchmarks.measure import ratio, spread
-from common import checkpoint, lesson
+from common import lesson
 from common import link as links
 
 hybrid = importlib.import_module("08_hybrid_blocks")
@@ -213,7 +213,7 @@ def main():
     parser.add_argument("--context", type=int, nargs="+", default=CONTEXTS, help="tokens")
     parser.add_argument("--rounds", type=measure.count(1000), default=5)
     parser.set_defaults(dtype="bfloat16")
-    measure.run("hybrid_blocks", PARTS, report, parser.parse_args(), partial(checkpoint.load, on_host=True))
+    measure.run("hybrid_blocks", PARTS, report, parser.parse_args(), hybrid.load)
 
 
 if __name__ == "__main__":

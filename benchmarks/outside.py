@@ -66,17 +66,17 @@ class Bench:
     def engines(self, device: int, kept: int, folder: str | None = None) -> dict:
         """Engines with room for so many tokens on the device, and for `kept` behind it; 06 and 07 too, with a
         `folder` for the files of 07."""
-        blocks, chunks = -(-device // 16), -(-kept // 64)
-        caches = {"no cache": Cache(), "02": Cache(), "03": offload.HostCache(4 * chunks, self.bandwidth),
-                  "04": hidden_states.HiddenCache(chunks, self.bandwidth),
-                  "05": bubble_free.PlannedCache(3 * chunks, self.bandwidth)}  # fmt: skip
+        blocks, behind = -(-device // 16), -(-kept // 16)
+        caches = {"no cache": Cache(), "02": Cache(), "03": offload.HostCache(behind, self.bandwidth),
+                  "04": hidden_states.HiddenCache(behind, self.bandwidth),
+                  "05": bubble_free.PlannedCache(3 * behind, self.bandwidth)}  # fmt: skip
         if folder is not None:
             files = store.Storage(store.open_backend(f"file:{folder}", {}), "files")
             config = self.model.config
-            size = 64 * chunks * config.kv_numbers_per_token * self.model.dtype.itemsize
+            size = 16 * behind * config.kv_numbers_per_token * self.model.dtype.itemsize
             caches["06"] = both_ends.BidirectionalCache(
                 store.StoredChunks(store.ModelledStorage(size, self.bandwidth or 1e10)))
-            caches["07"] = tiered.TieredCache(2 * chunks, self.bandwidth, files)
+            caches["07"] = tiered.TieredCache(behind // 2, self.bandwidth, files)
         make = lambda cache: paged.Engine(paged.Runner(self.model, blocks), cache)  # noqa: E731
         return {name: make(cache) for name, cache in caches.items()}
 

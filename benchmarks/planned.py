@@ -39,8 +39,8 @@ def behind_histories(model, arguments):
         for words, share in LINKS.items():
             bandwidth, history = even / share, draw(rng, model, tokens)
             engines = {"03": engine_of(offload.HostCache(2 * blocks, bandwidth)),
-                       "04": engine_of(hidden_states.HiddenCache(blocks, bandwidth)),
-                       "05": engine_of(bubble_free.PlannedCache(blocks, bandwidth))}  # fmt: skip
+                       "04": engine_of(hidden_states.HiddenCache(2 * blocks, bandwidth)),
+                       "05": engine_of(bubble_free.PlannedCache(4 * blocks, bandwidth))}  # fmt: skip
             row = one_link(model, engines, history, partial(draw, rng, model, QUESTION), arguments.rounds)
             yield dict(history_tokens=tokens, link=words, gbps=bandwidth / 1e9, **row)
             for engine in engines.values():

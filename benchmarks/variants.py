@@ -34,7 +34,7 @@ from common import cli, lesson
 from common import link as links
 from common.requests import Request
 from common.restoring import Cache
-from common.store import CHUNK, Directory, Storage, StoredChunks
+from common.store import Directory, Storage, StoredChunks
 from tools.on_paper import token_wise
 
 HiddenCache, PlannedCache = hidden_states.HiddenCache, bubble_free.PlannedCache
@@ -98,15 +98,15 @@ def modelled(model, speed: float) -> float | None:
     return None if model.device.type == "cuda" else speed
 
 
-def chunks_of(tokens: int) -> int:
+def blocks_of(tokens: int) -> int:
     """As many of chapter 04's as hold the K and V of a history, and some questions."""
-    return 2 * tokens // CHUNK + 16
+    return 2 * tokens // 16 + 64
 
 
 # 2. Saving without a snapshot ------------------------------------------------------------------
 
 class Direct(HiddenCache):
-    """After each step each run of rows of each layer goes straight to its chunk, in a copy of its own."""
+    """After each step each run of rows of each layer goes straight to its block, in a copy of its own."""
 
     def save(self, batch):
         super().save(batch)
@@ -116,15 +116,12 @@ class Direct(HiddenCache):
     def flush(self):
         noted, states = self.rows, self.step  # of one step, [T, D] a layer
         self.forget_steps()
-        moves, touched = self.store.fill(noted)
-        transfers = []
+        moves = self.store.fill(noted)
+        touched, transfers = [move.block for move in moves], []
         for part, rows in enumerate(states):
             for move in moves:
-                if move.source:
-                    before = self.store.parts[part][move.source.number, : move.at]
-                    transfers.append(self.copy_rows(part, move.chunk.number, 0, before))
                 here = rows[move.places[0] : move.places[0] + len(move.places)]  # [n, D]
-                transfers.append(self.copy_rows(part, move.chunk.number, move.at, here))
+                transfers.append(self.copy_rows(part, move.block, move.at, here))
         if moves:
             # The states are not freed before all are copied
             then = lambda arrived, states=states: self.on_saved(transfers[-1], moves, arrived)  # noqa: E731
@@ -133,22 +130,23 @@ class Direct(HiddenCache):
         self.counts["bytes_out"] += sum(transfer.bytes for transfer in transfers)
         self.store.pool.release(touched)
 
-    def copy_rows(self, part: int, chunk: int, at: int, rows):
-        """Order the copy of rows [n, D] of one layer to a chunk, from row `at` on -> its Transfer."""
-        return self.save_link.copy(self.store.parts[part][chunk, at : at + len(rows)], rows, "states")
+    def copy_rows(self, part: int, block: int, at: int, rows):
+        """Order the copy of rows [n, D] of one layer to a block, from row `at` on -> its Transfer."""
+        return self.save_link.copy(self.store.parts[part][block, at : at + len(rows)], rows, "states")
 
 
 class DirectToFile(Direct):
-    """The same, and to a file as large as the chunk memory; the next step waits until it is on the disk."""
+    """The same, and to a file as large as the host pool; the next step waits until it is on the disk."""
 
     def attach(self, engine):
         self.file, self.writes = tempfile.TemporaryFile(), []
         super().attach(engine)
 
-    def copy_rows(self, part, chunk, at, rows):
-        transfer = super().copy_rows(part, chunk, at, rows)
-        array = self.store.arrays[part][chunk, at : at + len(rows)]
-        self.writes.append((transfer, array, ((part * self.chunks + chunk) * CHUNK + at) * array[0].nbytes))
+    def copy_rows(self, part, block, at, rows):
+        transfer = super().copy_rows(part, block, at, rows)
+        array = self.store.arrays[part][block, at : at + len(rows)]
+        row = (part * self.blocks + block) * self.pool.block_size + at
+        self.writes.append((transfer, array, row * array[0].nbytes))
         return transfer
 
     def flush(self):
@@ -165,7 +163,7 @@ def saving(model, arguments, new: int = 100):
     rng, link = random.Random(0), links.bandwidth(model)
     kinds = {"two stages": HiddenCache, "direct": Direct, "direct to a file": DirectToFile}
     for running in (1, 4, 16):
-        caches = {name: kind(4 * running + 8, link) for name, kind in kinds.items()}
+        caches = {name: kind(16 * running + 32, link) for name, kind in kinds.items()}
         with engines_of(model, {"nothing": Cache(), **caches}, 256 * running) as engines:
 
             def tbt(engine, running=running) -> float:
@@ -178,7 +176,7 @@ def saving(model, arguments, new: int = 100):
             counts = {name: engine.counts for name, engine in engines.items()}
         ways = {}
         for name, samples in taken.items():
-            noted = {what: counts[name][what] for what in ("bytes_out", "copies_out", "dropped_chunks")}
+            noted = {what: counts[name][what] for what in ("bytes_out", "copies_out", "dropped_blocks")}
             ways[name] = dict(tbt_ms=spread(samples), tbt_over_nothing=ratio(samples, taken["nothing"]), **noted)
         yield dict(running=running, new_tokens=new, ways=ways)
 
@@ -195,17 +193,16 @@ class TokenWise(PlannedCache):
     """Tokens are divided, not layers: in every layer those before `first` are recomputed, those from `last`
     on are loaded as K and V, and the others are projected. A layer is there when all of that is."""
 
-    def __init__(self, chunks, bandwidth, layers: int, first: int, last: int):
-        super().__init__(chunks, bandwidth, plan="H" * layers)
+    def __init__(self, blocks, bandwidth, layers: int, first: int, last: int):
+        super().__init__(blocks, bandwidth, plan="H" * layers)
         self.first, self.last, self.front = first, last, None
 
     def adopt(self, letters):
         """Keep everything: what comes back of it is what is divided."""
         layers = range(len(letters))
-        self.chunks = self.chunk_budget // (CHUNK * hidden_states.bytes_per_token(self.model))
+        self.blocks = self.budget // (self.pool.block_size * hidden_states.bytes_per_token(self.model))
         self.keep(layers[1:], "tokens", [(layer, side) for layer in layers for side in (0, 1)])
         self.store.letters, states = letters, len(self.layers)
-        self.store.rows = [part.flatten(0, 1) for part in self.store.parts]
         self.store.parts_of = {layer: [states + 2 * layer, states + 2 * layer + 1] for layer in layers}
 
     def restore(self, request, restoration, match):
@@ -224,14 +221,15 @@ class TokenWise(PlannedCache):
 
     def fetch(self, part, numbers, label):
         """Order the rows of a layer's states that are projected, behind the K and V that are loaded."""
-        if self.last < CHUNK * len(numbers):
-            runs = self.runs(self.request, numbers[self.last // CHUNK :], self.last, CHUNK * len(numbers))
+        size, table = self.pool.block_size, self.request.table
+        if loaded := numbers[self.last // size :]:
+            runs = offload.adjacent(table[self.last // size : len(numbers)], loaded)
             self.fetch_kv(int(label.split()[1]), self.store, runs, label)  # one lane: it is there before
         landed = torch.empty(len(numbers), *part.shape[1:], dtype=part.dtype, device=self.model.device)
         into, out_of = [], []
         for index, number in enumerate(numbers):
-            rows = slice(max(0, self.first - CHUNK * index), max(0, self.last - CHUNK * index))
-            if rows.start < min(CHUNK, rows.stop):
+            rows = slice(max(0, self.first - size * index), max(0, self.last - size * index))
+            if rows.start < min(size, rows.stop):
                 into.append(landed[index, rows])  # [n, D]
                 out_of.append(part[number, rows])
         transfer = self.load_link.copy(into, out_of, label)
@@ -256,7 +254,7 @@ def planned_engine(model, tokens: int, share: float):
     """Chapter 05 over a link on which a layer's states take `share` times as long to transfer as to project,
     as it measures that itself: within 10 %, or after five tries as it is -> its engine, and the costs."""
     for left in reversed(range(5)):
-        cache = PlannedCache(chunks_of(tokens), modelled(model, even_speed(model, tokens) / share))
+        cache = PlannedCache(blocks_of(tokens), modelled(model, even_speed(model, tokens) / share))
         engine = paged.Engine(paged.Runner(model, tokens // 8 + 32), cache, always_restore=True)
         costs = cache.costs(0, tokens)
         if not left or not cache.load_link.modelled or 0.9 < costs.load_states / costs.project / share < 1.1:
@@ -265,7 +263,7 @@ def planned_engine(model, tokens: int, share: float):
 
 
 def divisions(model, tokens: int, rounds: int):
-    rng, layers, chunks = random.Random(0), len(model.layers), chunks_of(tokens)
+    rng, layers, blocks = random.Random(0), len(model.layers), blocks_of(tokens)
     for words, share in LINKS.items() if modelled(model, 1.0) else [("the link as it is", 1.0)]:
         planned, costs = planned_engine(model, tokens, share)
         speed = planned.cache.bandwidth
@@ -274,9 +272,9 @@ def divisions(model, tokens: int, rounds: int):
         plans["03"] = "K" * layers
         splits = {name: token_wise(costs, layers, tokens, step)
                   for name, step in {"tokens": 1, "tokens, rounded": TILE}.items()}
-        caches = {name: PlannedCache(chunks, speed, plan=letters) for name, letters in others.items()}
-        caches |= {"04": HiddenCache(chunks, speed), "03": offload.HostCache(tokens // 8, speed)}
-        caches |= {name: TokenWise(chunks, speed, layers, *split) for name, split in splits.items()}
+        caches = {name: PlannedCache(blocks, speed, plan=letters) for name, letters in others.items()}
+        caches |= {"04": HiddenCache(blocks, speed), "03": offload.HostCache(tokens // 8, speed)}
+        caches |= {name: TokenWise(blocks, speed, layers, *split) for name, split in splits.items()}
         with engines_of(model, caches, tokens) as engines:
             ways = compare({"05": planned, **engines}, draw(rng, model, tokens), rounds, rng, "05")
         planned.close()
@@ -312,7 +310,7 @@ def directories(model, tokens: int, rounds: int):
             caches = {}
             for name, letters in plans.items():
                 files = throttled([Path(folder) / name / str(number) for number in range(count)], SSD * even)
-                caches[name] = PlannedCache(chunks_of(tokens), modelled(model, PCIE * even), files, letters)
+                caches[name] = PlannedCache(blocks_of(tokens), modelled(model, PCIE * even), files, letters)
             with engines_of(model, caches, tokens) as engines:
                 ways = compare(engines, draw(rng, model, tokens), rounds, rng, "03", ["device", "host"])
         for name, letters in plans.items():
@@ -328,7 +326,7 @@ def directories(model, tokens: int, rounds: int):
 def behind_histories(part):
     def measured(model, arguments):
         for tokens in arguments.histories:
-            yield from part(model, tokens // CHUNK * CHUNK, arguments.rounds)
+            yield from part(model, tokens // 16 * 16, arguments.rounds)
     return measured
 
 

@@ -46,8 +46,8 @@ def load(name: str, dtype: str = "auto", device: str = "auto", reorder: bool = T
     """-> (Llama, tokenizer, end tokens: the ids after which an answer is over). Raises ModelError.
 
     `dtype` is auto, float32, bfloat16 or float16; `device` auto, cpu or cuda. `reorder=False` keeps the plain
-    weights on a CPU; `seed` is that of random weights. With `on_host` the layers' weights lie in host memory, plain,
-    and the others on `device`. `division`: take only a rank's part of it (chapter 09)."""
+    weights on a CPU; `seed` is that of random weights. With `on_host` they stay in host memory, plain, whatever the device
+    (chapter 08). `division`: take only a rank's part of it (chapter 09)."""
     device = pick_device(device)
     keep_freed_memory()
     place = "cpu" if on_host else device
@@ -74,21 +74,9 @@ def load(name: str, dtype: str = "auto", device: str = "auto", reorder: bool = T
         fill_from_files(model, files, digest, config, division)
     model.digest = digest.digest()
     model.eval().requires_grad_(False)
-    if on_host:
-        layers_on_host(model, device)
-    elif reorder:
+    if reorder and not on_host:
         model.reorder_weights()
     return model, tokenizer, frozenset(end_tokens)
-
-
-def layers_on_host(model: Llama, device):
-    """All but the layers of a model in host memory goes to `device`, which computes."""
-    model.device = torch.device(device)
-    for part in (model.rotary, model.norm, model.head):
-        part.to(device)
-    model.embedding = torch.nn.Parameter(model.embedding.to(device), requires_grad=False)
-    if model.config.tie_word_embeddings:
-        model.head.weight = model.embedding
 
 
 def pick_device(device: str) -> str:

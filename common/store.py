@@ -1,13 +1,12 @@
-"""Chunks of saved state, in host memory, found by their tokens, and behind that in storage. Storage: values
-under keys, which many engines may share.
+"""Blocks of saved state in host memory, and chunks in storage behind that. Storage: values under keys, which
+many engines may share.
 
-`ChunkStore` keeps 64 tokens a chunk, in parts: the rows of a layer lie together, so that one layer of many
-tokens is read at once. A chunk is found as far as its rows have arrived and its tokens are those that are
-asked for. So the unfinished chunk at the end of a conversation is found too; the next turn copies its rows.
+`BlockStore` keeps the rows of a layer together (a part for each), so that one layer of many tokens is read at
+once. A block is found when all of its rows have arrived.
 
-`StoredChunks` keeps full chunks in one or several Storages, a value for each part. `Storage` keeps values
-behind a back end: a directory, Redis, what fsspec knows, or your own. One thread reads and one writes, so
-storage that hangs holds up nobody else.
+`StoredChunks` keeps a block (04, 05) or 64 tokens (06) under a key in one or several Storages, a value for
+each part. `Storage` keeps values behind a back end: a directory, Redis, what fsspec knows, or your own. One
+thread reads and one writes, so storage that hangs holds up nobody else.
 """
 
 import hashlib
@@ -21,10 +20,9 @@ import uuid
 import zlib
 from collections import Counter, OrderedDict, defaultdict
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, takewhile
-from operator import eq
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,193 +32,136 @@ import torch
 from common.checkpoint import ModelError
 from common.link import Bandwidth, Lane, Transfer, as_integers
 
-CHUNK = 64  # tokens
-BACKLOG = 64  # chunks that wait to be written to a storage; more are not kept there
+BACKLOG = 256  # chunks that wait to be written to a storage; more are not kept there
 ABANDONED = 600  # seconds after which nobody writes to a temporary file any more
 
-# 1. Chunks in host memory ----------------------------------------------------------------------
-
-@dataclass(eq=False)
-class Chunk:
-    """Tokens behind `parent` whose rows are in the store, or on their way. The request that began it fills it
-    (`tokens` grow, and `filled` follows) until it is full or the request is over."""
-
-    number: int  # in the pool
-    parent: object  # Prefix of all that is before
-    tokens: list[int]  # at most 64
-    filled: int = 0  # rows that have arrived: so far it can be found
-
-
-class Move(NamedTuple):
-    """Rows that go to a chunk from the steps that computed them."""
-
-    request: object
-    chunk: Chunk
-    at: int  # the first of them in the chunk
-    places: list[int]  # of each, in the steps
-    source: Chunk | None  # another one, of which the rows before are copied
-
+# 1. Blocks in host memory ----------------------------------------------------------------------
 
 @dataclass(eq=False)
 class Filling:
     """What a store knows of a request."""
 
-    chain: list = field(default_factory=list)  # a Prefix for each full chunk
-    chunk: Chunk | None = None  # that it fills, and references
+    request: object
+    block: int | None = None  # that it fills, and references; None: its rows are not kept
+    last: int | None = None  # the block before
     dropped: bool = False  # rows were dropped: no more are kept
 
 
-class ChunkStore:
-    """`pool`: the chunks' numbers. `parts`: their rows, [chunks, 64, width] each. `prefixes`: their names.
-    What is under way is held by `cache`."""
+class Move(NamedTuple):
+    """Rows that go to a block from the steps that computed them."""
 
-    def __init__(self, cache, pool, parts: list[torch.Tensor], prefixes, storage=None):
-        self.cache, self.pool, self.parts, self.prefixes, self.storage = cache, pool, parts, prefixes, storage
+    filling: Filling
+    block: int
+    at: int  # the first of them in the block
+    places: list[int]  # of each, in the steps
+    prefix: object  # what the block holds when they fill it; else None
+
+
+class BlockStore:
+    """Rows of saved state in host memory, in blocks as long as the device's, which the same prefixes find.
+    `pool`: the blocks' numbers. `parts`: their rows, [blocks, block size, width] each. `name`: of what is
+    saved, where storage is shared. What is under way is held by `cache`."""
+
+    def __init__(self, cache, pool, parts: list[torch.Tensor], name: str, storage=None):
+        self.cache, self.pool, self.parts, self.name, self.storage = cache, pool, parts, name, storage
         self.arrays = [as_integers(part) for part in parts]  # for NumPy
-        self.chunk_bytes = sum(part.nbytes for part in parts) // max(1, pool.size)
-        self.requests: dict[object, Filling] = defaultdict(Filling)  # those that are not over
-        self.chunks: dict[int, Chunk] = {}  # those that can be found, by number
-        self.behind: dict[object, list[Chunk]] = defaultdict(list)  # and by parent
-        pool.evicting = lambda lost: [self.forget(number) for number, _ in lost]
+        pool.block_bytes = sum(part.nbytes for part in parts) // max(1, pool.size)
+        self.requests: dict[object, Filling] = {}  # those that are not over
+        self.filled: dict[int, int] = {}  # block that is not full -> its rows that have arrived
 
     # Finding
 
     def find(self, request) -> tuple[list, int]:
-        """-> the chunks (numbers, or where they are Stored) that hold what follows, and the token up to which
+        """-> the blocks (numbers, or where they are Stored) that hold what follows, and the token up to which
         they do."""
-        places, reached, last = [], request.computed, len(request.tokens) - 1  # the last one is computed
-        while reached < last:
-            index = reached // CHUNK
-            parent, prefix, tokens = self.piece(request, index)
-            place, rows = self.in_memory(parent, prefix, tokens)
-            if rows < CHUNK and prefix and self.storage:
-                if stored := self.storage.find(prefix, len(self.parts)):
-                    place, rows = stored, CHUNK
-            end = min(index * CHUNK + rows, last)
+        size, places, stored = self.pool.block_size, [], False
+        first, full = request.computed // size, (len(request.tokens) - 1) // size  # the last is computed
+        for prefix in request.chain[first:full]:
+            place = self.pool.block_of.get(prefix)
+            if place is None and self.storage:
+                place, stored = self.storage.find(self.key(prefix), len(self.parts)), True
             # What is stored needs a place in host memory, which what is there already must not lose for it
-            if end <= reached or self.stored([*places, place]) and len(places) >= self.pool.available:
+            if place is None or stored and len(places) >= self.pool.available:
                 break
-            places, reached = [*places, place], end
-        return places, reached
+            places.append(place)
+        return places, (first + len(places)) * size
 
-    def piece(self, request, index: int):
-        """-> parent, prefix (None if it is not full yet) and tokens of chunk `index` of a request."""
-        chain, salt = self.requests[request].chain, request.options.get("cache_salt", "")
-        self.prefixes.extend(chain, request.tokens, salt)
-        parent = chain[index - 1] if index else self.prefixes.root(salt)
-        tokens = request.tokens[index * CHUNK : (index + 1) * CHUNK]
-        return parent, chain[index] if index < len(chain) else None, tokens
-
-    def in_memory(self, parent, prefix, tokens: list[int]) -> tuple[int | None, int]:
-        """-> the number of the chunk that holds most of the next `tokens` behind `parent`, and how many rows
-        of it. `prefix` names them if they are 64."""
-        if prefix in self.pool.block_of:
-            return self.pool.block_of[prefix], CHUNK
-        ways = self.behind.get(parent, ())
-        found = [(common(chunk.tokens[: chunk.filled], tokens), chunk.number) for chunk in ways]
-        rows, number = max(found, default=(0, None))
-        return number, rows
+    def key(self, prefix) -> bytes:
+        return hashlib.sha256(prefix.key + self.name.encode()).digest()
 
     # Filling
 
-    def fill(self, rows: dict) -> tuple[list[Move], list[int]]:
+    def fill(self, rows: dict) -> list[Move]:
         """Say where rows go. `rows`: request -> the position of its first one, and the place of each among
-        what the steps have computed. -> Moves, and the numbers of the chunks that they touch, which whoever
-        carries the moves out, or drops them, has to release."""
-        moves, touched = [], []
+        what the steps have computed. -> Moves; whoever carries them out, or drops them, releases the block
+        of each."""
+        moves, size = [], self.pool.block_size
         for request, (first, places) in rows.items():
-            filling, position, end = self.requests[request], first, first + len(places)
-            while position < end and not filling.dropped:
-                index, at = divmod(position, CHUNK)
-                count = min(CHUNK - at, end - position)
-                parent, prefix, tokens = self.piece(request, index)
-                chunk, source = filling.chunk, None
-                if chunk is None or chunk.parent is not parent or len(chunk.tokens) != at:
-                    self.close_chunk(filling)  # what is between has come back
-                    chunk, source = self.begin(parent, prefix, tokens, at, filling.chain)
-                    filling.chunk = chunk
-                if chunk:
-                    here = places[position - first : position - first + count]
-                    moves.append(Move(request, chunk, at, here, source))
-                    chunk.tokens += request.tokens[position : position + count]
-                    self.pool.share([chunk.number])
-                    touched += [chunk.number, source.number] if source else [chunk.number]
-                    if len(chunk.tokens) == CHUNK:
-                        self.close_chunk(filling)
-                position += count
-        return moves, touched
+            filling, done = self.requests.setdefault(request, Filling(request)), 0
+            while done < len(places) and not filling.dropped:
+                index, at = divmod(first + done, size)
+                here = places[done : done + size - at]
+                prefix = request.chain[index] if index < len(request.chain) else None
+                full = at + len(here) == size
+                if at == 0:
+                    self.begin(filling, prefix)
+                if filling.block is not None:
+                    moves.append(Move(filling, filling.block, at, here, prefix if full else None))
+                    self.pool.share([filling.block])
+                if full:
+                    self.close_block(filling)
+                done += len(here)
+        return moves
 
-    def begin(self, parent, prefix, tokens: list[int], at: int, own: list) -> tuple:
-        """Somebody computes `tokens` behind `parent`, from row `at` on -> the Chunk to fill, and, if `at` is
-        not 0, the one whose rows before are to be copied to it: the unfinished one of the turn before, or one
-        that goes on with other tokens. Both are referenced. (None, None) if all is there already, if rows
-        before `at` are not, or if only chunks of `own` prefixes could be evicted for it."""
-        number, rows = self.in_memory(parent, prefix, tokens)
-        if at <= rows < CHUNK:
-            sources = [number] if at else []
-            self.pool.share(sources)
-            victim = next(iter(self.pool.cached), None)
-            if self.pool.free.count(1) or victim is not None and self.pool.prefix_of[victim] not in own:
-                chunk = Chunk(*self.pool.allocate(1), parent, tokens[:at])
-                return chunk, self.chunks[number] if at else None
-            self.pool.release(sources)
-        return None, None
+    def begin(self, filling: Filling, prefix):
+        """Reference a block to fill, unless another one holds `prefix`, or only what is before it in its own
+        chain could be evicted for it."""
+        pool, request = self.pool, filling.request
+        self.close_block(filling)
+        victim = next(iter(pool.cached), None)
+        if prefix in pool.block_of:
+            filling.last = pool.block_of[prefix]
+        elif pool.free.count(1) or victim is not None and pool.prefix_of[victim] not in request.chain:
+            room = pool.num_blocks(request.prompt_tokens + request.max_tokens)  # for what will follow
+            (filling.block,) = pool.allocate(1, filling.last, room)
+            self.filled[filling.block] = 0
 
-    def close_chunk(self, filling: Filling):
-        """The request fills its chunk no more."""
-        if filling.chunk:
-            self.pool.release([filling.chunk.number])
-        filling.chunk = None
+    def close_block(self, filling: Filling):
+        """The request fills its block no more."""
+        if filling.block is not None:
+            self.pool.release([filling.block])
+            filling.block, filling.last = None, filling.block
 
     def saved(self, moves: list[Move], arrived: bool):
-        """What has arrived, with all rows before it, can be found."""
+        """A block that is full, and of which all rows have arrived, can be found."""
         for move in moves:
-            chunk, source, rows = move.chunk, move.source, move.at + len(move.places)
-            if not arrived or move.at != chunk.filled and not source:
+            if not arrived or self.filled[move.block] != move.at:
                 self.drop([move])
                 continue
-            if source and common(source.tokens[: source.filled], chunk.tokens[:rows]) == source.filled:
-                self.forget(source.number)  # all that it holds is in the new one, too
-            self.arrived(chunk, rows)
+            self.filled[move.block] += len(move.places)
+            if move.prefix:
+                self.register(move.block, move.prefix)
 
-    def arrived(self, chunk: Chunk, rows: int):
-        """The chunk's first `rows` rows are there: it can be found so far. A full one is written to storage,
-        until which its memory must stay as it is."""
-        self.forget(chunk.number)
-        chunk.filled = rows
-        prefix = self.prefixes.after(chunk.parent, tuple(chunk.tokens[:rows]))
-        if prefix not in self.pool.block_of:  # else another one holds the same
-            self.pool.register(chunk.number, prefix)
-            self.chunks[chunk.number] = chunk
-            self.behind[chunk.parent].append(chunk)
-        if rows == CHUNK and self.storage:
-            if written := self.storage.write(prefix, [part[chunk.number] for part in self.arrays]):
-                self.cache.hold(f"write {chunk.number}", [written], (self.pool, [chunk.number]))
+    def register(self, block: int, prefix):
+        """The block can be found, and is written to storage, until which its memory must stay as it is."""
+        self.pool.register(block, prefix)
+        if self.storage:
+            if written := self.storage.write(self.key(prefix), [part[block] for part in self.arrays]):
+                self.cache.hold(f"write {block}", [written], (self.pool, [block]))
 
     def drop(self, moves: list[Move]):
         """These rows are not kept, and none behind them, until they are computed again."""
-        for move in moves:
-            filling = self.requests.get(move.request)
-            if filling and not filling.dropped:
-                filling.dropped = True
-                self.cache.counts["dropped_chunks"] += 1
-
-    def forget(self, number: int):
-        """The chunk cannot be found any more."""
-        if chunk := self.chunks.pop(number, None):
-            self.behind[chunk.parent].remove(chunk)
-            if not self.behind[chunk.parent]:
-                del self.behind[chunk.parent]
-            prefix, self.pool.prefix_of[number] = self.pool.prefix_of[number], None
-            self.pool.block_of.pop(prefix, None)
+        for filling in {move.filling for move in moves if not move.filling.dropped}:
+            filling.dropped = True
+            self.cache.counts["dropped_blocks"] += 1
 
     def finished(self, request):
-        """Hold nothing of a request; its chunks are the most recently used, their end evicted first."""
+        """Hold nothing of a request; its blocks are the most recently used, their end evicted first."""
         if filling := self.requests.pop(request, None):
-            self.close_chunk(filling)
-            held = [self.pool.block_of[prefix] for prefix in filling.chain if prefix in self.pool.block_of]
-            self.pool.share(held)
-            self.pool.release(held)
+            self.close_block(filling)
+        held = self.pool.find(request.chain)
+        self.pool.share(held)
+        self.pool.release(held)
 
     # What is stored comes to host memory first
 
@@ -228,51 +169,42 @@ class ChunkStore:
         return [place for place in places if isinstance(place, Stored)]
 
     def seconds_to_read(self, places: list) -> float:
-        return self.storage.seconds(self.stored(places), self.chunk_bytes) if self.storage else 0.0
+        return self.storage.seconds(self.stored(places), self.pool.block_bytes) if self.storage else 0.0
 
     def bring(self, request, start: int, places: list) -> tuple[list[int], list[list[Transfer]]]:
         """Reference what `find` has found from token `start` on, and read what is stored, part by part. ->
-        the chunks' numbers, and for each part the reads that must be over before."""
-        stored, numbers, chunks = self.stored(places), [], []
+        the blocks' numbers, and for each part the reads that must be over before."""
+        stored, chain = self.stored(places), request.chain[start // self.pool.block_size :]
         self.pool.share([place for place in places if isinstance(place, int)])
-        fresh = iter(self.pool.allocate(len(stored)))
-        for index, place in enumerate(places, start // CHUNK):
-            if isinstance(place, Stored):
-                parent, _, tokens = self.piece(request, index)
-                chunks.append(Chunk(place := next(fresh), parent, tokens))
-            numbers.append(place)
-        into = [chunk.number for chunk in chunks]
-        reads = [[] for _ in self.parts]
+        into = self.pool.allocate(len(stored))
+        fresh, reads = iter(into), [[] for _ in self.parts]
+        numbers = [next(fresh) if isinstance(place, Stored) else place for place in places]
         if stored:
             for part, memory in enumerate(self.arrays):
                 reads[part] = self.storage.read(stored, [memory[number] for number in into], part)
-            then = partial(self.brought, chunks)
+            prefix_of = {block: prefix for block, prefix in zip(numbers, chain) if block in into}
+            then = partial(self.brought, prefix_of)
             self.cache.hold(f"read {into[0]}", sum(reads, []), (self.pool, into), then=then)
         return numbers, reads
 
-    def brought(self, chunks: list[Chunk], arrived: bool):
-        """Chunks have been read: the next request finds them in host memory."""
-        for chunk in chunks if arrived else ():
-            self.arrived(chunk, CHUNK)
-
-
-def common(one: list[int], other: list[int]) -> int:
-    """How many tokens at the beginning of both are the same."""
-    return len(one) if one == other[: len(one)] else sum(1 for _ in takewhile(bool, map(eq, one, other)))
+    def brought(self, prefix_of: dict, arrived: bool):
+        """Blocks have been read: the next request finds them in host memory."""
+        for block, prefix in prefix_of.items() if arrived else ():
+            self.register(block, prefix)
 
 
 # 2. Chunks in storage --------------------------------------------------------------------------
 
 class Stored(NamedTuple):
-    """Where a full chunk is: keys of its parts."""
+    """Where a chunk is: keys of its parts."""
 
     storage: "Storage"
     keys: list[bytes]
 
 
 class StoredChunks:
-    """Full chunks in one or several Storages, a value for each part. Which has which, each of them knows
-    without asking its back end. What is damaged or gone, is computed."""
+    """Chunks in one or several Storages, a value for each part. Which has which, each of them knows without
+    asking its back end. What is damaged or gone, is computed."""
 
     def __init__(self, *storages: "Storage"):
         self.storages, self.turn = storages, cycle(storages)  # round-robin
@@ -281,11 +213,11 @@ class StoredChunks:
         for storage in self.storages:
             storage.open(wake)
 
-    def keys(self, prefix, parts: int) -> list[bytes]:
-        return [prefix.key[:30] + part.to_bytes(2, "little") for part in range(parts)]
+    def keys(self, key: bytes, parts: int) -> list[bytes]:
+        return [key[:30] + part.to_bytes(2, "little") for part in range(parts)]
 
-    def find(self, prefix, parts: int = 1) -> Stored | None:
-        keys = self.keys(prefix, parts)
+    def find(self, key: bytes, parts: int = 1) -> Stored | None:
+        keys = self.keys(key, parts)
         for storage in self.storages:
             if storage.has(keys):
                 return Stored(storage, keys)
@@ -299,15 +231,15 @@ class StoredChunks:
         label = label or f"part {part}"
         return [storage.get(keys[storage], places[storage], label) for storage in keys]
 
-    def write(self, prefix, parts: list[numpy.ndarray]) -> Transfer | None:
-        """Keep a full chunk, in the background -> a Transfer; None if it is kept already, or the storage
+    def write(self, key: bytes, parts: list[numpy.ndarray]) -> Transfer | None:
+        """Keep a chunk, in the background -> a Transfer; None if it is kept already, or the storage
         whose turn it is falls behind."""
-        if self.find(prefix, len(parts)):
+        if self.find(key, len(parts)):
             return None
         storage = next(self.turn)
         if storage.writer.hangs or storage.writer.jobs.qsize() >= BACKLOG:
             return None
-        return storage.set(self.keys(prefix, len(parts)), parts)
+        return storage.set(self.keys(key, len(parts)), parts)
 
     def seconds(self, chunks: list[Stored], size: int) -> float:
         """Estimate until so many chunks of `size` bytes have been read."""

@@ -21,9 +21,9 @@ from support.engines import (
 from common import store
 from common.link import LATENCY, Bandwidth, Lane, Trace, Transfer, TransferError
 from common.requests import HungUp, Request
-from common.store import CHUNK, ModelledStorage, StoredChunks
+from common.store import ModelledStorage, StoredChunks
 
-ORACLE = Oracle()
+ORACLE, CHUNK = Oracle(), both.CHUNK
 PROMPT = draw(random.Random(0), 400)  # 6 chunks, 384 tokens, and 16 more
 BYTES = 64 * 3 * 2 * 2 * 16 * 4  # of a chunk
 

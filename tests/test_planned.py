@@ -28,8 +28,8 @@ ORACLE = Oracle()
 PROMPT = draw(random.Random(0), 150)
 
 
-def engine_for(plan="RHK", storage=None, chunks=64, bandwidth=2e9, model=None, **options):
-    cache = planned.PlannedCache(chunks, bandwidth, storage, plan)
+def engine_for(plan="RHK", storage=None, blocks=256, bandwidth=2e9, model=None, **options):
+    cache = planned.PlannedCache(blocks, bandwidth, storage, plan)
     return make(cache, 64, model=model, **options), cache
 
 
@@ -105,16 +105,16 @@ def test_every_plan_gives_the_same_tokens(plan, kv_heads):
     for turn in range(3):
         request = ask(engine, talk, 6)
         assert oracle.judge(request) == "equal"
-        assert request.found.get("cpu", 0) == (len(talk) - 6 if turn else 0), "all but what is new"
+        assert request.found.get("cpu", 0) == ((len(talk) - 6) // 4 * 4 if turn else 0), "all but what is new"
         talk = request.tokens + draw(random.Random(turn), 5)
         evict(engine)
     check_pools(engine)
 
 
 def test_a_plan_keeps_only_what_it_needs():
-    states, kv = 64 * 64 * 4, 64 * 2 * 32 * 4  # bytes of a chunk's states, and of its K and V, in a layer
+    states, kv = 16 * 64 * 4, 16 * 2 * 32 * 4  # bytes of a block's states, and of its K and V, in a layer
     for plan, size in dict(HHH=3 * states, RHH=2 * states, RRK=kv, HKK=states + 2 * kv).items():
-        assert engine_for(plan)[1].store.chunk_bytes == size
+        assert engine_for(plan)[1].store.pool.block_bytes == size
 
 
 def test_all_states_travel_before_k_and_v_and_recomputing_comes_first():
@@ -150,10 +150,10 @@ def test_recomputing_pauses_between_portions_while_others_decode():
     engine.generate([])
     while decoding.outcome is None or back.outcome is None:
         engine.step()
-    assert ORACLE.judge(decoding) == ORACLE.judge(back) == "equal" and back.found == {"cpu": 150}
+    assert ORACLE.judge(decoding) == ORACLE.judge(back) == "equal" and back.found == {"cpu": 144}
 
 
-def test_a_new_plan_is_taken_if_it_is_a_tenth_better_twice_and_the_old_chunks_are_still_found(monkeypatch):
+def test_a_new_plan_is_taken_if_it_is_a_tenth_better_twice_and_the_old_blocks_are_still_found(monkeypatch):
     costs = Costs(9.0, 1.0, 1.0, 2.0, 0.0)
     monkeypatch.setattr(planned.PlannedCache, "costs", lambda cache, start, end: costs)
     engine, cache = engine_for("best")
@@ -173,18 +173,18 @@ def test_a_new_plan_is_taken_if_it_is_a_tenth_better_twice_and_the_old_chunks_ar
     assert second.letters == "KKK" and cache.stores == [second, first]
     evict(engine)
     request = ask(engine, PROMPT + [3])
-    assert request.found == {"cpu": 150} and ORACLE.judge(request) == "equal", "kept by the plan before"
+    assert request.found == {"cpu": 144} and ORACLE.judge(request) == "equal", "kept by the plan before"
     other = draw(random.Random(4), 100)
     ask(engine, other, 1)
     evict(engine)
-    assert ask(engine, other + [3]).found == {"cpu": 100}, "kept by the new one"
+    assert ask(engine, other + [3]).found == {"cpu": 96}, "kept by the new one"
     settle(engine)
     costs = Costs(9.0, 1.0, 1.0, 2.0, 0.0)
     cache.idle()
     cache.idle()
-    assert cache.stores == [first, second], "the plan before is taken again, with its chunks"
+    assert cache.stores == [first, second], "the plan before is taken again, with its blocks"
     evict(engine)
-    assert ask(engine, PROMPT + [3]).found == {"cpu": 150}
+    assert ask(engine, PROMPT + [3]).found == {"cpu": 144}
     settle(engine)
     check_pools(engine)
 
@@ -194,11 +194,13 @@ def test_estimates_follow_what_restorations_took():
     ask(engine, PROMPT, 1)
     settle(engine)
     cache.question = 9.0  # seconds: it follows in either case
-    match = cache.match(Request(PROMPT + [3], 1))
-    kv = 3 * 150 * 2 * 32 * 4 / 1e7
+    request = Request(PROMPT + [3], 1)
+    engine.extend(request)
+    match = cache.match(request)
+    kv = 3 * 144 * 2 * 32 * 4 / 1e7
     assert match.seconds == pytest.approx(kv, rel=0.05)
     cache.paces.append(3.0)
-    assert cache.match(Request(PROMPT + [3], 1)).seconds == pytest.approx(3 * kv, rel=0.05)
+    assert cache.match(request).seconds == pytest.approx(3 * kv, rel=0.05)
 
 
 @pytest.mark.parametrize("plan", ["RHK", "KKK"])
@@ -207,7 +209,7 @@ def test_plans_in_files_are_names_of_their_own(plan, tmp_path):
     settle(engine)
     again = engine_for(plan, chunk_files(tmp_path))[0]
     request = ask(again, PROMPT + [3])
-    assert request.found == ({"disk": 128} if plan == "RHK" else {}) and ORACLE.judge(request) == "equal"
+    assert request.found == ({"disk": 144} if plan == "RHK" else {}) and ORACLE.judge(request) == "equal"
 
 
 def test_what_is_there_is_projected_before_a_later_layer_is_waited_for(tmp_path):

@@ -7,10 +7,10 @@ import pytest
 from support.engines import BANDWIDTH, Oracle, ask, check_pools, draw, evict, make, settle
 
 from benchmarks import variants
-from common.store import CHUNK
 
 ORACLE = Oracle()
-PROMPT = draw(random.Random(3), 2 * CHUNK + 40)
+HISTORY = 128  # tokens
+PROMPT = draw(random.Random(3), HISTORY + 40)
 
 
 def goes_on(cache, pools=("device",)):
@@ -22,7 +22,7 @@ def goes_on(cache, pools=("device",)):
         settle(engine)
         for pool in pools:
             engine.evict(pool)
-        last = ask(engine, PROMPT[: 2 * CHUNK] + draw(rng, 20))
+        last = ask(engine, PROMPT[:HISTORY] + draw(rng, 20))
         assert ORACLE.judge(last) in ("equal", "tie")
     settle(engine)
     evict(engine)
@@ -33,20 +33,20 @@ def goes_on(cache, pools=("device",)):
 
 @pytest.mark.parametrize("kind", [variants.Direct, variants.DirectToFile])
 def test_what_is_saved_without_a_snapshot_comes_back(kind):
-    cache = kind(32, BANDWIDTH)
-    assert goes_on(cache).found == {"cpu": 2 * CHUNK}
-    assert cache.counts["dropped_chunks"] == 0 and cache.counts["bytes_out"] > 0
+    cache = kind(128, BANDWIDTH)
+    assert goes_on(cache).found == {"cpu": HISTORY}
+    assert cache.counts["dropped_blocks"] == 0 and cache.counts["bytes_out"] > 0
 
 
-def test_direct_saving_copies_each_run_and_layer_and_writes_it_where_the_chunk_is():
-    engine = make(cache := variants.DirectToFile(8, BANDWIDTH), 64)
-    ask(engine, PROMPT[:CHUNK], 3)  # the states of 2 tokens that are decoded, each in a step of its own
+def test_direct_saving_copies_each_run_and_layer_and_writes_it_where_the_block_is():
+    engine = make(cache := variants.DirectToFile(32, BANDWIDTH), 64)
+    ask(engine, PROMPT[:16], 3)  # the states of 2 tokens that are decoded, each in a step of its own
     settle(engine)
     assert cache.counts["copies_out"] == 3 * len(cache.store.parts)
     cache.file.seek(0)
-    written = numpy.frombuffer(cache.file.read().ljust(8 * CHUNK * cache.row_bytes, b"\0"), numpy.int32)
-    written = written.reshape(len(cache.store.parts), 8, CHUNK, -1)
-    (full,) = [number for number, chunk in cache.store.chunks.items() if chunk.filled == CHUNK]
+    written = numpy.frombuffer(cache.file.read().ljust(32 * 16 * cache.row_bytes, b"\0"), numpy.int32)
+    written = written.reshape(len(cache.store.parts), 32, 16, -1)
+    (full,) = cache.store.pool.block_of.values()
     for layer, kept in enumerate(cache.store.arrays):
         assert written[layer, full].any() and numpy.array_equal(written[layer, full], kept[full])
     engine.close()
@@ -57,19 +57,19 @@ SPLITS = [(0, 128), (1, 128), (64, 128), (100, 128), (0, 70), (0, 64), (30, 90),
 
 @pytest.mark.parametrize("first, last", SPLITS)
 def test_divided_tokens_come_back(first, last):
-    cache = variants.TokenWise(32, BANDWIDTH, 3, first, last)
+    cache = variants.TokenWise(128, BANDWIDTH, 3, first, last)
     request = goes_on(cache)
-    assert request.found == {"cpu": 2 * CHUNK}
+    assert request.found == {"cpu": HISTORY}
     config, size = cache.model.config, cache.model.dtype.itemsize
-    kv = config.kv_numbers_per_token // 3 * size * (2 * CHUNK - last)
+    kv = config.kv_numbers_per_token // 3 * size * (HISTORY - last // 16 * 16)  # whole blocks
     states = (last - first) * config.hidden_size * size
     assert cache.counts["bytes_in"] == 2 * 2 * (kv + states), "of two layers, twice"
 
 
 def test_throttled_directories_bring_back_what_they_hold(tmp_path):
     storage = variants.throttled([tmp_path / "1", tmp_path / "2"], 1e9)
-    cache = variants.PlannedCache(32, BANDWIDTH, storage, "RHK")
-    assert goes_on(cache, ("device", "host")).found == {"disk": 2 * CHUNK}
+    cache = variants.PlannedCache(128, BANDWIDTH, storage, "RHK")
+    assert goes_on(cache, ("device", "host")).found == {"disk": HISTORY}
     assert all(each.speeds and each.speed() <= 1e9 for each in storage.storages), "both were read"
 
 

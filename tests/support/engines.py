@@ -30,8 +30,8 @@ CACHES = {
     "none": lambda blocks: Cache(),
     "host": lambda blocks: offload.HostCache(4 * blocks, BANDWIDTH),
     "hidden": lambda blocks: hidden.HiddenCache(4 * blocks, BANDWIDTH),
-    "planned": lambda blocks: planned.PlannedCache(4 * blocks, BANDWIDTH, plan="RHK"),
-    "files": lambda blocks: hidden.HiddenCache(-(-blocks // 4), BANDWIDTH, chunk_files()),
+    "planned": lambda blocks: planned.PlannedCache(16 * blocks, BANDWIDTH, plan="RHK"),
+    "files": lambda blocks: hidden.HiddenCache(blocks, BANDWIDTH, chunk_files()),
     "both": lambda blocks: both.BidirectionalCache(modelled(blocks), share=0.5, memory=1e5),
     "both, files": lambda blocks: both.BidirectionalCache(chunk_files(), share=0.0, memory=4e5),
     "tiered": lambda blocks: tiered(blocks, "wait_complete", "write_through"),
@@ -74,7 +74,7 @@ def tiny_model(seed: int = 0, kv_heads: int = 2, device: str = "cpu", on_host=Fa
     model = plain_model(seed, kv_heads)
     model.digest = bytes([seed]) * 32
     if on_host:
-        checkpoint.layers_on_host(model, device)
+        hybrid.layers_on_host(model, device)
         return model
     model = model.to(device)
     model.device = torch.device(device)
@@ -229,15 +229,15 @@ def steps_of(engine, prompt) -> list[str]:
 def wrong_rows(engine) -> list[tuple]:
     """Hidden states in host memory that can be found, and are not what the model computes."""
     wrong, store = [], getattr(engine.cache, "store", None)
-    for chunk in store.chunks.values() if store else ():
-        prefix, tokens = chunk.parent, chunk.tokens[: chunk.filled]
+    for prefix, block in store.pool.block_of.items() if store else ():
+        tokens = []
         while prefix.parent is not None:
             prefix, tokens = prefix.parent, [*prefix.tokens, *tokens]
         runner, inputs = paged.Runner(engine.model, 32), []
         request = Request(tokens, 1, table=runner.pool.allocate(runner.pool.num_blocks(len(tokens))))
         runner.forward([(request, len(tokens))], lambda *given, inputs=inputs: inputs.append(given[1]))
         for part, layer in zip(store.parts, engine.cache.layers):
-            rows = inputs[layer][-chunk.filled :, engine.cache.columns]  # on ranks some of them
-            far = (part[chunk.number, : chunk.filled] - rows).abs().amax(-1)
-            wrong += [(chunk.number, layer, row) for row in (far > 1e-2).nonzero().flatten().tolist()]
+            rows = inputs[layer][-store.pool.block_size :, engine.cache.columns]  # on ranks some of them
+            far = (part[block] - rows).abs().amax(-1)
+            wrong += [(block, layer, row) for row in (far > 1e-2).nonzero().flatten().tolist()]
     return wrong
