@@ -31,8 +31,8 @@ def test_in_conversations_almost_all_that_was_there_is_found(bench):
         assert 0 < systems["transformers"]["found"] < systems["03"]["found"]
         for name in ("04", "05", "06", "07"):
             assert systems[name]["restored"] and systems[name]["found"] > systems["02"]["found"]
-        for name in ("04", "05"):
-            assert systems[name]["found"] > 0.95 * row["could_be_found"]
+        for name in ("03", "04", "05"):
+            assert systems[name]["found"] > 0.9 * row["could_be_found"], "all full blocks"
 
 
 def test_requests_that_arrive_are_all_accounted_for(bench, monkeypatch):
