@@ -318,6 +318,37 @@ def test_prefetches_hold_half_of_host_memory_at_most():
             engine.step()
 
 
+def test_a_second_prefetch_waits_for_the_places_of_the_first():
+    shelf, rng = Shelf(), random.Random(0)
+    prompts = draw(rng, 100), draw(rng, 80)
+    with engine_on(shelf, host=10) as engine:
+        for prompt in prompts:
+            right(engine, prompt)
+        forget(engine)
+        asked = engine.generate([Request(prompt, 2) for prompt in prompts])
+        assert [request.found for request in asked] == [{"storage": 96}, {"storage": 64}]
+
+
+def test_what_storage_says_too_late_is_not_read():
+    """Under both_ends: the request has begun to compute."""
+    shelf, prompt = Shelf(), draw(random.Random(0), 200)
+    with engine_on(shelf, "both_ends", "write_back") as engine:
+        right(engine, prompt)
+        forget(engine)
+        shelf.asked.clear()
+        exists, shelf.exists = shelf.exists, lambda keys: shelf.open.wait(60) and exists(keys)
+        shelf.open.clear()
+        engine.submit(request := Request(prompt, 99))
+        engine.step()
+        request.patience = 0.0
+        while len(request.new) < 2:
+            engine.step()
+        shelf.open.set()
+        while request.outcome is None or engine.busy:
+            engine.step()
+        assert request.found == {} and not shelf.asked
+
+
 # 4. Storage ------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("layout", tiers.LAYOUTS)
