@@ -33,21 +33,22 @@ class ModelError(ValueError):
 
 
 def keep_freed_memory():
-    """What is freed stays with the process, up to 1 GiB. Else glibc may give it back to the system after each layer, and the next
-    one has every page of it faulted in again: decode steps of eight requests then took ten times as long, now and then."""
+    """What is freed stays with the process, up to 1 GiB. Else glibc may give it back to the system after each
+    layer, and the next one has every page of it faulted in again: now and then, decode steps took ten times
+    as long."""
     with suppress(AttributeError, OSError, TypeError):          # not glibc
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-1, 1 << 30)                                    # M_TRIM_THRESHOLD
-        mallopt(-3, 32 << 20)                                   # M_MMAP_THRESHOLD: the largest that glibc takes
+        mallopt(-3, 32 << 20)        # M_MMAP_THRESHOLD: the largest that glibc takes
 
 
-def load(name: str, dtype: str = "auto", device: str = "auto", reorder: bool = True, seed: int = 0, on_host: bool = False,
+def load(name: str, dtype: str = "auto", device: str = "auto", reorder: bool = True, on_host: bool = False,
          division=None):
     """-> (Llama, tokenizer, end tokens: the ids after which an answer is over). Raises ModelError.
 
     `dtype` is auto, float32, bfloat16 or float16; `device` auto, cpu or cuda. `reorder=False` keeps the plain
-    weights on a CPU; `seed` is that of random weights. With `on_host` they stay in host memory, plain, whatever the device
-    (chapter 08). `division`: take only a rank's part of it (chapter 09)."""
+    weights on a CPU; `on_host` in host memory, plain, whatever the device (chapter 08). `division`: take only
+    a rank's part of it (chapter 09)."""
     device = pick_device(device)
     keep_freed_memory()
     place = "cpu" if on_host else device
@@ -55,8 +56,8 @@ def load(name: str, dtype: str = "auto", device: str = "auto", reorder: bool = T
         from tools import random_models
         config, dtype = random_models.random_config(name), pick_dtype(dtype, device, None)
         model = allocate(config, dtype, place, name, division)
-        random_models.fill_at_random(model, seed, config, division)
-        digest = hashlib.sha256(f"{name} {seed}".encode())
+        random_models.fill_at_random(model, 0, config, division)
+        digest = hashlib.sha256(name.encode())
         tokenizer = random_models.byte_tokenizer(config.vocab_size)
         end_tokens = {tokenizer.eos_token_id}
     else:
@@ -97,7 +98,7 @@ def pick_dtype(dtype: str, device: str, raw_config: dict | None) -> torch.dtype:
     return DTYPES[dtype]
 
 
-# Finding the files ---------------------------------------------------------------------------------------------
+# Finding the files ------------------------------------------------------------------------------------------
 
 def find_folder(name: str) -> Path:
     """A name as the user typed it -> a local folder, downloading from the hub if need be."""
@@ -107,14 +108,16 @@ def find_folder(name: str) -> Path:
         return Path(name)
     repository = ALIASES.get(name, name)
     if repository.count("/") != 1 or repository.startswith((".", "/", "~")):
-        raise ModelError(f"No model {name!r}: there is no such folder, and a model on the hub is named OWNER/NAME. " + OFFLINE)
+        raise ModelError(f"No model {name!r}: there is no such folder, and a model on the hub is named "
+                         f"OWNER/NAME. {OFFLINE}")
     from huggingface_hub import snapshot_download
     wanted = dict(allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja"], ignore_patterns=["*/*"])
     try:                                    # without a network this is what the cache holds
         return Path(snapshot_download(repository, **wanted))
     except Exception as error:              # the hub's client lets its HTTP library's own errors through
         raise ModelError(f"{repository} is not in the local cache and could not be downloaded "
-                         f"({type(error).__name__}: {' '.join(str(error).split())[:160]}). {OFFLINE}") from None
+                         f"({type(error).__name__}: {' '.join(str(error).split())[:160]}). "
+                         f"{OFFLINE}") from None
 
 
 def read_json(path: Path) -> dict:
@@ -136,15 +139,18 @@ def weight_files(folder: Path) -> list[Path]:
             raise ModelError(f"{index} must map tensors to files, in its weight_map.")
         wanted = {str(name) for name in names.values()}
     if not wanted:
-        raise ModelError(f"{folder} has no *.safetensors; other weights are not read, since a pickle can run code.")
+        raise ModelError(f"{folder} has no *.safetensors; other weights are not read, since a pickle can run "
+                         "code.")
     if missing := wanted - set(files):
-        raise ModelError(f"{folder} lacks {min(missing)!r}, which its index names; copy or download it again.")
+        raise ModelError(f"{folder} lacks {min(missing)!r}, which its index names; copy or download it "
+                         "again.")
     return [files[name] for name in sorted(wanted)]
 
 
 def read_tokenizer(folder: Path):
     if not (folder / "tokenizer.json").exists() and not (folder / "tokenizer.model").exists():
-        raise ModelError(f"{folder} has no tokenizer.json or tokenizer.model; copy the tokenizer's files there.")
+        raise ModelError(f"{folder} has no tokenizer.json or tokenizer.model; copy the tokenizer's files "
+                         "there.")
     settings = folder / "tokenizer_config.json"
     kind = read_json(settings).get("tokenizer_class") if settings.exists() else None
     if kind in ("PreTrainedTokenizerFast", "TokenizersBackend") and (folder / "tokenizer.json").exists():
@@ -161,14 +167,15 @@ def read_tokenizer(folder: Path):
 
 
 def read_end_tokens(folder: Path, config: dict, tokenizer) -> set[int]:
-    """What the tokenizer, config.json and generation_config.json name as end of text; each may name several."""
+    """What the tokenizer, config.json and generation_config.json name as end of text, a token or several."""
     generation = folder / "generation_config.json"
     named = [tokenizer.eos_token_id, config.get("eos_token_id"),
              read_json(generation).get("eos_token_id") if generation.exists() else None]
-    return {token for ids in named for token in (ids if isinstance(ids, list) else [ids]) if isinstance(token, int)}
+    tokens = sum((ids if isinstance(ids, list) else [ids] for ids in named), [])
+    return {token for token in tokens if isinstance(token, int)}
 
 
-# Filling the model ---------------------------------------------------------------------------------------------
+# Filling the model ------------------------------------------------------------------------------------------
 
 def allocate(config: LlamaConfig, dtype: torch.dtype, device: str, name: str, division=None) -> Llama:
     """Room for the weights, after a look at whether there is any."""
@@ -181,8 +188,8 @@ def allocate(config: LlamaConfig, dtype: torch.dtype, device: str, name: str, di
     size = sum(tensor.numel() for tensor in (*shape.parameters(), *shape.buffers())) * dtype.itemsize
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else free_host_memory()
     if size > free:
-        raise ModelError(f"{name} takes {size / 1e9:.1f} GB in {str(dtype)[6:]} and {free / 1e9:.1f} GB are free; "
-                         "choose a smaller model or a 16-bit --dtype.")
+        raise ModelError(f"{name} takes {size / 1e9:.1f} GB in {str(dtype)[6:]} and {free / 1e9:.1f} GB are "
+                         "free; choose a smaller model or a 16-bit --dtype.")
     model = Llama(config, dtype, device)
     if division:
         division.divide(model)
@@ -199,7 +206,8 @@ def free_host_memory() -> float:
 
 
 def fill_from_files(model: Llama, files: list[Path], digest, config: LlamaConfig, division=None):
-    """Copy every tensor to its place, and its name and bytes into `digest`. `division`: copy a rank's part (chapter 09)."""
+    """Copy every tensor to its place, and its name and bytes into `digest`. `division`: copy a rank's part
+    (chapter 09)."""
     places, tied = model.weights(), config.tie_word_embeddings
     shapes = {name: whole.shape for name, whole in Llama(config, model.dtype, "meta").weights().items()}
     bar = tqdm(total=len(places), desc="loading", unit="tensor", delay=1, leave=False)
@@ -229,8 +237,10 @@ def fill_from_files(model: Llama, files: list[Path], digest, config: LlamaConfig
                     del tensor
                 bar.update()
         except (SafetensorError, OSError) as error:
-            raise ModelError(f"{path} is not a whole safetensors file ({error}); copy or download it again.") from None
+            raise ModelError(f"{path} is not a whole safetensors file ({error}); copy or download it "
+                             "again.") from None
     bar.close()
     if places:
-        raise ModelError(f"{files[0].parent} lacks the tensor {next(iter(places))}"
-                         + (f" and {len(places) - 1} more" if len(places) > 1 else "") + "; its weights are incomplete.")
+        more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+        raise ModelError(f"{files[0].parent} lacks the tensor {next(iter(places))}{more}; its weights are "
+                         "incomplete.")

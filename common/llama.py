@@ -56,22 +56,24 @@ def _take(config: dict, name: str, default=None, kinds=(int,)):
 
 
 def _take_rope(config: dict, context: int) -> tuple[float, dict]:
-    """Take theta and the scaling out of `config`, with the precedence of transformers, whose version 5 puts both in
-    rope_parameters."""
+    """Take theta and the scaling out of `config`, with the precedence of transformers, whose version 5 puts
+    both in rope_parameters."""
     scaling, parameters = config.pop("rope_scaling", None), config.pop("rope_parameters", None)
     name, rope = ("rope_scaling", scaling) if scaling else ("rope_parameters", parameters or {})
     _require(isinstance(rope, dict), f"{name} must be an object, not {rope!r}")
     rope, outside = dict(rope), config.pop("rope_theta", None)
-    original = config.pop("original_max_position_embeddings", None)
+    before = config.pop("original_max_position_embeddings", None)
     theta = _take(rope, "rope_theta", outside or 10000.0, (int, float))
     older = rope.pop("type", None)
     kind = rope.pop("rope_type", None) or older or "default"
     _require(kind in _ROPE_FIELDS, f"{name} of type {kind!r} is not supported; linear and llama3 are")
     if kind == "llama3":
-        rope["original_max_position_embeddings"] = original or rope.get("original_max_position_embeddings") or context
-    fields = {field_name: _take(rope, field_name, None, (int, float)) for field_name in _ROPE_FIELDS[kind]}
+        before = before or rope.get("original_max_position_embeddings")
+        rope["original_max_position_embeddings"] = before or context
+    fields = {each: _take(rope, each, None, (int, float)) for each in _ROPE_FIELDS[kind]}
     for other, value in rope.items():
-        _require(other in _ROPE_FIELDS["llama3"] or value in (None, 1.0), f"{name}.{other} = {value!r} is not supported")
+        fine = other in _ROPE_FIELDS["llama3"] or value in (None, 1.0)
+        _require(fine, f"{name}.{other} = {value!r} is not supported")
     return float(theta), {} if kind == "default" else {"rope_type": kind, **fields}
 
 
@@ -109,23 +111,24 @@ class LlamaConfig:
                  "layer_types other than full_attention are not supported")
         _require(config.pop("hidden_act", "silu") == "silu", "hidden_act must be silu")
 
-        attention_bias = bool(config.pop("attention_bias", False))
-        heads, hidden = _take(config, "num_attention_heads"), _take(config, "hidden_size")
-        context = _take(config, "max_position_embeddings", 2048)
-        theta, scaling = _take_rope(config, context)
-        known = dict(
-            vocab_size=_take(config, "vocab_size"), hidden_size=hidden, num_attention_heads=heads,
-            intermediate_size=_take(config, "intermediate_size"), num_hidden_layers=_take(config, "num_hidden_layers"),
-            num_key_value_heads=_take(config, "num_key_value_heads", heads), head_dim=_take(config, "head_dim", hidden // heads),
-            max_position_embeddings=context, rms_norm_eps=float(_take(config, "rms_norm_eps", 1e-6, (int, float))),
-            rope_theta=theta, rope_scaling=scaling, qkv_bias=attention_bias or family == "qwen2",
-            output_bias=attention_bias and family != "qwen2", mlp_bias=bool(config.pop("mlp_bias", False)),
-            tie_word_embeddings=bool(config.pop("tie_word_embeddings", False)))
-        _require(heads % known["num_key_value_heads"] == 0, "num_attention_heads must be a multiple of num_key_value_heads")
+        names = "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
+        known = {name: _take(config, name) for name in names}
+        heads = known["num_attention_heads"]
+        known["num_key_value_heads"] = kv_heads = _take(config, "num_key_value_heads", heads)
+        known["head_dim"] = head_dim = _take(config, "head_dim", known["hidden_size"] // heads)
+        known["max_position_embeddings"] = context = _take(config, "max_position_embeddings", 2048)
+        known["rms_norm_eps"] = float(_take(config, "rms_norm_eps", 1e-6, (int, float)))
+        known["rope_theta"], known["rope_scaling"] = _take_rope(config, context)
+        for name in "mlp_bias", "tie_word_embeddings":
+            known[name] = bool(config.pop(name, False))
+        bias = bool(config.pop("attention_bias", False))
+        known.update(qkv_bias=bias or family == "qwen2", output_bias=bias and family != "qwen2")
+        _require(heads % kv_heads == 0, "num_attention_heads must be a multiple of num_key_value_heads")
         _require(known["num_hidden_layers"] <= 1024, "num_hidden_layers must be at most 1024")
-        _require(known["head_dim"] % 2 == 0, f"head_dim must be even, not {known['head_dim']}")
-        for name, value in config.items():               # whatever is left and says something is refused by name
-            _require(name in _HARMLESS or value in (None, False, 0, "", [], {}), f"{name} = {value!r} is not supported")
+        _require(head_dim % 2 == 0, f"head_dim must be even, not {head_dim}")
+        for name, value in config.items():  # whatever is left and says something is refused by name
+            fine = name in _HARMLESS or value in (None, False, 0, "", [], {})
+            _require(fine, f"{name} = {value!r} is not supported")
         return cls(**known)
 
     @property
@@ -135,11 +138,11 @@ class LlamaConfig:
 
 
 class Linear(nn.Module):
-    """y = x W^T + b. On a CPU the weight can be reordered once (`reorder`) into oneDNN's own layout, and the plain weight is then
-    released. Decode's one-row products only stream through the weight; two things help them:
+    """y = x W^T + b. On a CPU the weight can be reordered once (`reorder`) into oneDNN's own layout, and the
+    plain weight is then released. Decode's one-row products only stream through the weight; two things help:
     - oneDNN streams faster through four rows than through one, so fewer are filled up with zeros;
-    - a small weight, for which the call into oneDNN costs more than it saves, is kept in a second layout too, which doubles its
-      memory, in one piece for each thread there is now: one thread does one small product, all of them do a batch."""
+    - a small weight, for which the call into oneDNN costs more than it saves, is kept in a second layout too,
+      one piece a thread: one thread does one small product, all of them do a batch."""
     SMALL = 1 << 20            # numbers
     FEWEST_ROWS = 4
 
@@ -152,8 +155,9 @@ class Linear(nn.Module):
     def forward(self, x):                                              # [T, inputs] -> [T, outputs]
         if self.reordered is not None:
             return self.multiply_reordered(x)
-        if x.dtype == torch.bfloat16 and x.shape[0] > 8 and x.device.type == "cpu" and not cpu_multiplies_bfloat16():
-            # Without the instructions, bfloat16 products of many rows run a hundred times slower than float32 ones.
+        many_on_cpu = x.dtype == torch.bfloat16 and x.shape[0] > 8 and x.device.type == "cpu"
+        if many_on_cpu and not cpu_multiplies_bfloat16():
+            # Without the instructions these products run a hundred times slower than those in float32
             bias = None if self.bias is None else self.bias.float()
             return F.linear(x.float(), self.weight.float(), bias).bfloat16()
         return F.linear(x, self.weight, self.bias)
@@ -161,20 +165,20 @@ class Linear(nn.Module):
     def multiply_reordered(self, x):
         rows = x.shape[0]
         if rows == 1 and self.pieces is not None:
-            out = torch.bmm(x.expand(len(self.pieces), 1, -1), self.pieces).view(1, -1)          # [1, outputs]
+            out = torch.bmm(x.expand(len(self.pieces), 1, -1), self.pieces).view(1, -1)  # [1, outputs]
             return out if self.bias is None else out + self.bias
         if rows < self.FEWEST_ROWS:
             x = F.pad(x, (0, 0, 0, self.FEWEST_ROWS - rows))           # [FEWEST_ROWS, inputs]
         return torch.ops.mkldnn._linear_pointwise(x, self.reordered, self.bias, "none", [], "")[:rows]
 
     def reorder(self):
-        """Move the weight into the faster layouts. Nothing changes off the CPU, or where the operator is missing or declines."""
+        """Move the weight into the faster layouts, on a CPU, if the operator is there and takes it."""
         if self.weight.device.type != "cpu" or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
             return
         weight = self.weight.detach()
         try:
             self.reordered = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-        except RuntimeError:                                           # a dtype that this processor has no kernel for
+        except RuntimeError:                # a dtype that this processor has no kernel for
             return
         self.weight = None
         if weight.numel() < self.SMALL and weight.dtype == torch.float32:
@@ -194,7 +198,7 @@ class Rotary(nn.Module):
 
     def __init__(self, config: LlamaConfig, **where):
         super().__init__()
-        if where["device"] == "meta":              # only its size is asked for; for products there PyTorch imports half of itself
+        if where["device"] == "meta":       # only its size is asked for; products there take long to import
             shape = config.max_position_embeddings, 2, config.head_dim
             self.register_buffer("table", torch.empty(shape, **where), persistent=False)
             return
@@ -212,7 +216,7 @@ class Rotary(nn.Module):
 def rotate(x, rotation):
     """q or k [T, H, hd], turned by what `Rotary` gave for its T positions -> [T, H, hd]."""
     cos, sin = rotation                                                # [T, 1, hd] each
-    swapped = x.roll(x.shape[-1] // 2, dims=-1)                        # [T, H, hd], each number at its partner's place
+    swapped = x.roll(x.shape[-1] // 2, dims=-1)             # [T, H, hd], each number at its partner's place
     return torch.addcmul(x * cos, swapped, sin)
 
 
@@ -249,21 +253,21 @@ class Layer(nn.Module):
         self.down_proj = Linear(intermediate, hidden, config.mlp_bias, **where)
 
     def project_kv(self, hidden, positions):
-        """The layer's input [T, D] at `positions` [T] -> k, v [T, KVH, hd], for a restoration from hidden states: norm and
-        `keys_values`, as in the forward pass; that is why what is restored is what was lost."""
+        """The layer's input [T, D] at `positions` [T] -> k, v [T, KVH, hd], for a restoration from hidden
+        states: norm and `keys_values`, as in the forward pass; so what is restored is what was lost."""
         return self.keys_values(self.attention_norm(hidden), self.rotary(positions))
 
     def keys_values(self, normed, rotation):
-        """The layer's input after its norm [T, D] -> k, v [T, KVH, hd]: projection, rotary. The forward pass and every
-        restoration call this same function."""
+        """The layer's input after its norm [T, D] -> k, v [T, KVH, hd]: projection, rotary. The forward pass
+        and every restoration call this same function."""
         kv = self.kv_proj(normed)                                                # [T, 2*KVH*hd]
         k, v = kv.view(len(normed), 2, -1, self.head_dim).unbind(1)              # [T, KVH, hd] each
         return rotate(k, rotation), v
 
     def forward(self, hidden, rotation, attend):
-        """hidden [T, D] -> [T, D]. `rotation` is what the model's `rotary` gives for the T positions. `attend(q, k, v) -> out`
-        [T, H, hd] belongs to the KV cache: it stores the new k and v for this layer and attends over all that the batch's
-        requests hold."""
+        """hidden [T, D] -> [T, D]. `rotation` is what the model's `rotary` gives for the T positions.
+        `attend(q, k, v) -> out` [T, H, hd] belongs to the KV cache: it stores this layer's new k and v and
+        attends over all that the batch's requests hold."""
         normed = self.attention_norm(hidden)                                     # [T, D]
         q = self.q_proj(normed).view(len(normed), -1, self.head_dim)             # [T, H, hd]
         k, v = self.keys_values(normed, rotation)                                # [T, KVH, hd] each
@@ -279,11 +283,12 @@ class Llama(nn.Module):
     def __init__(self, config: LlamaConfig, dtype=torch.float32, device="cpu"):
         super().__init__()
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
-        self.digest = b""          # of config and weights, set by checkpoint.load: what a saved state depends on
+        self.digest = b""  # of config and weights, set by checkpoint.load: saved state depends on it
         where = dict(dtype=dtype, device=device)
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, **where))
         self.rotary = Rotary(config, **where)
-        self.layers = nn.ModuleList(Layer(config, self.rotary, **where) for _ in range(config.num_hidden_layers))
+        layers = (Layer(config, self.rotary, **where) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(layers)
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps, **where)
         self.head = Linear(config.hidden_size, config.vocab_size, False, **where)
         if config.tie_word_embeddings:
@@ -310,7 +315,8 @@ class Llama(nn.Module):
             for names, linear in (
                     (("self_attn.q_proj",), layer.q_proj), (("self_attn.o_proj",), layer.o_proj),
                     (("self_attn.k_proj", "self_attn.v_proj"), layer.kv_proj),
-                    (("mlp.gate_proj", "mlp.up_proj"), layer.gate_up_proj), (("mlp.down_proj",), layer.down_proj)):
+                    (("mlp.gate_proj", "mlp.up_proj"), layer.gate_up_proj),
+                    (("mlp.down_proj",), layer.down_proj)):
                 for kind in ("weight", "bias"):
                     tensor = getattr(linear, kind)
                     if tensor is not None:
@@ -319,7 +325,7 @@ class Llama(nn.Module):
         return {name: tensor.detach() for name, tensor in named.items()}
 
     def reorder_weights(self):
-        """Reorder every linear layer for the CPU; the plain weights are released one by one (see Linear.reorder)."""
+        """Reorder every linear layer for the CPU; plain weights are released one by one."""
         for module in self.modules():
             if isinstance(module, Linear):
                 module.reorder()
