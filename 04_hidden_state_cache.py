@@ -101,7 +101,7 @@ class HiddenCache(Cache):
 
         # 2. The snapshot buffer, in host memory
         blocks = STEPS * -(-self.engine.token_budget // 16)
-        self.snapshots = paged.BlockPool(blocks, 16)  # of 16 rows each: numbers of runs of the rows below
+        self.snapshots = paged.BlockPool(blocks, 16)  # of 16 rows each, however long the engine's blocks are
         self.snapshot = [memory((16 * blocks, width), what="The snapshot buffer") for width in widths]
         self.taken = [links.as_integers(rows) for rows in self.snapshot]  # for NumPy
         self.row_bytes = sum(widths) * self.model.dtype.itemsize
@@ -143,12 +143,13 @@ class HiddenCache(Cache):
         positions = torch.arange(start, end, device=self.model.device)  # [T]
         slots = self.slots(request, positions)  # [T]
         numbers, reads = self.store.bring(request, start, match.blocks)
-        if request in self.rows:
-            self.flush()  # what it has noted ends here
         landing, transfers = {}, []  # layer -> where its rows land; of each layer from 1 on
         try:
+            if request in self.rows:
+                self.flush()  # what it has noted ends here
             while (layer := restoration.layers) < depth:
-                # 1. Order the next layers, as far as they have been read; layer 1 is part 0
+                # 1. Order the next layers; layer 1 is part 0. A read is waited for only if nothing else can be
+                # projected
                 while (part := len(transfers)) < len(self.layers) and len(landing) < DEPTH:
                     if (landing or layer == 0) and not all(read.ready for read in reads[part]):
                         break
@@ -168,7 +169,7 @@ class HiddenCache(Cache):
                 self.spans.append((request, end - start, f"layer {layer}", began, self.engine.clock.mark()))
                 restoration.layers += 1
         finally:
-            # What is still on its way is written to `landing`, which has to live until then
+            # What is still on its way is written to `landing`, which lives as long as this default argument
             self.hold("load", transfers, (self.store.pool, numbers), then=lambda arrived, to=landing: None)
             self.store.pool.release(numbers)
 
@@ -256,9 +257,9 @@ class HiddenCache(Cache):
         """Stage two, on a thread: sort rows into blocks. `index`: where in the snapshot buffer each noted row
         is. `states` are an argument so that they live until they are copied."""
         transfer.wait()
-        out_of = index[numpy.concatenate([move.places for move in moves])]  # [rows]
+        out_of = index[numpy.concatenate([move.noted for move in moves])]  # [rows]
         size = store.pool.block_size
-        first = [(size * move.block + move.at, len(move.places)) for move in moves]
+        first = [(size * move.block + move.at, len(move.noted)) for move in moves]
         into = numpy.concatenate([numpy.arange(at, at + rows) for at, rows in first])  # [rows]
         for part, snapshot in zip(store.arrays, self.taken):  # [blocks, block size, D] and [rows, D]
             part.reshape(-1, part.shape[-1])[into] = snapshot[out_of]

@@ -82,7 +82,9 @@ def plan_seconds(letters: str, costs: Costs) -> float:
                 arrival[layer] = link = link + seconds
     # 2. What the processor does: R, of whose last layer only K and V are needed, then layer by layer
     recomputed = letters.count("R")
-    now = (recomputed - 1) * costs.recompute + costs.project if recomputed else 0.0
+    now = costs.project if recomputed else 0.0
+    if recomputed > 1:  # (until it is measured, recomputing is infinite, and 0 times that is no number)
+        now += (recomputed - 1) * costs.recompute
     for letter, arrived in zip(letters, arrival):
         now = max(now, arrived) + (costs.project if letter == "H" else 0.0) + costs.question
     return now
@@ -157,6 +159,8 @@ class PlannedCache(hidden_states.HiddenCache):
         self.blocks = self.budget // (self.pool.block_size * numbers * self.model.dtype.itemsize)
         before = [store for store in self.stores if store.pool.block_of]
         known = next((store for store in before if store.letters == letters), None)
+        if known is None:
+            before = self.stores = before[:1]  # the memory of a third one goes first
         self.keep(kinds["H"], letters, of_blocks, known)
         self.store.letters = letters
         self.store.parts_of = {layer: [part] for part, layer in enumerate(kinds["H"])}
@@ -198,14 +202,14 @@ class PlannedCache(hidden_states.HiddenCache):
             positions = torch.arange(start, end, device=self.model.device)  # [T]
             slots = self.slots(request, positions)  # [T]
         numbers, reads = store.bring(request, start, match.blocks)
-        if request in self.rows:
-            self.flush()  # what it has noted ends here
         table = request.table[start // self.pool.block_size : end // self.pool.block_size]
         self.pool.share(table)
         runs = offload.adjacent(table, numbers)
         landing, transfers = {}, {}  # layer -> where its rows land, its Transfer
         ordered = recomputed  # the next layer to order
         try:
+            if request in self.rows:
+                self.flush()  # what it has noted ends here
             while (layer := restoration.layers) < len(letters):
                 # 1. Order the next layers, as far as they have been read; of H some ahead
                 while ordered < len(letters):

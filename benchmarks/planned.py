@@ -45,6 +45,7 @@ def behind_histories(model, arguments):
             yield dict(history_tokens=tokens, link=words, gbps=bandwidth / 1e9, **row)
             for engine in engines.values():
                 engine.close()
+            engines.clear()  # before those of the next link take as much memory
 
 
 def one_link(model, engines: dict, history: list[int], question, rounds: int) -> dict:

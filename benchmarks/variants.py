@@ -120,7 +120,7 @@ class Direct(HiddenCache):
         touched, transfers = [move.block for move in moves], []
         for part, rows in enumerate(states):
             for move in moves:
-                here = rows[move.places[0] : move.places[0] + len(move.places)]  # [n, D]
+                here = rows[move.noted[0] : move.noted[0] + len(move.noted)]  # [n, D]
                 transfers.append(self.copy_rows(part, move.block, move.at, here))
         if moves:
             # The states are not freed before all are copied
@@ -176,7 +176,7 @@ def saving(model, arguments, new: int = 100):
             counts = {name: engine.counts for name, engine in engines.items()}
         ways = {}
         for name, samples in taken.items():
-            noted = {what: counts[name][what] for what in ("bytes_out", "copies_out", "dropped_blocks")}
+            noted = {what: counts[name][what] for what in ("bytes_out", "copies_out", "drops")}
             ways[name] = dict(tbt_ms=spread(samples), tbt_over_nothing=ratio(samples, taken["nothing"]), **noted)
         yield dict(running=running, new_tokens=new, ways=ways)
 

@@ -133,7 +133,9 @@ class Cache:
 
     def poll(self):
         """Release what is over, in order within each lane: what hangs in one holds up no other."""
-        for lane in list(self.under_way.values()):
+        lanes = {name: lane for name, lane in self.under_way.items() if lane}
+        self.under_way = defaultdict(deque, lanes)  # without those that are empty
+        for lane in lanes.values():
             while lane and all(transfer.ready for transfer in lane[0][0]):
                 transfers, held, then = lane.popleft()
                 then(all(transfer.error is None for transfer in transfers))

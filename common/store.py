@@ -43,8 +43,9 @@ class Filling:
 
     request: object
     block: int | None = None  # that it fills, and references; None: its rows are not kept
-    last: int | None = None  # the block before
-    dropped: bool = False  # rows were dropped: no more are kept
+    last: int | None = None  # the one that it filled before
+    dropped: bool = False  # rows were dropped: none behind them is kept
+    lost: bool = False  # rows on their way were lost: none behind them is found
 
 
 class Move(NamedTuple):
@@ -53,7 +54,7 @@ class Move(NamedTuple):
     filling: Filling
     block: int
     at: int  # the first of them in the block
-    places: list[int]  # of each, in the steps
+    noted: list[int]  # of each, its place in the steps
     prefix: object  # what the block holds when they fill it; else None
 
 
@@ -67,7 +68,6 @@ class BlockStore:
         self.arrays = [as_integers(part) for part in parts]  # for NumPy
         pool.block_bytes = sum(part.nbytes for part in parts) // max(1, pool.size)
         self.requests: dict[object, Filling] = {}  # those that are not over
-        self.filled: dict[int, int] = {}  # block that is not full -> its rows that have arrived
 
     # Finding
 
@@ -93,38 +93,39 @@ class BlockStore:
 
     def fill(self, rows: dict) -> list[Move]:
         """Say where rows go. `rows`: request -> the position of its first one, and the place of each among
-        what the steps have computed. -> Moves; whoever carries them out, or drops them, releases the block
-        of each."""
+        what the steps have computed. -> Moves. Whoever carries them out, or drops them, releases the block of
+        each."""
         moves, size = [], self.pool.block_size
-        for request, (first, places) in rows.items():
+        for request, (first, noted) in rows.items():
             filling, done = self.requests.setdefault(request, Filling(request)), 0
-            while done < len(places) and not filling.dropped:
+            full = (request.prompt_tokens + request.max_tokens - 1) // size  # so many blocks can become full
+            noted = noted[: max(0, full * size - first)]
+            while done < len(noted) and not filling.dropped:
                 index, at = divmod(first + done, size)
-                here = places[done : done + size - at]
-                prefix = request.chain[index] if index < len(request.chain) else None
-                full = at + len(here) == size
+                here = noted[done : done + size - at]
                 if at == 0:
-                    self.begin(filling, prefix)
+                    self.begin(filling, index, room=full - index)
                 if filling.block is not None:
-                    moves.append(Move(filling, filling.block, at, here, prefix if full else None))
+                    prefix = request.chain[index] if at + len(here) == size else None
+                    moves.append(Move(filling, filling.block, at, here, prefix))
                     self.pool.share([filling.block])
-                if full:
-                    self.close_block(filling)
                 done += len(here)
         return moves
 
-    def begin(self, filling: Filling, prefix):
-        """Reference a block to fill, unless another one holds `prefix`, or only what is before it in its own
-        chain could be evicted for it."""
-        pool, request = self.pool, filling.request
+    def begin(self, filling: Filling, index: int, room: int):
+        """Reference a block for block `index` of a request, behind which `room` for so many is of use. None
+        if its contents are in another one. If there is no block but by evicting what is before it in its own
+        chain, nothing more is kept."""
+        pool, chain = self.pool, filling.request.chain
         self.close_block(filling)
+        if index < len(chain) and chain[index] in pool.block_of:
+            return
         victim = next(iter(pool.cached), None)
-        if prefix in pool.block_of:
-            filling.last = pool.block_of[prefix]
-        elif pool.free.count(1) or victim is not None and pool.prefix_of[victim] not in request.chain:
-            room = pool.num_blocks(request.prompt_tokens + request.max_tokens)  # for what will follow
-            (filling.block,) = pool.allocate(1, filling.last, room)
-            self.filled[filling.block] = 0
+        if pool.free.count(1) or victim is not None and pool.prefix_of[victim] not in chain:
+            before = pool.block_of.get(chain[index - 1], filling.last) if index else None
+            (filling.block,) = pool.allocate(1, before, room)
+        else:
+            filling.dropped = True
 
     def close_block(self, filling: Filling):
         """The request fills its block no more."""
@@ -133,13 +134,13 @@ class BlockStore:
             filling.block, filling.last = None, filling.block
 
     def saved(self, moves: list[Move], arrived: bool):
-        """A block that is full, and of which all rows have arrived, can be found."""
+        """Moves are over, in their order: a block can be found when its last row has arrived, and no row
+        before was lost."""
+        if not arrived:
+            self.drop(moves)
         for move in moves:
-            if not arrived or self.filled[move.block] != move.at:
-                self.drop([move])
-                continue
-            self.filled[move.block] += len(move.places)
-            if move.prefix:
+            move.filling.lost |= not arrived
+            if move.prefix and not move.filling.lost:
                 self.register(move.block, move.prefix)
 
     def register(self, block: int, prefix):
@@ -153,7 +154,7 @@ class BlockStore:
         """These rows are not kept, and none behind them, until they are computed again."""
         for filling in {move.filling for move in moves if not move.filling.dropped}:
             filling.dropped = True
-            self.cache.counts["dropped_blocks"] += 1
+            self.cache.counts["drops"] += 1
 
     def finished(self, request):
         """Hold nothing of a request; its blocks are the most recently used, their end evicted first."""

@@ -63,6 +63,11 @@ def test_seconds_of_a_plan_by_hand(letters, seconds):
     assert plan_seconds(letters, Costs(7.0, 3.0, 1.0, 2.0, 0.5)) == pytest.approx(seconds)
 
 
+def test_a_plan_costs_something_while_recomputing_is_not_measured():
+    costs = Costs(float("inf"), 3.0, 1.0, 2.0, 0.5)
+    assert plan_seconds("RHH", costs) == 3 * 3.5 and plan_seconds("RRH", costs) == float("inf")
+
+
 def test_the_best_plan_is_the_best_of_all_and_none_is_below_the_bound():
     rng = random.Random(1)
     for _ in range(200):
