@@ -148,7 +148,7 @@ class HiddenCache(Cache):
             if request in self.rows:
                 self.flush()  # what it has noted ends here
             while (layer := restoration.layers) < depth:
-                # 1. Order the next layers; layer 1 is part 0. A read is waited for if nothing can be projected
+                # 1. Order the next layers, part 0 first. A read is waited for if nothing can be projected
                 while (part := len(transfers)) < len(self.layers) and len(landing) < DEPTH:
                     if (landing or layer == 0) and not all(read.ready for read in reads[part]):
                         break
