@@ -8,6 +8,7 @@ twice as long to transfer as to project, as long, and half as long. What was res
 plan, what it predicted before the run, and the bound of all plans.
 """
 
+import gc
 import importlib
 import random
 import time
@@ -45,7 +46,8 @@ def behind_histories(model, arguments):
             yield dict(history_tokens=tokens, link=words, gbps=bandwidth / 1e9, **row)
             for engine in engines.values():
                 engine.close()
-            engines.clear()  # before those of the next link take as much memory
+            engines.clear()
+            gc.collect()  # they refer to themselves, and those of the next link take as much memory
 
 
 def one_link(model, engines: dict, history: list[int], question, rounds: int) -> dict:
