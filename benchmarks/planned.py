@@ -44,9 +44,8 @@ def behind_histories(model, arguments):
                        "05": engine_of(bubble_free.PlannedCache(4 * blocks, bandwidth))}  # fmt: skip
             row = one_link(model, engines, history, partial(draw, rng, model, QUESTION), arguments.rounds)
             yield dict(history_tokens=tokens, link=words, gbps=bandwidth / 1e9, **row)
-            for engine in engines.values():
-                engine.close()
-            engines.clear()
+            while engines:
+                engines.popitem()[1].close()
             gc.collect()  # they refer to themselves, and those of the next link take as much memory
 
 
