@@ -14,7 +14,7 @@ def reference_model(name: str, dtype: torch.dtype, device: str = "cpu"):
             str(checkpoint.find_folder(name)), dtype=dtype, attn_implementation="sdpa", use_safetensors=True).to(device).eval()
     ours = random_models.random_config(name)
     plain = Llama(ours, dtype, device)
-    random_models.fill_at_random(plain, 0, ours)
+    random_models.fill_at_random(plain, ours)
     return as_transformers(plain, dtype, device)
 
 

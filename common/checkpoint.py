@@ -56,7 +56,7 @@ def load(name: str, dtype: str = "auto", device: str = "auto", reorder: bool = T
         from tools import random_models
         config, dtype = random_models.random_config(name), pick_dtype(dtype, device, None)
         model = allocate(config, dtype, place, name, division)
-        random_models.fill_at_random(model, 0, config, division)
+        random_models.fill_at_random(model, config, division)
         digest = hashlib.sha256(name.encode())
         tokenizer = random_models.byte_tokenizer(config.vocab_size)
         end_tokens = {tokenizer.eos_token_id}

@@ -286,11 +286,10 @@ def random_weights(**options) -> dict:
     return checkpoint.load("random:tiny", **{"device": "cpu", "reorder": False, **options})[0].weights()
 
 
-def test_a_random_model_is_that_of_its_seed():
-    first, again, other = random_weights(seed=3), random_weights(seed=3), random_weights(seed=4)
+def test_a_random_model_is_the_same_each_time():
+    first, again = random_weights(), random_weights()
     assert all(torch.equal(tensor, again[name]) for name, tensor in first.items())
-    differ = [name for name, tensor in first.items() if not torch.equal(tensor, other[name])]
-    assert differ == [name for name in first if not name.endswith("norm.weight")]
+    assert all(tensor.std() > 0 for name, tensor in first.items() if not name.endswith("norm.weight"))
 
 
 def test_a_random_model_in_bfloat16_is_the_rounded_one():

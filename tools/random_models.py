@@ -34,10 +34,10 @@ def random_config(name: str) -> LlamaConfig:
                        head_dim=hidden // heads, max_position_embeddings=context)
 
 
-def fill_at_random(model: Llama, seed: int, config: LlamaConfig, division=None):
+def fill_at_random(model: Llama, config: LlamaConfig, division=None):
     """Normal numbers of deviation 0.02 (ones for the norms), the same on every device and for every dtype's rounding. `config`:
     the whole model's, of which `division` takes a rank's part (chapter 09)."""
-    generator, places = torch.Generator().manual_seed(seed), model.weights()
+    generator, places = torch.Generator().manual_seed(0), model.weights()
     whole = Llama(config, model.dtype, "meta").weights()
     for name in tqdm(whole, desc="random weights", unit="tensor", delay=1, leave=False):
         if name.endswith("norm.weight"):
