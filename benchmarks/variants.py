@@ -366,7 +366,7 @@ def report(found: list[dict]) -> str:
         }, divided),
         f"Left out, as the link was not as slow as was asked for: {tables.listed(left_out)}." if left_out else "",
         tables.table(
-            "**From 1, 2 and 4 directories** (Figure 11 d to f): plan, what was read, TTFT, and that over K and V's:", {
+            "**From 1, 2 and 4 directories** (Figure 11 d to f): plan, what each one read, TTFT, and that over K and V's:", {
                 "directories": "{directories}",
                 **tables.across(read, {
                     "reading / projecting": "{reading_over_projecting:n}",
