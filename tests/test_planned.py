@@ -194,6 +194,17 @@ def test_a_new_plan_is_taken_if_it_is_a_tenth_better_twice_and_the_old_blocks_ar
     check_pools(engine)
 
 
+def test_the_memory_of_a_third_plan_goes_before_that_of_a_new_one_comes():
+    engine, cache = engine_for("HHH")
+    for letters in ("KKK", "RHH"):
+        ask(engine, PROMPT, 1)
+        evict(engine)
+        held, keep = [], cache.keep
+        cache.keep = lambda *given, keep=keep, held=held: held.append(len(cache.stores)) or keep(*given)
+        cache.adopt(letters)
+        assert held == [1]
+
+
 def test_estimates_follow_what_restorations_took():
     engine, cache = engine_for("KKK", bandwidth=1e7)
     ask(engine, PROMPT, 1)
