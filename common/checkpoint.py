@@ -2,9 +2,9 @@
 
     classroom        the model in models/classroom, shipped with this repository
     tinyllama        TinyLlama/TinyLlama-1.1B-Chat-v1.0, from the Hugging Face hub or its local cache
-    FOLDER           any folder in Hugging Face layout: config.json, *.safetensors, tokenizer files
+    FOLDER           any folder in Hugging Face layout: config.json, model*.safetensors, tokenizer.json
     OWNER/NAME       any such model on the hub
-    random:NAME      seeded random weights and a byte-level tokenizer: see tools/random_models.py
+    random:NAME      random weights, always the same, and a byte-level tokenizer: tools/random_models.py
 
 Weights travel one tensor at a time from the file to their final place and dtype, so loading needs the
 model's own memory and one tensor more. Only safetensors are read; a pickle can run code.
@@ -111,7 +111,7 @@ def find_folder(name: str) -> Path:
         raise ModelError(f"No model {name!r}: there is no such folder, and a model on the hub is named "
                          f"OWNER/NAME. {OFFLINE}")
     from huggingface_hub import snapshot_download
-    wanted = dict(allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja"], ignore_patterns=["*/*"])
+    wanted = dict(allow_patterns=["*.json", "model*.safetensors", "*.jinja"], ignore_patterns=["*/*"])
     try:                                    # without a network this is what the cache holds
         return Path(snapshot_download(repository, **wanted))
     except Exception as error:              # the hub's client lets its HTTP library's own errors through
@@ -131,36 +131,23 @@ def read_json(path: Path) -> dict:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    files = {path.name: path for path in folder.glob("*.safetensors")}      # none outside of the folder
-    index, wanted = folder / "model.safetensors.index.json", set(files)
-    if index.exists():
-        names = read_json(index).get("weight_map")
-        if not isinstance(names, dict):
-            raise ModelError(f"{index} must map tensors to files, in its weight_map.")
-        wanted = {str(name) for name in names.values()}
-    if not wanted:
-        raise ModelError(f"{folder} has no *.safetensors; other weights are not read, since a pickle can run "
-                         "code.")
-    if missing := wanted - set(files):
-        raise ModelError(f"{folder} lacks {min(missing)!r}, which its index names; copy or download it "
-                         "again.")
-    return [files[name] for name in sorted(wanted)]
+    """The whole model, or else its parts."""
+    whole = folder / "model.safetensors"
+    files = [whole] if whole.exists() else sorted(folder.glob("model-*.safetensors"))
+    if not files:
+        raise ModelError(f"{folder} has no model.safetensors and no parts of it; other weights are not read, "
+                         "since a pickle can run code.")
+    return files
 
 
 def read_tokenizer(folder: Path):
-    if not (folder / "tokenizer.json").exists() and not (folder / "tokenizer.model").exists():
-        raise ModelError(f"{folder} has no tokenizer.json or tokenizer.model; copy the tokenizer's files "
-                         "there.")
-    settings = folder / "tokenizer_config.json"
-    kind = read_json(settings).get("tokenizer_class") if settings.exists() else None
-    if kind in ("PreTrainedTokenizerFast", "TokenizersBackend") and (folder / "tokenizer.json").exists():
-        # Its file says it all; AutoTokenizer takes 2 s to import
-        from transformers import PreTrainedTokenizerFast as Tokenizer
-    else:
-        from transformers import AutoTokenizer as Tokenizer
+    """tokenizer.json says it all. (The class that tokenizer_config.json names may build it anew.)"""
+    if not (folder / "tokenizer.json").exists():
+        raise ModelError(f"{folder} has no tokenizer.json; copy the tokenizer's files there.")
+    from transformers import PreTrainedTokenizerFast
     try:
-        return Tokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False,
-                                         model_max_length=1 << 40)  # the context is checked elsewhere
+        return PreTrainedTokenizerFast.from_pretrained(
+            str(folder), local_files_only=True, model_max_length=1 << 40)   # the context is checked elsewhere
     except Exception as error:              # the library raises whatever its parsers raise
         raise ModelError(f"The tokenizer in {folder} cannot be read ({type(error).__name__}: "
                          f"{' '.join(str(error).split())[:300]}).") from None
@@ -217,11 +204,11 @@ def fill_from_files(model: Llama, files: list[Path], digest, config: LlamaConfig
                 names = list(file.keys())
             for name in names:
                 if name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight"):
-                    continue                # computed here, and the same matrix as the embedding
+                    continue                # Rotary computes the first; the second is the embedding itself
                 place = places.pop(name, None)
                 if place is None:
                     raise ModelError(f"{path} has a tensor {name}, which this model has no place for.")
-                with safe_open(path, "pt") as file:         # opened anew, so that read pages are let go
+                with safe_open(path, "pt") as file:         # reopened: closing unmaps what was read
                     tensor = file.get_tensor(name)
                     if tensor.shape != shapes[name]:
                         raise ModelError(f"{path}: {name} has shape {list(tensor.shape)}, "
