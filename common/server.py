@@ -17,6 +17,7 @@ from contextlib import closing, suppress
 from functools import partial
 from operator import eq
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from common import lesson, requests
 from common.checkpoint import ModelError
@@ -65,8 +66,17 @@ class Server:
                 self.engine.step()
             except Exception:
                 logging.getLogger("kv").exception("a step failed")
-                self.engine.fail(RequestError(DEFECT))
+                self.fail(RequestError(DEFECT))
+                self.engine.wake.clear()
                 self.engine.wake.wait(1.0)                      # a defect that stays fills the log slowly
+
+    def fail(self, error: RequestError):
+        """Answer everybody with an error, also whom the engine has lost."""
+        for request in list(self.open):
+            with suppress(Exception):
+                self.engine.finish(request, error)
+            if request.outcome is None:
+                request.finish(error)
 
     def between_steps(self, function):
         """Run `function` on the engine's thread between two steps; return what it returns."""
@@ -127,6 +137,7 @@ class Server:
 # 2. What the page shows -------------------------------------------------------------------------------------
 
 def look(server: Server) -> dict:
+    """Describe requests, pools, counters and the last answers, for GET /state."""
     engine, waiting, running = server.engine, server.waiting(), list(server.engine.running)
     listed, pools, finished = [], {}, []
     for request in running + waiting:
@@ -162,14 +173,14 @@ def block_states(pool, tables: list[tuple[list[int], int]]) -> str:
     return "".join(states)
 
 
-def compare(ways: dict, tokens: list[int]) -> list[dict]:
+def compare(ways: dict, tokens: list[int], max_tokens: int) -> list[dict]:
     """Answer one prompt in all ways, in turn, in engines of their own. Return a row for each way: its median
     TTFT in milliseconds, and whether its tokens are those of the first way. Raises ModelError."""
     engines, asks, rows = [], {}, []
     try:
         for name, (make_engine, evict) in ways.items():
             engines.append(make_engine())
-            asks[name] = partial(lesson.ask, engines[-1], tokens, 8, "device" if evict else "")
+            asks[name] = partial(lesson.ask, engines[-1], tokens, max_tokens, "device" if evict else "")
         asked = lesson.in_turn(asks)
     finally:
         for engine in engines:
@@ -253,6 +264,13 @@ def make_app(server: Server, allow_evict: bool = False):
     app.json.sort_keys = False
     engine, frontend, model = server.engine, server.frontend, server.info["model"]
 
+    @app.before_request
+    def same_origin():
+        """A browser says whose page asks: pages of others may not."""
+        origin = request.headers.get("Origin")
+        if origin and urlsplit(origin).netloc != request.host:
+            raise BadRequest("Pages from elsewhere may not ask this server.", 403)
+
     def body():
         raw = request.get_data()
         if len(raw) > MAX_BODY:                 # it came in chunks, and Flask has cut it there
@@ -332,11 +350,11 @@ def make_app(server: Server, allow_evict: bool = False):
         fields = requests.check_fields(body(), requests.PROMPT)
         if not server.compare:
             raise BadRequest("This chapter has nothing to compare.", 404)
-        tokens = frontend.request(**fields).tokens
+        asked = frontend.request(**fields, max_tokens=8)
         if not server.comparing.acquire(blocking=False):
             raise BadRequest("Another comparison is running; ask again when it is over.", 429)
         try:
-            return dict(rows=compare(server.compare, tokens))
+            return dict(rows=compare(server.compare, asked.tokens, asked.max_tokens))
         except ModelError as error:             # there is no memory for one more engine
             raise BadRequest(str(error)) from None
         finally:

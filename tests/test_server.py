@@ -247,6 +247,27 @@ def test_an_exception_inside_is_a_500_and_the_next_request_works(frontend, caplo
         assert client.counters()["failed"] == 2
 
 
+def test_a_request_that_the_engine_has_lost_is_answered_and_the_engine_goes_on(frontend):
+    class Careless(Engine):
+        """Forgets a request, and then fails, as a Cache may whose `finished` raises."""
+
+        def finish(self, request, error=None):
+            if request in self.running:
+                self.running.remove(request)
+            raise RuntimeError("half done")
+
+    with serving(frontend, Careless()) as client:
+        for _ in range(2):
+            assert "log" in client.ask("/generate", ASK).error(500, "server_error")
+
+
+def test_pages_from_elsewhere_may_not_ask(client):
+    asking = servers.make_app(client.server).test_client()
+    for origin, status in (("http://localhost", 200), ("http://elsewhere.example", 403), ("null", 403)):
+        reply = asking.post("/evict", json=dict(tier="host"), headers=dict(Origin=origin))
+        assert reply.status_code == status
+
+
 def test_an_outcome_that_is_an_error_of_the_engine_is_told(frontend):
     with serving(frontend) as client, ThreadPoolExecutor() as threads:
         client.engine.hold_after(2)
@@ -400,6 +421,14 @@ def test_a_comparison_asks_all_ways_in_turn_and_says_whether_their_tokens_are_eq
         assert len(made) == 2 and all(engine.closed for engine in made)
         assert [engine.counts["finished"] for engine in made] == [6, 6]
         assert client.counters()["requests"] == 0, "they have engines of their own"
+
+
+def test_a_comparison_ends_where_the_context_does(frontend):
+    compared, made = ways(frontend)
+    with serving(frontend, compare=compared) as client:
+        tokens = [5] * (frontend.context - 3)
+        assert all(row["equal"] for row in client.ask("/compare", dict(prompt=tokens)).json["rows"])
+        assert all(len(request.new) == 3 for engine in made for request in engine.asked)
 
 
 def test_a_comparison_sees_other_tokens(frontend):
