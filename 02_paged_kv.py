@@ -37,7 +37,7 @@ import sys
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, takewhile
 from weakref import WeakValueDictionary
 
 import torch
@@ -49,7 +49,7 @@ from common.restoring import LATER, PATIENCE, Cache, Interrupted, Restorer
 from common.timeline import Clock
 
 baseline = importlib.import_module("01_baseline")
-ALONE = 1 << 20  # bytes of K and V in a layer from which a context is read alone, not in the padded read
+ALONE = 1 << 20  # bytes: contexts with as much K and V in a layer are read alone, not in the padded read
 ATTEMPTS = 3  # of a step that raises
 
 # 1. Prefixes -----------------------------------------------------------------------------------
@@ -75,15 +75,9 @@ class Prefixes:
         """Extend `chain`, one Prefix per full block, to all full blocks of `tokens`. Salts share nothing."""
         while (end := (len(chain) + 1) * self.size) <= len(tokens):
             block = tuple(tokens[end - self.size : end])
-            chain.append(self.after(chain[-1] if chain else self.root(salt), block))
+            parent = chain[-1] if chain else self.intern(None, (salt,), self.namespace + salt.encode())
+            chain.append(self.intern(parent, block, parent.key + struct.pack(f"<{self.size}i", *block)))
         return chain
-
-    def root(self, salt: str) -> Prefix:
-        """What stands before a first block."""
-        return self.intern(None, (salt,), self.namespace + salt.encode())
-
-    def after(self, parent: Prefix, tokens: tuple) -> Prefix:
-        return self.intern(parent, tokens, parent.key + struct.pack(f"<{len(tokens)}i", *tokens))
 
     def intern(self, parent: Prefix | None, tokens: tuple, content: bytes) -> Prefix:
         prefix = self.known.get((parent, tokens))
@@ -175,12 +169,7 @@ class BlockPool:
 
     def find(self, chain: list[Prefix]) -> list[int]:
         """The blocks that hold the beginning of `chain`, up to the first gap."""
-        blocks = []
-        for prefix in chain:
-            if prefix not in self.block_of:
-                break
-            blocks.append(self.block_of[prefix])
-        return blocks
+        return [self.block_of[prefix] for prefix in takewhile(self.block_of.__contains__, chain)]
 
     def evict(self, blocks: list[int]):
         """Make cached blocks free."""
@@ -206,7 +195,7 @@ class Batch:
         """`work`: requests, and how many of their next tokens to compute."""
         self.pool, self.device, size = pool, pool.memory.device, pool.block_size
         self.work = sorted(work, key=lambda item: (item[1] > 1, item[0].computed))  # short contexts first
-        most = ALONE // pool.memory[0, :, 0, 0].nbytes  # tokens: K and V of one, in one layer, are so large
+        most = ALONE // pool.memory[0, :, 0, 0].nbytes  # the same in tokens
         padded = [request for request, count in self.work if count == 1 and request.computed < most]
         flat, last, self.reads = [], [], []  # reads: (rows, slots, mask)
         if len(padded) > 1:
@@ -353,7 +342,7 @@ class Engine(Line):
                 break
         self.restorer.resume()
         ready = [request for request in self.running if self.restorer.can_compute(request)]
-        # If nobody can, the pass takes the oldest through the layers behind its history: see before_layer
+        # If nobody can, the oldest computes behind its history, layer by layer: see before_layer
         work = self.schedule(ready or self.running[:1])
         if work:
             self.compute(work)
@@ -451,18 +440,19 @@ class Engine(Line):
                 work.append((request, count))
                 budget -= count
         for request, count in work:
-            if request.restoration:  # chapter 06 loads only what lies behind the step; a step of one request
-                lone = len(work) == 1  # it may overtake, since giving that up costs nobody else
+            if request.restoration:  # chapter 06: a step of several is not given up, so loading stops at its
+                lone = len(work) == 1  # end; a lone one may be overtaken, and loading stops at its beginning
                 request.restoration.taken = request.computed + (0 if lone else count)
         return work
 
     def append_block(self, request: Request) -> bool:
-        """Add a block for the next token; where none is left, preempt the newest request."""
-        while not self.pool.available:
+        """Add a block for the next token; where none is left, preempt the newest request. While copies
+        still hold all of its blocks, this one waits: nobody else is preempted in this step."""
+        if not self.pool.available:
             newest = self.running[-1]
             self.counts["preemptions"] += 1
             self.requeue(newest)
-            if newest is request:
+            if newest is request or not self.pool.available:
                 return False
         request.table += self.pool.allocate(1, request.table[-1])
         return True

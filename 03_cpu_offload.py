@@ -68,6 +68,7 @@ class HostCache(Cache):
         shape = *memory.shape[:2], self.blocks, *memory.shape[3:]  # [L, 2, blocks, block_size, KVH, hd]
         self.host = paged.BlockPool(self.blocks, self.pool.block_size, self.host_memory(shape))
         self.pools = {"host": self.host}
+        self.save_link.speed()  # a GPU's is measured now, and not while a first answer waits for it
 
     def host_memory(self, shape):
         return links.host_memory(shape, self.pool.memory.dtype, self.pool.memory.device, "The host pool")
@@ -98,7 +99,8 @@ class HostCache(Cache):
             restoration.layers += 1
 
     def save(self, batch):
-        """Copy out the blocks that are full, unless the host has them already, or has no room."""
+        """Copy out the blocks that are full, unless the host has them already or has no room, or the copy
+        would take LONGEST_SAVE."""
         for request, _ in batch.work:
             looked_at, request.kept = request.kept or 0, request.registered  # each block is looked at once
             if looked_at == request.registered or not request.options.get("offload_after", True):
@@ -200,8 +202,7 @@ def demo(model, frontend: Frontend, arguments):
 
     # 2. Time: the same question again, from each tier; then over a link that is slower than computing
     prompt = back.tokens[: back.prompt_tokens]
-    slow = cache.load_link.speed() / 100 if cache.load_link.modelled else None
-    declining = make_engine(model, options, slow) if slow else None
+    declining = make_engine(model, options) if cache.load_link.modelled else None
     cases: dict[str, Request] = {}  # the last request of each
 
     def ask(case: str, engine, evict: str = "", **options) -> float:
@@ -215,6 +216,10 @@ def demo(model, frontend: Frontend, arguments):
     }
     if declining:
         ask("slow link", declining)  # which leaves it in host memory
+        lesson.settle(declining)
+        link = declining.cache.load_link
+        link.bandwidth = links.Bandwidth(link.bandwidth.value / 100)
+        link.speeds.clear()
         ways["slow link"] = lambda: ask("slow link", declining, "device")
     taken = lesson.in_turn(ways)
     verified = lesson.equal_to_baseline(model, [*asked, back, *cases.values()])
@@ -266,11 +271,11 @@ def host_blocks(model, arguments, block_bytes: int) -> int:
     return cli.blocks_that_fit(arguments.cpu_blocks, useful, block_bytes, cpu, "--cpu-blocks")
 
 
-def make_engine(model, arguments, bandwidth: float | None = None) -> paged.Engine:
-    """Chapter 02's engine with this chapter's Cache; `bandwidth` in bytes/s instead of what --link says."""
+def make_engine(model, arguments) -> paged.Engine:
+    """Chapter 02's engine with this chapter's Cache."""
     block_bytes = arguments.block_size * model.config.kv_numbers_per_token * model.dtype.itemsize
     blocks = host_blocks(model, arguments, block_bytes)
-    bandwidth = bandwidth or links.bandwidth(model, arguments.link, arguments.platform)
+    bandwidth = links.bandwidth(model, arguments.link)
     engine = paged.make_engine(model, arguments, HostCache(blocks, bandwidth))
     megabytes = blocks * block_bytes / 1e6
     print(f"Host: {blocks} KV blocks, {megabytes:.1f} MB, over a {engine.cache.load_link}", file=sys.stderr)

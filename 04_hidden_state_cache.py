@@ -299,14 +299,14 @@ class HiddenCache(Cache):
 
     def measure(self, work, tokens: int, computed: int = 0) -> float | None:
         """Call work(request) for nobody's request, of which `computed` tokens are there -> seconds, the
-        median of three, behind a pause each; None if too few blocks are free. `work` may be Interrupted."""
+        median of three, behind a pause each; None if too few blocks can be had. `work` may be Interrupted."""
         blocks, clock, taken = self.pool.num_blocks(tokens), self.engine.clock, []
-        if self.pool.free.count(1) < blocks:
+        if self.pool.available < blocks:
             return None
         request = Request([0] * tokens, 1, table=self.pool.allocate(blocks), computed=computed)
         try:
             for _ in range(4):  # the first one touches memory
-                self.engine.sleep(PAUSE_BEFORE)
+                time.sleep(PAUSE_BEFORE)  # not engine.sleep: it would clear what wakes the engine
                 began = time.perf_counter()
                 work(request)
                 taken.append(clock.seconds(clock.mark()) - began)
@@ -411,7 +411,7 @@ def make_engine(model, arguments, kind=HiddenCache) -> paged.Engine:
     block_bytes = size * bytes_per_token(model)
     blocks = offload.host_blocks(model, arguments, block_bytes)
     storage = in_directories(arguments.disk, arguments.disk_limit) if arguments.disk else None
-    bandwidth = links.bandwidth(model, arguments.link, arguments.platform)
+    bandwidth = links.bandwidth(model, arguments.link)
     engine = paged.make_engine(model, arguments, kind(blocks, bandwidth, storage))
     words = f"{blocks} blocks of {size} tokens, {blocks * block_bytes / 1e6:.1f} MB"
     print(f"Host: {words}, over a {engine.cache.load_link}", file=sys.stderr)

@@ -215,9 +215,9 @@ class BidirectionalCache(Cache):
         others = sum(request.pending for request in self.engine.running if request not in unmet)
         for request in unmet:
             restoration = request.restoration
-            restoration.portion = budget  # unless storage may bring more
-            if restoration.steps and time.perf_counter() < restoration.deadline:
-                left = restoration.limit - request.computed
+            restoration.portion = budget
+            left = restoration.limit - request.computed
+            if restoration.steps and time.perf_counter() < restoration.deadline:  # storage may bring more
                 compute = self.engine.restorer.seconds_to_compute(request.computed, restoration.limit)
                 load = self.seconds_to_load(left)
                 restoration.portion = max(CHUNK, int(left * load / (load + compute)))
@@ -225,23 +225,29 @@ class BidirectionalCache(Cache):
                     restoration.portion = left
                 if self.leftover:
                     restoration.portion = min(restoration.portion, max(0, budget - others))
-                elif len(self.engine.running) > 1 or not self.share:
-                    restoration.portion = min(restoration.portion, math.ceil(self.share * budget))
+                elif not self.share:
+                    restoration.portion = 0
+            if self.share and not self.leftover and len(self.engine.running) > 1:
+                restoration.portion = min(restoration.portion, math.ceil(self.share * budget))
             others += restoration.portion
 
     # Keeping
 
     def save(self, batch):
-        """Send full chunks to storage, unless it has them. If no place is free, the next step tries again."""
+        """Send full chunks to storage, unless it has them. If no place is free, the request's next step tries
+        again; what its last one leaves is dropped."""
         for request, _ in batch.work:
             kept = self.kept(request)
             while (kept.saved + 1) * CHUNK <= request.computed:
                 prefix = kept.chain[kept.saved]
-                if prefix not in self.saving and self.storage.find(prefix.key) is None:
+                if self.lacks(prefix):
                     if not self.places.available:
                         break
                     self.save_chunk(request, prefix, kept.saved)
                 kept.saved += 1
+
+    def lacks(self, prefix) -> bool:
+        return prefix not in self.saving and self.storage.find(prefix.key) is None
 
     def save_chunk(self, request, prefix, number: int):
         slots = self.slots(request, number * CHUNK, (number + 1) * CHUNK)  # [64]
@@ -264,6 +270,8 @@ class BidirectionalCache(Cache):
         self.hold(f"place {place}", [written], (self.places, [place]), then=then)
 
     def finished(self, request):
+        if kept := request.kept:
+            self.counts["drops"] += sum(map(self.lacks, kept.chain[kept.saved : request.computed // CHUNK]))
         request.kept = None
 
     def close(self):

@@ -77,7 +77,7 @@ class Page:
     prefix: object
     host: int | None = None  # its place in host memory
     stored: bool = False  # storage has it
-    asked: int = 1  # requests that asked for it
+    computed: int = 0  # requests that had it on the device
     coming: bool = False  # on its way into host memory
     storing: bool = False  # or from there to storage
 
@@ -168,7 +168,7 @@ class HiRadixTree:
 class Prefetch:
     """What storage may have of a request's pages, on its way into host memory."""
 
-    chain: list  # of the request, as far as it can come back, and from the answer on as far as storage has it
+    chain: list  # the request's full pages; once storage has answered, up to where it has them
     first: int  # the first page that is asked for
     until: float  # when `timeout` stops waiting, seconds of time.perf_counter()
     timeline: object
@@ -177,7 +177,7 @@ class Prefetch:
     unread: int = 0  # pages that no read has begun for
     brought: set = field(default_factory=set)  # Pages that its reads have brought
     worth: bool = False  # waiting for it was decided
-    over: bool = False  # nothing is on its way, and nothing will be soon
+    over: bool = False  # every read is over, or there is no place to read into
 
 
 @dataclass(eq=False)
@@ -219,10 +219,9 @@ class TieredCache(offload.HostCache):
         self.prefetches: dict[Prefetch, None] = {}  # that read, first come, first served
         self.reading = self.writing = 0  # pages on their way from storage, and to it
         self.unwritten: dict[Page, None] = {}  # in host memory, to be written to storage
-        self.matched: list[Page] = []  # in this step: they do not go for the blocks of their own request
+        self.matched: list[Page] = []  # about to be loaded, and so not evicted for that same request
         if self.storage:
             self.storage.open(engine.wake.set)
-            self.measure_storage()
 
     def measure_storage(self):
         if self.storage:
@@ -240,19 +239,20 @@ class TieredCache(offload.HostCache):
         size, on_device = self.pool.block_size, self.pool.block_of
         chain = request.chain[: (len(request.tokens) - 1) // size]  # the last token is computed anyway
         pages = self.tree.match(chain)
-        for page in pages if not request.new else ():
-            page.asked += 1
         first = len(list(takewhile(lambda page: page.host is not None or page.prefix in on_device, pages)))
         tokens = (len(chain) - first) * size
         if self.storage is None or self.storage.reader.hangs or tokens < self.threshold:
             return
         until = time.perf_counter() + self.timeout[0] + self.timeout[1] * tokens / 1024
         prefetch = request.kept.prefetch = Prefetch(chain, first, until, request.timeline)
-        hit = self.storage.exists([prefix.key for prefix in chain[first:]])
+        hit = self.storage.exists([prefix.key for prefix in chain], first)
         self.hold("ask", [hit], then=partial(self.answered, prefetch, hit))
 
     def answered(self, prefetch: Prefetch, hit, well: bool):
         """Storage has said how many pages in a row it has."""
+        for prefix in prefetch.chain[prefetch.first + hit.value :] if well else ():
+            if page := self.tree.pages.get(prefix):
+                page.stored = False  # it was there, and is not: it may be written again
         pages = hit.value if well and hit.value * self.pool.block_size >= self.threshold else 0
         prefetch.answered, prefetch.unread = True, pages
         prefetch.chain = prefetch.chain[: prefetch.first + pages]
@@ -334,8 +334,9 @@ class TieredCache(offload.HostCache):
             start, end = request.computed + near, len(prefetch.chain) * size
             if end > start:
                 load = self.storage.seconds(prefetch.unread * self.host.block_bytes)
-                seconds += load / (1 + load / self.engine.restorer.seconds_to_compute(start, end))
-                return Match(end - request.computed, seconds, places, "storage", store=prefetch)
+                with_both = seconds + load / (1 + load / self.engine.restorer.seconds_to_compute(start, end))
+                if not found or self.engine.restorer.pays(with_both, request.computed, end):
+                    return Match(end - request.computed, with_both, places, "storage", store=prefetch)
         if found:
             stored = size * sum(page in prefetch.brought for page in found) if prefetch else 0
             parts = dict(cpu=near - stored, storage=stored)
@@ -343,7 +344,7 @@ class TieredCache(offload.HostCache):
             return Match(near, seconds, places, " and ".join(parts), parts=parts)
 
     def waits(self, request, prefetch: Prefetch) -> bool:
-        """Whether the policy has the request wait for storage; the engine's rule holds for that, too."""
+        """Whether the policy has the request wait for storage, if that takes less than 0.8 of computing."""
         now, patience = time.perf_counter(), request.patience
         if self.prefetch_policy == "both_ends":
             return not prefetch.answered and now < patience
@@ -397,7 +398,7 @@ class TieredCache(offload.HostCache):
                 if not copies:
                     restoration.layers = depth
                 if restoration.limit > request.computed:
-                    if not restoration.portion:  # a step is about to begin
+                    if not restoration.portion:  # between two steps (see `poll`): how far the next one goes
                         restoration.portion = self.portion(request)
                     if prefetch.over and not copies and restoration.limit > front:
                         return  # there is no more: prefill goes on to the limit
@@ -437,7 +438,9 @@ class TieredCache(offload.HostCache):
             if self.write_policy == "write_back":
                 continue
             if self.write_policy == "write_through_selective":
-                pairs = [(page, block) for page, block in pairs if page.asked > 1]
+                for page, _ in pairs:
+                    page.computed += 1
+                pairs = [(page, block) for page, block in pairs if page.computed > 1]
             lacking = [(page, block) for page, block in pairs if not page.near]
             if self.save_link.seconds(len(lacking) * self.host.block_bytes) < offload.LONGEST_SAVE:
                 self.back_up(lacking, set(pages), request.timeline)
@@ -484,7 +487,7 @@ class TieredCache(offload.HostCache):
             pages, blocks = zip(*dirty[: len(places)])
             copy = self.copy_out(blocks, places)
             try:
-                copy.wait(links.HANGING)
+                copy.wait(links.HANGING + self.save_link.seconds(0))
             except links.TransferError:
                 self.hold("save", [copy], (self.host, places))  # a late one still writes there
                 self.counts["pages_lost"] += len(pages)
@@ -730,7 +733,7 @@ def make_engine(model, arguments) -> paged.Engine:
     if arguments.storage:
         storage = store.Storage(store.open_backend(arguments.storage), name, arguments.storage_bandwidth)
     cache = TieredCache(
-        blocks, links.bandwidth(model, arguments.link, arguments.platform), storage, arguments.prefetch,
+        blocks, links.bandwidth(model, arguments.link), storage, arguments.prefetch,
         arguments.write_policy, arguments.layout, timeout=(arguments.prefetch_timeout, 0.25),
     )  # fmt: skip
     engine = paged.make_engine(model, arguments, cache)

@@ -23,13 +23,12 @@ them; while one is computed, the next one's context arrives. A step whose copies
 The engine of chapter 02 knows nothing of this. Its pool has numbers only; which kind of block a number stands
 for, and where it is, was dealt once, evenly, so that any run of numbers has about the plan's ratio:
 prompts, appended blocks and shared prefixes alike. The plan (section 1) spends the device's memory on whole
-layers of weights, on KV blocks or on ACT blocks. A resident byte saves a byte of link, whatever it holds.
+layers of weights, on KV blocks or on ACT blocks. A byte in use there saves a byte of link, whatever it holds.
 
 Source: CAPTURE ("Throughput-Oriented LLM Inference via KV-Activation Hybrid Caching with a Single GPU", Lee
 et al.), sections III-C and IV. The zig-zag order is FlexGen's (Sheng et al., ICML '23).
 
     python 08_hybrid_blocks.py --demo
-    python 08_hybrid_blocks.py --input requests.jsonl --output replies.jsonl
     python 08_hybrid_blocks.py --policy kv-only            # the server, on http://127.0.0.1:5000
 """
 
@@ -64,7 +63,7 @@ PROBE = 2048  # tokens of context with which costs are measured before the first
 # 1. How much of what ---------------------------------------------------------------------------
 
 class Costs(NamedTuple):
-    """Of a decode step: bytes/s of the link, and seconds in one layer."""
+    """Of a decode step: the link's bytes/s, and seconds in a layer."""
 
     speed: float
     forward: float  # the new tokens: products, attention, what each mini-batch costs, a share of the head
@@ -155,7 +154,7 @@ class Planner(NamedTuple):
         - The device may hold weights or KV blocks too. Fair shares are nearly ties, for a resident byte saves
           a byte of link; so hybrid's lead is over policies that use the same memory.
         - The number of blocks is given. Algorithm 1 fills all of the host's memory with them.
-        Of two plans that end at the same time, the one that computes less. With grouped queries an ACT block
+        Ties: the plan that computes least, then the one that loads least. With grouped queries an ACT block
         is as large as a KV block or larger, and has to be rebuilt besides: hybrid is `kv-only`."""
         costs, sizes, found = self.costs, self.sizes, []
         least = min(2, self.layers) * sizes.weights
@@ -181,8 +180,8 @@ class Planner(NamedTuple):
                     act_host = min(max(0, act_host), rest)
                     plan, acts = Plan(resident, rest - act_host, act_host, kv, act), act_host + act
                     if {"kv-only": acts == 0, "act-only": acts == self.blocks}.get(self.policy, True):
-                        found.append((max(self.lanes(plan)), self.lanes(plan)[1], plan))
-        return min(found)[2]
+                        found.append((max(lanes := self.lanes(plan)), *reversed(lanes), plan))
+        return min(found)[-1]
 
     def after(self, samples: list[tuple]) -> "Planner":
         """A planner with the costs of decode steps: (blocks, seconds to rebuild one in a layer or 0, seconds
@@ -224,8 +223,8 @@ class Weights:
         return Layer(model.config, model.rotary, **where).requires_grad_(False)
 
     def expect(self, after: int):
-        """From now on the weights of the first streamed layer behind `after` come, while those before it are
-        computed. -1: at first, and after a failure."""
+        """Expect next the weights of the first streamed layer behind `after`; they come while those before it
+        are computed. -1: at first, and after a failure."""
         distances = [(index - after - 1) % len(self.host) for index in self.streamed]
         self.layers_left = min(distances, default=0) + 1
         self.coming, self.sent, self.transfers = (after + self.layers_left) % len(self.host), 0.0, []
@@ -267,13 +266,12 @@ class Item(NamedTuple):
     """What one request does in a step."""
 
     request: Request
-    table: list[int]
     start: int  # tokens of context
     end: int  # those and the new ones
 
 
 def form(items: list[Item], rows: int) -> list[list[Item]]:
-    """About as few mini-batches as buffers of `rows` allow, about equally long; similar lengths together.
+    """Pack requests into few mini-batches of similar length, at most `rows` tokens each.
 
     The paper (section IV-C-3) adds a request where that lessens the mini-batch's imbalance, equations 6 and
     7: the larger one of T_kv_gen and T_load_kv over the other. That leaves out the time of the weights, which
@@ -318,7 +316,7 @@ class Tokens(NamedTuple):
 
 
 def by_kind(kinds, slots, rows, positions, device, packed=False) -> list[Tokens]:
-    """Tokens [n] -> those of each kind. `packed`: rows of runs count within the kind."""
+    """Tokens [n] -> those of each kind. `packed`: runs index the gathered tokens of one kind."""
     found = []
     for kind in KINDS:
         mine = kinds == kind
@@ -342,9 +340,9 @@ class MiniBatch:
     def __init__(self, items: list[Item], deal: Deal, model: Llama):
         self.items, self.device, self.rows_used = items, model.device, 0
         tokens, context, new = [], [], []
-        for request, table, start, end in items:
+        for request, start, end in items:
             positions = torch.arange(end)
-            kinds, slots = deal.slots(table, positions)
+            kinds, slots = deal.slots(request.table, positions)
             order = kinds[:start].argsort(stable=True)
             rows = self.rows_used + positions  # of the attention buffer
             context.append(torch.stack((kinds[order], slots[order], rows[:start], order)))
@@ -362,7 +360,7 @@ class MiniBatch:
         """kv [2, rows, KVH, hd] has the context; new K and V [2, T, KVH, hd] go there too -> [T, H, hd]."""
         kv.index_copy_(1, self.rows, new_kv)
         out, at, row = [], 0, 0
-        for _, _, start, end in self.items:
+        for _, start, end in self.items:
             count, scores = end - start, None
             if start and count > 1:
                 later = torch.ones(count, end, dtype=torch.bool, device=self.device).triu(start + 1)
@@ -423,7 +421,7 @@ class HybridRunner:
 
     def step(self, work: list) -> tuple:
         # 1. Mini-batches
-        items = [Item(one, one.table, one.computed, one.computed + count) for one, count in work]
+        items = [Item(one, one.computed, one.computed + count) for one, count in work]
         batches = [MiniBatch(some, self.deal, self.model) for some in form(items, self.rows)]
         arrival, total, self.saves = self.bring(0, batches[0]), sum(batch.rows_used for batch in batches), []
 
@@ -441,12 +439,12 @@ class HybridRunner:
 
         # 3. The logits of each request's last token. What was computed is in its blocks
         began, row, rows = self.clock.mark(), -1, []
-        for request, _, start, end in (item for batch in batches for item in batch.items):
+        for request, start, end in (item for batch in batches for item in batch.items):
             row += end - start
             if end == len(request.tokens):
                 rows.append(row)
         logits = self.model.logits(torch.cat([batch.hidden for batch in batches])[rows])  # [R, V]
-        self.marks.append(("head", began, self.clock.mark()))
+        self.marks.append(("forward", began, self.clock.mark()))
         for transfer, _ in self.saves:  # with the last references to what they read
             transfer.wait()
         return batches, logits
@@ -535,7 +533,7 @@ class HybridRunner:
         blocks = [sum(len(batch.context[kind].slots) for batch in self.last) / size for kind in KINDS]
         acts = layers * (blocks[ACT_HOST] + blocks[ACT_DEVICE])
         rebuild = seconds["rebuild"] / acts if acts else 0.0
-        return sum(blocks), rebuild, (seconds["forward"] + seconds["head"]) / layers
+        return sum(blocks), rebuild, seconds["forward"] / layers
 
 
 def part(tensor, first: int, count: int):
@@ -551,44 +549,47 @@ def sizes_of(model: Llama, block_size: int) -> Sizes:
     return Sizes(*(count * model.dtype.itemsize for count in (numbers, block_size * act, block_size * kv)))
 
 
-def ready(plan: Plan, model: Llama, bandwidth, contexts: list[int], block_size=16) -> paged.Engine:
+def ready(plan: Plan, model: Llama, bandwidth, contexts: list[int], block_size=16, rows=8192) -> paged.Engine:
     """An engine whose requests are about to decode, behind contexts of numbers that nobody has computed."""
-    engine = paged.Engine(HybridRunner(model, plan, bandwidth, block_size), max_running=len(contexts))
+    engine = paged.Engine(HybridRunner(model, plan, bandwidth, block_size, rows), max_running=len(contexts))
     for memory in engine.runner.memory:
         memory.fill_(0.1)
     for number, context in enumerate(contexts):
         request = Request([(number + 7 * at) % 251 for at in range(context + 1)], 1 << 20)
         engine.waiting.append(request)
-        assert engine.admit(request), "there are too few blocks"
+        engine.admit(request)
         request.computed = context
     return engine
 
 
-def measure(planner: Planner, model: Llama, bandwidth, contexts: list[int]) -> Planner:
+def measure(planner: Planner, model: Llama, bandwidth, contexts: list[int], rows=8192) -> Planner:
     """`planner` with the costs of a few decode steps."""
-    engine, samples = ready(planner.plan(), model, bandwidth, contexts, planner.block_size), []
+    engine, samples = ready(planner.plan(), model, bandwidth, contexts, planner.block_size, rows), []
     for _ in range(5):
         engine.step()
         if engine.failures:
             words = "A decode step, to measure, has failed; choose fewer --blocks or a smaller --mini-batch."
             raise checkpoint.ModelError(words)
         samples.append(engine.runner.cost())
+    engine.runner.forget()
+    engine.runner = None  # its memory is free now; the engine itself is when the collector finds it
     return planner.after(samples[1:])
 
 
 def make_planner(model: Llama, arguments) -> tuple[Planner, object]:
     """What the options ask for, in numbers -> the planner, and the modelled link's bandwidth, None on a GPU.
-    Costs are those of steps with ACT blocks alone, until others are known."""
+    Costs are those of steps with ACT blocks alone."""
     size, layers, sizes = arguments.block_size, len(model.layers), sizes_of(model, arguments.block_size)
     useful = arguments.max_running * -(-model.config.max_position_embeddings // size)
-    host = torch.device("cpu")
-    blocks = cli.blocks_that_fit(arguments.blocks, useful, max(sizes.kv, sizes.act), host, "--blocks")
+    largest = max(sizes.kv, sizes.act) if arguments.policy in ("act-only", "paper") else sizes.kv
+    blocks = cli.blocks_that_fit(arguments.blocks, useful, largest, torch.device("cpu"), "--blocks")
     device = 1e9 * arguments.device_memory if arguments.device_memory else (layers // 2 + 2) * sizes.weights
-    if model.device.type == "cuda" and not arguments.device_memory:
+    if model.device.type == "cuda":
         rows = max(arguments.mini_batch, model.config.max_position_embeddings)
         buffers = 2 * rows // size * (sizes.kv + sizes.act) // layers
-        device = 0.8 * torch.cuda.mem_get_info()[0] - buffers
-    bandwidth = links.bandwidth(model, arguments.link, arguments.platform)
+        free = 0.8 * torch.cuda.mem_get_info()[0] - buffers
+        device = min(device, free) if arguments.device_memory else free
+    bandwidth = links.bandwidth(model, arguments.link)
     speed = links.Link("load", Clock(model.device), bandwidth).speed()
     planner = Planner(arguments.policy, Costs(speed, 0.0, 0.0), sizes, layers, blocks, int(device), size)
     requests = max(1, min(arguments.max_running, blocks, PROBE // size))
@@ -596,7 +597,8 @@ def make_planner(model: Llama, arguments) -> tuple[Planner, object]:
     tokens = max(1, tokens - 8)  # a few steps follow
     probe = planner._replace(policy="act-only", device=2 * sizes.weights)
     probe = probe._replace(blocks=requests * (1 + -(-(tokens + 8) // size)))
-    probe = measure(probe, model, bandwidth and links.Bandwidth(math.inf), requests * [tokens])
+    unlimited = bandwidth and links.Bandwidth(math.inf)
+    probe = measure(probe, model, unlimited, requests * [tokens], arguments.mini_batch)
     return planner._replace(costs=probe.costs), bandwidth
 
 
@@ -645,13 +647,15 @@ def demo(model: Llama, frontend: Frontend, arguments):
     """A batch answered under each policy, and decode steps of a larger geometry over two links."""
     # 1. Ask: eight conversations at once
     rng, new, asked = random.Random(0), max(8, min(arguments.max_tokens, 16)), []
-    talks = [lesson.conversation(frontend, rng, frontend.context // 16) for _ in range(8)]
+    talks = [lesson.conversation(frontend, rng, min(128, frontend.context // 16)) for _ in range(8)]
     options = vars(arguments) | dict(policy="hybrid", max_running=8, blocks=8 * 32, mini_batch=1024)
     planner, bandwidth = make_planner(model, argparse.Namespace(**options))
     for policy in POLICIES:
         plan = planner._replace(policy=policy).plan()
         engine = paged.Engine(HybridRunner(model, plan, bandwidth, planner.block_size, 1024), max_running=8)
         asked += engine.generate([frontend.request(messages=messages, max_tokens=new) for messages in talks])
+        engine.runner.forget()
+        engine.runner = None
     verified = lesson.equal_to_baseline(copy.deepcopy(model).to(model.device), asked)
 
     # 2. Time
@@ -659,13 +663,12 @@ def demo(model: Llama, frontend: Frontend, arguments):
     layers, contexts, rows = len(timed.layers), BATCH * [CONTEXT], []
     options |= dict(block_size=16, max_running=BATCH, blocks=BATCH * (CONTEXT // 16 + 3))
     probe, bandwidth = make_planner(timed, argparse.Namespace(**options))
-    size = probe.sizes.weights
-    probe = probe._replace(device=(2 + layers // 2) * size)
+    probe = probe._replace(device=(2 + layers // 2) * probe.sizes.weights)
     print(
         f"Decode steps of {BATCH} requests behind {CONTEXT} tokens each, on {GEOMETRY}, since the answers' "
         "model is\ntoo small to keep two lanes busy. The device has room for "
-        f"{layers // 2} of {layers} layers of {size / 1e6:.1f} MB\nbeside two that come and go, or for as "
-        "many bytes of blocks."
+        f"{layers // 2} of {layers} layers of {probe.sizes.weights / 1e6:.1f} MB\nbeside two that come "
+        "and go, or for as many bytes of blocks."
     )
     for f in FACTORS if model.device.type == "cpu" else (None,):
         if f:
@@ -701,9 +704,9 @@ def demo(model: Llama, frontend: Frontend, arguments):
         print(timeline.chart())
         rows += found
     print(
-        "(w, k, a: weights, KV, ACT blocks arrive; r: rebuilt, f: the layers)\n\nThe lane that is late alone "
-        "counts. And where one device does not compute fast enough, or has too\nlittle link? Several may "
-        "divide what each chapter keeps: chapter 09."
+        "(w, k, a: weights, KV, ACT blocks come; s: stored; r: rebuilt, f: forward)\n\nThe lane that is late "
+        "alone counts. And where one device does not compute fast enough, or has too\nlittle link? Several "
+        "may divide what each chapter keeps: chapter 09."
     )
     report = dict(link=dict(modelled=link.modelled, gbps=link.speed() / 1e9), verified=verified, rows=rows)
     return report, [timeline, asked[0].timeline]
@@ -715,7 +718,7 @@ def add_arguments(parser):
     number, gigabytes = functools.partial(cli.bounded, int, 1), cli.bounded(float, 1e-6, 1e6)
     add, words = parser.add_argument, "what the context is kept as (hybrid); paper: as CAPTURE divides memory"
     add("--policy", choices=POLICIES, default="hybrid", help=words)
-    words = "of the device, for weights and blocks (on a GPU most of what is free, else half of the layers)"
+    words = "of the device, for weights and blocks (on a GPU what is free, at most; else half of the layers)"
     add("--device-memory", type=gigabytes, metavar="GB", help=words)
     add("--blocks", type=number(1 << 24), metavar="N", help="blocks of all kinds (as useful)")
     words = "tokens of context that are on the device at once (8192)"

@@ -61,6 +61,7 @@ from collections import deque
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
@@ -71,12 +72,12 @@ from common.link import TransferError
 from common.llama import Linear
 from common.ranks import Everywhere, Ranks, end, join
 from common.requests import Frontend, Request, RequestError
-from common.restoring import LATER, PAUSE, Cache
+from common.restoring import LATER, Cache
 
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
 hidden_states = importlib.import_module("04_hidden_state_cache")
 ON_ITS_WAY, FAILED, ARRIVED = range(3)
-FACTS = 256  # numbers of an agreement; what does not fit in is asked in the next step
+FACTS = 256  # numbers of an agreement, or twice as many, ...
 LIMIT = 2.0  # seconds that nobody waits longer for a copy: well below those of a collective
 
 # 1. The model, divided -------------------------------------------------------------------------
@@ -128,13 +129,14 @@ class Division:
 
 # 2. Agreement ----------------------------------------------------------------------------------
 
-class Shared:
+class Shared(links.Transfer):
     """A transfer as all ranks see it: over when it is over everywhere, failed if it failed anywhere."""
 
     def __init__(self, own, cache: "Together"):
         self.own, self.cache, self.state = own, cache, ON_ITS_WAY
         self.lane, self.label, self.bytes = own.lane, own.label, own.bytes
         self.restoration, self.last = None, False  # whose it is, and whether it brings the last layer
+        self.issued = 0.0  # its deadline counts alone: that is agreed
 
     def seen_here(self) -> int:
         if not self.own.ready:
@@ -143,19 +145,14 @@ class Shared:
 
     @property
     def ready(self) -> bool:
-        """Whether it is over on all ranks. The last of a restoration is not as long as an earlier one that
-        ranks have gone on without may not be: they agree first, see queue_wait."""
+        """Whether it is over on all ranks. The last copy of a restoration is not ready while an earlier one,
+        which ranks went on without, is on its way: they agree first, see queue_wait."""
         passed = self.restoration.passed if self.last else ()
         return self.state != ON_ITS_WAY and all(one.state != ON_ITS_WAY for one in passed)
 
     @property
     def error(self) -> Exception | None:
-        return TransferError(f"{self.label} failed on a rank") if self.state == FAILED else None
-
-    def check(self):
-        """Raise TransferError if it failed."""
-        if self.error:
-            raise self.error
+        return TransferError("on a rank") if self.state == FAILED else None
 
     def queue_wait(self) -> bool:
         """In the forward pass: wait for this rank's own copy, or go on with whatever is there. With the last
@@ -194,7 +191,7 @@ class Together:
         self.inner, self.ranks, inner.hold = inner, ranks, self.hold
         self.commands: deque = deque()  # of rank 0: what all are to `command`; a Request goes as its id()
         self.shared: list[Shared] = []  # those that may be under way, oldest first
-        self.until = WeakKeyDictionary()  # restoration, or request in line -> when it is late here; 0: it is
+        self.until = WeakKeyDictionary()  # restoration, or request in line -> its deadline here; 0: failed
         self.done = 0  # a sum over all that was computed
 
     def __getattr__(self, name):
@@ -216,12 +213,14 @@ class Together:
         facts += [one.seen_here() for one in self.shared]
         commands = [self.commands.popleft() for _ in range(len(self.commands))]
         message = json.dumps(commands, default=id).encode() if commands else b""
-        size, same = len(message) if self.ranks.rank == 0 else sys.maxsize, self.done + len(facts)
+        size = len(message) if self.ranks.rank == 0 else sys.maxsize  # the minimum is rank 0's
+        same = self.done + len(facts)
         # 2. What all may believe
-        own = [size, same, -same, *map(int, facts), *[0] * FACTS][:FACTS]
+        own = [size, same, -same, *map(int, facts)]
+        own += [0] * (-len(own) % FACTS)
         size, same, other, *facts = self.ranks.least(own)
         if same != -other:
-            end("the ranks have not computed the same; they differ in what nobody agreed upon")
+            end("the ranks have not computed the same; they differ in what was not agreed")
         facts = iter(facts)
         for restoration, in_time in zip(restorations, facts):
             restoration.deadline = math.inf if in_time else 0.0
@@ -255,14 +254,13 @@ class Together:
 
     def restore(self, request, restoration, match):
         self.until[restoration] = min(restoration.deadline, time.perf_counter() + LIMIT)
-        restoration.deadline = math.inf  # the same
+        restoration.deadline = math.inf  # until it is over on a rank: see poll
         with closing(self.inner.restore(request, restoration, match)) as steps:
             for transfer in steps:
-                if transfer is not PAUSE:
-                    transfer.restoration = restoration
-                    transfer.last = restoration.layers == len(self.model.layers) - 1
+                transfer.restoration = restoration
+                transfer.last = restoration.layers == len(self.model.layers) - 1
                 yield transfer
-                if not restoration.deadline:
+                if not restoration.deadline:  # a pass may have gone on without a copy that was late here
                     raise TransferError("a copy is late on a rank")
 
     def save(self, batch):
@@ -305,6 +303,7 @@ class PageHeadCache(offload.HostCache):
     def submitted(self, request):
         """Ask storage for the pages that are not near."""
         full = (len(request.tokens) - 1) // self.pool.block_size
+        self.use(request.chain)  # what is there does not go for what follows
         for number, prefix in enumerate(request.chain[:full]):
             near = prefix in self.host.block_of or prefix in self.pool.block_of or prefix in self.coming
             if near or not self.host.available or len(self.coming) >= self.host.size // 2:
@@ -407,9 +406,9 @@ def lose_a_page(model, arguments, prompt: list[int], new: int) -> list[Request]:
         for lost in (False, True):
             lesson.settle(engine)
             engine.evict("host")
-            if lost and engine.cache.ranks.rank == engine.cache.ranks.count - 1:
+            if lost and chain and engine.cache.ranks.rank == engine.cache.ranks.count - 1:
                 keys, _ = engine.cache.page(chain[len(chain) // 2], 0)
-                os.remove(f"{folder}/{keys[-1].hex()}.page")
+                Path(f"{folder}/{keys[-1].hex()}.page").unlink(missing_ok=True)
             answered.append(lesson.ask(engine, prompt, new, "device"))
         lesson.settle(engine)
         engine.close()
@@ -441,11 +440,12 @@ def make_engine(model, arguments, keep: str | None = None) -> paged.Engine:
     # 1. As many blocks as fit on every rank
     useful = arguments.max_running * -(-config.max_position_embeddings // size)
     block_bytes = size * config.kv_numbers_per_token * model.dtype.itemsize
+    kept = size * hidden_states.bytes_per_token(model) // ranks.count if keep == "states" else block_bytes
     on_device = cli.blocks_that_fit(arguments.gpu_blocks, useful, block_bytes, model.device, "--gpu-blocks")
-    on_host = cli.blocks_that_fit(arguments.cpu_blocks, 4 * on_device, block_bytes, host, "--cpu-blocks")
+    on_host = cli.blocks_that_fit(arguments.cpu_blocks, 4 * on_device, kept, host, "--cpu-blocks")
     on_device, on_host = ranks.least([on_device, on_host])
     # 2. A link each, as fast as for a model that is not divided
-    bandwidth = links.bandwidth(model, arguments.link, arguments.platform)
+    bandwidth = links.bandwidth(model, arguments.link)
     if whole and arguments.link == "auto" and bandwidth:
         bandwidth = links.Bandwidth(bandwidth.value * config.num_key_value_heads / whole.kv_heads)
     # 3. The Cache

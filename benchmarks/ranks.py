@@ -40,7 +40,7 @@ def rank(ranks, arguments) -> list[dict]:
     whole = HISTORY * config.kv_numbers_per_token // config.num_key_value_heads * model.division.kv_heads
     gbps = whole * model.dtype.itemsize / SECONDS / 1e9
     options = argparse.Namespace(
-        max_running=4, block_size=16, gpu_blocks=None, cpu_blocks=None, token_budget=512, link=gbps, platform="a100",
+        max_running=4, block_size=16, gpu_blocks=None, cpu_blocks=None, token_budget=512, link=gbps,
         always_restore=True, storage=None, explain=False)  # fmt: skip
     rng, rows = random.Random(0), []
     history = draw(rng, model, HISTORY)

@@ -32,20 +32,11 @@ import torch
 
 from common.checkpoint import ModelError
 
-# HCache (EuroSys '25), Table 2: peak 16-bit FLOP/s of a GPU, bytes/s of its PCIe link
-PLATFORMS = {
-    "a100": (312e12, 32e9),
-    "a30": (165e12, 32e9),
-    "4090": (330e12, 32e9),
-    "l20": (120e12, 32e9),
-    "h800": (990e12, 64e9),
-}
-LLAMA_2_7B_HIDDEN = 4096
-# Section 6.1: on an A100 projection and transfer are even at 24 GB/s, so products run at this share of the
-# peak.
-SHARE_OF_PEAK = 4 * LLAMA_2_7B_HIDDEN**2 / (2 * LLAMA_2_7B_HIDDEN / 24e9) / 312e12  # 0.63
+# Seconds to project hidden states of Llama-2-7B on an A100, over seconds to move them: even at 24 GB/s
+# (HCache, EuroSys '25, section 6.1), and the link has 32
+A100 = 32 / 24
 LATENCY = 10e-6  # seconds, of a modelled transfer
-HANGING = 1.0  # seconds: a lane in which something takes longer is not given anything that somebody waits for
+HANGING = 1.0  # seconds after which a job counts as hung: its lane is given nothing that somebody waits for
 
 
 class TransferError(Exception):
@@ -123,9 +114,9 @@ class CudaTransfer(Transfer):
 
 class Lane:
     """A thread that does one thing after the other. Where a bandwidth is modelled, it then sleeps until the
-    model says that what it has copied has arrived. What hangs ends with the process."""
+    model says that what it has copied has arrived. A hung job ends with the process."""
 
-    telling = 1  # bytes from which a transfer says how fast the lane is
+    telling = 1  # bytes: smaller transfers do not say how fast the lane is
 
     def __init__(self, name: str, wake=lambda: None, background=False):
         """`wake` is called when something is over. `background`: nobody waits for what this does."""
@@ -215,15 +206,8 @@ class Link(Lane):
         if self.modelled:
             return self.submit(label, size, move, dst, src, bandwidth=self.bandwidth)
         transfer = CudaTransfer(self.name, label, size)
-        self.issue(transfer, dst, src)
-        self.on_their_way.append(transfer)
-        self.settle()
-        return transfer
-
-    def issue(self, transfer: CudaTransfer, dst: list, src: list):
-        """Queue the copy on the lane's stream, behind what is queued to compute now."""
         transfer.clock = self.clock
-        self.stream.wait_stream(torch.cuda.current_stream())
+        self.stream.wait_stream(torch.cuda.current_stream())  # behind what is queued to compute now
         with torch.cuda.stream(self.stream):
             transfer.start = self.clock.mark()
             try:
@@ -234,6 +218,9 @@ class Link(Lane):
             except (RuntimeError, ValueError) as refused:
                 transfer.error = refused
             transfer.end = self.clock.mark()
+        self.on_their_way.append(transfer)
+        self.settle()
+        return transfer
 
     def speed(self) -> float:
         """Bytes per second: the median of the last transfers, or else of the model, or of a measurement."""
@@ -342,15 +329,12 @@ class Trace(Bandwidth):
         return f"modelled link, {values} GB/s, {self.seconds:.3g} s each"
 
 
-class PlatformBandwidth(Bandwidth):
-    """As much slower or faster than this processor as `platform`'s link is for `platform`'s GPU: restoring a
-    layer from hidden states takes, against their transfer, what it takes for Llama-2-7B there (HCache,
-    section 6.1)."""
+class LikeA100(Bandwidth):
+    """As slow for this processor as PCIe 4 is for an A100: restoring a layer from hidden states takes,
+    against their transfer, what it takes for Llama-2-7B there."""
 
-    def __init__(self, model, platform: str = "a100"):
-        self.model, self.platform, (peak, pcie) = model, platform, PLATFORMS[platform]
-        # How much longer Llama-2-7B takes there to project a layer's hidden states than to move them
-        self.ratio = 4 * LLAMA_2_7B_HIDDEN**2 / (SHARE_OF_PEAK * peak) / (2 * LLAMA_2_7B_HIDDEN / pcie)
+    def __init__(self, model):
+        self.model = model
         self.measure()
 
     @torch.inference_mode()
@@ -372,23 +356,21 @@ class PlatformBandwidth(Bandwidth):
             values.index_copy_(0, slots, v)
             samples.append(time.perf_counter() - began)
         self.samples = sorted(samples[1:])  # the first one touches memory
-        self.value = self.ratio * hidden.nbytes / statistics.median(self.samples)
+        self.value = A100 * hidden.nbytes / statistics.median(self.samples)
         return self.value
 
     def __str__(self):
         least, middle, most = (1e3 * self.samples[len(self.samples) * part // 4] for part in (1, 2, 3))
         return (
-            f"modelled link, {self.value / 1e9:.3g} GB/s, as for an {self.platform.upper()}: the hidden "
-            f"states of {self.tokens} tokens take {middle / self.ratio:.3g} ms a layer, and restoring them "
+            f"modelled link, {self.value / 1e9:.3g} GB/s, as for an A100: the hidden "
+            f"states of {self.tokens} tokens take {middle / A100:.3g} ms a layer, and restoring them "
             f"{middle:.3g} ms (quartiles {least:.3g} to {most:.3g})"
         )
 
 
 def add_arguments(parser):
-    words = "without a GPU, the modelled link's speed; auto (default): what --platform's would be here"
+    words = "without a GPU, the modelled link's speed; auto (default): what an A100's would be here"
     parser.add_argument("--link", type=link_speed, default="auto", metavar="GB/S", help=words)
-    words = "the GPU that --link auto resembles (default a100)"
-    parser.add_argument("--platform", choices=PLATFORMS, default="a100", help=words)
 
 
 def link_speed(string: str) -> float | str:
@@ -401,10 +383,10 @@ def link_speed(string: str) -> float | str:
     raise argparse.ArgumentTypeError(f"{string!r} is not auto, or GB/s from 1e-9 to 1e6")
 
 
-def bandwidth(model, asked: float | str = "auto", platform: str = "a100") -> Bandwidth | None:
+def bandwidth(model, asked: float | str = "auto") -> Bandwidth | None:
     """-> of the modelled link; None with CUDA, where the link is real. Raises ModelError."""
     if model.device.type == "cuda":
         if asked != "auto":
             raise ModelError("--link models a link on machines without a GPU, and here is one; leave it out.")
         return None
-    return Bandwidth(asked * 1e9) if asked != "auto" else PlatformBandwidth(model, platform)
+    return Bandwidth(asked * 1e9) if asked != "auto" else LikeA100(model)

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 import torch
 from tokenizers.decoders import DecodeStream
-from tqdm import tqdm
 
 from common.timeline import Timeline
 
@@ -137,7 +136,12 @@ class Writer:
 
     def push(self, token: int) -> str:
         """Return the text that is certain after this token; "" while a character or stop string is open."""
-        self.text += self.decoder.step(self.tokenizer, token) or ""
+        try:
+            piece = self.decoder.step(self.tokenizer, token)
+        except Exception:          # bytes that are no text change the text before them: begin anew
+            self.decoder = DecodeStream(skip_special_tokens=True)
+            piece = self.decoder.step(self.tokenizer, token)
+        self.text += piece or ""
         ends = [end for stop in self.stop if (end := self.text.find(stop, self.sent)) >= 0]
         if ends:
             self.text, self.stopped = self.text[:min(ends)], True
@@ -239,7 +243,7 @@ class Request:
 
     def sample(self, logits) -> int:
         """Draw the next token from logits [V]: the likeliest at temperature 0, else one of the top_k
-        likeliest, and of these one of the fewest that hold top_p of the probability."""
+        likeliest, and of these one of the smallest set whose probabilities reach top_p."""
         if self.temperature == 0:
             return int(logits.argmax())
         logits, order = logits.topk(min(self.top_k or len(logits), len(logits)))    # [top_k], likeliest first
@@ -376,11 +380,6 @@ class Line:
             words = f"{verb:8} {who:16} {rows:5} rows {blocks:5} blocks  {words}"
             print(f"step {self.counts['steps']:4}  {words}", file=sys.stderr)
 
-    def fail(self, error: Exception):
-        """End everybody, after a defect."""
-        for request in [*self.running, *self.waiting]:
-            self.finish(request, error)
-
     def generate(self, requests: list[Request]) -> list[Request]:
         """Submit, and step until all are answered. Raises what one of them ended with."""
         for request in requests:
@@ -418,25 +417,3 @@ class Line:
             counts |= {f"{name}_blocks": pool.size, f"{name}_free": pool.free.count(1),
                        f"{name}_cached": len(pool.cached), f"{name}_evictions": pool.evictions}
         return counts
-
-
-# 7. A file of requests --------------------------------------------------------------------------------------
-
-def answer_file(engine: Line, frontend: Frontend, lines: list[bytes], output):
-    """Answer requests as of POST /generate, one JSON object a line, all at once -> a line of `output` for
-    each, in their order: the result, or {"error": {"message", "type"}}."""
-    asked = []
-    for line in lines:
-        try:
-            fields = check_fields(parse_json(line), {**PROMPT, **SAMPLING, **frontend.fields})
-            request = frontend.request(**fields)
-            engine.submit(request)
-        except RequestError as error:
-            request = error
-        asked.append(request)
-    with output.open("w", encoding="utf-8") as file:
-        for request in tqdm(asked, unit="request", disable=None):
-            while isinstance(request, Request) and request.outcome is None:
-                engine.step()
-            outcome = getattr(request, "outcome", request)
-            file.write(json.dumps(outcome.as_json()) + "\n")

@@ -33,14 +33,14 @@ ENOUGH = 0.2  # seconds: a prefill that takes so long need not be measured with 
 @dataclass(eq=False)
 class Match:
     """What a Cache holds behind `request.computed`: so many tokens, never a request's last one, which is
-    computed for its logits. There in about `seconds`, what is queued before them included. `blocks` are the
-    Cache's own."""
+    computed for its logits. `seconds`: until all are there, queueing included. `blocks` are the Cache's
+    own."""
 
     tokens: int
     seconds: float
     blocks: list
     source: str = "cpu"  # what Request.found calls it
-    rows: int = 0  # that it computes in each layer, where it does more than copy (from chapter 04 on)
+    rows: int = 0  # that it computes in each layer: 0 where it only copies (from chapter 04 on, more)
     store: object = None  # where the blocks are, in a Cache that has several
     parts: dict | None = None  # source -> tokens, where they are from several (chapter 07)
 
@@ -74,21 +74,7 @@ class Restoration:
 
 class Cache:
     """What a chapter keeps, and how it comes back. This one keeps nothing beyond the device's blocks (chapter
-    02).
-
-    | verb | when | in vLLM's KVConnector |
-    |---|---|---|
-    | submitted | a request stands in line | on_new_request |
-    | match | at admission, and behind each restoration | get_num_new_matched_tokens |
-    | restore | its tokens come back | start_load_kv, wait_for_layer_load |
-    | save_layer | before each layer | save_kv_layer |
-    | save | after each step | wait_for_save |
-    | finished | it is over, cancelled or preempted | request_finished |
-    | poll | at the top of each step | get_finished |
-    | evicting | device blocks are about to lose their contents | |
-    | idle | nothing runs | |
-    | attach, close | at the beginning and at the end | register_kv_caches, shutdown |
-    """
+    02). docs/production.md has each verb beside its name in vLLM, SGLang and LMCache."""
 
     fields: dict = {}  # of a request, this chapter's own: name -> (test, words)
     pools: dict = {}  # name -> BlockPool, for the page
@@ -175,7 +161,7 @@ class Restorer:
         self.speeds: list[float] = []  # measured last by `idle`
         self.pause = self.due = 0.0  # seconds between two measurements; when the next one is due
         self.waits = []  # (start, end) marks of what the step under way has waited for
-        self.agree = bool  # a function: on ranks, whether something is so on all of them (chapter 09)
+        self.agree = bool  # agree(mine) -> what holds on all ranks (chapter 09); alone: mine
 
     # Load or compute
 
@@ -185,8 +171,9 @@ class Restorer:
 
     def worth(self, request, match: Match) -> bool:
         """Decide whether to load what was matched; the request says why."""
-        compute = self.seconds_to_compute(request.computed, request.computed + match.tokens)
-        chosen = self.agree(self.always or match.seconds <= WORTH * compute)
+        end = request.computed + match.tokens
+        compute = self.seconds_to_compute(request.computed, end)
+        chosen = self.agree(self.pays(match.seconds, request.computed, end))
         words = (
             f"{match.tokens} tokens offered ({match.source}): loading {1e3 * match.seconds:.1f} ms, "
             f"computing {1e3 * compute:.1f} ms: " + ("loaded" if chosen else "computed")
@@ -197,6 +184,10 @@ class Restorer:
             self.doubtful = True  # it may have been decided on a bad measurement
             self.engine.counts["declined"] += 1
         return chosen
+
+    def pays(self, seconds: float, start: int, end: int) -> bool:
+        """Whether to load tokens start to end in `seconds`, rather than compute them."""
+        return self.always or seconds <= WORTH * self.seconds_to_compute(start, end)
 
     def seconds_to_compute(self, start: int, end: int) -> float:
         """Estimate for the prefill of tokens start to end, at the rate of the last long prefills."""
@@ -314,7 +305,7 @@ class Restorer:
                 return False  # it computes: nobody waits
             if wait and transfer.queue_wait():
                 break
-            if time.perf_counter() > restoration.deadline:
+            if time.perf_counter() > max(restoration.deadline, transfer.issued + GRACE):
                 raise TransferError(f"{transfer.label} is late")
             if not wait:
                 return False
@@ -393,13 +384,13 @@ class Restorer:
         return [speed, rate or 1.0]
 
     def measure_prefill(self) -> float | None:
-        """Compute a prompt of nobody's in free blocks -> FLOP/s; None if there are too few. Raises
-        Interrupted when somebody comes."""
+        """Compute a prompt of nobody's in blocks that nobody holds -> FLOP/s; None if there are too few.
+        Raises Interrupted when somebody comes."""
         engine, rate = self.engine, None
         for tokens in (LONG // 4, LONG, max(LONG, engine.token_budget)):  # the first one touches memory
             tokens = min(tokens, engine.model.config.max_position_embeddings)
             blocks = engine.pool.num_blocks(tokens)
-            if engine.pool.free.count(1) < blocks:
+            if engine.pool.available < blocks:
                 break
             request = Request([0] * tokens, 1, table=engine.pool.allocate(blocks))
             began = time.perf_counter()

@@ -287,15 +287,17 @@ class Storage:
     def __init__(self, backend, name: str = "storage", bandwidth: Bandwidth | None = None):
         """`bandwidth`: model reading that is slower than it is."""
         self.backend, self.name, self.bandwidth = backend, name, bandwidth
-        self.doubted: set[bytes] = set()  # keys under which something wrong was, or nothing, or it failed
-        self.errors, self.error = 0, ""  # how many, and the last one
+        self.doubted: set[bytes] = set()  # keys whose last read failed: not read again until they are written
+        self.errors = 0
 
     def open(self, wake):
         self.reader, self.writer = Lane("storage", wake), Lane("save", wake, background=True)
+        self.asker = Lane("ask", wake)  # an answer stands behind no long reads
 
-    def exists(self, keys: list[bytes]) -> Transfer:
-        """-> a Transfer whose value is how many of the first keys are there."""
-        return self.reader.submit("exists", 0, self.noting, self.count, keys)
+    def exists(self, keys: list[bytes], first: int = 0) -> Transfer:
+        """-> a Transfer whose value is how many keys in a row are there, from the `first` on. Those before it
+        are only used, so that storage does not evict the beginning of a chain."""
+        return self.asker.submit("exists", 0, self.noting, self.count, keys, first)
 
     def has(self, keys: list[bytes]) -> bool:
         """Whether all are there, as far as is known here, and can be read now."""
@@ -340,12 +342,12 @@ class Storage:
     def noting(self, function, *arguments):
         try:
             return function(*arguments)
-        except Exception as error:
-            self.errors, self.error = self.errors + 1, type(error).__name__
+        except Exception:
+            self.errors += 1
             raise
 
-    def count(self, keys: list[bytes]) -> int:
-        there = zip(keys, self.backend.exists([key.hex() for key in keys]), strict=True)
+    def count(self, keys: list[bytes], first: int) -> int:
+        there = list(zip(keys, self.backend.exists([key.hex() for key in keys]), strict=True))[first:]
         return sum(1 for _ in takewhile(lambda item: item[1] and item[0] not in self.doubted, there))
 
     def read(self, keys: list[bytes], into: list[numpy.ndarray]):
@@ -374,8 +376,8 @@ class Storage:
         return len(lacking)
 
     def close(self):
-        self.reader.close()
-        self.writer.close()
+        for lane in self.reader, self.writer, self.asker:
+            lane.close()
         with suppress(Exception):
             getattr(self.backend, "close", lambda: None)()
 
@@ -443,7 +445,14 @@ class Directory:
         return sorted(found)
 
     def exists(self, keys: list[str]) -> list[bool]:
-        return [os.path.isfile(self.path(key)) for key in keys]
+        """Uses them, the last key first: of a chain, the end is the least recently used."""
+        return [self.use(key) for key in reversed(keys)][::-1]
+
+    def use(self, key: str) -> bool:
+        with suppress(FileNotFoundError):
+            os.utime(self.path(key), ns=(time.time_ns(),) * 2)  # finer than the default
+            return True
+        return False
 
     def get(self, keys: list[str]) -> list[bytearray | None]:
         values = []

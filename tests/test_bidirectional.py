@@ -305,6 +305,18 @@ def test_beside_others_prefill_takes_its_share_and_alone_all():
     finish(engine, storage, request, other)
 
 
+def test_a_share_is_kept_when_storage_is_late():
+    engine, cache, storage = engine_for(budget=100, share=0.25)
+    storage.bandwidth = Bandwidth(1e-9)
+    request, other = submit(engine), submit(engine, draw(random.Random(1), 150), 9)
+    engine.step()
+    before, request.restoration.deadline = request.computed, 0.0
+    engine.step()
+    engine.step()
+    assert request.computed - before == 50
+    finish(engine, storage, request, other)
+
+
 def test_leftover_takes_only_what_others_leave():
     engine, cache, storage = engine_for(budget=64, leftover=True)
     other = submit(engine, draw(random.Random(1), 180), 30)
@@ -408,6 +420,17 @@ def test_without_a_place_saving_waits_for_the_next_step():
     cache.places.release(places)
     finish(engine, storage, request)
     assert found(engine, other) == 128
+
+
+def test_chunks_for_which_no_place_became_free_are_counted():
+    engine, cache, storage = engine_for()
+    places, before = cache.places.allocate(cache.places.available), engine.counts["drops"]
+    ask(engine, draw(random.Random(5), 150), 1)
+    assert engine.counts["drops"] - before == 2
+    del storage.index[next(iter(storage.index))]
+    ask(engine, [*PROMPT, 7], 1)
+    assert engine.counts["drops"] - before == 3, "storage has the other five"
+    cache.places.release(places)
 
 
 def found_now(cache, tokens) -> int:

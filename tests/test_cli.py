@@ -84,16 +84,6 @@ def test_sampling_options_reach_the_request(monkeypatch, capsys):
     assert (request.temperature, request.seed, request.max_tokens) == (0.5, 3, 9)
 
 
-def test_a_file_of_requests_is_answered_line_by_line(monkeypatch, capsys, tmp_path):
-    lines = '{"prompt": "Hello", "max_tokens": 5}', "nonsense", json.dumps(dict(prompt="x" * 600)), '{"n": 1}'
-    (tmp_path / "asked").write_text("\n".join(lines))
-    run_here(monkeypatch, capsys, *TINY, "--input", tmp_path / "asked", "--output", tmp_path / "told")
-    first, *wrong = map(json.loads, (tmp_path / "told").read_text().splitlines())
-    assert len(first["tokens"]) == 5 and first["finish_reason"] == "length"
-    for reply, words in zip(wrong, ("JSON", "shorten the prompt", "Unknown field 'n'"), strict=True):
-        assert words in sentence(reply["error"])
-
-
 def test_demo_writes_its_report_and_its_timelines(monkeypatch, capsys, tmp_path):
     said, _ = run_here(monkeypatch, capsys, *TINY, "--demo", "--max-tokens", 5, "--json", tmp_path / "json",
                        "--trace", tmp_path / "trace")
@@ -117,7 +107,7 @@ def test_help_names_every_option(monkeypatch, capsys):
         runpy.run_path(str(SCRIPT), run_name="__main__")
     said = capsys.readouterr().out
     assert end.value.code == 0
-    for option in ("demo prompt input output host port allow-evict model device dtype max-tokens temperature "
+    for option in ("demo prompt host port allow-evict model device dtype max-tokens temperature "
                    "seed explain json trace pause").split():
         assert f"--{option}" in said
 
@@ -165,8 +155,6 @@ def test_who_reads_only_the_beginning_ends_it_quietly(monkeypatch, capsys):
     ("no.such.host.invalid", ["--host", "no.such.host.invalid"]), ("Cannot listen", ["--host", "x" * 99]),
     ("/no/such/x.json", [*TINY, "--json", "/no/such/x.json"]),
     ("'/'", [*TINY, "--prompt", "Hello", "--trace", "/"]),
-    ("'/no/such.jsonl'", [*TINY, "--input", "/no/such.jsonl", "--output", "/no/such.out"]),
-    ("--output FILE", [*TINY, "--input", "/no/such.jsonl"]),
 ], ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "")
 def test_wrong_input_ends_with_one_clear_line(monkeypatch, capsys, words, arguments):
     line = refused_here(monkeypatch, capsys, *arguments)

@@ -233,6 +233,8 @@ def test_who_may_not_compute_below_its_limit_waits_until_the_deadline_only():
     restoration = Restoration(None, 0, 2, 2, 0.0, None, awaited=Transfer("load", "a copy"), portion=1)
     assert not restorer.arrived(request, restoration, wait=False), "it computes, and nobody waits"
     restoration.portion = 0
+    assert not restorer.arrived(request, restoration, wait=False), "a copy that was just ordered is not late"
+    restoration.awaited.issued -= 1
     with pytest.raises(TransferError, match="late"):
         restorer.arrived(request, restoration, wait=False)
 
@@ -484,6 +486,14 @@ def test_loading_and_computing_must_both_agree(speed, rate, measured):
     engine.restorer.rates.clear()
     assert engine.restorer.measure() == measured
     assert list(engine.restorer.rates) == ([rate] if measured and rate else [])
+
+
+def test_prefill_is_measured_in_a_full_pool_too():
+    engine, rng = make(RowCache(), blocks=16), random.Random(3)
+    for _ in range(4):
+        ask(engine, draw(rng, 100))
+    assert engine.pool.free.count(1) < 2 and engine.restorer.measure_prefill() > 0
+    check_pools(engine)
 
 
 class Misled(Bandwidth):

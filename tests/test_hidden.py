@@ -246,6 +246,18 @@ def test_whoever_comes_ends_a_measurement():
     assert list(cache.rates) == before and engine.pool.available == engine.pool.size
 
 
+def test_a_measurement_leaves_what_wakes_the_engine():
+    engine, *_ = engine_for()
+    engine.wake.set()  # a job between two steps
+    assert engine.cache.idle() and engine.wake.is_set()
+    full = engine.pool.allocate(engine.pool.available)
+    for block, prefix in zip(full, engine.prefixes.extend([], draw(random.Random(0), 16 * len(full)))):
+        engine.pool.register(block, prefix)
+    engine.pool.release(full)
+    engine.cache.rates.clear()
+    assert engine.cache.idle() and engine.cache.rates, "also where all blocks are cached"
+
+
 def test_grouped_queries_are_said_at_the_start(tmp_path):
     folder = write_model(tmp_path / "grouped", num_key_value_heads=1)
     command = [sys.executable, "04_hidden_state_cache.py", "--model", str(folder), "--link", "1"]

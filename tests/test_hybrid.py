@@ -109,6 +109,11 @@ def test_no_division_is_better_than_the_plan(costs, layers, blocks, device, fill
         assert not (other.act_host or other.act_device if policy == "kv-only" else other.kv_host or other.kv_device)
 
 
+def test_where_the_processor_is_the_bound_nothing_is_streamed_that_has_room():
+    planner = Planner("act-only", Costs(1e6, 1.0, 0.1), Sizes(60, 10, 20), 4, 10, 4 * 60)
+    assert planner.plan().resident == 4
+
+
 def test_half_of_the_weights_resident_the_gains_are_those_of_the_formula():
     """f = 1.25 over a fair `kv-only` and `act-only`: 1 + K/2R and (B + R) / (B + aR) where a is the best share."""
     W, K, R, B, M = 25.0, 100.0, 92.0, 8.0, 12.5
@@ -161,7 +166,7 @@ def test_any_run_of_numbers_has_the_plans_ratio(counts, data):
 
 
 def items_of(*sizes, count=1) -> list:
-    return [hybrid.Item(Request([0], 1), [], size - count, size) for size in sizes]
+    return [hybrid.Item(Request([0], 1), size - count, size) for size in sizes]
 
 
 def test_sixteen_equal_requests_are_two_mini_batches_of_eight():
@@ -407,6 +412,15 @@ def test_costs_are_measured_at_the_start_whatever_the_sizes(words):
     engine = hybrid.make_engine(MODEL, parser.parse_args([words, "--link=1", "--device-memory=0.001"]))
     assert sum(engine.runner.plan[1:]) == engine.pool.size
     assert ORACLE.judge(ask(engine, draw(random.Random(0), 30))) != "wrong"
+
+
+def test_costs_are_measured_with_the_mini_batches_that_are_asked_for(monkeypatch):
+    made, make = [], hybrid.HybridRunner
+    monkeypatch.setattr(hybrid, "HybridRunner", lambda *given: made.append(given[4]) or make(*given))
+    parser = cli.parser_for("")
+    hybrid.add_arguments(parser)
+    hybrid.make_engine(MODEL, parser.parse_args(["--mini-batch=700", "--link=1", "--device-memory=0.001"]))
+    assert made == [700, 700]
 
 
 def test_where_steps_fail_measuring_costs_is_one_sentence(monkeypatch):

@@ -434,6 +434,24 @@ def test_the_newest_are_preempted_the_oldest_never_and_their_dice_fall_the_same(
     check_pools(engine)
 
 
+def test_for_one_block_one_request_is_preempted_even_if_a_copy_holds_its_blocks():
+    engine, rng = make(blocks=11), random.Random(11)
+    asked = [Request(draw(rng, length), 20) for length in (47, 40, 40)]
+    for request in asked:
+        engine.submit(request)
+    engine.step()
+    held, spare = list(asked[2].table), engine.pool.allocate(engine.pool.available)
+    engine.pool.share(held)  # as a copy does
+    engine.step()
+    engine.step()
+    assert engine.counts["preemptions"] == 1 and asked[1] in engine.running and len(asked[0].tokens) == 49
+    assert not engine.failures
+    engine.pool.release(held + spare)
+    while engine.busy:
+        engine.step()
+    assert_equal(asked)
+
+
 def test_the_whole_context_can_be_used():
     engine, prompt = make(blocks=CONTEXT // 16), draw(random.Random(11), CONTEXT - 12)
     (request,) = engine.generate([Request(prompt, 13)])

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -11,9 +12,11 @@ import pytest
 import torch
 from conftest import ROOT
 
-from common import checkpoint, ranks
+from common import checkpoint, cli, ranks, store
 from common.link import Transfer
+from common.requests import Request
 from tests.support import engines, serving
+from tests.support import ranks as rank_tests
 
 nine = importlib.import_module("09_tensor_parallel")
 posix = pytest.mark.skipif(os.name != "posix", reason="ranks are POSIX processes here")
@@ -103,6 +106,48 @@ def test_what_is_held_is_released_when_the_ranks_have_agreed():
     assert engine.pool.references[block] == 2, "another rank may not see it yet"
     engine.cache.poll()
     assert engine.pool.references[block] == 1
+
+
+def test_however_many_wait_all_copies_are_agreed_on():
+    cache = nine.Together(nine.offload.HostCache(64, engines.BANDWIDTH), ranks.Ranks())
+    engine, rng = engines.make(cache, max_running=2), random.Random(0)
+    asked = [Request(engines.draw(rng, 20), 2) for _ in range(2 * nine.FACTS)]
+    for request in asked:
+        engine.submit(request)
+    while asked[30].outcome is None:
+        engine.step()
+    assert engine.cache.host.block_of, "what was saved has arrived"
+    engine.generate([Request([7, 8, 9], 2)])
+    engines.settle(engine)
+    engines.check_pools(engine)
+
+
+def test_pages_that_come_from_storage_do_not_push_out_those_before_them():
+    backend, rng, size = rank_tests.Losing(random.Random(0), 0.0), random.Random(1), 20
+    prompt = engines.draw(rng, 16 * size + 1)
+    for host in 5 * size, size:  # the first one writes them all
+        cache = nine.PageHeadCache(host, engines.BANDWIDTH, store.Storage(backend), range(2))
+        engine = engines.make(nine.Together(cache, ranks.Ranks()))
+        engines.ask(engine, prompt)
+        engines.evict(engine)
+    chain = engine.prefixes.extend([], prompt)
+    cache.host.evict([cache.host.block_of[prefix] for prefix in chain[size // 2 :]])
+    engines.ask(engine, engines.draw(rng, 8 * size + 1))  # which takes their places
+    engines.evict(engine)
+    assert engines.ask(engine, prompt).found == {"cpu": 16 * size}
+    engines.settle(engine)
+    engine.close()
+
+
+def test_host_memory_is_counted_in_what_is_kept(monkeypatch):
+    parser = cli.parser_for("")
+    nine.add_arguments(parser)
+    model = engines.tiny_model(kv_heads=1)  # 384 bytes of K and V a token, and 512 of states
+    arguments = parser.parse_args(["--gpu-blocks=50", "--cpu-blocks=100", "--link=1"])
+    monkeypatch.setattr(checkpoint, "free_host_memory", lambda: 860_000.0)
+    assert nine.make_engine(model, arguments, "kv").cache.host.size == 100
+    with pytest.raises(checkpoint.ModelError, match="--cpu-blocks 94"):
+        nine.make_engine(model, arguments, "states")
 
 
 # 4. Ending -------------------------------------------------------------------------------------

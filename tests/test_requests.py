@@ -1,8 +1,11 @@
 """What is asked and answered: fields, messages, text with stop strings, sampling, results, the front end."""
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 
 from common.requests import (
     PROMPT,
@@ -121,6 +124,16 @@ def test_text_ends_before_the_first_stop_string_and_nothing_is_taken_back(fronte
 def test_a_character_of_several_tokens_is_written_when_it_is_complete(frontend):
     pieces, _ = written(frontend.tokenizer, "a\u00e9b", [])
     assert [piece for piece in pieces if piece] == ["a", "\u00e9", "b"] and len(pieces) == 4
+
+
+def test_bytes_that_are_no_text_do_not_end_the_answer():
+    """A line break, and then half a character, each as a byte: what was text with the first is none with both."""
+    tokenizer = Tokenizer(models.BPE({"<0x0A>": 0, "<0xE2>": 1, "a": 2}, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    writer = Writer(SimpleNamespace(backend_tokenizer=tokenizer))
+    for token in (0, 1, 2, 2, 0, 2):
+        writer.push(token)
+    assert writer.text.startswith("\n") and writer.text.endswith("a\na")
 
 
 def test_what_may_begin_a_stop_string_is_held_back(frontend):

@@ -22,6 +22,7 @@ from support.redis_server import RedisServer
 
 from common import store
 from common.checkpoint import ModelError
+from common.link import Bandwidth
 from common.requests import Request
 
 paged = importlib.import_module("02_paged_kv")
@@ -151,6 +152,25 @@ def test_write_through_selective_stores_what_is_asked_for_again():
             assert len(shelf) == pages == len(engine.cache.host.block_of)
 
 
+def test_write_through_selective_counts_requests_that_come_together():
+    shelf, prompt = Shelf(), draw(random.Random(0), 100)
+    with engine_on(shelf, write="write_through_selective") as engine:
+        engine.generate([Request([*prompt, number], 2) for number in range(3)])
+        settle(engine)
+        assert len(shelf) == 6
+
+
+def test_what_storage_has_lost_is_written_again():
+    shelf, prompt = Shelf(), draw(random.Random(0), 100)
+    with engine_on(shelf) as engine:
+        right(engine, prompt)
+        forget(engine)
+        shelf.pages.clear()
+        assert right(engine, prompt).found == {}
+        settle(engine)
+        assert len(shelf) == 6
+
+
 def test_write_back_writes_what_is_evicted_and_nothing_else():
     shelf, rng = Shelf(), random.Random(0)
     with engine_on(shelf, write="write_back", blocks=16, host=8) as engine:
@@ -206,6 +226,17 @@ def test_a_copy_for_an_eviction_that_fails_or_is_late_is_lost_and_never_found(mo
         counts = engine.counts
         assert counts["pages_lost"] > 0 and counts["pages_written"] > 0
         assert faults.failed and faults.delayed
+
+
+def test_an_eviction_waits_as_long_as_its_copy_takes(monkeypatch):
+    monkeypatch.setattr("common.link.HANGING", 0.05)
+    rng = random.Random(0)
+    with engine_on(Shelf(), write="write_back", blocks=16, host=32) as engine:
+        right(engine, draw(rng, 200))
+        settle(engine)
+        engine.cache.save_link.bandwidth = Bandwidth(12 * engine.cache.host.block_bytes / 0.2)
+        right(engine, draw(rng, 200))
+        assert engine.counts["pages_written"] > 0 and not engine.counts["pages_lost"]
 
 
 def test_what_is_matched_does_not_go_for_its_own_requests_blocks():
@@ -265,6 +296,7 @@ def test_the_guard_does_not_wait_for_storage_that_is_slower_than_computing():
         restorer, storage = engine.restorer, engine.cache.storage
         restorer.rates = deque([1e6])  # FLOP/s
         restorer.always, restorer.rates = False, deque([1e6 * restorer.seconds_to_compute(0, 200)])  # 1 s
+        storage.reader.settle()
         storage.reader.speeds = deque([1e3])  # bytes/s
         request = right(engine, prompt)
         (words,) = request.decisions
@@ -301,6 +333,38 @@ def test_both_ends_begins_with_what_host_memory_has():
         request = right(engine, prompt)
         assert request.found["cpu"] == 160 and request.found["storage"] > 0
         assert not engine.counts["failed_restorations"], "nothing has failed"
+
+
+def test_under_both_ends_storage_that_is_slower_than_computing_keeps_nobody_from_host_memory():
+    shelf, prompt = Shelf(), draw(random.Random(0), 480)
+    with engine_on(shelf, "both_ends") as engine:
+        right(engine, prompt)
+        evict(engine)
+        for prefix in engine.prefixes.extend([], prompt)[4:]:
+            engine.cache.host.evict([engine.cache.host.block_of[prefix]])
+        restorer = engine.restorer
+        restorer.doubtful = False  # what follows is not measured again
+        restorer.rates = deque([1e6])  # FLOP/s
+        restorer.always, restorer.rates = False, deque([1e6 * restorer.seconds_to_compute(0, 480)])  # 1 s
+        engine.cache.storage.reader.settle()
+        engine.cache.storage.reader.speeds = deque([1e3])  # bytes/s
+        shelf.open.clear()
+        assert right(engine, prompt).found == {"cpu": 64}
+        shelf.open.set()
+
+
+def test_an_answer_whether_storage_has_it_stands_behind_no_read():
+    storage, keys = store.Storage(shelf := Shelf()), [bytes([number]) * 32 for number in range(3)]
+    storage.open(lambda: None)
+    storage.set(keys[1:], [numpy.zeros(8, "u1")] * 2).wait(60)
+    shelf.open.clear()
+    read = storage.get(keys[1:], [numpy.zeros(8, "u1") for _ in range(2)])
+    asked = storage.exists(keys, first=1)
+    asked.wait(60)
+    assert asked.value == 2 and not read.ready
+    shelf.open.set()
+    read.wait(60)
+    storage.close()
 
 
 def test_prefetches_hold_half_of_host_memory_at_most():
@@ -449,6 +513,14 @@ def test_a_directory_stays_below_its_limit(tmp_path):
         backend.set([f"{number:064}"], [value])
     kept = [number for number in range(40) if backend.exists([f"{number:064}"])[0]]
     assert len(kept) * 100 <= 1100 and 39 in kept
+
+
+def test_of_a_chain_that_is_asked_for_the_end_is_deleted_first(tmp_path):
+    backend, keys = store.Directory(f"file:{tmp_path}", limit_gb=1e-6), [f"{number:064}" for number in range(9)]
+    backend.set(keys, [bytes(100)] * 9)
+    assert all(backend.exists(keys))
+    backend.set(["f" * 64], [bytes(200)])
+    assert [(tmp_path / f"{key}.page").exists() for key in keys] == [True] * 7 + [False] * 2
 
 
 @pytest.mark.parametrize("url, words", [

@@ -17,13 +17,14 @@ import importlib
 import math
 from typing import NamedTuple
 
-from common.link import PLATFORMS, SHARE_OF_PEAK
-
 planner, hybrid = importlib.import_module("05_bubble_free"), importlib.import_module("08_hybrid_blocks")
 Costs = planner.Costs
 
 NEAR = 0.05  # a single number is met within 5 %
-PEAK, PCIE = PLATFORMS["a100"]  # FLOP/s, bytes/s
+# HCache, table 2: peak 16-bit FLOP/s of a GPU, and its link's bytes/s
+PLATFORMS = {"a100": (312e12, 32e9), "a30": (165e12, 32e9), "4090": (330e12, 32e9), "l20": (120e12, 32e9), "h800": (990e12, 64e9)}
+PEAK, PCIE = PLATFORMS["a100"]
+SHARE_OF_PEAK = 4 * 4096**2 / (2 * 4096 / 24e9) / PEAK  # 63 %: projecting and loading are even at 24 GB/s
 H100, SSD = 989e12, 6.9e9  # FLOP/s; bytes/s, section 6.2.2
 TOKENS, LONGEST = 1024, 16384  # of a history, in HCache
 # Table 3: layers by recomputing, hidden states, K and V
