@@ -426,14 +426,15 @@ class Engine(Line):
     def schedule(self, ready: list[Request]) -> list[tuple[Request, int]]:
         """Pick tokens per request: one for each that decodes, then prefill chunks, oldest first, within the
         budget."""
-        work, budget = [], self.token_budget
+        work, budget, short = [], self.token_budget, False  # of blocks: one request a step is preempted
         for request in sorted(ready, key=lambda request: request.pending > 1):
             if request not in self.running:  # preempted for one that decodes, and so stands before it
                 continue
             if not budget:
                 break
             full = request.computed == len(request.table) * self.pool.block_size
-            if full and not self.append_block(request):
+            if full and (short or not self.append_block(request)):
+                short = True
                 continue
             count = min(self.restorer.reach(request) - request.computed, budget)
             if count:  # chapter 06 may leave a step to others
@@ -447,7 +448,7 @@ class Engine(Line):
 
     def append_block(self, request: Request) -> bool:
         """Add a block for the next token; where none is left, preempt the newest request. While copies
-        still hold all of its blocks, this one waits: nobody else is preempted in this step."""
+        still hold all of its blocks, this one waits."""
         if not self.pool.available:
             newest = self.running[-1]
             self.counts["preemptions"] += 1
@@ -543,12 +544,14 @@ class Engine(Line):
         self.running.remove(request)
         if request.restoration:
             self.restorer.end(request)
-        self.cache.finished(request)
-        for prefix in request.chain[request.registered :]:
-            if self.filling.get(prefix) is request:
-                del self.filling[prefix]
-        self.pool.release(request.table)
-        request.table, request.computed = [], 0
+        try:
+            self.cache.finished(request)
+        finally:  # whatever a chapter does wrong: nobody waits for these blocks
+            for prefix in request.chain[request.registered :]:
+                if self.filling.get(prefix) is request:
+                    del self.filling[prefix]
+            self.pool.release(request.table)
+            request.table, request.computed = [], 0
 
     def close(self):
         """Stop the Cache's threads."""

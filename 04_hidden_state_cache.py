@@ -279,7 +279,7 @@ class HiddenCache(Cache):
     # Measuring
 
     def idle(self):
-        """Measure the link, and projecting: as in a restoration, all layers in order, into free blocks."""
+        """Measure the link, and projecting: as in a restoration, all layers in order, in nobody's blocks."""
         interrupt, device, depth = self.engine.restorer.interrupt, self.model.device, len(self.model.layers)
         self.load_link.measure(interrupt)
         tokens = min(MEASURED, self.model.config.max_position_embeddings)

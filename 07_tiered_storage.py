@@ -15,17 +15,17 @@ of its own:
 
 How long does it wait for storage? `best_effort`: not at all, it takes what has come when its turn is there.
 `wait_complete`: to the end. `timeout`: for so many seconds, and so many for each 1,024 tokens of it. And,
-which no paper has, `both_ends`: it waits for nobody, and computes from the front while pages arrive from the
-back (chapter 06). Beside that the engine's own rule holds: what takes more than 0.8 of computing is computed,
-and nobody waits longer than computing would take. `--always-restore` switches it off, and shows what the
-policies alone do.
+which no paper has, `both_ends`: it waits only for storage to say what it has, and computes from the front
+while pages arrive from the back (chapter 06). Beside that the engine's own rule holds: what takes more than
+0.8 of computing is computed, and nobody waits longer than computing would take. `--always-restore` switches
+it off, and shows what the policies alone do.
 
-When do pages go down? `write_through`: as soon as they are full. `write_through_selective`: when they are
-asked for a second time. `write_back`: when they are evicted, one tier down each time; the page that is
-written for an eviction is the one that goes, and no other. Whoever needs its block on the device waits for
-the copy; what leaves host memory is copied aside, and written later. What a crash costs: under write_through
-what was under way, under write_through_selective also what was asked for once, under write_back all that
-storage has not got yet.
+When do pages go down? `write_through`: as soon as they are full. `write_through_selective`: when a second
+request has them on the device. `write_back`: when they are evicted, one tier down each time; the page that is
+written for an eviction is the one that goes, and no other. The engine waits for that copy to host memory;
+what leaves host memory is copied aside, and written later. What a crash costs: under write_through what was
+under way, under write_through_selective also what one request had, under write_back all that storage has not
+got yet.
 
 The engine's rules hold (common/restoring.py). The device's index stays in its pool, where the tree looks.
 What a thread or a copy still reads or writes is referenced in its pool, which is what locks a page. And
@@ -241,7 +241,7 @@ class TieredCache(offload.HostCache):
         pages = self.tree.match(chain)
         first = len(list(takewhile(lambda page: page.host is not None or page.prefix in on_device, pages)))
         tokens = (len(chain) - first) * size
-        if self.storage is None or self.storage.reader.hangs or tokens < self.threshold:
+        if self.storage is None or self.storage.hangs or tokens < self.threshold:
             return
         until = time.perf_counter() + self.timeout[0] + self.timeout[1] * tokens / 1024
         prefetch = request.kept.prefetch = Prefetch(chain, first, until, request.timeline)
@@ -487,7 +487,7 @@ class TieredCache(offload.HostCache):
             pages, blocks = zip(*dirty[: len(places)])
             copy = self.copy_out(blocks, places)
             try:
-                copy.wait(links.HANGING + self.save_link.seconds(0))
+                copy.wait(min(offload.LONGEST_SAVE, links.HANGING + self.save_link.seconds(0)))
             except links.TransferError:
                 self.hold("save", [copy], (self.host, places))  # a late one still writes there
                 self.counts["pages_lost"] += len(pages)

@@ -77,7 +77,7 @@ from common.restoring import LATER, Cache
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
 hidden_states = importlib.import_module("04_hidden_state_cache")
 ON_ITS_WAY, FAILED, ARRIVED = range(3)
-FACTS = 256  # numbers of an agreement, or twice as many, ...
+FACTS = 256  # numbers of an agreement are a multiple of this, so that ranks that differ can say so
 LIMIT = 2.0  # seconds that nobody waits longer for a copy: well below those of a collective
 
 # 1. The model, divided -------------------------------------------------------------------------
@@ -303,10 +303,10 @@ class PageHeadCache(offload.HostCache):
     def submitted(self, request):
         """Ask storage for the pages that are not near."""
         full = (len(request.tokens) - 1) // self.pool.block_size
-        self.use(request.chain)  # what is there does not go for what follows
+        own = [block for block in self.use(request.chain) if block in self.host.cached]  # they stay
         for number, prefix in enumerate(request.chain[:full]):
             near = prefix in self.host.block_of or prefix in self.pool.block_of or prefix in self.coming
-            if near or not self.host.available or len(self.coming) >= self.host.size // 2:
+            if near or self.host.available <= len(own) or len(self.coming) >= self.host.size // 2:
                 continue
             (place,) = self.host.allocate(1)
             read = self.storage.get(*self.page(prefix, place), f"page {number}")

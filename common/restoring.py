@@ -40,7 +40,7 @@ class Match:
     seconds: float
     blocks: list
     source: str = "cpu"  # what Request.found calls it
-    rows: int = 0  # that it computes in each layer: 0 where it only copies (from chapter 04 on, more)
+    rows: int = 0  # that it projects or computes in each layer (04, 05); 0: it only copies
     store: object = None  # where the blocks are, in a Cache that has several
     parts: dict | None = None  # source -> tokens, where they are from several (chapter 07)
 
@@ -62,7 +62,7 @@ class Restoration:
     start: int
     end: int
     limit: int
-    deadline: float  # in seconds of time.perf_counter(): nobody waits longer
+    deadline: float  # in seconds of time.perf_counter(): nobody waits longer (but GRACE at least)
     steps: object  # the Cache's generator, until it has ended
     layers: int = 0
     found: int = 0  # tokens that need not be computed
@@ -300,18 +300,19 @@ class Restorer:
         if transfer is None:
             return True
         engine, began = self.engine, None
+        late = max(restoration.deadline, transfer.issued + GRACE)
         while not transfer.ready:
             if request.computed < restoration.limit and restoration.portion:
                 return False  # it computes: nobody waits
             if wait and transfer.queue_wait():
                 break
-            if time.perf_counter() > max(restoration.deadline, transfer.issued + GRACE):
+            if time.perf_counter() > late:
                 raise TransferError(f"{transfer.label} is late")
             if not wait:
                 return False
             self.interrupt()
             began = began or engine.clock.mark()
-            engine.sleep(restoration.deadline - time.perf_counter())
+            engine.sleep(late - time.perf_counter())
         if began:
             self.waits.append((began, engine.clock.mark()))
         transfer.check()

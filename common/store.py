@@ -6,7 +6,7 @@ once. A block is found when all of its rows have arrived.
 
 `StoredChunks` keeps a block (04, 05) or 64 tokens (06) under a key in one or several Storages, a value for
 each part. `Storage` keeps values behind a back end: a directory, Redis, what fsspec knows, or your own. One
-thread reads and one writes, so storage that hangs holds up nobody else.
+thread asks, one reads and one writes, so storage that hangs holds up nobody else.
 """
 
 import hashlib
@@ -33,6 +33,7 @@ from common.checkpoint import ModelError
 from common.link import Bandwidth, Lane, Transfer, as_integers
 
 BACKLOG = 256  # chunks that wait to be written to a storage; more are not kept there
+JUST = 10  # seconds: what was used since need not be marked as used again
 ABANDONED = 600  # seconds after which nobody writes to a temporary file any more
 
 # 1. Blocks in host memory ----------------------------------------------------------------------
@@ -274,8 +275,9 @@ def in_directories(directories: list[Path], limit_gb: float) -> StoredChunks:
 # 3. Storage ------------------------------------------------------------------------------------
 
 class Storage:
-    """Values under keys, behind a back end that many engines may share: one thread reads, one writes, and
-    nobody else waits. A back end is any object with three verbs, which may raise anything:
+    """Values under keys, behind a back end that many engines may share: one thread asks what is there, one
+    reads, one writes, and nobody else waits. A back end is any object with three verbs, which may raise
+    anything:
 
         exists(keys) -> list of bool        keys: strings of 64 hexadecimal digits
         get(keys) -> list of bytes or None  which are used before it is asked again
@@ -298,6 +300,10 @@ class Storage:
         """-> a Transfer whose value is how many keys in a row are there, from the `first` on. Those before it
         are only used, so that storage does not evict the beginning of a chain."""
         return self.asker.submit("exists", 0, self.noting, self.count, keys, first)
+
+    @property
+    def hangs(self) -> bool:
+        return self.reader.hangs or self.asker.hangs
 
     def has(self, keys: list[bytes]) -> bool:
         """Whether all are there, as far as is known here, and can be read now."""
@@ -449,22 +455,22 @@ class Directory:
         return [self.use(key) for key in reversed(keys)][::-1]
 
     def use(self, key: str) -> bool:
-        with suppress(FileNotFoundError):
+        with suppress(OSError):  # gone, or another user's
             os.utime(self.path(key), ns=(time.time_ns(),) * 2)  # finer than the default
-            return True
-        return False
+        return os.path.isfile(self.path(key))
 
     def get(self, keys: list[str]) -> list[bytearray | None]:
         values = []
         for index, key in enumerate(keys):
             try:
                 with open(self.path(key), "rb", buffering=0) as file:
-                    size = os.fstat(file.fileno()).st_size
+                    size, used = os.fstat(file.fileno()).st_size, os.fstat(file.fileno()).st_mtime
                     if len(self.buffers.get(index, b"")) != size:
                         self.buffers[index] = bytearray(size)
                     values.append(self.buffers[index])
                     file.readinto(values[-1])
-                    os.utime(file.fileno())
+                    if time.time() - used > JUST:  # else the order in which `exists` has used them stays
+                        os.utime(file.fileno())
             except FileNotFoundError:
                 values.append(None)
         return values
@@ -505,7 +511,7 @@ class RedisBackend:
     def exists(self, keys: list[str]) -> list[bool]:
         with self.client.pipeline(transaction=False) as pipeline:
             for key in keys:
-                pipeline.exists(self.prefix + key)
+                pipeline.touch(self.prefix + key)  # which says whether it is there, and uses it
             return [found == 1 for found in pipeline.execute()]
 
     def get(self, keys: list[str]) -> list[bytes | None]:

@@ -436,7 +436,7 @@ def test_the_newest_are_preempted_the_oldest_never_and_their_dice_fall_the_same(
 
 def test_for_one_block_one_request_is_preempted_even_if_a_copy_holds_its_blocks():
     engine, rng = make(blocks=11), random.Random(11)
-    asked = [Request(draw(rng, length), 20) for length in (47, 40, 40)]
+    asked = [Request(draw(rng, length), 20) for length in (47, 47, 40)]
     for request in asked:
         engine.submit(request)
     engine.step()

@@ -472,9 +472,12 @@ def test_damaged_values_are_never_used_and_are_written_again(damage):
         assert right(engine, prompt).found == {"storage": 192}
 
 
-def test_storage_that_hangs_delays_one_request_and_then_nobody(monkeypatch):
+@pytest.mark.parametrize("verb", ["get", "exists"])
+def test_storage_that_hangs_delays_one_request_and_then_nobody(monkeypatch, verb):
     monkeypatch.setattr("common.link.HANGING", 0.05)
     shelf, prompt = Shelf(), draw(random.Random(0), 200)
+    does = getattr(shelf, verb)
+    setattr(shelf, verb, lambda keys: shelf.open.wait(60) and does(keys))
     with engine_on(shelf, "timeout", timeout=(0.2, 0.0)) as engine:
         right(engine, prompt)
         forget(engine)
