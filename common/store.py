@@ -33,7 +33,6 @@ from common.checkpoint import ModelError
 from common.link import Bandwidth, Lane, Transfer, as_integers
 
 BACKLOG = 256  # chunks that wait to be written to a storage; more are not kept there
-JUST = 10  # seconds: what was used since need not be marked as used again
 ABANDONED = 600  # seconds after which nobody writes to a temporary file any more
 
 # 1. Blocks in host memory ----------------------------------------------------------------------
@@ -464,13 +463,12 @@ class Directory:
         for index, key in enumerate(keys):
             try:
                 with open(self.path(key), "rb", buffering=0) as file:
-                    size, used = os.fstat(file.fileno()).st_size, os.fstat(file.fileno()).st_mtime
+                    size = os.fstat(file.fileno()).st_size
                     if len(self.buffers.get(index, b"")) != size:
                         self.buffers[index] = bytearray(size)
                     values.append(self.buffers[index])
                     file.readinto(values[-1])
-                    if time.time() - used > JUST:  # else the order in which `exists` has used them stays
-                        os.utime(file.fileno())
+                    os.utime(file.fileno())
             except FileNotFoundError:
                 values.append(None)
         return values
