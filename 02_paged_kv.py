@@ -426,7 +426,7 @@ class Engine(Line):
     def schedule(self, ready: list[Request]) -> list[tuple[Request, int]]:
         """Pick tokens per request: one for each that decodes, then prefill chunks, oldest first, within the
         budget."""
-        work, budget, short = [], self.token_budget, False  # of blocks: one request a step is preempted
+        work, budget, short = [], self.token_budget, False  # short of blocks: no second one is preempted
         for request in sorted(ready, key=lambda request: request.pending > 1):
             if request not in self.running:  # preempted for one that decodes, and so stands before it
                 continue

@@ -77,7 +77,7 @@ class Page:
     prefix: object
     host: int | None = None  # its place in host memory
     stored: bool = False  # storage has it
-    computed: int = 0  # requests that had it on the device
+    requests: int = 0  # that have had it on the device
     coming: bool = False  # on its way into host memory
     storing: bool = False  # or from there to storage
 
@@ -252,7 +252,7 @@ class TieredCache(offload.HostCache):
         """Storage has said how many pages in a row it has."""
         for prefix in prefetch.chain[prefetch.first + hit.value :] if well else ():
             if page := self.tree.pages.get(prefix):
-                page.stored = False  # it was there, and is not: it may be written again
+                page.stored = False  # storage may have lost it: let it be written again
         pages = hit.value if well and hit.value * self.pool.block_size >= self.threshold else 0
         prefetch.answered, prefetch.unread = True, pages
         prefetch.chain = prefetch.chain[: prefetch.first + pages]
@@ -439,8 +439,8 @@ class TieredCache(offload.HostCache):
                 continue
             if self.write_policy == "write_through_selective":
                 for page, _ in pairs:
-                    page.computed += 1
-                pairs = [(page, block) for page, block in pairs if page.computed > 1]
+                    page.requests += 1
+                pairs = [(page, block) for page, block in pairs if page.requests > 1]
             lacking = [(page, block) for page, block in pairs if not page.near]
             if self.save_link.seconds(len(lacking) * self.host.block_bytes) < offload.LONGEST_SAVE:
                 self.back_up(lacking, set(pages), request.timeline)

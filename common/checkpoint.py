@@ -230,4 +230,4 @@ def fill_from_files(model: Llama, files: list[Path], digest, config: LlamaConfig
     if places:
         more = f" and {len(places) - 1} more" if len(places) > 1 else ""
         raise ModelError(f"{files[0].parent} lacks the tensor {next(iter(places))}{more}; its weights are "
-                         "incomplete.")
+                         "incomplete: copy or download them again.")

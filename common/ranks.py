@@ -21,6 +21,7 @@ import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from weakref import WeakValueDictionary
 
 import torch
@@ -191,7 +192,17 @@ def join(count: int) -> Ranks:
     if (gpu := int(os.environ.get("LOCAL_RANK", rank))) < torch.cuda.device_count():
         torch.cuda.set_device(gpu)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    return Ranks(rank, count)
+    ranks = Ranks(rank, count)
+    if rank:
+        sys.excepthook = partial(end_at_once, sys.excepthook)
+    return ranks
+
+
+def end_at_once(tell, *error):
+    """An exception ends a rank: `tell` it, and wait for none of PyTorch's threads, which may abort."""
+    tell(*error)
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def start(count: int):

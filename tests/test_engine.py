@@ -488,6 +488,16 @@ def test_loading_and_computing_must_both_agree(speed, rate, measured):
     assert list(engine.restorer.rates) == ([rate] if measured and rate else [])
 
 
+def test_a_cache_that_raises_at_the_end_of_a_request_keeps_none_of_its_blocks():
+    engine, request = make(RowCache()), Request(PROMPT, 4)
+    engine.cache.finished = lambda request: 1 / 0
+    engine.submit(request)
+    engine.step()
+    with pytest.raises(ZeroDivisionError):
+        engine.finish(request)
+    check_pools(engine)
+
+
 def test_prefill_is_measured_in_a_full_pool_too():
     engine, rng = make(RowCache(), blocks=16), random.Random(3)
     for _ in range(4):

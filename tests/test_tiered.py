@@ -80,6 +80,21 @@ def forget(engine):
     settle(engine)
 
 
+def forget_from(engine, prompt: list[int], page: int):
+    """Host memory loses a prompt's pages from this one on."""
+    for prefix in engine.prefixes.extend([], prompt)[page:]:
+        engine.cache.host.evict([engine.cache.host.block_of[prefix]])
+
+
+def slow_storage(engine, tokens: int):
+    """As far as the engine knows, computing so many tokens takes 1 s, and reading a page much longer."""
+    restorer, reader = engine.restorer, engine.cache.storage.reader
+    restorer.always, restorer.doubtful, restorer.rates = False, False, deque([1e6])  # FLOP/s
+    restorer.rates = deque([1e6 * restorer.seconds_to_compute(0, tokens)])
+    reader.settle()
+    reader.speeds = deque([1e3])  # bytes/s
+
+
 # 1. The tree -----------------------------------------------------------------------------------
 
 def check_tree(tree):
@@ -293,11 +308,7 @@ def test_the_guard_does_not_wait_for_storage_that_is_slower_than_computing():
     with engine_on(shelf) as engine:
         right(engine, prompt)
         forget(engine)
-        restorer, storage = engine.restorer, engine.cache.storage
-        restorer.rates = deque([1e6])  # FLOP/s
-        restorer.always, restorer.rates = False, deque([1e6 * restorer.seconds_to_compute(0, 200)])  # 1 s
-        storage.reader.settle()
-        storage.reader.speeds = deque([1e3])  # bytes/s
+        slow_storage(engine, 200)
         request = right(engine, prompt)
         (words,) = request.decisions
         assert request.found == {} and "storage" in words and "computed" in words
@@ -328,8 +339,7 @@ def test_both_ends_begins_with_what_host_memory_has():
     with engine_on(shelf, "both_ends") as engine:
         right(engine, prompt)
         evict(engine)
-        for prefix in engine.prefixes.extend([], prompt)[10:]:
-            engine.cache.host.evict([engine.cache.host.block_of[prefix]])
+        forget_from(engine, prompt, page=10)
         request = right(engine, prompt)
         assert request.found["cpu"] == 160 and request.found["storage"] > 0
         assert not engine.counts["failed_restorations"], "nothing has failed"
@@ -340,14 +350,8 @@ def test_under_both_ends_storage_that_is_slower_than_computing_keeps_nobody_from
     with engine_on(shelf, "both_ends") as engine:
         right(engine, prompt)
         evict(engine)
-        for prefix in engine.prefixes.extend([], prompt)[4:]:
-            engine.cache.host.evict([engine.cache.host.block_of[prefix]])
-        restorer = engine.restorer
-        restorer.doubtful = False  # what follows is not measured again
-        restorer.rates = deque([1e6])  # FLOP/s
-        restorer.always, restorer.rates = False, deque([1e6 * restorer.seconds_to_compute(0, 480)])  # 1 s
-        engine.cache.storage.reader.settle()
-        engine.cache.storage.reader.speeds = deque([1e3])  # bytes/s
+        forget_from(engine, prompt, page=4)
+        slow_storage(engine, 480)
         shelf.open.clear()
         assert right(engine, prompt).found == {"cpu": 64}
         shelf.open.set()
