@@ -154,7 +154,7 @@ class Planner(NamedTuple):
         - The device may hold weights or KV blocks too. Fair shares are nearly ties, for a resident byte saves
           a byte of link; so hybrid's lead is over policies that use the same memory.
         - The number of blocks is given. Algorithm 1 fills all of the host's memory with them.
-        Ties: the plan that computes least, then the one that loads least. With grouped queries an ACT block
+        Of two plans that end at the same time, the one that computes less. With grouped queries an ACT block
         is as large as a KV block or larger, and has to be rebuilt besides: hybrid is `kv-only`."""
         costs, sizes, found = self.costs, self.sizes, []
         least = min(2, self.layers) * sizes.weights
@@ -180,8 +180,8 @@ class Planner(NamedTuple):
                     act_host = min(max(0, act_host), rest)
                     plan, acts = Plan(resident, rest - act_host, act_host, kv, act), act_host + act
                     if {"kv-only": acts == 0, "act-only": acts == self.blocks}.get(self.policy, True):
-                        found.append((max(lanes := self.lanes(plan)), *reversed(lanes), plan))
-        return min(found)[-1]
+                        found.append((max(self.lanes(plan)), self.lanes(plan)[1], plan))
+        return min(found)[2]
 
     def after(self, samples: list[tuple]) -> "Planner":
         """A planner with the costs of decode steps: (blocks, seconds to rebuild one in a layer or 0, seconds

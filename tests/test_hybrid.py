@@ -109,11 +109,6 @@ def test_no_division_is_better_than_the_plan(costs, layers, blocks, device, fill
         assert not (other.act_host or other.act_device if policy == "kv-only" else other.kv_host or other.kv_device)
 
 
-def test_where_the_processor_is_the_bound_nothing_is_streamed_that_has_room():
-    planner = Planner("act-only", Costs(1e6, 1.0, 0.1), Sizes(60, 10, 20), 4, 10, 4 * 60)
-    assert planner.plan().resident == 4
-
-
 def test_half_of_the_weights_resident_the_gains_are_those_of_the_formula():
     """f = 1.25 over a fair `kv-only` and `act-only`: 1 + K/2R and (B + R) / (B + aR) where a is the best share."""
     W, K, R, B, M = 25.0, 100.0, 92.0, 8.0, 12.5
