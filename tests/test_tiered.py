@@ -392,6 +392,7 @@ def test_a_second_prefetch_waits_for_the_places_of_the_first():
     with engine_on(shelf, host=10) as engine:
         for prompt in prompts:
             right(engine, prompt)
+            settle(engine)  # all is written before the next one takes its places
         forget(engine)
         asked = engine.generate([Request(prompt, 2) for prompt in prompts])
         assert [request.found for request in asked] == [{"storage": 96}, {"storage": 64}]
