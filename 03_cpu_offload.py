@@ -99,8 +99,7 @@ class HostCache(Cache):
             restoration.layers += 1
 
     def save(self, batch):
-        """Copy out the blocks that are full, unless the host has them already or has no room, or the copy
-        would take LONGEST_SAVE."""
+        """Copy out the blocks that are full, unless the host has them already or has no room."""
         for request, _ in batch.work:
             looked_at, request.kept = request.kept or 0, request.registered  # each block is looked at once
             if looked_at == request.registered or not request.options.get("offload_after", True):
@@ -112,8 +111,14 @@ class HostCache(Cache):
                     lacking.append((prefix, request.table[index]))
             own = [block for block in self.use(request.chain) if block in self.host.cached]
             lacking = lacking[: self.host.available - len(own)]  # a chain is not evicted for its own end
-            if lacking and self.save_link.seconds(len(lacking) * self.host.block_bytes) < LONGEST_SAVE:
+            if lacking and self.soon(len(lacking)):
                 self.save_blocks(request, *zip(*lacking))
+
+    def soon(self, blocks: int) -> bool:
+        """Whether a copy out of so many would be over in time. If not, how fast that is is measured again."""
+        soon = self.save_link.seconds(blocks * self.host.block_bytes) < LONGEST_SAVE
+        self.engine.restorer.doubtful |= not soon
+        return soon
 
     def save_blocks(self, request, prefixes, blocks):
         """Copy device `blocks` that hold `prefixes` to the host."""
@@ -157,6 +162,9 @@ class HostCache(Cache):
         return found
 
     def idle(self):
+        self.save_link.settle()
+        self.save_link.speeds.clear()  # what it had while the processor was busy
+        self.save_link.speed()
         return self.load_link.measure(self.engine.restorer.interrupt)
 
     def close(self):

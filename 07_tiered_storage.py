@@ -442,7 +442,7 @@ class TieredCache(offload.HostCache):
                     page.requests += 1
                 pairs = [(page, block) for page, block in pairs if page.requests > 1]
             lacking = [(page, block) for page, block in pairs if not page.near]
-            if self.save_link.seconds(len(lacking) * self.host.block_bytes) < offload.LONGEST_SAVE:
+            if self.soon(len(lacking)):
                 self.back_up(lacking, set(pages), request.timeline)
             self.send_down([page for page, _ in pairs])
         if len(self.tree.pages) > 2 * (self.pool.size + self.host.size):

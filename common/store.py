@@ -468,9 +468,9 @@ class Directory:
                         self.buffers[index] = bytearray(size)
                     values.append(self.buffers[index])
                     file.readinto(values[-1])
-                    os.utime(file.fileno())
             except FileNotFoundError:
                 values.append(None)
+        self.exists(keys)
         return values
 
     def set(self, keys: list[str], values: list[bytes]):

@@ -303,6 +303,18 @@ def test_a_copy_out_that_would_take_longer_than_its_blocks_may_be_held_is_not_be
     assert kept(engine, PROMPT) == 6, "what is on its way when the links are closed arrives at once"
 
 
+def test_a_link_that_was_slow_while_the_processor_was_busy_is_measured_again():
+    engine = make(cache := offload.HostCache(64, 1e9))
+    cache.save_link.speeds.extend([1.0] * 8)
+    engine.restorer.doubtful, engine.restorer.due = False, 0.0
+    ask(engine, PROMPT)
+    assert not engine.counts["swap_outs"]
+    engine.restorer.idle()
+    ask(engine, PROMPT + PROMPT)
+    assert kept(engine, PROMPT) == 6
+    engine.close()
+
+
 def test_closing_the_engine_ends_the_threads_of_both_links():
     before = set(threading.enumerate())
     engine = make("host")

@@ -523,12 +523,23 @@ def test_a_directory_stays_below_its_limit(tmp_path):
     assert len(kept) * 100 <= 1100 and 39 in kept
 
 
-def test_of_a_chain_that_is_asked_for_the_end_is_deleted_first(tmp_path):
+@pytest.mark.parametrize("verb", ["exists", "get"])
+def test_of_a_chain_that_is_used_the_end_is_deleted_first(verb, tmp_path):
     backend, keys = store.Directory(f"file:{tmp_path}", limit_gb=1e-6), [f"{number:064}" for number in range(9)]
     backend.set(keys, [bytes(100)] * 9)
-    assert all(backend.exists(keys))
+    assert all(getattr(backend, verb)(keys))
     backend.set(["f" * 64], [bytes(200)])
     assert [(tmp_path / f"{key}.page").exists() for key in keys] == [True] * 7 + [False] * 2
+
+
+def test_a_file_of_another_user_is_read(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError
+
+    backend, key = store.Directory(f"file:{tmp_path}"), "0" * 64
+    backend.set([key], [bytes(100)])
+    monkeypatch.setattr(store.os, "utime", refuse)
+    assert backend.exists([key]) == [True] and backend.get([key]) == [bytes(100)]
 
 
 @pytest.mark.parametrize("url, words", [
@@ -546,13 +557,14 @@ def test_what_cannot_be_used_is_one_sentence_without_secrets(url, words):
 
 FILL = """
 import os, random, sys
-from tests.support.engines import ask, draw, make, tiered
+from tests.support.engines import ask, draw, make, settle, tiered
 from common.store import open_backend
 engine = make(tiered(40, "wait_complete", "write_through", open_backend("file:" + sys.argv[1])), 40)
 rng = random.Random(0)
 print("ready", flush=True)
 while True:
     ask(engine, draw(rng, 200), 2)
+    settle(engine)  # what is not written in time is not kept
     engine.evict("device")
 """
 
