@@ -662,7 +662,7 @@ def converse(engine, frontend: Frontend, talks: list, rng, new: int) -> list[Req
             (request,) = engine.generate([frontend.request(messages=messages, max_tokens=new)])
             answers[number] = request.outcome.text or "."
             asked.append(request)
-        lesson.settle(engine)
+            lesson.settle(engine)  # what goes to storage gets there while people read
     return asked
 
 
