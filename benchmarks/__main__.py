@@ -26,8 +26,8 @@ PARTS = {
     "outside": ("--only conversations --rounds 2", None),
     "both_ends": ("--only grid --model classroom --rounds 3",
                   "--only grid --model classroom --histories 1024 --r 4 1 0.5 --share --rounds 2"),
-    "tiered": ("--rounds 3", "--only mix policies match --model classroom --rounds 1"),
-    "hybrid_blocks": ("--only grid --f 1.25 --batch 16 --rounds 3",
+    "tiered": ("--rounds 2", "--only mix policies match --model classroom --rounds 1"),
+    "hybrid_blocks": ("--only grid --model random:small --f 1.25 --batch 16 --rounds 3",
                       "--only grid --model random:small --f 1.25 --batch 16 --context 128 --rounds 1"),
     "ranks": ("--model classroom", "--model classroom --ranks 1 2 --rounds 2"),
 }  # fmt: skip
