@@ -37,7 +37,7 @@ def passes(*arguments):
 
 @pytest.mark.parametrize("count, keep, kv_heads", [(2, "kv", 1), (2, "states", 4), (2, "pages", 2), (4, "kv", 2)])
 def test_in_generated_traffic_the_tokens_are_those_of_chapter_01(count, keep, kv_heads):
-    requests = 60 if count == 2 else 30
+    requests = 60 if count == 2 else 20
     passes(count, "traffic", "--keep", keep, "--kv-heads", kv_heads, "--requests", requests)
 
 
