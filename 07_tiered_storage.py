@@ -11,24 +11,23 @@ of its own:
 
     tokens   0          320            800                        1792      16 tokens a page
     pages    |== L1 ====|==== L2 ======|:::::: L3 ::::::::::::::::|
-             found      layer by layer prefetched into L2, then layer by layer
+             found      | by layers    | prefetched into L2, then by layers
 
 How long does it wait for storage? `best_effort`: not at all, it takes what has come when its turn is there.
-`wait_complete`: to the end. `timeout`: for so many seconds, and so many for each 1,024 tokens of it. And,
-which no paper has, `both_ends`: it waits only for storage to say what it has, and computes from the front
-while pages arrive from the back (chapter 06). Beside that the engine's own rule holds: what takes more than
-0.8 of computing is computed, and nobody waits longer than computing would take. `--always-restore` switches
-it off, and shows what the policies alone do.
+`wait_complete`: to the end. `timeout`: a time, and some more for each 1,024 tokens that are asked for, both
+from its coming on. And, with chapter 06's idea, `both_ends`: it waits only for storage to say what it has,
+and computes from the front while pages arrive from the back. Beside that the engine's guard holds: what takes
+more than 0.8 of computing is computed, and nobody waits longer than computing would take. `--always-restore`
+switches it off, and shows what the policies alone do.
 
 When do pages go down? `write_through`: as soon as they are full. `write_through_selective`: when a second
-request has them on the device. `write_back`: when they are evicted, one tier down each time; the page that is
-written for an eviction is the one that goes, and no other. The engine waits for that copy to host memory;
-what leaves host memory is copied aside, and written later. What a crash costs: under write_through what was
-under way, under write_through_selective also what one request had, under write_back all that storage has not
-got yet.
+request has them on the device. `write_back`: when they are evicted, one tier down each time, unless a lower
+tier has them already. The engine waits for that copy to host memory; what leaves host memory is copied aside,
+and written later. What a crash costs: under write_through what was under way, under write_through_selective
+also what only one request has had, under write_back all that storage has not got yet.
 
-The engine's rules hold (common/restoring.py). The device's index stays in its pool, where the tree looks.
-What a thread or a copy still reads or writes is referenced in its pool, which is what locks a page. And
+The engine's rules hold (common/restoring.py). The device's pool keeps its own index, and the tree asks
+it. What a thread or a copy still reads or writes is referenced in its pool, which is what locks a page. And
 nothing is found before it has arrived.
 
 Source: HiCache, the hierarchical KV cache of SGLang (design document); its radix tree is RadixAttention's
@@ -63,7 +62,7 @@ PREFETCH = "best_effort", "wait_complete", "timeout", "both_ends"
 WRITE = "write_through", "write_through_selective", "write_back"
 # What lies next to what in host memory: the order of [layers, 2, places, page size, KV heads, head size]
 LAYOUTS = {
-    "layer_first": (0, 1, 2, 3, 4, 5),  # as on the device: a layer of adjacent places is one piece
+    "layer_first": (0, 1, 2, 3, 4, 5),  # as on the device: K, or V, of a layer in adjacent places
     "page_first": (2, 3, 0, 1, 4, 5),  # all layers of a token
     "page_first_direct": (2, 0, 1, 3, 4, 5),  # all tokens of a layer in a page, as a page in storage
 }
@@ -72,7 +71,7 @@ LAYOUTS = {
 
 @dataclass(eq=False, slots=True)
 class Page:
-    """A block of tokens behind all that its prefix stands for. (Its place on the device, that pool knows.)"""
+    """A block of tokens, the last that its prefix stands for. (Its place on the device, that pool knows.)"""
 
     prefix: object
     host: int | None = None  # its place in host memory
@@ -89,7 +88,7 @@ class Page:
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """Pages that follow each other, and between which no other conversation branches off."""
+    """Pages that follow each other; it is split where conversations part, or one of them has ended."""
 
     parent: "Node | None"
     pages: list[Page]
@@ -107,7 +106,7 @@ class HiRadixTree:
         self.pages: dict[object, Page] = {}  # by Prefix: to look at one without using it
 
     def match(self, chain: list) -> list[Page]:
-        """Use the longest known beginning of `chain` -> its pages. Copies nothing."""
+        """Use the longest known beginning of `chain` -> its pages. It moves no K and V."""
         return self.walk(chain)[1]
 
     def walk(self, chain: list) -> tuple[Node, list[Page]]:
@@ -177,7 +176,7 @@ class Prefetch:
     unread: int = 0  # pages that no read has begun for
     brought: set = field(default_factory=set)  # Pages that its reads have brought
     worth: bool = False  # waiting for it was decided
-    over: bool = False  # every read is over, or there is no place to read into
+    over: bool = False  # every read is over, there is no place to read into, or nobody waits for it
 
 
 @dataclass(eq=False)
@@ -234,7 +233,7 @@ class TieredCache(offload.HostCache):
     # L3 to L2: prefetch
 
     def submitted(self, request):
-        """Ask storage for what comes behind the pages that are near."""
+        """Ask storage for what comes behind the pages on the device and in host memory."""
         request.kept = Kept()
         size, on_device = self.pool.block_size, self.pool.block_of
         chain = request.chain[: (len(request.tokens) - 1) // size]  # the last token is computed anyway
@@ -260,8 +259,8 @@ class TieredCache(offload.HostCache):
             self.prefetches[prefetch] = None
 
     def read(self, prefetch: Prefetch):
-        """Begin to read what host memory lacks, as far as there are places: prefetches hold at most half of
-        them. The last pages come first under both_ends."""
+        """Begin to read what host memory lacks, as far as there are places: reads under way hold at most half
+        of them. The last pages come first under both_ends."""
         pages, doubted = self.tree.insert(prefetch.chain), self.storage.doubted
         numbers = range(prefetch.first, len(pages))
         numbers = numbers[::-1] if self.prefetch_policy == "both_ends" else numbers
@@ -323,16 +322,17 @@ class TieredCache(offload.HostCache):
     def match(self, request):
         """What host memory has, and under both_ends what storage has behind that."""
         prefetch, size = request.kept.prefetch, self.pool.block_size
-        if prefetch and self.waits(request, prefetch):
+        if prefetch and request.computed < len(prefetch.chain) * size and self.waits(request, prefetch):
             return LATER
         first, full = request.computed // size, (len(request.tokens) - 1) // size
         pages = self.tree.match(request.chain[:full])[first:]
         self.matched = found = list(takewhile(lambda page: page.host is not None, pages))
         near, places = (first + len(found)) * size - request.computed, [page.host for page in found]
         seconds = self.load_link.seconds(len(found) * self.host.block_bytes)
-        if self.prefetch_policy == "both_ends" and prefetch and prefetch.answered and not prefetch.over:
+        if self.prefetch_policy == "both_ends" and prefetch and prefetch.answered:
             start, end = request.computed + near, len(prefetch.chain) * size
-            if end > start:
+            last = self.tree.pages.get(prefetch.chain[-1]) if end > start else None
+            if last and (last.host is not None or not prefetch.over):
                 load = self.storage.seconds(prefetch.unread * self.host.block_bytes)
                 with_both = seconds + load / (1 + load / self.engine.restorer.seconds_to_compute(start, end))
                 if not found or self.engine.restorer.pays(with_both, request.computed, end):
@@ -365,8 +365,8 @@ class TieredCache(offload.HostCache):
 
     def restore(self, request, restoration, match):
         """Under both_ends as in chapter 06: prefill computes a portion from the front, and what has been read
-        comes from the back. But pages are claimed, by lowering the limit, before they are copied to the
-        request's blocks, and never those that the step under way may compute."""
+        comes from the back. A page is claimed first, by lowering `limit`, and then copied to the request's
+        block; those that the next step may compute, up to `front`, are not claimed."""
         prefetch, size, depth = match.store, self.pool.block_size, len(self.model.layers)
         if prefetch is None:
             yield from super().restore(request, restoration, match)
@@ -465,7 +465,7 @@ class TieredCache(offload.HostCache):
         self.send_down(pages)
 
     def room(self, count: int, own=(), after: int | None = None) -> list[int]:
-        """Up to `count` places in host memory, for which the least recently used pages go, each once."""
+        """Up to `count` places in host memory, for which the least recently used pages go."""
         host, victims = self.host, []
         lacking = count - host.free.count(1)
         for page in self.tree.oldest() if lacking > 0 else ():
@@ -501,7 +501,7 @@ class TieredCache(offload.HostCache):
     # L2 to L3
 
     def evicting_host(self, lost: list):
-        """Under write_back: have dirty pages written to storage, from copies."""
+        """These pages leave host memory. Under write_back, dirty ones are written to storage, from copies."""
         dirty = {}
         for place, prefix in lost:
             page = self.tree.pages[prefix]
@@ -522,7 +522,7 @@ class TieredCache(offload.HostCache):
             self.write_waiting()
 
     def write_waiting(self):
-        """Write what waits for that, in runs. What is being written is locked: a quarter of host memory."""
+        """Write what waits for that, in runs. What is being written is locked: a quarter of them, about."""
         if self.unwritten and self.storage.writer.hangs:
             self.unwritten.clear()
         while self.unwritten and self.writing < max(1, self.host.size // 4):
@@ -587,8 +587,8 @@ CONVERSATIONS, ON_DEVICE, ON_HOST = 8, 2, 4
 
 
 def demo(model, frontend: Frontend, arguments):
-    """Conversations behind one system prompt, which fit in no single tier, with one, two and three of them,
-    and with an L3 that another engine has filled; then the policies on an L3 that is as slow as computing."""
+    """Conversations behind one system prompt, more than L1 and L2 hold, with one, two and three tiers, and
+    with an L3 that another engine has filled; then the policies on an L3 that is as slow as computing."""
     with tempfile.TemporaryDirectory() as folder:
         # 1. Ask: each conversation twice, in any order
         rng, new = random.Random(0), max(2, min(arguments.max_tokens, 12))

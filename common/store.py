@@ -339,7 +339,7 @@ class Storage:
         return statistics.median(self.speeds or [guess])
 
     def seconds(self, size: int) -> float:
-        """Estimate until `size` bytes have been read, behind what is queued; 0 if none were ever read."""
+        """Estimate until `size` bytes have been read, behind what is queued; 0 while that is not known."""
         return (self.reader.settle() + size) / statistics.median(self.speeds) if self.speeds else 0.0
 
     # On the threads
@@ -464,7 +464,7 @@ class Directory:
             try:
                 with open(self.path(key), "rb", buffering=0) as file:
                     size = os.fstat(file.fileno()).st_size
-                    if len(self.buffers.get(index, b"")) != size:
+                    if len(self.buffers.setdefault(index, bytearray())) != size:
                         self.buffers[index] = bytearray(size)
                     values.append(self.buffers[index])
                     file.readinto(values[-1])

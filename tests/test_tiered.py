@@ -345,6 +345,40 @@ def test_both_ends_begins_with_what_host_memory_has():
         assert not engine.counts["failed_restorations"], "nothing has failed"
 
 
+def test_both_ends_uses_what_came_though_host_memory_had_no_place_for_all():
+    shelf, prompt = Shelf(), draw(random.Random(0), 480)
+    with engine_on(shelf) as engine:
+        right(engine, prompt)
+    with engine_on(shelf, "both_ends", host=20) as engine:
+        engine.max_running = 0  # it stands in line
+        engine.submit(request := Request(prompt, 4))
+        engine.step()
+        while not request.kept.prefetch.over:
+            engine.step()
+        engine.max_running = 64
+        while request.outcome is None:
+            engine.step()
+        assert request.found == {"storage": 320} and ORACLE.judge(request) != "wrong"
+
+
+def test_nobody_waits_for_storage_once_the_device_has_it():
+    shelf, prompt = Shelf(), draw(random.Random(0), 200)
+    with engine_on(shelf) as engine:
+        right(engine, prompt)
+        forget(engine)
+        shelf.open.clear()
+        engine.submit(waits := Request(prompt, 4))
+        engine.step()
+        engine.cache.threshold = 1 << 20  # the next one asks storage for nothing
+        engine.submit(computes := Request(prompt, 4))
+        while computes.outcome is None:
+            engine.step()
+        for _ in range(20):
+            engine.step()
+        assert waits.outcome and waits.found == {"gpu": 192}
+        shelf.open.set()
+
+
 def test_under_both_ends_storage_that_is_slower_than_computing_keeps_nobody_from_host_memory():
     shelf, prompt = Shelf(), draw(random.Random(0), 480)
     with engine_on(shelf, "both_ends") as engine:
@@ -499,10 +533,11 @@ def test_storage_that_hangs_delays_one_request_and_then_nobody(monkeypatch, verb
 @pytest.mark.parametrize("kind", ["file", "redis", "fsspec"])
 def test_a_back_end_keeps_what_it_is_given(kind, tmp_path):
     def check(url: str):
-        backend, (one, two, three) = store.open_backend(url), ("a" * 64, "b" * 64, "c" * 64)
-        backend.set([one, two], [b"1" * 100, b"2" * 50])
+        backend, (one, two, three, empty) = store.open_backend(url), (digit * 64 for digit in "abcd")
+        backend.set([one, two, empty], [b"1" * 100, b"2" * 50, b""])  # a crash may leave a file of no bytes
         assert list(map(bool, backend.exists([one, three, two]))) == [True, False, True]
-        assert backend.get([two, three, one]) == [b"2" * 50, None, b"1" * 100]
+        assert backend.get([empty, three, one]) == [b"", None, b"1" * 100]
+        assert backend.get([two]) == [b"2" * 50]
         with engine_on(store.open_backend(url)) as engine:
             right(engine, prompt := draw(random.Random(0), 200))
             forget(engine)
