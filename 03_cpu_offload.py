@@ -5,7 +5,7 @@ cached blocks are dropped, and a conversation that comes back is computed again,
 times larger and idle.
 
 The mechanism. A second pool in pinned host memory. As soon as a device block is full it is copied out in the
-background, so that nothing has to leave before an eviction. When a request comes whose prefix the device has
+background, so that an eviction waits for no copy. When a request comes whose prefix the device has
 lost, its blocks are copied back in: a copy instead of a forward pass. The copies of all layers are issued at
 once.
 
@@ -46,7 +46,7 @@ from common.requests import BadRequest, Frontend, Request
 from common.restoring import Cache, Match
 
 paged = importlib.import_module("02_paged_kv")
-LONGEST_SAVE = 5.0  # seconds: a copy out holds its blocks, so none is begun that would be over later
+LONGEST_SAVE = 5.0  # seconds: a copy out holds its blocks, so none is begun that would take longer
 
 # 1. The cache ----------------------------------------------------------------------------------
 
@@ -68,7 +68,7 @@ class HostCache(Cache):
         shape = *memory.shape[:2], self.blocks, *memory.shape[3:]  # [L, 2, blocks, block_size, KVH, hd]
         self.host = paged.BlockPool(self.blocks, self.pool.block_size, self.host_memory(shape))
         self.pools = {"host": self.host}
-        self.save_link.speed()  # a GPU's is measured now, and not while a first answer waits for it
+        self.save_link.speed()  # a GPU's is measured now, so that no answer waits for it
 
     def host_memory(self, shape):
         return links.host_memory(shape, self.pool.memory.dtype, self.pool.memory.device, "The host pool")
@@ -99,23 +99,25 @@ class HostCache(Cache):
             restoration.layers += 1
 
     def save(self, batch):
-        """Copy out the blocks that are full, unless the host has them already or has no room."""
+        """Copy out the blocks that are full and that the host lacks, each looked at once."""
         for request, _ in batch.work:
-            looked_at, request.kept = request.kept or 0, request.registered  # each block is looked at once
-            if looked_at == request.registered or not request.options.get("offload_after", True):
+            looked_at, request.kept = request.kept or 0, max(request.kept or 0, request.registered)
+            if looked_at >= request.registered or not request.options.get("offload_after", True):
                 continue
-            lacking = []
-            for index in range(looked_at, request.registered):
-                prefix = request.chain[index]
-                if prefix not in self.host.block_of and prefix not in self.saving:
-                    lacking.append((prefix, request.table[index]))
+            full = list(zip(request.chain, request.table))[looked_at : request.registered]
+            kept = self.host.block_of, self.saving
+            lacking = [pair for pair in full if not any(pair[0] in each for each in kept)]
             own = [block for block in self.use(request.chain) if block in self.host.cached]
-            lacking = lacking[: self.host.available - len(own)]  # a chain is not evicted for its own end
-            if lacking and self.soon(len(lacking)):
-                self.save_blocks(request, *zip(*lacking))
+            fitting = lacking[: self.host.available - len(own)]  # a chain is not evicted for its own end
+            if fitting and self.soon(len(fitting)):
+                self.save_blocks(request, *zip(*fitting))
+            else:
+                fitting = []
+            if len(fitting) < len(lacking):
+                request.kept = 1 << 30  # no more of it: nothing is found behind a gap
 
     def soon(self, blocks: int) -> bool:
-        """Whether a copy out of so many would be over in time. If not, how fast that is is measured again."""
+        """Whether a copy out of so many would be over in time. If not, it is measured again when idle."""
         soon = self.save_link.seconds(blocks * self.host.block_bytes) < LONGEST_SAVE
         self.engine.restorer.doubtful |= not soon
         return soon
@@ -123,7 +125,7 @@ class HostCache(Cache):
     def save_blocks(self, request, prefixes, blocks):
         """Copy device `blocks` that hold `prefixes` to the host."""
         parent = prefixes[0].parent
-        after = self.host.block_of.get(parent, self.saving.get(parent))  # continue the run of its beginning
+        after = self.host.block_of.get(parent, self.saving.get(parent))  # next to its parent's
         room = self.host.num_blocks(request.prompt_tokens + request.max_tokens)  # for what will follow
         places = self.host.allocate(len(blocks), after, room)
         self.saving.update(zip(prefixes, places))
@@ -163,7 +165,7 @@ class HostCache(Cache):
 
     def idle(self):
         self.save_link.settle()
-        self.save_link.speeds.clear()  # what it had while the processor was busy
+        self.save_link.speeds.clear()  # of when the processor was busy
         self.save_link.speed()
         return self.load_link.measure(self.engine.restorer.interrupt)
 

@@ -303,6 +303,31 @@ def test_a_copy_out_that_would_take_longer_than_its_blocks_may_be_held_is_not_be
     assert kept(engine, PROMPT) == 6, "what is on its way when the links are closed arrives at once"
 
 
+def test_behind_what_was_not_copied_nothing_is():
+    """Nothing would find it: neither behind a copy that is not begun, nor behind what has no room."""
+    engine = make(cache := offload.HostCache(64, 1e9))
+    cache.save_link.speeds.extend([1.0] * 8)  # a prompt takes too long, and a block that fills later as well
+    engine.submit(request := Request(PROMPT, 40))
+    while len(request.new) < 2:
+        engine.step()
+    cache.save_link.speeds.clear()
+    while request.outcome is None:
+        engine.step()
+    settle(engine)
+    assert not cache.host.block_of
+    engine.close()
+    engine = make(cache := offload.HostCache(2, 1e9))
+    engine.submit(request := Request(PROMPT, 40))
+    while len(request.new) < 2:
+        engine.step()
+    cache.host.evict(list(cache.host.cached))  # there is room again
+    while request.outcome is None:
+        engine.step()
+    settle(engine)
+    assert not cache.host.block_of
+    engine.close()
+
+
 def test_a_link_that_was_slow_while_the_processor_was_busy_is_measured_again():
     engine = make(cache := offload.HostCache(64, 1e9))
     cache.save_link.speeds.extend([1.0] * 8)
