@@ -320,6 +320,8 @@ def test_behind_what_was_not_copied_nothing_is():
     engine.submit(request := Request(PROMPT, 40))
     while len(request.new) < 2:
         engine.step()
+    cache.drain()
+    assert len(cache.host.cached) == 2
     cache.host.evict(list(cache.host.cached))  # there is room again
     while request.outcome is None:
         engine.step()
