@@ -364,12 +364,13 @@ def test_both_ends_uses_what_came_though_host_memory_had_no_place_for_all():
 def test_nobody_waits_for_storage_once_the_device_has_it():
     shelf, prompt = Shelf(), draw(random.Random(0), 200)
     with engine_on(shelf) as engine:
-        engine.restorer.always = True  # it would wait for a minute
         right(engine, prompt)
         forget(engine)
         shelf.open.clear()
         engine.submit(waits := Request(prompt, 4))
         engine.step()
+        while not waits.kept.prefetch.reads:
+            engine.step()
         engine.cache.threshold = 1 << 20  # the next one asks storage for nothing
         engine.submit(computes := Request(prompt, 4))
         while computes.outcome is None:
