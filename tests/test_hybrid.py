@@ -335,7 +335,7 @@ def test_copies_that_fail_or_are_late_cost_time_only(seed):
 def test_generated_traffic():
     counts = traffic.run("hybrid", 180, seed=12, share=0.002)
     assert counts["wrong"] == 0 and counts["failed"] == 0, counts
-    assert counts["given_up"] <= counts["requests"] / 20 and counts["preemptions"], counts
+    assert counts["given_up"] <= counts["requests"] / 20, counts
     assert counts["tie"] <= 1 + counts["tokens"] / 100_000, counts
 
 
