@@ -176,7 +176,9 @@ def commands(ranks, arguments):
     engine = engine_of(ranks, arguments)
     everywhere, oracle = processes.Everywhere(engine), engines.Oracle(engines.tiny_model())
     if ranks.rank:
-        return everywhere.follow()
+        everywhere.follow()
+        assert engine.cache.save_link.closed.is_set(), "what is on its way arrives, on every rank"
+        return
     rng, asked = random.Random(0), []
     for number in range(12):
         options = dict(temperature=1.0) if number == 3 else {}
@@ -226,6 +228,7 @@ def main():
     for name in arguments.scenarios:
         arguments.scenario = name
         SCENARIOS[name](ranks, arguments)
+        ranks.meet()  # what fails on any of them fails here
 
 
 if __name__ == "__main__":
