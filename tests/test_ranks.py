@@ -122,17 +122,18 @@ def test_however_many_wait_all_copies_are_agreed_on():
     engines.check_pools(engine)
 
 
-def test_pages_that_come_from_storage_do_not_push_out_those_before_them():
+@pytest.mark.parametrize("pages, left", [(20, 10), (24, 14)])  # the second has more than fits
+def test_pages_that_come_from_storage_do_not_push_out_those_before_them(pages, left):
     backend, rng, size = rank_tests.Losing(random.Random(0), 0.0), random.Random(1), 20
-    prompt = engines.draw(rng, 16 * size + 1)
+    prompt = engines.draw(rng, 16 * pages + 1)
     for host in 5 * size, size:  # the first one writes them all
         cache = nine.PageHeadCache(host, engines.BANDWIDTH, store.Storage(backend), range(2))
         engine = engines.make(nine.Together(cache, ranks.Ranks()))
         engines.ask(engine, prompt)
         engines.evict(engine)
     chain = engine.prefixes.extend([], prompt)
-    cache.host.evict([cache.host.block_of[prefix] for prefix in chain[size // 2 :]])
-    engines.ask(engine, engines.draw(rng, 8 * size + 1))  # which takes their places
+    cache.host.evict([cache.host.block_of[prefix] for prefix in chain[left:size]])
+    engines.ask(engine, engines.draw(rng, 16 * (size - left) + 1))  # which takes their places
     engines.evict(engine)
     assert engines.ask(engine, prompt).found == {"cpu": 16 * size}
     engines.settle(engine)
