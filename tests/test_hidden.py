@@ -76,6 +76,18 @@ def test_each_turn_finds_the_full_blocks_of_the_turns_before():
         evict(engine)
 
 
+@pytest.mark.parametrize("first", [144, 147])  # in a place of its own, or behind rows that are noted already
+def test_rows_that_no_block_can_become_full_with_go_nowhere(first):
+    engine, cache = engine_for()
+    request, pool = asked(engine, PROMPT), cache.store.pool
+    moves = cache.store.fill({request: (0, list(range(first)))})
+    assert [(len(move.noted), move.at) for move in moves] == [(16, 0)] * 9
+    assert not cache.store.fill({request: (first, list(range(150 - first)))})
+    pool.release([move.block for move in moves])
+    cache.store.finished(request)
+    assert pool.available == pool.size and not cache.store.requests
+
+
 def test_rows_that_are_computed_again_are_kept_once():
     engine, _ = engine_for(always_restore=False)
     ask(engine, PROMPT, 1)
