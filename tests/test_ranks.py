@@ -25,7 +25,9 @@ pytestmark = posix
 
 def scenario(count: int, *arguments) -> subprocess.CompletedProcess:
     words = [sys.executable, "-m", "tests.support.ranks", count, *arguments]
-    return subprocess.run(list(map(str, words)), cwd=ROOT, capture_output=True, text=True, timeout=300)
+    buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
+    options = dict(cwd=ROOT, env=buffered, capture_output=True, text=True, timeout=300)
+    return subprocess.run(list(map(str, words)), **options)
 
 
 def passes(*arguments):
@@ -164,6 +166,7 @@ def test_host_memory_is_counted_in_what_is_kept(monkeypatch):
 def test_when_a_rank_is_gone_all_end_with_a_sentence(how, words):
     done = scenario(2, how)
     assert done.returncode != 0 and words in done.stderr, done.stderr
+    assert done.stdout == "ready\n", "what was printed before is not lost"
 
 
 def test_ranks_that_have_computed_different_things_end():

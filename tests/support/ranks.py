@@ -160,7 +160,7 @@ def ending(ranks, arguments):
         if arguments.scenario in signals:
             os.kill(os.getpid(), signals[arguments.scenario])
         assert arguments.scenario != "failed", "something went wrong here"
-    print("ready", flush=True)
+    print("ready", flush=arguments.scenario == "idle")
     everywhere.follow()
 
 
