@@ -76,8 +76,8 @@ def test_each_turn_finds_the_full_blocks_of_the_turns_before():
         evict(engine)
 
 
-@pytest.mark.parametrize("first", [144, 147])  # in a place of its own, or behind rows that are noted already
-def test_rows_that_no_block_can_become_full_with_go_nowhere(first):
+@pytest.mark.parametrize("first", [144, 147])  # where the rest begins: a block, or inside of one
+def test_rows_behind_the_last_block_that_can_become_full_go_nowhere(first):
     engine, cache = engine_for()
     request, pool = asked(engine, PROMPT), cache.store.pool
     moves = cache.store.fill({request: (0, list(range(first)))})
