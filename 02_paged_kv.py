@@ -28,16 +28,17 @@ decode first and prefill in chunks under a token budget.
 
 import functools
 import hashlib
+import heapq
 import importlib
+import itertools
 import logging
 import math
 import random
 import struct
 import sys
 import time
-from collections import OrderedDict
 from dataclasses import dataclass, field
-from itertools import islice, takewhile
+from itertools import takewhile
 from weakref import WeakValueDictionary
 
 import torch
@@ -61,6 +62,7 @@ class Prefix:
     parent: "Prefix | None" = field(repr=False)
     tokens: tuple
     key: bytes  # SHA-256 chain: the name of the content outside of this process
+    used: int = 0  # when it was used last: pools evict by it, whichever of them hold it
 
 
 class Prefixes:
@@ -70,6 +72,7 @@ class Prefixes:
     def __init__(self, namespace: str, size: int):
         self.namespace, self.size = hashlib.sha256(namespace.encode()).digest(), size
         self.known: WeakValueDictionary[tuple, Prefix] = WeakValueDictionary()
+        self.uses = itertools.count(1)
 
     def extend(self, chain: list[Prefix], tokens: list[int], salt: str = "") -> list[Prefix]:
         """Extend `chain`, one Prefix per full block, to all full blocks of `tokens`. Salts share nothing."""
@@ -86,6 +89,11 @@ class Prefixes:
             self.known[parent, tokens] = prefix
         return prefix
 
+    def use(self, chain: list[Prefix]):
+        """Make a chain the most recently used, in every tier that holds it; its end is evicted first."""
+        for prefix in reversed(chain):
+            prefix.used = next(self.uses)
+
 
 # 2. Blocks -------------------------------------------------------------------------------------
 
@@ -96,14 +104,17 @@ class BlockPool:
                            referenced <---share--- cached
         free <-----------------------------evict-- cached
 
-    Referenced by block tables, and by whatever still copies from or to it."""
+    Referenced by block tables, and by whatever still copies from or to it. Cached blocks are evicted in the
+    order in which their prefixes were used."""
 
     def __init__(self, blocks: int, block_size: int, memory: torch.Tensor | None = None):
         self.size, self.block_size, self.memory = blocks, block_size, memory
         self.block_bytes = 0 if memory is None else memory.nbytes // max(1, blocks)
         self.references = [0] * blocks
         self.free = bytearray(b"\1" * blocks)  # 1: free. As bytes, so that a run is found fast
-        self.cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self.cached: dict[int, None] = {}
+        self.by_use: list[tuple[int, int]] = []  # a heap of (use, block): the last use, or an earlier one
+        self.queued = [math.inf] * blocks  # the use that each block is queued with
         self.prefix_of: list[Prefix | None] = [None] * blocks
         self.block_of: dict[Prefix, int] = {}
         self.evicting = lambda lost: None  # called with (block, prefix) of what is about to be lost
@@ -123,11 +134,39 @@ class BlockPool:
         """Take `count` blocks, at most `available`, and evict the least recently used for them. Adjacent ones
         where that is possible, since they are read and copied in one piece: behind block `after`, or at the
         beginning of a free run that could grow to `room`."""
-        self.evict(list(islice(self.cached, max(0, count - self.free.count(1)))))
+        self.make_room(count)
         blocks = self.find_free(count, after, max(count, room))
         for block in blocks:
             self.free[block], self.references[block] = 0, 1
         return blocks
+
+    def make_room(self, count: int, own=()) -> int:
+        """Evict the least recently used blocks until `count` are free, but none from prefixes of `own` on: a
+        chain makes no room for its own end -> how many of `count` there are."""
+        victims, lacking = [], count - self.free.count(1)
+        while len(victims) < lacking and self.by_use:
+            use, block = heapq.heappop(self.by_use)
+            if use != self.queued[block]:  # it stands further ahead, or is gone
+                continue
+            self.queued[block] = math.inf
+            if block not in self.cached:
+                continue
+            prefix = self.prefix_of[block]
+            if prefix.used > use:
+                self.queue(block)
+            elif prefix in own:
+                self.queue(block)
+                break
+            else:
+                victims.append(block)
+        self.evict(victims)
+        return min(count, self.free.count(1))
+
+    def queue(self, block: int):
+        """Queue a cached block for eviction, by the last use of its prefix."""
+        if (use := self.prefix_of[block].used) < self.queued[block]:
+            self.queued[block] = use
+            heapq.heappush(self.by_use, (use, block))
 
     def find_free(self, count: int, after: int | None, room: int) -> list[int]:
         """`count` free blocks, in one run if there is one: behind `after`, or where the run has `room`."""
@@ -146,21 +185,15 @@ class BlockPool:
             self.references[block] += 1
 
     def release(self, blocks: list[int]):
-        """Take a reference from each, the last block first, so that a chain is evicted from its end. Blocks
-        before them in the chain are made as recent: else one that is released late, when a copy ends, would
-        outlive the beginning of its chain."""
-        for block in reversed(blocks):
+        """Take a reference from each."""
+        for block in blocks:
             self.references[block] -= 1
             if self.references[block] == 0:
                 if self.prefix_of[block] is None:
                     self.free[block] = 1
                 else:
                     self.cached[block] = None
-        prefix = self.prefix_of[blocks[0]] if blocks else None
-        while prefix is not None and (before := self.block_of.get(prefix.parent)) is not None:
-            if before in self.cached:
-                self.cached.move_to_end(before)
-            prefix = prefix.parent
+                    self.queue(block)
 
     def register(self, block: int, prefix: Prefix):
         """`block` holds `prefix` from now on, unless another block does already."""
@@ -366,7 +399,7 @@ class Engine(Line):
             if error is not None:
                 self.finish(request, error)
             elif request.outcome is None:  # and was not cancelled before
-                self.extend(request)
+                self.prefixes.use(self.extend(request))
                 seconds = self.restorer.seconds_to_compute(0, len(request.tokens))
                 seconds = PATIENCE if self.restorer.always else min(seconds, PATIENCE)
                 request.patience = request.received + seconds
@@ -404,11 +437,12 @@ class Engine(Line):
             match = None
 
         # 4. Take the blocks
+        self.prefixes.use(chain)
         pool.share(hits)
         room = pool.num_blocks(len(request.tokens) + request.max_tokens) - len(hits)
         blocks = pool.allocate(empty, hits[-1] if hits else None, room)
         request.table, request.registered = hits + blocks, len(hits)
-        if not request.new:  # else it was preempted, and finds what it has computed itself
+        if not request.readmitted:  # else it finds what it has computed itself
             request.found = {"gpu": request.computed} if hits else {}
         for prefix in missing:
             self.filling.setdefault(prefix, request)
@@ -462,6 +496,7 @@ class Engine(Line):
         """Back to the head of the line, with nothing; what it has registered is found again."""
         self.tell("requeue", [request], 0, len(request.table))
         self.release(request)
+        request.readmitted = True
         self.waiting.appendleft(request)
         if not request.must_compute:
             self.cache.submitted(request)
@@ -518,6 +553,8 @@ class Engine(Line):
         """Others find the blocks that the request has filled."""
         full = request.computed // self.pool.block_size
         chain = self.extend(request)
+        if full > request.registered:
+            self.prefixes.use(chain)
         for index in range(request.registered, full):
             self.pool.register(request.table[index], chain[index])
             if self.filling.get(chain[index]) is request:
@@ -542,6 +579,7 @@ class Engine(Line):
         """Take the request's blocks; those that are registered stay cached, those under way are still
         referenced."""
         self.running.remove(request)
+        self.prefixes.use(request.chain)
         if request.restoration:
             self.restorer.end(request)
         try:

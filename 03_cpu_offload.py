@@ -107,12 +107,11 @@ class HostCache(Cache):
             full = list(zip(request.chain, request.table))[looked_at : request.registered]
             kept = self.host.block_of, self.saving
             lacking = [pair for pair in full if not any(pair[0] in each for each in kept)]
-            own = [block for block in self.use(request.chain) if block in self.host.cached]
-            fitting = lacking[: self.host.available - len(own)]  # a chain is not evicted for its own end
-            if fitting and self.soon(len(fitting)):
+            fitting = []
+            if lacking and self.soon(len(lacking)):
+                fitting = lacking[: self.host.make_room(len(lacking), request.chain)]
+            if fitting:
                 self.save_blocks(request, *zip(*fitting))
-            else:
-                fitting = []
             if len(fitting) < len(lacking):
                 request.kept = 1 << 30  # no more of it: nothing is found behind a gap
 
@@ -154,14 +153,6 @@ class HostCache(Cache):
 
     def finished(self, request):
         request.kept = None
-        self.use(request.chain)  # what it found on the device was used too
-
-    def use(self, chain) -> list[int]:
-        """Mark the host's copies of a chain most recently used, its end evicted first -> these blocks."""
-        found = self.host.find(chain)
-        self.host.share(found)
-        self.host.release(found)
-        return found
 
     def idle(self):
         self.save_link.settle()

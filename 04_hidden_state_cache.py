@@ -299,11 +299,11 @@ class HiddenCache(Cache):
 
     def measure(self, work, tokens: int, computed: int = 0) -> float | None:
         """Call work(request) for nobody's request, of which `computed` tokens are there -> seconds, the
-        median of three, behind a pause each; None if too few blocks can be had. `work` may be Interrupted."""
-        blocks, clock, taken = self.pool.num_blocks(tokens), self.engine.clock, []
-        if self.pool.available < blocks:
+        median of three, behind a pause each; None if too few blocks are free. `work` may be Interrupted."""
+        clock, taken = self.engine.clock, []
+        request = self.engine.restorer.nobodys_request(tokens, computed)
+        if request is None:
             return None
-        request = Request([0] * tokens, 1, table=self.pool.allocate(blocks), computed=computed)
         try:
             for _ in range(4):  # the first one touches memory
                 time.sleep(PAUSE_BEFORE)  # not engine.sleep: it would clear what wakes the engine

@@ -254,24 +254,28 @@ class BidirectionalCache(Cache):
         packed = self.pack(self.kv.index_select(2, slots))
         (place,) = self.places.allocate(1)
         transfer = self.save_link.copy(self.host[place], packed, f"chunk {number}")
-        then = partial(self.write, request, prefix, place, transfer, packed)
+        chain = self.kept(request).chain[: number + 1]
+        then = partial(self.write, request, chain, place, transfer, packed)
         self.hold("save", [transfer], (self.places, [place]), then=then)
         self.places.release([place])
         self.saving.add(prefix)
         self.counts["bytes_out"] += transfer.bytes
 
-    def write(self, request, prefix, place: int, transfer, packed, arrived: bool):
-        """A chunk has left the device (`packed` had to live until then): on to storage."""
+    def write(self, request, chain: list, place: int, transfer, packed, arrived: bool):
+        """The last chunk of `chain` has left the device (`packed` had to live until then): on to storage."""
+        prefix = chain[-1]
         request.timeline.add("save", transfer.label, *transfer.span())
         written = self.storage.write(prefix.key, [self.arrays[place]]) if arrived else None
         if written is None:
             return self.saving.discard(prefix)
+        self.storage.use([before.key for before in chain])
         then = lambda arrived: self.saving.discard(prefix)  # noqa: E731
         self.hold(f"place {place}", [written], (self.places, [place]), then=then)
 
     def finished(self, request):
         if kept := request.kept:
             self.counts["drops"] += sum(map(self.lacks, kept.chain[kept.saved : request.computed // CHUNK]))
+            self.storage.use([prefix.key for prefix in kept.chain])
         request.kept = None
 
     def close(self):

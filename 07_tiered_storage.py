@@ -44,7 +44,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice, takewhile
@@ -58,6 +58,7 @@ from common.restoring import LATER, PAUSE, Match
 
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
 both = importlib.import_module("06_bidirectional")
+AGAIN, NEXT = 1.0, 4  # seconds after which storage is asked again, for so many requests that are next in line
 PREFETCH = "best_effort", "wait_complete", "timeout", "both_ends"
 WRITE = "write_through", "write_through_selective", "write_back"
 # What lies next to what in host memory: the order of [layers, 2, places, page size, KV heads, head size]
@@ -71,12 +72,14 @@ LAYOUTS = {
 
 @dataclass(eq=False, slots=True)
 class Page:
-    """A block of tokens, the last that its prefix stands for. (Its place on the device, that pool knows.)"""
+    """A block of tokens, the last that its prefix stands for. Its place on the device is in the device's
+    pool."""
 
     prefix: object
     host: int | None = None  # its place in host memory
     stored: bool = False  # storage has it
-    requests: int = 0  # that have had it on the device
+    first: int = 0  # the first request that has had it on the device
+    shared: bool = False  # another request has had it too
     coming: bool = False  # on its way into host memory
     storing: bool = False  # or from there to storage
 
@@ -96,31 +99,25 @@ class Node:
 
 
 class HiRadixTree:
-    """All pages that it knows of, over their prefixes. Which one is locked, its pool knows.
-
-    No node is younger than its parent: whoever uses a node uses those above it. So the oldest is a leaf."""
+    """All known pages, over their prefixes. Pools know which ones are locked, and which were used last."""
 
     def __init__(self):
         self.root = Node(None, [])
-        self.nodes: OrderedDict[Node, None] = OrderedDict()  # least recently used first
-        self.pages: dict[object, Page] = {}  # by Prefix: to look at one without using it
+        self.pages: dict[object, Page] = {}  # by Prefix
 
     def match(self, chain: list) -> list[Page]:
-        """Use the longest known beginning of `chain` -> its pages. It moves no K and V."""
+        """-> the pages of the longest known beginning of `chain`. It moves no K and V."""
         return self.walk(chain)[1]
 
     def walk(self, chain: list) -> tuple[Node, list[Page]]:
         """-> the last node along `chain`, split where the chain leaves it, and all pages down to there."""
-        node, pages, path = self.root, [], []
+        node, pages = self.root, []
         while len(pages) < len(chain) and (child := node.children.get(chain[len(pages)])):
             ours, same = chain[len(pages) : len(pages) + len(child.pages)], 1
             while same < len(ours) and child.pages[same].prefix is ours[same]:
                 same += 1
             node = child if same == len(child.pages) else self.split(child, same)
             pages += node.pages
-            path.append(node)
-        for used in reversed(path):
-            self.nodes.move_to_end(used)
         return node, pages
 
     def split(self, node: Node, at: int) -> Node:
@@ -129,36 +126,36 @@ class HiRadixTree:
         upper.parent.children[upper.pages[0].prefix] = upper
         node.parent, node.pages = upper, node.pages[at:]
         upper.children[node.pages[0].prefix] = node
-        self.nodes[upper] = None
         return upper
 
     def insert(self, chain: list) -> list[Page]:
-        """Use `chain` -> its pages, new ones where there are none."""
+        """-> the pages of `chain`, new ones where there are none."""
         node, pages = self.walk(chain)
         if len(pages) < len(chain):
             new = [Page(prefix) for prefix in chain[len(pages) :]]
             self.pages.update((page.prefix, page) for page in new)
             if node is self.root or node.children:
-                node.children[chain[len(pages)]] = leaf = Node(node, new)
-                self.nodes[leaf] = None
+                node.children[chain[len(pages)]] = Node(node, new)
             else:
                 node.pages += new  # a conversation goes on
-            pages = self.match(chain)  # nothing above is older
+            pages += new
         return pages
 
-    def oldest(self):
-        """Yield the pages in host memory, least recently used first, the end of a node first."""
-        for node in self.nodes:
-            yield from (page for page in reversed(node.pages) if page.host is not None)
+    def nodes(self) -> list[Node]:
+        """-> all nodes below the root, parents before their children."""
+        found = [self.root]
+        for node in found:
+            found += node.children.values()
+        return found[1:]
 
     def forget(self, near):
         """Drop pages at the ends of branches that are not `near` any more."""
-        for node in list(self.nodes):  # children come before their parents
+        for node in reversed(self.nodes()):
             first = node.pages[0].prefix
             while node.pages and not node.children and not near(node.pages[-1]):
                 del self.pages[node.pages.pop().prefix]
             if not node.pages:
-                del node.parent.children[first], self.nodes[node]
+                del node.parent.children[first]
 
 
 # 2. The Cache ----------------------------------------------------------------------------------
@@ -169,14 +166,15 @@ class Prefetch:
 
     chain: list  # the request's full pages; once storage has answered, up to where it has them
     first: int  # the first page that is asked for
-    until: float  # when `timeout` stops waiting, seconds of time.perf_counter()
+    asked: float  # when storage was asked, seconds of time.perf_counter()
+    until: float  # when `timeout` stops waiting
     timeline: object
+    over: bool  # every read is over, there is no place to read into, or nobody waits for it
     answered: bool = False  # storage has said how many pages it has
     reads: list = field(default_factory=list)  # Transfers that it has begun
     unread: int = 0  # pages that no read has begun for
     brought: set = field(default_factory=set)  # Pages that its reads have brought
     worth: bool = False  # waiting for it was decided
-    over: bool = False  # every read is over, there is no place to read into, or nobody waits for it
 
 
 @dataclass(eq=False)
@@ -233,26 +231,44 @@ class TieredCache(offload.HostCache):
     # L3 to L2: prefetch
 
     def submitted(self, request):
-        """Ask storage for what comes behind the pages on the device and in host memory."""
+        """Ask storage for all pages of the request, which uses them there. Fetch those that come behind the
+        pages on the device and in host memory."""
         request.kept = Kept()
         size, on_device = self.pool.block_size, self.pool.block_of
         chain = request.chain[: (len(request.tokens) - 1) // size]  # the last token is computed anyway
+        if self.storage is None or not chain:
+            return
+        if self.storage.silent and (self.under_way["ask"] or self.under_way["read"]):
+            return  # these find out whether it answers again
         pages = self.tree.match(chain)
         first = len(list(takewhile(lambda page: page.host is not None or page.prefix in on_device, pages)))
-        tokens = (len(chain) - first) * size
-        if self.storage is None or self.storage.hangs or tokens < self.threshold:
-            return
-        until = time.perf_counter() + self.timeout[0] + self.timeout[1] * tokens / 1024
-        prefetch = request.kept.prefetch = Prefetch(chain, first, until, request.timeline)
-        hit = self.storage.exists([prefix.key for prefix in chain], first)
-        self.hold("ask", [hit], then=partial(self.answered, prefetch, hit))
+        tokens, now = (len(chain) - first) * size, time.perf_counter()
+        until = now + self.timeout[0] + self.timeout[1] * tokens / 1024
+        prefetch = Prefetch(chain, first, now, until, request.timeline, over=tokens < self.threshold)
+        asked, request.kept.prefetch = self.storage.exists([prefix.key for prefix in chain]), prefetch
+        self.hold("ask", [asked], then=partial(self.answered, prefetch, asked))
 
-    def answered(self, prefetch: Prefetch, hit, well: bool):
-        """Storage has said how many pages in a row it has."""
-        for prefix in prefetch.chain[prefetch.first + hit.value :] if well else ():
-            if page := self.tree.pages.get(prefix):
-                page.stored = False  # storage may have lost it: let it be written again
-        pages = hit.value if well and hit.value * self.pool.block_size >= self.threshold else 0
+    def ask_again(self):
+        """For those who are next in line: another engine may have written what storage lacked."""
+        size, now = self.pool.block_size, time.perf_counter()
+        for request in list(islice(self.engine.waiting, NEXT)):
+            before, full = request.kept.prefetch, (len(request.tokens) - 1) // size
+            if before and before.over and len(before.chain) < full and now > before.asked + AGAIN:
+                self.submitted(request)
+                if request.kept.prefetch:
+                    request.kept.prefetch.brought = before.brought
+
+    def answered(self, prefetch: Prefetch, asked, well: bool):
+        """Storage has said which pages it has: believe that."""
+        there = asked.value if well else [False] * len(prefetch.chain)
+        pages = len(list(takewhile(bool, there[prefetch.first :])))
+        if well:
+            for page, stored in zip(self.tree.insert(prefetch.chain[: prefetch.first + pages]), there):
+                page.stored = stored
+            for prefix in prefetch.chain[prefetch.first + pages :]:
+                if page := self.tree.pages.get(prefix):
+                    page.stored = False  # nothing finds it: let it be written again, behind what is missing
+        pages = pages if pages * self.pool.block_size >= self.threshold else 0
         prefetch.answered, prefetch.unread = True, pages
         prefetch.chain = prefetch.chain[: prefetch.first + pages]
         if not prefetch.over:
@@ -267,7 +283,8 @@ class TieredCache(offload.HostCache):
         sound = takewhile(lambda number: pages[number].prefix.key not in doubted, numbers)
         wanted = [number for number in sound if not pages[number].near]
         most = max(0, self.host.size // 2 - self.reading)
-        own = set(pages).union(*(other.brought for other in self.prefetches))  # they are about to be used
+        brought = set().union(*(other.brought for other in self.prefetches))  # they are about to be used
+        own = {page.prefix for page in brought.union(pages)}
         places = self.room(min(len(wanted), most), own)
         for at in range(0, len(places), self.run):
             numbers = wanted[at : min(at + self.run, len(places))]
@@ -288,12 +305,14 @@ class TieredCache(offload.HostCache):
     def arrived(self, prefetch: Prefetch, pages: list[Page], places: list[int], read, well: bool):
         self.reading -= len(pages)
         self.keep(pages, places, well)
-        for page in pages:
-            page.stored = page.prefix.key not in self.storage.doubted
         if well:
             prefetch.brought.update(pages)
             prefetch.timeline.add("storage", read.label, *read.span())
             self.counts["storage_pages_read"] += len(pages)
+        else:
+            self.end(prefetch)  # what storage has said of this chain is not to be relied upon
+            for page in pages:
+                page.stored = page.prefix.key not in self.storage.doubted
 
     def bring(self, lane: str, transfer, pages: list[Page], places: list[int], *held, then):
         """The pages are on their way into host memory; `then` must `keep` them."""
@@ -346,6 +365,8 @@ class TieredCache(offload.HostCache):
     def waits(self, request, prefetch: Prefetch) -> bool:
         """Whether the policy has the request wait for storage, if that takes less than 0.8 of computing."""
         now, patience = time.perf_counter(), request.patience
+        if self.storage.silent:
+            return False  # what it brings now, the next one finds
         if self.prefetch_policy == "both_ends":
             return not prefetch.answered and now < patience
         until = dict(best_effort=0.0, wait_complete=patience, timeout=min(prefetch.until, patience))
@@ -377,7 +398,7 @@ class TieredCache(offload.HostCache):
             part = replace(restoration, end=(restoration.start // size + len(match.blocks)) * size)
             yield from super().restore(request, part, match)
             request.computed = part.end
-            if not request.new:
+            if not request.readmitted:
                 request.found["cpu"] = request.found.get("cpu", 0) + part.end - part.start
         # 2. From both ends
         copies = deque()
@@ -434,24 +455,28 @@ class TieredCache(offload.HostCache):
             if looked_at == request.registered:
                 continue
             pages = self.tree.insert(request.chain[: request.registered])
-            pairs = list(zip(pages, request.table))[looked_at:]
-            if self.write_policy == "write_back":
+            for page in pages[looked_at:]:
+                page.first = page.first or request.id
+                page.shared |= page.first != request.id
+            gap = any(not (page.near or page.stored or page.storing) for page in pages[:looked_at])
+            if self.write_policy == "write_back" or gap:  # nothing finds what is behind a gap
                 continue
-            if self.write_policy == "write_through_selective":
-                for page, _ in pairs:
-                    page.requests += 1
-                pairs = [(page, block) for page, block in pairs if page.requests > 1]
+            pairs = list(zip(pages, request.table))[looked_at:]
+            pairs = [(page, block) for page, block in pairs if self.wanted(page)]
             lacking = [(page, block) for page, block in pairs if not page.near]
             if self.soon(len(lacking)):
-                self.back_up(lacking, set(pages), request.timeline)
+                self.back_up(lacking, request.chain, request.timeline)
             self.send_down([page for page, _ in pairs])
         if len(self.tree.pages) > 2 * (self.pool.size + self.host.size):
             on_device = self.pool.block_of
             self.tree.forget(lambda page: page.near or page.storing or page.prefix in on_device)
 
-    def back_up(self, pairs: list, own: set, timeline):
-        """Copy (Page, device block) pairs to host memory, as far as there are places. Pages in `own` are not
-        evicted for them: a chain makes no room for its own end."""
+    def wanted(self, page: Page) -> bool:
+        """Whether the write policy wants a page in the tiers below."""
+        return page.shared or self.write_policy != "write_through_selective"
+
+    def back_up(self, pairs: list, own: list, timeline):
+        """Copy (Page, device block) pairs to host memory, as far as there are places."""
         before = self.tree.pages.get(pairs[0][0].prefix.parent) if pairs else None
         if places := self.room(len(pairs), own, after=before.host if before else None):
             pages, blocks = zip(*pairs[: len(places)])
@@ -466,54 +491,73 @@ class TieredCache(offload.HostCache):
 
     def room(self, count: int, own=(), after: int | None = None) -> list[int]:
         """Up to `count` places in host memory, for which the least recently used pages go."""
-        host, victims = self.host, []
-        lacking = count - host.free.count(1)
-        for page in self.tree.oldest() if lacking > 0 else ():
-            if len(victims) == lacking or page in own:
-                break
-            if page.host in host.cached:  # nobody reads or writes it
-                victims.append(page.host)
-        host.evict(victims)
-        return host.allocate(min(count, host.free.count(1)), after)
+        return self.host.allocate(self.host.make_room(count, own), after)
 
     def evicting(self, lost: list):
-        """Under write_back: copy dirty pages to host memory. Whoever needs their blocks waits for that."""
-        if self.write_policy != "write_back":
-            return
+        """Under write_back: copy dirty pages to host memory, first the beginnings of chains. Whoever needs
+        their blocks waits for that. What no tier below has is lost."""
         pages = [(self.tree.pages.get(prefix), block) for block, prefix in lost]
-        dirty = [(page, block) for page, block in pages if page and not (page.near or page.stored)]
-        self.counts["dirty_evicted"] += len(dirty)
-        while dirty and not self.save_link.hangs and (places := self.room(len(dirty), set(self.matched))):
-            pages, blocks = zip(*dirty[: len(places)])
-            copy = self.copy_out(blocks, places)
-            try:
-                copy.wait(min(offload.LONGEST_SAVE, links.HANGING + self.save_link.seconds(0)))
-            except links.TransferError:
-                self.hold("save", [copy], (self.host, places))  # a late one still writes there
-                self.counts["pages_lost"] += len(pages)
-            else:
-                self.keep(pages, places, True)
-                self.counts["pages_written"] += len(pages)
-            self.host.release(places)
-            dirty = dirty[len(places) :]
+        dirty = [pair for pair in pages if pair[0] and self.wanted(pair[0]) and not self.kept_below(pair[0])]
+        if self.write_policy == "write_back":
+            dirty.sort(key=lambda pair: -pair[0].prefix.used)
+            self.counts["dirty_evicted"] += len(dirty)
+            own = [page.prefix for page in self.matched]
+            while dirty and not self.save_link.hangs and (places := self.room(len(dirty), own)):
+                pages, blocks = zip(*dirty[: len(places)])
+                self.copy_and_wait(pages, blocks, places)
+                dirty = dirty[len(places) :]
         self.counts["pages_lost"] += len(dirty)
+
+    def kept_below(self, page: Page) -> bool:
+        """Whether host memory or storage has a page of the device's, or is about to."""
+        return page.near or page.stored or page.storing
+
+    def copy_and_wait(self, pages: list[Page], blocks: list[int], places: list[int]):
+        copy = self.copy_out(blocks, places)
+        try:
+            copy.wait(min(offload.LONGEST_SAVE, links.HANGING + self.save_link.seconds(0)))
+        except links.TransferError:
+            self.hold("save", [copy], (self.host, places))  # a late one still writes there
+            self.counts["pages_lost"] += len(pages)
+        else:
+            self.keep(pages, places, True)
+            self.counts["pages_written"] += len(pages)
+        self.host.release(places)
 
     # L2 to L3
 
     def evicting_host(self, lost: list):
-        """These pages leave host memory. Under write_back, dirty ones are written to storage, from copies."""
-        dirty = {}
-        for place, prefix in lost:
-            page = self.tree.pages[prefix]
-            page.host = None
-            if self.write_policy == "write_back" and self.storage and not page.stored:
-                dirty[page] = self.array[:, :, place].copy()
-        self.counts["dirty_evicted"] += len(dirty)
+        """These pages leave host memory. Those that storage is to have are written, from copies; those that
+        cannot be written are lost."""
+        pages = [self.tree.pages[prefix] for _, prefix in lost]
+        owed = [page for page in pages if self.owed(page)]
+        written = [page for page in owed if not self.behind_gap(page)]
         # Copies may take as much memory as the pools that they come from
-        if dirty and (self.storage.writer.hangs or self.writing > self.pool.size + self.host.size):
-            self.counts["pages_lost"] += len(dirty)
-        elif dirty:
-            self.write(list(dirty), list(dirty.values()))
+        if written and (self.storage.writer.hangs or self.writing > self.pool.size + self.host.size):
+            written = []
+        contents = [self.array[:, :, page.host].copy() for page in written]
+        for page in pages:
+            page.host = None
+        if written:
+            self.write(written, contents)
+        self.lose([page for page in owed if not page.storing])
+        self.counts["dirty_evicted"] += len(owed) if self.write_policy == "write_back" else 0
+
+    def owed(self, page: Page) -> bool:
+        """Whether a page is still to be written to storage."""
+        return bool(self.storage) and self.wanted(page) and not (page.stored or page.storing)
+
+    def behind_gap(self, page: Page) -> bool:
+        """Whether no tier has the page before: nothing would find this one."""
+        before, parent = self.tree.pages.get(page.prefix.parent), page.prefix.parent
+        if parent.parent is None or parent in self.pool.block_of:
+            return False
+        return before is None or not self.kept_below(before)
+
+    def lose(self, pages):
+        """Count the pages that are in no tier any more."""
+        on_device = self.pool.block_of
+        self.counts["pages_lost"] += sum(page.host is None and page.prefix not in on_device for page in pages)
 
     def send_down(self, pages: list[Page]):
         """Have pages written to storage, from where they are in host memory."""
@@ -523,31 +567,43 @@ class TieredCache(offload.HostCache):
 
     def write_waiting(self):
         """Write what waits for that, in runs. What is being written is locked: a quarter of them, about."""
-        if self.unwritten and self.storage.writer.hangs:
-            self.unwritten.clear()
-        while self.unwritten and self.writing < max(1, self.host.size // 4):
+        while self.unwritten and not self.storage.writer.hangs and self.writing < max(1, self.host.size // 4):
             pages = list(islice(self.unwritten, self.run))
             for page in pages:
                 del self.unwritten[page]
-            pages = [page for page in pages if page.host is not None and not page.stored and not page.storing]
+            pages = [page for page in pages if page.host is not None and self.owed(page)]
+            pages = [page for page in pages if not self.behind_gap(page)]
             if pages:
                 places = [page.host for page in pages]
                 self.write(pages, [self.array[:, :, place] for place in places], (self.host, places))
 
     def write(self, pages: list[Page], contents: list, *held):
         write = self.storage.set([page.prefix.key for page in pages], contents)
+        self.use_stored(pages)
         self.writing += len(pages)
         for page in pages:
             page.storing = True
         self.hold("written", [write], *held, then=partial(self.written, pages, write))
+
+    def use_stored(self, pages: list[Page]):
+        """Whoever writes pages uses what comes before them in their chains, so that the ends go first."""
+        chains = set()
+        for page in pages:
+            prefix = page.prefix
+            while prefix.parent is not None and prefix not in chains:
+                chains.add(prefix)
+                prefix = prefix.parent
+        self.storage.use([prefix.key for prefix in sorted(chains, key=lambda prefix: -prefix.used)])
 
     def written(self, pages: list[Page], write, well: bool):
         self.writing -= len(pages)
         for page in pages:
             page.storing, page.stored = False, well or page.stored
         self.counts["storage_pages_written"] += write.value or 0
-        if self.write_policy == "write_back":
-            self.counts["pages_written" if well else "pages_lost"] += len(pages)
+        if not well:
+            self.lose(pages)
+        elif self.write_policy == "write_back":
+            self.counts["pages_written"] += len(pages)
 
     # In every step, and at the end
 
@@ -557,8 +613,9 @@ class TieredCache(offload.HostCache):
         for request in self.engine.running:
             if request.restoration and request.restoration.steps:
                 request.restoration.portion = 0  # `restore` says how much, when it knows what has arrived
-            elif request.kept.prefetch:
+            elif request.kept.prefetch and not self.storage.silent:  # else it finds out whether that answers
                 self.end(request.kept.prefetch)  # it computes
+        self.ask_again()
         for prefetch in list(self.prefetches):
             self.read(prefetch)
         self.write_waiting()

@@ -289,6 +289,7 @@ class PageHeadCache(offload.HostCache):
         super().__init__(blocks, bandwidth)
         self.storage, self.heads = storage, heads
         self.coming: set = set()  # prefixes on their way from storage
+        self.late = False  # a request has waited for it in vain, and nothing has come since
 
     def attach(self, engine):
         super().attach(engine)
@@ -303,10 +304,9 @@ class PageHeadCache(offload.HostCache):
     def submitted(self, request):
         """Ask storage for the pages that are not near."""
         full = (len(request.tokens) - 1) // self.pool.block_size
-        own = [block for block in self.use(request.chain) if block in self.host.cached]  # they stay
         for number, prefix in enumerate(request.chain[:full]):
             near = prefix in self.host.block_of or prefix in self.pool.block_of or prefix in self.coming
-            if near or self.host.available <= len(own) or len(self.coming) >= self.host.size // 2:
+            if near or len(self.coming) >= self.host.size // 2 or not self.host.make_room(1, request.chain):
                 continue
             (place,) = self.host.allocate(1)
             read = self.storage.get(*self.page(prefix, place), f"page {number}")
@@ -318,12 +318,19 @@ class PageHeadCache(offload.HostCache):
         self.coming.discard(prefix)
         if arrived:
             self.host.register(place, prefix)
+            self.late = False
 
     def match(self, request):
         full = (len(request.tokens) - 1) // self.pool.block_size
-        if request.patience > 0 and any(prefix in self.coming for prefix in request.chain[:full]):
+        coming = any(prefix in self.coming for prefix in request.chain[:full])
+        if coming and request.patience > 0 and not self.late:
             return LATER
+        self.late |= coming
         return super().match(request)
+
+    def finished(self, request):
+        super().finished(request)
+        self.storage.use([key for prefix in request.chain for key in self.page(prefix, 0)[0]])
 
     def saved(self, request, transfer, prefixes, places, arrived: bool):
         """Write the pages that have arrived in host memory; at most a quarter of it is locked for that."""

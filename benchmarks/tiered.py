@@ -333,7 +333,7 @@ def match(model, arguments, pages: int = 100_000, prompt: int = 4096):
             tree.insert(branch)
         assert len(tree.match(chain)) == len(chain)
         taken = [timed(partial(tree.match, chain)) for _ in range(arguments.rounds or 200)]
-        yield dict(conversations=talks, pages=count, nodes=len(tree.nodes), prompt_tokens=prompt,
+        yield dict(conversations=talks, pages=count, nodes=len(tree.nodes()), prompt_tokens=prompt,
                    bytes_per_page=held / count, match_ms=spread(taken))  # fmt: skip
 
 

@@ -217,6 +217,7 @@ class Request:
     computed: int = 0              # tokens whose K and V are in, or on their way into, the blocks of `table`
     registered: int = 0            # blocks that are full for sure: their prefix finds them
     restoration: object = None     # what is on its way
+    readmitted: bool = False       # preempted, or its restoration has failed: it had blocks before
     must_compute: bool = False     # a restoration has failed: nothing is asked for again
     patience: float = 0.0          # until when it waits for its Cache: seconds of time.perf_counter()
     kept: object = None            # whatever the Cache remembers of it

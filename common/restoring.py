@@ -286,10 +286,6 @@ class Restorer:
             # They have met. Where the limit is the start, that is at once: `computed` runs ahead of what has
             # arrived, and `can_compute` and `wait` keep every pass behind it.
             restoration.found = restoration.end - request.computed
-            if not request.new:  # a preempted request finds what it had itself
-                parts = restoration.match.parts or {restoration.match.source: restoration.found}
-                for source, tokens in parts.items():
-                    request.found[source] = request.found.get(source, 0) + tokens
             request.computed = restoration.end
 
     def arrived(self, request, restoration: Restoration, wait: bool) -> bool:
@@ -338,8 +334,11 @@ class Restorer:
         """The request has no restoration any more, however that ended. What is under way, the Cache holds."""
         restoration, request.restoration = request.restoration, None
         self.close(restoration)
-        if restoration.layers == self.depth:
+        if restoration.layers == self.depth and restoration.found:
             self.engine.counts["restored_tokens"] += restoration.found
+            parts = restoration.match.parts or {restoration.match.source: restoration.found}
+            for source, tokens in parts.items() if not request.readmitted else ():  # else it had that itself
+                request.found[source] = request.found.get(source, 0) + tokens
         for transfer in restoration.passed:
             request.timeline.add(transfer.lane, transfer.label, *transfer.span())
 
@@ -384,16 +383,22 @@ class Restorer:
             self.rates.append(rate)
         return [speed, rate or 1.0]
 
+    def nobodys_request(self, tokens: int, computed: int = 0) -> Request | None:
+        """-> a request to measure with, in free blocks, whose caller releases them; None if too few are free:
+        measuring evicts nothing."""
+        pool, blocks = self.engine.pool, self.engine.pool.num_blocks(tokens)
+        if pool.free.count(1) >= blocks:
+            return Request([0] * tokens, 1, table=pool.allocate(blocks), computed=computed)
+
     def measure_prefill(self) -> float | None:
-        """Compute a prompt of nobody's in blocks that nobody holds -> FLOP/s; None if there are too few.
-        Raises Interrupted when somebody comes."""
+        """Compute a prompt of nobody's -> FLOP/s; None if too few blocks are free. Raises Interrupted when
+        somebody comes."""
         engine, rate = self.engine, None
         for tokens in (LONG // 4, LONG, max(LONG, engine.token_budget)):  # the first one touches memory
             tokens = min(tokens, engine.model.config.max_position_embeddings)
-            blocks = engine.pool.num_blocks(tokens)
-            if engine.pool.available < blocks:
+            request = self.nobodys_request(tokens)
+            if request is None:
                 break
-            request = Request([0] * tokens, 1, table=engine.pool.allocate(blocks))
             began = time.perf_counter()
             try:
                 engine.runner.forward([(request, tokens)], self.interrupt)[1].argmax(-1).tolist()

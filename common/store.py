@@ -22,7 +22,7 @@ from collections import Counter, OrderedDict, defaultdict
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle, takewhile
+from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,6 +34,7 @@ from common.link import Bandwidth, Lane, Transfer, as_integers
 
 BACKLOG = 256  # chunks that wait to be written to a storage; more are not kept there
 ABANDONED = 600  # seconds after which nobody writes to a temporary file any more
+OWN_FILE = re.compile(r"([0-9a-f]{64})\.page(\.[0-9a-f]{32}\.tmp)?")
 
 # 1. Blocks in host memory ----------------------------------------------------------------------
 
@@ -65,6 +66,8 @@ class BlockStore:
 
     def __init__(self, cache, pool, parts: list[torch.Tensor], name: str, storage=None):
         self.cache, self.pool, self.parts, self.name, self.storage = cache, pool, parts, name, storage
+        self.writing: set = set()  # prefixes on their way to storage
+        pool.evicting = self.evicting
         self.arrays = [as_integers(part) for part in parts]  # for NumPy
         pool.block_bytes = sum(part.nbytes for part in parts) // max(1, pool.size)
         self.requests: dict[object, Filling] = {}  # those that are not over
@@ -120,8 +123,7 @@ class BlockStore:
         self.close_block(filling)
         if index < len(chain) and chain[index] in pool.block_of:
             return
-        victim = next(iter(pool.cached), None)
-        if pool.free.count(1) or victim is not None and pool.prefix_of[victim] not in chain:
+        if pool.make_room(1, chain):
             before = pool.block_of.get(chain[index - 1], filling.last) if index else None
             (filling.block,) = pool.allocate(1, before, room)
         else:
@@ -142,13 +144,32 @@ class BlockStore:
             move.filling.lost |= not arrived
             if move.prefix and not move.filling.lost:
                 self.register(move.block, move.prefix)
+        for request in {move.filling.request for move in moves if move.prefix}:
+            self.use_stored(request)
 
     def register(self, block: int, prefix):
-        """The block can be found, and is written to storage, until which its memory must stay as it is."""
+        """The block can be found, and is written to storage, until which its memory must stay as it is; not
+        behind a gap, where nothing would find it."""
         self.pool.register(block, prefix)
-        if self.storage:
+        before = prefix.parent
+        if self.storage and (before.parent is None or before in self.writing or self.is_stored(before)):
             if written := self.storage.write(self.key(prefix), [part[block] for part in self.arrays]):
-                self.cache.hold(f"write {block}", [written], (self.pool, [block]))
+                self.writing.add(prefix)
+                then = lambda arrived: self.writing.discard(prefix)  # noqa: E731
+                self.cache.hold(f"write {block}", [written], (self.pool, [block]), then=then)
+
+    def is_stored(self, prefix) -> bool:
+        return self.storage.find(self.key(prefix), len(self.parts)) is not None
+
+    def use_stored(self, request):
+        """A chain that is used in host memory, or on the device, is used in storage."""
+        if self.storage:
+            self.storage.use([self.key(prefix) for prefix in request.chain], len(self.parts))
+
+    def evicting(self, lost: list):
+        """What leaves host memory and is not in storage is lost."""
+        if self.storage:
+            self.cache.counts["blocks_lost"] += sum(not self.is_stored(prefix) for _, prefix in lost)
 
     def drop(self, moves: list[Move]):
         """These rows are not kept, and none behind them, until they are computed again."""
@@ -157,12 +178,10 @@ class BlockStore:
             self.cache.counts["drops"] += 1
 
     def finished(self, request):
-        """Hold nothing of a request; its blocks are the most recently used, their end evicted first."""
+        """Hold nothing of a request."""
         if filling := self.requests.pop(request, None):
             self.close_block(filling)
-        held = self.pool.find(request.chain)
-        self.pool.share(held)
-        self.pool.release(held)
+        self.use_stored(request)
 
     # What is stored comes to host memory first
 
@@ -242,6 +261,11 @@ class StoredChunks:
             return None
         return storage.set(self.keys(key, len(parts)), parts)
 
+    def use(self, keys: list[bytes], parts: int = 1):
+        """Use the chunks of a chain, as far as they are there: its end is deleted first."""
+        for storage in self.storages:
+            storage.use([part for key in keys for part in self.keys(key, parts)])
+
     def seconds(self, chunks: list[Stored], size: int) -> float:
         """Estimate until so many chunks of `size` bytes have been read."""
         counts = Counter(chunk.storage for chunk in chunks)
@@ -282,27 +306,37 @@ class Storage:
         get(keys) -> list of bytes or None  which are used before it is asked again
         set(keys, values)                   each whole or not at all
 
-    It need not check what it reads: a value begins with a checksum over key and contents. For `has` it needs
-    an `index`, the keys that are there as far as it knows."""
+    `exists` also uses what is there, the last key first: of a chain the end is to be deleted first. It need
+    not check what it reads: a value begins with a checksum over key and contents. For `has` it needs an
+    `index`, the keys that are there as far as it knows, and `look()`, which makes it anew.
+
+    What storage says is believed until a read fails: then all of its keys that are damaged or gone are known.
+    Where it does not answer (`silent`) nobody waits for it until it has answered again."""
 
     def __init__(self, backend, name: str = "storage", bandwidth: Bandwidth | None = None):
         """`bandwidth`: model reading that is slower than it is."""
         self.backend, self.name, self.bandwidth = backend, name, bandwidth
         self.doubted: set[bytes] = set()  # keys whose last read failed: not read again until they are written
+        self.failing: set[str] = set()  # verbs that raised the last time
         self.errors = 0
 
     def open(self, wake):
         self.reader, self.writer = Lane("storage", wake), Lane("save", wake, background=True)
         self.asker = Lane("ask", wake)  # an answer stands behind no long reads
 
-    def exists(self, keys: list[bytes], first: int = 0) -> Transfer:
-        """-> a Transfer whose value is how many keys in a row are there, from the `first` on. Those before it
-        are only used, so that storage does not evict the beginning of a chain."""
-        return self.asker.submit("exists", 0, self.noting, self.count, keys, first)
+    def exists(self, keys: list[bytes]) -> Transfer:
+        """Use values -> a Transfer whose value says of each key whether it is there, and can be read."""
+        return self.asker.submit("exists", 0, self.noting, self.look_up, keys)
+
+    def use(self, keys: list[bytes]):
+        """The same, when what is being written has been written; nobody asks for the answer."""
+        if keys and not self.writer.hangs and self.writer.jobs.qsize() < BACKLOG:
+            self.writer.submit("use", 0, self.noting, self.look_up, keys)
 
     @property
-    def hangs(self) -> bool:
-        return self.reader.hangs or self.asker.hangs
+    def silent(self) -> bool:
+        """Whether it hangs, or the last answer or read was an error."""
+        return bool(self.failing - {"write"}) or self.reader.hangs or self.asker.hangs
 
     def has(self, keys: list[bytes]) -> bool:
         """Whether all are there, as far as is known here, and can be read now."""
@@ -346,28 +380,37 @@ class Storage:
 
     def noting(self, function, *arguments):
         try:
-            return function(*arguments)
-        except Exception:
+            value = function(*arguments)
+        except Exception as error:
             self.errors += 1
+            if not isinstance(error, Damaged):  # with which it has answered
+                self.failing.add(function.__name__)
             raise
+        self.failing.discard(function.__name__)
+        return value
 
-    def count(self, keys: list[bytes], first: int) -> int:
-        there = list(zip(keys, self.backend.exists([key.hex() for key in keys]), strict=True))[first:]
-        return sum(1 for _ in takewhile(lambda item: item[1] and item[0] not in self.doubted, there))
+    def look_up(self, keys: list[bytes]) -> list[bool]:
+        there = self.backend.exists([key.hex() for key in keys])
+        return [known and key not in self.doubted for key, known in zip(keys, there, strict=True)]
 
     def read(self, keys: list[bytes], into: list[numpy.ndarray]):
-        wrong = set(keys)
+        wrong, gone = set(keys), False
         try:
             values = self.backend.get([key.hex() for key in keys])
+            wrong.clear()
             for key, value, place in zip(keys, values, into, strict=True):
-                wrong = {key}
                 contents = memoryview(value or b"")[4:]
                 if len(contents) != place.nbytes or checksum(key, contents) != bytes(value[:4]):
-                    raise ValueError("a value is missing or damaged")
-                numpy.copyto(place, numpy.frombuffer(contents, place.dtype).reshape(place.shape))
-            wrong = set()
+                    wrong.add(key)
+                    gone |= value is None
+                else:
+                    numpy.copyto(place, numpy.frombuffer(contents, place.dtype).reshape(place.shape))
+            if wrong:
+                raise Damaged(f"{len(wrong)} of {len(keys)} values are missing or damaged")
         finally:
             self.doubted |= wrong
+            if gone and hasattr(self.backend, "look"):  # others may be gone with it
+                self.backend.look()
 
     def write(self, keys: list[bytes], values: list[numpy.ndarray]) -> int:
         there = self.backend.exists([key.hex() for key in keys])
@@ -390,6 +433,10 @@ class Storage:
         return self.name
 
 
+class Damaged(Exception):
+    """Storage has answered, and a value is missing or not what was written."""
+
+
 def checksum(key: bytes, contents) -> bytes:
     return zlib.crc32(contents, zlib.crc32(key)).to_bytes(4, "little")
 
@@ -406,10 +453,15 @@ class ModelledStorage(Storage):
     def has(self, keys):
         return all(key in self.index for key in keys)
 
+    def look_up(self, keys):
+        for key in reversed(keys):
+            with suppress(KeyError):  # another thread has deleted it
+                self.index.move_to_end(key)
+
     def read(self, keys, into):
         for key, place in zip(keys, into, strict=True):
             numpy.copyto(place, self.index[key])
-            self.index.move_to_end(key)
+        self.look_up(keys)
 
     def write(self, keys, values):
         for key, value in zip(keys, values, strict=True):
@@ -423,11 +475,12 @@ class ModelledStorage(Storage):
 
 class Directory:
     """A file for each value. Processes may share it: a file appears by being renamed. Beyond `limit_gb` the
-    least recently used go."""
+    least recently used go. Files with other names than those that are written here are left alone."""
 
     def __init__(self, url: str, limit_gb: float = 16.0):
         self.folder, self.limit = url.removeprefix("file:"), 1e9 * limit_gb
         self.buffers: dict[int, bytearray] = {}  # fresh memory costs ten times what reading into it does
+        self.now = 0  # nanoseconds: the latest time that a file has, here or in another process
         os.makedirs(self.folder, exist_ok=True)
         with tempfile.TemporaryFile(dir=self.folder):
             pass  # raises OSError if nobody may write here
@@ -440,22 +493,32 @@ class Directory:
         """-> (time, bytes, key) of each file, the least recently used first. Others write and delete here."""
         found = []
         for entry in os.scandir(self.folder):
-            with suppress(FileNotFoundError):
-                status = entry.stat()
-                if entry.name.endswith(".page"):
-                    found.append((status.st_mtime_ns, status.st_size, entry.name[:-5]))
-                elif entry.name.endswith(".tmp") and time.time() - status.st_mtime > ABANDONED:
+            name = OWN_FILE.fullmatch(entry.name)
+            with suppress(OSError):
+                if name is None or not entry.is_file(follow_symlinks=False):
+                    continue
+                status, (key, temporary) = entry.stat(), name.groups()
+                if temporary is None:
+                    found.append((status.st_mtime_ns, status.st_size, key))
+                elif time.time() - status.st_mtime > ABANDONED:
                     os.unlink(entry.path)  # of a process that was killed
         self.index, self.size = {key for _, _, key in found}, sum(size for _, size, _ in found)
+        self.unseen = 0  # bytes written here since: others may have written as much
+        self.now = max([self.now, *(when for when, _, _ in found)])
         return sorted(found)
 
+    def tick(self) -> int:
+        """The next time of use: this machine's clock, but behind what has been used before, though that clock
+        was put back, or another machine's is ahead."""
+        self.now = max(time.time_ns(), self.now + 1)
+        return self.now
+
     def exists(self, keys: list[str]) -> list[bool]:
-        """Uses them, the last key first: of a chain, the end is the least recently used."""
         return [self.use(key) for key in reversed(keys)][::-1]
 
     def use(self, key: str) -> bool:
         with suppress(OSError):  # gone, or another user's
-            os.utime(self.path(key), ns=(time.time_ns(),) * 2)  # finer than the default
+            os.utime(self.path(key), ns=(self.tick(),) * 2)
         return os.path.isfile(self.path(key))
 
     def get(self, keys: list[str]) -> list[bytearray | None]:
@@ -468,30 +531,48 @@ class Directory:
                         self.buffers[index] = bytearray(size)
                     values.append(self.buffers[index])
                     file.readinto(values[-1])
-            except FileNotFoundError:
+            except (FileNotFoundError, IsADirectoryError):
                 values.append(None)
         self.exists(keys)
         return values
 
     def set(self, keys: list[str], values: list[bytes]):
+        """Write all that can be written. Raises the first OSError."""
+        errors = []
         for key, value in zip(keys, values, strict=True):
-            self.make_room(len(value))
-            temporary = self.path(key) + f".{uuid.uuid4().hex}.tmp"
             try:
-                Path(temporary).write_bytes(value)
-                os.replace(temporary, self.path(key))
-            finally:
-                Path(temporary).unlink(missing_ok=True)
-            self.index.add(key)
+                self.write(key, value)
+            except OSError as error:
+                errors.append(error)
+        for error in errors:
+            raise error
+
+    def write(self, key: str, value: bytes):
+        self.make_room(len(value))
+        temporary = self.path(key) + f".{uuid.uuid4().hex}.tmp"
+        try:
+            Path(temporary).write_bytes(value)
+            os.utime(temporary, ns=(self.tick(),) * 2)
+            if os.path.isdir(self.path(key)):
+                os.rmdir(self.path(key))  # raises OSError if there is anything in it
+            os.replace(temporary, self.path(key))
+        finally:
+            Path(temporary).unlink(missing_ok=True)
+        self.index.add(key)
+        self.size += len(value)
+        self.unseen += len(value)
 
     def make_room(self, size: int):
-        """Look what is there when this process has written as much as fits, and delete a tenth."""
-        for _, taken, key in self.look() if self.size + size > self.limit else ():
+        """Delete a tenth when the limit is reached. Look what is there then, and after each tenth that this
+        process has written."""
+        if self.size + size <= self.limit and self.unseen <= self.limit / 10:
+            return
+        found = self.look()
+        for _, taken, key in found if self.size + size > self.limit else ():
             if self.size + size > 0.9 * self.limit:
                 Path(self.path(key)).unlink(missing_ok=True)
                 self.index.discard(key)
                 self.size -= taken
-        self.size += size
 
 
 class RedisBackend:

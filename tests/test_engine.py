@@ -498,14 +498,6 @@ def test_a_cache_that_raises_at_the_end_of_a_request_keeps_none_of_its_blocks():
     check_pools(engine)
 
 
-def test_prefill_is_measured_in_a_full_pool_too():
-    engine, rng = make(RowCache(), blocks=16), random.Random(3)
-    for _ in range(4):
-        ask(engine, draw(rng, 100))
-    assert engine.pool.free.count(1) < 2 and engine.restorer.measure_prefill() > 0
-    check_pools(engine)
-
-
 class Misled(Bandwidth):
     """Six times too slow when it is measured first, because the machine is busy then."""
 

@@ -262,12 +262,6 @@ def test_a_measurement_leaves_what_wakes_the_engine():
     engine, *_ = engine_for()
     engine.wake.set()  # a job between two steps
     assert engine.cache.idle() and engine.wake.is_set()
-    full = engine.pool.allocate(engine.pool.available)
-    for block, prefix in zip(full, engine.prefixes.extend([], draw(random.Random(0), 16 * len(full)))):
-        engine.pool.register(block, prefix)
-    engine.pool.release(full)
-    engine.cache.rates.clear()
-    assert engine.cache.idle() and engine.cache.rates, "also where all blocks are cached"
 
 
 def test_grouped_queries_are_said_at_the_start(tmp_path):
