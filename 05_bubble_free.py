@@ -34,6 +34,7 @@ Source: HCache (Gao et al., EuroSys '25), sections 4.1, 6.2 and 6.3.
 """
 
 import argparse
+import hashlib
 import importlib
 import math
 import random
@@ -45,6 +46,7 @@ from collections import deque
 from functools import partial
 from typing import NamedTuple
 
+import numpy
 import torch
 
 from common import checkpoint, cli, lesson
@@ -90,14 +92,19 @@ def plan_seconds(letters: str, costs: Costs) -> float:
     return now
 
 
-def best_plan(layers: int, costs: Costs, shorter: Costs | None = None) -> str:
-    """The best of all divisions into R, H and K; of equals the one that keeps less. With the costs of a
-    `shorter` history: of those that are no slower than K everywhere for that one too."""
-    plans = [
+def divisions(layers: int) -> list[str]:
+    """All plans of layers that are recomputed, then restored from hidden states, then loaded."""
+    return [
         "R" * recompute + "H" * hidden + "K" * (layers - recompute - hidden)
         for recompute in range(layers)  # not all: that would be no cache
         for hidden in range(layers - recompute + 1)
     ]
+
+
+def best_plan(layers: int, costs: Costs, shorter: Costs | None = None) -> str:
+    """The best of all divisions; of equals the one that keeps less. With the costs of a `shorter` history: of
+    those that are no slower than K everywhere for that one too."""
+    plans = divisions(layers)
     if shorter:
         most = plan_seconds("K" * layers, shorter)
         plans = [plan for plan in plans if plan == "K" * layers or plan_seconds(plan, shorter) + MIX <= most]
@@ -157,16 +164,37 @@ class PlannedCache(hidden_states.HiddenCache):
         numbers = len(kinds["H"]) * config.hidden_size
         numbers += len(of_blocks) * config.num_key_value_heads * config.head_dim
         self.blocks = self.budget // (self.pool.block_size * numbers * self.model.dtype.itemsize)
-        before = [store for store in self.stores if store.pool.block_of]
+        before = [store for store in self.stores if store.pool.block_of or self.has_files(store.name)]
         known = next((store for store in before if store.letters == letters), None)
         if known is None:
             before = self.stores = before[:1]  # the memory of a third one goes first
         self.keep(kinds["H"], letters, of_blocks, known)
-        self.store.letters = letters
+        self.store.letters, self.noted = letters, False
         self.store.parts_of = {layer: [part] for part, layer in enumerate(kinds["H"])}
         for number, layer in enumerate(kinds["K"]):
             self.store.parts_of[layer] = [len(kinds["H"]) + 2 * number + side for side in (0, 1)]
         self.stores = [self.store, *(store for store in before if store is not self.store)][:2]
+
+    # Plans that have files
+
+    def plan_key(self, letters: str) -> bytes:
+        """The key of a value that says: storage has blocks of this model by this plan."""
+        of_size = f" {self.pool.block_size} {letters}".encode()
+        return hashlib.sha256(self.engine.prefixes.namespace + of_size).digest()
+
+    def has_files(self, letters: str) -> bool:
+        return self.storage is not None and self.storage.find(self.plan_key(letters)) is not None
+
+    def poll(self):
+        super().poll()
+        if self.storage and self.store.pool.block_of and not self.noted:
+            self.noted = True  # that this plan has files
+            self.storage.write(self.plan_key(self.store.letters), [numpy.zeros(1, numpy.uint8)])
+
+    def finished(self, request):
+        super().finished(request)
+        if self.storage:
+            self.storage.use([self.plan_key(self.store.letters)])
 
     # Estimating
 
@@ -299,8 +327,12 @@ class PlannedCache(hidden_states.HiddenCache):
             best = self.asked == "best"
             letters = best_plan(layers, costs, shorter) if best else closed_form(layers, costs)
             seconds = partial(plan_seconds, costs=costs)
-            better = seconds(letters) <= BETTER * seconds(self.store.letters) and letters == self.proposed
-            if letters != self.store.letters and (better or not self.store.pool.block_of):
+            if not self.store.pool.block_of:  # nothing is kept here: the best of the plans that have files
+                first = min(filter(self.has_files, divisions(layers)), key=seconds, default=letters)
+                if first != self.store.letters:
+                    self.adopt(first)
+            better = seconds(letters) <= BETTER * seconds(self.store.letters)
+            if better and letters == self.proposed and letters != self.store.letters:
                 self.adopt(letters)
             self.proposed = letters  # by this measurement; one alone may be of a bad moment
         return 1 / plan_seconds(self.store.letters, costs)

@@ -181,7 +181,8 @@ class Prefetch:
 class Kept:
     """What the Cache remembers of a request."""
 
-    looked_at: int = 0  # blocks that `save` need not look at again
+    seen: int = 0  # full blocks, when `save` looked last
+    sent: int = 0  # of these, those that need not be copied to host memory any more
     prefetch: Prefetch | None = None
 
 
@@ -368,7 +369,7 @@ class TieredCache(offload.HostCache):
         if self.storage.silent:
             return False  # what it brings now, the next one finds
         if self.prefetch_policy == "both_ends":
-            return not prefetch.answered and now < patience
+            return not (prefetch.answered or prefetch.over) and now < patience
         until = dict(best_effort=0.0, wait_complete=patience, timeout=min(prefetch.until, patience))
         if prefetch.over or now > until[self.prefetch_policy]:
             self.end(prefetch)
@@ -451,22 +452,22 @@ class TieredCache(offload.HostCache):
     def save(self, batch):
         """Put what was computed into the tree, and send down what the write policy says."""
         for request, _ in batch.work:
-            looked_at, request.kept.looked_at = request.kept.looked_at, request.registered
-            if looked_at == request.registered:
+            seen, kept, request.kept.seen = request.kept.seen, request.kept, request.registered
+            if seen == request.registered:
                 continue
             pages = self.tree.insert(request.chain[: request.registered])
-            for page in pages[looked_at:]:
+            for page in pages[seen:]:
                 page.first = page.first or request.id
                 page.shared |= page.first != request.id
-            gap = any(not (page.near or page.stored or page.storing) for page in pages[:looked_at])
-            if self.write_policy == "write_back" or gap:  # nothing finds what is behind a gap
-                continue
-            pairs = list(zip(pages, request.table))[looked_at:]
-            pairs = [(page, block) for page, block in pairs if self.wanted(page)]
-            lacking = [(page, block) for page, block in pairs if not page.near]
-            if self.soon(len(lacking)):
-                self.back_up(lacking, request.chain, request.timeline)
-            self.send_down([page for page, _ in pairs])
+            if self.write_policy != "write_back":
+                pairs = list(zip(pages, request.table))[kept.sent :]
+                pairs = list(takewhile(lambda pair: self.wanted(pair[0]), pairs))
+                lacking = [(page, block) for page, block in pairs if not page.near]
+                if self.soon(len(lacking)):
+                    self.back_up(lacking, request.chain, request.timeline)
+                sent = [page for page, _ in takewhile(lambda pair: pair[0].near, pairs)]
+                kept.sent += len(sent)  # the others again when the next block is full: nothing behind a gap
+                self.send_down(sent)
         if len(self.tree.pages) > 2 * (self.pool.size + self.host.size):
             on_device = self.pool.block_of
             self.tree.forget(lambda page: page.near or page.storing or page.prefix in on_device)

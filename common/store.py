@@ -386,7 +386,10 @@ class Storage:
             if not isinstance(error, Damaged):  # with which it has answered
                 self.failing.add(function.__name__)
             raise
-        self.failing.discard(function.__name__)
+        if function == self.look_up:
+            self.failing.discard("look_up")
+        else:
+            self.failing.clear()
         return value
 
     def look_up(self, keys: list[bytes]) -> list[bool]:

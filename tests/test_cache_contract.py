@@ -203,6 +203,47 @@ def test_requests_are_preempted_and_go_on(cache, blocks):
     check_pools(engine)
 
 
+def test_a_request_that_is_preempted_while_it_prefills_finds_nothing_of_its_own(cache):
+    engine, rng = engine_for(cache, 14, token_budget=3), random.Random(16)
+    decodes, prefills = Request(draw(rng, 31), 60), Request(draw(rng, 150), 4)
+    engine.generate([decodes, prefills])
+    assert engine.counts["preemptions"], "the test is to preempt"
+    assert_equal(decodes, prefills)
+    assert not prefills.found, "what a request has computed itself is not found"
+    settle(engine)
+    check_pools(engine)
+
+
+def test_what_was_used_last_is_evicted_last_whenever_copies_end(cache):
+    engine, rng = engine_for(cache, 26), random.Random(14)
+    first, second = Request(draw(rng, 160), 2), Request(draw(rng, 160), 2)
+    again = Request(first.tokens, 2)
+    engine.generate([first])
+    settle(engine)
+    with faulty(rng, late=1.0, delay=0.3, lanes=["save"]):
+        engine.generate([second])
+        engine.generate([again])
+        settle(engine)
+    pool = engine.pool
+    pool.make_room(pool.free.count(1) + len(pool.find(second.chain)))
+    assert not pool.find(second.chain) and len(pool.find(first.chain)) == 10, "eviction follows use"
+    assert_equal(first, second, again)
+
+
+def test_an_idle_engine_that_measures_evicts_nothing(cache):
+    engine, rng = engine_for(cache, 24), random.Random(15)
+    for _ in range(5):
+        ask(engine, draw(rng, 100), 2)
+    settle(engine)
+    kept = {name: dict(pool.block_of) for name, pool in engine.pools.items()}
+    engine.restorer.doubtful, engine.restorer.due = True, 0.0
+    engine.restorer.idle()
+    settle(engine)
+    assert {name: pool.block_of for name, pool in engine.pools.items()} == kept, "measuring evicts nothing"
+    assert engine.pool.free.count(1) < 8, "the test is to leave no room to measure in"
+    check_pools(engine)
+
+
 @pytest.mark.parametrize(
     "faults", [dict(failing=0.2), dict(late=0.5), dict(failing=0.1, noisy=6), dict(failing=1.0)]
 )

@@ -228,6 +228,36 @@ def test_plans_in_files_are_names_of_their_own(plan, tmp_path):
     assert request.found == ({"disk": 144} if plan == "RHK" else {}) and ORACLE.judge(request) == "equal"
 
 
+def test_a_plan_that_has_files_is_taken_at_the_next_start_unless_it_is_clearly_worse(monkeypatch, tmp_path):
+    costs = Costs(9.0, 1.0, 1.0, 2.0, 0.0)
+    monkeypatch.setattr(planned.PlannedCache, "costs", lambda cache, start, end: costs)
+
+    def start():
+        engine, cache = engine_for("best", chunk_files(tmp_path))
+        return engine, cache, cache.store.letters
+
+    engine, cache, letters = start()
+    ask(engine, PROMPT, 1)
+    settle(engine)
+    engine.close()
+    costs = Costs(9.0, 1.0, 1.0, 0.95, 0.0)
+    engine, cache, again = start()
+    assert letters == again == "RHH" and best_plan(3, costs) != letters, "another one is hardly better"
+    assert ask(engine, PROMPT + [3]).found == {"disk": 144}
+    engine.close()
+    costs = Costs(9.0, 1.0, 0.1, 0.2, 0.0)
+    engine, cache, again = start()
+    for _ in range(2):
+        settle(engine)
+        engine.evict("host")
+        cache.idle()
+    assert again == "RHH" and cache.store.letters == "KKK", "clearly better, twice"
+    assert ask(engine, PROMPT + [3]).found == {"disk": 144}, "by the plan before, of which only files are left"
+    settle(engine)
+    check_pools(engine)
+    engine.close()
+
+
 def test_what_is_there_is_projected_before_a_later_layer_is_waited_for(tmp_path):
     ask(engine := engine_for("RHK", chunk_files(tmp_path))[0], PROMPT, 1)
     settle(engine)
