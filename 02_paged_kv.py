@@ -64,6 +64,13 @@ class Prefix:
     key: bytes  # SHA-256 chain: the name of the content outside of this process
     used: int = 0  # when it was used last: pools evict by it, whichever of them hold it
 
+    def lineage(self):
+        """Yield this prefix and those before it, the last one first."""
+        prefix = self
+        while prefix.parent is not None:
+            yield prefix
+            prefix = prefix.parent
+
 
 class Prefixes:
     """Interns prefixes of `size` tokens each by (parent, tokens): contents are compared, never hashes.
@@ -113,8 +120,7 @@ class BlockPool:
         self.references = [0] * blocks
         self.free = bytearray(b"\1" * blocks)  # 1: free. As bytes, so that a run is found fast
         self.cached: dict[int, None] = {}
-        self.by_use: list[tuple[int, int]] = []  # a heap of (use, block): the last use, or an earlier one
-        self.queued = [math.inf] * blocks  # the use that each block is queued with
+        self.by_use: list[tuple[int, int]] = []  # a heap of (last use or an earlier one, block)
         self.prefix_of: list[Prefix | None] = [None] * blocks
         self.block_of: dict[Prefix, int] = {}
         self.evicting = lambda lost: None  # called with (block, prefix) of what is about to be lost
@@ -143,30 +149,27 @@ class BlockPool:
     def make_room(self, count: int, own=()) -> int:
         """Evict the least recently used blocks until `count` are free, but none from prefixes of `own` on: a
         chain makes no room for its own end -> how many of `count` there are."""
-        victims, lacking = [], count - self.free.count(1)
+        victims, lacking = {}, count - self.free.count(1)
         while len(victims) < lacking and self.by_use:
             use, block = heapq.heappop(self.by_use)
-            if use != self.queued[block]:  # it stands further ahead, or is gone
-                continue
-            self.queued[block] = math.inf
-            if block not in self.cached:
+            if block not in self.cached or block in victims:
                 continue
             prefix = self.prefix_of[block]
-            if prefix.used > use:
+            if prefix.used > use:  # later than it was queued
                 self.queue(block)
             elif prefix in own:
                 self.queue(block)
                 break
             else:
-                victims.append(block)
-        self.evict(victims)
+                victims[block] = None
+        self.evict(list(victims))
         return min(count, self.free.count(1))
 
     def queue(self, block: int):
         """Queue a cached block for eviction, by the last use of its prefix."""
-        if (use := self.prefix_of[block].used) < self.queued[block]:
-            self.queued[block] = use
-            heapq.heappush(self.by_use, (use, block))
+        heapq.heappush(self.by_use, (self.prefix_of[block].used, block))
+        if len(self.by_use) > 4 * self.size:  # most of them are queued several times
+            self.by_use = sorted((self.prefix_of[cached].used, cached) for cached in self.cached)
 
     def find_free(self, count: int, after: int | None, room: int) -> list[int]:
         """`count` free blocks, in one run if there is one: behind `after`, or where the run has `room`."""

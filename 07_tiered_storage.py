@@ -6,8 +6,8 @@ process. A service runs many engines, and what one of them has read the others c
 The mechanism. Pages of K and V live in three tiers: on the device (L1), in host memory (L2), and in storage
 that many engines share (L3). A radix tree says what lies where. A request goes down the tree along its
 tokens: it finds a run of pages on the device, then one in host memory, from where it is loaded layer by layer
-(chapter 03). What comes after that, storage is asked for as soon as the request stands in line, on a thread
-of its own:
+(chapter 03). Storage is asked what it has as soon as the request stands in line, on a thread of its own, and
+what comes after those two is fetched from there:
 
     tokens   0          320            800                        1792      16 tokens a page
     pages    |== L1 ====|==== L2 ======|:::::: L3 ::::::::::::::::|
@@ -22,8 +22,8 @@ switches it off, and shows what the policies alone do.
 
 When do pages go down? `write_through`: as soon as they are full. `write_through_selective`: when a second
 request has them on the device. `write_back`: when they are evicted, one tier down each time, unless a lower
-tier has them already. The engine waits for that copy to host memory; what leaves host memory is copied aside,
-and written later. What a crash costs: under write_through what was under way, under write_through_selective
+tier has them already. The engine waits for that copy to host memory; what leaves host memory unwritten is
+copied aside, and written later. What a crash costs: under write_through what was under way, under write_through_selective
 also what only one request has had, under write_back all that storage has not got yet.
 
 The engine's rules hold (common/restoring.py). The device's pool keeps its own index, and the tree asks
@@ -573,7 +573,6 @@ class TieredCache(offload.HostCache):
             for page in pages:
                 del self.unwritten[page]
             pages = [page for page in pages if page.host is not None and self.owed(page)]
-            pages = [page for page in pages if not self.behind_gap(page)]
             if pages:
                 places = [page.host for page in pages]
                 self.write(pages, [self.array[:, :, place] for place in places], (self.host, places))
@@ -588,12 +587,7 @@ class TieredCache(offload.HostCache):
 
     def use_stored(self, pages: list[Page]):
         """Whoever writes pages uses what comes before them in their chains, so that the ends go first."""
-        chains = set()
-        for page in pages:
-            prefix = page.prefix
-            while prefix.parent is not None and prefix not in chains:
-                chains.add(prefix)
-                prefix = prefix.parent
+        chains = {prefix for page in pages for prefix in page.prefix.lineage()}
         self.storage.use([prefix.key for prefix in sorted(chains, key=lambda prefix: -prefix.used)])
 
     def written(self, pages: list[Page], write, well: bool):

@@ -13,7 +13,19 @@ from functools import partial
 import pytest
 import torch
 from support import traffic
-from support.engines import CACHES, Oracle, ask, check_pools, draw, evict, make, own_cache, settle, tiny_model
+from support.engines import (
+    CACHES,
+    CONTEXT,
+    Oracle,
+    ask,
+    check_pools,
+    draw,
+    evict,
+    make,
+    own_cache,
+    settle,
+    tiny_model,
+)
 from support.faults import faulty
 
 from common.requests import HungUp, Request
@@ -136,11 +148,39 @@ def test_restored_k_and_v_are_those_that_were_lost(cache):
 
 def test_another_salt_finds_nothing(cache):
     engine, prompt = engine_for(cache), draw(random.Random(2), 100)
-    ask(engine, prompt, cache_salt="a")
+    ask(engine, prompt, cache_salt="\u00e4\U0001f511")
     evict(engine)
-    assert not ask(engine, prompt, cache_salt="b").found, "other salts share nothing"
+    assert not ask(engine, prompt, cache_salt="\u00e4").found, "other salts share nothing"
     evict(engine)
-    assert came_back(cache, restored(ask(engine, prompt, cache_salt="a")))
+    assert came_back(cache, restored(ask(engine, prompt, cache_salt="\u00e4\U0001f511")))
+
+
+@pytest.mark.parametrize("length", [1, 16, 17, 128, CONTEXT - 4])
+def test_a_pool_as_small_as_the_prompt_is_enough(cache, length):
+    engine, prompt = engine_for(cache, -(-(length + 4) // 16)), draw(random.Random(length), length)
+    for _ in range(3):
+        assert_equal(ask(engine, prompt, 4))
+        evict(engine)
+    check_pools(engine)
+
+
+def test_of_equal_requests_at_once_the_first_may_hang_up(cache):
+    engine, rng = engine_for(cache, 60), random.Random(17)
+    for round in range(4):
+        prompt = draw(rng, 150) if round % 2 == 0 else prompt
+        asked = [Request(prompt, 6) for _ in range(5)]
+        for request in asked:
+            engine.submit(request)
+        for _ in range(round):
+            engine.step()
+        for request in asked[:2]:
+            engine.cancel(request, HungUp("gone"))
+        while any(request.outcome is None for request in asked):
+            engine.step()
+        assert_equal(*asked[2:])
+        settle(engine)
+        evict(engine)
+    check_pools(engine)
 
 
 def test_requests_at_once_share_a_beginning(cache):

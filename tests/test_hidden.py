@@ -406,6 +406,18 @@ def test_what_is_there_is_projected_before_a_later_layer_is_waited_for():
     assert said == ["project 0", "part 0", "layer 1", "project 1", "part 1", "layer 2", "project 2"]
 
 
+def test_nothing_is_written_behind_a_block_that_was_not(monkeypatch, tmp_path):
+    """Here since too many wait to be written."""
+    storage, write, calls = chunk_files(tmp_path), StoredChunks.write, iter(range(99))
+    monkeypatch.setattr(StoredChunks, "write", lambda *given: next(calls) != 3 and write(*given) or None)
+    engine, cache = engine_for(storage=storage)
+    ask(engine, PROMPT)
+    settle(engine)
+    assert len(cache.store.pool.block_of) == 9 and len(list(tmp_path.iterdir())) == 3 * len(cache.store.parts)
+    engine.evict("host")
+    assert engine.counts["blocks_lost"] == 6
+
+
 @pytest.mark.parametrize("host, tokens", [(0, 0), (1, 16), (5, 80)])
 def test_what_is_stored_needs_a_place_each_in_host_memory(host, tokens):
     engine = restart(saved(), host)

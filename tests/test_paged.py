@@ -162,6 +162,20 @@ def test_a_chain_makes_no_room_for_its_own_end():
     assert pool.make_room(4) == 4 and pool.find(chain) == first[:2]
 
 
+def test_who_makes_room_looks_at_few_blocks():
+    class Counted(dict):
+        looked = 0
+
+        def __contains__(self, block):
+            Counted.looked += 1
+            return super().__contains__(block)
+
+    pool = paged.BlockPool(4000, 1)
+    (_, chain), (other, _) = cached(pool, 2000), cached(pool, 2000, 5000)
+    pool.cached = Counted(pool.cached)
+    assert pool.make_room(3, chain) == 0 and pool.make_room(3) == 3 and Counted.looked < 20
+
+
 def test_a_prefix_that_was_used_before_the_last_content_of_its_block_goes_before_it():
     pool, old = paged.BlockPool(2, 1), chain_of(1, 90)
     PREFIXES.use(old)

@@ -230,9 +230,7 @@ def wrong_rows(engine) -> list[tuple]:
     """Hidden states in host memory that can be found, and are not what the model computes."""
     wrong, store = [], getattr(engine.cache, "store", None)
     for prefix, block in store.pool.block_of.items() if store else ():
-        tokens = []
-        while prefix.parent is not None:
-            prefix, tokens = prefix.parent, [*prefix.tokens, *tokens]
+        tokens = [token for before in reversed(list(prefix.lineage())) for token in before.tokens]
         runner, inputs = paged.Runner(engine.model, 32), []
         request = Request(tokens, 1, table=runner.pool.allocate(runner.pool.num_blocks(len(tokens))))
         runner.forward([(request, len(tokens))], lambda *given, inputs=inputs: inputs.append(given[1]))
