@@ -23,8 +23,8 @@ switches it off, and shows what the policies alone do.
 When do pages go down? `write_through`: as soon as they are full. `write_through_selective`: when a second
 request has them on the device. `write_back`: when they are evicted, one tier down each time, unless a lower
 tier has them already. The engine waits for that copy to host memory; what leaves host memory unwritten is
-copied aside, and written later. What a crash costs: under write_through what was under way, under write_through_selective
-also what only one request has had, under write_back all that storage has not got yet.
+copied aside, and written later. What a crash costs: under write_through what was under way, under
+write_through_selective also what only one request has had, under write_back all that storage has not got yet.
 
 The engine's rules hold (common/restoring.py). The device's pool keeps its own index, and the tree asks
 it. What a thread or a copy still reads or writes is referenced in its pool, which is what locks a page. And

@@ -166,8 +166,9 @@ def test_a_pool_as_small_as_the_prompt_is_enough(cache, length):
 
 def test_of_equal_requests_at_once_the_first_may_hang_up(cache):
     engine, rng = engine_for(cache, 60), random.Random(17)
+    prompts = draw(rng, 150), draw(rng, 150)
     for round in range(4):
-        prompt = draw(rng, 150) if round % 2 == 0 else prompt
+        prompt = prompts[round // 2]
         asked = [Request(prompt, 6) for _ in range(5)]
         for request in asked:
             engine.submit(request)

@@ -171,7 +171,8 @@ def test_who_makes_room_looks_at_few_blocks():
             return super().__contains__(block)
 
     pool = paged.BlockPool(4000, 1)
-    (_, chain), (other, _) = cached(pool, 2000), cached(pool, 2000, 5000)
+    _, chain = cached(pool, 2000)
+    cached(pool, 2000, 5000)
     pool.cached = Counted(pool.cached)
     assert pool.make_room(3, chain) == 0 and pool.make_room(3) == 3 and Counted.looked < 20
 
