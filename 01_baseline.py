@@ -20,10 +20,12 @@ their oracle, and shares no engine code with them. The papers behind them call i
     python 01_baseline.py                                  # the server, on http://127.0.0.1:5000
 """
 
+import common.cli as cli
+
 import torch
 import torch.nn.functional as F
 
-from common import cli, lesson
+from common import lesson
 from common.requests import Frontend, Line, Request
 
 CHUNK = 512  # tokens per forward pass of prefill

@@ -26,6 +26,7 @@ decode first and prefill in chunks under a token budget.
     python 02_paged_kv.py                                  # the server, on http://127.0.0.1:5000
 """
 
+import common.cli as cli
 import functools
 import hashlib
 import heapq
@@ -44,7 +45,7 @@ from weakref import WeakValueDictionary
 import torch
 import torch.nn.functional as F
 
-from common import cli, lesson
+from common import lesson
 from common.requests import CACHE_SALT, Frontend, Line, Request, Unavailable
 from common.restoring import LATER, PATIENCE, Cache, Interrupted, Restorer
 from common.timeline import Clock

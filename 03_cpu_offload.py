@@ -32,6 +32,7 @@ words gpu_hit, cpu_hit and miss come; layer-by-layer loading as in CachedAttenti
 """
 
 import argparse
+import common.cli as cli
 import importlib
 import random
 import statistics
@@ -40,7 +41,7 @@ from functools import partial
 
 import torch
 
-from common import cli, lesson
+from common import lesson
 from common import link as links
 from common.requests import BadRequest, Frontend, Request
 from common.restoring import Cache, Match

@@ -32,6 +32,7 @@ Source: HCache (Gao et al., EuroSys '25), sections 3.1, 4.2 and 5. Its scheduler
 """
 
 import argparse
+import common.cli as cli
 import importlib
 import random
 import statistics
@@ -44,7 +45,7 @@ from pathlib import Path
 import numpy
 import torch
 
-from common import checkpoint, cli, lesson
+from common import checkpoint, lesson
 from common import link as links
 from common.requests import Frontend, Request
 from common.restoring import LONG, Cache, Match

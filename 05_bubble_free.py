@@ -34,6 +34,7 @@ Source: HCache (Gao et al., EuroSys '25), sections 4.1, 6.2 and 6.3.
 """
 
 import argparse
+import common.cli as cli
 import hashlib
 import importlib
 import math
@@ -49,7 +50,7 @@ from typing import NamedTuple
 import numpy
 import torch
 
-from common import checkpoint, cli, lesson
+from common import checkpoint, lesson
 from common.requests import BadRequest, Frontend, Request
 from common.restoring import LONG, PAUSE, Match
 from common.store import StoredChunks

@@ -36,6 +36,7 @@ and B.
 """
 
 import argparse
+import common.cli as cli
 import importlib
 import math
 import random
@@ -49,7 +50,7 @@ from pathlib import Path
 
 import torch
 
-from common import cli, lesson
+from common import lesson
 from common import link as links
 from common.requests import Frontend, Request
 from common.restoring import PAUSE, Cache, Match

@@ -38,6 +38,7 @@ Source: HiCache, the hierarchical KV cache of SGLang (design document); its radi
 """
 
 import argparse
+import common.cli as cli
 import importlib
 import random
 import statistics
@@ -51,7 +52,7 @@ from itertools import islice, takewhile
 
 import torch
 
-from common import cli, lesson, store
+from common import lesson, store
 from common import link as links
 from common.requests import Frontend, Request
 from common.restoring import LATER, PAUSE, Match

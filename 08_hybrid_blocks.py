@@ -33,6 +33,7 @@ et al.), sections III-C and IV. The zig-zag order is FlexGen's (Sheng et al., IC
 """
 
 import argparse
+import common.cli as cli
 import copy
 import functools
 import importlib
@@ -48,7 +49,7 @@ from typing import NamedTuple
 
 import torch
 
-from common import checkpoint, cli, lesson
+from common import checkpoint, lesson
 from common import link as links
 from common.llama import Layer, Llama
 from common.requests import Frontend, Request

@@ -46,6 +46,7 @@ document of SGLang) on several ranks and `page_head`.
 """
 
 import argparse
+import common.cli as cli
 import hashlib
 import importlib
 import json
@@ -66,7 +67,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from common import checkpoint, cli, lesson, store
+from common import checkpoint, lesson, store
 from common import link as links
 from common.link import TransferError
 from common.llama import Linear

@@ -36,7 +36,7 @@ def parser_for(doc: str) -> argparse.ArgumentParser:
     what.add_argument("--prompt", metavar="TEXT", help="answer TEXT once and end")
     add("--host", default="127.0.0.1", help="address of the server (default: this machine only)")
     add("--port", type=bounded(int, 0, 65535), default=5000, help="of the server (default 5000, 0: any)")
-    add("--allow-evict", action="store_true", help="let other machines evict cached blocks too (POST /evict)")
+    add("--allow-evict", action="store_true", help="let other machines use POST /evict and /compare too")
     add("--model", default="classroom",
         help="classroom (default), tinyllama, FOLDER, OWNER/NAME on the hub, or random:NAME")
     add("--device", default="auto", help="auto, cpu or cuda")
@@ -64,7 +64,9 @@ def main(doc, chapter: str, add_arguments, make_engine, demo, compare=lambda arg
     parser = parser_for(doc)
     add_arguments(parser)
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)   # whoever is told to end leaves nothing behind
+    signal.signal(signal.SIGTERM, interrupt)        # whoever is told to end leaves nothing behind
+    for name in "stdout", "stderr":                 # None where the shell has closed it
+        setattr(sys, name, getattr(sys, name) or open(os.devnull, "w"))
     sys.stdout.reconfigure(errors="replace")        # a terminal without UTF-8 shows ?, and the answer goes on
     try:
         run(chapter, arguments, make_engine, demo, compare, load)
@@ -72,17 +74,26 @@ def main(doc, chapter: str, add_arguments, make_engine, demo, compare=lambda arg
         os._exit(1)
     except (checkpoint.ModelError, RequestError, OSError) as error:
         sys.exit(f"{chapter}: {' '.join(str(error).split())}")         # in one line
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         print("\nInterrupted.", file=sys.stderr, flush=True)
         sys.stdout.flush()
-        os._exit(130)               # at once: requests in other threads may be inside a long product
+        # At once: requests in other threads may be inside a long product
+        os._exit(128 + (error.args or (signal.SIGINT,))[0])
+
+
+def interrupt(number: int, frame):
+    """End as with Ctrl-C, but with the status of another signal."""
+    raise KeyboardInterrupt(number)
 
 
 def run(chapter: str, arguments, make_engine, demo, compare, load):
     # 1. What cannot work fails now, not after a minute of work
     for path in arguments.json, arguments.trace:
         if path:
+            there = os.path.lexists(path)
             path.open("a").close()
+            if not there:           # an answer that fails leaves no empty file
+                path.unlink()
     serving = not arguments.demo and arguments.prompt is None
     listener = server.listen(arguments.host, arguments.port) if serving else None
 

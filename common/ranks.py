@@ -123,7 +123,8 @@ class Everywhere:
         fields = {name: getattr(request, name) for name in names}
         fields.update(seed=request.generator.initial_seed(), end_tokens=list(request.end_tokens))
         self.known[id(request)] = request
-        self.tell("submit", request, fields, request.writer and request.writer.stop)
+        written = request.writer and (request.writer.stop, request.writer.before)
+        self.tell("submit", request, fields, written)
 
     def cancel(self, request: Request, error: requests.RequestError):
         self.tell("cancel", request, type(error).__name__, str(error))
@@ -147,9 +148,9 @@ class Everywhere:
         """What rank 0 has said, on all ranks."""
         request = self.known.get(name)
         if verb == "submit":
-            fields, stop = more
+            fields, written = more
             if self.ranks.rank:
-                writer = None if stop is None else Writer(self.tokenizer, stop)
+                writer = written and Writer(self.tokenizer, *written)
                 request = self.known[name] = Request(**fields, writer=writer)
             self.engine.submit(request)
         elif verb == "cancel" and request and request.outcome is None:

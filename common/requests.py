@@ -70,7 +70,7 @@ def text_part(value) -> bool:
 SAMPLING = {
     "max_tokens": (lambda v: number(v, 1, 1 << 20), "a whole number from 1 up"),
     "temperature": (lambda v: number(v, 0, 100, (int, float)), "a number from 0 (greedy) to 100"),
-    "top_p": (lambda v: number(v, 1e-6, 1, (int, float)), "a number above 0 and at most 1"),
+    "top_p": (lambda v: number(v, 0, 1, (int, float)), "a number from 0 (the likeliest token only) to 1"),
     "top_k": (lambda v: number(v, 0, 1 << 20), "a whole number, 0 for no limit"),
     "seed": (lambda v: number(v, 0, (1 << 63) - 1), "a whole number from 0 up"),
     "stop": (stop_strings, "a string of 1 to 256 characters or a list of at most 16 of them"),
@@ -80,31 +80,39 @@ PROMPT = {
     "prompt": (lambda v: text(v) or isinstance(v, list), "a string or a list of token ids"),
     "messages": (lambda v: isinstance(v, list), "a list of messages"),
 }
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 MESSAGE = {
-    "role": (lambda v: v in ("system", "user", "assistant"), "system, user or assistant"),
-    "content": (lambda v: text(v) or (isinstance(v, list) and all(map(text_part, v))), "a string"),
+    "role": (lambda v: isinstance(v, str) and v in ROLES, "system, developer, user or assistant"),
+    "content": (lambda v: text(v) or (isinstance(v, list) and all(map(text_part, v))), "text in UTF-8"),
+    "name": (text, "a string"),
 }
 
 
 def parse_json(raw: bytes):
     """Raises BadRequest at what is not JSON in UTF-8."""
     try:
-        return json.loads(raw.decode("utf-8"))
+        body = json.loads(raw.decode("utf-8-sig"))
+        json.dumps(body, ensure_ascii=False).encode()
+        return body
+    except UnicodeEncodeError:
+        raise BadRequest("A string has half of a surrogate pair; send whole characters.") from None
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"The body is not JSON in UTF-8 ({str(error)[:80]}).") from None
 
 
 def check_fields(body, fields: dict, what: str = "The body") -> dict:
-    """Return the fields of a JSON object that are set. Raises BadRequest at one that is unknown or wrong."""
+    """Return the fields of a JSON object that are set; null, [] and {} ask for nothing, whatever the name.
+    Raises BadRequest at one that is unknown or wrong."""
     if not isinstance(body, dict):
         raise BadRequest(f"{what} must be a JSON object.")
-    for name, value in body.items():
+    asked = {name: value for name, value in body.items() if value not in (None, [], {})}
+    for name, value in asked.items():
         if name not in fields:
             raise BadRequest(f"Unknown field {name[:40]!r}; the fields are {', '.join(fields)}.")
         test, wanted = fields[name]
-        if value is not None and not test(value):
+        if not test(value):
             raise BadRequest(f"{name} must be {wanted}.")
-    return {name: value for name, value in body.items() if value is not None}
+    return asked
 
 
 def check_messages(messages) -> list[dict]:
@@ -112,25 +120,32 @@ def check_messages(messages) -> list[dict]:
     checked = []
     for message in messages:
         message = check_fields(message, MESSAGE, "Each message")
-        if len(message) < len(MESSAGE):
+        role = message.get("role")
+        content = message.get("content", "" if role == "assistant" else None)
+        if role is None or content is None:
             raise BadRequest("Each message needs a role and a content.")
-        if isinstance(message["content"], list):
-            message["content"] = "".join(part["text"] for part in message["content"])
-        checked.append(message)
+        if isinstance(content, list):
+            content = "".join(part["text"] for part in content)
+        checked.append(dict(role=ROLES[role], content=content))
     if not checked or not checked[-1]["content"]:
-        raise BadRequest("messages must hold at least one message, and the last must not be empty.")
+        raise BadRequest("The prompt, or the last of the messages, must not be empty.")
     return checked
 
 
 # 3. Text ----------------------------------------------------------------------------------------------------
 
 class Writer:
-    """Turn tokens into text one by one; hold back what may be the beginning of a stop string."""
+    """Turn tokens into text one by one; hold back what may be the beginning of a stop string.
 
-    def __init__(self, tokenizer, stop: str | list[str] = ()):
+    before: the tokens that this text continues. A decoder that begins anew drops the first space."""
+
+    def __init__(self, tokenizer, stop: str | list[str] = (), before: list[int] = ()):
         self.tokenizer = tokenizer.backend_tokenizer
         self.stop = [stop] if isinstance(stop, str) else list(stop)
-        self.decoder = DecodeStream(skip_special_tokens=True)
+        self.before = list(before[-16:])
+        if self.tokenizer.decode(self.before).endswith("\ufffd"):   # an open character would be said again
+            self.before = []
+        self.decoder = DecodeStream(ids=self.before, skip_special_tokens=True)
         self.text, self.sent = "", 0
         self.stopped = False
 
@@ -252,7 +267,7 @@ class Request:
         # minus the maximum: no temperature is too small
         probabilities = ((logits - logits[0]) / self.temperature).softmax(0)
         before = probabilities.cumsum(0) - probabilities                    # that of all likelier ones
-        probabilities[before >= self.top_p] = 0
+        probabilities[1:][before[1:] >= self.top_p] = 0                     # the likeliest is always kept
         return int(order[torch.multinomial(probabilities, 1, generator=self.generator)])
 
     def push(self, token: int):
@@ -286,38 +301,46 @@ class Frontend:
         self.model, self.tokenizer, self.end_tokens = model, tokenizer, frozenset(end_tokens)
         self.fields = fields or {}
         self.context = model.config.max_position_embeddings     # tokens, answer included
+        self.longest = max(map(len, tokenizer.backend_tokenizer.get_vocab()))   # characters of a token
 
-    def request(self, prompt=None, messages=None, **asked) -> Request:
-        """Make a Request. `prompt`: one user's message as a string, or a list of token ids taken as they are.
-        `messages`: a conversation [{role, content}]. `asked`: SAMPLING and own fields, checked by
-        `check_fields`. Raises BadRequest."""
+    def request(self, prompt=None, messages=None, raw: bool = False, **asked) -> Request:
+        """Make a Request. `prompt`: one user's message as a string, or a list of token ids taken as they are,
+        or one of these in a list. `messages`: a conversation [{role, content}]. `raw`: the answer continues
+        the string. `asked`: SAMPLING and own fields, checked by `check_fields`. Raises BadRequest."""
         received = time.perf_counter()
-        tokens = self.encode(prompt, messages)
+        if isinstance(prompt, list) and any(isinstance(part, str | list) for part in prompt):
+            if len(prompt) > 1:
+                raise BadRequest("prompt must be one prompt; send a request for each.")
+            prompt, = prompt
+        raw = raw or isinstance(prompt, list) or self.tokenizer.chat_template is None
+        tokens = self.encode(prompt, messages, raw)
         if len(tokens) >= self.context:
             raise BadRequest(f"The prompt is {len(tokens)} tokens and the context of this model is "
                              f"{self.context}, answer included; shorten the prompt.")
         max_tokens = min(asked.pop("max_tokens", 128), self.context - len(tokens))
-        writer = Writer(self.tokenizer, asked.pop("stop", ()))
+        writer = Writer(self.tokenizer, asked.pop("stop", ()), tokens if raw else ())
         options = {name: asked.pop(name) for name in self.fields if name in asked}
         return Request(tokens, max_tokens, options=options, end_tokens=self.end_tokens, writer=writer,
                        received=received, **asked)
 
-    def encode(self, prompt, messages) -> list[int]:
-        """Return the prompt's tokens. Raises BadRequest."""
+    def encode(self, prompt, messages, raw: bool = False) -> list[int]:
+        """Return the prompt's tokens; `raw`: without the chat template. Raises BadRequest."""
         if (prompt is None) == (messages is None):
-            raise BadRequest("Give either prompt or messages.")
-        if isinstance(prompt, str) and not text(prompt, 1):
-            raise BadRequest("The prompt must be text in UTF-8, and not empty.")
+            raise BadRequest("Give either prompt or messages, not both and not empty.")
+        raw = raw or self.tokenizer.chat_template is None
+        if raw and messages is not None:
+            raise BadRequest("This model has no chat template; send a prompt instead of messages.")
         if isinstance(prompt, list):
             tokens = prompt
-        elif self.tokenizer.chat_template is None:
-            if messages is not None:
-                raise BadRequest("This model has no chat template; send a prompt instead of messages.")
-            tokens = self.tokenizer.encode(prompt)
         else:
-            messages = [dict(role="user", content=prompt)] if messages is None else check_messages(messages)
+            messages = check_messages(messages or [dict(role="user", content=prompt)])
+            # Some tokenizers take hundreds of bytes for a character: what cannot fit is not encoded
+            characters = sum(len(message["content"]) for message in messages)
+            if characters > self.context * self.longest:
+                raise BadRequest(f"The prompt is {characters} characters, more than the {self.context} "
+                                 "tokens of this model's context can hold; shorten the prompt.")
             try:
-                tokens = self.tokenizer.apply_chat_template(
+                tokens = self.tokenizer.encode(prompt) if raw else self.tokenizer.apply_chat_template(
                     messages, add_generation_prompt=True, return_dict=False)
             except Exception as error:                          # a template may refuse an order of roles
                 raise BadRequest(f"The model's chat template refuses these messages ({error}).") from None

@@ -4,18 +4,22 @@ One thread calls `engine.step()`. HTTP threads call `engine.submit` and `engine.
 their request, and look at the engine beside its steps: they copy lists, and may see two moments mixed.
 """
 import gc
+import ipaddress
 import json
 import logging
 import queue
+import re
+import resource
+import select
 import socket
+import socketserver
 import statistics
 import threading
 import time
 import uuid
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, suppress
 from functools import partial
-from operator import eq
 from pathlib import Path
 
 from common import lesson, requests
@@ -24,13 +28,17 @@ from common.requests import BadRequest, HungUp, Request, RequestError, Result, U
 
 MAX_BODY = 1 << 20                 # bytes of an HTTP request; a full context fits many times
 SILENCE = 0.5                      # seconds after which a thread that waits looks whether its client hung up
+IDLE = 20.0                        # seconds in which a client must send, or take, something
 SHUTTING = "The server is shutting down; ask again when it is back."
 DEFECT = "An error inside the server; its log says more, and the engine goes on."
 STREAM = {"stream": (lambda v: isinstance(v, bool), "true or false")}
-# What OpenAI's clients may send and this server does not do: taken only where it asks for nothing.
-NEUTRAL = {"n": 1, "best_of": 1, "echo": False, "suffix": "", "logprobs": False, "top_logprobs": 0,
-           "logit_bias": {}, "presence_penalty": 0, "frequency_penalty": 0, "tools": [],
-           "tool_choice": "none", "store": False, "response_format": {"type": "text"}}
+# What OpenAI's clients may send and this server does not do: field -> the values that ask for nothing.
+NEUTRAL = {"n": [1], "best_of": [1], "echo": [False], "suffix": [""], "logprobs": [False],
+           "top_logprobs": [0], "logit_bias": [{}], "presence_penalty": [0], "frequency_penalty": [0],
+           "tools": [[]], "tool_choice": ["auto", "none"], "parallel_tool_calls": [True, False],
+           "store": [False], "service_tier": ["auto", "default"], "modalities": [["text"]],
+           "response_format": [{"type": "text"}], "include_obfuscation": [False]}
+LABELS = "model", "user", "safety_identifier", "prompt_cache_key"       # strings that change nothing
 
 
 # 1. The engine's thread -------------------------------------------------------------------------------------
@@ -44,11 +52,13 @@ class Server:
     def __init__(self, engine, frontend, info: dict, max_waiting: int = 256, compare: dict | None = None):
         self.engine, self.frontend, self.info = engine, frontend, info
         self.max_waiting, self.compare = max_waiting, compare or {}
-        self.lock = threading.Lock()                            # from looking at the line to submitting
+        self.lock = threading.Lock()                            # from looking at a line to standing in it
         self.open: list[Request] = []                           # those that somebody waits for
         self.closing = False
+        # One thread encodes: a tokenizer may take much memory. And what waits for it, or is in it
+        self.encoder, self.encoding = ThreadPoolExecutor(1), []
         self.jobs = queue.SimpleQueue()                         # (function, Future), to run between two steps
-        self.comparing = threading.Lock()
+        self.comparer, self.comparison = ThreadPoolExecutor(1), None    # the last one's Future
         self.thread = threading.Thread(target=self.run, name="engine", daemon=True)
         self.thread.start()
 
@@ -84,6 +94,13 @@ class Server:
         future = Future()
         self.jobs.put((function, future))
         self.engine.wake.set()
+        return self.result(future)
+
+    def result(self, future: Future):
+        """Return what a future returns. Raises Unavailable if the server closes before."""
+        while not wait([future], SILENCE).done:
+            if self.closing:
+                raise Unavailable(SHUTTING)
         return future.result()
 
     def waiting(self) -> list[Request]:
@@ -93,14 +110,18 @@ class Server:
     def stream(self, gone=lambda: False, **fields):
         """Yield pieces of text and last the Result while the client is not `gone`; closing it cancels the
         request. Other arguments are those of Frontend.request. Raises BadRequest or Unavailable."""
-        request = self.frontend.request(**fields)
         with self.lock:
             if self.closing:
                 raise Unavailable(SHUTTING)
-            if len(self.waiting()) >= self.max_waiting:
+            if len(self.waiting()) + len(self.encoding) >= self.max_waiting:
                 raise BadRequest(f"{self.max_waiting} requests are waiting; try again later.", 429)
+            self.encoding.append(fields)
+        try:
+            request = self.result(self.encoder.submit(self.frontend.request, **fields))
             self.engine.submit(request)
             self.open.append(request)
+        finally:
+            self.encoding.pop()
         pieces = self.pieces(request, gone)
         next(pieces)               # a generator that has not begun does not notice that it is closed
         return pieces
@@ -113,6 +134,8 @@ class Server:
                 with suppress(queue.Empty):
                     piece = ""
                     piece = request.pieces.get(timeout=SILENCE)
+                if self.closing and not piece:                  # its step may last longer than we do
+                    raise Unavailable(SHUTTING)
                 if gone():
                     raise HungUp("The client hung up.")
                 if isinstance(piece, Exception):
@@ -195,25 +218,31 @@ def compare(ways: dict, tokens: list[int], max_tokens: int) -> list[dict]:
 
 # 3. OpenAI's requests and replies ---------------------------------------------------------------------------
 
+def neutral(name: str) -> tuple:
+    """Return the test of a field of NEUTRAL, and what it must be. JSON's true is not 1, and false not 0."""
+    values = [(value, isinstance(value, bool)) for value in NEUTRAL[name]]
+    wanted = " or ".join(json.dumps(value) for value in NEUTRAL[name])
+    return lambda v: (v, isinstance(v, bool)) in values, f"{wanted}: more is not supported"
+
+
 def openai_fields(body, chat: bool, frontend) -> tuple[dict, bool, bool]:
     """Turn the body of a chat, or else of a completion, into arguments for Frontend.request, whether to
     stream, and whether the stream ends with its usage. Raises BadRequest."""
     prompt = "messages" if chat else "prompt"
     own = {prompt: requests.PROMPT[prompt], **requests.SAMPLING, **frontend.fields}
     fields = {**own, **STREAM, "max_completion_tokens": requests.SAMPLING["max_tokens"],
-              "model": (requests.text, "a string"), "user": (requests.text, "a string"),
-              "stream_options": (lambda v: v in ({}, {"include_usage": False}, {"include_usage": True}),
-                                 'an object like {"include_usage": true}')}
-    for name, nothing in NEUTRAL.items():
-        fields[name] = partial(eq, nothing), f"{json.dumps(nothing)}: more is not supported"
+              **{name: neutral(name) for name in NEUTRAL},
+              **dict.fromkeys(LABELS, (requests.text, "a string")),
+              **dict.fromkeys(("metadata", "stream_options"), (lambda v: isinstance(v, dict), "an object"))}
     given = requests.check_fields(body, fields)
     asked = {name: given[name] for name in given if name in own}
     asked.setdefault("temperature", 1.0)        # OpenAI's default; our own /generate is greedy
     if "max_completion_tokens" in given:
         asked["max_tokens"] = given["max_completion_tokens"]
-    if isinstance(asked.get("prompt"), str):    # a completion continues the text as it stands
-        asked["prompt"] = frontend.tokenizer.encode(asked["prompt"])
-    return asked, given.get("stream", False), given.get("stream_options", {}).get("include_usage", False)
+    asked["raw"] = not chat                     # a completion continues the text as it stands
+    options = {"include_usage": STREAM["stream"], "include_obfuscation": neutral("include_obfuscation")}
+    options = requests.check_fields(given.get("stream_options", {}), options)
+    return asked, given.get("stream", False), options.get("include_usage", False)
 
 
 def openai_replies(pieces, chat: bool, model: str, stream: bool, with_usage: bool):
@@ -248,10 +277,19 @@ def openai_replies(pieces, chat: bool, model: str, stream: bool, with_usage: boo
 
 def hung_up(connection) -> bool:
     """Whether the client at the other end of a socket has closed it, or its half of it."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
     try:
-        return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
-    except OSError as error:
-        return not isinstance(error, BlockingIOError)           # which means: still there, and silent
+        return bool(poll.poll(0)) and connection.recv(1, socket.MSG_PEEK) == b""
+    except OSError:
+        return True
+
+
+def loopback(host: str) -> bool:
+    """Whether a name or an address means this machine itself."""
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host.lower() == "localhost"
 
 
 def make_app(server: Server, allow_evict: bool = False):
@@ -261,14 +299,28 @@ def make_app(server: Server, allow_evict: bool = False):
     app = Flask("kv", static_folder=None)
     app.config["MAX_CONTENT_LENGTH"] = MAX_BODY + 1
     app.json.sort_keys = False
+    app.url_map.merge_slashes = False
     engine, frontend, model = server.engine, server.frontend, server.info["model"]
 
     @app.before_request
-    def same_origin():
-        """A browser says whose page asks: pages of others may not."""
+    def allowed():
+        """Raise BadRequest at pages from elsewhere, and at other machines that ask for what costs all time.
+        A browser says whose page asks, but the page's owner decides which machine its name means."""
+        host = re.sub(r":\d*$", "", request.host).strip("[]")  # any port: a tunnel has its own
+        if loopback(request.environ["SERVER_NAME"]) and not loopback(host):
+            raise BadRequest("This server is asked as localhost only; start it with --host for others.", 403)
         origin = request.headers.get("Origin")
         if origin and origin.partition("://")[2] != request.host:
             raise BadRequest("Pages from elsewhere may not ask this server.", 403)
+        here = allow_evict or loopback(request.remote_addr)
+        if request.path in ("/evict", "/compare") and not here:
+            raise BadRequest(f"{request.path} is for this machine; start the server with --allow-evict.", 403)
+
+    @app.after_request
+    def unframed(response):
+        """No other page may show ours and lead a click."""
+        response.headers["Content-Security-Policy"] = "frame-ancestors 'none'"
+        return response
 
     def body():
         raw = request.get_data()
@@ -314,6 +366,13 @@ def make_app(server: Server, allow_evict: bool = False):
     def models():
         return dict(object="list", data=[dict(id=model, object="model", created=0, owned_by="local")])
 
+    @app.get("/v1/models/<path:name>")
+    @app.get("/v1/models//<path:name>")         # of a folder
+    def one_model(name: str):
+        if request.path != f"/v1/models/{model}":
+            raise BadRequest(f"The only model here is {model!r}; ask for that.", 404)
+        return models()["data"][0]
+
     @app.get("/health")
     def health():
         return dict(status="ok", **server.info, counters=engine.counters())
@@ -335,8 +394,6 @@ def make_app(server: Server, allow_evict: bool = False):
 
     @app.post("/evict")
     def evict():
-        if not allow_evict and request.remote_addr not in ("127.0.0.1", "::1"):
-            raise BadRequest("/evict is for this machine; start the server with --allow-evict.", 403)
         names = list(engine.pools)
         tiers = names.__contains__, f"one of {', '.join(names) or 'none'}"
         fields = requests.check_fields(body(), {"tier": tiers})
@@ -349,19 +406,21 @@ def make_app(server: Server, allow_evict: bool = False):
         fields = requests.check_fields(body(), requests.PROMPT)
         if not server.compare:
             raise BadRequest("This chapter has nothing to compare.", 404)
-        asked = frontend.request(**fields, max_tokens=8)
-        if not server.comparing.acquire(blocking=False):
-            raise BadRequest("Another comparison is running; ask again when it is over.", 429)
+        asked = server.result(server.encoder.submit(frontend.request, **fields, max_tokens=8))
+        with server.lock:
+            if server.comparison and not server.comparison.done():
+                raise BadRequest("Another comparison is running; ask again when it is over.", 429)
+            rows = server.comparer.submit(compare, server.compare, asked.tokens, asked.max_tokens)
+            server.comparison = rows
         try:
-            return dict(rows=compare(server.compare, asked.tokens, asked.max_tokens))
+            return dict(rows=server.result(rows))
         except ModelError as error:             # there is no memory for one more engine
             raise BadRequest(str(error)) from None
-        finally:
-            server.comparing.release()
 
     @app.errorhandler(Exception)
     def explain(error):
-        """Return the body of an error, with one sentence for the user, and its status."""
+        """Return the body of an error, with one sentence for the user, its status and headers."""
+        methods = getattr(error, "valid_methods", None)
         if isinstance(error, HTTPException):    # raised by Flask
             there = f"{request.method} {request.path[:80]} is nothing here; see GET / and GET /health."
             words = {404: there, 405: there, 413: f"The body is larger than {MAX_BODY} bytes; send less."}
@@ -369,21 +428,47 @@ def make_app(server: Server, allow_evict: bool = False):
         if not isinstance(error, RequestError):
             app.logger.error("unexpected error", exc_info=error)
             error = RequestError(DEFECT)
-        return error.as_json(), error.status
+        return error.as_json(), error.status, {"Allow": ", ".join(methods)} if methods else {}
 
     return app
 
 
 def listen(host: str, port: int):
     """Return a WSGI server that holds the port and has no app yet. Raises OSError."""
-    from werkzeug.serving import make_server
+    from werkzeug.serving import ThreadedWSGIServer, WSGIRequestHandler
 
-    # A line a request would drown what a class should see
-    logging.getLogger("werkzeug").setLevel(logging.WARNING)
+    class Listener(ThreadedWSGIServer):
+        answering = set()                       # handlers
+        # A connection may take two descriptors; the others are for files
+        places = threading.Semaphore(min(1024, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 3))
+
+        def process_request(self, *connection):
+            self.places.acquire()               # nobody else is accepted before
+            super().process_request(*connection)
+
+        def shutdown_request(self, connection):
+            super().shutdown_request(connection)
+            self.places.release()
+
+    class Handler(WSGIRequestHandler):
+        timeout = IDLE
+
+        def run_wsgi(self):
+            self.protocol_version = min(self.protocol_version, self.request_version)    # 1.0 has no chunks
+            self.server.answering.add(self)
+            try:
+                super().run_wsgi()
+            finally:
+                self.server.answering.remove(self)
+
+    # A line a request, or a connection that a browser leaves unused, would drown what a class should see
+    logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
     try:
+        if not host:
+            raise OSError("the address is empty")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.create_server((host, port), family=family) as taken:
-            return make_server(host, port, None, threaded=True, fd=taken.fileno())
+            return Listener(host, port, None, Handler, fd=taken.fileno())
     except (OSError, UnicodeError) as error:
         reason = str(error).partition(" (while")[0]
         raise OSError(f"Cannot listen on {host}:{port} ({reason}); choose other --host and --port.") from None
@@ -393,11 +478,14 @@ def serve(listener, server: Server, allow_evict: bool = False):
     """Answer until Ctrl-C."""
     listener.app = make_app(server, allow_evict)
     gc.freeze()     # else the collector goes through the model at times, and nobody gets a token for 0.1 s
-    print(f"{server.info['chapter']} serves {server.info['model']} on http://{listener.host}:{listener.port}"
-          "   (Ctrl-C ends it)", flush=True)
-    listener.serve_forever()                    # werkzeug takes the KeyboardInterrupt for itself
-    server.close()
-    server.thread.join(timeout=5)
-    server.comparing.acquire(timeout=5)
-    time.sleep(SILENCE)                         # werkzeug's threads write the last replies
-    raise KeyboardInterrupt
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(listener.server_address[0], listener.server_address[0])
+    print(f"{server.info['chapter']} serves {server.info['model']} on "
+          f"http://{f'[{host}]' if ':' in host else host}:{listener.port}   (Ctrl-C ends it)", flush=True)
+    try:
+        socketserver.BaseServer.serve_forever(listener)         # werkzeug's would swallow the interrupt
+    finally:
+        listener.server_close()
+        server.close()                                          # whoever waits is told within SILENCE
+        until = time.monotonic() + 5
+        while (listener.answering or server.thread.is_alive()) and time.monotonic() < until:
+            time.sleep(0.05)

@@ -7,9 +7,11 @@ import os
 import runpy
 import signal
 import socket
+import socketserver
 import subprocess
 import sys
 from contextlib import closing
+from unittest.mock import Mock
 
 import pytest
 from conftest import ROOT
@@ -136,6 +138,16 @@ def test_who_reads_only_the_beginning_ends_it_quietly(monkeypatch, capsys):
     assert ends == [1]
 
 
+def test_without_a_terminal_and_without_files_for_its_words_it_answers(monkeypatch, capsys, tmp_path):
+    with monkeypatch.context() as patch:
+        for name in "stdout", "stderr":             # as `>&- 2>&-` leaves them
+            patch.setattr(sys, name, None)
+        patch.setattr(sys, "argv", [str(SCRIPT), *TINY, "--prompt", "Hello", "--json", str(tmp_path / "json")])
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+        assert sys.stdout.name == sys.stderr.name == os.devnull
+    assert json.loads((tmp_path / "json").read_text())["text"] and capsys.readouterr() == ("", "")
+
+
 # 2. What is asked wrongly -----------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("words,arguments", [
@@ -149,16 +161,24 @@ def test_who_reads_only_the_beginning_ends_it_quietly(monkeypatch, capsys):
     ("'0'", ["--max-tokens", "0"]), ("'1.5'", ["--max-tokens", "1.5"]),
     ("'9" + "9" * 30, ["--seed", "9" * 5000]),
     ("'nan'", ["--temperature", "nan"]), ("'-1'", ["--seed", "-1"]), ("'-1'", ["--pause", "-1"]),
-    ("not empty", [*TINY, "--prompt", ""]), ("UTF-8", [*TINY, "--prompt", "\udcff\udcfe"]),
+    ("must not be empty", [*TINY, "--prompt", ""]), ("UTF-8", [*TINY, "--prompt", "\udcff\udcfe"]),
     ("cpu", ["--prompt", "Hello", "--device", "tpu"]),
     ("float32", [*TINY, "--prompt", "Hello", "--dtype", "float8"]),
-    ("no.such.host.invalid", ["--host", "no.such.host.invalid"]), ("Cannot listen", ["--host", "x" * 99]),
+    ("no.such.host.invalid", ["--host", "no.such.host.invalid"]), ("address is empty", ["--host", ""]), ("Cannot listen", ["--host", "x" * 99]),
     ("/no/such/x.json", [*TINY, "--json", "/no/such/x.json"]),
     ("'/'", [*TINY, "--prompt", "Hello", "--trace", "/"]),
 ], ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "")
 def test_wrong_input_ends_with_one_clear_line(monkeypatch, capsys, words, arguments):
     line = refused_here(monkeypatch, capsys, *arguments)
     assert words in line and ("stub" in line or "chapter.py" in line)
+
+
+def test_an_answer_that_fails_leaves_no_empty_file_and_touches_none_that_is_there(monkeypatch, capsys, tmp_path):
+    (tmp_path / "trace").write_text("before")
+    line = refused_here(monkeypatch, capsys, *TINY, "--prompt", "x" * 600, "--json", tmp_path / "json",
+                        "--trace", tmp_path / "trace")
+    assert "shorten" in line and [path.name for path in tmp_path.iterdir()] == ["trace"]
+    assert (tmp_path / "trace").read_text() == "before"
 
 
 def test_a_port_in_use_is_told_before_the_model_is_looked_for(monkeypatch, capsys):
@@ -185,16 +205,30 @@ def test_a_server_listens_on_this_machine_only_and_knows_the_ways_to_compare(mon
 
 
 def test_in_a_server_the_garbage_collector_leaves_alone_what_was_there_before(monkeypatch, capsys):
-    frozen = []
+    frozen, ends = [], []
     monkeypatch.setattr(gc, "freeze", lambda: frozen.append(True))
-    monkeypatch.setattr(server, "SILENCE", 0.0)
-    from werkzeug.serving import ThreadedWSGIServer
-    monkeypatch.setattr(ThreadedWSGIServer, "serve_forever", lambda self: self.server_close())
-    ends = []
+    monkeypatch.setattr(socketserver.BaseServer, "serve_forever", Mock(side_effect=KeyboardInterrupt))
     monkeypatch.setattr(os, "_exit", ends.append)
     said, complaint = run_here(monkeypatch, capsys, *TINY, "--port", "0")
     assert frozen == [True] and ends == [130] and complaint.endswith("\nInterrupted.\n")
     assert "stub serves random:tiny on http://127.0.0.1:" in said
+
+
+@pytest.mark.parametrize("host,shown", [("::", "[::1]"), ("::1", "[::1]"), ("0.0.0.0", "127.0.0.1")])
+def test_the_address_that_is_printed_works_in_a_browser(monkeypatch, capsys, host, shown):
+    listener = server.listen(host, 0)
+    monkeypatch.setattr(socketserver.BaseServer, "serve_forever", lambda self: None)
+    server.serve(listener, server.Server(Engine(), None, dict(chapter="stub", model="tiny")))
+    assert f"on http://{shown}:{listener.port} " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("chapter", sorted(path.name for path in ROOT.glob("0*.py")))
+def test_ctrl_c_while_pytorch_is_imported_ends_in_a_line(tmp_path, chapter):
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    done = subprocess.run([sys.executable, ROOT / chapter], capture_output=True,
+                          env={**ENVIRONMENT, "PYTHONPATH": str(tmp_path)})
+    assert done.stderr == b"\nInterrupted.\n" and done.stdout == b""
+    assert done.returncode == -signal.SIGINT
 
 
 class Process:
@@ -219,11 +253,11 @@ class Process:
             assert piece, self.output
             self.output += piece
 
-    def interrupt(self, number=signal.SIGINT):
+    def interrupt(self, number=signal.SIGINT, status: int = 130):
         """Ctrl-C; it must end by itself, and quietly."""
         self.process.send_signal(number)
         self.output += self.process.communicate(timeout=TIMEOUT)[0]
-        assert self.process.returncode == 130, self.output
+        assert self.process.returncode == status, self.output
         assert self.output.endswith(b"\nInterrupted.\n")
         assert b"Traceback" not in self.output and b"Error" not in self.output
 
@@ -237,8 +271,9 @@ def test_ctrl_c_ends_it_at_once():
 
 
 @needs_signals
-def test_a_server_that_is_told_to_end_tells_its_clients():
-    with Process(*TINY, "--port", "0", "--pause", "0.05") as process:
+@pytest.mark.parametrize("pause", [0.05, 60])       # a step that lasts longer than the server
+def test_a_server_that_is_told_to_end_tells_its_clients(pause):
+    with Process(*TINY, "--port", "0", "--pause", str(pause)) as process:
         process.read_until(b"(Ctrl-C ends it)\n")
         port = int(process.output.split(b"127.0.0.1:")[1].split()[0])
         connections = []
@@ -246,7 +281,7 @@ def test_a_server_that_is_told_to_end_tells_its_clients():
             connections.append(http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT))
             connections[-1].request("POST", "/generate", json.dumps(dict(prompt="Hello", max_tokens=400)))
         eventually(lambda: counters(port)["requests"] == 3)
-        process.interrupt(signal.SIGTERM)
+        process.interrupt(signal.SIGTERM, 143)
         assert all(map(told, connections))
 
 

@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.support.serving import TIMEOUT, serving, tiny_frontend
+from tests.support.serving import INFO, TIMEOUT, serving, tiny_frontend
 from tests.support.stub import Engine
 
 openai = pytest.importorskip("openai", reason="OpenAI's client is missing: see requirements-dev.txt")
@@ -128,12 +128,21 @@ def test_what_a_client_asks_for_reaches_the_engine(client, served):
     assert request.writer.stop == ["a"]
 
 
-def test_neutral_fields_and_names_are_taken(client, served):
+def test_neutral_fields_and_labels_are_taken(client, served):
     client.chat.completions.create(
-        messages=HELLO, n=1, presence_penalty=0.0, frequency_penalty=0, logit_bias={}, tools=[],
-        tool_choice="none",
-        response_format=dict(type="text"), user="me", store=False, logprobs=False, **GREEDY)
+        messages=HELLO, n=1, presence_penalty=0.0, frequency_penalty=0, logit_bias={}, tools=[], tool_choice="auto",
+        response_format=dict(type="text"), user="me", store=False, logprobs=False, top_logprobs=0, metadata=dict(a="b"),
+        safety_identifier="x", prompt_cache_key="y", service_tier="auto", parallel_tool_calls=True, functions=[],
+        modalities=["text"], stream=True, stream_options=dict(include_usage=True, include_obfuscation=False), **GREEDY)
     assert seen(served).temperature == 0
+
+
+def test_an_answer_goes_back_as_the_client_has_it(client, served):
+    message = client.chat.completions.create(messages=HELLO, **GREEDY).choices[0].message
+    fields = message.model_dump()                       # with all those that are null
+    assert None in fields.values()
+    client.chat.completions.create(messages=[*HELLO, fields, *HELLO], **GREEDY)
+    assert message.content in served.server.frontend.tokenizer.decode(seen(served).tokens)
 
 
 def test_the_parts_of_a_message_are_its_text(client, served, frontend):
@@ -146,7 +155,15 @@ def test_the_parts_of_a_message_are_its_text(client, served, frontend):
 
 def test_the_model_is_listed(client):
     model, = client.models.list()
-    assert (model.id, model.object) == ("tiny", "model")
+    assert (model.id, model.object) == ("tiny", "model") and client.models.retrieve("tiny") == model
+    with pytest.raises(openai.NotFoundError, match="The only model here is 'tiny'"):
+        client.models.retrieve("tiny/other")
+
+
+@pytest.mark.parametrize("name", ["owner/name", "/a/folder"])
+def test_a_model_is_found_by_a_name_with_slashes(frontend, name):
+    with serving(frontend, info=dict(INFO, model=name)) as again, connected(again.port) as client:
+        assert client.models.retrieve(name).id == name
 
 
 # 3. Errors are the client's own exceptions ------------------------------------------------------------------
@@ -157,9 +174,13 @@ def test_the_model_is_listed(client):
     ("Unknown field 'nonsense'", dict(extra_body=dict(nonsense=1))),
     ("role must be", dict(messages=[dict(role="tool", content="x", tool_call_id="1")])),
     ("tools must be", dict(tools=[dict(type="function", function=dict(name="f"))])),
-    ("logprobs must be", dict(logprobs=True)),
+    ("logprobs must be", dict(logprobs=True)), ("n must be 1", dict(n=True)),
+    ("tool_choice must be", dict(tool_choice="required")), ("service_tier must be", dict(service_tier="flex")),
+    ("user must be", dict(user=5)), ("include_obfuscation must be", dict(stream_options=dict(include_obfuscation=True))),
+    ("'tool_calls'", dict(messages=[dict(role="assistant", tool_calls=[dict(id="1")]), *HELLO])),
     ("response_format must be", dict(response_format=dict(type="json_object"))),
-    ("stream_options must be", dict(stream=True, stream_options=dict(include_usage="yes"))),
+    ("include_usage must be", dict(stream=True, stream_options=dict(include_usage="yes"))),
+    ("stream_options must be", dict(stream=True, stream_options="yes")),
     ("max_completion_tokens must be", dict(max_completion_tokens=0)),
     ("cache_salt must be", dict(extra_body=dict(cache_salt=5))),
 ])
@@ -170,8 +191,9 @@ def test_what_is_asked_wrongly_is_a_bad_request_that_says_what_to_change(client,
 
 
 @pytest.mark.parametrize("words,fields", [
-    ("echo must be", dict(echo=True)), ("prompt must be", dict(prompt={})),
-    ("Token ids", dict(prompt=[[1]])), ("prompt or messages", dict(prompt=None))])
+    ("echo must be", dict(echo=True)), ("prompt must be", dict(prompt=dict(a=1))), ("logprobs must be", dict(logprobs=0)),
+    ("Token ids", dict(prompt=[["a"]])), ("prompt or messages", dict(prompt=None)), ("must not be empty", dict(prompt="")),
+    ("one prompt", dict(prompt=["a", "b"]))])
 def test_a_wrong_completion_is_a_bad_request(client, words, fields):
     with pytest.raises(openai.BadRequestError, match=words):
         client.completions.create(**{**GREEDY, "prompt": "Hello", **fields})

@@ -1,12 +1,15 @@
 """Chapter 09 and common/ranks.py. What takes several ranks runs in processes of its own: support/ranks.py."""
 
 import importlib
+import json
 import os
 import random
 import signal
 import subprocess
 import sys
 from functools import partial
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -36,6 +39,23 @@ def passes(*arguments):
 
 
 # 1. Right tokens -------------------------------------------------------------------------------
+
+def test_all_ranks_write_the_same_text_so_that_all_find_the_same_stop_strings(tiny_frontend):
+    submitted, places = [], []
+    for rank in range(2):
+        cache = SimpleNamespace(ranks=SimpleNamespace(rank=rank), commands=[])
+        engine = Mock(cache=cache, submit=submitted.append)
+        places.append(ranks.Everywhere(engine, tiny_frontend.tokenizer))
+    for asked in dict(prompt=[70, 71], stop="ab"), dict(prompt="Hello"):
+        places[0].submit(tiny_frontend.request(**asked))
+    for words in json.loads(json.dumps(places[0].cache.commands, default=id)):
+        for place in places:
+            place.do(*words)
+    for one, other in zip(submitted[::2], submitted[1::2]):
+        assert one.tokens == other.tokens and one is not other
+        assert (one.writer.stop, one.writer.before) == (other.writer.stop, other.writer.before)
+    assert submitted[1].writer.before == [70, 71] and not submitted[3].writer.before
+
 
 @pytest.mark.parametrize("count, keep, kv_heads", [(2, "kv", 1), (2, "states", 4), (2, "pages", 2), (4, "kv", 2)])
 def test_in_generated_traffic_the_tokens_are_those_of_chapter_01(count, keep, kv_heads):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from common.requests import (
     PROMPT,
@@ -36,10 +36,10 @@ def frontend(tiny_folder):
 @pytest.mark.parametrize("name,values", [
     ("max_tokens", [0, -1, HUGE, 1.5, "8", True, [8]]),
     ("temperature", [-1, 101, HUGE, -HUGE, float("nan"), "hot", True]),
-    ("top_p", [0, -0.5, 1.5, HUGE, "1", False]), ("top_k", [-1, 1.5, HUGE, "5", True]),
+    ("top_p", [-0.5, 1.5, HUGE, "1", False]), ("top_k", [-1, 1.5, HUGE, "5", True]),
     ("seed", [-1, 1 << 63, 0.5, "1", True]),
     ("stop", [5, [5], [""], "", ["a"] * 17, "x" * 257, ["\ud800"], {"a": 1}, True]),
-    ("prompt", [5, {}, True, "\ud800"]), ("messages", ["Hello", {}, 5, True]),
+    ("prompt", [5, {"a": 1}, True, "\ud800"]), ("messages", ["Hello", {"a": 1}, 5, True]),
 ])
 def test_a_wrong_value_is_refused_by_name(name, values):
     for value in values:
@@ -47,11 +47,15 @@ def test_a_wrong_value_is_refused_by_name(name, values):
             check_fields({name: value}, {**PROMPT, **SAMPLING})
 
 
-def test_the_bounds_themselves_are_taken_and_null_means_not_given():
-    body = dict(max_tokens=1 << 20, temperature=100, top_p=1e-6, top_k=0, seed=(1 << 63) - 1,
+def test_the_bounds_themselves_are_taken_and_what_asks_for_nothing_under_any_name():
+    body = dict(max_tokens=1 << 20, temperature=100, top_p=0, top_k=0, seed=(1 << 63) - 1,
                 stop=["x" * 256] * 16)
     assert check_fields(body, SAMPLING) == body
-    assert check_fields(dict.fromkeys(SAMPLING), SAMPLING) == {}
+    for nothing in None, [], {}:
+        assert check_fields(dict.fromkeys([*SAMPLING, "functions"], nothing), SAMPLING) == {}
+    for something in False, 0, "", [None]:
+        with pytest.raises(BadRequest, match="Unknown field 'functions'"):
+            check_fields(dict(functions=something), SAMPLING)
 
 
 @pytest.mark.parametrize("body", [[], None, "Hello", 17])
@@ -67,29 +71,44 @@ def test_an_unknown_field_is_refused_by_name_with_those_that_are_known():
 
 @pytest.mark.parametrize("raw,word", [(b"", "JSON"), (b"{", "JSON"), (b"\xff\xfe{}", "UTF-8"),
                                       (b"[" * 100_000, "JSON"), (b'{"a": 1} and more', "JSON"),
-                                      (b'{"a": 1' + b"0" * 5000 + b"}", "JSON")],
+                                      (b'{"a": 1' + b"0" * 5000 + b"}", "JSON"),
+                                      (b'{"a": ["\\ud83d"]}', "surrogate"), (b'{"\\ude00": 1}', "surrogate")],
                          ids=lambda value: repr(value)[:24])
 def test_what_is_not_json_is_refused(raw, word):
     with pytest.raises(BadRequest, match=word):
         parse_json(raw)
 
 
+def test_json_may_begin_with_a_byte_order_mark():
+    assert parse_json(b'\xef\xbb\xbf{"a": "\\ud83d\\ude00"}') == dict(a="\U0001f600")
+
+
 @pytest.mark.parametrize("message,words", [
     ("Hello", "JSON object"), (None, "JSON object"), ({}, "role and a content"),
-    (dict(role="user"), "role and a content"),
+    (dict(role="user"), "role and a content"), (dict(role="user", content=[]), "role and a content"),
+    (dict(role="tool", content="Hello"), "role must be system, developer, user or assistant"),
+    (dict(role="user", content="Hello", name=5), "name must be"), (dict(role="assistant"), "not be empty"),
+    (dict(role="assistant", content="", tool_calls=[dict(id="1")]), "Unknown field 'tool_calls'"),
     (dict(role="robot", content="Hello"), "role must be"),
     (dict(role=["user"], content="Hello"), "role must be"),
     (dict(role="user", content=5), "content must be"),
     (dict(role="user", content=["Hello"]), "content must be"),
     (dict(role="user", content=[dict(type="image_url", image_url="x")]), "content must be"),
     (dict(role="user", content="\udfff"), "content must be"), (dict(role="user", content=""), "not be empty"),
-    (dict(role="user", content=[]), "not be empty"), (dict(role="user", content="Hello", name="x"), "'name'"),
 ], ids=repr)
 def test_a_wrong_message_is_refused(message, words):
     with pytest.raises(BadRequest, match=words):
         check_messages([message])
-    with pytest.raises(BadRequest, match="at least one message"):
+    with pytest.raises(BadRequest, match="not be empty"):
         check_messages([])
+
+
+def test_what_was_an_answer_before_and_labels_are_taken():
+    before = dict(role="assistant", content=None, refusal=None, tool_calls=[], audio=None)
+    assert check_messages([dict(role="developer", content="Be brief."), before,
+                           dict(role="user", content="Hello", name="Anna")]) == [
+        dict(role="system", content="Be brief."), dict(role="assistant", content=""),
+        dict(role="user", content="Hello")]
 
 
 def test_the_parts_of_a_message_are_joined():
@@ -159,7 +178,7 @@ def test_sampling_takes_the_likeliest_or_draws_among_as_few_as_asked():
     # 0.644 0.237 0.087 0.032: two hold 0.7, and one holds 0.6
     assert drawn(logits, temperature=1, top_p=0.7) == {1, 2}
     assert drawn(logits, temperature=1, top_p=0.6) == {1}
-    assert drawn(logits, temperature=1, top_p=1e-6) == {1} == drawn(logits, temperature=1, top_k=3, top_p=0.6)
+    assert drawn(logits, temperature=1, top_p=0) == {1} == drawn(logits, temperature=1, top_k=3, top_p=0.6)
 
 
 def test_a_seed_repeats_itself():
@@ -210,7 +229,8 @@ def test_a_result_says_where_the_prompt_came_from_and_why(found, source):
 def test_a_prompt_is_a_message_of_a_user_and_token_ids_are_taken_as_they_are(frontend):
     one, other = frontend.request("Hello"), frontend.request(messages=[dict(role="user", content="Hello")])
     assert one.tokens == other.tokens and one.prompt_tokens == len(one.tokens)
-    assert frontend.request([5, 6, 7]).tokens == [5, 6, 7]
+    assert frontend.request([5, 6, 7]).tokens == [5, 6, 7] == frontend.request([[5, 6, 7]]).tokens
+    assert frontend.request(["Hello"]).tokens == one.tokens
     assert one.end_tokens == frozenset(frontend.end_tokens) and one.max_tokens == 128
 
 
@@ -222,7 +242,8 @@ def test_fields_of_the_chapter_become_options(frontend):
 @pytest.mark.parametrize("asked,words", [
     (dict(), "prompt or messages"),
     (dict(prompt="a", messages=[dict(role="user", content="b")]), "prompt or messages"),
-    (dict(prompt=""), "empty"), (dict(prompt="\ud800"), "UTF-8"), (dict(prompt=[]), "Token ids"), (dict(prompt=[300]), "0 to 299"),
+    (dict(prompt=""), "empty"), (dict(prompt="", raw=True), "empty"), (dict(prompt="\ud800"), "UTF-8"),
+    (dict(prompt=["a", "b"]), "one prompt"), (dict(prompt=[[5], 5]), "one prompt"), (dict(prompt=[]), "Token ids"), (dict(prompt=[300]), "0 to 299"),
     (dict(prompt=[-1]), "Token ids"), (dict(prompt=[True]), "Token ids"), (dict(prompt=[1.0]), "Token ids"),
     (dict(prompt=[5] * 256), "256 tokens .* 256, answer included; shorten"),
 ], ids=str)
@@ -235,10 +256,41 @@ def test_an_answer_ends_where_the_context_does(frontend):
     assert frontend.request([5] * 250, max_tokens=50).max_tokens == 6
 
 
+def with_tokenizer(frontend, backend, encode, template=None) -> Frontend:
+    chat = lambda messages, **_: encode(messages[-1]["content"])  # noqa: E731
+    tokenizer = SimpleNamespace(backend_tokenizer=backend, encode=encode, chat_template=template,
+                                apply_chat_template=chat)
+    return Frontend(frontend.model, tokenizer, {1})
+
+
+def test_what_cannot_fit_is_refused_before_it_is_encoded(frontend):
+    seen, backend = [], Tokenizer(models.WordLevel({"abc": 0, "a": 1}, "a"))
+    plain = with_tokenizer(frontend, backend, lambda said: seen.append(said) or [1], "a template")
+    parts = [dict(role="user", content="a" * 400), dict(role="user", content="a" * 369)]
+    for asked in dict(prompt="a" * 769), dict(prompt="a" * 769, raw=True), dict(messages=parts):
+        with pytest.raises(BadRequest, match="769 characters, more than the 256 tokens .* shorten"):
+            plain.request(**asked)
+    assert not seen and plain.request("a" * 768).tokens == [1]
+
+
+def test_an_answer_that_continues_text_begins_with_its_space_and_an_answer_in_a_chat_does_not(frontend):
+    backend = Tokenizer(models.WordLevel({"\u2581a": 0, "\u2581b": 1, "?": 2}, "?"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    encode = lambda said: backend.encode(said).ids  # noqa: E731
+    plain, chat = (with_tokenizer(frontend, backend, encode, template) for template in (None, "a template"))
+    for request in plain.request("a a"), plain.request([0]), chat.request("a", raw=True), chat.request([0]):
+        assert [request.writer.push(token) for token in (1, 2, 1)] == [" b", "?", " b"]
+    assert chat.request("a").writer.push(1) == "b"
+
+
+def test_a_prompt_that_ends_within_a_character_is_not_said_again(frontend):
+    *before, last = frontend.tokenizer.encode("ab\u00e9", add_special_tokens=False)
+    writer = frontend.request(before).writer
+    assert "ab" not in writer.push(last) + writer.push(before[0])
+
+
 def test_a_model_without_a_chat_template_takes_a_prompt_only(frontend):
-    tokenizer = type("Plain", (), dict(chat_template=None, encode=lambda self, said: [7] * len(said),
-                                       backend_tokenizer=frontend.tokenizer.backend_tokenizer))()
-    plain = Frontend(frontend.model, tokenizer, {1})
+    plain = with_tokenizer(frontend, frontend.tokenizer.backend_tokenizer, lambda said: [7] * len(said))
     assert plain.request("Hello").tokens == [7] * 5
     with pytest.raises(BadRequest, match="no chat template"):
         plain.request(messages=[dict(role="user", content="Hello")])

@@ -5,6 +5,7 @@ import logging
 import re
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from unittest.mock import Mock
@@ -103,7 +104,7 @@ def test_health_says_what_runs_and_counts(frontend):
 
 @pytest.mark.parametrize("body,word", [
     (b"", "JSON"), (b"\xff\xfe{}", "UTF-8"), (b"[]", "object"), (b'{"temperature": NaN}', "temperature"),
-    (b'{"\\ud800": 1}', "Unknown field"), (b'{"n": 2}', "n"), (b'{"stream": 0}', "stream must be"),
+    (b'{"\\ud800": 1}', "surrogate"), (b'{"n": 2}', "n"), (b'{"stream": 0}', "stream must be"),
     (b'{"temprature": 1, "stream": true}', "Unknown field 'temprature'"),
 ], ids=lambda value: repr(value)[:24])
 @pytest.mark.parametrize("route", [route for route, _ in ROUTES])
@@ -113,7 +114,8 @@ def test_a_body_that_is_no_request_is_refused(client, route, body, word):
 
 @pytest.mark.parametrize("body,words", [
     ({}, "either prompt or messages"), (dict(prompt="", stream=True), "empty"),
-    (dict(messages=[]), "at least one message"), (dict(prompt="x" * 1000), "context"),
+    (dict(messages=[]), "not empty"), (dict(prompt="x" * 1000), "context"),
+    (dict(prompt="x" * 10000), "characters"),
     (dict(prompt="a", messages=CHAT["messages"]), "prompt or messages"),
 ], ids=lambda value: str(value)[:24])
 def test_what_cannot_be_answered_is_refused(client, body, words):
@@ -130,7 +132,10 @@ def test_what_can_never_fit_into_the_pool_is_refused(frontend):
     ("GET", "/../etc/passwd", 404), ("GET", "/" + "x" * 5000, 404), ("GET", "/timelines/99", 404),
     ("GET", "/storage", 404)], ids=lambda value: str(value)[:30])
 def test_wrong_routes_and_methods_are_told(client, method, path, status):
-    assert "GET /" in client.ask(path, method=method).error(status)
+    reply = client.ask(path, method=method)
+    assert "GET /" in reply.error(status)
+    allowed = {"/": "GET", "/generate": "POST", "/health": "GET"}.get(path)
+    assert (allowed in reply.headers["Allow"]) if status == 405 else "Allow" not in reply.headers
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -157,6 +162,41 @@ def test_broken_http_gets_a_json_error(client, sent):
         reply = b"".join(iter(lambda: connection.recv(65536), b""))
     sentence(json.loads(reply[reply.index(b"{"):])["error"])
     assert b" 500 " not in reply.split(b"\r\n")[0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_of_http_1_0_gets_no_chunks(client, stream):
+    body = json.dumps(dict(ASK, stream=stream))
+    with socket.create_connection(("127.0.0.1", client.port), timeout=TIMEOUT) as connection:
+        connection.sendall(f"POST /generate HTTP/1.0\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+        head, _, said = b"".join(iter(lambda: connection.recv(65536), b"")).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.0 200") and b"chunked" not in head
+    assert said.startswith(b"data: {" if stream else b"{")
+
+
+def test_requests_that_are_sent_by_half_keep_their_places_for_a_while_only(frontend, monkeypatch, caplog):
+    monkeypatch.setattr(servers.resource, "getrlimit", lambda _: (9, 9))        # three connections
+    monkeypatch.setattr(servers, "IDLE", 1.0)
+    with serving(frontend) as client, ThreadPoolExecutor() as threads:
+        halves = [socket.create_connection(("127.0.0.1", client.port), timeout=TIMEOUT) for _ in range(3)]
+        for half in halves:
+            half.sendall(b"POST /generate HTTP/1.1\r\nContent-Length: 9\r\n")
+        spent, reply = time.process_time(), threads.submit(client.ask, "/health")
+        time.sleep(0.3)
+        assert not reply.done() and time.process_time() - spent < 0.2, "it waits, and does not spin"
+        assert reply.result().status == 200
+        assert [half.recv(1) for half in halves] == [b"", b"", b""] and not caplog.records
+
+
+def test_a_stream_is_not_cut_while_the_engine_computes_for_long(frontend, monkeypatch):
+    monkeypatch.setattr(servers, "IDLE", 0.1)
+    with serving(frontend) as client, ThreadPoolExecutor() as threads:
+        client.engine.hold()
+        reply = threads.submit(client.ask, "/generate", dict(ASK, stream=True))
+        eventually(lambda: client.engine.counters()["requests"] == 1)
+        time.sleep(0.3)
+        client.engine.let()
+        assert "result" in reply.result().events[-1]
 
 
 ANYTHING = st.recursive(
@@ -193,6 +233,25 @@ def test_a_full_line_answers_429_and_then_goes_on(frontend, stream):
         client.engine.let()
         assert [reply.result().status for reply in served] == [200, 200]
         assert client.ask("/generate", ASK).status == 200
+
+
+def test_one_prompt_is_encoded_at_a_time_and_who_waits_for_that_is_in_line(frontend, monkeypatch):
+    gate, inside, most, encode = threading.Event(), [], [], frontend.encode
+
+    def slow(*prompt):
+        inside.append(prompt)
+        most.append(len(inside))
+        gate.wait(TIMEOUT)
+        inside.pop()
+        return encode(*prompt)
+    monkeypatch.setattr(frontend, "encode", slow)
+    with serving(frontend, max_waiting=2) as client, ThreadPoolExecutor() as threads:
+        replies = [threads.submit(client.ask, *asked) for asked in (("/generate", ASK), ("/v1/completions", TEXT))]
+        eventually(lambda: len(client.server.encoding) == 2)
+        assert "2 requests are waiting" in client.ask("/generate", ASK).error(429)
+        gate.set()
+        assert [reply.result().status for reply in replies] == [200, 200] and max(most) == 1
+        assert not client.server.encoding
 
 
 @pytest.mark.parametrize("route,body,stream", [
@@ -266,6 +325,19 @@ def test_pages_from_elsewhere_may_not_ask(client):
     for origin, status in (("http://localhost", 200), ("http://elsewhere.example", 403), ("null", 403), ("http://[", 403)):
         reply = asking.post("/evict", json=dict(tier="host"), headers=dict(Origin=origin))
         assert reply.status_code == status
+        assert reply.headers["Content-Security-Policy"] == "frame-ancestors 'none'"
+
+
+@pytest.mark.parametrize("bound,host,status", [
+    ("127.0.0.1", "LocalHost", 200), ("127.0.0.1", "127.9.0.1:80", 200), ("::1", "[::1]:5000", 200), ("::1", "[::1]", 200),
+    ("127.0.0.1", "elsewhere.example:5000", 403), ("::1", "192.0.2.7", 403), ("127.0.0.1", "localhost.example", 403),
+    ("127.0.0.1", "", 403), ("0.0.0.0", "elsewhere.example", 200)])
+def test_bound_to_this_machine_it_answers_to_its_own_names_only(client, bound, host, status):
+    asking = servers.make_app(client.server).test_client()
+    for route in "/", "/state", "/nothing":
+        reply = asking.get(route, headers=dict(Host=host), environ_overrides=dict(SERVER_NAME=bound))
+        assert reply.status_code == (404 if status == 200 and route == "/nothing" else status)
+        assert status == 200 or "--host" in sentence(reply.json["error"])
 
 
 def test_an_outcome_that_is_an_error_of_the_engine_is_told(frontend):
@@ -292,6 +364,22 @@ def test_when_it_closes_all_are_told(frontend):
         assert "shutting down" in client.ask("/v1/chat/completions", CHAT).error(503, "server_error")
         client.server.thread.join(TIMEOUT)
         assert not client.server.thread.is_alive()
+
+
+def test_whoever_waits_is_told_while_a_step_goes_on(frontend):
+    slow = Engine(frontend.model)
+    with serving(frontend, compare={"stub": (lambda: slow, False)}) as client, ThreadPoolExecutor() as threads:
+        client.engine.hold_after(2)
+        slow.hold()
+        stream = threads.submit(client.ask, "/generate", dict(ASK, stream=True))
+        eventually(lambda: client.engine.held)
+        asked = ("/generate", ASK), ("/evict", dict(tier="host")), ("/compare", dict(prompt="Hello"))
+        replies = [threads.submit(client.ask, *more) for more in asked]
+        eventually(lambda: client.engine.counters()["requests"] == 2 and slow.asked and client.server.jobs.qsize())
+        client.server.close()
+        assert "shutting down" in sentence(stream.result(5).events[-1]["error"], "server_error")
+        assert all("shutting down" in reply.result(5).error(503, "server_error") for reply in replies)
+        slow.let()
 
 
 def test_a_server_can_be_asked_without_http(frontend):
@@ -392,13 +480,14 @@ def test_evicting_drops_what_is_cached(client):
         assert words in client.ask("/evict", body).error(400)
 
 
-@pytest.mark.parametrize("address,allow,status", [
-    ("127.0.0.1", False, 200), ("::1", False, 200), ("192.0.2.7", False, 403), ("192.0.2.7", True, 200)])
-def test_other_machines_evict_only_where_it_is_allowed(client, address, allow, status):
+@pytest.mark.parametrize("route,body,found", [("/evict", dict(tier="host"), 200), ("/compare", dict(prompt="Hello"), 404)])
+@pytest.mark.parametrize("address,allow,refused", [
+    ("127.0.0.1", False, False), ("::1", False, False), ("192.0.2.7", False, True), ("192.0.2.7", True, False)])
+def test_other_machines_evict_and_compare_only_where_it_is_allowed(client, route, body, found, address, allow, refused):
     asking = servers.make_app(client.server, allow).test_client()
-    reply = asking.post("/evict", json=dict(tier="host"), environ_base=dict(REMOTE_ADDR=address))
-    assert reply.status_code == status
-    assert status == 200 or "--allow-evict" in sentence(reply.json["error"])
+    reply = asking.post(route, json=body, environ_base=dict(REMOTE_ADDR=address))
+    assert reply.status_code == (403 if refused else found)
+    assert not refused or "--allow-evict" in sentence(reply.json["error"])
 
 
 # 5. Comparing -----------------------------------------------------------------------------------------------
@@ -455,7 +544,7 @@ def test_there_is_one_comparison_at_a_time(frontend):
         assert began.wait(TIMEOUT)
         assert "Another comparison" in client.ask("/compare", dict(prompt="Hello")).error(429)
         slow.let()
-        assert first.result().status == 200 and slow.closed and not client.server.comparing.locked()
+        assert first.result().status == 200 and slow.closed and client.server.comparison.done()
         assert "Unknown field" in client.ask("/compare", dict(prompt="Hello", seed=1)).error(400)
 
 

@@ -75,9 +75,9 @@ class Client:
 
 
 @contextmanager
-def serving(frontend, engine=None, allow_evict=False, **options):
+def serving(frontend, engine=None, allow_evict=False, info=INFO, **options):
     """Yield a Client. Afterwards the engine's thread has ended and nobody is left."""
-    server = Server(engine or Engine(), frontend, INFO, **options)
+    server = Server(engine or Engine(), frontend, info, **options)
     listener = listen("127.0.0.1", 0)
     listener.app = make_app(server, allow_evict)
     thread = threading.Thread(target=listener.serve_forever, args=[0.01], daemon=True)
