@@ -303,11 +303,11 @@ class Frontend:
         self.context = model.config.max_position_embeddings     # tokens, answer included
         self.longest = max(map(len, tokenizer.backend_tokenizer.get_vocab()))   # characters of a token
 
-    def request(self, prompt=None, messages=None, raw: bool = False, **asked) -> Request:
-        """Make a Request. `prompt`: one user's message as a string, or a list of token ids taken as they are,
+    def request(self, prompt=None, messages=None, raw: bool = False, received=None, **asked) -> Request:
+        """Make a Request, `received` then: seconds of time.perf_counter(). `prompt`: one user's message as a string, or a list of token ids taken as they are,
         or one of these in a list. `messages`: a conversation [{role, content}]. `raw`: the answer continues
         the string. `asked`: SAMPLING and own fields, checked by `check_fields`. Raises BadRequest."""
-        received = time.perf_counter()
+        received = received or time.perf_counter()
         if isinstance(prompt, list) and any(isinstance(part, str | list) for part in prompt):
             if len(prompt) > 1:
                 raise BadRequest("prompt must be one prompt; send a request for each.")

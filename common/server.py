@@ -117,7 +117,8 @@ class Server:
                 raise BadRequest(f"{self.max_waiting} requests are waiting; try again later.", 429)
             self.encoding.append(fields)
         try:
-            request = self.result(self.encoder.submit(self.frontend.request, **fields))
+            asked = dict(fields, received=time.perf_counter())
+            request = self.result(self.encoder.submit(self.frontend.request, **asked))
             self.engine.submit(request)
             self.open.append(request)
         finally:

@@ -36,7 +36,7 @@ class Moody:
     """A back end whose mood changes with each `turn`."""
 
     def __init__(self, backend, rng: random.Random):
-        self.backend, self.rng, self.mood, self.well = backend, rng, 0, threading.Event()
+        self.backend, self.rng, self.moods, self.mood, self.well = backend, rng, MOODS, 0, threading.Event()
         self.turn()
 
     def __getattr__(self, name):
@@ -44,10 +44,13 @@ class Moody:
 
     def turn(self):
         self.mood += 1
-        self.well.clear() if MOODS[self.mood % len(MOODS)] == "hangs" else self.well.set()
+        self.well.clear() if self.now() == "hangs" else self.well.set()
+
+    def now(self) -> str:
+        return self.moods[self.mood % len(self.moods)]
 
     def verb(self, name: str, *arguments):
-        mood = MOODS[self.mood % len(MOODS)]
+        mood = self.now()
         self.well.wait(60)
         if mood == "fails" and self.rng.random() < 0.7:
             raise OSError("injected")
@@ -100,7 +103,10 @@ def run(cache: str, minutes: float = 0.0, requests: int = 0, seed: int = 0, mood
             thread.start()
         while any(thread.is_alive() for thread in threads) or engine.busy:
             engine.step()
-            if time.perf_counter() > turned + mood_lasts or not going_on():
+            if not going_on():
+                backend.moods = ("well",)
+                backend.turn()
+            elif time.perf_counter() > turned + mood_lasts:
                 turned = time.perf_counter()
                 backend.turn()
                 samples.append(megabytes())
