@@ -304,9 +304,10 @@ class Frontend:
         self.longest = max(map(len, tokenizer.backend_tokenizer.get_vocab()))   # characters of a token
 
     def request(self, prompt=None, messages=None, raw: bool = False, received=None, **asked) -> Request:
-        """Make a Request, `received` then: seconds of time.perf_counter(). `prompt`: one user's message as a string, or a list of token ids taken as they are,
+        """Make a Request. `prompt`: one user's message as a string, or a list of token ids taken as they are,
         or one of these in a list. `messages`: a conversation [{role, content}]. `raw`: the answer continues
-        the string. `asked`: SAMPLING and own fields, checked by `check_fields`. Raises BadRequest."""
+        the string. `received`: when, in seconds of time.perf_counter(). `asked`: SAMPLING and own fields,
+        checked by `check_fields`. Raises BadRequest."""
         received = received or time.perf_counter()
         if isinstance(prompt, list) and any(isinstance(part, str | list) for part in prompt):
             if len(prompt) > 1:
