@@ -108,7 +108,7 @@ def find_folder(name: str, files=("*.json", "*.jinja"), commit: str | None = Non
     if os.path.isdir(repository):           # unlike Path.is_dir, False for a name that is too long
         return Path(repository)
     if repository.count("/") != 1 or repository.startswith((".", "/", "~")):
-        raise ModelError(f"No model {name!r}: there is no such folder, and the hub has OWNER/NAME. {OFFLINE}")
+        raise ModelError(f"No model {name!r}: no such folder, and the hub names them OWNER/NAME. {OFFLINE}")
     from huggingface_hub import errors, snapshot_download
     wanted = dict(allow_patterns=list(files), ignore_patterns=["*/*"], revision=commit)
     try:                                    # without a network this is what the cache holds

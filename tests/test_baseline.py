@@ -84,8 +84,7 @@ def test_the_answer_ends_with_an_end_token(model):
 
 
 def test_the_comparison_decodes_greedily_whatever_generation_config_says(tmp_path):
-    folder = write_model(tmp_path)
-    frontend = load(folder)
+    frontend = load(folder := write_model(tmp_path))
     request = answer(frontend.model, PROMPT[:20], end_tokens=frontend.end_tokens)
     odd = dict(repetition_penalty=1.5, no_repeat_ngram_size=1, suppress_tokens=request.new[:1], do_sample=True, top_k=5,
                max_length=21, min_new_tokens=2, bad_words_ids=[request.new[1:2]], eos_token_id=request.new[2])
