@@ -224,8 +224,9 @@ def fill_from_files(model: Llama, files: list[Path], digest, config: LlamaConfig
         tensor, shape = read_tensor(found[source], source), whole[name].shape
         if tensor.shape != shape:
             raise ModelError(f"{found[source]}: {source} is {[*tensor.shape]}, by config.json {[*shape]}.")
-        digest.update(f"{name} {tensor.dtype}".encode())
-        digest.update(tensor.flatten().view(torch.uint8).numpy())
+        if not (other and name == TIED[1]):     # of two tied ones, which ranks divide differently, the first
+            digest.update(f"{name} {tensor.dtype}".encode())
+            digest.update(tensor.flatten().view(torch.uint8).numpy())
         fill(place, name, tensor)
 
 

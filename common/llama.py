@@ -90,12 +90,11 @@ class LlamaConfig:
         scaling = str(rope.get("rope_type") or rope.get("type") or "default")
         _require(scaling in _ROPES, f"{name} is {scaling!r}, and not supported; {', '.join(_ROPES)} are")
         config |= {**rope, original: config.get(original) or rope.get(original) or context}
-        # 2. The same mathematics
         for name, (wanted, *fine) in _FIXED.items():
             value = config.get(name, fine[0])
             shown = value.get("quant_method", "set") if isinstance(value, dict) else value
             _require(value in fine, f"{name} is {shown}, and not supported; choose a model with {wanted}")
-        # 3. Sizes
+        # 2. Sizes
         names = "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
         known = {name: _positive(config, name) for name in names}
         heads = known["num_attention_heads"]
@@ -111,7 +110,7 @@ class LlamaConfig:
         _require(heads % kv_heads == 0, "num_attention_heads must be a multiple of num_key_value_heads")
         _require(known["num_hidden_layers"] <= 1024, "num_hidden_layers must be at most 1024")
         _require(head_dim % 2 == 0, f"head_dim must be even, not {head_dim}")
-        # 4. The context: up to a sliding window, full attention is exact
+        # 3. The context: up to a sliding window, full attention is exact
         kinds, window = re.findall(r"\w+", str(config.get("layer_types") or "")), config.get("sliding_window")
         some = kinds or config.get("max_window_layers") in range(known["num_hidden_layers"])
         if family == "qwen2" and not (some and config.get("use_sliding_window")):
