@@ -494,7 +494,7 @@ def main():
         names = arguments.model, arguments.dtype, arguments.device, not arguments.plain_weights
         model, tokenizer, end_tokens = begin(*names)
         if arguments.demo:
-            demo(model, Frontend(model, tokenizer, end_tokens), arguments)
+            demo(model, lesson.Frontend(model, tokenizer, end_tokens), arguments)
         else:
             Everywhere(make_engine(model, arguments), tokenizer).follow()
     except (checkpoint.ModelError, RequestError, OSError) as error:

@@ -1,6 +1,6 @@
 """The same weights in `transformers`, which every claim of equality is checked against."""
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
 from common import checkpoint
 from common.llama import Llama
@@ -8,10 +8,13 @@ from tools import random_models
 
 
 def reference_model(name: str, dtype: torch.dtype, device: str = "cpu"):
-    """A name as `--model` takes it -> the model as `transformers` runs it, with attention by sdpa."""
+    """A name as `--model` takes it -> the model as `transformers` runs it, with attention by sdpa. It decodes greedily,
+    whatever its generation_config.json says: sampling, a repetition penalty, tokens that it must not say."""
     if not name.startswith("random:"):
-        return AutoModelForCausalLM.from_pretrained(
+        model = AutoModelForCausalLM.from_pretrained(
             str(checkpoint.find_folder(name)), dtype=dtype, attn_implementation="sdpa", use_safetensors=True).to(device).eval()
+        model.generation_config = GenerationConfig()
+        return model
     ours = random_models.random_config(name)
     plain = Llama(ours, dtype, device)
     random_models.fill_at_random(plain, ours)

@@ -3,7 +3,7 @@
     classroom        the model in models/classroom, shipped with this repository
     tinyllama        TinyLlama/TinyLlama-1.1B-Chat-v1.0, from the Hugging Face hub or its local cache
     FOLDER           any folder in Hugging Face layout: config.json, model*.safetensors, tokenizer.json
-    OWNER/NAME       any such model on the hub
+    OWNER/NAME       any such model on the hub, refused before its weights are downloaded if it does not fit
     random:NAME      random weights, always the same, and a byte-level tokenizer: tools/random_models.py
 
 Weights travel one tensor at a time from the file to their final place and dtype, so loading needs the
@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,8 +24,10 @@ from tqdm import tqdm
 from common.llama import Llama, LlamaConfig, UnsupportedConfig
 
 CLASSROOM = Path(__file__).resolve().parent.parent / "models" / "classroom"
-ALIASES = {"tinyllama": "TinyLlama/TinyLlama-1.1B-Chat-v1.0"}
+ALIASES = {"classroom": str(CLASSROOM), "tinyllama": "TinyLlama/TinyLlama-1.1B-Chat-v1.0"}
 OFFLINE = "The models classroom (shipped) and random:tinyllama need no network."
+INSTEAD = {"adapter_config.json": "an adapter", "*.gguf": "GGUF files", "*.bin": "pickles, which run code"}
+TIED = "model.embed_tokens.weight", "lm_head.weight"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -33,9 +36,8 @@ class ModelError(ValueError):
 
 
 def keep_freed_memory():
-    """What is freed stays with the process, up to 1 GiB. Else glibc may give it back to the system after each
-    layer, and the next one has every page of it faulted in again: now and then, decode steps took ten times
-    as long."""
+    """What is freed stays with the process, up to 1 GiB. Else glibc may give it back after each layer, and
+    the next one has every page faulted in again: now and then, decode steps took ten times as long."""
     with suppress(AttributeError, OSError, TypeError):          # not glibc
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-1, 1 << 30)                                    # M_TRIM_THRESHOLD
@@ -46,9 +48,8 @@ def load(name: str, dtype: str = "auto", device: str = "auto", reorder: bool = T
          division=None):
     """-> (Llama, tokenizer, end tokens: the ids after which an answer is over). Raises ModelError.
 
-    `dtype` is auto, float32, bfloat16 or float16; `device` auto, cpu or cuda. `reorder=False` keeps the plain
-    weights on a CPU; `on_host` in host memory, plain, whatever the device (chapter 08). `division`: take only
-    a rank's part of it (chapter 09)."""
+    `dtype` is auto, float32, bfloat16 or float16; `device` auto, cpu or cuda. `reorder=False` keeps weights
+    plain on a CPU; `on_host` in host memory, on any device (08). `division`: take only a rank's part (09)."""
     device = pick_device(device)
     keep_freed_memory()
     place = "cpu" if on_host else device
@@ -63,16 +64,17 @@ def load(name: str, dtype: str = "auto", device: str = "auto", reorder: bool = T
     else:
         folder = find_folder(name)
         raw = read_json(folder / "config.json")
+        if raw.keys() <= {"model_type"}:    # with GGUF files, it may say that much
+            raise lack(name, folder, "config.json")
         try:
             config = LlamaConfig.from_hf(raw)
         except UnsupportedConfig as error:
             raise ModelError(f"{name}: {error}.") from None
-        files = weight_files(folder)
         tokenizer = read_tokenizer(folder)
         end_tokens = read_end_tokens(folder, raw, tokenizer)
         model = allocate(config, pick_dtype(dtype, device, raw), place, name, division)
         digest = hashlib.sha256(repr(config).encode())
-        fill_from_files(model, files, digest, config, division)
+        fill_from_files(model, weight_files(name, folder), digest, config, division)
     model.digest = digest.digest()
     model.eval().requires_grad_(False)
     if reorder and not on_host:
@@ -100,29 +102,38 @@ def pick_dtype(dtype: str, device: str, raw_config: dict | None) -> torch.dtype:
 
 # Finding the files ------------------------------------------------------------------------------------------
 
-def find_folder(name: str) -> Path:
-    """A name as the user typed it -> a local folder, downloading from the hub if need be."""
-    if name == "classroom":
-        return CLASSROOM
-    if os.path.isdir(name):                 # unlike Path.is_dir, False for a name that is too long
-        return Path(name)
+def find_folder(name: str, files=("*.json", "*.jinja"), commit: str | None = None) -> Path:
+    """A name as the user typed it -> a local folder; `files` of a model on the hub are downloaded."""
     repository = ALIASES.get(name, name)
+    if os.path.isdir(repository):           # unlike Path.is_dir, False for a name that is too long
+        return Path(repository)
     if repository.count("/") != 1 or repository.startswith((".", "/", "~")):
-        raise ModelError(f"No model {name!r}: there is no such folder, and a model on the hub is named "
-                         f"OWNER/NAME. {OFFLINE}")
-    from huggingface_hub import snapshot_download
-    wanted = dict(allow_patterns=["*.json", "model*.safetensors", "*.jinja"], ignore_patterns=["*/*"])
+        raise ModelError(f"No model {name!r}: no such folder, and the hub names them OWNER/NAME. {OFFLINE}")
+    from huggingface_hub import errors, snapshot_download
+    wanted = dict(allow_patterns=list(files), ignore_patterns=["*/*"], revision=commit)
     try:                                    # without a network this is what the cache holds
         return Path(snapshot_download(repository, **wanted))
     except Exception as error:              # the hub's client lets its HTTP library's own errors through
-        raise ModelError(f"{repository} is not in the local cache and could not be downloaded "
-                         f"({type(error).__name__}: {' '.join(str(error).split())[:160]}). "
-                         f"{OFFLINE}") from None
+        why = f"could not be downloaded ({type(error).__name__}: {' '.join(str(error).split())[:160]})"
+        if isinstance(error, errors.GatedRepoError):
+            why = "is gated: accept its licence on huggingface.co and log in with `hf auth login`"
+        raise ModelError(f"{repository} is not in the local cache and {why}. {OFFLINE}") from None
+
+
+def lack(name: str, folder: Path, file: str) -> ModelError:
+    """-> the error for a model without `file`, which says what it has instead."""
+    files, repository = os.listdir(folder), ALIASES.get(name, name)
+    with suppress(Exception):               # no network
+        from huggingface_hub import list_repo_files
+        files += [] if os.path.isdir(repository) else list_repo_files(repository, revision=folder.name)
+    but = [f", but {what}" for end, what in INSTEAD.items() if any(Path(file).match(end) for file in files)]
+    return ModelError(f"{name} has no {file}{''.join(but[:1])}; choose the whole model, in safetensors.")
 
 
 def read_json(path: Path) -> dict:
+    """-> {} where there is no such file. Raises ModelError."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read as JSON ({error}).") from None
     if not isinstance(content, dict):
@@ -130,20 +141,22 @@ def read_json(path: Path) -> dict:
     return content
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The whole model, or else its parts."""
-    whole = folder / "model.safetensors"
-    files = [whole] if whole.exists() else sorted(folder.glob("model-*.safetensors"))
-    if not files:
-        raise ModelError(f"{folder} has no model.safetensors and no parts of it; other weights are not read, "
-                         "since a pickle can run code.")
-    return files
+def weight_files(name: str, folder: Path) -> list[Path]:
+    """The whole model, or else its parts. Of a model on the hub, these are downloaded now."""
+    named = read_json(folder / "model.safetensors.index.json").get("weight_map")
+    parts = named.values() if isinstance(named, dict) else ["model-?????-of-?????.safetensors"]
+    for wanted in ["model.safetensors"], [str(part) for part in set(parts) if part]:
+        find_folder(name, wanted, commit=folder.name)
+        if files := [path for path in sorted(folder.iterdir()) if any(map(path.match, wanted))]:
+            return files
+    raise lack(name, folder, "model.safetensors")
 
 
 def read_tokenizer(folder: Path):
     """tokenizer.json says it all. (The class that tokenizer_config.json names may build it anew.)"""
     if not (folder / "tokenizer.json").exists():
-        raise ModelError(f"{folder} has no tokenizer.json; copy the tokenizer's files there.")
+        raise ModelError(f"{folder} has no tokenizer.json; AutoTokenizer of transformers, from_pretrained "
+                         "and then save_pretrained, makes one of a tokenizer.model.")
     from transformers import PreTrainedTokenizerFast
     try:
         return PreTrainedTokenizerFast.from_pretrained(
@@ -155,9 +168,8 @@ def read_tokenizer(folder: Path):
 
 def read_end_tokens(folder: Path, config: dict, tokenizer) -> set[int]:
     """What the tokenizer, config.json and generation_config.json name as end of text, a token or several."""
-    generation = folder / "generation_config.json"
     named = [tokenizer.eos_token_id, config.get("eos_token_id"),
-             read_json(generation).get("eos_token_id") if generation.exists() else None]
+             read_json(folder / "generation_config.json").get("eos_token_id")]
     tokens = sum((ids if isinstance(ids, list) else [ids] for ids in named), [])
     return {token for token in tokens if isinstance(token, int)}
 
@@ -166,8 +178,7 @@ def read_end_tokens(folder: Path, config: dict, tokenizer) -> set[int]:
 
 def allocate(config: LlamaConfig, dtype: torch.dtype, device: str, name: str, division=None) -> Llama:
     """Room for the weights, after a look at whether there is any."""
-    if division:
-        config = division.config(config)
+    config = division.config(config) if division else config
     try:
         shape = Llama(config, dtype, "meta")
     except RuntimeError:                    # a product of its sizes is more than 64 bits
@@ -193,41 +204,36 @@ def free_host_memory() -> float:
 
 
 def fill_from_files(model: Llama, files: list[Path], digest, config: LlamaConfig, division=None):
-    """Copy every tensor to its place, and its name and bytes into `digest`. `division`: copy a rank's part
-    (chapter 09)."""
-    places, tied = model.weights(), config.tie_word_embeddings
-    shapes = {name: whole.shape for name, whole in Llama(config, model.dtype, "meta").weights().items()}
-    bar = tqdm(total=len(places), desc="loading", unit="tensor", delay=1, leave=False)
-    for path in files:
-        try:
-            with safe_open(path, "pt") as file:
-                names = list(file.keys())
-            for name in names:
-                if name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight"):
-                    continue                # Rotary computes the first; the second is the embedding itself
-                place = places.pop(name, None)
-                if place is None:
-                    raise ModelError(f"{path} has a tensor {name}, which this model has no place for.")
-                with safe_open(path, "pt") as file:         # reopened: closing unmaps what was read
-                    tensor = file.get_tensor(name)
-                    if tensor.shape != shapes[name]:
-                        raise ModelError(f"{path}: {name} has shape {list(tensor.shape)}, "
-                                         f"but config.json makes it {list(shapes[name])}.")
-                    digest.update(f"{name} {tensor.dtype}".encode())
-                    digest.update(tensor.flatten().view(torch.uint8).numpy())
-                    if division is None:
-                        place.copy_(tensor)
-                    else:
-                        division.fill(place, name, tensor)
-                        if tied and name.endswith("embed_tokens.weight"):
-                            division.fill(places.pop("lm_head.weight"), "lm_head.weight", tensor)
-                    del tensor
-                bar.update()
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"{path} is not a whole safetensors file ({error}); copy or download it "
-                             "again.") from None
-    bar.close()
-    if places:
-        more = f" and {len(places) - 1} more" if len(places) > 1 else ""
-        raise ModelError(f"{files[0].parent} lacks the tensor {next(iter(places))}{more}; its weights are "
-                         "incomplete: copy or download them again.")
+    """Copy every tensor to its place, and its name and bytes into `digest`; with `division` a rank's part."""
+    # Is all there, and nothing else? One of two tensors that are tied is enough
+    places, found = model.weights(), {name: path for path in files for name in read_tensor(path)}
+    whole = Llama(replace(config, tie_word_embeddings=False), model.dtype, "meta").weights()
+    other = dict(zip(TIED, reversed(TIED))) if config.tie_word_embeddings else {}
+    for name, path in found.items():
+        if name not in whole and not name.endswith("rotary_emb.inv_freq"):      # which Rotary computes
+            raise ModelError(f"{path} has a tensor {name}, which this model has no place for.")
+    both = [read_tensor(found[name], name) for name in other if name in found]
+    if len(both) == 2 and not torch.equal(*both):
+        raise ModelError(f"{TIED[1]} is not the embedding that config.json ties it to; correct "
+                         f"tie_word_embeddings in {files[0].parent}.")
+    fill = division.fill if division else lambda place, name, tensor: place.copy_(tensor)
+    for name, place in tqdm(places.items(), desc="loading", unit="tensor", delay=1, leave=False):
+        source = name if name in found else other.get(name)
+        if source not in found:
+            raise ModelError(f"{files[0].parent} lacks {name}; it is incomplete: copy or download it again.")
+        tensor, shape = read_tensor(found[source], source), whole[name].shape
+        if tensor.shape != shape:
+            raise ModelError(f"{found[source]}: {source} is {[*tensor.shape]}, by config.json {[*shape]}.")
+        if not (other and name == TIED[1]):     # of two tied ones, which ranks divide differently, the first
+            digest.update(f"{name} {tensor.dtype}".encode())
+            digest.update(tensor.flatten().view(torch.uint8).numpy())
+        fill(place, name, tensor)
+
+
+def read_tensor(path: Path, name: str | None = None):
+    """A tensor of a file, or all names in it. Each time it is opened: closing it unmaps what was read."""
+    try:
+        with safe_open(path, "pt") as file:
+            return file.get_tensor(name) if name else list(file.keys())
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path} is not a whole safetensors file ({error}); download it again.") from None

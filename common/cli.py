@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from common import checkpoint, server
+from common import checkpoint, lesson, server
 from common.requests import Frontend, RequestError
 from common.timeline import write_trace
 
@@ -106,7 +106,7 @@ def run(chapter: str, arguments, make_engine, demo, compare, load):
 
     # 3. The demo makes its own engines; otherwise one engine serves, or answers once
     if arguments.demo:
-        report, timelines = demo(model, frontend, arguments)
+        report, timelines = demo(model, lesson.Frontend(model, tokenizer, end_tokens), arguments)
     else:
         engine = make_engine(model, arguments)
         frontend.fields = engine.fields

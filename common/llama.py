@@ -16,6 +16,8 @@ frequency scaling as published with its weights.
 """
 import functools
 import math
+import re
+import sys
 from dataclasses import dataclass, field
 
 import torch
@@ -27,17 +29,17 @@ class UnsupportedConfig(ValueError):
     """A config.json that asks for mathematics which this model does not do."""
 
 
-# Fields of a config.json that change nothing in the forward pass of inference.
-_HARMLESS = frozenset("""
-    _name_or_path architectures model_type dtype torch_dtype transformers_version use_cache
-    bos_token_id eos_token_id pad_token_id initializer_range attention_dropout pretraining_tp
-    max_window_layers output_attentions output_hidden_states return_dict torchscript
-    tokenizer_class task_specific_params id2label label2id chunk_size_feed_forward
-    sliding_window use_sliding_window layer_types
-    """.split())  # the last three names are examined below
-
-
-_ROPE_FIELDS = {"default": (), "linear": ("factor",), "llama3": (
+# What `transformers` assumes in a family where a config.json is silent.
+_FAMILIES = {"llama": dict(max_position_embeddings=2048),
+             "mistral": dict(max_position_embeddings=1 << 17, num_key_value_heads=8, sliding_window=4096),
+             "qwen2": dict(max_position_embeddings=1 << 15, num_key_value_heads=32, max_window_layers=28)}
+# Fields that change the mathematics or the weights: what this model has, and the values that mean it.
+_NOT_QUANTIZED = "weights that are not quantized", None, {}
+_FIXED = {"hidden_act": ("SwiGLU", "silu", "swish"), "is_causal": ("causal attention", True),
+          "partial_rotary_factor": ("heads that are rotated as a whole", None, 1),
+          "quantization_config": _NOT_QUANTIZED, "quantization": _NOT_QUANTIZED}
+# Dynamic scaling begins behind max_position_embeddings, where the context ends.
+_ROPES = {"default": (), "dynamic": (), "linear": ("factor",), "llama3": (
     "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
 
 
@@ -46,35 +48,11 @@ def _require(fine: bool, message: str):
         raise UnsupportedConfig("config.json: " + message)
 
 
-def _take(config: dict, name: str, default=None, kinds=(int,)):
-    """Take a positive number out of `config`."""
-    value = config.pop(name, None)
-    value = default if value is None else value
-    _require(type(value) in kinds and 0 < value < math.inf,
-             f"{name} must be a positive {'whole number' if kinds == (int,) else 'number'}, not {value!r}")
-    return value
-
-
-def _take_rope(config: dict, context: int) -> tuple[float, dict]:
-    """Take theta and the scaling out of `config`, with the precedence of transformers, whose version 5 puts
-    both in rope_parameters."""
-    scaling, parameters = config.pop("rope_scaling", None), config.pop("rope_parameters", None)
-    name, rope = ("rope_scaling", scaling) if scaling else ("rope_parameters", parameters or {})
-    _require(isinstance(rope, dict), f"{name} must be an object, not {rope!r}")
-    rope, outside = dict(rope), config.pop("rope_theta", None)
-    before = config.pop("original_max_position_embeddings", None)
-    theta = _take(rope, "rope_theta", outside or 10000.0, (int, float))
-    older = rope.pop("type", None)
-    kind = rope.pop("rope_type", None) or older or "default"
-    _require(kind in _ROPE_FIELDS, f"{name} of type {kind!r} is not supported; linear and llama3 are")
-    if kind == "llama3":
-        before = before or rope.get("original_max_position_embeddings")
-        rope["original_max_position_embeddings"] = before or context
-    fields = {each: _take(rope, each, None, (int, float)) for each in _ROPE_FIELDS[kind]}
-    for other, value in rope.items():
-        fine = other in _ROPE_FIELDS["llama3"] or value in (None, 1.0)
-        _require(fine, f"{name}.{other} = {value!r} is not supported")
-    return float(theta), {} if kind == "default" else {"rope_type": kind, **fields}
+def _positive(config: dict, name: str, default=None, kind=int):
+    value = default if config.get(name) is None else config[name]
+    _require(type(value) in (int, kind) and 0 < value < math.inf,
+             f"{name} must be a positive {'whole ' * (kind is int)}number, not {value!r}")
+    return kind(value)
 
 
 @dataclass(frozen=True)
@@ -98,37 +76,52 @@ class LlamaConfig:
 
     @classmethod
     def from_hf(cls, config: dict) -> "LlamaConfig":
-        """Read a Hugging Face config.json. Raises UnsupportedConfig with the name of any field whose
-        value this model would have to ignore."""
-        config = dict(config)
-        family = config.get("model_type")
-        _require(family in ("llama", "mistral", "qwen2"),
-                 f"model_type {family!r} is not of the Llama family; llama, mistral and qwen2 are supported")
-        slides = config.get("sliding_window") and (family == "mistral" or config.get("use_sliding_window"))
-        _require(not slides, "sliding_window is not supported; choose a model with full attention")
-        layer_types = config.get("layer_types") or []
-        _require(isinstance(layer_types, list) and all(kind == "full_attention" for kind in layer_types),
-                 "layer_types other than full_attention are not supported")
-        _require(config.pop("hidden_act", "silu") == "silu", "hidden_act must be silu")
-
+        """Read a Hugging Face config.json as `transformers` does, which ignores what it does not know. Raises
+        UnsupportedConfig with the name of the field that asks for other mathematics or other weights."""
+        family, kind = config.get("model_type"), str(config.get("architectures") or "ForCausalLM")
+        _require(str(family) in _FAMILIES, f"model_type must be {', '.join(_FAMILIES)}, not {family!r}")
+        _require(re.search(r"ForCausalLM\b", kind), f"architectures must be one ForCausalLM, not {kind[:80]}")
+        config = _FAMILIES[family] | config
+        context = _positive(config, "max_position_embeddings")
+        # 1. Rotary embedding: version 5 of transformers puts all about it in rope_parameters
+        name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+        rope, original = config.get(name) or {}, "original_max_position_embeddings"
+        _require(isinstance(rope, dict) and "full_attention" not in rope, f"{name} must be one object")
+        scaling = str(rope.get("rope_type") or rope.get("type") or "default")
+        _require(scaling in _ROPES, f"{name} is {scaling!r}, and not supported; {', '.join(_ROPES)} are")
+        config |= {**rope, original: config.get(original) or rope.get(original) or context}
+        for name, (wanted, *fine) in _FIXED.items():
+            value = config.get(name, fine[0])
+            shown = value.get("quant_method", "set") if isinstance(value, dict) else value
+            _require(value in fine, f"{name} is {shown}, and not supported; choose a model with {wanted}")
+        # 2. Sizes
         names = "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
-        known = {name: _take(config, name) for name in names}
+        known = {name: _positive(config, name) for name in names}
         heads = known["num_attention_heads"]
-        known["num_key_value_heads"] = kv_heads = _take(config, "num_key_value_heads", heads)
-        known["head_dim"] = head_dim = _take(config, "head_dim", known["hidden_size"] // heads)
-        known["max_position_embeddings"] = context = _take(config, "max_position_embeddings", 2048)
-        known["rms_norm_eps"] = float(_take(config, "rms_norm_eps", 1e-6, (int, float)))
-        known["rope_theta"], known["rope_scaling"] = _take_rope(config, context)
-        for name in "mlp_bias", "tie_word_embeddings":
-            known[name] = bool(config.pop(name, False))
-        bias = bool(config.pop("attention_bias", False))
-        known.update(qkv_bias=bias or family == "qwen2", output_bias=bias and family != "qwen2")
+        known["num_key_value_heads"] = kv_heads = _positive(config, "num_key_value_heads", heads)
+        known["head_dim"] = head_dim = _positive(config, "head_dim", known["hidden_size"] // heads)
+        known["rms_norm_eps"] = _positive(config, "rms_norm_eps", 1e-6, float)
+        known["rope_theta"] = _positive(config, "rope_theta", 10000.0, float)
+        fields = {field: _positive(config, field, None, float) for field in _ROPES[scaling]}
+        known["rope_scaling"] = {"rope_type": scaling, **fields} if fields else {}
+        bias, mlp = (family == "llama" and bool(config.get(f"{part}_bias")) for part in ("attention", "mlp"))
+        known.update(qkv_bias=bias or family == "qwen2", output_bias=bias, mlp_bias=mlp)
+        known["tie_word_embeddings"] = bool(config.get("tie_word_embeddings"))
         _require(heads % kv_heads == 0, "num_attention_heads must be a multiple of num_key_value_heads")
         _require(known["num_hidden_layers"] <= 1024, "num_hidden_layers must be at most 1024")
         _require(head_dim % 2 == 0, f"head_dim must be even, not {head_dim}")
-        for name, value in config.items():  # whatever is left and says something is refused by name
-            fine = name in _HARMLESS or value in (None, False, 0, "", [], {})
-            _require(fine, f"{name} = {value!r} is not supported")
+        # 3. The context: up to a sliding window, full attention is exact
+        kinds, window = re.findall(r"\w+", str(config.get("layer_types") or "")), config.get("sliding_window")
+        some = kinds or config.get("max_window_layers") in range(known["num_hidden_layers"])
+        if family == "qwen2" and not (some and config.get("use_sliding_window")):
+            window = None
+        can = {"full_attention", "sliding_attention"} if window else {"full_attention"}
+        _require(can.issuperset(kinds), f"layer_types must be {' or '.join(sorted(can))} in this model")
+        some = window is not None and (family == "mistral" or set(kinds) != {"full_attention"})
+        window = _positive(config, "sliding_window") if some else context
+        known["max_position_embeddings"] = min(window, context)
+        if window < context:
+            print(f"Attention slides, so the context is {window} tokens, not {context}.", file=sys.stderr)
         return cls(**known)
 
     @property

@@ -1,10 +1,11 @@
 """Chapter 01: the loop against `transformers`, and the line before it."""
 
+import json
 import threading
 
 import pytest
 import torch
-from conftest import TINY, chapter
+from conftest import TINY, chapter, load, write_model
 
 from benchmarks.reference import reference_model
 from common.requests import HungUp, Request
@@ -80,6 +81,15 @@ def test_the_answer_ends_with_an_end_token(model):
     request = answer(model, PROMPT, end_tokens=frozenset([tokens[end]]))
     assert request.new == tokens[: end + 1] and request.finish_reason == "stop"
     assert answer(model, PROMPT, 1).finish_reason == "length"
+
+
+def test_the_comparison_decodes_greedily_whatever_generation_config_says(tmp_path):
+    frontend = load(folder := write_model(tmp_path))
+    request = answer(frontend.model, PROMPT[:20], end_tokens=frontend.end_tokens)
+    odd = dict(repetition_penalty=1.5, no_repeat_ngram_size=1, suppress_tokens=request.new[:1], do_sample=True, top_k=5,
+               max_length=21, min_new_tokens=2, bad_words_ids=[request.new[1:2]], eos_token_id=request.new[2])
+    (folder / "generation_config.json").write_text(json.dumps(odd))
+    assert baseline.equal_to_transformers(frontend.model, str(folder), [request])
 
 
 # 2. One request after another ------------------------------------------------------------------

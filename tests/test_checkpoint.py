@@ -15,6 +15,7 @@ import torch
 from conftest import ROOT, make_engine, write_model
 from safetensors.torch import load_file, save_file
 
+from benchmarks.reference import reference_model
 from common import checkpoint
 from common.requests import Request
 from tools import random_models
@@ -50,6 +51,12 @@ def pickle_instead(folder: Path):
     (folder / "model.safetensors").unlink()
 
 
+def only(folder: Path, name: str):
+    for path in folder.iterdir():
+        path.unlink()
+    (folder / name).write_text("{}")
+
+
 def truncate(folder: Path, keep: float):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * keep)])
@@ -60,7 +67,7 @@ def truncate(folder: Path, keep: float):
 Q0 = "model.layers.0.self_attn.q_proj.weight"
 BROKEN = {
     "no weights": (lambda f: (f / "model.safetensors").unlink(), ["no model.safetensors"]),
-    "only a pickle": (pickle_instead, ["no model.safetensors", "pickle can run code"]),
+    "only a pickle": (pickle_instead, ["no model.safetensors", "pickles, which run code"]),
     "truncated weights": (lambda f: truncate(f, 0.9), ["model.safetensors", "not a whole"]),
     "empty weights": (lambda f: truncate(f, 0), ["model.safetensors", "not a whole"]),
     "missing tensor": (lambda f: change_weights(f / "model.safetensors", lambda t: t.pop(Q0)), [Q0, "lacks"]),
@@ -72,9 +79,9 @@ BROKEN = {
         lambda f: change_weights(f / "model.safetensors", lambda t: t.update(more=torch.zeros(2))),
         ["more"],
     ),
-    "field not supported": (
-        lambda f: change_json(f / "config.json", attn_logit_softcapping=30.0),
-        ["attn_logit_softcapping"],
+    "quantized weights": (
+        lambda f: change_json(f / "config.json", quantization_config=dict(quant_method="awq", bits=4)),
+        ["quantization_config is awq", "not quantized"],
     ),
     "layers not counted": (lambda f: change_json(f / "config.json", layer_types=5), ["layer_types"]),
     "vocabulary beyond count": (lambda f: change_json(f / "config.json", vocab_size=10**18), []),
@@ -88,12 +95,16 @@ BROKEN = {
         ["config.json", "JSON"],
     ),
     "config that is a list": (lambda f: (f / "config.json").write_text("[]"), ["config.json", "JSON object"]),
-    "no config": (lambda f: (f / "config.json").unlink(), ["config.json"]),
+    "no config": (lambda f: (f / "config.json").unlink(), ["no config.json"]),
+    "only GGUF": (lambda f: only(f, "GGUF.gguf"), ["no config.json", "GGUF"]),
+    "only an adapter": (lambda f: only(f, "adapter_config.json"), ["no config.json", "an adapter"]),
+    "a config that says nothing": (lambda f: (f / "config.json").write_text('{"model_type": "llama"}'), ["config.json"]),
+    "another head": (lambda f: change_json(f / "config.json", tie_word_embeddings=True), ["lm_head", "tie_word_embeddings"]),
     "broken generation_config": (
         lambda f: (f / "generation_config.json").write_text("{"),
         ["generation_config.json", "JSON"],
     ),
-    "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), ["tokenizer"]),
+    "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), ["tokenizer.json", "save_pretrained"]),
     "broken tokenizer": (lambda f: (f / "tokenizer.json").write_text("{}"), ["tokenizer", "cannot be read"]),
 }
 
@@ -216,15 +227,76 @@ def test_a_cached_hub_model_is_used_without_network(tiny_folder, tmp_path, monke
     assert checkpoint.find_folder("owner/name").samefile(cached / "snapshots" / commit)
 
 
-def test_tinyllama_is_short_for_its_hub_name(tiny_folder, monkeypatch):
-    import huggingface_hub.constants
+@pytest.fixture
+def hub(folder, tmp_path, monkeypatch):
+    """A hub whose every model is `folder`; it notes in `asked` and `sent` what was asked for, and what was sent."""
+    import huggingface_hub
+    hub = Mock(asked=set(), sent=[], cache=tmp_path / "0123abc")
+    hub.cache.mkdir()
 
-    asked = []
-    monkeypatch.setattr(
-        huggingface_hub, "snapshot_download", lambda name, **_: asked.append(name) or str(tiny_folder)
-    )
+    def download(name, allow_patterns, ignore_patterns, revision):
+        if (folder / "gated").exists():
+            raise huggingface_hub.errors.GatedRepoError("403 Client Error.\nAccess is restricted", response=Mock())
+        assert revision in (None, hub.cache.name) and ignore_patterns == ["*/*"]
+        hub.asked.add(name)
+        for path in folder.iterdir():
+            if any(path.match(pattern) for pattern in allow_patterns) and not (hub.cache / path.name).exists():
+                hub.sent.append(path.name)
+                shutil.copy(path, hub.cache)
+        return str(hub.cache)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda name, revision: [path.name for path in folder.iterdir()])
+    return hub
+
+
+def test_tinyllama_is_short_for_its_hub_name(hub):
     checkpoint.load("tinyllama", device="cpu")
-    assert asked == ["TinyLlama/TinyLlama-1.1B-Chat-v1.0"]
+    assert hub.asked == {"TinyLlama/TinyLlama-1.1B-Chat-v1.0"}
+
+
+@pytest.mark.parametrize("sharded, index", [(False, False), (True, True), (True, False)])
+def test_of_a_hub_model_only_the_weights_that_are_read_are_downloaded(hub, folder, tmp_path, sharded, index):
+    """Not its fp16 twin, pickles, GGUF files, what another program reads, or parts that were there before."""
+    parts = write_model(tmp_path / "parts", max_shard_size="60KB")
+    own = [path for path in parts.iterdir() if path.name.startswith("model") and (index or path.suffix != ".json")]
+    for path in own:
+        shutil.copy(path, folder)
+    for name in ("model.fp16.safetensors", "model-00001-of-00002.fp16.safetensors", "consolidated.safetensors",
+                 "pytorch_model.bin", "model.gguf", *["model-00001-of-00009.safetensors"] * index):  # fmt: skip
+        (folder / name).write_bytes(b"of others")
+    (folder / "model.safetensors").rename(folder / ("before.safetensors" if sharded else "model.safetensors"))
+    assert checkpoint.load("owner/name", device="cpu")[0].digest
+    weights = {path.name for path in own if path.suffix != ".json"} if sharded else {"model.safetensors"}
+    assert {name for name in hub.sent if not name.endswith((".json", ".jinja"))} == weights
+
+
+@pytest.mark.parametrize("break_it, words", [
+    (lambda f: change_json(f / "config.json", hidden_act="gelu"), ["owner/name", "hidden_act"]),
+    (lambda f: change_json(f / "config.json", architectures=["LlamaModel"]), ["LlamaModel"]),
+    (lambda f: (f / "tokenizer.json").unlink(), ["no tokenizer.json", "tokenizer.model"]),
+    (lambda f: change_json(f / "config.json", vocab_size=10**12), ["GB"]),
+    (lambda f: only(f, "model.Q4_K_M.gguf"), ["owner/name has no config.json", "GGUF"]),
+    (pickle_instead, ["owner/name has no model.safetensors", "pickle"]),
+    (lambda f: (f / "gated").touch(), ["owner/name", "accept its licence", "hf auth login"]),
+])  # fmt: skip
+def test_a_hub_model_is_refused_before_its_weights_are_downloaded(hub, folder, break_it, words):
+    break_it(folder)
+    message = refusal("owner/name")
+    assert all(word in message for word in words) and not any("model." in name for name in hub.sent)
+
+
+@pytest.mark.parametrize("kept", [["lm_head.weight"], ["model.embed_tokens.weight"], list(checkpoint.TIED)])
+def test_one_of_two_tied_tensors_is_enough(folder, kept):
+    def change(tensors):  # as in `transformers` from version 5 on
+        embedding, _ = (tensors.pop(name) for name in checkpoint.TIED)
+        tensors.update({name: embedding.clone() for name in kept})
+
+    change_json(folder / "config.json", tie_word_embeddings=True)
+    change_weights(folder / "model.safetensors", change)
+    model = checkpoint.load(str(folder), device="cpu", reorder=False)[0]
+    theirs = reference_model(str(folder), torch.float32)
+    assert torch.equal(model.embedding, theirs.model.embed_tokens.weight) and model.head.weight is model.embedding
 
 
 # What is loaded --------------------------------------------------------------------------------

@@ -3,14 +3,17 @@ mechanism."""
 
 import json
 import os
+import runpy
+import signal
 import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, write_model
 from support.pasted import first_difference
 
-from tools import check_docs
+from common import lesson
+from tools import check_docs, random_models
 
 
 @pytest.mark.parametrize("chapter", check_docs.CHAPTERS)
@@ -44,6 +47,31 @@ def what_a_demo_says(chapter: str, said: str, report: dict, trace: dict):
         assert report["link"]["modelled"] is True
         what = {"06_bidirectional": "chunk 20", "07_tiered_storage": "page 0", "08_hybrid_blocks": "weights"}
         assert what.get(chapter, "layer 2") in names
+
+
+@pytest.fixture(scope="module", params=["no chat template", "no system role"])
+def plain_folder(request, tmp_path_factory):
+    folder = write_model(tmp_path_factory.mktemp("plain"), max_position_embeddings=2048)
+    (folder / "chat_template.jinja").unlink()
+    tokenizer = random_models.byte_tokenizer(300)
+    refuse = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    tokenizer.chat_template = refuse + tokenizer.chat_template if request.param == "no system role" else None
+    return tokenizer.save_pretrained(folder) and folder
+
+
+@pytest.mark.parametrize("chapter", check_docs.CHAPTERS[:-1])
+def test_a_demo_asks_a_model_that_knows_no_conversations_or_no_system_role(chapter, plain_folder, monkeypatch):
+    """As far as the comparison; what is timed behind it asks nothing else."""
+    def equal(pairs, *_):
+        assert len(pairs) > 1 and all(theirs == ours for theirs, ours in pairs)
+        raise RuntimeError("compared")
+
+    monkeypatch.setattr(lesson, "equal", equal)
+    monkeypatch.setattr(lesson, "in_turn", lambda ways, rounds=1: {name: [way()] for name, way in ways.items()})
+    monkeypatch.setattr(sys, "argv", [chapter, "--demo", "--model", str(plain_folder), "--device", "cpu", "--max-tokens", "4"])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    with pytest.raises(RuntimeError, match="^compared$"):
+        runpy.run_path(str(ROOT / f"{chapter}.py"), run_name="__main__")
 
 
 def test_a_wrong_count_in_a_lesson_is_noticed():
