@@ -27,12 +27,12 @@ ROUNDS = 5  # of everything that is timed, after a warm-up
 class Frontend(requests.Frontend):
     """Make requests of conversations to any model, also to one that was never trained on conversations."""
 
-    def encode(self, prompt, messages) -> list[int]:
+    def encode(self, prompt, messages, raw: bool = False) -> list[int]:
         if messages and self.tokenizer.chat_template is None:
             said = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
-            return super().encode(said + "assistant:", None)
+            return super().encode(said + "assistant:", None, raw)
         try:
-            return super().encode(prompt, messages)
+            return super().encode(prompt, messages, raw)
         except BadRequest:
             if not messages or messages[0]["role"] != "system":
                 raise
