@@ -170,32 +170,26 @@ class PlannedCache(hidden_states.HiddenCache):
         if known is None:
             before = self.stores = before[:1]  # the memory of a third one goes first
         self.keep(kinds["H"], letters, of_blocks, known)
-        self.store.letters, self.noted = letters, False
+        self.store.letters = letters
         self.store.parts_of = {layer: [part] for part, layer in enumerate(kinds["H"])}
         for number, layer in enumerate(kinds["K"]):
             self.store.parts_of[layer] = [len(kinds["H"]) + 2 * number + side for side in (0, 1)]
         self.stores = [self.store, *(store for store in before if store is not self.store)][:2]
 
-    # Plans that have files
-
-    def plan_key(self, letters: str) -> bytes:
-        """The key of a value that says: storage has blocks of this model by this plan."""
-        of_size = f" {self.pool.block_size} {letters}".encode()
-        return hashlib.sha256(self.engine.prefixes.namespace + of_size).digest()
+    # Plans that have files: a value without contents says so
 
     def has_files(self, letters: str) -> bool:
         return self.storage is not None and self.storage.find(self.plan_key(letters)) is not None
 
-    def poll(self):
-        super().poll()
-        if self.storage and self.store.pool.block_of and not self.noted:
-            self.noted = True  # that this plan has files
-            self.storage.write(self.plan_key(self.store.letters), [numpy.zeros(1, numpy.uint8)])
+    def plan_key(self, letters: str) -> bytes:
+        of_size = f" {self.pool.block_size} {letters}".encode()
+        return hashlib.sha256(self.engine.prefixes.namespace + of_size).digest()
 
     def finished(self, request):
         super().finished(request)
         if self.storage:
-            self.storage.use([self.plan_key(self.store.letters)])
+            self.storage.write(self.plan_key(self.store.name), [numpy.zeros(0, numpy.uint8)])
+            self.storage.use([self.plan_key(self.store.name)])
 
     # Estimating
 

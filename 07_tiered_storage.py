@@ -235,7 +235,7 @@ class TieredCache(offload.HostCache):
     def submitted(self, request):
         """Ask storage for all pages of the request, which uses them there. Fetch those that come behind the
         pages on the device and in host memory."""
-        request.kept = Kept()
+        before, request.kept = request.kept, Kept()
         size, on_device = self.pool.block_size, self.pool.block_of
         chain = request.chain[: (len(request.tokens) - 1) // size]  # the last token is computed anyway
         if self.storage is None or not chain:
@@ -247,6 +247,8 @@ class TieredCache(offload.HostCache):
         tokens, now = (len(chain) - first) * size, time.perf_counter()
         until = now + self.timeout[0] + self.timeout[1] * tokens / 1024
         prefetch = Prefetch(chain, first, now, until, request.timeline, over=tokens < self.threshold)
+        if before and before.prefetch:
+            prefetch.brought = before.prefetch.brought
         asked, request.kept.prefetch = self.storage.exists([prefix.key for prefix in chain]), prefetch
         self.hold("ask", [asked], then=partial(self.answered, prefetch, asked))
 
@@ -257,8 +259,6 @@ class TieredCache(offload.HostCache):
             before, full = request.kept.prefetch, (len(request.tokens) - 1) // size
             if before and before.over and len(before.chain) < full and now > before.asked + AGAIN:
                 self.submitted(request)
-                if request.kept.prefetch:
-                    request.kept.prefetch.brought = before.brought
 
     def answered(self, prefetch: Prefetch, asked, well: bool):
         """Storage has said which pages it has: believe that."""
@@ -287,7 +287,7 @@ class TieredCache(offload.HostCache):
         most = max(0, self.host.size // 2 - self.reading)
         brought = set().union(*(other.brought for other in self.prefetches))  # they are about to be used
         own = {page.prefix for page in brought.union(pages)}
-        places = self.room(min(len(wanted), most), own)
+        places = self.host.allocate(self.host.make_room(min(len(wanted), most), own))
         for at in range(0, len(places), self.run):
             numbers = wanted[at : min(at + self.run, len(places))]
             part = [pages[number] for number in numbers]
@@ -480,8 +480,9 @@ class TieredCache(offload.HostCache):
     def back_up(self, pairs: list, own: list, timeline):
         """Copy (Page, device block) pairs to host memory, as far as there are places."""
         before = self.tree.pages.get(pairs[0][0].prefix.parent) if pairs else None
-        if places := self.room(len(pairs), own, after=before.host if before else None):
-            pages, blocks = zip(*pairs[: len(places)])
+        if fits := self.host.make_room(len(pairs), own):
+            places = self.host.allocate(fits, before.host if before else None)
+            pages, blocks = zip(*pairs[:fits])
             copy = self.copy_out(blocks, places)
             then = partial(self.copied, pages, places, copy, timeline)
             self.bring("save", copy, pages, places, (self.pool, blocks), then=then)
@@ -490,10 +491,6 @@ class TieredCache(offload.HostCache):
         self.keep(pages, places, well)
         timeline.add("save", copy.label, *copy.span())
         self.send_down(pages)
-
-    def room(self, count: int, own=(), after: int | None = None) -> list[int]:
-        """Up to `count` places in host memory, for which the least recently used pages go."""
-        return self.host.allocate(self.host.make_room(count, own), after)
 
     def evicting(self, lost: list):
         """Under write_back: copy dirty pages to host memory, first the beginnings of chains. Whoever needs
@@ -504,10 +501,9 @@ class TieredCache(offload.HostCache):
             dirty.sort(key=lambda pair: -pair[0].prefix.used)
             self.counts["dirty_evicted"] += len(dirty)
             own = [page.prefix for page in self.matched]
-            while dirty and not self.save_link.hangs and (places := self.room(len(dirty), own)):
-                pages, blocks = zip(*dirty[: len(places)])
-                self.copy_and_wait(pages, blocks, places)
-                dirty = dirty[len(places) :]
+            while dirty and not self.save_link.hangs and (fits := self.host.make_room(len(dirty), own)):
+                self.copy_and_wait(*zip(*dirty[:fits]), self.host.allocate(fits))
+                dirty = dirty[fits:]
         self.counts["pages_lost"] += len(dirty)
 
     def kept_below(self, page: Page) -> bool:

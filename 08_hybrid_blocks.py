@@ -622,9 +622,8 @@ def make_engine(model: Llama, arguments) -> paged.Engine:
 
 # 6. The demo -----------------------------------------------------------------------------------
 
-BATCH, CONTEXT = 16, 128  # of the decode steps that are timed
+BATCH, CONTEXT, GEOMETRY = 16, 128, "random:long"  # of the decode steps that are timed
 FACTORS = 1.25, 2.5  # weights and context over the link, over computing with ACT blocks alone
-GEOMETRY = "random:long"  # of those steps
 
 
 def one_step(engine: paged.Engine) -> tuple[float, Timeline]:

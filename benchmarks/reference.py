@@ -8,12 +8,11 @@ from tools import random_models
 
 
 def reference_model(name: str, dtype: torch.dtype, device: str = "cpu"):
-    """A name as `--model` takes it -> the model as `transformers` runs it, with attention by sdpa. It decodes greedily,
-    whatever its generation_config.json says: sampling, a repetition penalty, tokens that it must not say."""
+    """A name as `--model` takes it -> the model as `transformers` runs it, with attention by sdpa. It decodes greedily."""
     if not name.startswith("random:"):
         model = AutoModelForCausalLM.from_pretrained(
             str(checkpoint.find_folder(name)), dtype=dtype, attn_implementation="sdpa", use_safetensors=True).to(device).eval()
-        model.generation_config = GenerationConfig()
+        model.generation_config = GenerationConfig()    # not the folder's: it may sample, or punish repetition
         return model
     ours = random_models.random_config(name)
     plain = Llama(ours, dtype, device)
