@@ -148,8 +148,8 @@ class BlockPool:
         return blocks
 
     def make_room(self, count: int, own=()) -> int:
-        """Evict the least recently used blocks until `count` are free, but none from prefixes of `own` on: a
-        chain makes no room for its own end -> how many of `count` there are."""
+        """Evict the least recently used blocks until `count` are free; stop at the first one that holds a
+        prefix in `own`, as a chain makes no room for its own end -> how many of `count` are free."""
         victims, lacking = {}, count - self.free.count(1)
         while len(victims) < lacking and self.by_use:
             use, block = heapq.heappop(self.by_use)
@@ -583,7 +583,6 @@ class Engine(Line):
         """Take the request's blocks; those that are registered stay cached, those under way are still
         referenced."""
         self.running.remove(request)
-        self.prefixes.use(request.chain)
         if request.restoration:
             self.restorer.end(request)
         try:

@@ -14,15 +14,15 @@ what comes after those two is fetched from there:
              found      | by layers    | prefetched into L2, then by layers
 
 How long does it wait for storage? `best_effort`: not at all, it takes what has come when its turn is there.
-`wait_complete`: to the end. `timeout`: a time, and some more for each 1,024 tokens that are asked for, both
-from its coming on. And, with chapter 06's idea, `both_ends`: it waits only for storage to say what it has,
-and computes from the front while pages arrive from the back. Beside that the engine's guard holds: what takes
-more than 0.8 of computing is computed, and nobody waits longer than computing would take. `--always-restore`
-switches it off, and shows what the policies alone do.
+`wait_complete`: to the end. `timeout`: a fixed time and some more for each 1,024 tokens, counted from the
+request's arrival. And, with chapter 06's idea, `both_ends`: it waits only for storage to say what it has, and
+computes from the front while pages arrive from the back. Beside that the engine's guard holds: what would
+take more than 0.8 of the time to compute it is computed, and nobody waits longer than computing would take.
+`--always-restore` switches it off, and shows what the policies alone do.
 
 When do pages go down? `write_through`: as soon as they are full. `write_through_selective`: when a second
 request has them on the device. `write_back`: when they are evicted, one tier down each time, unless a lower
-tier has them already. The engine waits for that copy to host memory; what leaves host memory unwritten is
+tier has them already. The engine waits for the copy from device to host; what leaves host memory unwritten is
 copied aside, and written later. What a crash costs: under write_through what was under way, under
 write_through_selective also what only one request has had, under write_back all that storage has not got yet.
 
@@ -73,13 +73,12 @@ LAYOUTS = {
 
 @dataclass(eq=False, slots=True)
 class Page:
-    """A block of tokens, the last that its prefix stands for. Its place on the device is in the device's
-    pool."""
+    """The last block of what its prefix stands for. The device's pool knows its place there."""
 
     prefix: object
     host: int | None = None  # its place in host memory
     stored: bool = False  # storage has it
-    first: int = 0  # the first request that has had it on the device
+    first_request: int = 0  # that has had it on the device
     shared: bool = False  # another request has had it too
     coming: bool = False  # on its way into host memory
     storing: bool = False  # or from there to storage
@@ -107,7 +106,7 @@ class HiRadixTree:
         self.pages: dict[object, Page] = {}  # by Prefix
 
     def match(self, chain: list) -> list[Page]:
-        """-> the pages of the longest known beginning of `chain`. It moves no K and V."""
+        """-> the pages of the longest known beginning of `chain`. It may split a node, but moves no data."""
         return self.walk(chain)[1]
 
     def walk(self, chain: list) -> tuple[Node, list[Page]]:
@@ -167,7 +166,7 @@ class Prefetch:
 
     chain: list  # the request's full pages; once storage has answered, up to where it has them
     first: int  # the first page that is asked for
-    asked: float  # when storage was asked, seconds of time.perf_counter()
+    asked_at: float  # seconds of time.perf_counter()
     until: float  # when `timeout` stops waiting
     timeline: object
     over: bool  # every read is over, there is no place to read into, or nobody waits for it
@@ -175,7 +174,7 @@ class Prefetch:
     reads: list = field(default_factory=list)  # Transfers that it has begun
     unread: int = 0  # pages that no read has begun for
     brought: set = field(default_factory=set)  # Pages that its reads have brought
-    worth: bool = False  # waiting for it was decided
+    worth: bool = False  # it was decided that waiting pays
 
 
 @dataclass(eq=False)
@@ -183,7 +182,7 @@ class Kept:
     """What the Cache remembers of a request."""
 
     seen: int = 0  # full blocks, when `save` looked last
-    sent: int = 0  # of these, those that need not be copied to host memory any more
+    sent: int = 0  # leading blocks whose copy to host memory is over or begun
     prefetch: Prefetch | None = None
 
 
@@ -233,43 +232,50 @@ class TieredCache(offload.HostCache):
     # L3 to L2: prefetch
 
     def submitted(self, request):
-        """Ask storage for all pages of the request, which uses them there. Fetch those that come behind the
-        pages on the device and in host memory."""
-        before, request.kept = request.kept, Kept()
+        """Ask storage for all pages of the request, which also makes them the most recently used there. Fetch
+        those that come behind the pages on the device and in host memory."""
+        before, request.kept = request.kept and request.kept.prefetch, Kept()
         size, on_device = self.pool.block_size, self.pool.block_of
         chain = request.chain[: (len(request.tokens) - 1) // size]  # the last token is computed anyway
         if self.storage is None or not chain:
             return
-        if self.storage.silent and (self.under_way["ask"] or self.under_way["read"]):
-            return  # these find out whether it answers again
+        if self.storage.silent:
+            return self.probe()
         pages = self.tree.match(chain)
         first = len(list(takewhile(lambda page: page.host is not None or page.prefix in on_device, pages)))
         tokens, now = (len(chain) - first) * size, time.perf_counter()
-        until = now + self.timeout[0] + self.timeout[1] * tokens / 1024
+        until = request.received + self.timeout[0] + self.timeout[1] * tokens / 1024
         prefetch = Prefetch(chain, first, now, until, request.timeline, over=tokens < self.threshold)
-        if before and before.prefetch:
-            prefetch.brought = before.prefetch.brought
-        asked, request.kept.prefetch = self.storage.exists([prefix.key for prefix in chain]), prefetch
-        self.hold("ask", [asked], then=partial(self.answered, prefetch, asked))
+        if before:
+            prefetch.brought = before.brought
+            self.end(before)
+        answer, request.kept.prefetch = self.storage.exists([prefix.key for prefix in chain]), prefetch
+        self.hold("ask", [answer], then=partial(self.answered, prefetch, answer))
+
+    def probe(self):
+        """Find out whether storage answers again, unless that is under way."""
+        if not any(self.under_way[lane] for lane in ("ask", "read", "measure")):
+            self.hold("ask", [self.storage.exists([bytes(32)])])
+            self.measure_storage()
 
     def ask_again(self):
         """For those who are next in line: another engine may have written what storage lacked."""
         size, now = self.pool.block_size, time.perf_counter()
-        for request in list(islice(self.engine.waiting, NEXT)):
+        for request in list(islice(self.engine.waiting, NEXT)) if self.storage else ():
             before, full = request.kept.prefetch, (len(request.tokens) - 1) // size
-            if before and before.over and len(before.chain) < full and now > before.asked + AGAIN:
+            if before is None or before.over and len(before.chain) < full and now > before.asked_at + AGAIN:
                 self.submitted(request)
 
-    def answered(self, prefetch: Prefetch, asked, well: bool):
+    def answered(self, prefetch: Prefetch, answer, well: bool):
         """Storage has said which pages it has: believe that."""
-        there = asked.value if well else [False] * len(prefetch.chain)
+        there = answer.value if well else [False] * len(prefetch.chain)
         pages = len(list(takewhile(bool, there[prefetch.first :])))
         if well:
             for page, stored in zip(self.tree.insert(prefetch.chain[: prefetch.first + pages]), there):
                 page.stored = stored
             for prefix in prefetch.chain[prefetch.first + pages :]:
                 if page := self.tree.pages.get(prefix):
-                    page.stored = False  # nothing finds it: let it be written again, behind what is missing
+                    page.stored = False  # or behind a gap: write it again when that is filled
         pages = pages if pages * self.pool.block_size >= self.threshold else 0
         prefetch.answered, prefetch.unread = True, pages
         prefetch.chain = prefetch.chain[: prefetch.first + pages]
@@ -280,10 +286,10 @@ class TieredCache(offload.HostCache):
         """Begin to read what host memory lacks, as far as there are places: reads under way hold at most half
         of them. The last pages come first under both_ends."""
         pages, doubted = self.tree.insert(prefetch.chain), self.storage.doubted
-        numbers = range(prefetch.first, len(pages))
+        numbers, on_device = range(len(pages)), self.pool.block_of
         numbers = numbers[::-1] if self.prefetch_policy == "both_ends" else numbers
         sound = takewhile(lambda number: pages[number].prefix.key not in doubted, numbers)
-        wanted = [number for number in sound if not pages[number].near]
+        wanted = [number for number in sound if not (pages[number].near or pages[number].prefix in on_device)]
         most = max(0, self.host.size // 2 - self.reading)
         brought = set().union(*(other.brought for other in self.prefetches))  # they are about to be used
         own = {page.prefix for page in brought.union(pages)}
@@ -312,7 +318,7 @@ class TieredCache(offload.HostCache):
             prefetch.timeline.add("storage", read.label, *read.span())
             self.counts["storage_pages_read"] += len(pages)
         else:
-            self.end(prefetch)  # what storage has said of this chain is not to be relied upon
+            self.end(prefetch)  # storage was wrong about this chain, or does not answer
             for page in pages:
                 page.stored = page.prefix.key not in self.storage.doubted
 
@@ -332,7 +338,7 @@ class TieredCache(offload.HostCache):
                 page.host = place
 
     def end(self, prefetch: Prefetch):
-        """Nobody waits for it any more: what has not begun is called off, and what has, others will find."""
+        """Nobody waits for it any more: cancel the reads that have not begun. What others bring is found."""
         prefetch.over = True
         for read in prefetch.reads:
             read.cancel()
@@ -359,7 +365,7 @@ class TieredCache(offload.HostCache):
                 if not found or self.engine.restorer.pays(with_both, request.computed, end):
                     return Match(end - request.computed, with_both, places, "storage", store=prefetch)
         if found:
-            stored = size * sum(page in prefetch.brought for page in found) if prefetch else 0
+            stored = min(near, size * sum(page in prefetch.brought for page in found)) if prefetch else 0
             parts = dict(cpu=near - stored, storage=stored)
             parts = {source: tokens for source, tokens in parts.items() if tokens}
             return Match(near, seconds, places, " and ".join(parts), parts=parts)
@@ -368,7 +374,8 @@ class TieredCache(offload.HostCache):
         """Whether the policy has the request wait for storage, if that takes less than 0.8 of computing."""
         now, patience = time.perf_counter(), request.patience
         if self.storage.silent:
-            return False  # what it brings now, the next one finds
+            self.end(prefetch)
+            return False
         if self.prefetch_policy == "both_ends":
             return not (prefetch.answered or prefetch.over) and now < patience
         until = dict(best_effort=0.0, wait_complete=patience, timeout=min(prefetch.until, patience))
@@ -435,8 +442,8 @@ class TieredCache(offload.HostCache):
             request.timeline.plan = both.drawn(restoration)
 
     def portion(self, request) -> int:
-        """How many tokens prefill computes next, up to the end of a page: the share of what is left that it
-        will get if both go on as they last did (chapter 06)."""
+        """How many tokens prefill computes next, up to the end of a page: its share of what is left, at the
+        last speeds of both sides (chapter 06)."""
         restoration, size = request.restoration, self.pool.block_size
         tokens = left = restoration.limit - request.computed
         if self.storage.speeds and time.perf_counter() < restoration.deadline:
@@ -458,16 +465,16 @@ class TieredCache(offload.HostCache):
                 continue
             pages = self.tree.insert(request.chain[: request.registered])
             for page in pages[seen:]:
-                page.first = page.first or request.id
-                page.shared |= page.first != request.id
+                page.first_request = page.first_request or request.id
+                page.shared |= page.first_request != request.id
             if self.write_policy != "write_back":
                 pairs = list(zip(pages, request.table))[kept.sent :]
                 pairs = list(takewhile(lambda pair: self.wanted(pair[0]), pairs))
                 lacking = [(page, block) for page, block in pairs if not page.near]
                 if self.soon(len(lacking)):
-                    self.back_up(lacking, request.chain, request.timeline)
+                    self.back_up(lacking, request)
                 sent = [page for page, _ in takewhile(lambda pair: pair[0].near, pairs)]
-                kept.sent += len(sent)  # the others again when the next block is full: nothing behind a gap
+                kept.sent += len(sent)  # retry the others at the next full block, so that no gap is skipped
                 self.send_down(sent)
         if len(self.tree.pages) > 2 * (self.pool.size + self.host.size):
             on_device = self.pool.block_of
@@ -477,30 +484,33 @@ class TieredCache(offload.HostCache):
         """Whether the write policy wants a page in the tiers below."""
         return page.shared or self.write_policy != "write_through_selective"
 
-    def back_up(self, pairs: list, own: list, timeline):
-        """Copy (Page, device block) pairs to host memory, as far as there are places."""
+    def back_up(self, pairs: list, request):
+        """Copy (Page, device block) pairs of a request to host memory, as far as there are places."""
         before = self.tree.pages.get(pairs[0][0].prefix.parent) if pairs else None
-        if fits := self.host.make_room(len(pairs), own):
+        if fits := self.host.make_room(len(pairs), request.chain):
             places = self.host.allocate(fits, before.host if before else None)
             pages, blocks = zip(*pairs[:fits])
             copy = self.copy_out(blocks, places)
-            then = partial(self.copied, pages, places, copy, timeline)
+            then = partial(self.copied, pages, places, copy, request.timeline, request.kept)
             self.bring("save", copy, pages, places, (self.pool, blocks), then=then)
 
-    def copied(self, pages: list[Page], places: list[int], copy, timeline, well: bool):
+    def copied(self, pages: list[Page], places: list[int], copy, timeline, kept: Kept, well: bool):
         self.keep(pages, places, well)
         timeline.add("save", copy.label, *copy.span())
         self.send_down(pages)
+        if not well:
+            kept.sent = 0  # look at all of them again
 
-    def evicting(self, lost: list):
+    def evicting(self, leaving: list):
         """Under write_back: copy dirty pages to host memory, first the beginnings of chains. Whoever needs
         their blocks waits for that. What no tier below has is lost."""
-        pages = [(self.tree.pages.get(prefix), block) for block, prefix in lost]
+        pages = [(self.tree.pages.get(prefix), block) for block, prefix in leaving]
         dirty = [pair for pair in pages if pair[0] and self.wanted(pair[0]) and not self.kept_below(pair[0])]
         if self.write_policy == "write_back":
             dirty.sort(key=lambda pair: -pair[0].prefix.used)
             self.counts["dirty_evicted"] += len(dirty)
             own = [page.prefix for page in self.matched]
+            own += [] if self.storage else [page.prefix for page, _ in dirty]  # else they go on to storage
             while dirty and not self.save_link.hangs and (fits := self.host.make_room(len(dirty), own)):
                 self.copy_and_wait(*zip(*dirty[:fits]), self.host.allocate(fits))
                 dirty = dirty[fits:]
@@ -524,29 +534,28 @@ class TieredCache(offload.HostCache):
 
     # L2 to L3
 
-    def evicting_host(self, lost: list):
+    def evicting_host(self, leaving: list):
         """These pages leave host memory. Those that storage is to have are written, from copies; those that
         cannot be written are lost."""
-        pages = [self.tree.pages[prefix] for _, prefix in lost]
-        owed = [page for page in pages if self.owed(page)]
-        written = [page for page in owed if not self.behind_gap(page)]
+        pages, contents = [self.tree.pages[prefix] for _, prefix in leaving], {}
+        dirty = sum(map(self.owed, pages)) if self.write_policy == "write_back" else 0
+        self.counts["dirty_evicted"] += dirty
         # Copies may take as much memory as the pools that they come from
-        if written and (self.storage.writer.hangs or self.writing > self.pool.size + self.host.size):
-            written = []
-        contents = [self.array[:, :, page.host].copy() for page in written]
-        for page in pages:
+        full = self.writing > self.pool.size + self.host.size or self.storage and self.storage.writer.hangs
+        for page in sorted(pages, key=lambda page: -page.prefix.used):  # the beginnings of chains first
+            if self.owed(page) and not (full or self.behind_gap(page)):
+                contents[page], page.storing = self.array[:, :, page.host].copy(), True
             page.host = None
-        if written:
-            self.write(written, contents)
-        self.lose([page for page in owed if not page.storing])
-        self.counts["dirty_evicted"] += len(owed) if self.write_policy == "write_back" else 0
+        if contents:
+            self.write(list(contents), list(contents.values()))
+        self.lose(filter(self.owed, pages))
 
     def owed(self, page: Page) -> bool:
         """Whether a page is still to be written to storage."""
         return bool(self.storage) and self.wanted(page) and not (page.stored or page.storing)
 
     def behind_gap(self, page: Page) -> bool:
-        """Whether no tier has the page before: nothing would find this one."""
+        """Whether the page before is in no tier, so that nothing would find this one."""
         before, parent = self.tree.pages.get(page.prefix.parent), page.prefix.parent
         if parent.parent is None or parent in self.pool.block_of:
             return False
@@ -564,12 +573,13 @@ class TieredCache(offload.HostCache):
             self.write_waiting()
 
     def write_waiting(self):
-        """Write what waits for that, in runs. What is being written is locked: a quarter of them, about."""
+        """Write what waits for that, in runs, which are locked meanwhile: about a quarter of host memory."""
         while self.unwritten and not self.storage.writer.hangs and self.writing < max(1, self.host.size // 4):
             pages = list(islice(self.unwritten, self.run))
             for page in pages:
                 del self.unwritten[page]
             pages = [page for page in pages if page.host is not None and self.owed(page)]
+            pages = [page for page in pages if not self.behind_gap(page)]
             if pages:
                 places = [page.host for page in pages]
                 self.write(pages, [self.array[:, :, place] for place in places], (self.host, places))
@@ -605,7 +615,7 @@ class TieredCache(offload.HostCache):
         for request in self.engine.running:
             if request.restoration and request.restoration.steps:
                 request.restoration.portion = 0  # `restore` says how much, when it knows what has arrived
-            elif request.kept.prefetch and not self.storage.silent:  # else it finds out whether that answers
+            elif request.kept.prefetch:
                 self.end(request.kept.prefetch)  # it computes
         self.ask_again()
         for prefetch in list(self.prefetches):
@@ -619,7 +629,8 @@ class TieredCache(offload.HostCache):
         request.kept = Kept()
 
     def close(self):
-        """What is on its way down arrives, if that is soon. Under write_back everything goes down."""
+        """What is on its way down arrives, if that is soon. Under write_back everything goes down,
+        as far as there is time."""
         self.poll()
         for pool in self.pool, self.host:
             if self.write_policy == "write_back" and self.storage:

@@ -306,12 +306,12 @@ class Storage:
         get(keys) -> list of bytes or None  which are used before it is asked again
         set(keys, values)                   each whole or not at all
 
-    `exists` also uses what is there, the last key first: of a chain the end is to be deleted first. It need
-    not check what it reads: a value begins with a checksum over key and contents. For `has` it needs an
-    `index`, the keys that are there as far as it knows, and `look()`, which makes it anew.
+    `exists` also uses what is there, the last key first: of a chain the end is to be deleted first. A back
+    end need not check what it reads: a value begins with a checksum over key and contents. For `has` it needs
+    an `index`, the keys that are there as far as it knows, and `look()`, which makes it anew.
 
-    What storage says is believed until a read fails: then all of its keys that are damaged or gone are known.
-    Where it does not answer (`silent`) nobody waits for it until it has answered again."""
+    What storage says is believed until a read fails: then that read's missing and damaged keys are doubted
+    until they are written again. Where it does not answer (`silent`) nobody waits for it until it has."""
 
     def __init__(self, backend, name: str = "storage", bandwidth: Bandwidth | None = None):
         """`bandwidth`: model reading that is slower than it is."""
@@ -329,7 +329,7 @@ class Storage:
         return self.asker.submit("exists", 0, self.noting, self.look_up, keys)
 
     def use(self, keys: list[bytes]):
-        """The same, when what is being written has been written; nobody asks for the answer."""
+        """Use values, behind the writes that are queued."""
         if keys and not self.writer.hangs and self.writer.jobs.qsize() < BACKLOG:
             self.writer.submit("use", 0, self.noting, self.look_up, keys)
 
@@ -383,13 +383,10 @@ class Storage:
             value = function(*arguments)
         except Exception as error:
             self.errors += 1
-            if not isinstance(error, Damaged):  # with which it has answered
+            if not isinstance(error, Damaged):  # which is an answer
                 self.failing.add(function.__name__)
             raise
-        if function == self.look_up:
-            self.failing.discard("look_up")
-        else:
-            self.failing.clear()
+        self.failing.discard(function.__name__)
         return value
 
     def look_up(self, keys: list[bytes]) -> list[bool]:
@@ -511,7 +508,7 @@ class Directory:
         return sorted(found)
 
     def tick(self) -> int:
-        """The next time of use: this machine's clock, but behind what has been used before, though that clock
+        """The time of a use: this machine's clock, but always later than any earlier use, though that clock
         was put back, or another machine's is ahead."""
         self.now = max(time.time_ns(), self.now + 1)
         return self.now
