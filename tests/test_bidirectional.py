@@ -6,17 +6,7 @@ import time
 import numpy
 import pytest
 import torch
-from support.engines import (
-    Oracle,
-    ask,
-    both,
-    check_pools,
-    chunk_files,
-    draw,
-    evict,
-    make,
-    settle,
-)
+from support.engines import Oracle, ask, both, check_pools, chunk_files, draw, evict, make, settle
 
 from common import store
 from common.link import LATENCY, Bandwidth, Lane, Trace, Transfer, TransferError

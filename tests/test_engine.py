@@ -6,19 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.engines import (
-    CONTEXT,
-    Oracle,
-    ask,
-    check_pools,
-    draw,
-    evict,
-    make,
-    offload,
-    paged,
-    settle,
-    tiny_model,
-)
+from support import engines
+from support.engines import Oracle, ask, check_pools, draw, evict, make, offload, paged, settle, tiny_model
 
 from common import restoring
 from common.link import Bandwidth, Transfer, TransferError
@@ -591,4 +580,4 @@ def test_a_request_that_can_never_fit_is_refused():
     engine = make(blocks=4)
     with pytest.raises(Exception, match="64 tokens"):
         engine.submit(Request([1] * 60, 20))
-    assert CONTEXT == tiny_model().config.max_position_embeddings
+    assert engines.CONTEXT == tiny_model().config.max_position_embeddings

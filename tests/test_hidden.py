@@ -15,19 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import write_model
-from support.engines import (
-    Oracle,
-    ask,
-    check_pools,
-    chunk_files,
-    draw,
-    evict,
-    hidden,
-    make,
-    settle,
-    steps_of,
-    tiny_model,
-)
+from support import engines
+from support.engines import Oracle, ask, check_pools, chunk_files, draw, evict, hidden, make, settle
 from support.faults import faulty
 
 from common.link import Transfer
@@ -285,7 +274,7 @@ def again(storage: StoredChunks) -> StoredChunks:
 
 
 def restart(storage: StoredChunks, host: int = 256, model=None, **options):
-    return engine_for(host, storage=again(storage), model=model or tiny_model(), **options)[0]
+    return engine_for(host, storage=again(storage), model=model or engines.tiny_model(), **options)[0]
 
 
 def saved(prompt=PROMPT, storage=None) -> StoredChunks:
@@ -363,10 +352,10 @@ def test_a_block_that_was_begun_between_two_restorations_is_let_go(budget, compu
 
 def test_another_model_dtype_or_salt_never_matches():
     storage = saved()
-    for engine in restart(storage, model=tiny_model(1)), restart(storage):
+    for engine in restart(storage, model=engines.tiny_model(1)), restart(storage):
         assert engine.cache.match(asked(engine, PROMPT, cache_salt="b")) is None
     assert engine.cache.match(asked(engine, PROMPT)).tokens == 144
-    assert found(restart(storage, model=tiny_model(1)), PROMPT) == 0
+    assert found(restart(storage, model=engines.tiny_model(1)), PROMPT) == 0
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "foreign", "renamed", "gone"])
@@ -402,7 +391,7 @@ def test_a_block_of_which_a_part_is_not_there_is_not_offered():
 
 
 def test_what_is_there_is_projected_before_a_later_layer_is_waited_for():
-    said = steps_of(restart(saved()), PROMPT + [3])
+    said = engines.steps_of(restart(saved()), PROMPT + [3])
     assert said == ["project 0", "part 0", "layer 1", "project 1", "part 1", "layer 2", "project 2"]
 
 

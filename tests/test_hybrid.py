@@ -9,20 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import traffic
-from support.engines import (
-    BANDWIDTH,
-    Oracle,
-    ask,
-    check_pools,
-    draw,
-    hybrid,
-    hybrid_runner,
-    make,
-    paged,
-    settle,
-    tiny_model,
-)
+from support import engines, traffic
+from support.engines import BANDWIDTH, Oracle, ask, check_pools, draw, hybrid, make, settle, tiny_model
 from support.faults import faulty
 from support.mutants import without
 
@@ -44,8 +32,8 @@ COSTS = st.builds(Costs, st.floats(1, 1000), seconds, seconds)
 
 
 def engine_for(plan=None, size: int = 16, rows: int = 600, budget: int = 512, running: int = 8, **options):
-    runner = hybrid_runner(90, size, plan or PLANS["every kind"], rows=rows, **options)
-    return paged.Engine(runner, None, budget, running)
+    runner = engines.hybrid_runner(90, size, plan or PLANS["every kind"], rows=rows, **options)
+    return engines.paged.Engine(runner, None, budget, running)
 
 
 def some_requests(rng, count: int = 8, new: int = 12) -> list[Request]:

@@ -18,15 +18,7 @@ from support.engines import tiny_model
 
 from common import link as links
 from common.checkpoint import ModelError
-from common.link import (
-    LATENCY,
-    Bandwidth,
-    Lane,
-    LikeA100,
-    Link,
-    Transfer,
-    TransferError,
-)
+from common.link import LATENCY, Bandwidth, Lane, LikeA100, Link, Transfer, TransferError
 from common.timeline import Clock
 
 FAST = 1e12  # bytes/s: over at once

@@ -226,8 +226,7 @@ def test_all_that_can_be_used_is_reached_with_the_keyboard_and_has_a_name(browse
         for _ in range(25):
             page.keyboard.press("Tab")
             reached.add(page.evaluate("(document.activeElement.id || document.activeElement.tagName)"))
-        assert {"prompt", "ask", "new", "max-tokens", "SUMMARY", "BUTTON",
-                "conversation"} <= reached
+        assert {"prompt", "ask", "new", "max-tokens", "SUMMARY", "BUTTON", "conversation"} <= reached
         controls = "button:visible, input, textarea, [role=region]:visible, [role=img]"
         for control in page.locator(controls).all():
             assert control.evaluate(

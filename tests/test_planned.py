@@ -6,19 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from support.engines import (
-    Oracle,
-    ask,
-    check_pools,
-    chunk_files,
-    draw,
-    evict,
-    make,
-    planned,
-    settle,
-    steps_of,
-    tiny_model,
-)
+from support import engines
+from support.engines import Oracle, ask, check_pools, chunk_files, draw, evict, make, planned, settle
 
 from common.requests import Request
 
@@ -104,7 +93,7 @@ def test_states_that_are_larger_than_k_and_v_are_in_no_plan():
 @pytest.mark.parametrize("plan", ["KKK", "HHH", "RHH", "RRK", "HKK", "RHK", "RKK", "RRH"])
 @pytest.mark.parametrize("kv_heads", [1, 4])
 def test_every_plan_gives_the_same_tokens(plan, kv_heads):
-    model = tiny_model(1, kv_heads)
+    model = engines.tiny_model(1, kv_heads)
     engine, cache = engine_for(plan, model=model, block_size=4, token_budget=48)
     oracle, talk = Oracle(model), PROMPT
     for turn in range(3):
@@ -261,7 +250,7 @@ def test_a_plan_that_has_files_is_taken_at_the_next_start_unless_it_is_clearly_w
 def test_what_is_there_is_projected_before_a_later_layer_is_waited_for(tmp_path):
     ask(engine := engine_for("RHK", chunk_files(tmp_path))[0], PROMPT, 1)
     settle(engine)
-    said = steps_of(engine_for("RHK", chunk_files(tmp_path))[0], PROMPT + [3])
+    said = engines.steps_of(engine_for("RHK", chunk_files(tmp_path))[0], PROMPT + [3])
     assert said == ["project 0", "part 0", "layer 1", "project 1", "part 1", "part 2", "layer 2"]
 
 

@@ -26,7 +26,7 @@ from common.checkpoint import ModelError
 from common.link import Bandwidth
 from common.requests import Request
 
-paged, ranked = importlib.import_module("02_paged_kv"), importlib.import_module("09_tensor_parallel")
+paged, nine = importlib.import_module("02_paged_kv"), importlib.import_module("09_tensor_parallel")
 ORACLE = Oracle()
 
 
@@ -650,7 +650,7 @@ def test_nobody_waits_for_storage_that_has_failed_until_it_has_answered_again(ve
 
 def test_ranks_wait_once_for_pages_that_do_not_come():
     shelf, rng = Shelf(), random.Random(0)
-    engine = make(ranked.PageHeadCache(40, 2e9, store.Storage(shelf), range(2)), 40, always_restore=False)
+    engine = make(nine.PageHeadCache(40, 2e9, store.Storage(shelf), range(2)), 40, always_restore=False)
     right(engine, prompt := draw(rng, 200))
     forget(engine)
     shelf.open.clear()

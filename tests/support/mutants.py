@@ -26,9 +26,7 @@ GUARDS = {
     "a preempted request is not scheduled": (
         paged.Engine, "schedule", "if request not in self.running:", "if False:",
     ),
-    "a step that was given up is no step": (
-        restoring.Restorer, "wait", "raise Interrupted", "pass",
-    ),
+    "a step that was given up is no step": (restoring.Restorer, "wait", "raise Interrupted", "pass"),
     "slots that were not written are not read": (
         paged.Batch, "read_padded", "slots.where(seen, slots[:, :1])", "slots",
     ),
