@@ -271,16 +271,6 @@ def test_a_chain_does_not_evict_its_own_beginning(budget):
     assert kept(engine, PROMPT + A + B) == 5
 
 
-def test_without_a_host_pool_everything_is_computed_again():
-    engine, cache, save, load = engine_for(host=0)
-    for _ in range(2):
-        request = ask(engine, PROMPT)
-        assert not request.found and answers(request)
-        evict(engine)
-    assert not save.sent and not load.sent and cache.host.size == 0
-    check_pools(engine)
-
-
 def test_offload_after_false_keeps_nothing_of_this_request():
     engine, _, save, _ = engine_for()
     ask(engine, PROMPT, offload_after=False)
@@ -358,17 +348,11 @@ def test_closing_the_engine_ends_the_threads_of_both_links():
 # 4. Runs ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "first, second, runs",
-    [
-        ([], [], []),
-        ([4], [9], [(4, 9, 1)]),
-        ([4, 5, 6], [9, 10, 11], [(4, 9, 3)]),
-        ([4, 5, 6], [9, 11, 12], [(4, 9, 1), (5, 11, 2)]),
-        ([4, 6, 7], [9, 10, 11], [(4, 9, 1), (6, 10, 2)]),
-        ([7, 6, 5], [3, 2, 1], [(7, 3, 1), (6, 2, 1), (5, 1, 1)]),
-    ],
-)
+@pytest.mark.parametrize("first, second, runs", [
+    ([], [], []), ([4], [9], [(4, 9, 1)]), ([4, 5, 6], [9, 10, 11], [(4, 9, 3)]),
+    ([4, 5, 6], [9, 11, 12], [(4, 9, 1), (5, 11, 2)]), ([4, 6, 7], [9, 10, 11], [(4, 9, 1), (6, 10, 2)]),
+    ([7, 6, 5], [3, 2, 1], [(7, 3, 1), (6, 2, 1), (5, 1, 1)]),
+])  # fmt: skip
 def test_a_run_is_adjacent_on_both_sides(first, second, runs):
     assert offload.adjacent(first, second) == runs
 

@@ -148,14 +148,6 @@ def test_a_match_looks_at_the_nodes_on_its_path_only():
 
 # 2. Going down ---------------------------------------------------------------------------------
 
-def test_write_through_stores_what_is_full_at_once():
-    shelf = Shelf()
-    with engine_on(shelf) as engine:
-        right(engine, draw(random.Random(0), 100))
-        settle(engine)
-        assert len(shelf) == 6 and engine.counts["storage_pages_written"] == 6
-
-
 def test_write_through_selective_stores_what_is_asked_for_again():
     shelf, prompt = Shelf(), draw(random.Random(0), 100)
     with engine_on(shelf, write="write_through_selective") as engine:
