@@ -38,16 +38,13 @@ def test_a_shorter_history_comes_no_later_than_by_chapter_03():
     assert best_plan(12, long, Costs(40.0, 6.0, 3.0, 5.5, 99.0)) == "K" * 12, "nothing helps the question"
 
 
-@pytest.mark.parametrize(
-    "letters, seconds",
-    [
-        ("KKK", 6 + 0.5),  # the link: 2, 4, 6; then the last layer's question
-        ("HHH", 1 + 3 * (3 + 0.5)),  # arrives at 1, then projecting is the slower
-        ("RKK", 4 + 0.5),
-        ("RRH", 7 + 3 + 0.5 * 2 + 3 + 0.5),  # a layer and a projection, two questions, a projection, one
-        ("RHK", 3 + 0.5 + 3 + 0.5 + 0.5),  # K arrives at 3, meanwhile
-    ],
-)
+@pytest.mark.parametrize("letters, seconds", [
+    ("KKK", 6 + 0.5),  # the link: 2, 4, 6; then the last layer's question
+    ("HHH", 1 + 3 * (3 + 0.5)),  # arrives at 1, then projecting is the slower
+    ("RKK", 4 + 0.5),
+    ("RRH", 7 + 3 + 0.5 * 2 + 3 + 0.5),  # a layer and a projection, two questions, a projection, one
+    ("RHK", 3 + 0.5 + 3 + 0.5 + 0.5),  # K arrives at 3, meanwhile
+])  # fmt: skip
 def test_seconds_of_a_plan_by_hand(letters, seconds):
     assert plan_seconds(letters, Costs(7.0, 3.0, 1.0, 2.0, 0.5)) == pytest.approx(seconds)
 
@@ -254,15 +251,10 @@ def test_what_is_there_is_projected_before_a_later_layer_is_waited_for(tmp_path)
     assert said == ["project 0", "part 0", "layer 1", "project 1", "part 1", "part 2", "layer 2"]
 
 
-@pytest.mark.parametrize(
-    "plan, words",
-    [
-        ("RHX", "is not best, paper, or letters like RRHHHK, R before H before K"),
-        ("KHR", "is not best"),
-        ("RRR", "is not best"),
-        ("RHHK", "--plan has 4 letters, and this model 3 layers; give it one for each."),
-    ],
-)
+@pytest.mark.parametrize("plan, words", [
+    ("RHX", "is not best, paper, or letters like RRHHHK, R before H before K"), ("KHR", "is not best"),
+    ("RRR", "is not best"), ("RHHK", "--plan has 4 letters, and this model 3 layers; give it one for each."),
+])  # fmt: skip
 def test_a_wrong_plan_is_one_sentence(plan, words, tiny_folder):
     command = [sys.executable, f"{planned.__name__}.py", "--model", str(tiny_folder), "--plan", plan]
     done = subprocess.run([*command, "--prompt", "a"], capture_output=True, text=True, timeout=120)
