@@ -228,20 +228,14 @@ def kept(engine, prompt) -> int:
     return len(engine.cache.host.find(engine.extend(Request(prompt, 1))))
 
 
-def test_the_least_recently_used_conversation_leaves_the_host_from_its_end():
+@pytest.mark.parametrize("asked, blocks", [([A, B, C], [2, 4, 4]), ([A, B, A, C], [4, 2, 4])])
+def test_the_least_recently_used_conversation_leaves_the_host_from_its_end(asked, blocks):
+    """Found on the device is used on the host, too."""
     engine, _, _, _ = engine_for(host=10)
-    for prompt in (A, B, C):
-        ask(engine, prompt)
-        settle(engine)
-    assert [kept(engine, prompt) for prompt in (A, B, C)] == [2, 4, 4]
-
-
-def test_who_is_found_on_the_device_is_used_on_the_host_too():
-    engine, _, _, _ = engine_for(host=10)
-    for prompt in (A, B, A, C):
+    for prompt in asked:
         request = ask(engine, prompt)
         settle(engine)
-    assert [kept(engine, prompt) for prompt in (A, B, C)] == [4, 2, 4]
+    assert [kept(engine, prompt) for prompt in (A, B, C)] == blocks
     assert request.outcome.source == "miss" and ask(engine, A).outcome.source == "gpu_hit"
 
 
