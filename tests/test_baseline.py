@@ -68,21 +68,6 @@ def test_what_was_in_memory_before_is_never_read(model, monkeypatch):
     assert answer(model, PROMPT, chunk=37).new == right
 
 
-def test_the_same_seed_gives_the_same_tokens(model):
-    likeliest = answer(model, PROMPT, 24).new
-    first, again, other = (answer(model, PROMPT, 24, temperature=1.0, seed=seed).new for seed in (7, 7, 8))
-    assert first == again != other and first != likeliest
-    assert answer(model, PROMPT, 24, temperature=1.0, seed=7, top_p=1e-6).new == likeliest
-
-
-def test_the_answer_ends_with_an_end_token(model):
-    tokens = answer(model, PROMPT).new
-    end = next(at for at in range(1, 12) if tokens[at] not in tokens[:at])
-    request = answer(model, PROMPT, end_tokens=frozenset([tokens[end]]))
-    assert request.new == tokens[: end + 1] and request.finish_reason == "stop"
-    assert answer(model, PROMPT, 1).finish_reason == "length"
-
-
 def test_the_comparison_decodes_greedily_whatever_generation_config_says(tmp_path):
     frontend = load(folder := write_model(tmp_path))
     request = answer(frontend.model, PROMPT[:20], end_tokens=frontend.end_tokens)
@@ -102,6 +87,13 @@ def test_requests_are_answered_in_their_order_and_one_at_a_time(model):
     assert times == sorted(times) and [request.id for request in asked] == [1, 2, 3]
     assert [request.new for request in asked] == [answer(model, prompt, 6).new for prompt in prompts]
     assert not engine.busy and not any(request.found for request in asked)
+
+
+def test_the_answer_ends_with_an_end_token(model):
+    tokens = answer(model, PROMPT).new
+    end = next(at for at in range(1, 12) if tokens[at] not in tokens[:at])
+    (request,) = baseline.Engine(model).generate([Request(PROMPT, 12, end_tokens=frozenset([tokens[end]]))])
+    assert request.new == tokens[: end + 1] and request.outcome.finish_reason == "stop"
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])

@@ -6,17 +6,7 @@ import time
 import numpy
 import pytest
 import torch
-from support.engines import (
-    Oracle,
-    ask,
-    both,
-    check_pools,
-    chunk_files,
-    draw,
-    evict,
-    make,
-    settle,
-)
+from support.engines import Oracle, ask, both, check_pools, chunk_files, draw, evict, make, settle
 
 from common import store
 from common.link import LATENCY, Bandwidth, Lane, Trace, Transfer, TransferError
@@ -560,17 +550,6 @@ def test_a_trace_changes_its_speed_in_the_middle_of_a_read():
         assert trace.arrival(start - LATENCY, size) == pytest.approx(arrival)
     assert trace.arrival(0, 11_000) == pytest.approx(200, rel=1e-3), "100 times through both"
     assert Bandwidth(10.0).arrival(1.0, 20) == pytest.approx(3.0, rel=1e-4)
-
-
-def test_reads_follow_each_other_at_the_modelled_speed():
-    storage = ModelledStorage(1e9, 1e8)
-    engine, cache, _ = engine_for(storage, share=0.0)
-    request = submit(engine)
-    finish(engine, storage, request)
-    spans = [span for span in request.timeline.spans if span.lane == "storage"]
-    assert len(spans) == 6 and all(span.end - span.start >= 0.99 * BYTES / 1e8 for span in spans)
-    assert all(later.start >= earlier.end - 1e-6 for earlier, later in zip(spans, spans[1:]))
-    assert cache.storage.speed() <= 1.01e8
 
 
 def test_reads_are_charged_back_to_back_and_those_that_were_called_off_not_at_all():

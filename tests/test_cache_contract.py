@@ -12,20 +12,8 @@ from functools import partial
 
 import pytest
 import torch
-from support import traffic
-from support.engines import (
-    CACHES,
-    CONTEXT,
-    Oracle,
-    ask,
-    check_pools,
-    draw,
-    evict,
-    make,
-    own_cache,
-    settle,
-    tiny_model,
-)
+from support import engines, traffic
+from support.engines import CACHES, CONTEXT, Oracle, ask, check_pools, draw, evict, make, own_cache, settle
 from support.faults import faulty
 
 from common.requests import HungUp, Request
@@ -335,7 +323,7 @@ def test_whoever_comes_while_the_pass_waits_is_computed_meanwhile(cache):
 
 def test_grouped_queries_and_one_kv_head_for_each_query_head(cache):
     for heads in (1, 4):
-        model = tiny_model(1, heads)
+        model = engines.tiny_model(1, heads)
         oracle, engine, rng = Oracle(model), engine_for(cache, model=model), random.Random(11)
         prompt = draw(rng, 150)
         for _ in range(2):

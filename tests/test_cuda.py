@@ -4,20 +4,8 @@ import random
 
 import pytest
 import torch
-from support.engines import (
-    Oracle,
-    ask,
-    both,
-    check_pools,
-    draw,
-    evict,
-    hidden,
-    make,
-    offload,
-    planned,
-    settle,
-    tiny_model,
-)
+from support import engines
+from support.engines import Oracle, ask, both, check_pools, draw, evict, make, settle, tiny_model
 from support.faults import faulty
 
 from common.link import Link, TransferError, bandwidth
@@ -39,9 +27,9 @@ def oracle(model):
 
 
 CACHES = {
-    "host": lambda blocks: offload.HostCache(4 * blocks),
-    "hidden": lambda blocks: hidden.HiddenCache(4 * blocks),
-    "planned": lambda blocks: planned.PlannedCache(4 * blocks, plan="RHK"),
+    "host": lambda blocks: engines.offload.HostCache(4 * blocks),
+    "hidden": lambda blocks: engines.hidden.HiddenCache(4 * blocks),
+    "planned": lambda blocks: engines.planned.PlannedCache(4 * blocks, plan="RHK"),
     "both": lambda blocks: both.BidirectionalCache(StoredChunks(ModelledStorage(1e8, 1e9))),
     "8 bits": lambda blocks: both.BidirectionalCache(StoredChunks(ModelledStorage(1e8, 1e9)), bits=8),
     "storage": lambda blocks: both.BidirectionalCache(StoredChunks(ModelledStorage(1e8, 1e9)), share=0.0),

@@ -13,21 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import write_model
-from support.engines import (
-    Oracle,
-    ask,
-    check_pools,
-    chunk_files,
-    draw,
-    evict,
-    hidden,
-    make,
-    settle,
-    steps_of,
-    tiny_model,
-)
+from support import engines
+from support.engines import Oracle, ask, check_pools, chunk_files, draw, evict, hidden, make, settle
 from support.faults import faulty
 
 from common.link import Transfer
@@ -135,18 +123,6 @@ def test_without_room_in_the_snapshot_buffer_rows_are_dropped_and_nobody_waits(m
     assert found(engine, PROMPT + PROMPT) == 288, "until it is computed again"
 
 
-def test_rows_behind_a_copy_that_failed_are_not_found():
-    engine, _ = engine_for(token_budget=64)
-    with faulty(random.Random(1), failing=1.0, lanes=("save",)):
-        ask(engine, PROMPT, 1)
-        settle(engine)
-    assert found(engine, PROMPT) == 0
-    evict(engine)
-    ask(engine, PROMPT, 1)
-    assert found(engine, PROMPT) == 144
-    check_pools(engine)
-
-
 def test_a_full_host_evicts_the_end_of_others_and_never_its_own_beginning():
     engine, cache = engine_for(host=16, token_budget=64)
     first, second = draw(random.Random(1), 190), draw(random.Random(2), 400)
@@ -173,30 +149,12 @@ def test_what_was_used_last_is_evicted_last():
 # 2. Bringing back ------------------------------------------------------------------------------
 
 
-def test_what_is_projected_is_what_the_forward_pass_computed():
-    engine, cache = engine_for(block_size=4)
-    first = ask(engine, PROMPT, 1)
-    before = [engine.pool.memory[:, :, block].clone() for block in engine.pool.find(first.chain)]
-    evict(engine)
-    again = ask(engine, PROMPT + [3], 1)
-    after = [engine.pool.memory[:, :, block] for block in engine.pool.find(again.chain)]
-    assert again.found == {"cpu": 148} and len(before) <= len(after)
-    assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(before, after))
+ORDER = ["layer 1", "layer 2", "project 0", "project 1", "project 2"]
 
 
-def test_the_next_layers_travel_while_one_is_projected():
-    engine, cache = engine_for()
-    ask(engine, PROMPT, 1)
-    evict(engine)
-    order, copy, project = [], cache.load_link.copy, cache.project
-    cache.load_link.copy = lambda dst, src, label: order.append(label) or copy(dst, src, label)
-    cache.project = lambda layer, *rest: order.append(f"project {layer}") or project(layer, *rest)
-    ask(engine, PROMPT + [3], 1)
-    assert order == ["layer 1", "layer 2", "project 0", "project 1", "project 2"]
-
-
-def test_only_so_many_layers_are_ordered_ahead(monkeypatch):
-    monkeypatch.setattr(hidden, "DEPTH", 1)
+@pytest.mark.parametrize("depth, expected", [(8, ORDER), (1, [ORDER[0], *ORDER[2:4], ORDER[1], ORDER[4]])])
+def test_only_so_many_layers_travel_while_one_is_projected(depth, expected, monkeypatch):
+    monkeypatch.setattr(hidden, "DEPTH", depth)
     engine, cache = engine_for()
     ask(engine, PROMPT, 1)
     evict(engine)
@@ -204,7 +162,7 @@ def test_only_so_many_layers_are_ordered_ahead(monkeypatch):
     cache.load_link.copy = lambda dst, src, label: order.append(label) or copy(dst, src, label)
     cache.project = lambda layer, *rest: order.append(f"project {layer}") or project(layer, *rest)
     assert ORACLE.judge(ask(engine, PROMPT + [3], 1)) == "equal"
-    assert order == ["layer 1", "project 0", "project 1", "layer 2", "project 2"]
+    assert order == expected
 
 
 def test_what_a_copy_writes_lives_until_the_copy_is_over():
@@ -285,7 +243,7 @@ def again(storage: StoredChunks) -> StoredChunks:
 
 
 def restart(storage: StoredChunks, host: int = 256, model=None, **options):
-    return engine_for(host, storage=again(storage), model=model or tiny_model(), **options)[0]
+    return engine_for(host, storage=again(storage), model=model or engines.tiny_model(), **options)[0]
 
 
 def saved(prompt=PROMPT, storage=None) -> StoredChunks:
@@ -363,10 +321,10 @@ def test_a_block_that_was_begun_between_two_restorations_is_let_go(budget, compu
 
 def test_another_model_dtype_or_salt_never_matches():
     storage = saved()
-    for engine in restart(storage, model=tiny_model(1)), restart(storage):
+    for engine in restart(storage, model=engines.tiny_model(1)), restart(storage):
         assert engine.cache.match(asked(engine, PROMPT, cache_salt="b")) is None
     assert engine.cache.match(asked(engine, PROMPT)).tokens == 144
-    assert found(restart(storage, model=tiny_model(1)), PROMPT) == 0
+    assert found(restart(storage, model=engines.tiny_model(1)), PROMPT) == 0
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "foreign", "renamed", "gone"])
@@ -402,7 +360,7 @@ def test_a_block_of_which_a_part_is_not_there_is_not_offered():
 
 
 def test_what_is_there_is_projected_before_a_later_layer_is_waited_for():
-    said = steps_of(restart(saved()), PROMPT + [3])
+    said = engines.steps_of(restart(saved()), PROMPT + [3])
     assert said == ["project 0", "part 0", "layer 1", "project 1", "part 1", "layer 2", "project 2"]
 
 
@@ -484,40 +442,3 @@ def test_storage_that_fails_costs_what_it_would_have_kept_and_no_more(fault, mon
     settle(engine)
     assert not list(folders(storage)[0].glob("*.tmp"))
     check_pools(engine)
-
-
-def test_two_processes_may_share_a_directory():
-    storage = saved()
-    one, other = restart(storage), restart(storage)
-    for engine in (one, other, one):
-        assert ORACLE.judge(ask(engine, PROMPT + [3])) == "equal"
-        ask(engine, draw(random.Random(9), 200), 1)
-        evict(engine)
-    assert found(restart(storage), draw(random.Random(9), 200)) == 192
-
-
-KILLED = """
-import random, sys
-sys.path[:0] = [".", "tests"]
-from pathlib import Path
-from support.engines import ask, chunk_files, draw, hidden, make
-engine = make(hidden.HiddenCache(64, 2e9, chunk_files(Path(sys.argv[1]))))
-print("ready", flush=True)
-rng = random.Random(int(sys.argv[2]))
-while True:
-    ask(engine, draw(rng, 200), 1)
-"""
-
-
-def test_whoever_is_killed_while_saving_leaves_whole_blocks(tmp_path):
-    for round in range(5):
-        process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path), str(round)], stdout=-1)
-        process.stdout.readline()
-        time.sleep(0.05 + 0.03 * round)
-        process.kill()
-        process.wait()
-        rng, engine = random.Random(round), engine_for(storage=chunk_files(tmp_path))[0]
-        for _ in range(3):
-            assert ORACLE.judge(ask(engine, draw(rng, 200), 2)) == "equal"
-        settle(engine)
-        assert not engine.cache.storage.storages[0].errors

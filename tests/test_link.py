@@ -18,15 +18,7 @@ from support.engines import tiny_model
 
 from common import link as links
 from common.checkpoint import ModelError
-from common.link import (
-    LATENCY,
-    Bandwidth,
-    Lane,
-    LikeA100,
-    Link,
-    Transfer,
-    TransferError,
-)
+from common.link import LATENCY, Bandwidth, Lane, LikeA100, Link, Transfer, TransferError
 from common.timeline import Clock
 
 FAST = 1e12  # bytes/s: over at once
@@ -202,6 +194,7 @@ WRONG = {
     "another dtype": (torch.zeros(4), torch.zeros(4, dtype=torch.bfloat16)),
     "a dtype of the same size": (torch.zeros(4), torch.ones(4, dtype=torch.int32)),
     "memory that is none": (torch.zeros(4), torch.zeros(4, device="meta")),
+    "one piece of it": ([torch.zeros(4)] * 2, [torch.zeros(4), torch.zeros(4, device="meta")]),
 }
 
 
@@ -216,13 +209,6 @@ def test_copy_never_raises_the_error_is_the_transfers_and_the_lane_goes_on(wrong
             bad.wait()
     start, end = bad.span()
     assert start <= end and not any(piece.any() for piece in WRONG[wrong][0])
-
-
-def test_one_bad_piece_is_a_failed_transfer():
-    good = numbered(8)
-    dst, src = [good[0], torch.zeros(3)], [good[1], torch.zeros(3, device="meta")]
-    with pytest.raises(TransferError, match="two pieces failed"):
-        make().copy(dst, src, "two pieces").wait(30)
 
 
 def test_whoever_sleeps_is_woken_when_a_transfer_is_over_well_or_not():

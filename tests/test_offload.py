@@ -228,20 +228,14 @@ def kept(engine, prompt) -> int:
     return len(engine.cache.host.find(engine.extend(Request(prompt, 1))))
 
 
-def test_the_least_recently_used_conversation_leaves_the_host_from_its_end():
+@pytest.mark.parametrize("asked, blocks", [([A, B, C], [2, 4, 4]), ([A, B, A, C], [4, 2, 4])])
+def test_the_least_recently_used_conversation_leaves_the_host_from_its_end(asked, blocks):
+    """Found on the device is used on the host, too."""
     engine, _, _, _ = engine_for(host=10)
-    for prompt in (A, B, C):
-        ask(engine, prompt)
-        settle(engine)
-    assert [kept(engine, prompt) for prompt in (A, B, C)] == [2, 4, 4]
-
-
-def test_who_is_found_on_the_device_is_used_on_the_host_too():
-    engine, _, _, _ = engine_for(host=10)
-    for prompt in (A, B, A, C):
+    for prompt in asked:
         request = ask(engine, prompt)
         settle(engine)
-    assert [kept(engine, prompt) for prompt in (A, B, C)] == [4, 2, 4]
+    assert [kept(engine, prompt) for prompt in (A, B, C)] == blocks
     assert request.outcome.source == "miss" and ask(engine, A).outcome.source == "gpu_hit"
 
 
@@ -269,16 +263,6 @@ def test_a_chain_does_not_evict_its_own_beginning(budget):
     settle(engine)
     ask(engine, PROMPT + A + B)
     assert kept(engine, PROMPT + A + B) == 5
-
-
-def test_without_a_host_pool_everything_is_computed_again():
-    engine, cache, save, load = engine_for(host=0)
-    for _ in range(2):
-        request = ask(engine, PROMPT)
-        assert not request.found and answers(request)
-        evict(engine)
-    assert not save.sent and not load.sent and cache.host.size == 0
-    check_pools(engine)
 
 
 def test_offload_after_false_keeps_nothing_of_this_request():
@@ -358,17 +342,11 @@ def test_closing_the_engine_ends_the_threads_of_both_links():
 # 4. Runs ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "first, second, runs",
-    [
-        ([], [], []),
-        ([4], [9], [(4, 9, 1)]),
-        ([4, 5, 6], [9, 10, 11], [(4, 9, 3)]),
-        ([4, 5, 6], [9, 11, 12], [(4, 9, 1), (5, 11, 2)]),
-        ([4, 6, 7], [9, 10, 11], [(4, 9, 1), (6, 10, 2)]),
-        ([7, 6, 5], [3, 2, 1], [(7, 3, 1), (6, 2, 1), (5, 1, 1)]),
-    ],
-)
+@pytest.mark.parametrize("first, second, runs", [
+    ([], [], []), ([4], [9], [(4, 9, 1)]), ([4, 5, 6], [9, 10, 11], [(4, 9, 3)]),
+    ([4, 5, 6], [9, 11, 12], [(4, 9, 1), (5, 11, 2)]), ([4, 6, 7], [9, 10, 11], [(4, 9, 1), (6, 10, 2)]),
+    ([7, 6, 5], [3, 2, 1], [(7, 3, 1), (6, 2, 1), (5, 1, 1)]),
+])  # fmt: skip
 def test_a_run_is_adjacent_on_both_sides(first, second, runs):
     assert offload.adjacent(first, second) == runs
 

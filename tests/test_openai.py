@@ -145,14 +145,6 @@ def test_an_answer_goes_back_as_the_client_has_it(client, served):
     assert message.content in served.server.frontend.tokenizer.decode(seen(served).tokens)
 
 
-def test_the_parts_of_a_message_are_its_text(client, served, frontend):
-    parts = [dict(role="system", content="Say it."),
-             dict(role="user", content=[dict(type="text", text="Hel"), dict(type="text", text="lo")])]
-    client.chat.completions.create(messages=parts, **GREEDY)
-    request, expected = seen(served), frontend.request(messages=[parts[0], *HELLO])
-    assert request.tokens[:request.prompt_tokens] == expected.tokens
-
-
 def test_the_model_is_listed(client):
     model, = client.models.list()
     assert (model.id, model.object) == ("tiny", "model") and client.models.retrieve("tiny") == model

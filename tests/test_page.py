@@ -149,9 +149,8 @@ def test_the_page_shows_pools_requests_and_why_each_finished_one_was_restored_or
         playwright.expect(cells).to_have_attribute("aria-label", "layer 0: loaded, loaded, computed")
         assert texts(page, "#finished .cells span") == ["K", "K", "R"]
         grid = page.locator(".pool canvas").first
-        playwright.expect(grid).to_have_attribute("aria-label",
-                                                  "device: free 38, cached 2, reserved 0, in use 0, "
-                                                                "shared 0, in flight 0")
+        playwright.expect(grid).to_have_attribute(
+            "aria-label", "device: free 38, cached 2, reserved 0, in use 0, shared 0, in flight 0")
         client.engine.hold_after(3)
         with closing(client.send("/generate", dict(ASK, max_tokens=60))):
             playwright.expect(page.locator("#requests tr")).to_contain_text("decode")
@@ -226,8 +225,7 @@ def test_all_that_can_be_used_is_reached_with_the_keyboard_and_has_a_name(browse
         for _ in range(25):
             page.keyboard.press("Tab")
             reached.add(page.evaluate("(document.activeElement.id || document.activeElement.tagName)"))
-        assert {"prompt", "ask", "new", "max-tokens", "SUMMARY", "BUTTON",
-                "conversation"} <= reached
+        assert {"prompt", "ask", "new", "max-tokens", "SUMMARY", "BUTTON", "conversation"} <= reached
         controls = "button:visible, input, textarea, [role=region]:visible, [role=img]"
         for control in page.locator(controls).all():
             assert control.evaluate(

@@ -6,19 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from support.engines import (
-    Oracle,
-    ask,
-    check_pools,
-    chunk_files,
-    draw,
-    evict,
-    make,
-    planned,
-    settle,
-    steps_of,
-    tiny_model,
-)
+from support import engines
+from support.engines import Oracle, ask, check_pools, chunk_files, draw, evict, make, planned, settle
 
 from common.requests import Request
 
@@ -49,16 +38,13 @@ def test_a_shorter_history_comes_no_later_than_by_chapter_03():
     assert best_plan(12, long, Costs(40.0, 6.0, 3.0, 5.5, 99.0)) == "K" * 12, "nothing helps the question"
 
 
-@pytest.mark.parametrize(
-    "letters, seconds",
-    [
-        ("KKK", 6 + 0.5),  # the link: 2, 4, 6; then the last layer's question
-        ("HHH", 1 + 3 * (3 + 0.5)),  # arrives at 1, then projecting is the slower
-        ("RKK", 4 + 0.5),
-        ("RRH", 7 + 3 + 0.5 * 2 + 3 + 0.5),  # a layer and a projection, two questions, a projection, one
-        ("RHK", 3 + 0.5 + 3 + 0.5 + 0.5),  # K arrives at 3, meanwhile
-    ],
-)
+@pytest.mark.parametrize("letters, seconds", [
+    ("KKK", 6 + 0.5),  # the link: 2, 4, 6; then the last layer's question
+    ("HHH", 1 + 3 * (3 + 0.5)),  # arrives at 1, then projecting is the slower
+    ("RKK", 4 + 0.5),
+    ("RRH", 7 + 3 + 0.5 * 2 + 3 + 0.5),  # a layer and a projection, two questions, a projection, one
+    ("RHK", 3 + 0.5 + 3 + 0.5 + 0.5),  # K arrives at 3, meanwhile
+])  # fmt: skip
 def test_seconds_of_a_plan_by_hand(letters, seconds):
     assert plan_seconds(letters, Costs(7.0, 3.0, 1.0, 2.0, 0.5)) == pytest.approx(seconds)
 
@@ -104,7 +90,7 @@ def test_states_that_are_larger_than_k_and_v_are_in_no_plan():
 @pytest.mark.parametrize("plan", ["KKK", "HHH", "RHH", "RRK", "HKK", "RHK", "RKK", "RRH"])
 @pytest.mark.parametrize("kv_heads", [1, 4])
 def test_every_plan_gives_the_same_tokens(plan, kv_heads):
-    model = tiny_model(1, kv_heads)
+    model = engines.tiny_model(1, kv_heads)
     engine, cache = engine_for(plan, model=model, block_size=4, token_budget=48)
     oracle, talk = Oracle(model), PROMPT
     for turn in range(3):
@@ -261,19 +247,14 @@ def test_a_plan_that_has_files_is_taken_at_the_next_start_unless_it_is_clearly_w
 def test_what_is_there_is_projected_before_a_later_layer_is_waited_for(tmp_path):
     ask(engine := engine_for("RHK", chunk_files(tmp_path))[0], PROMPT, 1)
     settle(engine)
-    said = steps_of(engine_for("RHK", chunk_files(tmp_path))[0], PROMPT + [3])
+    said = engines.steps_of(engine_for("RHK", chunk_files(tmp_path))[0], PROMPT + [3])
     assert said == ["project 0", "part 0", "layer 1", "project 1", "part 1", "part 2", "layer 2"]
 
 
-@pytest.mark.parametrize(
-    "plan, words",
-    [
-        ("RHX", "is not best, paper, or letters like RRHHHK, R before H before K"),
-        ("KHR", "is not best"),
-        ("RRR", "is not best"),
-        ("RHHK", "--plan has 4 letters, and this model 3 layers; give it one for each."),
-    ],
-)
+@pytest.mark.parametrize("plan, words", [
+    ("RHX", "is not best, paper, or letters like RRHHHK, R before H before K"), ("KHR", "is not best"),
+    ("RRR", "is not best"), ("RHHK", "--plan has 4 letters, and this model 3 layers; give it one for each."),
+])  # fmt: skip
 def test_a_wrong_plan_is_one_sentence(plan, words, tiny_folder):
     command = [sys.executable, f"{planned.__name__}.py", "--model", str(tiny_folder), "--plan", plan]
     done = subprocess.run([*command, "--prompt", "a"], capture_output=True, text=True, timeout=120)

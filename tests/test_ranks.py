@@ -175,14 +175,11 @@ def test_host_memory_is_counted_in_what_is_kept(monkeypatch):
 
 # 4. Ending -------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize(
-    "how, words",
-    [
-        ("killed", "Rank 1 was killed by signal 9; so have all."),
-        ("stopped", "A rank does not answer; all ranks have ended."),
-        ("failed", "Rank 1 has ended (AssertionError: something went wrong here); so have all."),
-    ],
-)
+@pytest.mark.parametrize("how, words", [
+    ("killed", "Rank 1 was killed by signal 9; so have all."),
+    ("stopped", "A rank does not answer; all ranks have ended."),
+    ("failed", "Rank 1 has ended (AssertionError: something went wrong here); so have all."),
+])  # fmt: skip
 def test_when_a_rank_is_gone_all_end_with_a_sentence(how, words):
     done = scenario(2, how)
     assert done.returncode != 0 and words in done.stderr, done.stderr

@@ -26,7 +26,7 @@ from common.checkpoint import ModelError
 from common.link import Bandwidth, TransferError
 from common.requests import Request
 
-paged, ranked = importlib.import_module("02_paged_kv"), importlib.import_module("09_tensor_parallel")
+paged, nine = importlib.import_module("02_paged_kv"), importlib.import_module("09_tensor_parallel")
 ORACLE = Oracle()
 
 
@@ -147,14 +147,6 @@ def test_a_match_looks_at_the_nodes_on_its_path_only():
 
 
 # 2. Going down ---------------------------------------------------------------------------------
-
-def test_write_through_stores_what_is_full_at_once():
-    shelf = Shelf()
-    with engine_on(shelf) as engine:
-        right(engine, draw(random.Random(0), 100))
-        settle(engine)
-        assert len(shelf) == 6 and engine.counts["storage_pages_written"] == 6
-
 
 def test_write_through_selective_stores_what_is_asked_for_again():
     shelf, prompt = Shelf(), draw(random.Random(0), 100)
@@ -654,7 +646,7 @@ def test_nobody_waits_for_storage_that_has_failed_until_it_has_answered_again(ve
 
 def test_ranks_wait_once_for_pages_that_do_not_come():
     shelf, rng = Shelf(), random.Random(0)
-    engine = make(ranked.PageHeadCache(40, 2e9, store.Storage(shelf), range(2)), 40, always_restore=False)
+    engine = make(nine.PageHeadCache(40, 2e9, store.Storage(shelf), range(2)), 40, always_restore=False)
     right(engine, prompt := draw(rng, 200))
     forget(engine)
     shelf.open.clear()

@@ -109,14 +109,9 @@ def hybrid_runner(blocks: int, size: int = 16, plan=None, model=None, rows: int 
 
 
 def make(
-    cache="none",
-    blocks: int = 64,
-    block_size: int = 16,
-    model=None,
-    always_restore=True,
-    runner=None,
+    cache="none", blocks: int = 64, block_size: int = 16, model=None, always_restore=True, runner=None,
     **options,
-):
+):  # fmt: skip
     """An engine. `cache`: a name of CACHES, or a Cache. By default all that is offered is loaded: no clock
     decides."""
     model = model or tiny_model()

@@ -11,29 +11,17 @@ import torch
 from common.link import Link, Transfer
 from common.store import ModelledStorage, Storage
 
+LANES = "load", "save", "storage"
+
 
 class Faults:
     """Shares of copies: `failing` (nothing is copied), `late` (copied after up to `delay` seconds). Behind a
     copy that failed, those of the same lane that follow within `noisy` copies fail too, late, and write NaN
     before."""
 
-    def __init__(
-        self,
-        rng: random.Random,
-        failing=0.0,
-        late=0.0,
-        noisy=0,
-        delay=0.02,
-        lanes=("load", "save", "storage"),
-    ):
-        self.rng, self.failing, self.late, self.noisy, self.delay, self.lanes = (
-            rng,
-            failing,
-            late,
-            noisy,
-            delay,
-            lanes,
-        )
+    def __init__(self, rng: random.Random, failing=0.0, late=0.0, noisy=0, delay=0.02, lanes=LANES):
+        self.rng, self.failing, self.late, self.noisy = rng, failing, late, noisy
+        self.delay, self.lanes = delay, lanes
         self.broken = dict.fromkeys(lanes, 0)  # how many more copies of the lane write noise
         self.failed = self.delayed = self.noise = 0
         self.pending: list[threading.Timer] = []

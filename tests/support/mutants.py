@@ -11,9 +11,7 @@ from .engines import offload, paged
 # what it guarantees -> where, and what is there instead without it
 GUARDS = {
     "what a copy reads and writes is referenced": (
-        restoring.Cache, "hold",
-        "        pool.share(blocks)\n", "        pass\n    held = ()\n",
-    ),
+        restoring.Cache, "hold", "        pool.share(blocks)\n", "        pass\n    held = ()\n"),
     "nothing is found before it has arrived": (
         offload.HostCache, "save_blocks",
         "self.saving.update(zip(prefixes, places))",
@@ -21,27 +19,20 @@ GUARDS = {
     ),
     "what has failed to arrive is not found": (offload.HostCache, "saved", "if arrived:", "if True:"),
     "a request whose copy failed gets other blocks": (
-        restoring.Restorer, "give_up", "self.engine.requeue(request)", "self.end(request)",
-    ),
+        restoring.Restorer, "give_up", "self.engine.requeue(request)", "self.end(request)"),
     "a preempted request is not scheduled": (
-        paged.Engine, "schedule", "if request not in self.running:", "if False:",
-    ),
-    "a step that was given up is no step": (
-        restoring.Restorer, "wait", "raise Interrupted", "pass",
-    ),
+        paged.Engine, "schedule", "if request not in self.running:", "if False:"),
+    "a step that was given up is no step": (restoring.Restorer, "wait", "raise Interrupted", "pass"),
     "slots that were not written are not read": (
-        paged.Batch, "read_padded", "slots.where(seen, slots[:, :1])", "slots",
-    ),
+        paged.Batch, "read_padded", "slots.where(seen, slots[:, :1])", "slots"),
     "layers are waited for in the pass": (
-        paged.Engine, "before_layer", "self.restorer.wait(request, index + 1)", "pass",
-    ),
+        paged.Engine, "before_layer", "self.restorer.wait(request, index + 1)", "pass"),
     "blocks that are found were filled": (
         paged.Engine, "register",
         "full = request.computed // self.pool.block_size",
         "full = -(-request.computed // self.pool.block_size)",
     ),
 }  # fmt: skip
-
 
 
 def without(monkeypatch, owner, name: str, guard: str, instead: str):

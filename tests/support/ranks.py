@@ -40,9 +40,7 @@ class Losing:
         return [self.pages.get(key) for key in keys]
 
     def set(self, keys, values):
-        self.pages.update(
-            (key, value) for key, value in zip(keys, values) if self.rng.random() >= self.share
-        )
+        self.pages.update((key, value) for key, value in zip(keys, values) if self.rng.random() >= self.share)
 
 
 def divided(ranks: processes.Ranks, kv_heads: int) -> Llama:
