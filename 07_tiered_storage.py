@@ -217,6 +217,7 @@ class TieredCache(offload.HostCache):
         self.prefetches: dict[Prefetch, None] = {}  # that read, first come, first served
         self.reading = self.writing = 0  # pages on their way from storage, and to it
         self.unwritten: dict[Page, None] = {}  # in host memory, to be written to storage
+        self.fresh: set = set()  # prefixes of what was written lately, and of what comes before it
         self.matched: list[Page] = []  # about to be loaded, and so not evicted for that same request
         if self.storage:
             self.storage.open(engine.wake.set)
@@ -586,22 +587,21 @@ class TieredCache(offload.HostCache):
 
     def write(self, pages: list[Page], contents: list, *held):
         write = self.storage.set([page.prefix.key for page in pages], contents)
-        self.use_stored(pages)
         self.writing += len(pages)
         for page in pages:
             page.storing = True
         self.hold("written", [write], *held, then=partial(self.written, pages, write))
-
-    def use_stored(self, pages: list[Page]):
-        """Whoever writes pages uses what comes before them in their chains, so that the ends go first."""
-        chains = {prefix for page in pages for prefix in page.prefix.lineage()}
-        self.storage.use([prefix.key for prefix in sorted(chains, key=lambda prefix: -prefix.used)])
 
     def written(self, pages: list[Page], write, well: bool):
         self.writing -= len(pages)
         for page in pages:
             page.storing, page.stored = False, well or page.stored
         self.counts["storage_pages_written"] += write.value or 0
+        self.fresh.update(prefix for page in pages for prefix in page.prefix.lineage())
+        if not self.writing or len(self.fresh) > self.host.size:  # the ends of chains are to go first
+            used = sorted(self.fresh, key=lambda prefix: -prefix.used)
+            self.storage.use([prefix.key for prefix in used])
+            self.fresh.clear()
         if not well:
             self.lose(pages)
         elif self.write_policy == "write_back":

@@ -768,7 +768,7 @@ def cache_on(kind: str, folder, limit_gb: float):
         return tiered(40, "wait_complete", "write_through", store.Directory(f"file:{folder}", limit_gb))
     files = store.in_directories([folder], limit_gb)
     made = dict(hidden=engines.hidden.HiddenCache, planned=partial(engines.planned.PlannedCache, plan="RHK"))
-    return engines.both.BidirectionalCache(files) if kind == "both" else made[kind](40, 2e9, files)
+    return engines.both.BidirectionalCache(files, share=0.0) if kind == "both" else made[kind](40, 2e9, files)
 
 
 FILES = pytest.mark.parametrize("kind", ["hidden", "planned", "both", "tiered"])
