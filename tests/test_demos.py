@@ -49,7 +49,7 @@ def what_a_demo_says(chapter: str, said: str, report: dict, trace: dict):
         assert what.get(chapter, "layer 2") in names
 
 
-@pytest.fixture(scope="module", params=["no chat template", "no system role"])
+@pytest.fixture(scope="module")
 def plain_folder(request, tmp_path_factory):
     folder = write_model(tmp_path_factory.mktemp("plain"), max_position_embeddings=2048)
     (folder / "chat_template.jinja").unlink()
@@ -59,7 +59,10 @@ def plain_folder(request, tmp_path_factory):
     return tokenizer.save_pretrained(folder) and folder
 
 
-@pytest.mark.parametrize("chapter", check_docs.CHAPTERS[:-1])
+@pytest.mark.parametrize("plain_folder, chapter", [
+    *(("no chat template", chapter) for chapter in check_docs.CHAPTERS[:-1]),
+    ("no system role", "02_paged_kv"), ("no system role", "07_tiered_storage"),  # which have one
+], indirect=["plain_folder"])  # fmt: skip
 def test_a_demo_asks_a_model_that_knows_no_conversations_or_no_system_role(chapter, plain_folder, monkeypatch):
     """As far as the comparison; what is timed behind it asks nothing else."""
     def equal(pairs, *_):
