@@ -397,14 +397,13 @@ class Storage:
         wrong, gone = set(keys), False
         try:
             values = self.backend.get([key.hex() for key in keys])
-            wrong.clear()
             for key, value, place in zip(keys, values, into, strict=True):
                 contents = memoryview(value or b"")[4:]
                 if len(contents) != place.nbytes or checksum(key, contents) != bytes(value[:4]):
-                    wrong.add(key)
                     gone |= value is None
                 else:
                     numpy.copyto(place, numpy.frombuffer(contents, place.dtype).reshape(place.shape))
+                    wrong.discard(key)
             if wrong:
                 raise Damaged(f"{len(wrong)} of {len(keys)} values are missing or damaged")
         finally:

@@ -795,6 +795,19 @@ def test_what_is_used_on_the_device_is_not_the_oldest_in_storage(kind, tmp_path)
     engine.close()
 
 
+@pytest.mark.parametrize("answer", [[], [5, 5], None])
+def test_an_answer_that_is_none_of_values_doubts_all_that_was_asked(answer):
+    storage, keys = store.Storage(shelf := Shelf()), [bytes([number]) * 32 for number in range(2)]
+    storage.open(lambda: None)
+    places = [numpy.zeros(8, "u1") for _ in keys]
+    storage.set(keys, places).wait(60)
+    shelf.get = lambda keys: answer
+    with pytest.raises(TransferError):
+        storage.get(keys, places).wait(60)
+    assert storage.doubted == set(keys)
+    storage.close()
+
+
 def test_a_value_that_is_gone_makes_storage_look_what_else_is(tmp_path):
     storage = store.Storage(store.Directory(f"file:{tmp_path}"))
     storage.open(lambda: None)
