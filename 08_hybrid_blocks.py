@@ -729,7 +729,7 @@ def add_arguments(parser):
     links.add_arguments(parser)
 
 
-def load(name: str, dtype: str = "auto", device: str = "auto", reorder: bool = True):
+def load(name: str, dtype: str = "auto", device: str = "auto"):
     """As checkpoint.load; the layers' weights stay in host memory, plain."""
     loaded = checkpoint.load(name, dtype, device, on_host=True)
     layers_on_host(loaded[0], checkpoint.pick_device(device))

@@ -470,12 +470,12 @@ def make_engine(model, arguments, keep: str | None = None) -> paged.Engine:
     return paged.make_engine(model, options, Together(cache, ranks))
 
 
-def load(ranks: Ranks, name: str, dtype: str, device: str, reorder: bool = True):
+def load(ranks: Ranks, name: str, dtype: str, device: str):
     """checkpoint.load of a rank's part. Collective."""
     n, gpus = ranks.count, torch.cuda.device_count()
     if checkpoint.pick_device(device) == "cuda" and gpus < n:
         raise checkpoint.ModelError(f"{n} ranks need as many GPUs, and here are {gpus}; add --device cpu.")
-    loaded = checkpoint.load(name, dtype, device, reorder, division=Division(ranks))
+    loaded = checkpoint.load(name, dtype, device, division=Division(ranks))
     ranks.meet()
     return loaded
 
@@ -484,15 +484,14 @@ def main():
     parser = cli.parser_for(__doc__)
     add_arguments(parser)
     arguments = parser.parse_args()
-    begin = lambda *names, **named: load(join(arguments.ranks), *names, **named)  # noqa: E731
+    begin = lambda *names: load(join(arguments.ranks), *names)  # noqa: E731
     if int(os.environ.get("RANK", 0)) == 0:
         make = lambda *what: Everywhere(make_engine(*what))  # noqa: E731
         return cli.main(__doc__, "09_tensor_parallel", add_arguments, make, demo, load=begin)
     # The other ranks do the same
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        names = arguments.model, arguments.dtype, arguments.device, not arguments.plain_weights
-        model, tokenizer, end_tokens = begin(*names)
+        model, tokenizer, end_tokens = begin(arguments.model, arguments.dtype, arguments.device)
         if arguments.demo:
             demo(model, lesson.Frontend(model, tokenizer, end_tokens), arguments)
         else:

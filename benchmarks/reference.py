@@ -21,7 +21,7 @@ def reference_model(name: str, dtype: torch.dtype, device: str = "cpu"):
 
 
 def as_transformers(plain: Llama, dtype: torch.dtype = torch.float32, device: str = "cpu"):
-    """The same weights, if they have not been reordered, in a model of `transformers`."""
+    """The same weights in a model of `transformers`."""
     config = LlamaConfig(**{field: getattr(plain.config, field) for field in (
         "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
         "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings")})

@@ -7,7 +7,8 @@
     random:NAME      random weights, always the same, and a byte-level tokenizer: tools/random_models.py
 
 Weights travel one tensor at a time from the file to their final place and dtype, so loading needs the
-model's own memory and one tensor more. Only safetensors are read; a pickle can run code.
+model's own memory and one tensor more. On a CPU the products of many rows then get a copy of their own, where
+twice as much is free. Only safetensors are read; a pickle can run code.
 """
 import ctypes
 import hashlib
@@ -44,12 +45,11 @@ def keep_freed_memory():
         mallopt(-3, 32 << 20)        # M_MMAP_THRESHOLD: the largest that glibc takes
 
 
-def load(name: str, dtype: str = "auto", device: str = "auto", reorder: bool = True, on_host: bool = False,
-         division=None):
+def load(name: str, dtype: str = "auto", device: str = "auto", on_host: bool = False, division=None):
     """-> (Llama, tokenizer, end tokens: the ids after which an answer is over). Raises ModelError.
 
-    `dtype` is auto, float32, bfloat16 or float16; `device` auto, cpu or cuda. `reorder=False` keeps weights
-    plain on a CPU; `on_host` in host memory, on any device (08). `division`: take only a rank's part (09)."""
+    `dtype` is auto, float32, bfloat16 or float16; `device` auto, cpu or cuda. `on_host`: keep the weights in
+    host memory, on any device (08). `division`: take only a rank's part (09)."""
     device = pick_device(device)
     keep_freed_memory()
     place = "cpu" if on_host else device
@@ -77,7 +77,7 @@ def load(name: str, dtype: str = "auto", device: str = "auto", reorder: bool = T
         fill_from_files(model, weight_files(name, folder), digest, config, division)
     model.digest = digest.digest()
     model.eval().requires_grad_(False)
-    if reorder and not on_host:
+    if not on_host and 2 * weight_bytes(model) < free_host_memory():
         model.reorder_weights()
     return model, tokenizer, frozenset(end_tokens)
 
@@ -183,7 +183,7 @@ def allocate(config: LlamaConfig, dtype: torch.dtype, device: str, name: str, di
         shape = Llama(config, dtype, "meta")
     except RuntimeError:                    # a product of its sizes is more than 64 bits
         raise ModelError(f"{name}: the sizes in its config.json are absurd.") from None
-    size = sum(tensor.numel() for tensor in (*shape.parameters(), *shape.buffers())) * dtype.itemsize
+    size = weight_bytes(shape)
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else free_host_memory()
     if size > free:
         raise ModelError(f"{name} takes {size / 1e9:.1f} GB in {str(dtype)[6:]} and {free / 1e9:.1f} GB are "
@@ -192,6 +192,10 @@ def allocate(config: LlamaConfig, dtype: torch.dtype, device: str, name: str, di
     if division:
         division.divide(model)
     return model
+
+
+def weight_bytes(model: Llama) -> int:
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
 def free_host_memory() -> float:

@@ -41,7 +41,6 @@ def parser_for(doc: str) -> argparse.ArgumentParser:
         help="classroom (default), tinyllama, FOLDER, OWNER/NAME on the hub, or random:NAME")
     add("--device", default="auto", help="auto, cpu or cuda")
     add("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
-    add("--plain-weights", action="store_true", help="on a CPU, do not reorder the weights for oneDNN")
     add("--max-tokens", type=bounded(int, 1, 1 << 20), default=128, help="length of an answer (default 128)")
     add("--temperature", type=bounded(float, 0, 100), default=0.0, help="0 (default) is greedy")
     add("--seed", type=bounded(int, 0, (1 << 63) - 1), default=None)
@@ -59,7 +58,7 @@ def main(doc, chapter: str, add_arguments, make_engine, demo, compare=lambda arg
     make_engine(model, arguments)       returns its engine, and prints its pools to stderr
     demo(model, frontend, arguments)    prints the lesson; returns (report for --json, timelines)
     compare(arguments)                  returns {name: (make_engine, evict its device?)}, for the page
-    load(name, dtype, device, reorder)  as checkpoint.load; layers on the host (08), or a part (09)
+    load(name, dtype, device)           as checkpoint.load; layers on the host (08), or a part (09)
     """
     parser = parser_for(doc)
     add_arguments(parser)
@@ -98,8 +97,7 @@ def run(chapter: str, arguments, make_engine, demo, compare, load):
     listener = server.listen(arguments.host, arguments.port) if serving else None
 
     # 2. The model
-    model, tokenizer, end_tokens = load(
-        arguments.model, arguments.dtype, arguments.device, reorder=not arguments.plain_weights)
+    model, tokenizer, end_tokens = load(arguments.model, arguments.dtype, arguments.device)
     frontend = Frontend(model, tokenizer, end_tokens)
     info = dict(chapter=chapter, model=arguments.model, dtype=str(model.dtype)[6:],
                 device=torch.cuda.get_device_name() if model.device.type == "cuda" else "cpu")

@@ -18,6 +18,7 @@ import functools
 import math
 import re
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -131,53 +132,38 @@ class LlamaConfig:
 
 
 class Linear(nn.Module):
-    """y = x W^T + b. On a CPU the weight can be reordered once (`reorder`) into oneDNN's own layout, and the
-    plain weight is then released. Decode's one-row products only stream through the weight; two things help:
-    - oneDNN streams faster through four rows than through one, so fewer are filled up with zeros;
-    - a small weight, for which the call into oneDNN costs more than it saves, is kept in a second layout too,
-      one piece a thread: one thread does one small product, all of them do a batch."""
-    SMALL = 1 << 20            # numbers
-    FEWEST_ROWS = 4
+    """y = x W^T + b. On a CPU many rows are multiplied with a copy of the weight in oneDNN's own layout
+    (`reorder`). A few rows only stream through the weight, faster if each thread does its part of it."""
+    FEW = 4                    # rows
 
     def __init__(self, inputs: int, outputs: int, bias: bool, **where):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs, **where))
         self.bias = nn.Parameter(torch.empty(outputs, **where)) if bias else None
-        self.reordered = self.pieces = None
+        self.reordered = None
 
     def forward(self, x):                                              # [T, inputs] -> [T, outputs]
+        rows, on_cpu = len(x), x.device.type == "cpu"
+        if rows <= self.FEW and on_cpu and x.dtype == torch.float32:
+            count = math.gcd(len(self.weight), torch.get_num_threads())
+            parts = self.weight.unflatten(0, (count, -1))              # [parts, outputs / parts, inputs]
+            out = torch.bmm(parts, x.contiguous().t().expand(count, -1, -1))   # [parts, outputs / parts, T]
+            out = out.flatten(0, 1).t().contiguous()                   # [T, outputs]
+            return out if self.bias is None else out + self.bias
         if self.reordered is not None:
-            return self.multiply_reordered(x)
-        many_on_cpu = x.dtype == torch.bfloat16 and x.shape[0] > 8 and x.device.type == "cpu"
-        if many_on_cpu and not cpu_multiplies_bfloat16():
+            return torch.ops.mkldnn._linear_pointwise(x, self.reordered, self.bias, "none", [], "")
+        if x.dtype == torch.bfloat16 and rows > 8 and on_cpu and not cpu_multiplies_bfloat16():
             # Without the instructions these products run a hundred times slower than those in float32
             bias = None if self.bias is None else self.bias.float()
             return F.linear(x.float(), self.weight.float(), bias).bfloat16()
         return F.linear(x, self.weight, self.bias)
 
-    def multiply_reordered(self, x):
-        rows = x.shape[0]
-        if rows == 1 and self.pieces is not None:
-            out = torch.bmm(x.expand(len(self.pieces), 1, -1), self.pieces).view(1, -1)  # [1, outputs]
-            return out if self.bias is None else out + self.bias
-        if rows < self.FEWEST_ROWS:
-            x = F.pad(x, (0, 0, 0, self.FEWEST_ROWS - rows))           # [FEWEST_ROWS, inputs]
-        return torch.ops.mkldnn._linear_pointwise(x, self.reordered, self.bias, "none", [], "")[:rows]
-
     def reorder(self):
-        """Move the weight into the faster layouts, on a CPU, if the operator is there and takes it."""
-        if self.weight.device.type != "cpu" or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
-            return
-        weight = self.weight.detach()
-        try:
-            self.reordered = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-        except RuntimeError:                # a dtype that this processor has no kernel for
-            return
-        self.weight = None
-        if weight.numel() < self.SMALL and weight.dtype == torch.float32:
-            count = math.gcd(len(weight), torch.get_num_threads())
-            pieces = weight.unflatten(0, (count, -1))                  # [pieces, outputs / pieces, inputs]
-            self.pieces = pieces.transpose(1, 2).contiguous()          # [pieces, inputs, outputs / pieces]
+        """Copy the weight into that layout, if the operator is there and takes it."""
+        with suppress(AttributeError, RuntimeError):       # a dtype that this processor has no kernel for
+            if self.weight.device.type == "cpu":
+                weight = self.weight.detach()
+                self.reordered = torch.ops.mkldnn._reorder_linear_weight(weight, None)
 
 
 @functools.cache
@@ -318,7 +304,7 @@ class Llama(nn.Module):
         return {name: tensor.detach() for name, tensor in named.items()}
 
     def reorder_weights(self):
-        """Reorder every linear layer for the CPU; plain weights are released one by one."""
+        """Give every linear layer its copy for many rows, on a CPU."""
         for module in self.modules():
             if isinstance(module, Linear):
                 module.reorder()

@@ -67,14 +67,14 @@ def write_model(folder: Path, family="llama", seed: int = 0, max_shard_size: str
     return folder
 
 
-def load(folder, dtype: str = "float32", device: str = "cpu", reorder: bool = True) -> Frontend:
+def load(folder, dtype: str = "float32", device: str = "cpu") -> Frontend:
     """What makes requests of questions to a model; the model is in its `model`."""
-    return Frontend(*checkpoint.load(str(folder), dtype, device, reorder=reorder))
+    return Frontend(*checkpoint.load(str(folder), dtype, device))
 
 
-def make_engine(folder, dtype: str = "float32", device: str = "cpu", reorder: bool = True, **options):
+def make_engine(folder, dtype: str = "float32", device: str = "cpu", **options):
     """Chapter 01's engine on a model."""
-    return chapter("01_baseline").Engine(load(folder, dtype, device, reorder).model, **options)
+    return chapter("01_baseline").Engine(load(folder, dtype, device).model, **options)
 
 
 @pytest.fixture(scope="session")
