@@ -157,7 +157,7 @@ class HostCache(Cache):
 
     def idle(self):
         self.save_link.settle()
-        self.save_link.speeds.clear()  # of when the processor was busy
+        self.save_link.measured.forget()  # of when the processor was busy
         self.save_link.speed()
         return self.load_link.measure(self.engine.restorer.interrupt)
 
@@ -221,7 +221,7 @@ def demo(model, frontend: Frontend, arguments):
         lesson.settle(declining)
         link = declining.cache.load_link
         link.bandwidth = links.Bandwidth(link.bandwidth.value / 100)
-        link.speeds.clear()
+        link.measured.forget()
         ways["slow link"] = lambda: ask("slow link", declining, "device")
     taken = lesson.in_turn(ways)
     verified = lesson.equal_to_baseline(model, [*asked, back, *cases.values()])

@@ -34,10 +34,10 @@ Source: HCache (Gao et al., EuroSys '25), sections 3.1, 4.2 and 5. Its scheduler
 import argparse
 import common.cli as cli
 import importlib
+import math
 import random
 import statistics
 import sys
-import time
 from collections import deque
 from functools import partial
 from pathlib import Path
@@ -49,6 +49,7 @@ from common import checkpoint, lesson
 from common import link as links
 from common.requests import Frontend, Request
 from common.restoring import LONG, Cache, Match
+from common.speed import ROWS, Speed, time_projecting
 from common.store import BlockStore, Move, StoredChunks, in_directories
 
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
@@ -56,8 +57,6 @@ SNAPSHOT = 1 << 21  # bytes of states that wait, at most, before they leave for 
 STEPS = 4  # of a whole token budget that the snapshot buffer holds
 DEPTH = 8  # layers of a restoration that are on their way to the device, or there and not yet projected
 THREADS = 8  # of stage two
-MEASURED = 512  # tokens: projecting them is measured
-PAUSE_BEFORE = 0.02  # seconds, of a measurement: a loop without is up to twice as fast as a restoration
 
 # 1. The cache ----------------------------------------------------------------------------------
 
@@ -81,7 +80,7 @@ class HiddenCache(Cache):
             self.storage.open(wake)
         self.forget_steps()
         self.keep(range(1, len(self.model.layers)), "hidden states")
-        self.rates = deque(maxlen=64)  # seconds to project a row of a layer, the last times
+        self.projecting = Speed(math.inf)  # rows of a layer a second
         self.spans = deque()  # (request, rows projected, label, mark, mark): what was computed lately
 
     def keep(self, layers, name: str, of_blocks=(), store: BlockStore | None = None):
@@ -125,17 +124,17 @@ class HiddenCache(Cache):
 
     def seconds_to_project(self, tokens: int) -> float:
         """Estimate for a layer."""
-        self.learn()
-        return tokens * statistics.median(self.rates) if self.rates else 0.0
+        self.draw()
+        return self.projecting.seconds(tokens)
 
-    def learn(self):
-        """Note how long projections took, and draw them."""
+    def draw(self):
+        """Draw what was computed, and note how long projections took."""
         while self.spans:
             request, rows, label, *marks = self.spans.popleft()
             start, end = map(self.engine.clock.seconds, marks)
             request.timeline.add("compute", label, start, end)
             if rows >= LONG:  # a few take as long as many
-                self.rates.append((end - start) / rows)
+                self.projecting.note(rows, end - start)
 
     # Bringing back
 
@@ -271,7 +270,7 @@ class HiddenCache(Cache):
             request.timeline.add("save", "states", *transfer.span())
 
     def finished(self, request):
-        self.learn()
+        self.draw()
         if request in self.rows:
             self.flush()
         for store in self.stores:
@@ -280,40 +279,13 @@ class HiddenCache(Cache):
     # Measuring
 
     def idle(self):
-        """Measure the link, and projecting: as in a restoration, all layers in order, in nobody's blocks."""
-        interrupt, device, depth = self.engine.restorer.interrupt, self.model.device, len(self.model.layers)
+        interrupt = self.engine.restorer.interrupt
         self.load_link.measure(interrupt)
-        tokens = min(MEASURED, self.model.config.max_position_embeddings)
-        hidden = torch.randn(tokens, self.model.config.hidden_size, device=device).to(self.model.dtype)
-        positions = torch.arange(tokens, device=device)  # [T]
-
-        def project_all(request):
-            slots = self.slots(request, positions)  # [T]
-            for layer in range(depth):
-                interrupt()
-                self.project(layer, hidden, positions, slots)
-
-        if seconds := self.measure(project_all, tokens):
-            self.rates.clear()
-            self.rates.append(seconds / tokens / depth)
+        tokens = min(ROWS, self.model.config.max_position_embeddings)
+        seconds = time_projecting(self.model, tokens, self.engine.clock, interrupt)
+        self.projecting.forget()
+        self.projecting.note(tokens, seconds)
         return 1 / self.seconds(self.pool.block_size, [0])
-
-    def measure(self, work, tokens: int, computed: int = 0) -> float | None:
-        """Call work(request) for nobody's request, of which `computed` tokens are there -> seconds, the
-        median of three, behind a pause each; None if too few blocks are free. `work` may be Interrupted."""
-        clock, taken = self.engine.clock, []
-        request = self.engine.restorer.nobodys_request(tokens, computed)
-        if request is None:
-            return None
-        try:
-            for _ in range(4):  # the first one touches memory
-                time.sleep(PAUSE_BEFORE)  # not engine.sleep: it would clear what wakes the engine
-                began = time.perf_counter()
-                work(request)
-                taken.append(clock.seconds(clock.mark()) - began)
-        finally:
-            self.pool.release(request.table)
-        return statistics.median(taken[1:])
 
     def close(self):
         if self.storage:

@@ -42,8 +42,6 @@ import random
 import re
 import statistics
 import sys
-import time
-from collections import deque
 from functools import partial
 from typing import NamedTuple
 
@@ -52,7 +50,8 @@ import torch
 
 from common import checkpoint, lesson
 from common.requests import BadRequest, Frontend, Request
-from common.restoring import LONG, PAUSE, Match
+from common.restoring import PAUSE, Match
+from common.speed import fastest_layer
 from common.store import StoredChunks
 
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
@@ -61,7 +60,6 @@ PLANNED, QUESTION = 1024, 32  # tokens: of the history that is planned for, and 
 SHORTER = 512  # tokens: a history that must not come later than by chapter 03
 MIX = 1e-3  # seconds that a mix takes besides, at most
 BETTER = 0.9  # a new plan takes at most this share of the old one's time
-DOUBT = 0.1  # a restoration that takes longer than predicted by more than this share: measure again
 
 # 1. The planner --------------------------------------------------------------------------------
 
@@ -147,7 +145,6 @@ class PlannedCache(hidden_states.HiddenCache):
         best, paper, or a letter for each layer."""
         super().__init__(blocks, bandwidth, storage)
         self.asked, self.question, self.proposed = plan, 0.0, None
-        self.paces = deque(maxlen=8)  # measured by predicted seconds, of the last restorations
 
     def attach(self, engine):
         blocks, self.blocks = self.blocks, 0
@@ -193,12 +190,15 @@ class PlannedCache(hidden_states.HiddenCache):
 
     # Estimating
 
-    def costs(self, start: int, end: int) -> Costs:
+    def costs(self, start: int, end: int, stored: float = 0.0) -> Costs:
+        """Of a layer of tokens start to end, of which a share is `stored`: read while the link moves on."""
         config, layers, tokens = self.model.config, len(self.model.layers), end - start
         states = tokens * config.hidden_size * self.model.dtype.itemsize
         kv = tokens * config.kv_numbers_per_token * self.model.dtype.itemsize // layers
         compute = self.engine.restorer.seconds_to_compute(start, end) / layers
         speed = self.load_link.speed()
+        if stored:
+            speed = min(speed, self.storage.speed() / stored)
         return Costs(compute, self.seconds_to_project(tokens), states / speed, kv / speed, self.question)
 
     def match(self, request):
@@ -207,11 +207,13 @@ class PlannedCache(hidden_states.HiddenCache):
         if not blocks:
             return None
         start, tokens = request.computed, reached - request.computed
-        costs = self.costs(start, reached)._replace(question=0.0)  # it follows in either case
-        pace = statistics.median(self.paces) if self.paces else 1.0
-        seconds = pace * plan_seconds(store.letters, costs)
-        seconds += self.load_link.seconds(0) + store.seconds_to_read(blocks)
-        source = "disk" if store.stored(blocks) else "cpu"
+        stored = store.stored(blocks)
+        costs = self.costs(start, reached, len(stored) / len(blocks))
+        costs = costs._replace(question=0.0)  # it follows in either case
+        seconds = plan_seconds(store.letters, costs) + self.load_link.seconds(0)
+        if stored:
+            seconds += self.storage.seconds(stored, 0)  # what is queued there
+        source = "disk" if stored else "cpu"
         return Match(tokens, seconds, blocks, source, tokens, store)
 
     # Bringing back
@@ -219,7 +221,7 @@ class PlannedCache(hidden_states.HiddenCache):
     def restore(self, request, restoration, match):
         store, letters = match.store, match.store.letters
         start, end, recomputed = restoration.start, restoration.end, letters.count("R")
-        costs, began = self.costs(start, end), time.perf_counter()
+        costs = self.costs(start, end, len(store.stored(match.blocks)) / len(match.blocks))
         predicted = plan_seconds(letters, costs)
         if letters.strip("K"):
             positions = torch.arange(start, end, device=self.model.device)  # [T]
@@ -268,9 +270,6 @@ class PlannedCache(hidden_states.HiddenCache):
             self.hold("load", list(transfers.values()), *held, then=lambda arrived, to=landing: None)
             for pool, blocks in held:
                 pool.release(blocks)
-        if end - start >= LONG and len(self.engine.running) == 1 and self.model.device.type == "cpu":
-            self.paces.append((time.perf_counter() - began) / predicted)
-            self.engine.restorer.doubtful |= abs(self.paces[-1] - 1) > DOUBT
         title = f"{end - start} tokens: {1e3 * predicted:.1f} ms predicted, the question included"
         legend = dict(R="recomputed", H="from hidden states", K="loaded as K and V")
         costs_ms = {name: 1e3 * seconds for name, seconds in costs._asdict().items()}  # of a layer
@@ -312,12 +311,12 @@ class PlannedCache(hidden_states.HiddenCache):
 
     def idle(self):
         super().idle()
-        restorer, layers = self.engine.restorer, len(self.model.layers)
-        if not restorer.rates and (rate := restorer.measure_prefill()):
-            restorer.rates.append(rate)
+        layers, stored = len(self.model.layers), float(self.storage is not None)
+        if not self.engine.restorer.computing.passes:
+            self.engine.restorer.measure_computing()
         self.measure_question()
         tokens = min(PLANNED, self.model.config.max_position_embeddings // 2)
-        costs, shorter = self.costs(0, tokens), self.costs(0, min(SHORTER, tokens))
+        costs, shorter = (self.costs(0, end, stored) for end in (tokens, min(SHORTER, tokens)))
         if self.asked in ("best", "paper") and math.isfinite(costs.recompute):
             best = self.asked == "best"
             letters = best_plan(layers, costs, shorter) if best else closed_form(layers, costs)
@@ -333,15 +332,14 @@ class PlannedCache(hidden_states.HiddenCache):
         return 1 / plan_seconds(self.store.letters, costs)
 
     def measure_question(self):
-        """Seconds a layer for the question's rows behind a history, in single passes."""
-        tokens = min(PLANNED, self.model.config.max_position_embeddings // 2)
-        runner, interrupt = self.engine.runner, self.engine.restorer.interrupt
-
-        def ask(request):
-            runner.forward([(request, QUESTION)], interrupt)[1].argmax(-1).tolist()
-
-        if seconds := self.measure(ask, tokens + QUESTION, tokens):
-            self.question = seconds / len(self.model.layers)
+        """Seconds a layer for the question's rows behind a history."""
+        tokens, restorer = min(PLANNED, self.model.config.max_position_embeddings // 2), self.engine.restorer
+        if request := restorer.nobodys_request(tokens + QUESTION, tokens):
+            try:
+                run = partial(self.engine.runner.forward, [(request, QUESTION)])
+                self.question = fastest_layer(run, self.engine.clock, restorer.interrupt)
+            finally:
+                self.pool.release(request.table)
 
 
 # 3. The demo -----------------------------------------------------------------------------------

@@ -14,8 +14,9 @@ and lowers the limit up to which is computed. Where the two meet, the history is
 
 Nobody claims a chunk before he has it: prefill never waits for storage, and there is nothing to lock. They
 may meet inside a chunk. A step of one request that loading has overtaken is given up; reads that prefill has
-overtaken are called off. If a chunk is missing or damaged, or the engine's deadline for all of it has passed,
-loading is over: what has come stays, and the rest is computed. It is the late tokens that should be loaded:
+overtaken are called off. If a chunk is missing or damaged, loading is over: what has come stays, and the rest
+is computed. When the engine's deadline for all of it has passed, prefill takes whole steps and leaves storage
+no share; what still arrives before they meet is used. It is the late tokens that should be loaded:
 a token attends to all before it, so late ones cost more to compute, and to load all cost the same.
 
 How many tokens should a step compute? Long steps cost less a token, but when one of them reaches the meeting
@@ -23,9 +24,10 @@ point, it has computed what storage could have brought. So a step takes the shar
 will get if both go on as they last did, `left l / (l + c)`, a chunk at least, and all where less than a chunk
 would come meanwhile.
 
-Beside other requests the prefill takes a `--share` of each step, or, with `--compute leftover`, only what
-the others leave (the paper's section 6). With `--bits 8` K and V travel in 8 bits, under keys of their own:
-they are not those of chapter 01, nor is what is computed behind them.
+Beside other requests the prefill takes a `--share` of each step, and is priced at that share when the engine
+decides whether to load; or, with `--compute leftover`, it takes only what the others leave (the paper's
+section 6). With `--bits 8` K and V travel in 8 bits, under keys of their own: they are not those of chapter
+01, nor is what is computed behind them.
 
 Source: Cake ("Compute or Load KV Cache? Why Not Both?", Jin et al., ICML '25), sections 4 to 6, appendices A
 and B.
@@ -121,10 +123,12 @@ class BidirectionalCache(Cache):
         end = min((run[-1][0] + 1) * CHUNK, len(request.tokens) - 1) if run else 0  # the last is computed
         if end > start:
             queued = sum(other.restoration.limit - other.computed for other in self.unmet())
-            load = self.seconds_to_load(queued + end - start)
-            compute = self.engine.restorer.seconds_to_compute(start, end)
-            gap = self.engine.restorer.seconds_to_compute(start, max(start, run[0][0] * CHUNK))
-            return Match(end - start, max(load / (1 + load / compute), gap), run, "storage")
+            load, share = self.seconds_to_load(queued + end - start), 1.0
+            if self.engine.running and not self.leftover:
+                share = self.share or 1e-9  # 0: it only loads
+            compute = self.engine.restorer.seconds_to_compute(start, end) / share
+            gap = self.engine.restorer.seconds_to_compute(start, max(start, run[0][0] * CHUNK)) / share
+            return Match(end - start, max(load / (1 + load / compute), gap), run, "storage", share=share)
 
     def longest_run(self, request) -> list[tuple]:
         """-> (number, where storage has it) of adjacent chunks, not all before what is computed."""
@@ -141,7 +145,7 @@ class BidirectionalCache(Cache):
     def idle(self):
         """Forget how fast it was: to try costs nothing."""
         for storage in self.storage.storages:
-            storage.speeds.clear()
+            storage.measured.forget()
         return self.storage.speed()
 
     # Both ends

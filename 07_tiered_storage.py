@@ -447,8 +447,8 @@ class TieredCache(offload.HostCache):
         last speeds of both sides (chapter 06)."""
         restoration, size = request.restoration, self.pool.block_size
         tokens = left = restoration.limit - request.computed
-        if self.storage.speeds and time.perf_counter() < restoration.deadline:
-            load = left / size * self.host.block_bytes / statistics.median(self.storage.speeds)
+        if self.storage.measured.passes and time.perf_counter() < restoration.deadline:
+            load = left / size * self.host.block_bytes / self.storage.speed()
             compute = self.engine.restorer.seconds_to_compute(request.computed, restoration.limit)
             tokens = max(both.CHUNK, int(left * load / (load + compute)))
         if left - tokens < both.CHUNK:  # storage will bring hardly more meanwhile

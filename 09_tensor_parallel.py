@@ -273,11 +273,10 @@ class Together:
     def idle(self):
         """Measure once, all together: a rank that measures alone is alone."""
         restorer = self.engine.restorer
-        if not restorer.rates:
+        if not restorer.computing.passes:
             restorer.agree = self.ranks.all
             self.inner.idle()
-            if rate := restorer.measure_prefill():
-                restorer.rates.append(rate)
+            restorer.measure_computing()
 
 
 # 3. Pages in storage ---------------------------------------------------------------------------

@@ -135,7 +135,7 @@ class Bench:
     def use(self, speed: float):
         """Let storage be so fast from now on, in bytes/s."""
         self.modelled.bandwidth = links.Bandwidth(speed)
-        self.modelled.speeds.clear()
+        self.modelled.measured.forget()
 
 
 # 1. The grid ------------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ class Bench:
         """Host memory for so many tokens, over the default link or a share of it."""
         bandwidth, files = links.bandwidth(self.model), f"file:{self.folder}/{name}"
         if share != 1 and bandwidth:
-            bandwidth = links.Bandwidth(share * bandwidth.measure())
+            bandwidth = links.Bandwidth(share * bandwidth.value)
         behind = store.Storage(store.open_backend(files, {}), "files") if storage else None
         return tiered.TieredCache(self.blocks(on_host), bandwidth, behind, **options)
 
@@ -143,7 +143,7 @@ def mixed(engine, taken: dict, at_once: int, model) -> dict:
     cache, (requests, seconds), direct = engine.cache, taken["ours"], taken["known"]
     means = {name: statistics.mean(ttft(each)) for name, (each, _) in taken.items()}
     block, bounds, on_link, on_read = cache.host.block_bytes / cache.pool.block_size, [], 0.0, 0.0
-    speeds = cache.load_link.speed(), statistics.median(cache.storage.speeds)
+    speeds = cache.load_link.speed(), cache.storage.speed()
     for request, hit in zip(requests, direct[0]):
         read = request.found.get("storage", 0) * block
         copied, least = read + request.found.get("cpu", 0) * block, hit.outcome.ttft_ms
@@ -235,8 +235,8 @@ def admission(model, arguments, histories=(512, 1024, 1900)):
                     engine.cache.storage = None
                 elif way.startswith("storage"):
                     storage.bandwidth = links.Bandwidth(speeds[way.removeprefix("storage, ")])
-                    storage.speeds.clear()
-                    storage.speeds.append(storage.bandwidth.value)
+                    storage.measured.forget()
+                    storage.measured.note(storage.bandwidth.value, 1.0)
                 try:
                     return lesson.ask(engine, history + question, 1)
                 finally:

@@ -34,6 +34,7 @@ from common import cli, lesson
 from common import link as links
 from common.requests import Request
 from common.restoring import Cache
+from common.speed import PAUSE_BEFORE
 from common.store import Directory, Storage, StoredChunks
 from tools.on_paper import token_wise
 
@@ -60,7 +61,7 @@ def once(engine, prompt: list[int], pools=("device",)) -> dict:
     lesson.settle(engine)
     for pool in pools:
         engine.evict(pool)
-    time.sleep(hidden_states.PAUSE_BEFORE)
+    time.sleep(PAUSE_BEFORE)
     before = engine.counts["bytes_in"]
     request = lesson.ask(engine, prompt)
     computed = [span.label for span in request.timeline.spans if span.lane == "compute"]
@@ -314,7 +315,7 @@ def directories(model, tokens: int, rounds: int):
             with engines_of(model, caches, tokens) as engines:
                 ways = compare(engines, draw(rng, model, tokens), rounds, rng, "03", ["device", "host"])
         for name, letters in plans.items():
-            speeds = [speed for each in caches[name].storage.storages for speed in each.speeds]
+            speeds = [speed for each in caches[name].storage.storages for speed in each.measured.passes]
             ways[name] |= dict(plan=letters, predicted_ms=1e3 * bubble_free.plan_seconds(letters, costs),
                                read_gbps=statistics.median(speeds) / 1e9)
         yield dict(history_tokens=tokens, directories=count, gbps_each=SSD * even / 1e9, link_gbps=link / 1e9,

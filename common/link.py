@@ -17,9 +17,9 @@ computed meanwhile really overlaps. Everything printed about such a link says `m
 """
 
 import argparse
+import math
 import os
 import queue
-import statistics
 import sys
 import threading
 import time
@@ -31,10 +31,13 @@ import numpy
 import torch
 
 from common.checkpoint import ModelError
+from common.speed import ROWS, Speed, time_projecting
+from common.timeline import Clock
 
 # Seconds to project hidden states of Llama-2-7B on an A100, over seconds to move them: even at 24 GB/s
 # (HCache, EuroSys '25, section 6.1), and the link has 32
 A100 = 32 / 24
+SPREAD = 0.5  # seconds over which the passes of a measurement are spread
 LATENCY = 10e-6  # seconds, of a modelled transfer
 HANGING = 1.0  # seconds after which a job counts as hung: its lane is given nothing that somebody waits for
 
@@ -122,7 +125,7 @@ class Lane:
         """`wake` is called when something is over. `background`: nobody waits for what this does."""
         self.name, self.wake = name, wake
         self.on_their_way: deque[Transfer] = deque()
-        self.speeds: deque[float] = deque(maxlen=8)  # bytes/s, of the last transfers
+        self.measured = Speed(math.inf)  # bytes/s, of the last transfers
         self.jobs, self.closed, self.doing = queue.SimpleQueue(), threading.Event(), [None]
         arguments = self.jobs, self.closed, self.doing, wake, background  # not the lane: it may be forgotten
         self.thread = threading.Thread(target=work, args=arguments, daemon=True)
@@ -150,7 +153,7 @@ class Lane:
             transfer = self.on_their_way.popleft()
             start, end = transfer.span()
             if transfer.error is None and transfer.bytes >= self.telling and end > start:
-                self.speeds.append(transfer.bytes / (end - start))
+                self.measured.note(transfer.bytes, end - start)
         return sum(transfer.bytes for transfer in self.on_their_way if not transfer.cancelled)
 
 
@@ -223,10 +226,10 @@ class Link(Lane):
         return transfer
 
     def speed(self) -> float:
-        """Bytes per second: the median of the last transfers, or else of the model, or of a measurement."""
+        """Bytes per second: of the last transfers, or else of the model, or of a measurement."""
         self.settle()
-        if self.speeds:
-            return statistics.median(self.speeds)
+        if self.measured.passes:
+            return self.measured.value
         return self.bandwidth.value if self.modelled else self.measure()
 
     def seconds(self, size: int) -> float:
@@ -236,7 +239,7 @@ class Link(Lane):
     def measure(self, interrupt=lambda: None) -> float:
         """Measure again -> bytes per second. What was noted before counts no more. `interrupt` may raise."""
         self.settle()
-        self.speeds.clear()
+        self.measured.forget()
         if self.modelled:
             return self.bandwidth.measure(interrupt)
         device = torch.zeros(1 << 26, dtype=torch.uint8, device=self.clock.device)
@@ -313,11 +316,18 @@ class Trace(Bandwidth):
     """One bandwidth after the other, each for `seconds`, from time `began` on, again and again."""
 
     def __init__(self, values: list[float], seconds: float):
-        super().__init__(values[0])
         self.values, self.seconds, self.began = values, seconds, time.perf_counter()
 
+    @property
+    def value(self) -> float:
+        """That of now."""
+        return self.values[self.slot(time.perf_counter()) % len(self.values)]
+
+    def slot(self, at: float) -> int:
+        return int((at - self.began) // self.seconds)
+
     def arrival(self, start: float, size: int) -> float:
-        at, slot = start + LATENCY, int((start + LATENCY - self.began) // self.seconds)
+        at, slot = start + LATENCY, self.slot(start + LATENCY)
         while True:
             rate, end = self.values[slot % len(self.values)], self.began + (slot + 1) * self.seconds
             if size <= rate * (end - at):
@@ -331,40 +341,30 @@ class Trace(Bandwidth):
 
 class LikeA100(Bandwidth):
     """As slow for this processor as PCIe 4 is for an A100: restoring a layer from hidden states takes,
-    against their transfer, what it takes for Llama-2-7B there."""
+    against their transfer, what it takes for Llama-2-7B there. Like hardware it stays as it is; only a
+    measurement that finds the processor faster raises it."""
 
     def __init__(self, model):
-        self.model = model
+        super().__init__(0.0)
+        self.model, self.tokens = model, min(ROWS, model.config.max_position_embeddings)
+        self.due = 0.0  # when measuring again may tell something new
         self.measure()
 
-    @torch.inference_mode()
     def measure(self, interrupt=lambda: None) -> float:
-        """Time what a restoration does, layer after layer: project, and write to the slots of a table."""
-        config = self.model.config
-        self.tokens = tokens = min(512, config.max_position_embeddings)
-        hidden = torch.randn(tokens, config.hidden_size).to(self.model.dtype)  # [T, D]
-        positions, slots = torch.arange(tokens), torch.randperm(tokens)
-        shape = 2, tokens, config.num_key_value_heads, config.head_dim
-        keys, values = torch.empty(shape, dtype=self.model.dtype)  # [T, KVH, hd] each
-        samples = []
-        while len(samples) < 10 or sum(samples) < 0.02:  # seconds
-            interrupt()
-            layer = self.model.layers[len(samples) % config.num_hidden_layers]
-            began = time.perf_counter()
-            k, v = layer.project_kv(hidden, positions)
-            keys.index_copy_(0, slots, k)
-            values.index_copy_(0, slots, v)
-            samples.append(time.perf_counter() - began)
-        self.samples = sorted(samples[1:])  # the first one touches memory
-        self.value = A100 * hidden.nbytes / statistics.median(self.samples)
+        if time.perf_counter() < self.due:
+            return self.value
+        seconds = time_projecting(self.model, self.tokens, Clock("cpu"), interrupt, SPREAD)
+        self.due = time.perf_counter() + SPREAD
+        states = self.tokens * self.model.config.hidden_size * self.model.dtype.itemsize  # bytes of a layer
+        self.value = max(self.value, A100 * states / seconds)
+        self.seconds = A100 * states / self.value  # to restore them
         return self.value
 
     def __str__(self):
-        least, middle, most = (1e3 * self.samples[len(self.samples) * part // 4] for part in (1, 2, 3))
+        ms = 1e3 * self.seconds
         return (
-            f"modelled link, {self.value / 1e9:.3g} GB/s, as for an A100: the hidden "
-            f"states of {self.tokens} tokens take {middle / A100:.3g} ms a layer, and restoring them "
-            f"{middle:.3g} ms (quartiles {least:.3g} to {most:.3g})"
+            f"modelled link, {self.value / 1e9:.3g} GB/s, as for an A100: the hidden states of {self.tokens} "
+            f"tokens take {ms / A100:.3g} ms a layer, and restoring them {ms:.3g} ms"
         )
 
 

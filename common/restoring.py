@@ -11,9 +11,11 @@ import statistics
 import time
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
+from functools import partial
 
 from common.link import TransferError
 from common.requests import Request
+from common.speed import ROWS, Speed, fastest_layer, flops
 
 LATER = "later"  # an answer of Cache.match: ask again in the next step, others pass meanwhile
 PAUSE = "pause"  # yielded by Cache.restore where it has computed for a while: resume it in the next step
@@ -24,7 +26,7 @@ STEADY = 0.05  # two measurements that differ by less than this share agree
 PAUSES = 1.0, 32.0  # seconds between two measurements of an idle engine: at first, and at most
 SOON = 5.0  # seconds that an end waits for what is on its way
 LONG = 128  # tokens: prefill from here on runs at its full speed, or nearly
-ENOUGH = 0.2  # seconds: a prefill that takes so long need not be measured with more tokens
+DOUBT = 0.1  # a restoration that takes longer than estimated by more than this share: measure again
 
 
 # 1. What a chapter implements ------------------------------------------------------------------
@@ -33,8 +35,8 @@ ENOUGH = 0.2  # seconds: a prefill that takes so long need not be measured with 
 @dataclass(eq=False)
 class Match:
     """What a Cache holds behind `request.computed`: so many tokens, never a request's last one, which is
-    computed for its logits. `seconds`: until all are there, queueing included. `blocks` are the Cache's
-    own."""
+    computed for its logits. `seconds`: until all are there, queueing included, on an undisturbed machine.
+    `blocks` are the Cache's own."""
 
     tokens: int
     seconds: float
@@ -43,6 +45,7 @@ class Match:
     rows: int = 0  # that it projects or computes in each layer (04, 05); 0: it only copies
     store: object = None  # where the blocks are, in a Cache that has several
     parts: dict | None = None  # source -> tokens, where they are from several (chapter 07)
+    share: float = 1.0  # of each step, that computing them would get (chapter 06)
 
 
 @dataclass(eq=False)
@@ -65,6 +68,7 @@ class Restoration:
     deadline: float  # in seconds of time.perf_counter(): nobody waits longer (but GRACE at least)
     steps: object  # the Cache's generator, until it has ended
     layers: int = 0
+    spent: float = 0.0  # seconds in which the engine did nothing else
     found: int = 0  # tokens that need not be computed
     awaited: object = None  # the Transfer that it yielded last, until that has arrived
     passed: list = field(default_factory=list)  # the Transfers before
@@ -156,7 +160,8 @@ class Restorer:
     def __init__(self, engine, cache: Cache, always: bool = False):
         self.engine, self.cache, self.always = engine, cache, always
         self.depth = len(engine.model.layers)
-        self.rates = deque(maxlen=8)  # FLOP/s of the last long prefills
+        self.computing = Speed(0.0)  # FLOP/s of long prefills
+        self.paces = deque([1.0, 1.0], maxlen=8)  # of the last restorations, measured over estimated seconds
         self.doubtful = True  # what was measured may be wrong: measure again when idle
         self.speeds: list[float] = []  # measured last by `idle`
         self.pause = self.due = 0.0  # seconds between two measurements; when the next one is due
@@ -172,10 +177,11 @@ class Restorer:
     def worth(self, request, match: Match) -> bool:
         """Decide whether to load what was matched; the request says why."""
         end = request.computed + match.tokens
-        compute = self.seconds_to_compute(request.computed, end)
-        chosen = self.agree(self.pays(match.seconds, request.computed, end))
+        compute = self.seconds_to_compute(request.computed, end) / match.share
+        load = self.pace * match.seconds
+        chosen = self.agree(self.pays(match.seconds, request.computed, end, match.share))
         words = (
-            f"{match.tokens} tokens offered ({match.source}): loading {1e3 * match.seconds:.1f} ms, "
+            f"{match.tokens} tokens offered ({match.source}): loading {1e3 * load:.1f} ms, "
             f"computing {1e3 * compute:.1f} ms: " + ("loaded" if chosen else "computed")
         )
         request.decisions.append(words)
@@ -185,21 +191,25 @@ class Restorer:
             self.engine.counts["declined"] += 1
         return chosen
 
-    def pays(self, seconds: float, start: int, end: int) -> bool:
-        """Whether to load tokens start to end in `seconds`, rather than compute them."""
-        return self.always or seconds <= WORTH * self.seconds_to_compute(start, end)
+    def pays(self, seconds: float, start: int, end: int, share: float = 1.0) -> bool:
+        """Whether to load tokens start to end in `seconds`, as estimated for an undisturbed machine, rather
+        than compute them with a `share` of each step."""
+        return self.always or self.pace * seconds <= WORTH * self.seconds_to_compute(start, end) / share
+
+    @property
+    def pace(self) -> float:
+        """What corrects estimates for what goes on now."""
+        return statistics.median(self.paces)
 
     def seconds_to_compute(self, start: int, end: int) -> float:
-        """Estimate for the prefill of tokens start to end, at the rate of the last long prefills."""
-        if not self.rates:
-            return math.inf  # not measured: restoring is tried
-        return flops(self.engine.model.config, start, end) / statistics.median(self.rates)
+        """Estimate for the prefill of tokens start to end; infinite until measured: restoring is tried."""
+        return self.computing.seconds(flops(self.engine.model.config, start, end))
 
     def learn(self, work: list, seconds: float):
         """Note how fast a step was; one that may have waited says nothing. `work`: as before the step."""
         if sum(count for _, count in work) >= LONG and not any(request.restoration for request, _ in work):
             spans = [(request.computed, request.computed + count) for request, count in work]
-            self.rates.append(sum(flops(self.engine.model.config, *span) for span in spans) / seconds)
+            self.computing.note(sum(flops(self.engine.model.config, *span) for span in spans), seconds)
 
     # Beginning, resuming, ending
 
@@ -210,7 +220,7 @@ class Restorer:
         start, end = request.computed, request.computed + match.tokens
         compute = self.seconds_to_compute(start, end)
         measured = compute < math.inf and not self.always
-        wait = max(compute, match.seconds + GRACE) if measured else PATIENCE
+        wait = max(compute / match.share, match.seconds + GRACE) if measured else PATIENCE
         restoration = Restoration(match, start, end, start, time.perf_counter() + wait, steps=None)
         request.restoration, restoration.steps = restoration, self.cache.restore(request, restoration, match)
         self.advance(request, 1, wait=False)
@@ -257,7 +267,7 @@ class Restorer:
         """Resume the generator until `layers` are there, or until what it waits for has not arrived. Whatever
         raises, a copy that failed or is late, or a generator that ends too early: what is not there is
         computed."""
-        restoration = request.restoration
+        restoration, began = request.restoration, time.perf_counter()
         while restoration.steps and (restoration.layers < layers or request.computed < restoration.limit):
             try:
                 if not self.arrived(request, restoration, wait):
@@ -282,6 +292,7 @@ class Restorer:
                 if restoration.layers < self.depth:
                     self.give_up(request)
                     return
+        restoration.spent += time.perf_counter() - began
         if restoration.limit <= request.computed < restoration.end:
             # They have met. Where the limit is the start, that is at once: `computed` runs ahead of what has
             # arrived, and `can_compute` and `wait` keep every pass behind it.
@@ -334,6 +345,7 @@ class Restorer:
         """The request has no restoration any more, however that ended. What is under way, the Cache holds."""
         restoration, request.restoration = request.restoration, None
         self.close(restoration)
+        self.learn_pace(restoration)
         if restoration.layers == self.depth and restoration.found:
             self.engine.counts["restored_tokens"] += restoration.found
             parts = restoration.match.parts or {restoration.match.source: restoration.found}
@@ -346,6 +358,13 @@ class Restorer:
         if restoration.steps:
             restoration.steps.close()
             restoration.steps = None
+
+    def learn_pace(self, restoration: Restoration):
+        """Note how long a restoration took that brought all it had promised, while nobody else was there."""
+        whole = restoration.layers == self.depth and restoration.found == restoration.match.tokens >= LONG
+        if whole and len(self.engine.running) == 1 and restoration.match.seconds:
+            self.paces.append(max(1.0, restoration.spent / restoration.match.seconds))
+            self.doubtful |= self.paces[-1] > 1 + DOUBT
 
     # Measuring while nothing runs
 
@@ -378,10 +397,9 @@ class Restorer:
         speed = self.cache.idle()
         if speed is None:
             return []
-        if rate := self.measure_prefill():
-            self.rates.clear()
-            self.rates.append(rate)
-        return [speed, rate or 1.0]
+        self.measure_computing()
+        self.paces.extend(self.paces.maxlen * [1.0])
+        return [speed, self.computing.value or 1.0]
 
     def nobodys_request(self, tokens: int, computed: int = 0) -> Request | None:
         """-> a request to measure with, in free blocks, whose caller releases them; None if too few are free:
@@ -390,33 +408,18 @@ class Restorer:
         if pool.free.count(1) >= blocks:
             return Request([0] * tokens, 1, table=pool.allocate(blocks), computed=computed)
 
-    def measure_prefill(self) -> float | None:
-        """Compute a prompt of nobody's -> FLOP/s; None if too few blocks are free. Raises Interrupted when
-        somebody comes."""
-        engine, rate = self.engine, None
-        for tokens in (LONG // 4, LONG, max(LONG, engine.token_budget)):  # the first one touches memory
-            tokens = min(tokens, engine.model.config.max_position_embeddings)
-            request = self.nobodys_request(tokens)
-            if request is None:
-                break
-            began = time.perf_counter()
-            try:
-                engine.runner.forward([(request, tokens)], self.interrupt)[1].argmax(-1).tolist()
-            finally:
-                engine.pool.release(request.table)
-            seconds = time.perf_counter() - began
-            if tokens >= LONG:
-                rate = flops(engine.model.config, 0, tokens) / seconds
-            if rate and self.agree(seconds > ENOUGH):
-                break
-        return rate
-
-
-def flops(config, start: int, end: int) -> float:
-    """Floating-point operations of all layers for tokens start to end: two for each weight, and in attention
-    two for each number of a key and of a value that a query head sees."""
-    heads = config.num_attention_heads * config.head_dim
-    kv_heads = config.num_key_value_heads * config.head_dim
-    weights = config.hidden_size * (2 * heads + 2 * kv_heads + 3 * config.intermediate_size)
-    seen = (end - start) * (start + end + 1) / 2  # pairs of a token and one that it sees
-    return config.num_hidden_layers * (2 * weights * (end - start) + 4 * heads * seen)
+    def measure_computing(self):
+        """Compute a prompt of nobody's, if there are free blocks for it. Raises Interrupted when somebody
+        comes."""
+        engine, config = self.engine, self.engine.model.config
+        tokens = min(max(LONG, engine.token_budget), ROWS, config.max_position_embeddings)
+        request = self.nobodys_request(tokens) or self.nobodys_request(LONG) if tokens >= LONG else None
+        if request is None:
+            return
+        try:
+            run = partial(engine.runner.forward, [(request, len(request.tokens))])
+            layer = fastest_layer(run, engine.clock, self.interrupt, self.agree)
+        finally:
+            engine.pool.release(request.table)
+        self.computing.forget()
+        self.computing.note(flops(config, 0, len(request.tokens)), self.depth * layer)

@@ -13,7 +13,6 @@ import hashlib
 import importlib
 import os
 import re
-import statistics
 import tempfile
 import time
 import uuid
@@ -31,6 +30,7 @@ import torch
 
 from common.checkpoint import ModelError
 from common.link import Bandwidth, Lane, Transfer, as_integers
+from common.speed import Speed
 
 BACKLOG = 256  # chunks that wait to be written to a storage; more are not kept there
 ABANDONED = 600  # seconds after which nobody writes to a temporary file any more
@@ -358,23 +358,23 @@ class Storage:
         """Read so many bytes of nobody's, to know how fast that is."""
         key, contents = hashlib.sha256(b"measure %d" % size).digest(), numpy.arange(size).astype(numpy.uint8)
         self.reader.submit("measure", 0, self.noting, self.write, [key], [contents])
-        self.speeds.clear()
+        self.measured.forget()
         return self.get([key], [contents], "measure")
 
     @property
-    def speeds(self):
-        """Bytes per second, of the last reads."""
+    def measured(self) -> Speed:
+        """Of the last reads."""
         self.reader.settle()
-        return self.reader.speeds
+        return self.reader.measured
 
     def speed(self) -> float:
-        """The same, or, until something has been read, what the model says, or a guess."""
+        """Bytes per second; until something has been read what the model says, or a guess."""
         guess = self.bandwidth.value if self.bandwidth else 1e9
-        return statistics.median(self.speeds or [guess])
+        return self.measured.value if self.measured.passes else guess
 
     def seconds(self, size: int) -> float:
         """Estimate until `size` bytes have been read, behind what is queued; 0 while that is not known."""
-        return (self.reader.settle() + size) / statistics.median(self.speeds) if self.speeds else 0.0
+        return self.measured.seconds(self.reader.settle() + size)
 
     # On the threads
 

@@ -252,8 +252,8 @@ def test_a_request_that_is_cancelled_calls_its_reads_off(steps):
 
 def slow_prefill(engine, storage, ratio: float):
     """Loading a history takes `ratio` times as long as computing it is estimated to."""
-    engine.restorer.rates.clear()
-    engine.restorer.rates.append(1.0)
+    engine.restorer.computing.forget()
+    engine.restorer.computing.note(1.0, 1.0)
     storage.bandwidth = Bandwidth(6 * BYTES / engine.restorer.seconds_to_compute(0, 384) / ratio)
 
 

@@ -319,10 +319,12 @@ MEASURED = [(5.0, 3.0, [5.0, 3.0]), (5.0, None, [5.0, 1.0]), (None, 3.0, [])]
 @pytest.mark.parametrize("speed, rate, measured", MEASURED)
 def test_loading_and_computing_must_both_agree(speed, rate, measured):
     engine = make(RowCache())
-    engine.cache.idle, engine.restorer.measure_prefill = (lambda: speed), (lambda: rate)
-    engine.restorer.rates.clear()
+    computing = engine.restorer.computing
+    computing.forget()
+    engine.cache.idle = lambda: speed
+    engine.restorer.measure_computing = lambda: rate and computing.note(rate, 1.0)
     assert engine.restorer.measure() == measured
-    assert list(engine.restorer.rates) == ([rate] if measured and rate else [])
+    assert list(computing.passes) == ([rate] if measured and rate else [])
 
 
 def test_a_cache_that_raises_at_the_end_of_a_request_keeps_none_of_its_blocks():
@@ -350,21 +352,19 @@ class Misled(Bandwidth):
 @pytest.mark.parametrize("share_of_computing, source", [(0.3, "cpu_hit"), (4.0, "miss")])
 def test_a_bad_start_is_forgotten_and_a_slow_link_is_still_declined(share_of_computing, source):
     probe = make(model=tiny_model())
-    rate = probe.restorer.measure_prefill()
-    seconds = restoring.flops(tiny_model().config, 0, 192) / rate
+    probe.restorer.measure_computing()
+    rate, seconds = probe.restorer.computing.value, probe.restorer.seconds_to_compute(0, 192)
     size = 12 * probe.pool.block_bytes
     engine = make(
         cache := offload.HostCache(64, Misled(size / (share_of_computing * seconds))), always_restore=False
     )
-    engine.restorer.measure_prefill = lambda: rate  # the same clock for both
-    engine.restorer.rates.clear()
-    engine.restorer.rates.append(rate)
+    engine.restorer.measure_computing = engine.restorer.learn = lambda *work: None  # the same clock for both
+    engine.restorer.computing.forget()
+    engine.restorer.computing.note(rate, 1.0)
     ask(engine, PROMPT, 1)
     evict(engine)
-    cache.load_link.speeds.clear()
+    cache.load_link.measured.forget()
     cache.load_link.bandwidth.value = cache.load_link.bandwidth.true / 6
-    engine.restorer.rates.append(rate)
-    engine.restorer.learn = lambda work, seconds: None
     assert ask(engine, PROMPT, 1).outcome.source == "miss", "declined at first"
     while engine.restorer.doubtful:
         engine.restorer.due = 0.0

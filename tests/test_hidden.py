@@ -80,7 +80,7 @@ def test_rows_that_are_computed_again_are_kept_once():
     engine, _ = engine_for(always_restore=False)
     ask(engine, PROMPT, 1)
     evict(engine)
-    engine.restorer.rates.extend([1e18] * 8)
+    engine.restorer.computing.note(1e18, 1.0)
     moved = engine.counts["bytes_out"]
     assert ask(engine, PROMPT + [3], 1).outcome.source == "miss"
     settle(engine)
@@ -197,23 +197,24 @@ def test_estimates_are_the_slower_of_link_and_processor_and_are_learned():
     engine, cache = engine_for(bandwidth=1e8, always_restore=False)
     ask(engine, PROMPT, 1)
     settle(engine)
-    cache.rates.clear()
-    cache.rates.append(0.0)
+    cache.projecting.forget()
+    cache.projecting.note(1e18, 1.0)  # rows a second
     match = cache.match(asked(engine, PROMPT + [3]))
     assert match.seconds == pytest.approx(9 * cache.store.pool.block_bytes / 1e8, rel=0.1)
-    cache.rates[0] = 1.0  # seconds to project a row
+    cache.projecting.forget()
+    cache.projecting.note(1.0, 1.0)
     assert cache.match(asked(engine, PROMPT + [3])).seconds >= 3 * 144
     cache.spans += [(Request(PROMPT, 1), rows, "layer 1", 1.0, 41.0) for rows in (200, 10)]
-    assert cache.seconds_to_project(10) == 6.0 and list(cache.rates) == [1.0, 0.2], "the median, of many rows"
+    assert cache.seconds_to_project(10) == 2.0 and len(cache.projecting.passes) == 2, "the fastest, of many rows"
 
 
 def test_whoever_comes_ends_a_measurement():
     engine, cache = engine_for()
-    before = list(cache.rates)
+    before = list(cache.projecting.passes)
     engine.submit(Request(PROMPT, 1))
     with pytest.raises(Interrupted):
         cache.idle()
-    assert list(cache.rates) == before and engine.pool.available == engine.pool.size
+    assert list(cache.projecting.passes) == before and engine.pool.available == engine.pool.size
 
 
 def test_a_measurement_leaves_what_wakes_the_engine():
@@ -285,7 +286,7 @@ def test_a_block_is_held_while_it_is_written():
 
 def test_reading_is_part_of_the_estimate():
     engine = restart(saved())
-    engine.cache.storage.storages[0].speeds.append(1e3)  # bytes/s
+    engine.cache.storage.storages[0].measured.note(1e3, 1.0)
     match = engine.cache.match(asked(engine, PROMPT + [3]))
     assert match.seconds >= 9 * engine.cache.store.pool.block_bytes / 1e3
 

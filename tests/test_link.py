@@ -3,7 +3,6 @@
 import argparse
 import gc
 import queue
-import statistics
 import subprocess
 import sys
 import threading
@@ -18,7 +17,7 @@ from support.engines import tiny_model
 
 from common import link as links
 from common.checkpoint import ModelError
-from common.link import LATENCY, Bandwidth, Lane, LikeA100, Link, Transfer, TransferError
+from common.link import LATENCY, Bandwidth, Lane, LikeA100, Link, Trace, Transfer, TransferError
 from common.timeline import Clock
 
 FAST = 1e12  # bytes/s: over at once
@@ -237,15 +236,15 @@ def test_an_error_of_any_thread_is_told_as_the_links_are():
 # 5. How fast it says it is ---------------------------------------------------------------------
 
 
-def test_the_speed_is_the_median_of_the_last_transfers():
+def test_the_speed_is_that_of_the_fastest_of_the_last_transfers():
     link, taken = make(), []
     for number in range(20):
-        link.bandwidth.value = 1e6 if number < 4 else 1e8 * number  # the first four are the slowest
+        link.bandwidth.value = 1e8 / (1 + number)  # ever slower
         transfer = link.copy(*numbered(1 << 16), "")
         transfer.wait()
         start, end = transfer.span()
         taken.append(transfer.bytes / (end - start))
-    assert link.speed() == statistics.median(taken[-8:]) != statistics.median(taken)
+    assert link.speed() == max(taken[-8:]) < max(taken)
 
 
 @pytest.mark.parametrize("size, counts", [((1 << 16) - 1, False), (1 << 16, True)])
@@ -285,43 +284,43 @@ def test_seconds_count_what_is_queued():
 
 @pytest.fixture
 def projecting(monkeypatch):
-    """projecting(seconds): as long each projection takes that is timed, the first of them to warm up."""
-
-    def prepare(seconds):
-        times = [0.0]
-        for one in seconds:
-            times += times[-1] + 1.0, times[-1] + 1.0 + one
-        times, test, others = iter(times[1:]), threading.current_thread(), links.time.perf_counter
-        clock = lambda: next(times) if threading.current_thread() is test else others()  # noqa: E731
-        monkeypatch.setattr(links, "time", SimpleNamespace(perf_counter=clock))
-
-    return prepare
+    """projecting(seconds): so long a layer takes from now on, where that is measured."""
+    return lambda seconds: monkeypatch.setattr(links, "time_projecting", lambda *given: seconds)
 
 
 def test_restoring_and_transfer_have_the_ratio_that_llama_2_7b_has_on_an_a100(projecting):
-    projecting([0.5] * 10)
+    projecting(0.5)
     transfer = 512 * 64 * 4 / LikeA100(tiny_model()).value  # seconds, of a layer's hidden states
     products, states = 4 * 4096**2, 2 * 4096  # operations and bytes of a token, in a layer of Llama-2-7B
     rate = products / (states / 24e9)  # even at 24 GB/s
     assert 0.5 / transfer == pytest.approx(products / rate / (states / 32e9))
 
 
-def test_the_median_of_the_measured_restorations_counts_behind_a_warm_up(projecting):
-    projecting([2.0] * 10)
-    even = LikeA100(tiny_model()).value
-    projecting([90.0, 2.0, 0.1, 5.0, 7.0, 0.1, 2.0, 0.1, 0.1, 9.0])
-    uneven = LikeA100(tiny_model())
-    assert uneven.value == pytest.approx(even)
-    projecting([4.0] * 10)
-    assert uneven.measure() == uneven.value == pytest.approx(even / 2), "what is true now"
+def test_a_modelled_link_is_hardware_which_a_later_measurement_may_only_raise(projecting, monkeypatch):
+    projecting(0.5)
+    link = LikeA100(tiny_model())
+    first = link.value
+    for seconds, value in ((9.0, first), (0.25, 2 * first), (0.5, 2 * first)):
+        projecting(seconds)
+        link.due = 0.0
+        assert link.measure() == link.value == pytest.approx(value)
+    projecting(1e-3)
+    assert link.measure() == pytest.approx(2 * first), "it was measured just now"
 
 
 def test_what_is_printed_says_that_it_is_modelled_and_how_it_was_calibrated(projecting):
     assert str(make(5e8)) == str(Bandwidth(5e8)) == "modelled link, 0.5 GB/s"
-    projecting([0.001, *(0.001 * number for number in range(1, 10))])
+    projecting(0.004)
     said = str(make(LikeA100(tiny_model())))
     assert said.startswith("modelled link, ") and "as for an A100" in said and "512 tokens" in said
-    assert "restoring them 5 ms (quartiles 3 to 7)" in said
+    assert "take 3 ms a layer" in said and "restoring them 4 ms" in said
+
+
+def test_a_trace_says_how_fast_it_is_now(monkeypatch):
+    trace = Trace([1e6, 2e6], 60.0)
+    assert trace.value == 1e6
+    trace.began -= 60.0
+    assert trace.value == 2e6 == Link("load", Clock("cpu"), trace).measure()
 
 
 def test_this_processor_is_measured():

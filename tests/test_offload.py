@@ -291,11 +291,11 @@ def test_a_copy_out_that_would_take_longer_than_its_blocks_may_be_held_is_not_be
 def test_behind_what_was_not_copied_nothing_is():
     """Nothing would find it: neither behind a copy that is not begun, nor behind what has no room."""
     engine = make(cache := offload.HostCache(64, 1e9))
-    cache.save_link.speeds.extend([1.0] * 8)  # a prompt takes too long, and a block that fills later as well
+    cache.save_link.measured.note(1.0, 1.0)  # a prompt takes too long, and a block that fills later as well
     engine.submit(request := Request(PROMPT, 40))
     while len(request.new) < 2:
         engine.step()
-    cache.save_link.speeds.clear()
+    cache.save_link.measured.forget()
     while request.outcome is None:
         engine.step()
     settle(engine)
@@ -317,7 +317,7 @@ def test_behind_what_was_not_copied_nothing_is():
 
 def test_a_link_that_was_slow_while_the_processor_was_busy_is_measured_again():
     engine = make(cache := offload.HostCache(64, 1e9))
-    cache.save_link.speeds.extend([1.0] * 8)
+    cache.save_link.measured.note(1.0, 1.0)
     engine.restorer.doubtful, engine.restorer.due = False, 0.0
     ask(engine, PROMPT)
     assert not engine.counts["swap_outs"]

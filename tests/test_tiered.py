@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from contextlib import contextmanager
 from functools import partial
 
@@ -25,6 +24,7 @@ from common import store
 from common.checkpoint import ModelError
 from common.link import Bandwidth, TransferError
 from common.requests import Request
+from common.speed import flops
 
 paged, nine = importlib.import_module("02_paged_kv"), importlib.import_module("09_tensor_parallel")
 ORACLE = Oracle()
@@ -90,10 +90,12 @@ def forget_from(engine, prompt: list[int], page: int):
 def slow_storage(engine, tokens: int):
     """As far as the engine knows, computing so many tokens takes 1 s, and reading a page much longer."""
     restorer, reader = engine.restorer, engine.cache.storage.reader
-    restorer.always, restorer.doubtful, restorer.rates = False, False, deque([1e6])  # FLOP/s
-    restorer.rates = deque([1e6 * restorer.seconds_to_compute(0, tokens)])
+    restorer.always, restorer.doubtful = False, False
+    restorer.computing.forget()
+    restorer.computing.note(flops(engine.model.config, 0, tokens), 1.0)
     reader.settle()
-    reader.speeds = deque([1e3])  # bytes/s
+    reader.measured.forget()
+    reader.measured.note(1e3, 1.0)
 
 
 # 1. The tree -----------------------------------------------------------------------------------
@@ -262,11 +264,11 @@ def test_a_copy_out_that_was_not_begun_is_begun_later_and_leaves_no_gap():
     shelf = Shelf()
     with engine_on(shelf) as engine:
         engine.submit(request := Request(draw(random.Random(0), 100), 40))
-        engine.cache.save_link.speeds.extend([1.0] * 8)
+        engine.cache.save_link.measured.note(1.0, 1.0)
         while len(request.new) < 2:
             engine.step()
         assert not engine.counts["swap_outs"]
-        engine.cache.save_link.speeds.clear()
+        engine.cache.save_link.measured.forget()
         while request.outcome is None:
             engine.step()
         settle(engine)

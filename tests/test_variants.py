@@ -70,7 +70,7 @@ def test_throttled_directories_bring_back_what_they_hold(tmp_path):
     storage = variants.throttled([tmp_path / "1", tmp_path / "2"], 1e9)
     cache = variants.PlannedCache(128, BANDWIDTH, storage, "RHK")
     assert goes_on(cache, ("device", "host")).found == {"disk": HISTORY}
-    assert all(each.speeds and each.speed() <= 1e9 for each in storage.storages), "both were read"
+    assert all(each.measured.passes and each.speed() <= 1e9 for each in storage.storages), "both were read"
 
 
 def test_the_naive_plan_is_the_best_without_hidden_states():

@@ -1,0 +1,102 @@
+"""How fast this machine is when nobody disturbs it.
+
+Noise only slows. So an estimate rests on the fastest of the last passes, not on their median: a number that
+was taken while others were busy would be wrong for as long as it is believed. What goes on now is another
+matter, and corrects all estimates at once: the pace of the last restorations (common/restoring.py).
+"""
+
+import itertools
+import time
+from collections import deque
+
+import torch
+
+LAST = 8  # passes that count
+ROWS = 512  # of a pass: enough for full speed
+FEWEST = 8  # layers of a measurement
+PAUSE_BEFORE = 0.02  # seconds, of a pass: a loop without is up to twice as fast as a restoration
+
+
+class Speed:
+    """Of one kind of work, in units per second."""
+
+    def __init__(self, unmeasured: float):
+        """`unmeasured`: what to believe before the first pass."""
+        self.unmeasured, self.passes = unmeasured, deque(maxlen=LAST)
+
+    def note(self, units: float, seconds: float):
+        self.passes.append(units / seconds)
+
+    def forget(self):
+        self.passes.clear()
+
+    @property
+    def value(self) -> float:
+        return max(self.passes, default=self.unmeasured)
+
+    def seconds(self, units: float) -> float:
+        """Estimate for so much work; infinite if the speed is 0."""
+        return units / self.value if self.value else float("inf")
+
+
+def fastest_layer(run, clock, interrupt=lambda: None, agree=bool, spread=0.0) -> float:
+    """Call run(lap) again and again, which calls lap() before each layer -> seconds of the fastest layer.
+
+    One undisturbed layer says as much as a pass, and is far more likely on a busy machine; so it may end in
+    the middle of one, but not within `spread` seconds. `interrupt` may raise. `agree(mine)`: whether all
+    ranks say so."""
+    until, seconds, marks = time.perf_counter() + spread, [], []
+
+    def lap(*_):
+        interrupt()
+        marks.append(clock.mark())
+        layers = len(seconds) + len(marks) - 1
+        if agree(layers > FEWEST and time.perf_counter() > until):
+            raise Enough
+
+    for _ in itertools.count():
+        time.sleep(PAUSE_BEFORE)
+        try:
+            run(lap)
+            lap()
+        except Enough:
+            break
+        finally:
+            times = [clock.seconds(mark) for mark in marks]
+            seconds += [end - start for start, end in itertools.pairwise(times)]
+            marks.clear()
+    return min(seconds[1:])  # the first one touches memory
+
+
+class Enough(Exception):
+    """A measurement has what it needs."""
+
+
+@torch.inference_mode()
+def time_projecting(model, tokens: int, clock, interrupt=lambda: None, spread=0.0) -> float:
+    """-> seconds to bring a layer of so many tokens back from hidden states: to project them, and to write
+    K and V to the slots of a table. All layers in order, as a restoration does it: none is in a cache yet."""
+    config, device = model.config, model.device
+    hidden = torch.randn(tokens, config.hidden_size, device=device).to(model.dtype)  # [T, D]
+    positions, slots = torch.arange(tokens, device=device), torch.randperm(tokens, device=device)  # [T]
+    shape = 2, tokens, config.num_key_value_heads, config.head_dim
+    keys, values = torch.empty(shape, dtype=model.dtype, device=device)  # [T, KVH, hd] each
+
+    def run(lap):
+        for layer in model.layers:
+            lap()
+            k, v = layer.project_kv(hidden, positions)
+            keys.index_copy_(0, slots, k)
+            values.index_copy_(0, slots, v)
+
+    return fastest_layer(run, clock, interrupt, spread=spread)
+
+
+def flops(config, start: int, end: int) -> float:
+    """Floating-point operations of all layers for tokens start to end: two for each weight, and in attention
+    two for each number of a key and of a value that a query head sees."""
+    heads = config.num_attention_heads * config.head_dim
+    kv_heads = config.num_key_value_heads * config.head_dim
+    weights = config.hidden_size * (2 * heads + 2 * kv_heads + 3 * config.intermediate_size)
+    seen = (end - start) * (start + end + 1) / 2  # pairs of a token and one that it sees
+    return config.num_hidden_layers * (2 * weights * (end - start) + 4 * heads * seen)

@@ -1,0 +1,199 @@
+"""What is believed about the machine: from the fastest passes, whatever else runs beside them."""
+
+import math
+import random
+from types import SimpleNamespace
+
+import pytest
+from support.engines import ask, draw, evict, make, offload, settle, tiny_model
+
+from common import restoring, speed
+from common.link import Bandwidth
+from common.requests import Request
+from common.restoring import Match, Restoration
+from common.speed import LAST, Speed, fastest_layer, flops
+
+LAYER = 0.01  # seconds, undisturbed
+
+
+class Machine:
+    """A processor and its clock: a layer takes LAYER seconds, and longer where the test says so."""
+
+    def __init__(self, monkeypatch, slowness=lambda layer: 1.0):
+        self.now, self.layers, self.slowness = 0.0, 0, slowness
+        clock = SimpleNamespace(perf_counter=lambda: self.now, sleep=self.sleep)
+        monkeypatch.setattr(speed, "time", clock)
+        monkeypatch.setattr(restoring, "time", clock)
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+    def mark(self):
+        return self.now
+
+    def seconds(self, mark):
+        return mark
+
+    def forward(self, lap, depth=3):
+        for _ in range(depth):
+            lap()
+            self.layers += 1
+            self.now += LAYER * self.slowness(self.layers)
+
+
+def test_the_fastest_of_the_last_passes_counts():
+    measured = Speed(math.inf)
+    assert measured.value == math.inf and measured.seconds(5.0) == 0.0
+    assert Speed(0.0).seconds(5.0) == math.inf, "not measured"
+    for units in (8.0, 4.0, 2.0):
+        measured.note(units, 2.0)
+    assert measured.value == 4.0 and measured.seconds(8.0) == 2.0
+    for _ in range(LAST):
+        measured.note(1.0, 1.0)
+    assert measured.value == 1.0, "it has been slower for long"
+    measured.forget()
+    assert measured.value == math.inf
+
+
+@pytest.mark.parametrize("slowness", [
+    lambda layer: 1.0, lambda layer: 1.0 if layer % 5 == 0 else 3.0, lambda layer: 9.0 if layer < 4 else 1.0,
+], ids=["alone", "beside a busy process", "at first"])  # fmt: skip
+def test_one_undisturbed_layer_is_enough(monkeypatch, slowness):
+    machine = Machine(monkeypatch, slowness)
+    assert fastest_layer(machine.forward, machine) == pytest.approx(LAYER)
+    assert machine.layers <= 12, "and it ends soon"
+
+
+def test_the_first_layer_touches_memory_and_does_not_count(monkeypatch):
+    machine = Machine(monkeypatch, lambda layer: 0.1 if layer == 1 else 1.0)
+    assert fastest_layer(machine.forward, machine) == pytest.approx(LAYER)
+
+
+def test_passes_are_spread_over_the_time_that_is_asked_for_even_by_a_model_of_one_layer(monkeypatch):
+    machine = Machine(monkeypatch)
+    fastest_layer(lambda lap: machine.forward(lap, 1), machine, spread=0.5)
+    assert machine.now >= 0.5
+    with pytest.raises(ZeroDivisionError):
+        fastest_layer(machine.forward, machine, lambda: 1 / 0 if machine.layers > 90 else None, spread=9.0)
+
+
+# Load or compute, on a machine that changes ------------------------------------------------------
+
+
+class Changing:
+    """An engine of chapter 03 whose processor and link are as slow as the test says. Computing its 192 tokens
+    takes `computing` undisturbed seconds, and its clock runs only while it is idle."""
+
+    computing = 1.0
+
+    def __init__(self, monkeypatch, loading: float):
+        self.now, self.busy = 100.0, 1.0  # how many times as long the processor takes
+        monkeypatch.setattr(restoring, "time", SimpleNamespace(perf_counter=lambda: self.now, sleep=None))
+        monkeypatch.setattr(restoring, "fastest_layer", lambda *given: self.busy * self.layer)
+        model = tiny_model()
+        self.layer = self.computing * flops(model.config, 0, 200) / flops(model.config, 0, 192) / 3
+        monkeypatch.setattr(restoring, "ROWS", 200)
+        self.engine = make(cache := offload.HostCache(64, 1e9), always_restore=False)
+        self.restorer, self.link = self.engine.restorer, cache.load_link
+        self.bytes = 12 * cache.host.block_bytes
+        self.link_takes(loading)
+        self.restorer.idle()
+
+    def link_takes(self, seconds: float):
+        self.link.bandwidth = Bandwidth(self.bytes / seconds)
+
+    def load(self, seconds: float):
+        """A restoration took so long, its three layers over the link as well."""
+        for _ in range(3):
+            self.link.measured.note(self.bytes / 3, seconds / 3)
+
+    def prefill(self, seconds: float):
+        self.restorer.learn([(Request([0] * 192, 1), 192)], seconds)
+
+    def loads(self) -> bool:
+        return self.restorer.worth(Request([0] * 193, 1), Match(192, self.link.seconds(self.bytes), []))
+
+    def rest(self):
+        """Five idle seconds."""
+        for _ in range(6):
+            self.restorer.idle()
+            self.now += 1.0
+
+
+def test_one_bad_sample_decides_nothing(monkeypatch):
+    machine = Changing(monkeypatch, loading=0.5)
+    machine.prefill(0.01 + machine.computing)
+    machine.prefill(10.0)
+    machine.load(0.5)
+    machine.link.measured.note(1.0, 10.0)
+    machine.restorer.paces.append(9.0)
+    assert machine.loads()
+
+
+def test_a_machine_that_was_busy_from_the_start_and_is_quiet_now(monkeypatch):
+    monkeypatch.setattr(Changing, "computing", 3.0)  # as it is measured, and believed
+    machine = Changing(monkeypatch, loading=1.5)
+    machine.rest()
+    assert machine.loads() and not machine.restorer.doubtful
+    machine.busy = 1 / 3
+    machine.prefill(1.0)
+    machine.rest()
+    assert not machine.loads(), "one prompt has said how fast it is"
+
+
+def test_a_machine_that_was_quiet_and_is_busy_now(monkeypatch):
+    machine = Changing(monkeypatch, loading=1.5)
+    machine.rest()
+    machine.busy = 3.0
+    assert not machine.loads(), "as believed until now"
+    machine.rest()
+    assert machine.loads()
+
+
+def test_a_link_that_is_throttled_for_a_while(monkeypatch):
+    machine = Changing(monkeypatch, loading=0.1)
+    machine.rest()
+    machine.link_takes(2.0)
+    for _ in range(3):
+        machine.load(2.0)
+    assert not machine.loads()
+    machine.rest()
+    assert not machine.loads(), "it still is"
+    machine.link_takes(0.1)
+    machine.rest()
+    assert machine.loads()
+
+
+def test_the_pace_corrects_every_estimate_until_the_engine_has_measured_again(monkeypatch):
+    machine = Changing(monkeypatch, loading=0.5)
+    machine.rest()
+    for _ in range(3):  # twice as long as estimated, alone
+        restoration = Restoration(Match(192, 0.5, []), 0, 192, 0, 0.0, None, layers=3, found=192, spent=1.0)
+        machine.engine.running = [Request([0], 1)]
+        machine.restorer.learn_pace(restoration)
+    machine.engine.running = []
+    assert not machine.loads() and machine.restorer.doubtful
+    machine.rest()
+    assert machine.loads()
+
+
+@pytest.mark.parametrize("layers, found, alone", [(2, 192, True), (3, 64, True), (3, 192, False)])
+def test_a_restoration_that_was_not_whole_or_not_alone_says_nothing_about_the_pace(monkeypatch, layers, found, alone):
+    machine = Changing(monkeypatch, loading=0.5)
+    machine.engine.running = [Request([0], 1)] * (1 if alone else 2)
+    restoration = Restoration(Match(192, 0.5, []), 0, 192, 0, 0.0, None, layers=layers, found=found, spent=9.0)
+    machine.restorer.learn_pace(restoration)
+    assert machine.restorer.pace == 1.0
+
+
+def test_a_real_restoration_is_noted():
+    engine = make(offload.HostCache(64, 1e7), always_restore=False)
+    engine.restorer.learn = lambda *work: None
+    engine.restorer.computing.forget()  # so it is tried
+    prompt = draw(random.Random(0), 200)
+    ask(engine, prompt)
+    evict(engine)
+    engine.restorer.paces.extend(8 * [0.0])
+    assert ask(engine, prompt).found == {"cpu": 192}
+    settle(engine)
+    assert engine.restorer.paces[-1] >= 1.0
