@@ -26,6 +26,7 @@ STEADY = 0.05  # two measurements that differ by less than this share agree
 PAUSES = 1.0, 32.0  # seconds between two measurements of an idle engine: at first, and at most
 SOON = 5.0  # seconds that an end waits for what is on its way
 LONG = 128  # tokens: prefill from here on runs at its full speed, or nearly
+PACES = 1.0, 1.0  # believed at first, so that one bad restoration decides nothing
 DOUBT = 0.1  # a restoration that takes longer than estimated by more than this share: measure again
 
 
@@ -161,7 +162,7 @@ class Restorer:
         self.engine, self.cache, self.always = engine, cache, always
         self.depth = len(engine.model.layers)
         self.computing = Speed(0.0)  # FLOP/s of long prefills
-        self.paces = deque([1.0, 1.0], maxlen=8)  # of the last restorations, measured over estimated seconds
+        self.paces = deque(PACES, maxlen=8)  # of the last restorations, measured over estimated seconds
         self.doubtful = True  # what was measured may be wrong: measure again when idle
         self.speeds: list[float] = []  # measured last by `idle`
         self.pause = self.due = 0.0  # seconds between two measurements; when the next one is due
@@ -398,7 +399,7 @@ class Restorer:
         if speed is None:
             return []
         self.measure_computing()
-        self.paces.extend(self.paces.maxlen * [1.0])
+        self.paces = deque(PACES, maxlen=8)
         return [speed, self.computing.value or 1.0]
 
     def nobodys_request(self, tokens: int, computed: int = 0) -> Request | None:

@@ -287,6 +287,22 @@ def test_an_estimate_is_that_of_both_ends_and_no_longer_than_computing():
     assert match.tokens == 384 and match.seconds == engine.restorer.seconds_to_compute(0, 64)
 
 
+def test_what_is_computed_with_a_share_of_each_step_is_priced_at_that_share():
+    engine, cache, storage = engine_for(share=0.1)
+    slow_prefill(engine, storage, 8.0)  # loading takes eight times as long as computing
+    engine.restorer.always = False
+    request = Request(PROMPT + [7], 1)
+    assert not engine.restorer.worth(request, cache.match(request)), "alone it takes all of each step"
+    engine.running.append(Request([0], 1))
+    match, alone = cache.match(request), engine.restorer.seconds_to_compute(0, 384)
+    assert match.seconds == pytest.approx(alone * 8 * 10 / (8 + 10)) and engine.restorer.worth(request, match)
+    cache.share = 0.0  # it only loads
+    assert cache.match(request).seconds == pytest.approx(8 * alone)
+    cache.share, cache.leftover = 0.1, True
+    assert cache.match(request).share == 1.0
+    engine.running.clear()
+
+
 def test_beside_others_prefill_takes_its_share_and_alone_all():
     engine, cache, storage = engine_for(budget=100, share=0.25)
     storage.bandwidth = Bandwidth(1e-9)  # storage brings nothing: prefill takes all that it may

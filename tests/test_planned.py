@@ -9,7 +9,9 @@ import pytest
 from support import engines
 from support.engines import Oracle, ask, check_pools, chunk_files, draw, evict, make, planned, settle
 
+from common.link import Bandwidth
 from common.requests import Request
+from common.speed import flops
 
 Costs, best_plan, closed_form = planned.Costs, planned.best_plan, planned.closed_form
 plan_seconds, bound_seconds = planned.plan_seconds, planned.bound_seconds
@@ -201,6 +203,28 @@ def test_the_question_is_no_part_of_an_estimate():
     match = cache.match(request)
     kv = 3 * 144 * 2 * 32 * 4 / 1e7
     assert match.seconds == pytest.approx(kv, rel=0.05)
+
+
+@pytest.mark.parametrize("share, source", [(0.3, "disk_hit"), (0.6, "disk_hit"), (0.9, "miss")])
+def test_reading_counts_once_and_still_after_eight_returns(share, source):
+    computing = 0.2  # seconds, of the 144 tokens
+    engine, cache = engine_for("RHK", chunk_files(), always_restore=False)
+    engine.restorer.measure_computing = engine.restorer.learn = lambda *work: None
+    engine.restorer.computing.forget()
+    engine.restorer.computing.note(flops(engine.model.config, 0, 144), computing)
+    ask(engine, PROMPT, 1)
+    settle(engine)
+    (storage,) = cache.storage.storages
+    size = 9 * cache.store.pool.block_bytes
+    storage.bandwidth = Bandwidth(size / (share * computing))
+    storage.measured.forget()
+    storage.measured.note(size, share * computing)
+    for _ in range(8):
+        evict(engine)
+        engine.evict("host")
+        request = ask(engine, PROMPT + [3], 1)
+        assert request.outcome.source == source, request.decisions
+        settle(engine)
 
 
 @pytest.mark.parametrize("plan", ["RHK", "KKK"])
