@@ -8,7 +8,7 @@ from functools import cache
 
 from common import checkpoint
 from common.requests import Frontend
-from common.server import Server, accept, listen, make_app
+from common.server import Server, listen, make_app
 from tests.support.stub import Engine
 
 INFO = dict(chapter="stub", model="tiny", device="cpu", dtype="float32")
@@ -88,14 +88,14 @@ def serving(frontend, engine=None, allow_evict=False, info=INFO, **options):
     steps = run(server)
     listener = listen("127.0.0.1", 0)
     listener.app = make_app(server, allow_evict)
-    listener.timeout = 0.01
-    thread = threading.Thread(target=accept, args=(listener, server, []), daemon=True)
+    thread = threading.Thread(target=listener.serve_forever, args=[0.01], daemon=True)
     thread.start()
     try:
         yield Client(listener.port, server, steps)
     finally:
         server.engine.let()
         server.close()
+        listener.shutdown()
         thread.join()
         listener.server_close()
         steps.join(TIMEOUT)
