@@ -19,6 +19,7 @@ All are in one process, over one link. "no cache" is chapter 02 where nothing is
 import random
 import statistics
 import tempfile
+import threading
 import time
 from collections import OrderedDict
 from contextlib import contextmanager
@@ -93,8 +94,11 @@ class Bench:
 
 @contextmanager
 def serving(engine, patience: float = 1.0):
-    """The server's thread steps an engine, at rest; at the end, those that are not answered are cancelled."""
+    """A thread steps an engine, at rest; at the end, those that are not answered are cancelled. (Chapters step
+    on the main thread, where here the measurement waits and asks.)"""
     server = Server(engine, None, {})
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
     until = time.monotonic() + patience
     while engine.restorer.doubtful and time.monotonic() < until:
         time.sleep(0.05)
@@ -104,7 +108,7 @@ def serving(engine, patience: float = 1.0):
         for request in [*engine.running, *engine.waiting]:
             engine.cancel(request, HungUp("The measurement is over."))
         server.close()
-        server.thread.join()
+        thread.join()
 
 
 def percentiles(samples: list[float], *shares: int) -> dict:

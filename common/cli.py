@@ -74,10 +74,7 @@ def main(doc, chapter: str, add_arguments, make_engine, demo, compare=lambda arg
     except (checkpoint.ModelError, RequestError, OSError) as error:
         sys.exit(f"{chapter}: {' '.join(str(error).split())}")         # in one line
     except KeyboardInterrupt as error:
-        print("\nInterrupted.", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        # At once: requests in other threads may be inside a long product
-        os._exit(128 + (error.args or (signal.SIGINT,))[0])
+        server.end((error.args or (signal.SIGINT,))[0])
 
 
 def interrupt(number: int, frame):

@@ -1,24 +1,26 @@
-"""The engine's thread and waiting line; HTTP: /generate, OpenAI's routes, and what the page asks for.
+"""The engine's loop and waiting line; HTTP: /generate, OpenAI's routes, and what the page asks for.
 
-One thread calls `engine.step()`. HTTP threads call `engine.submit` and `engine.cancel`, read the pieces of
-their request, and look at the engine beside its steps: they copy lists, and may see two moments mixed.
+The main thread calls `engine.step()`. HTTP threads call `engine.submit` and `engine.cancel`, read the pieces
+of their request, and look at the engine beside its steps: they copy lists, and may see two moments mixed.
 """
 import gc
 import ipaddress
 import json
 import logging
+import os
 import queue
 import re
 import resource
 import select
+import signal
 import socket
-import socketserver
 import statistics
+import sys
 import threading
 import time
 import uuid
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +31,7 @@ from common.requests import BadRequest, HungUp, Request, RequestError, Result, U
 MAX_BODY = 1 << 20                 # bytes of an HTTP request; a full context fits many times
 SILENCE = 0.5                      # seconds after which a thread that waits looks whether its client hung up
 IDLE = 20.0                        # seconds in which a client must send, or take, something
+ENDING = 5.0                       # seconds in which the last step must end, and whoever waits is told
 SHUTTING = "The server is shutting down; ask again when it is back."
 DEFECT = "An error inside the server; its log says more, and the engine goes on."
 STREAM = {"stream": (lambda v: isinstance(v, bool), "true or false")}
@@ -41,10 +44,10 @@ NEUTRAL = {"n": [1], "best_of": [1], "echo": [False], "suffix": [""], "logprobs"
 LABELS = "model", "user", "safety_identifier", "prompt_cache_key"       # strings that change nothing
 
 
-# 1. The engine's thread -------------------------------------------------------------------------------------
+# 1. The engine's loop ---------------------------------------------------------------------------------------
 
 class Server:
-    """Run an engine on a thread of its own, and answer any number of threads.
+    """Run an engine on the thread that calls `run`, and answer any number of other threads.
 
     info: chapter, model, device and dtype. max_waiting: requests in line, beyond which others are refused.
     compare: name -> (function that makes an engine, whether to evict its device), chapter 01 first."""
@@ -54,16 +57,15 @@ class Server:
         self.max_waiting, self.compare = max_waiting, compare or {}
         self.lock = threading.Lock()                            # from looking at a line to standing in it
         self.open: list[Request] = []                           # those that somebody waits for
-        self.closing = False
+        self.closing = 0.0                                      # since when: seconds of time.monotonic()
         # One thread encodes: a tokenizer may take much memory. And what waits for it, or is in it
         self.encoder, self.encoding = ThreadPoolExecutor(1), []
         self.jobs = queue.SimpleQueue()                         # (function, Future), to run between two steps
         self.comparer, self.comparison = ThreadPoolExecutor(1), None    # the last one's Future
-        self.thread = threading.Thread(target=self.run, name="engine", daemon=True)
-        self.thread.start()
 
     def run(self):
-        """Step until the server is closed and everybody is answered."""
+        """Step until the server is closed and everybody is answered. The thread should be the one that has
+        loaded the weights: for another one PyTorch starts as many threads again, which hinder the first."""
         while self.engine.busy or not self.closing:
             while not self.jobs.empty():
                 function, future = self.jobs.get()
@@ -151,7 +153,7 @@ class Server:
     def close(self):
         """Stop accepting, and end all requests that are not answered yet."""
         with self.lock:
-            self.closing = True
+            self.closing = self.closing or time.monotonic()
         for request in list(self.open):
             self.engine.cancel(request, Unavailable(SHUTTING))
         self.engine.wake.set()
@@ -440,6 +442,7 @@ def listen(host: str, port: int):
 
     class Listener(ThreadedWSGIServer):
         answering = set()                       # handlers
+        timeout = 0.1                           # seconds after which `accept` looks whether it is over
         # A connection may take two descriptors; the others are for files
         places = threading.Semaphore(min(1024, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 3))
 
@@ -475,18 +478,83 @@ def listen(host: str, port: int):
         raise OSError(f"Cannot listen on {host}:{port} ({reason}); choose other --host and --port.") from None
 
 
+def accept(listener, server: Server, reasons: list):
+    """Accept connections until the server is closed; an error closes it, and is a reason."""
+    try:
+        while not server.closing:
+            listener.handle_request()
+    except Exception as error:
+        reasons.append(error)
+        server.close()
+
+
+@contextmanager
+def closed_by_signals(server: Server, reasons: list):
+    """Let Ctrl-C and SIGTERM close the server and interrupt no step. The first is a KeyboardInterrupt among
+    the reasons; at a second one, or if the last step does not end in time, the process ends.
+
+    A handler in Python would have to wait while the main thread is inside a long product, and for ever if
+    that thread holds a lock that `close` needs. So a thread is told of signals, through a socket."""
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
+
+    def watch():
+        told = receiver.recv(1)                 # a number, or nothing where the server ends without a signal
+        if told:
+            reasons.append(KeyboardInterrupt(told[0]))
+            server.close()
+            receiver.settimeout(ENDING)
+            with suppress(TimeoutError):
+                if not receiver.recv(1):        # it has ended in time
+                    return
+            end(told[0])
+
+    watcher, handlers = threading.Thread(target=watch, daemon=True), {}
+    watcher.start()
+    try:
+        signal.set_wakeup_fd(sender.fileno())
+        for number in signal.SIGINT, signal.SIGTERM:
+            if signal.getsignal(number) != signal.SIG_IGN:      # as a shell sets it in the background
+                handlers[number] = signal.signal(number, lambda *_: None)
+        yield
+    finally:
+        signal.set_wakeup_fd(-1)
+        sender.close()
+        watcher.join()
+        receiver.close()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def end(number: int):
+    """End the process as a signal does."""
+    try:
+        print("\nInterrupted.", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+    finally:
+        os._exit(128 + number)      # at once: other threads may be inside a long product
+
+
 def serve(listener, server: Server, allow_evict: bool = False):
-    """Answer until Ctrl-C."""
+    """Step on this thread, the main one, and answer on others, until a signal or an error; raise that."""
     listener.app = make_app(server, allow_evict)
     gc.freeze()     # else the collector goes through the model at times, and nobody gets a token for 0.1 s
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(listener.server_address[0], listener.server_address[0])
-    print(f"{server.info['chapter']} serves {server.info['model']} on "
-          f"http://{f'[{host}]' if ':' in host else host}:{listener.port}   (Ctrl-C ends it)", flush=True)
+    url = f"http://{f'[{host}]' if ':' in host else host}:{listener.port}"
+    reasons = []
+    accepting = threading.Thread(target=accept, args=(listener, server, reasons), daemon=True)
+    accepting.start()
     try:
-        socketserver.BaseServer.serve_forever(listener)         # werkzeug's would swallow the interrupt
+        with closed_by_signals(server, reasons):
+            print(f"{server.info['chapter']} serves {server.info['model']} on {url}   (Ctrl-C ends it)",
+                  flush=True)
+            server.run()
     finally:
-        listener.server_close()
         server.close()                                          # whoever waits is told within SILENCE
-        until = time.monotonic() + 5
-        while (listener.answering or server.thread.is_alive()) and time.monotonic() < until:
+        until = server.closing + ENDING
+        accepting.join(max(0.0, until - time.monotonic()))
+        listener.server_close()
+        while listener.answering and time.monotonic() < until:
             time.sleep(0.05)
+    if reasons:
+        raise reasons[0]

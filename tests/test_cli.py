@@ -7,9 +7,9 @@ import os
 import runpy
 import signal
 import socket
-import socketserver
 import subprocess
 import sys
+import time
 from contextlib import closing
 from unittest.mock import Mock
 
@@ -207,7 +207,7 @@ def test_a_server_listens_on_this_machine_only_and_knows_the_ways_to_compare(mon
 def test_in_a_server_the_garbage_collector_leaves_alone_what_was_there_before(monkeypatch, capsys):
     frozen, ends = [], []
     monkeypatch.setattr(gc, "freeze", lambda: frozen.append(True))
-    monkeypatch.setattr(socketserver.BaseServer, "serve_forever", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(server.Server, "run", Mock(side_effect=KeyboardInterrupt))
     monkeypatch.setattr(os, "_exit", ends.append)
     said, complaint = run_here(monkeypatch, capsys, *TINY, "--port", "0")
     assert frozen == [True] and ends == [130] and complaint.endswith("\nInterrupted.\n")
@@ -217,7 +217,7 @@ def test_in_a_server_the_garbage_collector_leaves_alone_what_was_there_before(mo
 @pytest.mark.parametrize("host,shown", [("::", "[::1]"), ("::1", "[::1]"), ("0.0.0.0", "127.0.0.1")])
 def test_the_address_that_is_printed_works_in_a_browser(monkeypatch, capsys, host, shown):
     listener = server.listen(host, 0)
-    monkeypatch.setattr(socketserver.BaseServer, "serve_forever", lambda self: None)
+    monkeypatch.setattr(server.Server, "run", lambda self: None)
     server.serve(listener, server.Server(Engine(), None, dict(chapter="stub", model="tiny")))
     assert f"on http://{shown}:{listener.port} " in capsys.readouterr().out
 
@@ -270,19 +270,41 @@ def test_ctrl_c_ends_it_at_once():
         assert b"TTFT" not in process.output
 
 
+def ask_three(process) -> list:
+    """Return three connections to a served process: one is being answered, the others wait."""
+    process.read_until(b"(Ctrl-C ends it)\n")
+    port, connections = int(process.output.split(b"127.0.0.1:")[1].split()[0]), []
+    for _ in range(3):
+        connections.append(http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT))
+        connections[-1].request("POST", "/generate", json.dumps(dict(prompt="Hello", max_tokens=400)))
+    eventually(lambda: counters(port)["requests"] == 3)
+    return connections
+
+
 @needs_signals
+@pytest.mark.parametrize("number,status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("pause", [0.05, 60])       # a step that lasts longer than the server
-def test_a_server_that_is_told_to_end_tells_its_clients(pause):
-    with Process(*TINY, "--port", "0", "--pause", str(pause)) as process:
-        process.read_until(b"(Ctrl-C ends it)\n")
-        port = int(process.output.split(b"127.0.0.1:")[1].split()[0])
-        connections = []
-        for _ in range(3):                      # one is being answered, the others wait
-            connections.append(http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT))
-            connections[-1].request("POST", "/generate", json.dumps(dict(prompt="Hello", max_tokens=400)))
-        eventually(lambda: counters(port)["requests"] == 3)
-        process.interrupt(signal.SIGTERM, 143)
+def test_a_server_that_is_told_to_end_tells_its_clients(pause, number, status):
+    with Process(*TINY, "--port", "0", "--pause", str(pause), "--explain") as process:
+        connections = ask_three(process)
+        process.interrupt(number, status)
         assert all(map(told, connections))
+        lines = process.output.decode().splitlines()
+        threads = {line.partition(" on ")[2] for line in lines if " rows " in line and " on " in line}
+        assert threads == {"MainThread"}, "the one that has loaded the weights"
+        closed = [line.rpartition("  ")[2] for line in lines if "  close " in line]
+        assert closed == (["between steps"] if pause < 1 else []), "a step that goes on is left alone"
+
+
+@needs_signals
+def test_a_second_ctrl_c_ends_a_server_at_once():
+    with Process(*TINY, "--port", "0", "--pause", "60") as process:
+        connections = ask_three(process)
+        process.process.send_signal(signal.SIGINT)
+        assert told(connections[0])
+        began = time.monotonic()
+        process.interrupt()
+        assert time.monotonic() - began < 0.8 * server.ENDING
 
 
 def told(connection) -> bool:

@@ -3,6 +3,7 @@ import http.client
 import json
 import logging
 import re
+import signal
 import socket
 import threading
 import time
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from common import server as servers
 from common.checkpoint import ModelError
 from common.requests import BadRequest, Unavailable
-from tests.support.serving import ASK, CHAT, INFO, TIMEOUT, eventually, sentence, serving, tiny_frontend
+from tests.support.serving import ASK, CHAT, INFO, TIMEOUT, eventually, run, sentence, serving, tiny_frontend
 from tests.support.stub import Engine
 
 TEXT = dict(prompt="Hello", max_tokens=8, temperature=0)
@@ -359,6 +360,7 @@ def test_whoever_waits_is_told_while_a_step_goes_on(frontend):
 
 def test_a_server_can_be_asked_without_http(frontend):
     server = servers.Server(Engine(max_running=1), frontend, INFO, max_waiting=1)
+    thread = run(server)
     *pieces, result = server.stream(prompt="Hello", max_tokens=8)
     assert "".join(pieces) == result.text
     with pytest.raises(BadRequest):
@@ -375,9 +377,19 @@ def test_a_server_can_be_asked_without_http(frontend):
     server.engine.let()
     assert [*waiting][-1].text
     server.close()
-    server.thread.join(TIMEOUT)
+    thread.join(TIMEOUT)
+    assert not thread.is_alive()
     with pytest.raises(Unavailable):
         server.between_steps(lambda: 1)
+
+
+def test_an_error_where_connections_are_accepted_ends_the_server(frontend, monkeypatch):
+    server, listener = servers.Server(Engine(), frontend, INFO), servers.listen("127.0.0.1", 0)
+    monkeypatch.setattr(listener, "handle_request", Mock(side_effect=OSError("no more sockets")))
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(OSError, match="no more sockets"):
+        servers.serve(listener, server)
+    assert server.closing and [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
 def test_an_idle_server_takes_no_steps_and_still_runs_what_comes_between_them(client):
@@ -388,7 +400,7 @@ def test_an_idle_server_takes_no_steps_and_still_runs_what_comes_between_them(cl
         client.ask("/state")
         client.ask("/health")
     assert client.engine.counts["steps"] == before and client.engine.asleep
-    assert client.server.between_steps(threading.current_thread) is client.server.thread
+    assert client.server.between_steps(threading.current_thread) is client.thread
     with pytest.raises(KeyError):
         client.server.between_steps(lambda: {}["nothing"])
 

@@ -56,8 +56,8 @@ def sentence(error: dict, kind: str = "invalid_request_error") -> str:
 
 
 class Client:
-    def __init__(self, port: int, server: Server):
-        self.port, self.server, self.engine = port, server, server.engine
+    def __init__(self, port: int, server: Server, thread: threading.Thread):
+        self.port, self.server, self.engine, self.thread = port, server, server.engine, thread
 
     def send(self, route: str, body=None, method: str | None = None, headers: dict | None = None):
         """Ask, and return the connection; the answer is still to come. Closing it is to hang up."""
@@ -74,24 +74,32 @@ class Client:
         return self.ask("/health").json["counters"]
 
 
+def run(server: Server) -> threading.Thread:
+    """Return a thread that runs the server's engine, since a test asks from the main one."""
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    return thread
+
+
 @contextmanager
 def serving(frontend, engine=None, allow_evict=False, info=INFO, **options):
     """Yield a Client. Afterwards the engine's thread has ended and nobody is left."""
     server = Server(engine or Engine(), frontend, info, **options)
+    steps = run(server)
     listener = listen("127.0.0.1", 0)
     listener.app = make_app(server, allow_evict)
     thread = threading.Thread(target=listener.serve_forever, args=[0.01], daemon=True)
     thread.start()
     try:
-        yield Client(listener.port, server)
+        yield Client(listener.port, server, steps)
     finally:
         server.engine.let()
         server.close()
         listener.shutdown()
         thread.join()
         listener.server_close()
-        server.thread.join(TIMEOUT)
-    assert not server.thread.is_alive() and not server.engine.running and not server.engine.waiting
+        steps.join(TIMEOUT)
+    assert not steps.is_alive() and not server.engine.running and not server.engine.waiting
 
 
 def eventually(what):

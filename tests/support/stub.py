@@ -2,7 +2,7 @@
 
 It answers with the prompt's tokens in circles, one per request in each step. `hold()` keeps it from
 beginning a step until `let()`; `hold_after(n)` lets it compute in n more steps; `error` is raised by the
-next step.
+next step. With `explain` it prints the thread of each step, and whether it was closed in one.
 """
 import threading
 import time
@@ -36,6 +36,7 @@ class Engine(Line):
         self.pools = {"device": Pool(blocks), "host": Pool(blocks)} if blocks else {}
         self.gate, self.error, self.closed = threading.Event(), None, False
         self.left, self.asleep, self.asked = None, False, []
+        self.stepping = False
         self.gate.set()
 
     def hold(self):
@@ -62,8 +63,10 @@ class Engine(Line):
         self.asked.append(request)
 
     def step(self):
+        self.stepping = True
         self.gate.wait()
         self.counts["steps"] += 1
+        self.tell("step", self.running, words=f"on {threading.current_thread().name}")
         while self.arrivals:
             request, error = self.arrivals.popleft()
             if error is None:
@@ -94,6 +97,7 @@ class Engine(Line):
             self.wake.wait()
             self.asleep = False
             self.wake.clear()
+        self.stepping = False
 
     def admit(self, request):
         pool = self.pools.get("device")
@@ -118,3 +122,4 @@ class Engine(Line):
 
     def close(self):
         self.closed = True
+        self.tell("close", self.running, words="in a step" if self.stepping else "between steps")
