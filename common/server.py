@@ -486,6 +486,8 @@ def accept(listener, server: Server, reasons: list):
     except Exception as error:
         reasons.append(error)
         server.close()
+    finally:
+        listener.server_close()                 # who comes now is refused at once
 
 
 @contextmanager
@@ -553,7 +555,6 @@ def serve(listener, server: Server, allow_evict: bool = False):
         server.close()                                          # whoever waits is told within SILENCE
         until = server.closing + ENDING
         accepting.join(max(0.0, until - time.monotonic()))
-        listener.server_close()
         while listener.answering and time.monotonic() < until:
             time.sleep(0.05)
     if reasons:
