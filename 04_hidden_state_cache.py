@@ -282,7 +282,7 @@ class HiddenCache(Cache):
         interrupt = self.engine.restorer.interrupt
         self.load_link.measure(interrupt)
         tokens = min(ROWS, self.model.config.max_position_embeddings)
-        seconds = time_projecting(self.model, tokens, self.engine.clock, interrupt)
+        seconds = time_projecting(self.model, tokens, interrupt)
         self.projecting.forget()
         self.projecting.note(tokens, seconds)
         return 1 / self.seconds(self.pool.block_size, [0])

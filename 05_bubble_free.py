@@ -337,7 +337,7 @@ class PlannedCache(hidden_states.HiddenCache):
         if request := restorer.nobodys_request(tokens + QUESTION, tokens):
             try:
                 run = partial(self.engine.runner.forward, [(request, QUESTION)])
-                self.question = fastest_layer(run, self.engine.clock, restorer.interrupt)
+                self.question = fastest_layer(run, self.model.device, restorer.interrupt)
             finally:
                 self.pool.release(request.table)
 

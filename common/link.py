@@ -32,12 +32,11 @@ import torch
 
 from common.checkpoint import ModelError
 from common.speed import ROWS, Speed, time_projecting
-from common.timeline import Clock
 
 # Seconds to project hidden states of Llama-2-7B on an A100, over seconds to move them: even at 24 GB/s
 # (HCache, EuroSys '25, section 6.1), and the link has 32
 A100 = 32 / 24
-SPREAD = 0.5  # seconds over which the passes of a measurement are spread
+LATELY = 1.0  # seconds for which a measurement says all that another one could
 LATENCY = 10e-6  # seconds, of a modelled transfer
 HANGING = 1.0  # seconds after which a job counts as hung: its lane is given nothing that somebody waits for
 
@@ -353,8 +352,8 @@ class LikeA100(Bandwidth):
     def measure(self, interrupt=lambda: None) -> float:
         if time.perf_counter() < self.due:
             return self.value
-        seconds = time_projecting(self.model, self.tokens, Clock("cpu"), interrupt, SPREAD)
-        self.due = time.perf_counter() + SPREAD
+        seconds = time_projecting(self.model, self.tokens, interrupt)
+        self.due = time.perf_counter() + LATELY
         states = self.tokens * self.model.config.hidden_size * self.model.dtype.itemsize  # bytes of a layer
         self.value = max(self.value, A100 * states / seconds)
         self.seconds = A100 * states / self.value  # to restore them

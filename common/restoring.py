@@ -419,7 +419,7 @@ class Restorer:
             return
         try:
             run = partial(engine.runner.forward, [(request, len(request.tokens))])
-            layer = fastest_layer(run, engine.clock, self.interrupt, self.agree)
+            layer = fastest_layer(run, engine.model.device, self.interrupt, self.agree)
         finally:
             engine.pool.release(request.table)
         self.computing.forget()

@@ -5,16 +5,17 @@ was taken while others were busy would be wrong for as long as it is believed. W
 matter, and corrects all estimates at once: the pace of the last restorations (common/restoring.py).
 """
 
-import itertools
 import time
 from collections import deque
 
 import torch
 
+from common.timeline import Clock
+
 LAST = 8  # passes that count
 ROWS = 512  # of a pass: enough for full speed
-FEWEST = 8  # layers of a measurement
-PAUSE_BEFORE = 0.02  # seconds, of a pass: a loop without is up to twice as fast as a restoration
+FEWEST, SPREAD = 8, 0.3  # layers of a measurement, and seconds over which they are spread
+PAUSE = 5e-3  # seconds before a layer, as a restoration waits for the next one; without, it is a third faster
 
 
 class Speed:
@@ -39,23 +40,30 @@ class Speed:
         return units / self.value if self.value else float("inf")
 
 
-def fastest_layer(run, clock, interrupt=lambda: None, agree=bool, spread=0.0) -> float:
+class Stopwatch(Clock):
+    """Marks the processor's time of this thread, which takes part in all that PyTorch computes: it stands
+    still while another process has the core. On a GPU, which nobody else uses, any clock will do."""
+
+    def mark(self):
+        return super().mark() if self.device.type == "cuda" else time.thread_time()
+
+
+def fastest_layer(run, device, interrupt=lambda: None, agree=bool) -> float:
     """Call run(lap) again and again, which calls lap() before each layer -> seconds of the fastest layer.
 
     One undisturbed layer says as much as a pass, and is far more likely on a busy machine; so it may end in
-    the middle of one, but not within `spread` seconds. `interrupt` may raise. `agree(mine)`: whether all
-    ranks say so."""
-    until, seconds, marks = time.perf_counter() + spread, [], []
+    the middle of a pass. `interrupt` may raise. `agree(mine)`: whether all ranks say so."""
+    clock, until, seconds, marks = Stopwatch(device), time.perf_counter() + SPREAD, [], []
 
     def lap(*_):
         interrupt()
-        marks.append(clock.mark())
-        layers = len(seconds) + len(marks) - 1
-        if agree(layers > FEWEST and time.perf_counter() > until):
+        marks.append(clock.mark())  # the end of a layer
+        if agree(len(seconds) + len(marks) // 2 > FEWEST and time.perf_counter() > until):
             raise Enough
+        time.sleep(PAUSE)
+        marks.append(clock.mark())  # the beginning of the next one
 
-    for _ in itertools.count():
-        time.sleep(PAUSE_BEFORE)
+    while True:
         try:
             run(lap)
             lap()
@@ -63,7 +71,7 @@ def fastest_layer(run, clock, interrupt=lambda: None, agree=bool, spread=0.0) ->
             break
         finally:
             times = [clock.seconds(mark) for mark in marks]
-            seconds += [end - start for start, end in itertools.pairwise(times)]
+            seconds += [end - begin for begin, end in zip(times[1::2], times[2::2])]
             marks.clear()
     return min(seconds[1:])  # the first one touches memory
 
@@ -73,7 +81,7 @@ class Enough(Exception):
 
 
 @torch.inference_mode()
-def time_projecting(model, tokens: int, clock, interrupt=lambda: None, spread=0.0) -> float:
+def time_projecting(model, tokens: int, interrupt=lambda: None) -> float:
     """-> seconds to bring a layer of so many tokens back from hidden states: to project them, and to write
     K and V to the slots of a table. All layers in order, as a restoration does it: none is in a cache yet."""
     config, device = model.config, model.device
@@ -89,7 +97,7 @@ def time_projecting(model, tokens: int, clock, interrupt=lambda: None, spread=0.
             keys.index_copy_(0, slots, k)
             values.index_copy_(0, slots, v)
 
-    return fastest_layer(run, clock, interrupt, spread=spread)
+    return fastest_layer(run, device, interrupt)
 
 
 def flops(config, start: int, end: int) -> float:

@@ -21,18 +21,14 @@ class Machine:
 
     def __init__(self, monkeypatch, slowness=lambda layer: 1.0):
         self.now, self.layers, self.slowness = 0.0, 0, slowness
-        clock = SimpleNamespace(perf_counter=lambda: self.now, sleep=self.sleep)
+        clock = SimpleNamespace(perf_counter=lambda: self.now, thread_time=lambda: self.now, sleep=self.sleep)
         monkeypatch.setattr(speed, "time", clock)
         monkeypatch.setattr(restoring, "time", clock)
 
     def sleep(self, seconds):
         self.now += seconds
 
-    def mark(self):
-        return self.now
-
-    def seconds(self, mark):
-        return mark
+    device = "cpu"
 
     def forward(self, lap, depth=3):
         for _ in range(depth):
@@ -60,21 +56,22 @@ def test_the_fastest_of_the_last_passes_counts():
 ], ids=["alone", "beside a busy process", "at first"])  # fmt: skip
 def test_one_undisturbed_layer_is_enough(monkeypatch, slowness):
     machine = Machine(monkeypatch, slowness)
-    assert fastest_layer(machine.forward, machine) == pytest.approx(LAYER)
+    assert fastest_layer(machine.forward, machine.device) == pytest.approx(LAYER)
     assert machine.layers <= 12, "and it ends soon"
 
 
 def test_the_first_layer_touches_memory_and_does_not_count(monkeypatch):
     machine = Machine(monkeypatch, lambda layer: 0.1 if layer == 1 else 1.0)
-    assert fastest_layer(machine.forward, machine) == pytest.approx(LAYER)
+    assert fastest_layer(machine.forward, machine.device) == pytest.approx(LAYER)
 
 
-def test_passes_are_spread_over_the_time_that_is_asked_for_even_by_a_model_of_one_layer(monkeypatch):
+def test_passes_are_spread_over_a_while_and_somebody_who_comes_ends_them(monkeypatch):
     machine = Machine(monkeypatch)
-    fastest_layer(lambda lap: machine.forward(lap, 1), machine, spread=0.5)
-    assert machine.now >= 0.5
+    monkeypatch.setattr(speed, "SPREAD", 0.5)
+    fastest_layer(lambda lap: machine.forward(lap, 1), machine.device)
+    assert machine.now >= 0.5, "also those of a model of one layer"
     with pytest.raises(ZeroDivisionError):
-        fastest_layer(machine.forward, machine, lambda: 1 / 0 if machine.layers > 90 else None, spread=9.0)
+        fastest_layer(machine.forward, machine.device, lambda: 1 / 0)
 
 
 # Load or compute, on a machine that changes ------------------------------------------------------
