@@ -4,7 +4,8 @@ import sys
 
 # How often PyTorch's threads look for work before they sleep, read when it is imported. By default they look
 # for some ms: beside other processes that takes time from those who work (a token took 1.9 times as long).
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 
 def tell(kind, error, trace, others=sys.excepthook):
