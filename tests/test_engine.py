@@ -10,7 +10,7 @@ import torch
 from support.engines import Oracle, ask, check_pools, draw, evict, make, offload, paged, settle, tiny_model
 
 from common import restoring
-from common.link import Bandwidth, Transfer, TransferError
+from common.link import Transfer, TransferError
 from common.requests import Request, Unavailable
 from common.restoring import LATER, PAUSE, Cache, Match, Restoration
 
@@ -335,42 +335,6 @@ def test_a_cache_that_raises_at_the_end_of_a_request_keeps_none_of_its_blocks():
     with pytest.raises(ZeroDivisionError):
         engine.finish(request)
     check_pools(engine)
-
-
-class Misled(Bandwidth):
-    """Six times too slow when it is measured first, because the machine is busy then."""
-
-    def __init__(self, value):
-        super().__init__(value / 6)
-        self.true = value
-
-    def measure(self, interrupt=None):
-        self.value, self.true = self.true, self.true
-        return self.value
-
-
-@pytest.mark.parametrize("share_of_computing, source", [(0.3, "cpu_hit"), (4.0, "miss")])
-def test_a_bad_start_is_forgotten_and_a_slow_link_is_still_declined(share_of_computing, source):
-    probe = make(model=tiny_model())
-    probe.restorer.measure_computing()
-    rate, seconds = probe.restorer.computing.value, probe.restorer.seconds_to_compute(0, 192)
-    size = 12 * probe.pool.block_bytes
-    engine = make(
-        cache := offload.HostCache(64, Misled(size / (share_of_computing * seconds))), always_restore=False
-    )
-    engine.restorer.measure_computing = engine.restorer.learn = lambda *work: None  # the same clock for both
-    engine.restorer.computing.forget()
-    engine.restorer.computing.note(rate, 1.0)
-    ask(engine, PROMPT, 1)
-    evict(engine)
-    cache.load_link.measured.forget()
-    cache.load_link.bandwidth.value = cache.load_link.bandwidth.true / 6
-    assert ask(engine, PROMPT, 1).outcome.source == "miss", "declined at first"
-    while engine.restorer.doubtful:
-        engine.restorer.due = 0.0
-        engine.restorer.idle()
-    evict(engine)
-    assert ask(engine, PROMPT, 1).outcome.source == source
 
 
 # 6. Sleeping -----------------------------------------------------------------------------------

@@ -339,13 +339,6 @@ def test_the_timeline_of_a_step_has_what_came_and_what_was_computed():
     assert timeline.end <= taken
 
 
-def test_costs_are_measured_in_steps():
-    sizes = hybrid.sizes_of(MODEL, 16)
-    planner = Planner("act-only", Costs(BANDWIDTH, 0.0, 0.0), sizes, 3, 40, 2 * sizes.weights)
-    costs = hybrid.measure(planner, MODEL, BANDWIDTH, 4 * [100]).costs
-    assert costs.rebuild > 0 and costs.forward > 0 and costs.speed == BANDWIDTH
-
-
 @pytest.mark.parametrize("words", ["--max-running=1", "--block-size=4096", "--block-size=1", "--blocks=8", "--mini-batch=1"])
 def test_costs_are_measured_at_the_start_whatever_the_sizes(words):
     parser = cli.parser_for("")
