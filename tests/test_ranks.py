@@ -40,14 +40,14 @@ def passes(*arguments):
 
 # 1. Right tokens -------------------------------------------------------------------------------
 
-def test_all_ranks_write_the_same_text_so_that_all_find_the_same_stop_strings(tiny_frontend):
+def test_all_ranks_write_the_same_text_so_that_all_find_the_same_stop_strings(frontend):
     submitted, places = [], []
     for rank in range(2):
         cache = SimpleNamespace(ranks=SimpleNamespace(rank=rank), commands=[])
         engine = Mock(cache=cache, submit=submitted.append)
-        places.append(ranks.Everywhere(engine, tiny_frontend.tokenizer))
+        places.append(ranks.Everywhere(engine, frontend.tokenizer))
     for asked in dict(prompt=[70, 71], stop="ab"), dict(prompt="Hello"):
-        places[0].submit(tiny_frontend.request(**asked))
+        places[0].submit(frontend.request(**asked))
     for words in json.loads(json.dumps(places[0].cache.commands, default=id)):
         for place in places:
             place.do(*words)
