@@ -180,12 +180,6 @@ def cell(bench: Bench, r: float, share: float, alone: float, hit: float, rounds:
 
 # 2. The loader beside a step --------------------------------------------------------------------------------
 
-def divide(bench: Bench, rows: int):
-    """Steps of one size."""
-    for request in bench.cache.unmet():
-        request.restoration.portion = rows
-
-
 def overhead(model, arguments, budget: int = 128):
     bench = Bench(model, max(histories(arguments)), budget=budget)
     alone = bench.typical("compute") - bench.typical("hit")
@@ -194,9 +188,13 @@ def overhead(model, arguments, budget: int = 128):
         spans = [span for span in bench.once(way).timeline.spans if span.label == f"prefill {budget}"]
         return [1e3 * (span.end - span.start) for span in spans]
 
+    def divide():
+        for request in bench.cache.unmet():
+            request.restoration.portion = budget  # steps of one size
+
     for r in arguments.r:
         speed = bench.as_slow(r, alone)
-        bench.cache.divide = partial(divide, bench, budget)
+        bench.cache.divide = divide
         taken = lesson.in_turn({way: partial(steps, way) for way in ("compute", "beside")}, arguments.rounds)
         del bench.cache.divide
         by_step = {way: [statistics.median(step) for step in zip(*found)] for way, found in taken.items()}

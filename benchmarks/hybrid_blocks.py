@@ -30,16 +30,12 @@ FACTORS, BATCHES, CONTEXTS = [1.0, 1.25, 2.0], [16, 64], [128, 512, 1024]
 OTHERS = {name: [(1.25, 16, 512)] for name in ("random:tinyllama-mha", "random:tinyllama")}  # the second: grouped queries
 
 
-def half_of_the_layers(model) -> int:
-    """Bytes of the device."""
-    return (2 + len(model.layers) // 2) * hybrid.sizes_of(model, 16).weights
-
-
-def planner_for(f: float, model, contexts: list[int], device: int):
+def planner_for(f: float, model, contexts: list[int]):
     """-> a Planner for such decode steps, and the bandwidth of the modelled link: weights and all K and V take `f`
     times as long as computing with ACT blocks alone."""
     blocks, costs = sum(context // 16 + 3 for context in contexts), hybrid.Costs(1e9, 0.0, 0.0)
-    planner = hybrid.Planner("act-only", costs, hybrid.sizes_of(model, 16), len(model.layers), blocks, device)
+    layers, sizes = len(model.layers), hybrid.sizes_of(model, 16)
+    planner = hybrid.Planner("act-only", costs, sizes, layers, blocks, (2 + layers // 2) * sizes.weights)
     planner = hybrid.measure(planner, model, links.Bandwidth(1e9), contexts)
     bandwidth = links.Bandwidth(planner.speed_for(f, sum(contexts) / 16))
     planner = planner._replace(costs=planner.costs._replace(speed=bandwidth.value))
@@ -62,7 +58,7 @@ def one_step(engine) -> dict:
 
 def cell(model, f: float, batch: int, context: int, rounds: int) -> dict:
     contexts = batch * [context]
-    planner, bandwidth = planner_for(f, model, contexts, half_of_the_layers(model))
+    planner, bandwidth = planner_for(f, model, contexts)
     engines = {policy: hybrid.ready(planner._replace(policy=policy).plan(), model, bandwidth, contexts)
                for policy in hybrid.POLICIES}  # fmt: skip
     taken = lesson.in_turn({policy: partial(one_step, each) for policy, each in engines.items()}, rounds)
@@ -135,7 +131,7 @@ def balanced(planner, deal, items: list, rows: int) -> list[list]:
 def steps(model, arguments, batch: int = 32, longest: int = 1024, f: float = 1.25):
     rng = random.Random(0)
     contexts = [rng.randrange(longest // 16, longest) for _ in range(batch)]
-    planner, bandwidth = planner_for(f, model, contexts, half_of_the_layers(model))
+    planner, bandwidth = planner_for(f, model, contexts)
     paper, only = planner._replace(policy="paper").plan(), planner._replace(policy="act-only").plan()
     only = only._replace(resident=0, act_device=paper.act_device, act_host=planner.blocks - paper.act_device)
     half = only._replace(kv_host=only.act_host // 2, act_host=only.act_host - only.act_host // 2)

@@ -144,14 +144,10 @@ def processor() -> str:
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
-def device_name(device: str) -> str:
-    """As files of results are named: cpu, or the GPU's name."""
-    return "cpu" if device == "cpu" else torch.cuda.get_device_name().lower().replace(" ", "-")
-
-
 def write(benchmark: str, device: str, path: Path | None, found: list[dict]):
     """Write what was found, and on what, to `path` or to benchmarks/results/BENCHMARK-DEVICE.json."""
-    path = path or RESULTS / f"{benchmark}-{device_name(device)}.json"
+    name = "cpu" if device == "cpu" else torch.cuda.get_device_name().lower().replace(" ", "-")
+    path = path or RESULTS / f"{benchmark}-{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({
         "command": " ".join([f"python -m benchmarks.{benchmark}", *sys.argv[1:]]), "processor": processor(),

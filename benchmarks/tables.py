@@ -78,7 +78,6 @@ FORMATS = {
     "x": lambda figure: with_spread(figure, "x"),
     "%": lambda figure: with_spread(figure, text=percent) if isinstance(figure, dict) else percent(figure),
     "plan": plan,
-    "list": lambda words: ", ".join(words),
 }  # fmt: skip
 
 

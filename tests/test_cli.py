@@ -282,8 +282,8 @@ def ask_three(process) -> list:
 
 
 @needs_signals
-@pytest.mark.parametrize("number,status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize("pause", [0.05, 60])       # a step that lasts longer than the server
+@pytest.mark.parametrize("pause,number,status", [
+    (0.05, signal.SIGTERM, 143), (60, signal.SIGINT, 130)])     # a step that lasts longer than the server
 def test_a_server_that_is_told_to_end_tells_its_clients(pause, number, status):
     with Process(*TINY, "--port", "0", "--pause", str(pause), "--explain") as process:
         connections = ask_three(process)

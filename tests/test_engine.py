@@ -10,7 +10,7 @@ import torch
 from support.engines import Oracle, ask, check_pools, draw, evict, make, offload, paged, settle, tiny_model
 
 from common import restoring
-from common.link import Bandwidth, Transfer, TransferError
+from common.link import Transfer, TransferError
 from common.requests import Request, Unavailable
 from common.restoring import LATER, PAUSE, Cache, Match, Restoration
 
@@ -234,12 +234,11 @@ class FailingRunner(paged.Runner):
         return batch, logits
 
 
-@pytest.mark.parametrize("failures", [1, 2])
-def test_a_step_that_fails_is_run_again(failures):
+def test_a_step_that_fails_is_run_again():
     engine = make(runner=(runner := FailingRunner(tiny_model(), 64)), cache=offload.HostCache(64, 2e9))
-    runner.failures = failures
+    runner.failures = 2
     assert ORACLE.judge(ask(engine, PROMPT)) == "equal"
-    runner.failures = failures
+    runner.failures = 2
     evict(engine)
     assert ORACLE.judge(ask(engine, PROMPT + [4, 4])) == "equal"
 
@@ -275,39 +274,21 @@ def test_what_would_arrive_later_than_computed_is_computed_and_the_result_says_s
     assert again(always, PROMPT).found == {"rows": 205}
 
 
-class Clock:
-    """Stands in for the module time."""
-
-    now = 0.0
-
-    def perf_counter(self):
-        return self.now
-
-
-@pytest.fixture
-def idle(monkeypatch):
-    """-> a Restorer whose measurements a test gives, and its clock."""
-    clock = Clock()
-    engine = make(RowCache())
-    monkeypatch.setattr(restoring, "time", clock)
-    engine.restorer.given, engine.restorer.doubtful, engine.restorer.due = [], True, 0.0
-    engine.restorer.measure = lambda: engine.restorer.given.pop(0)
-    return engine.restorer, clock
-
-
-def test_idle_measures_at_once_and_then_ever_more_rarely_until_two_agree(idle):
-    restorer, clock = idle
-    restorer.given = [[speed, 1.0] for speed in (6.0, 3.0, 3.2, 1.0, 2.0, 1.0, 2.0, 1.0)]
-    pauses = []
-    while restorer.given:
+def test_idle_measures_at_once_and_then_ever_more_rarely_until_two_agree(monkeypatch):
+    restorer, clock = make(RowCache()).restorer, SimpleNamespace(now=0.0)
+    monkeypatch.setattr(restoring, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    restorer.doubtful, restorer.due = True, 0.0
+    given = [[speed, 1.0] for speed in (6.0, 3.0, 3.2, 1.0, 2.0, 1.0, 2.0, 1.0)]
+    restorer.measure, pauses = lambda: given.pop(0), []
+    while given:
         pauses.append(restorer.idle())
         assert restorer.idle() == pytest.approx(pauses[-1]), "not before it is due"
         clock.now += pauses[-1]
     assert pauses == [1, 2, 4, 8, 16, 32, 32, 32]
-    restorer.given = [[1.04, 0.96]]
+    given.append([1.04, 0.96])
     assert restorer.idle() is None and restorer.idle() is None, "two agree: nothing is left to measure"
     restorer.doubtful = True  # something was declined
-    restorer.given = [[9.0, 1.0], [9.1, 1.0]]
+    given += [9.0, 1.0], [9.1, 1.0]
     assert restorer.idle() == 1
     clock.now += 1
     assert restorer.idle() is None
@@ -335,42 +316,6 @@ def test_a_cache_that_raises_at_the_end_of_a_request_keeps_none_of_its_blocks():
     with pytest.raises(ZeroDivisionError):
         engine.finish(request)
     check_pools(engine)
-
-
-class Misled(Bandwidth):
-    """Six times too slow when it is measured first, because the machine is busy then."""
-
-    def __init__(self, value):
-        super().__init__(value / 6)
-        self.true = value
-
-    def measure(self, interrupt=None):
-        self.value, self.true = self.true, self.true
-        return self.value
-
-
-@pytest.mark.parametrize("share_of_computing, source", [(0.3, "cpu_hit"), (4.0, "miss")])
-def test_a_bad_start_is_forgotten_and_a_slow_link_is_still_declined(share_of_computing, source):
-    probe = make(model=tiny_model())
-    probe.restorer.measure_computing()
-    rate, seconds = probe.restorer.computing.value, probe.restorer.seconds_to_compute(0, 192)
-    size = 12 * probe.pool.block_bytes
-    engine = make(
-        cache := offload.HostCache(64, Misled(size / (share_of_computing * seconds))), always_restore=False
-    )
-    engine.restorer.measure_computing = engine.restorer.learn = lambda *work: None  # the same clock for both
-    engine.restorer.computing.forget()
-    engine.restorer.computing.note(rate, 1.0)
-    ask(engine, PROMPT, 1)
-    evict(engine)
-    cache.load_link.measured.forget()
-    cache.load_link.bandwidth.value = cache.load_link.bandwidth.true / 6
-    assert ask(engine, PROMPT, 1).outcome.source == "miss", "declined at first"
-    while engine.restorer.doubtful:
-        engine.restorer.due = 0.0
-        engine.restorer.idle()
-    evict(engine)
-    assert ask(engine, PROMPT, 1).outcome.source == source
 
 
 # 6. Sleeping -----------------------------------------------------------------------------------

@@ -4,8 +4,6 @@ import gc
 import os
 import random
 import shutil
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -13,11 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import write_model
 from support import engines
 from support.engines import Oracle, ask, check_pools, chunk_files, draw, evict, hidden, make, settle
 from support.faults import faulty
 
+from common import cli
 from common.link import Transfer
 from common.requests import Request
 from common.restoring import Interrupted
@@ -39,9 +37,9 @@ def found(engine, tokens) -> int:
     return match.tokens if match else 0
 
 
-def asked(engine, tokens, **options) -> Request:
+def asked(engine, tokens) -> Request:
     """A request that stands in line."""
-    request = Request(list(tokens), 1, options=options)
+    request = Request(list(tokens), 1)
     engine.extend(request)
     return request
 
@@ -137,15 +135,6 @@ def test_a_full_host_evicts_the_end_of_others_and_never_its_own_beginning():
     check_pools(engine)
 
 
-def test_what_was_used_last_is_evicted_last():
-    engine, _ = engine_for(host=20)
-    other = draw(random.Random(3), 150)
-    for prompt in (PROMPT, other, PROMPT, draw(random.Random(4), 150)):  # the third is on the device
-        ask(engine, prompt, 1)
-        settle(engine)
-    assert found(engine, PROMPT) == 144 and found(engine, other) == 32
-
-
 # 2. Bringing back ------------------------------------------------------------------------------
 
 
@@ -223,12 +212,12 @@ def test_a_measurement_leaves_what_wakes_the_engine():
     assert engine.cache.idle() and engine.wake.is_set()
 
 
-def test_grouped_queries_are_said_at_the_start(tmp_path):
-    folder = write_model(tmp_path / "grouped", num_key_value_heads=1)
-    command = [sys.executable, "04_hidden_state_cache.py", "--model", str(folder), "--link", "1"]
-    command += ["--prompt", "a", "--max-tokens", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and "chapter 03 is the better choice" in done.stderr
+@pytest.mark.parametrize("heads", [1, 4])
+def test_grouped_queries_are_said_at_the_start(heads, capsys):
+    parser = cli.parser_for("")
+    hidden.add_arguments(parser)
+    hidden.make_engine(engines.tiny_model(0, heads), parser.parse_args(["--link=1", "--gpu-blocks=8"])).close()
+    assert ("chapter 03 is the better choice" in capsys.readouterr().err) == (heads == 1)
 
 
 # 3. Files --------------------------------------------------------------------------------------
@@ -238,13 +227,9 @@ def folders(storage: StoredChunks) -> list[Path]:
     return [Path(each.backend.folder) for each in storage.storages]
 
 
-def again(storage: StoredChunks) -> StoredChunks:
-    """The same directories, as another process finds them."""
-    return in_directories(folders(storage), 0.1)
-
-
-def restart(storage: StoredChunks, host: int = 256, model=None, **options):
-    return engine_for(host, storage=again(storage), model=model or engines.tiny_model(), **options)[0]
+def restart(storage: StoredChunks, host: int = 256, **options):
+    """An engine that finds the same directories, as another process does."""
+    return engine_for(host, storage=in_directories(folders(storage), 0.1), **options)[0]
 
 
 def saved(prompt=PROMPT, storage=None) -> StoredChunks:
@@ -320,15 +305,7 @@ def test_a_block_that_was_begun_between_two_restorations_is_let_go(budget, compu
     assert ORACLE.judge(ask(engine, request.tokens, 8)) == "equal"
 
 
-def test_another_model_dtype_or_salt_never_matches():
-    storage = saved()
-    for engine in restart(storage, model=engines.tiny_model(1)), restart(storage):
-        assert engine.cache.match(asked(engine, PROMPT, cache_salt="b")) is None
-    assert engine.cache.match(asked(engine, PROMPT)).tokens == 144
-    assert found(restart(storage, model=engines.tiny_model(1)), PROMPT) == 0
-
-
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "foreign", "renamed", "gone"])
+@pytest.mark.parametrize("damage", ["flipped", "renamed", "gone"])
 @pytest.mark.parametrize("part", [0, 1])
 def test_a_damaged_file_is_computed_again_and_not_asked_for_twice(part, damage):
     storage = saved()
@@ -340,8 +317,7 @@ def test_a_damaged_file_is_computed_again_and_not_asked_for_twice(part, damage):
         path.unlink()
     else:
         flipped = good[:999] + bytes([good[999] ^ 1]) + good[1000:]
-        kinds = dict(truncated=good[:99], flipped=flipped, empty=b"", foreign=b"something" * 9999)
-        path.write_bytes(kinds.get(damage, wrong.read_bytes()))
+        path.write_bytes(flipped if damage == "flipped" else wrong.read_bytes())
     request = ask(engine, PROMPT + [3])
     assert ORACLE.judge(request) == "equal" and "computed" in request.decisions[-1]
     settle(engine)
@@ -392,27 +368,6 @@ def test_blocks_go_round_the_directories_and_each_is_read_on_its_own(tmp_path):
     reads = engine.cache.store.bring(*[request := asked(engine, draw(random.Random(3), 400)), 0,
                                        engine.cache.match(request).blocks])[1]  # fmt: skip
     assert [len(read) for read in reads] == [3, 3], "a transfer for each part and directory"
-
-
-def test_least_recently_used_blocks_go_when_the_limit_is_reached():
-    prompts = [draw(random.Random(seed), 140) for seed in range(4)]
-    size = sum(path.stat().st_size for path in folders(saved())[0].iterdir()) / 9  # of a block
-    storage = chunk_files(limit_gb=20.5 * size / 1e9)
-    engine, _ = engine_for(storage=storage)
-    for prompt in prompts[:3]:
-        ask(engine, prompt, 1)
-        settle(engine)
-    kept = [found(restart(storage), prompt) for prompt in prompts[:3]]
-    assert kept[2] == 128 and sum(kept) <= 20 * 16 and kept[0] < 128
-    evict(engine)
-    engine.evict("host")
-    assert [found(engine, prompt) for prompt in prompts[:3]] == kept, "what was deleted is not offered"
-    assert ask(engine, prompts[1] + [3]).found == {"disk": 128}
-    settle(engine)
-    ask(engine, prompts[3], 1)
-    settle(engine)
-    assert found(restart(storage), prompts[1]) == 128, "what was read was used"
-    assert sum(path.stat().st_size for path in folders(storage)[0].iterdir()) <= 20.5 * size
 
 
 @pytest.mark.parametrize("fault", ["vanished", "full", "behind", "hanging"])

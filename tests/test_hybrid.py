@@ -17,7 +17,7 @@ from support.mutants import without
 from common import cli
 from common.checkpoint import ModelError
 from common.link import Link, TransferError
-from common.requests import Request, Unavailable
+from common.requests import Request
 
 MODEL, ORACLE = tiny_model(0, 4, on_host=True), Oracle(tiny_model(0, 4))
 Plan, Costs, Sizes, Planner = hybrid.Plan, hybrid.Costs, hybrid.Sizes, hybrid.Planner
@@ -179,7 +179,7 @@ def test_runs_are_what_is_adjacent_on_both_sides(pairs):
 
 
 @pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize("size, rows, budget", [(16, 8192, 512), (16, 600, 60), (4, 600, 512), (1, 700, 33)])
+@pytest.mark.parametrize("size, rows, budget", [(16, 8192, 512), (16, 600, 60), (1, 700, 33)])
 def test_tokens_are_those_of_chapter_01(name, size, rows, budget):
     plan = PLANS[name]
     counts = [count * 16 // size for count in plan[1:]]
@@ -191,10 +191,8 @@ def test_tokens_are_those_of_chapter_01(name, size, rows, budget):
         assert all(ORACLE.judge(request) == "equal" for request in requests)
 
 
-@pytest.mark.parametrize("heads", [1, 4])
-def test_grouped_queries_and_one_kv_head_for_each_query_head(heads):
-    model, oracle = tiny_model(1, heads, on_host=True), Oracle(tiny_model(1, heads))
-    engine = engine_for(model=model)
+def test_grouped_queries():
+    oracle, engine = Oracle(tiny_model(1, 1)), engine_for(model=tiny_model(1, 1, on_host=True))
     requests = some_requests(random.Random(1))
     engine.generate(requests)
     assert all(oracle.judge(request) == "equal" for request in requests)
@@ -241,7 +239,7 @@ def failing(monkeypatch, label: str, times: int = 1, after: int = 5):
 
 
 @pytest.mark.parametrize("label", ["weights", "kv", "act", "store"])
-@pytest.mark.parametrize("after", [1, 4, 9, 20])
+@pytest.mark.parametrize("after", [1, 9])
 def test_a_step_whose_copy_fails_is_run_again(monkeypatch, label, after):
     engine, requests = engine_for(rows=512), some_requests(random.Random(8))
     seen = failing(monkeypatch, label, after=after)
@@ -250,22 +248,8 @@ def test_a_step_whose_copy_fails_is_run_again(monkeypatch, label, after):
     assert_equal(engine, requests)
 
 
-def test_after_three_failures_in_a_row_its_requests_end_and_others_are_answered(monkeypatch):
-    engine, requests = engine_for(), some_requests(random.Random(9), count=2)
-    failing(monkeypatch, "store", times=60, after=1)
-    for request in requests:
-        engine.submit(request)
-    while any(request.outcome is None for request in requests):
-        engine.step()
-    assert all(isinstance(request.outcome, Unavailable) for request in requests)
-    monkeypatch.undo()
-    assert_equal(engine, [ask(engine, draw(random.Random(10), 50))])
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_copies_that_fail_or_are_late_cost_time_only(seed):
-    rng = random.Random(seed)
-    engine = engine_for(rows=512)
+def test_copies_that_fail_or_are_late_cost_time_only():
+    rng, engine = random.Random(0), engine_for(rows=512)
     with faulty(rng, failing=0.004, late=0.1, noisy=3, delay=0.01) as injected:
         for _ in range(8):
             requests = some_requests(rng, 5, 10)
@@ -337,13 +321,6 @@ def test_the_timeline_of_a_step_has_what_came_and_what_was_computed():
     assert {span.label[0] for span in timeline.spans if span.lane == "load"} >= set("aw")
     assert {span.label[0] for span in timeline.spans if span.lane == "compute"} >= set("rf")
     assert timeline.end <= taken
-
-
-def test_costs_are_measured_in_steps():
-    sizes = hybrid.sizes_of(MODEL, 16)
-    planner = Planner("act-only", Costs(BANDWIDTH, 0.0, 0.0), sizes, 3, 40, 2 * sizes.weights)
-    costs = hybrid.measure(planner, MODEL, BANDWIDTH, 4 * [100]).costs
-    assert costs.rebuild > 0 and costs.forward > 0 and costs.speed == BANDWIDTH
 
 
 @pytest.mark.parametrize("words", ["--max-running=1", "--block-size=4096", "--block-size=1", "--blocks=8", "--mini-batch=1"])

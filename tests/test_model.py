@@ -8,14 +8,13 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TINY, chapter, load, write_model
+from conftest import TINY, load, write_model
+from support.engines import baseline
 
 from benchmarks.reference import reference_model
 from common import checkpoint
 from common.llama import Linear, LlamaConfig, UnsupportedConfig, rotary_frequencies
 from common.requests import Request
-
-baseline = chapter("01_baseline")
 
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=64)
@@ -29,9 +28,7 @@ FOLDERS = {
     "qwen2": dict(family="qwen2"),
     "mistral": dict(family="mistral", sliding_window=None),
     "odd head_dim": dict(head_dim=24),
-    "rope linear": dict(rope_parameters=dict(LINEAR, rope_theta=1e4)),
     "rope llama3": dict(rope_parameters=dict(LLAMA3, rope_theta=1e4)),
-    "sharded": dict(max_shard_size="60KB"),
 }
 
 
@@ -146,12 +143,6 @@ def test_64_greedy_tokens_equal_those_of_transformers(pair):
     expected = reference_tokens(pair.theirs, prompt, 64)
     assert answer(pair.ours, prompt, 64).new == expected
     assert len(set(expected)) > 4, "a loop of few tokens would prove little"
-
-
-def test_a_sharded_folder_has_several_files(tmp_path):
-    folder = write_model(tmp_path / "model", **FOLDERS["sharded"])
-    assert len(list(folder.glob("*.safetensors"))) > 2
-    assert (folder / "model.safetensors.index.json").exists()
 
 
 @pytest.mark.parametrize("kind", ["gqa", "classroom"])
@@ -321,15 +312,13 @@ PUBLISHED = {
     "Llama 1": dict(architectures=["LLaMAForCausalLM"], max_sequence_length=2048, pad_token_id=-1, rms_norm_eps=1e-6),
     "Llama 2": SEVEN_B, "Vicuna": dict(_name_or_path="vicuna", max_position_embeddings=2048, pad_token_id=0),
     "Vicuna 16k": SEVEN_B | dict(max_sequence_length=16384, rope_scaling=dict(factor=4.0, type="linear")),
-    "OpenLLaMA": dict(max_position_embeddings=2048, rms_norm_eps=1e-6, torch_dtype="float16"),
-    "CodeLlama": SEVEN_B | dict(rope_theta=1e6), "SOLAR": SEVEN_B | dict(rope_scaling=dict(factor=2.0, type="dynamic")),
+    "SOLAR": SEVEN_B | dict(rope_scaling=dict(factor=2.0, type="dynamic")),
     "Llama 3": LLAMA_3, "Llama 3.1": LLAMA_31, "Llama 3.2": LLAMA_32, "Llama 3.2, unsloth": LLAMA_32 | UNSLOTH,
     "a fine-tune": LLAMA_3 | dict(neftune_noise_alpha=5, repetition_penalty=1.3, do_sample=True, temperature=0.6),
     "TinyLlama": SEVEN_B | dict(num_key_value_heads=1, max_position_embeddings=2048),
     "SmolLM": LLAMA_3 | dict(rope_theta=1e4, tie_word_embeddings=True), "Yi": LLAMA_3 | dict(rope_theta=5e6),
     "SmolLM2": LLAMA_3 | JS | dict(rope_interleaved=False, tie_word_embeddings=True, rope_theta=100000),
     "DeepSeek LLM": SEVEN_B | dict(aux_loss_alpha=0.001, ep_size=1, n_routed_experts=None),
-    "DeepSeek Coder": SEVEN_B | dict(rope_theta=100000, rope_scaling=dict(factor=4.0, type="linear")),
     "with biases": SEVEN_B | dict(attention_bias=True, mlp_bias=True, bias=True, hidden_act="swish"),
     "from GGUF": dict(max_position_embeddings=512, partial_rotary_factor=1.0, rope_theta=1e4, num_key_value_heads=None,
                       head_dim=None, quantization_config=None, rms_norm_eps=9.999999747378752e-06),
@@ -401,6 +390,6 @@ def test_what_the_model_does_not_do_is_refused_by_name(name, fields):
     assert "\n" not in str(refusal.value)
 
 
-def test_kv_numbers_per_token_counts_what_the_cache_holds(tiny_frontend):
-    cache = baseline.KVCache(tiny_frontend.model, 10)
-    assert cache.k.numel() + cache.v.numel() == 10 * tiny_frontend.model.config.kv_numbers_per_token
+def test_kv_numbers_per_token_counts_what_the_cache_holds(frontend):
+    cache = baseline.KVCache(frontend.model, 10)
+    assert cache.k.numel() + cache.v.numel() == 10 * frontend.model.config.kv_numbers_per_token

@@ -128,9 +128,8 @@ def test_adjacent_blocks_are_one_copy_and_others_are_one_each():
     assert save.labels[1:] == ["save 3"] and len(save.sent[-1][1]) == 3
 
 
-@pytest.mark.parametrize("ends", [True, False])
-def test_a_copy_out_that_fails_is_not_found_and_made_again_for_the_next(ends):
-    engine, cache, save, _ = engine_for(save=ends)
+def test_a_copy_out_that_fails_is_not_found_and_made_again_for_the_next():
+    engine, cache, save, _ = engine_for(save=False)
     save.failing = True
     ask(engine, PROMPT)
     save.deliver()
@@ -244,15 +243,6 @@ def test_a_chain_that_was_saved_in_pieces_leaves_from_its_end_too():
     request = ask(engine, PROMPT, 3)
     cache.host.make_room(cache.host.size - 2)
     assert len(cache.host.find(request.chain)) == 2
-
-
-def test_of_what_the_host_has_no_room_for_the_beginning_is_kept():
-    engine, _, save, _ = engine_for(host=4)
-    prompt = PROMPT + A  # ten blocks
-    ask(engine, prompt)
-    assert save.labels == ["save 4"] and kept(engine, prompt) == 4
-    evict(engine)
-    assert ask(engine, prompt).found == {"cpu": 64}
 
 
 @pytest.mark.parametrize("budget", [16, 48, 512])

@@ -6,18 +6,13 @@ from contextlib import closing, contextmanager
 
 import pytest
 
-from tests.support.serving import ASK, eventually, serving, tiny_frontend
+from tests.support.serving import ASK, eventually, serving
 from tests.support.stub import Engine
 
 playwright = pytest.importorskip("playwright.sync_api",
                                  reason="playwright is missing: see requirements-dev.txt")
 CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
 DESKTOP, PHONE = dict(width=1280, height=900), dict(width=390, height=844)
-
-
-@pytest.fixture(scope="module")
-def frontend(tiny_folder):
-    return tiny_frontend(tiny_folder)
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +200,7 @@ def test_a_comparison_draws_bars_and_says_whether_tokens_are_equal(browser, fron
 
 # 4. Everywhere and for everybody ----------------------------------------------------------------------------
 
-@pytest.mark.parametrize("viewport", [PHONE, DESKTOP, dict(width=1920, height=1080)], ids=str)
+@pytest.mark.parametrize("viewport", [PHONE, DESKTOP], ids=str)
 def test_nothing_is_wider_than_the_window_and_8000_blocks_are_shown(browser, frontend, viewport):
     with serving(frontend, Engine(blocks=8000)) as client:
         with page_of(browser, client, viewport) as page:

@@ -4,7 +4,6 @@ import gc
 import hashlib
 import random
 import struct
-import threading
 from collections import Counter
 from types import SimpleNamespace
 
@@ -36,15 +35,6 @@ def test_equal_beginnings_are_the_same_objects_however_they_were_made():
     assert other[1] is once[1] and other[2] is not once[2]
     assert prefixes.extend([], [4, 5, 6, 7])[0] is not once[1], "the same tokens after other ones"
     assert prefixes.extend([], [1, 2, 3]) == []
-
-
-def test_other_salts_and_other_models_share_nothing():
-    prefixes, other = paged.Prefixes("model", 4), paged.Prefixes("another", 4)
-    tokens = list(range(8))
-    chains = [prefixes.extend([], tokens), prefixes.extend([], tokens, "a"), other.extend([], tokens)]
-    assert len({prefix for chain in chains for prefix in chain}) == 6
-    assert len({prefix.key for chain in chains for prefix in chain}) == 6
-    assert prefixes.extend([], tokens, "a") == chains[1]
 
 
 def test_a_key_is_the_sha256_of_its_parents_key_and_the_tokens_as_little_endian_int32():
@@ -133,15 +123,6 @@ def test_the_least_recently_used_chain_is_evicted_first_from_its_end():
     (old, chain), (young, _) = cached(pool, 3), cached(pool, 3, 50)
     assert sorted(pool.allocate(2)) == old[1:] and pool.find(chain) == old[:1]
     assert sorted(pool.allocate(2)) == sorted([old[0], young[2]])
-
-
-def test_a_copy_that_ends_after_its_request_changes_no_order():
-    pool = paged.BlockPool(6, 1)
-    (first, chain), _ = cached(pool, 3), cached(pool, 3, 50)
-    pool.share(first)  # they are being saved
-    pool.release(first)
-    assert sorted(pool.allocate(3)) == first, "they were used before the others"
-    assert not pool.find(chain)
 
 
 def test_what_was_used_is_evicted_later():
@@ -538,20 +519,6 @@ def test_counters_add_up():
     assert (counts["waiting"], counts["running"]) == (0, 0)
     assert counts["device_blocks"] == counts["device_free"] + counts["device_cached"] == 16
     assert counts["device_evictions"] >= 1 and engine.evict("device") == counts["device_cached"]
-
-
-def test_several_threads_ask_while_one_steps():
-    engine, rng = make(blocks=48, max_running=4), random.Random(14)
-    asked = [Request(draw(rng, rng.randrange(2, 60)), 6) for _ in range(24)]
-    shares = [asked[number::4] for number in range(4)]
-    threads = [threading.Thread(target=lambda share=share: [*map(engine.submit, share)]) for share in shares]
-    for thread in threads:
-        thread.start()
-    while any(request.outcome is None for request in asked):
-        engine.step()
-    assert sorted(request.id for request in asked) == list(range(1, 25))
-    assert_equal(asked)
-    check_pools(engine)
 
 
 @pytest.mark.skipif(not cpu_multiplies_bfloat16(), reason="this processor has no bfloat16 products")

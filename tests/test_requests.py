@@ -9,16 +9,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from common import requests
 from common.requests import SAMPLING, BadRequest, Frontend, Request, Writer, check_fields, check_messages
-from tests.support.serving import tiny_frontend
 from tests.support.stub import Engine
 
 HUGE = 10 ** 400
-
-
-@pytest.fixture(scope="module")
-def frontend(tiny_folder):
-    return tiny_frontend(tiny_folder)
-
 
 # 1. Fields --------------------------------------------------------------------------------------------------
 
@@ -43,19 +36,8 @@ def test_the_bounds_themselves_are_taken_and_what_asks_for_nothing_under_any_nam
     for nothing in None, [], {}:
         assert check_fields(dict.fromkeys([*SAMPLING, "functions"], nothing), SAMPLING) == {}
     for something in False, 0, "", [None]:
-        with pytest.raises(BadRequest, match="Unknown field 'functions'"):
+        with pytest.raises(BadRequest, match="Unknown field 'functions'; the fields are .*temperature"):
             check_fields(dict(functions=something), SAMPLING)
-
-
-@pytest.mark.parametrize("body", [[], None, "Hello", 17])
-def test_a_body_that_is_no_object_is_refused(body):
-    with pytest.raises(BadRequest, match="must be a JSON object"):
-        check_fields(body, SAMPLING)
-
-
-def test_an_unknown_field_is_refused_by_name_with_those_that_are_known():
-    with pytest.raises(BadRequest, match="Unknown field 'temprature'; the fields are .*temperature"):
-        check_fields(dict(temprature=1), SAMPLING)
 
 
 @pytest.mark.parametrize("raw,word", [(b"", "JSON"), (b"{", "JSON"), (b"\xff\xfe{}", "UTF-8"),
@@ -78,10 +60,8 @@ def test_json_may_begin_with_a_byte_order_mark():
     (dict(role="tool", content="Hello"), "role must be system, developer, user or assistant"),
     (dict(role="user", content="Hello", name=5), "name must be"), (dict(role="assistant"), "not be empty"),
     (dict(role="assistant", content="", tool_calls=[dict(id="1")]), "Unknown field 'tool_calls'"),
-    (dict(role="robot", content="Hello"), "role must be"),
     (dict(role=["user"], content="Hello"), "role must be"),
     (dict(role="user", content=5), "content must be"),
-    (dict(role="user", content=["Hello"]), "content must be"),
     (dict(role="user", content=[dict(type="image_url", image_url="x")]), "content must be"),
     (dict(role="user", content="\udfff"), "content must be"), (dict(role="user", content=""), "not be empty"),
 ], ids=repr)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from common import server as servers
 from common.checkpoint import ModelError
 from common.requests import BadRequest, Unavailable
-from tests.support.serving import ASK, CHAT, INFO, TIMEOUT, eventually, run, sentence, serving, tiny_frontend
+from tests.support.serving import ASK, CHAT, INFO, TIMEOUT, eventually, run, sentence, serving
 from tests.support.stub import Engine
 
 TEXT = dict(prompt="Hello", max_tokens=8, temperature=0)
@@ -29,11 +29,6 @@ ROUTES = [("/generate", ASK), ("/v1/chat/completions", CHAT), ("/v1/completions"
 def impatient(monkeypatch):
     """A client that has hung up is noticed soon."""
     monkeypatch.setattr(servers, "SILENCE", 0.02)
-
-
-@pytest.fixture(scope="module")
-def frontend(tiny_folder):
-    return tiny_frontend(tiny_folder)
 
 
 @pytest.fixture(scope="module")

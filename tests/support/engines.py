@@ -47,9 +47,9 @@ def modelled(blocks: int) -> StoredChunks:
     return StoredChunks(ModelledStorage(5e4 * blocks, BANDWIDTH / 10))
 
 
-def chunk_files(folder: Path | None = None, limit_gb: float = 0.1) -> StoredChunks:
+def chunk_files(folder: Path | None = None) -> StoredChunks:
     """In a directory of its own, or in this one."""
-    return in_directories([folder or Path(tempfile.mkdtemp(dir=FOLDERS.name))], limit_gb)
+    return in_directories([folder or Path(tempfile.mkdtemp(dir=FOLDERS.name))], 0.1)
 
 
 def tiered(blocks: int, prefetch: str, write: str, backend=None, **options):

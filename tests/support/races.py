@@ -8,6 +8,7 @@ engine as it is, and by one without one guard. The first answer that is not chap
 import argparse
 import random
 import sys
+from functools import cache
 
 import pytest
 
@@ -47,11 +48,16 @@ def answers(rounds: int = 120, seed: int = 3):
     return None
 
 
+@cache
+def answers_with_all_guards():
+    return answers()
+
+
 def show(race: str) -> bool:
     """Print both -> whether the answer is wrong only without the guard."""
     guard, words = RACES[race]
     print(f"{words}\nThe guard: {guard}.\n")
-    print(f"with its guard:    {(found := answers()) and 'WRONG' or 'right, in 360 requests'}")
+    print(f"with its guard:    {(found := answers_with_all_guards()) and 'WRONG' or 'right, in 360 requests'}")
     patch = pytest.MonkeyPatch()
     without(patch, *GUARDS[guard])
     try:

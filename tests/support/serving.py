@@ -4,10 +4,7 @@ import json
 import threading
 import time
 from contextlib import closing, contextmanager
-from functools import cache
 
-from common import checkpoint
-from common.requests import Frontend
 from common.server import Server, listen, make_app
 from tests.support.stub import Engine
 
@@ -15,12 +12,6 @@ INFO = dict(chapter="stub", model="tiny", device="cpu", dtype="float32")
 TIMEOUT = 120                      # seconds; no answer here takes more than a few
 ASK = dict(prompt="Hello", max_tokens=8)
 CHAT = dict(messages=[dict(role="user", content="Hello")], max_tokens=8, temperature=0)
-
-
-@cache
-def tiny_frontend(folder) -> Frontend:
-    """On the model folder `tiny_folder`. Shared, so leave it as it is."""
-    return Frontend(*checkpoint.load(str(folder), "float32", "cpu"), Engine.fields)
 
 
 class Reply:
