@@ -191,7 +191,7 @@ class PlannedCache(hidden_states.HiddenCache):
     # Estimating
 
     def costs(self, start: int, end: int, stored: float = 0.0) -> Costs:
-        """Of a layer of tokens start to end, of which a share is `stored`: read while the link moves on."""
+        """Of a layer of tokens start to end, of which a share, `stored`, is read from storage first."""
         config, layers, tokens = self.model.config, len(self.model.layers), end - start
         states = tokens * config.hidden_size * self.model.dtype.itemsize
         kv = tokens * config.kv_numbers_per_token * self.model.dtype.itemsize // layers

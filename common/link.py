@@ -356,7 +356,7 @@ class LikeA100(Bandwidth):
         self.due = time.perf_counter() + LATELY
         states = self.tokens * self.model.config.hidden_size * self.model.dtype.itemsize  # bytes of a layer
         self.value = max(self.value, A100 * states / seconds)
-        self.seconds = A100 * states / self.value  # to restore them
+        self.seconds = A100 * states / self.value  # to restore them, at the fastest so far
         return self.value
 
     def __str__(self):

@@ -159,7 +159,7 @@ class Linear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
     def reorder(self):
-        """Copy the weight into that layout, if the operator is there and takes it."""
+        """Copy the weight into oneDNN's layout, if the operator is there and takes it."""
         with suppress(AttributeError, RuntimeError):       # a dtype that this processor has no kernel for
             if self.weight.device.type == "cpu":
                 weight = self.weight.detach()

@@ -69,7 +69,7 @@ class Restoration:
     deadline: float  # in seconds of time.perf_counter(): nobody waits longer (but GRACE at least)
     steps: object  # the Cache's generator, until it has ended
     layers: int = 0
-    spent: float = 0.0  # seconds in which the engine did nothing else
+    spent: float = 0.0  # seconds that the engine's thread has worked at it, or waited for it
     found: int = 0  # tokens that need not be computed
     awaited: object = None  # the Transfer that it yielded last, until that has arrived
     passed: list = field(default_factory=list)  # the Transfers before
@@ -375,9 +375,9 @@ class Restorer:
             raise Interrupted
 
     def idle(self) -> float | None:
-        """Nothing runs -> seconds until this wants to be called again; None: nothing is left to measure. What
-        was measured at the start, while others were busy, or led to a refusal, is measured again at once and
-        then after 1, 2, 4 to 32 s, until two measurements agree."""
+        """Nothing runs -> seconds until this wants to be called again; None: nothing is left to measure.
+        While in doubt (at the start, after a refusal, a failure, a slow restoration) measure now, and then
+        after 1, 2, 4 to 32 s, until two measurements agree."""
         if not self.doubtful:
             return None
         if (left := self.due - time.perf_counter()) > 0:
@@ -386,7 +386,7 @@ class Restorer:
             speeds = self.measure()
         except Interrupted:
             return 0.0
-        steady = [abs(new / old - 1) <= STEADY for new, old in zip(speeds, self.speeds)]
+        steady = [abs(new - old) <= STEADY * old for new, old in zip(speeds, self.speeds)]
         self.doubtful = bool(speeds) and not (steady and all(steady))
         self.speeds = speeds
         self.pause = min(max(PAUSES[0], 2 * self.pause), PAUSES[1]) if self.doubtful else 0.0
@@ -414,8 +414,7 @@ class Restorer:
         comes."""
         engine, config = self.engine, self.engine.model.config
         tokens = min(max(LONG, engine.token_budget), ROWS, config.max_position_embeddings)
-        request = self.nobodys_request(tokens) or self.nobodys_request(LONG) if tokens >= LONG else None
-        if request is None:
+        if tokens < LONG or not (request := self.nobodys_request(tokens) or self.nobodys_request(LONG)):
             return
         try:
             run = partial(engine.runner.forward, [(request, len(request.tokens))])

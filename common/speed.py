@@ -1,8 +1,8 @@
 """How fast this machine is when nobody disturbs it.
 
-Noise only slows. So an estimate rests on the fastest of the last passes, not on their median: a number that
-was taken while others were busy would be wrong for as long as it is believed. What goes on now is another
-matter, and corrects all estimates at once: the pace of the last restorations (common/restoring.py).
+A slow pass may be noise, a fast one cannot: so the fastest of the last passes counts, not their median. A
+number that was taken while others were busy would be wrong for as long as it is believed. What goes on now is
+the business of one pace, which corrects all estimates: that of the last restorations (common/restoring.py).
 """
 
 import time
@@ -15,11 +15,11 @@ from common.timeline import Clock
 LAST = 8  # passes that count
 ROWS = 512  # of a pass: enough for full speed
 FEWEST, SPREAD = 8, 0.3  # layers of a measurement, and seconds over which they are spread
-PAUSE = 5e-3  # seconds before a layer, as a restoration waits for the next one; without, it is a third faster
+BEFORE_LAYER = 5e-3  # seconds of pause, as a restoration waits for each; without it is a third faster
 
 
 class Speed:
-    """Of one kind of work, in units per second."""
+    """The speed of one kind of work, in units per second."""
 
     def __init__(self, unmeasured: float):
         """`unmeasured`: what to believe before the first pass."""
@@ -42,7 +42,8 @@ class Speed:
 
 class Stopwatch(Clock):
     """Marks the processor's time of this thread, which takes part in all that PyTorch computes: it stands
-    still while another process has the core. On a GPU, which nobody else uses, any clock will do."""
+    still while another process has the core, and while this thread waits asleep for another one. On a GPU,
+    which nobody else uses, any clock will do."""
 
     def mark(self):
         return super().mark() if self.device.type == "cuda" else time.thread_time()
@@ -51,16 +52,17 @@ class Stopwatch(Clock):
 def fastest_layer(run, device, interrupt=lambda: None, agree=bool) -> float:
     """Call run(lap) again and again, which calls lap() before each layer -> seconds of the fastest layer.
 
-    One undisturbed layer says as much as a pass, and is far more likely on a busy machine; so it may end in
-    the middle of a pass. `interrupt` may raise. `agree(mine)`: whether all ranks say so."""
-    clock, until, seconds, marks = Stopwatch(device), time.perf_counter() + SPREAD, [], []
+    One undisturbed layer says as much as a pass, and is far more likely on a busy machine; so the measurement
+    may end in the middle of a pass. `interrupt` may raise. `agree(mine)`: whether all ranks say so."""
+    kind = Stopwatch if agree is bool else Clock  # ranks wait asleep for each other, and that counts
+    clock, until, seconds, marks = kind(device), time.perf_counter() + SPREAD, [], []
 
     def lap(*_):
         interrupt()
         marks.append(clock.mark())  # the end of a layer
         if agree(len(seconds) + len(marks) // 2 > FEWEST and time.perf_counter() > until):
             raise Enough
-        time.sleep(PAUSE)
+        time.sleep(BEFORE_LAYER)
         marks.append(clock.mark())  # the beginning of the next one
 
     while True:

@@ -27,7 +27,7 @@ from common.requests import Frontend
 from tests.support.stub import Engine
 from tools import random_models
 
-speed.PAUSE = speed.SPREAD = 0.0  # seconds: all tests make engines, and none judges how fast one is
+speed.BEFORE_LAYER = speed.SPREAD = 0.0  # seconds: all tests make engines, and none judges how fast one is
 
 TINY = dict(
     vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
