@@ -137,8 +137,8 @@ def shown_commands(page: Path, text: str):
                 yield f"{said}: {error}"
         elif program == "-m" and re.match(r"(benchmarks|tests|tools)\.(?!NAME)", words[0]):
             path = ROOT / f"{words[0].replace('.', '/')}.py"
-            files = path, ROOT / "benchmarks" / "measure.py"  # which has options of all benchmarks
-            source = "".join(file.read_text(encoding="utf-8") for file in files if path.is_file())
+            files = (path, ROOT / "benchmarks" / "measure.py") if path.is_file() else ()  # the second has options of all
+            source = "".join(file.read_text(encoding="utf-8") for file in files)
             missing = [word for word in words if word.startswith("--") and f'"{word}"' not in source]
             if missing or not source:
                 yield f"{said}: there is no {' '.join(missing) or path.name}"

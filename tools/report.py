@@ -27,8 +27,7 @@ def headlines(results: dict) -> dict[str, str]:
     def only(file: str, claim: str, model: str, **wanted) -> list[dict]:
         every = rows(results[f"{file}-cpu"]["found"], claim, model)
         return [row for row in every if all(row[key] == want for key, want in wanted.items())]
-    alone, many = only("baseline", "lone", "classroom")[0], only("engine", "throughput", "classroom")[0]
-    trained = only("baseline", "lone", "SmolLM2-135M-Instruct")[0]
+    alone, trained = (only("baseline", "lone", model)[0] for model in ("classroom", "SmolLM2-135M-Instruct"))
     slow, even, fast = only("planned", "ttft", "random:small", history_tokens=1984)
     (both,) = only("both_ends", "grid", "classroom", history_tokens=1984, share=1.0, r=1)
     one, four = only("tiered", "mix", "random:small")
@@ -37,7 +36,7 @@ def headlines(results: dict) -> dict[str, str]:
     by_plan = [median(row["over_03"]["05"]) for row in (slow, even, fast)]
     over = {policy: max(median(row["policies"][policy]["over"]) for row in blocks) for policy in ("kv-only", "act-only")}
     figures = dict(
-        writes=alone["times_as_fast"]["01"]["dynamic"]["tbt"], many=many["ratio"],
+        writes=alone["times_as_fast"]["01"]["dynamic"]["tbt"], many=only("engine", "throughput", "classroom")[0]["ratio"],
         writes_trained=trained["times_as_fast"]["01"]["dynamic"]["tbt"],
         restored=even["computed_ms"] / median(even["ttft_ms"]["03"]), states=slow["over_03"]["04"], states_even=even["over_03"]["04"],
         plan_least=min(by_plan), plan_most=max(by_plan), both=both["better_over_both"], throughput=four["throughput"],
