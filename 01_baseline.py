@@ -20,13 +20,14 @@ their oracle, and shares no engine code with them. The papers behind them call i
     python 01_baseline.py                                  # the server, on http://127.0.0.1:5000
 """
 
-import common.cli as cli
+import shell.cli as cli
 
 import torch
 import torch.nn.functional as F
 
-from common import lesson
-from common.requests import Frontend, Line, Request
+from common.requests import Line, Request
+from shell import lesson
+from shell.frontend import Frontend
 
 CHUNK = 512  # tokens per forward pass of prefill
 
@@ -168,7 +169,7 @@ class Engine(Line):
 
 def equal_to_transformers(model, name: str, requests: list[Request]) -> bool:
     """Compare what was answered with the answers of `transformers`; end if float32 tokens differ."""
-    from benchmarks.reference import reference_model  # which takes seconds to import
+    from shell.reference import reference_model  # which takes seconds to import
 
     reference, pairs = reference_model(name, model.dtype, model.device.type), []
     for request in requests:

@@ -26,7 +26,6 @@ decode first and prefill in chunks under a token budget.
     python 02_paged_kv.py                                  # the server, on http://127.0.0.1:5000
 """
 
-import common.cli as cli
 import functools
 import hashlib
 import heapq
@@ -35,6 +34,7 @@ import itertools
 import logging
 import math
 import random
+import shell.cli as cli
 import struct
 import sys
 import time
@@ -45,14 +45,16 @@ from weakref import WeakValueDictionary
 import torch
 import torch.nn.functional as F
 
-from common import lesson
-from common.requests import CACHE_SALT, Frontend, Line, Request, Unavailable
+from common.requests import Line, Request, Unavailable
 from common.restoring import LATER, PATIENCE, Cache, Interrupted, Restorer
 from common.timeline import Clock
+from shell import lesson
+from shell.frontend import Frontend
 
 baseline = importlib.import_module("01_baseline")
 ALONE = 1 << 20  # bytes: contexts with as much K and V in a layer are read alone, not in the padded read
 ATTEMPTS = 3  # of a step that raises
+CACHE_SALT = {"cache_salt": (lambda v: isinstance(v, str) and len(v) <= 256, "a string of at most 256 characters")}
 
 # 1. Prefixes -----------------------------------------------------------------------------------
 
@@ -615,7 +617,7 @@ def demo(model, frontend: Frontend, arguments):
     asked = [frontend.request(messages=[system, *messages], max_tokens=new) for messages in talks]
     engine.generate(asked[:1])
     engine.generate(asked[1:])
-    verified = lesson.equal_to_baseline(model, asked)
+    verified = lesson.verify(baseline.Engine(model), asked)
 
     # 2. Memory: a block is held once, however many tables it is in
     tokens = sum(len(request.tokens) - 1 for request in asked)

@@ -32,19 +32,20 @@ words gpu_hit, cpu_hit and miss come; layer-by-layer loading as in CachedAttenti
 """
 
 import argparse
-import common.cli as cli
 import importlib
 import random
+import shell.cli as cli
 import statistics
 import sys
 from functools import partial
 
 import torch
 
-from common import lesson
 from common import link as links
-from common.requests import BadRequest, Frontend, Request
+from common.requests import BadRequest, Request
 from common.restoring import Cache, Match
+from shell import lesson
+from shell.frontend import Frontend
 
 paged = importlib.import_module("02_paged_kv")
 LONGEST_SAVE = 5.0  # seconds: a copy out holds its blocks, so none is begun that would take longer
@@ -224,7 +225,7 @@ def demo(model, frontend: Frontend, arguments):
         link.measured.forget()
         ways["slow link"] = lambda: ask("slow link", declining, "device")
     taken = lesson.in_turn(ways)
-    verified = lesson.equal_to_baseline(model, [*asked, back, *cases.values()])
+    verified = lesson.verify(paged.baseline.Engine(model), [*asked, back, *cases.values()])
 
     # 3. Show
     print(f"{cache.load_link}\n\n{blocks} device blocks, and documents of {len(asked[0].chain)} blocks each:")
@@ -263,7 +264,7 @@ def add_arguments(parser):
     number, words = cli.bounded(int, 0, 1 << 26), "blocks in host memory (four times the device's)"
     parser.add_argument("--cpu-blocks", type=number, metavar="N", help=words)
     parser.add_argument("--always-restore", action="store_true", help="load even what is computed sooner")
-    links.add_arguments(parser)
+    cli.add_link(parser)
 
 
 def host_blocks(model, arguments, block_bytes: int) -> int:
@@ -277,7 +278,7 @@ def make_engine(model, arguments) -> paged.Engine:
     """Chapter 02's engine with this chapter's Cache."""
     block_bytes = arguments.block_size * model.config.kv_numbers_per_token * model.dtype.itemsize
     blocks = host_blocks(model, arguments, block_bytes)
-    bandwidth = links.bandwidth(model, arguments.link)
+    bandwidth = cli.link_bandwidth(model, arguments.link)
     engine = paged.make_engine(model, arguments, HostCache(blocks, bandwidth))
     megabytes = blocks * block_bytes / 1e6
     print(f"Host: {blocks} KV blocks, {megabytes:.1f} MB, over a {engine.cache.load_link}", file=sys.stderr)

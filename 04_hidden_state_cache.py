@@ -32,10 +32,10 @@ Source: HCache (Gao et al., EuroSys '25), sections 3.1, 4.2 and 5. Its scheduler
 """
 
 import argparse
-import common.cli as cli
 import importlib
 import math
 import random
+import shell.cli as cli
 import statistics
 import sys
 from collections import deque
@@ -45,12 +45,14 @@ from pathlib import Path
 import numpy
 import torch
 
-from common import checkpoint, lesson
 from common import link as links
-from common.requests import Frontend, Request
+from common.requests import Request
 from common.restoring import LONG, Cache, Match
 from common.speed import ROWS, Speed, time_projecting
-from common.store import BlockStore, Move, StoredChunks, in_directories
+from common.store import BlockStore, Move, StoredChunks
+from shell import checkpoint, lesson
+from shell.backends import in_directories
+from shell.frontend import Frontend
 
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
 SNAPSHOT = 1 << 21  # bytes of states that wait, at most, before they leave for the snapshot buffer
@@ -308,7 +310,7 @@ def demo(model, frontend: Frontend, arguments):
     options = argparse.Namespace(**{**vars(arguments), "always_restore": True})
     engine, rng = make_engine(model, options), random.Random(0)
     asked = converse(engine, frontend, rng, max(2, min(arguments.max_tokens, 16)))
-    verified = lesson.equal_to_baseline(model, asked)
+    verified = lesson.verify(paged.baseline.Engine(model), asked)
 
     # 2. Show
     link, config = engine.cache.load_link, model.config
@@ -384,7 +386,7 @@ def make_engine(model, arguments, kind=HiddenCache) -> paged.Engine:
     block_bytes = size * bytes_per_token(model)
     blocks = offload.host_blocks(model, arguments, block_bytes)
     storage = in_directories(arguments.disk, arguments.disk_limit) if arguments.disk else None
-    bandwidth = links.bandwidth(model, arguments.link)
+    bandwidth = cli.link_bandwidth(model, arguments.link)
     engine = paged.make_engine(model, arguments, kind(blocks, bandwidth, storage))
     words = f"{blocks} blocks of {size} tokens, {blocks * block_bytes / 1e6:.1f} MB"
     print(f"Host: {words}, over a {engine.cache.load_link}", file=sys.stderr)

@@ -34,12 +34,12 @@ Source: HCache (Gao et al., EuroSys '25), sections 4.1, 6.2 and 6.3.
 """
 
 import argparse
-import common.cli as cli
 import hashlib
 import importlib
 import math
 import random
 import re
+import shell.cli as cli
 import statistics
 import sys
 from functools import partial
@@ -48,11 +48,12 @@ from typing import NamedTuple
 import numpy
 import torch
 
-from common import checkpoint, lesson
-from common.requests import BadRequest, Frontend, Request
+from common.requests import BadRequest, Request
 from common.restoring import PAUSE, Match
 from common.speed import fastest_layer
 from common.store import StoredChunks
+from shell import checkpoint, lesson
+from shell.frontend import Frontend
 
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
 hidden_states = importlib.import_module("04_hidden_state_cache")
@@ -352,7 +353,7 @@ def demo(model, frontend: Frontend, arguments):
     options = argparse.Namespace(**{**vars(arguments), "plan": letters, "always_restore": True})
     engine = make_engine(model, options)
     asked = hidden_states.converse(engine, frontend, rng, max(2, min(arguments.max_tokens, 16)))
-    verified = lesson.equal_to_baseline(model, asked)
+    verified = lesson.verify(paged.baseline.Engine(model), asked)
     link, rows = engine.cache.load_link, [offload.describe(letters, request) for request in asked]
     report = dict(link=dict(modelled=link.modelled, gbps=link.speed() / 1e9), counters=engine.counters())
     print(f"\nThe last turn (digits: layers)\n{asked[-1].timeline.chart()}\n")

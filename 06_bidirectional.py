@@ -38,10 +38,10 @@ and B.
 """
 
 import argparse
-import common.cli as cli
 import importlib
 import math
 import random
+import shell.cli as cli
 import statistics
 import sys
 import time
@@ -52,11 +52,13 @@ from pathlib import Path
 
 import torch
 
-from common import lesson
 from common import link as links
-from common.requests import Frontend, Request
+from common.requests import Request
 from common.restoring import PAUSE, Cache, Match
-from common.store import ModelledStorage, StoredChunks, in_directories
+from common.store import ModelledStorage, StoredChunks
+from shell import lesson
+from shell.backends import in_directories
+from shell.frontend import Frontend
 
 paged = importlib.import_module("02_paged_kv")
 CHUNK = 64  # tokens
@@ -365,7 +367,7 @@ def demo(model, frontend: Frontend, arguments):
             cache.storage.storages[0].bandwidth = bandwidth
         samples = lesson.in_turn({way: partial(ask, way) for way in WAYS})
         taken[words] = samples, str(cache.storage), last["both"]
-    verified = lesson.equal_to_baseline(model, [first, back, *last.values()])
+    verified = lesson.verify(paged.baseline.Engine(model), [first, back, *last.values()])
 
     # 3. Show
     print(f"{len(prompt)} tokens, chunks of {CHUNK}: {cache.chunk_bytes / 1e6:.2f} MB each in storage")

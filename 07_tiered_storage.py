@@ -38,9 +38,9 @@ Source: HiCache, the hierarchical KV cache of SGLang (design document); its radi
 """
 
 import argparse
-import common.cli as cli
 import importlib
 import random
+import shell.cli as cli
 import statistics
 import sys
 import tempfile
@@ -52,13 +52,15 @@ from itertools import islice, takewhile
 
 import torch
 
-from common import lesson, store
 from common import link as links
-from common.requests import Frontend, Request
+from common import store
+from common.requests import Request
 from common.restoring import LATER, PAUSE, Match
+from shell import backends, lesson
+from shell.frontend import Frontend
 
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
-both = importlib.import_module("06_bidirectional")
+both_ends = importlib.import_module("06_bidirectional")
 AGAIN, NEXT = 1.0, 4  # seconds after which storage is asked again, for so many requests that are next in line
 PREFETCH = "best_effort", "wait_complete", "timeout", "both_ends"
 WRITE = "write_through", "write_through_selective", "write_back"
@@ -213,7 +215,7 @@ class TieredCache(offload.HostCache):
         super().attach(engine)
         self.tree, self.host.evicting = HiRadixTree(), self.evicting_host
         self.array = links.as_integers(self.host.memory)  # for NumPy
-        self.run = max(1, both.CHUNK // self.pool.block_size)  # pages that are read or written at once
+        self.run = max(1, both_ends.CHUNK // self.pool.block_size)  # pages that are read or written at once
         self.prefetches: dict[Prefetch, None] = {}  # that read, first come, first served
         self.reading = self.writing = 0  # pages on their way from storage, and to it
         self.unwritten: dict[Page, None] = {}  # in host memory, to be written to storage
@@ -440,7 +442,7 @@ class TieredCache(offload.HostCache):
         finally:
             restoration.portion = restoration.end
             self.end(prefetch)
-            request.timeline.plan = both.drawn(restoration)
+            request.timeline.plan = both_ends.drawn(restoration)
 
     def portion(self, request) -> int:
         """How many tokens prefill computes next, up to the end of a page: its share of what is left, at the
@@ -450,8 +452,8 @@ class TieredCache(offload.HostCache):
         if self.storage.measured.passes and time.perf_counter() < restoration.deadline:
             load = left / size * self.host.block_bytes / self.storage.speed()
             compute = self.engine.restorer.seconds_to_compute(request.computed, restoration.limit)
-            tokens = max(both.CHUNK, int(left * load / (load + compute)))
-        if left - tokens < both.CHUNK:  # storage will bring hardly more meanwhile
+            tokens = max(both_ends.CHUNK, int(left * load / (load + compute)))
+        if left - tokens < both_ends.CHUNK:  # storage will bring hardly more meanwhile
             tokens = left
         end = request.computed + min(tokens, self.engine.token_budget)
         return self.pool.num_blocks(end) * size - request.computed
@@ -675,7 +677,7 @@ def demo(model, frontend: Frontend, arguments):
         asked = policies(engine, prompt)
         engine.close()
     every = [request for requests in [*taken.values(), *asked.values()] for request in requests]
-    verified = lesson.equal_to_baseline(model, every)
+    verified = lesson.verify(paged.baseline.Engine(model), every)
 
     # 3. Show
     link = engine.cache.load_link
@@ -775,11 +777,11 @@ def add_arguments(parser):
     words = "the shared tier: file:DIR, redis://HOST:PORT/N, another URL that fsspec knows, or module:Class"
     add("--storage", metavar="URL", help=words)
     words = "model reading from it that is so slow"
-    add("--storage-bandwidth", type=both.bandwidth, metavar="GB/S[:GB/S...@SECONDS]", help=words)
+    add("--storage-bandwidth", type=both_ends.bandwidth, metavar="GB/S[:GB/S...@SECONDS]", help=words)
     add("--prefetch", choices=PREFETCH, default="timeout", help="how long to wait for storage (timeout)")
     add("--prefetch-timeout", type=seconds, default=1.0, metavar="S", help="with 0.25 for 1,024 tokens (1)")
     add("--always-restore", action="store_true", help="the policies alone decide, and not the engine's guard")
-    links.add_arguments(parser)
+    cli.add_link(parser)
 
 
 def make_engine(model, arguments) -> paged.Engine:
@@ -789,11 +791,11 @@ def make_engine(model, arguments) -> paged.Engine:
     longest = -(-model.config.max_position_embeddings // size)
     useful = 4 * (arguments.gpu_blocks or arguments.max_running * longest)
     blocks = cli.blocks_that_fit(arguments.cpu_blocks, useful, block_bytes, host, "--cpu-blocks")
-    storage, name = None, store.label(arguments.storage or "none")
+    storage, name = None, backends.label(arguments.storage or "none")
     if arguments.storage:
-        storage = store.Storage(store.open_backend(arguments.storage), name, arguments.storage_bandwidth)
+        storage = store.Storage(backends.open_backend(arguments.storage), name, arguments.storage_bandwidth)
     cache = TieredCache(
-        blocks, links.bandwidth(model, arguments.link), storage, arguments.prefetch,
+        blocks, cli.link_bandwidth(model, arguments.link), storage, arguments.prefetch,
         arguments.write_policy, arguments.layout, timeout=(arguments.prefetch_timeout, 0.25),
     )  # fmt: skip
     engine = paged.make_engine(model, arguments, cache)

@@ -33,12 +33,12 @@ et al.), sections III-C and IV. The zig-zag order is FlexGen's (Sheng et al., IC
 """
 
 import argparse
-import common.cli as cli
 import copy
 import functools
 import importlib
 import math
 import random
+import shell.cli as cli
 import statistics
 import sys
 import time
@@ -49,11 +49,12 @@ from typing import NamedTuple
 
 import torch
 
-from common import checkpoint, lesson
 from common import link as links
 from common.llama import Layer, Llama
-from common.requests import Frontend, Request
+from common.requests import Request
 from common.timeline import Clock, Timeline
+from shell import checkpoint, lesson
+from shell.frontend import Frontend
 
 paged = importlib.import_module("02_paged_kv")
 KV_HOST, ACT_HOST, KV_DEVICE, ACT_DEVICE = KINDS = range(4)
@@ -590,7 +591,7 @@ def make_planner(model: Llama, arguments) -> tuple[Planner, object]:
         buffers = 2 * rows // size * (sizes.kv + sizes.act) // layers
         free = 0.8 * torch.cuda.mem_get_info()[0] - buffers
         device = min(device, free) if arguments.device_memory else free
-    bandwidth = links.bandwidth(model, arguments.link)
+    bandwidth = cli.link_bandwidth(model, arguments.link)
     speed = links.Link("load", Clock(model.device), bandwidth).speed()
     planner = Planner(arguments.policy, Costs(speed, 0.0, 0.0), sizes, layers, blocks, int(device), size)
     requests = max(1, min(arguments.max_running, blocks, PROBE // size))
@@ -656,7 +657,7 @@ def demo(model: Llama, frontend: Frontend, arguments):
         asked += engine.generate([frontend.request(messages=messages, max_tokens=new) for messages in talks])
         engine.runner.forget()
         engine.runner = None
-    verified = lesson.equal_to_baseline(copy.deepcopy(model).to(model.device), asked)
+    verified = lesson.verify(paged.baseline.Engine(copy.deepcopy(model).to(model.device)), asked)
 
     # 2. Time
     timed, *_ = load(GEOMETRY, str(model.dtype)[6:], model.device.type)
@@ -726,7 +727,7 @@ def add_arguments(parser):
     add("--block-size", type=number(1 << 16), metavar="N", default=16, help="tokens per block (16)")
     add("--token-budget", type=number(1 << 20), metavar="N", default=8192, help="tokens per step (8192)")
     add("--max-running", type=number(1 << 12), metavar="N", default=64, help="requests that run at once (64)")
-    links.add_arguments(parser)
+    cli.add_link(parser)
 
 
 def load(name: str, dtype: str = "auto", device: str = "auto"):

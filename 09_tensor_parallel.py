@@ -30,7 +30,7 @@ each the minimum over ranks is what all may believe:
 The last one is for a forward pass that waits for a restoration, layer by layer. A rank whose copy is late
 goes on with whatever is there, since the others wait for its part of the sums; behind the last layer all
 learn of it, and the step has not happened. "Too late" stays: what arrives later is not used. What is asked
-comes in on rank 0, and reaches the others with the agreement of a step (common/ranks.py).
+comes in on rank 0, and reaches the others with the agreement of a step (shell/ranks.py).
 
 Where there are fewer KV heads than ranks, ranks share them. With `--storage` pages of K and V are written
 to storage too, an object for each page and KV head, so that any number of ranks reads what any other has
@@ -46,13 +46,13 @@ document of SGLang) on several ranks and `page_head`.
 """
 
 import argparse
-import common.cli as cli
 import hashlib
 import importlib
 import json
 import math
 import os
 import random
+import shell.cli as cli
 import signal
 import sys
 import tempfile
@@ -67,13 +67,15 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from common import checkpoint, lesson, store
 from common import link as links
+from common import store
 from common.link import TransferError
 from common.llama import Linear
-from common.ranks import Everywhere, Ranks, end, join
-from common.requests import Frontend, Request, RequestError
+from common.requests import Request, RequestError
 from common.restoring import LATER, Cache
+from shell import backends, checkpoint, lesson
+from shell.frontend import Frontend
+from shell.ranks import Everywhere, Ranks, end, join
 
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
 hidden_states = importlib.import_module("04_hidden_state_cache")
@@ -370,7 +372,7 @@ def demo(model, frontend: Frontend, arguments):
     single, verified, taken, carried = {}, True, {}, {}
     if ranks.rank == 0:
         whole, *_ = checkpoint.load(arguments.model, arguments.dtype, arguments.device)
-        verified = lesson.equal_to_baseline(whole, asked + lost)
+        verified = lesson.verify(paged.baseline.Engine(whole), asked + lost)
         single = {keep: make_engine(whole, arguments, keep) for keep in KEEPS}
     for count, ways in (1, single), (ranks.count, engines):
         ranks.meet()
@@ -434,7 +436,7 @@ def add_arguments(parser):
     words = "with --keep kv: where pages go too: file:DIR, redis://HOST:PORT/N, or see chapter 07"
     add("--storage", metavar="URL", help=words)
     add("--always-restore", action="store_true", help="restore even what is computed sooner")
-    links.add_arguments(parser)
+    cli.add_link(parser)
 
 
 def make_engine(model, arguments, keep: str | None = None) -> paged.Engine:
@@ -452,7 +454,7 @@ def make_engine(model, arguments, keep: str | None = None) -> paged.Engine:
     on_host = cli.blocks_that_fit(arguments.cpu_blocks, 4 * on_device, kept, host, "--cpu-blocks")
     on_device, on_host = ranks.least([on_device, on_host])
     # 2. A link each, as fast as for a model that is not divided
-    bandwidth = links.bandwidth(model, arguments.link)
+    bandwidth = cli.link_bandwidth(model, arguments.link)
     if whole and arguments.link == "auto" and bandwidth:
         bandwidth = links.Bandwidth(bandwidth.value * config.num_key_value_heads / whole.kv_heads)
     # 3. The Cache
@@ -461,7 +463,7 @@ def make_engine(model, arguments, keep: str | None = None) -> paged.Engine:
         width = config.hidden_size // ranks.count
         cache.columns, cache.whole = slice(ranks.rank * width, (ranks.rank + 1) * width), ranks.gather
     elif arguments.storage:
-        storage = store.Storage(store.open_backend(arguments.storage))
+        storage = store.Storage(backends.open_backend(arguments.storage))
         cache = PageHeadCache(on_host, bandwidth, storage, whole.own_kv_heads)
     else:
         cache = offload.HostCache(on_host, bandwidth) if keep == "kv" else Cache()
@@ -492,7 +494,7 @@ def main():
     try:
         model, tokenizer, end_tokens = begin(arguments.model, arguments.dtype, arguments.device)
         if arguments.demo:
-            demo(model, lesson.Frontend(model, tokenizer, end_tokens), arguments)
+            demo(model, lesson.DemoFrontend(model, tokenizer, end_tokens), arguments)
         else:
             Everywhere(make_engine(model, arguments), tokenizer).follow()
     except (checkpoint.ModelError, RequestError, OSError) as error:

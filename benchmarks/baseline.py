@@ -16,9 +16,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from benchmarks import measure, tables
 from benchmarks.measure import ratio, spread
-from benchmarks.reference import reference_model
-from common import checkpoint, cli, lesson
 from common.requests import Request
+from shell import checkpoint, cli, lesson
+from shell.reference import reference_model
 
 baseline, paged = importlib.import_module("01_baseline"), importlib.import_module("02_paged_kv")
 

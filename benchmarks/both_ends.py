@@ -20,10 +20,10 @@ from functools import partial
 
 from benchmarks import measure, tables
 from benchmarks.measure import draw, ratio, spread, ttft
-from common import checkpoint, lesson
 from common import link as links
 from common.requests import HungUp, Request
 from common.store import ModelledStorage, StoredChunks
+from shell import checkpoint, lesson
 
 paged, both_ends = importlib.import_module("02_paged_kv"), importlib.import_module("06_bidirectional")
 CHUNK = both_ends.CHUNK

@@ -20,9 +20,8 @@ from functools import partial
 
 from benchmarks import measure, tables
 from benchmarks.measure import draw, ratio, spread, ttft
-from common import lesson
-from common import link as links
 from common.requests import Request
+from shell import cli, lesson
 
 baseline, paged, offload = (
     importlib.import_module(name) for name in ("01_baseline", "02_paged_kv", "03_cpu_offload")
@@ -34,7 +33,7 @@ QUESTION, DOCUMENT, CROWD = 32, 1024, 30  # tokens, tokens, requests
 def engine_of(model, tokens: int, restoring: bool = True):
     """With room for `tokens`, and twice as much on the host, from where all that is found comes back."""
     blocks = -(-tokens // 16)
-    cache = offload.HostCache(2 * blocks, links.bandwidth(model)) if restoring else None
+    cache = offload.HostCache(2 * blocks, cli.link_bandwidth(model)) if restoring else None
     return paged.Engine(paged.Runner(model, blocks), cache, always_restore=restoring)
 
 

@@ -22,8 +22,8 @@ import torch
 
 from benchmarks import measure, tables
 from benchmarks.measure import ratio, spread
-from common import lesson
 from common import link as links
+from shell import lesson
 
 hybrid = importlib.import_module("08_hybrid_blocks")
 FACTORS, BATCHES, CONTEXTS = [1.0, 1.25, 2.0], [16, 64], [128, 512, 1024]

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 import transformers
 
-from common import checkpoint, cli, lesson
 from common.requests import Request
+from shell import checkpoint, cli, lesson
 
 RESULTS = Path(__file__).resolve().parent / "results"
 count = partial(cli.bounded, int, 1)  # the type of an option: a number of at most ...
@@ -123,7 +123,7 @@ def run(benchmark: str, parts: dict, report, arguments, load=checkpoint.load):
 
 def set_imports_aside():
     """Now and then Python's garbage collector goes through all that was imported, and stops everything for a quarter of a second:
-    no method's fault. A chapter's server does the same (common/server.py)."""
+    no method's fault. A chapter's server does the same (shell/server.py)."""
     gc.freeze()
 
 

@@ -34,14 +34,14 @@ from benchmarks import measure, tables
 from benchmarks.baseline import generate
 from benchmarks.both_ends import both_ends
 from benchmarks.measure import draw, ratio, spread
-from benchmarks.planned import QUESTION, bubble_free, hidden_states, offload, paged
-from benchmarks.reference import reference_model
-from benchmarks.tiered import tiered
-from common import lesson, store
-from common import link as links
+from benchmarks.planned import QUESTION, hidden_states, offload, paged, planned
+from benchmarks.tiered import tiers
+from common import store
 from common.requests import HungUp, Request
 from common.restoring import Cache
-from common.server import Server
+from shell import backends, cli, lesson
+from shell.reference import reference_model
+from shell.server import Server
 
 TALKS, TURNS, SAID, ANSWER = 8, 12, (100, 1100), 24  # conversations, turns, tokens at first, of an answer
 DOCUMENTS, LENGTH, ASKS = 12, 800, 48  # documents, tokens of one, questions about all
@@ -58,7 +58,7 @@ class Bench:
     def __init__(self, model, reference=None):
         """`reference`: the same model in `transformers`, for `conversations`."""
         self.model, self.reference, self.rng, self.salts = model, reference, random.Random(0), count()
-        link = links.bandwidth(model)
+        link = cli.link_bandwidth(model)
         self.bandwidth = link and link.value
 
     def prompt(self, tokens: int) -> list[int]:
@@ -70,14 +70,14 @@ class Bench:
         blocks, behind = -(-device // 16), -(-kept // 16)
         caches = {"no cache": Cache(), "02": Cache(), "03": offload.HostCache(behind, self.bandwidth),
                   "04": hidden_states.HiddenCache(behind, self.bandwidth),
-                  "05": bubble_free.PlannedCache(3 * behind, self.bandwidth)}  # fmt: skip
+                  "05": planned.PlannedCache(3 * behind, self.bandwidth)}  # fmt: skip
         if folder is not None:
-            files = store.Storage(store.open_backend(f"file:{folder}", {}), "files")
+            files = store.Storage(backends.open_backend(f"file:{folder}", {}), "files")
             config = self.model.config
             size = 16 * behind * config.kv_numbers_per_token * self.model.dtype.itemsize
             caches["06"] = both_ends.BidirectionalCache(
                 store.StoredChunks(store.ModelledStorage(size, self.bandwidth or 1e10)))
-            caches["07"] = tiered.TieredCache(behind // 2, self.bandwidth, files)
+            caches["07"] = tiers.TieredCache(behind // 2, self.bandwidth, files)
         make = lambda cache: paged.Engine(paged.Runner(self.model, blocks), cache)  # noqa: E731
         return {name: make(cache) for name, cache in caches.items()}
 

@@ -15,11 +15,11 @@ from functools import partial
 
 from benchmarks import measure, tables
 from benchmarks.measure import draw, ratio, spread, ttft
-from common import lesson
 from common.requests import Request
+from shell import lesson
 
 CHAPTERS = "02_paged_kv", "03_cpu_offload", "04_hidden_state_cache", "05_bubble_free"
-paged, offload, hidden_states, bubble_free = map(importlib.import_module, CHAPTERS)
+paged, offload, hidden_states, planned = map(importlib.import_module, CHAPTERS)
 HISTORIES = {"classroom": [512, 1024, 1900]}
 LINKS = {"the link is the bottleneck": 2.0, "balanced": 1.0, "computing is the bottleneck": 0.5}
 QUESTION = 32  # tokens
@@ -41,7 +41,7 @@ def behind_histories(model, arguments):
             bandwidth, history = even / share, draw(rng, model, tokens)
             engines = {"03": engine_of(offload.HostCache(2 * blocks, bandwidth)),
                        "04": engine_of(hidden_states.HiddenCache(2 * blocks, bandwidth)),
-                       "05": engine_of(bubble_free.PlannedCache(4 * blocks, bandwidth))}  # fmt: skip
+                       "05": engine_of(planned.PlannedCache(4 * blocks, bandwidth))}  # fmt: skip
             row = one_link(model, engines, history, partial(draw, rng, model, QUESTION), arguments.rounds)
             yield dict(history_tokens=tokens, link=words, gbps=bandwidth / 1e9, **row)
             while engines:
@@ -64,8 +64,8 @@ def one_link(model, engines: dict, history: list[int], question, rounds: int) ->
         restored={name: min(request.found.get("cpu", 0) for request in each) for name, each in asked.items()},
         over_03={name: ratio(taken["03"], taken[name]) for name in ("04", "05")}, plan=plan,
         costs_ms={name: 1e3 * cost for name, cost in costs._asdict().items()},
-        predicted_ms=1e3 * bubble_free.plan_seconds(plan, costs),
-        bound_ms=1e3 * bubble_free.bound_seconds(len(model.layers), costs))  # fmt: skip
+        predicted_ms=1e3 * planned.plan_seconds(plan, costs),
+        bound_ms=1e3 * planned.bound_seconds(len(model.layers), costs))  # fmt: skip
 
 
 PARTS = {"ttft": (behind_histories, ["classroom", "random:small", "random:tinyllama-mha"])}

@@ -24,18 +24,18 @@ import torch
 
 from benchmarks import measure, tables
 from benchmarks.measure import draw, spread
-from common import lesson
-from common import ranks as processes
 from common.requests import Request
+from shell import lesson
+from shell import ranks as processes
 
-nine = importlib.import_module("09_tensor_parallel")
+ranked = importlib.import_module("09_tensor_parallel")
 HISTORY, QUESTION, SECONDS = 1024, 16, 0.5  # tokens, tokens; what one rank's link takes for all K and V
 
 
 def rank(ranks, arguments) -> list[dict]:
     """What each rank does -> rows, on rank 0."""
     torch.set_num_threads(1)
-    model, *_ = nine.load(ranks, arguments.model[0], arguments.dtype, arguments.device)
+    model, *_ = ranked.load(ranks, arguments.model[0], arguments.dtype, arguments.device)
     config = model.config
     whole = HISTORY * config.kv_numbers_per_token // config.num_key_value_heads * model.division.kv_heads
     gbps = whole * model.dtype.itemsize / SECONDS / 1e9
@@ -44,8 +44,8 @@ def rank(ranks, arguments) -> list[dict]:
         always_restore=True, storage=None, explain=False)  # fmt: skip
     rng, rows = random.Random(0), []
     history = draw(rng, model, HISTORY)
-    for keep in nine.KEEPS:
-        engine, counts = nine.make_engine(model, options, keep), []
+    for keep in ranked.KEEPS:
+        engine, counts = ranked.make_engine(model, options, keep), []
         lesson.ask(engine, history + [1], 1)
 
         def counted(engine=engine) -> list[int]:
@@ -67,7 +67,7 @@ def rank(ranks, arguments) -> list[dict]:
         engine.close()
     began = time.perf_counter()
     for _ in range(200):
-        ranks.least([0] * nine.FACTS)
+        ranks.least([0] * ranked.FACTS)
     agreement = (time.perf_counter() - began) / 200 * 1e6
     for row in rows:
         row["agreement_us"] = agreement

@@ -28,11 +28,12 @@ from functools import partial
 
 from benchmarks import measure, tables
 from benchmarks.measure import draw, ratio, spread, ttft
-from common import lesson, store
 from common import link as links
+from common import store
 from common.requests import Request
+from shell import backends, cli, lesson
 
-paged, tiered = importlib.import_module("02_paged_kv"), importlib.import_module("07_tiered_storage")
+paged, tiers = importlib.import_module("02_paged_kv"), importlib.import_module("07_tiered_storage")
 TALKS, TURNS, DOCUMENT, QUESTION, ANSWER = 12, 3, 1024, 64, 8  # conversations; tokens
 directory = partial(tempfile.TemporaryDirectory, prefix="benchmark-")
 TIERS = "gpu", "cpu", "storage"
@@ -56,11 +57,11 @@ class Bench:
 
     def cache(self, on_host: int, share: float = 1.0, storage: bool = True, name: str = "pages", **options):
         """Host memory for so many tokens, over the default link or a share of it."""
-        bandwidth, files = links.bandwidth(self.model), f"file:{self.folder}/{name}"
+        bandwidth, files = cli.link_bandwidth(self.model), f"file:{self.folder}/{name}"
         if share != 1 and bandwidth:
             bandwidth = links.Bandwidth(share * bandwidth.value)
-        behind = store.Storage(store.open_backend(files, {}), "files") if storage else None
-        return tiered.TieredCache(self.blocks(on_host), bandwidth, behind, **options)
+        behind = store.Storage(backends.open_backend(files, {}), "files") if storage else None
+        return tiers.TieredCache(self.blocks(on_host), bandwidth, behind, **options)
 
 
 def forget(engine):
@@ -194,7 +195,7 @@ def policies(model, arguments, tokens: int = 1024):
 
 def policy_cell(bench: Bench, once, rounds: int) -> dict:
     """The policies in turn. Ends if they answer differently."""
-    ways = ("computed", *tiered.PREFETCH)
+    ways = ("computed", *tiers.PREFETCH)
     taken = measure.same_question_in_turn({way: partial(once, way) for way in ways}, rounds, partial(bench.draw, QUESTION))
     measure.check_alike(bench.model, {way: [request.new for request in each] for way, each in taken.items()})
     times = {way: ttft(requests) for way, requests in taken.items()}
@@ -282,7 +283,7 @@ def played(bench: Bench, on_device: int, on_host: int, name: str, storage=True, 
 
 
 def writes(model, arguments):
-    for policy in tiered.WRITE:
+    for policy in tiers.WRITE:
         with directory() as folder:
             row, engine = played(Bench(model, folder), 1400, 1400, policy, write=policy)
             yield dict(policy=policy, **row)
@@ -309,7 +310,7 @@ def match(model, arguments, pages: int = 100_000, prompt: int = 4096):
             rest = [rng.randrange(1 << 15) for _ in range(pages // talks * size)]
             chains.append(prefixes.extend([], system + rest))
         tracemalloc.start()
-        tree = tiered.HiRadixTree()
+        tree = tiers.HiRadixTree()
         for chain in chains:
             tree.insert(chain)
         held = tracemalloc.get_traced_memory()[0]
@@ -355,7 +356,7 @@ def report(found: list[dict]) -> str:
         row["where"] = ", ".join(f"{tokens:.0f} {tier}" for tier, tokens in row["found"].items() if tokens) or "none"
     policies = tables.grouped(policies, ("model", "r"), "guard")
     hits = tables.grouped([row for row in hits if row["way"] != "computed"], ("way",), "length")
-    ways = "computed", *tiered.PREFETCH
+    ways = "computed", *tiers.PREFETCH
     return tables.paragraphs(
         tables.table("**Conversations behind documents that fit in no single tier:**", {
             "model, at once": "{model}, {at_once}", "TTFT, device alone": "{device_alone_ms:ms}",

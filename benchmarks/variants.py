@@ -29,15 +29,32 @@ import torch
 
 from benchmarks import measure, tables
 from benchmarks.measure import draw, ratio, spread
-from benchmarks.planned import LINKS, QUESTION, bubble_free, hidden_states, offload, paged
-from common import cli, lesson
+from benchmarks.planned import LINKS, QUESTION, hidden_states, offload, paged, planned
 from common import link as links
 from common.requests import Request
 from common.restoring import Cache
 from common.store import Directory, Storage, StoredChunks
-from tools.on_paper import token_wise
+from shell import cli, lesson
 
-HiddenCache, PlannedCache = hidden_states.HiddenCache, bubble_free.PlannedCache
+HiddenCache, PlannedCache = hidden_states.HiddenCache, planned.PlannedCache
+
+
+def token_wise(costs: planned.Costs, layers: int, tokens: int, step: int = 1) -> tuple[int, int]:
+    """Section 4.1.1's other division, with as many tokens projected as ends first, in multiples of `step`: in
+    every layer those before are recomputed, where projecting is the faster lane, or else those behind are
+    loaded -> the first token that is projected, and the one behind the last. A token is taken to cost the same
+    however many there are."""
+    slower = costs.project + costs.question > costs.load_states
+
+    def seconds(projected: int) -> float:
+        share = projected / tokens
+        loading = share * costs.load_states + slower * (1 - share) * costs.load_kv
+        computing = share * costs.project + (not slower) * (1 - share) * costs.recompute + costs.question
+        return max(loading + layers * computing, layers * loading + computing)
+
+    projected = min({*range(0, tokens, step), tokens}, key=seconds)
+    return (0, projected) if slower else (tokens - projected, tokens)
+
 TILE = 128  # rows, for which products are fast
 SSD, PCIE = 6.9 / 24, 32 / 24  # over the speed at which Llama-2-7B's projecting and reading are even (6.1.3)
 
@@ -160,7 +177,7 @@ class DirectToFile(Direct):
 
 def saving(model, arguments, new: int = 100):
     """The prompts are short: what is decoded is kept."""
-    rng, link = random.Random(0), links.bandwidth(model)
+    rng, link = random.Random(0), cli.link_bandwidth(model)
     kinds = {"two stages": HiddenCache, "direct": Direct, "direct to a file": DirectToFile}
     for running in (1, 4, 16):
         caches = {name: kind(16 * running + 32, link) for name, kind in kinds.items()}
@@ -186,7 +203,7 @@ def saving(model, arguments, new: int = 100):
 def naive_plan(layers: int, costs) -> str:
     """The best of recomputing and loading, without hidden states (section 6.3.1)."""
     plans = ["R" * recompute + "K" * (layers - recompute) for recompute in range(layers)]
-    return min(plans, key=lambda plan: bubble_free.plan_seconds(plan, costs))
+    return min(plans, key=lambda plan: planned.plan_seconds(plan, costs))
 
 
 class TokenWise(PlannedCache):
@@ -265,10 +282,10 @@ def planned_engine(model, tokens: int, share: float):
 def divisions(model, tokens: int, rounds: int):
     rng, layers, blocks = random.Random(0), len(model.layers), blocks_of(tokens)
     for words, share in LINKS.items() if modelled(model, 1.0) else [("the link as it is", 1.0)]:
-        planned, costs = planned_engine(model, tokens, share)
-        speed = planned.cache.bandwidth
-        others = {"closed form": bubble_free.closed_form(layers, costs), "naive": naive_plan(layers, costs)}
-        plans = {"05": planned.cache.store.letters, **others, "04": "R" + "H" * (layers - 1)}
+        ours, costs = planned_engine(model, tokens, share)
+        speed = ours.cache.bandwidth
+        others = {"closed form": ours.closed_form(layers, costs), "naive": naive_plan(layers, costs)}
+        plans = {"05": ours.cache.store.letters, **others, "04": "R" + "H" * (layers - 1)}
         plans["03"] = "K" * layers
         splits = {name: token_wise(costs, layers, tokens, step)
                   for name, step in {"tokens": 1, "tokens, rounded": TILE}.items()}
@@ -276,16 +293,16 @@ def divisions(model, tokens: int, rounds: int):
         caches |= {"04": HiddenCache(blocks, speed), "03": offload.HostCache(tokens // 8, speed)}
         caches |= {name: TokenWise(blocks, speed, layers, *split) for name, split in splits.items()}
         with engines_of(model, caches, tokens) as engines:
-            ways = compare({"05": planned, **engines}, draw(rng, model, tokens), rounds, rng, "05")
-        planned.close()
+            ways = compare({"05": ours, **engines}, draw(rng, model, tokens), rounds, rng, "05")
+        ours.close()
         for name, letters in plans.items():
-            ways[name] |= dict(plan=letters, predicted_ms=1e3 * bubble_free.plan_seconds(letters, costs))
+            ways[name] |= dict(plan=letters, predicted_ms=1e3 * planned.plan_seconds(letters, costs))
         for name, (first, last) in splits.items():
             ways[name]["plan"] = f"{first} R, {last - first} H, {tokens - last} K"  # tokens, not layers
         yield dict(history_tokens=tokens, link=words, ways=ways, gbps=planned.cache.load_link.speed() / 1e9,
                    transfer_over_projecting=costs.load_states / costs.project, said=share,
                    costs_ms={name: 1e3 * cost for name, cost in costs._asdict().items()},
-                   bound_ms=1e3 * bubble_free.bound_seconds(layers, costs))
+                   bound_ms=1e3 * planned.bound_seconds(layers, costs))
 
 
 # 4. Directories --------------------------------------------------------------------------------
@@ -305,7 +322,7 @@ def directories(model, tokens: int, rounds: int):
         costs = linked._replace(load_states=slower * linked.load_states, load_kv=slower * linked.load_kv)
         # Chapter 05's planner knows the link, and not how fast files are: it is told
         plans = {"03": "K" * layers, "04": "R" + "H" * (layers - 1)}
-        plans["05"] = bubble_free.best_plan(layers, costs)
+        plans["05"] = planned.best_plan(layers, costs)
         with tempfile.TemporaryDirectory() as folder:
             caches = {}
             for name, letters in plans.items():
@@ -315,7 +332,7 @@ def directories(model, tokens: int, rounds: int):
                 ways = compare(engines, draw(rng, model, tokens), rounds, rng, "03", ["device", "host"])
         for name, letters in plans.items():
             speeds = [speed for each in caches[name].storage.storages for speed in each.measured.passes]
-            ways[name] |= dict(plan=letters, predicted_ms=1e3 * bubble_free.plan_seconds(letters, costs),
+            ways[name] |= dict(plan=letters, predicted_ms=1e3 * planned.plan_seconds(letters, costs),
                                read_gbps=statistics.median(speeds) / 1e9)
         yield dict(history_tokens=tokens, directories=count, gbps_each=SSD * even / 1e9, link_gbps=link / 1e9,
                    reading_over_projecting=costs.load_states / costs.project, ways=ways)

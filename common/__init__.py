@@ -1,16 +1,1 @@
-"""What every chapter uses and no chapter teaches."""
-import os
-import sys
-
-# How often PyTorch's threads look for work before they sleep, read when it is imported. By default they look
-# for some ms: beside other processes that takes time from those who work (a token took 1.9 times as long).
-if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
-
-
-def tell(kind, error, trace, others=sys.excepthook):
-    """End with one line after Ctrl-C, also while PyTorch is imported."""
-    print("\nInterrupted.", file=sys.stderr) if kind is KeyboardInterrupt else others(kind, error, trace)
-
-
-sys.excepthook = tell
+"""What an engine is made of. Nothing here imports from above."""

@@ -16,7 +16,6 @@ sleeps until bandwidth and latency say that the copy has arrived. Sleeping takes
 computed meanwhile really overlaps. Everything printed about such a link says `modelled link`.
 """
 
-import argparse
 import math
 import os
 import queue
@@ -30,7 +29,6 @@ from contextlib import suppress
 import numpy
 import torch
 
-from common.checkpoint import ModelError
 from common.speed import ROWS, Speed, time_projecting
 
 # Seconds to project hidden states of Llama-2-7B on an A100, over seconds to move them: even at 24 GB/s
@@ -365,27 +363,3 @@ class LikeA100(Bandwidth):
             f"modelled link, {self.value / 1e9:.3g} GB/s, as for an A100: the hidden states of {self.tokens} "
             f"tokens take {ms / A100:.3g} ms a layer, and restoring them {ms:.3g} ms"
         )
-
-
-def add_arguments(parser):
-    words = "without a GPU, the modelled link's speed; auto (default): what an A100's would be here"
-    parser.add_argument("--link", type=link_speed, default="auto", metavar="GB/S", help=words)
-
-
-def link_speed(string: str) -> float | str:
-    """An argparse type: auto, or GB/s."""
-    if string == "auto":
-        return string
-    with suppress(ValueError):
-        if 1e-9 <= (value := float(string)) <= 1e6:
-            return value
-    raise argparse.ArgumentTypeError(f"{string!r} is not auto, or GB/s from 1e-9 to 1e6")
-
-
-def bandwidth(model, asked: float | str = "auto") -> Bandwidth | None:
-    """-> of the modelled link; None with CUDA, where the link is real. Raises ModelError."""
-    if model.device.type == "cuda":
-        if asked != "auto":
-            raise ModelError("--link models a link on machines without a GPU, and here is one; leave it out.")
-        return None
-    return Bandwidth(asked * 1e9) if asked != "auto" else LikeA100(model)

@@ -257,7 +257,7 @@ class Layer(nn.Module):
 
 
 class Llama(nn.Module):
-    """Embedding, layers, final norm, head. Weights are allocated, not set: see common/checkpoint.py."""
+    """Embedding, layers, final norm, head. Weights are allocated, not set: see shell/checkpoint.py."""
 
     def __init__(self, config: LlamaConfig, dtype=torch.float32, device="cpu"):
         super().__init__()

@@ -3,7 +3,6 @@
 An engine takes a `Request` and calls its `sample`, `push` and `finish`. Whoever asked reads `pieces`: text
 as it becomes certain, and last the outcome, a `Result` or an exception.
 """
-import json
 import queue
 import random
 import sys
@@ -13,7 +12,6 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import torch
-from tokenizers.decoders import DecodeStream
 
 from common.timeline import Timeline
 
@@ -43,132 +41,6 @@ class HungUp(RequestError):
 class Unavailable(RequestError):
     """The server is closing, or a step failed several times in a row."""
     status = 503
-
-
-# 2. Fields --------------------------------------------------------------------------------------------------
-
-def number(value, low: float, high: float, kinds=int) -> bool:
-    return isinstance(value, kinds) and not isinstance(value, bool) and low <= value <= high
-
-
-def text(value, low: int = 0, high: float = float("inf")) -> bool:
-    """A string of `low` to `high` characters, without lone surrogates."""
-    return (isinstance(value, str) and low <= len(value) <= high
-            and value == value.encode("utf-8", "ignore").decode())
-
-
-def stop_strings(value) -> bool:
-    stops = value if isinstance(value, list) else [value]
-    return len(stops) <= 16 and all(text(stop, 1, 256) for stop in stops)
-
-
-def text_part(value) -> bool:
-    return isinstance(value, dict) and value.get("type") == "text" and text(value.get("text"))
-
-
-# name -> (test, what it must be)
-SAMPLING = {
-    "max_tokens": (lambda v: number(v, 1, 1 << 20), "a whole number from 1 up"),
-    "temperature": (lambda v: number(v, 0, 100, (int, float)), "a number from 0 (greedy) to 100"),
-    "top_p": (lambda v: number(v, 0, 1, (int, float)), "a number from 0 (the likeliest token only) to 1"),
-    "top_k": (lambda v: number(v, 0, 1 << 20), "a whole number, 0 for no limit"),
-    "seed": (lambda v: number(v, 0, (1 << 63) - 1), "a whole number from 0 up"),
-    "stop": (stop_strings, "a string of 1 to 256 characters or a list of at most 16 of them"),
-}
-CACHE_SALT = {"cache_salt": (lambda v: text(v, 0, 256), "a string of at most 256 characters")}
-PROMPT = {
-    "prompt": (lambda v: text(v) or isinstance(v, list), "a string or a list of token ids"),
-    "messages": (lambda v: isinstance(v, list), "a list of messages"),
-}
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-MESSAGE = {
-    "role": (lambda v: isinstance(v, str) and v in ROLES, "system, developer, user or assistant"),
-    "content": (lambda v: text(v) or (isinstance(v, list) and all(map(text_part, v))), "text in UTF-8"),
-    "name": (text, "a string"),
-}
-
-
-def parse_json(raw: bytes):
-    """Raises BadRequest at what is not JSON in UTF-8."""
-    try:
-        body = json.loads(raw.decode("utf-8-sig"))
-        json.dumps(body, ensure_ascii=False).encode()
-        return body
-    except UnicodeEncodeError:
-        raise BadRequest("A string has half of a surrogate pair; send whole characters.") from None
-    except (ValueError, RecursionError) as error:
-        raise BadRequest(f"The body is not JSON in UTF-8 ({str(error)[:80]}).") from None
-
-
-def check_fields(body, fields: dict, what: str = "The body") -> dict:
-    """Return the fields of a JSON object that are set; null, [] and {} ask for nothing, whatever the name.
-    Raises BadRequest at one that is unknown or wrong."""
-    if not isinstance(body, dict):
-        raise BadRequest(f"{what} must be a JSON object.")
-    asked = {name: value for name, value in body.items() if value not in (None, [], {})}
-    for name, value in asked.items():
-        if name not in fields:
-            raise BadRequest(f"Unknown field {name[:40]!r}; the fields are {', '.join(fields)}.")
-        test, wanted = fields[name]
-        if not test(value):
-            raise BadRequest(f"{name} must be {wanted}.")
-    return asked
-
-
-def check_messages(messages) -> list[dict]:
-    """Turn OpenAI's messages into [{role, content}] with strings as contents. Raises BadRequest."""
-    checked = []
-    for message in messages:
-        message = check_fields(message, MESSAGE, "Each message")
-        role = message.get("role")
-        content = message.get("content", "" if role == "assistant" else None)
-        if role is None or content is None:
-            raise BadRequest("Each message needs a role and a content.")
-        if isinstance(content, list):
-            content = "".join(part["text"] for part in content)
-        checked.append(dict(role=ROLES[role], content=content))
-    if not checked or not checked[-1]["content"]:
-        raise BadRequest("The prompt, or the last of the messages, must not be empty.")
-    return checked
-
-
-# 3. Text ----------------------------------------------------------------------------------------------------
-
-class Writer:
-    """Turn tokens into text one by one; hold back what may be the beginning of a stop string.
-
-    before: the tokens that this text continues. A decoder that begins anew drops the first space."""
-
-    def __init__(self, tokenizer, stop: str | list[str] = (), before: list[int] = ()):
-        self.tokenizer = tokenizer.backend_tokenizer
-        self.stop = [stop] if isinstance(stop, str) else list(stop)
-        self.before = list(before[-16:])
-        if self.tokenizer.decode(self.before).endswith("\ufffd"):   # an open character would be said again
-            self.before = []
-        self.decoder = DecodeStream(ids=self.before, skip_special_tokens=True)
-        self.text, self.sent = "", 0
-        self.stopped = False
-
-    def push(self, token: int) -> str:
-        """Return the text that is certain after this token; "" while a character or stop string is open."""
-        try:
-            piece = self.decoder.step(self.tokenizer, token)
-        except Exception:          # bytes that are no text change the text before them: begin anew
-            self.decoder = DecodeStream(skip_special_tokens=True)
-            piece = self.decoder.step(self.tokenizer, token)
-        self.text += piece or ""
-        ends = [end for stop in self.stop if (end := self.text.find(stop, self.sent)) >= 0]
-        if ends:
-            self.text, self.stopped = self.text[:min(ends)], True
-            return self.release(len(self.text))
-        beginnings = (stop[:size] for stop in self.stop for size in range(1, len(stop)))
-        held = max((len(start) for start in beginnings if self.text.endswith(start)), default=0)
-        return self.release(len(self.text) - held)
-
-    def release(self, end: int) -> str:
-        """Return the text up to `end` that was not released before."""
-        piece, self.sent = self.text[self.sent:end], max(self.sent, end)
-        return piece
 
 
 # 4. Request and result --------------------------------------------------------------------------------------
@@ -213,7 +85,7 @@ class Request:
     seed: int | None = None
     options: dict = field(default_factory=dict)                 # the chapter's own fields
     end_tokens: frozenset = frozenset()
-    writer: Writer | None = None   # None: nobody reads text
+    writer: object = None          # of text (shell/frontend.py); None: nobody reads it
     received: float = field(default_factory=time.perf_counter)
     # answered
     id: int = 0                    # set by engine.submit: 1, 2, ...
@@ -290,65 +162,6 @@ class Request:
         """Set the outcome, a Result or `error`, and put it to `pieces`."""
         self.outcome = error or Result(self)
         self.pieces.put(self.outcome)
-
-
-# 5. From what is asked to a Request -------------------------------------------------------------------------
-
-class Frontend:
-    """Make requests of what is asked. `fields`: the chapter's own, as in SAMPLING."""
-
-    def __init__(self, model, tokenizer, end_tokens, fields: dict | None = None):
-        self.model, self.tokenizer, self.end_tokens = model, tokenizer, frozenset(end_tokens)
-        self.fields = fields or {}
-        self.context = model.config.max_position_embeddings     # tokens, answer included
-        self.longest = max(map(len, tokenizer.backend_tokenizer.get_vocab()))   # characters of a token
-
-    def request(self, prompt=None, messages=None, raw: bool = False, received=None, **asked) -> Request:
-        """Make a Request. `prompt`: one user's message as a string, or a list of token ids taken as they are,
-        or one of these in a list. `messages`: a conversation [{role, content}]. `raw`: the answer continues
-        the string. `received`: when, in seconds of time.perf_counter(). `asked`: SAMPLING and own fields,
-        checked by `check_fields`. Raises BadRequest."""
-        received = received or time.perf_counter()
-        if isinstance(prompt, list) and any(isinstance(part, str | list) for part in prompt):
-            if len(prompt) > 1:
-                raise BadRequest("prompt must be one prompt; send a request for each.")
-            prompt, = prompt
-        raw = raw or isinstance(prompt, list) or self.tokenizer.chat_template is None
-        tokens = self.encode(prompt, messages, raw)
-        if len(tokens) >= self.context:
-            raise BadRequest(f"The prompt is {len(tokens)} tokens and the context of this model is "
-                             f"{self.context}, answer included; shorten the prompt.")
-        max_tokens = min(asked.pop("max_tokens", 128), self.context - len(tokens))
-        writer = Writer(self.tokenizer, asked.pop("stop", ()), tokens if raw else ())
-        options = {name: asked.pop(name) for name in self.fields if name in asked}
-        return Request(tokens, max_tokens, options=options, end_tokens=self.end_tokens, writer=writer,
-                       received=received, **asked)
-
-    def encode(self, prompt, messages, raw: bool = False) -> list[int]:
-        """Return the prompt's tokens; `raw`: without the chat template. Raises BadRequest."""
-        if (prompt is None) == (messages is None):
-            raise BadRequest("Give either prompt or messages, not both and not empty.")
-        raw = raw or self.tokenizer.chat_template is None
-        if raw and messages is not None:
-            raise BadRequest("This model has no chat template; send a prompt instead of messages.")
-        if isinstance(prompt, list):
-            tokens = prompt
-        else:
-            messages = check_messages(messages or [dict(role="user", content=prompt)])
-            # Some tokenizers take hundreds of bytes for a character: what cannot fit is not encoded
-            characters = sum(len(message["content"]) for message in messages)
-            if characters > self.context * self.longest:
-                raise BadRequest(f"The prompt is {characters} characters, more than the {self.context} "
-                                 "tokens of this model's context can hold; shorten the prompt.")
-            try:
-                tokens = self.tokenizer.encode(prompt) if raw else self.tokenizer.apply_chat_template(
-                    messages, add_generation_prompt=True, return_dict=False)
-            except Exception as error:                          # a template may refuse an order of roles
-                raise BadRequest(f"The model's chat template refuses these messages ({error}).") from None
-        top = self.model.config.vocab_size - 1
-        if not tokens or not all(number(token, 0, top) for token in tokens):
-            raise BadRequest(f"Token ids must be from 0 to {top}, one at least.")
-        return tokens
 
 
 # 6. Who waits and who runs ----------------------------------------------------------------------------------

@@ -22,10 +22,10 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from common import checkpoint, speed
-from common.requests import Frontend
+from common import speed
+from shell import checkpoint, random_models
+from shell.frontend import Frontend
 from tests.support.stub import Engine
-from tools import random_models
 
 speed.BEFORE_LAYER = speed.SPREAD = 0.0  # seconds: all tests make engines, and none judges how fast one is
 

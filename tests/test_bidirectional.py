@@ -6,14 +6,14 @@ import time
 import numpy
 import pytest
 import torch
-from support.engines import Oracle, ask, both, check_pools, chunk_files, draw, evict, make, settle
+from support.engines import Oracle, ask, both_ends, check_pools, chunk_files, draw, evict, make, settle
 
 from common import store
 from common.link import LATENCY, Bandwidth, Lane, Trace, Transfer, TransferError
 from common.requests import HungUp, Request
 from common.store import ModelledStorage, StoredChunks
 
-ORACLE, CHUNK = Oracle(), both.CHUNK
+ORACLE, CHUNK = Oracle(), both_ends.CHUNK
 PROMPT = draw(random.Random(0), 400)  # 6 chunks, 384 tokens, and 16 more
 BYTES = 64 * 3 * 2 * 2 * 16 * 4  # of a chunk
 
@@ -53,7 +53,7 @@ def engine_for(storage=None, budget: int = 64, blocks: int = 96, memory=1e6, **o
     """-> engine, its cache and its storage, which holds the chunks of PROMPT, the device none."""
     storage = storage or Storage()
     chunks = StoredChunks(storage) if isinstance(storage, store.Storage) else storage
-    cache = both.BidirectionalCache(chunks, memory=memory, **options)
+    cache = both_ends.BidirectionalCache(chunks, memory=memory, **options)
     engine = make(cache, blocks, token_budget=budget)
     ask(engine, PROMPT, 1)
     if isinstance(storage, Storage):
@@ -460,7 +460,7 @@ def test_modelled_storage_forgets_the_least_recently_used():
 @pytest.mark.parametrize("damage", ["flipped", "gone"])
 def test_files_are_read_from_the_back_and_a_damaged_one_ends_it(damage, tmp_path):
     engine_for(chunk_files(tmp_path))[0].close()
-    engine = make(both.BidirectionalCache(chunk_files(tmp_path), share=0.0), 64)
+    engine = make(both_ends.BidirectionalCache(chunk_files(tmp_path), share=0.0), 64)
     request = Request(PROMPT + [7], 4)
     _, stored = engine.cache.match(request).blocks[2]
     path = tmp_path / f"{stored.keys[0].hex()}.page"
@@ -480,10 +480,10 @@ def test_files_are_read_from_the_back_and_a_damaged_one_ends_it(damage, tmp_path
 
 
 def test_what_is_on_its_way_to_a_file_when_the_engine_is_closed_gets_there(tmp_path):
-    engine = make(both.BidirectionalCache(chunk_files(tmp_path)), 64)
+    engine = make(both_ends.BidirectionalCache(chunk_files(tmp_path)), 64)
     ask(engine, PROMPT, 1)
     engine.close()
-    again = make(both.BidirectionalCache(chunk_files(tmp_path)), 64)
+    again = make(both_ends.BidirectionalCache(chunk_files(tmp_path)), 64)
     assert found(again, PROMPT) == 384
     again.close()
 
@@ -496,7 +496,7 @@ def test_8_bits_are_within_half_a_step_of_what_was(dtype):
     kv = torch.randn(3, 2, 64, 2, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
     kv[0, 0, 0] = 0
     kv[0, 1, 0, 0, 0] = 3e4
-    numbers, scales = both.quantize(kv)
+    numbers, scales = both_ends.quantize(kv)
     error = (numbers.float() * scales.float() - kv.float()).abs()
     assert numbers.dtype == torch.int8 and scales.dtype == torch.float16
     assert (error <= 0.51 * scales.float() + 127 * scales.float() * 2**-11).all()
@@ -534,7 +534,7 @@ def test_what_is_computed_behind_8_bits_is_not_found_by_its_exact_name():
         engine.step()
     settle(engine)
     assert found(engine, request.tokens) == 448
-    exact = make(both.BidirectionalCache(StoredChunks(storage)), 96)
+    exact = make(both_ends.BidirectionalCache(StoredChunks(storage)), 96)
     assert found(exact, request.tokens) == 0
     ask(exact, PROMPT, 1)
     assert found(exact, request.tokens) == 384 and found(engine, request.tokens) == 448
@@ -568,11 +568,11 @@ def test_reads_are_charged_back_to_back_and_those_that_were_called_off_not_at_al
 
 @pytest.mark.parametrize("words, values", [("0.1", [1e8]), ("0.1:2:0.5@0.3", [1e8, 2e9, 5e8])])
 def test_speeds_are_read_from_the_command_line(words, values):
-    asked = both.bandwidth(words)
+    asked = both_ends.bandwidth(words)
     assert getattr(asked, "values", [asked.value]) == values and getattr(asked, "seconds", 0.3) == 0.3
 
 
 @pytest.mark.parametrize("words", ["", "x", "0", "-1", "0.1:", ":0.1", "0.1:1@", "0.1:1@0", "nan", "inf"])
 def test_other_speeds_are_refused(words):
     with pytest.raises(Exception, match="is not a number"):
-        both.bandwidth(words)
+        both_ends.bandwidth(words)

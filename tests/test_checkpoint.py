@@ -16,10 +16,9 @@ from conftest import ROOT, load, write_model
 from safetensors.torch import load_file, save_file
 from support.engines import baseline
 
-from benchmarks.reference import reference_model
-from common import checkpoint
 from common.requests import Request
-from tools import random_models
+from shell import checkpoint, random_models
+from shell.reference import reference_model
 
 
 def refusal(name, **options) -> str:
@@ -360,7 +359,7 @@ def test_every_geometry_is_sound(name):
 
 FRESH = """
 import json, os, sys, torch
-from common import checkpoint
+from shell import checkpoint
 keep, checkpoint.keep_freed_memory = checkpoint.keep_freed_memory, lambda: None
 checkpoint.load("classroom", device="cpu")
 imported = [name for name in ("torch._dynamo", "transformers.modeling_utils") if name in sys.modules]
@@ -398,7 +397,7 @@ def test_where_there_is_no_glibc_memory_is_left_alone(monkeypatch, error):
 MEASURE = """
 import sys
 from pathlib import Path
-from common import checkpoint
+from shell import checkpoint
 
 def peak():      # bytes; ru_maxrss would count the parent's
     lines = Path("/proc/self/status").read_text().splitlines()

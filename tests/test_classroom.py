@@ -8,10 +8,10 @@ import torch
 from conftest import ROOT, load
 from support.engines import baseline
 
-from common import checkpoint
 from common.llama import Llama, LlamaConfig
+from shell import checkpoint
+from shell.classroom_text import Conversation, Level
 from tools import train_classroom
-from tools.classroom_text import Conversation, Level
 from tools.train_classroom import HARD, Rows, evaluate, train_tokenizer
 
 FOLDER = ROOT / "models" / "classroom"

@@ -16,7 +16,7 @@ from unittest.mock import Mock
 import pytest
 from conftest import ROOT
 
-from common import server
+from shell import server
 from tests.support.serving import TIMEOUT, eventually, sentence
 from tests.support.stub import Engine
 

@@ -1,14 +1,15 @@
 """The contract on a GPU: streams, pinned memory, and equal tokens while copies run beside the computation."""
 
 import random
+from shell.cli import link_bandwidth
 
 import pytest
 import torch
 from support import engines
-from support.engines import Oracle, ask, both, check_pools, draw, evict, make, settle, tiny_model
+from support.engines import Oracle, ask, both_ends, check_pools, draw, evict, make, settle, tiny_model
 from support.faults import faulty
 
-from common.link import Link, TransferError, bandwidth
+from common.link import Link, TransferError
 from common.requests import Request
 from common.store import ModelledStorage, StoredChunks
 from common.timeline import Clock
@@ -28,11 +29,11 @@ def oracle(model):
 
 CACHES = {
     "host": lambda blocks: engines.offload.HostCache(4 * blocks),
-    "hidden": lambda blocks: engines.hidden.HiddenCache(4 * blocks),
+    "hidden": lambda blocks: engines.hidden_states.HiddenCache(4 * blocks),
     "planned": lambda blocks: engines.planned.PlannedCache(4 * blocks, plan="RHK"),
-    "both": lambda blocks: both.BidirectionalCache(StoredChunks(ModelledStorage(1e8, 1e9))),
-    "8 bits": lambda blocks: both.BidirectionalCache(StoredChunks(ModelledStorage(1e8, 1e9)), bits=8),
-    "storage": lambda blocks: both.BidirectionalCache(StoredChunks(ModelledStorage(1e8, 1e9)), share=0.0),
+    "both": lambda blocks: both_ends.BidirectionalCache(StoredChunks(ModelledStorage(1e8, 1e9))),
+    "8 bits": lambda blocks: both_ends.BidirectionalCache(StoredChunks(ModelledStorage(1e8, 1e9)), bits=8),
+    "storage": lambda blocks: both_ends.BidirectionalCache(StoredChunks(ModelledStorage(1e8, 1e9)), share=0.0),
 }
 EXACT = [cache for cache in CACHES if cache != "8 bits"]
 FOUND = {"host": {"cpu": 192}, "hidden": {"cpu": 200}, "planned": {"cpu": 200}, "storage": {"storage": 192}}
@@ -45,9 +46,9 @@ def host_engine(model, blocks: int = 64, cache: str = "host", **options):
 def test_the_link_is_real_and_its_host_side_is_pinned(model):
     engine = host_engine(model)
     assert not engine.cache.load_link.modelled and engine.cache.host.memory.is_pinned()
-    assert bandwidth(model) is None
+    assert link_bandwidth(model) is None
     with pytest.raises(ValueError, match="leave it out"):
-        bandwidth(model, 1.0)
+        link_bandwidth(model, 1.0)
     assert engine.cache.load_link.measure() > 1e8
     assert str(engine.cache.load_link).startswith("link, ")
 

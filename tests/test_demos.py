@@ -12,8 +12,8 @@ import pytest
 from conftest import ROOT, write_model
 from support.pasted import first_difference
 
-from common import lesson
-from tools import check_docs, random_models
+from shell import lesson, random_models
+from tools import check_docs
 
 
 @pytest.mark.parametrize("chapter", check_docs.CHAPTERS)

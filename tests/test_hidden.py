@@ -12,21 +12,22 @@ from pathlib import Path
 
 import pytest
 from support import engines
-from support.engines import Oracle, ask, check_pools, chunk_files, draw, evict, hidden, make, settle
+from support.engines import Oracle, ask, check_pools, chunk_files, draw, evict, hidden_states, make, settle
 from support.faults import faulty
 
-from common import cli
 from common.link import Transfer
 from common.requests import Request
 from common.restoring import Interrupted
-from common.store import StoredChunks, in_directories
+from common.store import StoredChunks
+from shell import cli
+from shell.backends import in_directories
 
 ORACLE = Oracle()
 PROMPT = draw(random.Random(0), 150)  # nine blocks and 6 tokens
 
 
 def engine_for(host: int = 256, storage=None, bandwidth=2e9, **options):
-    engine = make(cache := hidden.HiddenCache(host, bandwidth, storage), 64, **options)
+    engine = make(cache := hidden_states.HiddenCache(host, bandwidth, storage), 64, **options)
     return engine, cache
 
 
@@ -102,7 +103,7 @@ def test_a_block_that_begins_as_a_copy_fails_is_not_found_when_the_rest_arrives(
 
 
 def test_without_room_in_the_snapshot_buffer_rows_are_dropped_and_nobody_waits(monkeypatch):
-    monkeypatch.setattr(hidden, "STEPS", 8)  # room for all, if nobody has it
+    monkeypatch.setattr(hidden_states, "STEPS", 8)  # room for all, if nobody has it
     engine, cache = engine_for(token_budget=64)
     held = cache.snapshots.allocate(cache.snapshots.size)
     request = Request(PROMPT + PROMPT, 4)
@@ -143,7 +144,7 @@ ORDER = ["layer 1", "layer 2", "project 0", "project 1", "project 2"]
 
 @pytest.mark.parametrize("depth, expected", [(8, ORDER), (1, [ORDER[0], *ORDER[2:4], ORDER[1], ORDER[4]])])
 def test_only_so_many_layers_travel_while_one_is_projected(depth, expected, monkeypatch):
-    monkeypatch.setattr(hidden, "DEPTH", depth)
+    monkeypatch.setattr(hidden_states, "DEPTH", depth)
     engine, cache = engine_for()
     ask(engine, PROMPT, 1)
     evict(engine)
@@ -215,8 +216,8 @@ def test_a_measurement_leaves_what_wakes_the_engine():
 @pytest.mark.parametrize("heads", [1, 4])
 def test_grouped_queries_are_said_at_the_start(heads, capsys):
     parser = cli.parser_for("")
-    hidden.add_arguments(parser)
-    hidden.make_engine(engines.tiny_model(0, heads), parser.parse_args(["--link=1", "--gpu-blocks=8"])).close()
+    hidden_states.add_arguments(parser)
+    hidden_states.make_engine(engines.tiny_model(0, heads), parser.parse_args(["--link=1", "--gpu-blocks=8"])).close()
     assert ("chapter 03 is the better choice" in capsys.readouterr().err) == (heads == 1)
 
 

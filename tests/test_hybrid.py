@@ -14,10 +14,10 @@ from support.engines import BANDWIDTH, Oracle, ask, check_pools, draw, hybrid, m
 from support.faults import faulty
 from support.mutants import without
 
-from common import cli
-from common.checkpoint import ModelError
 from common.link import Link, TransferError
 from common.requests import Request
+from shell import cli
+from shell.checkpoint import ModelError
 
 MODEL, ORACLE = tiny_model(0, 4, on_host=True), Oracle(tiny_model(0, 4))
 Plan, Costs, Sizes, Planner = hybrid.Plan, hybrid.Costs, hybrid.Sizes, hybrid.Planner

@@ -16,9 +16,10 @@ from conftest import ROOT
 from support.engines import tiny_model
 
 from common import link as links
-from common.checkpoint import ModelError
 from common.link import LATENCY, Bandwidth, Lane, LikeA100, Link, Trace, Transfer, TransferError
 from common.timeline import Clock
+from shell import cli
+from shell.checkpoint import ModelError
 
 FAST = 1e12  # bytes/s: over at once
 HOURS = 1.0
@@ -329,20 +330,20 @@ def test_this_processor_is_measured():
 
 def test_a_speed_that_is_asked_for_is_taken_as_it_is():
     here = SimpleNamespace(device=torch.device("cpu"))
-    assert links.bandwidth(here, 0.5).value == 0.5e9
-    assert isinstance(links.bandwidth(tiny_model(), "auto"), LikeA100)
+    assert cli.link_bandwidth(here, 0.5).value == 0.5e9
+    assert isinstance(cli.link_bandwidth(tiny_model(), "auto"), LikeA100)
 
 
 def test_on_a_gpu_the_link_is_real_and_no_speed_can_be_asked_for():
     gpu = SimpleNamespace(device=torch.device("cuda"))
-    assert links.bandwidth(gpu) is None
+    assert cli.link_bandwidth(gpu) is None
     with pytest.raises(ModelError, match="--link.*leave it out"):
-        links.bandwidth(gpu, 0.5)
+        cli.link_bandwidth(gpu, 0.5)
 
 
 def test_the_speed_is_auto_unless_told_otherwise():
     parser = argparse.ArgumentParser()
-    links.add_arguments(parser)
+    cli.add_link(parser)
     assert vars(parser.parse_args([])) == dict(link="auto")
     assert vars(parser.parse_args(["--link", "2.5"])) == dict(link=2.5)
 
@@ -350,7 +351,7 @@ def test_the_speed_is_auto_unless_told_otherwise():
 @pytest.mark.parametrize("word", ["0", "-1", "nan", "inf", "fast", "", "AUTO", "1e7", "1e-10", "1 GB/s"])
 def test_speeds_that_cannot_be_are_refused(word, capsys):
     parser = argparse.ArgumentParser()
-    links.add_arguments(parser)
+    cli.add_link(parser)
     with pytest.raises(SystemExit):
         parser.parse_args([f"--link={word}"])
     assert "--link" in capsys.readouterr().err

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from conftest import TINY, load, write_model
 from support.engines import baseline
 
-from benchmarks.reference import reference_model
-from common import checkpoint
 from common.llama import Linear, LlamaConfig, UnsupportedConfig, rotary_frequencies
 from common.requests import Request
+from shell import checkpoint
+from shell.reference import reference_model
 
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=64)

@@ -8,8 +8,9 @@ import torch
 from support.engines import ask, baseline, check_pools, draw, evict, make, offload, settle, tiny_model
 
 from common.link import Transfer
-from common.requests import Request, check_fields
+from common.requests import Request
 from common.restoring import Match
+from shell.frontend import check_fields
 
 BLOCK = 16 * tiny_model().config.kv_numbers_per_token * 4  # bytes of a block
 

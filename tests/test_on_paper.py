@@ -4,9 +4,10 @@ import json
 
 import pytest
 
+from benchmarks import variants
 from tools import on_paper
 
-planner = on_paper.planner
+planned = on_paper.planned
 SEVEN, THIRTEEN, THIRTY = on_paper.MODELS
 
 
@@ -45,7 +46,7 @@ def test_closed_form(tokens):
     """At 27.6 GB/s the paper's formula gives 30 + 2 and 35 + 5 layers, each one from Table 3, and 46 for 30B,
     six from it; and so at any length, of which the paper does not say which it was."""
     plans = [
-        planner.closed_form(model.layers, on_paper.on_ssds(model, None, tokens)) for model in on_paper.MODELS
+        planned.closed_form(model.layers, on_paper.on_ssds(model, None, tokens)) for model in on_paper.MODELS
     ]
     assert [tuple(map(plan.count, "RHK")) for plan in plans] == [(0, 30, 2), (0, 35, 5), (2, 46, 0)]
 
@@ -98,9 +99,9 @@ def test_the_papers_plan_loses_at_most_a_rounded_layer():
 
 def test_tokens_divided():
     """A share s is projected. Link and processor are even where 2s = s + 8 (1 - s), and 4 - 2s = 4s."""
-    assert on_paper.token_wise(on_paper.Costs(8.0, 1.0, 2.0, 4.0), 4, 100) == (11, 100)
-    assert on_paper.token_wise(on_paper.Costs(8.0, 4.0, 2.0, 4.0), 4, 100) == (0, 66)
-    assert on_paper.token_wise(on_paper.Costs(8.0, 1.0, 2.0, 4.0), 4, 128, 32) == (0, 128)
+    assert variants.token_wise(on_paper.Costs(8.0, 1.0, 2.0, 4.0), 4, 100) == (11, 100)
+    assert variants.token_wise(on_paper.Costs(8.0, 4.0, 2.0, 4.0), 4, 100) == (0, 66)
+    assert variants.token_wise(on_paper.Costs(8.0, 1.0, 2.0, 4.0), 4, 128, 32) == (0, 128)
 
 
 def test_two_pointers_meet_where_both_take_as_long():

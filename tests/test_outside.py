@@ -6,8 +6,8 @@ import pytest
 from support.engines import draw, plain_model, tiny_model
 
 from benchmarks import outside
-from benchmarks.reference import as_transformers
 from common import restoring
+from shell.reference import as_transformers
 
 SHORT = dict(QUESTION=16, ANSWER=4, TALKS=4, TURNS=5, SAID=(20, 150), DOCUMENTS=8, LENGTH=80, ASKS=12)
 

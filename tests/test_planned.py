@@ -7,10 +7,10 @@ import pytest
 from support import engines
 from support.engines import Oracle, ask, check_pools, chunk_files, draw, evict, make, planned, settle
 
-from common import cli
 from common.link import Bandwidth
 from common.requests import BadRequest, Request
 from common.speed import flops
+from shell import cli
 
 Costs, best_plan, closed_form = planned.Costs, planned.best_plan, planned.closed_form
 plan_seconds, bound_seconds = planned.plan_seconds, planned.bound_seconds

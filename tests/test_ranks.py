@@ -1,4 +1,4 @@
-"""Chapter 09 and common/ranks.py. What takes several ranks runs in processes of its own: support/ranks.py."""
+"""Chapter 09 and shell/ranks.py. What takes several ranks runs in processes of its own: support/ranks.py."""
 
 import importlib
 import json
@@ -15,13 +15,14 @@ import pytest
 import torch
 from conftest import ROOT
 
-from common import checkpoint, cli, ranks, store
+from common import store
 from common.link import Transfer
 from common.requests import Request
+from shell import checkpoint, cli, ranks
 from tests.support import engines, serving
 from tests.support import ranks as rank_tests
 
-nine = importlib.import_module("09_tensor_parallel")
+ranked = importlib.import_module("09_tensor_parallel")
 posix = pytest.mark.skipif(os.name != "posix", reason="ranks are POSIX processes here")
 pytestmark = posix
 
@@ -83,7 +84,7 @@ def division(rank: int, count: int):
     """Of one of several ranks, which hears nothing of the others."""
     alone = ranks.Ranks()
     alone.rank, alone.count = rank, count
-    return nine.Division(alone)
+    return ranked.Division(alone)
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -112,13 +113,13 @@ def test_too_few_gpus_are_refused_in_a_sentence(monkeypatch):
     monkeypatch.setattr(checkpoint, "pick_device", lambda device: "cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(checkpoint.ModelError, match="2 ranks need as many GPUs, and here are 1"):
-        nine.load(division(1, 2).ranks, "classroom", "auto", "auto")
+        ranked.load(division(1, 2).ranks, "classroom", "auto", "auto")
 
 
 # 3. Agreement ----------------------------------------------------------------------------------
 
 def test_what_is_held_is_released_when_the_ranks_have_agreed():
-    engine = engines.make(nine.Together(nine.offload.HostCache(64, engines.BANDWIDTH), ranks.Ranks()))
+    engine = engines.make(ranked.Together(ranked.offload.HostCache(64, engines.BANDWIDTH), ranks.Ranks()))
     (block,) = engine.pool.allocate(1)
     transfer = Transfer("load", "a copy", 0)
     transfer.finish(0.0, 0.0)
@@ -130,9 +131,9 @@ def test_what_is_held_is_released_when_the_ranks_have_agreed():
 
 
 def test_however_many_wait_all_copies_are_agreed_on():
-    cache = nine.Together(nine.offload.HostCache(64, engines.BANDWIDTH), ranks.Ranks())
+    cache = ranked.Together(ranked.offload.HostCache(64, engines.BANDWIDTH), ranks.Ranks())
     engine, rng = engines.make(cache, max_running=2), random.Random(0)
-    asked = [Request(engines.draw(rng, 20), 2) for _ in range(2 * nine.FACTS)]
+    asked = [Request(engines.draw(rng, 20), 2) for _ in range(2 * ranked.FACTS)]
     for request in asked:
         engine.submit(request)
     while asked[30].outcome is None:
@@ -148,8 +149,8 @@ def test_pages_that_come_from_storage_do_not_push_out_those_before_them(pages, l
     backend, rng, size = rank_tests.Losing(random.Random(0), 0.0), random.Random(1), 20
     prompt = engines.draw(rng, 16 * pages + 1)
     for host in 5 * size, size:  # the first one writes them all
-        cache = nine.PageHeadCache(host, engines.BANDWIDTH, store.Storage(backend), range(2))
-        engine = engines.make(nine.Together(cache, ranks.Ranks()))
+        cache = ranked.PageHeadCache(host, engines.BANDWIDTH, store.Storage(backend), range(2))
+        engine = engines.make(ranked.Together(cache, ranks.Ranks()))
         engines.ask(engine, prompt)
         engines.evict(engine)
     chain = engine.prefixes.extend([], prompt)
@@ -163,13 +164,13 @@ def test_pages_that_come_from_storage_do_not_push_out_those_before_them(pages, l
 
 def test_host_memory_is_counted_in_what_is_kept(monkeypatch):
     parser = cli.parser_for("")
-    nine.add_arguments(parser)
+    ranked.add_arguments(parser)
     model = engines.tiny_model(kv_heads=1)  # 384 bytes of K and V a token, and 512 of states
     arguments = parser.parse_args(["--gpu-blocks=50", "--cpu-blocks=100", "--link=1"])
     monkeypatch.setattr(checkpoint, "free_host_memory", lambda: 860_000.0)
-    assert nine.make_engine(model, arguments, "kv").cache.host.size == 100
+    assert ranked.make_engine(model, arguments, "kv").cache.host.size == 100
     with pytest.raises(checkpoint.ModelError, match="--cpu-blocks 94"):
-        nine.make_engine(model, arguments, "states")
+        ranked.make_engine(model, arguments, "states")
 
 
 # 4. Ending -------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from common import requests
-from common.requests import SAMPLING, BadRequest, Frontend, Request, Writer, check_fields, check_messages
+from common.requests import BadRequest, Request, Result, Unavailable
+from shell.frontend import PROMPT, SAMPLING, Frontend, Writer, check_fields, check_messages, parse_json
 from tests.support.stub import Engine
 
 HUGE = 10 ** 400
@@ -26,7 +26,7 @@ HUGE = 10 ** 400
 def test_a_wrong_value_is_refused_by_name(name, values):
     for value in values:
         with pytest.raises(BadRequest, match=f"^{name} must be .*[.]$"):
-            check_fields({name: value}, {**requests.PROMPT, **SAMPLING})
+            check_fields({name: value}, {**PROMPT, **SAMPLING})
 
 
 def test_the_bounds_themselves_are_taken_and_what_asks_for_nothing_under_any_name():
@@ -47,11 +47,11 @@ def test_the_bounds_themselves_are_taken_and_what_asks_for_nothing_under_any_nam
                          ids=lambda value: repr(value)[:24])
 def test_what_is_not_json_is_refused(raw, word):
     with pytest.raises(BadRequest, match=word):
-        requests.parse_json(raw)
+        parse_json(raw)
 
 
 def test_json_may_begin_with_a_byte_order_mark():
-    assert requests.parse_json(b'\xef\xbb\xbf{"a": "\\ud83d\\ude00"}') == dict(a="\U0001f600")
+    assert parse_json(b'\xef\xbb\xbf{"a": "\\ud83d\\ude00"}') == dict(a="\U0001f600")
 
 
 @pytest.mark.parametrize("message,words", [
@@ -267,10 +267,10 @@ def test_a_model_without_a_chat_template_takes_a_prompt_only(frontend):
 
 def test_a_request_is_answered_on_this_thread(frontend):
     *pieces, result = Engine().stream(frontend.request("Hello", max_tokens=9))
-    assert isinstance(result, requests.Result) and "".join(pieces) == result.text and len(result.tokens) == 9
+    assert isinstance(result, Result) and "".join(pieces) == result.text and len(result.tokens) == 9
     assert Engine().generate([frontend.request("Hello", max_tokens=9)])[0].new == result.tokens
     engine = Engine()
     request = frontend.request("Hello")
-    engine.arrivals.append((request, requests.Unavailable("closing")))
-    with pytest.raises(requests.Unavailable):
+    engine.arrivals.append((request, Unavailable("closing")))
+    with pytest.raises(Unavailable):
         engine.generate([request])

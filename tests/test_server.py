@@ -15,9 +15,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from common import server as servers
-from common.checkpoint import ModelError
 from common.requests import BadRequest, Unavailable
+from shell import server as servers
+from shell.checkpoint import ModelError
 from tests.support.serving import ASK, CHAT, INFO, TIMEOUT, eventually, run, sentence, serving
 from tests.support.stub import Engine
 

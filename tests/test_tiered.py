@@ -21,12 +21,13 @@ from support.faults import faulty
 from support.redis_server import RedisServer
 
 from common import store
-from common.checkpoint import ModelError
 from common.link import Bandwidth, TransferError
 from common.requests import Request
 from common.speed import flops
+from shell import backends
+from shell.checkpoint import ModelError
 
-paged, nine = importlib.import_module("02_paged_kv"), importlib.import_module("09_tensor_parallel")
+paged, ranked = importlib.import_module("02_paged_kv"), importlib.import_module("09_tensor_parallel")
 ORACLE = Oracle()
 
 
@@ -617,7 +618,7 @@ def test_nobody_waits_for_storage_that_has_failed_until_it_has_answered_again(ve
 
 def test_ranks_wait_once_for_pages_that_do_not_come():
     shelf, rng = Shelf(), random.Random(0)
-    engine = make(nine.PageHeadCache(40, 2e9, store.Storage(shelf), range(2)), 40, always_restore=False)
+    engine = make(ranked.PageHeadCache(40, 2e9, store.Storage(shelf), range(2)), 40, always_restore=False)
     right(engine, prompt := draw(rng, 200))
     forget(engine)
     shelf.open.clear()
@@ -645,12 +646,12 @@ def test_ranks_wait_once_for_pages_that_do_not_come():
 @pytest.mark.parametrize("kind", ["file", "redis", "fsspec"])
 def test_a_back_end_keeps_what_it_is_given(kind, tmp_path):
     def check(url: str):
-        backend, (one, two, three, empty) = store.open_backend(url), (digit * 64 for digit in "abcd")
+        backend, (one, two, three, empty) = backends.open_backend(url), (digit * 64 for digit in "abcd")
         backend.set([one, two, empty], [b"1" * 100, b"2" * 50, b""])  # a crash may leave a file of no bytes
         assert list(map(bool, backend.exists([one, three, two]))) == [True, False, True]
         assert backend.get([empty, three, one]) == [b"", None, b"1" * 100]
         assert backend.get([two]) == [b"2" * 50]
-        with engine_on(store.open_backend(url)) as engine:
+        with engine_on(backends.open_backend(url)) as engine:
             right(engine, prompt := draw(random.Random(0), 200))
             forget(engine)
             assert right(engine, prompt).found == {"storage": 192}
@@ -737,9 +738,9 @@ def cache_on(kind: str, folder, limit_gb: float):
     """A Cache with files behind a host memory of 40 blocks."""
     if kind == "tiered":
         return tiered(40, "wait_complete", "write_through", store.Directory(f"file:{folder}", limit_gb))
-    files = store.in_directories([folder], limit_gb)
-    made = dict(hidden=engines.hidden.HiddenCache, planned=partial(engines.planned.PlannedCache, plan="RHK"))
-    return engines.both.BidirectionalCache(files, share=0.0) if kind == "both" else made[kind](40, 2e9, files)
+    files = backends.in_directories([folder], limit_gb)
+    made = dict(hidden=engines.hidden_states.HiddenCache, planned=partial(engines.planned.PlannedCache, plan="RHK"))
+    return engines.both_ends.BidirectionalCache(files, share=0.0) if kind == "both" else made[kind](40, 2e9, files)
 
 
 FILES = pytest.mark.parametrize("kind", ["hidden", "planned", "both", "tiered"])
@@ -839,14 +840,14 @@ def test_a_file_of_another_user_is_read(tmp_path, monkeypatch):
 ])  # fmt: skip
 def test_what_cannot_be_used_is_one_sentence_without_secrets(url, words):
     with pytest.raises(ModelError, match=words) as raised:
-        store.open_backend(url)
+        backends.open_backend(url)
     assert "secret" not in str(raised.value)
 
 
 FILL = """
 import os, random, sys
 from tests.support.engines import ask, draw, make, settle, tiered
-from common.store import open_backend
+from shell.backends import open_backend
 engine = make(tiered(40, "wait_complete", "write_through", open_backend("file:" + sys.argv[1])), 40)
 rng = random.Random(0)
 print("ready", flush=True)
@@ -868,7 +869,7 @@ def test_after_kill_9_another_process_reads_what_is_whole(tmp_path):
                 time.sleep(0.01)
             os.kill(process.pid, signal.SIGKILL)
     prompts = [draw(rng, 200) for _ in range(3)]
-    with engine_on(store.open_backend(f"file:{tmp_path}")) as engine:
+    with engine_on(backends.open_backend(f"file:{tmp_path}")) as engine:
         assert [right(engine, prompt).found.get("storage", 0) for prompt in prompts][:2] == [192, 192]
 
 

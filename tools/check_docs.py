@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from common import cli  # noqa: E402
+from shell import cli  # noqa: E402
 from tools import report  # noqa: E402
 
 LESSONS, REFERENCE = ROOT / "docs/walkthrough.md", ROOT / "docs/reference.md"

@@ -17,8 +17,8 @@ import importlib
 import math
 from typing import NamedTuple
 
-planner, hybrid = importlib.import_module("05_bubble_free"), importlib.import_module("08_hybrid_blocks")
-Costs = planner.Costs
+planned, hybrid = importlib.import_module("05_bubble_free"), importlib.import_module("08_hybrid_blocks")
+Costs = planned.Costs
 
 NEAR = 0.05  # a single number is met within 5 %
 # HCache, table 2: peak 16-bit FLOP/s of a GPU, and its link's bytes/s
@@ -96,28 +96,11 @@ def paper_seconds(plan: str, costs: Costs) -> float:
 
 def restorations(layers: int, costs: Costs) -> tuple[str, dict[str, float]]:
     """-> the paper's plan, and each method's seconds; of the naive mixes of R and K, the best one's."""
-    plan = planner.closed_form(layers, costs)
+    plan = planned.closed_form(layers, costs)
     plans = {"HCache": plan, "KV": "K" * layers, "states": "H" * layers, "recomputing": "R" * layers}
     seconds = {name: paper_seconds(each, costs) for name, each in plans.items()}
     mixes = (letters(recompute, 0, layers - recompute) for recompute in range(layers + 1))
     return plan, dict(seconds, naive=min(paper_seconds(mix, costs) for mix in mixes))
-
-
-def token_wise(costs: Costs, layers: int, tokens: int, step: int = 1) -> tuple[int, int]:
-    """Section 4.1.1's other division, with as many tokens projected as ends first, in multiples of `step`: in
-    every layer those before are recomputed, where projecting is the faster lane, or else those behind are
-    loaded -> the first token that is projected, and the one behind the last. A token is taken to cost the same
-    however many there are."""
-    slower = costs.project + costs.question > costs.load_states
-
-    def seconds(projected: int) -> float:
-        share = projected / tokens
-        loading = share * costs.load_states + slower * (1 - share) * costs.load_kv
-        computing = share * costs.project + (not slower) * (1 - share) * costs.recompute + costs.question
-        return max(loading + layers * computing, layers * loading + computing)
-
-    projected = min({*range(0, tokens, step), tokens}, key=seconds)
-    return (0, projected) if slower else (tokens - projected, tokens)
 
 
 # 2. What HCache prints: each yields titles, and (name, the paper's number or range, ours) -------
@@ -126,7 +109,7 @@ def schedules():
     yield f"Table 3. Layers restored from hidden states. Four SSDs in all, {TOKENS:,} tokens"
     for model in MODELS:
         costs, theirs = on_ssds(model), letters(*PAPER[f"{model.name} schedule"])
-        closed, best = planner.closed_form(model.layers, costs), planner.best_plan(model.layers, costs)
+        closed, best = planned.closed_form(model.layers, costs), planned.best_plan(model.layers, costs)
         for way, plan in ("closed form", closed), ("chapter 05", best):
             yield f"{model.name}, {way}: {counts(plan)}", theirs.count("H"), plan.count("H")
         for way, plan in ("closed form", closed), (f"the printed {counts(theirs)}", theirs):

@@ -21,10 +21,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from common import checkpoint  # noqa: E402
 from common.llama import Llama, LlamaConfig, rotary_frequencies  # noqa: E402
-from tools.classroom_text import Conversation, Level, general_question  # noqa: E402
-from tools.random_models import CHAT_TEMPLATE, SPECIAL  # noqa: E402
+from shell import checkpoint  # noqa: E402
+from shell.classroom_text import Conversation, Level, general_question  # noqa: E402
+from shell.random_models import CHAT_TEMPLATE, SPECIAL  # noqa: E402
 
 FOLDER = Path(__file__).resolve().parent.parent / "models" / "classroom"
 CONTEXT = 2048

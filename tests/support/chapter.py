@@ -6,7 +6,7 @@ from pathlib import Path
 if str(ROOT := Path(__file__).resolve().parent.parent.parent) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from common import cli
+from shell import cli
 from tests.support.stub import Engine
 
 

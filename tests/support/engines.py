@@ -10,18 +10,19 @@ from pathlib import Path
 
 import torch
 
-from common import checkpoint
 from common.link import Transfer
 from common.llama import Llama, LlamaConfig
 from common.requests import Request
 from common.restoring import Cache
-from common.store import ModelledStorage, Storage, StoredChunks, in_directories, open_backend
+from common.store import ModelledStorage, Storage, StoredChunks
+from shell import checkpoint
+from shell.backends import in_directories, open_backend
 
 CHAPTERS = (
     "01_baseline", "02_paged_kv", "03_cpu_offload", "04_hidden_state_cache", "05_bubble_free",
     "06_bidirectional", "07_tiered_storage", "08_hybrid_blocks",
 )  # fmt: skip
-baseline, paged, offload, hidden, planned, both, tiers, hybrid = map(importlib.import_module, CHAPTERS)
+baseline, paged, offload, hidden_states, planned, both_ends, tiers, hybrid = map(importlib.import_module, CHAPTERS)
 BANDWIDTH = 2e9  # bytes/s, of the modelled link
 CONTEXT = 512
 
@@ -29,11 +30,11 @@ CONTEXT = 512
 CACHES = {
     "none": lambda blocks: Cache(),
     "host": lambda blocks: offload.HostCache(4 * blocks, BANDWIDTH),
-    "hidden": lambda blocks: hidden.HiddenCache(4 * blocks, BANDWIDTH),
+    "hidden": lambda blocks: hidden_states.HiddenCache(4 * blocks, BANDWIDTH),
     "planned": lambda blocks: planned.PlannedCache(16 * blocks, BANDWIDTH, plan="RHK"),
-    "files": lambda blocks: hidden.HiddenCache(blocks, BANDWIDTH, chunk_files()),
-    "both": lambda blocks: both.BidirectionalCache(modelled(blocks), share=0.5, memory=1e5),
-    "both, files": lambda blocks: both.BidirectionalCache(chunk_files(), share=0.0, memory=4e5),
+    "files": lambda blocks: hidden_states.HiddenCache(blocks, BANDWIDTH, chunk_files()),
+    "both": lambda blocks: both_ends.BidirectionalCache(modelled(blocks), share=0.5, memory=1e5),
+    "both, files": lambda blocks: both_ends.BidirectionalCache(chunk_files(), share=0.0, memory=4e5),
     "tiered": lambda blocks: tiered(blocks, "wait_complete", "write_through"),
     "tiered, write_back": lambda blocks: tiered(blocks, "timeout", "write_back"),
     "tiered, both ends": lambda blocks: tiered(blocks, "both_ends", "write_through"),

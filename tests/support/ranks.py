@@ -13,15 +13,16 @@ import time
 
 import torch
 
-from common import ranks as processes
 from common import store
 from common.link import Link, Transfer
 from common.llama import Llama
 from common.requests import HungUp, Request
 from common.restoring import Cache
+from shell import backends
+from shell import ranks as processes
 from tests.support import engines, traffic
 
-nine = importlib.import_module("09_tensor_parallel")
+ranked = importlib.import_module("09_tensor_parallel")
 KEEPS = "nothing", "kv", "states", "pages"
 
 
@@ -45,7 +46,7 @@ class Losing:
 
 def divided(ranks: processes.Ranks, kv_heads: int) -> Llama:
     """This rank's part of the tiny model."""
-    whole, division = engines.plain_model(kv_heads=kv_heads), nine.Division(ranks)
+    whole, division = engines.plain_model(kv_heads=kv_heads), ranked.Division(ranks)
     model = Llama(division.config(whole.config), whole.dtype)
     division.divide(model)
     tensors = whole.weights()
@@ -58,16 +59,16 @@ def divided(ranks: processes.Ranks, kv_heads: int) -> Llama:
 def cache_of(keep: str, ranks: processes.Ranks, model: Llama, blocks: int, backend=None) -> Cache:
     """What chapter 09 keeps, with small pools."""
     if keep == "states":
-        cache = nine.hidden_states.HiddenCache(4 * blocks, engines.BANDWIDTH)
+        cache = ranked.hidden_states.HiddenCache(4 * blocks, engines.BANDWIDTH)
         width = model.config.hidden_size // ranks.count
         cache.columns = slice(ranks.rank * width, (ranks.rank + 1) * width)
         cache.whole = ranks.gather
     elif keep == "pages":
         heads = model.division.own_kv_heads
-        cache = nine.PageHeadCache(blocks, engines.BANDWIDTH, store.Storage(backend), heads)
+        cache = ranked.PageHeadCache(blocks, engines.BANDWIDTH, store.Storage(backend), heads)
     else:
-        cache = nine.offload.HostCache(4 * blocks, engines.BANDWIDTH) if keep == "kv" else Cache()
-    return nine.Together(cache, ranks)
+        cache = ranked.offload.HostCache(4 * blocks, engines.BANDWIDTH) if keep == "kv" else Cache()
+    return ranked.Together(cache, ranks)
 
 
 def generated(ranks, arguments):
@@ -196,7 +197,7 @@ def commands(ranks, arguments):
 def sharing(ranks, arguments):
     """Pages that other ranks, however many, have left in a directory."""
     model, prompt = divided(ranks, arguments.kv_heads), engines.draw(random.Random(0), 300)
-    backend = store.open_backend(f"file:{arguments.storage}", {})
+    backend = backends.open_backend(f"file:{arguments.storage}", {})
     engine = engines.make(cache_of("pages", ranks, model, 64, backend), 64, model=model)
     request = engines.ask(engine, prompt)
     oracle = engines.Oracle(engines.tiny_model(kv_heads=arguments.kv_heads))

@@ -5,7 +5,7 @@ import threading
 import time
 from contextlib import closing, contextmanager
 
-from common.server import Server, listen, make_app
+from shell.server import Server, listen, make_app
 from tests.support.stub import Engine
 
 INFO = dict(chapter="stub", model="tiny", device="cpu", dtype="float32")

@@ -4,7 +4,7 @@
     tinyllama        TinyLlama/TinyLlama-1.1B-Chat-v1.0, from the Hugging Face hub or its local cache
     FOLDER           any folder in Hugging Face layout: config.json, model*.safetensors, tokenizer.json
     OWNER/NAME       any such model on the hub, refused before its weights are downloaded if it does not fit
-    random:NAME      random weights, always the same, and a byte-level tokenizer: tools/random_models.py
+    random:NAME      random weights, always the same, and a byte-level tokenizer: shell/random_models.py
 
 Weights travel one tensor at a time from the file to their final place and dtype, so loading needs the
 model's own memory and one tensor more. On a CPU the products of many rows then get a copy of their own, where
@@ -54,7 +54,10 @@ def load(name: str, dtype: str = "auto", device: str = "auto", on_host: bool = F
     keep_freed_memory()
     place = "cpu" if on_host else device
     if name.startswith("random:"):
-        from tools import random_models
+        from shell import random_models
+        if name.removeprefix("random:") not in random_models.GEOMETRIES:
+            known = ", ".join(f"random:{known}" for known in random_models.GEOMETRIES)
+            raise ModelError(f"No geometry {name!r}: choose one of {known}.")
         config, dtype = random_models.random_config(name), pick_dtype(dtype, device, None)
         model = allocate(config, dtype, place, name, division)
         random_models.fill_at_random(model, config, division)

@@ -1,14 +1,13 @@
 """What demos and benchmarks share: what is asked, "equal to chapter 01 or end", timing in turn, tables."""
 
-import importlib
 import statistics
 import time
 
 import torch
 
-from common import requests
 from common.requests import BadRequest, Request
-from tools import classroom_text
+from shell import classroom_text
+from shell.frontend import Frontend
 
 TURNS = [
     "Read this: The lamp is in the attic. Anna lives in Rome. The password of the safe is tiger. My cat is "
@@ -24,7 +23,7 @@ ROUNDS = 5  # of everything that is timed, after a warm-up
 
 # 1. What is asked -------------------------------------------------------------------------------------------
 
-class Frontend(requests.Frontend):
+class DemoFrontend(Frontend):
     """Make requests of conversations to any model, also to one that was never trained on conversations."""
 
     def encode(self, prompt, messages, raw: bool = False) -> list[int]:
@@ -64,14 +63,15 @@ def conversation(frontend: Frontend, rng, tokens: int) -> list[dict]:
 
 # 2. Equal, or end -------------------------------------------------------------------------------------------
 
-def equal_to_baseline(model, requests: list[Request]) -> bool:
-    """Compare what was answered with the answers of chapter 01; end if float32 tokens differ."""
-    engine, pairs = importlib.import_module("01_baseline").Engine(model), []
+def verify(oracle, requests: list[Request]) -> bool:
+    """Compare what was answered with the answers of `oracle`, an engine of chapter 01; end if float32 tokens
+    differ."""
+    pairs = []
     for request in requests:
         prompt = request.tokens[: request.prompt_tokens]
         again = Request(prompt, request.max_tokens, end_tokens=request.end_tokens)
-        pairs.append((engine.generate([again])[0].new, request.new))
-    return equal(pairs, model.dtype, "chapter 01")
+        pairs.append((oracle.generate([again])[0].new, request.new))
+    return equal(pairs, oracle.model.dtype, "chapter 01")
 
 
 def equal(pairs: list[tuple[list[int], list[int]]], dtype, whose: str) -> bool:

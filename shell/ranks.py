@@ -28,7 +28,8 @@ import torch
 import torch.distributed as dist
 
 from common import requests
-from common.requests import Line, Request, Writer
+from common.requests import Line, Request
+from shell.frontend import Writer
 
 BEAT = 1.0  # seconds between two agreements of an idle server
 TIMEOUT = 5.0  # seconds that a rank waits for the others

@@ -2,9 +2,8 @@
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
-from common import checkpoint
 from common.llama import Llama
-from tools import random_models
+from shell import checkpoint, random_models
 
 
 def reference_model(name: str, dtype: torch.dtype, device: str = "cpu"):

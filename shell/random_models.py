@@ -5,7 +5,6 @@ For times and bytes, which depend on sizes alone; their answers mean nothing.
 import torch
 from tqdm import tqdm
 
-from common.checkpoint import ModelError
 from common.llama import Llama, LlamaConfig
 
 # hidden, intermediate, layers, heads, KV heads, vocabulary, context
@@ -25,9 +24,7 @@ CHAT_TEMPLATE = ("{% for message in messages %}{{ '<|' + message['role'] + '|>\\
 
 
 def random_config(name: str) -> LlamaConfig:
-    geometry = GEOMETRIES.get(name.removeprefix("random:"))
-    if geometry is None:
-        raise ModelError(f"No geometry {name!r}: choose one of {', '.join('random:' + known for known in GEOMETRIES)}.")
+    geometry = GEOMETRIES[name.removeprefix("random:")]
     hidden, intermediate, layers, heads, kv_heads, vocabulary, context = geometry
     return LlamaConfig(vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate,
                        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,

@@ -24,9 +24,10 @@ from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from common import lesson, requests
-from common.checkpoint import ModelError
 from common.requests import BadRequest, HungUp, Request, RequestError, Result, Unavailable
+from shell import lesson
+from shell.checkpoint import ModelError
+from shell.frontend import PROMPT, SAMPLING, check_fields, parse_json, text
 
 MAX_BODY = 1 << 20                 # bytes of an HTTP request; a full context fits many times
 SILENCE = 0.5                      # seconds after which a thread that waits looks whether its client hung up
@@ -232,19 +233,19 @@ def openai_fields(body, chat: bool, frontend) -> tuple[dict, bool, bool]:
     """Turn the body of a chat, or else of a completion, into arguments for Frontend.request, whether to
     stream, and whether the stream ends with its usage. Raises BadRequest."""
     prompt = "messages" if chat else "prompt"
-    own = {prompt: requests.PROMPT[prompt], **requests.SAMPLING, **frontend.fields}
-    fields = {**own, **STREAM, "max_completion_tokens": requests.SAMPLING["max_tokens"],
+    own = {prompt: PROMPT[prompt], **SAMPLING, **frontend.fields}
+    fields = {**own, **STREAM, "max_completion_tokens": SAMPLING["max_tokens"],
               **{name: neutral(name) for name in NEUTRAL},
-              **dict.fromkeys(LABELS, (requests.text, "a string")),
+              **dict.fromkeys(LABELS, (text, "a string")),
               **dict.fromkeys(("metadata", "stream_options"), (lambda v: isinstance(v, dict), "an object"))}
-    given = requests.check_fields(body, fields)
+    given = check_fields(body, fields)
     asked = {name: given[name] for name in given if name in own}
     asked.setdefault("temperature", 1.0)        # OpenAI's default; our own /generate is greedy
     if "max_completion_tokens" in given:
         asked["max_tokens"] = given["max_completion_tokens"]
     asked["raw"] = not chat                     # a completion continues the text as it stands
     options = {"include_usage": STREAM["stream"], "include_obfuscation": neutral("include_obfuscation")}
-    options = requests.check_fields(given.get("stream_options", {}), options)
+    options = check_fields(given.get("stream_options", {}), options)
     return asked, given.get("stream", False), options.get("include_usage", False)
 
 
@@ -329,7 +330,7 @@ def make_app(server: Server, allow_evict: bool = False):
         raw = request.get_data()
         if len(raw) > MAX_BODY:                 # it came in chunks, and Flask has cut it there
             raise RequestEntityTooLarge
-        return requests.parse_json(raw)
+        return parse_json(raw)
 
     def gone():
         """Return the function that says whether the client of this request has hung up."""
@@ -348,8 +349,8 @@ def make_app(server: Server, allow_evict: bool = False):
 
     @app.post("/generate")
     def generate():
-        known = {**requests.PROMPT, **requests.SAMPLING, **STREAM, **frontend.fields}
-        fields = requests.check_fields(body(), known)
+        known = {**PROMPT, **SAMPLING, **STREAM, **frontend.fields}
+        fields = check_fields(body(), known)
         streaming = fields.pop("stream", False)
         pieces = server.stream(gone(), **fields)
         if streaming:
@@ -399,14 +400,14 @@ def make_app(server: Server, allow_evict: bool = False):
     def evict():
         names = list(engine.pools)
         tiers = names.__contains__, f"one of {', '.join(names) or 'none'}"
-        fields = requests.check_fields(body(), {"tier": tiers})
+        fields = check_fields(body(), {"tier": tiers})
         if not fields:
             raise BadRequest("Give the tier to evict.")
         return dict(evicted=server.between_steps(partial(engine.evict, fields["tier"])))
 
     @app.post("/compare")
     def comparison():
-        fields = requests.check_fields(body(), requests.PROMPT)
+        fields = check_fields(body(), PROMPT)
         if not server.compare:
             raise BadRequest("This chapter has nothing to compare.", 404)
         asked = server.result(server.encoder.submit(frontend.request, **fields, max_tokens=8))
