@@ -54,7 +54,7 @@ from shell.frontend import Frontend
 baseline = importlib.import_module("01_baseline")
 ALONE = 1 << 20  # bytes: contexts with as much K and V in a layer are read alone, not in the padded read
 ATTEMPTS = 3  # of a step that raises
-CACHE_SALT = {"cache_salt": (lambda v: isinstance(v, str) and len(v) <= 256, "a string of at most 256 characters")}
+SALT = (lambda v: isinstance(v, str) and len(v) <= 256), "a string of at most 256 characters"
 
 # 1. Prefixes -----------------------------------------------------------------------------------
 
@@ -361,7 +361,7 @@ class Engine(Line):
         self.prefixes = Prefixes(f"{self.model.digest.hex()} {self.model.dtype} kv", self.pool.block_size)
         self.filling: dict[Prefix, Request] = {}  # contents that a running request is about to have
         self.failures = 0  # steps in a row that raised
-        self.fields = {**CACHE_SALT, **self.cache.fields}
+        self.fields = {"cache_salt": SALT, **self.cache.fields}
         self.cache.attach(self)
         self.pool.evicting, self.pools = self.cache.evicting, {"device": self.pool, **self.cache.pools}
         self.restorer = Restorer(self, self.cache, always_restore)
@@ -689,10 +689,5 @@ def make_engine(model, arguments, cache: Cache | None = None) -> Engine:
     return engine
 
 
-def compare(arguments) -> dict:
-    """The ways of the chapters so far: name -> (what makes an engine, whether to evict its device before)."""
-    return {"recompute (01)": (baseline.make_engine, False), "still on the device (02)": (make_engine, False)}
-
-
 if __name__ == "__main__":
-    cli.main(__doc__, "02_paged_kv", add_arguments, make_engine, demo, compare)
+    cli.main(__doc__, "02_paged_kv", add_arguments, make_engine, demo)

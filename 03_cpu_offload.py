@@ -285,9 +285,5 @@ def make_engine(model, arguments) -> paged.Engine:
     return engine
 
 
-def compare(arguments) -> dict:
-    return {**paged.compare(arguments), "host memory (03)": (make_engine, True)}
-
-
 if __name__ == "__main__":
-    cli.main(__doc__, "03_cpu_offload", add_arguments, make_engine, demo, compare)
+    cli.main(__doc__, "03_cpu_offload", add_arguments, make_engine, demo)

@@ -397,9 +397,5 @@ def make_engine(model, arguments, kind=HiddenCache) -> paged.Engine:
     return engine
 
 
-def compare(arguments) -> dict:
-    return {**offload.compare(arguments), "hidden states (04)": (make_engine, True)}
-
-
 if __name__ == "__main__":
-    cli.main(__doc__, "04_hidden_state_cache", add_arguments, make_engine, demo, compare)
+    cli.main(__doc__, "04_hidden_state_cache", add_arguments, make_engine, demo)

@@ -425,9 +425,5 @@ def make_engine(model, arguments) -> paged.Engine:
     return engine
 
 
-def compare(arguments) -> dict:
-    return {**hidden_states.compare(arguments), "planned (05)": (make_engine, True)}
-
-
 if __name__ == "__main__":
-    cli.main(__doc__, "05_bubble_free", add_arguments, make_engine, demo, compare)
+    cli.main(__doc__, "05_bubble_free", add_arguments, make_engine, demo)

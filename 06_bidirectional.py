@@ -453,9 +453,5 @@ def make_engine(model, arguments) -> paged.Engine:
     return engine
 
 
-def compare(arguments) -> dict:
-    return {**paged.compare(arguments), "both ends (06)": (make_engine, True)}
-
-
 if __name__ == "__main__":
-    cli.main(__doc__, "06_bidirectional", add_arguments, make_engine, demo, compare)
+    cli.main(__doc__, "06_bidirectional", add_arguments, make_engine, demo)

@@ -804,9 +804,5 @@ def make_engine(model, arguments) -> paged.Engine:
     return engine
 
 
-def compare(arguments) -> dict:
-    return {**paged.compare(arguments), "three tiers (07)": (make_engine, True)}
-
-
 if __name__ == "__main__":
-    cli.main(__doc__, "07_tiered_storage", add_arguments, make_engine, demo, compare)
+    cli.main(__doc__, "07_tiered_storage", add_arguments, make_engine, demo)

@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -52,14 +51,12 @@ def parser_for(doc: str) -> argparse.ArgumentParser:
     return parser
 
 
-def main(doc, chapter: str, add_arguments, make_engine, demo, compare=lambda arguments: {},
-         load=checkpoint.load):
+def main(doc, chapter: str, add_arguments, make_engine, demo, load=checkpoint.load):
     """Run a chapter from the command line.
 
     add_arguments(parser)               adds the chapter's own options
     make_engine(model, arguments)       returns its engine, and prints its pools to stderr
     demo(model, frontend, arguments)    prints the lesson; returns (report for --json, timelines)
-    compare(arguments)                  returns {name: (make_engine, evict its device?)}, for the page
     load(name, dtype, device)           as checkpoint.load; layers on the host (08), or a part (09)
     """
     parser = parser_for(doc)
@@ -70,7 +67,7 @@ def main(doc, chapter: str, add_arguments, make_engine, demo, compare=lambda arg
         setattr(sys, name, getattr(sys, name) or open(os.devnull, "w"))
     sys.stdout.reconfigure(errors="replace")        # a terminal without UTF-8 shows ?, and the answer goes on
     try:
-        run(chapter, arguments, make_engine, demo, compare, load)
+        run(chapter, arguments, make_engine, demo, load)
     except BrokenPipeError:         # `... | head` has seen enough
         os._exit(1)
     except (checkpoint.ModelError, RequestError, OSError) as error:
@@ -84,7 +81,7 @@ def interrupt(number: int, frame):
     raise KeyboardInterrupt(number)
 
 
-def run(chapter: str, arguments, make_engine, demo, compare, load):
+def run(chapter: str, arguments, make_engine, demo, load):
     # 1. What cannot work fails now, not after a minute of work
     for path in arguments.json, arguments.trace:
         if path:
@@ -109,10 +106,7 @@ def run(chapter: str, arguments, make_engine, demo, compare, load):
         frontend.fields = engine.fields
         try:
             if serving:
-                ways = {name: (partial(make, model, arguments), evict)
-                        for name, (make, evict) in compare(arguments).items()}
-                return server.serve(listener, server.Server(engine, frontend, info, compare=ways),
-                                    arguments.allow_evict)
+                return server.serve(listener, server.Server(engine, frontend, info), arguments.allow_evict)
             request = frontend.request(arguments.prompt, max_tokens=arguments.max_tokens,
                                        temperature=arguments.temperature, seed=arguments.seed)
             for piece in engine.stream(request):

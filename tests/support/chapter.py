@@ -29,9 +29,5 @@ def demo(model, frontend, arguments):
     return dict(link=None, verified=True, rows=[result.usage]), [result.timeline]
 
 
-def compare(arguments):
-    return {"recompute (01)": (make_engine, False), "stub": (make_engine, True)}
-
-
 if __name__ == "__main__":
-    cli.main(__doc__, "stub", add_arguments, make_engine, demo, compare)
+    cli.main(__doc__, "stub", add_arguments, make_engine, demo)
