@@ -23,8 +23,8 @@ their oracle, and shares no engine code with them. The papers behind them call i
 import shell.cli as cli
 
 import torch
-import torch.nn.functional as F
 
+from common.llama import attention
 from common.requests import Line, Request
 from shell import lesson
 from shell.frontend import Frontend
@@ -98,23 +98,11 @@ class KVCache:
             def attend(q, k, v, cached_k=cached_k, cached_v=cached_v):
                 cached_k[:, start:end] = k.transpose(0, 1)  # [KVH, T, hd]
                 cached_v[:, start:end] = v.transpose(0, 1)  # [KVH, T, hd]
-                return attention(q, cached_k[:, :end], cached_v[:, :end], mask)
+                seen_k = cached_k[:, :end].transpose(0, 1)  # [S, KVH, hd]
+                seen_v = cached_v[:, :end].transpose(0, 1)  # [S, KVH, hd]
+                return attention(q, seen_k, seen_v, mask)
 
             yield attend
-
-
-def attention(q, k, v, mask):
-    """q [T, H, hd] over k, v [KVH, S, hd] -> [T, H, hd]. mask [T, S], or None: the T tokens are the last of
-    the S (one token), or all of them (causal). Query heads that share a KV head are never given copies of
-    it."""
-    tokens, heads, head_dim = q.shape
-    if tokens == 1:  # decode: the heads of a group are as many queries to one KV head
-        q = q.view(k.shape[0], heads // k.shape[0], head_dim)  # [KVH, H/KVH, hd]
-        return F.scaled_dot_product_attention(q[None], k[None], v[None]).reshape(1, heads, head_dim)
-    q, k, v = q.transpose(0, 1)[None], k[None], v[None]  # [1, heads, tokens, hd] each
-    gqa = k.shape[1] != heads
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=gqa)
-    return out[0].transpose(0, 1)  # [T, H, hd]
 
 
 # 3. One request after another ------------------------------------------------------------------
@@ -128,12 +116,7 @@ class Engine(Line):
 
     def step(self):
         """One more token of the first in line; sleep if there is nobody."""
-        while self.arrivals:
-            request, error = self.arrivals.popleft()
-            if error is not None:
-                self.finish(request, error)
-            elif request.outcome is None:  # and was not cancelled before
-                self.waiting.append(request)
+        self.take_arrivals()
         if not self.running and self.waiting:
             self.running = [self.waiting.popleft()]
             self.tokens = generate(self.model, self.running[0], self.chunk, self.kv_cache)
@@ -148,18 +131,9 @@ class Engine(Line):
             self.wake.wait()
             self.wake.clear()
 
-    @property
-    def busy(self) -> bool:
-        return bool(self.arrivals or self.waiting or self.running)
-
-    def finish(self, request: Request, error: Exception | None = None):
-        """The request is over, wherever it was. What is kept: nothing."""
-        if request.outcome is None:
-            if request in self.running:
-                self.running, self.tokens = [], None
-            elif request in self.waiting:
-                self.waiting.remove(request)
-            self.leave(request, error)
+    def release(self, request: Request):
+        """What is kept: nothing."""
+        self.running, self.tokens = [], None
 
     def close(self):
         """There is nothing to end."""

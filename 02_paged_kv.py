@@ -27,85 +27,31 @@ decode first and prefill in chunks under a token budget.
 """
 
 import functools
-import hashlib
 import heapq
 import importlib
-import itertools
-import logging
 import math
 import random
 import shell.cli as cli
-import struct
 import sys
 import time
-from dataclasses import dataclass, field
 from itertools import takewhile
-from weakref import WeakValueDictionary
 
 import torch
-import torch.nn.functional as F
 
-from common.requests import Line, Request, Unavailable
-from common.restoring import LATER, PATIENCE, Cache, Interrupted, Restorer
+from common.llama import attention
+from common.prefixes import Prefix, Prefixes
+from common.requests import Interrupted, Line, Request
+from common.restoring import LATER, PATIENCE, Cache, Estimates, Restorer
 from common.timeline import Clock
 from shell import lesson
 from shell.frontend import Frontend
 
 baseline = importlib.import_module("01_baseline")
 ALONE = 1 << 20  # bytes: contexts with as much K and V in a layer are read alone, not in the padded read
-ATTEMPTS = 3  # of a step that raises
 SALT = (lambda v: isinstance(v, str) and len(v) <= 256), "a string of at most 256 characters"
+IN, FULL = "in", "full"  # answers of Engine.admit, beside LATER
 
-# 1. Prefixes -----------------------------------------------------------------------------------
-
-@dataclass(eq=False)
-class Prefix:
-    """`tokens` after all that `parent` stands for. One object per content: compare with `is`."""
-
-    parent: "Prefix | None" = field(repr=False)
-    tokens: tuple
-    key: bytes  # SHA-256 chain: the name of the content outside of this process
-    used: int = 0  # when it was used last: pools evict by it, whichever of them hold it
-
-    def lineage(self):
-        """Yield this prefix and those before it, the last one first."""
-        prefix = self
-        while prefix.parent is not None:
-            yield prefix
-            prefix = prefix.parent
-
-
-class Prefixes:
-    """Interns prefixes of `size` tokens each by (parent, tokens): contents are compared, never hashes.
-    `namespace`: what the numbers depend on besides tokens."""
-
-    def __init__(self, namespace: str, size: int):
-        self.namespace, self.size = hashlib.sha256(namespace.encode()).digest(), size
-        self.known: WeakValueDictionary[tuple, Prefix] = WeakValueDictionary()
-        self.uses = itertools.count(1)
-
-    def extend(self, chain: list[Prefix], tokens: list[int], salt: str = "") -> list[Prefix]:
-        """Extend `chain`, one Prefix per full block, to all full blocks of `tokens`. Salts share nothing."""
-        while (end := (len(chain) + 1) * self.size) <= len(tokens):
-            block = tuple(tokens[end - self.size : end])
-            parent = chain[-1] if chain else self.intern(None, (salt,), self.namespace + salt.encode())
-            chain.append(self.intern(parent, block, parent.key + struct.pack(f"<{self.size}i", *block)))
-        return chain
-
-    def intern(self, parent: Prefix | None, tokens: tuple, content: bytes) -> Prefix:
-        prefix = self.known.get((parent, tokens))
-        if prefix is None:
-            prefix = Prefix(parent, tokens, hashlib.sha256(content).digest())
-            self.known[parent, tokens] = prefix
-        return prefix
-
-    def use(self, chain: list[Prefix]):
-        """Make a chain the most recently used, in every tier that holds it; its end is evicted first."""
-        for prefix in reversed(chain):
-            prefix.used = next(self.uses)
-
-
-# 2. Blocks -------------------------------------------------------------------------------------
+# 1. Blocks -------------------------------------------------------------------------------------
 
 class BlockPool:
     """Which block holds what. A block is known by its number; `memory`, if set, has the contents.
@@ -138,6 +84,15 @@ class BlockPool:
     def num_blocks(self, tokens: int) -> int:
         """Blocks needed for `tokens`."""
         return -(-tokens // self.block_size)
+
+    def slot(self, table: list[int], position: int) -> int:
+        """Where the token at `position` is in memory, counted in tokens."""
+        return table[position // self.block_size] * self.block_size + position % self.block_size
+
+    def slots(self, table: torch.Tensor) -> torch.Tensor:
+        """The same for all tokens of a block table, or of several: [..., blocks] -> [..., tokens]."""
+        offsets = torch.arange(self.block_size, device=table.device)
+        return (table[..., None] * self.block_size + offsets).flatten(-2)
 
     def allocate(self, count: int, after: int | None = None, room: int = 0) -> list[int]:
         """Take `count` blocks, at most `available`, and evict the least recently used for them. Adjacent ones
@@ -222,7 +177,7 @@ class BlockPool:
             self.free[block] = 1
 
 
-# 3. Batches ------------------------------------------------------------------------------------
+# 2. Batches ------------------------------------------------------------------------------------
 
 class Batch:
     """One step's tokens, flat: where their K and V are written, and what each may read. The contexts of
@@ -232,59 +187,58 @@ class Batch:
 
     def __init__(self, pool: BlockPool, work: list[tuple[Request, int]]):
         """`work`: requests, and how many of their next tokens to compute."""
-        self.pool, self.device, size = pool, pool.memory.device, pool.block_size
-        self.work = sorted(work, key=lambda item: (item[1] > 1, item[0].computed))  # short contexts first
-        most = ALONE // pool.memory[0, :, 0, 0].nbytes  # the same in tokens
-        padded = [request for request, count in self.work if count == 1 and request.computed < most]
-        flat, last, self.reads = [], [], []  # reads: (rows, slots, mask)
-        if len(padded) > 1:
-            self.reads.append((slice(0, len(padded)), *self.read_padded(padded)))
+        self.pool, self.device = pool, pool.memory.device
+        self.work = sorted(work, key=lambda item: (item[1] > 1, item[0].next))  # short contexts first
+        flat, last = [], []
         for request, count in self.work:
-            row, end = len(flat), request.computed + count
-            for position in range(request.computed, end):
-                slot = request.table[position // size] * size + position % size
-                flat.append((request.tokens[position], position, slot))
+            for position in range(request.next, request.next + count):
+                flat.append((request.tokens[position], position, pool.slot(request.table, position)))
             if count == request.pending:
                 last.append(len(flat) - 1)
-            if row >= len(padded) or len(padded) == 1:
-                self.reads.append((slice(row, row + count), *self.read_alone(request, end, count)))
         numbers = torch.tensor(flat, device=self.device).T.contiguous()  # [3, T]
         self.tokens, self.positions, self.slots = numbers
         self.last_rows = torch.tensor(last, dtype=torch.long, device=self.device)  # [R], to draw a token from
+        self.reads = self.plan_reads()
 
-    def read_alone(self, request: Request, end: int, count: int):
-        """-> slots of tokens 0 to `end`, a slice if the blocks are adjacent, else [S]; mask [T, S], or None
-        for one token and for a prompt's first chunk."""
-        first, table = request.table[0], request.table[: self.pool.num_blocks(end)]
-        if table == list(range(first, first + len(table))):
-            slots = slice(first * self.pool.block_size, first * self.pool.block_size + end)
-        else:
-            slots = self.slots_of([table])[0, :end]
-        if count == 1 or request.computed == 0:
-            return slots, None
-        seen = torch.ones(count, end, dtype=torch.bool, device=self.device).tril(request.computed)
-        return slots, self.scores(seen)
+    def plan_reads(self) -> list[tuple]:
+        """-> (rows, slots, mask) of each read."""
+        most = ALONE // self.pool.memory[0, :, 0, 0].nbytes  # tokens of a context that is read with others
+        padded = [request for request, count in self.work if count == 1 and request.next < most]
+        row, reads = 0, []
+        if len(padded) > 1:
+            row = len(padded)
+            reads.append((slice(0, row), *self.read_padded(padded)))
+        for request, count in self.work[row:]:
+            rows, end = slice(row, row + count), request.next + count
+            first_or_one = count == 1 or request.next == 0  # which need no mask
+            mask = None if first_or_one else self.mask(rows, end)  # [T, S]
+            reads.append((rows, self.slots_alone(request.table, end), mask))
+            row += count
+        return reads
+
+    def slots_alone(self, table: list[int], end: int):
+        """-> slots of tokens 0 to `end`: a slice if the blocks are adjacent, else [S]."""
+        table, size = table[: self.pool.num_blocks(end)], self.pool.block_size
+        if table == list(range(table[0], table[0] + len(table))):
+            return slice(table[0] * size, table[0] * size + end)
+        return self.pool.slots(torch.tensor(table, device=self.device))[:end]
 
     def read_padded(self, requests: list[Request]):
         """-> slots [B, S] and mask [B, 1, 1, S] of requests that compute a token each. Padding: their first
         slot."""
         longest = max(len(request.table) for request in requests)
         tables = [request.table + request.table[:1] * (longest - len(request.table)) for request in requests]
-        slots = self.slots_of(tables)[:, : max(request.computed for request in requests) + 1]  # [B, S]
-        last = torch.tensor([[request.computed] for request in requests], device=self.device)  # [B, 1]
-        seen = torch.arange(slots.shape[1], device=self.device) <= last  # [B, S]
-        return slots.where(seen, slots[:, :1]), self.scores(seen)[:, None, None]
+        slots = self.pool.slots(torch.tensor(tables, device=self.device))
+        slots = slots[:, : max(request.next for request in requests) + 1]  # [B, S]
+        mask = self.mask(slice(0, len(requests)), slots.shape[1])  # [B, S]
+        return slots.where(mask == 0, slots[:, :1]), mask[:, None, None]
 
-    def slots_of(self, tables: list[list[int]]):
-        """Block tables of one length -> their slots [B, S]."""
-        offsets = torch.arange(self.pool.block_size, device=self.device)
-        blocks = torch.tensor(tables, device=self.device)[:, :, None]  # [B, blocks, 1]
-        return (blocks * self.pool.block_size + offsets).flatten(1)
-
-    def scores(self, seen):
-        """True where a token may look -> what is added to its scores: 0 there, minus infinity elsewhere. Of
-        booleans PyTorch would make this in every layer again."""
-        return torch.zeros_like(seen, dtype=self.pool.memory.dtype).masked_fill_(~seen, -math.inf)
+    def mask(self, rows: slice, length: int):
+        """-> what is added to the scores of these rows for tokens 0 to `length`: minus infinity for those
+        behind the row's own position, else 0, [T, S]."""
+        behind = torch.arange(length, device=self.device) > self.positions[rows, None]
+        return torch.zeros(behind.shape, dtype=self.pool.memory.dtype, device=self.device).masked_fill_(
+            behind, -math.inf)
 
     def attend(self, layer: int):
         """-> attend(q, k, v) of one layer: write K and V to their slots, and read what each row may see."""
@@ -293,31 +247,22 @@ class Batch:
         def attend(q, k, v):
             keys.index_copy_(0, self.slots, k)
             values.index_copy_(0, self.slots, v)
-            outs = [attention(q[rows], keys, values, slots, mask) for rows, slots, mask in self.reads]
+            outs = []
+            for rows, slots, mask in self.reads:
+                outs.append(attention(q[rows], read(keys, slots), read(values, slots), mask))
             return outs[0] if len(outs) == 1 else torch.cat(outs)  # [T, H, hd]
 
         return attend
 
 
-def attention(q, keys, values, slots, mask):
-    """q [T, H, hd] over the K and V [slots, KVH, hd] in `slots` -> [T, H, hd]. The query heads of a group
-    share a KV head, and are never given copies of it."""
+def read(side, slots):
+    """K or V of all slots, [slots, KVH, hd], in some of them: [S, KVH, hd], or [B, S, KVH, hd]."""
     if isinstance(slots, slice):
-        k, v = keys[slots], values[slots]  # [S, KVH, hd] each
-    else:
-        k, v = (side.index_select(0, slots.flatten()).unflatten(0, slots.shape) for side in (keys, values))
-    if k.ndim == 4 or len(q) == 1:  # one token each: the heads of a group are as many queries to one KV head
-        shape = len(q), -1, *k.shape[-2:]
-        k, v = (side.reshape(shape).transpose(1, 2) for side in (k, v))  # [B, KVH, S, hd] each
-        grouped = q.unflatten(1, (k.shape[1], -1))  # [B, KVH, H/KVH, hd]
-        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).flatten(1, 2)
-    q, k, v = (side.transpose(0, 1)[None] for side in (q, k, v))  # [1, heads, tokens, hd] each
-    gqa = k.shape[1] != q.shape[1]
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=gqa)
-    return out[0].transpose(0, 1)  # [T, H, hd]
+        return side[slots]
+    return side.index_select(0, slots.flatten()).unflatten(0, slots.shape)
 
 
-# 4. The forward pass ---------------------------------------------------------------------------
+# 3. The forward pass ---------------------------------------------------------------------------
 
 class Runner:
     """Runs the forward pass, and owns the memory that it reads and writes: here one tensor on the device, all
@@ -343,14 +288,11 @@ class Runner:
         return batch, self.model.logits(hidden[batch.last_rows])  # [R, V]
 
 
-# 5. The engine ---------------------------------------------------------------------------------
+# 4. The engine ---------------------------------------------------------------------------------
 
 class Engine(Line):
-    """Answers many requests at once: whoever waits, runs and is over is in its Line. What is noted of a
-    request is listed at `Request` (common/requests.py).
-
-    The calls to `cache` and `restorer`, and `request.restoration`, are for the chapters that follow. In this
-    one nothing is kept behind the device: they do nothing."""
+    """Answers many requests at once. `estimates`, `restorer`, `request.restoration` and most calls to `cache`
+    are for the chapters that follow: in this one nothing is kept behind the device."""
 
     def __init__(self, runner, cache=None, token_budget=512, max_running=64, always_restore=False):
         self.runner, self.cache = runner, cache or Cache()
@@ -360,89 +302,83 @@ class Engine(Line):
         self.clock = Clock(self.model.device)
         self.prefixes = Prefixes(f"{self.model.digest.hex()} {self.model.dtype} kv", self.pool.block_size)
         self.filling: dict[Prefix, Request] = {}  # contents that a running request is about to have
-        self.failures = 0  # steps in a row that raised
+        self.work: list[tuple[Request, int]] = []  # of the step under way: requests, and how many tokens
         self.fields = {"cache_salt": SALT, **self.cache.fields}
         self.cache.attach(self)
         self.pool.evicting, self.pools = self.cache.evicting, {"device": self.pool, **self.cache.pools}
-        self.restorer = Restorer(self, self.cache, always_restore)
-        self.restorer.idle()  # nothing runs yet: measure
+        self.estimates = Estimates(self, self.cache, always_restore)
+        self.restorer = Restorer(self, self.cache)
+        self.estimates.idle()  # nothing runs yet: measure
 
     def step(self):
-        """One step for everybody: poll, admit, restore, schedule, compute, save."""
+        """One step for all requests: poll, admit, restore, schedule, compute, save."""
         if not self.busy:
-            seconds = self.restorer.idle()  # measures, if that is due
-            self.wake.wait(seconds)  # until somebody comes, or it wants to be called again
+            seconds = self.estimates.idle()  # measures, if that is due
+            self.wake.wait(seconds)  # until a request comes, or it wants to be called again
             self.wake.clear()
         self.take_arrivals()
         self.cache.poll()
         for request in list(self.waiting):
-            others_may_pass = self.admit(request)
-            if not others_may_pass:
+            if self.admit(request) == FULL:
                 break
         self.restorer.resume()
-        ready = [request for request in self.running if self.restorer.can_compute(request)]
-        # If nobody can, the oldest computes behind its history, layer by layer: see before_layer
-        work = self.schedule(ready or self.running[:1])
-        if work:
-            self.compute(work)
+        ready = [one for one in self.running if not one.restoration or one.restoration.ready]
+        # If none is ready, the oldest computes behind its history, layer by layer: see before_layer
+        self.work = self.schedule(ready or self.running[:1])
+        if self.work:
+            self.compute()
         elif self.busy:
             self.sleep()
 
     @property
     def busy(self) -> bool:
-        """Whether anybody waits or runs, or anything is under way."""
-        return bool(self.arrivals or self.waiting or self.running or any(self.cache.under_way.values()))
+        return super().busy or any(self.cache.under_way.values())
 
-    def sleep(self, seconds: float = math.inf):
-        """Sleep until something arrives, `seconds` at most. A GPU's copies wake nobody: look again soon."""
-        most = 2e-4 if self.model.device.type == "cuda" else 2e-2
-        self.wake.wait(max(0.0, min(seconds, most)))
-        self.wake.clear()
-
-    def take_arrivals(self):
-        while self.arrivals:
-            request, error = self.arrivals.popleft()
-            if error is not None:
-                self.finish(request, error)
-            elif request.outcome is None:  # and was not cancelled before
-                self.prefixes.use(self.extend(request))
-                seconds = self.restorer.seconds_to_compute(0, len(request.tokens))
-                seconds = PATIENCE if self.restorer.always else min(seconds, PATIENCE)
-                request.patience = request.received + seconds
-                self.waiting.append(request)
-                self.cache.submitted(request)
+    def enqueue(self, request: Request):
+        self.prefixes.use(self.extend(request))
+        seconds = self.estimates.seconds_to_compute(0, len(request.tokens))
+        seconds = PATIENCE if self.estimates.always else min(seconds, PATIENCE)
+        request.patience = request.received + seconds
+        super().enqueue(request)
+        self.cache.submitted(request)
 
     # Admitting
 
-    def admit(self, request: Request) -> bool:
-        """Give the request blocks for all of its tokens, those that hold its prefix and empty ones, or let it
-        wait -> whether those behind it may come in: not if there is no room."""
+    def admit(self, request: Request) -> str:
+        """Give the request blocks for all of its tokens, those that hold its prefix and empty ones -> IN; or
+        let it wait, while others may pass (LATER) or none may (FULL)."""
         if len(self.running) == self.max_running:
-            return False
+            return FULL
         # 1. What does the device hold, and what is another request about to have?
         pool, chain = self.pool, self.extend(request)
-        full = (len(request.tokens) - 1) // pool.block_size  # the last token is computed anyway
-        hits = pool.find(chain[:full])
-        missing = chain[len(hits) :]
-        soon = next((at for at, prefix in enumerate(missing) if prefix not in self.filling), len(missing))
-        if soon and 2 * soon >= len(missing):
-            return True  # wait for it, if it is most: a template's first block alone is no reason to wait
+        hits = pool.find(chain[: request.history // pool.block_size])
+        if self.about_to_be_filled(chain[len(hits) :]):
+            return LATER
 
-        # 2. Is there room? Whoever runs may need one more block each
+        # 2. Is there room? Each running request may need one more block
         empty = pool.num_blocks(len(request.tokens)) - len(hits)
         unreferenced = sum(pool.references[block] == 0 for block in hits)
         if empty + len(self.running) > pool.available - unreferenced:
-            return False
+            return FULL
 
         # 3. What does the Cache hold behind it?
         request.computed = len(hits) * pool.block_size
         match = self.restorer.ask(request)
-        if match is LATER:
-            if time.perf_counter() < request.patience:
-                return True
-            match = None
+        if match is LATER and time.perf_counter() < request.patience:
+            return LATER
+        self.take_blocks(request, hits, empty)
+        self.restorer.begin(request, None if match is LATER else match)
+        return IN
 
-        # 4. Take the blocks
+    def about_to_be_filled(self, missing: list[Prefix]) -> bool:
+        """Whether a running request is about to have most of what is missing, from the first on. (A
+        template's first block alone is no reason to wait.)"""
+        soon = len(list(takewhile(self.filling.__contains__, missing)))
+        return soon > 0 and 2 * soon >= len(missing)
+
+    def take_blocks(self, request: Request, hits: list[int], empty: int):
+        """Let the request run, with the blocks that hold its prefix, and so many empty ones."""
+        pool, chain = self.pool, request.chain
         self.prefixes.use(chain)
         pool.share(hits)
         room = pool.num_blocks(len(request.tokens) + request.max_tokens) - len(hits)
@@ -450,13 +386,11 @@ class Engine(Line):
         request.table, request.registered = hits + blocks, len(hits)
         if not request.readmitted:  # else it finds what it has computed itself
             request.found = {"gpu": request.computed} if hits else {}
-        for prefix in missing:
+        for prefix in chain[len(hits) :]:
             self.filling.setdefault(prefix, request)
         self.waiting.remove(request)
         self.running.append(request)
         self.tell("admit", [request], len(request.tokens), len(request.table), f"{len(hits)} blocks found")
-        self.restorer.begin(request, match)
-        return True
 
     def extend(self, request: Request) -> list[Prefix]:
         return self.prefixes.extend(request.chain, request.tokens, request.options.get("cache_salt", ""))
@@ -472,18 +406,14 @@ class Engine(Line):
                 continue
             if not budget:
                 break
-            full = request.computed == len(request.table) * self.pool.block_size
+            full = request.next == len(request.table) * self.pool.block_size
             if full and (short or not self.append_block(request)):
                 short = True
                 continue
-            count = min(self.restorer.reach(request) - request.computed, budget)
-            if count:  # chapter 06 may leave a step to others
+            reach = request.restoration.reach if request.restoration else len(request.tokens)
+            if count := min(reach - request.next, budget):
                 work.append((request, count))
                 budget -= count
-        for request, count in work:
-            if request.restoration:  # chapter 06: a step of several is not given up, so loading stops at its
-                lone = len(work) == 1  # end; a lone one may be overtaken, and loading stops at its beginning
-                request.restoration.taken = request.computed + (0 if lone else count)
         return work
 
     def append_block(self, request: Request) -> bool:
@@ -509,44 +439,44 @@ class Engine(Line):
 
     # Computing
 
-    def compute(self, work: list[tuple[Request, int]]):
-        """The forward pass of a step, and what follows from it. One that raises has not happened."""
+    def compute(self):
+        """Run the forward pass of a step. If it raises, nothing has changed: its requests compute the same
+        tokens again."""
         self.restorer.waits = []
         began = self.clock.mark()
         try:
-            batch, logits = self.runner.forward(work, self.before_layer)
+            batch, logits = self.runner.forward(self.work, self.before_layer)
             likeliest = logits.argmax(-1).tolist()  # [R]
         except Interrupted:
             return
         except Exception as error:
-            return self.step_failed(work, error)
-        began, ended = self.clock.seconds(began), self.clock.seconds(self.clock.mark())
-        waits = [(self.clock.seconds(start), self.clock.seconds(end)) for start, end in self.restorer.waits]
+            return self.step_failed(self.work, error)
+        finally:
+            work, self.work = self.work, []
         self.failures = 0
         self.counts["steps"] += 1
+        self.advance(work, self.clock.seconds(began), self.clock.seconds(self.clock.mark()))
+        self.cache.save(batch)
+        self.answer(batch, logits, likeliest)
+
+    def advance(self, work: list[tuple[Request, int]], began: float, ended: float):
+        """Note what the step has computed."""
         self.tell("compute", [request for request, _ in work], sum(count for _, count in work))
-        self.restorer.learn(work, ended - began)
+        self.estimates.learn(work, ended - began)
+        waits = [(self.clock.seconds(start), self.clock.seconds(end)) for start, end in self.restorer.waits]
         for request, count in work:
             label = "decode" if request.new and request.pending == 1 else f"prefill {count}"
             request.timeline.add("compute", label, began, ended, waits)
-            request.computed += count
+            request.computed = request.next + count
             self.register(request)
-        self.cache.save(batch)
+
+    def answer(self, batch, logits, likeliest: list[int]):
+        """Give their next token to all requests whose last pending one was computed."""
         drawn = [request for request, _ in batch.work if request.pending == 0]  # in the order of the logits
         for request, row, token in zip(drawn, logits, likeliest):
             request.push(request.sample(row) if request.temperature else token)
             if request.finish_reason:
                 self.finish(request)
-
-    def step_failed(self, work: list[tuple[Request, int]], error: Exception):
-        """Nothing that the step wrote is found. Run it again; after ATTEMPTS in a row its requests end."""
-        self.failures += 1
-        if self.failures == ATTEMPTS:
-            self.failures = 0
-            logging.getLogger("kv").error("a step failed %s times", ATTEMPTS, exc_info=error)
-            words = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            for request, _ in work:
-                self.finish(request, Unavailable(f"A step failed {ATTEMPTS} times ({words}); ask again."))
 
     def before_layer(self, index: int, hidden: torch.Tensor, batch):
         """Wait until this layer's history is there, and show the Cache the layer's input [T, D]."""
@@ -556,7 +486,7 @@ class Engine(Line):
         self.cache.save_layer(index, hidden, batch)
 
     def register(self, request: Request):
-        """Others find the blocks that the request has filled."""
+        """Let others find the blocks that the request has filled."""
         full = request.computed // self.pool.block_size
         chain = self.extend(request)
         if full > request.registered:
@@ -570,16 +500,9 @@ class Engine(Line):
     # Ending
 
     def finish(self, request: Request, error: Exception | None = None):
-        """The request is over, wherever it was: with a Result, or with `error`."""
-        if request.outcome is not None:
-            return
-        if request in self.running:
-            self.release(request)
-        elif request in self.waiting:
-            self.waiting.remove(request)
+        if request in self.waiting:
             self.cache.finished(request)
-        self.tell("finish", [request])
-        self.leave(request, error)
+        super().finish(request, error)
 
     def release(self, request: Request):
         """Take the request's blocks; those that are registered stay cached, those under way are still
@@ -601,7 +524,7 @@ class Engine(Line):
         self.cache.close()
 
 
-# 6. The demo -----------------------------------------------------------------------------------
+# 5. The demo -----------------------------------------------------------------------------------
 
 CONVERSATIONS = 16
 
@@ -664,7 +587,7 @@ def demo(model, frontend: Frontend, arguments):
     return dict(link=None, verified=verified, rows=rows, counters=engine.counters()), [timeline]
 
 
-# 7. Main ---------------------------------------------------------------------------------------
+# 6. Main ---------------------------------------------------------------------------------------
 
 def add_arguments(parser):
     number, add = functools.partial(cli.bounded, int, 1), parser.add_argument

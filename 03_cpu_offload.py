@@ -33,6 +33,7 @@ words gpu_hit, cpu_hit and miss come; layer-by-layer loading as in CachedAttenti
 
 import argparse
 import importlib
+import math
 import random
 import shell.cli as cli
 import statistics
@@ -61,6 +62,9 @@ class HostCache(Cache):
         """`blocks` in host memory; `bandwidth` of the modelled link, in bytes/s, where there is no GPU."""
         self.blocks, self.bandwidth = blocks, bandwidth
         self.saving: dict = {}  # prefix on its way out -> host block
+        self.looked_at: dict = {}  # request -> leading blocks that `save` has looked at
+
+    # The five verbs
 
     def attach(self, engine):
         super().attach(engine)
@@ -72,71 +76,83 @@ class HostCache(Cache):
         self.pools = {"host": self.host}
         self.save_link.speed()  # a GPU's is measured now, so that no answer waits for it
 
+    def match(self, request):
+        if found := self.host.find(self.missing(request)):
+            size = self.pool.block_size
+            end = (request.computed // size + len(found)) * size
+            seconds = self.load_link.seconds(len(found) * self.host.block_bytes)
+            return Match(end - request.computed, seconds, found)
+
+    def restore(self, request, restoration, match):
+        for transfer in self.copy_in(request, restoration.start, match.blocks):
+            yield transfer
+            restoration.layers += 1
+
+    def save(self, batch):
+        """Copy out blocks that have become full, unless the host has them. Each is looked at once."""
+        for request, _ in batch.work:
+            first, end = self.looked_at.get(request, 0), request.registered
+            if first < end and request.options.get("offload_after", True):
+                full = zip(request.chain[first:end], request.table[first:end])
+                lacking = [pair for pair in full if not self.keeps(pair[0])]
+                all_fit = self.save_blocks(request, lacking)
+                self.looked_at[request] = end if all_fit else math.inf  # nothing is found behind a gap
+
+    def close(self):
+        self.load_link.close()
+        self.save_link.close()
+
+    # What they are written with
+
     def host_memory(self, shape):
         return links.host_memory(shape, self.pool.memory.dtype, self.pool.memory.device, "The host pool")
 
-    def match(self, request):
-        size = self.pool.block_size
-        first = request.computed // size
-        full = (len(request.tokens) - 1) // size  # the last token is computed anyway
-        found = self.host.find(request.chain[first:full])
-        if found:
-            seconds = self.load_link.seconds(len(found) * self.host.block_bytes)
-            return Match((first + len(found)) * size - request.computed, seconds, found)
-
-    def restore(self, request, restoration, match):
-        size = self.pool.block_size
-        table = request.table[restoration.start // size : restoration.end // size]
-        runs = adjacent(table, match.blocks)
+    def copy_in(self, request, start: int, places: list[int]) -> list[links.Transfer]:
+        """Begin to copy host blocks into the request's, from token `start` on -> a Transfer a layer."""
+        table = request.table[start // self.pool.block_size :][: len(places)]
+        runs = adjacent(table, places)
         transfers = []
         for layer, (device, host) in enumerate(zip(self.pool.memory, self.host.memory)):  # [2, blocks, ...]
             into = [device[:, to : to + count] for to, _, count in runs]
             out_of = [host[:, at : at + count] for _, at, count in runs]
             transfers.append(self.load_link.copy(into, out_of, f"layer {layer}"))
-        self.hold("load", transfers, (self.pool, table), (self.host, match.blocks))
+        self.hold("load", transfers, (self.pool, table), (self.host, places))
         self.counts["swap_ins"] += len(table)
         self.counts["bytes_in"] += sum(transfer.bytes for transfer in transfers)
-        for transfer in transfers:
-            yield transfer
-            restoration.layers += 1
+        return transfers
 
-    def save(self, batch):
-        """Copy out the blocks that are full and that the host lacks, each looked at once."""
-        for request, _ in batch.work:
-            looked_at, request.kept = request.kept or 0, max(request.kept or 0, request.registered)
-            if looked_at >= request.registered or not request.options.get("offload_after", True):
-                continue
-            full = list(zip(request.chain, request.table))[looked_at : request.registered]
-            kept = self.host.block_of, self.saving
-            lacking = [pair for pair in full if not any(pair[0] in each for each in kept)]
-            fitting = []
-            if lacking and self.soon(len(lacking)):
-                fitting = lacking[: self.host.make_room(len(lacking), request.chain)]
-            if fitting:
-                self.save_blocks(request, *zip(*fitting))
-            if len(fitting) < len(lacking):
-                request.kept = 1 << 30  # no more of it: nothing is found behind a gap
+    def keeps(self, prefix) -> bool:
+        return prefix in self.host.block_of or prefix in self.saving
+
+    def save_blocks(self, request, lacking: list[tuple]) -> bool:
+        """Begin to copy out (prefix, device block) pairs, as far as there is room -> whether that is all."""
+        fits = 0
+        if lacking and self.soon(len(lacking)):
+            fits = self.host.make_room(len(lacking), request.chain)
+        if fits:
+            prefixes, blocks = zip(*lacking[:fits])
+            places = self.places_for(request, prefixes)
+            transfer = self.copy_out(blocks, places)
+            self.saving.update(zip(prefixes, places))
+            then = partial(self.saved, request, transfer, prefixes, places)
+            self.hold("save", [transfer], (self.pool, blocks), given=[(self.host, places)], then=then)
+        return fits == len(lacking)
 
     def soon(self, blocks: int) -> bool:
         """Whether a copy out of so many would be over in time. If not, it is measured again when idle."""
         soon = self.save_link.seconds(blocks * self.host.block_bytes) < LONGEST_SAVE
-        self.engine.restorer.doubtful |= not soon
+        self.engine.estimates.doubtful |= not soon
         return soon
 
-    def save_blocks(self, request, prefixes, blocks):
-        """Copy device `blocks` that hold `prefixes` to the host."""
+    def places_for(self, request, prefixes) -> list[int]:
+        """Allocate host blocks, next to the one of what comes before, with room for what will follow."""
         parent = prefixes[0].parent
-        after = self.host.block_of.get(parent, self.saving.get(parent))  # next to its parent's
-        room = self.host.num_blocks(request.prompt_tokens + request.max_tokens)  # for what will follow
-        places = self.host.allocate(len(blocks), after, room)
-        self.saving.update(zip(prefixes, places))
-        transfer = self.copy_out(blocks, places)
-        then = partial(self.saved, request, transfer, prefixes, places)
-        self.hold("save", [transfer], (self.host, places), (self.pool, blocks), then=then)
-        self.host.release(places)
+        after = self.host.block_of.get(parent, self.saving.get(parent))
+        room = self.host.num_blocks(request.prompt_tokens + request.max_tokens)
+        return self.host.allocate(len(prefixes), after, room)
 
     def copy_out(self, blocks: list[int], places: list[int]) -> links.Transfer:
-        """Begin to copy device `blocks` to `places` on the host, what is adjacent in one piece."""
+        """Begin to copy device `blocks` to `places` on the host, adjacent ones in one piece."""
         runs = adjacent(blocks, places)  # [L, 2, count, block_size, KVH, hd] each
         into = [self.host.memory[:, :, to : to + count] for _, to, count in runs]
         out_of = [self.pool.memory[:, :, at : at + count] for at, _, count in runs]
@@ -154,17 +170,13 @@ class HostCache(Cache):
         request.timeline.add("save", transfer.label, *transfer.span())
 
     def finished(self, request):
-        request.kept = None
+        self.looked_at.pop(request, None)
 
     def idle(self):
         self.save_link.settle()
         self.save_link.measured.forget()  # of when the processor was busy
         self.save_link.speed()
-        return self.load_link.measure(self.engine.restorer.interrupt)
-
-    def close(self):
-        self.load_link.close()
-        self.save_link.close()
+        return self.load_link.measure(self.engine.interrupt)
 
 
 def adjacent(first: list[int], second: list[int]) -> list[tuple[int, int, int]]:

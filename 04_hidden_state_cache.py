@@ -47,7 +47,7 @@ import torch
 
 from common import link as links
 from common.requests import Request
-from common.restoring import LONG, Cache, Match
+from common.restoring import FULL_SPEED, Cache, Match
 from common.speed import ROWS, Speed, time_projecting
 from common.store import BlockStore, Move, StoredChunks
 from shell import checkpoint, lesson
@@ -135,7 +135,7 @@ class HiddenCache(Cache):
             request, rows, label, *marks = self.spans.popleft()
             start, end = map(self.engine.clock.seconds, marks)
             request.timeline.add("compute", label, start, end)
-            if rows >= LONG:  # a few take as long as many
+            if rows >= FULL_SPEED:  # a few take as long as many
                 self.projecting.note(rows, end - start)
 
     # Bringing back
@@ -281,7 +281,7 @@ class HiddenCache(Cache):
     # Measuring
 
     def idle(self):
-        interrupt = self.engine.restorer.interrupt
+        interrupt = self.engine.interrupt
         self.load_link.measure(interrupt)
         tokens = min(ROWS, self.model.config.max_position_embeddings)
         seconds = time_projecting(self.model, tokens, interrupt)

@@ -50,7 +50,6 @@ import torch
 
 from common.requests import BadRequest, Request
 from common.restoring import PAUSE, Match
-from common.speed import fastest_layer
 from common.store import StoredChunks
 from shell import checkpoint, lesson
 from shell.frontend import Frontend
@@ -196,7 +195,7 @@ class PlannedCache(hidden_states.HiddenCache):
         config, layers, tokens = self.model.config, len(self.model.layers), end - start
         states = tokens * config.hidden_size * self.model.dtype.itemsize
         kv = tokens * config.kv_numbers_per_token * self.model.dtype.itemsize // layers
-        compute = self.engine.restorer.seconds_to_compute(start, end) / layers
+        compute = self.engine.estimates.seconds_to_compute(start, end) / layers
         speed = self.load_link.speed()
         if stored:
             speed = min(speed, self.storage.speed() / stored)
@@ -313,8 +312,8 @@ class PlannedCache(hidden_states.HiddenCache):
     def idle(self):
         super().idle()
         layers, stored = len(self.model.layers), float(self.storage is not None)
-        if not self.engine.restorer.computing.passes:
-            self.engine.restorer.measure_computing()
+        if not self.engine.estimates.computing.passes:
+            self.engine.estimates.measure_computing()
         self.measure_question()
         tokens = min(PLANNED, self.model.config.max_position_embeddings // 2)
         costs, shorter = (self.costs(0, end, stored) for end in (tokens, min(SHORTER, tokens)))
@@ -334,13 +333,9 @@ class PlannedCache(hidden_states.HiddenCache):
 
     def measure_question(self):
         """Seconds a layer for the question's rows behind a history."""
-        tokens, restorer = min(PLANNED, self.model.config.max_position_embeddings // 2), self.engine.restorer
-        if request := restorer.nobodys_request(tokens + QUESTION, tokens):
-            try:
-                run = partial(self.engine.runner.forward, [(request, QUESTION)])
-                self.question = fastest_layer(run, self.model.device, restorer.interrupt)
-            finally:
-                self.pool.release(request.table)
+        tokens, estimates = min(PLANNED, self.model.config.max_position_embeddings // 2), self.engine.estimates
+        if request := estimates.nobodys_request(tokens + QUESTION, tokens):
+            self.question = estimates.fastest_layer(request, QUESTION)
 
 
 # 3. The demo -----------------------------------------------------------------------------------

@@ -45,17 +45,19 @@ import shell.cli as cli
 import statistics
 import sys
 import time
-from collections import deque
+from collections import OrderedDict, deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import numpy
 import torch
 
 from common import link as links
 from common.requests import Request
-from common.restoring import PAUSE, Cache, Match
-from common.store import ModelledStorage, StoredChunks
+from common.restoring import PAUSE, Cache, Match, Restoration
+from common.store import Storage, StoredChunks
 from shell import lesson
 from shell.backends import in_directories
 from shell.frontend import Frontend
@@ -63,7 +65,129 @@ from shell.frontend import Frontend
 paged = importlib.import_module("02_paged_kv")
 CHUNK = 64  # tokens
 
-# 1. The cache ----------------------------------------------------------------------------------
+# 1. Two pointers -------------------------------------------------------------------------------
+
+class BothEnds(Restoration):
+    """Tokens come back from the end, while ordinary steps compute from the start:
+
+        start          computed ->        <- limit                end
+        |== computed ==|== nobody's yet ==|======= loaded ========|  the question
+
+    `limit` is lowered with each chunk that arrives; a step may compute `portion` tokens below it. When they
+    have met, all goes on as in chapter 03."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.limit, self.portion = self.end, 0
+
+    @property
+    def met(self) -> bool:
+        return self.request.computed >= self.limit
+
+    @property
+    def next(self) -> int:
+        return super().next if self.met else self.request.computed
+
+    @property
+    def reach(self) -> int:
+        return super().reach if self.met else min(self.limit, self.request.computed + self.portion)
+
+    @property
+    def computes(self) -> bool:
+        return not self.met and self.portion > 0
+
+    @property
+    def ready(self) -> bool:
+        return super().ready if self.met else self.computes
+
+    def has(self, layers: int) -> bool:
+        return self.met and super().has(layers)
+
+    def settle(self):
+        if self.met:
+            super().settle()
+
+    @property
+    def found(self) -> int:
+        return self.end - self.limit
+
+
+def meeting(load: float, compute: float) -> tuple[float, float]:
+    """-> seconds until both ends meet, and the share that is computed by then. `load`, `compute`: seconds for
+    all of it by one of the two."""
+    seconds = load / (1 + load / compute)
+    return seconds, seconds / compute
+
+
+def portion(left: int, load: float, compute: float) -> int:
+    """Tokens to compute before looking again: the share of the `left` ones that prefill will get; all, where
+    storage will bring no other chunk meanwhile."""
+    tokens = max(CHUNK, int(left * meeting(load, compute)[1]))
+    return tokens if left - tokens >= CHUNK else left
+
+
+# 2. Storage that is slow -----------------------------------------------------------------------
+
+class Trace(links.Bandwidth):
+    """One bandwidth after the other, each for `seconds`, from time `began` on, again and again."""
+
+    def __init__(self, values: list[float], seconds: float):
+        self.values, self.seconds, self.began = values, seconds, time.perf_counter()
+
+    @property
+    def value(self) -> float:
+        """That of now."""
+        return self.values[self.slot(time.perf_counter()) % len(self.values)]
+
+    def slot(self, at: float) -> int:
+        return int((at - self.began) // self.seconds)
+
+    def arrival(self, start: float, size: int) -> float:
+        at, slot = start + links.LATENCY, self.slot(start + links.LATENCY)
+        while True:
+            rate, end = self.values[slot % len(self.values)], self.began + (slot + 1) * self.seconds
+            if size <= rate * (end - at):
+                return at + size / rate
+            size, at, slot = size - rate * max(0.0, end - at), max(at, end), slot + 1
+
+    def __str__(self):
+        values = ":".join(f"{value / 1e9:.3g}" for value in self.values)
+        return f"modelled link, {values} GB/s, {self.seconds:.3g} s each"
+
+
+class ModelledStorage(Storage):
+    """In ordinary memory, at most `limit` bytes of values of one size; reading takes as long as `bandwidth`
+    says, and no processor."""
+
+    def __init__(self, limit: float, bandwidth: links.Bandwidth | float):
+        bandwidth = links.Bandwidth(bandwidth) if isinstance(bandwidth, (int, float)) else bandwidth
+        super().__init__(None, bandwidth=bandwidth)
+        self.limit, self.index = limit, OrderedDict()  # index: key -> value, least recently used first
+
+    def has(self, keys):
+        return all(key in self.index for key in keys)
+
+    def look_up(self, keys):
+        for key in reversed(keys):
+            with suppress(KeyError):  # another thread has deleted it
+                self.index.move_to_end(key)
+
+    def read(self, keys, into):
+        for key, place in zip(keys, into, strict=True):
+            numpy.copyto(place, self.index[key])
+        self.look_up(keys)
+
+    def write(self, keys, values):
+        for key, value in zip(keys, values, strict=True):
+            self.index[key] = value.copy()
+            while len(self.index) * value.nbytes > self.limit:
+                self.index.popitem(last=False)
+
+    def __str__(self):
+        return str(self.bandwidth).replace("link", "storage")
+
+
+# 3. The cache ----------------------------------------------------------------------------------
 
 @dataclass(eq=False)
 class Kept:
@@ -122,15 +246,15 @@ class BidirectionalCache(Cache):
     def match(self, request):
         """The longest run of chunks that storage has; what it lacks before them is computed anyway."""
         run, start = self.longest_run(request), request.computed
-        end = min((run[-1][0] + 1) * CHUNK, len(request.tokens) - 1) if run else 0  # the last is computed
+        end = min((run[-1][0] + 1) * CHUNK, request.history) if run else 0
         if end > start:
             queued = sum(other.restoration.limit - other.computed for other in self.unmet())
             load, share = self.seconds_to_load(queued + end - start), 1.0
             if self.engine.running and not self.leftover:
                 share = self.share or 1e-9  # 0: it only loads
-            compute = self.engine.restorer.seconds_to_compute(start, end) / share
-            gap = self.engine.restorer.seconds_to_compute(start, max(start, run[0][0] * CHUNK)) / share
-            return Match(end - start, max(load / (1 + load / compute), gap), run, "storage", share=share)
+            seconds, _ = meeting(load, self.engine.estimates.seconds_to_compute(start, end) / share)
+            gap = self.engine.estimates.seconds_to_compute(start, max(start, run[0][0] * CHUNK)) / share
+            return Match(end - start, max(seconds, gap), run, "storage", share=share, way=BothEnds)
 
     def longest_run(self, request) -> list[tuple]:
         """-> (number, where storage has it) of adjacent chunks, not all before what is computed."""
@@ -156,17 +280,14 @@ class BidirectionalCache(Cache):
         """From the back: what has arrived moves the limit down to where it begins, or to where prefill is.
 
         At all times [start, request.computed) is computed and [limit, end) is loaded. The engine resumes this
-        between steps and before each layer of a step. In a step of several requests loading stops at the last
-        token that it computes (`restoration.taken`, set by the engine); a step of one request may be
-        overtaken, and is given up. When `computed` reaches the limit, the engine sets it to the end."""
-        restoration.limit = restoration.end
+        between steps and before each layer of a step."""
         restoration.layers = len(self.model.layers)  # of all that is behind the limit
         slots = self.slots(request, restoration.start, restoration.end)  # [T]
         unread = list(match.blocks)  # the last one is read next
         reading = deque()  # [number of the chunk, its place, what must be over before that is used again]
         self.divide()
         try:
-            while restoration.limit > max(request.computed, restoration.taken):
+            while restoration.limit > self.front(request):
                 # 1. Read ahead, as far as there are places
                 while unread and self.places.available:
                     number, found = unread.pop()
@@ -186,7 +307,7 @@ class BidirectionalCache(Cache):
                     link = self.load_link.copy(self.landed[place], self.host[place], f"chunk {number}")
                     reading[0][2] = link
                     yield link
-                front = max(number * CHUNK, request.computed, restoration.taken)
+                front = max(number * CHUNK, self.front(request))
                 if front < restoration.limit:
                     part = slice(front - number * CHUNK, restoration.limit - number * CHUNK)
                     into = slots[front - restoration.start : restoration.limit - restoration.start]
@@ -198,19 +319,23 @@ class BidirectionalCache(Cache):
             # 3. They have met, or loading is over: what has not begun is called off
             for _, place, read in reading:
                 read.cancel()
-                self.hold(f"place {place}", [read], (self.places, [place]))  # until nobody writes there
-                self.places.release([place])
+                self.hold(f"place {place}", [read], given=[(self.places, [place])])  # until it is written
             request.timeline.plan = drawn(restoration)
+
+    def front(self, request) -> int:
+        """The token that loading leaves to prefill. A step of several requests is not given up, so loading
+        stops at its end; a step of one may be overtaken, and loading stops at its beginning."""
+        work = dict(self.engine.work)
+        return request.computed + (work.get(request, 0) if len(work) > 1 else 0)
 
     def slots(self, request, start: int, end: int):
         """Where tokens start to end are among the slots of the device's blocks."""
-        positions, table, size = torch.arange(start, end), torch.tensor(request.table), self.pool.block_size
-        return (table[positions // size] * size + positions % size).to(self.model.device)
+        return self.pool.slots(torch.tensor(request.table))[start:end].to(self.model.device)
 
     def unmet(self) -> list:
         """Requests whose two pointers have not met."""
         running = self.engine.running
-        return [one for one in running if one.restoration and one.computed < one.restoration.limit]
+        return [one for one in running if one.restoration and not one.restoration.met]
 
     def poll(self):
         super().poll()
@@ -225,11 +350,9 @@ class BidirectionalCache(Cache):
             restoration.portion = budget
             left = restoration.limit - request.computed
             if restoration.steps and time.perf_counter() < restoration.deadline:  # storage may bring more
-                compute = self.engine.restorer.seconds_to_compute(request.computed, restoration.limit)
+                compute = self.engine.estimates.seconds_to_compute(request.computed, restoration.limit)
                 load = self.seconds_to_load(left)
-                restoration.portion = max(CHUNK, int(left * load / (load + compute)))
-                if left - restoration.portion < CHUNK:  # storage will bring no other chunk meanwhile
-                    restoration.portion = left
+                restoration.portion = portion(left, load, compute)
                 if self.leftover:
                     restoration.portion = min(restoration.portion, max(0, budget - others))
                 elif not self.share:
@@ -263,8 +386,7 @@ class BidirectionalCache(Cache):
         transfer = self.save_link.copy(self.host[place], packed, f"chunk {number}")
         chain = self.kept(request).chain[: number + 1]
         then = partial(self.write, request, chain, place, transfer, packed)
-        self.hold("save", [transfer], (self.places, [place]), then=then)
-        self.places.release([place])
+        self.hold("save", [transfer], given=[(self.places, [place])], then=then)
         self.saving.add(prefix)
         self.counts["bytes_out"] += transfer.bytes
 
@@ -319,14 +441,14 @@ def quantize(kv):
 def drawn(restoration) -> dict:
     """A letter for each chunk: who has brought it."""
     start, end = restoration.start, restoration.end
-    met, letters = end - restoration.found if restoration.found else restoration.limit, ""
+    met, letters = restoration.limit, ""
     for first in range(start - start % CHUNK, end, CHUNK):
         letters += "L" if first >= met else "C" if first + CHUNK <= met else "B"
     title = f"Tokens {start} to {met} computed, to {end} loaded"
     return dict(title=title, rows=[["chunks", letters]], legend=dict(C="computed", B="both", L="loaded"))
 
 
-# 2. The demo -----------------------------------------------------------------------------------
+# 4. The demo -----------------------------------------------------------------------------------
 
 WAYS = "only computing", "only loading", "both"
 
@@ -358,7 +480,7 @@ def demo(model, frontend: Frontend, arguments):
     if modelled and arguments.storage is None:
         storages = {
             "as fast as computing": links.Bandwidth(even),
-            "four times slower and faster by turns": links.Trace([even / 4, 4 * even], computing / 5),
+            "four times slower and faster by turns": Trace([even / 4, 4 * even], computing / 5),
             "twenty times faster": links.Bandwidth(20 * even),
         }
     taken = {}
@@ -402,12 +524,12 @@ def once(engine, prompt: list[int], way: str) -> Request:
     engine.cache.share = 0.0 if way == "only loading" else 1.0
     request = Request(prompt, 2)
     request.must_compute = way == "only computing"
-    if isinstance(trace := engine.cache.storage.storages[0].bandwidth, links.Trace):
+    if isinstance(trace := engine.cache.storage.storages[0].bandwidth, Trace):
         trace.began = time.perf_counter()  # its first speed
     return engine.generate([request])[0]
 
 
-# 3. Main ---------------------------------------------------------------------------------------
+# 5. Main ---------------------------------------------------------------------------------------
 
 def bandwidth(string: str) -> links.Bandwidth | None:
     """An argparse type: auto, GB/s, or several and how long each lasts: 0.1:2:0.5@0.1."""
@@ -417,7 +539,7 @@ def bandwidth(string: str) -> links.Bandwidth | None:
     values = [1e9 * number(speed) for speed in speeds.split(":")]
     if len(values) == 1:
         return links.Bandwidth(values[0])
-    return links.Trace(values, number(seconds) if at else 0.1)
+    return Trace(values, number(seconds) if at else 0.1)
 
 
 def add_arguments(parser):
@@ -445,7 +567,7 @@ def make_engine(model, arguments) -> paged.Engine:
     cache = BidirectionalCache(storage, arguments.share, arguments.compute == "leftover", arguments.bits)
     engine = paged.make_engine(model, arguments, cache)
     tokens = model.config.max_position_embeddings // 2
-    seconds = engine.restorer.seconds_to_compute(0, tokens)
+    seconds = engine.estimates.seconds_to_compute(0, tokens)
     if not (arguments.disk or asked) and math.isfinite(seconds):
         size = tokens * model.config.kv_numbers_per_token * model.dtype.itemsize
         modelled.bandwidth = links.Bandwidth(size / seconds)

@@ -46,7 +46,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, takewhile
 
@@ -239,7 +239,7 @@ class TieredCache(offload.HostCache):
         those that come behind the pages on the device and in host memory."""
         before, request.kept = request.kept and request.kept.prefetch, Kept()
         size, on_device = self.pool.block_size, self.pool.block_of
-        chain = request.chain[: (len(request.tokens) - 1) // size]  # the last token is computed anyway
+        chain = request.chain[: request.history // size]
         if self.storage is None or not chain:
             return
         if self.storage.silent:
@@ -265,7 +265,7 @@ class TieredCache(offload.HostCache):
         """For those who are next in line: another engine may have written what storage lacked."""
         size, now = self.pool.block_size, time.perf_counter()
         for request in list(islice(self.engine.waiting, NEXT)) if self.storage else ():
-            before, full = request.kept.prefetch, (len(request.tokens) - 1) // size
+            before, full = request.kept.prefetch, request.history // size
             if before is None or before.over and len(before.chain) < full and now > before.asked_at + AGAIN:
                 self.submitted(request)
 
@@ -329,8 +329,7 @@ class TieredCache(offload.HostCache):
         """The pages are on their way into host memory; `then` must `keep` them."""
         for page in pages:
             page.coming = True
-        self.hold(lane, [transfer], (self.host, places), *held, then=then)
-        self.host.release(places)
+        self.hold(lane, [transfer], *held, given=[(self.host, places)], then=then)
 
     def keep(self, pages: list[Page], places: list[int], well: bool):
         """The pages are found in host memory, if they have arrived."""
@@ -354,7 +353,7 @@ class TieredCache(offload.HostCache):
         prefetch, size = request.kept.prefetch, self.pool.block_size
         if prefetch and request.computed < len(prefetch.chain) * size and self.waits(request, prefetch):
             return LATER
-        first, full = request.computed // size, (len(request.tokens) - 1) // size
+        first, full = request.computed // size, request.history // size
         pages = self.tree.match(request.chain[:full])[first:]
         self.matched = found = list(takewhile(lambda page: page.host is not None, pages))
         near, places = (first + len(found)) * size - request.computed, [page.host for page in found]
@@ -364,9 +363,11 @@ class TieredCache(offload.HostCache):
             last = self.tree.pages.get(prefetch.chain[-1]) if end > start else None
             if last and (last.host is not None or not prefetch.over):
                 load = self.storage.seconds(prefetch.unread * self.host.block_bytes)
-                with_both = seconds + load / (1 + load / self.engine.restorer.seconds_to_compute(start, end))
-                if not found or self.engine.restorer.pays(with_both, request.computed, end):
-                    return Match(end - request.computed, with_both, places, "storage", store=prefetch)
+                compute = self.engine.estimates.seconds_to_compute(start, end)
+                with_both = seconds + both_ends.meeting(load, compute)[0]
+                if not found or self.engine.estimates.pays(with_both, request.computed, end):
+                    tokens, way = end - request.computed, both_ends.BothEnds
+                    return Match(tokens, with_both, places, "storage", store=prefetch, way=way)
         if found:
             stored = min(near, size * sum(page in prefetch.brought for page in found)) if prefetch else 0
             parts = dict(cpu=near - stored, storage=stored)
@@ -389,7 +390,7 @@ class TieredCache(offload.HostCache):
             seconds = self.storage.seconds(prefetch.unread * self.host.block_bytes)
             seconds += self.load_link.seconds(tokens // self.pool.block_size * self.host.block_bytes)
             offer = Match(tokens, seconds, [], "storage")
-            prefetch.worth = self.engine.restorer.worth(request, offer)
+            prefetch.worth = self.engine.estimates.worth(request, offer)
             if not prefetch.worth:
                 self.end(prefetch)
         return not prefetch.over
@@ -404,14 +405,13 @@ class TieredCache(offload.HostCache):
         if prefetch is None:
             yield from super().restore(request, restoration, match)
             return
-        restoration.limit, restoration.portion = restoration.end, 0  # nothing is computed yet
         # 1. What host memory has
         if match.blocks:
-            part = replace(restoration, end=(restoration.start // size + len(match.blocks)) * size)
-            yield from super().restore(request, part, match)
-            request.computed = part.end
+            yield from self.copy_in(request, restoration.start, match.blocks)
+            request.computed = (restoration.start // size + len(match.blocks)) * size
             if not request.readmitted:
-                request.found["cpu"] = request.found.get("cpu", 0) + part.end - part.start
+                near = request.computed - restoration.start
+                request.found["cpu"] = request.found.get("cpu", 0) + near
         # 2. From both ends
         copies = deque()
         try:
@@ -423,8 +423,7 @@ class TieredCache(offload.HostCache):
                 there = takewhile(lambda page: page and page.host is not None, pages)
                 if places := [page.host for page in there][::-1]:
                     restoration.limit, restoration.layers = end - len(places) * size, 0
-                    part = replace(restoration, start=restoration.limit, end=end)
-                    copies.extend(super().restore(request, part, replace(match, blocks=places)))
+                    copies.extend(self.copy_in(request, restoration.limit, places))
                 while copies and copies[0].ready:
                     copies[0].check()
                     restoration.passed.append(copies.popleft())
@@ -451,10 +450,8 @@ class TieredCache(offload.HostCache):
         tokens = left = restoration.limit - request.computed
         if self.storage.measured.passes and time.perf_counter() < restoration.deadline:
             load = left / size * self.host.block_bytes / self.storage.speed()
-            compute = self.engine.restorer.seconds_to_compute(request.computed, restoration.limit)
-            tokens = max(both_ends.CHUNK, int(left * load / (load + compute)))
-        if left - tokens < both_ends.CHUNK:  # storage will bring hardly more meanwhile
-            tokens = left
+            compute = self.engine.estimates.seconds_to_compute(request.computed, restoration.limit)
+            tokens = both_ends.portion(left, load, compute)
         end = request.computed + min(tokens, self.engine.token_budget)
         return self.pool.num_blocks(end) * size - request.computed
 
@@ -749,7 +746,7 @@ def tree_lines(cache: TieredCache, node: Node, depth: int = 0):
 def policies(engine, prompt: list[int]) -> dict[str, list[Request]]:
     """The same question, when only an L3 that is as slow as computing has its history, under each policy."""
     cache, storage = engine.cache, engine.cache.storage
-    seconds = engine.restorer.seconds_to_compute(0, len(prompt))
+    seconds = engine.estimates.seconds_to_compute(0, len(prompt))
     size = len(prompt) // cache.pool.block_size * cache.host.block_bytes
     storage.bandwidth, cache.timeout = links.Bandwidth(size / seconds), (seconds / 3, 0.0)
     cache.measure_storage()

@@ -274,11 +274,11 @@ class Together:
 
     def idle(self):
         """Measure once, all together: a rank that measures alone is alone."""
-        restorer = self.engine.restorer
-        if not restorer.computing.passes:
-            restorer.agree = self.ranks.all
+        estimates = self.engine.estimates
+        if not estimates.computing.passes:
+            estimates.agree = self.ranks.all
             self.inner.idle()
-            restorer.measure_computing()
+            estimates.measure_computing()
 
 
 # 3. Pages in storage ---------------------------------------------------------------------------
@@ -305,7 +305,7 @@ class PageHeadCache(offload.HostCache):
 
     def submitted(self, request):
         """Ask storage for the pages that are not near."""
-        full = (len(request.tokens) - 1) // self.pool.block_size
+        full = request.history // self.pool.block_size
         for number, prefix in enumerate(request.chain[:full]):
             near = prefix in self.host.block_of or prefix in self.pool.block_of or prefix in self.coming
             if near or len(self.coming) >= self.host.size // 2 or not self.host.make_room(1, request.chain):
@@ -323,7 +323,7 @@ class PageHeadCache(offload.HostCache):
             self.late = False
 
     def match(self, request):
-        full = (len(request.tokens) - 1) // self.pool.block_size
+        full = request.history // self.pool.block_size
         coming = any(prefix in self.coming for prefix in request.chain[:full])
         if coming and request.patience > 0 and not self.late:
             return LATER

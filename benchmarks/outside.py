@@ -100,7 +100,7 @@ def serving(engine, patience: float = 1.0):
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     until = time.monotonic() + patience
-    while engine.restorer.doubtful and time.monotonic() < until:
+    while engine.estimates.doubtful and time.monotonic() < until:
         time.sleep(0.05)
     try:
         yield server

@@ -186,7 +186,7 @@ def policies(model, arguments, tokens: int = 1024):
             alone = statistics.median(once("computed", bench.draw(QUESTION)).outcome.ttft_ms for _ in range(3))
             storage.bandwidth = links.Bandwidth(size / (1e-3 * r * alone))
             cache.timeout = 1e-3 * alone / 3, 0.0  # a third of what computing takes
-            engine.restorer.always = always
+            engine.estimates.always = always
             cache.measure_storage()
             for row in measure.again_if_behind(partial(policy_cell, bench, once), arguments.rounds or 7):
                 yield dict(history_tokens=tokens, r=r, guard=not always, **row)

@@ -309,33 +309,6 @@ class Bandwidth:
         return f"modelled link, {self.value / 1e9:.3g} GB/s"
 
 
-class Trace(Bandwidth):
-    """One bandwidth after the other, each for `seconds`, from time `began` on, again and again."""
-
-    def __init__(self, values: list[float], seconds: float):
-        self.values, self.seconds, self.began = values, seconds, time.perf_counter()
-
-    @property
-    def value(self) -> float:
-        """That of now."""
-        return self.values[self.slot(time.perf_counter()) % len(self.values)]
-
-    def slot(self, at: float) -> int:
-        return int((at - self.began) // self.seconds)
-
-    def arrival(self, start: float, size: int) -> float:
-        at, slot = start + LATENCY, self.slot(start + LATENCY)
-        while True:
-            rate, end = self.values[slot % len(self.values)], self.began + (slot + 1) * self.seconds
-            if size <= rate * (end - at):
-                return at + size / rate
-            size, at, slot = size - rate * max(0.0, end - at), max(at, end), slot + 1
-
-    def __str__(self):
-        values = ":".join(f"{value / 1e9:.3g}" for value in self.values)
-        return f"modelled link, {values} GB/s, {self.seconds:.3g} s each"
-
-
 class LikeA100(Bandwidth):
     """As slow for this processor as PCIe 4 is for an A100: restoring a layer from hidden states takes,
     against their transfer, what it takes for Llama-2-7B there. Like hardware it stays as it is; only a

@@ -256,6 +256,21 @@ class Layer(nn.Module):
         return hidden + self.down_proj(F.silu(gate) * up)                        # [T, D]
 
 
+def attention(q, k, v, mask):
+    """q [T, H, hd] over k, v [S, KVH, hd], or each row over a context of its own, k, v [T, S, KVH, hd] ->
+    [T, H, hd]. `mask` is added to the scores; None: one row sees all, and of more row i sees the first i + 1.
+    The query heads of a group share a KV head, and are never given copies of it."""
+    if k.ndim == 4 or len(q) == 1:          # one token each: the heads of a group are as many queries
+        shape = len(q), -1, *k.shape[-2:]
+        k, v = (side.reshape(shape).transpose(1, 2) for side in (k, v))          # [T, KVH, S, hd] each
+        grouped = q.unflatten(1, (k.shape[1], -1))                               # [T, KVH, H/KVH, hd]
+        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).flatten(1, 2)
+    q, k, v = (side.transpose(0, 1)[None] for side in (q, k, v))                 # [1, heads, tokens, hd] each
+    causal, gqa = mask is None, k.shape[1] != q.shape[1]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=gqa)
+    return out[0].transpose(0, 1)                                                # [T, H, hd]
+
+
 class Llama(nn.Module):
     """Embedding, layers, final norm, head. Weights are allocated, not set: see shell/checkpoint.py."""
 

@@ -1,8 +1,10 @@
-"""What is asked and what is answered: checked fields, tokens, sampling, text with stop strings, results.
+"""Request and Result, sampling, and the line of an engine.
 
-An engine takes a `Request` and calls its `sample`, `push` and `finish`. Whoever asked reads `pieces`: text
-as it becomes certain, and last the outcome, a `Result` or an exception.
+An engine takes a `Request` and calls its `sample`, `push` and `finish`. The client reads `pieces`: text as it
+becomes certain, and last the outcome, a `Result` or an exception.
 """
+import logging
+import math
 import queue
 import random
 import sys
@@ -14,6 +16,8 @@ from dataclasses import dataclass, field
 import torch
 
 from common.timeline import Timeline
+
+ATTEMPTS = 3                       # of a step that raises
 
 # 1. Errors --------------------------------------------------------------------------------------------------
 
@@ -43,7 +47,11 @@ class Unavailable(RequestError):
     status = 503
 
 
-# 4. Request and result --------------------------------------------------------------------------------------
+class Interrupted(Exception):
+    """The step under way is given up: it would not be what is needed now. Run it again."""
+
+
+# 2. Request and result --------------------------------------------------------------------------------------
 
 class Result:
     """A finished answer. Times in milliseconds."""
@@ -101,8 +109,8 @@ class Request:
     # noted by the engine of chapter 02
     table: list[int] = field(default_factory=list)              # its blocks, in the order of its tokens
     chain: list = field(default_factory=list)                   # its prefixes
-    computed: int = 0              # tokens whose K and V are in, or on their way into, the blocks of `table`
-    registered: int = 0            # blocks that are full for sure: their prefix finds them
+    computed: int = 0              # tokens whose K and V are in the blocks of `table`
+    registered: int = 0            # full blocks: their prefix finds them
     restoration: object = None     # what is on its way
     readmitted: bool = False       # preempted, or its restoration has failed: it had blocks before
     must_compute: bool = False     # a restoration has failed: nothing is asked for again
@@ -116,9 +124,19 @@ class Request:
         self.generator.manual_seed(random.getrandbits(63) if self.seed is None else self.seed)
 
     @property
+    def history(self) -> int:
+        """Tokens that may come from a cache: all but the last, which is computed for its logits."""
+        return len(self.tokens) - 1
+
+    @property
+    def next(self) -> int:
+        """The first token that the next step computes."""
+        return self.restoration.next if self.restoration else self.computed
+
+    @property
     def pending(self) -> int:
         """Tokens to compute before the next one can be sampled."""
-        return len(self.tokens) - self.computed
+        return len(self.tokens) - self.next
 
     @property
     def cached_tokens(self) -> int:
@@ -164,11 +182,11 @@ class Request:
         self.pieces.put(self.outcome)
 
 
-# 6. Who waits and who runs ----------------------------------------------------------------------------------
+# 3. The line of an engine ----------------------------------------------------------------------------------
 
 class Line:
-    """What is the same for every engine around its `step`: who waits, runs and is over. Any thread may submit
-    and cancel; one thread calls `step`, which takes `arrivals` in and ends a request with its `finish`."""
+    """The requests of an engine: those that wait, run and are over. Any thread may submit and cancel; one
+    thread calls `step`, which takes arrivals in and ends a request with `finish`."""
 
     fields, pools = {}, {}         # of a request, the chapter's own; memories in blocks, for the page
     explain = False                # whether to print what happens
@@ -181,6 +199,7 @@ class Line:
         self.running: list[Request] = []                        # oldest first
         self.over: deque[Request] = deque(maxlen=8)             # the last ones, for the page
         self.counts = Counter(requests=0, finished=0, cancelled=0, failed=0)
+        self.failures = 0                                       # steps in a row that raised
 
     def check(self, request: Request):
         """Raise BadRequest if it can never fit."""
@@ -202,8 +221,53 @@ class Line:
         self.arrivals.append((request, error))
         self.wake.set()
 
-    def leave(self, request: Request, error: Exception | None):
-        """The request is over and holds nothing any more: count it, and tell who asked."""
+    def take_arrivals(self):
+        """At the top of a step: end what was cancelled, enqueue what was submitted."""
+        while self.arrivals:
+            request, error = self.arrivals.popleft()
+            if error is not None:
+                self.finish(request, error)
+            elif request.outcome is None:                       # and was not cancelled before
+                self.enqueue(request)
+
+    def enqueue(self, request: Request):
+        self.waiting.append(request)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step has anything to do."""
+        return bool(self.arrivals or self.waiting or self.running)
+
+    def sleep(self, seconds: float = math.inf):
+        """Sleep until something arrives, `seconds` at most. A GPU's copies wake nobody: look again soon."""
+        most = 2e-4 if self.model.device.type == "cuda" else 2e-2
+        self.wake.wait(max(0.0, min(seconds, most)))
+        self.wake.clear()
+
+    def interrupt(self, *_):
+        """Raise Interrupted if a request has come, or was cancelled."""
+        if self.arrivals:
+            raise Interrupted
+
+    def step_failed(self, work: list[tuple[Request, int]], error: Exception):
+        """Let the step be run again; after ATTEMPTS in a row end its requests."""
+        self.failures += 1
+        if self.failures == ATTEMPTS:
+            self.failures = 0
+            logging.getLogger("kv").error("a step failed %s times", ATTEMPTS, exc_info=error)
+            words = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            for request, _ in work:
+                self.finish(request, Unavailable(f"A step failed {ATTEMPTS} times ({words}); ask again."))
+
+    def finish(self, request: Request, error: Exception | None = None):
+        """End a request, wherever it is: `release` what it has, count it, and answer the client."""
+        if request.outcome is not None:
+            return
+        if request in self.running:
+            self.release(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+        self.tell("finish", [request])
         request.finish(error)
         if error is None:
             self.over.append(request)

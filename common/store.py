@@ -16,7 +16,7 @@ import tempfile
 import time
 import uuid
 import zlib
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, defaultdict
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -76,7 +76,7 @@ class BlockStore:
         """-> the blocks (numbers, or where they are Stored) that hold what follows, and the token up to which
         they do."""
         size, places, stored = self.pool.block_size, [], False
-        first, full = request.computed // size, (len(request.tokens) - 1) // size  # the last is computed
+        first, full = request.computed // size, request.history // size
         for prefix in request.chain[first:full]:
             place = self.pool.block_of.get(prefix)
             if place is None and self.storage:
@@ -424,38 +424,6 @@ class Damaged(Exception):
 
 def checksum(key: bytes, contents) -> bytes:
     return zlib.crc32(contents, zlib.crc32(key)).to_bytes(4, "little")
-
-
-class ModelledStorage(Storage):
-    """In ordinary memory, at most `limit` bytes of values of one size; reading takes as long as `bandwidth`
-    says, and no processor."""
-
-    def __init__(self, limit: float, bandwidth: Bandwidth | float):
-        bandwidth = Bandwidth(bandwidth) if isinstance(bandwidth, (int, float)) else bandwidth
-        super().__init__(None, bandwidth=bandwidth)
-        self.limit, self.index = limit, OrderedDict()  # index: key -> value, least recently used first
-
-    def has(self, keys):
-        return all(key in self.index for key in keys)
-
-    def look_up(self, keys):
-        for key in reversed(keys):
-            with suppress(KeyError):  # another thread has deleted it
-                self.index.move_to_end(key)
-
-    def read(self, keys, into):
-        for key, place in zip(keys, into, strict=True):
-            numpy.copyto(place, self.index[key])
-        self.look_up(keys)
-
-    def write(self, keys, values):
-        for key, value in zip(keys, values, strict=True):
-            self.index[key] = value.copy()
-            while len(self.index) * value.nbytes > self.limit:
-                self.index.popitem(last=False)
-
-    def __str__(self):
-        return str(self.bandwidth).replace("link", "storage")
 
 
 class Directory:

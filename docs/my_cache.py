@@ -28,11 +28,11 @@ class MyCache(Cache):
         self.pools = {"host": self.host}
 
     def match(self, request):
-        size = self.pool.block_size
-        first, full = request.computed // size, (len(request.tokens) - 1) // size
-        if found := self.host.find(request.chain[first:full]):
+        if found := self.host.find(self.missing(request)):
+            size = self.pool.block_size
+            end = (request.computed // size + len(found)) * size
             seconds = self.load_link.seconds(len(found) * self.host.block_bytes)
-            return Match((first + len(found)) * size - request.computed, seconds, found)
+            return Match(end - request.computed, seconds, found)
 
     def restore(self, request, restoration, match):
         size, transfers = self.pool.block_size, []
@@ -54,8 +54,7 @@ class MyCache(Cache):
                 (place,) = self.host.allocate(1)
                 into, out_of = self.host.memory[:, :, place], self.pool.memory[:, :, block]
                 copy, then = self.save_link.copy(into, out_of, "save"), partial(self.saved, prefix, place)
-                self.hold("save", [copy], (self.pool, [block]), (self.host, [place]), then=then)
-                self.host.release([place])
+                self.hold("save", [copy], (self.pool, [block]), given=[(self.host, [place])], then=then)
                 self.saving.add(prefix)
 
     def saved(self, prefix, place, arrived: bool):

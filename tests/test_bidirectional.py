@@ -249,9 +249,9 @@ def test_a_request_that_is_cancelled_calls_its_reads_off():
 
 def slow_prefill(engine, storage, ratio: float):
     """Loading a history takes `ratio` times as long as computing it is estimated to."""
-    engine.restorer.computing.forget()
-    engine.restorer.computing.note(1.0, 1.0)
-    storage.bandwidth = Bandwidth(6 * BYTES / engine.restorer.seconds_to_compute(0, 384) / ratio)
+    engine.estimates.computing.forget()
+    engine.estimates.computing.note(1.0, 1.0)
+    storage.bandwidth = Bandwidth(6 * BYTES / engine.estimates.seconds_to_compute(0, 384) / ratio)
 
 
 @pytest.mark.parametrize("ratio", [0.01, 0.5, 1.0, 3.0, 100.0])
@@ -275,24 +275,24 @@ def test_an_estimate_is_that_of_both_ends_and_no_longer_than_computing():
     alone = None
     for ratio in (0.1, 1.0, 10.0, 1e9):
         slow_prefill(engine, storage, ratio)
-        match, alone = cache.match(Request(PROMPT + [7], 1)), engine.restorer.seconds_to_compute(0, 384)
+        match, alone = cache.match(Request(PROMPT + [7], 1)), engine.estimates.seconds_to_compute(0, 384)
         assert match.tokens == 384
         assert match.seconds == pytest.approx(alone * ratio / (1 + ratio)) and match.seconds <= alone
     del storage.index[keys_of(cache)[0]]  # the first chunk has to be computed, whatever storage does
     slow_prefill(engine, storage, 1e-9)
     match = cache.match(Request(PROMPT + [7], 1))
-    assert match.tokens == 384 and match.seconds == engine.restorer.seconds_to_compute(0, 64)
+    assert match.tokens == 384 and match.seconds == engine.estimates.seconds_to_compute(0, 64)
 
 
 def test_what_is_computed_with_a_share_of_each_step_is_priced_at_that_share():
     engine, cache, storage = engine_for(share=0.1)
     slow_prefill(engine, storage, 8.0)  # loading takes eight times as long as computing
-    engine.restorer.always = False
+    engine.estimates.always = False
     request = Request(PROMPT + [7], 1)
-    assert not engine.restorer.worth(request, cache.match(request)), "alone it takes all of each step"
+    assert not engine.estimates.worth(request, cache.match(request)), "alone it takes all of each step"
     engine.running.append(Request([0], 1))
-    match, alone = cache.match(request), engine.restorer.seconds_to_compute(0, 384)
-    assert match.seconds == pytest.approx(alone * 8 * 10 / (8 + 10)) and engine.restorer.worth(request, match)
+    match, alone = cache.match(request), engine.estimates.seconds_to_compute(0, 384)
+    assert match.seconds == pytest.approx(alone * 8 * 10 / (8 + 10)) and engine.estimates.worth(request, match)
     cache.share = 0.0  # it only loads
     assert cache.match(request).seconds == pytest.approx(8 * alone)
     cache.share, cache.leftover = 0.1, True

@@ -264,8 +264,8 @@ def test_an_idle_engine_that_measures_evicts_nothing(cache):
         ask(engine, draw(rng, 100), 2)
     settle(engine)
     kept = {name: dict(pool.block_of) for name, pool in engine.pools.items()}
-    engine.restorer.doubtful, engine.restorer.due = True, 0.0
-    engine.restorer.idle()
+    engine.estimates.doubtful, engine.estimates.due = True, 0.0
+    engine.estimates.idle()
     settle(engine)
     assert {name: pool.block_of for name, pool in engine.pools.items()} == kept, "measuring evicts nothing"
     assert engine.pool.free.count(1) < 8, "the test is to leave no room to measure in"

@@ -277,21 +277,21 @@ def test_what_would_arrive_later_than_computed_is_computed_and_the_result_says_s
 def test_idle_measures_at_once_and_then_ever_more_rarely_until_two_agree(monkeypatch):
     restorer, clock = make(RowCache()).restorer, SimpleNamespace(now=0.0)
     monkeypatch.setattr(restoring, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    restorer.doubtful, restorer.due = True, 0.0
+    estimates.doubtful, estimates.due = True, 0.0
     given = [[speed, 1.0] for speed in (6.0, 3.0, 3.2, 1.0, 2.0, 1.0, 2.0, 1.0)]
-    restorer.measure, pauses = lambda: given.pop(0), []
+    estimates.measure, pauses = lambda: given.pop(0), []
     while given:
-        pauses.append(restorer.idle())
-        assert restorer.idle() == pytest.approx(pauses[-1]), "not before it is due"
+        pauses.append(estimates.idle())
+        assert estimates.idle() == pytest.approx(pauses[-1]), "not before it is due"
         clock.now += pauses[-1]
     assert pauses == [1, 2, 4, 8, 16, 32, 32, 32]
     given.append([1.04, 0.96])
-    assert restorer.idle() is None and restorer.idle() is None, "two agree: nothing is left to measure"
-    restorer.doubtful = True  # something was declined
+    assert estimates.idle() is None and estimates.idle() is None, "two agree: nothing is left to measure"
+    estimates.doubtful = True  # something was declined
     given += [9.0, 1.0], [9.1, 1.0]
-    assert restorer.idle() == 1
+    assert estimates.idle() == 1
     clock.now += 1
-    assert restorer.idle() is None
+    assert estimates.idle() is None
 
 
 MEASURED = [(5.0, 3.0, [5.0, 3.0]), (5.0, None, [5.0, 1.0]), (None, 3.0, [])]
@@ -300,11 +300,11 @@ MEASURED = [(5.0, 3.0, [5.0, 3.0]), (5.0, None, [5.0, 1.0]), (None, 3.0, [])]
 @pytest.mark.parametrize("speed, rate, measured", MEASURED)
 def test_loading_and_computing_must_both_agree(speed, rate, measured):
     engine = make(RowCache())
-    computing = engine.restorer.computing
+    computing = engine.estimates.computing
     computing.forget()
     engine.cache.idle = lambda: speed
-    engine.restorer.measure_computing = lambda: rate and computing.note(rate, 1.0)
-    assert engine.restorer.measure() == measured
+    engine.estimates.measure_computing = lambda: rate and computing.note(rate, 1.0)
+    assert engine.estimates.measure() == measured
     assert list(computing.passes) == ([rate] if measured and rate else [])
 
 
@@ -323,7 +323,7 @@ def test_a_cache_that_raises_at_the_end_of_a_request_keeps_none_of_its_blocks():
 
 def test_an_engine_without_requests_sleeps_until_somebody_comes():
     engine = make(RowCache())
-    engine.restorer.doubtful = False
+    engine.estimates.doubtful = False
     slept, wait = [], engine.wake.wait
     engine.wake.wait = lambda seconds=None: slept.append(seconds) or wait(seconds)
     request = Request(PROMPT, 1)

@@ -79,7 +79,7 @@ def test_rows_that_are_computed_again_are_kept_once():
     engine, _ = engine_for(always_restore=False)
     ask(engine, PROMPT, 1)
     evict(engine)
-    engine.restorer.computing.note(1e18, 1.0)
+    engine.estimates.computing.note(1e18, 1.0)
     moved = engine.counts["bytes_out"]
     assert ask(engine, PROMPT + [3], 1).outcome.source == "miss"
     settle(engine)

@@ -309,10 +309,10 @@ def test_behind_what_was_not_copied_nothing_is():
 def test_a_link_that_was_slow_while_the_processor_was_busy_is_measured_again():
     engine = make(cache := offload.HostCache(64, 1e9))
     cache.save_link.measured.note(1.0, 1.0)
-    engine.restorer.doubtful, engine.restorer.due = False, 0.0
+    engine.estimates.doubtful, engine.estimates.due = False, 0.0
     ask(engine, PROMPT)
     assert not engine.counts["swap_outs"]
-    engine.restorer.idle()
+    engine.estimates.idle()
     ask(engine, PROMPT + PROMPT)
     assert kept(engine, PROMPT) == 6
     engine.close()

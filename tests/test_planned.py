@@ -208,9 +208,9 @@ def test_the_question_is_no_part_of_an_estimate():
 def test_reading_counts_once_and_still_after_eight_returns(share, source):
     computing = 0.2  # seconds, of the 144 tokens
     engine, cache = engine_for("RHK", chunk_files(), always_restore=False)
-    engine.restorer.measure_computing = engine.restorer.learn = lambda *work: None
-    engine.restorer.computing.forget()
-    engine.restorer.computing.note(flops(engine.model.config, 0, 144), computing)
+    engine.estimates.measure_computing = engine.estimates.learn = lambda *work: None
+    engine.estimates.computing.forget()
+    engine.estimates.computing.note(flops(engine.model.config, 0, 144), computing)
     ask(engine, PROMPT, 1)
     settle(engine)
     (storage,) = cache.storage.storages

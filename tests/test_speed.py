@@ -94,7 +94,7 @@ class Changing:
         self.restorer, self.link = self.engine.restorer, cache.load_link
         self.bytes = 12 * cache.host.block_bytes
         self.link_takes(loading)
-        self.restorer.idle()
+        self.estimates.idle()
 
     def link_takes(self, seconds: float):
         self.link.bandwidth = Bandwidth(self.bytes / seconds)
@@ -105,15 +105,15 @@ class Changing:
             self.link.measured.note(self.bytes / 3, seconds / 3)
 
     def prefill(self, seconds: float):
-        self.restorer.learn([(Request([0] * 192, 1), 192)], seconds)
+        self.estimates.learn([(Request([0] * 192, 1), 192)], seconds)
 
     def loads(self) -> bool:
-        return self.restorer.worth(Request([0] * 193, 1), Match(192, self.link.seconds(self.bytes), []))
+        return self.estimates.worth(Request([0] * 193, 1), Match(192, self.link.seconds(self.bytes), []))
 
     def rest(self):
         """Five idle seconds."""
         for _ in range(6):
-            self.restorer.idle()
+            self.estimates.idle()
             self.now += 1.0
 
 
@@ -123,7 +123,7 @@ def test_one_bad_sample_decides_nothing(monkeypatch):
     machine.prefill(10.0)
     machine.load(0.5)
     machine.link.measured.note(1.0, 10.0)
-    machine.restorer.paces.append(9.0)
+    machine.estimates.paces.append(9.0)
     assert machine.loads()
 
 
@@ -131,7 +131,7 @@ def test_a_machine_that_was_busy_from_the_start_and_is_quiet_now(monkeypatch):
     monkeypatch.setattr(Changing, "computing", 3.0)  # as it is measured, and believed
     machine = Changing(monkeypatch, loading=1.5)
     machine.rest()
-    assert machine.loads() and not machine.restorer.doubtful
+    assert machine.loads() and not machine.estimates.doubtful
     machine.busy = 1 / 3
     machine.prefill(1.0)
     machine.rest()
@@ -167,9 +167,9 @@ def test_the_pace_corrects_every_estimate_until_the_engine_has_measured_again(mo
     for _ in range(3):  # twice as long as estimated, alone
         restoration = Restoration(Match(192, 0.5, []), 0, 192, 0, 0.0, None, layers=3, found=192, spent=1.0)
         machine.engine.running = [Request([0], 1)]
-        machine.restorer.learn_pace(restoration)
+        machine.estimates.learn_pace(restoration)
     machine.engine.running = []
-    assert not machine.loads() and machine.restorer.doubtful
+    assert not machine.loads() and machine.estimates.doubtful
     machine.rest()
     assert machine.loads()
 
@@ -179,18 +179,18 @@ def test_a_restoration_that_was_not_whole_or_not_alone_says_nothing_about_the_pa
     machine = Changing(monkeypatch, loading=0.5)
     machine.engine.running = [Request([0], 1)] * (1 if alone else 2)
     restoration = Restoration(Match(192, 0.5, []), 0, 192, 0, 0.0, None, layers=layers, found=found, spent=9.0)
-    machine.restorer.learn_pace(restoration)
-    assert machine.restorer.pace == 1.0
+    machine.estimates.learn_pace(restoration)
+    assert machine.estimates.pace == 1.0
 
 
 def test_a_real_restoration_is_noted():
     engine = make(offload.HostCache(64, 1e7), always_restore=False)
-    engine.restorer.learn = lambda *work: None
-    engine.restorer.computing.forget()  # so it is tried
+    engine.estimates.learn = lambda *work: None
+    engine.estimates.computing.forget()  # so it is tried
     prompt = draw(random.Random(0), 200)
     ask(engine, prompt)
     evict(engine)
-    engine.restorer.paces.extend(8 * [0.0])
+    engine.estimates.paces.extend(8 * [0.0])
     assert ask(engine, prompt).found == {"cpu": 192}
     settle(engine)
-    assert engine.restorer.paces[-1] >= 1.0
+    assert engine.estimates.paces[-1] >= 1.0

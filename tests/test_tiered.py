@@ -91,9 +91,9 @@ def forget_from(engine, prompt: list[int], page: int):
 def slow_storage(engine, tokens: int):
     """As far as the engine knows, computing so many tokens takes 1 s, and reading a page much longer."""
     restorer, reader = engine.restorer, engine.cache.storage.reader
-    restorer.always, restorer.doubtful = False, False
-    restorer.computing.forget()
-    restorer.computing.note(flops(engine.model.config, 0, tokens), 1.0)
+    estimates.always, estimates.doubtful = False, False
+    estimates.computing.forget()
+    estimates.computing.note(flops(engine.model.config, 0, tokens), 1.0)
     reader.settle()
     reader.measured.forget()
     reader.measured.note(1e3, 1.0)

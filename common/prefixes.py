@@ -1,0 +1,49 @@
+"""Names of contents: a prefix stands for a block of tokens and all that come before it. Every tier finds what
+it holds by prefixes, inside of this process as objects and outside of it by their keys.
+"""
+
+import hashlib
+import itertools
+import struct
+from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
+
+
+@dataclass(eq=False)
+class Prefix:
+    """`tokens` after all that `parent` stands for. One object per content: compare with `is`."""
+
+    parent: "Prefix | None" = field(repr=False)
+    tokens: tuple
+    key: bytes  # SHA-256 chain: the name of the content outside of this process
+    used: int = 0  # when it was used last: every pool that holds it evicts by this
+
+
+class Prefixes:
+    """Interns prefixes of `size` tokens each by (parent, tokens): contents are compared, never hashes.
+    `namespace`: what the numbers depend on besides tokens."""
+
+    def __init__(self, namespace: str, size: int):
+        self.namespace, self.size = hashlib.sha256(namespace.encode()).digest(), size
+        self.known: WeakValueDictionary[tuple, Prefix] = WeakValueDictionary()
+        self.uses = itertools.count(1)
+
+    def extend(self, chain: list[Prefix], tokens: list[int], salt: str = "") -> list[Prefix]:
+        """Extend `chain`, one Prefix per full block, to all full blocks of `tokens`. Salts share nothing."""
+        while (end := (len(chain) + 1) * self.size) <= len(tokens):
+            block = tuple(tokens[end - self.size : end])
+            parent = chain[-1] if chain else self.intern(None, (salt,), self.namespace + salt.encode())
+            chain.append(self.intern(parent, block, parent.key + struct.pack(f"<{self.size}i", *block)))
+        return chain
+
+    def intern(self, parent: Prefix | None, tokens: tuple, content: bytes) -> Prefix:
+        prefix = self.known.get((parent, tokens))
+        if prefix is None:
+            prefix = Prefix(parent, tokens, hashlib.sha256(content).digest())
+            self.known[parent, tokens] = prefix
+        return prefix
+
+    def use(self, chain: list[Prefix]):
+        """Make a chain the most recently used, in every tier that holds it; its end is evicted first."""
+        for prefix in reversed(chain):
+            prefix.used = next(self.uses)
