@@ -333,7 +333,8 @@ class PlannedCache(hidden_states.HiddenCache):
 
     def measure_question(self):
         """Seconds a layer for the question's rows behind a history."""
-        tokens, estimates = min(PLANNED, self.model.config.max_position_embeddings // 2), self.engine.estimates
+        tokens = min(PLANNED, self.model.config.max_position_embeddings // 2)
+        estimates = self.engine.estimates
         if request := estimates.nobodys_request(tokens + QUESTION, tokens):
             self.question = estimates.fastest_layer(request, QUESTION)
 

@@ -22,7 +22,7 @@ from benchmarks import measure, tables
 from benchmarks.measure import draw, ratio, spread, ttft
 from common import link as links
 from common.requests import HungUp, Request
-from common.store import ModelledStorage, StoredChunks
+from common.store import StoredChunks
 from shell import checkpoint, lesson
 
 paged, both_ends = importlib.import_module("02_paged_kv"), importlib.import_module("06_bidirectional")
@@ -57,7 +57,7 @@ class Cache(both_ends.BidirectionalCache):
             self.places.release([place])
 
 
-class Silent(ModelledStorage):
+class Silent(both_ends.ModelledStorage):
     """Brings nothing: what it is asked for is over when it is called off."""
 
     def get(self, keys, into, label=""):
@@ -70,7 +70,7 @@ class Bench:
     def __init__(self, model, tokens: int, budget: int = 512, bits: int | None = None):
         self.model, self.rng, self.tokens = model, random.Random(0), tokens
         self.history, self.crowd = self.draw(tokens), []  # the same one for so many tokens
-        self.modelled, silent = ModelledStorage(1e11, 1e9), Silent(0, 1.0)
+        self.modelled, silent = both_ends.ModelledStorage(1e11, 1e9), Silent(0, 1.0)
         self.storage, self.silent = StoredChunks(self.modelled), StoredChunks(silent)
         self.cache = Cache(self.storage, bits=bits, memory=1e9)
         blocks = -(-(tokens + 2 * QUESTION) // 16) + 8 * -(-budget // 16)

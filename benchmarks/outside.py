@@ -76,7 +76,7 @@ class Bench:
             config = self.model.config
             size = 16 * behind * config.kv_numbers_per_token * self.model.dtype.itemsize
             caches["06"] = both_ends.BidirectionalCache(
-                store.StoredChunks(store.ModelledStorage(size, self.bandwidth or 1e10)))
+                store.StoredChunks(both_ends.ModelledStorage(size, self.bandwidth or 1e10)))
             caches["07"] = tiers.TieredCache(behind // 2, self.bandwidth, files)
         make = lambda cache: paged.Engine(paged.Runner(self.model, blocks), cache)  # noqa: E731
         return {name: make(cache) for name, cache in caches.items()}

@@ -11,7 +11,7 @@ from support.faults import faulty
 
 from common.link import Link, TransferError
 from common.requests import Request
-from common.store import ModelledStorage, StoredChunks
+from common.store import StoredChunks
 from common.timeline import Clock
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
@@ -31,9 +31,9 @@ CACHES = {
     "host": lambda blocks: engines.offload.HostCache(4 * blocks),
     "hidden": lambda blocks: engines.hidden_states.HiddenCache(4 * blocks),
     "planned": lambda blocks: engines.planned.PlannedCache(4 * blocks, plan="RHK"),
-    "both": lambda blocks: both_ends.BidirectionalCache(StoredChunks(ModelledStorage(1e8, 1e9))),
-    "8 bits": lambda blocks: both_ends.BidirectionalCache(StoredChunks(ModelledStorage(1e8, 1e9)), bits=8),
-    "storage": lambda blocks: both_ends.BidirectionalCache(StoredChunks(ModelledStorage(1e8, 1e9)), share=0.0),
+    "both": lambda blocks: both_ends.BidirectionalCache(StoredChunks(both_ends.ModelledStorage(1e8, 1e9))),
+    "8 bits": lambda blocks: both_ends.BidirectionalCache(StoredChunks(both_ends.ModelledStorage(1e8, 1e9)), bits=8),
+    "storage": lambda blocks: both_ends.BidirectionalCache(StoredChunks(both_ends.ModelledStorage(1e8, 1e9)), share=0.0),
 }
 EXACT = [cache for cache in CACHES if cache != "8 bits"]
 FOUND = {"host": {"cpu": 192}, "hidden": {"cpu": 200}, "planned": {"cpu": 200}, "storage": {"storage": 192}}

@@ -7,12 +7,24 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.engines import Oracle, ask, check_pools, draw, evict, make, offload, paged, settle, tiny_model
+from support.engines import (
+    Oracle,
+    ask,
+    both_ends,
+    check_pools,
+    draw,
+    evict,
+    make,
+    offload,
+    paged,
+    settle,
+    tiny_model,
+)
 
 from common import restoring
 from common.link import Transfer, TransferError
 from common.requests import Request, Unavailable
-from common.restoring import LATER, PAUSE, Cache, Match, Restoration
+from common.restoring import LATER, PAUSE, Cache, Match
 
 ORACLE = Oracle()
 
@@ -121,14 +133,15 @@ def test_later_is_no_answer_for_longer_than_the_requests_patience():
 
 
 def test_who_may_not_compute_below_its_limit_waits_until_the_deadline_only():
-    restorer, request = make(RowCache()).restorer, Request([5, 6, 7], 1)
-    restoration = Restoration(None, 0, 2, 2, 0.0, None, awaited=Transfer("load", "a copy"), portion=1)
-    assert not restorer.arrived(request, restoration, wait=False), "it computes, and nobody waits"
+    restorer, match = make(RowCache()).restorer, Match(2, 0.0, [])
+    restoration = both_ends.BothEnds(Request([5, 6, 7], 1), match, 4, 0.0, awaited=Transfer("load", "a copy"))
+    restoration.portion = 1
+    assert not restorer.arrived(restoration, wait=False), "it computes, and nobody waits"
     restoration.portion = 0
-    assert not restorer.arrived(request, restoration, wait=False), "a copy that was just ordered is not late"
+    assert not restorer.arrived(restoration, wait=False), "a copy that was just ordered is not late"
     restoration.awaited.issued -= 1
     with pytest.raises(TransferError, match="late"):
-        restorer.arrived(request, restoration, wait=False)
+        restorer.arrived(restoration, wait=False)
 
 
 # 3. PAUSE --------------------------------------------------------------------------------------
@@ -275,7 +288,7 @@ def test_what_would_arrive_later_than_computed_is_computed_and_the_result_says_s
 
 
 def test_idle_measures_at_once_and_then_ever_more_rarely_until_two_agree(monkeypatch):
-    restorer, clock = make(RowCache()).restorer, SimpleNamespace(now=0.0)
+    estimates, clock = make(RowCache()).estimates, SimpleNamespace(now=0.0)
     monkeypatch.setattr(restoring, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     estimates.doubtful, estimates.due = True, 0.0
     given = [[speed, 1.0] for speed in (6.0, 3.0, 3.2, 1.0, 2.0, 1.0, 2.0, 1.0)]

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT
-from support.engines import tiny_model
+from support.engines import both_ends, tiny_model
 
 from common import link as links
-from common.link import LATENCY, Bandwidth, Lane, LikeA100, Link, Trace, Transfer, TransferError
+from common.link import LATENCY, Bandwidth, Lane, LikeA100, Link, Transfer, TransferError
 from common.timeline import Clock
 from shell import cli
 from shell.checkpoint import ModelError
@@ -318,7 +318,7 @@ def test_what_is_printed_says_that_it_is_modelled_and_how_it_was_calibrated(proj
 
 
 def test_a_trace_says_how_fast_it_is_now(monkeypatch):
-    trace = Trace([1e6, 2e6], 60.0)
+    trace = both_ends.Trace([1e6, 2e6], 60.0)
     assert trace.value == 1e6
     trace.began -= 60.0
     assert trace.value == 2e6 == Link("load", Clock("cpu"), trace).measure()

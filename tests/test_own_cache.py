@@ -15,7 +15,7 @@ RULES = {
 WRONG = {  # what is changed in docs/my_cache.py
     "registered too early": [("                self.saving.add(prefix)\n", "                self.host.register(place, prefix)\n"),
                              ("        if arrived:\n", "        if arrived and False:\n")],
-    "a reference forgotten": [("(self.pool, [block]), (self.host, [place]), then", "(self.host, [place]), then")],
+    "a reference forgotten": [("(self.pool, [block]), given=", "given=")],
     "a late copy used": [("            yield transfer\n            restoration.layers += 1\n",
                           "            restoration.layers += 1\n        yield transfers[-1]\n")],
 }  # fmt: skip

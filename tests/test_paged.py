@@ -12,6 +12,7 @@ import torch
 from conftest import load
 from support.engines import CONTEXT, Oracle, ask, baseline, check_pools, draw, evict, make, paged, tiny_model
 
+from common import prefixes as prefixes_module
 from common.llama import cpu_multiplies_bfloat16
 from common.requests import BadRequest, HungUp, Request, Unavailable
 from common.restoring import Cache
@@ -53,7 +54,7 @@ def test_the_namespace_is_the_weights_and_their_dtype():
 
 def test_keys_that_are_all_equal_change_no_token(monkeypatch):
     same = lambda content: SimpleNamespace(digest=lambda: b"\0" * 32)  # noqa: E731
-    monkeypatch.setattr(paged, "hashlib", SimpleNamespace(sha256=same))
+    monkeypatch.setattr(prefixes_module, "hashlib", SimpleNamespace(sha256=same))
     engine, rng = make(), random.Random(0)
     first, other = draw(rng, 50), draw(rng, 50)
     asked = [ask(engine, first), ask(engine, other), ask(engine, first)]

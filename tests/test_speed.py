@@ -5,7 +5,7 @@ import random
 from types import SimpleNamespace
 
 import pytest
-from support.engines import ask, draw, evict, make, offload, settle, tiny_model
+from support.engines import ask, both_ends, draw, evict, make, offload, settle, tiny_model
 
 from common import restoring, speed
 from common.link import Bandwidth
@@ -91,7 +91,7 @@ class Changing:
         self.layer = self.computing * flops(model.config, 0, 200) / flops(model.config, 0, 192) / 3
         monkeypatch.setattr(restoring, "ROWS", 200)
         self.engine = make(cache := offload.HostCache(64, 1e9), always_restore=False)
-        self.restorer, self.link = self.engine.restorer, cache.load_link
+        self.estimates, self.link = self.engine.estimates, cache.load_link
         self.bytes = 12 * cache.host.block_bytes
         self.link_takes(loading)
         self.estimates.idle()
@@ -165,7 +165,8 @@ def test_the_pace_corrects_every_estimate_until_the_engine_has_measured_again(mo
     machine = Changing(monkeypatch, loading=0.5)
     machine.rest()
     for _ in range(3):  # twice as long as estimated, alone
-        restoration = Restoration(Match(192, 0.5, []), 0, 192, 0, 0.0, None, layers=3, found=192, spent=1.0)
+        restoration = Restoration(Request([0] * 193, 1), Match(192, 0.5, []), 3, 0.0, layers=3, spent=1.0)
+        restoration.settle()
         machine.engine.running = [Request([0], 1)]
         machine.estimates.learn_pace(restoration)
     machine.engine.running = []
@@ -174,11 +175,14 @@ def test_the_pace_corrects_every_estimate_until_the_engine_has_measured_again(mo
     assert machine.loads()
 
 
-@pytest.mark.parametrize("layers, found, alone", [(2, 192, True), (3, 64, True), (3, 192, False)])
-def test_a_restoration_that_was_not_whole_or_not_alone_says_nothing_about_the_pace(monkeypatch, layers, found, alone):
+@pytest.mark.parametrize("layers, limit, alone", [(2, 0, True), (3, 128, True), (3, 0, False)])
+def test_a_restoration_that_was_not_whole_or_not_alone_says_nothing_about_the_pace(monkeypatch, layers, limit, alone):
     machine = Changing(monkeypatch, loading=0.5)
     machine.engine.running = [Request([0], 1)] * (1 if alone else 2)
-    restoration = Restoration(Match(192, 0.5, []), 0, 192, 0, 0.0, None, layers=layers, found=found, spent=9.0)
+    request = Request([0] * 193, 1)
+    restoration = both_ends.BothEnds(request, Match(192, 0.5, []), 3, 0.0, layers=layers, spent=9.0)
+    request.computed = restoration.limit = limit
+    restoration.settle()
     machine.estimates.learn_pace(restoration)
     assert machine.estimates.pace == 1.0
 

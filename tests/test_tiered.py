@@ -90,7 +90,7 @@ def forget_from(engine, prompt: list[int], page: int):
 
 def slow_storage(engine, tokens: int):
     """As far as the engine knows, computing so many tokens takes 1 s, and reading a page much longer."""
-    restorer, reader = engine.restorer, engine.cache.storage.reader
+    estimates, reader = engine.estimates, engine.cache.storage.reader
     estimates.always, estimates.doubtful = False, False
     estimates.computing.forget()
     estimates.computing.note(flops(engine.model.config, 0, tokens), 1.0)

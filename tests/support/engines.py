@@ -14,7 +14,7 @@ from common.link import Transfer
 from common.llama import Llama, LlamaConfig
 from common.requests import Request
 from common.restoring import Cache
-from common.store import ModelledStorage, Storage, StoredChunks
+from common.store import Storage, StoredChunks
 from shell import checkpoint
 from shell.backends import in_directories, open_backend
 
@@ -45,7 +45,7 @@ FOLDERS = tempfile.TemporaryDirectory()
 
 
 def modelled(blocks: int) -> StoredChunks:
-    return StoredChunks(ModelledStorage(5e4 * blocks, BANDWIDTH / 10))
+    return StoredChunks(both_ends.ModelledStorage(5e4 * blocks, BANDWIDTH / 10))
 
 
 def chunk_files(folder: Path | None = None) -> StoredChunks:
@@ -226,7 +226,9 @@ def wrong_rows(engine) -> list[tuple]:
     """Hidden states in host memory that can be found, and are not what the model computes."""
     wrong, store = [], getattr(engine.cache, "store", None)
     for prefix, block in store.pool.block_of.items() if store else ():
-        tokens = [token for before in reversed(list(prefix.lineage())) for token in before.tokens]
+        tokens = []
+        while prefix.parent is not None:
+            tokens, prefix = [*prefix.tokens, *tokens], prefix.parent
         runner, inputs = paged.Runner(engine.model, 32), []
         request = Request(tokens, 1, table=runner.pool.allocate(runner.pool.num_blocks(len(tokens))))
         runner.forward([(request, len(tokens))], lambda *given, inputs=inputs: inputs.append(given[1]))

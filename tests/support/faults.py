@@ -9,7 +9,9 @@ from contextlib import contextmanager
 import torch
 
 from common.link import Link, Transfer
-from common.store import ModelledStorage, Storage
+from common.store import Storage
+
+from .engines import both_ends
 
 LANES = "load", "save", "storage"
 
@@ -88,7 +90,7 @@ class Faults:
         READ[type(storage)](storage, keys, into)
 
 
-COPY, READ = Link.copy, {kind: kind.read for kind in (Storage, ModelledStorage)}
+COPY, READ = Link.copy, {kind: kind.read for kind in (Storage, both_ends.ModelledStorage)}
 
 
 @contextmanager

@@ -24,7 +24,7 @@ GUARDS = {
         paged.Engine, "schedule", "if request not in self.running:", "if False:"),
     "a step that was given up is no step": (restoring.Restorer, "wait", "raise Interrupted", "pass"),
     "slots that were not written are not read": (
-        paged.Batch, "read_padded", "slots.where(seen, slots[:, :1])", "slots"),
+        paged.Batch, "read_padded", "slots.where(mask == 0, slots[:, :1])", "slots"),
     "layers are waited for in the pass": (
         paged.Engine, "before_layer", "self.restorer.wait(request, index + 1)", "pass"),
     "blocks that are found were filled": (
