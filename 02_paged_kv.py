@@ -11,15 +11,13 @@ numbers, and takes the next block when the last one is full:
 
 A full block is known by its prefix: its own tokens and all that come before them. A request whose tokens
 begin with the same prefixes points at the blocks that hold them; a block that no table holds any more stays
-cached until the pool needs it. In every step one forward pass serves everybody who runs: one token for each
-who decodes, and chunks of prefill for the rest of the budget.
+cached until the pool needs it. In every step one forward pass serves all running requests: one token for each
+that decodes, and chunks of prefill for the rest of the budget.
 
-Every later chapter is this engine with another Cache: what is kept behind the device's blocks, and how it
-comes back (common/restoring.py, with which chapter 03 begins). Here the Cache keeps nothing.
+The later chapters are this engine with another Cache: what is kept behind the device, and how it comes back.
 
-Sources: PagedAttention (Kwon et al., SOSP '23, section 4) for blocks, sharing and preemption; Orca (Yu et
-al., OSDI '22, section 3) for batching by the step; Sarathi-Serve (Agrawal et al., OSDI '24, section 4) for
-decode first and prefill in chunks under a token budget.
+Sources: PagedAttention (Kwon et al., SOSP '23, section 4); Orca (Yu et al., OSDI '22, section 3) for batching
+by the step; Sarathi-Serve (Agrawal et al., OSDI '24, section 4) for prefill in chunks under a token budget.
 
     python 02_paged_kv.py --demo
     python 02_paged_kv.py --prompt "What is prefill?" --explain
@@ -41,7 +39,7 @@ import torch
 from common.llama import attention
 from common.prefixes import Prefix, Prefixes
 from common.requests import Interrupted, Line, Request
-from common.restoring import LATER, PATIENCE, Cache, Estimates, Restorer
+from common.restoring import LATER, Cache, Estimates, Restorer
 from common.timeline import Clock
 from shell import lesson
 from shell.frontend import Frontend
@@ -180,10 +178,9 @@ class BlockPool:
 # 2. Batches ------------------------------------------------------------------------------------
 
 class Batch:
-    """One step's tokens, flat: where their K and V are written, and what each may read. The contexts of
-    requests that compute one token are gathered in one padded read; long ones and chunks of prefill are read
-    alone, in place where their blocks are adjacent. A slot that was not written is never read, masked or not:
-    0 times NaN is NaN."""
+    """One step's tokens, flat: where their K and V are written, and what each may read. Contexts of requests
+    that compute one token are gathered in one padded read; long ones and chunks of prefill are read alone, in
+    place where blocks are adjacent. Slots that were not written are never read: 0 times NaN is NaN."""
 
     def __init__(self, pool: BlockPool, work: list[tuple[Request, int]]):
         """`work`: requests, and how many of their next tokens to compute."""
@@ -237,8 +234,7 @@ class Batch:
         """-> what is added to the scores of these rows for tokens 0 to `length`: minus infinity for those
         behind the row's own position, else 0, [T, S]."""
         behind = torch.arange(length, device=self.device) > self.positions[rows, None]
-        return torch.zeros(behind.shape, dtype=self.pool.memory.dtype, device=self.device).masked_fill_(
-            behind, -math.inf)
+        return torch.zeros_like(behind, dtype=self.pool.memory.dtype).masked_fill_(behind, -math.inf)
 
     def attend(self, layer: int):
         """-> attend(q, k, v) of one layer: write K and V to their slots, and read what each row may see."""
@@ -256,7 +252,7 @@ class Batch:
 
 
 def read(side, slots):
-    """K or V of all slots, [slots, KVH, hd], in some of them: [S, KVH, hd], or [B, S, KVH, hd]."""
+    """K or V [slots, KVH, hd] in some slots -> [S, KVH, hd], or [B, S, KVH, hd]."""
     if isinstance(slots, slice):
         return side[slots]
     return side.index_select(0, slots.flatten()).unflatten(0, slots.shape)
@@ -265,8 +261,7 @@ def read(side, slots):
 # 3. The forward pass ---------------------------------------------------------------------------
 
 class Runner:
-    """Runs the forward pass, and owns the memory that it reads and writes: here one tensor on the device, all
-    layers' blocks in it. (Chapter 08 has another one, whose blocks are in host memory.)"""
+    """Runs the forward pass, and owns the memory that it reads and writes: the blocks of all layers."""
 
     def __init__(self, model, blocks: int, block_size: int = 16):
         config = model.config
@@ -291,8 +286,8 @@ class Runner:
 # 4. The engine ---------------------------------------------------------------------------------
 
 class Engine(Line):
-    """Answers many requests at once. `estimates`, `restorer`, `request.restoration` and most calls to `cache`
-    are for the chapters that follow: in this one nothing is kept behind the device."""
+    """Answers many requests at once. The calls to `cache`, `estimates` and `restorer` bring back what is kept
+    behind the device; here that is nothing."""
 
     def __init__(self, runner, cache=None, token_budget=512, max_running=64, always_restore=False):
         self.runner, self.cache = runner, cache or Cache()
@@ -336,9 +331,7 @@ class Engine(Line):
 
     def enqueue(self, request: Request):
         self.prefixes.use(self.extend(request))
-        seconds = self.estimates.seconds_to_compute(0, len(request.tokens))
-        seconds = PATIENCE if self.estimates.always else min(seconds, PATIENCE)
-        request.patience = request.received + seconds
+        request.patience = request.received + self.estimates.patience(len(request.tokens))
         super().enqueue(request)
         self.cache.submitted(request)
 
@@ -352,7 +345,9 @@ class Engine(Line):
         # 1. What does the device hold, and what is another request about to have?
         pool, chain = self.pool, self.extend(request)
         hits = pool.find(chain[: request.history // pool.block_size])
-        if self.about_to_be_filled(chain[len(hits) :]):
+        missing = chain[len(hits) :]
+        soon = len(list(takewhile(self.filling.__contains__, missing)))
+        if soon and 2 * soon >= len(missing):  # (a template's first block alone is no reason to wait)
             return LATER
 
         # 2. Is there room? Each running request may need one more block
@@ -369,12 +364,6 @@ class Engine(Line):
         self.take_blocks(request, hits, empty)
         self.restorer.begin(request, None if match is LATER else match)
         return IN
-
-    def about_to_be_filled(self, missing: list[Prefix]) -> bool:
-        """Whether a running request is about to have most of what is missing, from the first on. (A
-        template's first block alone is no reason to wait.)"""
-        soon = len(list(takewhile(self.filling.__contains__, missing)))
-        return soon > 0 and 2 * soon >= len(missing)
 
     def take_blocks(self, request: Request, hits: list[int], empty: int):
         """Let the request run, with the blocks that hold its prefix, and so many empty ones."""
@@ -460,7 +449,7 @@ class Engine(Line):
         self.answer(batch, logits, likeliest)
 
     def advance(self, work: list[tuple[Request, int]], began: float, ended: float):
-        """Note what the step has computed."""
+        """Note what the step has computed: in the timelines, the estimates, the index of prefixes."""
         self.tell("compute", [request for request, _ in work], sum(count for _, count in work))
         self.estimates.learn(work, ended - began)
         waits = [(self.clock.seconds(start), self.clock.seconds(end)) for start, end in self.restorer.waits]
@@ -505,8 +494,7 @@ class Engine(Line):
         super().finish(request, error)
 
     def release(self, request: Request):
-        """Take the request's blocks; those that are registered stay cached, those under way are still
-        referenced."""
+        """Take the request's blocks. The registered ones stay cached, those under way are referenced."""
         self.running.remove(request)
         if request.restoration:
             self.restorer.end(request)
@@ -531,34 +519,33 @@ CONVERSATIONS = 16
 
 def demo(model, frontend: Frontend, arguments):
     """Conversations behind one system prompt, in blocks, and how fast many requests are answered at once."""
-    # 1. Ask: conversations of four lengths. The first computes the system prompt, the others find it
-    rng, new, context = random.Random(0), max(2, min(arguments.max_tokens, 12)), frontend.context
-    engine, size = make_engine(model, arguments), arguments.block_size
-    lengths = [context // (24, 12, 6, 4)[number % 4] for number in range(CONVERSATIONS)]
-    talks = [lesson.conversation(frontend, rng, tokens) for tokens in lengths]
+    # 1. Ask: the first computes the system prompt, the others find it
+    rng, new = random.Random(0), max(2, min(arguments.max_tokens, 12))
+    engine, context, size = make_engine(model, arguments), frontend.context, arguments.block_size
     system = dict(role="system", content=lesson.document(frontend, rng, context // 4))
+    talks = [lesson.conversation(frontend, rng, context // (4 + n)) for n in range(CONVERSATIONS)]
     asked = [frontend.request(messages=[system, *messages], max_tokens=new) for messages in talks]
     engine.generate(asked[:1])
     engine.generate(asked[1:])
     verified = lesson.verify(baseline.Engine(model), asked)
 
     # 2. Memory: a block is held once, however many tables it is in
-    tokens = sum(len(request.tokens) - 1 for request in asked)
-    own = sum(engine.pool.num_blocks(len(request.tokens) - 1) for request in asked)
+    tokens = sum(request.history for request in asked)
+    own = sum(engine.pool.num_blocks(request.history) for request in asked)
     found = sum(request.cached_tokens for request in asked) // size
     slots = {
         f"{context} tokens reserved for each": CONVERSATIONS * context,
         f"blocks of {size}, each its own": own * size,
         f"blocks of {size}, shared": (own - found) * size,
     }
+    print(f"Memory of {CONVERSATIONS} conversations, {tokens} tokens:")
     megabytes = model.config.kv_numbers_per_token * model.dtype.itemsize / 1e6  # K and V of one token
     rows = []
-    print(f"Memory of {CONVERSATIONS} conversations, {tokens} tokens:")
     for way, count in slots.items():
         rows.append(dict(memory=way, mb=count * megabytes, tokens_per_slot=tokens / count))
         print(f"  {way:32}{count * megabytes:8.1f} MB, {tokens / count:5.2f} tokens a slot")
 
-    # 3. Time: a prefix that is found is not computed, and the weights are read once for all who decode
+    # 3. Time: a prefix that is found is not computed, and the weights are read once for all that decode
     prompt = asked[0].tokens[: asked[0].prompt_tokens]
     ways = {
         "miss (other salt)": lambda: lesson.ask(engine, prompt, cache_salt=str(rng.random())).outcome.ttft_ms,
@@ -604,8 +591,8 @@ def make_engine(model, arguments, cache: Cache | None = None) -> Engine:
     useful = arguments.max_running * -(-config.max_position_embeddings // size)
     block_bytes = size * config.kv_numbers_per_token * model.dtype.itemsize
     blocks = cli.blocks_that_fit(arguments.gpu_blocks, useful, block_bytes, model.device, "--gpu-blocks")
-    megabytes = blocks * block_bytes / 1e6
-    print(f"Device: {blocks} KV blocks of {size} tokens, {megabytes:.1f} MB", file=sys.stderr)
+    words = f"{blocks} KV blocks of {size} tokens, {blocks * block_bytes / 1e6:.1f} MB"
+    print(f"Device: {words}", file=sys.stderr)
     options = arguments.token_budget, arguments.max_running, arguments.always_restore
     engine = Engine(Runner(model, blocks, size), cache, *options)
     engine.explain = arguments.explain

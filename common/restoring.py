@@ -235,6 +235,10 @@ class Estimates:
         """Estimate for the prefill of tokens start to end; infinite until measured: restoring is tried."""
         return self.computing.seconds(flops(self.engine.model.config, start, end))
 
+    def patience(self, tokens: int) -> float:
+        """Seconds that a prompt of so many tokens waits at most for its Cache."""
+        return PATIENCE if self.always else min(self.seconds_to_compute(0, tokens), PATIENCE)
+
     def learn(self, work: list, seconds: float):
         """Note how fast a step was that did not wait. `work`: as before the step."""
         if sum(count for _, count in work) >= FULL_SPEED and not any(one.restoration for one, _ in work):
