@@ -66,17 +66,13 @@ class Server:
                 self.engine.step()
             except Exception:
                 logging.getLogger("kv").exception("a step failed")
-                self.fail(RequestError(DEFECT))
+                for asked in list(self.open):
+                    with suppress(Exception):
+                        self.engine.finish(asked, RequestError(DEFECT))
+                    if asked.outcome is None:   # the engine has lost it
+                        asked.finish(RequestError(DEFECT))
                 self.engine.wake.clear()
                 self.engine.wake.wait(1.0)      # a defect that stays fills the log slowly
-
-    def fail(self, error: RequestError):
-        """Answer all requests with an error, also those that the engine has lost."""
-        for asked in list(self.open):
-            with suppress(Exception):
-                self.engine.finish(asked, error)
-            if asked.outcome is None:
-                asked.finish(error)
 
     def between_steps(self, function):
         """Run `function` on the engine's thread between two steps; return its result."""
@@ -191,6 +187,7 @@ def explain(error: Exception) -> tuple[dict, int, dict]:
 
 
 def make_app(server: Server, allow_evict: bool = False) -> Flask:
+    """Return the server's WSGI app. `allow_evict`: other machines may evict, too."""
     app = Flask("kv", static_folder=None)
     app.config["MAX_CONTENT_LENGTH"] = MAX_BODY + 1
     app.json.sort_keys = False
@@ -232,6 +229,7 @@ def events(chunks) -> Response:
 
 
 def add_answers(app: Flask, server: Server):
+    """Add our own route and OpenAI's."""
     frontend, model = server.frontend, server.info["model"]
 
     def answer(fields: dict):
@@ -305,6 +303,7 @@ def block_states(pool, tables: list[tuple[list[int], int]]) -> str:
 
 
 def add_page(app: Flask, server: Server):
+    """Add the page, and the routes that it, other programs and people look at."""
     engine = server.engine
 
     app.add_url_rule("/", "page", partial(send_file, Path(__file__).with_name("page.html")))
@@ -323,9 +322,9 @@ def add_page(app: Flask, server: Server):
 
     @app.post("/evict")
     def evict():
-        names = list(engine.pools)
-        tiers = names.__contains__, f"one of {', '.join(names) or 'none'}"
-        fields = check_fields(body(), {"tier": tiers})
+        tiers = list(engine.pools)
+        known = {"tier": (tiers.__contains__, f"one of {', '.join(tiers) or 'none'}")}
+        fields = check_fields(body(), known)
         if not fields:
             raise BadRequest("Give the tier to evict.")
         return dict(evicted=server.between_steps(partial(engine.evict, fields["tier"])))
@@ -393,13 +392,13 @@ def closed_by_signals(server: Server):
                     return
             end(number[0])
 
-    watcher, handlers = threading.Thread(target=watch, daemon=True), {}
+    watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
+    signal.set_wakeup_fd(sender.fileno())
+    heeded = [number for number in (signal.SIGINT, signal.SIGTERM)
+              if signal.getsignal(number) != signal.SIG_IGN]    # as a shell sets it in the background
+    handlers = {number: signal.signal(number, lambda *_: None) for number in heeded}
     try:
-        signal.set_wakeup_fd(sender.fileno())
-        for number in signal.SIGINT, signal.SIGTERM:
-            if signal.getsignal(number) != signal.SIG_IGN:      # as a shell sets it in the background
-                handlers[number] = signal.signal(number, lambda *_: None)
         yield
     finally:
         signal.set_wakeup_fd(-1)
@@ -423,14 +422,14 @@ def serve(listener, server: Server, allow_evict: bool = False):
 
     listener.app = make_app(server, allow_evict)
     gc.freeze()     # else the collector goes through the model at times, and no token comes for 0.1 s
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(listener.server_address[0], listener.server_address[0])
-    url = f"http://{f'[{host}]' if ':' in host else host}:{listener.port}"
+    host = listener.server_address[0]
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    said = f"{server.info['chapter']} serves {server.info['model']} on http://{host}:{listener.port}"
     accepting = threading.Thread(target=accept, daemon=True)
     accepting.start()
     try:
         with closed_by_signals(server):
-            print(f"{server.info['chapter']} serves {server.info['model']} on {url}   (Ctrl-C ends it)",
-                  flush=True)
+            print(f"{said}   (Ctrl-C ends it)", flush=True)
             server.run()
     finally:
         server.close()                          # clients are told within SILENCE
