@@ -410,7 +410,7 @@ def closed_by_signals(server: Server):
 
 
 def serve(listener, server: Server, allow_evict: bool = False):
-    """Step on this thread, the main one, and answer on others, until a signal or an error; raise that."""
+    """Step on this thread, the main one, and answer on others, until a signal or error, which it raises."""
     def accept():
         try:
             while not server.closing:
