@@ -12,7 +12,7 @@ import torch
 from common import link as links
 from common.requests import RequestError
 from common.timeline import write_trace
-from shell import checkpoint, lesson, server
+from shell import checkpoint, end, lesson
 from shell.frontend import Frontend
 
 
@@ -37,7 +37,7 @@ def parser_for(doc: str) -> argparse.ArgumentParser:
     what.add_argument("--prompt", metavar="TEXT", help="answer TEXT once and end")
     add("--host", default="127.0.0.1", help="address of the server (default: this machine only)")
     add("--port", type=bounded(int, 0, 65535), default=5000, help="of the server (default 5000, 0: any)")
-    add("--allow-evict", action="store_true", help="let other machines use POST /evict and /compare too")
+    add("--allow-evict", action="store_true", help="let other machines use POST /evict too")
     add("--model", default="classroom",
         help="classroom (default), tinyllama, FOLDER, OWNER/NAME on the hub, or random:NAME")
     add("--device", default="auto", help="auto, cpu or cuda")
@@ -73,7 +73,7 @@ def main(doc, chapter: str, add_arguments, make_engine, demo, load=checkpoint.lo
     except (checkpoint.ModelError, RequestError, OSError) as error:
         sys.exit(f"{chapter}: {' '.join(str(error).split())}")         # in one line
     except KeyboardInterrupt as error:
-        server.end((error.args or (signal.SIGINT,))[0])
+        end((error.args or (signal.SIGINT,))[0])
 
 
 def interrupt(number: int, frame):
@@ -90,7 +90,9 @@ def run(chapter: str, arguments, make_engine, demo, load):
             if not there:           # an answer that fails leaves no empty file
                 path.unlink()
     serving = not arguments.demo and arguments.prompt is None
-    listener = server.listen(arguments.host, arguments.port) if serving else None
+    if serving:
+        from shell import server        # here, since only a server needs Flask
+        listener = server.listen(arguments.host, arguments.port)
 
     # 2. The model
     model, tokenizer, end_tokens = load(arguments.model, arguments.dtype, arguments.device)

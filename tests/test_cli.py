@@ -190,7 +190,7 @@ def test_a_port_in_use_is_told_before_the_model_is_looked_for(monkeypatch, capsy
 
 # 3. Serving and Ctrl-C --------------------------------------------------------------------------------------
 
-def test_a_server_listens_on_this_machine_only_and_knows_the_ways_to_compare(monkeypatch, capsys):
+def test_a_server_listens_on_this_machine_only_and_knows_the_engines_fields(monkeypatch, capsys):
     served = []
     monkeypatch.setattr(server, "serve", lambda *arguments: served.append(arguments))
     run_here(monkeypatch, capsys, *TINY, "--port", "0")
@@ -198,9 +198,6 @@ def test_a_server_listens_on_this_machine_only_and_knows_the_ways_to_compare(mon
     made.close()
     listener.server_close()
     assert listener.host == "127.0.0.1" and made.info["chapter"] == "stub" and not allow_evict
-    assert list(made.compare) == ["recompute (01)", "stub"]
-    make_engine, evict = made.compare["stub"]
-    assert isinstance(make_engine(), Engine) and evict
     assert made.frontend.fields == Engine.fields
 
 

@@ -1,7 +1,6 @@
 """The page of all chapters, in headless Chromium, on a stub engine."""
 import os
 import re
-import threading
 from contextlib import closing, contextmanager
 
 import pytest
@@ -125,7 +124,6 @@ def test_an_error_is_told_and_the_message_can_be_mended(browser, client):
 def test_the_page_shows_pools_requests_and_why_each_finished_one_was_restored_or_not(browser, client):
     with page_of(browser, client) as page:
         playwright.expect(page.locator("#title")).to_have_text("stub")
-        assert page.is_hidden("#comparison"), "there is nothing to compare"
         playwright.expect(page.locator(".pool h3").first).to_have_text("Device: 40 blocks of 1 KiB")
         client.ask("/generate", ASK)
         summary = page.locator("#finished summary").first
@@ -178,27 +176,7 @@ def test_a_server_that_is_gone_is_told_until_it_is_back(browser, client):
         playwright.expect(page.locator("#status")).to_have_text("")
 
 
-# 3. Comparing -----------------------------------------------------------------------------------------------
-
-def test_a_comparison_draws_bars_and_says_whether_tokens_are_equal(browser, frontend):
-    began, slow = threading.Event(), Engine(frontend.model)
-    slow.hold()
-    ways = {"recompute (01)": (lambda: began.set() or slow, False),
-            "stub": (lambda: Engine(frontend.model), True)}
-    with serving(frontend, compare=ways) as client, page_of(browser, client) as page:
-        page.click("#compare")
-        playwright.expect(page.locator("#compare-words")).to_contain_text("Write a message first")
-        page.fill("#prompt", "Hello")
-        page.click("#compare")
-        playwright.expect(page.locator("#compare-words")).to_contain_text("Each way answers")
-        assert page.is_disabled("#compare")
-        slow.let()
-        playwright.expect(page.locator("#bars li")).to_have_count(2)
-        assert all("same tokens" in row and "TTFT" in row for row in texts(page, "#bars li"))
-        assert "All ways gave the same tokens" in page.inner_text("#compare-words") and began.is_set()
-
-
-# 4. Everywhere and for everybody ----------------------------------------------------------------------------
+# 3. Everywhere and for everybody ----------------------------------------------------------------------------
 
 @pytest.mark.parametrize("viewport", [PHONE, DESKTOP], ids=str)
 def test_nothing_is_wider_than_the_window_and_8000_blocks_are_shown(browser, frontend, viewport):

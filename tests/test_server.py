@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from common.requests import BadRequest, Unavailable
 from shell import server as servers
-from shell.checkpoint import ModelError
 from tests.support.serving import ASK, CHAT, INFO, TIMEOUT, eventually, run, sentence, serving
 from tests.support.stub import Engine
 
@@ -337,20 +336,17 @@ def test_an_outcome_that_is_an_error_of_the_engine_is_told(frontend):
 
 
 def test_whoever_waits_is_told_while_a_step_goes_on(frontend):
-    slow = Engine(frontend.model)
-    with serving(frontend, compare={"stub": (lambda: slow, False)}) as client, ThreadPoolExecutor() as threads:
+    with serving(frontend) as client, ThreadPoolExecutor() as threads:
         client.engine.hold_after(2)
-        slow.hold()
         stream = threads.submit(client.ask, "/generate", dict(ASK, stream=True))
         eventually(lambda: client.engine.held)
-        asked = ("/generate", ASK), ("/evict", dict(tier="host")), ("/compare", dict(prompt="Hello"))
-        replies = [threads.submit(client.ask, *more) for more in asked]
-        eventually(lambda: client.engine.counters()["requests"] == 2 and slow.asked and client.server.jobs.qsize())
+        replies = [threads.submit(client.ask, *asked) for asked in (("/generate", ASK), ("/evict", dict(tier="host")))]
+        eventually(lambda: client.engine.counters()["requests"] == 2 and client.server.jobs.qsize())
         client.server.close()
         assert "shutting down" in sentence(stream.result(5).events[-1]["error"], "server_error")
-        replies.append(threads.submit(client.ask, "/v1/chat/completions", CHAT))  # who comes too late
+        for late in CHAT, dict(CHAT, stream=True):
+            replies.append(threads.submit(client.ask, "/v1/chat/completions", late))
         assert all("shutting down" in reply.result(5).error(503, "server_error") for reply in replies)
-        slow.let()
 
 
 def test_a_server_can_be_asked_without_http(frontend):
@@ -403,7 +399,7 @@ def test_an_idle_server_takes_no_steps_and_still_runs_what_comes_between_them(cl
 # 4. What the page asks for ----------------------------------------------------------------------------------
 
 def test_state_shows_who_waits_and_runs_what_the_pools_hold_and_what_was_found(frontend):
-    with serving(frontend, Engine(max_running=1, blocks=40), compare={"one": None}) as client:
+    with serving(frontend, Engine(max_running=1, blocks=40)) as client:
         client.ask("/generate", dict(ASK, max_tokens=20))
         client.engine.hold_after(3)
         with closing(client.send("/generate", dict(ASK, max_tokens=60))):
@@ -411,7 +407,7 @@ def test_state_shows_who_waits_and_runs_what_the_pools_hold_and_what_was_found(f
             with closing(client.send("/generate", ASK)):
                 eventually(lambda: len(client.ask("/state").json["requests"]) == 2)
                 state = client.ask("/state").json
-    assert state["info"]["chapter"] == "stub" and state["info"]["compare"] == ["one"]
+    assert state["info"]["chapter"] == "stub" and state["info"]["context"] == frontend.context
     running, waiting = state["requests"]
     prompt = len(frontend.request("Hello").tokens)
     assert (running["id"], running["state"], running["computed"]) == (2, "decode", prompt)
@@ -462,79 +458,10 @@ def test_evicting_drops_what_is_cached(client):
         assert words in client.ask("/evict", body).error(400)
 
 
-@pytest.mark.parametrize("route,body,found", [("/evict", dict(tier="host"), 200), ("/compare", dict(prompt="Hello"), 404)])
 @pytest.mark.parametrize("address,allow,refused", [
     ("127.0.0.1", False, False), ("::1", False, False), ("192.0.2.7", False, True), ("192.0.2.7", True, False)])
-def test_other_machines_evict_and_compare_only_where_it_is_allowed(client, route, body, found, address, allow, refused):
+def test_other_machines_evict_only_where_it_is_allowed(client, address, allow, refused):
     asking = servers.make_app(client.server, allow).test_client()
-    reply = asking.post(route, json=body, environ_base=dict(REMOTE_ADDR=address))
-    assert reply.status_code == (403 if refused else found)
+    reply = asking.post("/evict", json=dict(tier="host"), environ_base=dict(REMOTE_ADDR=address))
+    assert reply.status_code == (403 if refused else 200)
     assert not refused or "--allow-evict" in sentence(reply.json["error"])
-
-
-# 5. Comparing -----------------------------------------------------------------------------------------------
-
-def ways(frontend) -> tuple[dict, list]:
-    made = []
-
-    def make(**options):
-        made.append(Engine(frontend.model, **options))
-        return made[-1]
-    return {"recompute (01)": (lambda: make(blocks=0), False), "stub": (make, True)}, made
-
-
-def test_a_comparison_asks_all_ways_in_turn_and_says_whether_their_tokens_are_equal(frontend):
-    compared, made = ways(frontend)
-    with serving(frontend, compare=compared) as client:
-        rows = client.ask("/compare", dict(prompt="Hello")).json["rows"]
-        assert [row["way"] for row in rows] == list(compared) and all(row["equal"] for row in rows)
-        assert all(row["samples"] == 5 and row["min_ms"] <= row["ttft_ms"] <= row["max_ms"] for row in rows)
-        assert len(made) == 2 and all(engine.closed for engine in made)
-        assert [engine.counts["finished"] for engine in made] == [6, 6]
-        assert client.counters()["requests"] == 0, "they have engines of their own"
-
-
-def test_a_comparison_ends_where_the_context_does(frontend):
-    compared, made = ways(frontend)
-    with serving(frontend, compare=compared) as client:
-        tokens = [5] * (frontend.context - 3)
-        assert all(row["equal"] for row in client.ask("/compare", dict(prompt=tokens)).json["rows"])
-        assert all(len(request.new) == 3 for engine in made for request in engine.asked)
-
-
-def test_a_comparison_sees_other_tokens(frontend):
-    compared, made = ways(frontend)
-    with serving(frontend, compare=compared) as client:
-        compared["wrong"] = (lambda: Liar(frontend.model), False)
-        rows = client.ask("/compare", dict(messages=CHAT["messages"])).json["rows"]
-        assert [row["equal"] for row in rows] == [True, True, False]
-
-
-class Liar(Engine):
-    def admit(self, request):
-        super().admit(request)
-        request.tokens[:request.prompt_tokens] = [5] * request.prompt_tokens
-
-
-def test_there_is_one_comparison_at_a_time(frontend):
-    compared, made = ways(frontend)
-    with serving(frontend, compare=compared) as client, ThreadPoolExecutor() as threads:
-        slow, began = Engine(frontend.model), threading.Event()
-        slow.hold()
-        compared["stub"] = (lambda: began.set() or slow, False)
-        first = threads.submit(client.ask, "/compare", dict(prompt="Hello"))
-        assert began.wait(TIMEOUT)
-        assert "Another comparison" in client.ask("/compare", dict(prompt="Hello")).error(429)
-        slow.let()
-        assert first.result().status == 200 and slow.closed and client.server.comparison.done()
-        assert "Unknown field" in client.ask("/compare", dict(prompt="Hello", seed=1)).error(400)
-
-
-def test_a_comparison_that_finds_no_memory_says_so(frontend):
-    compared, made = ways(frontend)
-    compared["large"] = (Mock(side_effect=ModelError("9 blocks do not fit; choose fewer.")), False)
-    with serving(frontend, compare=compared) as client:
-        assert "9 blocks do not fit" in client.ask("/compare", dict(prompt="Hello")).error(400)
-        assert all(engine.closed for engine in made)
-    with serving(frontend) as client:
-        assert "nothing to compare" in client.ask("/compare", dict(prompt="Hello")).error(404)
