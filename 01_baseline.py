@@ -164,9 +164,7 @@ def demo(model, frontend: Frontend, arguments):
     # 1. The conversation: every turn sends all that was said before
     engine, messages, requests = make_engine(model, arguments), [], []
     for turn in lesson.TURNS:
-        messages.append(dict(role="user", content=turn))
-        requests += engine.generate([frontend.request(messages=messages, max_tokens=arguments.max_tokens)])
-        messages.append(dict(role="assistant", content=requests[-1].outcome.text))
+        requests.append(lesson.say(engine, frontend, messages, turn, arguments.max_tokens))
         print(f"user       {turn}\nassistant  {requests[-1].outcome.text}\n")
 
     # 2. Are these the right tokens? No time is printed before that is known

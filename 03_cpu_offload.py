@@ -5,22 +5,22 @@ cached blocks are dropped, and a conversation that comes back is computed again,
 times larger and idle.
 
 The mechanism. A second pool in pinned host memory. As soon as a device block is full it is copied out in the
-background, so that an eviction waits for no copy. When a request comes whose prefix the device has
-lost, its blocks are copied back in: a copy instead of a forward pass. The copies of all layers are issued at
-once.
+background, so that an eviction waits for no copy. When a request comes whose prefix the device has lost, its
+blocks are copied back in, layer by layer: a copy instead of a forward pass.
 
-If others can compute, they do, and the request joins them when all of its layers are there: nobody is held
-up. If nobody can, the question's rows follow the history through the layers: layer l is computed while layer
-l + 1 travels. So the first token comes after the slower of the two, and not after their sum:
+If other requests can compute, they do, and this one joins them when all of its layers are there. If none can,
+the question's rows follow the history through the layers: layer l is computed while layer l + 1 travels. So
+the first token comes after the slower of the two, and not after their sum:
 
     TTFT = max(link, compute) + one layer of the other       link: bytes / bandwidth, compute: the question
 
 Loading pays where a token's K and V travel faster than they are computed. Both speeds are measured, and a
 prefix is loaded if that takes at most 0.8 of the time to compute it.
 
-`HostCache` is a Cache: read its verbs in common/restoring.py first, then the seven that are written here. The
-one rule about memory: whatever a copy still reads or writes is referenced in its pool (`hold`) until that
-copy is over, whatever becomes of the request; and nothing is registered before it has arrived.
+`HostCache` is a Cache (common/restoring.py): five verbs, and what they are written with. docs/my_cache.py is
+the plainest one, without what makes this one fast: adjacent blocks that are copied in one piece, and a limit
+for copies out. Two rules hold for both: whatever a copy still reads or writes is referenced in its pool
+(`hold`) until that copy is over, whatever becomes of the request; and nothing is found before it has arrived.
 
 Sources: two tiers as in "KV Cache CPU Offloading" (part 12 of a series that rebuilds vLLM), from which the
 words gpu_hit, cpu_hit and miss come; layer-by-layer loading as in CachedAttention (Gao et al., USENIX ATC
@@ -33,6 +33,7 @@ words gpu_hit, cpu_hit and miss come; layer-by-layer loading as in CachedAttenti
 
 import argparse
 import importlib
+import itertools
 import math
 import random
 import shell.cli as cli
@@ -194,70 +195,65 @@ def adjacent(first: list[int], second: list[int]) -> list[tuple[int, int, int]]:
 
 def demo(model, frontend: Frontend, arguments):
     """Conversations that push each other off a small device, and one that comes back from host memory."""
-    # 1. Ask: documents of which the device holds one, then a question about the first
-    rng, size, new = random.Random(0), arguments.block_size, max(2, min(arguments.max_tokens, 16))
+    size, new = arguments.block_size, max(2, min(arguments.max_tokens, 16))
     blocks = arguments.gpu_blocks or -(-(frontend.context * 3 // 4) // size)
     length = min(frontend.context * 5 // 8, blocks * size - 2 * new - 96)
     if length < 64:
         raise BadRequest(f"The demo's documents do not fit into {blocks} blocks of {size}; give it more.")
     options = argparse.Namespace(**{**vars(arguments), "gpu_blocks": blocks, "cpu_blocks": 4 * blocks})
     engine = make_engine(model, options)
-    cache = engine.cache
+    cache, link = engine.cache, engine.cache.load_link
+    rng, talks = random.Random(0), ([], [], [])
     texts = [lesson.document(frontend, rng, length, secret) for secret in (lesson.SECRET, "", "")]
-    talk = [dict(role="user", content=texts[0])]
-    asked = []
-    for messages in (talk, *([dict(role="user", content=text)] for text in texts[1:])):
-        lesson.settle(engine)
-        asked += engine.generate([frontend.request(messages=messages, max_tokens=new)])
-    answer = dict(role="assistant", content=asked[0].outcome.text)
-    lesson.settle(engine)
-    talk += answer, dict(role="user", content=lesson.QUESTION)
-    back = frontend.request(messages=talk, max_tokens=new)
-    engine.generate([back])
+    asked = [lesson.say(engine, frontend, talk, text, new) for talk, text in zip(talks, texts)]
+    back = lesson.say(engine, frontend, talks[0], lesson.QUESTION, new)
+    slow = make_engine(model, options) if link.modelled else None
+    last, taken = measure(engine, slow, back.tokens[: back.prompt_tokens])
+    verified = lesson.verify(paged.baseline.Engine(model), [*asked, back, *last.values()])
 
-    # 2. Time: the same question again, from each tier; then over a link that is slower than computing
-    prompt = back.tokens[: back.prompt_tokens]
-    declining = make_engine(model, options) if cache.load_link.modelled else None
-    cases: dict[str, Request] = {}  # the last request of each
-
-    def ask(case: str, engine, evict: str = "", **options) -> float:
-        cases[case] = lesson.ask(engine, prompt, 2, evict, **options)
-        return cases[case].outcome.ttft_ms
-
-    ways = {
-        "miss": lambda: ask("miss", engine, "device", cache_salt=str(rng.random()), offload_after=False),
-        "cpu_hit": lambda: ask("cpu_hit", engine, "device"),
-        "gpu_hit": lambda: ask("gpu_hit", engine),
-    }
-    if declining:
-        ask("slow link", declining)  # which leaves it in host memory
-        lesson.settle(declining)
-        link = declining.cache.load_link
-        link.bandwidth = links.Bandwidth(link.bandwidth.value / 100)
-        link.measured.forget()
-        ways["slow link"] = lambda: ask("slow link", declining, "device")
-    taken = lesson.in_turn(ways)
-    verified = lesson.verify(paged.baseline.Engine(model), [*asked, back, *cases.values()])
-
-    # 3. Show
-    print(f"{cache.load_link}\n\n{blocks} device blocks, and documents of {len(asked[0].chain)} blocks each:")
+    print(f"{link}\n\n{blocks} device blocks, and documents of {len(asked[0].chain)} blocks each:")
     rows = [describe("document", request) for request in asked] + [describe("the first goes on", back)]
     print(f"  {lesson.QUESTION} - {back.outcome.text}\n\nThis return (digits: layers; p: prefill, d: decode)")
     print(f"{back.timeline.chart()}\n")
-    rows += lesson.table(f"TTFT of this question again, behind {len(prompt)} tokens", taken, "ttft_ms", "ms")
-    said = {case: "; ".join(cases[case].decisions) or "nothing was offered" for case in taken}
-    print(*(f"  {case}: {decisions}" for case, decisions in said.items()), sep="\n")
-    moved = cases["cpu_hit"].found.get("cpu", 0) * cache.host.block_bytes // size
+    title = f"TTFT of this question again, behind {back.prompt_tokens} tokens"
+    rows += lesson.table(title, taken, "ttft_ms", "ms")
+    for case, request in last.items():
+        print(f"  {case}: {'; '.join(request.decisions) or 'nothing was offered'}")
+    moved = last["cpu_hit"].found.get("cpu", 0) * cache.host.block_bytes // size
     rows.append(dict(case="cpu_hit", bytes_in=moved))
     miss, hit, here = (statistics.median(taken[case]) for case in ("miss", "cpu_hit", "gpu_hit"))
     print(
         f"\n{moved / 1e6:.1f} MB came back: TTFT is {miss / hit:.1f} times shorter than by computing, and "
         f"{hit / here:.1f} times longer than from the device."
     )
-    if declining:
-        print(f"Over a link 100 times slower the same is {said['slow link'].split(': ')[-1]}.")
-    link = dict(modelled=cache.load_link.modelled, gbps=cache.load_link.speed() / 1e9)
-    return dict(link=link, verified=verified, rows=rows, counters=engine.counters()), [back.timeline]
+    if slow and last["slow link"].decisions:
+        print(f"Over a link 100 times slower the same is {last['slow link'].decisions[-1].split(': ')[-1]}.")
+    said = dict(modelled=link.modelled, gbps=link.speed() / 1e9)
+    return dict(link=said, verified=verified, rows=rows, counters=engine.counters()), [back.timeline]
+
+
+def measure(engine, slow, prompt: list[int]) -> tuple[dict[str, Request], dict[str, list[float]]]:
+    """Ask the same from each tier, and on `slow` over a link that is slower than computing -> the last
+    request of each case, and its times."""
+    last, salts = {}, itertools.count()
+
+    def ask(case: str, engine, evict: str = "", **options) -> float:
+        last[case] = lesson.ask(engine, prompt, 2, evict, **options)
+        return last[case].outcome.ttft_ms
+
+    ways = {
+        "miss": lambda: ask("miss", engine, "device", cache_salt=str(next(salts)), offload_after=False),
+        "cpu_hit": lambda: ask("cpu_hit", engine, "device"),
+        "gpu_hit": lambda: ask("gpu_hit", engine),
+    }
+    if slow:
+        ask("slow link", slow)  # which leaves it in host memory
+        lesson.settle(slow)
+        link = slow.cache.load_link
+        link.bandwidth = links.Bandwidth(link.bandwidth.value / 100)
+        link.measured.forget()
+        ways["slow link"] = lambda: ask("slow link", slow, "device")
+    return last, lesson.in_turn(ways)
 
 
 def describe(what: str, request: Request) -> dict:

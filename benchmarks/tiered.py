@@ -345,7 +345,7 @@ PARTS = {
 
 def report(found: list[dict]) -> str:
     """`sizes` is drawn: benchmarks/figures.py."""
-    tiers = "{gpu:%}, {cpu:%}, {storage:%}"
+    shares = "{gpu:%}, {cpu:%}, {storage:%}"
     mix, policies, hits = (tables.rows(found, part) for part in ("mix", "policies", "admission"))
     for row in mix:
         row |= {tier: row[tier]["median"] for tier in TIERS}
@@ -361,7 +361,7 @@ def report(found: list[dict]) -> str:
         tables.table("**Conversations behind documents that fit in no single tier:**", {
             "model, at once": "{model}, {at_once}", "TTFT, device alone": "{device_alone_ms:ms}",
             "three tiers": "{ttft_ms:ms}", "all on the device": "{all_on_device_ms:ms}", "lower by": "{lower:%}",
-            "throughput": "{throughput:x}", "bound / measured": "{of_bound:spread}", "found in L1, L2, L3": tiers,
+            "throughput": "{throughput:x}", "bound / measured": "{of_bound:spread}", "found in L1, L2, L3": shares,
         }, mix),
         tables.table(
             "**One history of 1,024 tokens in slow storage alone.** TTFT, and the share of the prompt from storage:", {
@@ -372,7 +372,7 @@ def report(found: list[dict]) -> str:
             "found in": "{way}", **tables.across(hits, {"": "{over_computing:spread}; {where}"}),
         }, hits),
         tables.table("**Write policies** (classroom), 60 questions about 12 documents (Zipf):", {
-            "policy": "{policy}", "found in L1, L2, L3": tiers, "TTFT": "{ttft_ms:ms}", "to L2": "{saved_bytes:MB}",
+            "policy": "{policy}", "found in L1, L2, L3": shares, "TTFT": "{ttft_ms:ms}", "to L2": "{saved_bytes:MB}",
             "to L3": "{storage_bytes:MB}", "dirty evicted": "{dirty_evicted}", "pages written": "{pages_written}",
             "lost by a kill, of pages": "{lost_by_a_kill} of {pages}",
         }, tables.rows(found, "writes")),

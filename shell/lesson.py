@@ -103,6 +103,17 @@ def ask(engine, tokens: list[int], max_tokens: int = 1, evict: str = "", **optio
     return request
 
 
+def say(engine, frontend: Frontend, messages: list[dict], text: str, max_tokens: int, evict="") -> Request:
+    """Say `text` as the user of a conversation, when nothing is under way, and append it and the answer."""
+    settle(engine)
+    if evict:
+        engine.evict(evict)
+    messages.append(dict(role="user", content=text))
+    (request,) = engine.generate([frontend.request(messages=messages, max_tokens=max_tokens)])
+    messages.append(dict(role="assistant", content=request.outcome.text))
+    return request
+
+
 # 4. Timing and tables ---------------------------------------------------------------------------------------
 
 def in_turn(ways: dict, rounds: int = ROUNDS) -> dict[str, list]:
