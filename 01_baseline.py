@@ -26,7 +26,7 @@ import torch
 
 from common.llama import attention
 from common.requests import Line, Request
-from shell import lesson
+from shell import charts, lesson
 from shell.frontend import Frontend
 
 CHUNK = 512  # tokens per forward pass of prefill
@@ -179,7 +179,7 @@ def demo(model, frontend: Frontend, arguments):
         tbt = f"  {result.tbt_ms:5.2f} ms" if result.tbt_ms else ""
         print(f"{number:4}  {prompt:6}  {history:7}  {history / prompt:10.0%}  {result.ttft_ms:5.1f} ms{tbt}")
         history = prompt + result.usage["completion_tokens"]
-    print(f"\nThe last turn (p: prefill, d: decode)\n{requests[-1].timeline.chart()}\n")
+    print(f"\nThe last turn (p: prefill, d: decode)\n{charts.chart(requests[-1].timeline)}\n")
 
     # 4. The longer the history, the longer the wait
     filler = frontend.encode(" ".join(lesson.TURNS), None) * (HISTORIES[-1] // 64)

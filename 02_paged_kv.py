@@ -41,7 +41,7 @@ from common.prefixes import Prefix, Prefixes
 from common.requests import Interrupted, Line, Request
 from common.restoring import LATER, Cache, Estimates, Restorer
 from common.timeline import Clock
-from shell import lesson
+from shell import charts, lesson
 from shell.frontend import Frontend
 
 baseline = importlib.import_module("01_baseline")
@@ -567,7 +567,7 @@ def demo(model, frontend: Frontend, arguments):
     rows += lesson.compare(title, ways, "tokens_per_second", "tokens/s")
     timeline = engine.over[-1].timeline
     print(
-        f"\nOne of the {CONVERSATIONS} (p: prefill, d: decode)\n{timeline.chart()}\n\n"
+        f"\nOne of the {CONVERSATIONS} (p: prefill, d: decode)\n{charts.chart(timeline)}\n\n"
         "One at a time, blocks save memory and not time. And a prefix that the pool has dropped is computed\n"
         "again. Where else could it have been kept? Chapter 03."
     )

@@ -46,7 +46,7 @@ import torch
 from common import link as links
 from common.requests import BadRequest, Request
 from common.restoring import Cache, Match
-from shell import lesson
+from shell import charts, lesson
 from shell.frontend import Frontend
 
 paged = importlib.import_module("02_paged_kv")
@@ -214,7 +214,7 @@ def demo(model, frontend: Frontend, arguments):
     print(f"{link}\n\n{blocks} device blocks, and documents of {len(asked[0].chain)} blocks each:")
     rows = [describe("document", request) for request in asked] + [describe("the first goes on", back)]
     print(f"  {lesson.QUESTION} - {back.outcome.text}\n\nThis return (digits: layers; p: prefill, d: decode)")
-    print(f"{back.timeline.chart()}\n")
+    print(f"{charts.chart(back.timeline)}\n")
     title = f"TTFT of this question again, behind {back.prompt_tokens} tokens"
     rows += lesson.table(title, taken, "ttft_ms", "ms")
     for case, request in last.items():

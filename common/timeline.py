@@ -1,18 +1,9 @@
-"""Who was busy when.
-
-Spans (lane, label, start, end) become a chart in the demos, lanes on the page, and a trace file that opens in
-Perfetto or chrome://tracing. On a GPU a point in time is a CUDA event.
-"""
-import json
+"""What the lanes did when: spans of a request. On a GPU a point in time is a CUDA event."""
 import time
 from contextlib import contextmanager
-from itertools import groupby
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
-
-LANES = ("compute", "load", "save", "storage")
 
 
 class Clock:
@@ -75,46 +66,9 @@ class Timeline:
 
     @property
     def end(self) -> float:
+        """Seconds from its beginning to the end of the last span."""
         return max((span.end for span in self.spans), default=0.0)
-
-    def lanes(self) -> dict[str, list[Span]]:
-        ordered = sorted(self.spans, key=lambda span: (LANES.index(span.lane), span.start))
-        return {lane: list(spans) for lane, spans in groupby(ordered, key=lambda span: span.lane)}
-
-    def bubble(self, lane: str) -> float:
-        """Share of the time in which `lane` was idle."""
-        busy = reached = 0.0
-        for span in self.lanes()[lane]:
-            busy += max(0.0, span.end - max(span.start, reached))               # spans may overlap
-            reached = max(reached, span.end)
-        return 1 - busy / self.end if self.end else 0.0
 
     def as_json(self) -> list[dict]:
         return [dict(lane=span.lane, label=span.label, start_ms=round(span.start * 1e3, 3),
                      end_ms=round(span.end * 1e3, 3)) for span in list(self.spans)]
-
-    def chart(self, width: int = 64) -> str:
-        """The lanes as lines of text: first letters of labels, last digits of layers and chunks."""
-        lines = []
-        for lane, spans in self.lanes().items():
-            row = "." * width
-            for span in spans:
-                first = min(int(span.start / self.end * width), width - 1)
-                last = max(int(span.end / self.end * width), first + 1)
-                letter = span.label[-1 if span.label.startswith(("layer ", "chunk ")) else 0]
-                row = row[:first] + letter * (last - first) + row[last:]
-            lines.append(f"{lane:>8} |{row}| idle {self.bubble(lane):.0%}")
-        lines.append(f"{'':>8} 0{f'{self.end * 1e3:.0f} ms':>{width + 1}}")
-        return "\n".join(lines)
-
-
-def write_trace(timelines: list[Timeline], path: Path):
-    """All timelines in one Chrome-trace file, on the clock that they share."""
-    events = []
-    for number, lane in enumerate(LANES, 1):
-        events.append(dict(ph="M", name="thread_name", pid=1, tid=number, args=dict(name=lane)))
-    for timeline in timelines:
-        for span in timeline.spans:
-            events.append(dict(ph="X", name=span.label, pid=1, tid=LANES.index(span.lane) + 1,
-                               ts=(timeline.began + span.start) * 1e6, dur=(span.end - span.start) * 1e6))
-    path.write_text(json.dumps(dict(traceEvents=events)))

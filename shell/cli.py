@@ -11,8 +11,7 @@ import torch
 
 from common import link as links
 from common.requests import RequestError
-from common.timeline import write_trace
-from shell import checkpoint, end, lesson
+from shell import charts, checkpoint, end, lesson
 from shell.frontend import Frontend
 
 
@@ -91,7 +90,7 @@ def run(chapter: str, arguments, make_engine, demo, load):
                 path.unlink()
     serving = not arguments.demo and arguments.prompt is None
     if serving:
-        from shell import server        # here, since only a server needs Flask
+        from shell import server  # here, since only a server needs Flask
         listener = server.listen(arguments.host, arguments.port)
 
     # 2. The model
@@ -123,7 +122,7 @@ def run(chapter: str, arguments, make_engine, demo, load):
     if arguments.json:
         arguments.json.write_text(json.dumps({**info, **report}, indent=1) + "\n")
     if arguments.trace:
-        write_trace(timelines, arguments.trace)
+        charts.write_trace(timelines, arguments.trace)
 
 
 def blocks_that_fit(asked: int | None, useful: int, block_bytes: int, device, option: str) -> int:

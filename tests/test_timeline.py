@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common import timeline as timelines
-from common.timeline import LANES, Clock, Span, Timeline, write_trace
+from common.timeline import Clock, Span, Timeline
+from shell.charts import LANES, bubble, chart, write_trace
 
 
 def of(*spans) -> Timeline:
@@ -56,16 +57,16 @@ INTERVAL = st.tuples(st.integers(0, 12), st.integers(0, 12)).map(sorted)
 def test_a_bubble_is_what_counting_gives(spans):
     timeline = of(*(("load", "x", *span) for span in spans), ("compute", "x", 0, 13))       # they may overlap
     idle = [not any(start <= cell < end for start, end in spans) for cell in range(13)]
-    assert timeline.bubble("load") == pytest.approx(sum(idle) / 13)
+    assert bubble(timeline, "load") == pytest.approx(sum(idle) / 13)
 
 
 def test_a_chart_has_a_line_for_each_lane_and_a_column_for_each_share_of_the_time():
     timeline = of(("load", "layer 0", 0, 2), ("load", "layer 1", 2, 3), ("load", "chunk 12", 3, 4),
                   ("compute", "prefill 20", 4, 6), ("compute", "decode", 7, 8), ("save", "block 7", 8, 8))
-    assert timeline.chart(8).splitlines() == [
+    assert chart(timeline, 8).splitlines() == [
         " compute |....pp.d| idle 62%", "    load |0012....| idle 50%", "    save |.......b| idle 100%",
         "         0  8000 ms"]
-    assert Timeline().chart(8) == "         0     0 ms"
+    assert chart(Timeline(), 8) == "         0     0 ms"
 
 
 def test_the_trace_of_several_timelines_is_on_one_clock(tmp_path):

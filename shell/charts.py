@@ -1,0 +1,50 @@
+"""Timelines as lines of text, and as a trace file that opens in Perfetto or chrome://tracing."""
+import json
+from itertools import groupby
+from pathlib import Path
+
+from common.timeline import Span, Timeline
+
+LANES = ("compute", "load", "save", "storage")
+
+
+def lanes(timeline: Timeline) -> dict[str, list[Span]]:
+    """Sort the spans by lane and time."""
+    ordered = sorted(timeline.spans, key=lambda span: (LANES.index(span.lane), span.start))
+    return {lane: list(spans) for lane, spans in groupby(ordered, key=lambda span: span.lane)}
+
+
+def bubble(timeline: Timeline, lane: str) -> float:
+    """Return the share of the time in which `lane` was idle."""
+    busy = reached = 0.0
+    for span in lanes(timeline)[lane]:
+        busy += max(0.0, span.end - max(span.start, reached))               # spans may overlap
+        reached = max(reached, span.end)
+    return 1 - busy / timeline.end if timeline.end else 0.0
+
+
+def chart(timeline: Timeline, width: int = 64) -> str:
+    """Draw the lanes as lines of text: first letters of labels, last digits of layers and chunks."""
+    lines = []
+    for lane, spans in lanes(timeline).items():
+        row = "." * width
+        for span in spans:
+            first = min(int(span.start / timeline.end * width), width - 1)
+            last = max(int(span.end / timeline.end * width), first + 1)
+            letter = span.label[-1 if span.label.startswith(("layer ", "chunk ")) else 0]
+            row = row[:first] + letter * (last - first) + row[last:]
+        lines.append(f"{lane:>8} |{row}| idle {bubble(timeline, lane):.0%}")
+    lines.append(f"{'':>8} 0{f'{timeline.end * 1e3:.0f} ms':>{width + 1}}")
+    return "\n".join(lines)
+
+
+def write_trace(timelines: list[Timeline], path: Path):
+    """Write all timelines to one Chrome-trace file, on the clock that they share."""
+    events = []
+    for number, lane in enumerate(LANES, 1):
+        events.append(dict(ph="M", name="thread_name", pid=1, tid=number, args=dict(name=lane)))
+    for timeline in timelines:
+        for span in timeline.spans:
+            events.append(dict(ph="X", name=span.label, pid=1, tid=LANES.index(span.lane) + 1,
+                               ts=(timeline.began + span.start) * 1e6, dur=(span.end - span.start) * 1e6))
+    path.write_text(json.dumps(dict(traceEvents=events)))
