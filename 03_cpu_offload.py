@@ -85,7 +85,8 @@ class HostCache(Cache):
             return Match(end - request.computed, seconds, found)
 
     def restore(self, request, restoration, match):
-        for transfer in self.copy_in(request, restoration.start, match.blocks):
+        transfers = self.copy_in(request, restoration.start, match.blocks)
+        for transfer in transfers:
             yield transfer
             restoration.layers += 1
 
