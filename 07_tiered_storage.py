@@ -56,7 +56,7 @@ from common import link as links
 from common import store
 from common.requests import Request
 from common.restoring import LATER, PAUSE, Match
-from shell import backends, lesson
+from shell import backends, lesson, modelled_link
 from shell.frontend import Frontend
 
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
@@ -781,7 +781,7 @@ def add_arguments(parser):
     add("--prefetch", choices=PREFETCH, default="timeout", help="how long to wait for storage (timeout)")
     add("--prefetch-timeout", type=seconds, default=1.0, metavar="S", help="with 0.25 for 1,024 tokens (1)")
     add("--always-restore", action="store_true", help="the policies alone decide, and not the engine's guard")
-    cli.add_link(parser)
+    modelled_link.add_option(parser)
 
 
 def make_engine(model, arguments) -> paged.Engine:
@@ -795,7 +795,7 @@ def make_engine(model, arguments) -> paged.Engine:
     if arguments.storage:
         storage = store.Storage(backends.open_backend(arguments.storage), name, arguments.storage_bandwidth)
     cache = TieredCache(
-        blocks, cli.link_bandwidth(model, arguments.link), storage, arguments.prefetch,
+        blocks, modelled_link.bandwidth(model, arguments.link), storage, arguments.prefetch,
         arguments.write_policy, arguments.layout, timeout=(arguments.prefetch_timeout, 0.25),
     )  # fmt: skip
     engine = paged.make_engine(model, arguments, cache)

@@ -29,12 +29,8 @@ from contextlib import suppress
 import numpy
 import torch
 
-from common.speed import ROWS, Speed, time_projecting
+from common.speed import Speed
 
-# Seconds to project hidden states of Llama-2-7B on an A100, over seconds to move them: even at 24 GB/s
-# (HCache, EuroSys '25, section 6.1), and the link has 32
-A100 = 32 / 24
-LATELY = 1.0  # seconds for which a measurement says all that another one could
 LATENCY = 10e-6  # seconds, of a modelled transfer
 HANGING = 1.0  # seconds after which a job counts as hung: its lane is given nothing that somebody waits for
 
@@ -334,32 +330,3 @@ class Trace(Bandwidth):
     def __str__(self):
         values = ":".join(f"{value / 1e9:.3g}" for value in self.values)
         return f"modelled link, {values} GB/s, {self.seconds:.3g} s each"
-
-
-class LikeA100(Bandwidth):
-    """As slow for this processor as PCIe 4 is for an A100: restoring a layer from hidden states takes,
-    against their transfer, what it takes for Llama-2-7B there. Like hardware it stays as it is; only a
-    measurement that finds the processor faster raises it."""
-
-    def __init__(self, model):
-        super().__init__(0.0)
-        self.model, self.tokens = model, min(ROWS, model.config.max_position_embeddings)
-        self.due = 0.0  # when measuring again may tell something new
-        self.measure()
-
-    def measure(self, interrupt=lambda: None) -> float:
-        if time.perf_counter() < self.due:
-            return self.value
-        seconds = time_projecting(self.model, self.tokens, interrupt)
-        self.due = time.perf_counter() + LATELY
-        states = self.tokens * self.model.config.hidden_size * self.model.dtype.itemsize  # bytes of a layer
-        self.value = max(self.value, A100 * states / seconds)
-        self.seconds = A100 * states / self.value  # to restore them, at the fastest so far
-        return self.value
-
-    def __str__(self):
-        ms = 1e3 * self.seconds
-        return (
-            f"modelled link, {self.value / 1e9:.3g} GB/s, as for an A100: the hidden states of {self.tokens} "
-            f"tokens take {ms / A100:.3g} ms a layer, and restoring them {ms:.3g} ms"
-        )
