@@ -774,7 +774,7 @@ def add_arguments(parser):
     add("--cpu-blocks", type=number(1 << 26), metavar="N", help="pages in host memory (4 times the device's)")
     add("--layout", choices=LAYOUTS, default="page_first_direct", help="of host memory (page_first_direct)")
     add("--write-policy", choices=WRITE, default="write_through", help="when pages go down (write_through)")
-    words = "the shared tier: file:DIR, redis://HOST:PORT/N, another URL that fsspec knows, or module:Class"
+    words = "the shared tier: file:DIR, redis://HOST:PORT/N, or module:Class"
     add("--storage", metavar="URL", help=words)
     words = "model reading from it that is so slow"
     add("--storage-bandwidth", type=both_ends.bandwidth, metavar="GB/S[:GB/S...@SECONDS]", help=words)
