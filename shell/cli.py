@@ -61,7 +61,7 @@ def main(doc, chapter: str, add_arguments, make_engine, demo, load=checkpoint.lo
     parser = parser_for(doc)
     add_arguments(parser)
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, interrupt)        # whoever is told to end leaves nothing behind
+    signal.signal(signal.SIGTERM, interrupt)        # what is told to end leaves nothing behind
     for name in "stdout", "stderr":                 # None where the shell has closed it
         setattr(sys, name, getattr(sys, name) or open(os.devnull, "w"))
     sys.stdout.reconfigure(errors="replace")        # a terminal without UTF-8 shows ?, and the answer goes on
