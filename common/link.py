@@ -221,7 +221,7 @@ class Link(Lane):
         return self.bandwidth.value if self.modelled else self.measure()
 
     def seconds(self, size: int) -> float:
-        """Estimate when `size` bytes would be there, behind what is queued now."""
+        """Estimate the seconds until `size` bytes would be there, behind what is queued now."""
         return LATENCY + (self.settle() + size) / self.speed()
 
     def measure(self, interrupt=lambda: None) -> float:
