@@ -46,7 +46,7 @@ import torch
 from common import link as links
 from common.requests import BadRequest, Request
 from common.restoring import Cache, Match
-from shell import charts, lesson
+from shell import charts, lesson, modelled_link
 from shell.frontend import Frontend
 
 paged = importlib.import_module("02_paged_kv")
@@ -273,7 +273,7 @@ def add_arguments(parser):
     number, words = cli.bounded(int, 0, 1 << 26), "blocks in host memory (four times the device's)"
     parser.add_argument("--cpu-blocks", type=number, metavar="N", help=words)
     parser.add_argument("--always-restore", action="store_true", help="load even what is computed sooner")
-    cli.add_link(parser)
+    modelled_link.add_option(parser)
 
 
 def host_blocks(model, arguments, block_bytes: int) -> int:
@@ -287,7 +287,7 @@ def make_engine(model, arguments) -> paged.Engine:
     """Chapter 02's engine with this chapter's Cache."""
     block_bytes = arguments.block_size * model.config.kv_numbers_per_token * model.dtype.itemsize
     blocks = host_blocks(model, arguments, block_bytes)
-    bandwidth = cli.link_bandwidth(model, arguments.link)
+    bandwidth = modelled_link.bandwidth(model, arguments.link)
     engine = paged.make_engine(model, arguments, HostCache(blocks, bandwidth))
     megabytes = blocks * block_bytes / 1e6
     print(f"Host: {blocks} KV blocks, {megabytes:.1f} MB, over a {engine.cache.load_link}", file=sys.stderr)

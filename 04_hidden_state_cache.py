@@ -50,7 +50,7 @@ from common.requests import Request
 from common.restoring import FULL_SPEED, Cache, Match
 from common.speed import ROWS, Speed, time_projecting
 from common.store import BlockStore, Move, StoredChunks
-from shell import checkpoint, lesson
+from shell import checkpoint, lesson, modelled_link
 from shell.backends import in_directories
 from shell.frontend import Frontend
 
@@ -386,7 +386,7 @@ def make_engine(model, arguments, kind=HiddenCache) -> paged.Engine:
     block_bytes = size * bytes_per_token(model)
     blocks = offload.host_blocks(model, arguments, block_bytes)
     storage = in_directories(arguments.disk, arguments.disk_limit) if arguments.disk else None
-    bandwidth = cli.link_bandwidth(model, arguments.link)
+    bandwidth = modelled_link.bandwidth(model, arguments.link)
     engine = paged.make_engine(model, arguments, kind(blocks, bandwidth, storage))
     words = f"{blocks} blocks of {size} tokens, {blocks * block_bytes / 1e6:.1f} MB"
     print(f"Host: {words}, over a {engine.cache.load_link}", file=sys.stderr)

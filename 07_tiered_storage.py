@@ -56,7 +56,7 @@ from common import link as links
 from common import store
 from common.requests import Request
 from common.restoring import LATER, PAUSE, Match
-from shell import backends, lesson
+from shell import backends, lesson, modelled_link
 from shell.frontend import Frontend
 
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
@@ -771,14 +771,14 @@ def add_arguments(parser):
     add("--cpu-blocks", type=number(1 << 26), metavar="N", help="pages in host memory (4 times the device's)")
     add("--layout", choices=LAYOUTS, default="page_first_direct", help="of host memory (page_first_direct)")
     add("--write-policy", choices=WRITE, default="write_through", help="when pages go down (write_through)")
-    words = "the shared tier: file:DIR, redis://HOST:PORT/N, another URL that fsspec knows, or module:Class"
+    words = "the shared tier: file:DIR, redis://HOST:PORT/N, or module:Class"
     add("--storage", metavar="URL", help=words)
     words = "model reading from it that is so slow"
     add("--storage-bandwidth", type=both_ends.bandwidth, metavar="GB/S[:GB/S...@SECONDS]", help=words)
     add("--prefetch", choices=PREFETCH, default="timeout", help="how long to wait for storage (timeout)")
     add("--prefetch-timeout", type=seconds, default=1.0, metavar="S", help="with 0.25 for 1,024 tokens (1)")
     add("--always-restore", action="store_true", help="the policies alone decide, and not the engine's guard")
-    cli.add_link(parser)
+    modelled_link.add_option(parser)
 
 
 def make_engine(model, arguments) -> paged.Engine:
@@ -792,7 +792,7 @@ def make_engine(model, arguments) -> paged.Engine:
     if arguments.storage:
         storage = store.Storage(backends.open_backend(arguments.storage), name, arguments.storage_bandwidth)
     cache = TieredCache(
-        blocks, cli.link_bandwidth(model, arguments.link), storage, arguments.prefetch,
+        blocks, modelled_link.bandwidth(model, arguments.link), storage, arguments.prefetch,
         arguments.write_policy, arguments.layout, timeout=(arguments.prefetch_timeout, 0.25),
     )  # fmt: skip
     engine = paged.make_engine(model, arguments, cache)

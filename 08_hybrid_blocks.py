@@ -53,7 +53,7 @@ from common import link as links
 from common.llama import Layer, Llama
 from common.requests import Request
 from common.timeline import Clock, Timeline
-from shell import checkpoint, lesson
+from shell import checkpoint, lesson, modelled_link
 from shell.frontend import Frontend
 
 paged = importlib.import_module("02_paged_kv")
@@ -591,7 +591,7 @@ def make_planner(model: Llama, arguments) -> tuple[Planner, object]:
         buffers = 2 * rows // size * (sizes.kv + sizes.act) // layers
         free = 0.8 * torch.cuda.mem_get_info()[0] - buffers
         device = min(device, free) if arguments.device_memory else free
-    bandwidth = cli.link_bandwidth(model, arguments.link)
+    bandwidth = modelled_link.bandwidth(model, arguments.link)
     speed = links.Link("load", Clock(model.device), bandwidth).speed()
     planner = Planner(arguments.policy, Costs(speed, 0.0, 0.0), sizes, layers, blocks, int(device), size)
     requests = max(1, min(arguments.max_running, blocks, PROBE // size))
@@ -727,7 +727,7 @@ def add_arguments(parser):
     add("--block-size", type=number(1 << 16), metavar="N", default=16, help="tokens per block (16)")
     add("--token-budget", type=number(1 << 20), metavar="N", default=8192, help="tokens per step (8192)")
     add("--max-running", type=number(1 << 12), metavar="N", default=64, help="requests that run at once (64)")
-    cli.add_link(parser)
+    modelled_link.add_option(parser)
 
 
 def load(name: str, dtype: str = "auto", device: str = "auto"):

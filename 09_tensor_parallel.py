@@ -73,7 +73,7 @@ from common.link import TransferError
 from common.llama import Linear
 from common.requests import Request, RequestError
 from common.restoring import LATER, Cache
-from shell import backends, checkpoint, lesson
+from shell import backends, checkpoint, lesson, modelled_link
 from shell.frontend import Frontend
 from shell.ranks import Everywhere, Ranks, end, join
 
@@ -436,7 +436,7 @@ def add_arguments(parser):
     words = "with --keep kv: where pages go too: file:DIR, redis://HOST:PORT/N, or see chapter 07"
     add("--storage", metavar="URL", help=words)
     add("--always-restore", action="store_true", help="restore even what is computed sooner")
-    cli.add_link(parser)
+    modelled_link.add_option(parser)
 
 
 def make_engine(model, arguments, keep: str | None = None) -> paged.Engine:
@@ -454,7 +454,7 @@ def make_engine(model, arguments, keep: str | None = None) -> paged.Engine:
     on_host = cli.blocks_that_fit(arguments.cpu_blocks, 4 * on_device, kept, host, "--cpu-blocks")
     on_device, on_host = ranks.least([on_device, on_host])
     # 2. A link each, as fast as for a model that is not divided
-    bandwidth = cli.link_bandwidth(model, arguments.link)
+    bandwidth = modelled_link.bandwidth(model, arguments.link)
     if whole and arguments.link == "auto" and bandwidth:
         bandwidth = links.Bandwidth(bandwidth.value * config.num_key_value_heads / whole.kv_heads)
     # 3. The Cache

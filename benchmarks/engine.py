@@ -21,7 +21,7 @@ from functools import partial
 from benchmarks import measure, tables
 from benchmarks.measure import draw, ratio, spread, ttft
 from common.requests import Request
-from shell import cli, lesson
+from shell import lesson, modelled_link
 
 baseline, paged, offload = (
     importlib.import_module(name) for name in ("01_baseline", "02_paged_kv", "03_cpu_offload")
@@ -33,7 +33,7 @@ QUESTION, DOCUMENT, CROWD = 32, 1024, 30  # tokens, tokens, requests
 def engine_of(model, tokens: int, restoring: bool = True):
     """With room for `tokens`, and twice as much on the host, from where all that is found comes back."""
     blocks = -(-tokens // 16)
-    cache = offload.HostCache(2 * blocks, cli.link_bandwidth(model)) if restoring else None
+    cache = offload.HostCache(2 * blocks, modelled_link.bandwidth(model)) if restoring else None
     return paged.Engine(paged.Runner(model, blocks), cache, always_restore=restoring)
 
 

@@ -39,7 +39,7 @@ from benchmarks.tiered import tiers
 from common import store
 from common.requests import HungUp, Request
 from common.restoring import Cache
-from shell import backends, cli, lesson
+from shell import backends, lesson, modelled_link
 from shell.reference import reference_model
 from shell.server import Server
 
@@ -58,7 +58,7 @@ class Bench:
     def __init__(self, model, reference=None):
         """`reference`: the same model in `transformers`, for `conversations`."""
         self.model, self.reference, self.rng, self.salts = model, reference, random.Random(0), count()
-        link = cli.link_bandwidth(model)
+        link = modelled_link.bandwidth(model)
         self.bandwidth = link and link.value
 
     def prompt(self, tokens: int) -> list[int]:

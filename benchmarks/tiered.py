@@ -31,7 +31,7 @@ from benchmarks.measure import draw, ratio, spread, ttft
 from common import link as links
 from common import store
 from common.requests import Request
-from shell import backends, cli, lesson
+from shell import backends, lesson, modelled_link
 
 paged, tiers = importlib.import_module("02_paged_kv"), importlib.import_module("07_tiered_storage")
 TALKS, TURNS, DOCUMENT, QUESTION, ANSWER = 12, 3, 1024, 64, 8  # conversations; tokens
@@ -57,7 +57,7 @@ class Bench:
 
     def cache(self, on_host: int, share: float = 1.0, storage: bool = True, name: str = "pages", **options):
         """Host memory for so many tokens, over the default link or a share of it."""
-        bandwidth, files = cli.link_bandwidth(self.model), f"file:{self.folder}/{name}"
+        bandwidth, files = modelled_link.bandwidth(self.model), f"file:{self.folder}/{name}"
         if share != 1 and bandwidth:
             bandwidth = links.Bandwidth(share * bandwidth.value)
         behind = store.Storage(backends.open_backend(files, {}), "files") if storage else None

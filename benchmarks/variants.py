@@ -34,7 +34,7 @@ from common import link as links
 from common.requests import Request
 from common.restoring import Cache
 from common.store import Directory, Storage, StoredChunks
-from shell import cli, lesson
+from shell import cli, lesson, modelled_link
 
 HiddenCache, PlannedCache = hidden_states.HiddenCache, planned.PlannedCache
 
@@ -177,7 +177,7 @@ class DirectToFile(Direct):
 
 def saving(model, arguments, new: int = 100):
     """The prompts are short: what is decoded is kept."""
-    rng, link = random.Random(0), cli.link_bandwidth(model)
+    rng, link = random.Random(0), modelled_link.bandwidth(model)
     kinds = {"two stages": HiddenCache, "direct": Direct, "direct to a file": DirectToFile}
     for running in (1, 4, 16):
         caches = {name: kind(16 * running + 32, link) for name, kind in kinds.items()}

@@ -15,7 +15,6 @@ Without CUDA both memories are ordinary memory, and the link is a model: a threa
 sleeps until bandwidth and latency say that the copy has arrived. Sleeping takes no processor time, so what is
 computed meanwhile really overlaps. Everything printed about such a link says `modelled link`.
 """
-
 import math
 import os
 import queue
@@ -29,22 +28,17 @@ from contextlib import suppress
 import numpy
 import torch
 
-from common.speed import ROWS, Speed, time_projecting
+from common.speed import Speed
 
-# Seconds to project hidden states of Llama-2-7B on an A100, over seconds to move them: even at 24 GB/s
-# (HCache, EuroSys '25, section 6.1), and the link has 32
-A100 = 32 / 24
-LATELY = 1.0  # seconds for which a measurement says all that another one could
-LATENCY = 10e-6  # seconds, of a modelled transfer
-HANGING = 1.0  # seconds after which a job counts as hung: its lane is given nothing that somebody waits for
+LATENCY = 10e-6     # seconds, of a modelled transfer
+HANGING = 1.0       # seconds after which a job hangs: its lane is given nothing that somebody waits for
 
 
 class TransferError(Exception):
     """A copy that failed, or that came too late."""
 
 
-# 1. Transfers ----------------------------------------------------------------------------------
-
+# 1. Transfers -----------------------------------------------------------------------------------------------
 
 class Transfer:
     """Something on its way: a copy over a link, or whatever else ends on another thread by `finish`."""
@@ -55,12 +49,12 @@ class Transfer:
         self.over, self.cancelled, self.value = threading.Event(), False, None
 
     def cancel(self):
-        """Nobody needs it any more: unless it has begun, it fails."""
+        """Let it fail, unless it has begun: nobody needs it any more."""
         self.cancelled = True
 
     @property
     def ready(self) -> bool:
-        """Whether it is over, well or not. Nothing is written any more."""
+        """Whether it is over, well or not: nothing is written any more."""
         return self.over.is_set()
 
     def finish(self, start: float, end: float, error: Exception | None = None):
@@ -79,18 +73,16 @@ class Transfer:
             raise TransferError(f"{self.label} failed ({self.error})")
 
     def queue_wait(self) -> bool:
-        """Order it before what is computed from here on -> True. False: the host must wait for `ready`."""
+        """Order it before what is computed from here on, and return True; or False: wait for `ready`."""
         return False
 
     def span(self) -> tuple[float, float]:
-        """Start and end in seconds of time.perf_counter(). Only once it is ready."""
+        """Return start and end in seconds of time.perf_counter(), once it is ready."""
         return self.start, self.end
 
 
 class CudaTransfer(Transfer):
     """`start` and `end` are events on the lane's stream; an error is one of issuing the copy."""
-
-    clock = None
 
     @property
     def ready(self) -> bool:
@@ -109,28 +101,28 @@ class CudaTransfer(Transfer):
         return self.clock.seconds(self.start), self.clock.seconds(self.end)
 
 
-# 2. Lanes --------------------------------------------------------------------------------------
-
+# 2. Lanes ---------------------------------------------------------------------------------------------------
 
 class Lane:
     """A thread that does one thing after the other. Where a bandwidth is modelled, it then sleeps until the
     model says that what it has copied has arrived. A hung job ends with the process."""
 
-    telling = 1  # bytes: smaller transfers do not say how fast the lane is
+    measured_from = 1           # bytes: smaller transfers do not say how fast the lane is
 
     def __init__(self, name: str, wake=lambda: None, background=False):
         """`wake` is called when something is over. `background`: nobody waits for what this does."""
         self.name, self.wake = name, wake
         self.on_their_way: deque[Transfer] = deque()
-        self.measured = Speed(math.inf)  # bytes/s, of the last transfers
-        self.jobs, self.closed, self.doing = queue.SimpleQueue(), threading.Event(), [None]
-        arguments = self.jobs, self.closed, self.doing, wake, background  # not the lane: it may be forgotten
+        self.measured = Speed(math.inf)     # bytes/s, of the last transfers
+        self.jobs, self.closed = queue.SimpleQueue(), threading.Event()
+        self.began = [math.inf]             # when what it does now did; infinite while it does nothing
+        arguments = self.jobs, self.closed, self.began, wake, background   # not the lane: it may be forgotten
         self.thread = threading.Thread(target=work, args=arguments, daemon=True)
         self.close = weakref.finalize(self, end, self.jobs, self.closed, self.thread)
 
     def submit(self, label: str, size: int, function, *arguments, bandwidth=None) -> Transfer:
-        """Call function(*arguments) on the thread -> a Transfer with its value. With a `bandwidth` it takes
-        as long as so many bytes would."""
+        """Call function(*arguments) on the thread, and return a Transfer that gets its value. With a
+        `bandwidth` it takes as long as `size` bytes would."""
         transfer = Transfer(self.name, label, size)
         self.on_their_way.append(transfer)
         self.jobs.put((transfer, bandwidth, function, arguments))
@@ -141,40 +133,39 @@ class Lane:
 
     @property
     def hangs(self) -> bool:
-        began = self.doing[0]
-        return began is not None and time.perf_counter() - began > HANGING
+        return time.perf_counter() - self.began[0] > HANGING
 
     def settle(self) -> int:
-        """Forget what is over, and note how fast it was -> bytes that are on their way."""
+        """Forget what is over, note how fast it was, and return the bytes that are on their way."""
         while self.on_their_way and self.on_their_way[0].ready:
             transfer = self.on_their_way.popleft()
             start, end = transfer.span()
-            if transfer.error is None and transfer.bytes >= self.telling and end > start:
+            if transfer.error is None and transfer.bytes >= self.measured_from and end > start:
                 self.measured.note(transfer.bytes, end - start)
         return sum(transfer.bytes for transfer in self.on_their_way if not transfer.cancelled)
 
 
-def work(jobs: queue.SimpleQueue, closed: threading.Event, doing: list, wake, background: bool):
-    """The thread of a lane."""
-    if background:  # take the processor only from who is idle, where threads have a priority of their own
+def work(jobs: queue.SimpleQueue, closed: threading.Event, began: list, wake, background: bool):
+    """Do what a lane is given: its thread."""
+    if background:      # take the processor only from who is idle, where threads have a priority of their own
         with suppress(OSError, AttributeError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-    free = 0.0  # when the lane is free, in the model
+    free = 0.0          # when the lane is free, in the model
     while (job := jobs.get()) is not None:
         transfer, bandwidth, function, arguments = job
         start, error = max(transfer.issued, free), TransferError("cancelled")
         if not transfer.cancelled:
-            doing[0] = time.perf_counter()
+            began[0] = time.perf_counter()
             try:
                 transfer.value, error = function(*arguments), None
             except Exception as raised:
                 error = raised
-            doing[0], free = None, time.perf_counter()
-            if bandwidth and error is None:  # no model is faster than this memory
+            began[0], free = math.inf, time.perf_counter()
+            if bandwidth and error is None:     # no model is faster than this memory
                 free = max(free, bandwidth.arrival(start, transfer.bytes))
                 closed.wait(max(0.0, free - time.perf_counter()))
         transfer.finish(start, max(start, free), error)
-        transfer = function = arguments = job = error = None  # and what they hold
+        transfer = function = arguments = job = error = None    # and what they hold
         wake()
 
 
@@ -190,7 +181,7 @@ def end(jobs: queue.SimpleQueue, closed: threading.Event, thread: threading.Thre
 class Link(Lane):
     """One direction of the link. `bandwidth`, in bytes/s or a Bandwidth, is the model's without a GPU."""
 
-    telling = 1 << 16
+    measured_from = 1 << 16
 
     def __init__(self, name: str, clock, bandwidth=None, wake=lambda: None, background=False):
         super().__init__(name, wake, background)
@@ -199,7 +190,7 @@ class Link(Lane):
         self.stream = None if self.modelled else torch.cuda.Stream()
 
     def copy(self, dst, src, label: str) -> Transfer:
-        """Copy tensor `src` to `dst`, or a list of tensors to a list of the same shapes -> the Transfer."""
+        """Copy tensor `src` to `dst`, or a list of tensors to a list of the same shapes."""
         dst = [dst] if isinstance(dst, torch.Tensor) else list(dst)
         src = [src] if isinstance(src, torch.Tensor) else list(src)
         size = sum(piece.nbytes for piece in dst)
@@ -207,7 +198,7 @@ class Link(Lane):
             return self.submit(label, size, move, dst, src, bandwidth=self.bandwidth)
         transfer = CudaTransfer(self.name, label, size)
         transfer.clock = self.clock
-        self.stream.wait_stream(torch.cuda.current_stream())  # behind what is queued to compute now
+        self.stream.wait_stream(torch.cuda.current_stream())   # behind what is queued to compute now
         with torch.cuda.stream(self.stream):
             transfer.start = self.clock.mark()
             try:
@@ -223,18 +214,18 @@ class Link(Lane):
         return transfer
 
     def speed(self) -> float:
-        """Bytes per second: of the last transfers, or else of the model, or of a measurement."""
+        """Return bytes/s: of the last transfers, or else of the model, or of a measurement."""
         self.settle()
         if self.measured.passes:
             return self.measured.value
         return self.bandwidth.value if self.modelled else self.measure()
 
     def seconds(self, size: int) -> float:
-        """Estimate until `size` bytes would be there, behind what is queued now."""
+        """Estimate the seconds until `size` bytes would be there, behind what is queued now."""
         return LATENCY + (self.settle() + size) / self.speed()
 
     def measure(self, interrupt=lambda: None) -> float:
-        """Measure again -> bytes per second. What was noted before counts no more. `interrupt` may raise."""
+        """Forget what was noted, measure again, and return bytes/s. `interrupt` may raise."""
         self.settle()
         self.measured.forget()
         if self.modelled:
@@ -250,7 +241,7 @@ class Link(Lane):
 
 
 def paired(dst: list[torch.Tensor], src: list[torch.Tensor]):
-    """-> pairs of tensors. Raises ValueError if they are not of the same kind."""
+    """Pair tensors of the same shape and dtype. Raises ValueError."""
     if [(piece.shape, piece.dtype) for piece in dst] != [(piece.shape, piece.dtype) for piece in src]:
         raise ValueError("the two sides differ in shape or dtype")
     return zip(dst, src)
@@ -263,14 +254,14 @@ def move(dst: list[torch.Tensor], src: list[torch.Tensor]):
 
 
 def as_integers(tensor: torch.Tensor) -> numpy.ndarray:
-    """The same memory for NumPy, which knows no bfloat16."""
+    """Return the same memory for NumPy, which knows no bfloat16."""
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.view(kinds[tensor.itemsize]).numpy()
 
 
 def contiguous_on_host(dst: torch.Tensor, src: torch.Tensor, host_side: torch.Tensor):
-    """The largest pairs that are contiguous on the host's side. The device gathers strided memory by itself,
-    but on the host that would be done first, and in pageable memory."""
+    """Yield the largest pairs that are contiguous on the host's side. The device gathers strided memory by
+    itself, but on the host that would be done first, and in pageable memory."""
     if host_side.is_contiguous():
         yield dst, src
     else:
@@ -279,27 +270,26 @@ def contiguous_on_host(dst: torch.Tensor, src: torch.Tensor, host_side: torch.Te
 
 
 def host_memory(shape, dtype, device, what: str) -> torch.Tensor:
-    """Memory on the host; pinned where `device` is a GPU, so that it copies beside the computation."""
+    """Allocate on the host; pinned where `device` is a GPU, so that it copies beside the computation."""
     if device.type == "cuda":
         try:
             return torch.empty(shape, dtype=dtype, pin_memory=True)
         except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            print(f"{what} cannot be pinned ({reason}): copies take about twice as long.", file=sys.stderr)
+            why = str(error).splitlines()[0]
+            print(f"{what} cannot be pinned ({why}): copies take 5 to 8 times as long.", file=sys.stderr)
     return torch.empty(shape, dtype=dtype)
 
 
-# 3. How fast the modelled link is --------------------------------------------------------------
-
+# 3. How fast the modelled link is ---------------------------------------------------------------------------
 
 class Bandwidth:
-    """Of a modelled link, in bytes per second: as given."""
+    """The speed of a modelled link, in bytes/s: as given."""
 
     def __init__(self, value: float):
         self.value = float(value)
 
     def arrival(self, start: float, size: int) -> float:
-        """When so many bytes have arrived that were on their way from `start` on."""
+        """Return when so many bytes have arrived that were on their way from `start` on."""
         return start + LATENCY + size / self.value
 
     def measure(self, interrupt=lambda: None) -> float:
@@ -309,30 +299,3 @@ class Bandwidth:
         return f"modelled link, {self.value / 1e9:.3g} GB/s"
 
 
-class LikeA100(Bandwidth):
-    """As slow for this processor as PCIe 4 is for an A100: restoring a layer from hidden states takes,
-    against their transfer, what it takes for Llama-2-7B there. Like hardware it stays as it is; only a
-    measurement that finds the processor faster raises it."""
-
-    def __init__(self, model):
-        super().__init__(0.0)
-        self.model, self.tokens = model, min(ROWS, model.config.max_position_embeddings)
-        self.due = 0.0  # when measuring again may tell something new
-        self.measure()
-
-    def measure(self, interrupt=lambda: None) -> float:
-        if time.perf_counter() < self.due:
-            return self.value
-        seconds = time_projecting(self.model, self.tokens, interrupt)
-        self.due = time.perf_counter() + LATELY
-        states = self.tokens * self.model.config.hidden_size * self.model.dtype.itemsize  # bytes of a layer
-        self.value = max(self.value, A100 * states / seconds)
-        self.seconds = A100 * states / self.value  # to restore them, at the fastest so far
-        return self.value
-
-    def __str__(self):
-        ms = 1e3 * self.seconds
-        return (
-            f"modelled link, {self.value / 1e9:.3g} GB/s, as for an A100: the hidden states of {self.tokens} "
-            f"tokens take {ms / A100:.3g} ms a layer, and restoring them {ms:.3g} ms"
-        )

@@ -5,7 +5,7 @@ many engines may share.
 once. A block is found when all of its rows have arrived.
 
 `StoredChunks` keeps a block (04, 05) or 64 tokens (06) under a key in one or several Storages, a value for
-each part. `Storage` keeps values behind a back end: a directory, Redis, what fsspec knows, or your own. One
+each part. `Storage` keeps values behind a back end: a directory, Redis, or your own. One
 thread asks, one reads and one writes, so storage that hangs holds up nobody else.
 """
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from common import link as links
 from common.requests import RequestError
 from shell import charts, checkpoint, end, lesson
 from shell.frontend import Frontend
@@ -61,7 +60,7 @@ def main(doc, chapter: str, add_arguments, make_engine, demo, load=checkpoint.lo
     parser = parser_for(doc)
     add_arguments(parser)
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, interrupt)        # whoever is told to end leaves nothing behind
+    signal.signal(signal.SIGTERM, interrupt)        # what is told to end leaves nothing behind
     for name in "stdout", "stderr":                 # None where the shell has closed it
         setattr(sys, name, getattr(sys, name) or open(os.devnull, "w"))
     sys.stdout.reconfigure(errors="replace")        # a terminal without UTF-8 shows ?, and the answer goes on
@@ -137,27 +136,3 @@ def blocks_that_fit(asked: int | None, useful: int, block_bytes: int, device, op
             f"{blocks} blocks take {blocks * block_bytes / 1e9:.1f} GB and {free / 1e9:.1f} GB are free; "
             f"choose at most {option} {int(0.9 * free // block_bytes)}.")
     return blocks
-
-
-def add_link(parser):
-    words = "without a GPU, the modelled link's speed; auto (default): what an A100's would be here"
-    parser.add_argument("--link", type=link_speed, default="auto", metavar="GB/S", help=words)
-
-
-def link_speed(string: str) -> float | str:
-    """An argparse type: auto, or GB/s."""
-    if string == "auto":
-        return string
-    with suppress(ValueError):
-        if 1e-9 <= (value := float(string)) <= 1e6:
-            return value
-    raise argparse.ArgumentTypeError(f"{string!r} is not auto, or GB/s from 1e-9 to 1e6")
-
-
-def link_bandwidth(model, asked: float | str = "auto") -> links.Bandwidth | None:
-    """-> of the modelled link; None with CUDA, where the link is real. Raises ModelError."""
-    if model.device.type == "cuda":
-        if asked != "auto":
-            raise checkpoint.ModelError("--link models a link on machines without a GPU, and here is one; leave it out.")
-        return None
-    return links.Bandwidth(asked * 1e9) if asked != "auto" else links.LikeA100(model)

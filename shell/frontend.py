@@ -6,14 +6,15 @@ from tokenizers.decoders import DecodeStream
 
 from common.requests import BadRequest, Request
 
-# 2. Fields --------------------------------------------------------------------------------------------------
+# 1. Fields --------------------------------------------------------------------------------------------------
 
-def number(value, low: float, high: float, kinds=int) -> bool:
-    return isinstance(value, kinds) and not isinstance(value, bool) and low <= value <= high
+def number(low: float, high: float, kinds=int):
+    """Return a test: whether a value is a number from `low` to `high`."""
+    return lambda value: isinstance(value, kinds) and not isinstance(value, bool) and low <= value <= high
 
 
 def text(value, low: int = 0, high: float = float("inf")) -> bool:
-    """A string of `low` to `high` characters, without lone surrogates."""
+    """Test for a string of `low` to `high` characters, without lone surrogates."""
     return (isinstance(value, str) and low <= len(value) <= high
             and value == value.encode("utf-8", "ignore").decode())
 
@@ -23,17 +24,18 @@ def stop_strings(value) -> bool:
     return len(stops) <= 16 and all(text(stop, 1, 256) for stop in stops)
 
 
-def text_part(value) -> bool:
-    return isinstance(value, dict) and value.get("type") == "text" and text(value.get("text"))
+def text_parts(value) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(part, dict) and part.get("type") == "text" and text(part.get("text")) for part in value)
 
 
 # name -> (test, what it must be)
 SAMPLING = {
-    "max_tokens": (lambda v: number(v, 1, 1 << 20), "a whole number from 1 up"),
-    "temperature": (lambda v: number(v, 0, 100, (int, float)), "a number from 0 (greedy) to 100"),
-    "top_p": (lambda v: number(v, 0, 1, (int, float)), "a number from 0 (the likeliest token only) to 1"),
-    "top_k": (lambda v: number(v, 0, 1 << 20), "a whole number, 0 for no limit"),
-    "seed": (lambda v: number(v, 0, (1 << 63) - 1), "a whole number from 0 up"),
+    "max_tokens": (number(1, 1 << 20), "a whole number from 1 up"),
+    "temperature": (number(0, 100, (int, float)), "a number from 0 (greedy) to 100"),
+    "top_p": (number(0, 1, (int, float)), "a number from 0 (the likeliest token only) to 1"),
+    "top_k": (number(0, 1 << 20), "a whole number, 0 for no limit"),
+    "seed": (number(0, (1 << 63) - 1), "a whole number from 0 up"),
     "stop": (stop_strings, "a string of 1 to 256 characters or a list of at most 16 of them"),
 }
 PROMPT = {
@@ -43,7 +45,7 @@ PROMPT = {
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 MESSAGE = {
     "role": (lambda v: isinstance(v, str) and v in ROLES, "system, developer, user or assistant"),
-    "content": (lambda v: text(v) or (isinstance(v, list) and all(map(text_part, v))), "text in UTF-8"),
+    "content": (lambda v: text(v) or text_parts(v), "text in UTF-8"),
     "name": (text, "a string"),
 }
 
@@ -80,19 +82,18 @@ def check_messages(messages) -> list[dict]:
     checked = []
     for message in messages:
         message = check_fields(message, MESSAGE, "Each message")
-        role = message.get("role")
-        content = message.get("content", "" if role == "assistant" else None)
-        if role is None or content is None:
+        role, content = message.get("role"), message.get("content")
+        if role is None or (content is None and role != "assistant"):
             raise BadRequest("Each message needs a role and a content.")
         if isinstance(content, list):
             content = "".join(part["text"] for part in content)
-        checked.append(dict(role=ROLES[role], content=content))
+        checked.append(dict(role=ROLES[role], content=content or ""))
     if not checked or not checked[-1]["content"]:
         raise BadRequest("The prompt, or the last of the messages, must not be empty.")
     return checked
 
 
-# 3. Text ----------------------------------------------------------------------------------------------------
+# 2. Text ----------------------------------------------------------------------------------------------------
 
 class Writer:
     """Turn tokens into text one by one; hold back what may be the beginning of a stop string.
@@ -106,8 +107,7 @@ class Writer:
         if self.tokenizer.decode(self.before).endswith("\ufffd"):   # an open character would be said again
             self.before = []
         self.decoder = DecodeStream(ids=self.before, skip_special_tokens=True)
-        self.text, self.sent = "", 0
-        self.stopped = False
+        self.text, self.sent, self.stopped = "", 0, False
 
     def push(self, token: int) -> str:
         """Return the text that is certain after this token; "" while a character or stop string is open."""
@@ -131,7 +131,7 @@ class Writer:
         return piece
 
 
-# 5. From what is asked to a Request -------------------------------------------------------------------------
+# 3. From what is asked to a Request -------------------------------------------------------------------------
 
 class Frontend:
     """Make requests of what is asked. `fields`: the chapter's own, as in SAMPLING."""
@@ -185,6 +185,6 @@ class Frontend:
             except Exception as error:                          # a template may refuse an order of roles
                 raise BadRequest(f"The model's chat template refuses these messages ({error}).") from None
         top = self.model.config.vocab_size - 1
-        if not tokens or not all(number(token, 0, top) for token in tokens):
+        if not tokens or not all(map(number(0, top), tokens)):
             raise BadRequest(f"Token ids must be from 0 to {top}, one at least.")
         return tokens

@@ -7,21 +7,18 @@
     ranks.tell(message, size)         # what rank 0 says
 
 Each of the last four is collective: all ranks call it, at the same point. A rank that is alone with one,
-because another has ended or hangs, ends within TIMEOUT; and none outlives the process that has started it.
+because another has ended or hangs, ends within TIMEOUT; and none outlives the process that has started it by
+more than BEAT.
 """
-
-import ctypes
 import os
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from contextlib import suppress
+import traceback
 from datetime import timedelta
-from functools import partial
 from weakref import WeakValueDictionary
 
 import torch
@@ -31,15 +28,13 @@ from common import requests
 from common.requests import Line, Request
 from shell.frontend import Writer
 
-BEAT = 1.0  # seconds between two agreements of an idle server
-TIMEOUT = 5.0  # seconds that a rank waits for the others
-LONG = 600.0  # where they do things that take them different times: reading a model, what rank 0 does alone
-ALONE = 3  # exit code of a rank that has lost another
-AFTER = 1.0  # seconds in which the reason of an end becomes known
-PR_SET_PDEATHSIG = 1  # of Linux: a signal when the process ends that has started this one
+BEAT = 1.0          # seconds between two agreements of an idle server, and between two looks for the parent
+TIMEOUT = 5.0       # seconds that a rank waits for the others in a collective
+MEETING = 600.0     # and in `meet`: reading a model, or what rank 0 does alone, takes them different times
+ALONE = 3           # exit code of a rank that has lost another
+AFTER = 1.0         # seconds in which the reason of an end becomes known
 
-
-# 1. Collectives --------------------------------------------------------------------------------
+# 1. Collectives ---------------------------------------------------------------------------------------------
 
 class Ranks:
     """This process among those that hold one model together."""
@@ -47,23 +42,23 @@ class Ranks:
     def __init__(self, rank: int = 0, count: int = 1):
         self.rank, self.count, self.agreements = rank, count, 0
         if count > 1:
-            dist.init_process_group("gloo", rank=rank, world_size=count, timeout=timedelta(seconds=LONG))
+            dist.init_process_group("gloo", rank=rank, world_size=count, timeout=timedelta(seconds=MEETING))
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             self.group = dist.new_group(backend=backend, timeout=timedelta(seconds=TIMEOUT))
 
     def least(self, numbers: list[int]) -> list[int]:
         """Agree on the minimum over ranks of each number."""
         self.agreements += 1
-        tensor = torch.tensor(numbers)  # on the host: nobody waits for a GPU
+        tensor = torch.tensor(numbers)              # on the host: nobody waits for a GPU
         self.together(dist.all_reduce, tensor, dist.ReduceOp.MIN)
         return tensor.tolist()
 
     def all(self, true: bool) -> bool:
-        """Whether it is true on all ranks."""
+        """Agree whether it is true on all ranks."""
         return bool(self.least([int(true)])[0])
 
     def tell(self, message: bytes, size: int) -> bytes:
-        """What rank 0 says: `size` bytes."""
+        """Return rank 0's message of `size` bytes."""
         data = torch.frombuffer(bytearray(message or bytes(size)), dtype=torch.uint8)
         self.together(dist.broadcast, data, 0)
         return bytes(data.tolist())
@@ -79,30 +74,30 @@ class Ranks:
             return columns
         gathered = columns.new_empty(self.count * len(columns), columns.shape[1])
         self.together(dist.all_gather_single, gathered, columns.contiguous())
-        return gathered.unflatten(0, (self.count, -1)).transpose(0, 1).flatten(1)  # [n, T, D/n] -> [T, D]
+        return gathered.unflatten(0, (self.count, -1)).transpose(0, 1).flatten(1)   # [n, T, D/n] -> [T, D]
 
     def meet(self):
-        """Wait for all, and long: each has done something that takes its own time."""
+        """Wait for all, up to MEETING."""
         self.together(dist.barrier, group=dist.group.WORLD)
 
     def together(self, collective, *arguments, group=None):
-        """What fails here fails since another rank has ended or hangs: end too."""
+        """Call a collective; it fails where another rank has ended or hangs, and then end too."""
         if self.count > 1:
             try:
                 collective(*arguments, group=group or self.group)
             except RuntimeError:
-                time.sleep(2 * AFTER)  # where one has ended, `watch` says so
+                time.sleep(2 * AFTER)               # where one has ended, `watch` says so
                 end("A rank does not answer; all ranks have ended.")
 
 
-def end(words: str):
+def end(words: str, code: int = ALONE):
     """End this process, and so all, at once: threads may wait for what will not come."""
     print(words, file=sys.stderr, flush=True)
     sys.stdout.flush()
-    os._exit(ALONE)
+    os._exit(code)
 
 
-# 2. What rank 0 is asked ------------------------------------------------------------------------
+# 2. What rank 0 is asked ------------------------------------------------------------------------------------
 
 class Everywhere:
     """The engine of a rank, as a server sees it: what rank 0 is asked all do, at the same point."""
@@ -113,7 +108,7 @@ class Everywhere:
         self.engine, self.cache, self.tokenizer = engine, engine.cache, tokenizer
         self.ranks, self.closed, self.stepping = self.cache.ranks, False, False
         self.cache.command = self.do
-        self.known = WeakValueDictionary()  # id() on rank 0 -> Request
+        self.known = WeakValueDictionary()          # id() on rank 0 -> Request
 
     def __getattr__(self, name):
         return getattr(self.engine, name)
@@ -122,9 +117,9 @@ class Everywhere:
         self.engine.check(request)
         names = "tokens", "max_tokens", "options", "temperature", "top_p", "top_k"
         fields = {name: getattr(request, name) for name in names}
-        fields.update(seed=request.generator.initial_seed(), end_tokens=list(request.end_tokens))
-        self.known[id(request)] = request
+        fields |= dict(seed=request.generator.initial_seed(), end_tokens=list(request.end_tokens))
         written = request.writer and (request.writer.stop, request.writer.before)
+        self.known[id(request)] = request
         self.tell("submit", request, fields, written)
 
     def cancel(self, request: Request, error: requests.RequestError):
@@ -137,7 +132,7 @@ class Everywhere:
         return self.engine.pools[name].evictions - before
 
     def close(self):
-        if not self.stepping:  # else Ctrl-C has left a step that others are still in: end at once
+        if not self.stepping:       # else Ctrl-C has left a step that others are still in: end at once
             self.tell("close")
             self.follow()
 
@@ -146,7 +141,7 @@ class Everywhere:
         self.engine.wake.set()
 
     def do(self, verb: str, name=None, *more):
-        """What rank 0 has said, on all ranks."""
+        """Do what rank 0 has said, on all ranks."""
         request = self.known.get(name)
         if verb == "submit":
             fields, written = more
@@ -162,7 +157,7 @@ class Everywhere:
         self.closed |= verb == "close"
 
     def step(self):
-        """A step, or, while nobody asks, an agreement now and then: so all know that all are there."""
+        """Step, or, while nobody asks, agree now and then: so all know that all are there."""
         self.stepping = True
         if self.engine.busy:
             self.engine.step()
@@ -181,30 +176,30 @@ class Everywhere:
         self.ranks.meet()
 
 
-# 3. Beginning and ending -----------------------------------------------------------------------
+# 3. Beginning and ending ------------------------------------------------------------------------------------
 
 def join(count: int) -> Ranks:
-    """-> this process's rank: the one that torchrun or rank 0 has started it as, or rank 0 of `count`."""
+    """Return this process's rank: the one that torchrun or rank 0 has started it as, or rank 0 of `count`."""
     if "RANK" not in os.environ:
         start(count)
-    else:
-        with suppress(AttributeError):  # elsewhere than on Linux its next collective ends it
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if rank:
+        parent = int(os.environ.get("RANK_PARENT", os.getppid()))
+        threading.Thread(target=end_with, args=(parent,), daemon=True).start()
     if (gpu := int(os.environ.get("LOCAL_RANK", rank))) < torch.cuda.device_count():
         torch.cuda.set_device(gpu)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     ranks = Ranks(rank, count)
-    if rank:
-        sys.excepthook = partial(end_at_once, sys.excepthook)
+    if rank:        # an exception ends it without waiting for PyTorch's threads, which may abort
+        sys.excepthook = lambda *error: end("".join(traceback.format_exception(*error)).rstrip(), 1)
     return ranks
 
 
-def end_at_once(tell, *error):
-    """An exception ends a rank: `tell` it, and wait for none of PyTorch's threads, which may abort."""
-    tell(*error)
-    sys.stderr.flush()
-    os._exit(1)
+def end_with(parent: int):
+    """On a thread of another rank: end when the process is gone that has started this one."""
+    while os.getppid() == parent:
+        time.sleep(BEAT)
+    os._exit(ALONE)
 
 
 def start(count: int):
@@ -212,11 +207,11 @@ def start(count: int):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     torch.set_num_threads(max(1, torch.get_num_threads() // count))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", WORLD_SIZE=str(count))
-    os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", WORLD_SIZE=str(count),
+                      RANK_PARENT=str(os.getpid()), OMP_NUM_THREADS=str(torch.get_num_threads()))
     command = [sys.executable, *sys.orig_argv[1:]]
     for rank in range(1, count):
-        words = tempfile.TemporaryFile()  # what it has to say
+        words = tempfile.TemporaryFile()            # what it has to say; a pipe would break when rank 0 ends
         output = dict(stdout=subprocess.DEVNULL, stderr=words, start_new_session=True)  # Ctrl-C is rank 0's
         process = subprocess.Popen(command, env={**os.environ, "RANK": str(rank)}, **output)
         threading.Thread(target=watch, args=(rank, process, words), daemon=True).start()
@@ -224,11 +219,9 @@ def start(count: int):
 
 def watch(rank: int, process: subprocess.Popen, words):
     """On a thread of rank 0: when another rank has ended badly, say so, and end."""
-    code = process.wait()
-    if code and code != ALONE:
-        time.sleep(AFTER)  # rank 0 may have the same to say
+    if (code := process.wait()) not in (0, ALONE):
+        time.sleep(AFTER)           # rank 0 may have the same to say
         words.seek(0)
         last = words.read().decode(errors="replace").strip().rpartition("\n")[2]
-        last = last.removeprefix(f"[rank{rank}]: ")  # which PyTorch puts before each line
         how = f"was killed by signal {-code}" if code < 0 else f"has ended ({last})"
         end(f"Rank {rank} {how}; so have all.")

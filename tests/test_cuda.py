@@ -1,7 +1,6 @@
 """The contract on a GPU: streams, pinned memory, and equal tokens while copies run beside the computation."""
 
 import random
-from shell.cli import link_bandwidth
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from common.link import Link, TransferError
 from common.requests import Request
 from common.store import StoredChunks
 from common.timeline import Clock
+from shell import modelled_link
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 
@@ -46,9 +46,9 @@ def host_engine(model, blocks: int = 64, cache: str = "host", **options):
 def test_the_link_is_real_and_its_host_side_is_pinned(model):
     engine = host_engine(model)
     assert not engine.cache.load_link.modelled and engine.cache.host.memory.is_pinned()
-    assert link_bandwidth(model) is None
+    assert modelled_link.bandwidth(model) is None
     with pytest.raises(ValueError, match="leave it out"):
-        link_bandwidth(model, 1.0)
+        modelled_link.bandwidth(model, 1.0)
     assert engine.cache.load_link.measure() > 1e8
     assert str(engine.cache.load_link).startswith("link, ")
 

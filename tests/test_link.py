@@ -16,10 +16,11 @@ from conftest import ROOT
 from support.engines import both_ends, tiny_model
 
 from common import link as links
-from common.link import LATENCY, Bandwidth, Lane, LikeA100, Link, Transfer, TransferError
+from common.link import LATENCY, Bandwidth, Lane, Link, Transfer, TransferError
 from common.timeline import Clock
-from shell import cli
+from shell import modelled_link
 from shell.checkpoint import ModelError
+from shell.modelled_link import LikeA100
 
 FAST = 1e12  # bytes/s: over at once
 HOURS = 1.0
@@ -286,7 +287,7 @@ def test_seconds_count_what_is_queued():
 @pytest.fixture
 def projecting(monkeypatch):
     """projecting(seconds): so long a layer takes from now on, where that is measured."""
-    return lambda seconds: monkeypatch.setattr(links, "time_projecting", lambda *given: seconds)
+    return lambda seconds: monkeypatch.setattr(modelled_link, "time_projecting", lambda *given: seconds)
 
 
 def test_restoring_and_transfer_have_the_ratio_that_llama_2_7b_has_on_an_a100(projecting):
@@ -330,20 +331,20 @@ def test_this_processor_is_measured():
 
 def test_a_speed_that_is_asked_for_is_taken_as_it_is():
     here = SimpleNamespace(device=torch.device("cpu"))
-    assert cli.link_bandwidth(here, 0.5).value == 0.5e9
-    assert isinstance(cli.link_bandwidth(tiny_model(), "auto"), LikeA100)
+    assert modelled_link.bandwidth(here, 0.5).value == 0.5e9
+    assert isinstance(modelled_link.bandwidth(tiny_model(), "auto"), LikeA100)
 
 
 def test_on_a_gpu_the_link_is_real_and_no_speed_can_be_asked_for():
     gpu = SimpleNamespace(device=torch.device("cuda"))
-    assert cli.link_bandwidth(gpu) is None
+    assert modelled_link.bandwidth(gpu) is None
     with pytest.raises(ModelError, match="--link.*leave it out"):
-        cli.link_bandwidth(gpu, 0.5)
+        modelled_link.bandwidth(gpu, 0.5)
 
 
 def test_the_speed_is_auto_unless_told_otherwise():
     parser = argparse.ArgumentParser()
-    cli.add_link(parser)
+    modelled_link.add_option(parser)
     assert vars(parser.parse_args([])) == dict(link="auto")
     assert vars(parser.parse_args(["--link", "2.5"])) == dict(link=2.5)
 
@@ -351,7 +352,7 @@ def test_the_speed_is_auto_unless_told_otherwise():
 @pytest.mark.parametrize("word", ["0", "-1", "nan", "inf", "fast", "", "AUTO", "1e7", "1e-10", "1 GB/s"])
 def test_speeds_that_cannot_be_are_refused(word, capsys):
     parser = argparse.ArgumentParser()
-    cli.add_link(parser)
+    modelled_link.add_option(parser)
     with pytest.raises(SystemExit):
         parser.parse_args([f"--link={word}"])
     assert "--link" in capsys.readouterr().err
