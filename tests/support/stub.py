@@ -54,10 +54,6 @@ class Engine(Line):
     def held(self) -> bool:
         return not self.gate.is_set()
 
-    @property
-    def busy(self) -> bool:
-        return bool(self.arrivals or self.waiting or self.running)
-
     def submit(self, request):
         super().submit(request)
         self.asked.append(request)
@@ -67,12 +63,7 @@ class Engine(Line):
         self.gate.wait()
         self.counts["steps"] += 1
         self.tell("step", self.running, words=f"on {threading.current_thread().name}")
-        while self.arrivals:
-            request, error = self.arrivals.popleft()
-            if error is None:
-                self.waiting.append(request)
-            else:
-                self.finish(request, error)
+        self.take_arrivals()
         while self.waiting and len(self.running) < self.max_running:
             self.admit(self.waiting.popleft())
         if self.running and self.left is not None:
@@ -109,16 +100,12 @@ class Engine(Line):
         request.decisions.append("nothing was offered: the prompt is computed")
         self.running.append(request)
 
-    def finish(self, request, error=None):
-        if request.outcome is None:
-            for line in (self.waiting, self.running):
-                if request in line:
-                    line.remove(request)
-            for block in request.table:
-                pool = self.pools["device"]
-                pool.references[block] = 0
-                pool.prefix_of[block] = pool.cached[block] = "a prefix"
-            self.leave(request, error)
+    def release(self, request):
+        self.running.remove(request)
+        for block in request.table:
+            pool = self.pools["device"]
+            pool.references[block] = 0
+            pool.prefix_of[block] = pool.cached[block] = "a prefix"
 
     def close(self):
         self.closed = True
