@@ -48,6 +48,7 @@ class Restoration:
     awaited: object = None  # the Transfer that the generator yielded last, until that is over
     passed: list = field(default_factory=list)  # the Transfers before
     spent: float = 0.0  # seconds that the engine's thread has worked at it, or waited for it
+    computes = False  # whether the request computes some of these tokens meanwhile: nothing waits for them
 
     def __post_init__(self):
         self.start = self.request.computed
@@ -67,11 +68,6 @@ class Restoration:
     def ready(self) -> bool:
         """Whether a step can compute the next rows without waiting."""
         return self.layers == self.depth
-
-    @property
-    def computes(self) -> bool:
-        """Whether the request computes some of these tokens meanwhile, so that nothing waits for them."""
-        return False
 
     def has(self, layers: int) -> bool:
         """Whether the next rows have all the history that they need in so many layers."""
