@@ -97,8 +97,6 @@ def pick_dtype(dtype: str, device: str, raw_config: dict) -> torch.dtype:
     return DTYPES[dtype]
 
 
-# Finding the files ------------------------------------------------------------------------------------------
-
 def find_folder(name: str, files=("*.json", "*.jinja"), commit: str | None = None) -> Path:
     """A name as the user typed it -> a local folder; `files` of a model on the hub are downloaded."""
     repository = ALIASES.get(name, name)
@@ -169,8 +167,6 @@ def read_end_tokens(tokenizer, configs: list[dict]) -> frozenset[int]:
     tokens = sum((ids if isinstance(ids, list) else [ids] for ids in named), [])
     return frozenset(token for token in tokens if isinstance(token, int))
 
-
-# Filling the model ------------------------------------------------------------------------------------------
 
 def allocate(config: LlamaConfig, dtype: torch.dtype, device: str, name: str, division=None) -> Llama:
     """Room for the weights, after a look at whether there is any."""

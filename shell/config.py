@@ -61,8 +61,7 @@ def read_config(raw: dict) -> LlamaConfig:
 
 
 def flatten_rope(config: dict, context: int) -> dict:
-    """-> `config` with all about rotary embedding at its top, which version 5 of transformers writes into
-    rope_parameters; `rope_type` is one of ROPES."""
+    """-> `config` with all about rotary embedding at its top; `rope_type` is one of ROPES."""
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope, original = config.get(name) or {}, "original_max_position_embeddings"
     require(isinstance(rope, dict) and "full_attention" not in rope, f"{name} must be one object")

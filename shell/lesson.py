@@ -44,18 +44,17 @@ def document(frontend: Frontend, rng, tokens: int, secret: str = "") -> str:
 
 
 def conversation(frontend: Frontend, rng, tokens: int) -> list[dict]:
-    """Messages of at least `tokens` tokens, in which the user tells facts and asks for them; the last is the
-    user's."""
+    """Messages of at least `tokens` tokens: facts are told, and asked for. The last is a question."""
     told, messages = {}, []
     while True:
-        fact = texts.draw_fact(rng, texts.Level())
-        fact = told.setdefault(fact.question, fact)     # no question has two answers
+        drawn = texts.draw_fact(rng, texts.Level())
+        fact = told.setdefault(drawn.question, drawn)   # no question has two answers
         asked = rng.choice(list(told.values()))
-        for said, answer in (fact.statement, "I will remember that."), (asked.question, asked.answer):
-            messages.append(dict(role="user", content=said))
-            if len(frontend.encode(None, messages)) >= tokens:
-                return messages
-            messages.append(dict(role="assistant", content=answer))
+        said = ("user", fact.statement), ("assistant", "I will remember that."), ("user", asked.question)
+        messages += [dict(role=role, content=content) for role, content in said]
+        if len(frontend.encode(None, messages)) >= tokens:
+            return messages
+        messages.append(dict(role="assistant", content=asked.answer))
 
 
 def verify(oracle, requests: list[Request]) -> bool:

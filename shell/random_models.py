@@ -1,24 +1,20 @@
-"""`--model random:NAME`: a known geometry, seeded random weights, a tokenizer of bytes.
-
-For times and bytes, which depend on sizes alone; the answers mean nothing.
-"""
+"""`--model random:NAME`: a known geometry, random weights, a tokenizer of bytes. The answers mean nothing."""
 import torch
 from tqdm import tqdm
 
 from common.llama import Llama, LlamaConfig
 from shell.config import ModelError
 
-SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-         "num_key_value_heads", "vocab_size", "max_position_embeddings")
+# vocabulary, hidden, intermediate, layers, heads, KV heads, numbers of a head, context: as in LlamaConfig
 GEOMETRIES = {
-    "tiny": (64, 128, 4, 4, 4, 512, 512),
-    "small": (1024, 2816, 12, 16, 16, 32000, 2048),
-    "long": (512, 1408, 8, 8, 8, 8192, 8192),
-    "tinyllama": (2048, 5632, 22, 32, 4, 32000, 2048),
-    "tinyllama-mha": (2048, 5632, 22, 32, 32, 32000, 2048),
-    "llama2-7b": (4096, 11008, 32, 32, 32, 32000, 4096),
-    "llama2-13b": (5120, 13824, 40, 40, 40, 32000, 4096),
-    "llama3-8b": (4096, 14336, 32, 32, 8, 128256, 8192),
+    "tiny": (512, 64, 128, 4, 4, 4, 16, 512),
+    "small": (32000, 1024, 2816, 12, 16, 16, 64, 2048),
+    "long": (8192, 512, 1408, 8, 8, 8, 64, 8192),
+    "tinyllama": (32000, 2048, 5632, 22, 32, 4, 64, 2048),
+    "tinyllama-mha": (32000, 2048, 5632, 22, 32, 32, 64, 2048),
+    "llama2-7b": (32000, 4096, 11008, 32, 32, 32, 128, 4096),
+    "llama2-13b": (32000, 5120, 13824, 40, 40, 40, 128, 4096),
+    "llama3-8b": (128256, 4096, 14336, 32, 32, 8, 128, 8192),
 }
 SPECIAL = ["<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"]
 CHAT_TEMPLATE = (
@@ -28,12 +24,11 @@ CHAT_TEMPLATE = (
 
 def random_config(name: str) -> LlamaConfig:
     """Raises ModelError."""
-    geometry = GEOMETRIES.get(name.removeprefix("random:"))
-    if geometry is None:
+    geometry = name.removeprefix("random:")
+    if geometry not in GEOMETRIES:
         known = ", ".join(f"random:{known}" for known in GEOMETRIES)
         raise ModelError(f"No geometry {name!r}: choose one of {known}.")
-    sizes = dict(zip(SIZES, geometry))
-    return LlamaConfig(**sizes, head_dim=sizes["hidden_size"] // sizes["num_attention_heads"])
+    return LlamaConfig(*GEOMETRIES[geometry])
 
 
 def fill_at_random(model: Llama, config: LlamaConfig, fill):

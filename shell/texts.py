@@ -1,7 +1,5 @@
 """Facts, and questions about them: what demos tell a model, and what the classroom model was trained on.
-
-An answer repeats the words of the fact, so that anybody can see whether a model still holds it.
-"""
+An answer repeats the words of the fact, so that anybody can see whether a model still holds it."""
 import random
 from dataclasses import dataclass
 
