@@ -191,7 +191,7 @@ def demo(model, frontend: Frontend, arguments):
         f"{length} tokens": lambda length=length: lesson.ask(engine, filler[:length]).outcome.ttft_ms
         for length in lengths
     }
-    rows += lesson.compare("TTFT against history", ways, "ttft_ms", "ms")
+    rows += lesson.table("TTFT against history", lesson.in_turn(ways), "ttft_ms", "ms")
     print(
         "\nAll of this history had been computed before, in an earlier turn, and was thrown away.\n"
         "What should be kept, and how should it come back? The next chapters are the answers."

@@ -551,7 +551,7 @@ def demo(model, frontend: Frontend, arguments):
         "miss (other salt)": lambda: lesson.ask(engine, prompt, cache_salt=str(rng.random())).outcome.ttft_ms,
         "gpu_hit": lambda: lesson.ask(engine, prompt).outcome.ttft_ms,
     }
-    rows += lesson.compare(f"\nTTFT behind {len(prompt)} tokens", ways, "ttft_ms", "ms")
+    rows += lesson.table(f"\nTTFT behind {len(prompt)} tokens", lesson.in_turn(ways), "ttft_ms", "ms")
     questions = [frontend.encode(None, messages[-1:]) for messages in talks]
 
     def rate(engine, concurrent: int) -> float:
@@ -564,7 +564,7 @@ def demo(model, frontend: Frontend, arguments):
     ways = {"chapter 01, one by one": lambda: rate(baseline.Engine(model), 1)}
     ways.update({f"{number} at once": functools.partial(rate, engine, number) for number in (1, 4, 16)})
     title = f"\n{CONVERSATIONS} questions, {new} tokens an answer"
-    rows += lesson.compare(title, ways, "tokens_per_second", "tokens/s")
+    rows += lesson.table(title, lesson.in_turn(ways), "tokens_per_second", "tokens/s")
     timeline = engine.over[-1].timeline
     print(
         f"\nOne of the {CONVERSATIONS} (p: prefill, d: decode)\n{charts.chart(timeline)}\n\n"

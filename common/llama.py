@@ -14,46 +14,13 @@ engine's, not the model's, because later chapters reorder it:
 Source: Touvron et al., "LLaMA" (2023); RoFormer (Su et al., 2021) for rotary embedding; Llama 3.1's
 frequency scaling as published with its weights.
 """
-import functools
 import math
-import re
-import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-
-
-class UnsupportedConfig(ValueError):
-    """A config.json that asks for mathematics which this model does not do."""
-
-
-# What `transformers` assumes in a family where a config.json is silent.
-_FAMILIES = {"llama": dict(max_position_embeddings=2048),
-             "mistral": dict(max_position_embeddings=1 << 17, num_key_value_heads=8, sliding_window=4096),
-             "qwen2": dict(max_position_embeddings=1 << 15, num_key_value_heads=32, max_window_layers=28)}
-# Fields that change the mathematics or the weights: what this model has, and the values that mean it.
-_NOT_QUANTIZED = "weights that are not quantized", None, {}
-_FIXED = {"hidden_act": ("SwiGLU", "silu", "swish"), "is_causal": ("causal attention", True),
-          "partial_rotary_factor": ("heads that are rotated as a whole", None, 1),
-          "quantization_config": _NOT_QUANTIZED, "quantization": _NOT_QUANTIZED}
-# Dynamic scaling begins behind max_position_embeddings, where the context ends.
-_ROPES = {"default": (), "dynamic": (), "linear": ("factor",), "llama3": (
-    "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
-
-
-def _require(fine: bool, message: str):
-    if not fine:
-        raise UnsupportedConfig("config.json: " + message)
-
-
-def _positive(config: dict, name: str, default=None, kind=int):
-    value = default if config.get(name) is None else config[name]
-    _require(type(value) in (int, kind) and 0 < value < math.inf,
-             f"{name} must be a positive {'whole ' * (kind is int)}number, not {value!r}")
-    return kind(value)
 
 
 @dataclass(frozen=True)
@@ -74,56 +41,6 @@ class LlamaConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     tie_word_embeddings: bool = False
-
-    @classmethod
-    def from_hf(cls, config: dict) -> "LlamaConfig":
-        """Read a Hugging Face config.json as `transformers` does, which ignores what it does not know. Raises
-        UnsupportedConfig with the name of the field that asks for other mathematics or other weights."""
-        family, kind = config.get("model_type"), str(config.get("architectures") or "ForCausalLM")
-        _require(str(family) in _FAMILIES, f"model_type must be {', '.join(_FAMILIES)}, not {family!r}")
-        _require(re.search(r"ForCausalLM\b", kind), f"architectures must be one ForCausalLM, not {kind[:80]}")
-        config = _FAMILIES[family] | config
-        context = _positive(config, "max_position_embeddings")
-        # 1. Rotary embedding: version 5 of transformers puts all about it in rope_parameters
-        name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-        rope, original = config.get(name) or {}, "original_max_position_embeddings"
-        _require(isinstance(rope, dict) and "full_attention" not in rope, f"{name} must be one object")
-        scaling = str(rope.get("rope_type") or rope.get("type") or "default")
-        _require(scaling in _ROPES, f"{name} is {scaling!r}, and not supported; {', '.join(_ROPES)} are")
-        config |= {**rope, original: config.get(original) or rope.get(original) or context}
-        for name, (wanted, *fine) in _FIXED.items():
-            value = config.get(name, fine[0])
-            shown = value.get("quant_method", "set") if isinstance(value, dict) else value
-            _require(value in fine, f"{name} is {shown}, and not supported; choose a model with {wanted}")
-        # 2. Sizes
-        names = "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
-        known = {name: _positive(config, name) for name in names}
-        heads = known["num_attention_heads"]
-        known["num_key_value_heads"] = kv_heads = _positive(config, "num_key_value_heads", heads)
-        known["head_dim"] = head_dim = _positive(config, "head_dim", known["hidden_size"] // heads)
-        known["rms_norm_eps"] = _positive(config, "rms_norm_eps", 1e-6, float)
-        known["rope_theta"] = _positive(config, "rope_theta", 10000.0, float)
-        fields = {field: _positive(config, field, None, float) for field in _ROPES[scaling]}
-        known["rope_scaling"] = {"rope_type": scaling, **fields} if fields else {}
-        bias, mlp = (family == "llama" and bool(config.get(f"{part}_bias")) for part in ("attention", "mlp"))
-        known.update(qkv_bias=bias or family == "qwen2", output_bias=bias, mlp_bias=mlp)
-        known["tie_word_embeddings"] = bool(config.get("tie_word_embeddings"))
-        _require(heads % kv_heads == 0, "num_attention_heads must be a multiple of num_key_value_heads")
-        _require(known["num_hidden_layers"] <= 1024, "num_hidden_layers must be at most 1024")
-        _require(head_dim % 2 == 0, f"head_dim must be even, not {head_dim}")
-        # 3. The context: up to a sliding window, full attention is exact
-        kinds, window = re.findall(r"\w+", str(config.get("layer_types") or "")), config.get("sliding_window")
-        some = kinds or config.get("max_window_layers") in range(known["num_hidden_layers"])
-        if family == "qwen2" and not (some and config.get("use_sliding_window")):
-            window = None
-        can = {"full_attention", "sliding_attention"} if window else {"full_attention"}
-        _require(can.issuperset(kinds), f"layer_types must be {' or '.join(sorted(can))} in this model")
-        some = window is not None and (family == "mistral" or set(kinds) != {"full_attention"})
-        window = _positive(config, "sliding_window") if some else context
-        known["max_position_embeddings"] = min(window, context)
-        if window < context:
-            print(f"Attention slides, so the context is {window} tokens, not {context}.", file=sys.stderr)
-        return cls(**known)
 
     @property
     def kv_numbers_per_token(self) -> int:
@@ -152,7 +69,8 @@ class Linear(nn.Module):
             return out if self.bias is None else out + self.bias
         if self.reordered is not None:
             return torch.ops.mkldnn._linear_pointwise(x, self.reordered, self.bias, "none", [], "")
-        if x.dtype == torch.bfloat16 and rows > 8 and on_cpu and not cpu_multiplies_bfloat16():
+        slow = x.dtype == torch.bfloat16 and rows > 8 and on_cpu
+        if slow and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             # Without the instructions these products run a hundred times slower than those in float32
             bias = None if self.bias is None else self.bias.float()
             return F.linear(x.float(), self.weight.float(), bias).bfloat16()
@@ -160,15 +78,8 @@ class Linear(nn.Module):
 
     def reorder(self):
         """Copy the weight into oneDNN's layout, if the operator is there and takes it."""
-        with suppress(AttributeError, RuntimeError):       # a dtype that this processor has no kernel for
-            if self.weight.device.type == "cpu":
-                weight = self.weight.detach()
-                self.reordered = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-
-
-@functools.cache
-def cpu_multiplies_bfloat16() -> bool:
-    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        with suppress(AttributeError, RuntimeError):       # no kernel for this device, or here for this dtype
+            self.reordered = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), None)
 
 
 class Rotary(nn.Module):
@@ -177,16 +88,12 @@ class Rotary(nn.Module):
 
     def __init__(self, config: LlamaConfig, **where):
         super().__init__()
-        if where["device"] == "meta":       # only its size is asked for; products there take long to import
-            shape = config.max_position_embeddings, 2, config.head_dim
-            self.register_buffer("table", torch.empty(shape, **where), persistent=False)
-            return
-        frequencies = rotary_frequencies(config)                       # [hd/2], float32
-        positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
-        angles = torch.outer(positions, frequencies)                   # [P, hd/2]
-        cos, sin = angles.cos(), angles.sin()                          # [P, hd/2] each
-        table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1)   # [P, 2, hd]
-        self.register_buffer("table", table.to(**where), persistent=False)
+        table = torch.empty(config.max_position_embeddings, 2, config.head_dim, **where)   # [P, 2, hd]
+        self.register_buffer("table", table, persistent=False)
+        if not table.is_meta:                                          # of which only the size is asked for
+            angles = torch.outer(torch.arange(len(table)).float(), rotary_frequencies(config))   # [P, hd/2]
+            table[:, 0] = torch.cat((angles, angles), -1).cos()
+            table[:, 1] = torch.cat((-angles, angles), -1).sin()
 
     def forward(self, positions):                                      # [T] -> cos and sin, [T, 1, hd] each
         return self.table[positions].unsqueeze(2).unbind(1)
@@ -221,8 +128,7 @@ class Layer(nn.Module):
     def __init__(self, config: LlamaConfig, rotary: Rotary, **where):
         super().__init__()
         hidden, head_dim, intermediate = config.hidden_size, config.head_dim, config.intermediate_size
-        self.head_dim = head_dim
-        self.rotary = rotary
+        self.head_dim, self.rotary = head_dim, rotary
         self.attention_norm = nn.RMSNorm(hidden, config.rms_norm_eps, **where)
         self.q_proj = Linear(hidden, config.num_attention_heads * head_dim, config.qkv_bias, **where)
         self.kv_proj = Linear(hidden, 2 * config.num_key_value_heads * head_dim, config.qkv_bias, **where)
@@ -232,13 +138,11 @@ class Layer(nn.Module):
         self.down_proj = Linear(intermediate, hidden, config.mlp_bias, **where)
 
     def project_kv(self, hidden, positions):
-        """The layer's input [T, D] at `positions` [T] -> k, v [T, KVH, hd], for a restoration from hidden
-        states: norm and `keys_values`, as in the forward pass; so what is restored is what was lost."""
+        """The layer's input [T, D] at `positions` [T] -> k, v [T, KVH, hd], for a restoration."""
         return self.keys_values(self.attention_norm(hidden), self.rotary(positions))
 
     def keys_values(self, normed, rotation):
-        """The layer's input after its norm [T, D] -> k, v [T, KVH, hd]: projection, rotary. The forward pass
-        and every restoration call this same function."""
+        """-> k, v [T, KVH, hd] of the layer's input after its norm [T, D], in all passes and restorations."""
         kv = self.kv_proj(normed)                                                # [T, 2*KVH*hd]
         k, v = kv.view(len(normed), 2, -1, self.head_dim).unbind(1)              # [T, KVH, hd] each
         return rotate(k, rotation), v
@@ -273,6 +177,11 @@ def attention(q, k, v, mask):
 
 class Llama(nn.Module):
     """Embedding, layers, final norm, head. Weights are allocated, not set: see shell/checkpoint.py."""
+    # A layer's part: what Hugging Face calls it, or its halves
+    NAMES = {"attention_norm": ["input_layernorm"], "mlp_norm": ["post_attention_layernorm"],
+             "q_proj": ["self_attn.q_proj"], "o_proj": ["self_attn.o_proj"],
+             "kv_proj": ["self_attn.k_proj", "self_attn.v_proj"],
+             "gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"], "down_proj": ["mlp.down_proj"]}
 
     def __init__(self, config: LlamaConfig, dtype=torch.float32, device="cpu"):
         super().__init__()
@@ -303,19 +212,10 @@ class Llama(nn.Module):
         if not self.config.tie_word_embeddings:
             named["lm_head.weight"] = self.head.weight
         for index, layer in enumerate(self.layers):
-            prefix = f"model.layers.{index}."
-            named[prefix + "input_layernorm.weight"] = layer.attention_norm.weight
-            named[prefix + "post_attention_layernorm.weight"] = layer.mlp_norm.weight
-            for names, linear in (
-                    (("self_attn.q_proj",), layer.q_proj), (("self_attn.o_proj",), layer.o_proj),
-                    (("self_attn.k_proj", "self_attn.v_proj"), layer.kv_proj),
-                    (("mlp.gate_proj", "mlp.up_proj"), layer.gate_up_proj),
-                    (("mlp.down_proj",), layer.down_proj)):
-                for kind in ("weight", "bias"):
-                    tensor = getattr(linear, kind)
-                    if tensor is not None:
-                        parts = tensor.chunk(len(names))
-                        named.update({f"{prefix}{name}.{kind}": part for name, part in zip(names, parts)})
+            for own, names in self.NAMES.items():
+                for kind, tensor in getattr(layer, own).named_parameters():
+                    for name, part in zip(names, tensor.chunk(len(names))):
+                        named[f"model.layers.{index}.{name}.{kind}"] = part
         return {name: tensor.detach() for name, tensor in named.items()}
 
     def reorder_weights(self):

@@ -22,7 +22,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from common.llama import Llama, LlamaConfig, UnsupportedConfig
+from common.llama import Llama, LlamaConfig
+from shell import random_models
+from shell.config import ModelError, read_config
 
 CLASSROOM = Path(__file__).resolve().parent.parent / "models" / "classroom"
 ALIASES = {"classroom": str(CLASSROOM), "tinyllama": "TinyLlama/TinyLlama-1.1B-Chat-v1.0"}
@@ -30,10 +32,6 @@ OFFLINE = "The models classroom (shipped) and random:tinyllama need no network."
 INSTEAD = {"adapter_config.json": "an adapter", "*.gguf": "GGUF files", "*.bin": "pickles, which run code"}
 TIED = "model.embed_tokens.weight", "lm_head.weight"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-class ModelError(ValueError):
-    """The model cannot be had; the message is one sentence that says what to do."""
 
 
 def keep_freed_memory():
@@ -52,37 +50,33 @@ def load(name: str, dtype: str = "auto", device: str = "auto", on_host: bool = F
     host memory, on any device (08). `division`: take only a rank's part (09)."""
     device = pick_device(device)
     keep_freed_memory()
-    place = "cpu" if on_host else device
     if name.startswith("random:"):
-        from shell import random_models
-        if name.removeprefix("random:") not in random_models.GEOMETRIES:
-            known = ", ".join(f"random:{known}" for known in random_models.GEOMETRIES)
-            raise ModelError(f"No geometry {name!r}: choose one of {known}.")
-        config, dtype = random_models.random_config(name), pick_dtype(dtype, device, None)
-        model = allocate(config, dtype, place, name, division)
-        random_models.fill_at_random(model, config, division)
-        digest = hashlib.sha256(name.encode())
+        config, configs = random_models.random_config(name), [{}]
         tokenizer = random_models.byte_tokenizer(config.vocab_size)
-        end_tokens = {tokenizer.eos_token_id}
+        digest = hashlib.sha256(name.encode())
     else:
         folder = find_folder(name)
-        raw = read_json(folder / "config.json")
-        if raw.keys() <= {"model_type"}:    # with GGUF files, it may say that much
+        configs = [read_json(folder / file) for file in ("config.json", "generation_config.json")]
+        if configs[0].keys() <= {"model_type"}:     # with GGUF files, it may say that much
             raise lack(name, folder, "config.json")
         try:
-            config = LlamaConfig.from_hf(raw)
-        except UnsupportedConfig as error:
+            config = read_config(configs[0])
+        except ModelError as error:
             raise ModelError(f"{name}: {error}.") from None
         tokenizer = read_tokenizer(folder)
-        end_tokens = read_end_tokens(folder, raw, tokenizer)
-        model = allocate(config, pick_dtype(dtype, device, raw), place, name, division)
         digest = hashlib.sha256(repr(config).encode())
-        fill_from_files(model, weight_files(name, folder), digest, config, division)
+    dtype, place = pick_dtype(dtype, device, configs[0]), "cpu" if on_host else device
+    model = allocate(config, dtype, place, name, division)
+    fill = division.fill if division else lambda place, name, tensor: place.copy_(tensor)
+    if name.startswith("random:"):
+        random_models.fill_at_random(model, config, fill)
+    else:
+        fill_from_files(model, config, fill, weight_files(name, folder), digest)
     model.digest = digest.digest()
     model.eval().requires_grad_(False)
     if not on_host and 2 * weight_bytes(model) < free_host_memory():
         model.reorder_weights()
-    return model, tokenizer, frozenset(end_tokens)
+    return model, tokenizer, read_end_tokens(tokenizer, configs)
 
 
 def pick_device(device: str) -> str:
@@ -93,17 +87,15 @@ def pick_device(device: str) -> str:
     return device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def pick_dtype(dtype: str, device: str, raw_config: dict | None) -> torch.dtype:
+def pick_dtype(dtype: str, device: str, raw_config: dict) -> torch.dtype:
     """auto: float32 on a CPU; on a GPU what the checkpoint was saved in, if that is 16-bit, else bfloat16."""
     if dtype == "auto":
-        saved = (raw_config or {}).get("dtype") or (raw_config or {}).get("torch_dtype")
+        saved = raw_config.get("dtype") or raw_config.get("torch_dtype")
         dtype = "float32" if device == "cpu" else saved if saved in ("bfloat16", "float16") else "bfloat16"
     if dtype not in DTYPES:
         raise ModelError(f"Unknown dtype {dtype!r}: choose auto, {', '.join(DTYPES)}.")
     return DTYPES[dtype]
 
-
-# Finding the files ------------------------------------------------------------------------------------------
 
 def find_folder(name: str, files=("*.json", "*.jinja"), commit: str | None = None) -> Path:
     """A name as the user typed it -> a local folder; `files` of a model on the hub are downloaded."""
@@ -169,15 +161,12 @@ def read_tokenizer(folder: Path):
                          f"{' '.join(str(error).split())[:300]}).") from None
 
 
-def read_end_tokens(folder: Path, config: dict, tokenizer) -> set[int]:
+def read_end_tokens(tokenizer, configs: list[dict]) -> frozenset[int]:
     """What the tokenizer, config.json and generation_config.json name as end of text, a token or several."""
-    named = [tokenizer.eos_token_id, config.get("eos_token_id"),
-             read_json(folder / "generation_config.json").get("eos_token_id")]
+    named = [tokenizer.eos_token_id, *(config.get("eos_token_id") for config in configs)]
     tokens = sum((ids if isinstance(ids, list) else [ids] for ids in named), [])
-    return {token for token in tokens if isinstance(token, int)}
+    return frozenset(token for token in tokens if isinstance(token, int))
 
-
-# Filling the model ------------------------------------------------------------------------------------------
 
 def allocate(config: LlamaConfig, dtype: torch.dtype, device: str, name: str, division=None) -> Llama:
     """Room for the weights, after a look at whether there is any."""
@@ -203,35 +192,33 @@ def weight_bytes(model: Llama) -> int:
 
 def free_host_memory() -> float:
     """Bytes, where the operating system tells (Linux); otherwise infinite."""
-    try:
+    with suppress(OSError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return float("inf")
+    return float("inf")
 
 
-def fill_from_files(model: Llama, files: list[Path], digest, config: LlamaConfig, division=None):
-    """Copy every tensor to its place, and its name and bytes into `digest`; with `division` a rank's part."""
-    # Is all there, and nothing else? One of two tensors that are tied is enough
-    places, found = model.weights(), {name: path for path in files for name in read_tensor(path)}
+def fill_from_files(model: Llama, config: LlamaConfig, fill, files: list[Path], digest):
+    """Copy every tensor to its place, as `fill` does, and its name and bytes into `digest`. Of two that are
+    tied, one is enough. `config`: the whole model's."""
+    found = {name: (path, name) for path in files for name in read_tensor(path)}
     whole = Llama(replace(config, tie_word_embeddings=False), model.dtype, "meta").weights()
-    other = dict(zip(TIED, reversed(TIED))) if config.tie_word_embeddings else {}
-    for name, path in found.items():
+    for name, (path, _) in found.items():
         if name not in whole and not name.endswith("rotary_emb.inv_freq"):      # which Rotary computes
             raise ModelError(f"{path} has a tensor {name}, which this model has no place for.")
-    both = [read_tensor(found[name], name) for name in other if name in found]
-    if len(both) == 2 and not torch.equal(*both):
+    tied = [found[name] for name in TIED if name in found and config.tie_word_embeddings]
+    if len(tied) == 2 and not torch.equal(read_tensor(*tied[0]), read_tensor(*tied[1])):
         raise ModelError(f"{TIED[1]} is not the embedding that config.json ties it to; correct "
                          f"tie_word_embeddings in {files[0].parent}.")
-    fill = division.fill if division else lambda place, name, tensor: place.copy_(tensor)
-    for name, place in tqdm(places.items(), desc="loading", unit="tensor", delay=1, leave=False):
-        source = name if name in found else other.get(name)
-        if source not in found:
+    found |= {name: tied[0] for name in TIED if tied}
+    for name, place in tqdm(model.weights().items(), desc="loading", unit="tensor", delay=1, leave=False):
+        if name not in found:
             raise ModelError(f"{files[0].parent} lacks {name}; it is incomplete: copy or download it again.")
-        tensor, shape = read_tensor(found[source], source), whole[name].shape
+        path, source = found[name]
+        tensor, shape = read_tensor(path, source), whole[name].shape
         if tensor.shape != shape:
-            raise ModelError(f"{found[source]}: {source} is {[*tensor.shape]}, by config.json {[*shape]}.")
-        if not (other and name == TIED[1]):     # of two tied ones, which ranks divide differently, the first
+            raise ModelError(f"{path}: {source} is {[*tensor.shape]}, by config.json {[*shape]}.")
+        if not (tied and name == TIED[1]):      # of two tied ones, which ranks divide differently, the first
             digest.update(f"{name} {tensor.dtype}".encode())
             digest.update(tensor.flatten().view(torch.uint8).numpy())
         fill(place, name, tensor)

@@ -1,27 +1,20 @@
 """What demos and benchmarks share: what is asked, "equal to chapter 01 or end", timing in turn, tables."""
-
 import statistics
 import time
 
 import torch
 
 from common.requests import BadRequest, Request
-from shell import classroom_text
+from shell import texts
 from shell.frontend import Frontend
 
 TURNS = [
     "Read this: The lamp is in the attic. Anna lives in Rome. The password of the safe is tiger. My cat is "
     "called Pip. The meeting is on Friday. Ben works as a baker. The color of the ball is green. My favorite "
-    "food is honey.",
-    "Where is the lamp?",
-    "What is my cat called?",
-    "What is the password of the safe?",
-]
-SECRET, QUESTION = "The password of the safe is tiger.", "What is the password of the safe?"
+    "food is honey.", "Where is the lamp?", "What is my cat called?", "What is the password of the safe?"]
+SECRET, QUESTION = "The password of the safe is tiger.", TURNS[-1]
 ROUNDS = 5  # of everything that is timed, after a warm-up
 
-
-# 1. What is asked -------------------------------------------------------------------------------------------
 
 class DemoFrontend(Frontend):
     """Make requests of conversations to any model, also to one that was never trained on conversations."""
@@ -44,28 +37,28 @@ def document(frontend: Frontend, rng, tokens: int, secret: str = "") -> str:
     """At least `tokens` tokens of facts; of passwords it says only `secret`."""
     text = f"Read this: {secret}".rstrip()
     while len(frontend.tokenizer.encode(text)) < tokens:
-        fact = classroom_text.draw_fact(rng, classroom_text.Level())
+        fact = texts.draw_fact(rng, texts.Level())
         if not secret or fact.kind != "password":
             text += " " + fact.statement
     return text
 
 
 def conversation(frontend: Frontend, rng, tokens: int) -> list[dict]:
-    """Messages of at least `tokens` tokens; the last is the user's."""
-    talk, messages = classroom_text.Conversation(rng, classroom_text.Level()), []
+    """Messages of at least `tokens` tokens: facts are told, and asked for. The last is a question."""
+    told, messages = {}, []
     while True:
-        turn = talk.next_turn()
-        messages.append(dict(role="user", content=turn.user))
+        drawn = texts.draw_fact(rng, texts.Level())
+        fact = told.setdefault(drawn.question, drawn)   # no question has two answers
+        asked = rng.choice(list(told.values()))
+        said = ("user", fact.statement), ("assistant", "I will remember that."), ("user", asked.question)
+        messages += [dict(role=role, content=content) for role, content in said]
         if len(frontend.encode(None, messages)) >= tokens:
             return messages
-        messages.append(dict(role="assistant", content=turn.assistant))
+        messages.append(dict(role="assistant", content=asked.answer))
 
-
-# 2. Equal, or end -------------------------------------------------------------------------------------------
 
 def verify(oracle, requests: list[Request]) -> bool:
-    """Compare what was answered with the answers of `oracle`, an engine of chapter 01; end if float32 tokens
-    differ."""
+    """Compare the answers with those of `oracle`, an engine of chapter 01; end if float32 tokens differ."""
     pairs = []
     for request in requests:
         prompt = request.tokens[: request.prompt_tokens]
@@ -85,8 +78,6 @@ def equal(pairs: list[tuple[list[int], list[int]]], dtype, whose: str) -> bool:
     return same == total
 
 
-# 3. Asking --------------------------------------------------------------------------------------------------
-
 def settle(engine, seconds: float = 60.0):
     """Step until nothing is under way any more."""
     until = time.perf_counter() + seconds
@@ -99,8 +90,7 @@ def ask(engine, tokens: list[int], max_tokens: int = 1, evict: str = "", **optio
     settle(engine)
     if evict:
         engine.evict(evict)
-    (request,) = engine.generate([Request(list(tokens), max_tokens, options=options)])
-    return request
+    return engine.generate([Request(list(tokens), max_tokens, options=options)])[0]
 
 
 def say(engine, frontend: Frontend, messages: list[dict], text: str, max_tokens: int, evict="") -> Request:
@@ -114,31 +104,20 @@ def say(engine, frontend: Frontend, messages: list[dict], text: str, max_tokens:
     return request
 
 
-# 4. Timing and tables ---------------------------------------------------------------------------------------
-
 def in_turn(ways: dict, rounds: int = ROUNDS) -> dict[str, list]:
     """Call each of `ways` in turn, `rounds` times after a warm-up -> what they returned."""
-    taken = {name: [] for name in ways}
-    for _ in range(rounds + 1):
-        for name, way in ways.items():
-            taken[name].append(way())
-    return {name: values[1:] for name, values in taken.items()}
-
-
-def compare(title: str, ways: dict, name: str, unit: str) -> list[dict]:
-    """Time `ways` in turn and print the table -> its rows."""
-    return table(title, in_turn(ways), name, unit)
+    taken = [{name: way() for name, way in ways.items()} for _ in range(rounds + 1)]
+    return {name: [each[name] for each in taken[1:]] for name in ways}
 
 
 def table(title: str, taken: dict[str, list[float]], name: str, unit: str) -> list[dict]:
     """Print a bar, the median and the spread of each case -> rows {table, case, `name`, min, max, ...}."""
-    longest = max(statistics.median(samples) for samples in taken.values())
-    width, rows = max(map(len, taken)), []
+    longest, width, rows = max(map(statistics.median, taken.values())), max(map(len, taken)), []
     print(f"{title} (median of {max(map(len, taken.values()))})")
     for case, samples in taken.items():
         middle, least, most = statistics.median(samples), min(samples), max(samples)
-        row = {"table": title, "case": case, name: middle}
-        rows.append({**row, "min": least, "max": most, "samples": len(samples)})
         bar = "#" * max(1, round(36 * middle / longest))
         print(f"  {case:{width}} |{bar:36}| {middle:9.1f} {unit}   {least:.1f} to {most:.1f}")
+        row = {"table": title, "case": case, name: middle, "min": least, "max": most}
+        rows.append(row | {"samples": len(samples)})
     return rows

@@ -8,10 +8,12 @@ import torch
 from conftest import ROOT, load
 from support.engines import baseline
 
-from common.llama import Llama, LlamaConfig
+from common.llama import Llama
 from shell import checkpoint
-from shell.classroom_text import Conversation, Level
+from shell.config import read_config
+from shell.texts import Level
 from tools import train_classroom
+from tools.classroom_text import Conversation
 from tools.train_classroom import HARD, Rows, evaluate, train_tokenizer
 
 FOLDER = ROOT / "models" / "classroom"
@@ -76,7 +78,7 @@ def test_the_loss_counts_the_words_of_the_assistant_and_the_end_of_its_answer(ro
 
 
 def untrained():
-    model = Llama(LlamaConfig.from_hf(train_classroom.CONFIG))
+    model = Llama(read_config(train_classroom.CONFIG))
     train_classroom.initialize(model)
     return model
 

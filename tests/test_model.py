@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from conftest import TINY, load, write_model
 from support.engines import baseline
 
-from common.llama import Linear, LlamaConfig, UnsupportedConfig, rotary_frequencies
+from common.llama import Linear, rotary_frequencies
 from common.requests import Request
 from shell import checkpoint
+from shell.config import ModelError, read_config
 from shell.reference import reference_model
 
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
@@ -287,7 +288,7 @@ def test_rotary_frequencies_equal_those_of_transformers(rope):
     expected = LlamaRotaryEmbedding(transformers.LlamaConfig.from_dict(json.loads(raw)))
     assert expected.attention_scaling == 1.0
     torch.testing.assert_close(
-        rotary_frequencies(LlamaConfig.from_hf(json.loads(raw))), expected.inv_freq, rtol=1e-6, atol=0
+        rotary_frequencies(read_config(json.loads(raw))), expected.inv_freq, rtol=1e-6, atol=0
     )
 
 
@@ -385,8 +386,8 @@ REFUSED = [
 
 @pytest.mark.parametrize("name, fields", REFUSED, ids=[f"{n} {name}" for n, (name, _) in enumerate(REFUSED)])
 def test_what_the_model_does_not_do_is_refused_by_name(name, fields):
-    with pytest.raises(UnsupportedConfig, match=name) as refusal:
-        LlamaConfig.from_hf(raw_config(num_key_value_heads=4) | fields)
+    with pytest.raises(ModelError, match=name) as refusal:
+        read_config(raw_config(num_key_value_heads=4) | fields)
     assert "\n" not in str(refusal.value)
 
 

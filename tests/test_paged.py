@@ -13,7 +13,6 @@ from conftest import load
 from support.engines import CONTEXT, Oracle, ask, baseline, check_pools, draw, evict, make, paged, tiny_model
 
 from common import prefixes as prefixes_module
-from common.llama import cpu_multiplies_bfloat16
 from common.requests import BadRequest, HungUp, Request, Unavailable
 from common.restoring import Cache
 
@@ -522,7 +521,7 @@ def test_counters_add_up():
     assert counts["device_evictions"] >= 1 and engine.evict("device") == counts["device_cached"]
 
 
-@pytest.mark.skipif(not cpu_multiplies_bfloat16(), reason="this processor has no bfloat16 products")
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this processor has no bfloat16 products")
 def test_in_16_bits_what_is_found_again_gives_nearly_the_logits_of_32(tiny_folder):
     exact, rounded = load(tiny_folder).model, load(tiny_folder, "bfloat16").model
     engine, prompt = make(model=rounded), draw(random.Random(15), 60)

@@ -21,10 +21,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from common.llama import Llama, LlamaConfig, rotary_frequencies  # noqa: E402
+from common.llama import Llama, rotary_frequencies  # noqa: E402
 from shell import checkpoint  # noqa: E402
-from shell.classroom_text import Conversation, Level, general_question  # noqa: E402
+from shell.config import read_config  # noqa: E402
 from shell.random_models import CHAT_TEMPLATE, SPECIAL  # noqa: E402
+from shell.texts import Level  # noqa: E402
+from tools.classroom_text import Conversation, general_question  # noqa: E402
 
 FOLDER = Path(__file__).resolve().parent.parent / "models" / "classroom"
 CONTEXT = 2048
@@ -265,7 +267,7 @@ def learning_rate(tokens: int, total: int) -> float:
 
 
 def train(rows: Rows, device: str) -> Llama:
-    model = Llama(LlamaConfig.from_hf(CONFIG), torch.float32, device)
+    model = Llama(read_config(CONFIG), torch.float32, device)
     initialize(model)
     optimizers, total, step = optimizers_of(model), int(STAGES[-1][0] * 1e6), 0
     with tqdm(total=total, unit="token", unit_scale=True, smoothing=0.02) as bar:

@@ -1,32 +1,13 @@
 """The text that the classroom model learns from: conversations, generated from a seed, written for this project.
 
-A conversation is a list of turns. In it the user tells facts, one at a time or as a document, and asks
-for them later, mixed with questions about the world and small talk. An answer repeats the words of the
-fact ("Where is the lamp?" - "The lamp is in the attic."), so that anybody can see whether the model still
-holds what it was told. No key gets two values, except where a fact is corrected.
+A conversation is a list of turns. In it the user tells facts, one at a time or as a document, and asks for them
+later, mixed with questions about the world and small talk. No key gets two values, except where a fact is
+corrected.
 """
 import random
 from dataclasses import dataclass
 
-OBJECTS = """lamp key book piano clock hat coat ring map letter camera guitar drum ball kite box bag cup plate
-    spoon knife pen candle mirror carpet chair table basket bottle phone radio ladder hammer rope umbrella
-    scarf blanket pillow violin suitcase""".split()
-PLACES = """attic garden kitchen cellar garage office library hall bedroom bathroom barn shed tower closet
-    pantry studio balcony porch basement workshop museum stable chapel tent""".split()
-COLORS = "red blue green yellow black white brown pink purple orange grey gold".split()
-NAMES = """Anna Ben Clara David Emma Felix Grace Henry Ida Jack Kate Leo Mia Noah Olga Paul Rosa Sam Tina
-    Victor Wendy Oscar Lucy Max Nora Peter Ruth Simon Vera Walter Alice Bruno""".split()
-CITIES = """Paris Rome London Berlin Madrid Vienna Oslo Tokyo Cairo Lima Boston Dublin Prague Athens Lisbon
-    Delhi Sydney Moscow Geneva Warsaw""".split()
-JOBS = "baker doctor teacher pilot farmer painter nurse lawyer singer writer tailor sailor dentist plumber".split()
-FOODS = "apples bread cheese soup rice fish honey pasta pears cake olives nuts".split()
-WORDS = "tiger eagle wolf fox bear lion otter raven whale horse snake falcon panda zebra camel river".split()
-LOCKS = "safe gate door vault laptop locker website printer alarm server".split()
-PETS = "cat dog parrot hamster goldfish pony turtle rabbit".split()
-PET_NAMES = "Pip Rex Coco Luna Milo Bella Rocky Daisy Simba Lucky Shadow Pepper Ginger Biscuit Ziggy Toby".split()
-EVENTS = "meeting concert exam party lesson match wedding lecture picnic interview".split()
-DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
-FAVORITES = {"color": COLORS, "city": CITIES, "food": FOODS, "day": DAYS, "place": PLACES}
+from shell.texts import PLACES, Fact, Level, draw_fact
 
 CAPITALS = dict(zip("France Italy England Germany Spain Austria Norway Japan Egypt Peru Ireland Greece Portugal "
                     "India Russia Poland".split(),
@@ -75,76 +56,10 @@ ACKNOWLEDGEMENT, READ = "I will remember that.", "I have read it."
 
 
 @dataclass(frozen=True)
-class Fact:
-    kind: str
-    statement: str                 # what the user says
-    question: str
-
-    @property
-    def answer(self) -> str:
-        """The statement again, seen from the other side."""
-        return self.statement.replace("My ", "Your ")
-
-
-@dataclass(frozen=True)
 class Turn:
     user: str
     assistant: str
     kind: str = ""                 # of the question; "" where nothing was asked
-
-
-@dataclass(frozen=True)
-class Level:
-    """How hard a conversation is. `document`: most facts in one document. The rest are shares."""
-    document: int = 8
-    two_word: float = 0.0          # keys of two words: "the red box"
-    digits: float = 0.0            # values of digits: "The code of the gate is 4 8 2 1."
-    invented: float = 0.0          # names that no list holds
-    corrections: float = 0.0
-
-
-def draw_name(rng: random.Random, level: Level, names: list[str]) -> str:
-    """One of these, or an invented one."""
-    if rng.random() >= level.invented:
-        return rng.choice(names)
-    syllables = [rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(rng.randint(2, 3))]
-    return ("".join(syllables) + rng.choice(["", "n", "r", "s", "x"])).capitalize()
-
-
-def draw_fact(rng: random.Random, level: Level) -> Fact:
-    """One fact of any kind. The caller sees to it that its question was not asked for another value before."""
-    thing = rng.choice(OBJECTS)
-    if rng.random() < level.two_word:
-        thing = f"{rng.choice(COLORS)} {thing}"
-    pick = rng.random()
-    if pick < 0.28:
-        return Fact("place", f"The {thing} is in the {rng.choice(PLACES)}.", f"Where is the {thing}?")
-    if pick < 0.36:
-        thing = thing.split()[-1]
-        return Fact("color", f"The color of the {thing} is {rng.choice(COLORS)}.", f"What is the color of the {thing}?")
-    if pick < 0.62:
-        name = draw_name(rng, level, NAMES)
-        return rng.choice((
-            Fact("city", f"{name} lives in {rng.choice(CITIES)}.", f"Where does {name} live?"),
-            Fact("job", f"{name} works as a {rng.choice(JOBS)}.", f"What is the job of {name}?"),
-            Fact("taste", f"{name} likes {rng.choice(FOODS)}.", f"What does {name} like?")))
-    if pick < 0.74:
-        lock = rng.choice(LOCKS)
-        if rng.random() < level.digits:
-            code = f"{rng.randint(0, 9999):04d}"
-            return Fact("digits", f"The code of the {lock} is {code}.", f"What is the code of the {lock}?")
-        word = rng.choice(WORDS)
-        return Fact("password", f"The password of the {lock} is {word}.", f"What is the password of the {lock}?")
-    if pick < 0.83:
-        event = rng.choice(EVENTS)
-        return Fact("day", f"The {event} is on {rng.choice(DAYS)}.", f"When is the {event}?")
-    if pick < 0.92:
-        pet = rng.choice(PETS)
-        return Fact("pet", f"My {pet} is called {draw_name(rng, level, PET_NAMES)}.", f"What is my {pet} called?")
-    if pick < 0.94:
-        return Fact("name", f"My name is {draw_name(rng, level, NAMES)}.", "What is my name?")
-    what = rng.choice(list(FAVORITES))
-    return Fact("favorite", f"My favorite {what} is {rng.choice(FAVORITES[what])}.", f"What is my favorite {what}?")
 
 
 def general_question(rng: random.Random) -> Turn:

@@ -1,0 +1,94 @@
+"""Facts, and questions about them: what demos tell a model, and what the classroom model was trained on.
+An answer repeats the words of the fact, so that anybody can see whether a model still holds it."""
+import random
+from dataclasses import dataclass
+
+OBJECTS = """lamp key book piano clock hat coat ring map letter camera guitar drum ball kite box bag cup plate
+    spoon knife pen candle mirror carpet chair table basket bottle phone radio ladder hammer rope umbrella
+    scarf blanket pillow violin suitcase""".split()
+PLACES = """attic garden kitchen cellar garage office library hall bedroom bathroom barn shed tower closet
+    pantry studio balcony porch basement workshop museum stable chapel tent""".split()
+COLORS = "red blue green yellow black white brown pink purple orange grey gold".split()
+NAMES = """Anna Ben Clara David Emma Felix Grace Henry Ida Jack Kate Leo Mia Noah Olga Paul Rosa Sam Tina
+    Victor Wendy Oscar Lucy Max Nora Peter Ruth Simon Vera Walter Alice Bruno""".split()
+CITIES = """Paris Rome London Berlin Madrid Vienna Oslo Tokyo Cairo Lima Boston Dublin Prague Athens Lisbon
+    Delhi Sydney Moscow Geneva Warsaw""".split()
+JOBS = """baker doctor teacher pilot farmer painter nurse lawyer singer writer tailor sailor dentist
+    plumber""".split()
+FOODS = "apples bread cheese soup rice fish honey pasta pears cake olives nuts".split()
+WORDS = "tiger eagle wolf fox bear lion otter raven whale horse snake falcon panda zebra camel river".split()
+LOCKS = "safe gate door vault laptop locker website printer alarm server".split()
+PETS = "cat dog parrot hamster goldfish pony turtle rabbit".split()
+PET_NAMES = """Pip Rex Coco Luna Milo Bella Rocky Daisy Simba Lucky Shadow Pepper Ginger Biscuit Ziggy
+    Toby""".split()
+EVENTS = "meeting concert exam party lesson match wedding lecture picnic interview".split()
+DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
+FAVORITES = {"color": COLORS, "city": CITIES, "food": FOODS, "day": DAYS, "place": PLACES}
+
+
+@dataclass(frozen=True)
+class Fact:
+    kind: str
+    statement: str                 # what the user says
+    question: str
+
+    @property
+    def answer(self) -> str:
+        """The statement again, seen from the other side."""
+        return self.statement.replace("My ", "Your ")
+
+
+@dataclass(frozen=True)
+class Level:
+    """How hard a conversation is. `document`: most facts in one document. The rest are shares."""
+    document: int = 8
+    two_word: float = 0.0          # keys of two words: "the red box"
+    digits: float = 0.0            # values of digits: "The code of the gate is 4 8 2 1."
+    invented: float = 0.0          # names that no list holds
+    corrections: float = 0.0
+
+
+def draw_name(rng: random.Random, level: Level, names: list[str]) -> str:
+    """-> one of these, or an invented one."""
+    if rng.random() >= level.invented:
+        return rng.choice(names)
+    syllables = [rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(rng.randint(2, 3))]
+    return ("".join(syllables) + rng.choice(["", "n", "r", "s", "x"])).capitalize()
+
+
+def value_of(what: str, thing: str, value: str, kind: str) -> Fact:
+    return Fact(kind, f"The {what} of the {thing} is {value}.", f"What is the {what} of the {thing}?")
+
+
+def draw_fact(rng: random.Random, level: Level) -> Fact:
+    """Draw a fact of any kind. Another one with its question may have been drawn before."""
+    thing = rng.choice(OBJECTS)
+    if rng.random() < level.two_word:
+        thing = f"{rng.choice(COLORS)} {thing}"
+    pick = rng.random()
+    if pick < 0.28:
+        return Fact("place", f"The {thing} is in the {rng.choice(PLACES)}.", f"Where is the {thing}?")
+    if pick < 0.36:
+        return value_of("color", thing.split()[-1], rng.choice(COLORS), "color")
+    if pick < 0.62:
+        name = draw_name(rng, level, NAMES)
+        return rng.choice((
+            Fact("city", f"{name} lives in {rng.choice(CITIES)}.", f"Where does {name} live?"),
+            Fact("job", f"{name} works as a {rng.choice(JOBS)}.", f"What is the job of {name}?"),
+            Fact("taste", f"{name} likes {rng.choice(FOODS)}.", f"What does {name} like?")))
+    if pick < 0.74:
+        lock = rng.choice(LOCKS)
+        if rng.random() < level.digits:
+            return value_of("code", lock, f"{rng.randint(0, 9999):04d}", "digits")
+        return value_of("password", lock, rng.choice(WORDS), "password")
+    if pick < 0.83:
+        event = rng.choice(EVENTS)
+        return Fact("day", f"The {event} is on {rng.choice(DAYS)}.", f"When is the {event}?")
+    if pick < 0.92:
+        pet, name = rng.choice(PETS), draw_name(rng, level, PET_NAMES)
+        return Fact("pet", f"My {pet} is called {name}.", f"What is my {pet} called?")
+    if pick < 0.94:
+        return Fact("name", f"My name is {draw_name(rng, level, NAMES)}.", "What is my name?")
+    what = rng.choice(list(FAVORITES))
+    value = rng.choice(FAVORITES[what])
+    return Fact("favorite", f"My favorite {what} is {value}.", f"What is my favorite {what}?")
