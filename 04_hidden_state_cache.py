@@ -65,12 +65,15 @@ THREADS = 8  # of stage two
 class HiddenCache(Cache):
     """Each layer's input is kept in host memory, in blocks, and projected to K and V again."""
 
-    columns, whole = slice(None), staticmethod(lambda part: part)  # chapter 09 divides states over ranks
-
     def __init__(self, blocks: int, bandwidth=None, storage: StoredChunks | None = None):
         """`blocks` in host memory, and `storage` behind them; `bandwidth` of the modelled link, in bytes/s or
         a Bandwidth, where there is no GPU."""
         self.blocks, self.bandwidth, self.storage, self.pools = blocks, bandwidth, storage, {}
+
+    @property
+    def width(self) -> int:
+        """Numbers that are kept of a layer's input, for a token."""
+        return self.model.config.hidden_size
 
     def attach(self, engine):
         super().attach(engine)
@@ -89,7 +92,7 @@ class HiddenCache(Cache):
         """From now on keep the input of `layers`, and the (layer, side) of the device's blocks in `of_blocks`
         (chapter 05): a part each. `name` is that of all this; `store` where it has been kept before."""
         self.layers, self.of_blocks, config = layers, of_blocks, self.model.config
-        widths = [len(range(config.hidden_size)[self.columns])] * len(layers)
+        widths = [self.width] * len(layers)
         widths += [config.num_key_value_heads * config.head_dim] * len(of_blocks)
         memory = partial(links.host_memory, dtype=self.model.dtype, device=self.model.device)
         # 1. The blocks in host memory
@@ -164,7 +167,7 @@ class HiddenCache(Cache):
                     hidden = self.model.embed(tokens)  # [T, D]
                 else:
                     yield transfers[layer - 1]
-                    hidden = self.whole(landing.pop(layer)[start - end :])  # [T, D]
+                    hidden = landing.pop(layer)[start - end :]  # [T, D]
                 began = self.engine.clock.mark()
                 self.project(layer, hidden, positions, slots)
                 self.spans.append((request, end - start, f"layer {layer}", began, self.engine.clock.mark()))
@@ -204,7 +207,7 @@ class HiddenCache(Cache):
         if layer == 0:
             self.step = []  # a step that was given up is no step
         if layer in self.layers:
-            self.step.append(hidden[:, self.columns])
+            self.step.append(hidden)
 
     def forget_steps(self):
         self.steps, self.slots_of_steps, self.rows, self.count = [], [], {}, 0

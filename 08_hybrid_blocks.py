@@ -20,10 +20,10 @@ lanes take equally long:
 Layer by layer the batch passes in mini-batches (zig-zag), so that one fetch of the weights serves all of
 them; while one is computed, the next one's context arrives. A step whose copies fail is run again.
 
-The engine of chapter 02 knows nothing of this. Its pool has numbers only; which kind of block a number stands
-for, and where it is, was dealt once, evenly, so that any run of numbers has about the plan's ratio:
-prompts, appended blocks and shared prefixes alike. The plan (section 1) spends the device's memory on whole
-layers of weights, on KV blocks or on ACT blocks. A byte in use there saves a byte of link, whatever it holds.
+The engine of chapter 02 knows nothing of this. Its pool has numbers only; `Deal` has spread the kinds of
+blocks over them evenly, so that any run of numbers has about the plan's ratio: prompts, appended blocks and
+shared prefixes alike. The plan (section 1) spends the device's memory on whole layers of weights, on KV
+blocks or on ACT blocks. A byte in use there saves a byte of link, whatever it holds.
 
 Source: CAPTURE ("Throughput-Oriented LLM Inference via KV-Activation Hybrid Caching with a Single GPU", Lee
 et al.), sections III-C and IV. The zig-zag order is FlexGen's (Sheng et al., ICML '23).
@@ -34,7 +34,6 @@ et al.), sections III-C and IV. The zig-zag order is FlexGen's (Sheng et al., IC
 
 import argparse
 import copy
-import functools
 import importlib
 import math
 import random
@@ -42,18 +41,18 @@ import shell.cli as cli
 import statistics
 import sys
 import time
-from collections import Counter
 from contextlib import suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
 
 from common import link as links
-from common.llama import Layer, Llama
+from common.llama import Layer, Llama, attention
 from common.requests import Request
 from common.timeline import Clock, Timeline
-from shell import checkpoint, lesson, modelled_link
+from shell import charts, checkpoint, lesson, modelled_link
 from shell.frontend import Frontend
 
 paged = importlib.import_module("02_paged_kv")
@@ -65,7 +64,7 @@ PROBE = 2048  # tokens of context with which costs are measured before the first
 # 1. How much of what ---------------------------------------------------------------------------
 
 class Costs(NamedTuple):
-    """Of a decode step: the link's bytes/s, and seconds in a layer."""
+    """What a decode step costs: the link's bytes/s, and seconds in a layer."""
 
     speed: float
     forward: float  # the new tokens: products, attention, what each mini-batch costs, a share of the head
@@ -73,7 +72,7 @@ class Costs(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Bytes of a layer's weights, and of a block in all layers."""
+    """Bytes: of a layer's weights, and of an ACT and a KV block in all layers."""
 
     weights: int
     act: int
@@ -91,17 +90,16 @@ class Plan(NamedTuple):
 
 
 def algorithm_1(load_w, kv_gen, load_kv, act_gpu, host, weights, act, kv) -> tuple[float, float]:
-    """CAPTURE's Algorithm 1, as it is printed -> ACT and KV blocks of host memory. `load_w`: seconds for a
-    layer's weights; `kv_gen`, `load_kv`: seconds a block to rebuild and to load; `act_gpu`: ACT blocks on the
-    device; `host`, `weights`, `act`, `kv`: bytes of host memory, of all weights, of a block."""
-    # Lines 11 to 18: fill the lane that is idle while weights come and the device's blocks are rebuilt
-    act_init = kv_init = 0.0
+    """Divide host memory by CAPTURE's Algorithm 1, as it is printed -> its ACT blocks and its KV blocks.
+    `load_w`: seconds to load a layer's weights; `kv_gen`, `load_kv`: to rebuild a block, to load a KV block;
+    `act_gpu`: ACT blocks on the device; `host`, `weights`, `act`, `kv`: bytes of the memory, of all weights,
+    of a block."""
+    # Lines 11 to 18: the link loads the weights, the processor rebuilds the device's blocks. The one that
+    # ends first gets blocks until both end together
     budget = load_w - kv_gen * act_gpu
-    if budget >= 0:
-        act_init = budget / kv_gen
-    else:
-        kv_init = -budget / load_kv
-    # Lines 20 to 26: divide the remaining memory so that kv_gen * #ACT = load_kv * #KV
+    act_init = max(0.0, budget / kv_gen)
+    kv_init = max(0.0, -budget / load_kv)
+    # Lines 20 to 26: fill the memory that is left, and keep both together: kv_gen * #ACT = load_kv * #KV
     remaining = host - weights - (act * act_init + kv * kv_init)
     kv_per_act = kv_gen / load_kv
     act_remain = remaining / (act + kv * kv_per_act)
@@ -109,7 +107,7 @@ def algorithm_1(load_w, kv_gen, load_kv, act_gpu, host, weights, act, kv) -> tup
 
 
 class Planner(NamedTuple):
-    """How to divide a pool of `blocks`, of which a share `fill` is in use, and `device` bytes."""
+    """Divides `device` bytes, and a pool of `blocks` of which a share `fill` is in use."""
 
     policy: str
     costs: Costs
@@ -121,7 +119,7 @@ class Planner(NamedTuple):
     fill: float = 1.0
 
     def lanes(self, plan: Plan) -> tuple[float, float]:
-        """Seconds of a decode step on the link and on the processor; the larger one is the bound."""
+        """-> seconds of a decode step on the link and on the processor. The larger one is the bound."""
         costs, sizes = self.costs, self.sizes
         size = (self.layers - plan.resident) * sizes.weights
         size += self.fill * (sizes.kv * plan.kv_host + sizes.act * plan.act_host)
@@ -135,8 +133,8 @@ class Planner(NamedTuple):
         return size / f / (self.layers * (self.costs.forward + blocks * self.costs.rebuild))
 
     def paper_plan(self) -> Plan:
-        """As the paper has it: no resident weights, the device full of ACT blocks, and the others in the
-        ratio of Algorithm 1 (equation 5). Host memory is what weights and blocks take."""
+        """Plan as the paper does: no weights stay on the device, ACT blocks fill it, and the other blocks
+        have the ratio of Algorithm 1 (equation 5), for a host memory that just holds them and the weights."""
         costs, sizes = self.costs, self.sizes
         act_device = min(self.blocks, max(0, self.device - 2 * sizes.weights) // sizes.act)
         rest, weights = self.blocks - act_device, self.layers * sizes.weights
@@ -147,8 +145,8 @@ class Planner(NamedTuple):
         return Plan(0, rest - act_host, act_host, 0, act_device)
 
     def plan(self) -> Plan:
-        """The division with which the slower lane ends first: any number of resident layers, KV or ACT blocks
-        in what is left of the device, and the best division of the others.
+        """Find the division with which the slower lane ends first; of several, the one that computes least.
+        Raises ModelError.
 
         What differs from the paper's:
         - Equations 2 and 3 leave out the transfer of ACT blocks, attention, the new tokens' own products, and
@@ -156,10 +154,9 @@ class Planner(NamedTuple):
         - The device may hold weights or KV blocks too. Fair shares are nearly ties, for a resident byte saves
           a byte of link; so hybrid's lead is over policies that use the same memory.
         - The number of blocks is given. Algorithm 1 fills all of the host's memory with them.
-        Of two plans that end at the same time, the one that computes less. With grouped queries an ACT block
-        is as large as a KV block or larger, and has to be rebuilt besides: hybrid is `kv-only`."""
-        costs, sizes, found = self.costs, self.sizes, []
-        least = min(2, self.layers) * sizes.weights
+        With grouped queries an ACT block is as large as a KV block or larger, and must be rebuilt besides:
+        hybrid finds the plan of `kv-only`."""
+        least = min(2, self.layers) * self.sizes.weights
         if self.device < least:
             raise checkpoint.ModelError(
                 f"Two layers of weights, to compute with and to fill, take {least / 1e6:.1f} MB, and the "
@@ -167,28 +164,32 @@ class Planner(NamedTuple):
             )
         if self.policy == "paper":
             return self.paper_plan()
+        acts = {"kv-only": [0], "act-only": [self.blocks]}.get(self.policy, range(self.blocks + 1))
+        plans = [plan for plan in self.divisions() if plan.act_host + plan.act_device in acts]
+        return min(plans, key=lambda plan: (max(self.lanes(plan)), self.lanes(plan)[1], plan))
+
+    def divisions(self):
+        """Yield plans: for any number of resident layers, and KV or ACT blocks in what is left of the device,
+        the best division of the other blocks, and those with one kind alone."""
+        sizes = self.sizes
+        saved = (sizes.kv - sizes.act) / self.costs.speed  # seconds of link, by an ACT block instead of a KV
+        per_block = self.fill * (saved + self.layers * self.costs.rebuild)  # by which the lanes come closer
         for resident in range(self.layers + 1):
             places = 2 if resident < self.layers else 0  # to stream to
             left = self.device - sizes.weights * (resident + places)
             for on_device in ((left // sizes.kv, 0), (0, left // sizes.act)) if left >= 0 else ():
                 kv, act = (min(self.blocks, count) for count in on_device)
                 rest = self.blocks - kv - act
-                # ACT instead of KV: bytes of a block off the link, rebuilding on the processor
                 link, compute = self.lanes(Plan(resident, rest, 0, kv, act))
-                saved = (sizes.kv - sizes.act) / costs.speed
-                per_block = self.fill * (saved + self.layers * costs.rebuild)
-                even = (link - compute) / per_block if per_block > 0 else 0
-                for act_host in 0, rest, int(even), int(even) + 1:
+                even = int((link - compute) / per_block) if per_block > 0 else 0
+                for act_host in 0, rest, even, even + 1:
                     act_host = min(max(0, act_host), rest)
-                    plan, acts = Plan(resident, rest - act_host, act_host, kv, act), act_host + act
-                    if {"kv-only": acts == 0, "act-only": acts == self.blocks}.get(self.policy, True):
-                        found.append((max(self.lanes(plan)), self.lanes(plan)[1], plan))
-        return min(found)[2]
+                    yield Plan(resident, rest - act_host, act_host, kv, act)
 
     def after(self, samples: list[tuple]) -> "Planner":
-        """A planner with the costs of decode steps: (blocks, seconds to rebuild one in a layer or 0, seconds
-        of the rest). Of rebuilding the upper quartile: while the processor is late, the link has nothing to
-        do."""
+        """-> a planner with the costs of decode steps, each (blocks, seconds to rebuild one in a layer or 0,
+        seconds of the rest of the layer). Rebuilding counts with its upper quartile: if it takes longer than
+        planned, the link waits."""
         blocks, rebuilds, forwards = zip(*samples)
         costs = self.costs._replace(forward=statistics.median(forwards))
         if rebuilds := sorted(filter(None, rebuilds)):
@@ -199,8 +200,8 @@ class Planner(NamedTuple):
 # 2. Weights ------------------------------------------------------------------------------------
 
 class Weights:
-    """All layers are in host memory. `resident` of them are on the device too, spread evenly; the others come
-    into two places in turn, in portions, so that no context has to wait for a whole layer."""
+    """Holds all layers in host memory, and `resident` of them on the device too, spread evenly. The others
+    come into two places in turn, in portions, so that no context has to wait for a whole layer."""
 
     def __init__(self, model: Llama, resident: int, link: links.Link):
         self.link, self.host, self.issued = link, model.layers, []  # issued: copies of the step
@@ -214,8 +215,7 @@ class Weights:
             for parameter, weight in zip(place.parameters(), self.host[index].parameters()):
                 parameter.data = weight.data.to(model.device)
         self.streamed = [index for index in range(count) if index not in self.kept]
-        # The first is computed with, the second is filled
-        self.places = [self.place(model) for _ in range(2 if self.streamed else 0)]
+        self.places = [self.place(model) for _ in range(2 if self.streamed else 0)]  # to use, and to fill
         self.expect(-1)
 
     @staticmethod
@@ -225,14 +225,14 @@ class Weights:
         return Layer(model.config, model.rotary, **where).requires_grad_(False)
 
     def expect(self, after: int):
-        """Expect next the weights of the first streamed layer behind `after`; they come while those before it
-        are computed. -1: at first, and after a failure."""
+        """Fetch next the weights of the first streamed layer behind layer `after`, while the layers up to it
+        are computed. -1: at the beginning, and after a failure."""
         distances = [(index - after - 1) % len(self.host) for index in self.streamed]
         self.layers_left = min(distances, default=0) + 1
         self.coming, self.sent, self.transfers = (after + self.layers_left) % len(self.host), 0.0, []
 
     def fetch(self, share: float):
-        """Issue so large a share of the rows of each weight that comes, or what is left of them."""
+        """Issue the copy of a share of the rows of each weight that comes, or of the rows that are left."""
         if not self.streamed:
             return
         first, self.sent, pieces = self.sent, min(1.0, self.sent + share), ([], [])
@@ -245,7 +245,7 @@ class Weights:
             self.issued.append(self.transfers[-1])
 
     def layer(self, index: int) -> Layer:
-        """Layer `index`, when it is there. From now on the next one comes, in its predecessor's place."""
+        """Wait for layer `index` -> the layer. The next one comes in its predecessor's place."""
         if index in self.kept:
             return self.kept[index]
         self.fetch(1.0)
@@ -257,7 +257,7 @@ class Weights:
 
 
 def arrive(transfer):
-    """Order a transfer before what is computed next; the host waits only where it must."""
+    """Order a transfer before what is computed next; have the host wait only where it must."""
     if not transfer.queue_wait():
         transfer.wait()
 
@@ -265,7 +265,7 @@ def arrive(transfer):
 # 3. Mini-batches -------------------------------------------------------------------------------
 
 class Item(NamedTuple):
-    """What one request does in a step."""
+    """The tokens that a step computes of one request."""
 
     request: Request
     start: int  # tokens of context
@@ -273,12 +273,9 @@ class Item(NamedTuple):
 
 
 def form(items: list[Item], rows: int) -> list[list[Item]]:
-    """Pack requests into few mini-batches of similar length, at most `rows` tokens each.
-
-    The paper (section IV-C-3) adds a request where that lessens the mini-batch's imbalance, equations 6 and
-    7: the larger one of T_kv_gen and T_load_kv over the other. That leaves out the time of the weights, which
-    Algorithm 1 has filled with rebuilding, and since equal requests do not lessen it, sixteen of them make
-    sixteen mini-batches. Here every request has the plan's ratio, and there is nothing left to balance."""
+    """Pack requests into few mini-batches of similar length, at most `rows` tokens each. The paper (section
+    IV-C-3) balances rebuilding and loading in each: benchmarks/hybrid_blocks.py has that. Here every request
+    has the plan's ratio, and nothing is left to balance."""
     total = sum(item.end for item in items)
     even = total / math.ceil(total / rows)
     formed, held = [], math.inf
@@ -292,8 +289,8 @@ def form(items: list[Item], rows: int) -> list[list[Item]]:
 
 
 class Deal:
-    """Which kind of block each number of the pool stands for, and which one of that kind. Kinds are spread
-    evenly over the numbers, so that any run of them has about the plan's ratio (equation 5)."""
+    """Says which kind of block each number of the pool stands for, and which one of that kind. Spreads the
+    kinds evenly, so that any run of numbers has about the plan's ratio (equation 5)."""
 
     def __init__(self, plan: Plan, block_size: int):
         self.block_size, counts = block_size, plan[1:]
@@ -337,7 +334,7 @@ def runs_of(slots, rows) -> list[tuple[int, int, int]]:
 
 class MiniBatch:
     """Some requests of a step. Each has a part of the attention buffer: its context, in the order of kinds,
-    then its new tokens. (Positions are in the keys: the order of what is read makes no difference.)"""
+    then its new tokens. (Positions are in the keys: attention reads them in any order.)"""
 
     def __init__(self, items: list[Item], deal: Deal, model: Llama):
         self.items, self.device, self.rows_used = items, model.device, 0
@@ -359,15 +356,16 @@ class MiniBatch:
         self.rotation = model.rotary(positions.to(self.device))
 
     def attend(self, kv, q, new_kv):
-        """kv [2, rows, KVH, hd] has the context; new K and V [2, T, KVH, hd] go there too -> [T, H, hd]."""
+        """Put new K and V [2, T, KVH, hd] beside the context in `kv`, and attend to both -> [T, H, hd]."""
         kv.index_copy_(1, self.rows, new_kv)
         out, at, row = [], 0, 0
         for _, start, end in self.items:
             count, scores = end - start, None
             if start and count > 1:
-                later = torch.ones(count, end, dtype=torch.bool, device=self.device).triu(start + 1)
-                scores = torch.zeros_like(later, dtype=q.dtype).masked_fill_(later, -math.inf)  # [T, S]
-            out.append(paged.attention(q[at : at + count], *kv, slice(row, row + end), scores))
+                scores = torch.full((count, end), -math.inf, dtype=q.dtype, device=self.device)
+                scores = scores.triu(start + 1)  # [T, S], 0 up to each row's own position
+            keys, values = kv[:, row : row + end]  # [S, KVH, hd] each
+            out.append(attention(q[at : at + count], keys, values, scores))
             at, row = at + count, row + end
         return torch.cat(out)
 
@@ -386,7 +384,8 @@ class HybridRunner:
         self.clock = Clock(model.device)
         self.load_link = links.Link("load", self.clock, bandwidth)
         self.save_link = links.Link("save", self.clock, bandwidth)
-        empty = functools.partial(torch.empty, dtype=model.dtype, device=model.device)
+        empty = partial(torch.empty, dtype=model.dtype, device=model.device)
+        on_host = partial(links.host_memory, dtype=model.dtype, device=model.device, what="The host's blocks")
         shapes = self.shape(KV_HOST, self.rows), self.shape(ACT_HOST, self.rows)
         self.buffers = [[empty(shape) for shape in shapes] for _ in range(2)]  # to compute with, and to fill
         # Of the last step: mini-batches, (label, start, end), copies; and copies of the step before it
@@ -394,11 +393,8 @@ class HybridRunner:
         self.weights, self.memory = Weights(model, plan.resident, self.load_link), []
         for kind, count in enumerate(plan[1:]):
             shape = len(model.layers), *self.shape(kind, count * block_size)
-            if kind in (KV_HOST, ACT_HOST):
-                memory = links.host_memory(shape, model.dtype, model.device, "The host's blocks")
-            else:
-                memory = empty(shape)
-            self.memory.append(memory)  # [L, 2, slots, KVH, hd] or [L, slots, D]
+            allocate = on_host if kind in (KV_HOST, ACT_HOST) else empty
+            self.memory.append(allocate(shape))  # [L, 2, slots, KVH, hd] or [L, slots, D]
         self.pool.block_bytes = sum(memory.nbytes for memory in self.memory) // max(1, self.pool.size)
 
     def shape(self, kind: int, tokens: int) -> tuple:
@@ -409,8 +405,8 @@ class HybridRunner:
 
     @torch.inference_mode()
     def forward(self, work: list, before_layer=None):
-        """All mini-batches through layer after layer -> a batch with the work in their order, and logits
-        [R, V]."""
+        """Compute the next `count` tokens of each request in `work` -> a batch with the work in the order of
+        mini-batches, and logits [R, V]."""
         self.marks, self.transfers, self.earlier = [], [], self.transfers
         self.weights.issued = self.transfers
         try:
@@ -455,9 +451,8 @@ class HybridRunner:
 
     def bring(self, index: int, batch: MiniBatch) -> tuple:
         """Issue the transfers of a mini-batch's context in one layer, to the rows where it is needed -> what
-        `rebuild` takes: the buffers [2, rows, KVH, hd] and [rows, D], and transfers of ACT and KV or None. Of
-        two pairs of buffers the one that was used longer ago: what reads it is queued already."""
-        kv, act = self.buffers[0]
+        `rebuild` takes: the buffers [2, rows, KVH, hd] and [rows, D], and transfers of ACT and KV or None."""
+        kv, act = self.buffers[0]  # of two pairs the one used longer ago: what reads it is queued already
         self.buffers.reverse()
         transfers = []
         for kind, into, label in (ACT_HOST, act, "act"), (KV_HOST, kv, "kv"):
@@ -470,7 +465,7 @@ class HybridRunner:
         return batch, kv, act, *transfers
 
     def rebuild(self, index: int, layer: Layer, batch: MiniBatch, kv, act, act_copy, kv_copy):
-        """-> the attention buffer [2, rows, KVH, hd] with the K and V of the whole context."""
+        """Complete K and V of the whole context -> the attention buffer `kv`, [2, rows, KVH, hd]."""
         kvs, acts, host = (batch.context[kind] for kind in (KV_DEVICE, ACT_DEVICE, ACT_HOST))
         if len(kvs.slots):
             kv.index_copy_(1, kvs.rows, self.memory[KV_DEVICE][index].index_select(1, kvs.slots))
@@ -483,7 +478,7 @@ class HybridRunner:
         return kv
 
     def project(self, layer: Layer, states, where, tokens: Tokens, kv):
-        """K and V [n, KVH, hd] of `states` [., D] in places `where` [n], into the buffer's rows."""
+        """Project the `states` [., D] in places `where` [n] to K and V, into the rows of `kv` of `tokens`."""
         if not len(where):
             return
         began = self.clock.mark()
@@ -495,7 +490,7 @@ class HybridRunner:
         self.marks.append(("rebuild", began, self.clock.mark()))
 
     def compute(self, index: int, layer: Layer, batch: MiniBatch, kv):
-        """The layer, for the new tokens; their state goes to their blocks."""
+        """Compute the layer for the new tokens, and store their K and V, or its input, in their blocks."""
         began, hidden, new = self.clock.mark(), batch.hidden, []
 
         def attend(q, k, v):
@@ -520,7 +515,7 @@ class HybridRunner:
     # After a step
 
     def forget(self):
-        """Begin anew: wait until nothing that was issued is written any more. Nothing of it is used."""
+        """Begin anew: wait until all copies are over, and use nothing of them."""
         for transfer in [*self.earlier, *self.transfers]:
             with suppress(links.TransferError):
                 transfer.wait()
@@ -528,8 +523,8 @@ class HybridRunner:
         self.marks, self.transfers, self.earlier = [], [], []
 
     def cost(self) -> tuple:
-        """What the last step, in which all decoded, took: a sample for Planner.after."""
-        seconds, layers, size = Counter(), len(self.model.layers), self.pool.block_size
+        """-> a sample for Planner.after, of the last step, in which all requests decoded."""
+        layers, size, seconds = len(self.model.layers), self.pool.block_size, dict(rebuild=0.0, forward=0.0)
         for label, began, ended in self.marks:
             seconds[label] += self.clock.seconds(ended) - self.clock.seconds(began)
         blocks = [sum(len(batch.context[kind].slots) for batch in self.last) / size for kind in KINDS]
@@ -539,7 +534,7 @@ class HybridRunner:
 
 
 def part(tensor, first: int, count: int):
-    """Rows or slots of [2, n, KVH, hd] or [n, D]."""
+    """-> `count` rows or slots of [2, n, KVH, hd] or [n, D]."""
     return tensor.narrow(tensor.ndim // 4, first, count)
 
 
@@ -552,7 +547,7 @@ def sizes_of(model: Llama, block_size: int) -> Sizes:
 
 
 def ready(plan: Plan, model: Llama, bandwidth, contexts: list[int], block_size=16, rows=8192) -> paged.Engine:
-    """An engine whose requests are about to decode, behind contexts of numbers that nobody has computed."""
+    """-> an engine whose requests are about to decode, behind contexts that were filled with a number."""
     engine = paged.Engine(HybridRunner(model, plan, bandwidth, block_size, rows), max_running=len(contexts))
     for memory in engine.runner.memory:
         memory.fill_(0.1)
@@ -565,7 +560,7 @@ def ready(plan: Plan, model: Llama, bandwidth, contexts: list[int], block_size=1
 
 
 def measure(planner: Planner, model: Llama, bandwidth, contexts: list[int], rows=8192) -> Planner:
-    """`planner` with the costs of a few decode steps."""
+    """Measure a few decode steps -> `planner` with their costs. Raises ModelError."""
     engine, samples = ready(planner.plan(), model, bandwidth, contexts, planner.block_size, rows), []
     for _ in range(5):
         engine.step()
@@ -579,8 +574,8 @@ def measure(planner: Planner, model: Llama, bandwidth, contexts: list[int], rows
 
 
 def make_planner(model: Llama, arguments) -> tuple[Planner, object]:
-    """What the options ask for, in numbers -> the planner, and the modelled link's bandwidth, None on a GPU.
-    Costs are those of steps with ACT blocks alone."""
+    """-> a planner for these options, with the costs of steps that have ACT blocks alone; and the modelled
+    link's bandwidth, None on a GPU."""
     size, layers, sizes = arguments.block_size, len(model.layers), sizes_of(model, arguments.block_size)
     useful = arguments.max_running * -(-model.config.max_position_embeddings // size)
     largest = max(sizes.kv, sizes.act) if arguments.policy in ("act-only", "paper") else sizes.kv
@@ -597,8 +592,8 @@ def make_planner(model: Llama, arguments) -> tuple[Planner, object]:
     requests = max(1, min(arguments.max_running, blocks, PROBE // size))
     tokens = min(min(PROBE, blocks * size) // requests, model.config.max_position_embeddings)
     tokens = max(1, tokens - 8)  # a few steps follow
-    probe = planner._replace(policy="act-only", device=2 * sizes.weights)
-    probe = probe._replace(blocks=requests * (1 + -(-(tokens + 8) // size)))
+    held = requests * (1 + -(-(tokens + 8) // size))
+    probe = planner._replace(policy="act-only", device=2 * sizes.weights, blocks=held)
     unlimited = bandwidth and links.Bandwidth(math.inf)
     probe = measure(probe, model, unlimited, requests * [tokens], arguments.mini_batch)
     return planner._replace(costs=probe.costs), bandwidth
@@ -623,14 +618,13 @@ def make_engine(model: Llama, arguments) -> paged.Engine:
 
 # 6. The demo -----------------------------------------------------------------------------------
 
-BATCH, CONTEXT, GEOMETRY = 16, 128, "random:long"  # of the decode steps that are timed
+GEOMETRY, CONTEXTS = "random:long", 16 * [128]  # of the decode steps that are timed: model, tokens each
 FACTORS = 1.25, 2.5  # weights and context over the link, over computing with ACT blocks alone
 
 
 def one_step(engine: paged.Engine) -> tuple[float, Timeline]:
-    """-> seconds of a decode step, and who was busy. The step before it, whose copies began while others
-    computed, does not count."""
-    engine.step()
+    """-> seconds of a decode step, and who was busy."""
+    engine.step()  # not counted: its copies began while another engine computed
     timeline, runner = Timeline(), engine.runner
     engine.step()
     ended = time.perf_counter()
@@ -661,48 +655,22 @@ def demo(model: Llama, frontend: Frontend, arguments):
 
     # 2. Time
     timed, *_ = load(GEOMETRY, str(model.dtype)[6:], model.device.type)
-    layers, contexts, rows = len(timed.layers), BATCH * [CONTEXT], []
-    options |= dict(block_size=16, max_running=BATCH, blocks=BATCH * (CONTEXT // 16 + 3))
-    probe, bandwidth = make_planner(timed, argparse.Namespace(**options))
-    probe = probe._replace(device=(2 + layers // 2) * probe.sizes.weights)
+    layers, batch, blocks, rows = len(timed.layers), len(CONTEXTS), sum(CONTEXTS) // 16, []
+    options |= dict(block_size=16, max_running=batch, blocks=blocks + 3 * batch)
+    planner, bandwidth = make_planner(timed, argparse.Namespace(**options))
+    planner = planner._replace(device=(2 + layers // 2) * planner.sizes.weights)
     print(
-        f"Decode steps of {BATCH} requests behind {CONTEXT} tokens each, on {GEOMETRY}, since the answers' "
-        "model is\ntoo small to keep two lanes busy. The device has room for "
-        f"{layers // 2} of {layers} layers of {probe.sizes.weights / 1e6:.1f} MB\nbeside two that come "
+        f"Decode steps of {batch} requests behind {CONTEXTS[0]} tokens each, on {GEOMETRY}, since the "
+        "answers' model is\ntoo small to keep two lanes busy. The device has room for "
+        f"{layers // 2} of {layers} layers of {planner.sizes.weights / 1e6:.1f} MB\nbeside two that come "
         "and go, or for as many bytes of blocks."
     )
     for f in FACTORS if model.device.type == "cpu" else (None,):
         if f:
-            bandwidth = links.Bandwidth(probe.speed_for(f, BATCH * CONTEXT / 16))
-            probe = probe._replace(costs=probe.costs._replace(speed=bandwidth.value))
-        planner = measure(probe, timed, bandwidth, contexts)
-        plans = {policy: planner._replace(policy=policy).plan() for policy in POLICIES}
-        engines = {policy: ready(plan, timed, bandwidth, contexts) for policy, plan in plans.items()}
-        steps = {policy: functools.partial(one_step, engine) for policy, engine in engines.items()}
-        taken = lesson.in_turn(steps, 3)
-        speeds = {policy: [BATCH / seconds for seconds, _ in steps] for policy, steps in taken.items()}
-        link = engines["hybrid"].runner.load_link
-        title = f"Decode, f = {f or 'as it is'}, {link}"
-        print()
-        found = lesson.table(title, speeds, "tokens_per_second", "tokens/s")
-        for row in found:
-            plan, steps = plans[row["case"]], sorted(taken[row["case"]], key=lambda step: step[0])
-            _, timeline = steps[len(steps) // 2]
-            row.update(f=f, plan=plan._asdict(), act=(plan.act_host + plan.act_device) / planner.blocks)
-            row.update({lane: 1 - timeline.bubble(lane) for lane in ("load", "compute")})
-            print(
-                f"  {row['case']:8} busy: link {row['load']:4.0%}, processor {row['compute']:4.0%}; "
-                f"{row['act']:4.0%} ACT; on the device {plan.resident} layers and {sum(plan[3:])} blocks"
-            )
-        hybrid, kv, act, _ = (row["tokens_per_second"] for row in found)
-        mixed = 0.1 < found[0]["act"] < 0.9
-        why = "each kind alone leaves a lane idle" if mixed else "there is little to mix"
-        print(
-            f"  hybrid: {hybrid / kv:.2f}x kv-only and {hybrid / act:.2f}x act-only, "
-            f"with {found[0]['act']:.0%} of the blocks ACT: {why}"
-        )
-        timeline = taken["hybrid"][-1][1]
-        print(timeline.chart())
+            bandwidth = links.Bandwidth(planner.speed_for(f, blocks))
+            planner = planner._replace(costs=planner.costs._replace(speed=bandwidth.value))
+        measured = measure(planner, timed, bandwidth, CONTEXTS)
+        found, link, timeline = time_policies(measured, timed, bandwidth, f)
         rows += found
     print(
         "(w, k, a: weights, KV, ACT blocks come; s: stored; r: rebuilt, f: forward)\n\nThe lane that is late "
@@ -713,10 +681,40 @@ def demo(model: Llama, frontend: Frontend, arguments):
     return report, [timeline, asked[0].timeline]
 
 
+def time_policies(planner: Planner, model: Llama, bandwidth, f: float | None) -> tuple:
+    """Time decode steps under each policy in turn, and print a table -> rows, the link, hybrid's timeline."""
+    plans = {policy: planner._replace(policy=policy).plan() for policy in POLICIES}
+    engines = {policy: ready(plan, model, bandwidth, CONTEXTS) for policy, plan in plans.items()}
+    taken = lesson.in_turn({policy: partial(one_step, engine) for policy, engine in engines.items()}, 3)
+    rates = {policy: [len(CONTEXTS) / seconds for seconds, _ in steps] for policy, steps in taken.items()}
+    link = engines["hybrid"].runner.load_link
+    print()
+    rows = lesson.table(f"Decode, f = {f or 'as it is'}, {link}", rates, "tokens_per_second", "tokens/s")
+    for row in rows:
+        plan, steps = plans[row["case"]], sorted(taken[row["case"]], key=lambda step: step[0])
+        _, timeline = steps[len(steps) // 2]
+        row.update(f=f, plan=plan._asdict(), act=(plan.act_host + plan.act_device) / planner.blocks)
+        row.update({lane: 1 - charts.bubble(timeline, lane) for lane in ("load", "compute")})
+        print(
+            f"  {row['case']:8} busy: link {row['load']:4.0%}, processor {row['compute']:4.0%}; "
+            f"{row['act']:4.0%} ACT; on the device {plan.resident} layers and {sum(plan[3:])} blocks"
+        )
+    hybrid, kv, act, _ = (row["tokens_per_second"] for row in rows)
+    mixed = 0.1 < rows[0]["act"] < 0.9
+    why = "each kind alone leaves a lane idle" if mixed else "there is little to mix"
+    print(
+        f"  hybrid: {hybrid / kv:.2f}x kv-only and {hybrid / act:.2f}x act-only, "
+        f"with {rows[0]['act']:.0%} of the blocks ACT: {why}"
+    )
+    timeline = taken["hybrid"][-1][1]
+    print(charts.chart(timeline))
+    return rows, link, timeline
+
+
 # 7. Main ---------------------------------------------------------------------------------------
 
 def add_arguments(parser):
-    number, gigabytes = functools.partial(cli.bounded, int, 1), cli.bounded(float, 1e-6, 1e6)
+    number, gigabytes = partial(cli.bounded, int, 1), cli.bounded(float, 1e-6, 1e6)
     add, words = parser.add_argument, "what the context is kept as (hybrid); paper: as CAPTURE divides memory"
     add("--policy", choices=POLICIES, default="hybrid", help=words)
     words = "of the device, for weights and blocks (on a GPU what is free, at most; else half of the layers)"
@@ -731,14 +729,14 @@ def add_arguments(parser):
 
 
 def load(name: str, dtype: str = "auto", device: str = "auto"):
-    """As checkpoint.load; the layers' weights stay in host memory, plain."""
+    """Load as checkpoint.load does, but leave the layers' weights in host memory."""
     loaded = checkpoint.load(name, dtype, device, on_host=True)
     layers_on_host(loaded[0], checkpoint.pick_device(device))
     return loaded
 
 
 def layers_on_host(model: Llama, device: str):
-    """All but the layers of a model in host memory goes to `device`, which computes."""
+    """Move all but the layers of a model in host memory to `device`, which computes."""
     model.device = torch.device(device)
     for part in model.rotary, model.norm, model.head:
         part.to(device)

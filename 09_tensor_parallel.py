@@ -1,9 +1,8 @@
 """Chapter 09: state that is divided over ranks.
 
 The problem. A model that is divided over several GPUs divides its KV cache with it. What the chapters before
-keep on one device lies in pieces on all of them, and one question joins theirs: do all ranks agree on what is
-there? A rank that restores while another computes takes part in other sums than that one: both hang, or both
-write nonsense.
+keep on one device lies in pieces on all, and a question is new: do all ranks agree on what is there? If one
+restores while another computes, they take part in different sums: both hang, or both write nonsense.
 
 The mechanism. The model is divided as Megatron does: a rank has an n-th of the heads and of the MLP's
 columns, and sums over ranks follow attention and MLP. Its device has the blocks of its own KV heads.
@@ -12,15 +11,13 @@ columns, and sums over ranks follow attention and MLP. Its device has the blocks
     K and V (03)      its own heads' blocks           nothing
     states (04)       its columns of all rows, D/n    all-gather a layer    projects its own KV heads
 
-Hidden states are the same on all ranks, so each keeps another n-th of them, and an all-gather puts a layer
-together while the next one travels. They are divided by columns, so that any number of rows divides evenly.
-The norm and the projection see whole rows: not even the order of a sum changes.
+Hidden states are the same on all ranks: each keeps an n-th of the columns, and an all-gather puts the whole
+rows of a layer together while the next layer travels. So not even the order of a sum changes.
 
     bytes over a rank's link, of one rank's:    states 1/n      K and V max(1/n, 1/KV heads)
 
-Agreement. Every rank runs the same engine on the same requests, and nothing that it decides is sent. Equal
-engines decide alike as long as they believe the same. What one rank alone can know is a few numbers, and of
-each the minimum over ranks is what all may believe:
+Agreement. Every rank runs the same engine on the same requests, and sends no decision: equal engines decide
+alike if they believe the same. Each rank alone knows a few numbers; all believe the minimum over ranks:
 
     a transfer        0 on its way    1 failed    2 arrived                         once a step
     a restoration     0 too late      1 in time                                     once a step
@@ -29,13 +26,11 @@ each the minimum over ranks is what all may believe:
 
 The last one is for a forward pass that waits for a restoration, layer by layer. A rank whose copy is late
 goes on with whatever is there, since the others wait for its part of the sums; behind the last layer all
-learn of it, and the step has not happened. "Too late" stays: what arrives later is not used. What is asked
-comes in on rank 0, and reaches the others with the agreement of a step (shell/ranks.py).
+learn of it, and discard the step. "Too late" stays: what arrives later is not used. Rank 0 hears what is
+asked, and tells the others with the agreement of a step (shell/ranks.py).
 
-Where there are fewer KV heads than ranks, ranks share them. With `--storage` pages of K and V are written
-to storage too, an object for each page and KV head, so that any number of ranks reads what any other has
-written. Chapters 05 and 06 would have to agree on more: on the plan, which rests on measured speeds; and,
-once a layer, on where a chunk's arrival has moved the limit.
+Where there are fewer KV heads than ranks, ranks share them. With `--storage` K and V go to storage too, an
+object for each page and KV head, so that any number of ranks reads what any other has written.
 
 Sources: Megatron-LM (Shoeybi et al., 2019, section 3); HCache (EuroSys '25), section 5; HiCache (the design
 document of SGLang) on several ranks and `page_head`.
@@ -69,11 +64,10 @@ import torch
 
 from common import link as links
 from common import store
-from common.link import TransferError
 from common.llama import Linear
 from common.requests import Request, RequestError
 from common.restoring import LATER, Cache
-from shell import backends, checkpoint, lesson, modelled_link
+from shell import backends, charts, checkpoint, lesson, modelled_link
 from shell.frontend import Frontend
 from shell.ranks import Everywhere, Ranks, end, join
 
@@ -86,7 +80,7 @@ LIMIT = 2.0  # seconds that nobody waits longer for a copy: well below those of 
 # 1. The model, divided -------------------------------------------------------------------------
 
 class Division:
-    """What a rank has of a model."""
+    """Gives a rank its part of a model."""
 
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
@@ -122,24 +116,22 @@ class Division:
         rank, n = self.ranks.rank, self.ranks.count
         if "o_proj" in name or "down_proj" in name:  # some of the inputs; what is added once is rank 0's
             whole = whole.chunk(n, 1)[rank] if whole.ndim == 2 else whole * (rank == 0)
-        elif "k_proj" in name or "v_proj" in name:
-            pieces = min(n, self.kv_heads)
+        elif any(part in name for part in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head")):
+            pieces = min(n, self.kv_heads) if "k_proj" in name or "v_proj" in name else n
             whole = whole.chunk(pieces)[rank * pieces // n]
-        elif any(part in name for part in ("q_proj", "gate_proj", "up_proj", "lm_head")):  # of the outputs
-            whole = whole.chunk(n)[rank]
         place.copy_(whole)
 
 
 # 2. Agreement ----------------------------------------------------------------------------------
 
 class Shared(links.Transfer):
-    """A transfer as all ranks see it: over when it is over everywhere, failed if it failed anywhere."""
+    """A transfer as all ranks see it: over when it is over on all of them, failed if it has failed on any."""
 
     def __init__(self, own, cache: "Together"):
         self.own, self.cache, self.state = own, cache, ON_ITS_WAY
         self.lane, self.label, self.bytes = own.lane, own.label, own.bytes
         self.restoration, self.last = None, False  # whose it is, and whether it brings the last layer
-        self.issued = 0.0  # its deadline counts alone: that is agreed
+        self.issued = 0.0  # only the restoration's deadline counts: the ranks agree on that
 
     def seen_here(self) -> int:
         if not self.own.ready:
@@ -148,47 +140,37 @@ class Shared(links.Transfer):
 
     @property
     def ready(self) -> bool:
-        """Whether it is over on all ranks. The last copy of a restoration is not ready while an earlier one,
-        which ranks went on without, is on its way: they agree first, see queue_wait."""
+        """Whether it is over on all ranks. A restoration's last copy must wait for the earlier ones that a
+        pass went on without: see queue_wait."""
         passed = self.restoration.passed if self.last else ()
         return self.state != ON_ITS_WAY and all(one.state != ON_ITS_WAY for one in passed)
 
     @property
     def error(self) -> Exception | None:
-        return TransferError("on a rank") if self.state == FAILED else None
+        return links.TransferError("on a rank") if self.state == FAILED else None
+
+    def wait(self, seconds: float | None = None):
+        self.own.wait(seconds)
 
     def queue_wait(self) -> bool:
-        """In the forward pass: wait for this rank's own copy, or go on with whatever is there. With the last
-        layer all agree whether everybody has everything. Raises TransferError if not."""
+        """In the forward pass: wait for this rank's own copy, or go on with whatever is there. In the last
+        layer agree whether all ranks have all. Raises TransferError if not."""
         cache, restoration = self.cache, self.restoration
         while not self.own.ready and cache.in_time(restoration):
             time.sleep(1e-4)
         if self.seen_here() != ARRIVED:
             cache.until[restoration] = 0.0
         if self.last and not cache.ranks.all(cache.until[restoration] > 0):
-            raise TransferError(f"{self.label} is late on a rank")
+            raise links.TransferError(f"{self.label} is late on a rank")
         return True
 
     def span(self) -> tuple[float, float]:
         return self.own.span() if self.own.ready else (self.own.issued, self.own.issued)
 
 
-class SharedLink:
-    """A lane whose transfers are over when they are over on all ranks."""
-
-    def __init__(self, link: links.Link, cache: "Together"):
-        self.link, self.cache = link, cache
-
-    def copy(self, dst, src, label: str) -> Shared:
-        return self.cache.share(self.link.copy(dst, src, label))
-
-    def __getattr__(self, name):
-        return getattr(self.link, name)
-
-
 class Together:
-    """A Cache of another chapter, the same on all ranks. Collective are `poll`, `idle`, the restorer's
-    decision whether a match is worth it, and the wait for a restoration's last layer in a forward pass."""
+    """Has the Cache of another chapter do the same on all ranks. Four calls are collective: `poll`, `idle`,
+    `estimates.worth`, and the `queue_wait` of a restoration's last layer."""
 
     def __init__(self, inner: Cache, ranks: Ranks):
         self.inner, self.ranks, inner.hold = inner, ranks, self.hold
@@ -203,7 +185,8 @@ class Together:
     def attach(self, engine):
         self.inner.attach(engine)
         if hasattr(self.inner, "load_link"):
-            self.inner.load_link = SharedLink(self.inner.load_link, self)
+            link = self.inner.load_link
+            link.copy = lambda *what: self.share(links.Link.copy(link, *what))
             self.inner.save_link.seconds = lambda size: 0.0  # no clock decides what is saved
 
     def poll(self):
@@ -242,9 +225,9 @@ class Together:
             self.shared.append(transfer)
         return transfer
 
-    def hold(self, lane: str, transfers: list, *held, **then):
-        """What the other Cache holds is released on all ranks in the same step."""
-        Cache.hold(self.inner, lane, [self.share(transfer) for transfer in transfers], *held, **then)
+    def hold(self, lane: str, transfers: list, *held, **options):
+        """Release what the other Cache holds on all ranks in the same step."""
+        Cache.hold(self.inner, lane, [self.share(transfer) for transfer in transfers], *held, **options)
 
     def in_time(self, awaited) -> bool:
         return time.perf_counter() < self.until[awaited]
@@ -252,19 +235,19 @@ class Together:
     def submitted(self, request):
         if request.patience < math.inf:
             self.until[request] = min(request.patience, time.perf_counter() + LIMIT)
-            request.patience = math.inf  # until it is over on a rank: see poll
+            request.patience = math.inf  # until poll says that it is over on a rank
         self.inner.submitted(request)
 
     def restore(self, request, restoration, match):
         self.until[restoration] = min(restoration.deadline, time.perf_counter() + LIMIT)
-        restoration.deadline = math.inf  # until it is over on a rank: see poll
+        restoration.deadline = math.inf  # until poll says that it is over on a rank
         with closing(self.inner.restore(request, restoration, match)) as steps:
             for transfer in steps:
                 transfer.restoration = restoration
                 transfer.last = restoration.layers == len(self.model.layers) - 1
                 yield transfer
                 if not restoration.deadline:  # a pass may have gone on without a copy that was late here
-                    raise TransferError("a copy is late on a rank")
+                    raise links.TransferError("a copy is late on a rank")
 
     def save(self, batch):
         self.inner.save(batch)
@@ -281,15 +264,35 @@ class Together:
             estimates.measure_computing()
 
 
-# 3. Pages in storage ---------------------------------------------------------------------------
+# 3. What a rank keeps --------------------------------------------------------------------------
+
+class ColumnsCache(hidden_states.HiddenCache):
+    """Chapter 04's Cache, which keeps a rank's columns of each layer's input."""
+
+    def __init__(self, blocks: int, bandwidth, ranks: Ranks):
+        super().__init__(blocks, bandwidth)
+        self.ranks = ranks
+
+    @property
+    def width(self) -> int:
+        return super().width // self.ranks.count
+
+    def save_layer(self, layer, hidden, batch):
+        columns = hidden.chunk(self.ranks.count, 1)[self.ranks.rank]  # [T, D / n]
+        super().save_layer(layer, columns, batch)
+
+    def project(self, layer, hidden, positions, slots):
+        """Gather the columns [T, D / n] of all ranks first. Layer 0's input, the embedding, is whole."""
+        rows = self.ranks.gather(hidden) if layer else hidden  # [T, D]
+        super().project(layer, rows, positions, slots)
+
 
 class PageHeadCache(offload.HostCache):
-    """Chapter 03's, and behind it storage for any number of ranks: an object for each page and KV head."""
+    """Chapter 03's Cache, and storage for any number of ranks: an object for each page and KV head."""
 
     def __init__(self, blocks: int, bandwidth, storage: store.Storage, heads: range):
-        """`heads`: of the whole model's KV heads those that this rank has."""
         super().__init__(blocks, bandwidth)
-        self.storage, self.heads = storage, heads
+        self.storage, self.heads = storage, heads  # of the whole model's KV heads those of this rank
         self.coming: set = set()  # prefixes on their way from storage
         self.late = False  # a request has waited for it in vain, and nothing has come since
 
@@ -305,16 +308,15 @@ class PageHeadCache(offload.HostCache):
 
     def submitted(self, request):
         """Ask storage for the pages that are not near."""
-        full = request.history // self.pool.block_size
-        for number, prefix in enumerate(request.chain[:full]):
+        for number, prefix in enumerate(self.missing(request)):
             near = prefix in self.host.block_of or prefix in self.pool.block_of or prefix in self.coming
             if near or len(self.coming) >= self.host.size // 2 or not self.host.make_room(1, request.chain):
                 continue
             (place,) = self.host.allocate(1)
             read = self.storage.get(*self.page(prefix, place), f"page {number}")
             self.coming.add(prefix)
-            self.hold("storage", [read], (self.host, [place]), then=partial(self.brought, prefix, place))
-            self.host.release([place])
+            then = partial(self.brought, prefix, place)
+            self.hold("storage", [read], given=[(self.host, [place])], then=then)
 
     def brought(self, prefix, place: int, arrived: bool):
         self.coming.discard(prefix)
@@ -323,8 +325,7 @@ class PageHeadCache(offload.HostCache):
             self.late = False
 
     def match(self, request):
-        full = request.history // self.pool.block_size
-        coming = any(prefix in self.coming for prefix in request.chain[:full])
+        coming = not self.coming.isdisjoint(self.missing(request))
         if coming and request.patience > 0 and not self.late:
             return LATER
         self.late |= coming
@@ -392,13 +393,13 @@ def demo(model, frontend: Frontend, arguments):
     for keep in ("kv", "states"):
         one, each = carried[keep, 1] / 1e6, carried[keep, ranks.count] / 1e6
         print(f"  {KEEPS[keep]}: {one:.2f} MB over one rank's link, {each:.2f} over each of {ranks.count}")
-    link = engines["states"].cache.inner.load_link.link
+    link = engines["states"].cache.inner.load_link
     found = [request.cached_tokens for request in lost]
     print(
         f"  {link}, for each rank\n\n"
         f"Of {len(prompt)} tokens {found[0]} come from storage. When rank {ranks.count - 1} has lost "
         f"a page of one head there,\n{found[1]} do, on all ranks alike, and the rest is computed.\n\n"
-        f"The last turn from hidden states, on rank 0\n{timeline.chart()}\n\n"
+        f"The last turn from hidden states, on rank 0\n{charts.chart(timeline)}\n\n"
         "Ranks divide what is kept, what travels and what is projected, and agree on a few numbers. Where\n"
         "they share one processor, as here without GPUs, only the bytes are those of as many devices."
     )
@@ -427,21 +428,17 @@ def lose_a_page(model, arguments, prompt: list[int], new: int) -> list[Request]:
 # 5. Main ---------------------------------------------------------------------------------------
 
 def add_arguments(parser):
-    paged.add_arguments(parser)
-    add, number = parser.add_argument, partial(cli.bounded, int, 1)
-    add("--ranks", type=number(64), default=2, metavar="N", help="processes that divide the model (2)")
+    offload.add_arguments(parser)
+    add, words = parser.add_argument, "processes that divide the model (2)"
+    add("--ranks", type=cli.bounded(int, 1, 64), default=2, metavar="N", help=words)
     add("--keep", choices=KEEPS, default="states", help="what comes back: kv, or hidden states (default)")
-    words = "KV blocks, or states of as many tokens, in host memory (four times the device's)"
-    add("--cpu-blocks", type=number(1 << 24), metavar="N", help=words)
     words = "with --keep kv: where pages go too: file:DIR, redis://HOST:PORT/N, or see chapter 07"
     add("--storage", metavar="URL", help=words)
-    add("--always-restore", action="store_true", help="restore even what is computed sooner")
-    modelled_link.add_option(parser)
 
 
 def make_engine(model, arguments, keep: str | None = None) -> paged.Engine:
     """Chapter 02's engine with a Cache that is the same on all ranks. Collective."""
-    config, size, host = model.config, arguments.block_size, torch.device("cpu")
+    config, size = model.config, arguments.block_size
     whole, keep = getattr(model, "division", None), keep or arguments.keep
     ranks = whole.ranks if whole else Ranks()
     if arguments.storage and keep != "kv":
@@ -451,28 +448,26 @@ def make_engine(model, arguments, keep: str | None = None) -> paged.Engine:
     block_bytes = size * config.kv_numbers_per_token * model.dtype.itemsize
     kept = size * hidden_states.bytes_per_token(model) // ranks.count if keep == "states" else block_bytes
     on_device = cli.blocks_that_fit(arguments.gpu_blocks, useful, block_bytes, model.device, "--gpu-blocks")
-    on_host = cli.blocks_that_fit(arguments.cpu_blocks, 4 * on_device, kept, host, "--cpu-blocks")
-    on_device, on_host = ranks.least([on_device, on_host])
+    options = argparse.Namespace(**{**vars(arguments), "gpu_blocks": on_device})
+    on_host = offload.host_blocks(model, options, kept)
+    options.gpu_blocks, on_host = ranks.least([on_device, on_host])
     # 2. A link each, as fast as for a model that is not divided
     bandwidth = modelled_link.bandwidth(model, arguments.link)
     if whole and arguments.link == "auto" and bandwidth:
         bandwidth = links.Bandwidth(bandwidth.value * config.num_key_value_heads / whole.kv_heads)
     # 3. The Cache
     if keep == "states":
-        cache = hidden_states.HiddenCache(on_host, bandwidth)
-        width = config.hidden_size // ranks.count
-        cache.columns, cache.whole = slice(ranks.rank * width, (ranks.rank + 1) * width), ranks.gather
+        cache = ColumnsCache(on_host, bandwidth, ranks)
     elif arguments.storage:
         storage = store.Storage(backends.open_backend(arguments.storage))
         cache = PageHeadCache(on_host, bandwidth, storage, whole.own_kv_heads)
     else:
         cache = offload.HostCache(on_host, bandwidth) if keep == "kv" else Cache()
-    options = argparse.Namespace(**{**vars(arguments), "gpu_blocks": on_device})
     return paged.make_engine(model, options, Together(cache, ranks))
 
 
 def load(ranks: Ranks, name: str, dtype: str, device: str):
-    """checkpoint.load of a rank's part. Collective."""
+    """Load a rank's part as checkpoint.load does. Collective."""
     n, gpus = ranks.count, torch.cuda.device_count()
     if checkpoint.pick_device(device) == "cuda" and gpus < n:
         raise checkpoint.ModelError(f"{n} ranks need as many GPUs, and here are {gpus}; add --device cpu.")

@@ -23,7 +23,7 @@ import torch
 from benchmarks import measure, tables
 from benchmarks.measure import ratio, spread
 from common import link as links
-from shell import lesson
+from shell import charts, lesson
 
 hybrid = importlib.import_module("08_hybrid_blocks")
 FACTORS, BATCHES, CONTEXTS = [1.0, 1.25, 2.0], [16, 64], [128, 512, 1024]
@@ -50,7 +50,7 @@ def one_step(engine) -> dict:
     moved = Counter()
     for transfer in engine.runner.transfers:
         moved[transfer.label] += transfer.bytes
-    compute = sum(span.end - span.start for span in timeline.lanes().get("compute", ()))
+    compute = sum(span.end - span.start for span in charts.lanes(timeline).get("compute", ()))
     return dict(seconds=seconds, compute=compute, bytes=dict(moved), cost=engine.runner.cost())
 
 

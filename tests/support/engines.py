@@ -233,7 +233,7 @@ def wrong_rows(engine) -> list[tuple]:
         request = Request(tokens, 1, table=runner.pool.allocate(runner.pool.num_blocks(len(tokens))))
         runner.forward([(request, len(tokens))], lambda *given, inputs=inputs: inputs.append(given[1]))
         for part, layer in zip(store.parts, engine.cache.layers):
-            rows = inputs[layer][-store.pool.block_size :, engine.cache.columns]  # on ranks some of them
-            far = (part[block] - rows).abs().amax(-1)
+            rows = inputs[layer][-store.pool.block_size :].unflatten(1, (-1, engine.cache.width))
+            far = (part[block][:, None] - rows).abs().amax(-1).amin(-1)  # a rank has some columns
             wrong += [(block, layer, row) for row in (far > 1e-2).nonzero().flatten().tolist()]
     return wrong

@@ -59,10 +59,7 @@ def divided(ranks: processes.Ranks, kv_heads: int) -> Llama:
 def cache_of(keep: str, ranks: processes.Ranks, model: Llama, blocks: int, backend=None) -> Cache:
     """What chapter 09 keeps, with small pools."""
     if keep == "states":
-        cache = ranked.hidden_states.HiddenCache(4 * blocks, engines.BANDWIDTH)
-        width = model.config.hidden_size // ranks.count
-        cache.columns = slice(ranks.rank * width, (ranks.rank + 1) * width)
-        cache.whole = ranks.gather
+        cache = ranked.ColumnsCache(4 * blocks, engines.BANDWIDTH, ranks)
     elif keep == "pages":
         heads = model.division.own_kv_heads
         cache = ranked.PageHeadCache(blocks, engines.BANDWIDTH, store.Storage(backend), heads)
