@@ -412,7 +412,7 @@ def test_both_ends_uses_what_came_though_host_memory_had_no_place_for_all():
         engine.max_running = 0  # it stands in line
         engine.submit(request := Request(prompt, 4))
         engine.step()
-        while not request.kept.prefetch.over:
+        while not request.kept.prefetch.ended:
             engine.step()
         engine.max_running = 64
         while request.outcome is None:
@@ -430,7 +430,7 @@ def test_nobody_waits_for_storage_once_the_device_has_it():
         engine.step()
         while not waits.kept.prefetch.reads:
             engine.step()
-        engine.cache.threshold = 1 << 20  # the next one asks storage for nothing
+        engine.cache.prefetcher.threshold = 1 << 20  # the next one asks storage for nothing
         engine.submit(computes := Request(prompt, 4))
         while computes.outcome is None:
             engine.step()
