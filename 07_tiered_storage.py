@@ -72,25 +72,12 @@ LAYOUTS = {
 
 @dataclass(eq=False, slots=True)
 class Page:
-    """The last block of what its prefix stands for. Its place on the device is known to the device's pool."""
+    """What is known of the last block of a prefix. Pools know where the device and host memory have it."""
 
     prefix: object
-    host: int | None = None  # its place in host memory
     stored: bool = False  # storage has it
     first_request: int = 0  # that has had it on the device
     shared: bool = False  # another request has had it too
-    coming: bool = False  # it is on its way into host memory
-    storing: bool = False  # it is on its way to storage
-
-    @property
-    def in_l2(self) -> bool:
-        """Whether host memory has it, or is about to."""
-        return self.host is not None or self.coming
-
-    @property
-    def below(self) -> bool:
-        """Whether host memory or storage has it, or is about to."""
-        return self.in_l2 or self.stored or self.storing
 
 
 @dataclass(eq=False, slots=True)
@@ -177,7 +164,7 @@ class Prefetch:
     answered: bool = False  # storage has said how many pages it has
     reads: list = field(default_factory=list)  # Transfers that it has begun
     unread: int = 0  # pages that no read has begun for
-    pages_read: set = field(default_factory=set)
+    pages_read: set = field(default_factory=set)  # their prefixes
     wait_pays: bool = False  # the engine has decided that it is worth waiting for
 
 
@@ -188,7 +175,7 @@ class Prefetcher:
     def __init__(self, cache: "TieredCache", policy: str, threshold: int, timeout: tuple[float, float]):
         self.cache, self.policy, self.threshold, self.timeout = cache, policy, threshold, timeout
         self.prefetches: dict[Prefetch, None] = {}  # that storage has answered, first come, first served
-        self.pages_coming = 0  # on their way from storage
+        self.coming: set = set()  # prefixes on their way from storage
 
     def ask_l3(self, request, before: Prefetch | None = None):
         """Ask storage for all pages of the request, which also makes them the most recently used there. Fetch
@@ -199,21 +186,21 @@ class Prefetcher:
             return
         if storage.silent:
             return self.probe_l3()
-        first = count_leading(cache.has_copy, cache.tree.match(chain))
+        first = len(list(takewhile(cache.is_near, cache.tree.match(chain))))
         tokens, now = (len(chain) - first) * size, time.perf_counter()
         timeout_at = request.received + self.timeout[0] + self.timeout[1] * tokens / 1024
         prefetch = Prefetch(chain, first, now, timeout_at, request.timeline, ended=tokens < self.threshold)
         if before:
             prefetch.pages_read = before.pages_read
             self.end_prefetch(before)
-        request.kept.prefetch, answer = prefetch, storage.exists([prefix.key for prefix in chain])
+        request.kept, answer = prefetch, storage.exists([prefix.key for prefix in chain])
         cache.hold("ask", [answer], then=partial(self.answered, prefetch, answer))
 
     def ask_again(self):
         """Ask for the requests that are next in line: another engine may have written what storage lacked."""
         size, now = self.cache.pool.block_size, time.perf_counter()
         for request in list(islice(self.cache.engine.waiting, NEXT)):
-            before, full = request.kept.prefetch, request.history // size
+            before, full = request.kept, request.history // size
             if before is None or before.ended and len(before.chain) < full and now > before.asked_at + AGAIN:
                 self.ask_l3(request, before)
 
@@ -226,7 +213,7 @@ class Prefetcher:
     def answered(self, prefetch: Prefetch, answer, arrived: bool):
         """Storage has said which pages it has: believe that, and let the reads begin."""
         tree, chain, first = self.cache.tree, prefetch.chain, prefetch.first
-        pages = count_leading(bool, answer.value[first:]) if arrived else 0
+        pages = len(list(takewhile(bool, answer.value[first:]))) if arrived else 0
         if arrived:
             for page, stored in zip(tree.insert(chain[: first + pages]), answer.value):
                 page.stored = stored
@@ -242,47 +229,46 @@ class Prefetcher:
         """Begin to read what host memory lacks, as far as there are places: reads under way hold at most half
         of them. The last pages come first under both_ends."""
         cache, host, doubted = self.cache, self.cache.host, self.cache.storage.doubted
-        pages = cache.tree.insert(prefetch.chain)
-        numbers = range(len(pages))
-        numbers = numbers[::-1] if self.policy == "both_ends" else numbers
-        sound = takewhile(lambda number: pages[number].prefix.key not in doubted, numbers)
-        lacking = [number for number in sound if not (pages[number].coming or cache.has_copy(pages[number]))]
-        most = max(0, host.size // 2 - self.pages_coming)
-        lately = set().union(*(other.pages_read for other in self.prefetches))  # they are about to be used
-        own = {page.prefix for page in lately.union(pages)}
-        places = host.allocate(host.make_room(min(len(lacking), most), own))
-        for at in range(0, len(places), cache.pages_at_once):
-            run = places[at : at + cache.pages_at_once]
-            part = lacking[at : at + len(run)]
-            self.read_run(prefetch, [pages[number] for number in part], run, f"page {part[0]}")
-        prefetch.unread = len(lacking) - len(places)
-        coming = any(page.coming for page in pages[prefetch.first :])
-        prefetch.ended = not coming and not (prefetch.unread and self.pages_coming)
+        pages = list(enumerate(cache.tree.insert(prefetch.chain)))
+        pages = pages[::-1] if self.policy == "both_ends" else pages
+        sound = takewhile(lambda pair: pair[1].prefix.key not in doubted, pages)
+        lacking = [pair for pair in sound if not (cache.is_near(pair[1]) or cache.keeps(pair[1].prefix))]
+        most = max(0, host.size // 2 - len(self.coming))
+        lately = (other.pages_read for other in self.prefetches)  # they are about to be used
+        fits = host.make_room(min(len(lacking), most), set(prefetch.chain).union(*lately))
+        places = host.allocate(fits)
+        for at in range(0, fits, cache.pages_at_once):
+            numbers, run = zip(*lacking[at : min(at + cache.pages_at_once, fits)])
+            label, prefixes = f"page {numbers[0]}", [page.prefix for page in run]
+            self.read_run(prefetch, prefixes, places[at : at + len(run)], label)
+        prefetch.unread = len(lacking) - fits
+        awaited = prefetch.chain[prefetch.first :]
+        coming = any(prefix in self.coming or prefix in cache.saving for prefix in awaited)
+        prefetch.ended = not coming and not (prefetch.unread and self.coming)
 
-    def read_run(self, prefetch: Prefetch, pages: list[Page], places: list[int], label: str):
+    def read_run(self, prefetch: Prefetch, prefixes: list, places: list[int], label: str):
         cache = self.cache
         into = [cache.array[:, :, place] for place in places]
-        read = cache.storage.get([page.prefix.key for page in pages], into, label)
+        read = cache.storage.get([prefix.key for prefix in prefixes], into, label)
         prefetch.reads.append(read)
-        self.pages_coming += len(pages)
-        for page in pages:
-            page.coming = True
-        then = partial(self.run_read, prefetch, pages, places, read)
+        self.coming.update(prefixes)
+        then = partial(self.run_read, prefetch, prefixes, places, read)
         cache.hold("read", [read], given=[(cache.host, places)], then=then)
 
-    def run_read(self, prefetch: Prefetch, pages: list[Page], places: list[int], read, arrived: bool):
+    def run_read(self, prefetch: Prefetch, prefixes: list, places: list[int], read, arrived: bool):
         """A read is over: register its pages in host memory, or doubt what storage has said."""
         cache = self.cache
-        self.pages_coming -= len(pages)
-        cache.register_l2(pages, places, arrived)
+        self.coming.difference_update(prefixes)
         if arrived:
-            prefetch.pages_read.update(pages)
+            cache.register_l2(prefixes, places)
+            prefetch.pages_read.update(prefixes)
             prefetch.timeline.add("storage", read.label, *read.span())
-            cache.counts["storage_pages_read"] += len(pages)
-        else:
-            self.end_prefetch(prefetch)  # storage was wrong about this chain, or does not answer
-            for page in pages:
-                page.stored = page.prefix.key not in cache.storage.doubted
+            cache.counts["storage_pages_read"] += len(prefixes)
+            return
+        self.end_prefetch(prefetch)  # storage was wrong about this chain, or does not answer
+        for prefix in prefixes:
+            if page := cache.tree.pages.get(prefix):
+                page.stored = prefix.key not in cache.storage.doubted
 
     def end_prefetch(self, prefetch: Prefetch):
         """Nobody waits for it any more: cancel its reads that have not begun. What others bring is found."""
@@ -293,7 +279,7 @@ class Prefetcher:
 
     def waits(self, request) -> bool:
         """Whether the request waits for storage: as the policy says, if that pays."""
-        prefetch, storage, now = request.kept.prefetch, self.cache.storage, time.perf_counter()
+        prefetch, storage, now = request.kept, self.cache.storage, time.perf_counter()
         if not prefetch or request.computed >= len(prefetch.chain) * self.cache.pool.block_size:
             return False
         if self.policy == "both_ends" and not storage.silent:
@@ -317,8 +303,8 @@ class Prefetcher:
 
     def poll(self):
         for request in self.cache.engine.running:
-            if request.kept.prefetch and not (request.restoration and request.restoration.steps):
-                self.end_prefetch(request.kept.prefetch)  # the request computes
+            if request.kept and not (request.restoration and request.restoration.steps):
+                self.end_prefetch(request.kept)  # the request computes
         if self.cache.storage:
             self.ask_again()
         for prefetch in list(self.prefetches):
@@ -333,21 +319,21 @@ class Writer:
     def __init__(self, cache: "TieredCache"):
         self.cache = cache
         self.unwritten: dict[Page, None] = {}  # in host memory, to be written
-        self.pages_going = 0  # on their way to storage
+        self.going: set[Page] = set()  # on their way to storage
         self.fresh: set = set()  # prefixes of what was written lately, and of what comes before it
 
     def owed(self, page: Page) -> bool:
         """Whether a page is still to be written."""
         cache = self.cache
-        return bool(cache.storage) and cache.wanted_below(page) and not (page.stored or page.storing)
+        return bool(cache.storage) and cache.wanted_below(page) and not (page.stored or page in self.going)
 
     def behind_gap(self, page: Page) -> bool:
         """Whether the page before is in no tier, so that nothing would find this one."""
         parent = page.prefix.parent
-        before = self.cache.tree.pages.get(parent)
         if parent.parent is None or parent in self.cache.pool.block_of:
             return False
-        return before is None or not before.below
+        before = self.cache.tree.pages.get(parent)
+        return before is None or not self.cache.is_below(before)
 
     def send_l3(self, pages: list[Page]):
         """Have pages written from where they are in host memory."""
@@ -358,55 +344,53 @@ class Writer:
     def write_waiting(self):
         """Write what waits for that, in runs, which are locked meanwhile: about a quarter of host memory."""
         cache, host, storage = self.cache, self.cache.host, self.cache.storage
-        while self.unwritten and not storage.writer.hangs and self.pages_going < max(1, host.size // 4):
+        while self.unwritten and not storage.writer.hangs and len(self.going) < max(1, host.size // 4):
             pages = list(islice(self.unwritten, cache.pages_at_once))
             for page in pages:
                 del self.unwritten[page]
-            pages = [page for page in pages if page.host is not None and self.owed(page)]
+            pages = [page for page in pages if page.prefix in host.block_of and self.owed(page)]
             pages = [page for page in pages if not self.behind_gap(page)]
             if pages:
-                places = [page.host for page in pages]
+                places = [host.block_of[page.prefix] for page in pages]
                 self.write_l3(pages, [cache.array[:, :, place] for place in places], (host, places))
 
     def evicting_l2(self, leaving: list):
-        """Write copies of pages that leave host memory, if the policy wants them in storage. Those that cannot
-        be written are lost."""
-        cache = self.cache
-        pages, contents = [cache.tree.pages[prefix] for _, prefix in leaving], {}
+        """Write copies of pages that leave host memory, if the policy wants them in storage. Count those that
+        cannot be written as lost."""
+        cache, contents = self.cache, {}
+        leaving = [(cache.tree.pages[prefix], place) for place, prefix in leaving]
+        owed = [pair for pair in leaving if self.owed(pair[0])]
         if cache.write_policy == "write_back":
-            cache.counts["dirty_evicted"] += sum(map(self.owed, pages))
+            cache.counts["dirty_evicted"] += len(owed)
         # Copies may take as much memory as the pools that they come from
-        full = self.pages_going > cache.pool.size + cache.host.size
-        full = full or cache.storage and cache.storage.writer.hangs
-        for page in sorted(pages, key=lambda page: -page.prefix.used):  # the beginnings of chains first
-            if self.owed(page) and not (full or self.behind_gap(page)):
-                contents[page], page.storing = cache.array[:, :, page.host].copy(), True
-            page.host = None
+        full = len(self.going) > cache.pool.size + cache.host.size
+        if not (full or cache.storage and cache.storage.writer.hangs):
+            for page, place in sorted(owed, key=lambda pair: -pair[0].prefix.used):  # beginnings first
+                if not self.behind_gap(page):
+                    contents[page] = cache.array[:, :, place].copy()
+                    self.going.add(page)
         if contents:
             self.write_l3(list(contents), list(contents.values()))
-        self.count_lost(filter(self.owed, pages))
+        self.count_lost(page for page, _ in owed if page not in contents)
 
     def write_l3(self, pages: list[Page], contents: list, *held):
         write = self.cache.storage.set([page.prefix.key for page in pages], contents)
-        self.pages_going += len(pages)
-        for page in pages:
-            page.storing = True
+        self.going.update(pages)
         self.cache.hold("write", [write], *held, then=partial(self.written_l3, pages, write))
 
     def written_l3(self, pages: list[Page], write, arrived: bool):
-        """A write is over: note what storage has, and use it there."""
+        """A write is over: note what storage has, and use it there, the ends of chains first."""
         cache = self.cache
-        self.pages_going -= len(pages)
-        for page in pages:
-            page.storing, page.stored = False, arrived or page.stored
+        self.going.difference_update(pages)
         cache.counts["storage_pages_written"] += write.value or 0
         for page in pages:
+            page.stored |= arrived
             prefix = page.prefix
             while prefix.parent is not None and prefix not in self.fresh:
                 self.fresh.add(prefix)
                 prefix = prefix.parent
-        if not self.pages_going or len(self.fresh) > cache.host.size:
-            used = sorted(self.fresh, key=lambda prefix: -prefix.used)  # the ends of chains are to go first
+        if not self.going or len(self.fresh) > cache.host.size:
+            used = sorted(self.fresh, key=lambda prefix: -prefix.used)  # the ends are to be deleted first
             cache.storage.use([prefix.key for prefix in used])
             self.fresh.clear()
         if not arrived:
@@ -416,23 +400,14 @@ class Writer:
 
     def count_lost(self, pages):
         """Count the pages that are in no tier any more."""
-        self.cache.counts["pages_lost"] += sum(not self.cache.has_copy(page) for page in pages)
+        self.cache.counts["pages_lost"] += sum(not self.cache.is_near(page) for page in pages)
 
 
 # 4. The Cache ----------------------------------------------------------------------------------
 
-@dataclass(eq=False)
-class Progress:
-    """How far the Cache has come with a request."""
-
-    in_tree: int = 0  # leading pages that `save` has put into the tree
-    sent: int = 0  # leading pages whose copy to host memory is over or begun
-    prefetch: Prefetch | None = None
-
-
 class TieredCache(offload.HostCache):
     """Chapter 03's host memory and its copies, layer by layer in and in the background out, under a radix
-    tree; a Prefetcher and a Writer connect it with storage."""
+    tree; a Prefetcher and a Writer connect it with storage. `request.kept` is the request's Prefetch."""
 
     fields = {}
 
@@ -446,6 +421,7 @@ class TieredCache(offload.HostCache):
         super().__init__(blocks, bandwidth)
         self.storage, self.write_policy, self.layout = storage, write, layout
         self.prefetcher, self.writer = Prefetcher(self, prefetch, threshold, timeout), Writer(self)
+        self.sent: dict = {}  # request -> leading pages whose copy to host memory is over or begun
 
     def attach(self, engine):
         super().attach(engine)
@@ -462,51 +438,60 @@ class TieredCache(offload.HostCache):
         memory = super().host_memory([shape[axis] for axis in order])
         return memory.permute([order.index(axis) for axis in range(6)])
 
-    def has_copy(self, page: Page) -> bool:
-        """Whether the device or host memory has a page."""
-        return page.host is not None or page.prefix in self.pool.block_of
+    # What is where
 
-    def register_l2(self, pages: list[Page], places: list[int], arrived: bool):
-        """The pages are no longer on their way into host memory: find them there if they have arrived."""
-        for page, place in zip(pages, places):
-            page.coming = False
-            if arrived:
-                self.host.register(place, page.prefix)
-                page.host = place
+    def is_near(self, page: Page) -> bool:
+        """Whether the device or host memory has a page."""
+        return page.prefix in self.pool.block_of or page.prefix in self.host.block_of
+
+    def keeps(self, prefix) -> bool:
+        """Whether host memory has a page, or is about to."""
+        return super().keeps(prefix) or prefix in self.prefetcher.coming
+
+    def is_below(self, page: Page) -> bool:
+        """Whether a tier below the device has a page, or is about to."""
+        return self.keeps(page.prefix) or page.stored or page in self.writer.going
+
+    def wanted_below(self, page: Page) -> bool:
+        """Whether the write policy wants a page in the tiers below the device."""
+        return page.shared or self.write_policy != "write_through_selective"
+
+    def register_l2(self, prefixes: list, places: list[int]):
+        """Let pages be found that have arrived in host memory."""
+        for prefix, place in zip(prefixes, places):
+            self.host.register(place, prefix)
 
     # Coming up
 
     def submitted(self, request):
-        request.kept = Progress()
+        request.kept = None
         self.prefetcher.ask_l3(request)
 
     def match(self, request):
         """Offer what host memory has, and under both_ends what storage has behind that."""
         if self.prefetcher.waits(request):
             return LATER
-        size, prefetch = self.pool.block_size, request.kept.prefetch
-        first, full = request.computed // size, request.history // size
-        pages = self.tree.match(request.chain[:full])[first:]
-        found = list(takewhile(lambda page: page.host is not None, pages))
-        self.matched = [page.prefix for page in found]
-        tokens = (first + len(found)) * size - request.computed
-        seconds = self.load_link.seconds(len(found) * self.host.block_bytes)
-        near = Match(tokens, seconds, [page.host for page in found])
+        size, prefetch, first = self.pool.block_size, request.kept, request.computed // self.pool.block_size
+        known = self.tree.match(request.chain[: request.history // size])[first:]
+        places = self.host.find([page.prefix for page in known])
+        self.matched = [page.prefix for page in known[: len(places)]]
+        tokens = (first + len(places)) * size - request.computed
+        near = Match(tokens, self.load_link.seconds(len(places) * self.host.block_bytes), places)
         if self.prefetcher.policy == "both_ends" and prefetch and prefetch.answered:
             if offer := self.match_both_ends(request, prefetch, near):
                 return offer
-        if found:
-            stored = min(tokens, size * sum(page in prefetch.pages_read for page in found)) if prefetch else 0
+        if places:
+            stored = prefetch.pages_read.intersection(self.matched) if prefetch else ()
+            stored = min(tokens, size * len(stored))
             parts = dict(cpu=tokens - stored, storage=stored)
             near.parts = {source: count for source, count in parts.items() if count}
             near.source = " and ".join(near.parts)
             return near
 
     def match_both_ends(self, request, prefetch: Prefetch, near: Match) -> Match | None:
-        """Offer what storage has behind what is near, if it comes, and if that is no reason to load less."""
+        """Offer what storage has behind what is `near`, if it still comes, and unless less is sooner there."""
         start, end = request.computed + near.tokens, len(prefetch.chain) * self.pool.block_size
-        last = self.tree.pages.get(prefetch.chain[-1]) if end > start else None
-        if last is None or last.host is None and prefetch.ended:
+        if end <= start or prefetch.ended and prefetch.chain[-1] not in self.host.block_of:
             return None
         load = self.storage.seconds(prefetch.unread * self.host.block_bytes)
         compute = self.engine.estimates.seconds_to_compute(start, end)
@@ -563,8 +548,7 @@ class TieredCache(offload.HostCache):
     def places_behind(self, front: int, restoration, prefetch: Prefetch) -> list[int]:
         """-> where host memory has the pages from the limit down, but none that begins before `front`."""
         chain = prefetch.chain[self.pool.num_blocks(front) : restoration.limit // self.pool.block_size]
-        pages = map(self.tree.pages.get, reversed(chain))
-        return [page.host for page in takewhile(lambda page: page and page.host is not None, pages)][::-1]
+        return self.host.find(chain[::-1])[::-1]
 
     def portion(self, request) -> int:
         """How many tokens prefill computes next, up to the end of a page: its share of what is left, at the
@@ -580,70 +564,65 @@ class TieredCache(offload.HostCache):
 
     # Going down
 
-    def wanted_below(self, page: Page) -> bool:
-        """Whether the write policy wants a page in the tiers below the device."""
-        return page.shared or self.write_policy != "write_through_selective"
-
     def save(self, batch):
         """Put what was computed into the tree, and send down what the write policy wants there."""
         for request, _ in batch.work:
-            seen, full = request.kept.in_tree, request.registered
+            seen, full = self.looked_at.get(request, 0), request.registered
             if seen == full:
                 continue
-            request.kept.in_tree, pages = full, self.tree.insert(request.chain[:full])
+            self.looked_at[request], pages = full, self.tree.insert(request.chain[:full])
             for page in pages[seen:]:
                 page.first_request = page.first_request or request.id
                 page.shared |= page.first_request != request.id
             if self.write_policy != "write_back":
                 self.send_l2(request, pages)
         if len(self.tree.pages) > 2 * (self.pool.size + self.host.size):
-            self.tree.forget(lambda page: page.coming or page.storing or self.has_copy(page))
+            held = self.writer.going
+            self.tree.forget(lambda page: self.is_near(page) or self.keeps(page.prefix) or page in held)
 
     def send_l2(self, request, pages: list[Page]):
         """Copy pages to host memory, as far as there are places, and send on those that it has."""
-        pairs = list(zip(pages, request.table))[request.kept.sent :]
-        pairs = list(takewhile(lambda pair: self.wanted_below(pair[0]), pairs))
-        self.save_blocks(request, [(page.prefix, block) for page, block in pairs if not page.in_l2])
-        for page, _ in pairs:
-            page.coming |= page.prefix in self.saving
-        sent = [page for page, _ in takewhile(lambda pair: pair[0].in_l2, pairs)]
-        request.kept.sent += len(sent)  # retry the others at the next full page, so that no gap is skipped
-        self.writer.send_l3(sent)
+        sent = self.sent.get(request, 0)
+        pairs = takewhile(lambda pair: self.wanted_below(pair[0]), zip(pages[sent:], request.table[sent:]))
+        pairs = [(page.prefix, block) for page, block in pairs]
+        self.save_blocks(request, [pair for pair in pairs if not self.keeps(pair[0])])
+        kept = len(list(takewhile(lambda pair: self.keeps(pair[0]), pairs)))
+        self.sent[request] = sent + kept  # retry the others at the next full page, so that no gap is skipped
+        self.writer.send_l3(pages[sent : sent + kept])
 
     def saved(self, request, transfer, prefixes, places, arrived: bool):
         super().saved(request, transfer, prefixes, places, arrived)
-        pages = [self.tree.pages[prefix] for prefix in prefixes]
-        self.register_l2(pages, places, arrived)
-        self.writer.send_l3(pages)
+        self.writer.send_l3([self.tree.pages[prefix] for prefix in prefixes])
         if not arrived:
-            request.kept.sent = 0  # look at all of them again
+            self.sent.pop(request, None)  # look at all of them again
 
     def evicting(self, leaving: list):
         """Under write_back: copy dirty pages to host memory, first the beginnings of chains, while the engine
-        waits. Pages that no tier below has are lost."""
+        waits. Count pages that no tier below has as lost."""
         pages = [(self.tree.pages.get(prefix), block) for block, prefix in leaving]
-        dirty = [pair for pair in pages if pair[0] and self.wanted_below(pair[0]) and not pair[0].below]
+        dirty = [pair for pair in pages if pair[0] and self.wanted_below(pair[0])]
+        dirty = [(page.prefix, block) for page, block in dirty if not self.is_below(page)]
         if self.write_policy == "write_back":
-            dirty.sort(key=lambda pair: -pair[0].prefix.used)
+            dirty.sort(key=lambda pair: -pair[0].used)
             self.counts["dirty_evicted"] += len(dirty)
             own = list(self.matched)
-            own += [] if self.storage else [page.prefix for page, _ in dirty]  # else they go on to storage
+            own += [] if self.storage else [prefix for prefix, _ in dirty]  # else they go on to storage
             while dirty and not self.save_link.hangs and (fits := self.host.make_room(len(dirty), own)):
                 self.copy_to_l2(*zip(*dirty[:fits]), self.host.allocate(fits))
                 dirty = dirty[fits:]
         self.counts["pages_lost"] += len(dirty)
 
-    def copy_to_l2(self, pages: list[Page], blocks: list[int], places: list[int]):
+    def copy_to_l2(self, prefixes: list, blocks: list[int], places: list[int]):
         """Copy pages to host memory, and wait for that."""
         copy = self.copy_out(blocks, places)
         try:
             copy.wait(min(offload.LONGEST_SAVE, links.HANGING + self.save_link.seconds(0)))
         except links.TransferError:
             self.hold("save", [copy], (self.host, places))  # a late one still writes there
-            self.counts["pages_lost"] += len(pages)
+            self.counts["pages_lost"] += len(prefixes)
         else:
-            self.register_l2(pages, places, True)
-            self.counts["pages_written"] += len(pages)
+            self.register_l2(prefixes, places)
+            self.counts["pages_written"] += len(prefixes)
         self.host.release(places)
 
     # In every step, when idle, and at the end
@@ -657,9 +636,11 @@ class TieredCache(offload.HostCache):
         self.counts["storage_errors"] = self.storage.errors if self.storage else 0
 
     def finished(self, request):
-        if request.kept.prefetch:
-            self.prefetcher.end_prefetch(request.kept.prefetch)
-        request.kept = Progress()
+        super().finished(request)
+        self.sent.pop(request, None)
+        if request.kept:
+            self.prefetcher.end_prefetch(request.kept)
+        request.kept = None
 
     def idle(self):
         self.measure_storage()
@@ -680,11 +661,6 @@ class TieredCache(offload.HostCache):
         super().close()
         if self.storage:
             self.storage.close()
-
-
-def count_leading(test, values) -> int:
-    """-> how many of the first values pass a test, up to the first that does not."""
-    return len(list(takewhile(test, values)))
 
 
 # 5. The demo -----------------------------------------------------------------------------------
@@ -759,7 +735,7 @@ def tree_lines(cache: TieredCache, node: Node, depth: int = 0):
     """Yield a line for each node below this one: the tiers that have all of it, and its tokens."""
     for child in node.children.values():
         on_device = all(page.prefix in cache.pool.block_of for page in child.pages)
-        in_host = all(page.host is not None for page in child.pages)
+        in_host = all(page.prefix in cache.host.block_of for page in child.pages)
         stored = all(page.stored for page in child.pages)
         where = f"{'L1' * on_device:3}{'L2' * in_host:3}{'L3' * stored:3}"
         yield f"  {where} {'  ' * depth}{len(child.pages) * cache.pool.block_size:5} tokens"
