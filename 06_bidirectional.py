@@ -39,9 +39,8 @@ import shell.cli as cli
 import statistics
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -117,16 +116,9 @@ def portion(left: int, load: float, compute: float) -> int:
 
 # 2. The cache ----------------------------------------------------------------------------------
 
-@dataclass(eq=False)
-class Chunks:
-    """The full chunks of a request."""
-
-    chain: list = field(default_factory=list)  # a Prefix each
-    sent: int = 0  # leading ones that were sent to storage, or that it had
-
-
 class BidirectionalCache(Cache):
-    """Chunks of K and V in storage, loaded from the back while the engine computes from the front."""
+    """Chunks of K and V in storage, loaded from the back while the engine computes from the front.
+    `request.kept` is the chain of a request's full chunks."""
 
     def __init__(self, storage: StoredChunks, share=1.0, leftover=False, bits=None, memory=256e6):
         """`share` of a step that a prefill takes beside other requests; 0: it only loads. `leftover`: it
@@ -157,14 +149,15 @@ class BidirectionalCache(Cache):
         kind = f"kv {self.bits or 'exact'}"
         self.prefixes = paged.Prefixes(f"{self.model.digest.hex()} {self.model.dtype} {kind}", CHUNK)
         self.saving: set = set()  # prefixes on their way to storage
+        self.sent: Counter = Counter()  # request -> leading chunks that were sent to storage, or that it had
         self.storage.open(engine.wake.set)
 
     # Finding
 
-    def chunks(self, request) -> Chunks:
-        request.kept = request.kept or Chunks()
-        self.prefixes.extend(request.kept.chain, request.tokens, request.options.get("cache_salt", ""))
-        return request.kept
+    def chain(self, request) -> list:
+        """-> a Prefix for each full chunk."""
+        request.kept = request.kept or []
+        return self.prefixes.extend(request.kept, request.tokens, request.options.get("cache_salt", ""))
 
     def match(self, request):
         """Offer the longest run of chunks that storage has; prefill computes what it lacks before them."""
@@ -181,7 +174,7 @@ class BidirectionalCache(Cache):
 
     def longest_run(self, request) -> list[tuple]:
         """-> (number, where storage has it) of adjacent chunks, not all before what is computed."""
-        chain, longest, run = self.chunks(request).chain, [], []
+        chain, longest, run = self.chain(request), [], []
         for number in range(request.computed // CHUNK, len(chain)):
             found = self.storage.find(chain[number].key)
             run = [] if found is None else [*run, (number, found)]
@@ -293,13 +286,13 @@ class BidirectionalCache(Cache):
         """Send full chunks to storage, unless it has them. If no place is free, the request's next step tries
         again; what its last one leaves is dropped."""
         for request, _ in batch.work:
-            chunks = self.chunks(request)
-            while (chunks.sent + 1) * CHUNK <= request.computed:
-                if self.lacks(chunks.chain[chunks.sent]):
+            chain = self.chain(request)
+            for number in range(self.sent[request], request.computed // CHUNK):
+                if self.lacks(chain[number]):
                     if not self.places.available:
                         break
-                    self.save_chunk(request, chunks.chain[: chunks.sent + 1])
-                chunks.sent += 1
+                    self.save_chunk(request, chain[: number + 1])
+                self.sent[request] = number + 1
 
     def lacks(self, prefix) -> bool:
         return prefix not in self.saving and self.storage.find(prefix.key) is None
@@ -326,18 +319,16 @@ class BidirectionalCache(Cache):
         self.hold(f"place {place}", [written], (self.places, [place]), then=then)
 
     def finished(self, request):
-        if chunks := request.kept:
-            unsent = chunks.chain[chunks.sent : request.computed // CHUNK]
-            self.counts["drops"] += sum(map(self.lacks, unsent))
-            self.storage.use([prefix.key for prefix in chunks.chain])
+        chain, sent = request.kept or [], self.sent.pop(request, 0)
+        self.counts["drops"] += sum(map(self.lacks, chain[sent : request.computed // CHUNK]))
+        self.storage.use([prefix.key for prefix in chain])
         request.kept = None
 
     def close(self):
         self.drain()
-        self.save_link.close()
-        if self.load_link:
-            self.load_link.close()
-        self.storage.close()
+        for end in self.save_link, self.load_link, self.storage:
+            if end:
+                end.close()
 
     # K and V as bytes
 
