@@ -40,20 +40,19 @@ import statistics
 import sys
 import time
 from collections import Counter, deque
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-import numpy
 import torch
 
 from common import link as links
 from common.requests import Request
 from common.restoring import PAUSE, Cache, Match, Restoration
-from common.store import Storage, StoredChunks
+from common.store import StoredChunks
 from shell import lesson
 from shell.backends import in_directories
 from shell.frontend import Frontend
+from shell.modelled_storage import ModelledStorage, Trace, bandwidth
 
 paged = importlib.import_module("02_paged_kv")
 CHUNK = 64  # tokens
@@ -135,7 +134,7 @@ class BidirectionalCache(Cache):
         if self.bits == 8:  # a byte for each number, and two for each head's scale
             dtype, width = torch.uint8, width + 2 * width // config.head_dim
         self.chunk_bytes = CHUNK * width * dtype.itemsize
-        # 1. Places for chunks on their way, in host memory; a GPU has such places, too, behind the link
+        # Places for chunks on their way, in host memory; a GPU has such places, too, behind the link
         useful = 2 * (config.max_position_embeddings // CHUNK + 1)  # two requests of the longest kind
         shape = max(2, min(useful, int(self.memory // self.chunk_bytes))), CHUNK, width
         host = self.landed = links.host_memory(shape, dtype, device, "The memory for chunks on their way")
@@ -145,7 +144,6 @@ class BidirectionalCache(Cache):
         self.save_link = links.Link("save", engine.clock, math.inf, engine.wake.set, background=True)
         self.places = paged.BlockPool(shape[0], CHUNK, host)
         self.pools = {"host": self.places}
-        # 2. Storage
         kind = f"kv {self.bits or 'exact'}"
         self.prefixes = paged.Prefixes(f"{self.model.digest.hex()} {self.model.dtype} {kind}", CHUNK)
         self.saving: set = set()  # prefixes on their way to storage
@@ -193,9 +191,8 @@ class BidirectionalCache(Cache):
     # Loading, from the back
 
     def restore(self, request, restoration, match):
-        """Lower the limit with each chunk that arrives, to where it begins or to where prefill is. At all
-        times [start, request.computed) is computed and [limit, end) is loaded. The engine resumes this
-        between steps and before each layer of a step."""
+        """Lower the limit with each chunk that arrives, to where it begins or to where prefill is. Always
+        [start, computed) is computed and [limit, end) is loaded. Resumed before each layer of a step."""
         restoration.layers = len(self.model.layers)  # of all that is behind the limit
         slots = self.slots(request, 0, restoration.end)
         unread = list(match.blocks)  # the last one is read next
@@ -326,9 +323,8 @@ class BidirectionalCache(Cache):
 
     def close(self):
         self.drain()
-        for end in self.save_link, self.load_link, self.storage:
-            if end:
-                end.close()
+        for part in filter(None, (self.save_link, self.load_link, self.storage)):
+            part.close()
 
     # K and V as bytes
 
@@ -356,76 +352,14 @@ def quantize(kv):
 
 def drawn(restoration) -> dict:
     """-> for the page: a letter for each chunk, which says how it came back."""
-    start, met, end = restoration.start, restoration.limit, restoration.end
-    letters = ""
+    start, met, end, letters = restoration.start, restoration.limit, restoration.end, ""
     for first in range(start - start % CHUNK, end, CHUNK):
         letters += "L" if first >= met else "C" if first + CHUNK <= met else "B"
     title = f"Tokens {start} to {met} computed, to {end} loaded"
     return dict(title=title, rows=[["chunks", letters]], legend=dict(C="computed", B="both", L="loaded"))
 
 
-# 3. Storage that is slow -----------------------------------------------------------------------
-
-class Trace(links.Bandwidth):
-    """One bandwidth after the other, each for `seconds`, from time `began` on, again and again."""
-
-    def __init__(self, values: list[float], seconds: float):
-        self.values, self.seconds, self.began = values, seconds, time.perf_counter()
-
-    @property
-    def value(self) -> float:
-        """The bandwidth of now."""
-        return self.values[self.slot(time.perf_counter()) % len(self.values)]
-
-    def slot(self, at: float) -> int:
-        return int((at - self.began) // self.seconds)
-
-    def arrival(self, start: float, size: int) -> float:
-        at, slot = start + links.LATENCY, self.slot(start + links.LATENCY)
-        while True:
-            rate, end = self.values[slot % len(self.values)], self.began + (slot + 1) * self.seconds
-            if size <= rate * (end - at):
-                return at + size / rate
-            size, at, slot = size - rate * max(0.0, end - at), max(at, end), slot + 1
-
-    def __str__(self):
-        values = ":".join(f"{value / 1e9:.3g}" for value in self.values)
-        return f"modelled link, {values} GB/s, {self.seconds:.3g} s each"
-
-
-class ModelledStorage(Storage):
-    """At most `limit` bytes of values of one size, in ordinary memory. Reading takes as long as `bandwidth`
-    says, and no processor."""
-
-    def __init__(self, limit: float, bandwidth: links.Bandwidth | float):
-        bandwidth = links.Bandwidth(bandwidth) if isinstance(bandwidth, (int, float)) else bandwidth
-        super().__init__(None, bandwidth=bandwidth)
-        self.limit, self.index = limit, {}  # key -> value, least recently used first
-
-    def has(self, keys):
-        return all(key in self.index for key in keys)
-
-    def look_up(self, keys):
-        for key in reversed(keys):
-            with suppress(KeyError):  # another thread has deleted it
-                self.index[key] = self.index.pop(key)
-
-    def read(self, keys, into):
-        for key, place in zip(keys, into, strict=True):
-            numpy.copyto(place, self.index[key])
-        self.look_up(keys)
-
-    def write(self, keys, values):
-        for key, value in zip(keys, values, strict=True):
-            self.index[key] = value.copy()
-            while len(self.index) * value.nbytes > self.limit:
-                del self.index[next(iter(self.index))]
-
-    def __str__(self):
-        return str(self.bandwidth).replace("link", "storage")
-
-
-# 4. The demo -----------------------------------------------------------------------------------
+# 3. The demo -----------------------------------------------------------------------------------
 
 WAYS = "only computing", "only loading", "both"
 
@@ -469,8 +403,7 @@ def demo(model, frontend: Frontend, arguments):
     rows = show(taken)
     engine.close()
     link = dict(modelled=bool(storage.bandwidth), gbps=cache.storage.speed() / 1e9)
-    report = dict(link=link, counters=engine.counters())
-    return dict(report, verified=verified, rows=rows), [last["both"].timeline]
+    return dict(link=link, verified=verified, rows=rows, counters=engine.counters()), [last["both"].timeline]
 
 
 def ask_again(engine, prompt: list[int], way: str, last: dict) -> float:
@@ -508,18 +441,7 @@ def show(taken: dict) -> list[dict]:
     return rows
 
 
-# 5. Main ---------------------------------------------------------------------------------------
-
-def bandwidth(string: str) -> links.Bandwidth | None:
-    """An argparse type: auto, GB/s, or several and how long each lasts: 0.1:2:0.5@0.1."""
-    if string == "auto":
-        return None
-    number, (speeds, at, seconds) = cli.bounded(float, 1e-6, 1e6), string.partition("@")
-    values = [1e9 * number(speed) for speed in speeds.split(":")]
-    if len(values) == 1:
-        return links.Bandwidth(values[0])
-    return Trace(values, number(seconds) if at else 0.1)
-
+# 4. Main ---------------------------------------------------------------------------------------
 
 def add_arguments(parser):
     paged.add_arguments(parser)
