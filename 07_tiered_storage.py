@@ -274,8 +274,8 @@ class Prefetcher:
         self.prefetches.pop(prefetch, None)
 
     def waits(self, request) -> bool:
-        """Whether the request waits for storage: as the policy says, if that takes less than computing,
-        which is decided when storage has answered."""
+        """Whether the request waits for storage: as the policy says and, once storage has answered, if that
+        pays."""
         prefetch, cache, now = request.kept, self.cache, time.perf_counter()
         size = cache.pool.block_size
         if not prefetch or request.computed >= len(prefetch.chain) * size:
@@ -340,10 +340,10 @@ class Writer:
         """Write what waits for that, in runs, which are locked meanwhile: about a quarter of host memory."""
         cache, host, storage = self.cache, self.cache.host, self.cache.storage
         while self.unwritten and not storage.writer.hangs and len(self.going) < max(1, host.size // 4):
-            pages = list(islice(self.unwritten, cache.pages_at_once))
-            for page in pages:
+            run = list(islice(self.unwritten, cache.pages_at_once))
+            for page in run:
                 del self.unwritten[page]
-            pages = [page for page in pages if page.prefix in host.block_of and self.owed(page)]
+            pages = [page for page in run if page.prefix in host.block_of and self.owed(page)]
             pages = [page for page in pages if not self.behind_gap(page)]
             if pages:
                 places = [host.block_of[page.prefix] for page in pages]
@@ -530,8 +530,8 @@ class TieredCache(offload.HostCache):
                 yield copies.popleft()
             elif not restoration.met:
                 if prefetch.ended and not copies and restoration.limit > front:
-                    return
-                if not self.engine.work:
+                    return  # storage brings no more
+                if not self.engine.work:  # between two steps: the next one computes so much
                     restoration.portion = self.portion(request)
                 yield PAUSE
         restoration.layers = len(self.model.layers)
@@ -571,9 +571,9 @@ class TieredCache(offload.HostCache):
         pairs = takewhile(lambda pair: self.wanted_below(pair[0]), zip(pages[sent:], request.table[sent:]))
         pairs = [(page.prefix, block) for page, block in pairs]
         self.save_blocks(request, [pair for pair in pairs if not self.keeps(pair[0])])
-        kept = len(list(takewhile(lambda pair: self.keeps(pair[0]), pairs)))
-        self.sent[request] = sent + kept  # retry the others at the next full page, so that no gap is skipped
-        self.writer.send_l3(pages[sent : sent + kept])
+        end = sent + len(list(takewhile(lambda pair: self.keeps(pair[0]), pairs)))
+        self.sent[request] = end  # retry the others at the next full page, so that no gap is skipped
+        self.writer.send_l3(pages[sent:end])
 
     def saved(self, request, transfer, prefixes, places, arrived: bool):
         super().saved(request, transfer, prefixes, places, arrived)
@@ -700,15 +700,12 @@ def demo(model, frontend: Frontend, arguments):
 
 def converse(engine, frontend: Frontend, talks: list, rng, new: int) -> list[Request]:
     """Ask all conversations, then each again with one more question -> the requests."""
-    asked, answers = [], {}
-    for turn in range(2):
-        for number in rng.sample(range(len(talks)), len(talks)):
-            messages = list(talks[number])
-            if turn:
-                messages.append(dict(role="assistant", content=answers[number]))
-                messages.append(dict(role="user", content=lesson.TURNS[2]))
-            asked += engine.generate([frontend.request(messages=messages, max_tokens=new)])
-            answers[number] = asked[-1].outcome.text or "."
+    asked, talks = [], [list(talk) for talk in talks]
+    for _ in range(2):
+        for talk in rng.sample(talks, len(talks)):
+            asked += engine.generate([frontend.request(messages=talk, max_tokens=new)])
+            talk.append(dict(role="assistant", content=asked[-1].outcome.text or "."))
+            talk.append(dict(role="user", content=lesson.TURNS[2]))
             lesson.settle(engine)  # what goes to storage gets there while people read
     return asked
 
@@ -810,10 +807,9 @@ def add_arguments(parser):
 
 def make_engine(model, arguments) -> paged.Engine:
     """Chapter 02's engine with this chapter's Cache."""
-    size = arguments.block_size
+    size, storage, name = arguments.block_size, None, backends.label(arguments.storage or "none")
     block_bytes = size * model.config.kv_numbers_per_token * model.dtype.itemsize
     blocks = offload.host_blocks(model, arguments, block_bytes)
-    storage, name = None, backends.label(arguments.storage or "none")
     if arguments.storage:
         storage = store.Storage(backends.open_backend(arguments.storage), name, arguments.storage_bandwidth)
     cache = TieredCache(
