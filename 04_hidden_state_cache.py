@@ -50,7 +50,7 @@ from common.requests import Request
 from common.restoring import FULL_SPEED, Cache, Match
 from common.speed import ROWS, Speed, time_projecting
 from common.store import BlockStore, Move, StoredChunks
-from shell import checkpoint, lesson, modelled_link
+from shell import charts, checkpoint, lesson, modelled_link
 from shell.backends import in_directories
 from shell.frontend import Frontend
 
@@ -322,7 +322,7 @@ def demo(model, frontend: Frontend, arguments):
     print("The device is evicted before each turn:")
     rows = [offload.describe(f"turn {number}", request) for number, request in enumerate(asked, 1)]
     print(f"  {lesson.TURNS[-1]} - {asked[-1].outcome.text}\n")
-    print(f"The last turn (digits: layers; p: prefill, d: decode)\n{asked[-1].timeline.chart()}\n")
+    print(f"The last turn (digits: layers; p: prefill, d: decode)\n{charts.chart(asked[-1].timeline)}\n")
     said = dict(link=dict(modelled=link.modelled, gbps=link.speed() / 1e9), counters=engine.counters())
     engine.close()
 

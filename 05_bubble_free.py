@@ -51,7 +51,7 @@ import torch
 from common.requests import BadRequest, Request
 from common.restoring import PAUSE, Match
 from common.store import StoredChunks
-from shell import checkpoint, lesson
+from shell import charts, checkpoint, lesson
 from shell.frontend import Frontend
 
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
@@ -352,7 +352,7 @@ def demo(model, frontend: Frontend, arguments):
     verified = lesson.verify(paged.baseline.Engine(model), asked)
     link, rows = engine.cache.load_link, [offload.describe(letters, request) for request in asked]
     report = dict(link=dict(modelled=link.modelled, gbps=link.speed() / 1e9), counters=engine.counters())
-    print(f"\nThe last turn (digits: layers)\n{asked[-1].timeline.chart()}\n")
+    print(f"\nThe last turn (digits: layers)\n{charts.chart(asked[-1].timeline)}\n")
     engine.close()
 
     # 2. Time: on a model whose question costs less than its history

@@ -1,33 +1,27 @@
 """Chapter 06: compute from the front while loading from the back (Cake).
 
 The problem. A disk or a network holds far more K and V than host memory, but to load a history from it may
-take as long as to compute it, or longer. Which is faster changes with the device, the length and the load;
-and an engine that picks one of the two leaves the other idle.
+take as long as to compute it. An engine that picks one of the two leaves the other idle.
 
 The mechanism. Two pointers over one history. The engine prefills from the front, in its ordinary steps.
-Storage reads chunks of 64 tokens from the back, on a thread of its own and into memory of its own, ahead of
-need. At each layer of a step the engine's thread looks what has arrived, copies that to the request's blocks,
-and lowers the limit up to which is computed. Where the two meet, the history is whole:
+Storage reads chunks of 64 tokens from the back, ahead of need; each chunk that has arrived lowers the limit
+up to which the engine computes. Where the two meet, the history is whole:
 
     computed                  meeting                    loaded        l, c: seconds to load or to compute all
     |#########################|==========================|             both: l c / (l + c), if neither waits
 
-Nobody claims a chunk before he has it: prefill never waits for storage, and there is nothing to lock. They
-may meet inside a chunk. A step of one request that loading has overtaken is given up; reads that prefill has
-overtaken are called off. If a chunk is missing or damaged, loading is over: what has come stays, and the rest
-is computed. When the engine's deadline for all of it has passed, prefill takes whole steps and leaves storage
-no share; what still arrives before they meet is used. It is the late tokens that should be loaded:
-a token attends to all before it, so late ones cost more to compute, and to load all cost the same.
+Neither side claims a chunk in advance, so prefill never waits for storage, and there is nothing to lock. A
+step of one request that loading has overtaken is given up, and so are reads that prefill has overtaken. If a
+chunk is missing or damaged, what has come stays, and prefill computes the rest. Loading takes the late tokens
+because they are the dear ones to compute: a token attends to all before it.
 
-How many tokens should a step compute? Long steps cost less a token, but when one of them reaches the meeting
-point, it has computed what storage could have brought. So a step takes the share of what is left that prefill
-will get if both go on as they last did, `left l / (l + c)`, a chunk at least, and all where less than a chunk
-would come meanwhile.
+A step computes the share of what is left that prefill will get if both go on as they last did, `left l / (l +
+c)`: a longer step would compute what storage could have brought, and in shorter ones a token costs more.
+Beside other requests a prefill takes a `--share` of each step, and is priced at that share when the engine
+decides whether to load; or, with `--compute leftover`, what the others leave (the paper's section 6).
 
-Beside other requests the prefill takes a `--share` of each step, and is priced at that share when the engine
-decides whether to load; or, with `--compute leftover`, it takes only what the others leave (the paper's
-section 6). With `--bits 8` K and V travel in 8 bits, under keys of their own: they are not those of chapter
-01, nor is what is computed behind them.
+With `--bits 8` K and V travel in 8 bits, and have keys of their own: they are not exact, nor is what is
+computed behind them.
 
 Source: Cake ("Compute or Load KV Cache? Why Not Both?", Jin et al., ICML '25), sections 4 to 6, appendices A
 and B.
@@ -45,22 +39,20 @@ import shell.cli as cli
 import statistics
 import sys
 import time
-from collections import OrderedDict, deque
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections import Counter, deque
 from functools import partial
 from pathlib import Path
 
-import numpy
 import torch
 
 from common import link as links
 from common.requests import Request
 from common.restoring import PAUSE, Cache, Match, Restoration
-from common.store import Storage, StoredChunks
-from shell import lesson
+from common.store import StoredChunks
+from shell import charts, lesson
 from shell.backends import in_directories
 from shell.frontend import Frontend
+from shell.modelled_storage import ModelledStorage, Trace, bandwidth
 
 paged = importlib.import_module("02_paged_kv")
 CHUNK = 64  # tokens
@@ -68,13 +60,8 @@ CHUNK = 64  # tokens
 # 1. Two pointers -------------------------------------------------------------------------------
 
 class BothEnds(Restoration):
-    """Tokens come back from the end, while ordinary steps compute from the start:
-
-        start          computed ->        <- limit                end
-        |== computed ==|== nobody's yet ==|======= loaded ========|  the question
-
-    `limit` is lowered with each chunk that arrives; a step may compute `portion` tokens below it. When they
-    have met, all goes on as in chapter 03."""
+    """Tokens come back from the end, down to `limit`, while ordinary steps compute from the start, `portion`
+    tokens each. When they have met, all goes on as in chapter 03."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -120,85 +107,17 @@ def meeting(load: float, compute: float) -> tuple[float, float]:
 
 
 def portion(left: int, load: float, compute: float) -> int:
-    """Tokens to compute before looking again: the share of the `left` ones that prefill will get; all, where
-    storage will bring no other chunk meanwhile."""
+    """-> tokens to compute before looking again: the share of the `left` ones that prefill will get; all,
+    where storage will bring no other chunk meanwhile."""
     tokens = max(CHUNK, int(left * meeting(load, compute)[1]))
     return tokens if left - tokens >= CHUNK else left
 
 
-# 2. Storage that is slow -----------------------------------------------------------------------
-
-class Trace(links.Bandwidth):
-    """One bandwidth after the other, each for `seconds`, from time `began` on, again and again."""
-
-    def __init__(self, values: list[float], seconds: float):
-        self.values, self.seconds, self.began = values, seconds, time.perf_counter()
-
-    @property
-    def value(self) -> float:
-        """That of now."""
-        return self.values[self.slot(time.perf_counter()) % len(self.values)]
-
-    def slot(self, at: float) -> int:
-        return int((at - self.began) // self.seconds)
-
-    def arrival(self, start: float, size: int) -> float:
-        at, slot = start + links.LATENCY, self.slot(start + links.LATENCY)
-        while True:
-            rate, end = self.values[slot % len(self.values)], self.began + (slot + 1) * self.seconds
-            if size <= rate * (end - at):
-                return at + size / rate
-            size, at, slot = size - rate * max(0.0, end - at), max(at, end), slot + 1
-
-    def __str__(self):
-        values = ":".join(f"{value / 1e9:.3g}" for value in self.values)
-        return f"modelled link, {values} GB/s, {self.seconds:.3g} s each"
-
-
-class ModelledStorage(Storage):
-    """In ordinary memory, at most `limit` bytes of values of one size; reading takes as long as `bandwidth`
-    says, and no processor."""
-
-    def __init__(self, limit: float, bandwidth: links.Bandwidth | float):
-        bandwidth = links.Bandwidth(bandwidth) if isinstance(bandwidth, (int, float)) else bandwidth
-        super().__init__(None, bandwidth=bandwidth)
-        self.limit, self.index = limit, OrderedDict()  # index: key -> value, least recently used first
-
-    def has(self, keys):
-        return all(key in self.index for key in keys)
-
-    def look_up(self, keys):
-        for key in reversed(keys):
-            with suppress(KeyError):  # another thread has deleted it
-                self.index.move_to_end(key)
-
-    def read(self, keys, into):
-        for key, place in zip(keys, into, strict=True):
-            numpy.copyto(place, self.index[key])
-        self.look_up(keys)
-
-    def write(self, keys, values):
-        for key, value in zip(keys, values, strict=True):
-            self.index[key] = value.copy()
-            while len(self.index) * value.nbytes > self.limit:
-                self.index.popitem(last=False)
-
-    def __str__(self):
-        return str(self.bandwidth).replace("link", "storage")
-
-
-# 3. The cache ----------------------------------------------------------------------------------
-
-@dataclass(eq=False)
-class Kept:
-    """What the Cache remembers of a request."""
-
-    chain: list = field(default_factory=list)  # a Prefix for each full chunk
-    saved: int = 0  # chunks that were sent to storage, or that it had
-
+# 2. The cache ----------------------------------------------------------------------------------
 
 class BidirectionalCache(Cache):
-    """Chunks of K and V in storage, loaded from the back while the engine computes from the front."""
+    """Chunks of K and V in storage, loaded from the back while the engine computes from the front.
+    `request.kept` is the chain of a request's full chunks."""
 
     def __init__(self, storage: StoredChunks, share=1.0, leftover=False, bits=None, memory=256e6):
         """`share` of a step that a prefill takes beside other requests; 0: it only loads. `leftover`: it
@@ -209,56 +128,51 @@ class BidirectionalCache(Cache):
     def attach(self, engine):
         super().attach(engine)
         config, dtype, device = self.model.config, self.model.dtype, self.model.device
-        heads = config.num_key_value_heads, config.head_dim
-        self.shape = config.num_hidden_layers, 2, CHUNK, *heads  # of a chunk's K and V
         self.kv = self.pool.memory.flatten(2, 3)  # [L, 2, slots, KVH, hd]
-        # 1. The memory for chunks on their way: a place each
+        self.shape = *self.kv.shape[:2], CHUNK, *self.kv.shape[3:]  # of a chunk's K and V
         width = config.kv_numbers_per_token
         if self.bits == 8:  # a byte for each number, and two for each head's scale
             dtype, width = torch.uint8, width + 2 * width // config.head_dim
         self.chunk_bytes = CHUNK * width * dtype.itemsize
+        # Places for chunks on their way, in host memory; a GPU has such places, too, behind the link
         useful = 2 * (config.max_position_embeddings // CHUNK + 1)  # two requests of the longest kind
-        places = max(2, min(useful, int(self.memory // self.chunk_bytes)))
-        shape = places, CHUNK, width
-        self.host = links.host_memory(shape, dtype, device, "The memory for chunks on their way")
-        self.arrays = links.as_integers(self.host)  # for NumPy
-        self.places = paged.BlockPool(places, CHUNK, self.host)
-        self.pools = {"host": self.places}
-        # 2. A GPU's own memory for them, behind the link
-        self.landed, self.load_link = self.host, None
+        shape = max(2, min(useful, int(self.memory // self.chunk_bytes))), CHUNK, width
+        host = self.landed = links.host_memory(shape, dtype, device, "The memory for chunks on their way")
+        self.arrays, self.load_link = links.as_integers(host), None  # as NumPy's
         if device.type == "cuda":
-            self.landed = torch.empty(shape, dtype=dtype, device=device)
-            self.load_link = links.Link("load", engine.clock)
+            self.landed, self.load_link = host.to(device), links.Link("load", engine.clock)
         self.save_link = links.Link("save", engine.clock, math.inf, engine.wake.set, background=True)
-        # 3. Storage
+        self.places = paged.BlockPool(shape[0], CHUNK, host)
+        self.pools = {"host": self.places}
         kind = f"kv {self.bits or 'exact'}"
         self.prefixes = paged.Prefixes(f"{self.model.digest.hex()} {self.model.dtype} {kind}", CHUNK)
         self.saving: set = set()  # prefixes on their way to storage
+        self.sent: Counter = Counter()  # request -> leading chunks that were sent to storage, or that it had
         self.storage.open(engine.wake.set)
 
     # Finding
 
-    def kept(self, request) -> Kept:
-        request.kept = request.kept or Kept()
-        self.prefixes.extend(request.kept.chain, request.tokens, request.options.get("cache_salt", ""))
-        return request.kept
+    def chain(self, request) -> list:
+        """-> a Prefix for each full chunk."""
+        request.kept = request.kept or []
+        return self.prefixes.extend(request.kept, request.tokens, request.options.get("cache_salt", ""))
 
     def match(self, request):
-        """The longest run of chunks that storage has; what it lacks before them is computed anyway."""
-        run, start = self.longest_run(request), request.computed
+        """Offer the longest run of chunks that storage has; prefill computes what it lacks before them."""
+        run, start, estimates = self.longest_run(request), request.computed, self.engine.estimates
         end = min((run[-1][0] + 1) * CHUNK, request.history) if run else 0
         if end > start:
             queued = sum(other.restoration.limit - other.computed for other in self.unmet())
             load, share = self.seconds_to_load(queued + end - start), 1.0
             if self.engine.running and not self.leftover:
                 share = self.share or 1e-9  # 0: it only loads
-            seconds, _ = meeting(load, self.engine.estimates.seconds_to_compute(start, end) / share)
-            gap = self.engine.estimates.seconds_to_compute(start, max(start, run[0][0] * CHUNK)) / share
+            seconds, _ = meeting(load, estimates.seconds_to_compute(start, end) / share)
+            gap = estimates.seconds_to_compute(start, max(start, run[0][0] * CHUNK)) / share
             return Match(end - start, max(seconds, gap), run, "storage", share=share, way=BothEnds)
 
     def longest_run(self, request) -> list[tuple]:
         """-> (number, where storage has it) of adjacent chunks, not all before what is computed."""
-        chain, longest, run = self.kept(request).chain, [], []
+        chain, longest, run = self.chain(request), [], []
         for number in range(request.computed // CHUNK, len(chain)):
             found = self.storage.find(chain[number].key)
             run = [] if found is None else [*run, (number, found)]
@@ -269,71 +183,74 @@ class BidirectionalCache(Cache):
         return tokens * self.chunk_bytes / CHUNK / self.storage.speed()
 
     def idle(self):
-        """Forget how fast it was: to try costs nothing."""
+        """Forget how fast storage was: a try costs nothing."""
         for storage in self.storage.storages:
             storage.measured.forget()
         return self.storage.speed()
 
-    # Both ends
+    # Loading, from the back
 
     def restore(self, request, restoration, match):
-        """From the back: what has arrived moves the limit down to where it begins, or to where prefill is.
-
-        At all times [start, request.computed) is computed and [limit, end) is loaded. The engine resumes this
-        between steps and before each layer of a step."""
+        """Lower the limit with each chunk that arrives, to where it begins or to where prefill is. Always
+        [start, computed) is computed and [limit, end) is loaded. Resumed before each layer of a step."""
         restoration.layers = len(self.model.layers)  # of all that is behind the limit
-        slots = self.slots(request, restoration.start, restoration.end)  # [T]
+        slots = self.slots(request, 0, restoration.end)
         unread = list(match.blocks)  # the last one is read next
         reading = deque()  # [number of the chunk, its place, what must be over before that is used again]
         self.divide()
         try:
             while restoration.limit > self.front(request):
-                # 1. Read ahead, as far as there are places
-                while unread and self.places.available:
-                    number, found = unread.pop()
-                    (place,) = self.places.allocate(1)
-                    (read,) = self.storage.read([found], [self.arrays[place]], label=f"chunk {number}")
-                    reading.append([number, place, read])
-                if not reading:
-                    if not unread:
-                        return  # storage has no more: prefill goes on to the limit
-                    yield PAUSE  # others have the places
-                    continue
-                # 2. When the next one is there, put what prefill does not compute meanwhile in its blocks
-                number, place, read = reading[0]
-                yield read  # goes on when it has arrived; if it fails, `finally` follows
-                self.counts["bytes_in"] += read.bytes
-                if self.load_link:
-                    link = self.load_link.copy(self.landed[place], self.host[place], f"chunk {number}")
-                    reading[0][2] = link
-                    yield link
-                front = max(number * CHUNK, self.front(request))
-                if front < restoration.limit:
-                    part = slice(front - number * CHUNK, restoration.limit - number * CHUNK)
-                    into = slots[front - restoration.start : restoration.limit - restoration.start]
-                    self.kv.index_copy_(2, into, self.unpack(self.landed[place])[:, :, part])
-                    restoration.limit = front
-                self.places.release([place])
-                reading.popleft()
+                self.read_ahead(unread, reading)
+                if reading:
+                    yield from self.load_chunk(reading[0], request, slots)  # if it fails, `finally` follows
+                    self.places.release([reading.popleft()[1]])
+                elif unread:
+                    yield PAUSE  # other requests have the places
+                else:
+                    return  # storage has no more: prefill goes on to the limit
         finally:
-            # 3. They have met, or loading is over: what has not begun is called off
-            for _, place, read in reading:
-                read.cancel()
-                self.hold(f"place {place}", [read], given=[(self.places, [place])])  # until it is written
+            for _, place, transfer in reading:  # call off what has not begun
+                transfer.cancel()
+                self.hold(f"place {place}", [transfer], given=[(self.places, [place])])
             request.timeline.plan = drawn(restoration)
 
+    def read_ahead(self, unread: list, reading: deque):
+        """Begin to read chunks, the last one first, as far as there are places."""
+        while unread and self.places.available:
+            number, found = unread.pop()
+            (place,) = self.places.allocate(1)
+            (read,) = self.storage.read([found], [self.arrays[place]], label=f"chunk {number}")
+            reading.append([number, place, read])
+
+    def load_chunk(self, chunk: list, request, slots):
+        """Wait for a chunk, and put what prefill does not compute meanwhile into the request's `slots`."""
+        number, place, read = chunk
+        yield read
+        self.counts["bytes_in"] += read.bytes
+        if self.load_link:
+            chunk[2] = self.load_link.copy(self.landed[place], self.places.memory[place], read.label)
+            yield chunk[2]
+        first, limit = number * CHUNK, request.restoration.limit
+        front = max(first, self.front(request))
+        if front < limit:
+            kv = self.unpack(self.landed[place])[:, :, front - first : limit - first]
+            self.kv.index_copy_(2, slots[front:limit], kv)
+            request.restoration.limit = front
+
     def front(self, request) -> int:
-        """The token that loading leaves to prefill. A step of several requests is not given up, so loading
-        stops at its end; a step of one may be overtaken, and loading stops at its beginning."""
+        """-> the token up to which loading may come. A step of several requests is not given up, so loading
+        stops at its end; a step of one request may be overtaken, so loading stops at its beginning."""
         work = dict(self.engine.work)
         return request.computed + (work.get(request, 0) if len(work) > 1 else 0)
 
     def slots(self, request, start: int, end: int):
-        """Where tokens start to end are among the slots of the device's blocks."""
+        """-> where tokens start to end are among the slots of the device's blocks."""
         return self.pool.slots(torch.tensor(request.table))[start:end].to(self.model.device)
 
+    # Computing, from the front
+
     def unmet(self) -> list:
-        """Requests whose two pointers have not met."""
+        """-> requests whose two pointers have not met."""
         running = self.engine.running
         return [one for one in running if one.restoration and not one.restoration.met]
 
@@ -342,77 +259,72 @@ class BidirectionalCache(Cache):
         self.divide()
 
     def divide(self):
-        """Say how much of the next step each prefill below its limit may take."""
+        """Set how much of the next step each prefill below its limit may take."""
         unmet, budget = self.unmet(), self.engine.token_budget
         others = sum(request.pending for request in self.engine.running if request not in unmet)
         for request in unmet:
-            restoration = request.restoration
-            restoration.portion = budget
-            left = restoration.limit - request.computed
+            restoration, most = request.restoration, budget
             if restoration.steps and time.perf_counter() < restoration.deadline:  # storage may bring more
+                left = restoration.limit - request.computed
                 compute = self.engine.estimates.seconds_to_compute(request.computed, restoration.limit)
-                load = self.seconds_to_load(left)
-                restoration.portion = portion(left, load, compute)
+                most = min(budget, portion(left, self.seconds_to_load(left), compute))
                 if self.leftover:
-                    restoration.portion = min(restoration.portion, max(0, budget - others))
+                    most = min(most, max(0, budget - others))
                 elif not self.share:
-                    restoration.portion = 0
+                    most = 0
             if self.share and not self.leftover and len(self.engine.running) > 1:
-                restoration.portion = min(restoration.portion, math.ceil(self.share * budget))
-            others += restoration.portion
+                most = min(most, math.ceil(self.share * budget))
+            restoration.portion = most
+            others += most
 
-    # Keeping
+    # Saving
 
     def save(self, batch):
         """Send full chunks to storage, unless it has them. If no place is free, the request's next step tries
         again; what its last one leaves is dropped."""
         for request, _ in batch.work:
-            kept = self.kept(request)
-            while (kept.saved + 1) * CHUNK <= request.computed:
-                prefix = kept.chain[kept.saved]
-                if self.lacks(prefix):
+            chain = self.chain(request)
+            for number in range(self.sent[request], request.computed // CHUNK):
+                if self.lacks(chain[number]):
                     if not self.places.available:
                         break
-                    self.save_chunk(request, prefix, kept.saved)
-                kept.saved += 1
+                    self.save_chunk(request, chain[: number + 1])
+                self.sent[request] = number + 1
 
     def lacks(self, prefix) -> bool:
         return prefix not in self.saving and self.storage.find(prefix.key) is None
 
-    def save_chunk(self, request, prefix, number: int):
+    def save_chunk(self, request, chain: list):
+        """Copy the last chunk of `chain` off the device."""
+        number, (place,) = len(chain) - 1, self.places.allocate(1)
         slots = self.slots(request, number * CHUNK, (number + 1) * CHUNK)  # [64]
         packed = self.pack(self.kv.index_select(2, slots))
-        (place,) = self.places.allocate(1)
-        transfer = self.save_link.copy(self.host[place], packed, f"chunk {number}")
-        chain = self.kept(request).chain[: number + 1]
+        transfer = self.save_link.copy(self.places.memory[place], packed, f"chunk {number}")
         then = partial(self.write, request, chain, place, transfer, packed)
         self.hold("save", [transfer], given=[(self.places, [place])], then=then)
-        self.saving.add(prefix)
+        self.saving.add(chain[-1])
         self.counts["bytes_out"] += transfer.bytes
 
     def write(self, request, chain: list, place: int, transfer, packed, arrived: bool):
-        """The last chunk of `chain` has left the device (`packed` had to live until then): on to storage."""
-        prefix = chain[-1]
+        """The last chunk of `chain` has left the device (`packed` had to live until then): write it."""
         request.timeline.add("save", transfer.label, *transfer.span())
-        written = self.storage.write(prefix.key, [self.arrays[place]]) if arrived else None
+        written = self.storage.write(chain[-1].key, [self.arrays[place]]) if arrived else None
         if written is None:
-            return self.saving.discard(prefix)
-        self.storage.use([before.key for before in chain])
-        then = lambda arrived: self.saving.discard(prefix)  # noqa: E731
+            return self.saving.discard(chain[-1])
+        self.storage.use([prefix.key for prefix in chain])
+        then = lambda arrived: self.saving.discard(chain[-1])  # noqa: E731
         self.hold(f"place {place}", [written], (self.places, [place]), then=then)
 
     def finished(self, request):
-        if kept := request.kept:
-            self.counts["drops"] += sum(map(self.lacks, kept.chain[kept.saved : request.computed // CHUNK]))
-            self.storage.use([prefix.key for prefix in kept.chain])
+        chain, sent = request.kept or [], self.sent.pop(request, 0)
+        self.counts["drops"] += sum(map(self.lacks, chain[sent : request.computed // CHUNK]))
+        self.storage.use([prefix.key for prefix in chain])
         request.kept = None
 
     def close(self):
         self.drain()
-        self.save_link.close()
-        if self.load_link:
-            self.load_link.close()
-        self.storage.close()
+        for part in filter(None, (self.save_link, self.load_link, self.storage)):
+            part.close()
 
     # K and V as bytes
 
@@ -439,16 +351,15 @@ def quantize(kv):
 
 
 def drawn(restoration) -> dict:
-    """A letter for each chunk: who has brought it."""
-    start, end = restoration.start, restoration.end
-    met, letters = restoration.limit, ""
+    """-> for the page: a letter for each chunk, which says how it came back."""
+    start, met, end, letters = restoration.start, restoration.limit, restoration.end, ""
     for first in range(start - start % CHUNK, end, CHUNK):
         letters += "L" if first >= met else "C" if first + CHUNK <= met else "B"
     title = f"Tokens {start} to {met} computed, to {end} loaded"
     return dict(title=title, rows=[["chunks", letters]], legend=dict(C="computed", B="both", L="loaded"))
 
 
-# 4. The demo -----------------------------------------------------------------------------------
+# 3. The demo -----------------------------------------------------------------------------------
 
 WAYS = "only computing", "only loading", "both"
 
@@ -459,48 +370,64 @@ def demo(model, frontend: Frontend, arguments):
     rng, new = random.Random(0), max(2, min(arguments.max_tokens, 16))
     options = dict(gpu_blocks=None, max_running=2, always_restore=True, bits=None, compute="share")
     engine = make_engine(model, argparse.Namespace(**{**vars(arguments), **options}))
-    cache = engine.cache
+    cache, talk, asked = engine.cache, [], []
     text = lesson.document(frontend, rng, min(frontend.context, 2048) * 7 // 8, lesson.SECRET)
-    messages = [dict(role="user", content=text)]
-    (first,) = engine.generate([frontend.request(messages=messages, max_tokens=new)])
-    messages += dict(role="assistant", content=first.outcome.text), dict(role="user", content=lesson.QUESTION)
-    lesson.settle(engine)
-    engine.evict("device")
-    (back,) = engine.generate([frontend.request(messages=messages, max_tokens=new)])
-    prompt, rows, last = back.tokens[: back.prompt_tokens], [], {}
+    for words in (text, lesson.QUESTION):
+        talk.append(dict(role="user", content=words))
+        lesson.settle(engine)
+        engine.evict("device")
+        asked += engine.generate([frontend.request(messages=talk, max_tokens=new)])
+        talk.append(dict(role="assistant", content=asked[-1].outcome.text))
+    prompt = asked[1].tokens[: asked[1].prompt_tokens]
 
     # 2. Time, on storage of several speeds
-    def ask(way: str) -> float:
-        last[way] = once(engine, prompt, way)
-        return last[way].outcome.ttft_ms
-
-    computing = statistics.median(ask("only computing") for _ in range(lesson.ROUNDS)) / 1e3  # seconds
-    even = cache.chunk_bytes * len(prompt) / CHUNK / computing  # bytes/s
-    storages, modelled = {"asked for": None}, cache.storage.storages[0].bandwidth
-    if modelled and arguments.storage is None:
-        storages = {
+    last, taken, storage = {}, {}, cache.storage.storages[0]
+    ways = {way: partial(ask_again, engine, prompt, way, last) for way in WAYS}
+    speeds = {"asked for": storage.bandwidth}
+    if storage.bandwidth and arguments.storage is None:
+        seconds = statistics.median(ways["only computing"]() for _ in range(lesson.ROUNDS)) / 1e3
+        even = cache.chunk_bytes * len(prompt) / CHUNK / seconds  # bytes/s
+        speeds = {
             "as fast as computing": links.Bandwidth(even),
-            "four times slower and faster by turns": Trace([even / 4, 4 * even], computing / 5),
+            "four times slower and faster by turns": Trace([even / 4, 4 * even], seconds / 5),
             "twenty times faster": links.Bandwidth(20 * even),
         }
-    taken = {}
-    for words, bandwidth in storages.items():
-        if bandwidth:
-            cache.storage.storages[0].bandwidth = bandwidth
-        samples = lesson.in_turn({way: partial(ask, way) for way in WAYS})
-        taken[words] = samples, str(cache.storage), last["both"]
-    verified = lesson.verify(paged.baseline.Engine(model), [first, back, *last.values()])
+    for words, storage.bandwidth in speeds.items():
+        samples = lesson.in_turn(ways)
+        taken[words] = str(cache.storage), samples, last["both"]
+    verified = lesson.verify(paged.baseline.Engine(model), [*asked, *last.values()])
 
     # 3. Show
     print(f"{len(prompt)} tokens, chunks of {CHUNK}: {cache.chunk_bytes / 1e6:.2f} MB each in storage")
-    print(f"  {lesson.QUESTION} - {back.outcome.text}\n")
-    for words, (samples, storage, both) in taken.items():
+    print(f"  {lesson.QUESTION} - {asked[1].outcome.text}\n")
+    rows = show(taken)
+    engine.close()
+    link = dict(modelled=bool(storage.bandwidth), gbps=cache.storage.speed() / 1e9)
+    return dict(link=link, verified=verified, rows=rows, counters=engine.counters()), [last["both"].timeline]
+
+
+def ask_again(engine, prompt: list[int], way: str, last: dict) -> float:
+    """Ask when only storage has the history, which comes back `way` -> TTFT in ms."""
+    lesson.settle(engine)
+    engine.evict("device")
+    engine.cache.share = 0.0 if way == "only loading" else 1.0
+    last[way] = request = Request(prompt, 2, must_compute=way == "only computing")
+    if isinstance(trace := engine.cache.storage.storages[0].bandwidth, Trace):
+        trace.began = time.perf_counter()  # its first speed
+    engine.generate([request])
+    return request.outcome.ttft_ms
+
+
+def show(taken: dict) -> list[dict]:
+    """Print what each storage gave -> rows."""
+    rows = []
+    for words, (storage, samples, both) in taken.items():
         rows += lesson.table(f"TTFT, storage {words} ({storage})", samples, "ttft_ms", "ms")
         compute, load, ours = (statistics.median(samples[way]) for way in WAYS)
         found, bound = both.found.get("storage", 0), load * compute / (load + compute)
-        rows.append(dict(table=words, computed=len(prompt) - found, loaded=found, bound_ms=bound))
+        rows.append(dict(table=words, computed=both.prompt_tokens - found, loaded=found, bound_ms=bound))
         plan = both.timeline.plan["rows"][0][1] if found else ""
-        print(f"  both |{plan}| (C: computed, B: partly, L: loaded)\n{both.timeline.chart()}")
+        print(f"  both |{plan}| (C: computed, B: partly, L: loaded)\n{charts.chart(both.timeline)}")
         print(
             f"  {found} tokens came from storage; {min(compute, load) / ours:.2f}x as soon as by the better "
             f"one alone, {ours / bound:.2f} times l c / (l + c), {bound:.0f} ms\n"
@@ -511,48 +438,22 @@ def demo(model, frontend: Frontend, arguments):
             "meeting point. Where one takes a twentieth of the other's time, they gain at most a twentieth."
         )
     print("And memory of three speeds, of which only the last one is slow? Chapter 07.")
-    engine.close()
-    link = dict(modelled=bool(modelled), gbps=cache.storage.speed() / 1e9)
-    report = dict(link=link, counters=engine.counters())
-    return dict(report, verified=verified, rows=rows), [both.timeline]
+    return rows
 
 
-def once(engine, prompt: list[int], way: str) -> Request:
-    """Ask, when only storage has the history: it comes back from both ends, or from one of them."""
-    lesson.settle(engine)
-    engine.evict("device")
-    engine.cache.share = 0.0 if way == "only loading" else 1.0
-    request = Request(prompt, 2)
-    request.must_compute = way == "only computing"
-    if isinstance(trace := engine.cache.storage.storages[0].bandwidth, Trace):
-        trace.began = time.perf_counter()  # its first speed
-    return engine.generate([request])[0]
-
-
-# 5. Main ---------------------------------------------------------------------------------------
-
-def bandwidth(string: str) -> links.Bandwidth | None:
-    """An argparse type: auto, GB/s, or several and how long each lasts: 0.1:2:0.5@0.1."""
-    if string == "auto":
-        return None
-    number, (speeds, at, seconds) = cli.bounded(float, 1e-6, 1e6), string.partition("@")
-    values = [1e9 * number(speed) for speed in speeds.split(":")]
-    if len(values) == 1:
-        return links.Bandwidth(values[0])
-    return Trace(values, number(seconds) if at else 0.1)
-
+# 4. Main ---------------------------------------------------------------------------------------
 
 def add_arguments(parser):
     paged.add_arguments(parser)
-    where = parser.add_mutually_exclusive_group()
+    where, add, number = parser.add_mutually_exclusive_group(), parser.add_argument, cli.bounded
     words = "of modelled storage, in memory; several in turn; auto (default): as fast as computing"
     where.add_argument("--storage", type=bandwidth, metavar="GB/S[:GB/S...@SECONDS]", help=words)
-    add, words = where.add_argument, "keep chunks in files instead; may be repeated"
-    add("--disk", type=Path, action="append", metavar="DIR", help=words)
-    add, words = parser.add_argument, "of all chunks in storage (10)"
-    add("--disk-limit", type=cli.bounded(float, 1e-6, 1e6), default=10, metavar="GB", help=words)
+    words = "keep chunks in files instead; may be repeated"
+    where.add_argument("--disk", type=Path, action="append", metavar="DIR", help=words)
+    size = number(float, 1e-6, 1e6)
+    add("--disk-limit", type=size, default=10, metavar="GB", help="of all chunks in storage (10)")
     words = "of a step, for a prefill beside other requests (1); 0: it only loads"
-    add("--share", type=cli.bounded(float, 0, 1), default=1.0, metavar="SHARE", help=words)
+    add("--share", type=number(float, 0, 1), default=1.0, metavar="SHARE", help=words)
     words = "what a prefill takes of a step: its share (default), or what other requests leave"
     add("--compute", choices=["share", "leftover"], default="share", help=words)
     add("--bits", type=int, choices=[8], help="store K and V in 8 bits: fewer bytes, not exact")

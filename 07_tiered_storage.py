@@ -6,29 +6,24 @@ process. A service runs many engines, and what one of them has read the others c
 The mechanism. Pages of K and V live in three tiers: on the device (L1), in host memory (L2), and in storage
 that many engines share (L3). A radix tree says what lies where. A request goes down the tree along its
 tokens: it finds a run of pages on the device, then one in host memory, from where it is loaded layer by layer
-(chapter 03). Storage is asked what it has as soon as the request stands in line, on a thread of its own, and
-what comes after those two is fetched from there:
+(chapter 03). As soon as it stands in line, storage is asked for all pages, and those behind the two runs are
+fetched:
 
     tokens   0          320            800                        1792      16 tokens a page
     pages    |== L1 ====|==== L2 ======|:::::: L3 ::::::::::::::::|
              found      | by layers    | prefetched into L2, then by layers
 
-How long does it wait for storage? `best_effort`: not at all, it takes what has come when its turn is there.
-`wait_complete`: to the end. `timeout`: a fixed time and some more for each 1,024 tokens, counted from the
-request's arrival. And, with chapter 06's idea, `both_ends`: it waits only for storage to say what it has, and
-computes from the front while pages arrive from the back. Beside that the engine's guard holds: what would
-take more than 0.8 of the time to compute it is computed, and nobody waits longer than computing would take.
-`--always-restore` switches it off, and shows what the policies alone do.
+How long does a request wait for storage? `best_effort`: not at all, it takes the pages that have come when
+its turn is there. `wait_complete`: to the end. `timeout`: a fixed time and some more for each 1,024 tokens,
+from its arrival on. `both_ends`: only until storage has said what it has; then it computes from the front
+while pages arrive from the back (chapter 06). The engine's guard holds beside the policy, unless
+`--always-restore` is given: nothing is loaded that takes more than 0.8 of the time to compute it.
 
-When do pages go down? `write_through`: as soon as they are full. `write_through_selective`: when a second
-request has them on the device. `write_back`: when they are evicted, one tier down each time, unless a lower
-tier has them already. The engine waits for the copy from device to host; what leaves host memory unwritten is
-copied aside, and written later. What a crash costs: under write_through what was under way, under
-write_through_selective also what only one request has had, under write_back all that storage has not got yet.
-
-The engine's rules hold (common/restoring.py). The device's pool keeps its own index, and the tree asks
-it. What a thread or a copy still reads or writes is referenced in its pool, which is what locks a page. And
-nothing is found before it has arrived.
+When does a page go down? `write_through`: as soon as it is full. `write_through_selective`: when a second
+request has it on the device. `write_back`: when it is evicted, one tier down each time, unless a lower tier
+has it already: the engine waits for a copy from the device to host memory; a page that leaves host memory
+unwritten is copied aside, and written later. A crash loses what was under way, under write_through_selective
+also what only one request has had, under write_back all that storage has not got yet.
 
 Source: HiCache, the hierarchical KV cache of SGLang (design document); its radix tree is RadixAttention's
 (Zheng et al., 2024, section 3).
@@ -50,13 +45,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, takewhile
 
-import torch
-
 from common import link as links
 from common import store
 from common.requests import Request
 from common.restoring import LATER, PAUSE, Match
-from shell import backends, lesson, modelled_link
+from shell import backends, charts, lesson, modelled_link
 from shell.frontend import Frontend
 
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
@@ -75,20 +68,12 @@ LAYOUTS = {
 
 @dataclass(eq=False, slots=True)
 class Page:
-    """The last block of what its prefix stands for. The device's pool knows its place there."""
+    """What is known of the last block of a prefix. Pools know where the device and host memory have it."""
 
     prefix: object
-    host: int | None = None  # its place in host memory
     stored: bool = False  # storage has it
     first_request: int = 0  # that has had it on the device
     shared: bool = False  # another request has had it too
-    coming: bool = False  # on its way into host memory
-    storing: bool = False  # or from there to storage
-
-    @property
-    def near(self) -> bool:
-        """Host memory has it, or is about to."""
-        return self.host is not None or self.coming
 
 
 @dataclass(eq=False, slots=True)
@@ -160,37 +145,264 @@ class HiRadixTree:
                 del node.parent.children[first]
 
 
-# 2. The Cache ----------------------------------------------------------------------------------
+# 2. From storage to host memory ----------------------------------------------------------------
 
 @dataclass(eq=False)
 class Prefetch:
-    """What storage may have of a request's pages, on its way into host memory."""
+    """What storage may have of a request, on its way into host memory."""
 
-    chain: list  # the request's full pages; once storage has answered, up to where it has them
-    first: int  # the first page that is asked for
+    chain: list  # prefixes of the request's full pages; once storage has answered, up to the last it has
+    first: int  # the first page that neither the device nor host memory has
     asked_at: float  # seconds of time.perf_counter()
-    until: float  # when `timeout` stops waiting
+    timeout_at: float  # when `timeout` stops waiting
     timeline: object
-    over: bool  # every read is over, there is no place to read into, or nobody waits for it
+    ended: bool  # it reads no more: all is read, no place is left to read into, or nobody waits
     answered: bool = False  # storage has said how many pages it has
     reads: list = field(default_factory=list)  # Transfers that it has begun
     unread: int = 0  # pages that no read has begun for
-    brought: set = field(default_factory=set)  # Pages that its reads have brought
-    worth: bool = False  # it was decided that waiting pays
+    pages_read: set = field(default_factory=set)  # their prefixes
+    wait_pays: bool = False  # the engine has decided that it is worth waiting for
 
 
-@dataclass(eq=False)
-class Kept:
-    """What the Cache remembers of a request."""
+class Prefetcher:
+    """Reads a request's pages from storage into host memory, while the request stands in line as long as the
+    policy says."""
 
-    seen: int = 0  # full blocks, when `save` looked last
-    sent: int = 0  # leading blocks whose copy to host memory is over or begun
-    prefetch: Prefetch | None = None
+    def __init__(self, cache: "TieredCache", policy: str, threshold: int, timeout: tuple[float, float]):
+        self.cache, self.policy, self.threshold, self.timeout = cache, policy, threshold, timeout
+        self.prefetches: dict[Prefetch, None] = {}  # that storage has answered, first come, first served
+        self.coming: set = set()  # prefixes on their way from storage
 
+    def ask_l3(self, request, before: Prefetch | None = None):
+        """Ask storage for all pages of the request, which uses them there, and fetch those behind the near
+        ones. `before`: the request's prefetch until now."""
+        cache, storage, size = self.cache, self.cache.storage, self.cache.pool.block_size
+        chain = request.chain[: request.history // size]
+        if storage is None or not chain:
+            return
+        if storage.silent:
+            return self.probe_l3()
+        first = len(list(takewhile(cache.is_near, cache.tree.match(chain))))
+        tokens, now = (len(chain) - first) * size, time.perf_counter()
+        timeout_at = request.received + self.timeout[0] + self.timeout[1] * tokens / 1024
+        prefetch = Prefetch(chain, first, now, timeout_at, request.timeline, ended=tokens < self.threshold)
+        if before:
+            prefetch.pages_read = before.pages_read
+            self.end_prefetch(before)
+        request.kept, answer = prefetch, storage.exists([prefix.key for prefix in chain])
+        cache.hold("ask", [answer], then=partial(self.answered, prefetch, answer))
+
+    def ask_again(self):
+        """Ask for the requests that are next in line: another engine may have written what storage lacked."""
+        size, now = self.cache.pool.block_size, time.perf_counter()
+        for request in list(islice(self.cache.engine.waiting, NEXT)):
+            before, full = request.kept, request.history // size
+            if before is None or before.ended and len(before.chain) < full and now > before.asked_at + AGAIN:
+                self.ask_l3(request, before)
+
+    def probe_l3(self):
+        """Find out whether storage answers again, unless that is under way."""
+        if not any(self.cache.under_way[lane] for lane in ("ask", "read", "measure")):
+            self.cache.hold("ask", [self.cache.storage.exists([bytes(32)])])
+            self.cache.measure_storage()
+
+    def answered(self, prefetch: Prefetch, answer, arrived: bool):
+        """Storage has said which pages it has: believe that, and let the reads begin."""
+        tree, chain, first = self.cache.tree, prefetch.chain, prefetch.first
+        pages = len(list(takewhile(bool, answer.value[first:]))) if arrived else 0
+        if arrived:
+            for page, stored in zip(tree.insert(chain[: first + pages]), answer.value):
+                page.stored = stored
+            for prefix in chain[first + pages :]:
+                if page := tree.pages.get(prefix):
+                    page.stored = False  # or behind a gap: write it again when that is filled
+        pages = pages if pages * self.cache.pool.block_size >= self.threshold else 0
+        prefetch.answered, prefetch.unread, prefetch.chain = True, pages, chain[: first + pages]
+        if not prefetch.ended:
+            self.prefetches[prefetch] = None
+
+    def read_l3(self, prefetch: Prefetch):
+        """Begin to read what host memory lacks, as far as there are places: reads under way hold at most half
+        of them. The last pages come first under both_ends."""
+        cache, host, doubted = self.cache, self.cache.host, self.cache.storage.doubted
+        pages = list(enumerate(cache.tree.insert(prefetch.chain)))
+        pages = pages[::-1] if self.policy == "both_ends" else pages
+        sound = takewhile(lambda pair: pair[1].prefix.key not in doubted, pages)
+        lacking = [pair for pair in sound if not (cache.is_near(pair[1]) or cache.keeps(pair[1].prefix))]
+        most = max(0, host.size // 2 - len(self.coming))
+        lately = (other.pages_read for other in self.prefetches)  # they are about to be used
+        fits = host.make_room(min(len(lacking), most), set(prefetch.chain).union(*lately))
+        places = host.allocate(fits)
+        for at in range(0, fits, cache.pages_at_once):
+            run = lacking[at : min(at + cache.pages_at_once, fits)]
+            self.read_run(prefetch, run, places[at : at + len(run)])
+        prefetch.unread = len(lacking) - fits
+        awaited = prefetch.chain[prefetch.first :]
+        coming = any(prefix in self.coming or prefix in cache.saving for prefix in awaited)
+        prefetch.ended = not coming and not (prefetch.unread and self.coming)
+
+    def read_run(self, prefetch: Prefetch, run: list[tuple], places: list[int]):
+        """Begin to read (number, Page) pairs into host memory."""
+        cache, prefixes = self.cache, [page.prefix for _, page in run]
+        into = [cache.array[:, :, place] for place in places]
+        read = cache.storage.get([prefix.key for prefix in prefixes], into, f"page {run[0][0]}")
+        prefetch.reads.append(read)
+        self.coming.update(prefixes)
+        then = partial(self.run_read, prefetch, prefixes, places, read)
+        cache.hold("read", [read], given=[(cache.host, places)], then=then)
+
+    def run_read(self, prefetch: Prefetch, prefixes: list, places: list[int], read, arrived: bool):
+        """A read is over: register its pages in host memory, or doubt what storage has said."""
+        cache = self.cache
+        self.coming.difference_update(prefixes)
+        if arrived:
+            for prefix, place in zip(prefixes, places):
+                cache.host.register(place, prefix)
+            prefetch.pages_read.update(prefixes)
+            prefetch.timeline.add("storage", read.label, *read.span())
+            cache.counts["storage_pages_read"] += len(prefixes)
+        else:
+            self.end_prefetch(prefetch)  # storage was wrong about this chain, or does not answer
+            for page in cache.tree.insert(prefetch.chain):
+                page.stored &= page.prefix.key not in cache.storage.doubted
+
+    def end_prefetch(self, prefetch: Prefetch):
+        """Nobody waits for it any more: cancel its reads that have not begun. What others bring is found."""
+        prefetch.ended = True
+        for read in prefetch.reads:
+            read.cancel()
+        self.prefetches.pop(prefetch, None)
+
+    def waits(self, request) -> bool:
+        """Whether the request waits for storage: as the policy says and, once storage has answered, if that
+        pays."""
+        prefetch, cache, now = request.kept, self.cache, time.perf_counter()
+        size = cache.pool.block_size
+        if not prefetch or request.computed >= len(prefetch.chain) * size:
+            return False
+        if self.policy == "both_ends" and not cache.storage.silent:
+            return not (prefetch.answered or prefetch.ended) and now < request.patience
+        timeout_at = min(prefetch.timeout_at, request.patience)
+        until = dict(best_effort=0.0, timeout=timeout_at).get(self.policy, request.patience)
+        if prefetch.ended or now > until or cache.storage.silent:
+            self.end_prefetch(prefetch)
+        elif prefetch.answered and not prefetch.wait_pays:
+            tokens = len(prefetch.chain) * size - request.computed
+            read = cache.storage.seconds(prefetch.unread * cache.host.block_bytes)
+            load = cache.load_link.seconds(tokens // size * cache.host.block_bytes)
+            offer = Match(tokens, read + load, [], "storage")
+            prefetch.wait_pays = cache.engine.estimates.worth(request, offer)
+            if not prefetch.wait_pays:
+                self.end_prefetch(prefetch)
+        return not prefetch.ended
+
+    def poll(self):
+        for request in self.cache.engine.running:
+            if request.kept and not (request.restoration and request.restoration.steps):
+                self.end_prefetch(request.kept)  # the request computes
+        if self.cache.storage:
+            self.ask_again()
+        for prefetch in list(self.prefetches):
+            self.read_l3(prefetch)
+
+
+# 3. From host memory to storage ----------------------------------------------------------------
+
+class Writer:
+    """Writes pages to storage: from where they lie in host memory, or, when they leave it, from copies."""
+
+    def __init__(self, cache: "TieredCache"):
+        self.cache = cache
+        self.unwritten: dict[Page, None] = {}  # in host memory, to be written
+        self.going: set[Page] = set()  # on their way to storage
+        self.fresh: set = set()  # prefixes of what was written lately, and of what comes before it
+
+    def owed(self, page: Page) -> bool:
+        """Whether a page is still to be written."""
+        cache = self.cache
+        return bool(cache.storage) and cache.wanted_below(page) and not (page.stored or page in self.going)
+
+    def behind_gap(self, page: Page) -> bool:
+        """Whether the page before is in no tier, so that nothing would find this one."""
+        parent = page.prefix.parent
+        if parent.parent is None or parent in self.cache.pool.block_of:
+            return False
+        before = self.cache.tree.pages.get(parent)
+        return before is None or not self.cache.is_below(before)
+
+    def send_l3(self, pages: list[Page]):
+        """Have pages written from where they are in host memory."""
+        if self.cache.storage:
+            self.unwritten.update((page, None) for page in pages if not page.stored)
+            self.write_waiting()
+
+    def write_waiting(self):
+        """Write what waits for that, in runs, which are locked meanwhile: about a quarter of host memory."""
+        cache, host, storage = self.cache, self.cache.host, self.cache.storage
+        while self.unwritten and not storage.writer.hangs and len(self.going) < max(1, host.size // 4):
+            run = list(islice(self.unwritten, cache.pages_at_once))
+            for page in run:
+                del self.unwritten[page]
+            pages = [page for page in run if page.prefix in host.block_of and self.owed(page)]
+            pages = [page for page in pages if not self.behind_gap(page)]
+            if pages:
+                places = [host.block_of[page.prefix] for page in pages]
+                self.write_l3(pages, [cache.array[:, :, place] for place in places], (host, places))
+
+    def evicting_l2(self, leaving: list):
+        """Write copies of pages that leave host memory, if the policy wants them in storage. Count those that
+        cannot be written as lost."""
+        cache, contents = self.cache, {}
+        leaving = [(cache.tree.pages[prefix], place) for place, prefix in leaving]
+        owed = [pair for pair in leaving if self.owed(pair[0])]
+        if cache.write_policy == "write_back":
+            cache.counts["dirty_evicted"] += len(owed)
+        # Copies may take as much memory as the pools that they come from
+        full = len(self.going) > cache.pool.size + cache.host.size
+        if not (full or cache.storage and cache.storage.writer.hangs):
+            for page, place in sorted(owed, key=lambda pair: -pair[0].prefix.used):  # beginnings first
+                if not self.behind_gap(page):
+                    contents[page] = cache.array[:, :, place].copy()
+                    self.going.add(page)
+        if contents:
+            self.write_l3(list(contents), list(contents.values()))
+        self.count_lost(page for page, _ in owed if page not in contents)
+
+    def write_l3(self, pages: list[Page], contents: list, *held):
+        write = self.cache.storage.set([page.prefix.key for page in pages], contents)
+        self.going.update(pages)
+        self.cache.hold("write", [write], *held, then=partial(self.written_l3, pages, write))
+
+    def written_l3(self, pages: list[Page], write, arrived: bool):
+        """A write is over: note what storage has, and use it there, the ends of chains first."""
+        cache = self.cache
+        self.going.difference_update(pages)
+        cache.counts["storage_pages_written"] += write.value or 0
+        for page in pages:
+            page.stored |= arrived
+            prefix = page.prefix
+            while prefix.parent is not None and prefix not in self.fresh:
+                self.fresh.add(prefix)
+                prefix = prefix.parent
+        if not self.going or len(self.fresh) > cache.host.size:
+            used = sorted(self.fresh, key=lambda prefix: -prefix.used)  # the ends are to be deleted first
+            cache.storage.use([prefix.key for prefix in used])
+            self.fresh.clear()
+        if not arrived:
+            self.count_lost(pages)
+        elif cache.write_policy == "write_back":
+            cache.counts["pages_written"] += len(pages)
+
+    def count_lost(self, pages):
+        """Count the pages that are in no tier any more."""
+        self.cache.counts["pages_lost"] += sum(not self.cache.is_near(page) for page in pages)
+
+
+# 4. The Cache ----------------------------------------------------------------------------------
 
 class TieredCache(offload.HostCache):
     """Chapter 03's host memory and its copies, layer by layer in and in the background out, under a radix
-    tree, and storage behind it."""
+    tree; a Prefetcher and a Writer connect it with storage. `request.kept` is the request's Prefetch."""
 
     fields = {}
 
@@ -202,8 +414,18 @@ class TieredCache(offload.HostCache):
         `prefetch`, `write` and `layout` are policies by name. `threshold`: tokens that a prefetch must bring.
         `timeout`: seconds, of every prefetch and for each 1,024 tokens of it."""
         super().__init__(blocks, bandwidth)
-        self.storage, self.prefetch_policy, self.write_policy = storage, prefetch, write
-        self.layout, self.threshold, self.timeout = layout, threshold, timeout
+        self.storage, self.write_policy, self.layout = storage, write, layout
+        self.prefetcher, self.writer = Prefetcher(self, prefetch, threshold, timeout), Writer(self)
+        self.sent: dict = {}  # request -> leading pages whose copy to host memory is over or begun
+
+    def attach(self, engine):
+        super().attach(engine)
+        self.tree, self.host.evicting = HiRadixTree(), self.writer.evicting_l2
+        self.array = links.as_integers(self.host.memory)  # for NumPy
+        self.pages_at_once = max(1, both_ends.CHUNK // self.pool.block_size)  # in a read or write of storage
+        self.matched: list = []  # prefixes about to be loaded, and so not evicted for that same request
+        if self.storage:
+            self.storage.open(engine.wake.set)
 
     def host_memory(self, shape):
         """[L, 2, places, page size, KVH, hd], of which `layout` says what lies next to what."""
@@ -211,241 +433,111 @@ class TieredCache(offload.HostCache):
         memory = super().host_memory([shape[axis] for axis in order])
         return memory.permute([order.index(axis) for axis in range(6)])
 
-    def attach(self, engine):
-        super().attach(engine)
-        self.tree, self.host.evicting = HiRadixTree(), self.evicting_host
-        self.array = links.as_integers(self.host.memory)  # for NumPy
-        self.run = max(1, both_ends.CHUNK // self.pool.block_size)  # pages that are read or written at once
-        self.prefetches: dict[Prefetch, None] = {}  # that read, first come, first served
-        self.reading = self.writing = 0  # pages on their way from storage, and to it
-        self.unwritten: dict[Page, None] = {}  # in host memory, to be written to storage
-        self.fresh: set = set()  # prefixes of what was written lately, and of what comes before it
-        self.matched: list[Page] = []  # about to be loaded, and so not evicted for that same request
-        if self.storage:
-            self.storage.open(engine.wake.set)
+    # What is where
 
-    def measure_storage(self):
-        if self.storage:
-            self.hold("measure", [self.storage.measure(self.run * self.host.block_bytes)])
+    def is_near(self, page: Page) -> bool:
+        """Whether the device or host memory has a page."""
+        return page.prefix in self.pool.block_of or page.prefix in self.host.block_of
 
-    def idle(self):
-        self.measure_storage()
-        return super().idle()
+    def keeps(self, prefix) -> bool:
+        """Whether host memory has a page, or is about to."""
+        return super().keeps(prefix) or prefix in self.prefetcher.coming
 
-    # L3 to L2: prefetch
+    def is_below(self, page: Page) -> bool:
+        """Whether a tier below the device has a page, or is about to."""
+        return self.keeps(page.prefix) or page.stored or page in self.writer.going
+
+    def wanted_below(self, page: Page) -> bool:
+        """Whether the write policy wants a page in the tiers below the device."""
+        return page.shared or self.write_policy != "write_through_selective"
+
+    # Coming up
 
     def submitted(self, request):
-        """Ask storage for all pages of the request, which also makes them the most recently used there. Fetch
-        those that come behind the pages on the device and in host memory."""
-        before, request.kept = request.kept and request.kept.prefetch, Kept()
-        size, on_device = self.pool.block_size, self.pool.block_of
-        chain = request.chain[: request.history // size]
-        if self.storage is None or not chain:
-            return
-        if self.storage.silent:
-            return self.probe()
-        pages = self.tree.match(chain)
-        first = len(list(takewhile(lambda page: page.host is not None or page.prefix in on_device, pages)))
-        tokens, now = (len(chain) - first) * size, time.perf_counter()
-        until = request.received + self.timeout[0] + self.timeout[1] * tokens / 1024
-        prefetch = Prefetch(chain, first, now, until, request.timeline, over=tokens < self.threshold)
-        if before:
-            prefetch.brought = before.brought
-            self.end(before)
-        answer, request.kept.prefetch = self.storage.exists([prefix.key for prefix in chain]), prefetch
-        self.hold("ask", [answer], then=partial(self.answered, prefetch, answer))
-
-    def probe(self):
-        """Find out whether storage answers again, unless that is under way."""
-        if not any(self.under_way[lane] for lane in ("ask", "read", "measure")):
-            self.hold("ask", [self.storage.exists([bytes(32)])])
-            self.measure_storage()
-
-    def ask_again(self):
-        """For those who are next in line: another engine may have written what storage lacked."""
-        size, now = self.pool.block_size, time.perf_counter()
-        for request in list(islice(self.engine.waiting, NEXT)) if self.storage else ():
-            before, full = request.kept.prefetch, request.history // size
-            if before is None or before.over and len(before.chain) < full and now > before.asked_at + AGAIN:
-                self.submitted(request)
-
-    def answered(self, prefetch: Prefetch, answer, well: bool):
-        """Storage has said which pages it has: believe that."""
-        there = answer.value if well else [False] * len(prefetch.chain)
-        pages = len(list(takewhile(bool, there[prefetch.first :])))
-        if well:
-            for page, stored in zip(self.tree.insert(prefetch.chain[: prefetch.first + pages]), there):
-                page.stored = stored
-            for prefix in prefetch.chain[prefetch.first + pages :]:
-                if page := self.tree.pages.get(prefix):
-                    page.stored = False  # or behind a gap: write it again when that is filled
-        pages = pages if pages * self.pool.block_size >= self.threshold else 0
-        prefetch.answered, prefetch.unread = True, pages
-        prefetch.chain = prefetch.chain[: prefetch.first + pages]
-        if not prefetch.over:
-            self.prefetches[prefetch] = None
-
-    def read(self, prefetch: Prefetch):
-        """Begin to read what host memory lacks, as far as there are places: reads under way hold at most half
-        of them. The last pages come first under both_ends."""
-        pages, doubted = self.tree.insert(prefetch.chain), self.storage.doubted
-        numbers, on_device = range(len(pages)), self.pool.block_of
-        numbers = numbers[::-1] if self.prefetch_policy == "both_ends" else numbers
-        sound = takewhile(lambda number: pages[number].prefix.key not in doubted, numbers)
-        wanted = [number for number in sound if not (pages[number].near or pages[number].prefix in on_device)]
-        most = max(0, self.host.size // 2 - self.reading)
-        brought = set().union(*(other.brought for other in self.prefetches))  # they are about to be used
-        own = {page.prefix for page in brought.union(pages)}
-        places = self.host.allocate(self.host.make_room(min(len(wanted), most), own))
-        for at in range(0, len(places), self.run):
-            numbers = wanted[at : min(at + self.run, len(places))]
-            part = [pages[number] for number in numbers]
-            self.read_run(prefetch, part, places[at : at + self.run], f"page {numbers[0]}")
-        prefetch.unread = len(wanted) - len(places)
-        coming = any(page.coming for page in pages[prefetch.first :])
-        prefetch.over = not coming and not (prefetch.unread and self.reading)
-
-    def read_run(self, prefetch: Prefetch, pages: list[Page], places: list[int], label: str):
-        into = [self.array[:, :, place] for place in places]
-        read = self.storage.get([page.prefix.key for page in pages], into, label)
-        prefetch.reads.append(read)
-        self.reading += len(pages)
-        then = partial(self.arrived, prefetch, pages, places, read)
-        self.bring("read", read, pages, places, then=then)
-
-    def arrived(self, prefetch: Prefetch, pages: list[Page], places: list[int], read, well: bool):
-        self.reading -= len(pages)
-        self.keep(pages, places, well)
-        if well:
-            prefetch.brought.update(pages)
-            prefetch.timeline.add("storage", read.label, *read.span())
-            self.counts["storage_pages_read"] += len(pages)
-        else:
-            self.end(prefetch)  # storage was wrong about this chain, or does not answer
-            for page in pages:
-                page.stored = page.prefix.key not in self.storage.doubted
-
-    def bring(self, lane: str, transfer, pages: list[Page], places: list[int], *held, then):
-        """The pages are on their way into host memory; `then` must `keep` them."""
-        for page in pages:
-            page.coming = True
-        self.hold(lane, [transfer], *held, given=[(self.host, places)], then=then)
-
-    def keep(self, pages: list[Page], places: list[int], well: bool):
-        """The pages are found in host memory, if they have arrived."""
-        for page, place in zip(pages, places):
-            page.coming = False
-            if well:
-                self.host.register(place, page.prefix)
-                page.host = place
-
-    def end(self, prefetch: Prefetch):
-        """Nobody waits for it any more: cancel the reads that have not begun. What others bring is found."""
-        prefetch.over = True
-        for read in prefetch.reads:
-            read.cancel()
-        self.prefetches.pop(prefetch, None)
-
-    # L2 to L1
+        request.kept = None
+        self.prefetcher.ask_l3(request)
 
     def match(self, request):
-        """What host memory has, and under both_ends what storage has behind that."""
-        prefetch, size = request.kept.prefetch, self.pool.block_size
-        if prefetch and request.computed < len(prefetch.chain) * size and self.waits(request, prefetch):
+        """Offer what host memory has, and under both_ends what storage has behind that."""
+        if self.prefetcher.waits(request):
             return LATER
-        first, full = request.computed // size, request.history // size
-        pages = self.tree.match(request.chain[:full])[first:]
-        self.matched = found = list(takewhile(lambda page: page.host is not None, pages))
-        near, places = (first + len(found)) * size - request.computed, [page.host for page in found]
-        seconds = self.load_link.seconds(len(found) * self.host.block_bytes)
-        if self.prefetch_policy == "both_ends" and prefetch and prefetch.answered:
-            start, end = request.computed + near, len(prefetch.chain) * size
-            last = self.tree.pages.get(prefetch.chain[-1]) if end > start else None
-            if last and (last.host is not None or not prefetch.over):
-                load = self.storage.seconds(prefetch.unread * self.host.block_bytes)
-                compute = self.engine.estimates.seconds_to_compute(start, end)
-                with_both = seconds + both_ends.meeting(load, compute)[0]
-                if not found or self.engine.estimates.pays(with_both, request.computed, end):
-                    tokens, way = end - request.computed, both_ends.BothEnds
-                    return Match(tokens, with_both, places, "storage", store=prefetch, way=way)
-        if found:
-            stored = min(near, size * sum(page in prefetch.brought for page in found)) if prefetch else 0
-            parts = dict(cpu=near - stored, storage=stored)
-            parts = {source: tokens for source, tokens in parts.items() if tokens}
-            return Match(near, seconds, places, " and ".join(parts), parts=parts)
+        size, prefetch, first = self.pool.block_size, request.kept, request.computed // self.pool.block_size
+        known = self.tree.match(request.chain[: request.history // size])[first:]
+        places = self.host.find([page.prefix for page in known])
+        self.matched = [page.prefix for page in known[: len(places)]]
+        tokens = (first + len(places)) * size - request.computed
+        near = Match(tokens, self.load_link.seconds(len(places) * self.host.block_bytes), places)
+        if self.prefetcher.policy == "both_ends" and prefetch and prefetch.answered:
+            if offer := self.match_both_ends(request, prefetch, near):
+                return offer
+        if places:
+            read = prefetch.pages_read.intersection(self.matched) if prefetch else ()
+            stored = min(tokens, size * len(read))
+            parts = dict(cpu=tokens - stored, storage=stored)
+            near.parts = {source: count for source, count in parts.items() if count}
+            near.source = " and ".join(near.parts)
+            return near
 
-    def waits(self, request, prefetch: Prefetch) -> bool:
-        """Whether the policy has the request wait for storage, if that takes less than 0.8 of computing."""
-        now, patience = time.perf_counter(), request.patience
-        if self.storage.silent:
-            self.end(prefetch)
-            return False
-        if self.prefetch_policy == "both_ends":
-            return not (prefetch.answered or prefetch.over) and now < patience
-        until = dict(best_effort=0.0, wait_complete=patience, timeout=min(prefetch.until, patience))
-        if prefetch.over or now > until[self.prefetch_policy]:
-            self.end(prefetch)
-        elif prefetch.answered and not prefetch.worth:
-            tokens = len(prefetch.chain) * self.pool.block_size - request.computed
-            seconds = self.storage.seconds(prefetch.unread * self.host.block_bytes)
-            seconds += self.load_link.seconds(tokens // self.pool.block_size * self.host.block_bytes)
-            offer = Match(tokens, seconds, [], "storage")
-            prefetch.worth = self.engine.estimates.worth(request, offer)
-            if not prefetch.worth:
-                self.end(prefetch)
-        return not prefetch.over
-
-    # L3 to L1, while prefill computes from the front
+    def match_both_ends(self, request, prefetch: Prefetch, near: Match) -> Match | None:
+        """Offer what storage has behind what is `near`, if it still comes, and if that pays."""
+        start, end = request.computed + near.tokens, len(prefetch.chain) * self.pool.block_size
+        if end <= start or prefetch.ended and prefetch.chain[-1] not in self.host.block_of:
+            return None
+        load = self.storage.seconds(prefetch.unread * self.host.block_bytes)
+        compute = self.engine.estimates.seconds_to_compute(start, end)
+        seconds = near.seconds + both_ends.meeting(load, compute)[0]
+        if near.blocks and not self.engine.estimates.pays(seconds, request.computed, end):
+            return None
+        tokens, way = end - request.computed, both_ends.BothEnds
+        return Match(tokens, seconds, near.blocks, "storage", store=prefetch, way=way)
 
     def restore(self, request, restoration, match):
-        """Under both_ends as in chapter 06: prefill computes a portion from the front, and what has been read
-        comes from the back. A page is claimed first, by lowering `limit`, and then copied to the request's
-        block; those that the next step may compute, up to `front`, are not claimed."""
-        prefetch, size, depth = match.store, self.pool.block_size, len(self.model.layers)
-        if prefetch is None:
+        """Load what host memory has. Under both_ends then go on as in chapter 06: prefill computes from the
+        front, and what storage brings comes from the back."""
+        if match.store is None:
             yield from super().restore(request, restoration, match)
             return
-        # 1. What host memory has
         if match.blocks:
             yield from self.copy_in(request, restoration.start, match.blocks)
+            size = self.pool.block_size
             request.computed = (restoration.start // size + len(match.blocks)) * size
             if not request.readmitted:
                 near = request.computed - restoration.start
                 request.found["cpu"] = request.found.get("cpu", 0) + near
-        # 2. From both ends
-        copies = deque()
         try:
-            while copies or restoration.limit > request.computed:
-                super().poll()  # what has been read meanwhile is in host memory
-                front, end = request.computed + restoration.portion, restoration.limit
-                chain = prefetch.chain[self.pool.num_blocks(front) : end // size]
-                pages = map(self.tree.pages.get, reversed(chain))
-                there = takewhile(lambda page: page and page.host is not None, pages)
-                if places := [page.host for page in there][::-1]:
-                    restoration.limit, restoration.layers = end - len(places) * size, 0
-                    copies.extend(self.copy_in(request, restoration.limit, places))
-                while copies and copies[0].ready:
-                    copies[0].check()
-                    restoration.passed.append(copies.popleft())
-                if not copies:
-                    restoration.layers = depth
-                if restoration.limit > request.computed:
-                    if not restoration.portion:  # between two steps (see `poll`): how far the next one goes
-                        restoration.portion = self.portion(request)
-                    if prefetch.over and not copies and restoration.limit > front:
-                        return  # there is no more: prefill goes on to the limit
-                    yield PAUSE
-                elif copies:
-                    yield copies.popleft()
-            restoration.layers = depth
+            yield from self.restore_from_back(request, restoration, match.store)
         finally:
-            restoration.portion = restoration.end
-            self.end(prefetch)
+            restoration.portion = restoration.end  # prefill goes on to the limit
+            self.prefetcher.end_prefetch(match.store)
             request.timeline.plan = both_ends.drawn(restoration)
 
+    def restore_from_back(self, request, restoration, prefetch: Prefetch):
+        """Claim pages that have come into host memory, by lowering `limit`, and copy them to the request's
+        blocks, until both ends have met or no more pages come. No step computes what is claimed."""
+        copies, size = deque(), self.pool.block_size  # nothing behind the limit is used until they are over
+        while copies or not restoration.met:
+            super().poll()  # takes in what has been read meanwhile
+            front = request.computed + dict(self.engine.work).get(request, 0)  # where the step under way ends
+            unclaimed = prefetch.chain[self.pool.num_blocks(front) : restoration.limit // size]
+            if places := self.host.find(unclaimed[::-1])[::-1]:
+                restoration.limit -= len(places) * size
+                copies.extend(self.copy_in(request, restoration.limit, places))
+            while copies and copies[0].ready:
+                copies[0].check()
+                restoration.passed.append(copies.popleft())
+            restoration.layers = 0 if copies else len(self.model.layers)
+            if restoration.met and copies:
+                yield copies.popleft()
+            elif not restoration.met:
+                if prefetch.ended and not copies and restoration.limit > front:
+                    return  # storage brings no more
+                if not self.engine.work:  # between two steps: the next one computes so much
+                    restoration.portion = self.portion(request)
+                yield PAUSE
+        restoration.layers = len(self.model.layers)
+
     def portion(self, request) -> int:
-        """How many tokens prefill computes next, up to the end of a page: its share of what is left, at the
-        last speeds of both sides (chapter 06)."""
+        """-> tokens that prefill computes next, to the end of a page: its share of the rest (chapter 06)."""
         restoration, size = request.restoration, self.pool.block_size
         tokens = left = restoration.limit - request.computed
         if self.storage.measured.passes and time.perf_counter() < restoration.deadline:
@@ -455,181 +547,97 @@ class TieredCache(offload.HostCache):
         end = request.computed + min(tokens, self.engine.token_budget)
         return self.pool.num_blocks(end) * size - request.computed
 
-    # L1 to L2
+    # Going down
 
     def save(self, batch):
-        """Put what was computed into the tree, and send down what the write policy says."""
+        """Put what was computed into the tree, and send down what the write policy wants there."""
         for request, _ in batch.work:
-            seen, kept, request.kept.seen = request.kept.seen, request.kept, request.registered
-            if seen == request.registered:
+            seen, full = self.looked_at.get(request, 0), request.registered
+            if seen == full:
                 continue
-            pages = self.tree.insert(request.chain[: request.registered])
+            self.looked_at[request], pages = full, self.tree.insert(request.chain[:full])
             for page in pages[seen:]:
                 page.first_request = page.first_request or request.id
                 page.shared |= page.first_request != request.id
             if self.write_policy != "write_back":
-                pairs = list(zip(pages, request.table))[kept.sent :]
-                pairs = list(takewhile(lambda pair: self.wanted(pair[0]), pairs))
-                lacking = [(page, block) for page, block in pairs if not page.near]
-                if self.soon(len(lacking)):
-                    self.back_up(lacking, request)
-                sent = [page for page, _ in takewhile(lambda pair: pair[0].near, pairs)]
-                kept.sent += len(sent)  # retry the others at the next full block, so that no gap is skipped
-                self.send_down(sent)
+                self.send_l2(request, pages)
         if len(self.tree.pages) > 2 * (self.pool.size + self.host.size):
-            on_device = self.pool.block_of
-            self.tree.forget(lambda page: page.near or page.storing or page.prefix in on_device)
+            held = self.writer.going
+            self.tree.forget(lambda page: self.is_near(page) or self.keeps(page.prefix) or page in held)
 
-    def wanted(self, page: Page) -> bool:
-        """Whether the write policy wants a page in the tiers below."""
-        return page.shared or self.write_policy != "write_through_selective"
+    def send_l2(self, request, pages: list[Page]):
+        """Copy pages to host memory, as far as there are places, and send on those that it has."""
+        sent = self.sent.get(request, 0)
+        pairs = takewhile(lambda pair: self.wanted_below(pair[0]), zip(pages[sent:], request.table[sent:]))
+        pairs = [(page.prefix, block) for page, block in pairs]
+        self.save_blocks(request, [pair for pair in pairs if not self.keeps(pair[0])])
+        end = sent + len(list(takewhile(lambda pair: self.keeps(pair[0]), pairs)))
+        self.sent[request] = end  # retry the others at the next full page, so that no gap is skipped
+        self.writer.send_l3(pages[sent:end])
 
-    def back_up(self, pairs: list, request):
-        """Copy (Page, device block) pairs of a request to host memory, as far as there are places."""
-        before = self.tree.pages.get(pairs[0][0].prefix.parent) if pairs else None
-        if fits := self.host.make_room(len(pairs), request.chain):
-            places = self.host.allocate(fits, before.host if before else None)
-            pages, blocks = zip(*pairs[:fits])
-            copy = self.copy_out(blocks, places)
-            then = partial(self.copied, pages, places, copy, request.timeline, request.kept)
-            self.bring("save", copy, pages, places, (self.pool, blocks), then=then)
-
-    def copied(self, pages: list[Page], places: list[int], copy, timeline, kept: Kept, well: bool):
-        self.keep(pages, places, well)
-        timeline.add("save", copy.label, *copy.span())
-        self.send_down(pages)
-        if not well:
-            kept.sent = 0  # look at all of them again
+    def saved(self, request, transfer, prefixes, places, arrived: bool):
+        super().saved(request, transfer, prefixes, places, arrived)
+        self.writer.send_l3([self.tree.pages[prefix] for prefix in prefixes])
+        if not arrived:
+            self.sent.pop(request, None)  # look at all of them again
 
     def evicting(self, leaving: list):
-        """Under write_back: copy dirty pages to host memory, first the beginnings of chains. Whoever needs
-        their blocks waits for that. What no tier below has is lost."""
+        """Under write_back: copy dirty pages to host memory, first the beginnings of chains, while the engine
+        waits. Count pages that no tier below has as lost."""
         pages = [(self.tree.pages.get(prefix), block) for block, prefix in leaving]
-        dirty = [pair for pair in pages if pair[0] and self.wanted(pair[0]) and not self.kept_below(pair[0])]
+        pages = [pair for pair in pages if pair[0] and self.wanted_below(pair[0])]
+        dirty = [(page.prefix, block) for page, block in pages if not self.is_below(page)]
         if self.write_policy == "write_back":
-            dirty.sort(key=lambda pair: -pair[0].prefix.used)
+            dirty.sort(key=lambda pair: -pair[0].used)
             self.counts["dirty_evicted"] += len(dirty)
-            own = [page.prefix for page in self.matched]
-            own += [] if self.storage else [page.prefix for page, _ in dirty]  # else they go on to storage
+            own = self.matched + ([] if self.storage else [prefix for prefix, _ in dirty])
             while dirty and not self.save_link.hangs and (fits := self.host.make_room(len(dirty), own)):
-                self.copy_and_wait(*zip(*dirty[:fits]), self.host.allocate(fits))
+                self.copy_to_l2(*zip(*dirty[:fits]), self.host.allocate(fits))
                 dirty = dirty[fits:]
         self.counts["pages_lost"] += len(dirty)
 
-    def kept_below(self, page: Page) -> bool:
-        """Whether host memory or storage has a page of the device's, or is about to."""
-        return page.near or page.stored or page.storing
-
-    def copy_and_wait(self, pages: list[Page], blocks: list[int], places: list[int]):
+    def copy_to_l2(self, prefixes: list, blocks: list[int], places: list[int]):
+        """Copy pages to host memory, and wait for that."""
         copy = self.copy_out(blocks, places)
         try:
             copy.wait(min(offload.LONGEST_SAVE, links.HANGING + self.save_link.seconds(0)))
         except links.TransferError:
             self.hold("save", [copy], (self.host, places))  # a late one still writes there
-            self.counts["pages_lost"] += len(pages)
+            self.counts["pages_lost"] += len(prefixes)
         else:
-            self.keep(pages, places, True)
-            self.counts["pages_written"] += len(pages)
+            for prefix, place in zip(prefixes, places):
+                self.host.register(place, prefix)
+            self.counts["pages_written"] += len(prefixes)
         self.host.release(places)
 
-    # L2 to L3
-
-    def evicting_host(self, leaving: list):
-        """These pages leave host memory. Those that storage is to have are written, from copies; those that
-        cannot be written are lost."""
-        pages, contents = [self.tree.pages[prefix] for _, prefix in leaving], {}
-        dirty = sum(map(self.owed, pages)) if self.write_policy == "write_back" else 0
-        self.counts["dirty_evicted"] += dirty
-        # Copies may take as much memory as the pools that they come from
-        full = self.writing > self.pool.size + self.host.size or self.storage and self.storage.writer.hangs
-        for page in sorted(pages, key=lambda page: -page.prefix.used):  # the beginnings of chains first
-            if self.owed(page) and not (full or self.behind_gap(page)):
-                contents[page], page.storing = self.array[:, :, page.host].copy(), True
-            page.host = None
-        if contents:
-            self.write(list(contents), list(contents.values()))
-        self.lose(filter(self.owed, pages))
-
-    def owed(self, page: Page) -> bool:
-        """Whether a page is still to be written to storage."""
-        return bool(self.storage) and self.wanted(page) and not (page.stored or page.storing)
-
-    def behind_gap(self, page: Page) -> bool:
-        """Whether the page before is in no tier, so that nothing would find this one."""
-        before, parent = self.tree.pages.get(page.prefix.parent), page.prefix.parent
-        if parent.parent is None or parent in self.pool.block_of:
-            return False
-        return before is None or not self.kept_below(before)
-
-    def lose(self, pages):
-        """Count the pages that are in no tier any more."""
-        on_device = self.pool.block_of
-        self.counts["pages_lost"] += sum(page.host is None and page.prefix not in on_device for page in pages)
-
-    def send_down(self, pages: list[Page]):
-        """Have pages written to storage, from where they are in host memory."""
-        if self.storage:
-            self.unwritten.update((page, None) for page in pages if not page.stored)
-            self.write_waiting()
-
-    def write_waiting(self):
-        """Write what waits for that, in runs, which are locked meanwhile: about a quarter of host memory."""
-        while self.unwritten and not self.storage.writer.hangs and self.writing < max(1, self.host.size // 4):
-            pages = list(islice(self.unwritten, self.run))
-            for page in pages:
-                del self.unwritten[page]
-            pages = [page for page in pages if page.host is not None and self.owed(page)]
-            pages = [page for page in pages if not self.behind_gap(page)]
-            if pages:
-                places = [page.host for page in pages]
-                self.write(pages, [self.array[:, :, place] for place in places], (self.host, places))
-
-    def write(self, pages: list[Page], contents: list, *held):
-        write = self.storage.set([page.prefix.key for page in pages], contents)
-        self.writing += len(pages)
-        for page in pages:
-            page.storing = True
-        self.hold("written", [write], *held, then=partial(self.written, pages, write))
-
-    def written(self, pages: list[Page], write, well: bool):
-        self.writing -= len(pages)
-        for page in pages:
-            page.storing, page.stored = False, well or page.stored
-        self.counts["storage_pages_written"] += write.value or 0
-        self.fresh.update(prefix for page in pages for prefix in page.prefix.lineage())
-        if not self.writing or len(self.fresh) > self.host.size:  # the ends of chains are to go first
-            used = sorted(self.fresh, key=lambda prefix: -prefix.used)
-            self.storage.use([prefix.key for prefix in used])
-            self.fresh.clear()
-        if not well:
-            self.lose(pages)
-        elif self.write_policy == "write_back":
-            self.counts["pages_written"] += len(pages)
-
-    # In every step, and at the end
+    # In every step, when idle, and at the end
 
     def poll(self):
         super().poll()
         self.matched = []
-        for request in self.engine.running:
-            if request.restoration and request.restoration.steps:
-                request.restoration.portion = 0  # `restore` says how much, when it knows what has arrived
-            elif request.kept.prefetch:
-                self.end(request.kept.prefetch)  # it computes
-        self.ask_again()
-        for prefetch in list(self.prefetches):
-            self.read(prefetch)
-        self.write_waiting()
+        self.prefetcher.poll()
+        if self.storage:
+            self.writer.write_waiting()
         self.counts["storage_errors"] = self.storage.errors if self.storage else 0
 
     def finished(self, request):
-        if request.kept.prefetch:
-            self.end(request.kept.prefetch)
-        request.kept = Kept()
+        super().finished(request)
+        self.sent.pop(request, None)
+        if request.kept:
+            self.prefetcher.end_prefetch(request.kept)
+        request.kept = None
+
+    def idle(self):
+        self.measure_storage()
+        return super().idle()
+
+    def measure_storage(self):
+        if self.storage:
+            self.hold("measure", [self.storage.measure(self.pages_at_once * self.host.block_bytes)])
 
     def close(self):
-        """What is on its way down arrives, if that is soon. Under write_back everything goes down,
-        as far as there is time."""
+        """Let what is on its way down arrive, if that is soon. Under write_back send everything down, as far
+        as there is time."""
         self.poll()
         for pool in self.pool, self.host:
             if self.write_policy == "write_back" and self.storage:
@@ -640,103 +648,73 @@ class TieredCache(offload.HostCache):
             self.storage.close()
 
 
-# 3. The demo -----------------------------------------------------------------------------------
+# 5. The demo -----------------------------------------------------------------------------------
 
 CONVERSATIONS, ON_DEVICE, ON_HOST = 8, 2, 4
+TIERS = "gpu", "cpu", "storage"
 
 
 def demo(model, frontend: Frontend, arguments):
     """Conversations behind one system prompt, more than L1 and L2 hold, with one, two and three tiers, and
     with an L3 that another engine has filled; then the policies on an L3 that is as slow as computing."""
+    rng, new = random.Random(0), max(2, min(arguments.max_tokens, 12))
+    system = dict(role="system", content=lesson.document(frontend, rng, frontend.context // 16))
+    plain = [lesson.conversation(frontend, rng, frontend.context // 4) for _ in range(CONVERSATIONS)]
+    talks, taken = [[system, *messages] for messages in plain], {}
+    longest = max(len(frontend.encode(None, talk)) for talk in talks) + 3 * new + 32
+    pages = -(-longest // arguments.block_size)
+
+    def engine_with(**options):
+        return make_engine(model, argparse.Namespace(**{**vars(arguments), **options}))
+
     with tempfile.TemporaryDirectory() as folder:
-        # 1. Ask: each conversation twice, in any order
-        rng, new = random.Random(0), max(2, min(arguments.max_tokens, 12))
-        system = dict(role="system", content=lesson.document(frontend, rng, frontend.context // 16))
-        plain = [lesson.conversation(frontend, rng, frontend.context // 4) for _ in range(CONVERSATIONS)]
-        talks = [[system, *messages] for messages in plain]
-        longest = max(len(frontend.encode(None, talk)) for talk in talks) + 3 * new + 32
-        pages = -(-longest // arguments.block_size)
-        url = arguments.storage or f"file:{folder}"
-        host, taken = ON_HOST * pages, {}
+        # 1. Ask each conversation twice, in any order
+        host, url = ON_HOST * pages, arguments.storage or f"file:{folder}"
         ways = {"L1": (1, None), "L1, L2": (host, None), "L1, L2, L3": (host, url)}
         for name, (places, storage) in {**ways, "L1, L2, L3 of another engine": (host, url)}.items():
-            tiers = dict(gpu_blocks=ON_DEVICE * pages, cpu_blocks=places, storage=storage)
-            engine = make_engine(model, argparse.Namespace(**{**vars(arguments), **tiers}))
+            engine = engine_with(gpu_blocks=ON_DEVICE * pages, cpu_blocks=places, storage=storage)
             taken[name] = converse(engine, frontend, talks, random.Random(1), new)
             tree, counters = list(tree_lines(engine.cache, engine.cache.tree.root)), engine.counters()
             engine.close()
-        # 2. Time: one long history that only storage has, under each policy
-        slow = dict(storage=url, prefetch="both_ends", always_restore=True, gpu_blocks=None, cpu_blocks=None)
-        engine = make_engine(model, argparse.Namespace(**{**vars(arguments), **slow}))
+        # 2. Time one long history that only storage has, under each policy
+        options = dict(prefetch="both_ends", always_restore=True, gpu_blocks=None, cpu_blocks=None)
+        engine = engine_with(storage=url, **options)
         text = lesson.document(frontend, rng, min(frontend.context, 2048) * 7 // 8, lesson.SECRET)
-        prompt = frontend.request(messages=[dict(role="user", content=text)]).tokens
-        engine.generate([Request(prompt, 1)])
-        asked = policies(engine, prompt)
+        asked = policies(engine, frontend.request(messages=[dict(role="user", content=text)]).tokens)
         engine.close()
     every = [request for requests in [*taken.values(), *asked.values()] for request in requests]
     verified = lesson.verify(paged.baseline.Engine(model), every)
 
-    # 3. Show
     link = engine.cache.load_link
     print(
         f"{CONVERSATIONS} conversations of up to {longest} tokens, each asked twice; L1 holds {ON_DEVICE} of "
-        f"them, L2 {ON_HOST}\n{arguments.write_policy}, {arguments.prefetch}; {link}\n\n"
-        f"{'the second time':30}{'L1':>6}{'L2':>6}{'L3':>6}  computed"
+        f"them, L2 {ON_HOST}\n{arguments.write_policy}, {arguments.prefetch}; {link}\n"
     )
-    for name, requests in taken.items():
-        print(f"  {name:28}" + "".join(f"{share:6.0%}" for share in shares(requests[CONVERSATIONS:])))
-    times = {name: [one.outcome.ttft_ms for one in asks[CONVERSATIONS:]] for name, asks in taken.items()}
-    rows = lesson.table("\nTTFT, the second time", times, "ttft_ms", "ms")
-    for row, requests in zip(rows, taken.values()):
-        row.update(zip(("gpu", "cpu", "storage", "computed"), shares(requests[CONVERSATIONS:])))
-        row["first_time_from_storage"] = shares(requests[:CONVERSATIONS])[2]
-    print(f"  (in the last row the first time, too, {rows[-1]['first_time_from_storage']:.0%} came from L3)")
+    rows = show_tiers(taken)
     print("\nThe top of that engine's tree: tokens, and where they are", *tree[:8], sep="\n", end="\n\n")
-    title = f"TTFT, {len(prompt)} tokens, storage as fast as computing, the guard off"
-    times = {name: [one.outcome.ttft_ms for one in requests] for name, requests in asked.items()}
-    rows += lesson.table(title, times, "ttft_ms", "ms")
-    middle = {name: statistics.median(samples) for name, samples in times.items()}
-    better, timeline = min(middle["computed"], middle["wait_complete"]), asked["both_ends"][-1].timeline
-    print(
-        f"  both_ends: {better / middle['both_ends']:.2f}x as soon as the better of computing all and waiting"
-        " for all\n\nboth_ends (p: prefill, pages read; digits: layers; s: pages to host memory)\n"
-        f"{timeline.chart()}\n\n"
-        f"To wait for all of it takes {middle['wait_complete'] / middle['computed']:.2f} times as long as to "
-        "compute it: storage that is no\nfaster helps from both ends only. And if not even the weights fit "
-        "on the device? Chapter 08."
-    )
+    rows += show_policies(asked)
     report = dict(link=dict(modelled=link.modelled, gbps=link.speed() / 1e9), counters=counters)
-    return dict(report, verified=verified, rows=rows), [timeline, asked["wait_complete"][-1].timeline]
+    timelines = [asked[policy][-1].timeline for policy in ("both_ends", "wait_complete")]
+    return dict(report, verified=verified, rows=rows), timelines
 
 
 def converse(engine, frontend: Frontend, talks: list, rng, new: int) -> list[Request]:
     """Ask all conversations, then each again with one more question -> the requests."""
-    asked, answers = [], {}
-    for turn in range(2):
-        for number in rng.sample(range(len(talks)), len(talks)):
-            messages = list(talks[number])
-            if turn:
-                messages.append(dict(role="assistant", content=answers[number]))
-                messages.append(dict(role="user", content=lesson.TURNS[2]))
-            (request,) = engine.generate([frontend.request(messages=messages, max_tokens=new)])
-            answers[number] = request.outcome.text or "."
-            asked.append(request)
+    asked, talks = [], [list(talk) for talk in talks]
+    for _ in range(2):
+        for talk in rng.sample(talks, len(talks)):
+            asked += engine.generate([frontend.request(messages=talk, max_tokens=new)])
+            talk.append(dict(role="assistant", content=asked[-1].outcome.text or "."))
+            talk.append(dict(role="user", content=lesson.TURNS[2]))
             lesson.settle(engine)  # what goes to storage gets there while people read
     return asked
-
-
-def shares(requests: list[Request]) -> list[float]:
-    """Of the prompts' tokens: found on the device, in host memory, in storage; computed."""
-    prompts = sum(request.prompt_tokens for request in requests)
-    found = [sum(request.found.get(tier, 0) for request in requests) for tier in ("gpu", "cpu", "storage")]
-    return [tokens / prompts for tokens in (*found, prompts - sum(found))]
 
 
 def tree_lines(cache: TieredCache, node: Node, depth: int = 0):
     """Yield a line for each node below this one: the tiers that have all of it, and its tokens."""
     for child in node.children.values():
         on_device = all(page.prefix in cache.pool.block_of for page in child.pages)
-        in_host = all(page.host is not None for page in child.pages)
+        in_host = all(page.prefix in cache.host.block_of for page in child.pages)
         stored = all(page.stored for page in child.pages)
         where = f"{'L1' * on_device:3}{'L2' * in_host:3}{'L3' * stored:3}"
         yield f"  {where} {'  ' * depth}{len(child.pages) * cache.pool.block_size:5} tokens"
@@ -744,18 +722,19 @@ def tree_lines(cache: TieredCache, node: Node, depth: int = 0):
 
 
 def policies(engine, prompt: list[int]) -> dict[str, list[Request]]:
-    """The same question, when only an L3 that is as slow as computing has its history, under each policy."""
+    """Ask the same, when only an L3 that is as slow as computing has it, under each policy."""
+    engine.generate([Request(prompt, 1)])
     cache, storage = engine.cache, engine.cache.storage
     seconds = engine.estimates.seconds_to_compute(0, len(prompt))
     size = len(prompt) // cache.pool.block_size * cache.host.block_bytes
-    storage.bandwidth, cache.timeout = links.Bandwidth(size / seconds), (seconds / 3, 0.0)
+    storage.bandwidth, cache.prefetcher.timeout = links.Bandwidth(size / seconds), (seconds / 3, 0.0)
     cache.measure_storage()
 
     def ask(policy: str) -> Request:
         lesson.settle(engine)
         for pool in ("device", "host"):
             engine.evict(pool)
-        cache.storage, cache.prefetch_policy = None if policy == "computed" else storage, policy
+        cache.storage, cache.prefetcher.policy = None if policy == "computed" else storage, policy
         request = lesson.ask(engine, prompt, 2)
         cache.storage = storage
         return request
@@ -763,7 +742,52 @@ def policies(engine, prompt: list[int]) -> dict[str, list[Request]]:
     return lesson.in_turn({name: partial(ask, name) for name in ("computed", *PREFETCH)}, 3)
 
 
-# 4. Main ---------------------------------------------------------------------------------------
+def show_tiers(taken: dict[str, list[Request]]) -> list[dict]:
+    """Print where the prompts' tokens were found, and TTFT -> rows."""
+    print(f"{'the second time':30}{'L1':>6}{'L2':>6}{'L3':>6}  computed")
+    again = {name: requests[CONVERSATIONS:] for name, requests in taken.items()}
+    for name, requests in again.items():
+        print(f"  {name:28}" + "".join(f"{share:6.0%}" for share in shares(requests).values()))
+    rows, _ = show_times("\nTTFT, the second time", again)
+    for row, requests in zip(rows, taken.values()):
+        row |= shares(requests[CONVERSATIONS:])
+        row["first_time_from_storage"] = shares(requests[:CONVERSATIONS])["storage"]
+    print(f"  (in the last row the first time, too, {rows[-1]['first_time_from_storage']:.0%} came from L3)")
+    return rows
+
+
+def shares(requests: list[Request]) -> dict[str, float]:
+    """-> of the prompts' tokens, what each tier had, and what was computed."""
+    prompts = sum(request.prompt_tokens for request in requests)
+    found = {tier: sum(request.found.get(tier, 0) for request in requests) / prompts for tier in TIERS}
+    return {**found, "computed": 1 - sum(found.values())}
+
+
+def show_times(title: str, asked: dict[str, list[Request]]) -> tuple[list[dict], dict[str, float]]:
+    """Print TTFT of each case -> rows, and the medians."""
+    times = {case: [request.outcome.ttft_ms for request in requests] for case, requests in asked.items()}
+    medians = {case: statistics.median(samples) for case, samples in times.items()}
+    return lesson.table(title, times, "ttft_ms", "ms"), medians
+
+
+def show_policies(asked: dict[str, list[Request]]) -> list[dict]:
+    """Print what each policy took -> rows."""
+    last = asked["both_ends"][-1]
+    title = f"TTFT, {last.prompt_tokens} tokens, storage as fast as computing, the guard off"
+    rows, middle = show_times(title, asked)
+    better = min(middle["computed"], middle["wait_complete"])
+    print(
+        f"  both_ends: {better / middle['both_ends']:.2f}x as soon as the better of computing all and waiting"
+        " for all\n\nboth_ends (p: prefill, pages read; digits: layers; s: pages to host memory)\n"
+        f"{charts.chart(last.timeline)}\n\n"
+        f"To wait for all of it takes {middle['wait_complete'] / middle['computed']:.2f} times as long as to "
+        "compute it: storage that is no\nfaster helps from both ends only. And if not even the weights fit "
+        "on the device? Chapter 08."
+    )
+    return rows
+
+
+# 6. Main ---------------------------------------------------------------------------------------
 
 def add_arguments(parser):
     paged.add_arguments(parser)
@@ -783,12 +807,9 @@ def add_arguments(parser):
 
 def make_engine(model, arguments) -> paged.Engine:
     """Chapter 02's engine with this chapter's Cache."""
-    size, host = arguments.block_size, torch.device("cpu")
+    size, storage, name = arguments.block_size, None, backends.label(arguments.storage or "none")
     block_bytes = size * model.config.kv_numbers_per_token * model.dtype.itemsize
-    longest = -(-model.config.max_position_embeddings // size)
-    useful = 4 * (arguments.gpu_blocks or arguments.max_running * longest)
-    blocks = cli.blocks_that_fit(arguments.cpu_blocks, useful, block_bytes, host, "--cpu-blocks")
-    storage, name = None, backends.label(arguments.storage or "none")
+    blocks = offload.host_blocks(model, arguments, block_bytes)
     if arguments.storage:
         storage = store.Storage(backends.open_backend(arguments.storage), name, arguments.storage_bandwidth)
     cache = TieredCache(

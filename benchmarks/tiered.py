@@ -174,7 +174,7 @@ def policies(model, arguments, tokens: int = 1024):
         def once(policy: str, question: list[int]) -> Request:
             forget(engine)
             time.sleep(0.02)
-            cache.prefetch_policy, cache.storage = policy, None if policy == "computed" else storage
+            cache.prefetcher.policy, cache.storage = policy, None if policy == "computed" else storage
             try:
                 return lesson.ask(engine, history + question, 1)
             finally:
@@ -185,7 +185,7 @@ def policies(model, arguments, tokens: int = 1024):
         for r, always in itertools.product((0.5, 1.0, 2.0), (True, False)):
             alone = statistics.median(once("computed", bench.draw(QUESTION)).outcome.ttft_ms for _ in range(3))
             storage.bandwidth = links.Bandwidth(size / (1e-3 * r * alone))
-            cache.timeout = 1e-3 * alone / 3, 0.0  # a third of what computing takes
+            cache.prefetcher.timeout = 1e-3 * alone / 3, 0.0  # a third of what computing takes
             engine.estimates.always = always
             cache.measure_storage()
             for row in measure.again_if_behind(partial(policy_cell, bench, once), arguments.rounds or 7):

@@ -360,7 +360,7 @@ def test_who_stands_in_line_finds_what_another_engine_has_written_meanwhile(monk
     with engine_on(shelf, "best_effort") as engine, engine_on(shelf) as other:
         engine.max_running = 0  # it stands in line
         engine.submit(request := Request(prompt, 4))
-        while not (request.kept and request.kept.prefetch and request.kept.prefetch.answered):
+        while not (request.kept and request.kept.answered):
             engine.step()
         right(other, prompt)
         settle(other)
@@ -412,7 +412,7 @@ def test_both_ends_uses_what_came_though_host_memory_had_no_place_for_all():
         engine.max_running = 0  # it stands in line
         engine.submit(request := Request(prompt, 4))
         engine.step()
-        while not request.kept.prefetch.over:
+        while not request.kept.ended:
             engine.step()
         engine.max_running = 64
         while request.outcome is None:
@@ -428,9 +428,9 @@ def test_nobody_waits_for_storage_once_the_device_has_it():
         shelf.open.clear()
         engine.submit(waits := Request(prompt, 4))
         engine.step()
-        while not waits.kept.prefetch.reads:
+        while not waits.kept.reads:
             engine.step()
-        engine.cache.threshold = 1 << 20  # the next one asks storage for nothing
+        engine.cache.prefetcher.threshold = 1 << 20  # the next one asks storage for nothing
         engine.submit(computes := Request(prompt, 4))
         while computes.outcome is None:
             engine.step()
@@ -574,7 +574,7 @@ def test_storage_that_hangs_delays_one_request_and_then_nobody(monkeypatch, verb
         assert right(engine, prompt).found == {}
         engine.submit(request := Request(draw(random.Random(1), 200), 2))
         engine.step()
-        assert not request.kept.prefetch, "storage that hangs is not asked"
+        assert not request.kept, "storage that hangs is not asked"
         while request.outcome is None:
             engine.step()
         shelf.open.set()
