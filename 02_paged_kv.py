@@ -2,7 +2,7 @@
 
 The problem. Chapter 01 gives a request one contiguous piece of memory, as long as the request may become, and
 answers one request at a time. Most of that memory is never written, two requests with the same beginning hold
-it twice, and a processor that reads all weights for one token could have read them for sixteen.
+it twice, and a processor that reads all weights for one token could serve sixteen tokens with the same read.
 
 The mechanism. Device memory is cut into blocks of 16 tokens. A request holds a block table, a list of block
 numbers, and takes the next block when the last one is full:
@@ -10,14 +10,14 @@ numbers, and takes the next block when the last one is full:
     token at position p -> slot table[p // 16] * 16 + p % 16       table [12, 5, 3]: token 20 is in slot 84
 
 A full block is known by its prefix: its own tokens and all that come before them. A request whose tokens
-begin with the same prefixes points at the blocks that hold them; a block that no table holds any more stays
-cached until the pool needs it. In every step one forward pass serves all running requests: one token for each
-that decodes, and chunks of prefill for the rest of the budget.
+begin with the same prefixes points at the blocks that hold them. When no table holds a block any more, it
+stays cached until the pool needs it. In every step one forward pass serves all running requests: one token
+for each that decodes, and chunks of prefill for the rest of the budget.
 
 The later chapters are this engine with another Cache: what is kept behind the device, and how it comes back.
 
 Sources: PagedAttention (Kwon et al., SOSP '23, section 4); Orca (Yu et al., OSDI '22, section 3) for batching
-by the step; Sarathi-Serve (Agrawal et al., OSDI '24, section 4) for prefill in chunks under a token budget.
+by the step; Sarathi-Serve (Agrawal et al., OSDI '24, section 4) for chunks of prefill under a token budget.
 
     python 02_paged_kv.py --demo
     python 02_paged_kv.py --prompt "What is prefill?" --explain
@@ -45,8 +45,8 @@ from shell import charts, lesson
 from shell.frontend import Frontend
 
 baseline = importlib.import_module("01_baseline")
-ALONE = 1 << 20  # bytes: contexts with as much K and V in a layer are read alone, not in the padded read
-SALT = (lambda v: isinstance(v, str) and len(v) <= 256), "a string of at most 256 characters"
+ALONE = 1 << 20  # bytes: a context with as much K and V in a layer is read alone: padding would cost more
+SALT = ((lambda v: isinstance(v, str) and len(v) <= 256), "a string of at most 256 characters")  # test, words
 IN, FULL = "in", "full"  # answers of Engine.admit, beside LATER
 
 # 1. Blocks -------------------------------------------------------------------------------------
@@ -54,7 +54,7 @@ IN, FULL = "in", "full"  # answers of Engine.admit, beside LATER
 class BlockPool:
     """Which block holds what. A block is known by its number; `memory`, if set, has the contents.
 
-        free --allocate--> referenced --release--> cached if a prefix finds it, else free
+        free --allocate--> referenced --release--> cached if it was registered, else free
                            referenced <---share--- cached
         free <-----------------------------evict-- cached
 
@@ -67,7 +67,7 @@ class BlockPool:
         self.references = [0] * blocks
         self.free = bytearray(b"\1" * blocks)  # 1: free. As bytes, so that a run is found fast
         self.cached: dict[int, None] = {}
-        self.by_use: list[tuple[int, int]] = []  # a heap of (last use or an earlier one, block)
+        self.by_use: list[tuple[int, int]] = []  # a heap of (use, block), checked when popped
         self.prefix_of: list[Prefix | None] = [None] * blocks
         self.block_of: dict[Prefix, int] = {}
         self.evicting = lambda lost: None  # called with (block, prefix) of what is about to be lost
@@ -76,11 +76,10 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """Blocks that can be had without taking one from a table."""
+        """Free and cached blocks."""
         return self.free.count(1) + len(self.cached)
 
     def num_blocks(self, tokens: int) -> int:
-        """Blocks needed for `tokens`."""
         return -(-tokens // self.block_size)
 
     def slot(self, table: list[int], position: int) -> int:
@@ -93,9 +92,8 @@ class BlockPool:
         return (table[..., None] * self.block_size + offsets).flatten(-2)
 
     def allocate(self, count: int, after: int | None = None, room: int = 0) -> list[int]:
-        """Take `count` blocks, at most `available`, and evict the least recently used for them. Adjacent ones
-        where that is possible, since they are read and copied in one piece: behind block `after`, or at the
-        beginning of a free run that could grow to `room`."""
+        """Reference `count` blocks, at most `available`; evict the least recently used for it. Adjacent ones
+        are read and copied in one piece: look after block `after`, or for a run that can grow to `room`."""
         self.make_room(count)
         blocks = self.find_free(count, after, max(count, room))
         for block in blocks:
@@ -104,7 +102,7 @@ class BlockPool:
 
     def make_room(self, count: int, own=()) -> int:
         """Evict the least recently used blocks until `count` are free; stop at the first one that holds a
-        prefix in `own`, as a chain makes no room for its own end -> how many of `count` are free."""
+        prefix in `own`: a chain never evicts its own end -> how many of `count` are free."""
         victims, lacking = {}, count - self.free.count(1)
         while len(victims) < lacking and self.by_use:
             use, block = heapq.heappop(self.by_use)
@@ -124,16 +122,16 @@ class BlockPool:
     def queue(self, block: int):
         """Queue a cached block for eviction, by the last use of its prefix."""
         heapq.heappush(self.by_use, (self.prefix_of[block].used, block))
-        if len(self.by_use) > 4 * self.size:  # most of them are queued several times
+        if len(self.by_use) > 4 * self.size:  # most entries are duplicates
             self.by_use = sorted((self.prefix_of[cached].used, cached) for cached in self.cached)
 
     def find_free(self, count: int, after: int | None, room: int) -> list[int]:
-        """`count` free blocks, in one run if there is one: behind `after`, or where the run has `room`."""
+        """`count` free blocks, in one run if there is one: after `after`, or where the run has `room`."""
         if after is not None and self.free.startswith(b"\1" * count, after + 1):
             return list(range(after + 1, after + 1 + count))
         for length, start in (room, self.next), (room, 0), (count, 0):
             if (at := self.free.find(b"\1" * length, start)) >= 0:
-                self.next = at + length
+                self.next = at + length  # what is left of the run is for this one to grow
                 return list(range(at, at + count))
         return [block for block, free in enumerate(self.free) if free][:count]
 
@@ -185,7 +183,7 @@ class Batch:
     def __init__(self, pool: BlockPool, work: list[tuple[Request, int]]):
         """`work`: requests, and how many of their next tokens to compute."""
         self.pool, self.device = pool, pool.memory.device
-        self.work = sorted(work, key=lambda item: (item[1] > 1, item[0].next))  # short contexts first
+        self.work = sorted(work, key=lambda item: (item[1] > 1, item[0].next))  # first those of one token
         flat, last = [], []
         for request, count in self.work:
             for position in range(request.next, request.next + count):
@@ -203,7 +201,7 @@ class Batch:
         padded = [request for request, count in self.work if count == 1 and request.next < most]
         row, reads = 0, []
         if len(padded) > 1:
-            row = len(padded)
+            row = len(padded)  # a row each
             reads.append((slice(0, row), *self.read_padded(padded)))
         for request, count in self.work[row:]:
             rows, end = slice(row, row + count), request.next + count
@@ -221,8 +219,8 @@ class Batch:
         return self.pool.slots(torch.tensor(table, device=self.device))[:end]
 
     def read_padded(self, requests: list[Request]):
-        """-> slots [B, S] and mask [B, 1, 1, S] of requests that compute a token each. Padding: their first
-        slot."""
+        """-> slots [B, S] and mask [B, 1, 1, S] of requests that compute a token each. Padding reads the
+        request's first slot, which is written."""
         longest = max(len(request.table) for request in requests)
         tables = [request.table + request.table[:1] * (longest - len(request.table)) for request in requests]
         slots = self.pool.slots(torch.tensor(tables, device=self.device))
@@ -273,7 +271,7 @@ class Runner:
     @torch.inference_mode()
     def forward(self, work: list[tuple[Request, int]], before_layer):
         """Compute the next `count` tokens of each request in `work` -> the batch, and logits [R, V], a row
-        per request of `batch.work` whose last pending token is in it."""
+        per request of `batch.work` whose last pending token is in this step."""
         batch = Batch(self.pool, work)
         rotation = self.model.rotary(batch.positions)  # [T, 1, hd] each
         hidden = self.model.embed(batch.tokens)  # [T, D]
@@ -286,8 +284,8 @@ class Runner:
 # 4. The engine ---------------------------------------------------------------------------------
 
 class Engine(Line):
-    """Answers many requests at once. The calls to `cache`, `estimates` and `restorer` bring back what is kept
-    behind the device; here that is nothing."""
+    """Answers many requests at once. The calls to `cache`, `estimates` and `restorer` are for later chapters:
+    in this one nothing is kept but on the device, and they do nothing."""
 
     def __init__(self, runner, cache=None, token_budget=512, max_running=64, always_restore=False):
         self.runner, self.cache = runner, cache or Cache()
@@ -309,7 +307,7 @@ class Engine(Line):
         """One step for all requests: poll, admit, restore, schedule, compute, save."""
         if not self.busy:
             seconds = self.estimates.idle()  # measures, if that is due
-            self.wake.wait(seconds)  # until a request comes, or it wants to be called again
+            self.wake.wait(seconds)  # until a request comes, or it is time to measure
             self.wake.clear()
         self.take_arrivals()
         self.cache.poll()
@@ -339,15 +337,16 @@ class Engine(Line):
 
     def admit(self, request: Request) -> str:
         """Give the request blocks for all of its tokens, those that hold its prefix and empty ones -> IN; or
-        let it wait, while others may pass (LATER) or none may (FULL)."""
+        let it wait: LATER if others may pass, FULL if none may."""
         if len(self.running) == self.max_running:
             return FULL
         # 1. What does the device hold, and what is another request about to have?
         pool, chain = self.pool, self.extend(request)
-        hits = pool.find(chain[: request.history // pool.block_size])
-        missing = chain[len(hits) :]
+        cacheable = chain[: request.history // pool.block_size]
+        hits = pool.find(cacheable)
+        missing = cacheable[len(hits) :]
         soon = len(list(takewhile(self.filling.__contains__, missing)))
-        if soon and 2 * soon >= len(missing):  # (a template's first block alone is no reason to wait)
+        if soon and 2 * soon >= len(missing):  # most of it, not a template's first block
             return LATER
 
         # 2. Is there room? Each running request may need one more block
@@ -361,19 +360,19 @@ class Engine(Line):
         match = self.restorer.ask(request)
         if match is LATER and time.perf_counter() < request.patience:
             return LATER
-        self.take_blocks(request, hits, empty)
+        self.give_blocks(request, hits, empty)
         self.restorer.begin(request, None if match is LATER else match)
         return IN
 
-    def take_blocks(self, request: Request, hits: list[int], empty: int):
-        """Let the request run, with the blocks that hold its prefix, and so many empty ones."""
+    def give_blocks(self, request: Request, hits: list[int], empty: int):
+        """Let the request run, with the blocks that hold its prefix, and `empty` new ones."""
         pool, chain = self.pool, request.chain
         self.prefixes.use(chain)
         pool.share(hits)
-        room = pool.num_blocks(len(request.tokens) + request.max_tokens) - len(hits)
+        room = pool.num_blocks(request.prompt_tokens + request.max_tokens) - len(hits)
         blocks = pool.allocate(empty, hits[-1] if hits else None, room)
         request.table, request.registered = hits + blocks, len(hits)
-        if not request.readmitted:  # else it finds what it has computed itself
+        if not request.readmitted:  # which would count its own work as a hit
             request.found = {"gpu": request.computed} if hits else {}
         for prefix in chain[len(hits) :]:
             self.filling.setdefault(prefix, request)
@@ -389,9 +388,9 @@ class Engine(Line):
     def schedule(self, ready: list[Request]) -> list[tuple[Request, int]]:
         """Pick tokens per request: one for each that decodes, then prefill chunks, oldest first, within the
         budget."""
-        work, budget, short = [], self.token_budget, False  # short of blocks: no second one is preempted
+        work, budget, short = [], self.token_budget, False  # short: no block could be had in this step
         for request in sorted(ready, key=lambda request: request.pending > 1):
-            if request not in self.running:  # preempted for one that decodes, and so stands before it
+            if request not in self.running:  # preempted in this loop
                 continue
             if not budget:
                 break
@@ -406,8 +405,8 @@ class Engine(Line):
         return work
 
     def append_block(self, request: Request) -> bool:
-        """Add a block for the next token; where none is left, preempt the newest request. While copies
-        still hold all of its blocks, this one waits."""
+        """Add a block for the next token; where none is left, preempt the newest request. (Copies may still
+        hold the blocks of that one: then `request` waits.)"""
         if not self.pool.available:
             newest = self.running[-1]
             self.counts["preemptions"] += 1
@@ -418,7 +417,7 @@ class Engine(Line):
         return True
 
     def requeue(self, request: Request):
-        """Back to the head of the line, with nothing; what it has registered is found again."""
+        """Back to the head of the line, without blocks; those that it has registered are found again."""
         self.tell("requeue", [request], 0, len(request.table))
         self.release(request)
         request.readmitted = True
@@ -429,8 +428,8 @@ class Engine(Line):
     # Computing
 
     def compute(self):
-        """Run the forward pass of a step. If it raises, nothing has changed: its requests compute the same
-        tokens again."""
+        """Run the forward pass of a step. If it raises, no request has moved on: the next step computes the
+        same tokens again."""
         self.restorer.waits = []
         began = self.clock.mark()
         try:
@@ -461,8 +460,8 @@ class Engine(Line):
 
     def answer(self, batch, logits, likeliest: list[int]):
         """Give their next token to all requests whose last pending one was computed."""
-        drawn = [request for request, _ in batch.work if request.pending == 0]  # in the order of the logits
-        for request, row, token in zip(drawn, logits, likeliest):
+        to_sample = [request for request, _ in batch.work if request.pending == 0]  # in their order
+        for request, row, token in zip(to_sample, logits, likeliest):
             request.push(request.sample(row) if request.temperature else token)
             if request.finish_reason:
                 self.finish(request)
@@ -494,13 +493,13 @@ class Engine(Line):
         super().finish(request, error)
 
     def release(self, request: Request):
-        """Take the request's blocks. The registered ones stay cached, those under way are referenced."""
+        """Take its blocks back. Registered ones stay cached; copies under way keep their own references."""
         self.running.remove(request)
         if request.restoration:
             self.restorer.end(request)
         try:
             self.cache.finished(request)
-        finally:  # whatever a chapter does wrong: nobody waits for these blocks
+        finally:  # even if the chapter's Cache raises
             for prefix in request.chain[request.registered :]:
                 if self.filling.get(prefix) is request:
                     del self.filling[prefix]
@@ -508,7 +507,6 @@ class Engine(Line):
             request.table, request.computed = [], 0
 
     def close(self):
-        """Stop the Cache's threads."""
         self.cache.close()
 
 
@@ -565,13 +563,12 @@ def demo(model, frontend: Frontend, arguments):
     ways.update({f"{number} at once": functools.partial(rate, engine, number) for number in (1, 4, 16)})
     title = f"\n{CONVERSATIONS} questions, {new} tokens an answer"
     rows += lesson.table(title, lesson.in_turn(ways), "tokens_per_second", "tokens/s")
-    timeline = engine.over[-1].timeline
     print(
-        f"\nOne of the {CONVERSATIONS} (p: prefill, d: decode)\n{charts.chart(timeline)}\n\n"
+        f"\nOne of the {CONVERSATIONS} (p: prefill, d: decode)\n{charts.chart(asked[-1].timeline)}\n\n"
         "One at a time, blocks save memory and not time. And a prefix that the pool has dropped is computed\n"
         "again. Where else could it have been kept? Chapter 03."
     )
-    return dict(link=None, verified=verified, rows=rows, counters=engine.counters()), [timeline]
+    return dict(link=None, verified=verified, rows=rows, counters=engine.counters()), [asked[-1].timeline]
 
 
 # 6. Main ---------------------------------------------------------------------------------------

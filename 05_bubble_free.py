@@ -335,7 +335,7 @@ class PlannedCache(hidden_states.HiddenCache):
         """Seconds a layer for the question's rows behind a history."""
         tokens = min(PLANNED, self.model.config.max_position_embeddings // 2)
         estimates = self.engine.estimates
-        if request := estimates.nobodys_request(tokens + QUESTION, tokens):
+        if request := estimates.dummy_request(tokens + QUESTION, tokens):
             self.question = estimates.fastest_layer(request, QUESTION)
 
 

@@ -21,7 +21,7 @@ class Prefix:
 
 class Prefixes:
     """Interns prefixes of `size` tokens each by (parent, tokens): contents are compared, never hashes.
-    `namespace`: what the numbers depend on besides tokens."""
+    `namespace`: what K and V depend on besides tokens."""
 
     def __init__(self, namespace: str, size: int):
         self.namespace, self.size = hashlib.sha256(namespace.encode()).digest(), size

@@ -48,7 +48,7 @@ class Unavailable(RequestError):
 
 
 class Interrupted(Exception):
-    """The step under way is given up: it would not be what is needed now. Run it again."""
+    """The step under way is given up: something else is more urgent. It is run again."""
 
 
 # 2. Request and result --------------------------------------------------------------------------------------
@@ -110,11 +110,11 @@ class Request:
     table: list[int] = field(default_factory=list)              # its blocks, in the order of its tokens
     chain: list = field(default_factory=list)                   # its prefixes
     computed: int = 0              # tokens whose K and V are in the blocks of `table`
-    registered: int = 0            # full blocks: their prefix finds them
+    registered: int = 0            # leading blocks that are in the index
     restoration: object = None     # what is on its way
     readmitted: bool = False       # preempted, or its restoration has failed: it had blocks before
     must_compute: bool = False     # a restoration has failed: nothing is asked for again
-    patience: float = 0.0          # until when it waits for its Cache: seconds of time.perf_counter()
+    patience: float = 0.0          # until when its Cache may say LATER: seconds of time.perf_counter()
     kept: object = None            # whatever the Cache remembers of it
 
     def __post_init__(self):

@@ -24,7 +24,7 @@ GRACE = 0.05  # seconds that a restoration may be late in any case: a busy host 
 PATIENCE = 60.0  # seconds that a request waits at most for its Cache, and for what --always-restore loads
 STEADY = 0.05  # two measurements that differ by less than this share agree
 INTERVALS = 1.0, 32.0  # seconds between two measurements of an idle engine: at first, and at most
-SOON = 5.0  # seconds that an end waits for what is on its way
+SOON = 5.0  # seconds that `drain` waits for what is on its way
 FULL_SPEED = 128  # tokens: prefill from here on runs at its full speed, or nearly
 PACES = 1.0, 1.0  # believed at first, so that one bad restoration decides nothing
 DOUBT = 0.1  # a restoration that takes longer than estimated by more than this share: measure again
@@ -48,7 +48,7 @@ class Restoration:
     awaited: object = None  # the Transfer that the generator yielded last, until that is over
     passed: list = field(default_factory=list)  # the Transfers before
     spent: float = 0.0  # seconds that the engine's thread has worked at it, or waited for it
-    computes = False  # whether the request computes some of these tokens meanwhile: nothing waits for them
+    computes = False  # whether its request computes some of these tokens meanwhile: no step waits then
 
     def __post_init__(self):
         self.start = self.request.computed
@@ -165,7 +165,7 @@ class Cache:
             self.poll()
             time.sleep(1e-3)
 
-    # What buys more
+    # Optional: what each buys stands in its docstring
 
     fields: dict = {}  # options of a request, this chapter's own: name -> (test, words)
     pools: dict = {}  # name -> BlockPool, for the page
@@ -180,7 +180,7 @@ class Cache:
         """The blocks of these (block, prefix) pairs are about to lose their contents: read them now (07)."""
 
     def finished(self, request):
-        """The request is over, cancelled or preempted: hold nothing of it any more."""
+        """The request is over, cancelled or preempted: forget it."""
 
     def idle(self) -> float | None:
         """Nothing runs: measure again how fast it loads -> a speed in any unit; None if it never loads."""
@@ -213,7 +213,7 @@ class Estimates:
         request.decisions.append(words)
         self.engine.tell("restore", [request], match.tokens, len(match.blocks), words)
         if not chosen:
-            self.doubtful = True  # it may have been decided on a bad measurement
+            self.doubtful = True  # a bad measurement may have refused it
             self.engine.counts["declined"] += 1
         return chosen
 
@@ -242,7 +242,7 @@ class Estimates:
             self.computing.note(sum(flops(self.engine.model.config, *span) for span in spans), seconds)
 
     def learn_pace(self, restoration: Restoration):
-        """Note how long a restoration took that brought all it had promised, with no other request there."""
+        """Note how long a restoration took that was whole, and alone in the engine."""
         match = restoration.match
         if restoration.whole and restoration.found == match.tokens >= FULL_SPEED and match.seconds:
             if len(self.engine.running) == 1:
@@ -280,27 +280,25 @@ class Estimates:
         return [speed, self.computing.value or 1.0]
 
     def measure_computing(self):
-        """Compute a prompt of nobody's, if there are free blocks for it. Raises Interrupted when a request
-        comes."""
+        """Compute a dummy prompt, if enough blocks are free. Raises Interrupted when a request comes."""
         engine, config = self.engine, self.engine.model.config
         tokens = min(max(FULL_SPEED, engine.token_budget), ROWS, config.max_position_embeddings)
-        request = self.nobodys_request(tokens) or self.nobodys_request(FULL_SPEED)
-        if request is None or tokens < FULL_SPEED:
+        if tokens < FULL_SPEED:
             return
-        tokens = len(request.tokens)
-        layer = self.fastest_layer(request, tokens)
-        self.computing.forget()
-        self.computing.note(flops(config, 0, tokens), len(engine.model.layers) * layer)
+        if request := self.dummy_request(tokens) or self.dummy_request(FULL_SPEED):
+            tokens = len(request.tokens)
+            layer = self.fastest_layer(request, tokens)
+            self.computing.forget()
+            self.computing.note(flops(config, 0, tokens), len(engine.model.layers) * layer)
 
-    def nobodys_request(self, tokens: int, computed: int = 0) -> Request | None:
+    def dummy_request(self, tokens: int, computed: int = 0) -> Request | None:
         """-> a request to measure with; None if too few blocks are free: measuring evicts nothing."""
         pool, blocks = self.engine.pool, self.engine.pool.num_blocks(tokens)
         if pool.free.count(1) >= blocks:
             return Request([0] * tokens, 1, table=pool.allocate(blocks), computed=computed)
 
     def fastest_layer(self, request: Request, rows: int) -> float:
-        """Compute so many rows of nobody's request, and release its blocks -> seconds of a layer. Raises
-        Interrupted."""
+        """Compute `rows` of a dummy, and release its blocks -> seconds of a layer. Raises Interrupted."""
         engine = self.engine
         try:
             run = partial(engine.runner.forward, [(request, rows)])
@@ -344,7 +342,7 @@ class Restorer:
             if restoration := request.restoration:
                 before, rows, layers = restoration.layers, restoration.match.rows, self.depth
                 if rows:
-                    least = 1 if first else 0  # the oldest gets on, however long it is
+                    least = 1 if first else 0  # the oldest always makes progress
                     layers = min(self.depth, before + max(budget // rows, least))
                 self.advance(request, layers, wait=False)
                 budget, first = budget - (restoration.layers - before) * rows, False
@@ -368,8 +366,8 @@ class Restorer:
 
     def advance(self, request, layers: int, wait: bool):
         """Resume the generator until so many layers are there, or until what it waits for has not arrived.
-        Whatever raises, a copy that failed or is late, or a generator that ends too early: what is not there
-        is computed."""
+        What is not there is computed if anything raises: a copy that failed or is late, a generator that ends
+        too early."""
         restoration, began = request.restoration, time.perf_counter()
         try:
             while restoration.steps and not restoration.has(layers) and self.arrived(restoration, wait):
@@ -428,9 +426,9 @@ class Restorer:
         return left
 
     def give_up(self, restoration: Restoration, error: Exception):
-        """Have what is not there computed, in other blocks: a copy that has failed or is late may still write
-        to these. They are free when their transfers are over. Where all layers are there (06), what has come
-        stays."""
+        """Requeue the request, so that it is computed in other blocks: a copy that failed or is late may
+        still write to these. They are free when their transfers are over. What has come stays if all layers
+        of it are there (06)."""
         request = restoration.request
         self.close(restoration)
         request.decisions.append(f"{error}: computed")
@@ -441,7 +439,7 @@ class Restorer:
             self.engine.requeue(request)
 
     def end(self, request):
-        """The request has no restoration any more, however that ended. What is under way, the Cache holds."""
+        """Take the restoration from the request, however it ended. The Cache holds what is under way."""
         restoration, request.restoration = request.restoration, None
         self.close(restoration)
         self.estimates.learn_pace(restoration)

@@ -1,5 +1,6 @@
 """The engine's side of the contract in common/restoring.py, with small Caches and Runners made for it."""
 
+import dataclasses
 import os
 import random
 import threading
@@ -127,6 +128,14 @@ def test_later_is_no_answer_for_longer_than_the_requests_patience():
     request.received -= 1e6
     engine.generate([request])
     assert not request.found and ORACLE.judge(request) == "equal"
+
+
+def test_a_model_with_a_short_context_is_not_measured_and_keeps_its_blocks():
+    model = tiny_model()
+    model.config = dataclasses.replace(model.config, max_position_embeddings=96)
+    engine = make(offload.HostCache(16, 1e9), 16, model=model)
+    engine.estimates.measure_computing()
+    assert engine.pool.free.count(1) == 16 and not engine.estimates.computing.passes
 
 
 # 2. A limit that moves -------------------------------------------------------------------------

@@ -328,6 +328,19 @@ def test_any_budget_and_block_size_give_the_tokens_of_chapter_01(monkeypatch, si
     check_pools(engine)
 
 
+def test_a_last_block_that_nobody_can_find_keeps_nobody_waiting():
+    engine = make(None, 64)
+    prompt = draw(random.Random(3), 32)  # two whole blocks: the second has the last token, and is computed
+    ask(engine, prompt)
+    asked = [Request(prompt, 2) for _ in range(3)]
+    for request in asked:
+        engine.submit(request)
+    engine.step()
+    assert engine.running == asked
+    engine.generate([Request(draw(random.Random(4), 16), 2)])
+    assert_equal(asked)
+
+
 def test_who_decodes_goes_first_and_prefill_gets_the_rest_of_the_budget():
     engine, rng = watched(token_budget=16), random.Random(5)
     decoding = [Request(draw(rng, 4), 30) for _ in range(3)]
