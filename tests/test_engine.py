@@ -130,10 +130,10 @@ def test_later_is_no_answer_for_longer_than_the_requests_patience():
     assert not request.found and ORACLE.judge(request) == "equal"
 
 
-def test_a_model_with_a_short_context_is_not_measured_and_keeps_its_blocks():
-    model = tiny_model()
-    model.config = dataclasses.replace(model.config, max_position_embeddings=96)
-    engine = make(offload.HostCache(16, 1e9), 16, model=model)
+def test_a_model_with_a_short_context_is_not_measured_and_keeps_its_blocks(monkeypatch):
+    short = dataclasses.replace(tiny_model().config, max_position_embeddings=96)
+    monkeypatch.setattr(tiny_model(), "config", short)
+    engine = make(offload.HostCache(16, 1e9), 16)
     engine.estimates.measure_computing()
     assert engine.pool.free.count(1) == 16 and not engine.estimates.computing.passes
 
