@@ -32,6 +32,7 @@ Source: HCache (Gao et al., EuroSys '25), sections 3.1, 4.2 and 5. Its scheduler
 """
 
 import argparse
+import hashlib
 import importlib
 import math
 import random
@@ -39,8 +40,10 @@ import shell.cli as cli
 import statistics
 import sys
 from collections import deque
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy
 import torch
@@ -49,7 +52,7 @@ from common import link as links
 from common.requests import Request
 from common.restoring import FULL_SPEED, Cache, Match
 from common.speed import ROWS, Speed, time_projecting
-from common.store import BlockStore, Move, StoredChunks
+from common.store import Stored, StoredChunks
 from shell import checkpoint, lesson
 from shell.backends import in_directories
 from shell.frontend import Frontend
@@ -60,17 +63,209 @@ STEPS = 4  # of a whole token budget that the snapshot buffer holds
 DEPTH = 8  # layers of a restoration that are on their way to the device, or there and not yet projected
 THREADS = 8  # of stage two
 
-# 1. The cache ----------------------------------------------------------------------------------
+# 1. Blocks in host memory ----------------------------------------------------------------------
+
+@dataclass(eq=False)
+class Filling:
+    """Which block a request fills."""
+
+    block: int | None = None  # that it references; None: its rows are not kept
+    last: int | None = None  # the block that it filled before
+    dropped: bool = False  # rows were dropped: none behind them is kept
+    lost: bool = False  # rows on their way were lost: none behind them is found
+
+
+class Move(NamedTuple):
+    """Rows that go to a block from the steps that computed them."""
+
+    request: Request
+    filling: Filling
+    block: int
+    at: int  # the first of them in the block
+    noted: list[int]  # of each, its place in the steps
+    prefix: object  # what the block holds when they fill it; else None
+
+
+class BlockStore:
+    """Rows of saved state in host memory, in blocks as long as the device's, which the same prefixes find.
+    The rows of a layer lie together, a part for each. Behind that is the cache's storage, if it has one."""
+
+    def __init__(self, cache: "HiddenCache", name: str, blocks: int, rows: list[tuple[int, int]]):
+        """`name` of what is kept, where storage is shared; `rows`: (layer, numbers of a row) of each part."""
+        model, size = cache.model, cache.pool.block_size
+        self.cache, self.name, self.storage = cache, name, cache.storage
+        self.pool = paged.BlockPool(blocks, size)
+        self.pool.evicting = self.evicting
+        memory = partial(links.host_memory, dtype=model.dtype, device=model.device, what="The host pool")
+        self.layers = [layer for layer, _ in rows]
+        self.parts = [memory((blocks, size, width)) for _, width in rows]
+        self.arrays = [links.as_integers(part) for part in self.parts]  # for NumPy
+        self.row_bytes = sum(width for _, width in rows) * model.dtype.itemsize
+        self.pool.block_bytes = size * self.row_bytes
+        self.fillings: dict[Request, Filling] = {}
+        self.writing: set = set()  # prefixes on their way to storage
+
+    # Finding
+
+    def find(self, prefixes: list) -> list:
+        """-> the blocks that hold these prefixes up to the first gap: numbers, or where they are Stored."""
+        places, stored = [], False
+        for prefix in prefixes:
+            place = self.pool.block_of.get(prefix)
+            if place is None and self.storage:
+                place, stored = self.find_stored(prefix), True
+            # What is stored needs a place in host memory, which what is there already must not lose for it
+            if place is None or stored and len(places) >= self.pool.available:
+                break
+            places.append(place)
+        return places
+
+    def parts_of(self, layer: int) -> list[int]:
+        return [part for part, owner in enumerate(self.layers) if owner == layer]
+
+    # Filling
+
+    def fill(self, rows: dict) -> list[Move]:
+        """Say where rows go. `rows`: request -> the position of its first one, and the place of each among
+        what the steps have computed. -> Moves, each with a reference to its block, for the caller to
+        release."""
+        moves, size = [], self.pool.block_size
+        for request, (first, noted) in rows.items():
+            filling = self.fillings.setdefault(request, Filling())
+            full = (request.prompt_tokens + request.max_tokens - 1) // size  # blocks that it can fill
+            position, end = first, min(first + len(noted), full * size)
+            while position < end and not filling.dropped:
+                index, at = divmod(position, size)
+                here = noted[position - first : min(end, (index + 1) * size) - first]
+                if at == 0:
+                    self.begin_block(request, filling, index, full)
+                if filling.block is not None:
+                    prefix = request.chain[index] if at + len(here) == size else None
+                    moves.append(Move(request, filling, filling.block, at, here, prefix))
+                    self.pool.share([filling.block])
+                position += len(here)
+        return moves
+
+    def begin_block(self, request, filling: Filling, index: int, full: int):
+        """Reference a block for block `index` of `full` that a request can fill; none if another one has its
+        contents. Keep nothing more if only blocks of its own chain could make room."""
+        pool, chain = self.pool, request.chain
+        self.close_block(filling)
+        if index < len(chain) and chain[index] in pool.block_of:
+            return
+        if pool.make_room(1, chain):
+            before = pool.block_of.get(chain[index - 1], filling.last) if index else None
+            (filling.block,) = pool.allocate(1, before, full - index)
+        else:
+            filling.dropped = True
+
+    def close_block(self, filling: Filling):
+        if filling.block is not None:
+            self.pool.release([filling.block])
+            filling.block, filling.last = None, filling.block
+
+    def saved(self, moves: list[Move], arrived: bool):
+        """Moves are over, in their order: a block can be found when its last row has arrived, and no row
+        before was lost."""
+        if not arrived:
+            self.drop(moves)
+        for move in moves:
+            move.filling.lost |= not arrived
+            if move.prefix and not move.filling.lost:
+                self.register(move.block, move.prefix)
+        for request in {move.request for move in moves if move.prefix}:
+            self.use_stored(request)
+
+    def drop(self, moves: list[Move]):
+        """These rows are not kept, and none behind them, until they are computed again."""
+        for filling in {move.filling for move in moves if not move.filling.dropped}:
+            filling.dropped = True
+            self.cache.counts["drops"] += 1
+
+    def finished(self, request):
+        """Hold nothing of a request."""
+        if filling := self.fillings.pop(request, None):
+            self.close_block(filling)
+        self.use_stored(request)
+
+    # Storage
+
+    def key(self, prefix) -> bytes:
+        return hashlib.sha256(prefix.key + self.name.encode()).digest()
+
+    def find_stored(self, prefix) -> Stored | None:
+        return self.storage.find(self.key(prefix), len(self.parts))
+
+    def stored(self, places: list) -> list[Stored]:
+        return [place for place in places if isinstance(place, Stored)]
+
+    def register(self, block: int, prefix):
+        """The block can be found, and is written to storage, until which its memory must stay as it is; not
+        behind a gap, where nothing would find it."""
+        self.pool.register(block, prefix)
+        before = prefix.parent
+        if self.storage and (before.parent is None or before in self.writing or self.find_stored(before)):
+            if written := self.storage.write(self.key(prefix), [part[block] for part in self.arrays]):
+                self.writing.add(prefix)
+                then = lambda arrived: self.writing.discard(prefix)  # noqa: E731
+                self.cache.hold(f"write {block}", [written], (self.pool, [block]), then=then)
+
+    def use_stored(self, request):
+        """A chain that is used in host memory, or on the device, is used in storage."""
+        if self.storage:
+            self.storage.use([self.key(prefix) for prefix in request.chain], len(self.parts))
+
+    def evicting(self, lost: list):
+        """What leaves host memory and is not in storage is lost."""
+        if self.storage:
+            self.cache.counts["blocks_lost"] += sum(not self.find_stored(prefix) for _, prefix in lost)
+
+    def bring(self, prefixes: list, places: list) -> tuple[list[int], list[list[links.Transfer]]]:
+        """Reference what `find` has found, and read what is stored into host memory, part by part. -> the
+        blocks' numbers, and for each part the reads that must be over before."""
+        stored = self.stored(places)
+        self.pool.share([place for place in places if isinstance(place, int)])
+        read = self.pool.allocate(len(stored))
+        free, reads = iter(read), [[] for _ in self.parts]
+        numbers = [next(free) if isinstance(place, Stored) else place for place in places]
+        if stored:
+            for part, memory in enumerate(self.arrays):
+                reads[part] = self.storage.read(stored, [memory[block] for block in read], part)
+            pairs = [(block, prefix) for block, prefix in zip(numbers, prefixes) if block in read]
+            then = partial(self.brought, pairs)
+            self.cache.hold(f"read {read[0]}", sum(reads, []), (self.pool, read), then=then)
+        return numbers, reads
+
+    def brought(self, pairs: list[tuple], arrived: bool):
+        """Blocks have been read: the next request finds them in host memory."""
+        for block, prefix in pairs if arrived else ():
+            self.register(block, prefix)
+
+
+# 2. The cache ----------------------------------------------------------------------------------
+
+@dataclass(eq=False)
+class Loading:
+    """A request's tokens on their way back: where they are, what has been ordered, and where that goes."""
+
+    request: Request
+    start: int  # the first of the tokens
+    store: BlockStore
+    blocks: list[int]  # of the store
+    reads: list[list[links.Transfer]]  # from storage, of each part
+    positions: torch.Tensor  # [T]
+    slots: torch.Tensor  # of the device's blocks, [T]
+    landing: dict = field(default_factory=dict)  # layer -> where its rows land, [n * block size, width]
+    transfers: dict = field(default_factory=dict)  # layer -> the Transfer
+
 
 class HiddenCache(Cache):
     """Each layer's input is kept in host memory, in blocks, and projected to K and V again."""
 
-    columns, whole = slice(None), staticmethod(lambda part: part)  # chapter 09 divides states over ranks
-
     def __init__(self, blocks: int, bandwidth=None, storage: StoredChunks | None = None):
         """`blocks` in host memory, and `storage` behind them; `bandwidth` of the modelled link, in bytes/s or
         a Bandwidth, where there is no GPU."""
-        self.blocks, self.bandwidth, self.storage, self.pools = blocks, bandwidth, storage, {}
+        self.blocks, self.bandwidth, self.storage = blocks, bandwidth, storage
 
     def attach(self, engine):
         super().attach(engine)
@@ -80,115 +275,118 @@ class HiddenCache(Cache):
         self.lanes = deque(links.Lane("scatter", wake) for _ in range(THREADS))
         if self.storage:
             self.storage.open(wake)
-        self.forget_steps()
-        self.keep(range(1, len(self.model.layers)), "hidden states")
         self.projecting = Speed(math.inf)  # rows of a layer a second
         self.spans = deque()  # (request, rows projected, label, mark, mark): what was computed lately
+        self.forget_steps()
+        self.start_keeping()
 
-    def keep(self, layers, name: str, of_blocks=(), store: BlockStore | None = None):
-        """From now on keep the input of `layers`, and the (layer, side) of the device's blocks in `of_blocks`
-        (chapter 05): a part each. `name` is that of all this; `store` where it has been kept before."""
-        self.layers, self.of_blocks, config = layers, of_blocks, self.model.config
-        widths = [len(range(config.hidden_size)[self.columns])] * len(layers)
-        widths += [config.num_key_value_heads * config.head_dim] * len(of_blocks)
-        memory = partial(links.host_memory, dtype=self.model.dtype, device=self.model.device)
-        # 1. The blocks in host memory
-        if store is None:
-            pool = paged.BlockPool(self.blocks, self.pool.block_size)
-            shapes = [(self.blocks, pool.block_size, width) for width in widths]
-            parts = [memory(shape, what="The host pool") for shape in shapes]
-            store = BlockStore(self, pool, parts, name, self.storage)
-        self.store, self.stores, self.pools["host"] = store, [store], store.pool
-        self.engine.pools = {**self.engine.pools, **self.pools}
+    @property
+    def width(self) -> int:
+        """Numbers that are kept of a token's input to a layer."""
+        return self.model.config.hidden_size
 
-        # 2. The snapshot buffer, in host memory
-        blocks = STEPS * -(-self.engine.token_budget // 16)
-        self.snapshots = paged.BlockPool(blocks, 16)  # of 16 rows each, however long the engine's blocks are
-        self.snapshot = [memory((16 * blocks, width), what="The snapshot buffer") for width in widths]
-        self.taken = [links.as_integers(rows) for rows in self.snapshot]  # for NumPy
-        self.row_bytes = sum(widths) * self.model.dtype.itemsize
+    def start_keeping(self):
+        """Keep the input of every layer but the first, which is the embedding."""
+        layers = range(1, len(self.model.layers))
+        rows = [(layer, self.width) for layer in layers]
+        self.keep(layers, BlockStore(self, "hidden states", self.blocks, rows))
+
+    def keep(self, layers, store: BlockStore):
+        """Keep the input of `layers` in `store` from now on. Only while nothing is under way."""
+        self.layers, self.store, self.pools = layers, store, {"host": store.pool}
+        memory = partial(links.host_memory, device=self.model.device, what="The snapshot buffer")
+        rows = STEPS * self.engine.token_budget  # the buffer is a ring of so many, for each part
+        self.snapshot = [memory((rows, part.shape[-1]), part.dtype) for part in store.parts]
+        self.ring, self.head, self.free = rows, 0, rows  # its length, the next row's place, unused rows
 
     # Finding
 
     def match(self, request):
-        blocks, reached = self.store.find(request)
-        if blocks:
-            tokens, source = reached - request.computed, "disk" if self.store.stored(blocks) else "cpu"
-            return Match(tokens, self.seconds(tokens, blocks), blocks, source, tokens, self.store)
+        store, places = self.find(request)
+        if places:
+            start, size = request.computed, self.pool.block_size
+            end = (start // size + len(places)) * size
+            source = "disk" if store.stored(places) else "cpu"
+            seconds = self.seconds(start, end, store, places)
+            return Match(end - start, seconds, places, source, end - start, store)
 
-    def seconds(self, tokens: int, blocks: list) -> float:
+    def find(self, request) -> tuple[BlockStore, list]:
+        """-> what follows in the store, and that."""
+        return self.store, self.store.find(self.missing(request))
+
+    def seconds(self, start: int, end: int, store: BlockStore, places: list) -> float:
         """Estimate for a restoration: the slower of loading and projecting, and one layer of the other."""
-        depth = len(self.layers) + 1
-        project = depth * self.seconds_to_project(tokens)
-        load = self.load_link.seconds(len(blocks) * self.store.pool.block_bytes)
-        load = max(load, self.store.seconds_to_read(blocks))
+        depth = len(self.model.layers)
+        project = depth * self.seconds_to_project(end - start)
+        load = self.load_link.seconds(len(places) * store.pool.block_bytes)
+        if self.storage:
+            load = max(load, self.storage.seconds(store.stored(places), store.pool.block_bytes))
         return max(load, project) + min(load, project) / depth
 
     def seconds_to_project(self, tokens: int) -> float:
         """Estimate for a layer."""
-        self.draw()
+        self.draw_spans()
         return self.projecting.seconds(tokens)
-
-    def draw(self):
-        """Draw what was computed, and note how long projections took."""
-        while self.spans:
-            request, rows, label, *marks = self.spans.popleft()
-            start, end = map(self.engine.clock.seconds, marks)
-            request.timeline.add("compute", label, start, end)
-            if rows >= FULL_SPEED:  # a few take as long as many
-                self.projecting.note(rows, end - start)
 
     # Bringing back
 
     def restore(self, request, restoration, match):
-        start, end, depth = restoration.start, restoration.end, len(self.layers) + 1
-        positions = torch.arange(start, end, device=self.model.device)  # [T]
-        slots = self.slots(request, positions)  # [T]
-        numbers, reads = self.store.bring(request, start, match.blocks)
-        landing, transfers = {}, []  # layer -> where its rows land; of each layer from 1 on
+        loading = self.prepare(request, restoration, match)
+        ahead = deque(sorted(set(match.store.layers)))  # the layers to order
         try:
             if request in self.rows:
-                self.flush()  # what it has noted ends here
-            while (layer := restoration.layers) < depth:
-                # 1. Order the next layers, part 0 first. A read is waited for if nothing can be projected
-                while (part := len(transfers)) < len(self.layers) and len(landing) < DEPTH:
-                    if (landing or layer == 0) and not all(read.ready for read in reads[part]):
+                self.flush()  # the rows that were noted of it end here
+            while (layer := restoration.layers) < len(self.model.layers):
+                # 1. Order the next layers. A read is waited for if no layer before can be brought back
+                while ahead and len(loading.landing) < DEPTH:
+                    reads = sum((loading.reads[part] for part in match.store.parts_of(ahead[0])), [])
+                    if layer < ahead[0] and not all(read.ready for read in reads):
                         break
-                    yield from reads[part]
-                    label = f"layer {part + 1}"
-                    landing[part + 1], transfer = self.fetch(self.store.parts[part], numbers, label)
-                    transfers.append(transfer)
-                # 2. Project the next one, when it is there
-                if layer == 0:
-                    tokens = torch.tensor(request.tokens[start:end], device=self.model.device)
-                    hidden = self.model.embed(tokens)  # [T, D]
-                else:
-                    yield transfers[layer - 1]
-                    hidden = self.whole(landing.pop(layer)[start - end :])  # [T, D]
-                began = self.engine.clock.mark()
-                self.project(layer, hidden, positions, slots)
-                self.spans.append((request, end - start, f"layer {layer}", began, self.engine.clock.mark()))
+                    yield from reads
+                    self.order_layer(loading, ahead.popleft())
+                # 2. Bring the next one back, when it is there
+                yield from self.bring_back(loading, layer)
                 restoration.layers += 1
         finally:
-            # What is still on its way is written to `landing`, which lives as long as this default argument
-            self.hold("load", transfers, (self.store.pool, numbers), then=lambda arrived, to=landing: None)
-            self.store.pool.release(numbers)
+            # What is still on its way is written to `landing`, which must live until then
+            then = lambda arrived: loading.landing.clear()  # noqa: E731
+            given = [(loading.store.pool, loading.blocks)]
+            self.hold("load", list(loading.transfers.values()), given=given, then=then)
 
-    def fetch(self, part, numbers: list[int], label: str):
-        """Order one part [blocks, block size, D] of n blocks -> rows [n * block size, D] on the device, and
-        the Transfer."""
-        landed = torch.empty(len(numbers), *part.shape[1:], dtype=part.dtype, device=self.model.device)
-        runs = offload.adjacent(list(range(len(numbers))), numbers)
-        into = [landed[to : to + count] for to, _, count in runs]  # [count, block size, D] each
-        out_of = [part[at : at + count] for _, at, count in runs]
-        transfer = self.load_link.copy(into, out_of, label)
+    def prepare(self, request, restoration, match) -> Loading:
+        start, end, device = restoration.start, restoration.end, self.model.device
+        positions = torch.arange(start, end, device=device)  # [T]
+        slots = self.pool.slots(torch.tensor(request.table, device=device))[start:end]  # [T]
+        blocks, reads = match.store.bring(request.chain[start // self.pool.block_size :], match.blocks)
+        return Loading(request, start, match.store, blocks, reads, positions, slots)
+
+    def order_layer(self, loading: Loading, layer: int):
+        """Order a layer's rows, which land on the device."""
+        (part,), count = loading.store.parts_of(layer), len(loading.blocks)
+        rows = loading.store.parts[part]  # [blocks, block size, width]
+        landed = torch.empty(count, *rows.shape[1:], dtype=rows.dtype, device=self.model.device)
+        loading.landing[layer] = landed.flatten(0, 1)
+        runs = offload.adjacent(list(range(count)), loading.blocks)
+        into = [landed[to : to + length] for to, _, length in runs]  # [length, block size, width] each
+        out_of = [rows[at : at + length] for _, at, length in runs]
+        self.copy_layer(loading, layer, into, out_of)
+
+    def copy_layer(self, loading: Loading, layer: int, into: list, out_of: list):
+        loading.transfers[layer] = transfer = self.load_link.copy(into, out_of, f"layer {layer}")
         self.counts["bytes_in"] += transfer.bytes
-        return landed.flatten(0, 1), transfer
 
-    def slots(self, request, positions):
-        """Where tokens at `positions` [T] are among the slots of the device's blocks, [T]."""
-        table, size = torch.tensor(request.table, device=self.model.device), self.pool.block_size
-        return table[positions // size] * size + positions % size
+    def bring_back(self, loading: Loading, layer: int):
+        """Project a layer's rows when they are there. The first one's are the embedding."""
+        request, start, tokens = loading.request, loading.start, len(loading.positions)
+        if layer in loading.transfers:
+            yield loading.transfers[layer]
+            hidden = loading.landing.pop(layer)[-tokens:]  # [T, width]
+        else:
+            ids = torch.tensor(request.tokens[start : start + tokens], device=self.model.device)
+            hidden = self.model.embed(ids)  # [T, D]
+        began = self.engine.clock.mark()
+        self.project(layer, hidden, loading.positions, loading.slots)
+        self.note_span(request, tokens, f"layer {layer}", began)
 
     @torch.inference_mode()
     def project(self, layer: int, hidden, positions, slots):
@@ -198,16 +396,29 @@ class HiddenCache(Cache):
         keys.index_copy_(0, slots, k)
         values.index_copy_(0, slots, v)
 
+    def note_span(self, request, rows: int, label: str, began):
+        """Note what was computed since mark `began`, and how many rows that projected."""
+        self.spans.append((request, rows, label, began, self.engine.clock.mark()))
+
+    def draw_spans(self):
+        """Draw what was computed, and note how long projections took."""
+        while self.spans:
+            request, rows, label, *marks = self.spans.popleft()
+            start, end = map(self.engine.clock.seconds, marks)
+            request.timeline.add("compute", label, start, end)
+            if rows >= FULL_SPEED:  # a few take as long as many
+                self.projecting.note(rows, end - start)
+
     # Keeping
 
     def save_layer(self, layer, hidden, batch):
         if layer == 0:
-            self.step = []  # a step that was given up is no step
+            self.step = []  # a step that was interrupted is computed again
         if layer in self.layers:
-            self.step.append(hidden[:, self.columns])
+            self.step.append(hidden)
 
     def forget_steps(self):
-        self.steps, self.slots_of_steps, self.rows, self.count = [], [], {}, 0
+        self.steps, self.rows, self.count = [], {}, 0
 
     def save(self, batch):
         """Note a step's states [T, D] a layer; they leave when they are many, or a request is over."""
@@ -216,78 +427,75 @@ class HiddenCache(Cache):
             places += range(self.count, self.count + count)
             self.count += count
         self.steps.append(self.step)
-        self.slots_of_steps.append(batch.slots)
-        if self.count * self.row_bytes >= SNAPSHOT or self.count >= self.engine.token_budget:
+        if self.count * self.store.row_bytes >= SNAPSHOT or self.count >= self.engine.token_budget:
             self.flush()
 
     def flush(self):
-        """Stage one: the rows that were noted leave in one transfer. Stage two: a thread waits for it."""
-        noted, steps, slots, count = self.rows, self.steps, self.slots_of_steps, self.count
+        """Stage one: the noted rows leave in one transfer. Stage two: a thread waits for it."""
+        rows, steps, count = self.rows, self.steps, self.count
         self.forget_steps()
-        moves = self.store.fill(noted)
+        moves = self.store.fill(rows)
         touched = [move.block for move in moves]
-        blocks = self.snapshots.num_blocks(count)
-        if moves and blocks <= self.snapshots.available:
-            # 1. Room in the snapshot buffer, and where in it each noted row will be: `index`
-            places = self.snapshots.allocate(blocks)
-            index = (16 * numpy.array(places)[:, None] + numpy.arange(16)).reshape(-1)[:count]  # [rows]
-            runs = offload.adjacent(list(range(blocks)), places)
-            join = lambda pieces: pieces[0] if len(pieces) == 1 else torch.cat(pieces)  # noqa: E731
-            states = [join(pieces) for pieces in zip(*steps)]  # [rows, D] each
-            for layer, side in self.of_blocks:
-                states.append(self.pool.memory[layer, side].flatten(0, 1)[join(slots)].flatten(1))
-            into, out_of = [], []
-            for snapshot, rows in zip(self.snapshot, states, strict=True):
-                for at, to, length in runs:
-                    out_of.append(rows[16 * at : 16 * (at + length)])
-                    into.append(snapshot[16 * to : 16 * to + len(out_of[-1])])
-            # 2. The transfer, and the job of a thread behind it, which hold what they read and write
-            transfer = self.save_link.copy(into, out_of, "states")
-            self.lanes.rotate()
-            what = self.store, transfer, moves, index, out_of
-            job = self.lanes[0].submit("scatter", 0, self.scatter, *what)
-            held = (self.snapshots, places), (self.store.pool, touched)
-            self.hold("save", [job], *held, then=partial(self.on_saved, transfer, moves))
-            self.snapshots.release(places)
-            self.counts["bytes_out"] += transfer.bytes
-        else:
+        if not moves or count > self.free:
             self.store.drop(moves)
-        self.store.pool.release(touched)
+            self.store.pool.release(touched)
+            return
+        index = (self.head + numpy.arange(count)) % self.ring  # where in the buffer each noted row will be
+        transfer, states = self.take_snapshot(self.rows_to_keep(steps))
+        self.head, self.free = (self.head + count) % self.ring, self.free - count
+        self.lanes.rotate()
+        job = self.lanes[0].submit("scatter", 0, self.scatter, transfer, moves, index, states)
+        then = partial(self.on_saved, transfer, moves, count)
+        self.hold("save", [job], given=[(self.store.pool, touched)], then=then)
 
-    def scatter(self, store, transfer, moves: list[Move], index, states):
+    def rows_to_keep(self, steps: list) -> list:
+        """-> what is kept of these steps, [rows, width] for each part."""
+        return [pieces[0] if len(pieces) == 1 else torch.cat(pieces) for pieces in zip(*steps)]
+
+    def take_snapshot(self, states: list):
+        """Begin to copy rows to the snapshot buffer -> the Transfer, and the pieces that it reads."""
+        left, into, out_of = self.ring - self.head, [], []
+        for snapshot, rows in zip(self.snapshot, states, strict=True):
+            for piece, place in (rows[:left], self.head), (rows[left:], 0):
+                if len(piece):
+                    into.append(snapshot[place : place + len(piece)])
+                    out_of.append(piece)
+        transfer = self.save_link.copy(into, out_of, "states")
+        self.counts["bytes_out"] += transfer.bytes
+        return transfer, out_of
+
+    def scatter(self, transfer, moves: list[Move], index, states):
         """Stage two, on a thread: sort rows into blocks. `index`: where in the snapshot buffer each noted row
         is. `states` are an argument so that they live until they are copied."""
         transfer.wait()
         out_of = index[numpy.concatenate([move.noted for move in moves])]  # [rows]
-        size = store.pool.block_size
-        first = [(size * move.block + move.at, len(move.noted)) for move in moves]
+        first = [(self.pool.block_size * move.block + move.at, len(move.noted)) for move in moves]
         into = numpy.concatenate([numpy.arange(at, at + rows) for at, rows in first])  # [rows]
-        for part, snapshot in zip(store.arrays, self.taken):  # [blocks, block size, D] and [rows, D]
-            part.reshape(-1, part.shape[-1])[into] = snapshot[out_of]
+        for part, snapshot in zip(self.store.arrays, self.snapshot):  # [blocks, block size, D] and [rows, D]
+            part.reshape(-1, part.shape[-1])[into] = links.as_integers(snapshot)[out_of]
 
-    def on_saved(self, transfer, moves: list[Move], arrived: bool):
-        """Stage two is over."""
+    def on_saved(self, transfer, moves: list[Move], count: int, arrived: bool):
+        """Stage two is over, for `count` rows of the snapshot buffer."""
+        self.free += count
         self.store.saved(moves, arrived)
-        for request in {move.filling.request for move in moves}:
+        for request in {move.request for move in moves}:
             request.timeline.add("save", "states", *transfer.span())
 
     def finished(self, request):
-        self.draw()
+        self.draw_spans()
         if request in self.rows:
             self.flush()
-        for store in self.stores:
-            store.finished(request)
+        self.store.finished(request)
 
     # Measuring
 
     def idle(self):
-        interrupt = self.engine.interrupt
+        interrupt, tokens = self.engine.interrupt, min(ROWS, self.model.config.max_position_embeddings)
         self.load_link.measure(interrupt)
-        tokens = min(ROWS, self.model.config.max_position_embeddings)
         seconds = time_projecting(self.model, tokens, interrupt)
         self.projecting.forget()
         self.projecting.note(tokens, seconds)
-        return 1 / self.seconds(self.pool.block_size, [0])
+        return 1 / self.seconds(0, self.pool.block_size, self.store, [0])
 
     def close(self):
         if self.storage:
@@ -298,7 +506,7 @@ class HiddenCache(Cache):
             self.storage.close()
 
 
-# 2. The demo -----------------------------------------------------------------------------------
+# 3. The demo -----------------------------------------------------------------------------------
 
 LARGER, HISTORY, ASKED = "random:long", 1024, 32  # for times: model, tokens, tokens
 LINKS = {"the link is the bottleneck": 2.0, "computing is the bottleneck": 0.5}  # transfer over projecting
@@ -329,7 +537,7 @@ def demo(model, frontend: Frontend, arguments):
     blocks = -(-(HISTORY + 2 * ASKED) // 16)
     caches = HiddenCache(2 * blocks, 1e9), offload.HostCache(2 * blocks, 1e9)
     engines = [paged.Engine(paged.Runner(larger, blocks), cache, always_restore=True) for cache in caches]
-    hidden, kv = (partial(once, engine, prompt, rng) for engine in engines)
+    hidden, kv = (partial(ask_again, engine, prompt, rng) for engine in engines)
     ways = {"hidden states (04)": hidden, "K and V (03)": kv}
     computed = min(way() for way in ways.values())  # and kept
     states = HISTORY * larger.config.hidden_size * larger.dtype.itemsize  # bytes of a layer
@@ -337,9 +545,9 @@ def demo(model, frontend: Frontend, arguments):
     for words, share in LINKS.items() if link.modelled else [("the link as it is", 1.0)]:
         for cache in caches if link.modelled else ():
             cache.load_link.bandwidth.value = even / share
-        taken = lesson.in_turn(ways, 3)
-        rows += lesson.table(f"{LARGER}, TTFT behind {HISTORY} tokens, {words}", taken, "ttft_ms", "ms")
-        ours, theirs = (statistics.median(samples) for samples in taken.values())
+        ttft = lesson.in_turn(ways, 3)
+        rows += lesson.table(f"{LARGER}, TTFT behind {HISTORY} tokens, {words}", ttft, "ttft_ms", "ms")
+        ours, theirs = (statistics.median(samples) for samples in ttft.values())
         print(f"  {ours / theirs:.2f} of chapter 03's, {ours / computed:.2f} of computing it again\n")
     print(
         "Half of the bytes help where the link is the slower one. Where it is not, projecting takes the\n"
@@ -360,13 +568,13 @@ def converse(engine, frontend: Frontend, rng, new: int) -> list[Request]:
     return asked
 
 
-def once(engine, prompt: list[int], rng) -> float:
+def ask_again(engine, prompt: list[int], rng) -> float:
     """-> TTFT of another question behind the same history, in ms."""
     question = [rng.randrange(300, engine.model.config.vocab_size) for _ in range(ASKED)]
     return lesson.ask(engine, prompt + question, 1, "device").outcome.ttft_ms
 
 
-# 3. Main ---------------------------------------------------------------------------------------
+# 4. Main ---------------------------------------------------------------------------------------
 
 def add_arguments(parser):
     offload.add_arguments(parser)

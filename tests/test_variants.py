@@ -44,7 +44,7 @@ def test_direct_saving_copies_each_run_and_layer_and_writes_it_where_the_block_i
     settle(engine)
     assert cache.counts["copies_out"] == 3 * len(cache.store.parts)
     cache.file.seek(0)
-    written = numpy.frombuffer(cache.file.read().ljust(32 * 16 * cache.row_bytes, b"\0"), numpy.int32)
+    written = numpy.frombuffer(cache.file.read().ljust(32 * 16 * cache.store.row_bytes, b"\0"), numpy.int32)
     written = written.reshape(len(cache.store.parts), 32, 16, -1)
     (full,) = cache.store.pool.block_of.values()
     for layer, kept in enumerate(cache.store.arrays):

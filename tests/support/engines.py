@@ -233,7 +233,8 @@ def wrong_rows(engine) -> list[tuple]:
         request = Request(tokens, 1, table=runner.pool.allocate(runner.pool.num_blocks(len(tokens))))
         runner.forward([(request, len(tokens))], lambda *given, inputs=inputs: inputs.append(given[1]))
         for part, layer in zip(store.parts, engine.cache.layers):
-            rows = inputs[layer][-store.pool.block_size :, engine.cache.columns]  # on ranks some of them
+            columns = getattr(engine.cache, "columns", slice(None))  # on ranks some of them
+            rows = inputs[layer][-store.pool.block_size :, columns]
             far = (part[block] - rows).abs().amax(-1)
             wrong += [(block, layer, row) for row in (far > 1e-2).nonzero().flatten().tolist()]
     return wrong
