@@ -39,7 +39,7 @@ from shell import cli, lesson
 HiddenCache, PlannedCache = hidden_states.HiddenCache, planned.PlannedCache
 
 
-def token_wise(costs: planned.Costs, layers: int, tokens: int, step: int = 1) -> tuple[int, int]:
+def token_wise(costs: planned.LayerCosts, layers: int, tokens: int, step: int = 1) -> tuple[int, int]:
     """Section 4.1.1's other division, with as many tokens projected as ends first, in multiples of `step`: in
     every layer those before are recomputed, where projecting is the faster lane, or else those behind are
     loaded -> the first token that is projected, and the one behind the last. A token is taken to cost the same

@@ -76,7 +76,7 @@ def test_throttled_directories_bring_back_what_they_hold(tmp_path):
 def test_the_naive_plan_is_the_best_without_hidden_states():
     rng = random.Random(5)
     for _ in range(100):
-        costs = variants.planned.Costs(*(10 ** rng.uniform(-3, 0) for _ in range(5)))
+        costs = variants.planned.LayerCosts(*(10 ** rng.uniform(-3, 0) for _ in range(5)))
         plan = variants.naive_plan(6, costs)
         every = ["R" * count + "K" * (6 - count) for count in range(6)]
         seconds = [variants.planned.plan_seconds(other, costs) for other in every]
