@@ -141,11 +141,10 @@ class Direct(HiddenCache):
                 transfers.append(self.copy_rows(part, move.block, move.at, here))
         if moves:
             # The states are not freed before all are copied
-            then = lambda arrived, states=states: self.on_saved(transfers[-1], moves, arrived)  # noqa: E731
-            self.hold("save", transfers, (self.store.pool, touched), then=then)
+            then = lambda arrived, states=states: self.on_saved(transfers[-1], moves, 0, arrived)  # noqa: E731
+            self.hold("save", transfers, given=[(self.store.pool, touched)], then=then)
         self.counts["copies_out"] += len(transfers)
         self.counts["bytes_out"] += sum(transfer.bytes for transfer in transfers)
-        self.store.pool.release(touched)
 
     def copy_rows(self, part: int, block: int, at: int, rows):
         """Order the copy of rows [n, D] of one layer to a block, from row `at` on -> its Transfer."""
@@ -211,19 +210,21 @@ class TokenWise(PlannedCache):
     on are loaded as K and V, and the others are projected. A layer is there when all of that is."""
 
     def __init__(self, blocks, bandwidth, layers: int, first: int, last: int):
-        super().__init__(blocks, bandwidth, plan="H" * layers)
+        super().__init__(blocks, bandwidth, plan="R" + "H" * (layers - 1))
         self.first, self.last, self.front = first, last, None
 
-    def adopt(self, letters):
-        """Keep everything: what comes back of it is what is divided."""
-        layers = range(len(letters))
-        self.blocks = self.budget // (self.pool.block_size * hidden_states.bytes_per_token(self.model))
-        self.keep(layers[1:], "tokens", [(layer, side) for layer in layers for side in (0, 1)])
-        self.store.letters, states = letters, len(self.layers)
-        self.store.parts_of = {layer: [states + 2 * layer, states + 2 * layer + 1] for layer in layers}
+    def make_store(self, letters):
+        """For everything: what comes back of it is what is divided."""
+        config, blocks = self.model.config, self.budget // (self.pool.block_size * hidden_states.bytes_per_token(self.model))
+        rows = [(layer, self.width) for layer in range(1, len(letters))]
+        side = config.num_key_value_heads * config.head_dim
+        rows += [(layer, side) for layer in range(1, len(letters)) for _ in range(2)]
+        store = hidden_states.BlockStore(self, "tokens", blocks, rows)
+        store.letters = letters
+        return store
 
     def restore(self, request, restoration, match):
-        self.request, model = request, self.model
+        model = self.model
         with torch.inference_mode():
             front = Request(request.tokens[: self.first], 1, table=request.table)
             tokens = torch.tensor(front.tokens, dtype=torch.long, device=model.device)
@@ -236,22 +237,27 @@ class TokenWise(PlannedCache):
         finally:
             self.front = None
 
-    def fetch(self, part, numbers, label):
-        """Order the rows of a layer's states that are projected, behind the K and V that are loaded."""
-        size, table = self.pool.block_size, self.request.table
-        if loaded := numbers[self.last // size :]:
-            runs = offload.adjacent(table[self.last // size : len(numbers)], loaded)
-            self.fetch_kv(int(label.split()[1]), self.store, runs, label)  # one lane: it is there before
-        landed = torch.empty(len(numbers), *part.shape[1:], dtype=part.dtype, device=self.model.device)
+    def bring_back(self, loading, layer):
+        return HiddenCache.bring_back(self, loading, layer)
+
+    def order_layer(self, loading, layer):
+        """Order the rows of a layer's states that are projected, and the K and V that are loaded."""
+        size, numbers = self.pool.block_size, loading.blocks
+        states, *sides = (loading.store.parts[part] for part in loading.store.parts_of(layer))
+        landed = torch.empty(len(numbers), *states.shape[1:], dtype=states.dtype, device=self.model.device)
         into, out_of = [], []
         for index, number in enumerate(numbers):
             rows = slice(max(0, self.first - size * index), max(0, self.last - size * index))
             if rows.start < min(size, rows.stop):
                 into.append(landed[index, rows])  # [n, D]
-                out_of.append(part[number, rows])
-        transfer = self.load_link.copy(into, out_of, label)
-        self.counts["bytes_in"] += transfer.bytes
-        return landed.flatten(0, 1), transfer
+                out_of.append(states[number, rows])
+        table = loading.request.table[self.last // size : len(numbers)]
+        for to, at, count in offload.adjacent(table, numbers[self.last // size :]):
+            into += [side[to : to + count] for side in self.kv[layer]]
+            out_of += [side[at : at + count] for side in sides]
+        loading.landing[layer] = landed.flatten(0, 1)
+        self.copy_layer(loading, layer, into, out_of)
+        self.hold("load", [loading.transfers[layer]], (self.pool, table))
 
     @torch.inference_mode()
     def project(self, layer, hidden, positions, slots):
