@@ -12,7 +12,8 @@ while layer l is projected, by the same function that the forward pass calls:
 
 These are the paper's counts, for an MLP that is 4 D wide. Layer 0 needs no states, since its input is the
 embedding of the tokens. The question's rows follow through the layers as in chapter 03, so TTFT is about
-max(link, projecting + question) and one layer of the other.
+max(link, projecting + question) and one layer of the other. With grouped-query attention (TinyLlama) states
+are larger than K and V, and chapter 03 is the better choice.
 
 Saving must not delay the next token. Stage one: the states of one step, or of some, leave in one transfer
 for a snapshot buffer in host memory. Stage two: threads on the host sort its rows into blocks, in which the
@@ -20,9 +21,6 @@ rows of a layer lie together: restoring reads one layer of many tokens, where de
 one. If the buffer has no room, rows are dropped and nobody waits; what comes behind them in that conversation
 is not kept either. A block is as long as the device's, so the same prefix finds it (the paper's chunks have
 64 tokens: `--block-size 64`). With `--disk` blocks also go to files, which survive the process.
-
-States are kept as the norm reads them, once for K and V, so K is rotated on its way back; that costs little.
-With grouped-query attention (TinyLlama) they are larger than K and V, and chapter 03 is the better choice.
 
 Source: HCache (Gao et al., EuroSys '25), sections 3.1, 4.2 and 5. Its scheduler, section 4.1, is chapter 05.
 
@@ -37,10 +35,9 @@ import importlib
 import math
 import random
 import shell.cli as cli
-import statistics
 import sys
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -69,8 +66,8 @@ THREADS = 8  # of stage two
 class Filling:
     """Which block a request fills."""
 
+    request: Request
     block: int | None = None  # that it references; None: its rows are not kept
-    last: int | None = None  # the block that it filled before
     dropped: bool = False  # rows were dropped: none behind them is kept
     lost: bool = False  # rows on their way were lost: none behind them is found
 
@@ -78,7 +75,6 @@ class Filling:
 class Move(NamedTuple):
     """Rows that go to a block from the steps that computed them."""
 
-    request: Request
     filling: Filling
     block: int
     at: int  # the first of them in the block
@@ -105,8 +101,6 @@ class BlockStore:
         self.fillings: dict[Request, Filling] = {}
         self.writing: set = set()  # prefixes on their way to storage
 
-    # Finding
-
     def find(self, prefixes: list) -> list:
         """-> the blocks that hold these prefixes up to the first gap: numbers, or where they are Stored."""
         places, stored = [], False
@@ -131,38 +125,36 @@ class BlockStore:
         release."""
         moves, size = [], self.pool.block_size
         for request, (first, noted) in rows.items():
-            filling = self.fillings.setdefault(request, Filling())
+            filling = self.fillings.setdefault(request, Filling(request))
+            end = first + len(noted)
             full = (request.prompt_tokens + request.max_tokens - 1) // size  # blocks that it can fill
-            position, end = first, min(first + len(noted), full * size)
-            while position < end and not filling.dropped:
-                index, at = divmod(position, size)
-                here = noted[position - first : min(end, (index + 1) * size) - first]
-                if at == 0:
-                    self.begin_block(request, filling, index, full)
-                if filling.block is not None:
-                    prefix = request.chain[index] if at + len(here) == size else None
-                    moves.append(Move(request, filling, filling.block, at, here, prefix))
+            for index in range(first // size, min(full, self.pool.num_blocks(end))):
+                start, stop = max(first, index * size), min(end, (index + 1) * size)
+                if start % size == 0 and not filling.dropped:
+                    self.begin_block(filling, index, full)
+                if filling.block is not None and not filling.dropped:
+                    here = noted[start - first : stop - first]
+                    prefix = request.chain[index] if stop % size == 0 else None
+                    moves.append(Move(filling, filling.block, start % size, here, prefix))
                     self.pool.share([filling.block])
-                position += len(here)
         return moves
 
-    def begin_block(self, request, filling: Filling, index: int, full: int):
+    def begin_block(self, filling: Filling, index: int, full: int):
         """Reference a block for block `index` of `full` that a request can fill; none if another one has its
         contents. Keep nothing more if only blocks of its own chain could make room."""
-        pool, chain = self.pool, request.chain
+        pool, chain, last = self.pool, filling.request.chain, filling.block
         self.close_block(filling)
         if index < len(chain) and chain[index] in pool.block_of:
             return
-        if pool.make_room(1, chain):
-            before = pool.block_of.get(chain[index - 1], filling.last) if index else None
+        filling.dropped = not pool.make_room(1, chain)
+        if not filling.dropped:
+            before = pool.block_of.get(chain[index - 1], last) if index else None
             (filling.block,) = pool.allocate(1, before, full - index)
-        else:
-            filling.dropped = True
 
     def close_block(self, filling: Filling):
         if filling.block is not None:
             self.pool.release([filling.block])
-            filling.block, filling.last = None, filling.block
+            filling.block = None
 
     def saved(self, moves: list[Move], arrived: bool):
         """Moves are over, in their order: a block can be found when its last row has arrived, and no row
@@ -173,7 +165,7 @@ class BlockStore:
             move.filling.lost |= not arrived
             if move.prefix and not move.filling.lost:
                 self.register(move.block, move.prefix)
-        for request in {move.request for move in moves if move.prefix}:
+        for request in {move.filling.request for move in moves if move.prefix}:
             self.use_stored(request)
 
     def drop(self, moves: list[Move]):
@@ -220,21 +212,21 @@ class BlockStore:
         if self.storage:
             self.cache.counts["blocks_lost"] += sum(not self.find_stored(prefix) for _, prefix in lost)
 
-    def bring(self, prefixes: list, places: list) -> tuple[list[int], list[list[links.Transfer]]]:
+    def bring(self, prefixes: list, places: list) -> tuple[list[int], dict]:
         """Reference what `find` has found, and read what is stored into host memory, part by part. -> the
-        blocks' numbers, and for each part the reads that must be over before."""
-        stored = self.stored(places)
+        blocks' numbers, and layer -> the reads that must be over before."""
+        stored, reads = self.stored(places), {layer: [] for layer in self.layers}
         self.pool.share([place for place in places if isinstance(place, int)])
-        read = self.pool.allocate(len(stored))
-        free, reads = iter(read), [[] for _ in self.parts]
-        numbers = [next(free) if isinstance(place, Stored) else place for place in places]
+        fresh = self.pool.allocate(len(stored))
+        free = iter(fresh)
+        blocks = [next(free) if isinstance(place, Stored) else place for place in places]
         if stored:
-            for part, memory in enumerate(self.arrays):
-                reads[part] = self.storage.read(stored, [memory[block] for block in read], part)
-            pairs = [(block, prefix) for block, prefix in zip(numbers, prefixes) if block in read]
+            for part, (layer, memory) in enumerate(zip(self.layers, self.arrays)):
+                reads[layer] += self.storage.read(stored, [memory[block] for block in fresh], part)
+            pairs = [(block, prefix) for block, prefix in zip(blocks, prefixes) if block in fresh]
             then = partial(self.brought, pairs)
-            self.cache.hold(f"read {read[0]}", sum(reads, []), (self.pool, read), then=then)
-        return numbers, reads
+            self.cache.hold(f"read {fresh[0]}", sum(reads.values(), []), (self.pool, fresh), then=then)
+        return blocks, reads
 
     def brought(self, pairs: list[tuple], arrived: bool):
         """Blocks have been read: the next request finds them in host memory."""
@@ -244,19 +236,18 @@ class BlockStore:
 
 # 2. The cache ----------------------------------------------------------------------------------
 
-@dataclass(eq=False)
 class Loading:
     """A request's tokens on their way back: where they are, what has been ordered, and where that goes."""
 
-    request: Request
-    start: int  # the first of the tokens
-    store: BlockStore
-    blocks: list[int]  # of the store
-    reads: list[list[links.Transfer]]  # from storage, of each part
-    positions: torch.Tensor  # [T]
-    slots: torch.Tensor  # of the device's blocks, [T]
-    landing: dict = field(default_factory=dict)  # layer -> where its rows land, [n * block size, width]
-    transfers: dict = field(default_factory=dict)  # layer -> the Transfer
+    def __init__(self, cache: "HiddenCache", request, restoration, match):
+        self.request, self.start, self.store = request, restoration.start, match.store
+        pool, end, device = cache.pool, restoration.end, cache.model.device
+        self.positions = torch.arange(self.start, end, device=device)  # [T]
+        self.slots = pool.slots(torch.tensor(request.table, device=device))[self.start : end]  # [T]
+        prefixes = request.chain[self.start // pool.block_size :]
+        self.blocks, self.reads = self.store.bring(prefixes, match.blocks)  # of the store; see there
+        self.landing = {}  # layer -> where its rows land, [n * block size, width]
+        self.transfers = {}  # layer -> the Transfer
 
 
 class HiddenCache(Cache):
@@ -299,8 +290,6 @@ class HiddenCache(Cache):
         self.snapshot = [memory((rows, part.shape[-1]), part.dtype) for part in store.parts]
         self.ring, self.head, self.free = rows, 0, rows  # its length, the next row's place, unused rows
 
-    # Finding
-
     def match(self, request):
         store, places = self.find(request)
         if places:
@@ -331,15 +320,15 @@ class HiddenCache(Cache):
     # Bringing back
 
     def restore(self, request, restoration, match):
-        loading = self.prepare(request, restoration, match)
-        ahead = deque(sorted(set(match.store.layers)))  # the layers to order
+        loading = Loading(self, request, restoration, match)
+        ahead = deque(loading.reads)  # the layers to order
         try:
             if request in self.rows:
                 self.flush()  # the rows that were noted of it end here
             while (layer := restoration.layers) < len(self.model.layers):
                 # 1. Order the next layers. A read is waited for if no layer before can be brought back
                 while ahead and len(loading.landing) < DEPTH:
-                    reads = sum((loading.reads[part] for part in match.store.parts_of(ahead[0])), [])
+                    reads = loading.reads[ahead[0]]
                     if layer < ahead[0] and not all(read.ready for read in reads):
                         break
                     yield from reads
@@ -352,13 +341,6 @@ class HiddenCache(Cache):
             then = lambda arrived: loading.landing.clear()  # noqa: E731
             given = [(loading.store.pool, loading.blocks)]
             self.hold("load", list(loading.transfers.values()), given=given, then=then)
-
-    def prepare(self, request, restoration, match) -> Loading:
-        start, end, device = restoration.start, restoration.end, self.model.device
-        positions = torch.arange(start, end, device=device)  # [T]
-        slots = self.pool.slots(torch.tensor(request.table, device=device))[start:end]  # [T]
-        blocks, reads = match.store.bring(request.chain[start // self.pool.block_size :], match.blocks)
-        return Loading(request, start, match.store, blocks, reads, positions, slots)
 
     def order_layer(self, loading: Loading, layer: int):
         """Order a layer's rows, which land on the device."""
@@ -440,13 +422,12 @@ class HiddenCache(Cache):
             self.store.drop(moves)
             self.store.pool.release(touched)
             return
-        index = (self.head + numpy.arange(count)) % self.ring  # where in the buffer each noted row will be
         transfer, states = self.take_snapshot(self.rows_to_keep(steps))
-        self.head, self.free = (self.head + count) % self.ring, self.free - count
         self.lanes.rotate()
-        job = self.lanes[0].submit("scatter", 0, self.scatter, transfer, moves, index, states)
+        job = self.lanes[0].submit("scatter", 0, self.scatter, transfer, moves, self.head, states)
         then = partial(self.on_saved, transfer, moves, count)
         self.hold("save", [job], given=[(self.store.pool, touched)], then=then)
+        self.head, self.free = (self.head + count) % self.ring, self.free - count
 
     def rows_to_keep(self, steps: list) -> list:
         """-> what is kept of these steps, [rows, width] for each part."""
@@ -464,11 +445,11 @@ class HiddenCache(Cache):
         self.counts["bytes_out"] += transfer.bytes
         return transfer, out_of
 
-    def scatter(self, transfer, moves: list[Move], index, states):
-        """Stage two, on a thread: sort rows into blocks. `index`: where in the snapshot buffer each noted row
-        is. `states` are an argument so that they live until they are copied."""
+    def scatter(self, transfer, moves: list[Move], head: int, states):
+        """Stage two, on a thread: sort rows into blocks. `head`: where in the snapshot buffer the first noted
+        row is. `states` are an argument so that they live until they are copied."""
         transfer.wait()
-        out_of = index[numpy.concatenate([move.noted for move in moves])]  # [rows]
+        out_of = (head + numpy.concatenate([move.noted for move in moves])) % self.ring  # [rows]
         first = [(self.pool.block_size * move.block + move.at, len(move.noted)) for move in moves]
         into = numpy.concatenate([numpy.arange(at, at + rows) for at, rows in first])  # [rows]
         for part, snapshot in zip(self.store.arrays, self.snapshot):  # [blocks, block size, D] and [rows, D]
@@ -478,7 +459,7 @@ class HiddenCache(Cache):
         """Stage two is over, for `count` rows of the snapshot buffer."""
         self.free += count
         self.store.saved(moves, arrived)
-        for request in {move.request for move in moves}:
+        for request in {move.filling.request for move in moves}:
             request.timeline.add("save", "states", *transfer.span())
 
     def finished(self, request):
@@ -486,8 +467,6 @@ class HiddenCache(Cache):
         if request in self.rows:
             self.flush()
         self.store.finished(request)
-
-    # Measuring
 
     def idle(self):
         interrupt, tokens = self.engine.interrupt, min(ROWS, self.model.config.max_position_embeddings)
@@ -545,9 +524,9 @@ def demo(model, frontend: Frontend, arguments):
     for words, share in LINKS.items() if link.modelled else [("the link as it is", 1.0)]:
         for cache in caches if link.modelled else ():
             cache.load_link.bandwidth.value = even / share
-        ttft = lesson.in_turn(ways, 3)
-        rows += lesson.table(f"{LARGER}, TTFT behind {HISTORY} tokens, {words}", ttft, "ttft_ms", "ms")
-        ours, theirs = (statistics.median(samples) for samples in ttft.values())
+        title = f"{LARGER}, TTFT behind {HISTORY} tokens, {words}"
+        rows += lesson.table(title, lesson.in_turn(ways, 3), "ttft_ms", "ms")
+        ours, theirs = (row["ttft_ms"] for row in rows[-2:])
         print(f"  {ours / theirs:.2f} of chapter 03's, {ours / computed:.2f} of computing it again\n")
     print(
         "Half of the bytes help where the link is the slower one. Where it is not, projecting takes the\n"

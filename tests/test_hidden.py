@@ -368,7 +368,7 @@ def test_blocks_go_round_the_directories_and_each_is_read_on_its_own(tmp_path):
     engine = restart(storage)
     request = asked(engine, draw(random.Random(3), 400))
     reads = engine.cache.store.bring(request.chain, engine.cache.match(request).blocks)[1]
-    assert [len(read) for read in reads] == [3, 3], "a transfer for each part and directory"
+    assert [len(read) for read in reads.values()] == [3, 3], "a transfer for each part and directory"
 
 
 @pytest.mark.parametrize("fault", ["vanished", "full", "behind", "hanging"])
