@@ -40,7 +40,6 @@ from collections import deque
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy
 import torch
@@ -70,16 +69,6 @@ class Filling:
     block: int | None = None  # that it references; None: its rows are not kept
     dropped: bool = False  # rows were dropped: none behind them is kept
     lost: bool = False  # rows on their way were lost: none behind them is found
-
-
-class Move(NamedTuple):
-    """Rows that go to a block from the steps that computed them."""
-
-    filling: Filling
-    block: int
-    at: int  # the first of them in the block
-    noted: list[int]  # of each, its place in the steps
-    prefix: object  # what the block holds when they fill it; else None
 
 
 class BlockStore:
@@ -114,30 +103,29 @@ class BlockStore:
             places.append(place)
         return places
 
-    def parts_of(self, layer: int) -> list[int]:
-        return [part for part, owner in enumerate(self.layers) if owner == layer]
-
     # Filling
 
-    def fill(self, rows: dict) -> list[Move]:
+    def fill(self, rows: dict) -> tuple[list[tuple], list[int], list[int]]:
         """Say where rows go. `rows`: request -> the position of its first one, and the place of each among
-        what the steps have computed. -> Moves, each with a reference to its block, for the caller to
-        release."""
-        moves, size = [], self.pool.block_size
-        for request, (first, noted) in rows.items():
+        what the steps have computed. -> (filling, block, prefix that it holds then or None), with a reference
+        to each block for the caller to release; and of each row that is kept its place and its slot here."""
+        pieces, kept, slots, size = [], [], [], self.pool.block_size
+        for request, (first, places) in rows.items():
             filling = self.fillings.setdefault(request, Filling(request))
-            end = first + len(noted)
+            end = first + len(places)
             full = (request.prompt_tokens + request.max_tokens - 1) // size  # blocks that it can fill
             for index in range(first // size, min(full, self.pool.num_blocks(end))):
                 start, stop = max(first, index * size), min(end, (index + 1) * size)
                 if start % size == 0 and not filling.dropped:
                     self.begin_block(filling, index, full)
                 if filling.block is not None and not filling.dropped:
-                    here = noted[start - first : stop - first]
+                    kept += places[start - first : stop - first]
+                    slot = filling.block * size + start % size
+                    slots += range(slot, slot + stop - start)
                     prefix = request.chain[index] if stop % size == 0 else None
-                    moves.append(Move(filling, filling.block, start % size, here, prefix))
+                    pieces.append((filling, filling.block, prefix))
                     self.pool.share([filling.block])
-        return moves
+        return pieces, kept, slots
 
     def begin_block(self, filling: Filling, index: int, full: int):
         """Reference a block for block `index` of `full` that a request can fill; none if another one has its
@@ -156,21 +144,21 @@ class BlockStore:
             self.pool.release([filling.block])
             filling.block = None
 
-    def saved(self, moves: list[Move], arrived: bool):
-        """Moves are over, in their order: a block can be found when its last row has arrived, and no row
-        before was lost."""
+    def saved(self, pieces: list[tuple], arrived: bool):
+        """Pieces of blocks are over, in their order: a block can be found when its last row has arrived, and
+        no row before was lost."""
         if not arrived:
-            self.drop(moves)
-        for move in moves:
-            move.filling.lost |= not arrived
-            if move.prefix and not move.filling.lost:
-                self.register(move.block, move.prefix)
-        for request in {move.filling.request for move in moves if move.prefix}:
+            self.drop(pieces)
+        for filling, block, prefix in pieces:
+            filling.lost |= not arrived
+            if prefix and not filling.lost:
+                self.register(block, prefix)
+        for request in {filling.request for filling, _, prefix in pieces if prefix}:
             self.use_stored(request)
 
-    def drop(self, moves: list[Move]):
+    def drop(self, pieces: list[tuple]):
         """These rows are not kept, and none behind them, until they are computed again."""
-        for filling in {move.filling for move in moves if not move.filling.dropped}:
+        for filling in {filling for filling, _, _ in pieces if not filling.dropped}:
             filling.dropped = True
             self.cache.counts["drops"] += 1
 
@@ -344,8 +332,8 @@ class HiddenCache(Cache):
 
     def order_layer(self, loading: Loading, layer: int):
         """Order a layer's rows, which land on the device."""
-        (part,), count = loading.store.parts_of(layer), len(loading.blocks)
-        rows = loading.store.parts[part]  # [blocks, block size, width]
+        store, count = loading.store, len(loading.blocks)
+        rows = store.parts[store.layers.index(layer)]  # [blocks, block size, width]
         landed = torch.empty(count, *rows.shape[1:], dtype=rows.dtype, device=self.model.device)
         loading.landing[layer] = landed.flatten(0, 1)
         runs = offload.adjacent(list(range(count)), loading.blocks)
@@ -416,16 +404,17 @@ class HiddenCache(Cache):
         """Stage one: the noted rows leave in one transfer. Stage two: a thread waits for it."""
         rows, steps, count = self.rows, self.steps, self.count
         self.forget_steps()
-        moves = self.store.fill(rows)
-        touched = [move.block for move in moves]
-        if not moves or count > self.free:
-            self.store.drop(moves)
+        pieces, kept, slots = self.store.fill(rows)
+        touched = [block for _, block, _ in pieces]
+        if not pieces or count > self.free:
+            self.store.drop(pieces)
             self.store.pool.release(touched)
             return
         transfer, states = self.take_snapshot(self.rows_to_keep(steps))
+        out_of = (self.head + numpy.array(kept)) % self.ring
         self.lanes.rotate()
-        job = self.lanes[0].submit("scatter", 0, self.scatter, transfer, moves, self.head, states)
-        then = partial(self.on_saved, transfer, moves, count)
+        job = self.lanes[0].submit("scatter", 0, self.scatter, transfer, out_of, slots, states)
+        then = partial(self.on_saved, transfer, pieces, count)
         self.hold("save", [job], given=[(self.store.pool, touched)], then=then)
         self.head, self.free = (self.head + count) % self.ring, self.free - count
 
@@ -445,21 +434,18 @@ class HiddenCache(Cache):
         self.counts["bytes_out"] += transfer.bytes
         return transfer, out_of
 
-    def scatter(self, transfer, moves: list[Move], head: int, states):
-        """Stage two, on a thread: sort rows into blocks. `head`: where in the snapshot buffer the first noted
-        row is. `states` are an argument so that they live until they are copied."""
+    def scatter(self, transfer, out_of, slots: list[int], states):
+        """Stage two, on a thread: sort rows `out_of` the snapshot buffer into slots of blocks. `states` are
+        an argument so that they live until they are copied."""
         transfer.wait()
-        out_of = (head + numpy.concatenate([move.noted for move in moves])) % self.ring  # [rows]
-        first = [(self.pool.block_size * move.block + move.at, len(move.noted)) for move in moves]
-        into = numpy.concatenate([numpy.arange(at, at + rows) for at, rows in first])  # [rows]
         for part, snapshot in zip(self.store.arrays, self.snapshot):  # [blocks, block size, D] and [rows, D]
-            part.reshape(-1, part.shape[-1])[into] = links.as_integers(snapshot)[out_of]
+            part.reshape(-1, part.shape[-1])[slots] = links.as_integers(snapshot)[out_of]
 
-    def on_saved(self, transfer, moves: list[Move], count: int, arrived: bool):
+    def on_saved(self, transfer, pieces: list[tuple], count: int, arrived: bool):
         """Stage two is over, for `count` rows of the snapshot buffer."""
         self.free += count
-        self.store.saved(moves, arrived)
-        for request in {move.filling.request for move in moves}:
+        self.store.saved(pieces, arrived)
+        for request in {filling.request for filling, _, _ in pieces}:
             request.timeline.add("save", "states", *transfer.span())
 
     def finished(self, request):

@@ -233,11 +233,11 @@ class PlannedCache(hidden_states.HiddenCache):
         if store.letters[layer] == "H":
             return super().order_layer(loading, layer)
         table = loading.request.table[loading.start // self.pool.block_size :][: len(blocks)]
-        into, out_of = [], []
-        for side, part in zip(self.kv[layer], store.parts_of(layer)):  # [blocks, block size, KVH * hd]
+        parts, into, out_of = store.parts[store.layers.index(layer) :], [], []
+        for side, part in zip(self.kv[layer], parts):  # [blocks, block size, KVH * hd] each
             for to, at, count in offload.adjacent(table, blocks):
                 into.append(side[to : to + count])
-                out_of.append(store.parts[part][at : at + count])
+                out_of.append(part[at : at + count])
         self.copy_layer(loading, layer, into, out_of)
         self.hold("load", [loading.transfers[layer]], (self.pool, table))
 

@@ -133,22 +133,21 @@ class Direct(HiddenCache):
     def flush(self):
         noted, states = self.rows, self.step  # of one step, [T, D] a layer
         self.forget_steps()
-        moves = self.store.fill(noted)
-        touched, transfers = [move.block for move in moves], []
-        for part, rows in enumerate(states):
-            for move in moves:
-                here = rows[move.noted[0] : move.noted[0] + len(move.noted)]  # [n, D]
-                transfers.append(self.copy_rows(part, move.block, move.at, here))
-        if moves:
+        pieces, kept, slots = self.store.fill(noted)
+        runs = offload.adjacent(kept, slots)
+        transfers = [self.copy_rows(part, slot, rows[at : at + count])  # [count, D]
+                     for part, rows in enumerate(states) for at, slot, count in runs]  # fmt: skip
+        if pieces:
             # The states are not freed before all are copied
-            then = lambda arrived, states=states: self.on_saved(transfers[-1], moves, 0, arrived)  # noqa: E731
-            self.hold("save", transfers, given=[(self.store.pool, touched)], then=then)
+            then = lambda arrived, states=states: self.on_saved(transfers[-1], pieces, 0, arrived)  # noqa: E731
+            given = [(self.store.pool, [block for _, block, _ in pieces])]
+            self.hold("save", transfers, given=given, then=then)
         self.counts["copies_out"] += len(transfers)
         self.counts["bytes_out"] += sum(transfer.bytes for transfer in transfers)
 
-    def copy_rows(self, part: int, block: int, at: int, rows):
-        """Order the copy of rows [n, D] of one layer to a block, from row `at` on -> its Transfer."""
-        return self.save_link.copy(self.store.parts[part][block, at : at + len(rows)], rows, "states")
+    def copy_rows(self, part: int, slot: int, rows):
+        """Order the copy of rows [n, D] of one layer to the slots from this one on -> its Transfer."""
+        return self.save_link.copy(self.store.parts[part].flatten(0, 1)[slot : slot + len(rows)], rows, "states")
 
 
 class DirectToFile(Direct):
@@ -158,11 +157,11 @@ class DirectToFile(Direct):
         self.file, self.writes = tempfile.TemporaryFile(), []
         super().attach(engine)
 
-    def copy_rows(self, part, block, at, rows):
-        transfer = super().copy_rows(part, block, at, rows)
-        array = self.store.arrays[part][block, at : at + len(rows)]
-        row = (part * self.blocks + block) * self.pool.block_size + at
-        self.writes.append((transfer, array, row * array[0].nbytes))
+    def copy_rows(self, part, slot, rows):
+        transfer = super().copy_rows(part, slot, rows)
+        part_rows = self.store.arrays[part].reshape(-1, self.width)  # [slots, D]
+        array = part_rows[slot : slot + len(rows)]
+        self.writes.append((transfer, array, (part * len(part_rows) + slot) * array[0].nbytes))
         return transfer
 
     def flush(self):
@@ -243,7 +242,8 @@ class TokenWise(PlannedCache):
     def order_layer(self, loading, layer):
         """Order the rows of a layer's states that are projected, and the K and V that are loaded."""
         size, numbers = self.pool.block_size, loading.blocks
-        states, *sides = (loading.store.parts[part] for part in loading.store.parts_of(layer))
+        parts = [part for part, owner in zip(loading.store.parts, loading.store.layers) if owner == layer]
+        states, *sides = parts
         landed = torch.empty(len(numbers), *states.shape[1:], dtype=states.dtype, device=self.model.device)
         into, out_of = [], []
         for index, number in enumerate(numbers):

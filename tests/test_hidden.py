@@ -67,10 +67,11 @@ def test_each_turn_finds_the_full_blocks_of_the_turns_before():
 def test_rows_behind_the_last_block_that_can_become_full_go_nowhere(first):
     engine, cache = engine_for()
     request, pool = asked(engine, PROMPT), cache.store.pool
-    moves = cache.store.fill({request: (0, list(range(first)))})
-    assert [(len(move.noted), move.at) for move in moves] == [(16, 0)] * 9
-    assert not cache.store.fill({request: (first, list(range(150 - first)))})
-    pool.release([move.block for move in moves])
+    pieces, kept, slots = cache.store.fill({request: (0, list(range(first)))})
+    blocks = [block for _, block, _ in pieces]
+    assert kept == list(range(144)) and slots == [16 * block + row for block in blocks for row in range(16)]
+    assert cache.store.fill({request: (first, list(range(150 - first)))}) == ([], [], [])
+    pool.release(blocks)
     cache.store.finished(request)
     assert pool.available == pool.size and not cache.store.fillings
 
