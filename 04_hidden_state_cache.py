@@ -1,19 +1,18 @@
 """Chapter 04: keep the input of each layer, and project it to K and V again (HCache).
 
-The problem. Computing a lost KV cache again keeps the processor busy and leaves the link idle. Copying it
-from the host (chapter 03) keeps the link busy and leaves the processor idle.
+The problem. Computing a lost KV cache again leaves the link idle; copying it from the host (chapter 03)
+leaves the processor idle.
 
 The mechanism. A layer's K and V are projections of its input, the hidden states, after a norm; K is then
-rotated by its position. With multi-head attention that input is half as large as K and V together. So the
-hidden states are kept, T tokens of D numbers a layer. When a conversation comes back, layer l + 1 travels
-while layer l is projected, by the same function that the forward pass calls:
+rotated by its position. With multi-head attention that input is half as large as K and V together. (With
+grouped-query attention it is larger, and chapter 03 the better choice.) So the hidden states are kept, T
+tokens of D numbers a layer. When a conversation comes back, layer l + 1 travels while layer l is projected:
 
     projecting costs 4 T D^2 operations a layer, computing it 24 T D^2 + T^2 D:  6 + T / (4 D) times as much
 
 These are the paper's counts, for an MLP that is 4 D wide. Layer 0 needs no states, since its input is the
 embedding of the tokens. The question's rows follow through the layers as in chapter 03, so TTFT is about
-max(link, projecting + question) and one layer of the other. With grouped-query attention (TinyLlama) states
-are larger than K and V, and chapter 03 is the better choice.
+max(link, projecting + question) and one layer of the other.
 
 Saving must not delay the next token. Stage one: the states of one step, or of some, leave in one transfer
 for a snapshot buffer in host memory. Stage two: threads on the host sort its rows into blocks, in which the
@@ -111,14 +110,13 @@ class BlockStore:
         to each block for the caller to release; and of each row that is kept its place and its slot here."""
         pieces, kept, slots, size = [], [], [], self.pool.block_size
         for request, (first, places) in rows.items():
-            filling = self.fillings.setdefault(request, Filling(request))
-            end = first + len(places)
+            filling, end = self.fillings.setdefault(request, Filling(request)), first + len(places)
             full = (request.prompt_tokens + request.max_tokens - 1) // size  # blocks that it can fill
             for index in range(first // size, min(full, self.pool.num_blocks(end))):
                 start, stop = max(first, index * size), min(end, (index + 1) * size)
-                if start % size == 0 and not filling.dropped:
+                if start % size == 0:
                     self.begin_block(filling, index, full)
-                if filling.block is not None and not filling.dropped:
+                if filling.block is not None:
                     kept += places[start - first : stop - first]
                     slot = filling.block * size + start % size
                     slots += range(slot, slot + stop - start)
@@ -132,7 +130,7 @@ class BlockStore:
         contents. Keep nothing more if only blocks of its own chain could make room."""
         pool, chain, last = self.pool, filling.request.chain, filling.block
         self.close_block(filling)
-        if index < len(chain) and chain[index] in pool.block_of:
+        if filling.dropped or index < len(chain) and chain[index] in pool.block_of:
             return
         filling.dropped = not pool.make_room(1, chain)
         if not filling.dropped:
@@ -142,11 +140,10 @@ class BlockStore:
     def close_block(self, filling: Filling):
         if filling.block is not None:
             self.pool.release([filling.block])
-            filling.block = None
+        filling.block = None
 
     def saved(self, pieces: list[tuple], arrived: bool):
-        """Pieces of blocks are over, in their order: a block can be found when its last row has arrived, and
-        no row before was lost."""
+        """Let blocks be found whose last row has arrived, unless a row before was lost. In order."""
         if not arrived:
             self.drop(pieces)
         for filling, block, prefix in pieces:
@@ -160,6 +157,7 @@ class BlockStore:
         """These rows are not kept, and none behind them, until they are computed again."""
         for filling in {filling for filling, _, _ in pieces if not filling.dropped}:
             filling.dropped = True
+            self.close_block(filling)
             self.cache.counts["drops"] += 1
 
     def finished(self, request):
@@ -293,11 +291,11 @@ class HiddenCache(Cache):
 
     def seconds(self, start: int, end: int, store: BlockStore, places: list) -> float:
         """Estimate for a restoration: the slower of loading and projecting, and one layer of the other."""
-        depth = len(self.model.layers)
+        depth, size = len(self.model.layers), store.pool.block_bytes
         project = depth * self.seconds_to_project(end - start)
-        load = self.load_link.seconds(len(places) * store.pool.block_bytes)
+        load = self.load_link.seconds(len(places) * size)
         if self.storage:
-            load = max(load, self.storage.seconds(store.stored(places), store.pool.block_bytes))
+            load = max(load, self.storage.seconds(store.stored(places), size))
         return max(load, project) + min(load, project) / depth
 
     def seconds_to_project(self, tokens: int) -> float:
@@ -411,9 +409,9 @@ class HiddenCache(Cache):
             self.store.pool.release(touched)
             return
         transfer, states = self.take_snapshot(self.rows_to_keep(steps))
-        out_of = (self.head + numpy.array(kept)) % self.ring
+        out_of, into = (self.head + numpy.array(kept)) % self.ring, numpy.array(slots)
         self.lanes.rotate()
-        job = self.lanes[0].submit("scatter", 0, self.scatter, transfer, out_of, slots, states)
+        job = self.lanes[0].submit("scatter", 0, self.scatter, transfer, out_of, into, states)
         then = partial(self.on_saved, transfer, pieces, count)
         self.hold("save", [job], given=[(self.store.pool, touched)], then=then)
         self.head, self.free = (self.head + count) % self.ring, self.free - count
@@ -434,12 +432,12 @@ class HiddenCache(Cache):
         self.counts["bytes_out"] += transfer.bytes
         return transfer, out_of
 
-    def scatter(self, transfer, out_of, slots: list[int], states):
-        """Stage two, on a thread: sort rows `out_of` the snapshot buffer into slots of blocks. `states` are
+    def scatter(self, transfer, out_of, into, states):
+        """Stage two, on a thread: sort rows `out_of` the snapshot buffer `into` slots of blocks. `states` are
         an argument so that they live until they are copied."""
         transfer.wait()
         for part, snapshot in zip(self.store.arrays, self.snapshot):  # [blocks, block size, D] and [rows, D]
-            part.reshape(-1, part.shape[-1])[slots] = links.as_integers(snapshot)[out_of]
+            part.reshape(-1, part.shape[-1])[into] = links.as_integers(snapshot)[out_of]
 
     def on_saved(self, transfer, pieces: list[tuple], count: int, arrived: bool):
         """Stage two is over, for `count` rows of the snapshot buffer."""

@@ -12,10 +12,10 @@ The mechanism. A layer's K and V can come back in three ways, which use the lane
 The costs of a layer are measured, and every division of the layers is tried on paper: first R, then H, last
 K, as in RRHHHHHHHHKK. The link brings all H and then all K; the processor recomputes R meanwhile, projects
 each H when it has arrived, and takes the question's rows through each layer as soon as its history is there.
-The plan is the one with which the question is through first. That is what a user waits for, so the question
-counts: where it costs as much as the history (classroom), the best plan may be K in all layers, chapter 03.
-One plan serves all lengths: it is made for 1,024 tokens, and 512 must not come later than by chapter 03.
-Layers are divided and not tokens, since half of a layer's tokens cost more than half of its products.
+The plan is the one with which the question is through first. Where the question costs as much as the history
+(classroom), that may be K in all layers, chapter 03. One plan serves all lengths: it is made for 1,024
+tokens, and 512 must not come later than by chapter 03. Layers are divided and not tokens, since half of a
+layer's tokens cost more than half of its products.
 
 What is kept is what the plan says, so each plan is a namespace of its own. A new plan is taken only while
 nothing runs and where two measurements find it 10 % better; what the plan before has kept is still found.
@@ -164,10 +164,9 @@ class PlannedCache(hidden_states.HiddenCache):
 
     def make_store(self, letters: str):
         """-> a BlockStore, empty, for the states of H, then K and V of K."""
-        config, layers = self.model.config, list(enumerate(letters))
-        rows = [(layer, self.width) for layer, letter in layers if letter == "H"]
-        side = config.num_key_value_heads * config.head_dim
-        rows += [(layer, side) for layer, letter in layers if letter == "K" for _ in range(2)]
+        rows, side = [], self.kv.shape[-1]
+        for layer, letter in enumerate(letters):
+            rows += {"H": [(layer, self.width)], "K": [(layer, side)] * 2, "R": []}[letter]
         numbers = self.pool.block_size * sum(width for _, width in rows)  # of a block
         blocks = self.budget // (numbers * self.model.dtype.itemsize)
         store = hidden_states.BlockStore(self, letters, blocks, rows)
@@ -180,19 +179,16 @@ class PlannedCache(hidden_states.HiddenCache):
         return self.storage is not None and self.storage.find(self.plan_key(letters)) is not None
 
     def plan_key(self, letters: str) -> bytes:
-        of_size = f" {self.pool.block_size} {letters}".encode()
-        return hashlib.sha256(self.engine.prefixes.namespace + of_size).digest()
+        name = f" {self.pool.block_size} {letters}"
+        return hashlib.sha256(self.engine.prefixes.namespace + name.encode()).digest()
 
     def finished(self, request):
         super().finished(request)
         for store in self.stores[1:]:
             store.use_stored(request)
         if self.storage:
-            key = self.plan_key(self.store.letters)
-            self.storage.write(key, [numpy.zeros(0, numpy.uint8)])
-            self.storage.use([key])
-
-    # Finding
+            self.storage.write(self.plan_key(self.store.letters), [numpy.zeros(0, numpy.uint8)])
+            self.storage.use([self.plan_key(self.store.letters)])
 
     def find(self, request):
         """-> the store that reaches furthest, of equals the plan's, and what follows there."""
@@ -201,8 +197,8 @@ class PlannedCache(hidden_states.HiddenCache):
 
     def seconds(self, start, end, store, places):
         stored = store.stored(places)
-        costs = self.costs(start, end, len(stored) / len(places))
-        costs = costs._replace(question=0.0)  # it follows in either case
+        # Without the question, which follows in either case
+        costs = self.costs(start, end, len(stored) / len(places))._replace(question=0.0)
         seconds = plan_seconds(store.letters, costs) + self.load_link.seconds(0)
         if stored:
             seconds += self.storage.seconds(stored, 0)  # what is queued there
@@ -277,8 +273,6 @@ class PlannedCache(hidden_states.HiddenCache):
             hidden = self.model.layers[layer](hidden, rotation, batch.attend(layer))  # [T, D]
         return hidden
 
-    # Keeping
-
     def save(self, batch):
         self.step.append(batch.slots)  # where K and V of the step's rows are
         super().save(batch)
@@ -293,24 +287,18 @@ class PlannedCache(hidden_states.HiddenCache):
 
     def idle(self):
         super().idle()
-        if not self.engine.estimates.computing.passes:
-            self.engine.estimates.measure_computing()
-        tokens = min(PLANNED, self.model.config.max_position_embeddings // 2)
-        self.measure_question(tokens)
+        estimates, best = self.engine.estimates, self.asked == "best"
+        if not estimates.computing.passes:
+            estimates.measure_computing()
+        layers, tokens = len(self.model.layers), min(PLANNED, self.model.config.max_position_embeddings // 2)
+        if request := estimates.nobodys_request(tokens + QUESTION, tokens):
+            self.question = estimates.fastest_layer(request, QUESTION)
         stored = float(self.storage is not None)
-        costs = self.costs(0, tokens, stored)
+        costs, shorter = (self.costs(0, end, stored) for end in (tokens, min(SHORTER, tokens)))
         if self.asked in ("best", "paper") and math.isfinite(costs.recompute):
-            layers, shorter = len(self.model.layers), self.costs(0, min(SHORTER, tokens), stored)
-            best = self.asked == "best"
             letters = best_plan(layers, costs, shorter) if best else closed_form(layers, costs)
             self.consider(letters, costs)
         return 1 / plan_seconds(self.store.letters, costs)
-
-    def measure_question(self, tokens: int):
-        """Measure the seconds a layer that the question's rows take behind so many tokens."""
-        estimates = self.engine.estimates
-        if request := estimates.nobodys_request(tokens + QUESTION, tokens):
-            self.question = estimates.fastest_layer(request, QUESTION)
 
     def consider(self, letters: str, costs: LayerCosts):
         """Adopt a plan that two measurements find clearly better: a single one may come at a bad moment."""
@@ -332,8 +320,8 @@ def described(letters: str, costs: LayerCosts, tokens: int) -> dict:
     title = f"{tokens} tokens: {predicted_ms:.1f} ms predicted, the question included"
     legend = dict(R="recomputed", H="from hidden states", K="loaded as K and V")
     costs_ms = {name: 1e3 * seconds for name, seconds in costs._asdict().items()}  # of a layer
-    rows = [["layers", letters]]
-    return dict(title=title, rows=rows, legend=legend, predicted_ms=predicted_ms, costs_ms=costs_ms)
+    plan = dict(title=title, rows=[["layers", letters]], legend=legend)
+    return dict(plan, predicted_ms=predicted_ms, costs_ms=costs_ms)
 
 
 # 3. The demo -----------------------------------------------------------------------------------
@@ -356,25 +344,24 @@ def demo(model, frontend: Frontend, arguments):
     larger, *_ = checkpoint.load(hidden_states.LARGER, arguments.dtype, arguments.device)
     prompt = [rng.randrange(300, larger.config.vocab_size) for _ in range(PLANNED)]
     blocks = -(-(PLANNED + 2 * QUESTION) // 16)
-    states_kept = hidden_states.HiddenCache(2 * blocks, 1e9)
-    caches = {"K and V (03)": offload.HostCache(2 * blocks, 1e9), "hidden states (04)": states_kept}
+    caches = [offload.HostCache(2 * blocks, 1e9), hidden_states.HiddenCache(2 * blocks, 1e9)]
     make = lambda cache: paged.Engine(paged.Runner(larger, blocks), cache, always_restore=True)  # noqa: E731
     ask = partial(partial, hidden_states.ask_again, prompt=prompt, rng=rng)
-    ways = {name: ask(make(cache)) for name, cache in caches.items()}
+    ways = dict(zip(["K and V (03)", "hidden states (04)"], map(ask, map(make, caches))))
     computed = min(way() for way in ways.values())  # and kept
-    projecting = states_kept.seconds_to_project(PLANNED)
     states = PLANNED * larger.config.hidden_size * larger.dtype.itemsize  # bytes of a layer
+    even = states / caches[1].seconds_to_project(PLANNED)  # bytes/s
     cases = {"the link is the bottleneck": 2.0, "balanced": 1.0, "computing is the bottleneck": 0.5}
-    for words, share in cases.items():
-        bandwidth = states / projecting / share if link.modelled else None
-        for cache in caches.values() if link.modelled else ():
+    for words, share in cases.items() if link.modelled else [("the link as it is", 1.0)]:
+        bandwidth = even / share if link.modelled else None
+        for cache in caches if link.modelled else ():
             cache.load_link.bandwidth.value = bandwidth
         cache = PlannedCache(4 * blocks, bandwidth)
         ways["planned (05)"] = ask(engine := make(cache))
         ways["planned (05)"]()  # it keeps what its plan says
         costs, letters = cache.costs(0, PLANNED), cache.store.letters
         named = ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in costs._asdict().items())
-        title = f"{hidden_states.LARGER}, TTFT behind {PLANNED} tokens" + link.modelled * f", {words}"
+        title = f"{hidden_states.LARGER}, TTFT behind {PLANNED} tokens, {words}"
         predicted, bound = plan_seconds(letters, costs), bound_seconds(len(letters), costs)
         print(f"A layer, ms: {named}\nPlan {letters}: {1e3 * predicted:.0f} ms predicted, none below "
               f"{1e3 * bound:.0f}; the paper's closed form: {closed_form(len(letters), costs)}")  # fmt: skip
@@ -382,8 +369,6 @@ def demo(model, frontend: Frontend, arguments):
         theirs, _, ours = (row["ttft_ms"] for row in rows[-3:])
         print(f"  {theirs / ours:.2f}x sooner than chapter 03, {computed / ours:.1f}x than computing it\n")
         engine.close()
-        if not link.modelled:
-            break
     print(
         "The slower the link, the more is recomputed and projected; the faster, the more is loaded as is.\n"
         "All of this had to be in host memory. What if it is in storage, slower by far? Chapter 06."

@@ -1,9 +1,5 @@
-"""Storage: values under keys, which many engines may share.
-
-`Storage` keeps values behind a back end: a directory, Redis, what fsspec knows, or your own. One thread asks,
-one reads and one writes, so storage that hangs holds up nobody else. `StoredChunks` keeps a block (04, 05) or
-64 tokens (06) under a key in one or several Storages, a value for each part.
-"""
+"""Values under keys, which many engines may share. `Storage` keeps them behind a back end, a `Directory` of
+files for one. `StoredChunks` keeps a block (04, 05) or 64 tokens (06) under a key, a value for each part."""
 
 import hashlib
 import os
@@ -37,8 +33,7 @@ class Stored(NamedTuple):
 
 
 class StoredChunks:
-    """Chunks in one or several Storages, a value for each part. Which has which, each of them knows without
-    asking its back end. What is damaged or gone, is computed."""
+    """Chunks in one or several Storages, each of which knows what it has without asking its back end."""
 
     def __init__(self, *storages: "Storage"):
         self.storages, self.turn = storages, cycle(storages)  # round-robin
@@ -66,10 +61,8 @@ class StoredChunks:
     def write(self, key: bytes, parts: list[numpy.ndarray]) -> Transfer | None:
         """Keep a chunk, in the background -> a Transfer; None if it is kept already, or the storage
         whose turn it is falls behind."""
-        if self.find(key, len(parts)):
-            return None
-        storage = next(self.turn)
-        return None if storage.behind else storage.set(self.keys(key, len(parts)), parts)
+        if not self.find(key, len(parts)) and not (storage := next(self.turn)).behind:
+            return storage.set(self.keys(key, len(parts)), parts)
 
     def use(self, keys: list[bytes], parts: int = 1):
         """Use the chunks of a chain, as far as they are there: its end is deleted first."""
@@ -146,8 +139,6 @@ class Storage:
         size = sum(value.nbytes for value in values)
         return self.writer.submit("write", size, self.noting, self.write, keys, values)
 
-    # What it can do now, and how fast
-
     @property
     def silent(self) -> bool:
         """Whether it hangs, or the last answer or read was an error."""
@@ -173,8 +164,9 @@ class Storage:
 
     def speed(self) -> float:
         """Bytes per second; until something has been read what the model says, or a guess."""
-        guess = self.bandwidth.value if self.bandwidth else 1e9
-        return self.measured.value if self.measured.passes else guess
+        if self.measured.passes:
+            return self.measured.value
+        return self.bandwidth.value if self.bandwidth else 1e9
 
     def seconds(self, size: int) -> float:
         """Estimate until `size` bytes have been read, behind what is queued; 0 while that is not known."""
@@ -186,13 +178,13 @@ class Storage:
         """Call the function, and note whether it raises."""
         try:
             value = function(*arguments)
+            self.failing.discard(function.__name__)
+            return value
         except Exception as error:
             self.errors += 1
             if not isinstance(error, Damaged):  # which is an answer
                 self.failing.add(function.__name__)
             raise
-        self.failing.discard(function.__name__)
-        return value
 
     def look_up(self, keys: list[bytes]) -> list[bool]:
         there = self.backend.exists([key.hex() for key in keys])
@@ -203,10 +195,9 @@ class Storage:
         try:
             values = self.backend.get([key.hex() for key in keys])
             for key, value, place in zip(keys, values, into, strict=True):
+                gone |= value is None
                 contents = memoryview(value or b"")[4:]
-                if len(contents) != place.nbytes or checksum(key, contents) != bytes(value[:4]):
-                    gone |= value is None
-                else:
+                if len(contents) == place.nbytes and checksum(key, contents) == bytes(value[:4]):
                     numpy.copyto(place, numpy.frombuffer(contents, place.dtype).reshape(place.shape))
                     wrong.discard(key)
             if wrong:
@@ -222,7 +213,7 @@ class Storage:
             if not there:
                 value = numpy.ascontiguousarray(value)
                 lacking[key.hex()] = b"".join([checksum(key, value), value])
-        self.backend.set(list(lacking), list(lacking.values()))
+        self.backend.set([*lacking], [*lacking.values()])
         self.doubted.difference_update(keys)
         return len(lacking)
 
@@ -267,50 +258,44 @@ class Directory:
         for entry in os.scandir(self.folder):
             name = OWN_FILE.fullmatch(entry.name)
             with suppress(OSError):
-                if name is None or not entry.is_file(follow_symlinks=False):
-                    continue
-                status, (key, temporary) = entry.stat(), name.groups()
-                if temporary is None:
-                    found.append((status.st_mtime_ns, status.st_size, key))
-                elif time.time() - status.st_mtime > ABANDONED:
-                    os.unlink(entry.path)  # of a process that was killed
-        self.index, self.size = {key for _, _, key in found}, sum(size for _, size, _ in found)
+                if name and entry.is_file(follow_symlinks=False):
+                    status, (key, temporary) = entry.stat(), name.groups()
+                    if not temporary:
+                        found.append((status.st_mtime_ns, status.st_size, key))
+                    elif time.time() - status.st_mtime > ABANDONED:
+                        os.unlink(entry.path)  # of a process that was killed
+        self.index, self.seen = {key for _, _, key in found}, sum(size for _, size, _ in found)
         self.unseen = 0  # bytes written here since: others may have written as much
         self.now = max([self.now, *(when for when, _, _ in found)])
         return sorted(found)
 
-    def use(self, path: Path):
-        """Set a file's time to this machine's clock, but always later than any earlier use, though that clock
-        was put back, or another machine's is ahead."""
-        self.now = max(time.time_ns(), self.now + 1)
-        os.utime(path, ns=(self.now, self.now))
-
     def exists(self, keys: list[str]) -> list[bool]:
-        there = []
+        """A use is at this machine's time, but always later than any earlier one, though that clock was put
+        back, or another machine's is ahead."""
         for path in map(self.path, reversed(keys)):
+            self.now = max(time.time_ns(), self.now + 1)
             with suppress(OSError):  # gone, or another user's
-                self.use(path)
-            there.append(path.is_file())
-        return there[::-1]
+                os.utime(path, ns=(self.now, self.now))
+        return [self.path(key).is_file() for key in keys]
 
     def get(self, keys: list[str]) -> list[bytes | None]:
         values = []
-        for key in keys:
+        for path in map(self.path, keys):
             try:
-                values.append(self.path(key).read_bytes())
+                values.append(path.read_bytes())
             except (FileNotFoundError, IsADirectoryError):
                 values.append(None)
         self.exists(keys)
         return values
 
     def set(self, keys: list[str], values: list[bytes]):
-        """Write all that can be written. Raises the last OSError."""
+        """Write all that can be written. Raises the first OSError."""
         failed = None
         for key, value in zip(keys, values, strict=True):
             try:
                 self.write(key, value)
             except OSError as error:
-                failed = error
+                failed = failed or error
         if failed:
             raise failed
 
@@ -319,24 +304,23 @@ class Directory:
         path, temporary = self.path(key), self.folder / f"{key}.page.{uuid.uuid4().hex}.tmp"
         try:
             temporary.write_bytes(value)
-            self.use(temporary)
             if path.is_dir():
                 path.rmdir()  # raises OSError if there is anything in it
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
+        self.exists([key])
         self.index.add(key)
-        self.size += len(value)
         self.unseen += len(value)
 
     def make_room(self, size: int):
         """Delete a tenth when the limit is reached. Look what is there then, and after each tenth that this
         process has written."""
-        if self.size + size <= self.limit and self.unseen <= self.limit / 10:
-            return
-        found = self.look()
-        for _, taken, key in found if self.size + size > self.limit else ():
-            if self.size + size > 0.9 * self.limit:
+        if self.seen + self.unseen + size > self.limit or self.unseen > self.limit / 10:
+            found = self.look()
+            full = self.seen + size > self.limit
+            while full and found and self.seen + size > 0.9 * self.limit:
+                _, freed, key = found.pop(0)
                 self.path(key).unlink(missing_ok=True)
                 self.index.discard(key)
-                self.size -= taken
+                self.seen -= freed
