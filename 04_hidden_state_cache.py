@@ -96,7 +96,7 @@ class BlockStore:
             place = self.pool.block_of.get(prefix)
             if place is None and self.storage:
                 place, stored = self.find_stored(prefix), True
-            # What is stored needs a place in host memory, which what is there already must not lose for it
+            # A stored block needs a place in host memory, for which none that was found there may go
             if place is None or stored and len(places) >= self.pool.available:
                 break
             places.append(place)
@@ -194,7 +194,7 @@ class BlockStore:
             self.storage.use([self.key(prefix) for prefix in request.chain], len(self.parts))
 
     def evicting(self, lost: list):
-        """What leaves host memory and is not in storage is lost."""
+        """Count blocks that leave host memory and are not in storage."""
         if self.storage:
             self.cache.counts["blocks_lost"] += sum(not self.find_stored(prefix) for _, prefix in lost)
 
@@ -232,6 +232,7 @@ class Loading:
         self.slots = pool.slots(torch.tensor(request.table, device=device))[self.start : end]  # [T]
         prefixes = request.chain[self.start // pool.block_size :]
         self.blocks, self.reads = self.store.bring(prefixes, match.blocks)  # of the store; see there
+        self.runs = offload.adjacent(list(range(len(self.blocks))), self.blocks)
         self.landing = {}  # layer -> where its rows land, [n * block size, width]
         self.transfers = {}  # layer -> the Transfer
 
@@ -286,7 +287,7 @@ class HiddenCache(Cache):
             return Match(end - start, seconds, places, source, end - start, store)
 
     def find(self, request) -> tuple[BlockStore, list]:
-        """-> what follows in the store, and that."""
+        """-> the store, and where it has what follows."""
         return self.store, self.store.find(self.missing(request))
 
     def seconds(self, start: int, end: int, store: BlockStore, places: list) -> float:
@@ -323,20 +324,19 @@ class HiddenCache(Cache):
                 yield from self.bring_back(loading, layer)
                 restoration.layers += 1
         finally:
-            # What is still on its way is written to `landing`, which must live until then
+            # Copies that are on their way write to `landing`, which must live until they are over
             then = lambda arrived: loading.landing.clear()  # noqa: E731
             given = [(loading.store.pool, loading.blocks)]
             self.hold("load", list(loading.transfers.values()), given=given, then=then)
 
     def order_layer(self, loading: Loading, layer: int):
         """Order a layer's rows, which land on the device."""
-        store, count = loading.store, len(loading.blocks)
-        rows = store.parts[store.layers.index(layer)]  # [blocks, block size, width]
-        landed = torch.empty(count, *rows.shape[1:], dtype=rows.dtype, device=self.model.device)
+        rows = loading.store.parts[loading.store.layers.index(layer)]  # [blocks, block size, width]
+        shape = len(loading.blocks), *rows.shape[1:]
+        landed = torch.empty(shape, dtype=rows.dtype, device=self.model.device)
         loading.landing[layer] = landed.flatten(0, 1)
-        runs = offload.adjacent(list(range(count)), loading.blocks)
-        into = [landed[to : to + length] for to, _, length in runs]  # [length, block size, width] each
-        out_of = [rows[at : at + length] for _, at, length in runs]
+        into = [landed[to : to + count] for to, _, count in loading.runs]  # [count, block size, width] each
+        out_of = [rows[at : at + count] for _, at, count in loading.runs]
         self.copy_layer(loading, layer, into, out_of)
 
     def copy_layer(self, loading: Loading, layer: int, into: list, out_of: list):

@@ -17,8 +17,8 @@ The plan is the one with which the question is through first. Where the question
 tokens, and 512 must not come later than by chapter 03. Layers are divided and not tokens, since half of a
 layer's tokens cost more than half of its products.
 
-What is kept is what the plan says, so each plan is a namespace of its own. A new plan is taken only while
-nothing runs and where two measurements find it 10 % better; what the plan before has kept is still found.
+Each plan keeps other rows, so each is a namespace of its own. A new plan is taken only while nothing runs and
+where two measurements find it 10 % better; blocks that the plan before has kept are still found.
 
 The paper divides in closed form, for a history alone. With C the seconds to project (H) or recompute (token)
 a layer and IO those to move it, L layers: where projecting is slower, L_H = L IO_KV / (IO_KV + C_H - IO_H)
@@ -191,7 +191,7 @@ class PlannedCache(hidden_states.HiddenCache):
             self.storage.use([self.plan_key(self.store.letters)])
 
     def find(self, request):
-        """-> the store that reaches furthest, of equals the plan's, and what follows there."""
+        """-> the store that reaches furthest (of equals the plan's), and where it has what follows."""
         found = [(store, store.find(self.missing(request))) for store in self.stores]
         return max(found, key=lambda item: len(item[1]))
 
@@ -229,11 +229,10 @@ class PlannedCache(hidden_states.HiddenCache):
         if store.letters[layer] == "H":
             return super().order_layer(loading, layer)
         table = loading.request.table[loading.start // self.pool.block_size :][: len(blocks)]
-        parts, into, out_of = store.parts[store.layers.index(layer) :], [], []
-        for side, part in zip(self.kv[layer], parts):  # [blocks, block size, KVH * hd] each
-            for to, at, count in offload.adjacent(table, blocks):
-                into.append(side[to : to + count])
-                out_of.append(part[at : at + count])
+        runs, into, out_of = offload.adjacent(table, blocks), [], []
+        for side, part in zip(self.kv[layer], store.parts[store.layers.index(layer) :]):
+            into += [side[to : to + count] for to, _, count in runs]  # [count, block size, KVH * hd] each
+            out_of += [part[at : at + count] for _, at, count in runs]
         self.copy_layer(loading, layer, into, out_of)
         self.hold("load", [loading.transfers[layer]], (self.pool, table))
 

@@ -101,8 +101,8 @@ class Storage:
     end need not check what it reads: a value begins with a checksum over key and contents. For `has` it needs
     an `index`, the keys that are there as far as it knows, and `look()`, which makes it anew.
 
-    What storage says is believed until a read fails: then that read's missing and damaged keys are doubted
-    until they are written again. Where it does not answer (`silent`) nobody waits for it until it has."""
+    Its answers are believed until a read fails: then that read's missing and damaged keys are doubted until
+    they are written again. While it does not answer (`silent`) nobody waits for it."""
 
     def __init__(self, backend, name: str = "storage", bandwidth: Bandwidth | None = None):
         """`bandwidth`: model reading that is slower than it is."""
