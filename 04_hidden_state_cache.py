@@ -1,12 +1,12 @@
 """Chapter 04: keep the input of each layer, and project it to K and V again (HCache).
 
-The problem. Computing a lost KV cache again keeps the processor busy and leaves the link idle. Copying it
-from the host (chapter 03) keeps the link busy and leaves the processor idle.
+The problem. Computing a lost KV cache again leaves the link idle; copying it from the host (chapter 03)
+leaves the processor idle.
 
 The mechanism. A layer's K and V are projections of its input, the hidden states, after a norm; K is then
-rotated by its position. With multi-head attention that input is half as large as K and V together. So the
-hidden states are kept, T tokens of D numbers a layer. When a conversation comes back, layer l + 1 travels
-while layer l is projected, by the same function that the forward pass calls:
+rotated by its position. With multi-head attention that input is half as large as K and V together. (With
+grouped-query attention it is larger, and chapter 03 the better choice.) So the hidden states are kept, T
+tokens of D numbers a layer. When a conversation comes back, layer l + 1 travels while layer l is projected:
 
     projecting costs 4 T D^2 operations a layer, computing it 24 T D^2 + T^2 D:  6 + T / (4 D) times as much
 
@@ -21,9 +21,6 @@ one. If the buffer has no room, rows are dropped and nobody waits; what comes be
 is not kept either. A block is as long as the device's, so the same prefix finds it (the paper's chunks have
 64 tokens: `--block-size 64`). With `--disk` blocks also go to files, which survive the process.
 
-States are kept as the norm reads them, once for K and V, so K is rotated on its way back; that costs little.
-With grouped-query attention (TinyLlama) they are larger than K and V, and chapter 03 is the better choice.
-
 Source: HCache (Gao et al., EuroSys '25), sections 3.1, 4.2 and 5. Its scheduler, section 4.1, is chapter 05.
 
     python 04_hidden_state_cache.py --demo
@@ -32,13 +29,14 @@ Source: HCache (Gao et al., EuroSys '25), sections 3.1, 4.2 and 5. Its scheduler
 """
 
 import argparse
+import hashlib
 import importlib
 import math
 import random
 import shell.cli as cli
-import statistics
 import sys
 from collections import deque
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -49,7 +47,7 @@ from common import link as links
 from common.requests import Request
 from common.restoring import FULL_SPEED, Cache, Match
 from common.speed import ROWS, Speed, time_projecting
-from common.store import BlockStore, Move, StoredChunks
+from common.store import Stored, StoredChunks
 from shell import charts, checkpoint, lesson, modelled_link
 from shell.backends import in_directories
 from shell.frontend import Frontend
@@ -60,7 +58,184 @@ STEPS = 4  # of a whole token budget that the snapshot buffer holds
 DEPTH = 8  # layers of a restoration that are on their way to the device, or there and not yet projected
 THREADS = 8  # of stage two
 
-# 1. The cache ----------------------------------------------------------------------------------
+# 1. Blocks in host memory ----------------------------------------------------------------------
+
+@dataclass(eq=False)
+class Filling:
+    """Which block a request fills."""
+
+    request: Request
+    block: int | None = None  # that it references; None: its rows are not kept
+    dropped: bool = False  # rows were dropped: none behind them is kept
+    lost: bool = False  # rows on their way were lost: none behind them is found
+
+
+class BlockStore:
+    """Rows of saved state in host memory, in blocks as long as the device's, which the same prefixes find.
+    The rows of a layer lie together, a part for each. Behind that is the cache's storage, if it has one."""
+
+    def __init__(self, cache: "HiddenCache", name: str, blocks: int, rows: list[tuple[int, int]]):
+        """`name` of what is kept, where storage is shared; `rows`: (layer, numbers of a row) of each part."""
+        model, size = cache.model, cache.pool.block_size
+        self.cache, self.name, self.storage = cache, name, cache.storage
+        self.pool = paged.BlockPool(blocks, size)
+        self.pool.evicting = self.evicting
+        memory = partial(links.host_memory, dtype=model.dtype, device=model.device, what="The host pool")
+        self.layers = [layer for layer, _ in rows]
+        self.parts = [memory((blocks, size, width)) for _, width in rows]
+        self.arrays = [links.as_integers(part) for part in self.parts]  # for NumPy
+        self.row_bytes = sum(width for _, width in rows) * model.dtype.itemsize
+        self.pool.block_bytes = size * self.row_bytes
+        self.fillings: dict[Request, Filling] = {}
+        self.writing: set = set()  # prefixes on their way to storage
+
+    def find(self, prefixes: list) -> list:
+        """-> the blocks that hold these prefixes up to the first gap: numbers, or where they are Stored."""
+        places, stored = [], False
+        for prefix in prefixes:
+            place = self.pool.block_of.get(prefix)
+            if place is None and self.storage:
+                place, stored = self.find_stored(prefix), True
+            # A stored block needs a place in host memory, for which none that was found there may go
+            if place is None or stored and len(places) >= self.pool.available:
+                break
+            places.append(place)
+        return places
+
+    # Filling
+
+    def fill(self, rows: dict) -> tuple[list[tuple], list[int], list[int]]:
+        """Say where rows go. `rows`: request -> the position of its first one, and the place of each among
+        what the steps have computed. -> (filling, block, prefix that it holds then or None), with a reference
+        to each block for the caller to release; and of each row that is kept its place and its slot here."""
+        pieces, kept, slots, size = [], [], [], self.pool.block_size
+        for request, (first, places) in rows.items():
+            filling, end = self.fillings.setdefault(request, Filling(request)), first + len(places)
+            full = (request.prompt_tokens + request.max_tokens - 1) // size  # blocks that it can fill
+            for index in range(first // size, min(full, self.pool.num_blocks(end))):
+                start, stop = max(first, index * size), min(end, (index + 1) * size)
+                if start % size == 0:
+                    self.begin_block(filling, index, full)
+                if filling.block is not None:
+                    kept += places[start - first : stop - first]
+                    slot = filling.block * size + start % size
+                    slots += range(slot, slot + stop - start)
+                    prefix = request.chain[index] if stop % size == 0 else None
+                    pieces.append((filling, filling.block, prefix))
+                    self.pool.share([filling.block])
+        return pieces, kept, slots
+
+    def begin_block(self, filling: Filling, index: int, full: int):
+        """Reference a block for block `index` of `full` that a request can fill; none if another one has its
+        contents. Keep nothing more if only blocks of its own chain could make room."""
+        pool, chain, last = self.pool, filling.request.chain, filling.block
+        self.close_block(filling)
+        if filling.dropped or index < len(chain) and chain[index] in pool.block_of:
+            return
+        filling.dropped = not pool.make_room(1, chain)
+        if not filling.dropped:
+            before = pool.block_of.get(chain[index - 1], last) if index else None
+            (filling.block,) = pool.allocate(1, before, full - index)
+
+    def close_block(self, filling: Filling):
+        if filling.block is not None:
+            self.pool.release([filling.block])
+        filling.block = None
+
+    def saved(self, pieces: list[tuple], arrived: bool):
+        """Let blocks be found whose last row has arrived, unless a row before was lost. In order."""
+        if not arrived:
+            self.drop(pieces)
+        for filling, block, prefix in pieces:
+            filling.lost |= not arrived
+            if prefix and not filling.lost:
+                self.register(block, prefix)
+        for request in {filling.request for filling, _, prefix in pieces if prefix}:
+            self.use_stored(request)
+
+    def drop(self, pieces: list[tuple]):
+        """These rows are not kept, and none behind them, until they are computed again."""
+        for filling in {filling for filling, _, _ in pieces if not filling.dropped}:
+            filling.dropped = True
+            self.close_block(filling)
+            self.cache.counts["drops"] += 1
+
+    def finished(self, request):
+        """Hold nothing of a request."""
+        if filling := self.fillings.pop(request, None):
+            self.close_block(filling)
+        self.use_stored(request)
+
+    # Storage
+
+    def key(self, prefix) -> bytes:
+        return hashlib.sha256(prefix.key + self.name.encode()).digest()
+
+    def find_stored(self, prefix) -> Stored | None:
+        return self.storage.find(self.key(prefix), len(self.parts))
+
+    def stored(self, places: list) -> list[Stored]:
+        return [place for place in places if isinstance(place, Stored)]
+
+    def register(self, block: int, prefix):
+        """The block can be found, and is written to storage, until which its memory must stay as it is; not
+        behind a gap, where nothing would find it."""
+        self.pool.register(block, prefix)
+        before = prefix.parent
+        if self.storage and (before.parent is None or before in self.writing or self.find_stored(before)):
+            if written := self.storage.write(self.key(prefix), [part[block] for part in self.arrays]):
+                self.writing.add(prefix)
+                then = lambda arrived: self.writing.discard(prefix)  # noqa: E731
+                self.cache.hold(f"write {block}", [written], (self.pool, [block]), then=then)
+
+    def use_stored(self, request):
+        """A chain that is used in host memory, or on the device, is used in storage."""
+        if self.storage:
+            self.storage.use([self.key(prefix) for prefix in request.chain], len(self.parts))
+
+    def evicting(self, lost: list):
+        """Count blocks that leave host memory and are not in storage."""
+        if self.storage:
+            self.cache.counts["blocks_lost"] += sum(not self.find_stored(prefix) for _, prefix in lost)
+
+    def bring(self, prefixes: list, places: list) -> tuple[list[int], dict]:
+        """Reference what `find` has found, and read what is stored into host memory, part by part. -> the
+        blocks' numbers, and layer -> the reads that must be over before."""
+        stored, reads = self.stored(places), {layer: [] for layer in self.layers}
+        self.pool.share([place for place in places if isinstance(place, int)])
+        fresh = self.pool.allocate(len(stored))
+        free = iter(fresh)
+        blocks = [next(free) if isinstance(place, Stored) else place for place in places]
+        if stored:
+            for part, (layer, memory) in enumerate(zip(self.layers, self.arrays)):
+                reads[layer] += self.storage.read(stored, [memory[block] for block in fresh], part)
+            pairs = [(block, prefix) for block, prefix in zip(blocks, prefixes) if block in fresh]
+            then = partial(self.brought, pairs)
+            self.cache.hold(f"read {fresh[0]}", sum(reads.values(), []), (self.pool, fresh), then=then)
+        return blocks, reads
+
+    def brought(self, pairs: list[tuple], arrived: bool):
+        """Blocks have been read: the next request finds them in host memory."""
+        for block, prefix in pairs if arrived else ():
+            self.register(block, prefix)
+
+
+# 2. The cache ----------------------------------------------------------------------------------
+
+class Loading:
+    """A request's tokens on their way back: where they are, what has been ordered, and where that goes."""
+
+    def __init__(self, cache: "HiddenCache", request, restoration, match):
+        self.request, self.start, self.store = request, restoration.start, match.store
+        pool, end, device = cache.pool, restoration.end, cache.model.device
+        self.positions = torch.arange(self.start, end, device=device)  # [T]
+        self.slots = pool.slots(torch.tensor(request.table, device=device))[self.start : end]  # [T]
+        prefixes = request.chain[self.start // pool.block_size :]
+        self.blocks, self.reads = self.store.bring(prefixes, match.blocks)  # of the store; see there
+        self.runs = offload.adjacent(list(range(len(self.blocks))), self.blocks)
+        self.landing = {}  # layer -> where its rows land, [n * block size, width]
+        self.transfers = {}  # layer -> the Transfer
+
 
 class HiddenCache(Cache):
     """Each layer's input is kept in host memory, in blocks, and projected to K and V again."""
@@ -68,12 +243,7 @@ class HiddenCache(Cache):
     def __init__(self, blocks: int, bandwidth=None, storage: StoredChunks | None = None):
         """`blocks` in host memory, and `storage` behind them; `bandwidth` of the modelled link, in bytes/s or
         a Bandwidth, where there is no GPU."""
-        self.blocks, self.bandwidth, self.storage, self.pools = blocks, bandwidth, storage, {}
-
-    @property
-    def width(self) -> int:
-        """Numbers that are kept of a layer's input, for a token."""
-        return self.model.config.hidden_size
+        self.blocks, self.bandwidth, self.storage = blocks, bandwidth, storage
 
     def attach(self, engine):
         super().attach(engine)
@@ -83,115 +253,108 @@ class HiddenCache(Cache):
         self.lanes = deque(links.Lane("scatter", wake) for _ in range(THREADS))
         if self.storage:
             self.storage.open(wake)
-        self.forget_steps()
-        self.keep(range(1, len(self.model.layers)), "hidden states")
         self.projecting = Speed(math.inf)  # rows of a layer a second
         self.spans = deque()  # (request, rows projected, label, mark, mark): what was computed lately
+        self.forget_steps()
+        self.start_keeping()
 
-    def keep(self, layers, name: str, of_blocks=(), store: BlockStore | None = None):
-        """From now on keep the input of `layers`, and the (layer, side) of the device's blocks in `of_blocks`
-        (chapter 05): a part each. `name` is that of all this; `store` where it has been kept before."""
-        self.layers, self.of_blocks, config = layers, of_blocks, self.model.config
-        widths = [self.width] * len(layers)
-        widths += [config.num_key_value_heads * config.head_dim] * len(of_blocks)
-        memory = partial(links.host_memory, dtype=self.model.dtype, device=self.model.device)
-        # 1. The blocks in host memory
-        if store is None:
-            pool = paged.BlockPool(self.blocks, self.pool.block_size)
-            shapes = [(self.blocks, pool.block_size, width) for width in widths]
-            parts = [memory(shape, what="The host pool") for shape in shapes]
-            store = BlockStore(self, pool, parts, name, self.storage)
-        self.store, self.stores, self.pools["host"] = store, [store], store.pool
-        self.engine.pools = {**self.engine.pools, **self.pools}
+    @property
+    def width(self) -> int:
+        """Numbers that are kept of a token's input to a layer."""
+        return self.model.config.hidden_size
 
-        # 2. The snapshot buffer, in host memory
-        blocks = STEPS * -(-self.engine.token_budget // 16)
-        self.snapshots = paged.BlockPool(blocks, 16)  # of 16 rows each, however long the engine's blocks are
-        self.snapshot = [memory((16 * blocks, width), what="The snapshot buffer") for width in widths]
-        self.taken = [links.as_integers(rows) for rows in self.snapshot]  # for NumPy
-        self.row_bytes = sum(widths) * self.model.dtype.itemsize
+    def start_keeping(self):
+        """Keep the input of every layer but the first, which is the embedding."""
+        layers = range(1, len(self.model.layers))
+        rows = [(layer, self.width) for layer in layers]
+        self.keep(layers, BlockStore(self, "hidden states", self.blocks, rows))
 
-    # Finding
+    def keep(self, layers, store: BlockStore):
+        """Keep the input of `layers` in `store` from now on. Only while nothing is under way."""
+        self.layers, self.store, self.pools = layers, store, {"host": store.pool}
+        memory = partial(links.host_memory, device=self.model.device, what="The snapshot buffer")
+        rows = STEPS * self.engine.token_budget  # the buffer is a ring of so many, for each part
+        self.snapshot = [memory((rows, part.shape[-1]), part.dtype) for part in store.parts]
+        self.ring, self.head, self.free = rows, 0, rows  # its length, the next row's place, unused rows
 
     def match(self, request):
-        blocks, reached = self.store.find(request)
-        if blocks:
-            tokens, source = reached - request.computed, "disk" if self.store.stored(blocks) else "cpu"
-            return Match(tokens, self.seconds(tokens, blocks), blocks, source, tokens, self.store)
+        store, places = self.find(request)
+        if places:
+            start, size = request.computed, self.pool.block_size
+            end = (start // size + len(places)) * size
+            source = "disk" if store.stored(places) else "cpu"
+            seconds = self.seconds(start, end, store, places)
+            return Match(end - start, seconds, places, source, end - start, store)
 
-    def seconds(self, tokens: int, blocks: list) -> float:
+    def find(self, request) -> tuple[BlockStore, list]:
+        """-> the store, and where it has what follows."""
+        return self.store, self.store.find(self.missing(request))
+
+    def seconds(self, start: int, end: int, store: BlockStore, places: list) -> float:
         """Estimate for a restoration: the slower of loading and projecting, and one layer of the other."""
-        depth = len(self.layers) + 1
-        project = depth * self.seconds_to_project(tokens)
-        load = self.load_link.seconds(len(blocks) * self.store.pool.block_bytes)
-        load = max(load, self.store.seconds_to_read(blocks))
+        depth, size = len(self.model.layers), store.pool.block_bytes
+        project = depth * self.seconds_to_project(end - start)
+        load = self.load_link.seconds(len(places) * size)
+        if self.storage:
+            load = max(load, self.storage.seconds(store.stored(places), size))
         return max(load, project) + min(load, project) / depth
 
     def seconds_to_project(self, tokens: int) -> float:
         """Estimate for a layer."""
-        self.draw()
+        self.draw_spans()
         return self.projecting.seconds(tokens)
-
-    def draw(self):
-        """Draw what was computed, and note how long projections took."""
-        while self.spans:
-            request, rows, label, *marks = self.spans.popleft()
-            start, end = map(self.engine.clock.seconds, marks)
-            request.timeline.add("compute", label, start, end)
-            if rows >= FULL_SPEED:  # a few take as long as many
-                self.projecting.note(rows, end - start)
 
     # Bringing back
 
     def restore(self, request, restoration, match):
-        start, end, depth = restoration.start, restoration.end, len(self.layers) + 1
-        positions = torch.arange(start, end, device=self.model.device)  # [T]
-        slots = self.slots(request, positions)  # [T]
-        numbers, reads = self.store.bring(request, start, match.blocks)
-        landing, transfers = {}, []  # layer -> where its rows land; of each layer from 1 on
+        loading = Loading(self, request, restoration, match)
+        ahead = deque(loading.reads)  # the layers to order
         try:
             if request in self.rows:
-                self.flush()  # what it has noted ends here
-            while (layer := restoration.layers) < depth:
-                # 1. Order the next layers, part 0 first. A read is waited for if nothing can be projected
-                while (part := len(transfers)) < len(self.layers) and len(landing) < DEPTH:
-                    if (landing or layer == 0) and not all(read.ready for read in reads[part]):
+                self.flush()  # the rows that were noted of it end here
+            while (layer := restoration.layers) < len(self.model.layers):
+                # 1. Order the next layers. A read is waited for if no layer before can be brought back
+                while ahead and len(loading.landing) < DEPTH:
+                    reads = loading.reads[ahead[0]]
+                    if layer < ahead[0] and not all(read.ready for read in reads):
                         break
-                    yield from reads[part]
-                    label = f"layer {part + 1}"
-                    landing[part + 1], transfer = self.fetch(self.store.parts[part], numbers, label)
-                    transfers.append(transfer)
-                # 2. Project the next one, when it is there
-                if layer == 0:
-                    tokens = torch.tensor(request.tokens[start:end], device=self.model.device)
-                    hidden = self.model.embed(tokens)  # [T, D]
-                else:
-                    yield transfers[layer - 1]
-                    hidden = landing.pop(layer)[start - end :]  # [T, D]
-                began = self.engine.clock.mark()
-                self.project(layer, hidden, positions, slots)
-                self.spans.append((request, end - start, f"layer {layer}", began, self.engine.clock.mark()))
+                    yield from reads
+                    self.order_layer(loading, ahead.popleft())
+                # 2. Bring the next one back, when it is there
+                yield from self.bring_back(loading, layer)
                 restoration.layers += 1
         finally:
-            # What is still on its way is written to `landing`, which lives as long as this default argument
-            self.hold("load", transfers, (self.store.pool, numbers), then=lambda arrived, to=landing: None)
-            self.store.pool.release(numbers)
+            # Copies that are on their way write to `landing`, which must live until they are over
+            then = lambda arrived: loading.landing.clear()  # noqa: E731
+            given = [(loading.store.pool, loading.blocks)]
+            self.hold("load", list(loading.transfers.values()), given=given, then=then)
 
-    def fetch(self, part, numbers: list[int], label: str):
-        """Order one part [blocks, block size, D] of n blocks -> rows [n * block size, D] on the device, and
-        the Transfer."""
-        landed = torch.empty(len(numbers), *part.shape[1:], dtype=part.dtype, device=self.model.device)
-        runs = offload.adjacent(list(range(len(numbers))), numbers)
-        into = [landed[to : to + count] for to, _, count in runs]  # [count, block size, D] each
-        out_of = [part[at : at + count] for _, at, count in runs]
-        transfer = self.load_link.copy(into, out_of, label)
+    def order_layer(self, loading: Loading, layer: int):
+        """Order a layer's rows, which land on the device."""
+        rows = loading.store.parts[loading.store.layers.index(layer)]  # [blocks, block size, width]
+        shape = len(loading.blocks), *rows.shape[1:]
+        landed = torch.empty(shape, dtype=rows.dtype, device=self.model.device)
+        loading.landing[layer] = landed.flatten(0, 1)
+        into = [landed[to : to + count] for to, _, count in loading.runs]  # [count, block size, width] each
+        out_of = [rows[at : at + count] for _, at, count in loading.runs]
+        self.copy_layer(loading, layer, into, out_of)
+
+    def copy_layer(self, loading: Loading, layer: int, into: list, out_of: list):
+        loading.transfers[layer] = transfer = self.load_link.copy(into, out_of, f"layer {layer}")
         self.counts["bytes_in"] += transfer.bytes
-        return landed.flatten(0, 1), transfer
 
-    def slots(self, request, positions):
-        """Where tokens at `positions` [T] are among the slots of the device's blocks, [T]."""
-        table, size = torch.tensor(request.table, device=self.model.device), self.pool.block_size
-        return table[positions // size] * size + positions % size
+    def bring_back(self, loading: Loading, layer: int):
+        """Project a layer's rows when they are there. The first one's are the embedding."""
+        request, start, tokens = loading.request, loading.start, len(loading.positions)
+        if layer in loading.transfers:
+            yield loading.transfers[layer]
+            hidden = loading.landing.pop(layer)[-tokens:]  # [T, width]
+        else:
+            ids = torch.tensor(request.tokens[start : start + tokens], device=self.model.device)
+            hidden = self.model.embed(ids)  # [T, D]
+        began = self.engine.clock.mark()
+        self.project(layer, hidden, loading.positions, loading.slots)
+        self.note_span(request, tokens, f"layer {layer}", began)
 
     @torch.inference_mode()
     def project(self, layer: int, hidden, positions, slots):
@@ -201,16 +364,29 @@ class HiddenCache(Cache):
         keys.index_copy_(0, slots, k)
         values.index_copy_(0, slots, v)
 
+    def note_span(self, request, rows: int, label: str, began):
+        """Note what was computed since mark `began`, and how many rows that projected."""
+        self.spans.append((request, rows, label, began, self.engine.clock.mark()))
+
+    def draw_spans(self):
+        """Draw what was computed, and note how long projections took."""
+        while self.spans:
+            request, rows, label, *marks = self.spans.popleft()
+            start, end = map(self.engine.clock.seconds, marks)
+            request.timeline.add("compute", label, start, end)
+            if rows >= FULL_SPEED:  # a few take as long as many
+                self.projecting.note(rows, end - start)
+
     # Keeping
 
     def save_layer(self, layer, hidden, batch):
         if layer == 0:
-            self.step = []  # a step that was given up is no step
+            self.step = []  # a step that was interrupted is computed again
         if layer in self.layers:
             self.step.append(hidden)
 
     def forget_steps(self):
-        self.steps, self.slots_of_steps, self.rows, self.count = [], [], {}, 0
+        self.steps, self.rows, self.count = [], {}, 0
 
     def save(self, batch):
         """Note a step's states [T, D] a layer; they leave when they are many, or a request is over."""
@@ -219,78 +395,70 @@ class HiddenCache(Cache):
             places += range(self.count, self.count + count)
             self.count += count
         self.steps.append(self.step)
-        self.slots_of_steps.append(batch.slots)
-        if self.count * self.row_bytes >= SNAPSHOT or self.count >= self.engine.token_budget:
+        if self.count * self.store.row_bytes >= SNAPSHOT or self.count >= self.engine.token_budget:
             self.flush()
 
     def flush(self):
-        """Stage one: the rows that were noted leave in one transfer. Stage two: a thread waits for it."""
-        noted, steps, slots, count = self.rows, self.steps, self.slots_of_steps, self.count
+        """Stage one: the noted rows leave in one transfer. Stage two: a thread waits for it."""
+        rows, steps, count = self.rows, self.steps, self.count
         self.forget_steps()
-        moves = self.store.fill(noted)
-        touched = [move.block for move in moves]
-        blocks = self.snapshots.num_blocks(count)
-        if moves and blocks <= self.snapshots.available:
-            # 1. Room in the snapshot buffer, and where in it each noted row will be: `index`
-            places = self.snapshots.allocate(blocks)
-            index = (16 * numpy.array(places)[:, None] + numpy.arange(16)).reshape(-1)[:count]  # [rows]
-            runs = offload.adjacent(list(range(blocks)), places)
-            join = lambda pieces: pieces[0] if len(pieces) == 1 else torch.cat(pieces)  # noqa: E731
-            states = [join(pieces) for pieces in zip(*steps)]  # [rows, D] each
-            for layer, side in self.of_blocks:
-                states.append(self.pool.memory[layer, side].flatten(0, 1)[join(slots)].flatten(1))
-            into, out_of = [], []
-            for snapshot, rows in zip(self.snapshot, states, strict=True):
-                for at, to, length in runs:
-                    out_of.append(rows[16 * at : 16 * (at + length)])
-                    into.append(snapshot[16 * to : 16 * to + len(out_of[-1])])
-            # 2. The transfer, and the job of a thread behind it, which hold what they read and write
-            transfer = self.save_link.copy(into, out_of, "states")
-            self.lanes.rotate()
-            what = self.store, transfer, moves, index, out_of
-            job = self.lanes[0].submit("scatter", 0, self.scatter, *what)
-            held = (self.snapshots, places), (self.store.pool, touched)
-            self.hold("save", [job], *held, then=partial(self.on_saved, transfer, moves))
-            self.snapshots.release(places)
-            self.counts["bytes_out"] += transfer.bytes
-        else:
-            self.store.drop(moves)
-        self.store.pool.release(touched)
+        pieces, kept, slots = self.store.fill(rows)
+        touched = [block for _, block, _ in pieces]
+        if not pieces or count > self.free:
+            self.store.drop(pieces)
+            self.store.pool.release(touched)
+            return
+        transfer, states = self.take_snapshot(self.rows_to_keep(steps))
+        out_of, into = (self.head + numpy.array(kept)) % self.ring, numpy.array(slots)
+        self.lanes.rotate()
+        job = self.lanes[0].submit("scatter", 0, self.scatter, transfer, out_of, into, states)
+        then = partial(self.on_saved, transfer, pieces, count)
+        self.hold("save", [job], given=[(self.store.pool, touched)], then=then)
+        self.head, self.free = (self.head + count) % self.ring, self.free - count
 
-    def scatter(self, store, transfer, moves: list[Move], index, states):
-        """Stage two, on a thread: sort rows into blocks. `index`: where in the snapshot buffer each noted row
-        is. `states` are an argument so that they live until they are copied."""
+    def rows_to_keep(self, steps: list) -> list:
+        """-> what is kept of these steps, [rows, width] for each part."""
+        return [pieces[0] if len(pieces) == 1 else torch.cat(pieces) for pieces in zip(*steps)]
+
+    def take_snapshot(self, states: list):
+        """Begin to copy rows to the snapshot buffer -> the Transfer, and the pieces that it reads."""
+        left, into, out_of = self.ring - self.head, [], []
+        for snapshot, rows in zip(self.snapshot, states, strict=True):
+            for piece, place in (rows[:left], self.head), (rows[left:], 0):
+                if len(piece):
+                    into.append(snapshot[place : place + len(piece)])
+                    out_of.append(piece)
+        transfer = self.save_link.copy(into, out_of, "states")
+        self.counts["bytes_out"] += transfer.bytes
+        return transfer, out_of
+
+    def scatter(self, transfer, out_of, into, states):
+        """Stage two, on a thread: sort rows `out_of` the snapshot buffer `into` slots of blocks. `states` are
+        an argument so that they live until they are copied."""
         transfer.wait()
-        out_of = index[numpy.concatenate([move.noted for move in moves])]  # [rows]
-        size = store.pool.block_size
-        first = [(size * move.block + move.at, len(move.noted)) for move in moves]
-        into = numpy.concatenate([numpy.arange(at, at + rows) for at, rows in first])  # [rows]
-        for part, snapshot in zip(store.arrays, self.taken):  # [blocks, block size, D] and [rows, D]
-            part.reshape(-1, part.shape[-1])[into] = snapshot[out_of]
+        for part, snapshot in zip(self.store.arrays, self.snapshot):  # [blocks, block size, D] and [rows, D]
+            part.reshape(-1, part.shape[-1])[into] = links.as_integers(snapshot)[out_of]
 
-    def on_saved(self, transfer, moves: list[Move], arrived: bool):
-        """Stage two is over."""
-        self.store.saved(moves, arrived)
-        for request in {move.filling.request for move in moves}:
+    def on_saved(self, transfer, pieces: list[tuple], count: int, arrived: bool):
+        """Stage two is over, for `count` rows of the snapshot buffer."""
+        self.free += count
+        self.store.saved(pieces, arrived)
+        for request in {filling.request for filling, _, _ in pieces}:
             request.timeline.add("save", "states", *transfer.span())
 
     def finished(self, request):
-        self.draw()
+        self.draw_spans()
         if request in self.rows:
             self.flush()
-        for store in self.stores:
-            store.finished(request)
-
-    # Measuring
+        self.store.finished(request)
 
     def idle(self):
-        interrupt = self.engine.interrupt
+        interrupt, tokens = self.engine.interrupt, min(ROWS, self.model.config.max_position_embeddings)
         self.load_link.measure(interrupt)
-        tokens = min(ROWS, self.model.config.max_position_embeddings)
         seconds = time_projecting(self.model, tokens, interrupt)
         self.projecting.forget()
         self.projecting.note(tokens, seconds)
-        return 1 / self.seconds(self.pool.block_size, [0])
+        return 1 / self.seconds(0, self.pool.block_size, self.store, [0])
 
     def close(self):
         if self.storage:
@@ -301,7 +469,7 @@ class HiddenCache(Cache):
             self.storage.close()
 
 
-# 2. The demo -----------------------------------------------------------------------------------
+# 3. The demo -----------------------------------------------------------------------------------
 
 LARGER, HISTORY, ASKED = "random:long", 1024, 32  # for times: model, tokens, tokens
 LINKS = {"the link is the bottleneck": 2.0, "computing is the bottleneck": 0.5}  # transfer over projecting
@@ -332,7 +500,7 @@ def demo(model, frontend: Frontend, arguments):
     blocks = -(-(HISTORY + 2 * ASKED) // 16)
     caches = HiddenCache(2 * blocks, 1e9), offload.HostCache(2 * blocks, 1e9)
     engines = [paged.Engine(paged.Runner(larger, blocks), cache, always_restore=True) for cache in caches]
-    hidden, kv = (partial(once, engine, prompt, rng) for engine in engines)
+    hidden, kv = (partial(ask_again, engine, prompt, rng) for engine in engines)
     ways = {"hidden states (04)": hidden, "K and V (03)": kv}
     computed = min(way() for way in ways.values())  # and kept
     states = HISTORY * larger.config.hidden_size * larger.dtype.itemsize  # bytes of a layer
@@ -340,9 +508,9 @@ def demo(model, frontend: Frontend, arguments):
     for words, share in LINKS.items() if link.modelled else [("the link as it is", 1.0)]:
         for cache in caches if link.modelled else ():
             cache.load_link.bandwidth.value = even / share
-        taken = lesson.in_turn(ways, 3)
-        rows += lesson.table(f"{LARGER}, TTFT behind {HISTORY} tokens, {words}", taken, "ttft_ms", "ms")
-        ours, theirs = (statistics.median(samples) for samples in taken.values())
+        title = f"{LARGER}, TTFT behind {HISTORY} tokens, {words}"
+        rows += lesson.table(title, lesson.in_turn(ways, 3), "ttft_ms", "ms")
+        ours, theirs = (row["ttft_ms"] for row in rows[-2:])
         print(f"  {ours / theirs:.2f} of chapter 03's, {ours / computed:.2f} of computing it again\n")
     print(
         "Half of the bytes help where the link is the slower one. Where it is not, projecting takes the\n"
@@ -363,13 +531,13 @@ def converse(engine, frontend: Frontend, rng, new: int) -> list[Request]:
     return asked
 
 
-def once(engine, prompt: list[int], rng) -> float:
+def ask_again(engine, prompt: list[int], rng) -> float:
     """-> TTFT of another question behind the same history, in ms."""
     question = [rng.randrange(300, engine.model.config.vocab_size) for _ in range(ASKED)]
     return lesson.ask(engine, prompt + question, 1, "device").outcome.ttft_ms
 
 
-# 3. Main ---------------------------------------------------------------------------------------
+# 4. Main ---------------------------------------------------------------------------------------
 
 def add_arguments(parser):
     offload.add_arguments(parser)

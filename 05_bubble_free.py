@@ -12,13 +12,13 @@ The mechanism. A layer's K and V can come back in three ways, which use the lane
 The costs of a layer are measured, and every division of the layers is tried on paper: first R, then H, last
 K, as in RRHHHHHHHHKK. The link brings all H and then all K; the processor recomputes R meanwhile, projects
 each H when it has arrived, and takes the question's rows through each layer as soon as its history is there.
-The plan is the one with which the question is through first. That is what a user waits for, so the question
-counts: where it costs as much as the history (classroom), the best plan may be K in all layers, chapter 03.
-One plan serves all lengths: it is made for 1,024 tokens, and 512 must not come later than by chapter 03.
-Layers are divided and not tokens, since half of a layer's tokens cost more than half of its products.
+The plan is the one with which the question is through first. Where the question costs as much as the history
+(classroom), that may be K in all layers, chapter 03. One plan serves all lengths: it is made for 1,024
+tokens, and 512 must not come later than by chapter 03. Layers are divided and not tokens, since half of a
+layer's tokens cost more than half of its products.
 
-What is kept is what the plan says, so each plan is a namespace of its own. A new plan is taken only while
-nothing runs and where two measurements find it 10 % better; what the plan before has kept is still found.
+Each plan keeps other rows, so each is a namespace of its own. A new plan is taken only while nothing runs and
+where two measurements find it 10 % better; blocks that the plan before has kept are still found.
 
 The paper divides in closed form, for a history alone. With C the seconds to project (H) or recompute (token)
 a layer and IO those to move it, L layers: where projecting is slower, L_H = L IO_KV / (IO_KV + C_H - IO_H)
@@ -40,7 +40,6 @@ import math
 import random
 import re
 import shell.cli as cli
-import statistics
 import sys
 from functools import partial
 from typing import NamedTuple
@@ -49,7 +48,7 @@ import numpy
 import torch
 
 from common.requests import BadRequest, Request
-from common.restoring import PAUSE, Match
+from common.restoring import PAUSE
 from common.store import StoredChunks
 from shell import charts, checkpoint, lesson
 from shell.frontend import Frontend
@@ -63,7 +62,7 @@ BETTER = 0.9  # a new plan takes at most this share of the old one's time
 
 # 1. The planner --------------------------------------------------------------------------------
 
-class Costs(NamedTuple):
+class LayerCosts(NamedTuple):
     """Seconds of one layer, for all tokens of a history."""
 
     recompute: float  # C_token
@@ -73,7 +72,7 @@ class Costs(NamedTuple):
     question: float = 0.0  # to take the question's rows through it
 
 
-def plan_seconds(letters: str, costs: Costs) -> float:
+def plan_seconds(letters: str, costs: LayerCosts) -> float:
     """Seconds until the question has passed all layers."""
     # 1. When each layer arrives: first all H, then all K
     arrival, link = [0.0] * len(letters), 0.0
@@ -100,7 +99,7 @@ def divisions(layers: int) -> list[str]:
     ]
 
 
-def best_plan(layers: int, costs: Costs, shorter: Costs | None = None) -> str:
+def best_plan(layers: int, costs: LayerCosts, shorter: LayerCosts | None = None) -> str:
     """The best of all divisions; of equals the one that keeps less. With the costs of a `shorter` history: of
     those that are no slower than K everywhere for that one too."""
     plans = divisions(layers)
@@ -110,7 +109,7 @@ def best_plan(layers: int, costs: Costs, shorter: Costs | None = None) -> str:
     return min(plans, key=lambda plan: (plan_seconds(plan, costs), plan.count("K"), plan.count("H")))
 
 
-def closed_form(layers: int, costs: Costs) -> str:
+def closed_form(layers: int, costs: LayerCosts) -> str:
     """Section 4.1.2, as it stands there: whole layers, two ways, and the history alone."""
     if costs.project > costs.load_states:
         share = costs.load_kv / (costs.load_kv + costs.project - costs.load_states)
@@ -121,7 +120,7 @@ def closed_form(layers: int, costs: Costs) -> str:
     return "R" * (layers - hidden) + "H" * hidden
 
 
-def bound_seconds(layers: int, costs: Costs) -> float:
+def bound_seconds(layers: int, costs: LayerCosts) -> float:
     """No division ends before: both lanes busy all the time, and layers divided however finely. The best
     bound over all prices that a second of the link may have against one of the processor."""
     # (processor, link)
@@ -144,34 +143,35 @@ class PlannedCache(hidden_states.HiddenCache):
         """`blocks`: as much host memory as so many of chapter 04's take, for each of two plans. `plan`:
         best, paper, or a letter for each layer."""
         super().__init__(blocks, bandwidth, storage)
-        self.asked, self.question, self.proposed = plan, 0.0, None
+        self.asked, self.question, self.proposed, self.stores = plan, 0.0, None, []
 
-    def attach(self, engine):
-        blocks, self.blocks = self.blocks, 0
-        super().attach(engine)  # which keeps nothing yet
-        self.budget = blocks * self.pool.block_size * hidden_states.bytes_per_token(self.model)  # bytes
+    def start_keeping(self):
+        self.budget = self.blocks * self.pool.block_size * hidden_states.bytes_per_token(self.model)  # bytes
         self.kv = self.pool.memory.flatten(4)  # [L, 2, blocks, block size, KVH * hd]
         chapter_04 = "R" + "H" * (len(self.model.layers) - 1)  # its plan, until costs are measured
         self.adopt(self.asked if set(self.asked) <= set("RHK") else chapter_04)
 
     def adopt(self, letters: str):
         """Keep by this plan from now on. Only while nothing is under way."""
-        kinds = {kind: [layer for layer, letter in enumerate(letters) if letter == kind] for kind in "RHK"}
-        of_blocks = [(layer, side) for layer in kinds["K"] for side in (0, 1)]
-        config = self.model.config
-        numbers = len(kinds["H"]) * config.hidden_size
-        numbers += len(of_blocks) * config.num_key_value_heads * config.head_dim
-        self.blocks = self.budget // (self.pool.block_size * numbers * self.model.dtype.itemsize)
-        before = [store for store in self.stores if store.pool.block_of or self.has_files(store.name)]
-        known = next((store for store in before if store.letters == letters), None)
-        if known is None:
+        before = [store for store in self.stores if store.pool.block_of or self.has_files(store.letters)]
+        store = next((store for store in before if store.letters == letters), None)
+        if store is None:
             before = self.stores = before[:1]  # the memory of a third one goes first
-        self.keep(kinds["H"], letters, of_blocks, known)
-        self.store.letters = letters
-        self.store.parts_of = {layer: [part] for part, layer in enumerate(kinds["H"])}
-        for number, layer in enumerate(kinds["K"]):
-            self.store.parts_of[layer] = [len(kinds["H"]) + 2 * number + side for side in (0, 1)]
-        self.stores = [self.store, *(store for store in before if store is not self.store)][:2]
+            store = self.make_store(letters)
+        self.stores = [store, *(other for other in before if other is not store)][:2]
+        self.keep([layer for layer, letter in enumerate(letters) if letter == "H"], store)
+        self.engine.pools = {**self.engine.pools, **self.pools}
+
+    def make_store(self, letters: str):
+        """-> a BlockStore, empty, for the states of H, then K and V of K."""
+        rows, side = [], self.kv.shape[-1]
+        for layer, letter in enumerate(letters):
+            rows += {"H": [(layer, self.width)], "K": [(layer, side)] * 2, "R": []}[letter]
+        numbers = self.pool.block_size * sum(width for _, width in rows)  # of a block
+        blocks = self.budget // (numbers * self.model.dtype.itemsize)
+        store = hidden_states.BlockStore(self, letters, blocks, rows)
+        store.letters = letters
+        return store
 
     # Plans that have files: a value without contents says so
 
@@ -179,19 +179,33 @@ class PlannedCache(hidden_states.HiddenCache):
         return self.storage is not None and self.storage.find(self.plan_key(letters)) is not None
 
     def plan_key(self, letters: str) -> bytes:
-        of_size = f" {self.pool.block_size} {letters}".encode()
-        return hashlib.sha256(self.engine.prefixes.namespace + of_size).digest()
+        name = f" {self.pool.block_size} {letters}"
+        return hashlib.sha256(self.engine.prefixes.namespace + name.encode()).digest()
 
     def finished(self, request):
         super().finished(request)
+        for store in self.stores[1:]:
+            store.use_stored(request)
         if self.storage:
-            self.storage.write(self.plan_key(self.store.name), [numpy.zeros(0, numpy.uint8)])
-            self.storage.use([self.plan_key(self.store.name)])
+            self.storage.write(self.plan_key(self.store.letters), [numpy.zeros(0, numpy.uint8)])
+            self.storage.use([self.plan_key(self.store.letters)])
 
-    # Estimating
+    def find(self, request):
+        """-> the store that reaches furthest (of equals the plan's), and where it has what follows."""
+        found = [(store, store.find(self.missing(request))) for store in self.stores]
+        return max(found, key=lambda item: len(item[1]))
 
-    def costs(self, start: int, end: int, stored: float = 0.0) -> Costs:
-        """Of a layer of tokens start to end, of which a share, `stored`, is read from storage first."""
+    def seconds(self, start, end, store, places):
+        stored = store.stored(places)
+        # Without the question, which follows in either case
+        costs = self.costs(start, end, len(stored) / len(places))._replace(question=0.0)
+        seconds = plan_seconds(store.letters, costs) + self.load_link.seconds(0)
+        if stored:
+            seconds += self.storage.seconds(stored, 0)  # what is queued there
+        return seconds
+
+    def costs(self, start: int, end: int, stored: float = 0.0) -> LayerCosts:
+        """Of tokens start to end, of which a share, `stored`, is read from storage first."""
         config, layers, tokens = self.model.config, len(self.model.layers), end - start
         states = tokens * config.hidden_size * self.model.dtype.itemsize
         kv = tokens * config.kv_numbers_per_token * self.model.dtype.itemsize // layers
@@ -199,144 +213,114 @@ class PlannedCache(hidden_states.HiddenCache):
         speed = self.load_link.speed()
         if stored:
             speed = min(speed, self.storage.speed() / stored)
-        return Costs(compute, self.seconds_to_project(tokens), states / speed, kv / speed, self.question)
-
-    def match(self, request):
-        found = [(*store.find(request), store) for store in self.stores]
-        blocks, reached, store = max(found, key=lambda item: item[1])  # of equals the first
-        if not blocks:
-            return None
-        start, tokens = request.computed, reached - request.computed
-        stored = store.stored(blocks)
-        costs = self.costs(start, reached, len(stored) / len(blocks))
-        costs = costs._replace(question=0.0)  # it follows in either case
-        seconds = plan_seconds(store.letters, costs) + self.load_link.seconds(0)
-        if stored:
-            seconds += self.storage.seconds(stored, 0)  # what is queued there
-        source = "disk" if stored else "cpu"
-        return Match(tokens, seconds, blocks, source, tokens, store)
+        return LayerCosts(compute, self.seconds_to_project(tokens), states / speed, kv / speed, self.question)
 
     # Bringing back
 
     def restore(self, request, restoration, match):
-        store, letters = match.store, match.store.letters
-        start, end, recomputed = restoration.start, restoration.end, letters.count("R")
-        costs = self.costs(start, end, len(store.stored(match.blocks)) / len(match.blocks))
-        predicted = plan_seconds(letters, costs)
-        if letters.strip("K"):
-            positions = torch.arange(start, end, device=self.model.device)  # [T]
-            slots = self.slots(request, positions)  # [T]
-        numbers, reads = store.bring(request, start, match.blocks)
-        table = request.table[start // self.pool.block_size : end // self.pool.block_size]
-        self.pool.share(table)
-        runs = offload.adjacent(table, numbers)
-        landing, transfers = {}, {}  # layer -> where its rows land, its Transfer
-        ordered = recomputed  # the next layer to order
-        try:
-            if request in self.rows:
-                self.flush()  # what it has noted ends here
-            while (layer := restoration.layers) < len(letters):
-                # 1. Order the next layers, as far as they have been read; of H some ahead
-                while ordered < len(letters):
-                    parts, label = store.parts_of[ordered], f"layer {ordered}"
-                    pending = not all(read.ready for part in parts for read in reads[part])
-                    if pending and (layer < ordered or layer < recomputed):
-                        break
-                    if letters[ordered] == "H" and len(landing) == hidden_states.DEPTH:
-                        break
-                    for part in parts:
-                        yield from reads[part]
-                    if letters[ordered] == "H":
-                        part = store.parts[parts[0]]
-                        landing[ordered], transfers[ordered] = self.fetch(part, numbers, label)
-                    else:
-                        transfers[ordered] = self.fetch_kv(ordered, store, runs, label)
-                    ordered += 1
-                # 2. Bring the next layer back, in its way
-                if layer < recomputed:
-                    yield from self.recompute(request, recomputed, positions, slots)
-                    restoration.layers = recomputed
-                else:
-                    yield transfers[layer]
-                    if letters[layer] == "H":
-                        mark = self.engine.clock.mark()
-                        hidden = landing.pop(layer)[start - end :]  # [T, D]
-                        self.project(layer, hidden, positions, slots)
-                        span = request, end - start, f"layer {layer}", mark, self.engine.clock.mark()
-                        self.spans.append(span)
-                    restoration.layers += 1
-        finally:
-            held = (store.pool, numbers), (self.pool, table)
-            self.hold("load", list(transfers.values()), *held, then=lambda arrived, to=landing: None)
-            for pool, blocks in held:
-                pool.release(blocks)
-        title = f"{end - start} tokens: {1e3 * predicted:.1f} ms predicted, the question included"
-        legend = dict(R="recomputed", H="from hidden states", K="loaded as K and V")
-        costs_ms = {name: 1e3 * seconds for name, seconds in costs._asdict().items()}  # of a layer
-        plan = dict(title=title, rows=[["layers", letters]], legend=legend)
-        request.timeline.plan = dict(plan, predicted_ms=1e3 * predicted, costs_ms=costs_ms)
+        stored = len(match.store.stored(match.blocks)) / len(match.blocks)
+        costs = self.costs(restoration.start, restoration.end, stored)
+        yield from super().restore(request, restoration, match)
+        request.timeline.plan = described(match.store.letters, costs, match.tokens)
 
-    def recompute(self, request, layers: int, positions, slots):
-        """The forward pass of the first layers, in portions: others may decode between them. Of the last
-        layer only K and V are needed: of a first one that is alone, the projected embedding."""
-        start, count, portion = request.restoration.start, len(positions), self.engine.token_budget
+    def order_layer(self, loading, layer):
+        """Order K and V straight into the device's blocks, or states as chapter 04 does."""
+        store, blocks = loading.store, loading.blocks
+        if store.letters[layer] == "H":
+            return super().order_layer(loading, layer)
+        table = loading.request.table[loading.start // self.pool.block_size :][: len(blocks)]
+        runs, into, out_of = offload.adjacent(table, blocks), [], []
+        for side, part in zip(self.kv[layer], store.parts[store.layers.index(layer) :]):
+            into += [side[to : to + count] for to, _, count in runs]  # [count, block size, KVH * hd] each
+            out_of += [part[at : at + count] for _, at, count in runs]
+        self.copy_layer(loading, layer, into, out_of)
+        self.hold("load", [loading.transfers[layer]], (self.pool, table))
+
+    def bring_back(self, loading, layer):
+        """Bring a layer back in its way; with the first R come all."""
+        letters = loading.store.letters
+        if letters[layer] == "H":
+            yield from super().bring_back(loading, layer)
+        elif letters[layer] == "K":
+            yield loading.transfers[layer]
+        elif layer == 0:
+            yield from self.recompute(loading, letters.count("R"))
+
+    def recompute(self, loading, layers: int):
+        """Compute the first layers in portions, between which others may decode. Of the last of these layers
+        only K and V are needed."""
+        count, portion = len(loading.positions), self.engine.token_budget
         for at in range(0, count, portion):
             rows, began = slice(at, min(at + portion, count)), self.engine.clock.mark()
-            tokens = request.tokens[start + at : start + rows.stop]
-            with torch.inference_mode():
-                hidden = self.model.embed(torch.tensor(tokens, device=self.model.device))  # [T, D]
-                if layers > 1:
-                    part = Request(request.tokens[: start + rows.stop], 1, table=request.table)
-                    part.computed = start + at
-                    batch = paged.Batch(self.pool, [(part, len(tokens))])
-                    rotation = self.model.rotary(batch.positions)  # [T, 1, hd] each
-                for layer in range(layers - 1):
-                    hidden = self.model.layers[layer](hidden, rotation, batch.attend(layer))  # [T, D]
-                self.project(layers - 1, hidden, positions[rows], slots[rows])
-            self.spans.append((request, 0, "recompute", began, self.engine.clock.mark()))
+            hidden = self.compute_portion(loading, layers - 1, rows)  # [T, D]
+            self.project(layers - 1, hidden, loading.positions[rows], loading.slots[rows])
+            self.note_span(loading.request, 0, "recompute", began)
             if rows.stop < count:
                 yield PAUSE
 
-    def fetch_kv(self, layer: int, store, runs: list, label: str):
-        """Order a layer's K and V, straight into the device's blocks -> the Transfer."""
-        into, out_of = [], []
-        for kv, part in zip(self.kv[layer], store.parts_of[layer]):  # [blocks, block size, KVH * hd]
-            into += [kv[to : to + count] for to, _, count in runs]
-            out_of += [store.parts[part][at : at + count] for _, at, count in runs]
-        transfer = self.load_link.copy(into, out_of, label)
-        self.counts["bytes_in"] += transfer.bytes
-        return transfer
+    @torch.inference_mode()
+    def compute_portion(self, loading, layers: int, rows: slice):
+        """Compute the first layers for `rows` of the tokens -> the input of the next layer, [T, D]."""
+        request, start, end = loading.request, loading.start + rows.start, loading.start + rows.stop
+        tokens = torch.tensor(request.tokens[start:end], device=self.model.device)
+        hidden = self.model.embed(tokens)  # [T, D]
+        if layers:
+            part = Request(request.tokens[:end], 1, table=request.table, computed=start)
+            batch = paged.Batch(self.pool, [(part, end - start)])
+            rotation = self.model.rotary(batch.positions)  # [T, 1, hd] each
+        for layer in range(layers):
+            hidden = self.model.layers[layer](hidden, rotation, batch.attend(layer))  # [T, D]
+        return hidden
+
+    def save(self, batch):
+        self.step.append(batch.slots)  # where K and V of the step's rows are
+        super().save(batch)
+
+    def rows_to_keep(self, steps):
+        *rows, slots = super().rows_to_keep(steps)
+        for layer in self.store.layers[len(rows) :: 2]:
+            rows += self.kv[layer].flatten(1, 2)[:, slots]  # K and V, [rows, KVH * hd] each
+        return rows
 
     # Planning
 
     def idle(self):
         super().idle()
-        layers, stored = len(self.model.layers), float(self.storage is not None)
-        if not self.engine.estimates.computing.passes:
-            self.engine.estimates.measure_computing()
-        self.measure_question()
-        tokens = min(PLANNED, self.model.config.max_position_embeddings // 2)
+        estimates, best = self.engine.estimates, self.asked == "best"
+        if not estimates.computing.passes:
+            estimates.measure_computing()
+        layers, tokens = len(self.model.layers), min(PLANNED, self.model.config.max_position_embeddings // 2)
+        if request := estimates.nobodys_request(tokens + QUESTION, tokens):
+            self.question = estimates.fastest_layer(request, QUESTION)
+        stored = float(self.storage is not None)
         costs, shorter = (self.costs(0, end, stored) for end in (tokens, min(SHORTER, tokens)))
         if self.asked in ("best", "paper") and math.isfinite(costs.recompute):
-            best = self.asked == "best"
             letters = best_plan(layers, costs, shorter) if best else closed_form(layers, costs)
-            seconds = partial(plan_seconds, costs=costs)
-            if not self.store.pool.block_of:  # nothing is kept here: the best of the plans that have files
-                first = min(filter(self.has_files, divisions(layers)), key=seconds, default=letters)
-                if first != self.store.letters:
-                    self.adopt(first)
-            better = seconds(letters) <= BETTER * seconds(self.store.letters)
-            if better and letters == self.proposed and letters != self.store.letters:
-                self.adopt(letters)
-            self.proposed = letters  # by this measurement; one alone may be of a bad moment
+            self.consider(letters, costs)
         return 1 / plan_seconds(self.store.letters, costs)
 
-    def measure_question(self):
-        """Seconds a layer for the question's rows behind a history."""
-        tokens = min(PLANNED, self.model.config.max_position_embeddings // 2)
-        estimates = self.engine.estimates
-        if request := estimates.dummy_request(tokens + QUESTION, tokens):
-            self.question = estimates.fastest_layer(request, QUESTION)
+    def consider(self, letters: str, costs: LayerCosts):
+        """Adopt a plan that two measurements find clearly better: a single one may come at a bad moment."""
+        seconds = partial(plan_seconds, costs=costs)
+        if not self.store.pool.block_of:  # nothing is kept here: the best of the plans that have files
+            plans = filter(self.has_files, divisions(len(letters)))
+            first = min(plans, key=seconds, default=letters)
+            if first != self.store.letters:
+                self.adopt(first)
+        better = seconds(letters) <= BETTER * seconds(self.store.letters)
+        if better and letters == self.proposed and letters != self.store.letters:
+            self.adopt(letters)
+        self.proposed = letters
+
+
+def described(letters: str, costs: LayerCosts, tokens: int) -> dict:
+    """-> a plan for the page, above the lanes."""
+    predicted_ms = 1e3 * plan_seconds(letters, costs)
+    title = f"{tokens} tokens: {predicted_ms:.1f} ms predicted, the question included"
+    legend = dict(R="recomputed", H="from hidden states", K="loaded as K and V")
+    costs_ms = {name: 1e3 * seconds for name, seconds in costs._asdict().items()}  # of a layer
+    plan = dict(title=title, rows=[["layers", letters]], legend=legend)
+    return dict(plan, predicted_ms=predicted_ms, costs_ms=costs_ms)
 
 
 # 3. The demo -----------------------------------------------------------------------------------
@@ -359,35 +343,31 @@ def demo(model, frontend: Frontend, arguments):
     larger, *_ = checkpoint.load(hidden_states.LARGER, arguments.dtype, arguments.device)
     prompt = [rng.randrange(300, larger.config.vocab_size) for _ in range(PLANNED)]
     blocks = -(-(PLANNED + 2 * QUESTION) // 16)
-    states_kept = hidden_states.HiddenCache(2 * blocks, 1e9)
-    caches = {"K and V (03)": offload.HostCache(2 * blocks, 1e9), "hidden states (04)": states_kept}
+    caches = [offload.HostCache(2 * blocks, 1e9), hidden_states.HiddenCache(2 * blocks, 1e9)]
     make = lambda cache: paged.Engine(paged.Runner(larger, blocks), cache, always_restore=True)  # noqa: E731
-    once = partial(partial, hidden_states.once, prompt=prompt, rng=rng)
-    ways = {name: once(make(cache)) for name, cache in caches.items()}
+    ask = partial(partial, hidden_states.ask_again, prompt=prompt, rng=rng)
+    ways = dict(zip(["K and V (03)", "hidden states (04)"], map(ask, map(make, caches))))
     computed = min(way() for way in ways.values())  # and kept
-    projecting = states_kept.seconds_to_project(PLANNED)
     states = PLANNED * larger.config.hidden_size * larger.dtype.itemsize  # bytes of a layer
+    even = states / caches[1].seconds_to_project(PLANNED)  # bytes/s
     cases = {"the link is the bottleneck": 2.0, "balanced": 1.0, "computing is the bottleneck": 0.5}
-    for words, share in cases.items():
-        bandwidth = states / projecting / share if link.modelled else None
-        for cache in caches.values() if link.modelled else ():
+    for words, share in cases.items() if link.modelled else [("the link as it is", 1.0)]:
+        bandwidth = even / share if link.modelled else None
+        for cache in caches if link.modelled else ():
             cache.load_link.bandwidth.value = bandwidth
         cache = PlannedCache(4 * blocks, bandwidth)
-        ways["planned (05)"] = once(engine := make(cache))
+        ways["planned (05)"] = ask(engine := make(cache))
         ways["planned (05)"]()  # it keeps what its plan says
         costs, letters = cache.costs(0, PLANNED), cache.store.letters
         named = ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in costs._asdict().items())
-        title = f"{hidden_states.LARGER}, TTFT behind {PLANNED} tokens" + link.modelled * f", {words}"
+        title = f"{hidden_states.LARGER}, TTFT behind {PLANNED} tokens, {words}"
         predicted, bound = plan_seconds(letters, costs), bound_seconds(len(letters), costs)
         print(f"A layer, ms: {named}\nPlan {letters}: {1e3 * predicted:.0f} ms predicted, none below "
               f"{1e3 * bound:.0f}; the paper's closed form: {closed_form(len(letters), costs)}")  # fmt: skip
-        taken = lesson.in_turn(ways, 3)
-        rows += lesson.table(title, taken, "ttft_ms", "ms")
-        theirs, _, ours = (statistics.median(samples) for samples in taken.values())
+        rows += lesson.table(title, lesson.in_turn(ways, 3), "ttft_ms", "ms")
+        theirs, _, ours = (row["ttft_ms"] for row in rows[-3:])
         print(f"  {theirs / ours:.2f}x sooner than chapter 03, {computed / ours:.1f}x than computing it\n")
         engine.close()
-        if not link.modelled:
-            break
     print(
         "The slower the link, the more is recomputed and projected; the faster, the more is loaded as is.\n"
         "All of this had to be in host memory. What if it is in storage, slower by far? Chapter 06."

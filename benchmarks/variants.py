@@ -39,7 +39,7 @@ from shell import cli, lesson, modelled_link
 HiddenCache, PlannedCache = hidden_states.HiddenCache, planned.PlannedCache
 
 
-def token_wise(costs: planned.Costs, layers: int, tokens: int, step: int = 1) -> tuple[int, int]:
+def token_wise(costs: planned.LayerCosts, layers: int, tokens: int, step: int = 1) -> tuple[int, int]:
     """Section 4.1.1's other division, with as many tokens projected as ends first, in multiples of `step`: in
     every layer those before are recomputed, where projecting is the faster lane, or else those behind are
     loaded -> the first token that is projected, and the one behind the last. A token is taken to cost the same
@@ -133,23 +133,21 @@ class Direct(HiddenCache):
     def flush(self):
         noted, states = self.rows, self.step  # of one step, [T, D] a layer
         self.forget_steps()
-        moves = self.store.fill(noted)
-        touched, transfers = [move.block for move in moves], []
-        for part, rows in enumerate(states):
-            for move in moves:
-                here = rows[move.noted[0] : move.noted[0] + len(move.noted)]  # [n, D]
-                transfers.append(self.copy_rows(part, move.block, move.at, here))
-        if moves:
+        pieces, kept, slots = self.store.fill(noted)
+        runs = offload.adjacent(kept, slots)
+        transfers = [self.copy_rows(part, slot, rows[at : at + count])  # [count, D]
+                     for part, rows in enumerate(states) for at, slot, count in runs]  # fmt: skip
+        if pieces:
             # The states are not freed before all are copied
-            then = lambda arrived, states=states: self.on_saved(transfers[-1], moves, arrived)  # noqa: E731
-            self.hold("save", transfers, (self.store.pool, touched), then=then)
+            then = lambda arrived, states=states: self.on_saved(transfers[-1], pieces, 0, arrived)  # noqa: E731
+            given = [(self.store.pool, [block for _, block, _ in pieces])]
+            self.hold("save", transfers, given=given, then=then)
         self.counts["copies_out"] += len(transfers)
         self.counts["bytes_out"] += sum(transfer.bytes for transfer in transfers)
-        self.store.pool.release(touched)
 
-    def copy_rows(self, part: int, block: int, at: int, rows):
-        """Order the copy of rows [n, D] of one layer to a block, from row `at` on -> its Transfer."""
-        return self.save_link.copy(self.store.parts[part][block, at : at + len(rows)], rows, "states")
+    def copy_rows(self, part: int, slot: int, rows):
+        """Order the copy of rows [n, D] of one layer to the slots from this one on -> its Transfer."""
+        return self.save_link.copy(self.store.parts[part].flatten(0, 1)[slot : slot + len(rows)], rows, "states")
 
 
 class DirectToFile(Direct):
@@ -159,11 +157,11 @@ class DirectToFile(Direct):
         self.file, self.writes = tempfile.TemporaryFile(), []
         super().attach(engine)
 
-    def copy_rows(self, part, block, at, rows):
-        transfer = super().copy_rows(part, block, at, rows)
-        array = self.store.arrays[part][block, at : at + len(rows)]
-        row = (part * self.blocks + block) * self.pool.block_size + at
-        self.writes.append((transfer, array, row * array[0].nbytes))
+    def copy_rows(self, part, slot, rows):
+        transfer = super().copy_rows(part, slot, rows)
+        part_rows = self.store.arrays[part].reshape(-1, self.width)  # [slots, D]
+        array = part_rows[slot : slot + len(rows)]
+        self.writes.append((transfer, array, (part * len(part_rows) + slot) * array[0].nbytes))
         return transfer
 
     def flush(self):
@@ -211,19 +209,21 @@ class TokenWise(PlannedCache):
     on are loaded as K and V, and the others are projected. A layer is there when all of that is."""
 
     def __init__(self, blocks, bandwidth, layers: int, first: int, last: int):
-        super().__init__(blocks, bandwidth, plan="H" * layers)
+        super().__init__(blocks, bandwidth, plan="R" + "H" * (layers - 1))
         self.first, self.last, self.front = first, last, None
 
-    def adopt(self, letters):
-        """Keep everything: what comes back of it is what is divided."""
-        layers = range(len(letters))
-        self.blocks = self.budget // (self.pool.block_size * hidden_states.bytes_per_token(self.model))
-        self.keep(layers[1:], "tokens", [(layer, side) for layer in layers for side in (0, 1)])
-        self.store.letters, states = letters, len(self.layers)
-        self.store.parts_of = {layer: [states + 2 * layer, states + 2 * layer + 1] for layer in layers}
+    def make_store(self, letters):
+        """For everything: what comes back of it is what is divided."""
+        config, blocks = self.model.config, self.budget // (self.pool.block_size * hidden_states.bytes_per_token(self.model))
+        rows = [(layer, self.width) for layer in range(1, len(letters))]
+        side = config.num_key_value_heads * config.head_dim
+        rows += [(layer, side) for layer in range(1, len(letters)) for _ in range(2)]
+        store = hidden_states.BlockStore(self, "tokens", blocks, rows)
+        store.letters = letters
+        return store
 
     def restore(self, request, restoration, match):
-        self.request, model = request, self.model
+        model = self.model
         with torch.inference_mode():
             front = Request(request.tokens[: self.first], 1, table=request.table)
             tokens = torch.tensor(front.tokens, dtype=torch.long, device=model.device)
@@ -236,22 +236,28 @@ class TokenWise(PlannedCache):
         finally:
             self.front = None
 
-    def fetch(self, part, numbers, label):
-        """Order the rows of a layer's states that are projected, behind the K and V that are loaded."""
-        size, table = self.pool.block_size, self.request.table
-        if loaded := numbers[self.last // size :]:
-            runs = offload.adjacent(table[self.last // size : len(numbers)], loaded)
-            self.fetch_kv(int(label.split()[1]), self.store, runs, label)  # one lane: it is there before
-        landed = torch.empty(len(numbers), *part.shape[1:], dtype=part.dtype, device=self.model.device)
+    def bring_back(self, loading, layer):
+        return HiddenCache.bring_back(self, loading, layer)
+
+    def order_layer(self, loading, layer):
+        """Order the rows of a layer's states that are projected, and the K and V that are loaded."""
+        size, numbers = self.pool.block_size, loading.blocks
+        parts = [part for part, owner in zip(loading.store.parts, loading.store.layers) if owner == layer]
+        states, *sides = parts
+        landed = torch.empty(len(numbers), *states.shape[1:], dtype=states.dtype, device=self.model.device)
         into, out_of = [], []
         for index, number in enumerate(numbers):
             rows = slice(max(0, self.first - size * index), max(0, self.last - size * index))
             if rows.start < min(size, rows.stop):
                 into.append(landed[index, rows])  # [n, D]
-                out_of.append(part[number, rows])
-        transfer = self.load_link.copy(into, out_of, label)
-        self.counts["bytes_in"] += transfer.bytes
-        return landed.flatten(0, 1), transfer
+                out_of.append(states[number, rows])
+        table = loading.request.table[self.last // size : len(numbers)]
+        for to, at, count in offload.adjacent(table, numbers[self.last // size :]):
+            into += [side[to : to + count] for side in self.kv[layer]]
+            out_of += [side[at : at + count] for side in sides]
+        loading.landing[layer] = landed.flatten(0, 1)
+        self.copy_layer(loading, layer, into, out_of)
+        self.hold("load", [loading.transfers[layer]], (self.pool, table))
 
     @torch.inference_mode()
     def project(self, layer, hidden, positions, slots):

@@ -67,12 +67,13 @@ def test_each_turn_finds_the_full_blocks_of_the_turns_before():
 def test_rows_behind_the_last_block_that_can_become_full_go_nowhere(first):
     engine, cache = engine_for()
     request, pool = asked(engine, PROMPT), cache.store.pool
-    moves = cache.store.fill({request: (0, list(range(first)))})
-    assert [(len(move.noted), move.at) for move in moves] == [(16, 0)] * 9
-    assert not cache.store.fill({request: (first, list(range(150 - first)))})
-    pool.release([move.block for move in moves])
+    pieces, kept, slots = cache.store.fill({request: (0, list(range(first)))})
+    blocks = [block for _, block, _ in pieces]
+    assert kept == list(range(144)) and slots == [16 * block + row for block in blocks for row in range(16)]
+    assert cache.store.fill({request: (first, list(range(150 - first)))}) == ([], [], [])
+    pool.release(blocks)
     cache.store.finished(request)
-    assert pool.available == pool.size and not cache.store.requests
+    assert pool.available == pool.size and not cache.store.fillings
 
 
 def test_rows_that_are_computed_again_are_kept_once():
@@ -105,13 +106,13 @@ def test_a_block_that_begins_as_a_copy_fails_is_not_found_when_the_rest_arrives(
 def test_without_room_in_the_snapshot_buffer_rows_are_dropped_and_nobody_waits(monkeypatch):
     monkeypatch.setattr(hidden_states, "STEPS", 8)  # room for all, if nobody has it
     engine, cache = engine_for(token_budget=64)
-    held = cache.snapshots.allocate(cache.snapshots.size)
+    held, cache.free = cache.free, 0
     request = Request(PROMPT + PROMPT, 4)
     engine.submit(request)
     while request.computed < 64:
         engine.step()
     assert engine.counts["drops"] == 1
-    cache.snapshots.release(held)
+    cache.free += held
     engine.generate([])
     while request.outcome is None:
         engine.step()
@@ -366,9 +367,9 @@ def test_blocks_go_round_the_directories_and_each_is_read_on_its_own(tmp_path):
     storage = saved(draw(random.Random(3), 400), in_directories(paths, 0.1))
     assert [len(list(path.iterdir())) for path in paths] == [18, 16, 16], "25 blocks of two parts"
     engine = restart(storage)
-    reads = engine.cache.store.bring(*[request := asked(engine, draw(random.Random(3), 400)), 0,
-                                       engine.cache.match(request).blocks])[1]  # fmt: skip
-    assert [len(read) for read in reads] == [3, 3], "a transfer for each part and directory"
+    request = asked(engine, draw(random.Random(3), 400))
+    reads = engine.cache.store.bring(request.chain, engine.cache.match(request).blocks)[1]
+    assert [len(read) for read in reads.values()] == [3, 3], "a transfer for each part and directory"
 
 
 @pytest.mark.parametrize("fault", ["vanished", "full", "behind", "hanging"])

@@ -44,7 +44,7 @@ def test_direct_saving_copies_each_run_and_layer_and_writes_it_where_the_block_i
     settle(engine)
     assert cache.counts["copies_out"] == 3 * len(cache.store.parts)
     cache.file.seek(0)
-    written = numpy.frombuffer(cache.file.read().ljust(32 * 16 * cache.row_bytes, b"\0"), numpy.int32)
+    written = numpy.frombuffer(cache.file.read().ljust(32 * 16 * cache.store.row_bytes, b"\0"), numpy.int32)
     written = written.reshape(len(cache.store.parts), 32, 16, -1)
     (full,) = cache.store.pool.block_of.values()
     for layer, kept in enumerate(cache.store.arrays):
@@ -76,7 +76,7 @@ def test_throttled_directories_bring_back_what_they_hold(tmp_path):
 def test_the_naive_plan_is_the_best_without_hidden_states():
     rng = random.Random(5)
     for _ in range(100):
-        costs = variants.planned.Costs(*(10 ** rng.uniform(-3, 0) for _ in range(5)))
+        costs = variants.planned.LayerCosts(*(10 ** rng.uniform(-3, 0) for _ in range(5)))
         plan = variants.naive_plan(6, costs)
         every = ["R" * count + "K" * (6 - count) for count in range(6)]
         seconds = [variants.planned.plan_seconds(other, costs) for other in every]

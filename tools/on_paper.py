@@ -18,7 +18,7 @@ import math
 from typing import NamedTuple
 
 planned, hybrid = importlib.import_module("05_bubble_free"), importlib.import_module("08_hybrid_blocks")
-Costs = planned.Costs
+Costs = planned.LayerCosts
 
 NEAR = 0.05  # a single number is met within 5 %
 # HCache, table 2: peak 16-bit FLOP/s of a GPU, and its link's bytes/s
