@@ -46,7 +46,7 @@ import torch
 from common import link as links
 from common.requests import Request
 from common.restoring import FULL_SPEED, Cache, Match
-from common.speed import ROWS, Speed, time_projecting
+from common.speed import ROWS, Speed
 from common.store import Stored, StoredChunks
 from shell import charts, checkpoint, lesson, modelled_link
 from shell.backends import in_directories
@@ -455,7 +455,7 @@ class HiddenCache(Cache):
     def idle(self):
         interrupt, tokens = self.engine.interrupt, min(ROWS, self.model.config.max_position_embeddings)
         self.load_link.measure(interrupt)
-        seconds = time_projecting(self.model, tokens, interrupt)
+        seconds = modelled_link.time_projecting(self.model, tokens, interrupt)
         self.projecting.forget()
         self.projecting.note(tokens, seconds)
         return 1 / self.seconds(0, self.pool.block_size, self.store, [0])
@@ -521,14 +521,9 @@ def demo(model, frontend: Frontend, arguments):
 
 def converse(engine, frontend: Frontend, rng, new: int) -> list[Request]:
     """Ask about a document, turn by turn; the device loses everything before each."""
-    document, messages, asked = lesson.document(frontend, rng, frontend.context // 2, lesson.SECRET), [], []
-    for said in (document, *lesson.TURNS[1:]):
-        messages.append(dict(role="user", content=said))
-        lesson.settle(engine)
-        engine.evict("device")
-        asked += engine.generate([frontend.request(messages=messages, max_tokens=new)])
-        messages.append(dict(role="assistant", content=asked[-1].outcome.text))
-    return asked
+    messages, document = [], lesson.document(frontend, rng, frontend.context // 2, lesson.SECRET)
+    said = document, *lesson.TURNS[1:]
+    return [lesson.say(engine, frontend, messages, text, new, "device") for text in said]
 
 
 def ask_again(engine, prompt: list[int], rng) -> float:

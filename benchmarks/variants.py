@@ -33,8 +33,9 @@ from benchmarks.planned import LINKS, QUESTION, hidden_states, offload, paged, p
 from common import link as links
 from common.requests import Request
 from common.restoring import Cache
-from common.store import Directory, Storage, StoredChunks
+from common.store import Storage, StoredChunks
 from shell import cli, lesson, modelled_link
+from shell.backends import Directory
 
 HiddenCache, PlannedCache = hidden_states.HiddenCache, planned.PlannedCache
 

@@ -8,8 +8,6 @@ the business of one pace, which corrects all estimates: that of the last restora
 import time
 from collections import deque
 
-import torch
-
 from common.timeline import Clock
 
 LAST = 8  # passes that count
@@ -80,26 +78,6 @@ def fastest_layer(run, device, interrupt=lambda: None, agree=bool) -> float:
 
 class Enough(Exception):
     """A measurement has what it needs."""
-
-
-@torch.inference_mode()
-def time_projecting(model, tokens: int, interrupt=lambda: None) -> float:
-    """-> seconds to bring a layer of so many tokens back from hidden states: to project them, and to write
-    K and V to the slots of a table. All layers in order, as a restoration does it: none is in a cache yet."""
-    config, device = model.config, model.device
-    hidden = torch.randn(tokens, config.hidden_size, device=device).to(model.dtype)  # [T, D]
-    positions, slots = torch.arange(tokens, device=device), torch.randperm(tokens, device=device)  # [T]
-    shape = 2, tokens, config.num_key_value_heads, config.head_dim
-    keys, values = torch.empty(shape, dtype=model.dtype, device=device)  # [T, KVH, hd] each
-
-    def run(lap):
-        for layer in model.layers:
-            lap()
-            k, v = layer.project_kv(hidden, positions)
-            keys.index_copy_(0, slots, k)
-            values.index_copy_(0, slots, v)
-
-    return fastest_layer(run, device, interrupt)
 
 
 def flops(config, start: int, end: int) -> float:

@@ -1,17 +1,11 @@
-"""Values under keys, which many engines may share. `Storage` keeps them behind a back end, a `Directory` of
-files for one. `StoredChunks` keeps a block (04, 05) or 64 tokens (06) under a key, a value for each part."""
+"""Values under keys, which many engines may share. `Storage` keeps them behind a back end: files, Redis, or a
+class of your own. `StoredChunks` keeps a block (04, 05) or 64 tokens (06) under a key, a value a part."""
 
 import hashlib
-import os
-import re
-import tempfile
-import time
-import uuid
 import zlib
 from collections import Counter
 from contextlib import suppress
 from itertools import cycle
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy
@@ -20,8 +14,6 @@ from common.link import Bandwidth, Lane, Transfer
 from common.speed import Speed
 
 BACKLOG = 256  # jobs that wait for a storage's writer; further chunks are not kept there
-ABANDONED = 600  # seconds after which nobody writes to a temporary file any more
-OWN_FILE = re.compile(r"([0-9a-f]{64})\.page(\.[0-9a-f]{32}\.tmp)?")
 
 # 1. Chunks -------------------------------------------------------------------------------------
 
@@ -233,94 +225,3 @@ class Damaged(Exception):
 
 def checksum(key: bytes, contents) -> bytes:
     return zlib.crc32(contents, zlib.crc32(key)).to_bytes(4, "little")
-
-
-# 3. Files --------------------------------------------------------------------------------------
-
-class Directory:
-    """A file for each value. Processes may share it: a file appears by being renamed. Beyond `limit_gb` the
-    least recently used go. Files with other names than those that are written here are left alone."""
-
-    def __init__(self, url: str, limit_gb: float = 16.0):
-        self.folder, self.limit = Path(url.removeprefix("file:")), 1e9 * limit_gb
-        self.now = 0  # nanoseconds: the latest time that a file has, here or in another process
-        os.makedirs(self.folder, exist_ok=True)
-        with tempfile.TemporaryFile(dir=self.folder):
-            pass  # raises OSError if nobody may write here
-        self.look()
-
-    def path(self, key: str) -> Path:
-        return self.folder / f"{key}.page"
-
-    def look(self) -> list[tuple]:
-        """-> (time, bytes, key) of each file, the least recently used first. Others write and delete here."""
-        found = []
-        for entry in os.scandir(self.folder):
-            name = OWN_FILE.fullmatch(entry.name)
-            with suppress(OSError):
-                if name and entry.is_file(follow_symlinks=False):
-                    status, (key, temporary) = entry.stat(), name.groups()
-                    if not temporary:
-                        found.append((status.st_mtime_ns, status.st_size, key))
-                    elif time.time() - status.st_mtime > ABANDONED:
-                        os.unlink(entry.path)  # of a process that was killed
-        self.index, self.seen = {key for _, _, key in found}, sum(size for _, size, _ in found)
-        self.unseen = 0  # bytes written here since: others may have written as much
-        self.now = max([self.now, *(when for when, _, _ in found)])
-        return sorted(found)
-
-    def exists(self, keys: list[str]) -> list[bool]:
-        """A use is at this machine's time, but always later than any earlier one, though that clock was put
-        back, or another machine's is ahead."""
-        for path in map(self.path, reversed(keys)):
-            self.now = max(time.time_ns(), self.now + 1)
-            with suppress(OSError):  # gone, or another user's
-                os.utime(path, ns=(self.now, self.now))
-        return [self.path(key).is_file() for key in keys]
-
-    def get(self, keys: list[str]) -> list[bytes | None]:
-        values = []
-        for path in map(self.path, keys):
-            try:
-                values.append(path.read_bytes())
-            except (FileNotFoundError, IsADirectoryError):
-                values.append(None)
-        self.exists(keys)
-        return values
-
-    def set(self, keys: list[str], values: list[bytes]):
-        """Write all that can be written. Raises the first OSError."""
-        failed = None
-        for key, value in zip(keys, values, strict=True):
-            try:
-                self.write(key, value)
-            except OSError as error:
-                failed = failed or error
-        if failed:
-            raise failed
-
-    def write(self, key: str, value: bytes):
-        self.make_room(len(value))
-        path, temporary = self.path(key), self.folder / f"{key}.page.{uuid.uuid4().hex}.tmp"
-        try:
-            temporary.write_bytes(value)
-            if path.is_dir():
-                path.rmdir()  # raises OSError if there is anything in it
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        self.exists([key])
-        self.index.add(key)
-        self.unseen += len(value)
-
-    def make_room(self, size: int):
-        """Delete a tenth when the limit is reached. Look what is there then, and after each tenth that this
-        process has written."""
-        if self.seen + self.unseen + size > self.limit or self.unseen > self.limit / 10:
-            found = self.look()
-            full = self.seen + size > self.limit
-            while full and found and self.seen + size > 0.9 * self.limit:
-                _, freed, key = found.pop(0)
-                self.path(key).unlink(missing_ok=True)
-                self.index.discard(key)
-                self.seen -= freed

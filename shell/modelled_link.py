@@ -3,8 +3,10 @@ import argparse
 import time
 from contextlib import suppress
 
+import torch
+
 from common.link import Bandwidth
-from common.speed import ROWS, time_projecting
+from common.speed import ROWS, fastest_layer
 from shell.checkpoint import ModelError
 
 # Seconds to project hidden states of Llama-2-7B on an A100, over seconds to move them: even at 24 GB/s
@@ -57,3 +59,23 @@ class LikeA100(Bandwidth):
         ms = 1e3 * self.states / self.value
         return (f"{super().__str__()}, as for an A100: the hidden states of {self.tokens} tokens take "
                 f"{ms:.3g} ms a layer, and restoring them {A100 * ms:.3g} ms")
+
+
+@torch.inference_mode()
+def time_projecting(model, tokens: int, interrupt=lambda: None) -> float:
+    """-> seconds to bring a layer of so many tokens back from hidden states: to project them, and to write
+    K and V to the slots of a table. All layers in order, as a restoration does it: none is in a cache yet."""
+    config, device = model.config, model.device
+    hidden = torch.randn(tokens, config.hidden_size, device=device).to(model.dtype)  # [T, D]
+    positions, slots = torch.arange(tokens, device=device), torch.randperm(tokens, device=device)  # [T]
+    shape = 2, tokens, config.num_key_value_heads, config.head_dim
+    keys, values = torch.empty(shape, dtype=model.dtype, device=device)  # [T, KVH, hd] each
+
+    def run(lap):
+        for layer in model.layers:
+            lap()
+            k, v = layer.project_kv(hidden, positions)
+            keys.index_copy_(0, slots, k)
+            values.index_copy_(0, slots, v)
+
+    return fastest_layer(run, device, interrupt)

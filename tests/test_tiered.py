@@ -670,7 +670,7 @@ KEYS = [f"{number:064x}" for number in range(40)]
 
 @pytest.mark.parametrize("processes", [1, 4])
 def test_a_directory_stays_below_its_limit_however_many_write_there(processes, tmp_path):
-    backends = [store.Directory(f"file:{tmp_path}", limit_gb=1e-5) for _ in range(processes)]
+    backends = [backends.Directory(f"file:{tmp_path}", limit_gb=1e-5) for _ in range(processes)]
     peak = 0
     for number in range(400):
         backends[number % processes].set([f"{number:064x}"], [bytes(100)])
@@ -680,10 +680,10 @@ def test_a_directory_stays_below_its_limit_however_many_write_there(processes, t
 
 
 def test_a_write_that_failed_takes_no_room(tmp_path, monkeypatch):
-    backend = store.Directory(f"file:{tmp_path}", limit_gb=1e-6)
+    backend = backends.Directory(f"file:{tmp_path}", limit_gb=1e-6)
     backend.set(KEYS[:5], [bytes(100)] * 5)
     with monkeypatch.context() as patch:
-        patch.setattr(store.os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+        patch.setattr(backends.os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
         for _ in range(9):
             with pytest.raises(OSError):
                 backend.set(KEYS[5:6], [bytes(100)])
@@ -702,7 +702,7 @@ def test_a_directory_touches_only_what_it_writes(tmp_path):
     own.write_bytes(b"half")
     os.utime(own, (old, old))
     others = {path.name for path in tmp_path.iterdir()} - {own.name}
-    backend = store.Directory(f"file:{tmp_path}", limit_gb=1e-6)
+    backend = backends.Directory(f"file:{tmp_path}", limit_gb=1e-6)
     for key in KEYS:
         backend.set([key], [bytes(100)])
     left = {path.name for path in tmp_path.iterdir()}
@@ -710,7 +710,7 @@ def test_a_directory_touches_only_what_it_writes(tmp_path):
 
 
 def test_a_directory_in_a_files_place_gives_way_and_costs_no_other_value(tmp_path):
-    backend = store.Directory(f"file:{tmp_path}")
+    backend = backends.Directory(f"file:{tmp_path}")
     for key in KEYS[:2]:
         (tmp_path / f"{key}.page").mkdir()
     (tmp_path / f"{KEYS[0]}.page" / "somebodys").write_bytes(b"1")
@@ -723,14 +723,14 @@ def test_a_directory_in_a_files_place_gives_way_and_costs_no_other_value(tmp_pat
 def test_a_clock_that_goes_back_turns_no_order_round(ahead, tmp_path, monkeypatch):
     """Or that of another machine, which is ahead."""
     now = [time.time_ns()]
-    monkeypatch.setattr(store.time, "time_ns", lambda: now[0])
-    backend = store.Directory(f"file:{tmp_path}", limit_gb=1e-6)
+    monkeypatch.setattr(backends.time, "time_ns", lambda: now[0])
+    backend = backends.Directory(f"file:{tmp_path}", limit_gb=1e-6)
     backend.set(KEYS[:5], [bytes(100)] * 5)
     now[0] -= 10**9 * 86_400
     if ahead:
         for key in KEYS[:5]:
             os.utime(tmp_path / f"{key}.page", (time.time() + ahead,) * 2)
-        backend = store.Directory(f"file:{tmp_path}", limit_gb=1e-6)
+        backend = backends.Directory(f"file:{tmp_path}", limit_gb=1e-6)
     for key in KEYS[5:15]:
         backend.set([key], [bytes(100)])
     assert backend.exists(KEYS[10:15]) == [True] * 5 and not any(backend.exists(KEYS[:4]))
@@ -739,7 +739,7 @@ def test_a_clock_that_goes_back_turns_no_order_round(ahead, tmp_path, monkeypatc
 def cache_on(kind: str, folder, limit_gb: float):
     """A Cache with files behind a host memory of 40 blocks."""
     if kind == "tiered":
-        return tiered(40, "wait_complete", "write_through", store.Directory(f"file:{folder}", limit_gb))
+        return tiered(40, "wait_complete", "write_through", backends.Directory(f"file:{folder}", limit_gb))
     files = backends.in_directories([folder], limit_gb)
     made = dict(hidden=engines.hidden_states.HiddenCache, planned=partial(engines.planned.PlannedCache, plan="RHK"))
     return engines.both_ends.BidirectionalCache(files, share=0.0) if kind == "both" else made[kind](40, 2e9, files)
@@ -783,7 +783,7 @@ def test_an_answer_that_is_none_of_values_doubts_all_that_was_asked(answer):
 
 
 def test_a_value_that_is_gone_makes_storage_look_what_else_is(tmp_path):
-    storage = store.Storage(store.Directory(f"file:{tmp_path}"))
+    storage = store.Storage(backends.Directory(f"file:{tmp_path}"))
     storage.open(lambda: None)
     keys, values = [bytes.fromhex(key) for key in KEYS], [numpy.zeros(8, "u1")] * len(KEYS)
     storage.set(keys, values).wait(60)
@@ -816,7 +816,7 @@ def test_files_that_are_gone_are_learned_of_at_once_and_written_again(kind, tmp_
 
 @pytest.mark.parametrize("verb", ["exists", "get"])
 def test_of_a_chain_that_is_used_the_end_is_deleted_first(verb, tmp_path):
-    backend, keys = store.Directory(f"file:{tmp_path}", limit_gb=1e-6), [f"{number:064}" for number in range(9)]
+    backend, keys = backends.Directory(f"file:{tmp_path}", limit_gb=1e-6), [f"{number:064}" for number in range(9)]
     backend.set(keys, [bytes(100)] * 9)
     assert all(getattr(backend, verb)(keys))
     backend.set(["f" * 64], [bytes(200)])
@@ -827,9 +827,9 @@ def test_a_file_of_another_user_is_read(tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise PermissionError
 
-    backend, key = store.Directory(f"file:{tmp_path}"), "0" * 64
+    backend, key = backends.Directory(f"file:{tmp_path}"), "0" * 64
     backend.set([key], [bytes(100)])
-    monkeypatch.setattr(store.os, "utime", refuse)
+    monkeypatch.setattr(backends.os, "utime", refuse)
     assert backend.exists([key]) == [True] and backend.get([key]) == [bytes(100)]
 
 

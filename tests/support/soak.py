@@ -20,6 +20,7 @@ import torch
 
 from common import store
 from common.requests import HungUp, Request
+from shell import backends
 from tests.support import engines
 
 MOODS = "well", "fails", "well", "slow", "well", "hangs"
@@ -92,7 +93,7 @@ def run(cache: str, minutes: float = 0.0, requests: int = 0, seed: int = 0, mood
         for new in (1, 8, 16):
             oracle.answer(prompt, new)
     with tempfile.TemporaryDirectory() as folder:
-        backend = Moody(store.Directory(f"file:{folder}", 2e-3), random.Random(seed))
+        backend = Moody(backends.Directory(f"file:{folder}", 2e-3), random.Random(seed))
         engine = engines.make(CACHES[cache](backend), 40, always_restore=cache == "planned")
         for length in range(1, 330) if minutes else ():  # PyTorch keeps a product for each number of rows
             for _ in range(2):
