@@ -12,7 +12,7 @@ of history,
     TTFT = n * (2 * weights + attention) / FLOP/s          and nothing of it is new work
 
 What it costs is what chapters 02 to 09 win back, each in its own way, with the same tokens: this file is
-their oracle, and shares no engine code with them. The papers behind them call it recomputation: HCache
+their oracle, and shares no engine with them. The papers behind them call it recomputation: HCache
 (EuroSys '25, section 2.3), Cake (section 2), HiCache.
 
     python 01_baseline.py --demo
@@ -21,11 +21,13 @@ their oracle, and shares no engine code with them. The papers behind them call i
 """
 
 import shell.cli as cli
+from contextlib import contextmanager
 
 import torch
 
 from common.llama import attention
 from common.requests import Line, Request
+from common.timeline import Clock
 from shell import charts, lesson
 from shell.frontend import Frontend
 
@@ -36,10 +38,10 @@ CHUNK = 512  # tokens per forward pass of prefill
 def generate(model, request: Request, chunk: int = CHUNK, kv_cache: bool = True):
     """Answer one request: a generator that yields after each new token."""
     # 1. An empty cache, as large as this request can become
-    cache, timeline = KVCache(model, len(request.tokens) + request.max_tokens), request.timeline
+    cache, clock = KVCache(model, len(request.tokens) + request.max_tokens), Clock(model.device)
 
     # 2. Prefill: all of the prompt, chunk by chunk, and one logit vector at its end
-    logits = prefill(model, cache, request, chunk)  # [V]
+    logits = prefill(model, cache, request, chunk, clock)  # [V]
     while True:
         # 3. One token from the logits
         request.push(request.sample(logits))
@@ -49,19 +51,27 @@ def generate(model, request: Request, chunk: int = CHUNK, kv_cache: bool = True)
 
         # 4. Decode: one token in, the next logits out
         if kv_cache:
-            with timeline.span("compute", "decode"):
+            with noted(request, clock, "decode"):
                 logits = forward(model, cache, request.tokens[-1:], len(request.tokens) - 1)  # [V]
         else:  # life without a cache: read everything again for each token
-            logits = prefill(model, cache, request, chunk)  # [V]
+            logits = prefill(model, cache, request, chunk, clock)  # [V]
 
 
-def prefill(model, cache: "KVCache", request: Request, chunk: int):
+def prefill(model, cache: "KVCache", request: Request, chunk: int, clock: Clock):
     """Compute all tokens of the request -> logits [V] after the last."""
     for start in range(0, len(request.tokens), chunk):
         tokens = request.tokens[start : start + chunk]
-        with request.timeline.span("compute", f"prefill {len(tokens)}"):
+        with noted(request, clock, f"prefill {len(tokens)}"):
             logits = forward(model, cache, tokens, start)
     return logits
+
+
+@contextmanager
+def noted(request: Request, clock: Clock, label: str):
+    """Note in the timeline what is computed inside."""
+    began = clock.mark()
+    yield
+    request.timeline.add("compute", label, clock.seconds(began), clock.seconds(clock.mark()))
 
 
 @torch.inference_mode()

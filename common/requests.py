@@ -74,12 +74,6 @@ class Result:
     def as_json(self) -> dict:
         return {**vars(self), "timeline": self.timeline.as_json()}
 
-    def summary(self) -> str:
-        prompt, cached, new = self.usage.values()
-        tbt = "" if self.tbt_ms is None else f", TBT {self.tbt_ms:.1f} ms"
-        return "\n".join([f"{prompt} prompt tokens, {cached} of them cached ({self.source}); {new} new; "
-                          f"TTFT {self.ttft_ms:.1f} ms{tbt}", *self.decisions])
-
 
 @dataclass(eq=False)
 class Request:
@@ -293,18 +287,6 @@ class Line:
             if isinstance(request.outcome, Exception):
                 raise request.outcome
         return requests
-
-    def stream(self, request: Request):
-        """Submit, and step on this thread; yield pieces of text, last the Result. Raises its error."""
-        self.submit(request)
-        piece = ""
-        while not isinstance(piece, Result):
-            while request.pieces.empty():
-                self.step()
-            piece = request.pieces.get()
-            if isinstance(piece, Exception):
-                raise piece
-            yield piece
 
     def evict(self, name: str = "device") -> int:
         """Evict all cached blocks of a pool -> how many."""

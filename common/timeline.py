@@ -1,6 +1,5 @@
 """What the lanes did when: spans of a request. On a GPU a point in time is a CUDA event."""
 import time
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -47,15 +46,6 @@ class Timeline:
         self.began = time.perf_counter()
         self.spans: list[Span] = []
         self.plan: dict | None = None       # {"title", "rows": [[label, letters]], "legend": {letter: words}}
-
-    @contextmanager
-    def span(self, lane: str, label: str):
-        """Add what the host does inside. (On a GPU: until the work is queued, not until it is done.)"""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.add(lane, label, start, time.perf_counter())
 
     def add(self, lane: str, label: str, start: float, end: float, idle=()):
         """Add a span of time.perf_counter(), without the (start, end) in `idle` and what came before."""

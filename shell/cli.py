@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from common.requests import RequestError
+from common.requests import Request, RequestError, Result
 from shell import charts, checkpoint, end, lesson
 from shell.frontend import Frontend
 
@@ -109,10 +109,10 @@ def run(chapter: str, arguments, make_engine, demo, load):
                 return server.serve(listener, server.Server(engine, frontend, info), arguments.allow_evict)
             request = frontend.request(arguments.prompt, max_tokens=arguments.max_tokens,
                                        temperature=arguments.temperature, seed=arguments.seed)
-            for piece in engine.stream(request):
+            for piece in stream(engine, request):
                 if isinstance(piece, str):
                     print(piece, end="", flush=True)
-            print(f"\n\n{piece.summary()}")
+            print(f"\n\n{summary(piece)}")
         finally:
             engine.close()
         report, timelines = piece.as_json(), [piece.timeline]
@@ -122,6 +122,26 @@ def run(chapter: str, arguments, make_engine, demo, load):
         arguments.json.write_text(json.dumps({**info, **report}, indent=1) + "\n")
     if arguments.trace:
         charts.write_trace(timelines, arguments.trace)
+
+
+def stream(engine, request: Request):
+    """Submit, and step on this thread; yield pieces of text, last the Result. Raises the request's error."""
+    engine.submit(request)
+    piece = ""
+    while not isinstance(piece, Result):
+        while request.pieces.empty():
+            engine.step()
+        piece = request.pieces.get()
+        if isinstance(piece, Exception):
+            raise piece
+        yield piece
+
+
+def summary(result: Result) -> str:
+    prompt, cached, new = result.usage.values()
+    tbt = "" if result.tbt_ms is None else f", TBT {result.tbt_ms:.1f} ms"
+    return "\n".join([f"{prompt} prompt tokens, {cached} of them cached ({result.source}); {new} new; "
+                      f"TTFT {result.ttft_ms:.1f} ms{tbt}", *result.decisions])
 
 
 def blocks_that_fit(asked: int | None, useful: int, block_bytes: int, device, option: str) -> int:

@@ -102,7 +102,7 @@ def end(words: str, code: int = ALONE):
 class Everywhere:
     """The engine of a rank, as a server sees it: what rank 0 is asked all do, at the same point."""
 
-    stream, generate = Line.stream, Line.generate
+    generate = Line.generate
 
     def __init__(self, engine, tokenizer=None):
         self.engine, self.cache, self.tokenizer = engine, engine.cache, tokenizer

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import random
 import threading
+from shell.cli import summary
 from types import SimpleNamespace
 
 import pytest
@@ -290,7 +291,7 @@ def test_what_would_arrive_later_than_computed_is_computed_and_the_result_says_s
     assert words.startswith("205 tokens offered (rows): loading 1000000.0 ms, computing ") and words.endswith(
         ": computed"
     )
-    assert request.outcome.as_json()["decisions"] == [words] and words in request.outcome.summary()
+    assert request.outcome.as_json()["decisions"] == [words] and words in summary(request.outcome)
     assert engine.counts["declined"] == 1 and not request.found
     always = make(RowCache(seconds=1e3))
     assert again(always, PROMPT).found == {"rows": 205}

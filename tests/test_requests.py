@@ -1,4 +1,5 @@
 """What is asked and answered: fields, messages, text with stop strings, sampling, results, the front end."""
+from shell.cli import stream, summary
 from types import SimpleNamespace
 
 import pytest
@@ -188,7 +189,7 @@ def test_a_result_says_where_the_prompt_came_from_and_why(found, source):
     assert (result.source, result.ttft_ms, result.tbt_ms) == (source, 500, 250)
     assert result.usage == dict(prompt_tokens=64, cached_tokens=sum(found.values()), completion_tokens=2)
     assert result.as_json()["timeline"] == [] and result.as_json()["found"] == found
-    first, second = result.summary().splitlines()
+    first, second = summary(result).splitlines()
     assert f"({source})" in first and "TTFT 500.0 ms, TBT 250.0 ms" in first
     assert second == request.decisions[0]
 
@@ -266,7 +267,7 @@ def test_a_model_without_a_chat_template_takes_a_prompt_only(frontend):
 
 
 def test_a_request_is_answered_on_this_thread(frontend):
-    *pieces, result = Engine().stream(frontend.request("Hello", max_tokens=9))
+    *pieces, result = stream(Engine(), frontend.request("Hello", max_tokens=9))
     assert isinstance(result, Result) and "".join(pieces) == result.text and len(result.tokens) == 9
     assert Engine().generate([frontend.request("Hello", max_tokens=9)])[0].new == result.tokens
     engine = Engine()

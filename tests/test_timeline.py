@@ -38,17 +38,6 @@ def test_what_began_before_the_timeline_is_cut_off():
     assert [(span.label, span.start, round(span.end, 6)) for span in timeline.spans] == [("layer 1", 0, 2)]
 
 
-def test_a_span_is_what_the_host_does_inside_it_even_if_that_fails():
-    timeline = Timeline()
-    with pytest.raises(KeyError), timeline.span("compute", "outer"):
-        with timeline.span("save", "inner"):
-            pass
-        raise KeyError
-    inner, outer = timeline.spans
-    assert (inner.label, outer.label) == ("inner", "outer")
-    assert 0 <= outer.start <= inner.start <= inner.end <= outer.end
-
-
 INTERVAL = st.tuples(st.integers(0, 12), st.integers(0, 12)).map(sorted)
 
 

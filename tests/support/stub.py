@@ -75,9 +75,10 @@ class Engine(Line):
             error, self.error = self.error, None
             raise error
         for request in list(self.running):
-            with request.timeline.span("compute", "decode" if request.new else f"prefill {request.pending}"):
-                time.sleep(self.pause)
-                request.computed = len(request.tokens)
+            began, label = time.perf_counter(), "decode" if request.new else f"prefill {request.pending}"
+            time.sleep(self.pause)
+            request.computed = len(request.tokens)
+            request.timeline.add("compute", label, began, time.perf_counter())
             prompt = request.tokens[:request.prompt_tokens]
             said = [token for token in prompt if token not in request.end_tokens]
             request.push(said[len(request.new) % len(said)])
