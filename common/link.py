@@ -12,9 +12,8 @@ writes. That is the first half of the contract; the second is the caller's: no m
 used for anything else before `ready`.
 
 Without CUDA both memories are ordinary memory, and the link is a model: a thread copies at once, and then
-sleeps until bandwidth and latency say that the copy has arrived. Sleeping takes no processor time, so what is
-computed meanwhile really overlaps. Everything printed about such a link says `modelled link`.
-"""
+sleeps until the modelled bandwidth says that the copy has arrived. Sleeping takes no processor time, so what
+is computed meanwhile really overlaps. Everything printed about it says `modelled link`."""
 import math
 import os
 import queue

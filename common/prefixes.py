@@ -1,6 +1,5 @@
-"""Names of contents: a prefix stands for a block of tokens and all that come before it. Every tier finds what
-it holds by prefixes, inside of this process as objects and outside of it by their keys.
-"""
+"""Names of contents: a prefix is a block of tokens after all that come before it. Every tier finds what it
+holds by prefixes, in this process as objects, and by their keys outside."""
 
 import hashlib
 import itertools

@@ -1,8 +1,5 @@
-"""Request and Result, sampling, and the line of an engine.
-
-An engine takes a `Request` and calls its `sample`, `push` and `finish`. The client reads `pieces`: text as it
-becomes certain, and last the outcome, a `Result` or an exception.
-"""
+"""Request and Result, sampling, and the line of an engine. An engine calls a Request's `sample`, `push` and
+`finish`; the client reads its `pieces`: text, and last the outcome, a `Result` or an exception."""
 import logging
 import math
 import queue
@@ -29,10 +26,6 @@ class RequestError(Exception):
         super().__init__(message)
         self.status = status or self.status
 
-    def as_json(self) -> dict:
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        return dict(error=dict(message=str(self), type=kind))
-
 
 class BadRequest(RequestError):
     status = 400
@@ -43,7 +36,7 @@ class HungUp(RequestError):
 
 
 class Unavailable(RequestError):
-    """The server is closing, or a step failed several times in a row."""
+    """The server is closing, or a step failed several times."""
     status = 503
 
 

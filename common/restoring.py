@@ -110,7 +110,6 @@ class Cache:
     02). docs/production.md has each verb beside its name in vLLM, SGLang and LMCache."""
 
     # The five verbs that every cache needs, in the order of their use
-
     def attach(self, engine):
         """Begin. A runner that keeps no K and V on the device (chapter 08) has a pool without memory."""
         self.engine, self.model, self.pool = engine, engine.model, engine.pool
@@ -134,7 +133,6 @@ class Cache:
         """End threads, and what lies outside of this process."""
 
     # What the five are written with
-
     def missing(self, request) -> list:
         """-> the prefixes of the full blocks behind `request.computed` that could come back."""
         size = self.pool.block_size
@@ -166,7 +164,6 @@ class Cache:
             time.sleep(1e-3)
 
     # Optional: what each buys stands in its docstring
-
     fields: dict = {}  # options of a request, this chapter's own: name -> (test, words)
     pools: dict = {}  # name -> BlockPool, for the page
 

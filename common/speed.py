@@ -1,9 +1,5 @@
-"""How fast this machine is when nobody disturbs it.
-
-A slow pass may be noise, a fast one cannot: so the fastest of the last passes counts, not their median. A
-number that was taken while others were busy would be wrong for as long as it is believed. What goes on now is
-the business of one pace, which corrects all estimates: that of the last restorations (common/restoring.py).
-"""
+"""How fast this machine is when nothing disturbs it. A slow pass may be noise, a fast one cannot: so the
+fastest of the last passes counts. One pace corrects all estimates for what goes on now (restoring.py)."""
 
 import time
 from collections import deque
@@ -17,10 +13,9 @@ BEFORE_LAYER = 5e-3  # seconds of pause, as a restoration waits for each; withou
 
 
 class Speed:
-    """The speed of one kind of work, in units per second."""
+    """The speed of one kind of work, in units per second. `unmeasured`: that before the first pass."""
 
     def __init__(self, unmeasured: float):
-        """`unmeasured`: what to believe before the first pass."""
         self.unmeasured, self.passes = unmeasured, deque(maxlen=LAST)
 
     def note(self, units: float, seconds: float):
@@ -39,9 +34,8 @@ class Speed:
 
 
 class Stopwatch(Clock):
-    """Marks the processor's time of this thread, which takes part in all that PyTorch computes: it stands
-    still while another process has the core, and while this thread waits asleep for another one. On a GPU,
-    which nobody else uses, any clock will do."""
+    """Marks the processor time of this thread, which takes part in all that PyTorch computes. It stands still
+    while another process has the core. On a GPU, which no other process uses, any clock will do."""
 
     def mark(self):
         return super().mark() if self.device.type == "cuda" else time.thread_time()

@@ -183,7 +183,9 @@ def explain(error: Exception) -> tuple[dict, int, dict]:
     if not isinstance(error, RequestError):
         logging.getLogger("kv").error("unexpected error", exc_info=error)
         error = RequestError(DEFECT)
-    return error.as_json(), error.status, {"Allow": ", ".join(methods)} if methods else {}
+    kind = "server_error" if error.status >= 500 else "invalid_request_error"
+    body = dict(error=dict(message=str(error), type=kind))
+    return body, error.status, {"Allow": ", ".join(methods)} if methods else {}
 
 
 def make_app(server: Server, allow_evict: bool = False) -> Flask:
