@@ -5,8 +5,9 @@ leaves the processor idle.
 
 The mechanism. A layer's K and V are projections of its input, the hidden states, after a norm; K is then
 rotated by its position. With multi-head attention that input is half as large as K and V together. (With
-grouped-query attention it is larger, and chapter 03 the better choice.) So the hidden states are kept, T
-tokens of D numbers a layer. When a conversation comes back, layer l + 1 travels while layer l is projected:
+grouped-query attention it is as large or larger, and chapter 03 the better choice.) So the hidden states are
+kept, T tokens of D numbers a layer. When a conversation comes back, layer l + 1 travels while layer l is
+projected:
 
     projecting costs 4 T D^2 operations a layer, computing it 24 T D^2 + T^2 D:  6 + T / (4 D) times as much
 
@@ -14,12 +15,12 @@ These are the paper's counts, for an MLP that is 4 D wide. Layer 0 needs no stat
 embedding of the tokens. The question's rows follow through the layers as in chapter 03, so TTFT is about
 max(link, projecting + question) and one layer of the other.
 
-Saving must not delay the next token. Stage one: the states of one step, or of some, leave in one transfer
-for a snapshot buffer in host memory. Stage two: threads on the host sort its rows into blocks, in which the
-rows of a layer lie together: restoring reads one layer of many tokens, where decoding writes all layers of
-one. If the buffer has no room, rows are dropped and nobody waits; what comes behind them in that conversation
-is not kept either. A block is as long as the device's, so the same prefix finds it (the paper's chunks have
-64 tokens: `--block-size 64`). With `--disk` blocks also go to files, which survive the process.
+Saving must not delay the next token. Stage one: the states of one or several steps leave in one transfer for
+a snapshot buffer in host memory. Stage two: threads on the host sort its rows into blocks, in which the rows
+of a layer lie together: restoring reads one layer of many tokens, where decoding writes all layers of one. If
+the buffer is full, the rows are dropped, and nothing more of that request is kept. Blocks have the device's
+length, so both are found by the same prefix (the paper's chunks have 64 tokens: `--block-size 64`). With
+`--disk` blocks also go to files, which survive the process.
 
 Source: HCache (Gao et al., EuroSys '25), sections 3.1, 4.2 and 5. Its scheduler, section 4.1, is chapter 05.
 
@@ -36,8 +37,10 @@ import random
 import shell.cli as cli
 import sys
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from pathlib import Path
 
 import numpy
@@ -53,8 +56,8 @@ from shell.backends import in_directories
 from shell.frontend import Frontend
 
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
-SNAPSHOT = 1 << 21  # bytes of states that wait, at most, before they leave for the snapshot buffer
-STEPS = 4  # of a whole token budget that the snapshot buffer holds
+SNAPSHOT = 1 << 21  # bytes of states that are noted before they leave for the snapshot buffer
+STEPS = 4  # whole token budgets that the snapshot buffer holds
 DEPTH = 8  # layers of a restoration that are on their way to the device, or there and not yet projected
 THREADS = 8  # of stage two
 
@@ -65,14 +68,14 @@ class Filling:
     """Which block a request fills."""
 
     request: Request
-    block: int | None = None  # that it references; None: its rows are not kept
-    dropped: bool = False  # rows were dropped: none behind them is kept
-    lost: bool = False  # rows on their way were lost: none behind them is found
+    block: int | None = None  # referenced; None: its rows are not kept
+    dropped: bool = False  # rows were not sent: no later ones are kept
+    lost: bool = False  # rows that were sent did not arrive: no later ones are found
 
 
 class BlockStore:
-    """Rows of saved state in host memory, in blocks as long as the device's, which the same prefixes find.
-    The rows of a layer lie together, a part for each. Behind that is the cache's storage, if it has one."""
+    """Rows of saved state in host memory, in blocks of the device's length, found by the same prefixes. The
+    rows of a layer lie together, a part for each. Below host memory is the cache's storage, if it has one."""
 
     def __init__(self, cache: "HiddenCache", name: str, blocks: int, rows: list[tuple[int, int]]):
         """`name` of what is kept, where storage is shared; `rows`: (layer, numbers of a row) of each part."""
@@ -96,7 +99,7 @@ class BlockStore:
             place = self.pool.block_of.get(prefix)
             if place is None and self.storage:
                 place, stored = self.find_stored(prefix), True
-            # A stored block needs a place in host memory, for which none that was found there may go
+            # Reading a stored block takes a free host block; do not evict one found above to get it
             if place is None or stored and len(places) >= self.pool.available:
                 break
             places.append(place)
@@ -105,19 +108,19 @@ class BlockStore:
     # Filling
 
     def fill(self, rows: dict) -> tuple[list[tuple], list[int], list[int]]:
-        """Say where rows go. `rows`: request -> the position of its first one, and the place of each among
-        what the steps have computed. -> (filling, block, prefix that it holds then or None), with a reference
-        to each block for the caller to release; and of each row that is kept its place and its slot here."""
+        """Say where noted rows go. `rows`: request -> the position of its first one, and the index of each
+        among all noted rows. -> (filling, block, prefix that it completes or None) for each block, with a
+        reference for the caller to release; and the index and the slot of each row that is kept."""
         pieces, kept, slots, size = [], [], [], self.pool.block_size
-        for request, (first, places) in rows.items():
-            filling, end = self.fillings.setdefault(request, Filling(request)), first + len(places)
-            full = (request.prompt_tokens + request.max_tokens - 1) // size  # blocks that it can fill
-            for index in range(first // size, min(full, self.pool.num_blocks(end))):
+        for request, (first, indices) in rows.items():
+            filling, end = self.fillings.setdefault(request, Filling(request)), first + len(indices)
+            fillable = (request.prompt_tokens + request.max_tokens - 1) // size  # blocks
+            for index in range(first // size, min(fillable, self.pool.num_blocks(end))):
                 start, stop = max(first, index * size), min(end, (index + 1) * size)
                 if start % size == 0:
-                    self.begin_block(filling, index, full)
+                    self.begin_block(filling, index, fillable)
                 if filling.block is not None:
-                    kept += places[start - first : stop - first]
+                    kept += indices[start - first : stop - first]
                     slot = filling.block * size + start % size
                     slots += range(slot, slot + stop - start)
                     prefix = request.chain[index] if stop % size == 0 else None
@@ -125,17 +128,18 @@ class BlockStore:
                     self.pool.share([filling.block])
         return pieces, kept, slots
 
-    def begin_block(self, filling: Filling, index: int, full: int):
-        """Reference a block for block `index` of `full` that a request can fill; none if another one has its
-        contents. Keep nothing more if only blocks of its own chain could make room."""
+    def begin_block(self, filling: Filling, index: int, fillable: int):
+        """Reference a block for block `index` of `fillable`, unless another one has its contents. Keep no
+        more of the request if the block before is not kept, or if only its own chain could make room."""
         pool, chain, last = self.pool, filling.request.chain, filling.block
         self.close_block(filling)
         if filling.dropped or index < len(chain) and chain[index] in pool.block_of:
             return
-        filling.dropped = not pool.make_room(1, chain)
-        if not filling.dropped:
-            before = pool.block_of.get(chain[index - 1], last) if index else None
-            (filling.block,) = pool.allocate(1, before, full - index)
+        before = chain[index - 1] if index else None
+        gap = before and last is None and before not in pool.block_of and not self.find_stored(before)
+        if gap or not pool.make_room(1, chain):
+            return self.drop([(filling, None, None)])
+        (filling.block,) = pool.allocate(1, pool.block_of.get(before, last), fillable - index)
 
     def close_block(self, filling: Filling):
         if filling.block is not None:
@@ -143,7 +147,8 @@ class BlockStore:
         filling.block = None
 
     def saved(self, pieces: list[tuple], arrived: bool):
-        """Let blocks be found whose last row has arrived, unless a row before was lost. In order."""
+        """Register each block that is complete, unless an earlier row of its request was lost. Call this in
+        the order of the flushes."""
         if not arrived:
             self.drop(pieces)
         for filling, block, prefix in pieces:
@@ -161,7 +166,7 @@ class BlockStore:
             self.cache.counts["drops"] += 1
 
     def finished(self, request):
-        """Hold nothing of a request."""
+        """Forget a request."""
         if filling := self.fillings.pop(request, None):
             self.close_block(filling)
         self.use_stored(request)
@@ -172,14 +177,14 @@ class BlockStore:
         return hashlib.sha256(prefix.key + self.name.encode()).digest()
 
     def find_stored(self, prefix) -> Stored | None:
-        return self.storage.find(self.key(prefix), len(self.parts))
+        return self.storage and self.storage.find(self.key(prefix), len(self.parts))
 
     def stored(self, places: list) -> list[Stored]:
         return [place for place in places if isinstance(place, Stored)]
 
     def register(self, block: int, prefix):
-        """The block can be found, and is written to storage, until which its memory must stay as it is; not
-        behind a gap, where nothing would find it."""
+        """Let the block be found, and write it to storage; hold its memory until it is written. A block whose
+        parent is not stored is not written: nothing would find it."""
         self.pool.register(block, prefix)
         before = prefix.parent
         if self.storage and (before.parent is None or before in self.writing or self.find_stored(before)):
@@ -189,7 +194,7 @@ class BlockStore:
                 self.cache.hold(f"write {block}", [written], (self.pool, [block]), then=then)
 
     def use_stored(self, request):
-        """A chain that is used in host memory, or on the device, is used in storage."""
+        """Mark the chain as recently used in storage, too."""
         if self.storage:
             self.storage.use([self.key(prefix) for prefix in request.chain], len(self.parts))
 
@@ -200,7 +205,7 @@ class BlockStore:
 
     def bring(self, prefixes: list, places: list) -> tuple[list[int], dict]:
         """Reference what `find` has found, and read what is stored into host memory, part by part. -> the
-        blocks' numbers, and layer -> the reads that must be over before."""
+        blocks' numbers, and layer -> the reads that must be over before it is copied."""
         stored, reads = self.stored(places), {layer: [] for layer in self.layers}
         self.pool.share([place for place in places if isinstance(place, int)])
         fresh = self.pool.allocate(len(stored))
@@ -209,21 +214,21 @@ class BlockStore:
         if stored:
             for part, (layer, memory) in enumerate(zip(self.layers, self.arrays)):
                 reads[layer] += self.storage.read(stored, [memory[block] for block in fresh], part)
-            pairs = [(block, prefix) for block, prefix in zip(blocks, prefixes) if block in fresh]
-            then = partial(self.brought, pairs)
+            read = [isinstance(place, Stored) for place in places]
+            then = partial(self.on_read, [*compress(zip(blocks, prefixes), read)])
             self.cache.hold(f"read {fresh[0]}", sum(reads.values(), []), (self.pool, fresh), then=then)
         return blocks, reads
 
-    def brought(self, pairs: list[tuple], arrived: bool):
-        """Blocks have been read: the next request finds them in host memory."""
-        for block, prefix in pairs if arrived else ():
+    def on_read(self, new: list[tuple], arrived: bool):
+        """Let the next request find in host memory what was read."""
+        for block, prefix in new if arrived else ():
             self.register(block, prefix)
 
 
 # 2. The cache ----------------------------------------------------------------------------------
 
 class Loading:
-    """A request's tokens on their way back: where they are, what has been ordered, and where that goes."""
+    """A restoration: its tokens' slots, the host blocks, and the copies under way."""
 
     def __init__(self, cache: "HiddenCache", request, restoration, match):
         self.request, self.start, self.store = request, restoration.start, match.store
@@ -231,7 +236,7 @@ class Loading:
         self.positions = torch.arange(self.start, end, device=device)  # [T]
         self.slots = pool.slots(torch.tensor(request.table, device=device))[self.start : end]  # [T]
         prefixes = request.chain[self.start // pool.block_size :]
-        self.blocks, self.reads = self.store.bring(prefixes, match.blocks)  # of the store; see there
+        self.blocks, self.reads = self.store.bring(prefixes, match.blocks)  # in host memory
         self.runs = offload.adjacent(list(range(len(self.blocks))), self.blocks)
         self.landing = {}  # layer -> where its rows land, [n * block size, width]
         self.transfers = {}  # layer -> the Transfer
@@ -308,12 +313,12 @@ class HiddenCache(Cache):
 
     def restore(self, request, restoration, match):
         loading = Loading(self, request, restoration, match)
-        ahead = deque(loading.reads)  # the layers to order
+        ahead = deque(loading.reads)  # layers whose copies are not ordered yet
         try:
             if request in self.rows:
-                self.flush()  # the rows that were noted of it end here
+                self.flush()  # its noted rows must follow each other
             while (layer := restoration.layers) < len(self.model.layers):
-                # 1. Order the next layers. A read is waited for if no layer before can be brought back
+                # 1. Order the next layers; stop at one that is not read yet, unless it is the next to project
                 while ahead and len(loading.landing) < DEPTH:
                     reads = loading.reads[ahead[0]]
                     if layer < ahead[0] and not all(read.ready for read in reads):
@@ -344,7 +349,7 @@ class HiddenCache(Cache):
         self.counts["bytes_in"] += transfer.bytes
 
     def bring_back(self, loading: Loading, layer: int):
-        """Project a layer's rows when they are there. The first one's are the embedding."""
+        """Wait for a layer's rows and project them. Layer 0's are the embedding."""
         request, start, tokens = loading.request, loading.start, len(loading.positions)
         if layer in loading.transfers:
             yield loading.transfers[layer]
@@ -365,7 +370,7 @@ class HiddenCache(Cache):
         values.index_copy_(0, slots, v)
 
     def note_span(self, request, rows: int, label: str, began):
-        """Note what was computed since mark `began`, and how many rows that projected."""
+        """Note what was computed since mark `began`; it was a projection of so many rows."""
         self.spans.append((request, rows, label, began, self.engine.clock.mark()))
 
     def draw_spans(self):
@@ -389,10 +394,10 @@ class HiddenCache(Cache):
         self.steps, self.rows, self.count = [], {}, 0
 
     def save(self, batch):
-        """Note a step's states [T, D] a layer; they leave when they are many, or a request is over."""
+        """Note a step's states, [T, D] a layer. `flush` sends them when they are many, or a request ends."""
         for request, count in batch.work:
-            first, places = self.rows.setdefault(request, (request.computed - count, []))
-            places += range(self.count, self.count + count)
+            _, indices = self.rows.setdefault(request, (request.computed - count, []))
+            indices += range(self.count, self.count + count)
             self.count += count
         self.steps.append(self.step)
         if self.count * self.store.row_bytes >= SNAPSHOT or self.count >= self.engine.token_budget:
@@ -404,14 +409,18 @@ class HiddenCache(Cache):
         self.forget_steps()
         pieces, kept, slots = self.store.fill(rows)
         touched = [block for _, block, _ in pieces]
-        if not pieces or count > self.free:
+        states = None
+        if pieces and count <= self.free:
+            with suppress(RuntimeError):  # no device memory is left to put steps together
+                states = self.rows_to_keep(steps)
+        if states is None:
             self.store.drop(pieces)
             self.store.pool.release(touched)
             return
-        transfer, states = self.take_snapshot(self.rows_to_keep(steps))
+        transfer, sent = self.take_snapshot(states)
         out_of, into = (self.head + numpy.array(kept)) % self.ring, numpy.array(slots)
         self.lanes.rotate()
-        job = self.lanes[0].submit("scatter", 0, self.scatter, transfer, out_of, into, states)
+        job = self.lanes[0].submit("scatter", 0, self.scatter, transfer, out_of, into, sent)
         then = partial(self.on_saved, transfer, pieces, count)
         self.hold("save", [job], given=[(self.store.pool, touched)], then=then)
         self.head, self.free = (self.head + count) % self.ring, self.free - count
@@ -432,10 +441,11 @@ class HiddenCache(Cache):
         self.counts["bytes_out"] += transfer.bytes
         return transfer, out_of
 
-    def scatter(self, transfer, out_of, into, states):
-        """Stage two, on a thread: sort rows `out_of` the snapshot buffer `into` slots of blocks. `states` are
-        an argument so that they live until they are copied."""
+    def scatter(self, transfer, out_of, into, sent: list):
+        """Stage two, on a thread: sort rows `out_of` the snapshot buffer `into` slots of blocks. What was
+        `sent` lives until it is copied."""
         transfer.wait()
+        sent.clear()
         for part, snapshot in zip(self.store.arrays, self.snapshot):  # [blocks, block size, D] and [rows, D]
             part.reshape(-1, part.shape[-1])[into] = links.as_integers(snapshot)[out_of]
 
@@ -557,7 +567,7 @@ def make_engine(model, arguments, kind=HiddenCache) -> paged.Engine:
     words = f"{blocks} blocks of {size} tokens, {blocks * block_bytes / 1e6:.1f} MB"
     print(f"Host: {words}, over a {engine.cache.load_link}", file=sys.stderr)
     times = config.hidden_size * config.num_hidden_layers / config.kv_numbers_per_token
-    if times > 1:
+    if times >= 1:
         words = f"Query heads share KV heads here: hidden states are {times:.1f} times as large as K and V,"
         print(f"{words} and chapter 03 is the better choice.", file=sys.stderr)
     return engine

@@ -12,7 +12,18 @@ from pathlib import Path
 
 import pytest
 from support import engines
-from support.engines import Oracle, ask, check_pools, chunk_files, draw, evict, hidden_states, make, settle
+from support.engines import (
+    Oracle,
+    ask,
+    check_pools,
+    chunk_files,
+    draw,
+    evict,
+    hidden_states,
+    make,
+    settle,
+    wrong_rows,
+)
 from support.faults import faulty
 
 from common.link import Transfer
@@ -400,3 +411,24 @@ def test_storage_that_fails_costs_what_it_would_have_kept_and_no_more(fault, mon
     settle(engine)
     assert not list(folders(storage)[0].glob("*.tmp"))
     check_pools(engine)
+
+
+def test_steps_that_cannot_be_put_together_are_dropped_and_leave_no_hole(monkeypatch):
+    engine, cache = engine_for(token_budget=32)
+    keep, times = cache.rows_to_keep, iter([True, True, False])
+
+    def short_of_memory(steps):
+        if next(times, True):
+            return keep(steps)
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(cache, "rows_to_keep", short_of_memory)
+    monkeypatch.setattr(hidden_states, "SNAPSHOT", 1)  # each step leaves at once
+    request = ask(engine, PROMPT)
+    settle(engine)
+    assert ORACLE.judge(request) == "equal" and engine.counts["drops"] == 1
+    assert 0 < len(cache.store.pool.block_of) <= 64 // 16 and not wrong_rows(engine)
+    check_pools(engine)
+    again = ask(engine, PROMPT + [5, 6, 7])  # finds all on the device: nothing is kept behind the gap
+    settle(engine)
+    assert len(cache.store.pool.block_of) <= 64 // 16 and ORACLE.judge(again) == "equal"

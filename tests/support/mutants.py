@@ -11,7 +11,8 @@ from .engines import offload, paged
 # what it guarantees -> where, and what is there instead without it
 GUARDS = {
     "what a copy reads and writes is referenced": (
-        restoring.Cache, "hold", "        pool.share(blocks)\n", "        pass\n    held = ()\n"),
+        restoring.Cache, "hold", "        pool.share(blocks)\n",
+        "        pass\n    [pool.release(blocks) for pool, blocks in given]\n    held = given = ()\n"),
     "nothing is found before it has arrived": (
         offload.HostCache, "save_blocks",
         "self.saving.update(zip(prefixes, places))",
