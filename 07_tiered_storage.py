@@ -4,10 +4,9 @@ The problem. Host memory is larger than the device's, but it is one machine's, a
 process. A service runs many engines, and what one of them has read the others compute again.
 
 The mechanism. Pages of K and V live in three tiers: on the device (L1), in host memory (L2), and in storage
-that many engines share (L3). A radix tree says what lies where. A request goes down the tree along its
-tokens: it finds a run of pages on the device, then one in host memory, from where it is loaded layer by layer
-(chapter 03). As soon as it stands in line, storage is asked for all pages, and those behind the two runs are
-fetched:
+that many engines share (L3). A request goes down a radix tree along its tokens: it finds a run of pages on
+the device, then one in host memory, from where it is loaded layer by layer (chapter 03). As soon as it stands
+in line, storage is asked for all pages, and those behind the two runs are fetched:
 
     tokens   0          320            800                        1792      16 tokens a page
     pages    |== L1 ====|==== L2 ======|:::::: L3 ::::::::::::::::|
@@ -21,9 +20,9 @@ while pages arrive from the back (chapter 06). The engine's guard holds beside t
 
 When does a page go down? `write_through`: as soon as it is full. `write_through_selective`: when a second
 request has it on the device. `write_back`: when it is evicted, one tier down each time, unless a lower tier
-has it already: the engine waits for a copy from the device to host memory; a page that leaves host memory
-unwritten is copied aside, and written later. A crash loses what was under way, under write_through_selective
-also what only one request has had, under write_back all that storage has not got yet.
+has it already: the engine waits for a copy from the device; a page that leaves host memory unwritten is
+copied aside, and written later. A crash loses what was under way, under write_through_selective also what
+only one request has had, under write_back all that storage has not got yet.
 
 Source: HiCache, the hierarchical KV cache of SGLang (design document); its radix tree is RadixAttention's
 (Zheng et al., 2024, section 3).
@@ -65,14 +64,12 @@ LAYOUTS = {
 
 # 1. The tree -----------------------------------------------------------------------------------
 
-# Where a page may be, and where that is noted:
+# Where a page is, and where that is noted (`hold` references what a copy, a read or a write still uses):
 #
-#     tier               device                        host memory                     storage
-#     there              pool.block_of                 host.block_of                   page.stored
-#     on its way down                 cache.saving                    writer.going
-#     on its way up                                             prefetcher.coming
-#
-# A page that a copy, a write or a read still uses is referenced in its pool, by `hold`.
+#     on the device            in host memory              in storage
+#     pool.block_of            host.block_of               page.stored
+#               saving, down ->           going, down ->
+#                                      <- coming, up
 
 @dataclass(eq=False, slots=True)
 class Page:
@@ -317,14 +314,12 @@ class Writer:
     def behind_gap(self, page: Page) -> bool:
         """Whether the page before is in no tier, so that nothing would find this one."""
         parent = page.prefix.parent
-        if parent.parent is None or parent in self.cache.pool.block_of:
-            return False
         before = self.cache.tree.pages.get(parent)
-        return before is None or not self.cache.is_below(before)
+        first_or_near = parent.parent is None or parent in self.cache.pool.block_of
+        return not (first_or_near or before and self.cache.is_below(before))
 
     def send_l3(self, pages=()):
-        """Write pages from where they lie in host memory, in runs; about a quarter of it is locked meanwhile.
-        The others wait for the next step."""
+        """Write pages from where they lie in host memory, about a quarter of it at once; the others wait."""
         cache, host = self.cache, self.cache.host
         most = max(1, host.size // 4)
         self.unwritten.update((page, None) for page in pages if self.owed(page))
@@ -339,8 +334,7 @@ class Writer:
                 self.write_l3(pages, [cache.array[:, :, place] for place in places], (host, places))
 
     def evicting_l2(self, leaving: list):
-        """Write copies of pages that leave host memory, if the policy wants them in storage. Count those that
-        cannot be written as lost."""
+        """Write copies of owed pages that leave host memory. Count those that cannot be written as lost."""
         cache, contents = self.cache, {}
         leaving = sorted(leaving, key=lambda pair: -pair[1].used)  # beginnings first
         owed = [(cache.tree.pages[prefix], place) for place, prefix in leaving]
@@ -427,10 +421,6 @@ class TieredCache(offload.HostCache):
     def is_near(self, prefix) -> bool:
         """Whether the device or host memory has a page."""
         return prefix in self.pool.block_of or prefix in self.host.block_of
-
-    def is_here(self, page: Page) -> bool:
-        """Whether a page is near, or on its way."""
-        return self.is_near(page.prefix) or self.keeps(page.prefix) or page in self.writer.going
 
     def keeps(self, prefix) -> bool:
         """Whether host memory has a page, or is about to."""
@@ -541,7 +531,8 @@ class TieredCache(offload.HostCache):
             if self.write_policy != "write_back":
                 self.send_l2(request, pages)
         if len(self.tree.pages) > 2 * (self.pool.size + self.host.size):
-            self.tree.forget(self.is_here)
+            device, going = self.pool.block_of, self.writer.going
+            self.tree.forget(lambda page: page.prefix in device or self.keeps(page.prefix) or page in going)
 
     def send_l2(self, request, pages: list[Page]):
         """Copy pages to host memory, as far as there are places, and send on those that it has."""
@@ -560,21 +551,20 @@ class TieredCache(offload.HostCache):
             self.sent.pop(request, None)  # look at all of them again
 
     def evicting(self, leaving: list):
-        """Under write_back: copy dirty pages to host memory, first the beginnings of chains, while the engine
-        waits. Count pages that no tier below has as lost."""
+        """Under write_back: copy dirty pages to host memory, beginnings first, while the engine waits. Count
+        pages that no tier below has as lost."""
         pages = [(self.tree.pages.get(prefix), block) for block, prefix in leaving]
-        pages = [(page, block) for page, block in pages if page and page.wanted]
-        dirty = [(page.prefix, block) for page, block in pages if not self.is_below(page)]
+        dirty = [pair for pair in pages if pair[0] and pair[0].wanted and not self.is_below(pair[0])]
         if self.write_policy == "write_back":
-            dirty.sort(key=lambda pair: -pair[0].used)
+            dirty.sort(key=lambda pair: -pair[0].prefix.used)
             self.counts["dirty_evicted"] += len(dirty)
-            own = self.matched + ([] if self.storage else [prefix for prefix, _ in dirty])
+            own = self.matched + ([] if self.storage else [page.prefix for page, _ in dirty])
             while dirty and not self.save_link.hangs and (fits := self.host.make_room(len(dirty), own)):
                 self.copy_to_l2(*zip(*dirty[:fits]))
                 dirty = dirty[fits:]
         self.counts["pages_lost"] += len(dirty)
 
-    def copy_to_l2(self, prefixes: list, blocks: list[int]):
+    def copy_to_l2(self, pages: list[Page], blocks: list[int]):
         """Copy pages to host memory, and wait for that."""
         places = self.host.allocate(len(blocks))
         copy = self.copy_out(blocks, places)
@@ -582,11 +572,11 @@ class TieredCache(offload.HostCache):
             copy.wait(min(offload.LONGEST_SAVE, links.HANGING + self.save_link.seconds(0)))
         except links.TransferError:
             self.hold("save", [copy], (self.host, places))  # a late one still writes there
-            self.counts["pages_lost"] += len(prefixes)
+            self.counts["pages_lost"] += len(pages)
         else:
-            for prefix, place in zip(prefixes, places):
-                self.host.register(place, prefix)
-            self.counts["pages_written"] += len(prefixes)
+            for page, place in zip(pages, places):
+                self.host.register(place, page.prefix)
+            self.counts["pages_written"] += len(pages)
         self.host.release(places)
 
     # In every step, when idle, and at the end
@@ -614,8 +604,7 @@ class TieredCache(offload.HostCache):
             self.hold("measure", [self.storage.measure(self.pages_at_once * self.host.block_bytes)])
 
     def close(self):
-        """Let what is on its way down arrive, if that is soon. Under write_back send everything down, as far
-        as there is time."""
+        """Let what is on its way arrive, and under write_back send down all that there is time for."""
         self.poll()
         for pool in self.pool, self.host:
             if self.write_policy == "write_back" and self.storage:
@@ -678,10 +667,9 @@ def demo(model, frontend: Frontend, arguments):
 def converse(engine, frontend: Frontend, talks: list, new: int) -> list[Request]:
     """Ask all conversations, in any order, then each again with one more question -> the requests."""
     rng, talks, asked = random.Random(1), [list(talk) for talk in talks], []
-    for talk in rng.sample(talks, len(talks)):
-        asked.append(lesson.say(engine, frontend, talk, talk.pop()["content"], new))
-    for talk in rng.sample(talks, len(talks)):
-        asked.append(lesson.say(engine, frontend, talk, lesson.TURNS[2], new))
+    for question in ("", lesson.TURNS[2]):
+        for talk in rng.sample(talks, len(talks)):
+            asked.append(lesson.say(engine, frontend, talk, question or talk.pop()["content"], new))
     lesson.settle(engine)
     return asked
 
@@ -747,14 +735,11 @@ def show_policies(asked: dict[str, list[Request]]) -> list[dict]:
     title = f"TTFT, {last.prompt_tokens} tokens, storage as fast as computing, the guard off"
     rows = show_times(title, asked)
     middle = {row["case"]: row["ttft_ms"] for row in rows}
-    better = min(middle["computed"], middle["wait_complete"])
+    better = min(middle["computed"], middle["wait_complete"]) / middle["both_ends"]
     print(
-        f"  both_ends: {better / middle['both_ends']:.2f}x as soon as the better of computing all and waiting"
-        " for all\n\nboth_ends (p: prefill, pages read; digits: layers; s: pages to host memory)\n"
-        f"{charts.chart(last.timeline)}\n\n"
-        f"To wait for all of it takes {middle['wait_complete'] / middle['computed']:.2f} times as long as to "
-        "compute it: storage that is no\nfaster helps from both ends only. And if not even the weights fit "
-        "on the device? Chapter 08."
+        f"  both_ends: {better:.2f}x as soon as the better of computing all and waiting for all\n\n"
+        "both_ends (p: prefill, pages read; digits: layers; s: pages to host memory)\n"
+        f"{charts.chart(last.timeline)}\n\nAnd if not even the weights fit on the device? Chapter 08."
     )
     return rows
 
@@ -776,18 +761,19 @@ def add_arguments(parser):
 
 def make_engine(model, arguments) -> paged.Engine:
     """Chapter 02's engine with this chapter's Cache."""
-    size, storage, name = arguments.block_size, None, backends.label(arguments.storage or "none")
+    size, url, storage = arguments.block_size, arguments.storage, None
     block_bytes = size * model.config.kv_numbers_per_token * model.dtype.itemsize
     blocks = offload.host_blocks(model, arguments, block_bytes)
-    if arguments.storage:
-        storage = store.Storage(backends.open_backend(arguments.storage), name, arguments.storage_bandwidth)
+    if url:
+        backend, label = backends.open_backend(url), backends.label(url)
+        storage = store.Storage(backend, label, arguments.storage_bandwidth)
     cache = TieredCache(
         blocks, modelled_link.bandwidth(model, arguments.link), storage, arguments.prefetch,
         arguments.write_policy, arguments.layout, timeout=(arguments.prefetch_timeout, 0.25),
     )  # fmt: skip
     engine = paged.make_engine(model, arguments, cache)
     words = f"{blocks} pages of {size} tokens, {blocks * block_bytes / 1e6:.1f} MB, over a {cache.load_link}"
-    print(f"Host: {words}; storage: {name}", file=sys.stderr)
+    print(f"Host: {words}; storage: {storage or 'none'}", file=sys.stderr)
     return engine
 
 
