@@ -4,10 +4,9 @@ The problem. Host memory is larger than the device's, but it is one machine's, a
 process. A service runs many engines, and what one of them has read the others compute again.
 
 The mechanism. Pages of K and V live in three tiers: on the device (L1), in host memory (L2), and in storage
-that many engines share (L3). A radix tree says what lies where. A request goes down the tree along its
-tokens: it finds a run of pages on the device, then one in host memory, from where it is loaded layer by layer
-(chapter 03). As soon as it stands in line, storage is asked for all pages, and those behind the two runs are
-fetched:
+that many engines share (L3). A request goes down a radix tree along its tokens: it finds a run of pages on
+the device, then one in host memory, from where it is loaded layer by layer (chapter 03). As soon as it stands
+in line, storage is asked for all pages, and those behind the two runs are fetched:
 
     tokens   0          320            800                        1792      16 tokens a page
     pages    |== L1 ====|==== L2 ======|:::::: L3 ::::::::::::::::|
@@ -21,9 +20,9 @@ while pages arrive from the back (chapter 06). The engine's guard holds beside t
 
 When does a page go down? `write_through`: as soon as it is full. `write_through_selective`: when a second
 request has it on the device. `write_back`: when it is evicted, one tier down each time, unless a lower tier
-has it already: the engine waits for a copy from the device to host memory; a page that leaves host memory
-unwritten is copied aside, and written later. A crash loses what was under way, under write_through_selective
-also what only one request has had, under write_back all that storage has not got yet.
+has it already: the engine waits for a copy from the device; a page that leaves host memory unwritten is
+copied aside, and written later. A crash loses what was under way, under write_through_selective also what
+only one request has had, under write_back all that storage has not got yet.
 
 Source: HiCache, the hierarchical KV cache of SGLang (design document); its radix tree is RadixAttention's
 (Zheng et al., 2024, section 3).
@@ -36,7 +35,6 @@ import argparse
 import importlib
 import random
 import shell.cli as cli
-import statistics
 import sys
 import tempfile
 import time
@@ -48,7 +46,7 @@ from itertools import islice, takewhile
 from common import link as links
 from common import store
 from common.requests import Request
-from common.restoring import LATER, PAUSE, Match
+from common.restoring import LATER, PAUSE, Match, Restoration
 from shell import backends, charts, lesson, modelled_link
 from shell.frontend import Frontend
 
@@ -66,14 +64,21 @@ LAYOUTS = {
 
 # 1. The tree -----------------------------------------------------------------------------------
 
+# Where a page is, and where that is noted (`hold` references what a copy, a read or a write still uses):
+#
+#     on the device            in host memory              in storage
+#     pool.block_of            host.block_of               page.stored
+#               saving, down ->           going, down ->
+#                                      <- coming, up
+
 @dataclass(eq=False, slots=True)
 class Page:
-    """What is known of the last block of a prefix. Pools know where the device and host memory have it."""
+    """What is known of the last block of a prefix, but where the device and host memory have it."""
 
     prefix: object
     stored: bool = False  # storage has it
     first_request: int = 0  # that has had it on the device
-    shared: bool = False  # another request has had it too
+    wanted: bool = False  # the write policy wants it in the tiers below the device
 
 
 @dataclass(eq=False, slots=True)
@@ -92,12 +97,9 @@ class HiRadixTree:
         self.root = Node(None, [])
         self.pages: dict[object, Page] = {}  # by Prefix
 
-    def match(self, chain: list) -> list[Page]:
-        """-> the pages of the longest known beginning of `chain`. It may split a node, but moves no data."""
-        return self.walk(chain)[1]
-
-    def walk(self, chain: list) -> tuple[Node, list[Page]]:
-        """-> the last node along `chain`, split where the chain leaves it, and all pages down to there."""
+    def match(self, chain: list) -> tuple[list[Page], Node]:
+        """-> the pages of the longest known beginning of `chain`, and the node that they end with: where the
+        chain leaves a node, that is split."""
         node, pages = self.root, []
         while len(pages) < len(chain) and (child := node.children.get(chain[len(pages)])):
             ours, same = chain[len(pages) : len(pages) + len(child.pages)], 1
@@ -105,7 +107,7 @@ class HiRadixTree:
                 same += 1
             node = child if same == len(child.pages) else self.split(child, same)
             pages += node.pages
-        return node, pages
+        return pages, node
 
     def split(self, node: Node, at: int) -> Node:
         """The first `at` pages of a node become its parent -> that."""
@@ -117,7 +119,7 @@ class HiRadixTree:
 
     def insert(self, chain: list) -> list[Page]:
         """-> the pages of `chain`, new ones where there are none."""
-        node, pages = self.walk(chain)
+        pages, node = self.match(chain)
         if len(pages) < len(chain):
             new = [Page(prefix) for prefix in chain[len(pages) :]]
             self.pages.update((page.prefix, page) for page in new)
@@ -151,12 +153,12 @@ class HiRadixTree:
 class Prefetch:
     """What storage may have of a request, on its way into host memory."""
 
+    request: Request
     chain: list  # prefixes of the request's full pages; once storage has answered, up to the last it has
     first: int  # the first page that neither the device nor host memory has
-    asked_at: float  # seconds of time.perf_counter()
-    timeout_at: float  # when `timeout` stops waiting
-    timeline: object
+    until: float  # seconds of time.perf_counter(): the policy waits no longer
     ended: bool  # it reads no more: all is read, no place is left to read into, or nobody waits
+    asked_at: float = field(default_factory=time.perf_counter)
     answered: bool = False  # storage has said how many pages it has
     reads: list = field(default_factory=list)  # Transfers that it has begun
     unread: int = 0  # pages that no read has begun for
@@ -166,86 +168,73 @@ class Prefetch:
 
 class Prefetcher:
     """Reads a request's pages from storage into host memory, while the request stands in line as long as the
-    policy says."""
+    policy says. `request.kept` is the request's Prefetch."""
 
     def __init__(self, cache: "TieredCache", policy: str, threshold: int, timeout: tuple[float, float]):
         self.cache, self.policy, self.threshold, self.timeout = cache, policy, threshold, timeout
         self.prefetches: dict[Prefetch, None] = {}  # that storage has answered, first come, first served
-        self.coming: set = set()  # prefixes on their way from storage
+        self.coming: set = set()  # prefixes of pages that are being read
 
-    def ask_l3(self, request, before: Prefetch | None = None):
-        """Ask storage for all pages of the request, which uses them there, and fetch those behind the near
-        ones. `before`: the request's prefetch until now."""
+    def ask_l3(self, request):
+        """Ask storage for all pages of the request, which uses them there; have those read that are not near.
+        Where storage is silent, only find out whether it answers again."""
         cache, storage, size = self.cache, self.cache.storage, self.cache.pool.block_size
-        chain = request.chain[: request.history // size]
+        chain, before = request.chain[: request.history // size], request.kept
         if storage is None or not chain:
             return
         if storage.silent:
-            return self.probe_l3()
-        first = len(list(takewhile(cache.is_near, cache.tree.match(chain))))
-        tokens, now = (len(chain) - first) * size, time.perf_counter()
-        timeout_at = request.received + self.timeout[0] + self.timeout[1] * tokens / 1024
-        prefetch = Prefetch(chain, first, now, timeout_at, request.timeline, ended=tokens < self.threshold)
+            if not any(cache.under_way[lane] for lane in ("ask", "read", "measure")):
+                cache.hold("ask", [storage.exists([bytes(32)])])
+                cache.measure_storage()
+            return
+        first = len(list(takewhile(cache.is_near, chain)))
+        tokens = (len(chain) - first) * size
+        timeout = request.received + self.timeout[0] + self.timeout[1] * tokens / 1024
+        until = dict(best_effort=0.0, timeout=timeout).get(self.policy, request.patience)
+        request.kept = prefetch = Prefetch(request, chain, first, until, ended=tokens < self.threshold)
         if before:
             prefetch.pages_read = before.pages_read
             self.end_prefetch(before)
-        request.kept, answer = prefetch, storage.exists([prefix.key for prefix in chain])
+        answer = storage.exists([prefix.key for prefix in chain])
         cache.hold("ask", [answer], then=partial(self.answered, prefetch, answer))
-
-    def ask_again(self):
-        """Ask for the requests that are next in line: another engine may have written what storage lacked."""
-        size, now = self.cache.pool.block_size, time.perf_counter()
-        for request in list(islice(self.cache.engine.waiting, NEXT)):
-            before, full = request.kept, request.history // size
-            if before is None or before.ended and len(before.chain) < full and now > before.asked_at + AGAIN:
-                self.ask_l3(request, before)
-
-    def probe_l3(self):
-        """Find out whether storage answers again, unless that is under way."""
-        if not any(self.cache.under_way[lane] for lane in ("ask", "read", "measure")):
-            self.cache.hold("ask", [self.cache.storage.exists([bytes(32)])])
-            self.cache.measure_storage()
 
     def answered(self, prefetch: Prefetch, answer, arrived: bool):
         """Storage has said which pages it has: believe that, and let the reads begin."""
         tree, chain, first = self.cache.tree, prefetch.chain, prefetch.first
-        pages = len(list(takewhile(bool, answer.value[first:]))) if arrived else 0
-        if arrived:
-            for page, stored in zip(tree.insert(chain[: first + pages]), answer.value):
-                page.stored = stored
-            for prefix in chain[first + pages :]:
-                if page := tree.pages.get(prefix):
-                    page.stored = False  # or behind a gap: write it again when that is filled
-        pages = pages if pages * self.cache.pool.block_size >= self.threshold else 0
-        prefetch.answered, prefetch.unread, prefetch.chain = True, pages, chain[: first + pages]
+        known = answer.value if arrived else []
+        end = first + len(list(takewhile(bool, known[first:])))
+        for page, stored in zip(tree.insert(chain[:end]), known):
+            page.stored = stored
+        for prefix in chain[end : len(known)]:
+            if page := tree.pages.get(prefix):
+                page.stored = False  # or behind a gap: write it again when that is filled
+        if (end - first) * self.cache.pool.block_size < self.threshold:
+            end = first
+        prefetch.answered, prefetch.unread, prefetch.chain = True, end - first, chain[:end]
         if not prefetch.ended:
             self.prefetches[prefetch] = None
 
     def read_l3(self, prefetch: Prefetch):
-        """Begin to read what host memory lacks, as far as there are places: reads under way hold at most half
-        of them. The last pages come first under both_ends."""
+        """Begin to read what is not near, as far as there are places: reads under way hold at most half of
+        host memory. The last pages come first under both_ends."""
         cache, host, doubted = self.cache, self.cache.host, self.cache.storage.doubted
-        pages = list(enumerate(cache.tree.insert(prefetch.chain)))
-        pages = pages[::-1] if self.policy == "both_ends" else pages
-        sound = takewhile(lambda pair: pair[1].prefix.key not in doubted, pages)
-        lacking = [pair for pair in sound if not (cache.is_near(pair[1]) or cache.keeps(pair[1].prefix))]
+        pages = prefetch.chain[::-1] if self.policy == "both_ends" else prefetch.chain
+        sound = takewhile(lambda prefix: prefix.key not in doubted, pages)
+        lacking = [prefix for prefix in sound if not (cache.is_near(prefix) or cache.keeps(prefix))]
         most = max(0, host.size // 2 - len(self.coming))
         lately = (other.pages_read for other in self.prefetches)  # they are about to be used
-        fits = host.make_room(min(len(lacking), most), set(prefetch.chain).union(*lately))
-        places = host.allocate(fits)
+        fits = host.make_room(min(len(lacking), most), set(pages).union(*lately))
         for at in range(0, fits, cache.pages_at_once):
-            run = lacking[at : min(at + cache.pages_at_once, fits)]
-            self.read_run(prefetch, run, places[at : at + len(run)])
+            self.read_run(prefetch, lacking[at : min(at + cache.pages_at_once, fits)])
         prefetch.unread = len(lacking) - fits
-        awaited = prefetch.chain[prefetch.first :]
-        coming = any(prefix in self.coming or prefix in cache.saving for prefix in awaited)
+        coming = not self.coming.isdisjoint(prefetch.chain[prefetch.first :])
         prefetch.ended = not coming and not (prefetch.unread and self.coming)
 
-    def read_run(self, prefetch: Prefetch, run: list[tuple], places: list[int]):
-        """Begin to read (number, Page) pairs into host memory."""
-        cache, prefixes = self.cache, [page.prefix for _, page in run]
-        into = [cache.array[:, :, place] for place in places]
-        read = cache.storage.get([prefix.key for prefix in prefixes], into, f"page {run[0][0]}")
+    def read_run(self, prefetch: Prefetch, prefixes: list):
+        """Begin to read pages into host memory, all at once."""
+        cache, places = self.cache, self.cache.host.allocate(len(prefixes))
+        keys, into = [prefix.key for prefix in prefixes], [cache.array[:, :, place] for place in places]
+        read = cache.storage.get(keys, into, f"page {prefetch.chain.index(prefixes[0])}")
         prefetch.reads.append(read)
         self.coming.update(prefixes)
         then = partial(self.run_read, prefetch, prefixes, places, read)
@@ -255,16 +244,16 @@ class Prefetcher:
         """A read is over: register its pages in host memory, or doubt what storage has said."""
         cache = self.cache
         self.coming.difference_update(prefixes)
+        for page in cache.tree.insert(prefetch.chain):
+            page.stored &= page.prefix.key not in cache.storage.doubted
         if arrived:
             for prefix, place in zip(prefixes, places):
                 cache.host.register(place, prefix)
             prefetch.pages_read.update(prefixes)
-            prefetch.timeline.add("storage", read.label, *read.span())
+            prefetch.request.timeline.add("storage", read.label, *read.span())
             cache.counts["storage_pages_read"] += len(prefixes)
         else:
             self.end_prefetch(prefetch)  # storage was wrong about this chain, or does not answer
-            for page in cache.tree.insert(prefetch.chain):
-                page.stored &= page.prefix.key not in cache.storage.doubted
 
     def end_prefetch(self, prefetch: Prefetch):
         """Nobody waits for it any more: cancel its reads that have not begun. What others bring is found."""
@@ -274,34 +263,35 @@ class Prefetcher:
         self.prefetches.pop(prefetch, None)
 
     def waits(self, request) -> bool:
-        """Whether the request waits for storage: as the policy says and, once storage has answered, if that
-        pays."""
+        """Whether the request waits for storage: as the policy says, and if that pays."""
         prefetch, cache, now = request.kept, self.cache, time.perf_counter()
-        size = cache.pool.block_size
+        size, block_bytes = cache.pool.block_size, cache.host.block_bytes
         if not prefetch or request.computed >= len(prefetch.chain) * size:
             return False
         if self.policy == "both_ends" and not cache.storage.silent:
             return not (prefetch.answered or prefetch.ended) and now < request.patience
-        timeout_at = min(prefetch.timeout_at, request.patience)
-        until = dict(best_effort=0.0, timeout=timeout_at).get(self.policy, request.patience)
-        if prefetch.ended or now > until or cache.storage.silent:
-            self.end_prefetch(prefetch)
-        elif prefetch.answered and not prefetch.wait_pays:
+        over = prefetch.ended or now > min(prefetch.until, request.patience) or cache.storage.silent
+        if prefetch.answered and not (over or prefetch.wait_pays):
             tokens = len(prefetch.chain) * size - request.computed
-            read = cache.storage.seconds(prefetch.unread * cache.host.block_bytes)
-            load = cache.load_link.seconds(tokens // size * cache.host.block_bytes)
+            read = cache.storage.seconds(prefetch.unread * block_bytes)
+            load = cache.load_link.seconds(tokens // size * block_bytes)
             offer = Match(tokens, read + load, [], "storage")
             prefetch.wait_pays = cache.engine.estimates.worth(request, offer)
-            if not prefetch.wait_pays:
-                self.end_prefetch(prefetch)
+            over = not prefetch.wait_pays
+        if over:
+            self.end_prefetch(prefetch)
         return not prefetch.ended
 
     def poll(self):
+        """Each step: end what nobody waits for, ask again, as another engine may have written, and read."""
+        size, now = self.cache.pool.block_size, time.perf_counter()
         for request in self.cache.engine.running:
             if request.kept and not (request.restoration and request.restoration.steps):
                 self.end_prefetch(request.kept)  # the request computes
-        if self.cache.storage:
-            self.ask_again()
+        for request in islice(self.cache.engine.waiting, NEXT):
+            asked, full = request.kept, request.history // size
+            if not asked or asked.ended and len(asked.chain) < full and now > asked.asked_at + AGAIN:
+                self.ask_l3(request)
         for prefetch in list(self.prefetches):
             self.read_l3(prefetch)
 
@@ -314,32 +304,26 @@ class Writer:
     def __init__(self, cache: "TieredCache"):
         self.cache = cache
         self.unwritten: dict[Page, None] = {}  # in host memory, to be written
-        self.going: set[Page] = set()  # on their way to storage
+        self.going: set[Page] = set()  # being written
         self.fresh: set = set()  # prefixes of what was written lately, and of what comes before it
 
     def owed(self, page: Page) -> bool:
         """Whether a page is still to be written."""
-        cache = self.cache
-        return bool(cache.storage) and cache.wanted_below(page) and not (page.stored or page in self.going)
+        return bool(self.cache.storage) and page.wanted and not (page.stored or page in self.going)
 
     def behind_gap(self, page: Page) -> bool:
         """Whether the page before is in no tier, so that nothing would find this one."""
         parent = page.prefix.parent
-        if parent.parent is None or parent in self.cache.pool.block_of:
-            return False
         before = self.cache.tree.pages.get(parent)
-        return before is None or not self.cache.is_below(before)
+        first_or_near = parent.parent is None or parent in self.cache.pool.block_of
+        return not (first_or_near or before and self.cache.is_below(before))
 
-    def send_l3(self, pages: list[Page]):
-        """Have pages written from where they are in host memory."""
-        if self.cache.storage:
-            self.unwritten.update((page, None) for page in pages if not page.stored)
-            self.write_waiting()
-
-    def write_waiting(self):
-        """Write what waits for that, in runs, which are locked meanwhile: about a quarter of host memory."""
-        cache, host, storage = self.cache, self.cache.host, self.cache.storage
-        while self.unwritten and not storage.writer.hangs and len(self.going) < max(1, host.size // 4):
+    def send_l3(self, pages=()):
+        """Write pages from where they lie in host memory, about a quarter of it at once; the others wait."""
+        cache, host = self.cache, self.cache.host
+        most = max(1, host.size // 4)
+        self.unwritten.update((page, None) for page in pages if self.owed(page))
+        while self.unwritten and not cache.storage.writer.hangs and len(self.going) < most:
             run = list(islice(self.unwritten, cache.pages_at_once))
             for page in run:
                 del self.unwritten[page]
@@ -350,20 +334,19 @@ class Writer:
                 self.write_l3(pages, [cache.array[:, :, place] for place in places], (host, places))
 
     def evicting_l2(self, leaving: list):
-        """Write copies of pages that leave host memory, if the policy wants them in storage. Count those that
-        cannot be written as lost."""
+        """Write copies of owed pages that leave host memory. Count those that cannot be written as lost."""
         cache, contents = self.cache, {}
-        leaving = [(cache.tree.pages[prefix], place) for place, prefix in leaving]
-        owed = [pair for pair in leaving if self.owed(pair[0])]
+        leaving = sorted(leaving, key=lambda pair: -pair[1].used)  # beginnings first
+        owed = [(cache.tree.pages[prefix], place) for place, prefix in leaving]
+        owed = [(page, place) for page, place in owed if self.owed(page)]
         if cache.write_policy == "write_back":
             cache.counts["dirty_evicted"] += len(owed)
         # Copies may take as much memory as the pools that they come from
         full = len(self.going) > cache.pool.size + cache.host.size
-        if not (full or cache.storage and cache.storage.writer.hangs):
-            for page, place in sorted(owed, key=lambda pair: -pair[0].prefix.used):  # beginnings first
-                if not self.behind_gap(page):
-                    contents[page] = cache.array[:, :, place].copy()
-                    self.going.add(page)
+        for page, place in owed:
+            if not (full or cache.storage.writer.hangs or self.behind_gap(page)):
+                contents[page] = cache.array[:, :, place].copy()
+                self.going.add(page)
         if contents:
             self.write_l3(list(contents), list(contents.values()))
         self.count_lost(page for page, _ in owed if page not in contents)
@@ -395,14 +378,14 @@ class Writer:
 
     def count_lost(self, pages):
         """Count the pages that are in no tier any more."""
-        self.cache.counts["pages_lost"] += sum(not self.cache.is_near(page) for page in pages)
+        self.cache.counts["pages_lost"] += sum(not self.cache.is_near(page.prefix) for page in pages)
 
 
 # 4. The Cache ----------------------------------------------------------------------------------
 
 class TieredCache(offload.HostCache):
     """Chapter 03's host memory and its copies, layer by layer in and in the background out, under a radix
-    tree; a Prefetcher and a Writer connect it with storage. `request.kept` is the request's Prefetch."""
+    tree; a Prefetcher and a Writer connect it with storage."""
 
     fields = {}
 
@@ -435,9 +418,9 @@ class TieredCache(offload.HostCache):
 
     # What is where
 
-    def is_near(self, page: Page) -> bool:
+    def is_near(self, prefix) -> bool:
         """Whether the device or host memory has a page."""
-        return page.prefix in self.pool.block_of or page.prefix in self.host.block_of
+        return prefix in self.pool.block_of or prefix in self.host.block_of
 
     def keeps(self, prefix) -> bool:
         """Whether host memory has a page, or is about to."""
@@ -447,14 +430,9 @@ class TieredCache(offload.HostCache):
         """Whether a tier below the device has a page, or is about to."""
         return self.keeps(page.prefix) or page.stored or page in self.writer.going
 
-    def wanted_below(self, page: Page) -> bool:
-        """Whether the write policy wants a page in the tiers below the device."""
-        return page.shared or self.write_policy != "write_through_selective"
-
     # Coming up
 
     def submitted(self, request):
-        request.kept = None
         self.prefetcher.ask_l3(request)
 
     def match(self, request):
@@ -462,48 +440,38 @@ class TieredCache(offload.HostCache):
         if self.prefetcher.waits(request):
             return LATER
         size, prefetch, first = self.pool.block_size, request.kept, request.computed // self.pool.block_size
-        known = self.tree.match(request.chain[: request.history // size])[first:]
-        places = self.host.find([page.prefix for page in known])
-        self.matched = [page.prefix for page in known[: len(places)]]
-        tokens = (first + len(places)) * size - request.computed
-        near = Match(tokens, self.load_link.seconds(len(places) * self.host.block_bytes), places)
-        if self.prefetcher.policy == "both_ends" and prefetch and prefetch.answered:
-            if offer := self.match_both_ends(request, prefetch, near):
-                return offer
+        known, _ = self.tree.match(request.chain[: request.history // size])
+        places = self.host.find([page.prefix for page in known[first:]])
+        self.matched = [page.prefix for page in known[first : first + len(places)]]
+        from_both_ends = self.prefetcher.policy == "both_ends"
         if places:
+            tokens = (first + len(places)) * size - request.computed
             read = prefetch.pages_read.intersection(self.matched) if prefetch else ()
             stored = min(tokens, size * len(read))
             parts = dict(cpu=tokens - stored, storage=stored)
-            near.parts = {source: count for source, count in parts.items() if count}
-            near.source = " and ".join(near.parts)
-            return near
+            parts = {source: count for source, count in parts.items() if count}
+            seconds = self.load_link.seconds(len(places) * self.host.block_bytes)
+            # No step computes behind these pages before they are there: storage may bring what follows
+            way = both_ends.BothEnds if from_both_ends else Restoration
+            return Match(tokens, seconds, places, " and ".join(parts), parts=parts, way=way)
+        if from_both_ends and prefetch and prefetch.answered:
+            return self.match_both_ends(request, prefetch)
 
-    def match_both_ends(self, request, prefetch: Prefetch, near: Match) -> Match | None:
-        """Offer what storage has behind what is `near`, if it still comes, and if that pays."""
-        start, end = request.computed + near.tokens, len(prefetch.chain) * self.pool.block_size
-        if end <= start or prefetch.ended and prefetch.chain[-1] not in self.host.block_of:
-            return None
-        load = self.storage.seconds(prefetch.unread * self.host.block_bytes)
-        compute = self.engine.estimates.seconds_to_compute(start, end)
-        seconds = near.seconds + both_ends.meeting(load, compute)[0]
-        if near.blocks and not self.engine.estimates.pays(seconds, request.computed, end):
-            return None
-        tokens, way = end - request.computed, both_ends.BothEnds
-        return Match(tokens, seconds, near.blocks, "storage", store=prefetch, way=way)
+    def match_both_ends(self, request, prefetch: Prefetch) -> Match | None:
+        """Offer what storage has, if it still comes."""
+        start, end = request.computed, len(prefetch.chain) * self.pool.block_size
+        if end > start and (not prefetch.ended or prefetch.chain[-1] in self.host.block_of):
+            load = self.storage.seconds(prefetch.unread * self.host.block_bytes)
+            seconds, _ = both_ends.meeting(load, self.engine.estimates.seconds_to_compute(start, end))
+            return Match(end - start, seconds, [], "storage", store=prefetch, way=both_ends.BothEnds)
 
     def restore(self, request, restoration, match):
-        """Load what host memory has. Under both_ends then go on as in chapter 06: prefill computes from the
-        front, and what storage brings comes from the back."""
+        """Load what host memory has; or go on as in chapter 06: prefill computes from the front, and what
+        storage brings comes from the back."""
         if match.store is None:
             yield from super().restore(request, restoration, match)
+            restoration.limit = restoration.start
             return
-        if match.blocks:
-            yield from self.copy_in(request, restoration.start, match.blocks)
-            size = self.pool.block_size
-            request.computed = (restoration.start // size + len(match.blocks)) * size
-            if not request.readmitted:
-                near = request.computed - restoration.start
-                request.found["cpu"] = request.found.get("cpu", 0) + near
         try:
             yield from self.restore_from_back(request, restoration, match.store)
         finally:
@@ -551,25 +519,26 @@ class TieredCache(offload.HostCache):
 
     def save(self, batch):
         """Put what was computed into the tree, and send down what the write policy wants there."""
+        selective = self.write_policy == "write_through_selective"
         for request, _ in batch.work:
-            seen, full = self.looked_at.get(request, 0), request.registered
-            if seen == full:
+            full = request.registered
+            if self.looked_at.get(request, 0) == full:
                 continue
             self.looked_at[request], pages = full, self.tree.insert(request.chain[:full])
-            for page in pages[seen:]:
+            for page in pages:
                 page.first_request = page.first_request or request.id
-                page.shared |= page.first_request != request.id
+                page.wanted |= not selective or page.first_request != request.id
             if self.write_policy != "write_back":
                 self.send_l2(request, pages)
         if len(self.tree.pages) > 2 * (self.pool.size + self.host.size):
-            held = self.writer.going
-            self.tree.forget(lambda page: self.is_near(page) or self.keeps(page.prefix) or page in held)
+            device, going = self.pool.block_of, self.writer.going
+            self.tree.forget(lambda page: page.prefix in device or self.keeps(page.prefix) or page in going)
 
     def send_l2(self, request, pages: list[Page]):
         """Copy pages to host memory, as far as there are places, and send on those that it has."""
         sent = self.sent.get(request, 0)
-        pairs = takewhile(lambda pair: self.wanted_below(pair[0]), zip(pages[sent:], request.table[sent:]))
-        pairs = [(page.prefix, block) for page, block in pairs]
+        wanted = takewhile(lambda pair: pair[0].wanted, zip(pages[sent:], request.table[sent:]))
+        pairs = [(page.prefix, block) for page, block in wanted]
         self.save_blocks(request, [pair for pair in pairs if not self.keeps(pair[0])])
         end = sent + len(list(takewhile(lambda pair: self.keeps(pair[0]), pairs)))
         self.sent[request] = end  # retry the others at the next full page, so that no gap is skipped
@@ -582,32 +551,32 @@ class TieredCache(offload.HostCache):
             self.sent.pop(request, None)  # look at all of them again
 
     def evicting(self, leaving: list):
-        """Under write_back: copy dirty pages to host memory, first the beginnings of chains, while the engine
-        waits. Count pages that no tier below has as lost."""
+        """Under write_back: copy dirty pages to host memory, beginnings first, while the engine waits. Count
+        pages that no tier below has as lost."""
         pages = [(self.tree.pages.get(prefix), block) for block, prefix in leaving]
-        pages = [pair for pair in pages if pair[0] and self.wanted_below(pair[0])]
-        dirty = [(page.prefix, block) for page, block in pages if not self.is_below(page)]
+        dirty = [pair for pair in pages if pair[0] and pair[0].wanted and not self.is_below(pair[0])]
         if self.write_policy == "write_back":
-            dirty.sort(key=lambda pair: -pair[0].used)
+            dirty.sort(key=lambda pair: -pair[0].prefix.used)
             self.counts["dirty_evicted"] += len(dirty)
-            own = self.matched + ([] if self.storage else [prefix for prefix, _ in dirty])
+            own = self.matched + ([] if self.storage else [page.prefix for page, _ in dirty])
             while dirty and not self.save_link.hangs and (fits := self.host.make_room(len(dirty), own)):
-                self.copy_to_l2(*zip(*dirty[:fits]), self.host.allocate(fits))
+                self.copy_to_l2(*zip(*dirty[:fits]))
                 dirty = dirty[fits:]
         self.counts["pages_lost"] += len(dirty)
 
-    def copy_to_l2(self, prefixes: list, blocks: list[int], places: list[int]):
+    def copy_to_l2(self, pages: list[Page], blocks: list[int]):
         """Copy pages to host memory, and wait for that."""
+        places = self.host.allocate(len(blocks))
         copy = self.copy_out(blocks, places)
         try:
             copy.wait(min(offload.LONGEST_SAVE, links.HANGING + self.save_link.seconds(0)))
         except links.TransferError:
             self.hold("save", [copy], (self.host, places))  # a late one still writes there
-            self.counts["pages_lost"] += len(prefixes)
+            self.counts["pages_lost"] += len(pages)
         else:
-            for prefix, place in zip(prefixes, places):
-                self.host.register(place, prefix)
-            self.counts["pages_written"] += len(prefixes)
+            for page, place in zip(pages, places):
+                self.host.register(place, page.prefix)
+            self.counts["pages_written"] += len(pages)
         self.host.release(places)
 
     # In every step, when idle, and at the end
@@ -616,8 +585,7 @@ class TieredCache(offload.HostCache):
         super().poll()
         self.matched = []
         self.prefetcher.poll()
-        if self.storage:
-            self.writer.write_waiting()
+        self.writer.send_l3()
         self.counts["storage_errors"] = self.storage.errors if self.storage else 0
 
     def finished(self, request):
@@ -636,8 +604,7 @@ class TieredCache(offload.HostCache):
             self.hold("measure", [self.storage.measure(self.pages_at_once * self.host.block_bytes)])
 
     def close(self):
-        """Let what is on its way down arrive, if that is soon. Under write_back send everything down, as far
-        as there is time."""
+        """Let what is on its way arrive, and under write_back send down all that there is time for."""
         self.poll()
         for pool in self.pool, self.host:
             if self.write_policy == "write_back" and self.storage:
@@ -657,10 +624,10 @@ TIERS = "gpu", "cpu", "storage"
 def demo(model, frontend: Frontend, arguments):
     """Conversations behind one system prompt, more than L1 and L2 hold, with one, two and three tiers, and
     with an L3 that another engine has filled; then the policies on an L3 that is as slow as computing."""
-    rng, new = random.Random(0), max(2, min(arguments.max_tokens, 12))
+    rng, new, taken = random.Random(0), max(2, min(arguments.max_tokens, 12)), {}
     system = dict(role="system", content=lesson.document(frontend, rng, frontend.context // 16))
     plain = [lesson.conversation(frontend, rng, frontend.context // 4) for _ in range(CONVERSATIONS)]
-    talks, taken = [[system, *messages] for messages in plain], {}
+    talks = [[system, *messages] for messages in plain]
     longest = max(len(frontend.encode(None, talk)) for talk in talks) + 3 * new + 32
     pages = -(-longest // arguments.block_size)
 
@@ -673,7 +640,7 @@ def demo(model, frontend: Frontend, arguments):
         ways = {"L1": (1, None), "L1, L2": (host, None), "L1, L2, L3": (host, url)}
         for name, (places, storage) in {**ways, "L1, L2, L3 of another engine": (host, url)}.items():
             engine = engine_with(gpu_blocks=ON_DEVICE * pages, cpu_blocks=places, storage=storage)
-            taken[name] = converse(engine, frontend, talks, random.Random(1), new)
+            taken[name] = converse(engine, frontend, talks, new)
             tree, counters = list(tree_lines(engine.cache, engine.cache.tree.root)), engine.counters()
             engine.close()
         # 2. Time one long history that only storage has, under each policy
@@ -682,10 +649,9 @@ def demo(model, frontend: Frontend, arguments):
         text = lesson.document(frontend, rng, min(frontend.context, 2048) * 7 // 8, lesson.SECRET)
         asked = policies(engine, frontend.request(messages=[dict(role="user", content=text)]).tokens)
         engine.close()
-    every = [request for requests in [*taken.values(), *asked.values()] for request in requests]
-    verified = lesson.verify(paged.baseline.Engine(model), every)
+    every = sum([*taken.values(), *asked.values()], [])
+    verified, link = lesson.verify(paged.baseline.Engine(model), every), engine.cache.load_link
 
-    link = engine.cache.load_link
     print(
         f"{CONVERSATIONS} conversations of up to {longest} tokens, each asked twice; L1 holds {ON_DEVICE} of "
         f"them, L2 {ON_HOST}\n{arguments.write_policy}, {arguments.prefetch}; {link}\n"
@@ -693,20 +659,18 @@ def demo(model, frontend: Frontend, arguments):
     rows = show_tiers(taken)
     print("\nThe top of that engine's tree: tokens, and where they are", *tree[:8], sep="\n", end="\n\n")
     rows += show_policies(asked)
-    report = dict(link=dict(modelled=link.modelled, gbps=link.speed() / 1e9), counters=counters)
     timelines = [asked[policy][-1].timeline for policy in ("both_ends", "wait_complete")]
-    return dict(report, verified=verified, rows=rows), timelines
+    said = dict(modelled=link.modelled, gbps=link.speed() / 1e9)
+    return dict(link=said, verified=verified, rows=rows, counters=counters), timelines
 
 
-def converse(engine, frontend: Frontend, talks: list, rng, new: int) -> list[Request]:
-    """Ask all conversations, then each again with one more question -> the requests."""
-    asked, talks = [], [list(talk) for talk in talks]
-    for _ in range(2):
+def converse(engine, frontend: Frontend, talks: list, new: int) -> list[Request]:
+    """Ask all conversations, in any order, then each again with one more question -> the requests."""
+    rng, talks, asked = random.Random(1), [list(talk) for talk in talks], []
+    for question in ("", lesson.TURNS[2]):
         for talk in rng.sample(talks, len(talks)):
-            asked += engine.generate([frontend.request(messages=talk, max_tokens=new)])
-            talk.append(dict(role="assistant", content=asked[-1].outcome.text or "."))
-            talk.append(dict(role="user", content=lesson.TURNS[2]))
-            lesson.settle(engine)  # what goes to storage gets there while people read
+            asked.append(lesson.say(engine, frontend, talk, question or talk.pop()["content"], new))
+    lesson.settle(engine)
     return asked
 
 
@@ -724,34 +688,30 @@ def tree_lines(cache: TieredCache, node: Node, depth: int = 0):
 def policies(engine, prompt: list[int]) -> dict[str, list[Request]]:
     """Ask the same, when only an L3 that is as slow as computing has it, under each policy."""
     engine.generate([Request(prompt, 1)])
-    cache, storage = engine.cache, engine.cache.storage
-    seconds = engine.estimates.seconds_to_compute(0, len(prompt))
+    cache, seconds = engine.cache, engine.estimates.seconds_to_compute(0, len(prompt))
     size = len(prompt) // cache.pool.block_size * cache.host.block_bytes
-    storage.bandwidth, cache.prefetcher.timeout = links.Bandwidth(size / seconds), (seconds / 3, 0.0)
+    cache.storage.bandwidth, cache.prefetcher.timeout = links.Bandwidth(size / seconds), (seconds / 3, 0.0)
     cache.measure_storage()
 
     def ask(policy: str) -> Request:
         lesson.settle(engine)
-        for pool in ("device", "host"):
-            engine.evict(pool)
-        cache.storage, cache.prefetcher.policy = None if policy == "computed" else storage, policy
-        request = lesson.ask(engine, prompt, 2)
-        cache.storage = storage
-        return request
+        engine.evict("device")
+        engine.evict("host")
+        cache.prefetcher.policy = policy
+        return engine.generate([Request(prompt, 2, must_compute=policy == "computed")])[0]
 
     return lesson.in_turn({name: partial(ask, name) for name in ("computed", *PREFETCH)}, 3)
 
 
 def show_tiers(taken: dict[str, list[Request]]) -> list[dict]:
-    """Print where the prompts' tokens were found, and TTFT -> rows."""
-    print(f"{'the second time':30}{'L1':>6}{'L2':>6}{'L3':>6}  computed")
+    """Print TTFT, and where the prompts' tokens were found -> rows."""
     again = {name: requests[CONVERSATIONS:] for name, requests in taken.items()}
-    for name, requests in again.items():
-        print(f"  {name:28}" + "".join(f"{share:6.0%}" for share in shares(requests).values()))
-    rows, _ = show_times("\nTTFT, the second time", again)
+    rows = show_times("TTFT, the second time", again)
+    print(f"\n{'the second time':30}{'L1':>6}{'L2':>6}{'L3':>6}  computed")
     for row, requests in zip(rows, taken.values()):
-        row |= shares(requests[CONVERSATIONS:])
+        row |= (found := shares(requests[CONVERSATIONS:]))
         row["first_time_from_storage"] = shares(requests[:CONVERSATIONS])["storage"]
+        print(f"  {row['case']:28}" + "".join(f"{share:6.0%}" for share in found.values()))
     print(f"  (in the last row the first time, too, {rows[-1]['first_time_from_storage']:.0%} came from L3)")
     return rows
 
@@ -763,26 +723,23 @@ def shares(requests: list[Request]) -> dict[str, float]:
     return {**found, "computed": 1 - sum(found.values())}
 
 
-def show_times(title: str, asked: dict[str, list[Request]]) -> tuple[list[dict], dict[str, float]]:
-    """Print TTFT of each case -> rows, and the medians."""
+def show_times(title: str, asked: dict[str, list[Request]]) -> list[dict]:
+    """Print TTFT of each case -> rows."""
     times = {case: [request.outcome.ttft_ms for request in requests] for case, requests in asked.items()}
-    medians = {case: statistics.median(samples) for case, samples in times.items()}
-    return lesson.table(title, times, "ttft_ms", "ms"), medians
+    return lesson.table(title, times, "ttft_ms", "ms")
 
 
 def show_policies(asked: dict[str, list[Request]]) -> list[dict]:
     """Print what each policy took -> rows."""
     last = asked["both_ends"][-1]
     title = f"TTFT, {last.prompt_tokens} tokens, storage as fast as computing, the guard off"
-    rows, middle = show_times(title, asked)
-    better = min(middle["computed"], middle["wait_complete"])
+    rows = show_times(title, asked)
+    middle = {row["case"]: row["ttft_ms"] for row in rows}
+    better = min(middle["computed"], middle["wait_complete"]) / middle["both_ends"]
     print(
-        f"  both_ends: {better / middle['both_ends']:.2f}x as soon as the better of computing all and waiting"
-        " for all\n\nboth_ends (p: prefill, pages read; digits: layers; s: pages to host memory)\n"
-        f"{charts.chart(last.timeline)}\n\n"
-        f"To wait for all of it takes {middle['wait_complete'] / middle['computed']:.2f} times as long as to "
-        "compute it: storage that is no\nfaster helps from both ends only. And if not even the weights fit "
-        "on the device? Chapter 08."
+        f"  both_ends: {better:.2f}x as soon as the better of computing all and waiting for all\n\n"
+        "both_ends (p: prefill, pages read; digits: layers; s: pages to host memory)\n"
+        f"{charts.chart(last.timeline)}\n\nAnd if not even the weights fit on the device? Chapter 08."
     )
     return rows
 
@@ -790,9 +747,8 @@ def show_policies(asked: dict[str, list[Request]]) -> list[dict]:
 # 6. Main ---------------------------------------------------------------------------------------
 
 def add_arguments(parser):
-    paged.add_arguments(parser)
-    add, number, seconds = parser.add_argument, partial(cli.bounded, int, 1), cli.bounded(float, 0, 1e6)
-    add("--cpu-blocks", type=number(1 << 26), metavar="N", help="pages in host memory (4 times the device's)")
+    offload.add_arguments(parser)
+    add, seconds = parser.add_argument, cli.bounded(float, 0, 1e6)
     add("--layout", choices=LAYOUTS, default="page_first_direct", help="of host memory (page_first_direct)")
     add("--write-policy", choices=WRITE, default="write_through", help="when pages go down (write_through)")
     words = "the shared tier: file:DIR, redis://HOST:PORT/N, or module:Class"
@@ -801,24 +757,23 @@ def add_arguments(parser):
     add("--storage-bandwidth", type=both_ends.bandwidth, metavar="GB/S[:GB/S...@SECONDS]", help=words)
     add("--prefetch", choices=PREFETCH, default="timeout", help="how long to wait for storage (timeout)")
     add("--prefetch-timeout", type=seconds, default=1.0, metavar="S", help="with 0.25 for 1,024 tokens (1)")
-    add("--always-restore", action="store_true", help="the policies alone decide, and not the engine's guard")
-    modelled_link.add_option(parser)
 
 
 def make_engine(model, arguments) -> paged.Engine:
     """Chapter 02's engine with this chapter's Cache."""
-    size, storage, name = arguments.block_size, None, backends.label(arguments.storage or "none")
+    size, url, storage = arguments.block_size, arguments.storage, None
     block_bytes = size * model.config.kv_numbers_per_token * model.dtype.itemsize
     blocks = offload.host_blocks(model, arguments, block_bytes)
-    if arguments.storage:
-        storage = store.Storage(backends.open_backend(arguments.storage), name, arguments.storage_bandwidth)
+    if url:
+        backend, label = backends.open_backend(url), backends.label(url)
+        storage = store.Storage(backend, label, arguments.storage_bandwidth)
     cache = TieredCache(
         blocks, modelled_link.bandwidth(model, arguments.link), storage, arguments.prefetch,
         arguments.write_policy, arguments.layout, timeout=(arguments.prefetch_timeout, 0.25),
     )  # fmt: skip
     engine = paged.make_engine(model, arguments, cache)
     words = f"{blocks} pages of {size} tokens, {blocks * block_bytes / 1e6:.1f} MB, over a {cache.load_link}"
-    print(f"Host: {words}; storage: {name}", file=sys.stderr)
+    print(f"Host: {words}; storage: {storage or 'none'}", file=sys.stderr)
     return engine
 
 

@@ -321,7 +321,7 @@ def match(model, arguments, pages: int = 100_000, prompt: int = 4096):
             tree.insert(chain[:end])
             branch = prefixes.extend(list(chain[:end]), [*itertools.chain(*(one.tokens for one in chain[:end])), *[end] * size])
             tree.insert(branch)
-        assert len(tree.match(chain)) == len(chain)
+        assert len(tree.match(chain)[0]) == len(chain)
         taken = []
         for _ in range(arguments.rounds or 200):
             began = time.perf_counter()
