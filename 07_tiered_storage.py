@@ -217,10 +217,10 @@ class Prefetcher:
     def read_l3(self, prefetch: Prefetch):
         """Begin to read what is not near, as far as there are places: reads under way hold at most half of
         host memory. The last pages come first under both_ends."""
-        cache, host, doubted = self.cache, self.cache.host, self.cache.storage.doubted
+        cache, host = self.cache, self.cache.host
         pages = prefetch.chain[::-1] if self.policy == "both_ends" else prefetch.chain
-        sound = takewhile(lambda prefix: prefix.key not in doubted, pages)
-        lacking = [prefix for prefix in sound if not (cache.is_near(prefix) or cache.keeps(prefix))]
+        lacking = [prefix for prefix in pages if not (cache.is_near(prefix) or cache.keeps(prefix))]
+        lacking = list(takewhile(self.is_stored, lacking))
         most = max(0, host.size // 2 - len(self.coming))
         lately = (other.pages_read for other in self.prefetches)  # they are about to be used
         fits = host.make_room(min(len(lacking), most), set(pages).union(*lately))
@@ -229,6 +229,10 @@ class Prefetcher:
         prefetch.unread = len(lacking) - fits
         coming = not self.coming.isdisjoint(prefetch.chain[prefetch.first :])
         prefetch.ended = not coming and not (prefetch.unread and self.coming)
+
+    def is_stored(self, prefix) -> bool:
+        page = self.cache.tree.pages.get(prefix)
+        return page is not None and page.stored and prefix.key not in self.cache.storage.doubted
 
     def read_run(self, prefetch: Prefetch, prefixes: list):
         """Begin to read pages into host memory, all at once."""
@@ -443,18 +447,20 @@ class TieredCache(offload.HostCache):
         known, _ = self.tree.match(request.chain[: request.history // size])
         places = self.host.find([page.prefix for page in known[first:]])
         self.matched = [page.prefix for page in known[first : first + len(places)]]
-        from_both_ends = self.prefetcher.policy == "both_ends"
+        reached = (first + len(places)) * size
+        more = prefetch and prefetch.answered and len(prefetch.chain) * size > reached
+        from_both_ends = self.prefetcher.policy == "both_ends" and more
         if places:
-            tokens = (first + len(places)) * size - request.computed
+            tokens = reached - request.computed
             read = prefetch.pages_read.intersection(self.matched) if prefetch else ()
             stored = min(tokens, size * len(read))
             parts = dict(cpu=tokens - stored, storage=stored)
             parts = {source: count for source, count in parts.items() if count}
             seconds = self.load_link.seconds(len(places) * self.host.block_bytes)
-            # No step computes behind these pages before they are there: storage may bring what follows
+            # A step that computes behind these pages goes on to the end of the prompt, past what storage has
             way = both_ends.BothEnds if from_both_ends else Restoration
             return Match(tokens, seconds, places, " and ".join(parts), parts=parts, way=way)
-        if from_both_ends and prefetch and prefetch.answered:
+        if from_both_ends:
             return self.match_both_ends(request, prefetch)
 
     def match_both_ends(self, request, prefetch: Prefetch) -> Match | None:
@@ -489,6 +495,7 @@ class TieredCache(offload.HostCache):
             unclaimed = prefetch.chain[self.pool.num_blocks(front) : restoration.limit // size]
             if places := self.host.find(unclaimed[::-1])[::-1]:
                 restoration.limit -= len(places) * size
+                restoration.layers = 0  # of what is claimed, until it has been copied
                 copies.extend(self.copy_in(request, restoration.limit, places))
             while copies and copies[0].ready:
                 copies[0].check()

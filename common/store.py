@@ -174,8 +174,8 @@ class Storage:
             return value
         except Exception as error:
             self.errors += 1
-            if not isinstance(error, Damaged):  # which is an answer
-                self.failing.add(function.__name__)
+            answered = isinstance(error, Damaged)
+            (self.failing.discard if answered else self.failing.add)(function.__name__)
             raise
 
     def look_up(self, keys: list[bytes]) -> list[bool]:
