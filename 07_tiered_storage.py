@@ -4,9 +4,9 @@ The problem. Host memory is larger than the device's, but it is one machine's, a
 process. A service runs many engines, and what one of them has read the others compute again.
 
 The mechanism. Pages of K and V live in three tiers: on the device (L1), in host memory (L2), and in storage
-that many engines share (L3). A request goes down a radix tree along its tokens: it finds a run of pages on
-the device, then one in host memory, from where it is loaded layer by layer (chapter 03). As soon as it stands
-in line, storage is asked for all pages, and those behind the two runs are fetched:
+that many engines share (L3). One radix tree knows all pages; along a request's tokens there is a run of pages
+on the device, then one in host memory, from where it is loaded layer by layer (chapter 03). As soon as the
+request stands in line, storage is asked for all of its pages, and those after the two runs are fetched:
 
     tokens   0          320            800                        1792      16 tokens a page
     pages    |== L1 ====|==== L2 ======|:::::: L3 ::::::::::::::::|
@@ -15,14 +15,14 @@ in line, storage is asked for all pages, and those behind the two runs are fetch
 How long does a request wait for storage? `best_effort`: not at all, it takes the pages that have come when
 its turn is there. `wait_complete`: to the end. `timeout`: a fixed time and some more for each 1,024 tokens,
 from its arrival on. `both_ends`: only until storage has said what it has; then it computes from the front
-while pages arrive from the back (chapter 06). The engine's guard holds beside the policy, unless
-`--always-restore` is given: nothing is loaded that takes more than 0.8 of the time to compute it.
+while pages arrive from the back (chapter 06). No policy waits longer than computing the prompt would take,
+and a load that takes more than 0.8 of the time to compute is refused (`--always-restore` turns that off).
 
 When does a page go down? `write_through`: as soon as it is full. `write_through_selective`: when a second
 request has it on the device. `write_back`: when it is evicted, one tier down each time, unless a lower tier
-has it already: the engine waits for a copy from the device; a page that leaves host memory unwritten is
-copied aside, and written later. A crash loses what was under way, under write_through_selective also what
-only one request has had, under write_back all that storage has not got yet.
+has it already: from the device, the engine waits for the copy; from host memory, the page is copied aside and
+written later. A crash loses the device and host memory. Not in storage are then: pages under way; under
+write_through_selective also those of one request; under write_back those that were never evicted.
 
 Source: HiCache, the hierarchical KV cache of SGLang (design document); its radix tree is RadixAttention's
 (Zheng et al., 2024, section 3).
@@ -52,7 +52,7 @@ from shell.frontend import Frontend
 
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
 both_ends = importlib.import_module("06_bidirectional")
-AGAIN, NEXT = 1.0, 4  # seconds after which storage is asked again, for so many requests that are next in line
+AGAIN, NEXT = 1.0, 4  # seconds, after which storage is asked again for the NEXT first requests in line
 PREFETCH = "best_effort", "wait_complete", "timeout", "both_ends"
 WRITE = "write_through", "write_through_selective", "write_back"
 # What lies next to what in host memory: the order of [layers, 2, places, page size, KV heads, head size]
@@ -68,22 +68,22 @@ LAYOUTS = {
 #
 #     on the device            in host memory              in storage
 #     pool.block_of            host.block_of               page.stored
-#               saving, down ->           going, down ->
-#                                      <- coming, up
+#        HostCache.saving, down ->      Writer.going, down ->
+#                                    <- Prefetcher.coming, up
 
 @dataclass(eq=False, slots=True)
 class Page:
-    """What is known of the last block of a prefix, but where the device and host memory have it."""
+    """What is known of a page, except its places on the device and in host memory: the pools know those."""
 
     prefix: object
     stored: bool = False  # storage has it
-    first_request: int = 0  # that has had it on the device
+    first_request: int = 0  # id of the first request that had it on the device
     wanted: bool = False  # the write policy wants it in the tiers below the device
 
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """Pages that follow each other; it is split where conversations part, or one of them has ended."""
+    """A run of pages. It is split where two conversations part, or where one ends."""
 
     parent: "Node | None"
     pages: list[Page]
@@ -91,7 +91,7 @@ class Node:
 
 
 class HiRadixTree:
-    """All known pages, over their prefixes. Pools know which ones are locked, and which were used last."""
+    """All known pages. The pools find them, reference them, and know which were used last."""
 
     def __init__(self):
         self.root = Node(None, [])
@@ -176,8 +176,8 @@ class Prefetcher:
         self.coming: set = set()  # prefixes of pages that are being read
 
     def ask_l3(self, request):
-        """Ask storage for all pages of the request, which uses them there; have those read that are not near.
-        Where storage is silent, only find out whether it answers again."""
+        """Ask storage which pages of the request it has, and mark them as used; `poll` then reads those that
+        neither pool has. Where storage is silent, only find out whether it answers again."""
         cache, storage, size = self.cache, self.cache.storage, self.cache.pool.block_size
         chain, before = request.chain[: request.history // size], request.kept
         if storage is None or not chain:
@@ -207,9 +207,9 @@ class Prefetcher:
             page.stored = stored
         for prefix in chain[end : len(known)]:
             if page := tree.pages.get(prefix):
-                page.stored = False  # or behind a gap: write it again when that is filled
+                page.stored = False  # missing, or behind a missing page: write it when that is there
         if (end - first) * self.cache.pool.block_size < self.threshold:
-            end = first
+            end = first  # too few to be worth it
         prefetch.answered, prefetch.unread, prefetch.chain = True, end - first, chain[:end]
         if not prefetch.ended:
             self.prefetches[prefetch] = None
@@ -245,7 +245,7 @@ class Prefetcher:
         cache.hold("read", [read], given=[(cache.host, places)], then=then)
 
     def run_read(self, prefetch: Prefetch, prefixes: list, places: list[int], read, arrived: bool):
-        """A read is over: register its pages in host memory, or doubt what storage has said."""
+        """A read is over: register its pages in host memory, or note that storage lacks them."""
         cache = self.cache
         self.coming.difference_update(prefixes)
         for page in cache.tree.insert(prefetch.chain):
@@ -260,7 +260,7 @@ class Prefetcher:
             self.end_prefetch(prefetch)  # storage was wrong about this chain, or does not answer
 
     def end_prefetch(self, prefetch: Prefetch):
-        """Nobody waits for it any more: cancel its reads that have not begun. What others bring is found."""
+        """Nobody waits for this prefetch any more: cancel its reads that have not begun."""
         prefetch.ended = True
         for read in prefetch.reads:
             read.cancel()
@@ -316,7 +316,7 @@ class Writer:
         return bool(self.cache.storage) and page.wanted and not (page.stored or page in self.going)
 
     def behind_gap(self, page: Page) -> bool:
-        """Whether the page before is in no tier, so that nothing would find this one."""
+        """Whether the page before is in no tier, so that no lookup would reach this one."""
         parent = page.prefix.parent
         before = self.cache.tree.pages.get(parent)
         first_or_near = parent.parent is None or parent in self.cache.pool.block_of
@@ -488,7 +488,7 @@ class TieredCache(offload.HostCache):
     def restore_from_back(self, request, restoration, prefetch: Prefetch):
         """Claim pages that have come into host memory, by lowering `limit`, and copy them to the request's
         blocks, until both ends have met or no more pages come. No step computes what is claimed."""
-        copies, size = deque(), self.pool.block_size  # nothing behind the limit is used until they are over
+        copies, size = deque(), self.pool.block_size  # until they are over, no page after the limit is used
         while copies or not restoration.met:
             super().poll()  # takes in what has been read meanwhile
             front = request.computed + dict(self.engine.work).get(request, 0)  # where the step under way ends
