@@ -31,11 +31,11 @@ from common.timeline import Clock
 from shell import charts, lesson
 from shell.frontend import Frontend
 
-CHUNK = 512  # tokens per forward pass of prefill
+PREFILL = 512  # tokens per forward pass of prefill
 
 # 1. The loop -----------------------------------------------------------------------------------
 
-def generate(model, request: Request, chunk: int = CHUNK, kv_cache: bool = True):
+def generate(model, request: Request, chunk: int = PREFILL, kv_cache: bool = True):
     """Answer one request: a generator that yields after each new token."""
     # 1. An empty cache, as large as this request can become
     cache, clock = KVCache(model, len(request.tokens) + request.max_tokens), Clock(model.device)
@@ -120,7 +120,7 @@ class KVCache:
 class Engine(Line):
     """Answers the first in line; the others wait."""
 
-    def __init__(self, model, chunk: int = CHUNK, kv_cache: bool = True):
+    def __init__(self, model, chunk: int = PREFILL, kv_cache: bool = True):
         super().__init__()
         self.model, self.chunk, self.kv_cache = model, chunk, kv_cache
 
@@ -214,14 +214,14 @@ def demo(model, frontend: Frontend, arguments):
 def add_arguments(parser):
     tokens = cli.bounded(int, 1, 1 << 20)
     add = parser.add_argument
-    add("--prefill-chunk", type=tokens, default=CHUNK, metavar="N", help="tokens per pass of prefill (512)")
+    add("--prefill-chunk", type=tokens, default=PREFILL, metavar="N", help="tokens per pass of prefill (512)")
     add("--no-kv-cache", action="store_true", help="compute all tokens again for every new one")
 
 
 def make_engine(model, arguments) -> Engine:
     """The engine that the options ask for; other chapters compare with its default."""
     options = vars(arguments)
-    engine = Engine(model, options.get("prefill_chunk", CHUNK), not options.get("no_kv_cache", False))
+    engine = Engine(model, options.get("prefill_chunk", PREFILL), not options.get("no_kv_cache", False))
     engine.explain = arguments.explain
     return engine
 

@@ -1,6 +1,7 @@
 """Storage of a modelled speed: what `--storage` of chapter 06 and `--storage-bandwidth` of 07 ask for."""
 
 import time
+from collections import OrderedDict
 from contextlib import suppress
 
 import numpy
@@ -55,7 +56,7 @@ class ModelledStorage(Storage):
     def __init__(self, limit: float, bandwidth: links.Bandwidth | float):
         bandwidth = links.Bandwidth(bandwidth) if isinstance(bandwidth, (int, float)) else bandwidth
         super().__init__(None, bandwidth=bandwidth)
-        self.limit, self.index = limit, {}  # key -> value, least recently used first
+        self.limit, self.index = limit, OrderedDict()  # key -> value, least recently used first
 
     def has(self, keys):
         return all(key in self.index for key in keys)
@@ -63,7 +64,7 @@ class ModelledStorage(Storage):
     def look_up(self, keys):
         for key in reversed(keys):
             with suppress(KeyError):  # another thread has deleted it
-                self.index[key] = self.index.pop(key)
+                self.index.move_to_end(key)
 
     def read(self, keys, into):
         for key, place in zip(keys, into, strict=True):
@@ -74,7 +75,7 @@ class ModelledStorage(Storage):
         for key, value in zip(keys, values, strict=True):
             self.index[key] = value.copy()
             while len(self.index) * value.nbytes > self.limit:
-                del self.index[next(iter(self.index))]
+                self.index.popitem(last=False)
 
     def __str__(self):
         return str(self.bandwidth).replace("link", "storage")

@@ -18,7 +18,7 @@ def model(frontend):
     return frontend.model
 
 
-def answer(model, prompt, new: int = 12, chunk: int = baseline.CHUNK, kv_cache=True, **sampling) -> Request:
+def answer(model, prompt, new: int = 12, chunk: int = baseline.PREFILL, kv_cache=True, **sampling) -> Request:
     request = Request(prompt, new, **sampling)
     for _ in baseline.generate(model, request, chunk, kv_cache):
         pass

@@ -88,7 +88,7 @@ def logits_of(model, tokens: list[int], chunk: int):
     )
 
 
-def answer(model, prompt: list[int], count: int, chunk: int = baseline.CHUNK) -> Request:
+def answer(model, prompt: list[int], count: int, chunk: int = baseline.PREFILL) -> Request:
     request = Request(prompt, count)
     for _ in baseline.generate(model, request, chunk):
         pass

@@ -552,6 +552,28 @@ def test_storage_that_has_lost_a_page_has_answered():
     storage.close()
 
 
+def test_what_storage_lacks_is_not_read_when_it_has_left_host_memory_meanwhile():
+    shelf, prompt = Shelf(), draw(random.Random(0), 200)
+    with engine_on(shelf) as engine:
+        right(engine, prompt)
+        settle(engine)
+        evict(engine)
+        chain = engine.prefixes.extend([], prompt)
+        for prefix in chain[:3]:
+            del shelf.pages[prefix.key.hex()]
+        forget_from(engine, prompt, page=3)
+        shelf.asked.clear()
+        exists, shelf.exists = shelf.exists, lambda keys: shelf.open.wait(60) and exists(keys)
+        shelf.open.clear()
+        engine.submit(request := Request(prompt, 2))
+        engine.take_arrivals()  # it asks, when host memory has three pages
+        engine.evict("host")
+        shelf.open.set()
+        while request.outcome is None:
+            engine.step()
+        assert not shelf.asked and not engine.counts["storage_errors"] and ORACLE.judge(request) != "wrong"
+
+
 # 4. Storage ------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("layout", tiers.LAYOUTS)
