@@ -208,14 +208,16 @@ def policy_cell(bench: Bench, once, rounds: int) -> dict:
 
 # 3. Every tier beside computing -----------------------------------------------------------------------------
 
+SPEEDS = {"1 MB/s": 1e6, "10 MB/s": 1e7, "100 MB/s": 1e8, "1 GB/s": 1e9}  # bytes/s
+
+
 def admission(model, arguments, histories=(512, 1024, 1900)):
     longest = max(histories) + QUESTION + 16
     with directory() as folder:
         bench = Bench(model, folder)
         fast = bench.engine(2 * longest, bench.cache(2 * longest))
         slow = bench.engine(2 * longest, bench.cache(2 * longest, 1 / 50, storage=False))
-        speeds = {"1 MB/s": 1e6, "10 MB/s": 1e7, "100 MB/s": 1e8, "1 GB/s": 1e9}
-        ways = "computed", "host", "host, link 50 times slower", *(f"storage, {speed}" for speed in speeds)
+        ways = "computed", "host", "host, link 50 times slower", *(f"storage, {speed}" for speed in SPEEDS)
         for tokens in histories:
             history = bench.draw(tokens)
             for engine in (fast, slow):
@@ -224,30 +226,7 @@ def admission(model, arguments, histories=(512, 1024, 1900)):
             forget(slow)
             for engine in (slow, fast):  # what lay in the other's host memory has left it
                 lesson.ask(engine, history + bench.draw(1), 1)
-            storage = fast.cache.storage
-
-            def once(way: str, question: list[int], history=history, storage=storage) -> Request:
-                engine = slow if "times slower" in way else fast
-                lesson.settle(engine)
-                engine.evict("device")
-                if way == "computed" or way.startswith("storage"):
-                    forget(engine)
-                if way == "computed":
-                    engine.cache.storage = None
-                elif way.startswith("storage"):
-                    storage.bandwidth = links.Bandwidth(speeds[way.removeprefix("storage, ")])
-                    storage.measured.forget()
-                    storage.measured.note(storage.bandwidth.value, 1.0)
-                try:
-                    return lesson.ask(engine, history + question, 1)
-                finally:
-                    storage.bandwidth = None
-                    fast.cache.storage = storage
-                    if way == "computed":  # what others are about to find there
-                        lesson.ask(fast, history + bench.draw(1), 1)
-                        lesson.settle(fast)
-
-            asks = {way: partial(once, way) for way in ways}
+            asks = {way: partial(ask_from, bench, slow if "slower" in way else fast, way, history) for way in ways}
             taken = measure.same_question_in_turn(asks, arguments.rounds or 7, partial(bench.draw, QUESTION))
             alone = ttft(taken["computed"])
             for way, requests in taken.items():
@@ -258,6 +237,30 @@ def admission(model, arguments, histories=(512, 1024, 1900)):
                     ttft_ms=spread(ttft(requests)))  # fmt: skip
         fast.close()
         slow.close()
+
+
+def ask_from(bench, engine, way: str, history: list[int], question: list[int]) -> Request:
+    """Ask when only that tier has the history, or none."""
+    storage = engine.cache.storage
+    lesson.settle(engine)
+    engine.evict("device")
+    if way == "computed" or way.startswith("storage"):
+        forget(engine)
+    if way == "computed":
+        engine.cache.storage = None
+    elif way.startswith("storage"):
+        storage.bandwidth = links.Bandwidth(SPEEDS[way.removeprefix("storage, ")])
+        storage.measured.forget()
+        storage.measured.note(storage.bandwidth.value, 1.0)
+    try:
+        return lesson.ask(engine, history + question, 1)
+    finally:
+        engine.cache.storage = storage
+        if storage:
+            storage.bandwidth = None
+        if way == "computed":  # what others are about to find there
+            lesson.ask(engine, history + bench.draw(1), 1)
+            lesson.settle(engine)
 
 
 # 4. Trade-offs ----------------------------------------------------------------------------------------------
