@@ -18,8 +18,8 @@ Loading pays where a token's K and V travel faster than they are computed. Both 
 prefix is loaded if that takes at most 0.8 of the time to compute it.
 
 `HostCache` is a Cache (common/restoring.py): five verbs, and what they are written with. docs/my_cache.py is
-the plainest one, without what makes this one fast: adjacent blocks that are copied in one piece, and a limit
-for copies out. Two rules hold for both: whatever a copy still reads or writes is referenced in its pool
+the plainest one, without what makes this one fast: host blocks that lie side by side, and a limit for copies
+out. Two rules hold for both: whatever a copy still reads or writes is referenced in its pool
 (`hold`) until that copy is over, whatever becomes of the request; and nothing is found before it has arrived.
 
 Sources: two tiers as in "KV Cache CPU Offloading" (part 12 of a series that rebuilds vLLM), from which the
@@ -81,7 +81,7 @@ class HostCache(Cache):
         if found := self.host.find(self.missing(request)):
             size = self.pool.block_size
             end = (request.computed // size + len(found)) * size
-            seconds = self.load_link.seconds(len(found) * self.host.block_bytes)
+            seconds = self.load_link.seconds(len(found) * self.host.block_bytes, len(self.model.layers))
             return Match(end - request.computed, seconds, found)
 
     def restore(self, request, restoration, match):
@@ -112,12 +112,10 @@ class HostCache(Cache):
     def copy_in(self, request, start: int, places: list[int]) -> list[links.Transfer]:
         """Begin to copy host blocks into the request's, from token `start` on -> a Transfer a layer."""
         table = request.table[start // self.pool.block_size :][: len(places)]
-        runs = adjacent(table, places)
-        transfers = []
-        for layer, (device, host) in enumerate(zip(self.pool.memory, self.host.memory)):  # [2, blocks, ...]
-            into = [device[:, to : to + count] for to, _, count in runs]
-            out_of = [host[:, at : at + count] for _, at, count in runs]
-            transfers.append(self.load_link.copy(into, out_of, f"layer {layer}"))
+        blocks, transfers = links.Places(table, places), []
+        for layer, sides in enumerate(zip(self.pool.memory, self.host.memory)):
+            device, host = (side.transpose(0, 1) for side in sides)  # [blocks, 2, block_size, KVH, hd] each
+            transfers.append(self.load_link.copy(device, host, f"layer {layer}", blocks))
         self.hold("load", transfers, (self.pool, table), (self.host, places))
         self.counts["swap_ins"] += len(table)
         self.counts["bytes_in"] += sum(transfer.bytes for transfer in transfers)
@@ -154,11 +152,9 @@ class HostCache(Cache):
         return self.host.allocate(len(prefixes), after, room)
 
     def copy_out(self, blocks: list[int], places: list[int]) -> links.Transfer:
-        """Begin to copy device `blocks` to `places` on the host, adjacent ones in one piece."""
-        runs = adjacent(blocks, places)  # [L, 2, count, block_size, KVH, hd] each
-        into = [self.host.memory[:, :, to : to + count] for _, to, count in runs]
-        out_of = [self.pool.memory[:, :, at : at + count] for at, _, count in runs]
-        transfer = self.save_link.copy(into, out_of, f"save {len(blocks)}")
+        """Begin to copy device `blocks` to `places` on the host."""
+        device, host = (pool.memory.movedim(2, 0) for pool in (self.pool, self.host))  # [blocks, L, 2, ...]
+        transfer = self.save_link.copy(host, device, f"save {len(blocks)}", links.Places(places, blocks))
         self.counts["swap_outs"] += len(blocks)
         self.counts["bytes_out"] += transfer.bytes
         return transfer
@@ -179,17 +175,6 @@ class HostCache(Cache):
         self.save_link.measured.forget()  # of when the processor was busy
         self.save_link.speed()
         return self.load_link.measure(self.engine.interrupt)
-
-
-def adjacent(first: list[int], second: list[int]) -> list[tuple[int, int, int]]:
-    """-> (block of the first, block of the second, count): runs that are adjacent in both. One copy each."""
-    runs = []
-    for one, other in zip(first, second, strict=True):
-        if runs and (one, other) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
-            runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
-        else:
-            runs.append((one, other, 1))
-    return runs
 
 
 # 2. The demo -----------------------------------------------------------------------------------

@@ -237,7 +237,7 @@ class Loading:
         self.slots = pool.slots(torch.tensor(request.table, device=device))[self.start : end]  # [T]
         prefixes = request.chain[self.start // pool.block_size :]
         self.blocks, self.reads = self.store.bring(prefixes, match.blocks)  # in host memory
-        self.runs = offload.adjacent(list(range(len(self.blocks))), self.blocks)
+        self.places = links.Places(range(len(self.blocks)), self.blocks)
         self.landing = {}  # layer -> where its rows land, [n * block size, width]
         self.transfers = {}  # layer -> the Transfer
 
@@ -299,7 +299,7 @@ class HiddenCache(Cache):
         """Estimate for a restoration: the slower of loading and projecting, and one layer of the other."""
         depth, size = len(self.model.layers), store.pool.block_bytes
         project = depth * self.seconds_to_project(end - start)
-        load = self.load_link.seconds(len(places) * size)
+        load = self.load_link.seconds(len(places) * size, len(store.parts))
         if self.storage:
             load = max(load, self.storage.seconds(store.stored(places), size))
         return max(load, project) + min(load, project) / depth
@@ -329,23 +329,19 @@ class HiddenCache(Cache):
                 yield from self.bring_back(loading, layer)
                 restoration.layers += 1
         finally:
-            # Copies that are on their way write to `landing`, which must live until they are over
-            then = lambda arrived: loading.landing.clear()  # noqa: E731
             given = [(loading.store.pool, loading.blocks)]
-            self.hold("load", list(loading.transfers.values()), given=given, then=then)
+            self.hold("load", list(loading.transfers.values()), given=given)
 
     def order_layer(self, loading: Loading, layer: int):
         """Order a layer's rows, which land on the device."""
         rows = loading.store.parts[loading.store.layers.index(layer)]  # [blocks, block size, width]
-        shape = len(loading.blocks), *rows.shape[1:]
+        shape = len(loading.blocks), *rows.shape[1:]  # [n, block size, width]
         landed = torch.empty(shape, dtype=rows.dtype, device=self.model.device)
         loading.landing[layer] = landed.flatten(0, 1)
-        into = [landed[to : to + count] for to, _, count in loading.runs]  # [count, block size, width] each
-        out_of = [rows[at : at + count] for _, at, count in loading.runs]
-        self.copy_layer(loading, layer, into, out_of)
+        self.copy_layer(loading, layer, landed, rows, loading.places)
 
-    def copy_layer(self, loading: Loading, layer: int, into: list, out_of: list):
-        loading.transfers[layer] = transfer = self.load_link.copy(into, out_of, f"layer {layer}")
+    def copy_layer(self, loading: Loading, layer: int, into, out_of, places=None):
+        loading.transfers[layer] = transfer = self.load_link.copy(into, out_of, f"layer {layer}", places)
         self.counts["bytes_in"] += transfer.bytes
 
     def bring_back(self, loading: Loading, layer: int):
@@ -417,10 +413,10 @@ class HiddenCache(Cache):
             self.store.drop(pieces)
             self.store.pool.release(touched)
             return
-        transfer, sent = self.take_snapshot(states)
+        transfer = self.take_snapshot(states)
         out_of, into = (self.head + numpy.array(kept)) % self.ring, numpy.array(slots)
         self.lanes.rotate()
-        job = self.lanes[0].submit("scatter", 0, self.scatter, transfer, out_of, into, sent)
+        job = self.lanes[0].submit("scatter", 0, self.scatter, transfer, out_of, into)
         then = partial(self.on_saved, transfer, pieces, count)
         self.hold("save", [job], given=[(self.store.pool, touched)], then=then)
         self.head, self.free = (self.head + count) % self.ring, self.free - count
@@ -430,7 +426,7 @@ class HiddenCache(Cache):
         return [pieces[0] if len(pieces) == 1 else torch.cat(pieces) for pieces in zip(*steps)]
 
     def take_snapshot(self, states: list):
-        """Begin to copy rows to the snapshot buffer -> the Transfer, and the pieces that it reads."""
+        """Begin to copy rows to the snapshot buffer."""
         left, into, out_of = self.ring - self.head, [], []
         for snapshot, rows in zip(self.snapshot, states, strict=True):
             for piece, place in (rows[:left], self.head), (rows[left:], 0):
@@ -439,13 +435,11 @@ class HiddenCache(Cache):
                     out_of.append(piece)
         transfer = self.save_link.copy(into, out_of, "states")
         self.counts["bytes_out"] += transfer.bytes
-        return transfer, out_of
+        return transfer
 
-    def scatter(self, transfer, out_of, into, sent: list):
-        """Stage two, on a thread: sort rows `out_of` the snapshot buffer `into` slots of blocks. What was
-        `sent` lives until it is copied."""
+    def scatter(self, transfer, out_of, into):
+        """Stage two, on a thread: sort rows `out_of` the snapshot buffer `into` slots of blocks."""
         transfer.wait()
-        sent.clear()
         for part, snapshot in zip(self.store.arrays, self.snapshot):  # [blocks, block size, D] and [rows, D]
             part.reshape(-1, part.shape[-1])[into] = links.as_integers(snapshot)[out_of]
 

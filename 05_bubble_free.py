@@ -47,6 +47,7 @@ from typing import NamedTuple
 import numpy
 import torch
 
+from common import link as links
 from common.requests import BadRequest, Request
 from common.restoring import PAUSE
 from common.store import StoredChunks
@@ -229,11 +230,9 @@ class PlannedCache(hidden_states.HiddenCache):
         if store.letters[layer] == "H":
             return super().order_layer(loading, layer)
         table = loading.request.table[loading.start // self.pool.block_size :][: len(blocks)]
-        runs, into, out_of = offload.adjacent(table, blocks), [], []
-        for side, part in zip(self.kv[layer], store.parts[store.layers.index(layer) :]):
-            into += [side[to : to + count] for to, _, count in runs]  # [count, block size, KVH * hd] each
-            out_of += [part[at : at + count] for _, at, count in runs]
-        self.copy_layer(loading, layer, into, out_of)
+        first = store.layers.index(layer)
+        sides = list(self.kv[layer]), store.parts[first : first + 2]  # [blocks, block size, KVH * hd] each
+        self.copy_layer(loading, layer, *sides, links.Places(table, blocks))
         self.hold("load", [loading.transfers[layer]], (self.pool, table))
 
     def bring_back(self, loading, layer):

@@ -245,7 +245,7 @@ class BidirectionalCache(Cache):
 
     def slots(self, request, start: int, end: int):
         """-> where tokens start to end are among the slots of the device's blocks."""
-        return self.pool.slots(torch.tensor(request.table))[start:end].to(self.model.device)
+        return links.upload(self.pool.slots(torch.tensor(request.table))[start:end], self.model.device)
 
     # Computing, from the front
 
@@ -300,13 +300,13 @@ class BidirectionalCache(Cache):
         slots = self.slots(request, number * CHUNK, (number + 1) * CHUNK)  # [64]
         packed = self.pack(self.kv.index_select(2, slots))
         transfer = self.save_link.copy(self.places.memory[place], packed, f"chunk {number}")
-        then = partial(self.write, request, chain, place, transfer, packed)
+        then = partial(self.write, request, chain, place, transfer)
         self.hold("save", [transfer], given=[(self.places, [place])], then=then)
         self.saving.add(chain[-1])
         self.counts["bytes_out"] += transfer.bytes
 
-    def write(self, request, chain: list, place: int, transfer, packed, arrived: bool):
-        """The last chunk of `chain` has left the device (`packed` had to live until then): write it."""
+    def write(self, request, chain: list, place: int, transfer, arrived: bool):
+        """The last chunk of `chain` has left the device: write it."""
         request.timeline.add("save", transfer.label, *transfer.span())
         written = self.storage.write(chain[-1].key, [self.arrays[place]]) if arrived else None
         if written is None:

@@ -311,25 +311,18 @@ class Tokens(NamedTuple):
     slots: torch.Tensor  # in the memory of their kind
     rows: torch.Tensor  # of the attention buffer, or of the mini-batch for new tokens
     positions: torch.Tensor
-    runs: list[tuple[int, int, int]]  # (slot, row, count) of what is adjacent on both sides: a copy each
+    places: links.Places  # to rows from slots; of new tokens: to slots from those of one kind
 
 
-def by_kind(kinds, slots, rows, positions, device, packed=False) -> list[Tokens]:
-    """Tokens [n] -> those of each kind. `packed`: runs index the gathered tokens of one kind."""
+def by_kind(kinds, slots, rows, positions, device, new=False) -> list[Tokens]:
+    """Tokens [n] -> those of each kind."""
     found = []
     for kind in KINDS:
         mine = kinds == kind
         tokens = slots[mine], rows[mine], positions[mine]
-        runs = runs_of(tokens[0], torch.arange(len(tokens[0])) if packed else tokens[1])
-        found.append(Tokens(*(each.to(device) for each in tokens), runs))
+        sides = (tokens[0], torch.arange(len(tokens[0]))) if new else (tokens[1], tokens[0])
+        found.append(Tokens(*(links.upload(each, device) for each in tokens), links.Places(*sides)))
     return found
-
-
-def runs_of(slots, rows) -> list[tuple[int, int, int]]:
-    breaks = (slots.diff() != 1) | (rows.diff() != 1)
-    edges = [0, *(breaks.nonzero().flatten() + 1).tolist(), len(slots)]
-    slots, rows = slots.tolist(), rows.tolist()
-    return [(slots[first], rows[first], end - first) for first, end in zip(edges, edges[1:]) if end > first]
 
 
 class MiniBatch:
@@ -350,21 +343,21 @@ class MiniBatch:
             self.rows_used += end
         self.context = by_kind(*torch.cat(context, 1), self.device)
         kinds, slots, rows, positions = torch.cat(new, 1)  # [T] each
-        self.new = by_kind(kinds, slots, torch.arange(len(tokens)), positions, self.device, packed=True)
-        self.rows = rows.to(self.device)
-        self.hidden = model.embed(torch.tensor(tokens, device=self.device))  # [T, D]
-        self.rotation = model.rotary(positions.to(self.device))
+        self.new = by_kind(kinds, slots, torch.arange(len(tokens)), positions, self.device, new=True)
+        self.rows = links.upload(rows, self.device)
+        self.hidden = model.embed(links.upload(tokens, self.device))  # [T, D]
+        self.rotation = model.rotary(links.upload(positions, self.device))
 
     def attend(self, kv, q, new_kv):
-        """Put new K and V [2, T, KVH, hd] beside the context in `kv`, and attend to both -> [T, H, hd]."""
-        kv.index_copy_(1, self.rows, new_kv)
+        """Put new K and V [T, 2, KVH, hd] beside the context in `kv`, and attend to both -> [T, H, hd]."""
+        kv.index_copy_(0, self.rows, new_kv)
         out, at, row = [], 0, 0
         for _, start, end in self.items:
             count, scores = end - start, None
             if start and count > 1:
                 scores = torch.full((count, end), -math.inf, dtype=q.dtype, device=self.device)
                 scores = scores.triu(start + 1)  # [T, S], 0 up to each row's own position
-            keys, values = kv[:, row : row + end]  # [S, KVH, hd] each
+            keys, values = kv[row : row + end].unbind(1)  # [S, KVH, hd] each
             out.append(attention(q[at : at + count], keys, values, scores))
             at, row = at + count, row + end
         return torch.cat(out)
@@ -394,13 +387,13 @@ class HybridRunner:
         for kind, count in enumerate(plan[1:]):
             shape = len(model.layers), *self.shape(kind, count * block_size)
             allocate = on_host if kind in (KV_HOST, ACT_HOST) else empty
-            self.memory.append(allocate(shape))  # [L, 2, slots, KVH, hd] or [L, slots, D]
+            self.memory.append(allocate(shape))  # [L, slots, 2, KVH, hd] or [L, slots, D]
         self.pool.block_bytes = sum(memory.nbytes for memory in self.memory) // max(1, self.pool.size)
 
     def shape(self, kind: int, tokens: int) -> tuple:
         config = self.model.config
         if kind in (KV_HOST, KV_DEVICE):
-            return 2, tokens, config.num_key_value_heads, config.head_dim
+            return tokens, 2, config.num_key_value_heads, config.head_dim
         return tokens, config.hidden_size
 
     @torch.inference_mode()
@@ -441,9 +434,10 @@ class HybridRunner:
             row += end - start
             if end == len(request.tokens):
                 rows.append(row)
-        logits = self.model.logits(torch.cat([batch.hidden for batch in batches])[rows])  # [R, V]
+        hidden = torch.cat([batch.hidden for batch in batches])  # [T, D]
+        logits = self.model.logits(hidden[links.upload(rows, self.model.device)])  # [R, V]
         self.marks.append(("forward", began, self.clock.mark()))
-        for transfer, _ in self.saves:  # with the last references to what they read
+        for transfer in self.saves:
             transfer.wait()
         return batches, logits
 
@@ -451,24 +445,23 @@ class HybridRunner:
 
     def bring(self, index: int, batch: MiniBatch) -> tuple:
         """Issue the transfers of a mini-batch's context in one layer, to the rows where it is needed -> what
-        `rebuild` takes: the buffers [2, rows, KVH, hd] and [rows, D], and transfers of ACT and KV or None."""
+        `rebuild` takes: the buffers [rows, 2, KVH, hd] and [rows, D], and transfers of ACT and KV or None."""
         kv, act = self.buffers[0]  # of two pairs the one used longer ago: what reads it is queued already
         self.buffers.reverse()
         transfers = []
         for kind, into, label in (ACT_HOST, act, "act"), (KV_HOST, kv, "kv"):
             transfers.append(None)
-            if runs := batch.context[kind].runs:
-                dst = [part(into, row, count) for _, row, count in runs]
-                src = [part(self.memory[kind][index], slot, count) for slot, _, count in runs]
-                transfers[-1] = self.load_link.copy(dst, src, label)
+            if len(batch.context[kind].slots):
+                memory, places = self.memory[kind][index], batch.context[kind].places
+                transfers[-1] = self.load_link.copy(into, memory, label, places)
                 self.transfers.append(transfers[-1])
         return batch, kv, act, *transfers
 
     def rebuild(self, index: int, layer: Layer, batch: MiniBatch, kv, act, act_copy, kv_copy):
-        """Complete K and V of the whole context -> the attention buffer `kv`, [2, rows, KVH, hd]."""
+        """Complete K and V of the whole context -> the attention buffer `kv`, [rows, 2, KVH, hd]."""
         kvs, acts, host = (batch.context[kind] for kind in (KV_DEVICE, ACT_DEVICE, ACT_HOST))
         if len(kvs.slots):
-            kv.index_copy_(1, kvs.rows, self.memory[KV_DEVICE][index].index_select(1, kvs.slots))
+            kv.index_copy_(0, kvs.rows, self.memory[KV_DEVICE][index].index_select(0, kvs.slots))
         self.project(layer, self.memory[ACT_DEVICE][index], acts.slots, acts, kv)
         if act_copy:
             arrive(act_copy)
@@ -485,7 +478,7 @@ class HybridRunner:
         portions = (each.split(ROWS) for each in (where, tokens.rows, tokens.positions))
         for places, rows, positions in zip(*portions):
             new_kv = layer.project_kv(states.index_select(0, places), positions)
-            for side, values in zip(kv, new_kv):
+            for side, values in zip(kv.unbind(1), new_kv):
                 side.index_copy_(0, rows, values)
         self.marks.append(("rebuild", began, self.clock.mark()))
 
@@ -494,23 +487,21 @@ class HybridRunner:
         began, hidden, new = self.clock.mark(), batch.hidden, []
 
         def attend(q, k, v):
-            new.append(torch.stack((k, v)))  # [2, T, KVH, hd]
+            new.append(torch.stack((k, v), 1))  # [T, 2, KVH, hd]
             return batch.attend(kv, q, new[0])
 
         batch.hidden = layer(hidden, batch.rotation, attend)  # [T, D]
-        for kind, (slots, rows, _, runs) in enumerate(batch.new):
+        self.marks.append(("forward", began, self.clock.mark()))
+        for kind, (slots, rows, _, places) in enumerate(batch.new):
             if not len(slots):
                 continue
             memory, states = self.memory[kind][index], new[0] if kind in (KV_HOST, KV_DEVICE) else hidden
-            states = states.index_select(states.ndim // 4, rows)  # [2, n, KVH, hd] or [n, D]
+            states = states.index_select(0, rows)  # [n, 2, KVH, hd] or [n, D]
             if kind in (KV_DEVICE, ACT_DEVICE):
-                memory.index_copy_(states.ndim // 4, slots, states)
+                memory.index_copy_(0, slots, states)
                 continue
-            dst = [part(memory, slot, count) for slot, _, count in runs]
-            src = [part(states, row, count) for _, row, count in runs]
-            self.saves.append((self.save_link.copy(dst, src, "store"), states))
-            self.transfers.append(self.saves[-1][0])
-        self.marks.append(("forward", began, self.clock.mark()))
+            self.saves.append(self.save_link.copy(memory, states, "store", places))
+            self.transfers.append(self.saves[-1])
 
     # After a step
 
@@ -531,11 +522,6 @@ class HybridRunner:
         acts = layers * (blocks[ACT_HOST] + blocks[ACT_DEVICE])
         rebuild = seconds["rebuild"] / acts if acts else 0.0
         return sum(blocks), rebuild, seconds["forward"] / layers
-
-
-def part(tensor, first: int, count: int):
-    """-> `count` rows or slots of [2, n, KVH, hd] or [n, D]."""
-    return tensor.narrow(tensor.ndim // 4, first, count)
 
 
 # 5. The engine, and what it is measured with ---------------------------------------------------

@@ -54,7 +54,7 @@ import tempfile
 import time
 import zlib
 from collections import deque
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -153,12 +153,14 @@ class Shared(links.Transfer):
         self.own.wait(seconds)
 
     def queue_wait(self) -> bool:
-        """In the forward pass: wait for this rank's own copy, or go on with whatever is there. In the last
-        layer agree whether all ranks have all. Raises TransferError if not."""
-        cache, restoration = self.cache, self.restoration
-        while not self.own.ready and cache.in_time(restoration):
+        """In the forward pass: wait for this rank's own copy (a GPU's stream does), or go on with whatever is
+        there. In the last layer agree whether all ranks have all. Raises TransferError if not."""
+        cache, restoration, ordered = self.cache, self.restoration, False
+        with suppress(links.TransferError):
+            ordered = self.own.queue_wait()
+        while not (ordered or self.own.ready) and cache.in_time(restoration):
             time.sleep(1e-4)
-        if self.seen_here() != ARRIVED:
+        if not ordered and self.seen_here() != ARRIVED:
             cache.until[restoration] = 0.0
         if self.last and not cache.ranks.all(cache.until[restoration] > 0):
             raise links.TransferError(f"{self.label} is late on a rank")

@@ -135,7 +135,7 @@ class Direct(HiddenCache):
         noted, states = self.rows, self.step  # of one step, [T, D] a layer
         self.forget_steps()
         pieces, kept, slots = self.store.fill(noted)
-        runs = offload.adjacent(kept, slots)
+        runs = links.runs(kept, slots)
         transfers = [self.copy_rows(part, slot, rows[at : at + count])  # [count, D]
                      for part, rows in enumerate(states) for at, slot, count in runs]  # fmt: skip
         if pieces:
@@ -253,7 +253,7 @@ class TokenWise(PlannedCache):
                 into.append(landed[index, rows])  # [n, D]
                 out_of.append(states[number, rows])
         table = loading.request.table[self.last // size : len(numbers)]
-        for to, at, count in offload.adjacent(table, numbers[self.last // size :]):
+        for to, at, count in links.runs(table, numbers[self.last // size :]):
             into += [side[to : to + count] for side in self.kv[layer]]
             out_of += [side[at : at + count] for side in sides]
         loading.landing[layer] = landed.flatten(0, 1)

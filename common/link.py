@@ -2,6 +2,7 @@
 
     link = Link("load", clock, 2e9)                    # one direction is one lane: first in, first out
     transfer = link.copy(dst, src, "layer 0")          # returns at once, and never raises
+    link.copy(dst, src, "layer 1", Places(to, at))     # blocks: dst[to] = src[at], in one piece
     transfer.ready                                     # over, well or not: nothing is written any more
     transfer.error                                     # None, or why it failed
     transfer.span()                                    # start and end in seconds, once it is ready
@@ -9,7 +10,11 @@
 With CUDA a lane is a stream. A copy begins only after everything that was queued to compute when it was
 issued: so a load cannot overwrite what queued work still reads, and a copy out sees what queued work still
 writes. That is the first half of the contract; the second is the caller's: no memory of a transfer may be
-used for anything else before `ready`.
+used for anything else before `ready`. (Device memory that is freed earlier is handed out only when the lane
+has done with it: `record_stream`.)
+
+A piece costs some 8 us there, however small, so scattered blocks travel as one: the host's are put together
+in pinned memory, land on the device in one piece, and the lane's stream puts them into their blocks.
 
 Without CUDA both memories are ordinary memory, and the link is a model: a thread copies at once, and then
 sleeps until the modelled bandwidth says that the copy has arrived. Sleeping takes no processor time, so what
@@ -23,6 +28,7 @@ import time
 import weakref
 from collections import deque
 from contextlib import suppress
+from itertools import pairwise
 
 import numpy
 import torch
@@ -30,6 +36,7 @@ import torch
 from common.speed import Speed
 
 LATENCY = 10e-6     # seconds, of a modelled transfer
+PIECES = 2          # of host memory that are copied as they lie; if there are more, they are put together
 HANGING = 1.0       # seconds after which a job hangs: its lane is given nothing that somebody waits for
 
 
@@ -83,6 +90,10 @@ class Transfer:
 class CudaTransfer(Transfer):
     """`start` and `end` are events on the lane's stream; an error is one of issuing the copy."""
 
+    def __init__(self, lane: str, label: str, size: int, clock):
+        super().__init__(lane, label, size)
+        self.clock = clock
+
     @property
     def ready(self) -> bool:
         return self.end.query()
@@ -108,8 +119,9 @@ class Lane:
 
     measured_from = 1           # bytes: smaller transfers do not say how fast the lane is
 
-    def __init__(self, name: str, wake=lambda: None, background=False):
-        """`wake` is called when something is over. `background`: nobody waits for what this does."""
+    def __init__(self, name: str, wake=lambda: None, background=False, stream=None):
+        """`wake` is called when something is over. `background`: nobody waits for what this does. `stream`:
+        of a GPU, to be empty at the end."""
         self.name, self.wake = name, wake
         self.on_their_way: deque[Transfer] = deque()
         self.measured = Speed(math.inf)     # bytes/s, of the last transfers
@@ -117,7 +129,7 @@ class Lane:
         self.began = [math.inf]             # when what it does now did; infinite while it does nothing
         arguments = self.jobs, self.closed, self.began, wake, background   # not the lane: it may be forgotten
         self.thread = threading.Thread(target=work, args=arguments, daemon=True)
-        self.close = weakref.finalize(self, end, self.jobs, self.closed, self.thread)
+        self.close = weakref.finalize(self, end, self.jobs, self.closed, self.thread, stream)
 
     def submit(self, label: str, size: int, function, *arguments, bandwidth=None) -> Transfer:
         """Call function(*arguments) on the thread, and return a Transfer that gets its value. With a
@@ -168,13 +180,38 @@ def work(jobs: queue.SimpleQueue, closed: threading.Event, began: list, wake, ba
         wake()
 
 
-def end(jobs: queue.SimpleQueue, closed: threading.Event, thread: threading.Thread):
+def end(jobs: queue.SimpleQueue, closed: threading.Event, thread: threading.Thread, stream):
     """End the thread of a lane; what the model has on its way arrives at once. No thread may be inside
     PyTorch when the interpreter goes."""
+    if stream is not None:
+        stream.synchronize()
     closed.set()
     jobs.put(None)
     if thread.ident is not None and thread is not threading.current_thread():
         thread.join(HANGING)
+
+
+class Places:
+    """Which blocks of two memories belong together: block to[i] of one is copied from block at[i] of the
+    other."""
+
+    def __init__(self, to, at):
+        self.to, self.at, self.on_device = to, at, None
+        self.runs = runs(to, at)
+
+    def index(self, blocks, device) -> torch.Tensor:
+        """-> the device's blocks, on the device: uploaded once for all layers, by the stream of one lane."""
+        if self.on_device is None:
+            self.on_device = upload(blocks, device)
+        return self.on_device
+
+
+def runs(to, at) -> list[tuple[int, int, int]]:
+    """-> (to, at, count) of the blocks that are adjacent on both sides. Raises ValueError."""
+    to, at = numpy.asarray(to), numpy.asarray(at)
+    breaks = numpy.flatnonzero((numpy.diff(to) != 1) | (numpy.diff(at) != 1)) + 1
+    edges = [0, *breaks.tolist(), len(to)]
+    return [(int(to[first]), int(at[first]), end - first) for first, end in pairwise(edges) if end > first]
 
 
 class Link(Lane):
@@ -183,34 +220,56 @@ class Link(Lane):
     measured_from = 1 << 16
 
     def __init__(self, name: str, clock, bandwidth=None, wake=lambda: None, background=False):
-        super().__init__(name, wake, background)
         self.clock, self.modelled = clock, clock.device.type != "cuda"
-        self.bandwidth = Bandwidth(bandwidth) if isinstance(bandwidth, (int, float)) else bandwidth
         self.stream = None if self.modelled else torch.cuda.Stream()
+        super().__init__(name, wake, background, self.stream)
+        self.bandwidth = Bandwidth(bandwidth) if isinstance(bandwidth, (int, float)) else bandwidth
+        self.latency = LATENCY      # seconds of a transfer of no bytes
 
-    def copy(self, dst, src, label: str) -> Transfer:
-        """Copy tensor `src` to `dst`, or a list of tensors to a list of the same shapes."""
+    def copy(self, dst, src, label: str, places: Places | None = None) -> Transfer:
+        """Copy tensor `src` to `dst`, or a list of tensors to a list of the same shapes. With `places`, copy
+        src[places.at] to dst[places.to], of each."""
         dst = [dst] if isinstance(dst, torch.Tensor) else list(dst)
         src = [src] if isinstance(src, torch.Tensor) else list(src)
-        size = sum(piece.nbytes for piece in dst)
+        size = sum(len(places.to) * piece[0].nbytes if places else piece.nbytes for piece in dst)
         if self.modelled:
-            return self.submit(label, size, move, dst, src, bandwidth=self.bandwidth)
-        transfer = CudaTransfer(self.name, label, size)
-        transfer.clock = self.clock
+            return self.submit(label, size, move, dst, src, places, bandwidth=self.bandwidth)
+        transfer, staged = CudaTransfer(self.name, label, size, self.clock), []
         self.stream.wait_stream(torch.cuda.current_stream())   # behind what is queued to compute now
         with torch.cuda.stream(self.stream):
             transfer.start = self.clock.mark()
             try:
-                for to, out_of in paired(dst, src):
-                    host_side = to if out_of.is_cuda else out_of
-                    for piece, source in contiguous_on_host(to, out_of, host_side):
-                        piece.copy_(source, non_blocking=True)
+                staged += [self.queue(*pair, places) for pair in paired(dst, src, places)]
             except (RuntimeError, ValueError) as refused:
                 transfer.error = refused
             transfer.end = self.clock.mark()
+        if any(memory is not None for memory in staged) and transfer.error is None:
+            return self.submit(label, size, put, transfer, dst, staged, places)
         self.on_their_way.append(transfer)
         self.settle()
         return transfer
+
+    def queue(self, to, out_of, places: Places | None) -> torch.Tensor | None:
+        """Queue a copy on the lane's stream -> None, or the pinned memory from where `put` goes on."""
+        loads = to.is_cuda
+        device, host = (to, out_of) if loads else (out_of, to)
+        device.record_stream(self.stream)
+        if places is None:
+            return copy_pieces(to, out_of, host)
+        index, blocks = (places.to, places.at) if loads else (places.at, places.to)
+        index, staged = places.index(index, device.device), in_one_piece(host, blocks)
+        scattered = staged is None
+        if scattered:
+            shape = len(blocks), *host.shape[1:]
+            staged = host_memory(shape, host.dtype, device.device, "What is on its way")
+        if not loads:
+            copy_pieces(staged, device.index_select(0, index), staged)
+            return staged if scattered else None
+        if scattered:
+            move([staged], [host], Places(range(len(blocks)), blocks))
+        landed = torch.empty_like(staged, device=device.device)
+        copy_pieces(landed, staged, staged)
+        device.index_copy_(0, index, landed)
 
     def speed(self) -> float:
         """Return bytes/s: of the last transfers, or else of the model, or of a measurement."""
@@ -219,9 +278,9 @@ class Link(Lane):
             return self.measured.value
         return self.bandwidth.value if self.modelled else self.measure()
 
-    def seconds(self, size: int) -> float:
+    def seconds(self, size: int, transfers: int = 1) -> float:
         """Estimate the seconds until `size` bytes would be there, behind what is queued now."""
-        return LATENCY + (self.settle() + size) / self.speed()
+        return transfers * self.latency + (self.settle() + size) / self.speed()
 
     def measure(self, interrupt=lambda: None) -> float:
         """Forget what was noted, measure again, and return bytes/s. `interrupt` may raise."""
@@ -231,25 +290,40 @@ class Link(Lane):
             return self.bandwidth.measure(interrupt)
         device = torch.zeros(1 << 26, dtype=torch.uint8, device=self.clock.device)
         host = host_memory(device.shape, torch.uint8, self.clock.device, "The buffer of a measurement")
-        for _ in range(3):
-            self.copy(*((host, device) if self.name == "save" else (device, host)), "measurement").wait()
+        sides = (host, device) if self.name == "save" else (device, host)
+        for size in 1, 1, len(host), len(host):     # the first of each is slower
+            began = time.perf_counter()
+            self.copy(*(side[:size] for side in sides), "measurement").wait()
+            self.latency = time.perf_counter() - began if size == 1 else self.latency
         return self.speed()
 
     def __str__(self):
         return str(self.bandwidth) if self.modelled else f"link, {self.speed() / 1e9:.1f} GB/s"
 
 
-def paired(dst: list[torch.Tensor], src: list[torch.Tensor]):
-    """Pair tensors of the same shape and dtype. Raises ValueError."""
-    if [(piece.shape, piece.dtype) for piece in dst] != [(piece.shape, piece.dtype) for piece in src]:
+def paired(dst: list[torch.Tensor], src: list[torch.Tensor], places: Places | None):
+    """Pair tensors of the same dtype and shape; with `places`, of any number of blocks. Raises ValueError."""
+    first = 1 if places else 0
+    sides = [[(piece.shape[first:], piece.dtype) for piece in side] for side in (dst, src)]
+    if sides[0] != sides[1]:
         raise ValueError("the two sides differ in shape or dtype")
     return zip(dst, src)
 
 
-def move(dst: list[torch.Tensor], src: list[torch.Tensor]):
+def move(dst: list[torch.Tensor], src: list[torch.Tensor], places: Places | None):
     """Copy in ordinary memory with one core: NumPy takes no other, where torch would take all of them."""
-    for to, out_of in paired(dst, src):
-        numpy.copyto(as_integers(to), as_integers(out_of))
+    for pair in paired(dst, src, places):
+        to, out_of = map(as_integers, pair)
+        for first, at, count in places.runs if places else [(0, 0, len(to))]:
+            numpy.copyto(to[first : first + count], out_of[at : at + count])
+
+
+def put(copied: CudaTransfer, dst: list, staged: list, places: Places):
+    """On the lane's thread: when a copy to the host is over, put its blocks where they belong."""
+    copied.wait()
+    for to, memory in zip(dst, staged):
+        if memory is not None:
+            move([to], [memory], Places(places.to, range(len(memory))))
 
 
 def as_integers(tensor: torch.Tensor) -> numpy.ndarray:
@@ -258,14 +332,34 @@ def as_integers(tensor: torch.Tensor) -> numpy.ndarray:
     return tensor.view(kinds[tensor.itemsize]).numpy()
 
 
-def contiguous_on_host(dst: torch.Tensor, src: torch.Tensor, host_side: torch.Tensor):
-    """Yield the largest pairs that are contiguous on the host's side. The device gathers strided memory by
-    itself, but on the host that would be done first, and in pageable memory."""
-    if host_side.is_contiguous():
-        yield dst, src
+def copy_pieces(to, out_of, host):
+    """Queue a copy in pieces that are contiguous on the host. The device gathers strided memory by itself,
+    but on the host that would be done first, and in pageable memory."""
+    if host.is_contiguous():
+        to.copy_(out_of, non_blocking=True)
     else:
-        for triple in zip(dst, src, host_side, strict=True):
-            yield from contiguous_on_host(*triple)
+        for piece in zip(*(side.unbind(outermost(host)) for side in (to, out_of, host)), strict=True):
+            copy_pieces(*piece)
+
+
+def outermost(memory) -> int:
+    """-> the dimension whose steps are the longest."""
+    return max(range(memory.ndim), key=lambda axis: (memory.shape[axis] > 1, memory.stride(axis)))
+
+
+def in_one_piece(host, blocks) -> torch.Tensor | None:
+    """-> these blocks of host memory if they lie in one piece, or K and V in one each; else None."""
+    (first, _, count), *others = runs(blocks, blocks)
+    found = host[first : first + count]
+    pieces = [found] if found.is_contiguous() else found.unbind(outermost(found))
+    if not others and len(pieces) <= PIECES and all(piece.is_contiguous() for piece in pieces):
+        return found
+
+
+def upload(numbers, device) -> torch.Tensor:
+    """-> whole numbers on the device; on a GPU the host does not wait for them."""
+    host = torch.as_tensor(numpy.asarray(numbers, numpy.int64))
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 def host_memory(shape, dtype, device, what: str) -> torch.Tensor:

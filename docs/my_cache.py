@@ -37,10 +37,10 @@ class MyCache(Cache):
     def restore(self, request, restoration, match):
         size, transfers = self.pool.block_size, []
         table = request.table[restoration.start // size : restoration.end // size]
-        for layer in range(len(self.model.layers)):
-            into = [self.pool.memory[layer, :, block] for block in table]
-            out_of = [self.host.memory[layer, :, place] for place in match.blocks]
-            transfers.append(self.load_link.copy(into, out_of, f"layer {layer}"))
+        blocks = links.Places(table, match.blocks)
+        for layer, sides in enumerate(zip(self.pool.memory, self.host.memory)):
+            device, host = (side.transpose(0, 1) for side in sides)  # [blocks, 2, block_size, KVH, hd] each
+            transfers.append(self.load_link.copy(device, host, f"layer {layer}", blocks))
         self.hold("load", transfers, (self.pool, table), (self.host, match.blocks))
         for transfer in transfers:
             yield transfer

@@ -380,23 +380,37 @@ def test_memory_that_cannot_be_pinned_is_said_and_used(monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("The host pool cannot be pinned (no more):")
 
 
-def test_a_layer_is_copied_in_as_few_pieces_as_the_hosts_side_allows():
-    device, host = torch.zeros(3, 2, 8, 4, 2, 16), torch.zeros(3, 2, 20, 4, 2, 16)
-    layer = list(links.contiguous_on_host(device[1, :, 2:5], host[1, :, 6:9], host[1, :, 6:9]))
-    assert [dst.shape for dst, _ in layer] == [(3, 4, 2, 16)] * 2, "K and V"
-    run = list(links.contiguous_on_host(host[:, :, 6:9], device[:, :, 2:5], host[:, :, 6:9]))
-    assert [dst.shape for dst, _ in run] == [(3, 4, 2, 16)] * 6, "K and V of three layers"
-    (whole,) = links.contiguous_on_host(device, host[:, :, :8].contiguous(), device)
-    assert whole[0] is device
+def test_a_copy_in_pieces_covers_everything_once_in_as_few_as_the_hosts_side_allows(monkeypatch):
+    copied, copy = [], torch.Tensor.copy_
+    noted = lambda to, *rest, **how: copied.append(to.shape) or copy(to, *rest, **how)  # noqa: E731
+    monkeypatch.setattr(torch.Tensor, "copy_", noted)
+    device, host = torch.zeros(3, 2, 8, 4, 2, 16), torch.ones(3, 2, 20, 4, 2, 16)
+    sides = device[1, :, 2:5].transpose(0, 1), host[1, :, 6:9].transpose(0, 1)  # [3 blocks, 2, ...] of a layer
+    links.copy_pieces(*sides, sides[1])
+    assert copied == [(3, 4, 2, 16)] * 2 and device.sum() == device[1, :, 2:5].numel(), "K and V"
+    copied.clear()
+    links.copy_pieces(host[:, :, 6:9], device[:, :, 2:5], host[:, :, 6:9])
+    assert copied == [(3, 4, 2, 16)] * 6 and host[:, :, 6:9].sum() == device.sum(), "K and V of three layers"
 
 
-@pytest.mark.parametrize("view", VIEWS)
-def test_pieces_that_are_contiguous_on_the_host_cover_everything_once(view):
-    host, device = VIEWS[view](torch.zeros(6, 4, 5, 8)), VIEWS[view](pattern(6, 4, 5, 8, dtype=torch.int32))
-    for dst, src in links.contiguous_on_host(host, device, host):
-        assert dst.is_contiguous() and dst.shape == src.shape
-        dst += 1
-    assert (host == 1).all()
+@pytest.mark.parametrize("blocks, pieces", [([6, 7, 8], 2), ([6], 2), ([6, 8], 0), ([8, 7], 0)])
+def test_blocks_that_lie_side_by_side_on_the_host_are_copied_as_they_lie(blocks, pieces):
+    host = torch.arange(2 * 20 * 4.0).view(2, 20, 4)
+    for memory, few in (host.transpose(0, 1), True), (torch.stack([host] * 3).movedim(2, 0), False):
+        found = links.in_one_piece(memory, blocks)
+        assert found is None if not (pieces and few) else torch.equal(found, memory[blocks])
+
+
+@pytest.mark.parametrize("to, at, runs", [
+    ([], [], []), ([4], [9], [(4, 9, 1)]), ([4, 5, 6], [9, 10, 11], [(4, 9, 3)]),
+    ([4, 5, 6], [9, 11, 12], [(4, 9, 1), (5, 11, 2)]), ([4, 6, 7], [9, 10, 11], [(4, 9, 1), (6, 10, 2)]),
+    ([7, 6, 5], [3, 2, 1], [(7, 3, 1), (6, 2, 1), (5, 1, 1)]),
+])  # fmt: skip
+def test_a_run_is_adjacent_on_both_sides(to, at, runs):
+    assert links.Places(to, at).runs == runs
+    dst, src = torch.zeros(20, 3), torch.arange(1.0, 61.0).view(20, 3)
+    links.move([dst], [src], links.Places(to, at))
+    assert dst[to].tolist() == src[at].tolist() and dst.count_nonzero() == 3 * len(to)
 
 
 # 8. The end of a lane --------------------------------------------------------------------------

@@ -4,7 +4,6 @@ import random
 import threading
 
 import pytest
-import torch
 from support.engines import ask, baseline, check_pools, draw, evict, make, offload, settle, tiny_model
 
 from common.link import Transfer
@@ -22,8 +21,9 @@ class Lane:
         self.link, self.at_once, self.sent, self.waiting, self.failing = link, at_once, [], [], False
         link.copy = self.copy
 
-    def copy(self, dst, src, label):
-        dst, src = ([side] if isinstance(side, torch.Tensor) else side for side in (dst, src))
+    def copy(self, dst, src, label, places):
+        dst = [dst[to : to + count] for to, _, count in places.runs]
+        src = [src[at : at + count] for _, at, count in places.runs]
         transfer = Transfer(self.link.name, label, sum(piece.nbytes for piece in dst))
         self.sent.append((transfer, dst))
         self.waiting.append((transfer, dst, src))
@@ -199,7 +199,7 @@ def test_a_match_is_of_whole_blocks_before_the_last_token_and_says_what_is_queue
     asked = Request(PROMPT[:96], 1, chain=request.chain)
     match = cache.match(asked)
     assert isinstance(match, Match) and (match.tokens, len(match.blocks)) == (80, 5)
-    assert match.seconds == cache.load_link.seconds(5 * BLOCK)
+    assert match.seconds == cache.load_link.seconds(5 * BLOCK, 3)
     asked.computed = 32
     assert cache.match(asked).tokens == 48
     assert cache.match(Request(draw(random.Random(5), 60), 1)) is None
@@ -328,20 +328,3 @@ def test_closing_the_engine_ends_the_threads_of_both_links():
     assert len(threads) == 2
     engine.close()
     assert not any(thread.is_alive() for thread in threads)
-
-
-# 4. Runs ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("first, second, runs", [
-    ([], [], []), ([4], [9], [(4, 9, 1)]), ([4, 5, 6], [9, 10, 11], [(4, 9, 3)]),
-    ([4, 5, 6], [9, 11, 12], [(4, 9, 1), (5, 11, 2)]), ([4, 6, 7], [9, 10, 11], [(4, 9, 1), (6, 10, 2)]),
-    ([7, 6, 5], [3, 2, 1], [(7, 3, 1), (6, 2, 1), (5, 1, 1)]),
-])  # fmt: skip
-def test_a_run_is_adjacent_on_both_sides(first, second, runs):
-    assert offload.adjacent(first, second) == runs
-
-
-def test_runs_need_as_many_on_both_sides():
-    with pytest.raises(ValueError):
-        offload.adjacent([1, 2], [3])

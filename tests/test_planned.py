@@ -119,7 +119,7 @@ def test_all_states_travel_before_k_and_v_and_recomputing_comes_first():
         noted = lambda *args, name=name, call=function: order.append(name) or call(*args)  # noqa: E731
         setattr(cache, name, noted)
     copy = cache.load_link.copy
-    cache.load_link.copy = lambda dst, src, label: order.append(label) or copy(dst, src, label)
+    cache.load_link.copy = lambda *what: order.append(what[2]) or copy(*what)
     request = ask(engine, PROMPT + [3], 1)
     assert order == ["layer 1", "layer 2", "recompute", "project", "project"]
     plan = request.timeline.plan

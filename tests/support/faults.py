@@ -29,16 +29,20 @@ class Faults:
         self.pending: list[threading.Timer] = []
         self.copies: list[tuple[Transfer, list, list]] = []  # each with what it writes and reads
 
-    def copy(self, link: Link, dst, src, label: str) -> Transfer:
+    def copy(self, link: Link, dst, src, label: str, places=None) -> Transfer:
         dst = [dst] if isinstance(dst, torch.Tensor) else list(dst)
         src = [src] if isinstance(src, torch.Tensor) else list(src)
-        transfer = self.injected(link, dst, src, label)
+        if places and link.modelled:
+            dst = [side[int(block)] for side in dst for block in places.to]
+            src = [side[int(block)] for side in src for block in places.at]
+            places = None
+        transfer = self.injected(link, dst, src, label, places)
         self.copies = [copy for copy in self.copies if not copy[0].ready] + [(transfer, dst, src)]
         return transfer
 
-    def injected(self, link: Link, dst, src, label: str) -> Transfer:
+    def injected(self, link: Link, dst, src, label: str, places) -> Transfer:
         if link.name not in self.lanes:
-            return COPY(link, dst, src, label)
+            return COPY(link, dst, src, label, places)
         if self.broken[link.name]:
             self.broken[link.name] -= 1
             self.noise += 1
@@ -54,7 +58,7 @@ class Faults:
         if draw < self.failing + self.late:
             self.delayed += 1
             return self.later(link, dst, src, label)
-        return COPY(link, dst, src, label)
+        return COPY(link, dst, src, label, places)
 
     def later(self, link: Link, dst: list, src: list | None, label: str) -> Transfer:
         """Write to `dst` after a while: `src`, or NaN and then fail."""
@@ -97,7 +101,7 @@ COPY, READ = Link.copy, {kind: kind.read for kind in (Storage, both_ends.Modelle
 def faulty(*args, **shares):
     """-> Faults, in force for all links until the end of the block."""
     faults = Faults(*args, **shares)
-    Link.copy = lambda link, dst, src, label: faults.copy(link, dst, src, label)
+    Link.copy = lambda link, *what: faults.copy(link, *what)
     if "storage" in faults.lanes:
         for kind in READ:
             kind.read = lambda storage, keys, into: faults.read(storage, keys, into)
