@@ -72,7 +72,8 @@ class HostCache(Cache):
         memory, bandwidth, wake = self.pool.memory, self.bandwidth, engine.wake.set
         self.load_link = links.Link("load", engine.clock, bandwidth, wake)
         self.save_link = links.Link("save", engine.clock, bandwidth, wake, background=True)
-        shape = *memory.shape[:2], self.blocks, *memory.shape[3:]  # [L, 2, blocks, block_size, KVH, hd]
+        # K and V of a block lie together: [L, blocks, 2, block_size, KVH, hd]
+        shape = len(memory), self.blocks, 2, *memory.shape[3:]
         self.host = paged.BlockPool(self.blocks, self.pool.block_size, self.host_memory(shape))
         self.pools = {"host": self.host}
         self.save_link.speed()  # a GPU's is measured now, so that no answer waits for it
@@ -113,8 +114,8 @@ class HostCache(Cache):
         """Begin to copy host blocks into the request's, from token `start` on -> a Transfer a layer."""
         table = request.table[start // self.pool.block_size :][: len(places)]
         blocks, transfers = links.Places(table, places), []
-        for layer, sides in enumerate(zip(self.pool.memory, self.host.memory)):
-            device, host = (side.transpose(0, 1) for side in sides)  # [blocks, 2, block_size, KVH, hd] each
+        for layer, (device, host) in enumerate(zip(self.pool.memory, self.host.memory)):
+            device = device.transpose(0, 1)  # as on the host: [blocks, 2, block_size, KVH, hd]
             transfers.append(self.load_link.copy(device, host, f"layer {layer}", blocks))
         self.hold("load", transfers, (self.pool, table), (self.host, places))
         self.counts["swap_ins"] += len(table)
@@ -153,7 +154,7 @@ class HostCache(Cache):
 
     def copy_out(self, blocks: list[int], places: list[int]) -> links.Transfer:
         """Begin to copy device `blocks` to `places` on the host."""
-        device, host = (pool.memory.movedim(2, 0) for pool in (self.pool, self.host))  # [blocks, L, 2, ...]
+        host, device = self.host.memory.movedim(1, 0), self.pool.memory.movedim(2, 0)  # [blocks, L, 2, ...]
         transfer = self.save_link.copy(host, device, f"save {len(blocks)}", links.Places(places, blocks))
         self.counts["swap_outs"] += len(blocks)
         self.counts["bytes_out"] += transfer.bytes

@@ -55,11 +55,11 @@ both_ends = importlib.import_module("06_bidirectional")
 AGAIN, NEXT = 1.0, 4  # seconds, after which storage is asked again for the NEXT first requests in line
 PREFETCH = "best_effort", "wait_complete", "timeout", "both_ends"
 WRITE = "write_through", "write_through_selective", "write_back"
-# What lies next to what in host memory: the order of [layers, 2, places, page size, KV heads, head size]
+# What lies next to what in host memory: the order of [layers, places, 2, page size, KV heads, head size]
 LAYOUTS = {
-    "layer_first": (0, 1, 2, 3, 4, 5),  # as on the device: K, or V, of a layer in adjacent places
-    "page_first": (2, 3, 0, 1, 4, 5),  # all layers of a token
-    "page_first_direct": (2, 0, 1, 3, 4, 5),  # all tokens of a layer in a page, as a page in storage
+    "layer_first": (0, 2, 1, 3, 4, 5),  # as on the device: K, or V, of a layer in adjacent places
+    "page_first": (1, 3, 0, 2, 4, 5),  # all layers of a token
+    "page_first_direct": (1, 0, 2, 3, 4, 5),  # all tokens of a layer in a page, as a page in storage
 }
 
 # 1. The tree -----------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ class Prefetcher:
     def read_run(self, prefetch: Prefetch, prefixes: list):
         """Begin to read pages into host memory, all at once."""
         cache, places = self.cache, self.cache.host.allocate(len(prefixes))
-        keys, into = [prefix.key for prefix in prefixes], [cache.array[:, :, place] for place in places]
+        keys, into = [prefix.key for prefix in prefixes], [cache.array[:, place] for place in places]
         read = cache.storage.get(keys, into, f"page {prefetch.chain.index(prefixes[0])}")
         prefetch.reads.append(read)
         self.coming.update(prefixes)
@@ -335,7 +335,7 @@ class Writer:
             pages = [page for page in pages if not self.behind_gap(page)]
             if pages:
                 places = [host.block_of[page.prefix] for page in pages]
-                self.write_l3(pages, [cache.array[:, :, place] for place in places], (host, places))
+                self.write_l3(pages, [cache.array[:, place] for place in places], (host, places))
 
     def evicting_l2(self, leaving: list):
         """Write copies of owed pages that leave host memory. Count those that cannot be written as lost."""
@@ -349,7 +349,7 @@ class Writer:
         full = len(self.going) > cache.pool.size + cache.host.size
         for page, place in owed:
             if not (full or cache.storage.writer.hangs or self.behind_gap(page)):
-                contents[page] = cache.array[:, :, place].copy()
+                contents[page] = cache.array[:, place].copy()
                 self.going.add(page)
         if contents:
             self.write_l3(list(contents), list(contents.values()))
@@ -415,7 +415,7 @@ class TieredCache(offload.HostCache):
             self.storage.open(engine.wake.set)
 
     def host_memory(self, shape):
-        """[L, 2, places, page size, KVH, hd], of which `layout` says what lies next to what."""
+        """[L, places, 2, page size, KVH, hd], of which `layout` says what lies next to what."""
         order = LAYOUTS[self.layout]
         memory = super().host_memory([shape[axis] for axis in order])
         return memory.permute([order.index(axis) for axis in range(6)])

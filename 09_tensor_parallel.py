@@ -300,13 +300,13 @@ class PageHeadCache(offload.HostCache):
 
     def attach(self, engine):
         super().attach(engine)
-        self.array = links.as_integers(self.host.memory)  # [L, 2, places, page size, KVH, hd], for NumPy
+        self.array = links.as_integers(self.host.memory)  # [L, places, 2, page size, KVH, hd], for NumPy
         self.storage.open(engine.wake.set)
 
     def page(self, prefix, place: int):
         """-> a key for each of this rank's heads, and the memory [L, 2, page size, hd] of each."""
         keys = [hashlib.sha256(prefix.key + b"head %d" % head).digest() for head in self.heads]
-        return keys, [self.array[:, :, place, :, head] for head in range(len(self.heads))]
+        return keys, [self.array[:, place, :, :, head] for head in range(len(self.heads))]
 
     def submitted(self, request):
         """Ask storage for the pages that are not near."""

@@ -36,7 +36,6 @@ import torch
 from common.speed import Speed
 
 LATENCY = 10e-6     # seconds, of a modelled transfer
-PIECES = 2          # of host memory that are copied as they lie; if there are more, they are put together
 HANGING = 1.0       # seconds after which a job hangs: its lane is given nothing that somebody waits for
 
 
@@ -251,25 +250,22 @@ class Link(Lane):
 
     def queue(self, to, out_of, places: Places | None) -> torch.Tensor | None:
         """Queue a copy on the lane's stream -> None, or the pinned memory from where `put` goes on."""
-        loads = to.is_cuda
-        device, host = (to, out_of) if loads else (out_of, to)
+        device, host = (to, out_of) if to.is_cuda else (out_of, to)
         device.record_stream(self.stream)
         if places is None:
-            return copy_pieces(to, out_of, host)
-        index, blocks = (places.to, places.at) if loads else (places.at, places.to)
-        index, staged = places.index(index, device.device), in_one_piece(host, blocks)
-        scattered = staged is None
-        if scattered:
-            shape = len(blocks), *host.shape[1:]
+            to.copy_(out_of, non_blocking=True)
+            return None
+        index, blocks = (places.to, places.at) if to.is_cuda else (places.at, places.to)
+        index, staged, scattered = places.index(index, device.device), slice_of(host, blocks), False
+        if staged is None:
+            shape, scattered = (len(blocks), *host.shape[1:]), True
             staged = host_memory(shape, host.dtype, device.device, "What is on its way")
-        if not loads:
-            copy_pieces(staged, device.index_select(0, index), staged)
+        if host is to:
+            staged.copy_(device.index_select(0, index), non_blocking=True)
             return staged if scattered else None
         if scattered:
             move([staged], [host], Places(range(len(blocks)), blocks))
-        landed = torch.empty_like(staged, device=device.device)
-        copy_pieces(landed, staged, staged)
-        device.index_copy_(0, index, landed)
+        device.index_copy_(0, index, staged.to(device.device, non_blocking=True))
 
     def speed(self) -> float:
         """Return bytes/s: of the last transfers, or else of the model, or of a measurement."""
@@ -332,28 +328,11 @@ def as_integers(tensor: torch.Tensor) -> numpy.ndarray:
     return tensor.view(kinds[tensor.itemsize]).numpy()
 
 
-def copy_pieces(to, out_of, host):
-    """Queue a copy in pieces that are contiguous on the host. The device gathers strided memory by itself,
-    but on the host that would be done first, and in pageable memory."""
-    if host.is_contiguous():
-        to.copy_(out_of, non_blocking=True)
-    else:
-        for piece in zip(*(side.unbind(outermost(host)) for side in (to, out_of, host)), strict=True):
-            copy_pieces(*piece)
-
-
-def outermost(memory) -> int:
-    """-> the dimension whose steps are the longest."""
-    return max(range(memory.ndim), key=lambda axis: (memory.shape[axis] > 1, memory.stride(axis)))
-
-
-def in_one_piece(host, blocks) -> torch.Tensor | None:
-    """-> these blocks of host memory if they lie in one piece, or K and V in one each; else None."""
+def slice_of(host, blocks) -> torch.Tensor | None:
+    """-> these blocks of host memory if they lie in one piece, else None."""
     (first, _, count), *others = runs(blocks, blocks)
     found = host[first : first + count]
-    pieces = [found] if found.is_contiguous() else found.unbind(outermost(found))
-    if not others and len(pieces) <= PIECES and all(piece.is_contiguous() for piece in pieces):
-        return found
+    return None if others or not found.is_contiguous() else found
 
 
 def upload(numbers, device) -> torch.Tensor:

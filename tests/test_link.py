@@ -380,25 +380,11 @@ def test_memory_that_cannot_be_pinned_is_said_and_used(monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("The host pool cannot be pinned (no more):")
 
 
-def test_a_copy_in_pieces_covers_everything_once_in_as_few_as_the_hosts_side_allows(monkeypatch):
-    copied, copy = [], torch.Tensor.copy_
-    noted = lambda to, *rest, **how: copied.append(to.shape) or copy(to, *rest, **how)  # noqa: E731
-    monkeypatch.setattr(torch.Tensor, "copy_", noted)
-    device, host = torch.zeros(3, 2, 8, 4, 2, 16), torch.ones(3, 2, 20, 4, 2, 16)
-    sides = device[1, :, 2:5].transpose(0, 1), host[1, :, 6:9].transpose(0, 1)  # [3 blocks, 2, ...] of a layer
-    links.copy_pieces(*sides, sides[1])
-    assert copied == [(3, 4, 2, 16)] * 2 and device.sum() == device[1, :, 2:5].numel(), "K and V"
-    copied.clear()
-    links.copy_pieces(host[:, :, 6:9], device[:, :, 2:5], host[:, :, 6:9])
-    assert copied == [(3, 4, 2, 16)] * 6 and host[:, :, 6:9].sum() == device.sum(), "K and V of three layers"
-
-
-@pytest.mark.parametrize("blocks, pieces", [([6, 7, 8], 2), ([6], 2), ([6, 8], 0), ([8, 7], 0)])
-def test_blocks_that_lie_side_by_side_on_the_host_are_copied_as_they_lie(blocks, pieces):
-    host = torch.arange(2 * 20 * 4.0).view(2, 20, 4)
-    for memory, few in (host.transpose(0, 1), True), (torch.stack([host] * 3).movedim(2, 0), False):
-        found = links.in_one_piece(memory, blocks)
-        assert found is None if not (pieces and few) else torch.equal(found, memory[blocks])
+def test_blocks_that_lie_side_by_side_on_the_host_are_one_piece():
+    host = torch.arange(20 * 2 * 4.0).view(20, 2, 4)
+    assert torch.equal(links.slice_of(host, [6, 7, 8]), host[6:9]) and links.slice_of(host, [3]).shape == (1, 2, 4)
+    assert links.slice_of(host, [6, 8]) is None and links.slice_of(host, [8, 7]) is None
+    assert links.slice_of(host.transpose(0, 1), [0, 1]) is None
 
 
 @pytest.mark.parametrize("to, at, runs", [

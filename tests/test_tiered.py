@@ -596,7 +596,7 @@ def test_what_is_one_piece_of_memory_in_each_layout():
     for layout in tiers.LAYOUTS:
         with engine_on(Shelf(), layout=layout) as engine:
             memory = engine.cache.host.memory
-            parts = memory[:, :, 3], memory[0, :, 3], memory[0, 0]
+            parts = memory[:, 3], memory[0, 3], memory[0, :, 0]
             spans = [sum((n - 1) * step for n, step in zip(part.shape, part.stride())) + 1 for part in parts]
             pieces[layout] = [span == part.numel() for span, part in zip(spans, parts)]
     expected = dict(layer_first=[False, False, True], page_first=[True, False, False])
