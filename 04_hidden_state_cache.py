@@ -234,7 +234,7 @@ class Loading:
         self.request, self.start, self.store = request, restoration.start, match.store
         pool, end, device = cache.pool, restoration.end, cache.model.device
         self.positions = torch.arange(self.start, end, device=device)  # [T]
-        self.slots = pool.slots(torch.tensor(request.table, device=device))[self.start : end]  # [T]
+        self.slots = pool.slots(links.upload(request.table, device))[self.start : end]  # [T]
         prefixes = request.chain[self.start // pool.block_size :]
         self.blocks, self.reads = self.store.bring(prefixes, match.blocks)  # in host memory
         self.places = links.Places(range(len(self.blocks)), self.blocks)
@@ -351,8 +351,8 @@ class HiddenCache(Cache):
             yield loading.transfers[layer]
             hidden = loading.landing.pop(layer)[-tokens:]  # [T, width]
         else:
-            ids = torch.tensor(request.tokens[start : start + tokens], device=self.model.device)
-            hidden = self.model.embed(ids)  # [T, D]
+            ids = request.tokens[start : start + tokens]
+            hidden = self.model.embed(links.upload(ids, self.model.device))  # [T, D]
         began = self.engine.clock.mark()
         self.project(layer, hidden, loading.positions, loading.slots)
         self.note_span(request, tokens, f"layer {layer}", began)

@@ -259,7 +259,7 @@ class Link(Lane):
         index, staged, scattered = places.index(index, device.device), slice_of(host, blocks), False
         if staged is None:
             shape, scattered = (len(blocks), *host.shape[1:]), True
-            staged = host_memory(shape, host.dtype, device.device, "What is on its way")
+            staged = torch.empty(shape, dtype=host.dtype, pin_memory=host.is_pinned())
         if host is to:
             staged.copy_(device.index_select(0, index), non_blocking=True)
             return staged if scattered else None
