@@ -47,6 +47,7 @@ from typing import NamedTuple
 import numpy
 import torch
 
+from common.llama import upload
 from common.requests import BadRequest, Request
 from common.restoring import PAUSE
 from common.store import StoredChunks
@@ -262,12 +263,11 @@ class PlannedCache(hidden_states.HiddenCache):
     def compute_portion(self, loading, layers: int, rows: slice):
         """Compute the first layers for `rows` of the tokens -> the input of the next layer, [T, D]."""
         request, start, end = loading.request, loading.start + rows.start, loading.start + rows.stop
-        tokens = torch.tensor(request.tokens[start:end], device=self.model.device)
-        hidden = self.model.embed(tokens)  # [T, D]
-        if layers:
-            part = Request(request.tokens[:end], 1, table=request.table, computed=start)
-            batch = paged.Batch(self.pool, [(part, end - start)])
-            rotation = self.model.rotary(batch.positions)  # [T, 1, hd] each
+        if not layers:
+            return self.model.embed(upload(request.tokens[start:end], self.model.device))  # [T, D]
+        part = Request(request.tokens[:end], 1, table=request.table, computed=start)
+        batch = paged.Batch(self.pool, [(part, end - start)])
+        hidden, rotation = self.model.embed(batch.tokens), self.model.rotary(batch.positions)
         for layer in range(layers):
             hidden = self.model.layers[layer](hidden, rotation, batch.attend(layer))  # [T, D]
         return hidden

@@ -262,7 +262,7 @@ STEPS = {  # (tokens computed before, tokens to compute) of each request
 @pytest.mark.parametrize("alone", [0, 1000, 1 << 20])
 def test_attention_over_blocks_is_attention_over_one_cache(monkeypatch, alone, scattered, step, kv_heads):
     """All slots hold NaN but those that were written; what each request reads is its own."""
-    monkeypatch.setattr(paged, "ALONE", alone)
+    monkeypatch.setitem(paged.ALONE, "cpu", alone)
     torch.manual_seed(0)
     pool = paged.BlockPool(64, 4, torch.full((1, 2, 64, 4, kv_heads, 8), torch.nan))
     keys, values = pool.memory[0].flatten(1, 2)
@@ -298,6 +298,25 @@ def test_nan_in_slots_that_were_not_written_or_are_anothers_reaches_no_answer():
     assert_equal(asked)
 
 
+def test_a_step_uploads_its_numbers_at_once(monkeypatch):
+    """Of tokens, positions, slots and block tables, also where several requests have parts of blocks."""
+    engine, rng, uploads, forward = make(blocks=64, token_budget=64), random.Random(6), [], paged.Runner.forward
+
+    def watched(runner, work, before_layer):
+        made = []
+        with monkeypatch.context() as patch:
+            for name in "tensor", "as_tensor", "from_numpy":
+                method = getattr(torch, name)
+                patch.setattr(torch, name, lambda *given, method=method, **how: made.append(1) or method(*given, **how))
+            found = forward(runner, work, before_layer)
+        uploads.append((len(made), len(work)))
+        return found
+
+    monkeypatch.setattr(paged.Runner, "forward", watched)
+    engine.generate([Request(draw(rng, length), 9) for length in (5, 40, 90, 130)])
+    assert {made for made, _ in uploads} == {1} and {requests for _, requests in uploads} >= {1, 4}
+
+
 # 4. The engine ---------------------------------------------------------------------------------
 
 
@@ -317,7 +336,7 @@ def watched(blocks: int = 64, size: int = 16, **options):
 @pytest.mark.parametrize("alone", [0, 1 << 20])
 @pytest.mark.parametrize("size, budget", [(1, 512), (5, 7), (16, 1), (16, 64), (128, 512)])
 def test_any_budget_and_block_size_give_the_tokens_of_chapter_01(monkeypatch, size, budget, alone):
-    monkeypatch.setattr(paged, "ALONE", alone)
+    monkeypatch.setitem(paged.ALONE, "cpu", alone)
     rng = random.Random(4)
     engine, document = watched(1024 // size, size, token_budget=budget), draw(rng, 60)
     asked = [Request(draw(rng, length), 10) for length in (1, 17, 130)]
