@@ -361,7 +361,7 @@ class Engine(Line):
         if match is LATER and time.perf_counter() < request.patience:
             return LATER
         self.give_blocks(request, hits, empty)
-        self.restorer.begin(request, None if match is LATER else match)
+        self.restorer.begin(request, match)
         return IN
 
     def give_blocks(self, request: Request, hits: list[int], empty: int):

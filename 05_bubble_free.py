@@ -290,8 +290,7 @@ class PlannedCache(hidden_states.HiddenCache):
         if not estimates.computing.passes:
             estimates.measure_computing()
         layers, tokens = len(self.model.layers), min(PLANNED, self.model.config.max_position_embeddings // 2)
-        if request := estimates.dummy_request(tokens + QUESTION, tokens):
-            self.question = estimates.fastest_layer(request, QUESTION)
+        self.question = estimates.fastest_layer(QUESTION, tokens) or self.question
         stored = float(self.storage is not None)
         costs, shorter = (self.costs(0, end, stored) for end in (tokens, min(SHORTER, tokens)))
         if self.asked in ("best", "paper") and math.isfinite(costs.recompute):

@@ -285,36 +285,31 @@ class Estimates:
     def measure_computing(self):
         """Compute a dummy prompt, if enough blocks are free; on a GPU also a short one, which takes little
         longer than its launches. Raises Interrupted when a request comes."""
-        model, on_gpu = self.engine.model, self.engine.model.device.type == "cuda"
-        tokens = min(max(FULL_SPEED, self.engine.token_budget), model.config.max_position_embeddings)
-        tokens = tokens if on_gpu else min(tokens, ROWS)
-        long = tokens >= FULL_SPEED and (self.time_prefill(tokens) or self.time_prefill(FULL_SPEED))
-        if long:
-            few, short = self.time_prefill(SHORT) if on_gpu else (0.0, 0.0)
-            self.computing.forget()
-            self.computing.note(long[0] - few, max(long[1] - short, long[1] / 10))
-            self.launches = max(0.0, short - self.computing.seconds(few))
+        model, pool, on_gpu = self.engine.model, self.engine.pool, self.engine.model.device.type == "cuda"
+        most = model.config.max_position_embeddings, pool.free.count(1) * pool.block_size
+        tokens = min(max(FULL_SPEED, self.engine.token_budget), *most, math.inf if on_gpu else ROWS)
+        if tokens < FULL_SPEED:
+            return
+        depth, rows = len(model.layers), SHORT if on_gpu else 0
+        few, short = flops(model.config, 0, rows), depth * self.fastest_layer(rows) if rows else 0.0
+        many, long = flops(model.config, 0, tokens), depth * self.fastest_layer(tokens)
+        self.computing.forget()
+        self.computing.note(many - few, max(long - short, long / 10))
+        self.launches = max(0.0, short - self.computing.seconds(few))
 
-    def time_prefill(self, tokens: int) -> tuple[float, float] | None:
-        """Compute a dummy prompt -> operations and seconds; None where too few blocks are free."""
-        if request := self.dummy_request(tokens):
-            layers = len(self.engine.model.layers)
-            return flops(self.engine.model.config, 0, tokens), layers * self.fastest_layer(request, tokens)
-
-    def dummy_request(self, tokens: int, computed: int = 0) -> Request | None:
-        """-> a request to measure with; None if too few blocks are free: measuring evicts nothing."""
-        pool, blocks = self.engine.pool, self.engine.pool.num_blocks(tokens)
-        if pool.free.count(1) >= blocks:
-            return Request([0] * tokens, 1, table=pool.allocate(blocks), computed=computed)
-
-    def fastest_layer(self, request: Request, rows: int) -> float:
-        """Compute `rows` of a dummy, and release its blocks -> seconds of a layer. Raises Interrupted."""
-        engine = self.engine
+    def fastest_layer(self, rows: int, history: int = 0) -> float | None:
+        """Compute `rows` tokens behind a `history` -> seconds of a layer; None where too few blocks are free:
+        measuring evicts nothing. Raises Interrupted when a request comes."""
+        engine, pool, blocks = self.engine, self.engine.pool, self.engine.pool.num_blocks(history + rows)
+        if pool.free.count(1) < blocks:
+            return None
+        table = pool.allocate(blocks)
+        work = [(Request([0] * (history + rows), 1, table=table, computed=history), rows)]
         try:
-            run = partial(engine.runner.forward, [(request, rows)])
+            run = partial(engine.runner.forward, work)
             return fastest_layer(run, engine.model.device, engine.interrupt, self.agree)
         finally:
-            engine.pool.release(request.table)
+            pool.release(table)
 
 
 # 3. What the engine does with it ---------------------------------------------------------------
@@ -333,9 +328,9 @@ class Restorer:
         """Ask the Cache what follows -> Match, None or LATER."""
         return None if request.must_compute else self.cache.match(request)
 
-    def begin(self, request, match: Match | None):
+    def begin(self, request, match):
         """Start to bring back what was matched, if that is worth it."""
-        if match is None or not self.estimates.worth(request, match):
+        if match in (None, LATER) or not self.estimates.worth(request, match):
             return
         compute = self.estimates.seconds_to_compute(request.computed, request.computed + match.tokens)
         measured = compute < math.inf and not self.estimates.always
@@ -363,8 +358,7 @@ class Restorer:
         """Register what has come back, and ask what follows: it may be in another tier, or saved since."""
         self.end(request)
         self.engine.register(request)
-        match = self.ask(request)
-        self.begin(request, None if match is LATER else match)
+        self.begin(request, self.ask(request))
 
     def wait(self, request, layers: int):
         """In the forward pass: go on when the history of so many layers is there. Raises Interrupted if other
