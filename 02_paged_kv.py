@@ -186,7 +186,7 @@ class Batch:
         """`work`: requests, and how many of their next tokens to compute."""
         self.pool, self.device = pool, pool.memory.device
         self.work = sorted(work, key=lambda item: (item[1] > 1, item[0].next))  # first those of one token
-        most = ALONE[self.device.type] // pool.memory[0, :, 0, 0].nbytes  # tokens, to be read with others
+        most = ALONE[self.device.type] * len(pool.memory) * pool.block_size // pool.block_bytes  # tokens
         short = sum(count == 1 and request.next < most for request, count in self.work)
         self.together = short if short > 1 else 0  # requests whose contexts are read together
         tokens, positions, slots, last = [], [], [], []
@@ -202,9 +202,9 @@ class Batch:
         for table in tables[: self.together]:
             table += table[:1] * (longest - len(table))
         lists = [tokens, positions, slots, last, *tables]  # in one upload: on a GPU each costs the host 10 us
-        numbers = upload(list(chain.from_iterable(lists)), self.device).split([len(each) for each in lists])
-        self.tokens, self.positions, self.slots = numbers[:3]  # [T]
-        self.last_rows = numbers[3]  # [R], to draw a token from
+        numbers = upload(list(chain.from_iterable(lists)), self.device)
+        numbers = numbers.split_with_sizes([len(each) for each in lists])
+        self.tokens, self.positions, self.slots, self.last_rows = numbers[:4]  # [T], and [R] to draw from
         self.reads = self.plan_reads(tables, numbers[4:])
 
     def plan_reads(self, tables: list[list[int]], uploaded: tuple[torch.Tensor, ...]) -> list[tuple]:
