@@ -33,7 +33,6 @@ DOUBT = 0.1  # a restoration that takes longer than estimated by more than this 
 
 # 1. What comes back ----------------------------------------------------------------------------
 
-
 @dataclass(eq=False)
 class Restoration:
     """Tokens start to end of a request come back layer by layer. The rows behind them follow through the
@@ -186,7 +185,6 @@ class Cache:
 
 # 2. Load or compute ----------------------------------------------------------------------------
 
-
 class Estimates:
     """How long computing takes, on an undisturbed machine and now; and what is worth loading."""
 
@@ -313,7 +311,6 @@ class Estimates:
 
 
 # 3. What the engine does with it ---------------------------------------------------------------
-
 
 class Restorer:
     """Begins, resumes and gives up restorations, for the engine. The one place where they fail is
