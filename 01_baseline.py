@@ -25,7 +25,7 @@ from contextlib import contextmanager
 
 import torch
 
-from common.llama import attention
+from common.llama import attention, causal_mask, upload
 from common.requests import Line, Request
 from common.timeline import Clock
 from shell import charts, lesson
@@ -77,7 +77,7 @@ def noted(request: Request, clock: Clock, label: str):
 @torch.inference_mode()
 def forward(model, cache: "KVCache", tokens: list[int], start: int):
     """Compute T tokens at positions start, start + 1, ... -> logits [V] after the last of them."""
-    tokens = torch.tensor(tokens, device=model.device)  # [T]
+    tokens = upload(tokens, model.device)  # [T]
     positions = torch.arange(start, start + len(tokens), device=model.device)  # [T]
     rotation = model.rotary(positions)  # [T, 1, hd] each
     hidden = model.embed(tokens)  # [T, D]
@@ -99,10 +99,8 @@ class KVCache:
 
     def layers(self, start: int, count: int):
         """One `attend(q, k, v)` per layer, for `count` tokens at positions start, start + 1, ..."""
-        end, mask = start + count, None
-        if start and count > 1:  # row i may see the `start` tokens before this chunk, and i + 1 of its own
-            seen = torch.ones(count, end, dtype=torch.bool, device=self.k.device).tril(start)  # [T, S]
-            mask = torch.zeros_like(seen, dtype=self.k.dtype).masked_fill_(~seen, float("-inf"))
+        end = start + count
+        mask = causal_mask(count, end, self.k.device, self.k.dtype)  # [T, S]
         for cached_k, cached_v in zip(self.k, self.v):  # [KVH, capacity, hd] each
 
             def attend(q, k, v, cached_k=cached_k, cached_v=cached_v):

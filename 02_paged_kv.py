@@ -32,11 +32,11 @@ import random
 import shell.cli as cli
 import sys
 import time
-from itertools import takewhile
+from itertools import chain, takewhile
 
 import torch
 
-from common.llama import attention
+from common.llama import attention, causal_mask, upload
 from common.prefixes import Prefix, Prefixes
 from common.requests import Interrupted, Line, Request
 from common.restoring import LATER, Cache, Estimates, Restorer
@@ -45,7 +45,9 @@ from shell import charts, lesson
 from shell.frontend import Frontend
 
 baseline = importlib.import_module("01_baseline")
-ALONE = 1 << 20  # bytes: a context with as much K and V in a layer is read alone: padding would cost more
+# A context with as many bytes of K and V in a layer is read alone: to pad others to it costs more than a call
+# (on a GPU about five launches of 5 us, in which 2 TB/s read, write and read 16 MiB)
+ALONE = {"cpu": 1 << 20, "cuda": 1 << 24}
 SALT = ((lambda v: isinstance(v, str) and len(v) <= 256), "a string of at most 256 characters")  # test, words
 IN, FULL = "in", "full"  # answers of Engine.admit, beside LATER
 
@@ -184,55 +186,53 @@ class Batch:
         """`work`: requests, and how many of their next tokens to compute."""
         self.pool, self.device = pool, pool.memory.device
         self.work = sorted(work, key=lambda item: (item[1] > 1, item[0].next))  # first those of one token
-        flat, last = [], []
+        most = ALONE[self.device.type] * len(pool.memory) * pool.block_size // pool.block_bytes  # tokens
+        short = sum(count == 1 and request.next < most for request, count in self.work)
+        self.together = short if short > 1 else 0  # requests whose contexts are read together
+        tokens, positions, slots, last = [], [], [], []
         for request, count in self.work:
-            for position in range(request.next, request.next + count):
-                flat.append((request.tokens[position], position, pool.slot(request.table, position)))
+            own = range(request.next, request.next + count)
+            tokens += request.tokens[own.start : own.stop]
+            positions += own
+            slots += [pool.slot(request.table, position) for position in own]
             if count == request.pending:
-                last.append(len(flat) - 1)
-        numbers = torch.tensor(flat, device=self.device).T.contiguous()  # [3, T]
-        self.tokens, self.positions, self.slots = numbers
-        self.last_rows = torch.tensor(last, dtype=torch.long, device=self.device)  # [R], to draw a token from
-        self.reads = self.plan_reads()
+                last.append(len(positions) - 1)
+        tables = [request.table[: pool.num_blocks(request.next + count)] for request, count in self.work]
+        longest = max(map(len, tables[: self.together]), default=0)
+        for table in tables[: self.together]:
+            table += table[:1] * (longest - len(table))
+        lists = [tokens, positions, slots, last, *tables]  # in one upload: on a GPU each costs the host 10 us
+        numbers = upload(list(chain.from_iterable(lists)), self.device)
+        numbers = numbers.split_with_sizes([len(each) for each in lists])
+        self.tokens, self.positions, self.slots, self.last_rows = numbers[:4]  # [T], and [R] to draw from
+        self.reads = self.plan_reads(tables, numbers[4:])
 
-    def plan_reads(self) -> list[tuple]:
-        """-> (rows, slots, mask) of each read."""
-        most = ALONE // self.pool.memory[0, :, 0, 0].nbytes  # tokens of a context that is read with others
-        padded = [request for request, count in self.work if count == 1 and request.next < most]
-        row, reads = 0, []
-        if len(padded) > 1:
-            row = len(padded)  # a row each
-            reads.append((slice(0, row), *self.read_padded(padded)))
-        for request, count in self.work[row:]:
-            rows, end = slice(row, row + count), request.next + count
-            first_or_one = count == 1 or request.next == 0  # which need no mask
-            mask = None if first_or_one else self.mask(rows, end)  # [T, S]
-            reads.append((rows, self.slots_alone(request.table, end), mask))
+    def plan_reads(self, tables: list[list[int]], uploaded: tuple[torch.Tensor, ...]) -> list[tuple]:
+        """`tables`: of each request, on the host and on the device -> (rows, slots, mask) of each read."""
+        row, reads = self.together, []
+        if row:
+            reads.append((slice(0, row), *self.read_padded(torch.stack(uploaded[:row]))))
+        for (request, count), *table in list(zip(self.work, tables, uploaded))[row:]:
+            end = request.next + count
+            mask = causal_mask(count, end, self.device, self.pool.memory.dtype)  # [T, S]
+            reads.append((slice(row, row + count), self.slots_alone(*table, end), mask))
             row += count
         return reads
 
-    def slots_alone(self, table: list[int], end: int):
+    def slots_alone(self, table: list[int], uploaded: torch.Tensor, end: int):
         """-> slots of tokens 0 to `end`: a slice if the blocks are adjacent, else [S]."""
-        table, size = table[: self.pool.num_blocks(end)], self.pool.block_size
         if table == list(range(table[0], table[0] + len(table))):
-            return slice(table[0] * size, table[0] * size + end)
-        return self.pool.slots(torch.tensor(table, device=self.device))[:end]
+            first = table[0] * self.pool.block_size
+            return slice(first, first + end)
+        return self.pool.slots(uploaded)[:end]
 
-    def read_padded(self, requests: list[Request]):
-        """-> slots [B, S] and mask [B, 1, 1, S] of requests that compute a token each. Padding reads the
-        request's first slot, which is written."""
-        longest = max(len(request.table) for request in requests)
-        tables = [request.table + request.table[:1] * (longest - len(request.table)) for request in requests]
-        slots = self.pool.slots(torch.tensor(tables, device=self.device))
-        slots = slots[:, : max(request.next for request in requests) + 1]  # [B, S]
-        mask = self.mask(slice(0, len(requests)), slots.shape[1])  # [B, S]
+    def read_padded(self, tables: torch.Tensor):
+        """Block tables [B, blocks] of requests that compute a token each -> slots [B, S] and mask
+        [B, 1, 1, S]. Padding reads the request's first slot, which is written."""
+        slots = self.pool.slots(tables)[:, : self.work[len(tables) - 1][0].next + 1]  # [B, S]
+        behind = torch.arange(slots.shape[1], device=self.device) > self.positions[: len(tables), None]
+        mask = torch.zeros_like(behind, dtype=self.pool.memory.dtype).masked_fill_(behind, -math.inf)
         return slots.where(mask == 0, slots[:, :1]), mask[:, None, None]
-
-    def mask(self, rows: slice, length: int):
-        """-> what is added to the scores of these rows for tokens 0 to `length`: minus infinity for those
-        behind the row's own position, else 0, [T, S]."""
-        behind = torch.arange(length, device=self.device) > self.positions[rows, None]
-        return torch.zeros_like(behind, dtype=self.pool.memory.dtype).masked_fill_(behind, -math.inf)
 
     def attend(self, layer: int):
         """-> attend(q, k, v) of one layer: write K and V to their slots, and read what each row may see."""
@@ -361,7 +361,7 @@ class Engine(Line):
         if match is LATER and time.perf_counter() < request.patience:
             return LATER
         self.give_blocks(request, hits, empty)
-        self.restorer.begin(request, None if match is LATER else match)
+        self.restorer.begin(request, match)
         return IN
 
     def give_blocks(self, request: Request, hits: list[int], empty: int):
@@ -451,7 +451,7 @@ class Engine(Line):
         """Note what the step has computed: in the timelines, the estimates, the index of prefixes."""
         self.tell("compute", [request for request, _ in work], sum(count for _, count in work))
         self.estimates.learn(work, ended - began)
-        waits = [(self.clock.seconds(start), self.clock.seconds(end)) for start, end in self.restorer.waits]
+        waits = self.restorer.waited()
         for request, count in work:
             label = "decode" if request.new and request.pending == 1 else f"prefill {count}"
             request.timeline.add("compute", label, began, ended, waits)

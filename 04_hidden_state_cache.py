@@ -47,6 +47,7 @@ import numpy
 import torch
 
 from common import link as links
+from common.llama import upload
 from common.requests import Request
 from common.restoring import FULL_SPEED, Cache, Match
 from common.speed import ROWS, Speed
@@ -234,7 +235,7 @@ class Loading:
         self.request, self.start, self.store = request, restoration.start, match.store
         pool, end, device = cache.pool, restoration.end, cache.model.device
         self.positions = torch.arange(self.start, end, device=device)  # [T]
-        self.slots = pool.slots(links.upload(request.table, device))[self.start : end]  # [T]
+        self.slots = pool.slots(upload(request.table, device))[self.start : end]  # [T]
         prefixes = request.chain[self.start // pool.block_size :]
         self.blocks, self.reads = self.store.bring(prefixes, match.blocks)  # in host memory
         self.places = links.Places(range(len(self.blocks)), self.blocks)
@@ -352,7 +353,7 @@ class HiddenCache(Cache):
             hidden = loading.landing.pop(layer)[-tokens:]  # [T, width]
         else:
             ids = request.tokens[start : start + tokens]
-            hidden = self.model.embed(links.upload(ids, self.model.device))  # [T, D]
+            hidden = self.model.embed(upload(ids, self.model.device))  # [T, D]
         began = self.engine.clock.mark()
         self.project(layer, hidden, loading.positions, loading.slots)
         self.note_span(request, tokens, f"layer {layer}", began)

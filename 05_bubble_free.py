@@ -48,6 +48,7 @@ import numpy
 import torch
 
 from common import link as links
+from common.llama import upload
 from common.requests import BadRequest, Request
 from common.restoring import PAUSE
 from common.store import StoredChunks
@@ -261,12 +262,11 @@ class PlannedCache(hidden_states.HiddenCache):
     def compute_portion(self, loading, layers: int, rows: slice):
         """Compute the first layers for `rows` of the tokens -> the input of the next layer, [T, D]."""
         request, start, end = loading.request, loading.start + rows.start, loading.start + rows.stop
-        tokens = torch.tensor(request.tokens[start:end], device=self.model.device)
-        hidden = self.model.embed(tokens)  # [T, D]
-        if layers:
-            part = Request(request.tokens[:end], 1, table=request.table, computed=start)
-            batch = paged.Batch(self.pool, [(part, end - start)])
-            rotation = self.model.rotary(batch.positions)  # [T, 1, hd] each
+        if not layers:
+            return self.model.embed(upload(request.tokens[start:end], self.model.device))  # [T, D]
+        part = Request(request.tokens[:end], 1, table=request.table, computed=start)
+        batch = paged.Batch(self.pool, [(part, end - start)])
+        hidden, rotation = self.model.embed(batch.tokens), self.model.rotary(batch.positions)
         for layer in range(layers):
             hidden = self.model.layers[layer](hidden, rotation, batch.attend(layer))  # [T, D]
         return hidden
@@ -289,8 +289,7 @@ class PlannedCache(hidden_states.HiddenCache):
         if not estimates.computing.passes:
             estimates.measure_computing()
         layers, tokens = len(self.model.layers), min(PLANNED, self.model.config.max_position_embeddings // 2)
-        if request := estimates.dummy_request(tokens + QUESTION, tokens):
-            self.question = estimates.fastest_layer(request, QUESTION)
+        self.question = estimates.fastest_layer(QUESTION, tokens) or self.question
         stored = float(self.storage is not None)
         costs, shorter = (self.costs(0, end, stored) for end in (tokens, min(SHORTER, tokens)))
         if self.asked in ("best", "paper") and math.isfinite(costs.recompute):

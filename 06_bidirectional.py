@@ -46,6 +46,7 @@ from pathlib import Path
 import torch
 
 from common import link as links
+from common.llama import upload
 from common.requests import Request
 from common.restoring import PAUSE, Cache, Match, Restoration
 from common.store import StoredChunks
@@ -245,7 +246,7 @@ class BidirectionalCache(Cache):
 
     def slots(self, request, start: int, end: int):
         """-> where tokens start to end are among the slots of the device's blocks."""
-        return links.upload(self.pool.slots(torch.tensor(request.table))[start:end], self.model.device)
+        return upload(self.pool.slots(torch.tensor(request.table))[start:end], self.model.device)
 
     # Computing, from the front
 

@@ -49,7 +49,7 @@ from typing import NamedTuple
 import torch
 
 from common import link as links
-from common.llama import Layer, Llama, attention
+from common.llama import Layer, Llama, attention, causal_mask, upload
 from common.requests import Request
 from common.timeline import Clock, Timeline
 from shell import charts, checkpoint, lesson, modelled_link
@@ -321,7 +321,7 @@ def by_kind(kinds, slots, rows, positions, device, new=False) -> list[Tokens]:
         mine = kinds == kind
         tokens = slots[mine], rows[mine], positions[mine]
         sides = (tokens[0], torch.arange(len(tokens[0]))) if new else (tokens[1], tokens[0])
-        found.append(Tokens(*(links.upload(each, device) for each in tokens), links.Places(*sides)))
+        found.append(Tokens(*(upload(each, device) for each in tokens), links.Places(*sides)))
     return found
 
 
@@ -344,21 +344,18 @@ class MiniBatch:
         self.context = by_kind(*torch.cat(context, 1), self.device)
         kinds, slots, rows, positions = torch.cat(new, 1)  # [T] each
         self.new = by_kind(kinds, slots, torch.arange(len(tokens)), positions, self.device, new=True)
-        self.rows = links.upload(rows, self.device)
-        self.hidden = model.embed(links.upload(tokens, self.device))  # [T, D]
-        self.rotation = model.rotary(links.upload(positions, self.device))
+        self.rows = upload(rows, self.device)
+        self.hidden = model.embed(upload(tokens, self.device))  # [T, D]
+        self.rotation = model.rotary(upload(positions, self.device))
 
     def attend(self, kv, q, new_kv):
         """Put new K and V [T, 2, KVH, hd] beside the context in `kv`, and attend to both -> [T, H, hd]."""
         kv.index_copy_(0, self.rows, new_kv)
         out, at, row = [], 0, 0
         for _, start, end in self.items:
-            count, scores = end - start, None
-            if start and count > 1:
-                scores = torch.full((count, end), -math.inf, dtype=q.dtype, device=self.device)
-                scores = scores.triu(start + 1)  # [T, S], 0 up to each row's own position
+            count, mask = end - start, causal_mask(end - start, end, self.device, q.dtype)
             keys, values = kv[row : row + end].unbind(1)  # [S, KVH, hd] each
-            out.append(attention(q[at : at + count], keys, values, scores))
+            out.append(attention(q[at : at + count], keys, values, mask))
             at, row = at + count, row + end
         return torch.cat(out)
 
@@ -435,7 +432,7 @@ class HybridRunner:
             if end == len(request.tokens):
                 rows.append(row)
         hidden = torch.cat([batch.hidden for batch in batches])  # [T, D]
-        logits = self.model.logits(hidden[links.upload(rows, self.model.device)])  # [R, V]
+        logits = self.model.logits(hidden[upload(rows, self.model.device)])  # [R, V]
         self.marks.append(("forward", began, self.clock.mark()))
         for transfer in self.saves:
             transfer.wait()

@@ -33,6 +33,7 @@ from itertools import pairwise
 import numpy
 import torch
 
+from common.llama import upload
 from common.speed import Speed
 
 LATENCY = 10e-6     # seconds, of a modelled transfer
@@ -333,12 +334,6 @@ def slice_of(host, blocks) -> torch.Tensor | None:
     (first, _, count), *others = runs(blocks, blocks)
     found = host[first : first + count]
     return None if others or not found.is_contiguous() else found
-
-
-def upload(numbers, device) -> torch.Tensor:
-    """-> whole numbers on the device; on a GPU the host does not wait for them."""
-    host = torch.as_tensor(numpy.asarray(numbers, numpy.int64))
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 def host_memory(shape, dtype, device, what: str) -> torch.Tensor:

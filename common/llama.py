@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.bias import causal_lower_right
 
 
 @dataclass(frozen=True)
@@ -173,6 +174,22 @@ def attention(q, k, v, mask):
     causal, gqa = mask is None, k.shape[1] != q.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=gqa)
     return out[0].transpose(0, 1)                                                # [T, H, hd]
+
+
+def causal_mask(count: int, end: int, device, dtype):
+    """-> `mask` for the last `count` of `end` tokens: minus infinity for what lies behind a row's own
+    position, else 0, [T, S]. None if each of them sees all, or is among the first."""
+    if count == 1 or count == end:
+        return None
+    if device.type == "cuda" and dtype.itemsize == 2:      # flash attention knows the rule, and has no mask
+        return causal_lower_right(count, end)
+    return torch.full((count, end), -math.inf, dtype=dtype, device=device).triu_(end - count + 1)
+
+
+def upload(numbers, device) -> torch.Tensor:
+    """Whole numbers of the host -> [n] on the device. A GPU fetches them while the host goes on."""
+    numbers = torch.as_tensor(numbers, dtype=torch.long)
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers
 
 
 class Llama(nn.Module):

@@ -139,8 +139,8 @@ class Request:
         likeliest, and of these one of the smallest set whose probabilities reach top_p."""
         if self.temperature == 0:
             return int(logits.argmax())
-        logits, order = logits.topk(min(self.top_k or len(logits), len(logits)))    # [top_k], likeliest first
-        logits = logits.double().cpu()
+        likeliest = logits.topk(min(self.top_k or len(logits), len(logits)))        # [top_k], in their order
+        logits, order = torch.stack([side.double() for side in likeliest]).cpu()    # the host waits once
         # minus the maximum: no temperature is too small
         probabilities = ((logits - logits[0]) / self.temperature).softmax(0)
         before = probabilities.cumsum(0) - probabilities                    # that of all likelier ones

@@ -25,13 +25,13 @@ PATIENCE = 60.0  # seconds that a request waits at most for its Cache, and for w
 STEADY = 0.05  # two measurements that differ by less than this share agree
 INTERVALS = 1.0, 32.0  # seconds between two measurements of an idle engine: at first, and at most
 SOON = 5.0  # seconds that `drain` waits for what is on its way
-FULL_SPEED = 128  # tokens: prefill from here on runs at its full speed, or nearly
+FULL_SPEED = 128  # tokens: prefill from here on runs at its full speed, or nearly, on a CPU
+SHORT = 64  # tokens: a prompt that says what launches take on a GPU
 PACES = 1.0, 1.0  # believed at first, so that one bad restoration decides nothing
 DOUBT = 0.1  # a restoration that takes longer than estimated by more than this share: measure again
 
 
 # 1. What comes back ----------------------------------------------------------------------------
-
 
 @dataclass(eq=False)
 class Restoration:
@@ -47,7 +47,7 @@ class Restoration:
     layers: int = 0  # whose history is there
     awaited: object = None  # the Transfer that the generator yielded last, until that is over
     passed: list = field(default_factory=list)  # the Transfers before
-    spent: float = 0.0  # seconds that the engine's thread has worked at it, or waited for it
+    spent: float = 0.0  # seconds of work at it, and of waiting for it
     computes = False  # whether its request computes some of these tokens meanwhile: no step waits then
 
     def __post_init__(self):
@@ -185,13 +185,13 @@ class Cache:
 
 # 2. Load or compute ----------------------------------------------------------------------------
 
-
 class Estimates:
     """How long computing takes, on an undisturbed machine and now; and what is worth loading."""
 
     def __init__(self, engine, cache: Cache, always: bool = False):
         self.engine, self.cache, self.always = engine, cache, always
         self.computing = Speed(0.0)  # FLOP/s of long prefills
+        self.launches = 0.0  # seconds that a pass takes besides, on a GPU
         self.paces = deque(PACES, maxlen=8)  # of the last restorations, measured over estimated seconds
         self.agree = bool  # agree(mine) -> what holds on all ranks (chapter 09); alone: mine
         self.doubtful = True  # what was measured may be wrong: measure again when idle
@@ -226,15 +226,19 @@ class Estimates:
 
     def seconds_to_compute(self, start: int, end: int) -> float:
         """Estimate for the prefill of tokens start to end; infinite until measured: restoring is tried."""
-        return self.computing.seconds(flops(self.engine.model.config, start, end))
+        passes = -(-(end - start) // self.engine.token_budget)
+        return passes * self.launches + self.computing.seconds(flops(self.engine.model.config, start, end))
 
     def patience(self, tokens: int) -> float:
         """Seconds that a prompt of so many tokens waits at most for its Cache."""
         return PATIENCE if self.always else min(self.seconds_to_compute(0, tokens), PATIENCE)
 
     def learn(self, work: list, seconds: float):
-        """Note how fast a step was that did not wait. `work`: as before the step."""
-        if sum(count for _, count in work) >= FULL_SPEED and not any(one.restoration for one, _ in work):
+        """Note how fast a step was that did not wait. `work`: as before the step. (A GPU's say nothing new:
+        launches are a part of each, and nobody else disturbs it.)"""
+        if self.launches or sum(count for _, count in work) < FULL_SPEED:
+            return
+        if not any(one.restoration for one, _ in work):
             spans = [(request.computed, request.computed + count) for request, count in work]
             self.computing.note(sum(flops(self.engine.model.config, *span) for span in spans), seconds)
 
@@ -277,35 +281,36 @@ class Estimates:
         return [speed, self.computing.value or 1.0]
 
     def measure_computing(self):
-        """Compute a dummy prompt, if enough blocks are free. Raises Interrupted when a request comes."""
-        engine, config = self.engine, self.engine.model.config
-        tokens = min(max(FULL_SPEED, engine.token_budget), ROWS, config.max_position_embeddings)
+        """Compute a dummy prompt, if enough blocks are free; on a GPU also a short one, which takes little
+        longer than its launches. Raises Interrupted when a request comes."""
+        model, pool, on_gpu = self.engine.model, self.engine.pool, self.engine.model.device.type == "cuda"
+        most = model.config.max_position_embeddings, pool.free.count(1) * pool.block_size
+        tokens = min(max(FULL_SPEED, self.engine.token_budget), *most, math.inf if on_gpu else ROWS)
         if tokens < FULL_SPEED:
             return
-        if request := self.dummy_request(tokens) or self.dummy_request(FULL_SPEED):
-            tokens = len(request.tokens)
-            layer = self.fastest_layer(request, tokens)
-            self.computing.forget()
-            self.computing.note(flops(config, 0, tokens), len(engine.model.layers) * layer)
+        depth, rows = len(model.layers), SHORT if on_gpu else 0
+        few, short = flops(model.config, 0, rows), depth * self.fastest_layer(rows) if rows else 0.0
+        many, long = flops(model.config, 0, tokens), depth * self.fastest_layer(tokens)
+        self.computing.forget()
+        self.computing.note(many - few, max(long - short, long / 10))
+        self.launches = max(0.0, short - self.computing.seconds(few))
 
-    def dummy_request(self, tokens: int, computed: int = 0) -> Request | None:
-        """-> a request to measure with; None if too few blocks are free: measuring evicts nothing."""
-        pool, blocks = self.engine.pool, self.engine.pool.num_blocks(tokens)
-        if pool.free.count(1) >= blocks:
-            return Request([0] * tokens, 1, table=pool.allocate(blocks), computed=computed)
-
-    def fastest_layer(self, request: Request, rows: int) -> float:
-        """Compute `rows` of a dummy, and release its blocks -> seconds of a layer. Raises Interrupted."""
-        engine = self.engine
+    def fastest_layer(self, rows: int, history: int = 0) -> float | None:
+        """Compute `rows` tokens behind a `history` -> seconds of a layer; None where too few blocks are free:
+        measuring evicts nothing. Raises Interrupted when a request comes."""
+        engine, pool, blocks = self.engine, self.engine.pool, self.engine.pool.num_blocks(history + rows)
+        if pool.free.count(1) < blocks:
+            return None
+        table = pool.allocate(blocks)
+        work = [(Request([0] * (history + rows), 1, table=table, computed=history), rows)]
         try:
-            run = partial(engine.runner.forward, [(request, rows)])
+            run = partial(engine.runner.forward, work)
             return fastest_layer(run, engine.model.device, engine.interrupt, self.agree)
         finally:
-            engine.pool.release(request.table)
+            pool.release(table)
 
 
 # 3. What the engine does with it ---------------------------------------------------------------
-
 
 class Restorer:
     """Begins, resumes and gives up restorations, for the engine. The one place where they fail is
@@ -314,15 +319,15 @@ class Restorer:
     def __init__(self, engine, cache: Cache):
         self.engine, self.cache, self.estimates = engine, cache, engine.estimates
         self.depth = len(engine.model.layers)
-        self.waits = []  # (start, end) marks of what the step under way has waited for
+        self.waits = []  # restorations that the step under way has waited for, with marks: start and end
 
     def ask(self, request):
         """Ask the Cache what follows -> Match, None or LATER."""
         return None if request.must_compute else self.cache.match(request)
 
-    def begin(self, request, match: Match | None):
+    def begin(self, request, match):
         """Start to bring back what was matched, if that is worth it."""
-        if match is None or not self.estimates.worth(request, match):
+        if match in (None, LATER) or not self.estimates.worth(request, match):
             return
         compute = self.estimates.seconds_to_compute(request.computed, request.computed + match.tokens)
         measured = compute < math.inf and not self.estimates.always
@@ -350,8 +355,7 @@ class Restorer:
         """Register what has come back, and ask what follows: it may be in another tier, or saved since."""
         self.end(request)
         self.engine.register(request)
-        match = self.ask(request)
-        self.begin(request, None if match is LATER else match)
+        self.begin(request, self.ask(request))
 
     def wait(self, request, layers: int):
         """In the forward pass: go on when the history of so many layers is there. Raises Interrupted if other
@@ -405,14 +409,22 @@ class Restorer:
     def wait_for(self, restoration: Restoration):
         """Order the awaited transfer before what is computed next (on a GPU), or wait on the host until it is
         over. Raises TransferError if it is late, and Interrupted if a request comes meanwhile."""
-        engine, transfer, began = self.engine, restoration.awaited, None
+        engine, transfer, began = self.engine, restoration.awaited, self.engine.clock.mark()
         while not (transfer.queue_wait() or transfer.ready):
             left = self.check_in_time(restoration)
             engine.interrupt()
-            began = began or engine.clock.mark()
             engine.sleep(left)
-        if began:
-            self.waits.append((began, engine.clock.mark()))
+        self.waits.append((restoration, began, engine.clock.mark()))
+
+    def waited(self) -> list[tuple[float, float]]:
+        """-> start and end, in seconds, of all that the step has waited for."""
+        clock, waits = self.engine.clock, []
+        for restoration, *marks in self.waits:
+            start, end = map(clock.seconds, marks)
+            waits.append((start, end))
+            if clock.device.type == "cuda":  # where the stream has waited, and not the engine's thread
+                restoration.spent += end - start
+        return waits
 
     def check_in_time(self, restoration: Restoration) -> float:
         """-> seconds that are left for the awaited transfer. Raises TransferError if it is late."""

@@ -33,29 +33,24 @@ class Speed:
         return units / self.value if self.value else float("inf")
 
 
-class Stopwatch(Clock):
-    """Marks the processor time of this thread, which takes part in all that PyTorch computes. It stands still
-    while another process has the core. On a GPU, which no other process uses, any clock will do."""
-
-    def mark(self):
-        return super().mark() if self.device.type == "cuda" else time.thread_time()
-
-
 def fastest_layer(run, device, interrupt=lambda: None, agree=bool) -> float:
     """Call run(lap) again and again, which calls lap() before each layer -> seconds of the fastest layer.
 
     One undisturbed layer says as much as a pass, and is far more likely on a busy machine; so the measurement
     may end in the middle of a pass. `interrupt` may raise. `agree(mine)`: whether all ranks say so."""
-    kind = Stopwatch if agree is bool else Clock  # ranks wait asleep for each other, and that counts
-    clock, until, seconds, marks = kind(device), time.perf_counter() + SPREAD, [], []
+    clock, until, seconds, marks = Clock(device), time.perf_counter() + SPREAD, [], []
+    # The processor time of this thread, which takes part in all that PyTorch computes, stands still while
+    # another process has the core. But ranks wait asleep for each other, and that counts
+    alone_on_cpu = agree is bool and clock.device.type == "cpu"
+    mark = time.thread_time if alone_on_cpu else clock.mark
 
     def lap(*_):
         interrupt()
-        marks.append(clock.mark())  # the end of a layer
+        marks.append(mark())  # the end of a layer
         if agree(len(seconds) + len(marks) // 2 > FEWEST and time.perf_counter() > until):
             raise Enough
         time.sleep(BEFORE_LAYER)
-        marks.append(clock.mark())  # the beginning of the next one
+        marks.append(mark())  # the beginning of the next one
 
     while True:
         try:
@@ -64,10 +59,10 @@ def fastest_layer(run, device, interrupt=lambda: None, agree=bool) -> float:
         except Enough:
             break
         finally:
-            times = [clock.seconds(mark) for mark in marks]
+            times = list(map(clock.seconds, marks))
             seconds += [end - begin for begin, end in zip(times[1::2], times[2::2])]
             marks.clear()
-    return min(seconds[1:])  # the first one touches memory
+    return min(seconds[1:])  # the first one touches memory, and has a GPU choose its kernels
 
 
 class Enough(Exception):

@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import torch
 
+FRESH = 10.0    # seconds for which a pair of times holds: clocks drift, and float32 milliseconds are coarse
+
 
 class Clock:
     """Mark points in time where a device computes or copies, in seconds of time.perf_counter()."""
@@ -11,9 +13,15 @@ class Clock:
     def __init__(self, device):
         self.device = torch.device(device)
         if self.device.type == "cuda":
-            self.base = self.mark()
-            self.base.synchronize()
-            self.base_seconds = time.perf_counter()
+            self.stream = torch.cuda.Stream(priority=-1)    # not one of the copies': nothing else is queued
+            self.pair()
+
+    def pair(self):
+        """Take the time of both clocks."""
+        self.base = torch.cuda.Event(enable_timing=True)
+        self.base.record(self.stream)
+        self.base.synchronize()
+        self.base_seconds = time.perf_counter()
 
     def mark(self):
         """Now, on the host; on a GPU when the current stream gets here."""
@@ -28,10 +36,9 @@ class Clock:
         if self.device.type != "cuda":
             return mark
         mark.synchronize()
-        seconds = self.base_seconds + self.base.elapsed_time(mark) / 1e3
-        if seconds - self.base_seconds > 10:    # CUDA gives float32 milliseconds: exact while they are few
-            self.base, self.base_seconds = mark, seconds
-        return seconds
+        if time.perf_counter() - self.base_seconds > FRESH:
+            self.pair()
+        return self.base_seconds + self.base.elapsed_time(mark) / 1e3   # negative for an earlier mark
 
 
 class Span(NamedTuple):

@@ -49,6 +49,8 @@ def load(name: str, dtype: str = "auto", device: str = "auto", on_host: bool = F
     `dtype` is auto, float32, bfloat16 or float16; `device` auto, cpu or cuda. `on_host`: keep the weights in
     host memory, on any device (08). `division`: take only a rank's part (09)."""
     device = pick_device(device)
+    if device == "cuda":            # where cuDNN's attention plans anew for every length, 20 to 40 ms
+        torch.backends.cuda.enable_cudnn_sdp(False)
     keep_freed_memory()
     if name.startswith("random:"):
         config, configs = random_models.random_config(name), [{}]

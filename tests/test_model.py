@@ -2,6 +2,7 @@
 
 import copy
 import json
+from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -11,9 +12,9 @@ import torch.nn.functional as F
 from conftest import TINY, load, write_model
 from support.engines import baseline
 
-from common.llama import Linear, rotary_frequencies
+from common.llama import Linear, attention, causal_mask, rotary_frequencies
 from common.requests import Request
-from shell import checkpoint
+from shell import checkpoint, cli
 from shell.config import ModelError, read_config
 from shell.reference import reference_model
 
@@ -217,6 +218,26 @@ def test_there_is_no_copy_where_memory_is_short(tmp_path, monkeypatch):
     for free, copied in ((1.9 * size, False), (2.1 * size, True)):
         monkeypatch.setattr(checkpoint, "free_host_memory", lambda free=free: free)
         assert (load(folder).model.head.reordered is not None) == copied
+
+
+def test_pinned_memory_is_counted_as_the_power_of_two_that_it_takes(monkeypatch):
+    monkeypatch.setattr(checkpoint, "free_host_memory", lambda: 40.0e9)
+    fitting = partial(cli.blocks_that_fit, block_bytes=1 << 20, device=torch.device("cpu"), option="--cpu-blocks")
+    assert fitting(None, 1 << 20) == int(10e9) >> 20 and fitting(34_000, 1) == 34_000
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert fitting(None, 1 << 20) == 8192 and fitting(None, 5000) == 5000 and fitting(32768, 1) == 32768
+    with pytest.raises(ModelError, match="35.7 GB .68.7 GB pinned.*at most --cpu-blocks 32768"):
+        fitting(34_000, 1)
+
+
+@pytest.mark.parametrize("device, dtype", [("cpu", torch.float32), ("cpu", torch.bfloat16), ("cuda", torch.bfloat16)])
+@pytest.mark.parametrize("count, end", [(1, 9), (5, 5), (3, 9), (8, 9)])
+def test_each_row_of_a_chunk_sees_what_comes_before_it(count, end, device, dtype):
+    q, k, v = (torch.randn(rows, heads, 8).to(dtype) for rows, heads in ((count, 4), (end, 2), (end, 2)))
+    seen = range(end - count + 1, end + 1)
+    alone = [attention(row[None], k[:tokens], v[:tokens], None) for row, tokens in zip(q, seen)]
+    mask = causal_mask(count, end, torch.device(device), dtype)
+    torch.testing.assert_close(attention(q, k, v, mask), torch.cat(alone), atol=0.02, rtol=0.02)
 
 
 def declines(*_):

@@ -262,7 +262,7 @@ STEPS = {  # (tokens computed before, tokens to compute) of each request
 @pytest.mark.parametrize("alone", [0, 1000, 1 << 20])
 def test_attention_over_blocks_is_attention_over_one_cache(monkeypatch, alone, scattered, step, kv_heads):
     """All slots hold NaN but those that were written; what each request reads is its own."""
-    monkeypatch.setattr(paged, "ALONE", alone)
+    monkeypatch.setitem(paged.ALONE, "cpu", alone)
     torch.manual_seed(0)
     pool = paged.BlockPool(64, 4, torch.full((1, 2, 64, 4, kv_heads, 8), torch.nan))
     keys, values = pool.memory[0].flatten(1, 2)
@@ -317,7 +317,7 @@ def watched(blocks: int = 64, size: int = 16, **options):
 @pytest.mark.parametrize("alone", [0, 1 << 20])
 @pytest.mark.parametrize("size, budget", [(1, 512), (5, 7), (16, 1), (16, 64), (128, 512)])
 def test_any_budget_and_block_size_give_the_tokens_of_chapter_01(monkeypatch, size, budget, alone):
-    monkeypatch.setattr(paged, "ALONE", alone)
+    monkeypatch.setitem(paged.ALONE, "cpu", alone)
     rng = random.Random(4)
     engine, document = watched(1024 // size, size, token_budget=budget), draw(rng, 60)
     asked = [Request(draw(rng, length), 10) for length in (1, 17, 130)]
@@ -326,6 +326,13 @@ def test_any_budget_and_block_size_give_the_tokens_of_chapter_01(monkeypatch, si
     assert_equal(asked)
     assert max(sum(count for _, _, count, _ in step) for step in engine.runner.steps) <= budget
     check_pools(engine)
+
+
+def test_a_step_uploads_its_numbers_at_once(monkeypatch):
+    engine, rng, made, tensor = watched(token_budget=64), random.Random(6), [], torch.tensor
+    monkeypatch.setattr(torch, "tensor", lambda *given, **how: made.append(1) or tensor(*given, **how))
+    engine.generate([Request(draw(rng, length), 9) for length in (5, 40, 90, 130)])
+    assert len(made) == len(engine.runner.steps) >= 9
 
 
 def test_a_last_block_that_nobody_can_find_keeps_nobody_waiting():

@@ -5,6 +5,7 @@ import random
 from types import SimpleNamespace
 
 import pytest
+import torch
 from support.engines import ask, both_ends, draw, evict, make, offload, settle, tiny_model
 
 from common import restoring, speed
@@ -185,6 +186,30 @@ def test_a_restoration_that_was_not_whole_or_not_alone_says_nothing_about_the_pa
     restoration.settle()
     machine.estimates.learn_pace(restoration)
     assert machine.estimates.pace == 1.0
+
+
+def test_on_a_gpu_a_pass_takes_its_launches_and_its_operations(monkeypatch):
+    engine, rate = make(offload.HostCache(64, 1e9), token_budget=256), 1e9
+    config, estimates = engine.model.config, engine.estimates
+
+    def seconds(tokens):
+        return 0.01 + flops(config, 0, tokens) / rate
+
+    def layer(run, *_):
+        ((request, rows),) = run.args[0]
+        return seconds(rows) / 3
+
+    monkeypatch.setattr(restoring, "fastest_layer", layer)
+    monkeypatch.setattr(engine.model, "device", torch.device("cuda"))
+    estimates.measure_computing()
+    assert estimates.seconds_to_compute(0, 200) == pytest.approx(seconds(200))
+    assert estimates.seconds_to_compute(0, 400) == pytest.approx(0.01 + seconds(400)), "two passes"
+    estimates.learn([(Request([0] * 150, 1), 150)], seconds(150) / 2)
+    assert estimates.seconds_to_compute(0, 200) == pytest.approx(seconds(200))
+    monkeypatch.setattr(restoring, "fastest_layer", lambda *_: 0.01)  # nothing but launches
+    estimates.measure_computing()
+    assert 0.03 <= estimates.seconds_to_compute(0, 256) <= 0.035
+    assert engine.pool.free.count(1) == 64
 
 
 def test_a_real_restoration_is_noted():

@@ -83,15 +83,19 @@ def test_without_a_gpu_a_mark_is_the_time_of_the_host():
     assert before <= clock.seconds(mark := clock.mark()) == mark <= time.perf_counter()
 
 
+@pytest.mark.parametrize("drift", [0.0, 1e-4])
 @pytest.mark.parametrize("step", [0.001, 7.0, 100.0])
-def test_on_a_gpu_marks_become_seconds_of_the_hosts_clock_for_hours(monkeypatch, step):
-    now = [0.0]                    # of the GPU; the host's clock is 5000 s ahead
+def test_on_a_gpu_marks_become_seconds_of_the_hosts_clock_for_hours(monkeypatch, step, drift):
+    now = [0.0]                    # of the GPU; the host's clock is 5000 s ahead, and gains on it
+
+    def host():
+        return now[0] * (1 + drift) + 5000
 
     class Event:                   # like CUDA's: float32 milliseconds between two
         def __init__(self, enable_timing):
             self.passed = False
 
-        def record(self):
+        def record(self, stream=None):
             self.at = now[0]
 
         def synchronize(self):
@@ -101,15 +105,16 @@ def test_on_a_gpu_marks_become_seconds_of_the_hosts_clock_for_hours(monkeypatch,
             assert self.passed and other.passed, "the host has not waited"
             return float(numpy.float32((other.at - self.at) * 1e3))
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(timelines, "time", SimpleNamespace(perf_counter=lambda: now[0] + 5000))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda priority: None)
+    monkeypatch.setattr(timelines, "time", SimpleNamespace(perf_counter=host))
     clock, early = Clock("cuda"), None
     for _ in range(200):
         now[0] += step
         mark = clock.mark()
         early = early or (mark, now[0])
-        assert clock.seconds(mark) == pytest.approx(now[0] + 5000, abs=1e-3 * max(1, step / 10))
+        assert clock.seconds(mark) == pytest.approx(host(), abs=1.1e-3)
     before = clock.mark()
     now[0] += 12e-6
     # Without a new base, float32 would not tell these two apart
     assert clock.seconds(clock.mark()) - clock.seconds(before) == pytest.approx(12e-6, abs=1e-6)
-    assert clock.seconds(early[0]) == pytest.approx(early[1] + 5000, abs=0.1)
+    assert clock.seconds(early[0]) == pytest.approx(early[1] + 5000, abs=0.1 + drift * now[0])
