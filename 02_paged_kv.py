@@ -451,7 +451,7 @@ class Engine(Line):
         """Note what the step has computed: in the timelines, the estimates, the index of prefixes."""
         self.tell("compute", [request for request, _ in work], sum(count for _, count in work))
         self.estimates.learn(work, ended - began)
-        waits = self.restorer.waited()
+        waits = [(self.clock.seconds(start), self.clock.seconds(end)) for start, end in self.restorer.waits]
         for request, count in work:
             label = "decode" if request.new and request.pending == 1 else f"prefill {count}"
             request.timeline.add("compute", label, began, ended, waits)

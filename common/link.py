@@ -10,11 +10,8 @@
 With CUDA a lane is a stream. A copy begins only after everything that was queued to compute when it was
 issued: so a load cannot overwrite what queued work still reads, and a copy out sees what queued work still
 writes. That is the first half of the contract; the second is the caller's: no memory of a transfer may be
-used for anything else before `ready`. (Device memory that is freed earlier is handed out only when the lane
-has done with it: `record_stream`.)
-
-A piece costs some 8 us there, however small, so scattered blocks travel as one: the host's are put together
-in pinned memory, land on the device in one piece, and the lane's stream puts them into their blocks.
+used for anything else before `ready`. A piece costs some 8 us, however small, so blocks travel as one: they
+are put together in pinned memory, and the lane's stream puts them where they belong.
 
 Without CUDA both memories are ordinary memory, and the link is a model: a thread copies at once, and then
 sleeps until the modelled bandwidth says that the copy has arrived. Sleeping takes no processor time, so what
@@ -243,7 +240,7 @@ class Link(Lane):
             except (RuntimeError, ValueError) as refused:
                 transfer.error = refused
             transfer.end = self.clock.mark()
-        if any(memory is not None for memory in staged) and transfer.error is None:
+        if transfer.error is None and staged[0] is not None:
             return self.submit(label, size, put, transfer, dst, staged, places)
         self.on_their_way.append(transfer)
         self.settle()
@@ -255,18 +252,12 @@ class Link(Lane):
         device.record_stream(self.stream)
         if places is None:
             to.copy_(out_of, non_blocking=True)
-            return None
-        index, blocks = (places.to, places.at) if to.is_cuda else (places.at, places.to)
-        index, staged, scattered = places.index(index, device.device), slice_of(host, blocks), False
-        if staged is None:
-            shape, scattered = (len(blocks), *host.shape[1:]), True
-            staged = torch.empty(shape, dtype=host.dtype, pin_memory=host.is_pinned())
-        if host is to:
-            staged.copy_(device.index_select(0, index), non_blocking=True)
-            return staged if scattered else None
-        if scattered:
-            move([staged], [host], Places(range(len(blocks)), blocks))
-        device.index_copy_(0, index, staged.to(device.device, non_blocking=True))
+        elif to.is_cuda:
+            piece = in_one_piece(host, places.at).to(device.device, non_blocking=True)
+            device.index_copy_(0, places.index(places.to, device.device), piece)
+        else:
+            piece = device.index_select(0, places.index(places.at, device.device))
+            return like(host, len(piece)).copy_(piece, non_blocking=True)
 
     def speed(self) -> float:
         """Return bytes/s: of the last transfers, or else of the model, or of a measurement."""
@@ -318,9 +309,7 @@ def move(dst: list[torch.Tensor], src: list[torch.Tensor], places: Places | None
 def put(copied: CudaTransfer, dst: list, staged: list, places: Places):
     """On the lane's thread: when a copy to the host is over, put its blocks where they belong."""
     copied.wait()
-    for to, memory in zip(dst, staged):
-        if memory is not None:
-            move([to], [memory], Places(places.to, range(len(memory))))
+    move(dst, staged, Places(places.to, range(len(places.to))))
 
 
 def as_integers(tensor: torch.Tensor) -> numpy.ndarray:
@@ -329,11 +318,19 @@ def as_integers(tensor: torch.Tensor) -> numpy.ndarray:
     return tensor.view(kinds[tensor.itemsize]).numpy()
 
 
-def slice_of(host, blocks) -> torch.Tensor | None:
-    """-> these blocks of host memory if they lie in one piece, else None."""
+def in_one_piece(host: torch.Tensor, blocks) -> torch.Tensor:
+    """-> blocks of host memory: as they lie if that is in one piece, else put together."""
     (first, _, count), *others = runs(blocks, blocks)
-    found = host[first : first + count]
-    return None if others or not found.is_contiguous() else found
+    piece = host[first : first + count]
+    if others or not piece.is_contiguous():
+        piece = like(host, len(blocks))
+        move([piece], [host], Places(range(len(blocks)), blocks))
+    return piece
+
+
+def like(host: torch.Tensor, blocks: int) -> torch.Tensor:
+    """Allocate for so many blocks of host memory; pinned if that is. (PyTorch keeps it while it is used.)"""
+    return torch.empty((blocks, *host.shape[1:]), dtype=host.dtype, pin_memory=host.is_pinned())
 
 
 def host_memory(shape, dtype, device, what: str) -> torch.Tensor:

@@ -319,7 +319,7 @@ class Restorer:
     def __init__(self, engine, cache: Cache):
         self.engine, self.cache, self.estimates = engine, cache, engine.estimates
         self.depth = len(engine.model.layers)
-        self.waits = []  # restorations that the step under way has waited for, with marks: start and end
+        self.waits = []  # (start, end) marks of what the step under way has waited for
 
     def ask(self, request):
         """Ask the Cache what follows -> Match, None or LATER."""
@@ -414,17 +414,7 @@ class Restorer:
             left = self.check_in_time(restoration)
             engine.interrupt()
             engine.sleep(left)
-        self.waits.append((restoration, began, engine.clock.mark()))
-
-    def waited(self) -> list[tuple[float, float]]:
-        """-> start and end, in seconds, of all that the step has waited for."""
-        clock, waits = self.engine.clock, []
-        for restoration, *marks in self.waits:
-            start, end = map(clock.seconds, marks)
-            waits.append((start, end))
-            if clock.device.type == "cuda":  # where the stream has waited, and not the engine's thread
-                restoration.spent += end - start
-        return waits
+        self.waits.append((began, engine.clock.mark()))
 
     def check_in_time(self, restoration: Restoration) -> float:
         """-> seconds that are left for the awaited transfer. Raises TransferError if it is late."""

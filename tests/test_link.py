@@ -380,11 +380,12 @@ def test_memory_that_cannot_be_pinned_is_said_and_used(monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("The host pool cannot be pinned (no more):")
 
 
-def test_blocks_that_lie_side_by_side_on_the_host_are_one_piece():
+@pytest.mark.parametrize("blocks, as_they_lie", [([6, 7, 8], True), ([3], True), ([6, 8], False), ([8, 7], False)])
+def test_blocks_that_lie_side_by_side_on_the_host_are_one_piece(blocks, as_they_lie):
     host = torch.arange(20 * 2 * 4.0).view(20, 2, 4)
-    assert torch.equal(links.slice_of(host, [6, 7, 8]), host[6:9]) and links.slice_of(host, [3]).shape == (1, 2, 4)
-    assert links.slice_of(host, [6, 8]) is None and links.slice_of(host, [8, 7]) is None
-    assert links.slice_of(host.transpose(0, 1), [0, 1]) is None
+    piece = links.in_one_piece(host, blocks)
+    assert torch.equal(piece, host[blocks]) and (piece.data_ptr() == host[blocks[0]].data_ptr()) == as_they_lie
+    assert torch.equal(links.in_one_piece(host.transpose(0, 1), [0, 1]), host.transpose(0, 1))
 
 
 @pytest.mark.parametrize("to, at, runs", [
