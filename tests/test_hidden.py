@@ -12,18 +12,7 @@ from pathlib import Path
 
 import pytest
 from support import engines
-from support.engines import (
-    Oracle,
-    ask,
-    check_pools,
-    chunk_files,
-    draw,
-    evict,
-    hidden_states,
-    make,
-    settle,
-    wrong_rows,
-)
+from support.engines import Oracle, ask, check_pools, chunk_files, draw, evict, hidden_states, make, settle
 from support.faults import faulty
 
 from common.link import Transfer
@@ -125,8 +114,7 @@ def test_without_room_in_the_snapshot_buffer_rows_are_dropped_and_nobody_waits(m
     assert engine.counts["drops"] == 1
     cache.free += held
     engine.generate([])
-    while request.outcome is None:
-        engine.step()
+    engines.until_over(engine, request)
     assert ORACLE.judge(request) == "equal" and found(engine, request.tokens) == 0, "nor is what is behind"
     assert engine.counts["drops"] == 1
     evict(engine)
@@ -289,13 +277,6 @@ def test_reading_is_part_of_the_estimate():
     assert match.seconds >= 9 * engine.cache.store.pool.block_bytes / 1e3
 
 
-def test_what_is_on_its_way_to_a_file_when_the_engine_is_closed_gets_there():
-    engine, cache = engine_for(storage=chunk_files())
-    ask(engine, PROMPT, 1)
-    engine.close()
-    assert found(restart(cache.storage), PROMPT) == 144
-
-
 @pytest.mark.parametrize("budget, computed", [(16, 16), (5, 5)])
 def test_a_block_that_was_begun_between_two_restorations_is_let_go(budget, computed):
     """As where only some of the blocks find room: part is computed, and then more comes back."""
@@ -427,7 +408,7 @@ def test_steps_that_cannot_be_put_together_are_dropped_and_leave_no_hole(monkeyp
     request = ask(engine, PROMPT)
     settle(engine)
     assert ORACLE.judge(request) == "equal" and engine.counts["drops"] == 1
-    assert 0 < len(cache.store.pool.block_of) <= 64 // 16 and not wrong_rows(engine)
+    assert 0 < len(cache.store.pool.block_of) <= 64 // 16 and not engines.wrong_rows(engine)
     check_pools(engine)
     again = ask(engine, PROMPT + draw(random.Random(1), 60))  # it fills blocks behind the gap
     settle(engine)
