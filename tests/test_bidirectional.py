@@ -8,7 +8,8 @@ import time
 import numpy
 import pytest
 import torch
-from support.engines import Oracle, ask, both_ends, check_pools, chunk_files, draw, evict, make, settle, until_over
+from support import engines
+from support.engines import Oracle, ask, both_ends, check_pools, chunk_files, draw, evict, make, settle
 
 from common import store
 from common.link import LATENCY, Bandwidth, Lane, Transfer, TransferError
@@ -70,7 +71,7 @@ def submit(engine, prompt=PROMPT, new: int = 4) -> Request:
 
 
 def finish(engine, storage, *requests):
-    until_over(engine, *requests)
+    engines.until_over(engine, *requests)
     assert all(ORACLE.judge(request) == "equal" for request in requests)
     if isinstance(storage, Storage):
         storage.deliver(99)
@@ -151,7 +152,7 @@ def test_what_has_come_stays_when_storage_fails():
 
 def test_storage_that_hangs_holds_up_nobody_and_its_memory_is_held():
     engine, cache, storage = engine_for()
-    until_over(engine, request := submit(engine))
+    engines.until_over(engine, request := submit(engine))
     assert ORACLE.judge(request) == "equal" and not request.found
     engine.step()
     assert engine.busy and sum(cache.places.references) == 6
@@ -487,7 +488,7 @@ def test_8_bit_chunks_are_smaller_and_close_to_what_was_computed():
     request = submit(engine, PROMPT[:-1], 1)
     engine.step()
     storage.deliver(6)
-    until_over(engine, request)
+    engines.until_over(engine, request)
     assert request.found == {"storage": 384}
     ours, theirs = (contents(each)[:, :, :24] for each in (engine, exact))
     largest = theirs.abs().amax(-1, keepdim=True)
@@ -500,7 +501,7 @@ def test_what_is_computed_behind_8_bits_is_not_found_by_its_exact_name():
     request = submit(engine, PROMPT, 80)
     engine.step()
     storage.deliver(6)
-    until_over(engine, request)
+    engines.until_over(engine, request)
     assert found(engine, request.tokens) == 448
     exact = make(both_ends.BidirectionalCache(StoredChunks(storage)), 96)
     assert found(exact, request.tokens) == 0

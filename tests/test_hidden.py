@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from support import engines
-from support.engines import Oracle, ask, check_pools, chunk_files, draw, evict, hidden_states, make, settle
+from support.engines import ask, ask_and_evict, check_pools, chunk_files, draw, evict, hidden_states, settle
 from support.faults import faulty
 
 from common.link import Transfer
@@ -22,12 +22,12 @@ from common.store import StoredChunks
 from shell import cli
 from shell.backends import in_directories
 
-ORACLE = Oracle()
+ORACLE = engines.Oracle()
 PROMPT = draw(random.Random(0), 150)  # nine blocks and 6 tokens
 
 
 def engine_for(host: int = 256, storage=None, bandwidth=2e9, **options):
-    engine = make(cache := hidden_states.HiddenCache(host, bandwidth, storage), 64, **options)
+    engine = engines.make(cache := hidden_states.HiddenCache(host, bandwidth, storage), 64, **options)
     return engine, cache
 
 
@@ -78,8 +78,7 @@ def test_rows_behind_the_last_block_that_can_become_full_go_nowhere(first):
 
 def test_rows_that_are_computed_again_are_kept_once():
     engine, _ = engine_for(always_restore=False)
-    ask(engine, PROMPT, 1)
-    evict(engine)
+    ask_and_evict(engine, PROMPT, 1)
     engine.estimates.computing.note(1e18, 1.0)
     moved = engine.counts["bytes_out"]
     assert ask(engine, PROMPT + [3], 1).outcome.source == "miss"
@@ -146,8 +145,7 @@ ORDER = ["layer 1", "layer 2", "project 0", "project 1", "project 2"]
 def test_only_so_many_layers_travel_while_one_is_projected(depth, expected, monkeypatch):
     monkeypatch.setattr(hidden_states, "DEPTH", depth)
     engine, cache = engine_for()
-    ask(engine, PROMPT, 1)
-    evict(engine)
+    ask_and_evict(engine, PROMPT, 1)
     order, copy, project = [], cache.load_link.copy, cache.project
     cache.load_link.copy = lambda dst, src, label: order.append(label) or copy(dst, src, label)
     cache.project = lambda layer, *rest: order.append(f"project {layer}") or project(layer, *rest)
@@ -158,8 +156,7 @@ def test_only_so_many_layers_travel_while_one_is_projected(depth, expected, monk
 def test_what_a_copy_writes_lives_until_the_copy_is_over():
     """As with CUDA, where a copy does not hold it."""
     engine, cache = engine_for()
-    ask(engine, PROMPT, 1)
-    evict(engine)
+    ask_and_evict(engine, PROMPT, 1)
     written, transfers = [], []
 
     def copy(dst, src, label):

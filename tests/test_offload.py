@@ -5,7 +5,8 @@ import threading
 
 import pytest
 import torch
-from support.engines import ask, baseline, check_pools, draw, evict, make, offload, settle, tiny_model
+from support import engines
+from support.engines import ask, ask_and_evict, check_pools, draw, evict, make, offload, settle, tiny_model
 
 from common.link import Transfer
 from common.requests import Request
@@ -53,7 +54,7 @@ def engine_for(host: int = 64, blocks: int = 64, save=True, load=True, cache=off
 def answers(*requests):
     """They are those of chapter 01."""
     alone = [Request(request.tokens[: request.prompt_tokens], request.max_tokens) for request in requests]
-    baseline.Engine(tiny_model()).generate(alone)
+    engines.baseline.Engine(tiny_model()).generate(alone)
     return [request.new for request in requests] == [request.new for request in alone]
 
 
@@ -116,8 +117,7 @@ def test_a_conversation_that_goes_on_lies_behind_its_beginning_on_the_host():
 
 def test_adjacent_blocks_are_one_copy_and_others_are_one_each():
     engine, _, save, load = engine_for(blocks=40)
-    ask(engine, PROMPT)
-    evict(engine)
+    ask_and_evict(engine, PROMPT)
     assert ask(engine, PROMPT).found == {"cpu": 96}
     assert save.labels == ["save 6"] and load.labels == ["layer 0", "layer 1", "layer 2"]
     assert [len(pieces) for _, pieces in load.sent] == [1, 1, 1]
@@ -168,8 +168,7 @@ class Following(offload.HostCache):
 def test_the_question_follows_its_history_through_the_layers():
     engine, cache, _, load = engine_for(load=False, cache=Following)
     cache.lane = load
-    ask(engine, PROMPT)
-    evict(engine)
+    ask_and_evict(engine, PROMPT)
     request = ask(engine, PROMPT + [5, 6, 7], 1)
     assert cache.seen == [
         (0, 7, [True, False, False]),
@@ -208,8 +207,7 @@ def test_a_match_is_of_whole_blocks_before_the_last_token_and_says_what_is_queue
 def test_counters_say_how_many_blocks_and_bytes_went_each_way():
     engine, cache, _, _ = engine_for()
     for _ in range(3):
-        ask(engine, PROMPT)
-        evict(engine)
+        ask_and_evict(engine, PROMPT)
     counts = engine.counters()
     assert (counts["swap_outs"], counts["bytes_out"]) == (6, 6 * BLOCK)
     assert (counts["swap_ins"], counts["bytes_in"]) == (12, 12 * BLOCK)
@@ -321,8 +319,7 @@ def test_a_link_that_was_slow_while_the_processor_was_busy_is_measured_again():
 def test_closing_the_engine_ends_the_threads_of_both_links():
     before = set(threading.enumerate())
     engine = make("host")
-    ask(engine, PROMPT)
-    evict(engine)
+    ask_and_evict(engine, PROMPT)
     ask(engine, PROMPT)
     threads = set(threading.enumerate()) - before
     assert len(threads) == 2

@@ -5,7 +5,7 @@ import random
 
 import pytest
 from support import engines
-from support.engines import Oracle, ask, check_pools, chunk_files, draw, evict, make, planned, settle
+from support.engines import Oracle, ask, ask_and_evict, check_pools, chunk_files, draw, evict, planned, settle
 
 from common.link import Bandwidth
 from common.requests import BadRequest, Request
@@ -20,7 +20,7 @@ PROMPT = draw(random.Random(0), 150)
 
 def engine_for(plan="RHK", storage=None, blocks=256, bandwidth=2e9, model=None, **options):
     cache = planned.PlannedCache(blocks, bandwidth, storage, plan)
-    return make(cache, 64, model=model, **options), cache
+    return engines.make(cache, 64, model=model, **options), cache
 
 
 def random_costs(rng) -> Costs:
@@ -111,8 +111,7 @@ def test_a_plan_keeps_only_what_it_needs():
 
 def test_all_states_travel_before_k_and_v_and_recomputing_comes_first():
     engine, cache = engine_for("RHK")
-    ask(engine, PROMPT, 1)
-    evict(engine)
+    ask_and_evict(engine, PROMPT, 1)
     order = []
     for name in ("project", "recompute"):
         function = getattr(cache, name)
@@ -130,8 +129,7 @@ def test_all_states_travel_before_k_and_v_and_recomputing_comes_first():
 
 def test_recomputing_pauses_between_portions_while_others_decode():
     engine, _ = engine_for("RRK", token_budget=32)
-    ask(engine, PROMPT, 1)
-    evict(engine)
+    ask_and_evict(engine, PROMPT, 1)
     decoding, back = Request(draw(random.Random(3), 10), 40), Request(PROMPT + [3], 2)
     engine.submit(decoding)
     engine.step()
@@ -167,8 +165,7 @@ def test_a_new_plan_is_taken_if_it_is_a_tenth_better_twice_and_the_old_blocks_ar
     request = ask(engine, PROMPT + [3])
     assert request.found == {"cpu": 144} and ORACLE.judge(request) == "equal", "kept by the plan before"
     other = draw(random.Random(4), 100)
-    ask(engine, other, 1)
-    evict(engine)
+    ask_and_evict(engine, other, 1)
     assert ask(engine, other + [3]).found == {"cpu": 96}, "kept by the new one"
     settle(engine)
     costs = Costs(9.0, 1.0, 1.0, 2.0, 0.0)
@@ -186,8 +183,7 @@ def test_the_memory_of_a_third_plan_goes_before_that_of_a_new_one_comes():
     held, make_store = [], cache.make_store
     cache.make_store = lambda letters: held.append(len(cache.stores)) or make_store(letters)
     for letters in ("KKK", "RHH"):
-        ask(engine, PROMPT, 1)
-        evict(engine)
+        ask_and_evict(engine, PROMPT, 1)
         cache.adopt(letters)
     assert held == [1, 1]
 

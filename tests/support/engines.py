@@ -138,6 +138,13 @@ def until_over(engine, *requests: Request):
         engine.step()
 
 
+def ask_and_evict(engine, prompt: list[int], new: int = 6) -> Request:
+    """Answer one prompt; then the device loses it."""
+    request = ask(engine, prompt, new)
+    evict(engine)
+    return request
+
+
 def settle(engine, seconds: float = 30.0):
     """Step until nothing is under way. Fails if that takes too long: something was never released."""
     until = time.perf_counter() + seconds
