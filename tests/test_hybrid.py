@@ -10,9 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import engines, traffic
-from support.engines import BANDWIDTH, Oracle, ask, check_pools, draw, hybrid, make, settle, tiny_model
-from support.faults import faulty
-from support.mutants import without
+from support.engines import BANDWIDTH, Oracle, ask, check_pools, draw, hybrid, settle, tiny_model
 
 from common.link import Link, TransferError
 from common.requests import Request
@@ -248,62 +246,12 @@ def test_a_step_whose_copy_fails_is_run_again(monkeypatch, label, after):
     assert_equal(engine, requests)
 
 
-def test_copies_that_fail_or_are_late_cost_time_only():
-    rng, engine = random.Random(0), engine_for(rows=512)
-    with faulty(rng, failing=0.004, late=0.1, noisy=3, delay=0.01) as injected:
-        for _ in range(8):
-            requests = some_requests(rng, 5, 10)
-            for request in requests:
-                engine.submit(request)
-            while any(request.outcome is None for request in requests):
-                engine.step()
-            assert_equal(engine, requests)
-    assert injected.failed + injected.delayed
-
-
 def test_generated_traffic():
     counts = traffic.run("hybrid", 180, seed=12, share=0.002)
     assert all(counts[name] for name in ("hits", "preemptions", "cancelled")), counts
     assert counts["wrong"] == 0 and counts["failed"] == 0, counts
     assert counts["given_up"] <= counts["requests"] / 20, counts
     assert counts["tie"] <= 1 + counts["tokens"] / 100_000, counts
-
-
-GUARDS = {
-    "nothing is used again before it is there": ("forget", "transfer.wait()", "pass"),
-    "what is stored is there when the step is over": (
-        "step", "for transfer, _ in self.saves:  # with the last references to what they read\n        transfer.wait()", "pass",
-    ),
-    "context is waited for": ("rebuild", "if kv_copy:\n        arrive(kv_copy)", "pass"),
-    "weights that were half there are fetched anew": ("forget", "self.weights.expect(-1)", "pass"),
-}  # fmt: skip
-
-
-def impatient(*args, **options):
-    """An engine that fails when it has computed nothing in many steps."""
-    engine = make(*args, **options)
-    plain, last, idle = engine.step, [0], [0]
-
-    def step():
-        plain()
-        idle[0] = idle[0] + 1 if engine.counts["steps"] == last[0] else 0
-        last[0] = engine.counts["steps"]
-        assert idle[0] < 200, "nobody is computed for"
-
-    engine.step = step
-    return engine
-
-
-@pytest.mark.parametrize("guard", GUARDS)
-def test_without_its_guard_traffic_goes_wrong(monkeypatch, guard):
-    without(monkeypatch, hybrid.HybridRunner, *GUARDS[guard])
-    try:
-        counts = traffic.run("hybrid", 1500, seed=0, share=0.01, make=impatient, until_wrong=True)
-        if counts["wrong"] or counts["failed"] or counts["given_up"] > counts["requests"] / 4:
-            return
-    except (AssertionError, IndexError, KeyError, ValueError, RuntimeError, AttributeError):
-        return
-    pytest.fail(f"nobody noticed that this is not so any more: {guard}")
 
 
 # 5. Costs --------------------------------------------------------------------------------------
