@@ -81,7 +81,6 @@ def finish(engine, storage, *requests):
 
 # 1. Two pointers -------------------------------------------------------------------------------
 
-
 def test_a_chunk_a_step_and_a_chunk_from_storage_meet_in_the_middle():
     engine, cache, storage = engine_for()
     request = submit(engine)
@@ -225,7 +224,6 @@ def test_a_read_that_is_called_off_before_it_begins_is_never_done():
 
 # 2. How much of a step -------------------------------------------------------------------------
 
-
 def slow_prefill(engine, storage, ratio: float):
     """Loading a history takes `ratio` times as long as computing it is estimated to."""
     engine.estimates.computing.forget()
@@ -338,7 +336,6 @@ def test_a_share_of_nothing_only_loads():
 
 
 # 3. What is kept -------------------------------------------------------------------------------
-
 
 def found(engine, tokens, wait=True, **options) -> int:
     if wait:
@@ -462,7 +459,6 @@ def test_files_are_read_from_the_back_and_a_damaged_one_ends_it(damage, tmp_path
 
 # 4. Eight bits ---------------------------------------------------------------------------------
 
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_8_bits_are_within_half_a_step_of_what_was(dtype):
     kv = torch.randn(3, 2, 64, 2, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -510,7 +506,6 @@ def test_what_is_computed_behind_8_bits_is_not_found_by_its_exact_name():
 
 
 # 5. Modelled speeds ----------------------------------------------------------------------------
-
 
 def test_a_trace_changes_its_speed_in_the_middle_of_a_read():
     trace = both_ends.Trace([100.0, 10.0], 1.0)

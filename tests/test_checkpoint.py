@@ -168,14 +168,10 @@ def test_a_tokenizer_that_brings_code_never_runs_it(folder, monkeypatch):
     assert not marker.exists()
 
 
-def test_unknown_dtype_and_device_are_refused(tiny_folder):
-    assert "float64" in refusal(tiny_folder, dtype="float64")
-    assert "tpu" in refusal(tiny_folder, device="tpu")
-
-
-def test_cuda_where_there_is_none_is_refused(tiny_folder, monkeypatch):
+def test_an_unknown_dtype_or_device_and_cuda_where_there_is_none_are_refused(tiny_folder, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "--device cpu" in refusal(tiny_folder, device="cuda")
+    for options, words in (dict(dtype="float64"), "float64"), (dict(device="tpu"), "tpu"), (dict(device="cuda"), "--device cpu"):
+        assert words in refusal(tiny_folder, **options)
     assert checkpoint.pick_device("auto") == "cpu"
 
 
@@ -187,7 +183,6 @@ def test_a_model_too_large_for_the_memory_is_refused(name, request, monkeypatch)
 
 
 # The hub ---------------------------------------------------------------------------------------
-
 
 def test_a_hub_model_without_network_is_refused_in_one_sentence(tmp_path, monkeypatch):
     import huggingface_hub.constants
@@ -235,11 +230,6 @@ def hub(folder, tmp_path, monkeypatch):
     return hub
 
 
-def test_tinyllama_is_short_for_its_hub_name(hub):
-    checkpoint.load("tinyllama", device="cpu")
-    assert hub.asked == {"TinyLlama/TinyLlama-1.1B-Chat-v1.0"}
-
-
 @pytest.mark.parametrize("sharded, index", [(False, False), (True, True), (True, False)])
 def test_of_a_hub_model_only_the_weights_that_are_read_are_downloaded(hub, folder, tmp_path, sharded, index):
     """Not its fp16 twin, pickles, GGUF files, what another program reads, or parts that were there before."""
@@ -251,7 +241,8 @@ def test_of_a_hub_model_only_the_weights_that_are_read_are_downloaded(hub, folde
                  "pytorch_model.bin", "model.gguf", *["model-00001-of-00009.safetensors"] * index):  # fmt: skip
         (folder / name).write_bytes(b"of others")
     (folder / "model.safetensors").rename(folder / ("before.safetensors" if sharded else "model.safetensors"))
-    assert checkpoint.load("owner/name", device="cpu")[0].digest
+    assert checkpoint.load("tinyllama", device="cpu")[0].digest
+    assert hub.asked == {"TinyLlama/TinyLlama-1.1B-Chat-v1.0"}
     weights = {path.name for path in own if path.suffix != ".json"} if sharded else {"model.safetensors"}
     assert {name for name in hub.sent if not name.endswith((".json", ".jinja"))} == weights
 
@@ -285,7 +276,6 @@ def test_one_of_two_tied_tensors_is_enough(folder, kept):
 
 
 # What is loaded --------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("dtype, options", [
     ("float32", {}), ("bfloat16", dict(max_shard_size="60KB")), ("float16", dict(tie_word_embeddings=True)),
@@ -325,20 +315,13 @@ def test_end_tokens_come_from_all_who_name_them(folder):
 
 # Random models ---------------------------------------------------------------------------------
 
-
-def random_weights(**options) -> dict:
-    return checkpoint.load("random:tiny", **{"device": "cpu", **options})[0].weights()
-
-
-def test_a_random_model_is_the_same_each_time():
-    first, again = random_weights(), random_weights()
+def test_a_random_model_is_the_same_each_time_and_in_bfloat16_the_rounded_one():
+    first, again, rounded = (
+        checkpoint.load("random:tiny", dtype, "cpu")[0].weights() for dtype in ("float32", "float32", "bfloat16")
+    )
     assert all(torch.equal(tensor, again[name]) for name, tensor in first.items())
+    assert all(torch.equal(tensor.bfloat16(), rounded[name]) for name, tensor in first.items())
     assert all(tensor.std() > 0 for name, tensor in first.items() if not name.endswith("norm.weight"))
-
-
-def test_a_random_model_in_bfloat16_is_the_rounded_one():
-    rounded = random_weights(dtype="bfloat16")
-    assert all(torch.equal(tensor.bfloat16(), rounded[name]) for name, tensor in random_weights().items())
 
 
 def test_a_random_model_has_a_tokenizer_and_an_end():

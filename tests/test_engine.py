@@ -82,7 +82,6 @@ def test_a_match_may_end_and_begin_inside_a_block():
 
 # 1. LATER --------------------------------------------------------------------------------------
 
-
 class Hesitant(RowCache):
     """Answers LATER `times` times."""
 
@@ -119,7 +118,6 @@ def test_a_model_with_a_short_context_is_not_measured_and_keeps_its_blocks(monke
 
 # 2. A limit that moves -------------------------------------------------------------------------
 
-
 def test_who_may_not_compute_below_its_limit_waits_until_the_deadline_only():
     restorer, match = make(RowCache()).restorer, Match(2, 0.0, [])
     restoration = engines.both_ends.BothEnds(Request([5, 6, 7], 1), match, 4, 0.0, awaited=Transfer("load", "a copy"))
@@ -133,7 +131,6 @@ def test_who_may_not_compute_below_its_limit_waits_until_the_deadline_only():
 
 
 # 3. PAUSE --------------------------------------------------------------------------------------
-
 
 class Portions(RowCache):
     """Computes what it brings back, a layer a portion."""
@@ -191,7 +188,6 @@ def test_rows_of_compute_are_bounded_by_the_budget_of_a_step():
 
 
 # 4. Failures -----------------------------------------------------------------------------------
-
 
 class Broken(RowCache):
     """Restores one layer, and then does what a test says."""
@@ -258,7 +254,6 @@ def test_a_step_that_fails_three_times_ends_its_requests_with_503():
 
 # 5. Load or compute ----------------------------------------------------------------------------
 
-
 def test_what_would_arrive_later_than_computed_is_computed_and_the_result_says_so():
     engine = make(RowCache(seconds=1e3), always_restore=False)
     request = again(engine, PROMPT)
@@ -317,7 +312,6 @@ def test_a_cache_that_raises_at_the_end_of_a_request_keeps_none_of_its_blocks():
 
 
 # 6. Sleeping -----------------------------------------------------------------------------------
-
 
 def test_an_engine_without_requests_sleeps_until_somebody_comes():
     engine = make(RowCache())

@@ -47,7 +47,6 @@ def asked(engine, tokens) -> Request:
 
 # 1. Keeping ------------------------------------------------------------------------------------
 
-
 def test_each_turn_finds_the_full_blocks_of_the_turns_before():
     engine, cache = engine_for()
     talk = list(PROMPT)
@@ -137,7 +136,6 @@ def test_a_full_host_evicts_the_end_of_others_and_never_its_own_beginning():
 
 # 2. Bringing back ------------------------------------------------------------------------------
 
-
 ORDER = ["layer 1", "layer 2", "project 0", "project 1", "project 2"]
 
 
@@ -219,7 +217,6 @@ def test_grouped_queries_are_said_at_the_start(heads, capsys):
 
 
 # 3. Files --------------------------------------------------------------------------------------
-
 
 def folders(storage: StoredChunks) -> list[Path]:
     return [Path(each.backend.folder) for each in storage.storages]

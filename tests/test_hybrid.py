@@ -48,7 +48,6 @@ def assert_equal(engine, requests):
 
 # 1. How much of what ---------------------------------------------------------------------------
 
-
 @some
 @given(seconds, seconds, seconds, st.integers(0, 30), st.floats(100, 1000), st.floats(0, 50))
 def test_algorithm_1_fills_both_lanes_and_the_memory(load_w, kv_gen, load_kv, act_gpu, blocks, weights):
@@ -128,7 +127,6 @@ def test_what_steps_took_makes_the_next_plan_and_doubt_speaks_for_kv():
 
 # 2. What is dealt ------------------------------------------------------------------------------
 
-
 @some
 @given(st.lists(st.integers(0, 40), min_size=4, max_size=4).filter(any), st.data())
 def test_any_run_of_numbers_has_the_plans_ratio(counts, data):
@@ -175,7 +173,6 @@ def test_runs_are_what_is_adjacent_on_both_sides(pairs):
 
 # 3. The forward pass ---------------------------------------------------------------------------
 
-
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("size, rows, budget", [(16, 8192, 512), (16, 600, 60), (1, 700, 33)])
 def test_tokens_are_those_of_chapter_01(name, size, rows, budget):
@@ -218,7 +215,6 @@ def test_one_fetch_of_the_weights_serves_all_mini_batches():
 
 # 4. What fails ---------------------------------------------------------------------------------
 
-
 def failing(monkeypatch, label: str, times: int = 1, after: int = 5):
     """The copies number `after` and the following with this label fail, after rubbish."""
     plain, seen = Link.copy, [0]
@@ -255,7 +251,6 @@ def test_generated_traffic():
 
 
 # 5. Costs --------------------------------------------------------------------------------------
-
 
 def test_decode_steps_say_what_they_cost():
     engine = hybrid.ready(Plan(0, 0, 45, 45, 0), MODEL, BANDWIDTH, 4 * [64])

@@ -121,7 +121,6 @@ def reference_tokens(model, prompt: list[int], count: int) -> list[int]:
 
 # Parity ----------------------------------------------------------------------------------------
 
-
 @pytest.mark.parametrize("length", [1, 7, 150])
 def test_logits_after_prefill_equal_those_of_transformers(pair, length):
     tokens = prompt_for(pair, length)
@@ -157,7 +156,6 @@ def test_bfloat16_stays_near_transformers(kind, tmp_path_factory):
 
 
 # Products on a processor -----------------------------------------------------------------------
-
 
 @needs_reorder
 @pytest.mark.parametrize("kind, threads", [("gqa", 1), ("biased", 1), ("tied", 2)])
@@ -233,7 +231,6 @@ def largest_difference(ours, plain) -> float:
 
 
 # What restoration rests on ---------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["gqa", "qwen2"])

@@ -62,7 +62,6 @@ PROMPT = draw(random.Random(0), 100)  # 6 blocks and 4 tokens
 
 # 1. Out ----------------------------------------------------------------------------------------
 
-
 def test_blocks_are_copied_out_as_they_fill_and_not_when_the_request_is_over():
     engine, cache, save, _ = engine_for(token_budget=40)
     engine.submit(request := Request(PROMPT, 30))
@@ -138,7 +137,6 @@ def test_a_copy_out_that_fails_is_not_found_and_made_again_for_the_next():
 
 
 # 2. In -----------------------------------------------------------------------------------------
-
 
 class Following(offload.HostCache):
     """A layer arrives when the input of the layer before it has been computed, and not sooner."""
@@ -314,7 +312,6 @@ def test_closing_the_engine_ends_the_threads_of_both_links():
 
 
 # 4. Runs ---------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("first, second, runs", [
     ([], [], []), ([4], [9], [(4, 9, 1)]), ([4, 5, 6], [9, 10, 11], [(4, 9, 3)]),

@@ -25,7 +25,6 @@ def assert_equal(requests):
 
 # 1. Prefixes -----------------------------------------------------------------------------------
 
-
 def test_equal_beginnings_are_the_same_objects_however_they_were_made():
     prefixes = paged.Prefixes("model", 4)
     once = prefixes.extend([], list(range(18)))
@@ -72,7 +71,6 @@ def test_prefixes_that_nobody_has_are_forgotten():
 
 
 # 2. Blocks -------------------------------------------------------------------------------------
-
 
 PREFIXES = paged.Prefixes("model", 1)
 
@@ -192,7 +190,6 @@ def test_in_any_order_each_block_is_free_cached_or_referenced(seed):
 
 # 3. What a batch reads -------------------------------------------------------------------------
 
-
 def plain_attention(q, k, v, start: int):
     """q [T, H, hd] at positions start, start + 1, ... over k, v [S, KVH, hd] -> [T, H, hd]."""
     heads = q.shape[1] // k.shape[1]
@@ -243,7 +240,6 @@ def test_attention_over_blocks_is_attention_over_one_cache(monkeypatch, alone, s
 
 
 # 4. The engine ---------------------------------------------------------------------------------
-
 
 class Watched(paged.Runner):
     """Notes the work of each step: (request's id, its first token, tokens, whether it decodes)."""
@@ -342,6 +338,13 @@ def test_what_is_found_ends_at_a_block_and_the_last_token_is_computed(length, fo
     assert again.cached_tokens == found and again.found == ({"gpu": found} if found else {})
     assert engine.runner.steps[-1] == [(2, found, length - found, False)]
     assert_equal([again])
+
+
+def test_the_next_turn_finds_the_answer_too():
+    first = ask(engine := make(), draw(random.Random(8), 30), 20)
+    turn = ask(engine, [*first.tokens, 9, 9, 9])
+    assert turn.cached_tokens == 48, "30 tokens of prompt and 19 of the answer were computed: three blocks"
+    assert_equal([first, turn])
 
 
 @pytest.mark.parametrize("shared, waits", [(3, False), (4, True)])

@@ -29,7 +29,6 @@ def random_costs(rng) -> Costs:
 
 # 1. The planner --------------------------------------------------------------------------------
 
-
 def test_a_shorter_history_comes_no_later_than_by_chapter_03():
     long, short = Costs(80.0, 11.0, 5.0, 11.0, 5.0), Costs(40.0, 6.0, 3.0, 5.5, 5.0)
     assert plan_seconds(best_plan(12, long), short) > plan_seconds("K" * 12, short)
@@ -79,7 +78,6 @@ def test_the_closed_form_is_the_papers():
 
 
 # 2. The cache ----------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("plan", ["KKK", "HHH", "RRK", "HKK", "RHK", "RRH"])
 @pytest.mark.parametrize("kv_heads", [1, 4])
