@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 from support import engines
-from support.engines import Oracle, ask, both_ends, check_pools, chunk_files, draw, evict, make, settle
+from support.engines import Oracle, ask, both_ends, check_pools, draw, evict, make, settle
 
 from common import store
 from common.link import LATENCY, Bandwidth, Lane, Transfer, TransferError
@@ -156,17 +156,6 @@ def test_storage_that_hangs_holds_up_nobody_and_its_memory_is_held():
     engine.step()
     assert engine.busy and sum(cache.places.references) == 6
     finish(engine, storage, request)
-
-
-def test_prefill_never_waits_however_late_a_restoration_is():
-    engine, cache, storage = engine_for()
-    request = submit(engine)
-    engine.step()
-    request.restoration.deadline = 0.0
-    engine.step()
-    storage.deliver()
-    finish(engine, storage, request)
-    assert request.found == {"storage": 64}
 
 
 def test_read_ahead_is_bounded_in_bytes():
@@ -433,28 +422,6 @@ def test_modelled_storage_has_a_value_while_another_thread_uses_it():
     finally:
         sys.setswitchinterval(interval)
         used.join()
-
-
-@pytest.mark.parametrize("damage", ["flipped", "gone"])
-def test_files_are_read_from_the_back_and_a_damaged_one_ends_it(damage, tmp_path):
-    engine_for(chunk_files(tmp_path))[0].close()
-    engine = make(both_ends.BidirectionalCache(chunk_files(tmp_path), share=0.0), 64)
-    request = Request(PROMPT + [7], 4)
-    _, stored = engine.cache.match(request).blocks[2]
-    path = tmp_path / f"{stored.keys[0].hex()}.page"
-    raw = bytearray(path.read_bytes())
-    raw[len(raw) // 2] ^= 1
-    path.unlink()
-    if damage == "flipped":
-        path.write_bytes(raw)
-    engine.generate([request])
-    assert ORACLE.judge(request) == "equal" and request.found == {"storage": 192}
-    settle(engine)
-    evict(engine)
-    assert ask(engine, PROMPT + [8]).found == {"storage": 384}, "it was computed and kept again"
-    settle(engine)
-    check_pools(engine)
-    engine.close()
 
 
 # 4. Eight bits ---------------------------------------------------------------------------------

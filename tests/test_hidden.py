@@ -264,13 +264,6 @@ def test_a_block_is_held_while_it_is_written():
     assert not engine.cache.under_way, "lanes that are empty are forgotten"
 
 
-def test_reading_is_part_of_the_estimate():
-    engine = restart(saved())
-    engine.cache.storage.storages[0].measured.note(1e3, 1.0)
-    match = engine.cache.match(asked(engine, PROMPT + [3]))
-    assert match.seconds >= 9 * engine.cache.store.pool.block_bytes / 1e3
-
-
 @pytest.mark.parametrize("budget, computed", [(16, 16), (5, 5)])
 def test_a_block_that_was_begun_between_two_restorations_is_let_go(budget, computed):
     """As where only some of the blocks find room: part is computed, and then more comes back."""
@@ -293,40 +286,11 @@ def test_a_block_that_was_begun_between_two_restorations_is_let_go(budget, compu
     assert ORACLE.judge(ask(engine, request.tokens, 8)) == "equal"
 
 
-@pytest.mark.parametrize("damage", ["flipped", "renamed", "gone"])
-@pytest.mark.parametrize("part", [0, 1])
-def test_a_damaged_file_is_computed_again_and_not_asked_for_twice(part, damage):
-    storage = saved()
-    engine = restart(storage)
-    stored, other, *_ = engine.cache.match(asked(engine, PROMPT)).blocks
-    path, wrong = (folders(storage)[0] / f"{each.keys[part].hex()}.page" for each in (stored, other))
-    good = path.read_bytes()
-    if damage == "gone":
-        path.unlink()
-    else:
-        flipped = good[:999] + bytes([good[999] ^ 1]) + good[1000:]
-        path.write_bytes(flipped if damage == "flipped" else wrong.read_bytes())
-    request = ask(engine, PROMPT + [3])
-    assert ORACLE.judge(request) == "equal" and "computed" in request.decisions[-1]
-    settle(engine)
-    assert path.read_bytes() == good, "what was computed again replaces it"
-    check_pools(engine)
-    evict(engine)
-    engine.evict("host")
-    request = ask(engine, PROMPT + [3])
-    assert request.found == {"disk": 144} and ORACLE.judge(request) == "equal"
-
-
 def test_a_block_of_which_a_part_is_not_there_is_not_offered():
     storage = saved()
     path = min(folders(storage)[0].iterdir())
     path.unlink()
     assert found(restart(storage), PROMPT) in range(0, 144, 16)
-
-
-def test_what_is_there_is_projected_before_a_later_layer_is_waited_for():
-    said = engines.steps_of(restart(saved()), PROMPT + [3])
-    assert said == ["project 0", "part 0", "layer 1", "project 1", "part 1", "layer 2", "project 2"]
 
 
 def test_nothing_is_written_behind_a_block_that_was_not(monkeypatch, tmp_path):

@@ -560,22 +560,6 @@ def test_what_is_one_piece_of_memory_in_each_layout():
     assert pieces == {**expected, "page_first_direct": [True, True, False]}
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "swap", "none"])
-def test_damaged_values_are_never_used_and_are_written_again(damage):
-    with only_stored() as (engine, shelf, prompt):
-        keys = [prefix.key.hex() for prefix in engine.prefixes.extend([], prompt)]
-        good = shelf.pages[keys[5]]
-        worse = dict(flip=good[:9] + bytes([good[9] ^ 1]) + good[10:], cut=good[:100], empty=b"",
-                     swap=shelf.pages[keys[6]], none=None)  # fmt: skip
-        shelf.pages[keys[5]] = worse[damage]
-        found = right(engine, prompt).found
-        assert found.get("storage", 0) <= 80
-        settle(engine)
-        assert shelf.pages[keys[5]] == good, "what was computed again replaces it"
-        forget(engine)
-        assert right(engine, prompt).found == {"storage": 192}
-
-
 @pytest.mark.parametrize("verb", ["get", "exists"])
 def test_storage_that_hangs_delays_one_request_and_then_nobody(monkeypatch, verb):
     monkeypatch.setattr("common.link.HANGING", 0.05)
@@ -815,6 +799,32 @@ def test_files_that_are_gone_are_learned_of_at_once_and_written_again(kind, tmp_
     request = ask(engine, prompt, 4)
     assert request.cached_tokens >= 256 and ORACLE.judge(request) != "wrong"
     assert engine.counts["failed_restorations"] <= 1
+    engine.close()
+
+
+@FILES
+@pytest.mark.parametrize("damage", ["flipped", "cut", "empty", "another", "gone"])
+def test_a_damaged_file_is_never_used_and_is_written_again(kind, damage, tmp_path):
+    prompt, rng, whole = draw(random.Random(0), 300), random.Random(f"{kind} {damage}"), 256 if kind == "both" else 288
+    ask(engine := make(cache_on(kind, tmp_path, 1.0), 60), prompt, 1)
+    engine.close()
+    path, other = rng.sample(sorted(tmp_path.glob("*.page")), 2)
+    good, at = path.read_bytes(), rng.randrange(path.stat().st_size)
+    engine = make(cache_on(kind, tmp_path, 1.0), 60)
+    engine.extend(request := Request(prompt + [3], 4))
+    engine.cache.match(request)  # which finds the file
+    flipped = good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :]
+    path.write_bytes(dict(flipped=flipped, cut=good[:100], another=other.read_bytes()).get(damage, b""))
+    if damage == "gone":
+        path.unlink()
+    engine.generate([request])
+    assert ORACLE.judge(request) != "wrong" and request.cached_tokens < whole
+    settle(engine)
+    forget(engine)
+    request = ask(engine, prompt + [3], 4)
+    assert ORACLE.judge(request) != "wrong" and request.cached_tokens == whole, "what was computed again replaces it"
+    settle(engine)
+    check_pools(engine)
     engine.close()
 
 
