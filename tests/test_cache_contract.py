@@ -269,7 +269,7 @@ def test_an_idle_engine_that_measures_evicts_nothing(cache):
     check_pools(engine)
 
 
-@pytest.mark.parametrize("faults", [dict(late=0.5), dict(failing=0.1, noisy=6), dict(failing=1.0)])
+@pytest.mark.parametrize("faults", [dict(late=0.4, failing=0.1, noisy=6), dict(failing=1.0)])
 def test_copies_that_fail_or_are_late_cost_time_only(cache, faults):
     rng = random.Random(8)
     with faulty(rng, **faults) as injected:

@@ -184,7 +184,7 @@ def test_a_model_too_large_for_the_memory_is_refused(name, request, monkeypatch)
 
 # The hub ---------------------------------------------------------------------------------------
 
-def test_a_hub_model_without_network_is_refused_in_one_sentence(tmp_path, monkeypatch):
+def test_without_network_a_hub_model_is_taken_from_the_cache_or_refused_in_one_sentence(tiny_folder, tmp_path, monkeypatch):
     import huggingface_hub.constants
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -192,18 +192,10 @@ def test_a_hub_model_without_network_is_refused_in_one_sentence(tmp_path, monkey
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     message = refusal("nobody/nothing")
     assert "nobody/nothing" in message and "classroom" in message and "random:tinyllama" in message
-
-
-def test_a_cached_hub_model_is_used_without_network(tiny_folder, tmp_path, monkeypatch):
-    import huggingface_hub.constants
-
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    cached = tmp_path / "models--owner--name"
+    commit, cached = "0123456789abcdef0123456789abcdef01234567", tmp_path / "models--owner--name"
     shutil.copytree(tiny_folder, cached / "snapshots" / commit)
     (cached / "refs").mkdir()
     (cached / "refs" / "main").write_text(commit)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     assert checkpoint.find_folder("owner/name").samefile(cached / "snapshots" / commit)
 
 
@@ -295,22 +287,17 @@ def test_every_weight_is_that_of_the_file(dtype, options, tmp_path):
     assert end_tokens == {1} and tokenizer.decode(tokenizer.encode("Grüße")) == "Grüße"
 
 
-def test_dtype_auto_is_float32_on_a_cpu(tmp_path):
-    folder = write_model(tmp_path / "model")
-    change_json(folder / "config.json", dtype="bfloat16")
-    assert checkpoint.load(str(folder), device="cpu")[0].dtype == torch.float32
-
-
 def test_float16_answers_on_a_cpu(tiny_folder):
     model = load(tiny_folder, "float16").model
     (request,) = baseline.Engine(model).generate([Request([70, 80, 90], 4)])
     assert model.dtype == torch.float16 and len(request.new) == 4
 
 
-def test_end_tokens_come_from_all_who_name_them(folder):
-    change_json(folder / "config.json", eos_token_id=7)
+def test_end_tokens_come_from_all_who_name_them_and_dtype_auto_is_float32_on_a_cpu(folder):
+    change_json(folder / "config.json", eos_token_id=7, dtype="bfloat16")
     change_json(folder / "generation_config.json", eos_token_id=[5, 6])
-    assert checkpoint.load(str(folder), device="cpu")[2] == {1, 5, 6, 7}
+    model, _, end_tokens = checkpoint.load(str(folder), device="cpu")
+    assert end_tokens == {1, 5, 6, 7} and model.dtype == torch.float32
 
 
 # Random models ---------------------------------------------------------------------------------

@@ -325,28 +325,16 @@ def test_an_engine_without_requests_sleeps_until_somebody_comes():
 
 
 def test_an_engine_that_waits_for_a_copy_sleeps_too():
-    timers = []
+    def arrive(transfer):
+        transfer.finish(0.0, 0.0)
+        engine.wake.set()
 
-    def deliver(transfer):
-        def arrive():
-            transfer.finish(0.0, 0.0)
-            engine.wake.set()
-
-        timers.append(threading.Timer(0.05, arrive))
-        timers[-1].start()
-
-    engine = make(RowCache(deliver))
+    engine = make(RowCache(lambda transfer: threading.Timer(0.05, arrive, [transfer]).start()))
     ask_and_evict(engine, PROMPT)
-    looked = SimpleNamespace(times=0)
-    sleep = engine.sleep
-
-    def counted(*seconds):
-        looked.times += 1
-        sleep(*seconds)
-
-    engine.sleep = counted
+    slept, sleep = [], engine.sleep
+    engine.sleep = lambda *seconds: slept.append(seconds) or sleep(*seconds)
     request = ask(engine, PROMPT + [5])
-    assert request.found == {"rows": 205} and looked.times < 60, "it does not spin"
+    assert request.found == {"rows": 205} and len(slept) < 60, "it does not spin"
 
 
 def test_explain_prints_a_line_for_each_verb(capsys):

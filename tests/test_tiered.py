@@ -18,7 +18,7 @@ from conftest import ROOT
 from support import engines, traffic
 from support.engines import Oracle, ask, check_pools, draw, evict, make, settle, tiered, tiers, until_over
 from support.faults import faulty
-from support.redis_server import RedisServer
+from support.redis_server import redis_server
 
 from common import store
 from common.link import Bandwidth, Transfer, TransferError
@@ -649,8 +649,8 @@ def test_a_back_end_keeps_what_it_is_given(kind, tmp_path):
             assert right(engine, prompt).found == {"storage": 192}
 
     if kind == "redis":
-        with RedisServer() as server:
-            check(server.url)
+        with redis_server() as url:
+            check(url)
     elif kind == "file":
         check(f"file:{tmp_path}")
     else:
