@@ -4,6 +4,7 @@ context come over the link."""
 import math
 import random
 from collections import Counter
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -215,28 +216,23 @@ def test_one_fetch_of_the_weights_serves_all_mini_batches():
 
 # 4. What fails ---------------------------------------------------------------------------------
 
-def failing(monkeypatch, label: str, times: int = 1, after: int = 5):
-    """The copies number `after` and the following with this label fail, after rubbish."""
+@pytest.mark.parametrize("label", ["weights", "kv", "act", "store"])
+@pytest.mark.parametrize("after", [1, 9])
+def test_a_step_whose_copy_fails_is_run_again(monkeypatch, label, after):
+    """The copy number `after` with this label fails, after rubbish."""
+    engine, requests = engine_for(rows=512), some_requests(random.Random(8))
     plain, seen = Link.copy, [0]
 
     def copy(link, dst, src, name):
         seen[0] += name == label
-        if name == label and after <= seen[0] < after + times:
-            transfer = plain(link, dst, [torch.full_like(piece, math.nan) for piece in src], name) if (
-                not isinstance(src, torch.Tensor)) else plain(link, dst, torch.full_like(src, math.nan), name)
-            transfer.check = lambda: (_ for _ in ()).throw(TransferError(f"{name} failed"))
-            return transfer
-        return plain(link, dst, src, name)
+        if name != label or seen[0] != after:
+            return plain(link, dst, src, name)
+        pieces = [src] if isinstance(src, torch.Tensor) else src
+        transfer = plain(link, dst, [torch.full_like(piece, math.nan) for piece in pieces], name)
+        transfer.check = Mock(side_effect=TransferError(f"{name} failed"))
+        return transfer
 
     monkeypatch.setattr(Link, "copy", copy)
-    return seen
-
-
-@pytest.mark.parametrize("label", ["weights", "kv", "act", "store"])
-@pytest.mark.parametrize("after", [1, 9])
-def test_a_step_whose_copy_fails_is_run_again(monkeypatch, label, after):
-    engine, requests = engine_for(rows=512), some_requests(random.Random(8))
-    seen = failing(monkeypatch, label, after=after)
     engine.generate(requests)
     assert seen[0] > after and engine.failures == 0
     assert_equal(engine, requests)
@@ -266,11 +262,16 @@ def test_the_timeline_of_a_step_has_what_came_and_what_was_computed():
     assert timeline.end <= taken
 
 
-@pytest.mark.parametrize("words", ["--max-running=1", "--block-size=4096", "--block-size=1", "--blocks=8", "--mini-batch=1"])
-def test_costs_are_measured_at_the_start_whatever_the_sizes(words):
+def started(words: str):
+    """-> the engine that the command line makes."""
     parser = cli.parser_for("")
     hybrid.add_arguments(parser)
-    engine = hybrid.make_engine(MODEL, parser.parse_args([words, "--link=1", "--device-memory=0.001"]))
+    return hybrid.make_engine(MODEL, parser.parse_args([words, "--link=1", "--device-memory=0.001"]))
+
+
+@pytest.mark.parametrize("words", ["--max-running=1", "--block-size=4096", "--block-size=1", "--blocks=8", "--mini-batch=1"])
+def test_costs_are_measured_at_the_start_whatever_the_sizes(words):
+    engine = started(words)
     assert sum(engine.runner.plan[1:]) == engine.pool.size
     assert ORACLE.judge(ask(engine, draw(random.Random(0), 30))) != "wrong"
 
@@ -278,9 +279,7 @@ def test_costs_are_measured_at_the_start_whatever_the_sizes(words):
 def test_costs_are_measured_with_the_mini_batches_that_are_asked_for(monkeypatch):
     made, make = [], hybrid.HybridRunner
     monkeypatch.setattr(hybrid, "HybridRunner", lambda *given: made.append(given[4]) or make(*given))
-    parser = cli.parser_for("")
-    hybrid.add_arguments(parser)
-    hybrid.make_engine(MODEL, parser.parse_args(["--mini-batch=700", "--link=1", "--device-memory=0.001"]))
+    started("--mini-batch=700")
     assert made == [700, 700]
 
 
