@@ -193,19 +193,16 @@ def test_estimates_are_the_slower_of_link_and_processor_and_are_learned():
     assert cache.seconds_to_project(10) == 2.0 and len(cache.projecting.passes) == 2, "the fastest, of many rows"
 
 
-def test_whoever_comes_ends_a_measurement():
+def test_whoever_comes_ends_a_measurement_which_leaves_what_wakes_the_engine():
     engine, cache = engine_for()
     before = list(cache.projecting.passes)
     engine.submit(Request(PROMPT, 1))
     with pytest.raises(Interrupted):
         cache.idle()
     assert list(cache.projecting.passes) == before and engine.pool.available == engine.pool.size
-
-
-def test_a_measurement_leaves_what_wakes_the_engine():
-    engine, *_ = engine_for()
-    engine.wake.set()  # a job between two steps
-    assert engine.cache.idle() and engine.wake.is_set()
+    engine, cache = engine_for()
+    engine.wake.set()  # a job between two steps, which ends none
+    assert cache.idle() and engine.wake.is_set()
 
 
 @pytest.mark.parametrize("heads", [1, 4])

@@ -313,8 +313,6 @@ PUBLISHED = {
     "SOLAR": SEVEN_B | dict(rope_scaling=dict(factor=2.0, type="dynamic")),
     "Llama 3": LLAMA_3, "Llama 3.1": LLAMA_31, "Llama 3.2": LLAMA_32, "Llama 3.2, unsloth": LLAMA_32 | UNSLOTH,
     "a fine-tune": LLAMA_3 | dict(neftune_noise_alpha=5, repetition_penalty=1.3, do_sample=True, temperature=0.6),
-    "TinyLlama": SEVEN_B | dict(num_key_value_heads=1, max_position_embeddings=2048),
-    "SmolLM": LLAMA_3 | dict(rope_theta=1e4, tie_word_embeddings=True), "Yi": LLAMA_3 | dict(rope_theta=5e6),
     "SmolLM2": LLAMA_3 | JS | dict(rope_interleaved=False, tie_word_embeddings=True, rope_theta=100000),
     "DeepSeek LLM": SEVEN_B | dict(aux_loss_alpha=0.001, ep_size=1, n_routed_experts=None),
     "with biases": SEVEN_B | dict(attention_bias=True, mlp_bias=True, bias=True, hidden_act="swish"),

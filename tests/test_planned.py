@@ -47,10 +47,7 @@ def test_a_shorter_history_comes_no_later_than_by_chapter_03():
 ])  # fmt: skip
 def test_seconds_of_a_plan_by_hand(letters, seconds):
     assert plan_seconds(letters, Costs(7.0, 3.0, 1.0, 2.0, 0.5)) == pytest.approx(seconds)
-
-
-def test_a_plan_costs_something_while_recomputing_is_not_measured():
-    costs = Costs(float("inf"), 3.0, 1.0, 2.0, 0.5)
+    costs = Costs(float("inf"), 3.0, 1.0, 2.0, 0.5)  # recomputing is not measured
     assert plan_seconds("RHH", costs) == 3 * 3.5 and plan_seconds("RRH", costs) == float("inf")
 
 
