@@ -31,7 +31,6 @@ def labels(request) -> list[str]:
 
 # 1. The loop -----------------------------------------------------------------------------------
 
-
 @pytest.mark.parametrize("chunk", [1, 37, 149, 150, 151])
 def test_chunks_of_any_size_give_the_same_tokens(model, chunk):
     request = answer(model, PROMPT, chunk=chunk)
@@ -66,7 +65,6 @@ def test_the_comparison_decodes_greedily_whatever_generation_config_says(tmp_pat
 
 
 # 2. One request after another ------------------------------------------------------------------
-
 
 def test_requests_are_answered_in_their_order_and_one_at_a_time(model):
     engine, prompts = baseline.Engine(model), [PROMPT[:length] for length in (50, 3, 20)]

@@ -8,7 +8,8 @@ import time
 import numpy
 import pytest
 import torch
-from support.engines import Oracle, ask, both_ends, check_pools, chunk_files, draw, evict, make, settle
+from support import engines
+from support.engines import Oracle, ask, both_ends, check_pools, draw, evict, make, settle
 
 from common import store
 from common.link import LATENCY, Bandwidth, Lane, Transfer, TransferError
@@ -70,8 +71,7 @@ def submit(engine, prompt=PROMPT, new: int = 4) -> Request:
 
 
 def finish(engine, storage, *requests):
-    while any(request.outcome is None for request in requests):
-        engine.step()
+    engines.until_over(engine, *requests)
     assert all(ORACLE.judge(request) == "equal" for request in requests)
     if isinstance(storage, Storage):
         storage.deliver(99)
@@ -80,7 +80,6 @@ def finish(engine, storage, *requests):
 
 
 # 1. Two pointers -------------------------------------------------------------------------------
-
 
 def test_a_chunk_a_step_and_a_chunk_from_storage_meet_in_the_middle():
     engine, cache, storage = engine_for()
@@ -152,24 +151,11 @@ def test_what_has_come_stays_when_storage_fails():
 
 def test_storage_that_hangs_holds_up_nobody_and_its_memory_is_held():
     engine, cache, storage = engine_for()
-    request = submit(engine)
-    while request.outcome is None:
-        engine.step()
+    engines.until_over(engine, request := submit(engine))
     assert ORACLE.judge(request) == "equal" and not request.found
     engine.step()
     assert engine.busy and sum(cache.places.references) == 6
     finish(engine, storage, request)
-
-
-def test_prefill_never_waits_however_late_a_restoration_is():
-    engine, cache, storage = engine_for()
-    request = submit(engine)
-    engine.step()
-    request.restoration.deadline = 0.0
-    engine.step()
-    storage.deliver()
-    finish(engine, storage, request)
-    assert request.found == {"storage": 64}
 
 
 def test_read_ahead_is_bounded_in_bytes():
@@ -182,17 +168,6 @@ def test_read_ahead_is_bounded_in_bytes():
         storage.deliver()
     finish(engine, storage, request)
     assert request.found == {"storage": 192}
-
-
-def test_two_restorations_share_the_memory_and_both_end():
-    storage, prompt = Storage(), draw(random.Random(3), 300)
-    ask(engine_for(storage)[0], prompt, 1)
-    engine, cache, _ = engine_for(storage, memory=2 * BYTES, budget=80)
-    asked = submit(engine), submit(engine, prompt)
-    while any(request.outcome is None for request in asked):
-        engine.step()
-        storage.deliver()
-    finish(engine, storage, *asked)
 
 
 def test_what_prefill_has_overtaken_is_called_off():
@@ -214,6 +189,7 @@ def test_what_a_late_read_writes_is_read_by_nobody():
     late, storage.reads = storage.reads, []
     engine.cancel(gone, HungUp("gone"))
     engine.step()
+    assert late and all(transfer.cancelled for transfer, *_ in late)
     request = submit(engine)
     engine.step()
     storage.deliver(2)
@@ -235,19 +211,7 @@ def test_a_read_that_is_called_off_before_it_begins_is_never_done():
     lane.close()
 
 
-def test_a_request_that_is_cancelled_calls_its_reads_off():
-    engine, cache, storage = engine_for()
-    request = submit(engine)
-    engine.step()
-    engine.cancel(request, HungUp("gone"))
-    engine.step()
-    assert storage.log and all(transfer.cancelled for transfer in storage.log)
-    finish(engine, storage, again := submit(engine))
-    assert again.outcome
-
-
 # 2. How much of a step -------------------------------------------------------------------------
-
 
 def slow_prefill(engine, storage, ratio: float):
     """Loading a history takes `ratio` times as long as computing it is estimated to."""
@@ -302,7 +266,8 @@ def test_what_is_computed_with_a_share_of_each_step_is_priced_at_that_share():
     engine.running.clear()
 
 
-def test_beside_others_prefill_takes_its_share_and_alone_all():
+@pytest.mark.parametrize("late", [False, True])
+def test_beside_others_prefill_takes_its_share_and_alone_all_also_when_storage_is_late(late):
     engine, cache, storage = engine_for(budget=100, share=0.25)
     storage.bandwidth = Bandwidth(1e-9)  # storage brings nothing: prefill takes all that it may
     request = submit(engine)
@@ -310,20 +275,10 @@ def test_beside_others_prefill_takes_its_share_and_alone_all():
     assert request.computed == 100
     other = submit(engine, draw(random.Random(1), 150), 9)
     engine.step()
+    if late:
+        request.restoration.deadline = 0.0
     engine.step()
     assert request.computed == 225 and other.computed == 75
-    finish(engine, storage, request, other)
-
-
-def test_a_share_is_kept_when_storage_is_late():
-    engine, cache, storage = engine_for(budget=100, share=0.25)
-    storage.bandwidth = Bandwidth(1e-9)
-    request, other = submit(engine), submit(engine, draw(random.Random(1), 150), 9)
-    engine.step()
-    before, request.restoration.deadline = request.computed, 0.0
-    engine.step()
-    engine.step()
-    assert request.computed - before == 50
     finish(engine, storage, request, other)
 
 
@@ -371,9 +326,9 @@ def test_a_share_of_nothing_only_loads():
 
 # 3. What is kept -------------------------------------------------------------------------------
 
-
-def found(engine, tokens, **options) -> int:
-    settle(engine)
+def found(engine, tokens, wait=True, **options) -> int:
+    if wait:
+        settle(engine)
     match = engine.cache.match(Request(list(tokens), 1, options=options))
     return match.tokens if match else 0
 
@@ -415,7 +370,7 @@ def test_without_a_place_saving_waits_for_the_next_step():
     request = submit(engine, other, 20)
     for _ in range(4):
         engine.step()
-    assert found_now(cache, other) == 0 and request.new
+    assert found(engine, other, wait=False) == 0 and request.new
     cache.places.release(places)
     finish(engine, storage, request)
     assert found(engine, other) == 128
@@ -444,11 +399,6 @@ def test_a_chunk_on_its_way_to_storage_is_not_sent_again():
     assert not cache.saving
 
 
-def found_now(cache, tokens) -> int:
-    match = cache.match(Request(list(tokens), 1))
-    return match.tokens if match else 0
-
-
 def test_modelled_storage_forgets_the_least_recently_used():
     storage, value = both_ends.ModelledStorage(3 * 8, 1e12), numpy.zeros(8, "u1")
     storage.write([b"1", b"2", b"3"], [value] * 3)
@@ -474,39 +424,7 @@ def test_modelled_storage_has_a_value_while_another_thread_uses_it():
         used.join()
 
 
-@pytest.mark.parametrize("damage", ["flipped", "gone"])
-def test_files_are_read_from_the_back_and_a_damaged_one_ends_it(damage, tmp_path):
-    engine_for(chunk_files(tmp_path))[0].close()
-    engine = make(both_ends.BidirectionalCache(chunk_files(tmp_path), share=0.0), 64)
-    request = Request(PROMPT + [7], 4)
-    _, stored = engine.cache.match(request).blocks[2]
-    path = tmp_path / f"{stored.keys[0].hex()}.page"
-    raw = bytearray(path.read_bytes())
-    raw[len(raw) // 2] ^= 1
-    path.unlink()
-    if damage == "flipped":
-        path.write_bytes(raw)
-    engine.generate([request])
-    assert ORACLE.judge(request) == "equal" and request.found == {"storage": 192}
-    settle(engine)
-    evict(engine)
-    assert ask(engine, PROMPT + [8]).found == {"storage": 384}, "it was computed and kept again"
-    settle(engine)
-    check_pools(engine)
-    engine.close()
-
-
-def test_what_is_on_its_way_to_a_file_when_the_engine_is_closed_gets_there(tmp_path):
-    engine = make(both_ends.BidirectionalCache(chunk_files(tmp_path)), 64)
-    ask(engine, PROMPT, 1)
-    engine.close()
-    again = make(both_ends.BidirectionalCache(chunk_files(tmp_path)), 64)
-    assert found(again, PROMPT) == 384
-    again.close()
-
-
 # 4. Eight bits ---------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_8_bits_are_within_half_a_step_of_what_was(dtype):
@@ -533,8 +451,7 @@ def test_8_bit_chunks_are_smaller_and_close_to_what_was_computed():
     request = submit(engine, PROMPT[:-1], 1)
     engine.step()
     storage.deliver(6)
-    while request.outcome is None:
-        engine.step()
+    engines.until_over(engine, request)
     assert request.found == {"storage": 384}
     ours, theirs = (contents(each)[:, :, :24] for each in (engine, exact))
     largest = theirs.abs().amax(-1, keepdim=True)
@@ -547,9 +464,7 @@ def test_what_is_computed_behind_8_bits_is_not_found_by_its_exact_name():
     request = submit(engine, PROMPT, 80)
     engine.step()
     storage.deliver(6)
-    while request.outcome is None:
-        engine.step()
-    settle(engine)
+    engines.until_over(engine, request)
     assert found(engine, request.tokens) == 448
     exact = make(both_ends.BidirectionalCache(StoredChunks(storage)), 96)
     assert found(exact, request.tokens) == 0
@@ -558,7 +473,6 @@ def test_what_is_computed_behind_8_bits_is_not_found_by_its_exact_name():
 
 
 # 5. Modelled speeds ----------------------------------------------------------------------------
-
 
 def test_a_trace_changes_its_speed_in_the_middle_of_a_read():
     trace = both_ends.Trace([100.0, 10.0], 1.0)

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import ROOT, load, write_model
+from conftest import ROOT, write_model
 from safetensors.torch import load_file, save_file
 from support.engines import baseline
 
@@ -168,14 +168,10 @@ def test_a_tokenizer_that_brings_code_never_runs_it(folder, monkeypatch):
     assert not marker.exists()
 
 
-def test_unknown_dtype_and_device_are_refused(tiny_folder):
-    assert "float64" in refusal(tiny_folder, dtype="float64")
-    assert "tpu" in refusal(tiny_folder, device="tpu")
-
-
-def test_cuda_where_there_is_none_is_refused(tiny_folder, monkeypatch):
+def test_an_unknown_dtype_or_device_and_cuda_where_there_is_none_are_refused(tiny_folder, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "--device cpu" in refusal(tiny_folder, device="cuda")
+    for options, words in (dict(dtype="float64"), "float64"), (dict(device="tpu"), "tpu"), (dict(device="cuda"), "--device cpu"):
+        assert words in refusal(tiny_folder, **options)
     assert checkpoint.pick_device("auto") == "cpu"
 
 
@@ -188,8 +184,7 @@ def test_a_model_too_large_for_the_memory_is_refused(name, request, monkeypatch)
 
 # The hub ---------------------------------------------------------------------------------------
 
-
-def test_a_hub_model_without_network_is_refused_in_one_sentence(tmp_path, monkeypatch):
+def test_without_network_a_hub_model_is_taken_from_the_cache_or_refused_in_one_sentence(tiny_folder, tmp_path, monkeypatch):
     import huggingface_hub.constants
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -197,18 +192,10 @@ def test_a_hub_model_without_network_is_refused_in_one_sentence(tmp_path, monkey
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     message = refusal("nobody/nothing")
     assert "nobody/nothing" in message and "classroom" in message and "random:tinyllama" in message
-
-
-def test_a_cached_hub_model_is_used_without_network(tiny_folder, tmp_path, monkeypatch):
-    import huggingface_hub.constants
-
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    cached = tmp_path / "models--owner--name"
+    commit, cached = "0123456789abcdef0123456789abcdef01234567", tmp_path / "models--owner--name"
     shutil.copytree(tiny_folder, cached / "snapshots" / commit)
     (cached / "refs").mkdir()
     (cached / "refs" / "main").write_text(commit)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     assert checkpoint.find_folder("owner/name").samefile(cached / "snapshots" / commit)
 
 
@@ -235,11 +222,6 @@ def hub(folder, tmp_path, monkeypatch):
     return hub
 
 
-def test_tinyllama_is_short_for_its_hub_name(hub):
-    checkpoint.load("tinyllama", device="cpu")
-    assert hub.asked == {"TinyLlama/TinyLlama-1.1B-Chat-v1.0"}
-
-
 @pytest.mark.parametrize("sharded, index", [(False, False), (True, True), (True, False)])
 def test_of_a_hub_model_only_the_weights_that_are_read_are_downloaded(hub, folder, tmp_path, sharded, index):
     """Not its fp16 twin, pickles, GGUF files, what another program reads, or parts that were there before."""
@@ -251,7 +233,8 @@ def test_of_a_hub_model_only_the_weights_that_are_read_are_downloaded(hub, folde
                  "pytorch_model.bin", "model.gguf", *["model-00001-of-00009.safetensors"] * index):  # fmt: skip
         (folder / name).write_bytes(b"of others")
     (folder / "model.safetensors").rename(folder / ("before.safetensors" if sharded else "model.safetensors"))
-    assert checkpoint.load("owner/name", device="cpu")[0].digest
+    assert checkpoint.load("tinyllama", device="cpu")[0].digest
+    assert hub.asked == {"TinyLlama/TinyLlama-1.1B-Chat-v1.0"}
     weights = {path.name for path in own if path.suffix != ".json"} if sharded else {"model.safetensors"}
     assert {name for name in hub.sent if not name.endswith((".json", ".jinja"))} == weights
 
@@ -286,7 +269,6 @@ def test_one_of_two_tied_tensors_is_enough(folder, kept):
 
 # What is loaded --------------------------------------------------------------------------------
 
-
 @pytest.mark.parametrize("dtype, options", [
     ("float32", {}), ("bfloat16", dict(max_shard_size="60KB")), ("float16", dict(tie_word_embeddings=True)),
     ("float32", dict(attention_bias=True, mlp_bias=True)),
@@ -303,42 +285,26 @@ def test_every_weight_is_that_of_the_file(dtype, options, tmp_path):
         assert tensor.dtype == checkpoint.DTYPES[dtype]
         assert torch.equal(tensor, saved[name].to(tensor.dtype)), name
     assert end_tokens == {1} and tokenizer.decode(tokenizer.encode("Grüße")) == "Grüße"
-
-
-def test_dtype_auto_is_float32_on_a_cpu(tmp_path):
-    folder = write_model(tmp_path / "model")
-    change_json(folder / "config.json", dtype="bfloat16")
-    assert checkpoint.load(str(folder), device="cpu")[0].dtype == torch.float32
-
-
-def test_float16_answers_on_a_cpu(tiny_folder):
-    model = load(tiny_folder, "float16").model
     (request,) = baseline.Engine(model).generate([Request([70, 80, 90], 4)])
-    assert model.dtype == torch.float16 and len(request.new) == 4
+    assert len(request.new) == 4
 
 
-def test_end_tokens_come_from_all_who_name_them(folder):
-    change_json(folder / "config.json", eos_token_id=7)
+def test_end_tokens_come_from_all_who_name_them_and_dtype_auto_is_float32_on_a_cpu(folder):
+    change_json(folder / "config.json", eos_token_id=7, dtype="bfloat16")
     change_json(folder / "generation_config.json", eos_token_id=[5, 6])
-    assert checkpoint.load(str(folder), device="cpu")[2] == {1, 5, 6, 7}
+    model, _, end_tokens = checkpoint.load(str(folder), device="cpu")
+    assert end_tokens == {1, 5, 6, 7} and model.dtype == torch.float32
 
 
 # Random models ---------------------------------------------------------------------------------
 
-
-def random_weights(**options) -> dict:
-    return checkpoint.load("random:tiny", **{"device": "cpu", **options})[0].weights()
-
-
-def test_a_random_model_is_the_same_each_time():
-    first, again = random_weights(), random_weights()
+def test_a_random_model_is_the_same_each_time_and_in_bfloat16_the_rounded_one():
+    first, again, rounded = (
+        checkpoint.load("random:tiny", dtype, "cpu")[0].weights() for dtype in ("float32", "float32", "bfloat16")
+    )
     assert all(torch.equal(tensor, again[name]) for name, tensor in first.items())
+    assert all(torch.equal(tensor.bfloat16(), rounded[name]) for name, tensor in first.items())
     assert all(tensor.std() > 0 for name, tensor in first.items() if not name.endswith("norm.weight"))
-
-
-def test_a_random_model_in_bfloat16_is_the_rounded_one():
-    rounded = random_weights(dtype="bfloat16")
-    assert all(torch.equal(tensor.bfloat16(), rounded[name]) for name, tensor in random_weights().items())
 
 
 def test_a_random_model_has_a_tokenizer_and_an_end():
@@ -413,24 +379,10 @@ print(peak() - before)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/status")
 def test_loading_takes_the_model_and_one_tensor_more(tiny_folder, tmp_path):
     """A model of 100 MB in bfloat16, whose file is twice its size."""
-    hidden, intermediate, layers = 1024, 2816, 4
-    inputs, outputs = (hidden, hidden), (intermediate, hidden)
-    shapes = {f"self_attn.{name}_proj": inputs for name in "qkvo"}
-    shapes |= {"mlp.gate_proj": outputs, "mlp.up_proj": outputs, "mlp.down_proj": outputs[::-1]}
-    shapes |= {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
-    tensors = {"model.embed_tokens.weight": torch.zeros(300, hidden), "lm_head.weight": torch.zeros(300, hidden),
-               "model.norm.weight": torch.ones(hidden)}
-    for number in range(layers):
-        tensors |= {f"model.layers.{number}.{name}.weight": torch.zeros(shape) for name, shape in shapes.items()}
-    size = sum(tensor.numel() for tensor in tensors.values()) * 2
-    largest = 2 * intermediate * hidden * 4  # gate and up lie in one matrix
-    folder = Path(shutil.copytree(tiny_folder, tmp_path / "large"))
-    change_json(
-        folder / "config.json", hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
-        num_attention_heads=16, num_key_value_heads=16, head_dim=64,
-    )
-    save_file(tensors, folder / "model.safetensors")
-    del tensors
+    sizes = dict(hidden_size=1024, intermediate_size=2816, num_hidden_layers=4)
+    folder = write_model(tmp_path / "large", num_attention_heads=16, num_key_value_heads=16, **sizes)
+    size = (folder / "model.safetensors").stat().st_size // 2
+    largest = 2 * 2816 * 1024 * 4  # gate and up lie in one matrix
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, str(tiny_folder), str(folder)], cwd=ROOT, text=True,
         capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"},

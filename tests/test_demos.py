@@ -27,7 +27,7 @@ def test_a_demo_verifies_its_tokens_and_then_shows_numbers(chapter, tmp_path):
     report, trace = (json.loads((tmp_path / name).read_text()) for name in ("report.json", "trace.json"))
     what_a_demo_says(chapter, done.stdout, report, trace)
     assert first_difference(check_docs.pasted()[chapter], done.stdout) is None, "its lesson shows something else"
-    AHEAD[chapter](done.stdout, report)
+    globals()[f"chapter_{chapter[:2]}_is_ahead"](done.stdout, report)
 
 
 def times(report, table: str = "") -> dict[str, float]:
@@ -98,10 +98,8 @@ def chapter_01_is_ahead(said: str, report: dict):
 def chapter_02_is_ahead(said: str, report: dict):
     taken, rows = times(report), report["rows"]
     rates = {row["case"]: row["tokens_per_second"] for row in rows if "tokens_per_second" in row}
-    assert (
-        taken["miss (other salt)"] > 2 * taken["gpu_hit"]
-        and rates["16 at once"] > 2 * rates["1 at once"]
-    )
+    assert taken["miss (other salt)"] > 2 * taken["gpu_hit"]
+    assert rates["16 at once"] > 2 * rates["1 at once"]
     reserved, own, shared = (row["tokens_per_slot"] for row in rows if "memory" in row)
     assert reserved < 0.5 < 0.95 < own < 1 < shared
 
@@ -160,17 +158,3 @@ def chapter_09_is_ahead(said: str, report: dict):
     everything, less = report["found"]
     assert 0 < less < everything, "a page that one rank has lost is lost for all"
     assert times(report)["K and V, 2 ranks"] < times(report)["nothing, 2 ranks"]
-
-
-# Its own numbers show the mechanism ahead.
-AHEAD = {
-    "01_baseline": chapter_01_is_ahead,
-    "02_paged_kv": chapter_02_is_ahead,
-    "03_cpu_offload": chapter_03_is_ahead,
-    "04_hidden_state_cache": chapter_04_is_ahead,
-    "05_bubble_free": chapter_05_is_ahead,
-    "06_bidirectional": chapter_06_is_ahead,
-    "07_tiered_storage": chapter_07_is_ahead,
-    "08_hybrid_blocks": chapter_08_is_ahead,
-    "09_tensor_parallel": chapter_09_is_ahead,
-}

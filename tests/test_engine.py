@@ -9,26 +9,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.engines import (
-    Oracle,
-    ask,
-    both_ends,
-    check_pools,
-    draw,
-    evict,
-    make,
-    offload,
-    paged,
-    settle,
-    tiny_model,
-)
+from support import engines
+from support.engines import ask, ask_and_evict, check_pools, draw, evict, make, paged, settle, tiny_model
 
 from common import restoring
 from common.link import Transfer, TransferError
 from common.requests import Request, Unavailable
 from common.restoring import LATER, PAUSE, Cache, Match
 
-ORACLE = Oracle()
+ORACLE = engines.Oracle()
 
 
 class RowCache(Cache):
@@ -73,8 +62,7 @@ def slots_of(request, start: int, end: int) -> torch.Tensor:
 
 def again(engine, prompt, new=6):
     """Ask, evict, ask what follows."""
-    ask(engine, prompt)
-    evict(engine)
+    ask_and_evict(engine, prompt)
     request = ask(engine, prompt + [5, 6, 7], new)
     assert ORACLE.judge(request) == "equal"
     settle(engine)
@@ -94,11 +82,10 @@ def test_a_match_may_end_and_begin_inside_a_block():
 
 # 1. LATER --------------------------------------------------------------------------------------
 
-
 class Hesitant(RowCache):
     """Answers LATER `times` times."""
 
-    times = 5
+    times = 0
 
     def match(self, request):
         match = super().match(request)
@@ -108,43 +95,32 @@ class Hesitant(RowCache):
         return match
 
 
-def test_later_is_asked_again_and_lets_others_pass():
-    engine = make(Hesitant())
-    ask(engine, PROMPT)
-    evict(engine)
-    back, other = Request(PROMPT + [5, 6, 7], 4), Request([9, 8, 7], 4)
-    back.received += 1e6  # endless patience
-    engine.generate([back, other])
-    assert back.found == {"rows": 205} and engine.cache.times == 0
-    assert other.times[0] < back.times[0], "others pass"
-    assert ORACLE.judge(back) == ORACLE.judge(other) == "equal"
-
-
-def test_later_is_no_answer_for_longer_than_the_requests_patience():
+@pytest.mark.parametrize("times, patience, found", [(5, 1e6, {"rows": 205}), (1 << 60, -1e6, {})])
+def test_later_is_asked_again_while_the_request_is_patient_and_lets_others_pass(times, patience, found):
     engine = make(cache := Hesitant())
-    ask(engine, PROMPT)
-    evict(engine)
-    cache.times = 1 << 60
-    request = Request(PROMPT + [5, 6, 7], 4)
-    request.received -= 1e6
-    engine.generate([request])
-    assert not request.found and ORACLE.judge(request) == "equal"
+    ask_and_evict(engine, PROMPT)
+    cache.times = times
+    back, other = Request(PROMPT + [5, 6, 7], 4), Request([9, 8, 7], 4)
+    back.received += patience
+    engine.generate([back, other])
+    assert back.found == found and (cache.times == 0) == bool(found)
+    assert other.times[0] < back.times[0] or not found, "others pass"
+    assert ORACLE.judge(back) == ORACLE.judge(other) == "equal"
 
 
 def test_a_model_with_a_short_context_is_not_measured_and_keeps_its_blocks(monkeypatch):
     short = dataclasses.replace(tiny_model().config, max_position_embeddings=96)
     monkeypatch.setattr(tiny_model(), "config", short)
-    engine = make(offload.HostCache(16, 1e9), 16)
+    engine = make(engines.offload.HostCache(16, 1e9), 16)
     engine.estimates.measure_computing()
     assert engine.pool.free.count(1) == 16 and not engine.estimates.computing.passes
 
 
 # 2. A limit that moves -------------------------------------------------------------------------
 
-
 def test_who_may_not_compute_below_its_limit_waits_until_the_deadline_only():
     restorer, match = make(RowCache()).restorer, Match(2, 0.0, [])
-    restoration = both_ends.BothEnds(Request([5, 6, 7], 1), match, 4, 0.0, awaited=Transfer("load", "a copy"))
+    restoration = engines.both_ends.BothEnds(Request([5, 6, 7], 1), match, 4, 0.0, awaited=Transfer("load", "a copy"))
     restoration.portion = 1
     assert not restorer.arrived(restoration, wait=False), "it computes, and nobody waits"
     restoration.portion = 0
@@ -155,7 +131,6 @@ def test_who_may_not_compute_below_its_limit_waits_until_the_deadline_only():
 
 
 # 3. PAUSE --------------------------------------------------------------------------------------
-
 
 class Portions(RowCache):
     """Computes what it brings back, a layer a portion."""
@@ -176,17 +151,22 @@ class Portions(RowCache):
             yield PAUSE
 
 
-def test_a_pause_lets_others_have_a_step():
-    engine = make(cache := Portions())
-    ask(engine, PROMPT)
-    evict(engine)
+def comes_back_beside(engine) -> tuple[Request, Request]:
+    """-> a request that decodes, and one that comes back beside it."""
+    ask_and_evict(engine, PROMPT)
     other, back = Request([9, 8, 7], 12), Request(PROMPT + [5, 6, 7], 4)
     engine.submit(other)
     while len(other.new) < 2:
         engine.step()
-    engine.generate([back])
+    engine.submit(back)
+    return other, back
+
+
+def test_a_pause_lets_others_have_a_step():
+    engine = make(cache := Portions())
+    other, back = comes_back_beside(engine)
+    engines.until_over(engine, other, back)
     assert cache.seen[0] <= cache.seen[1] < cache.seen[2], "others got a token between two portions"
-    settle(engine)
     assert ORACLE.judge(back) == ORACLE.judge(other) == "equal" and back.found == {"rows": 205}
 
 
@@ -197,15 +177,8 @@ def test_alone_nobody_pauses():
 
 
 def test_rows_of_compute_are_bounded_by_the_budget_of_a_step():
-    engine = make(Portions(), token_budget=64)
-    ask(engine, PROMPT)
-    evict(engine)
-    other, back = Request([9, 8, 7], 30), Request(PROMPT + [5, 6, 7], 4)
-    engine.submit(other)
-    while len(other.new) < 2:
-        engine.step()
-    engine.submit(back)
-    layers = []
+    engine, layers = make(Portions(), token_budget=64), []
+    _, back = comes_back_beside(engine)
     while back.outcome is None:
         engine.step()
         layers.append(back.restoration.layers if back.restoration else 3)
@@ -215,7 +188,6 @@ def test_rows_of_compute_are_bounded_by_the_budget_of_a_step():
 
 
 # 4. Failures -----------------------------------------------------------------------------------
-
 
 class Broken(RowCache):
     """Restores one layer, and then does what a test says."""
@@ -258,7 +230,7 @@ class FailingRunner(paged.Runner):
 
 
 def test_a_step_that_fails_is_run_again():
-    engine = make(runner=(runner := FailingRunner(tiny_model(), 64)), cache=offload.HostCache(64, 2e9))
+    engine = make(runner=(runner := FailingRunner(tiny_model(), 64)), cache=engines.offload.HostCache(64, 2e9))
     runner.failures = 2
     assert ORACLE.judge(ask(engine, PROMPT)) == "equal"
     runner.failures = 2
@@ -272,8 +244,7 @@ def test_a_step_that_fails_three_times_ends_its_requests_with_503():
     for request in asked:
         engine.submit(request)
     runner.failures = 3
-    while any(request.outcome is None for request in asked):
-        engine.step()
+    engines.until_over(engine, *asked)
     assert all(isinstance(request.outcome, Unavailable) for request in asked)
     assert all("out of luck" in str(request.outcome) for request in asked)
     assert Unavailable.status == 503
@@ -282,7 +253,6 @@ def test_a_step_that_fails_three_times_ends_its_requests_with_503():
 
 
 # 5. Load or compute ----------------------------------------------------------------------------
-
 
 def test_what_would_arrive_later_than_computed_is_computed_and_the_result_says_so():
     engine = make(RowCache(seconds=1e3), always_restore=False)
@@ -343,7 +313,6 @@ def test_a_cache_that_raises_at_the_end_of_a_request_keeps_none_of_its_blocks():
 
 # 6. Sleeping -----------------------------------------------------------------------------------
 
-
 def test_an_engine_without_requests_sleeps_until_somebody_comes():
     engine = make(RowCache())
     engine.estimates.doubtful = False
@@ -351,39 +320,25 @@ def test_an_engine_without_requests_sleeps_until_somebody_comes():
     engine.wake.wait = lambda seconds=None: slept.append(seconds) or wait(seconds)
     request = Request(PROMPT, 1)
     threading.Timer(0.05, engine.submit, (request,)).start()
-    while request.outcome is None:
-        engine.step()
+    engines.until_over(engine, request)
     assert slept[0] is None and len(slept) == 1, "no timeout, and nothing polled"
 
 
 def test_an_engine_that_waits_for_a_copy_sleeps_too():
-    timers = []
+    def arrive(transfer):
+        transfer.finish(0.0, 0.0)
+        engine.wake.set()
 
-    def deliver(transfer):
-        def arrive():
-            transfer.finish(0.0, 0.0)
-            engine.wake.set()
-
-        timers.append(threading.Timer(0.05, arrive))
-        timers[-1].start()
-
-    engine = make(RowCache(deliver))
-    ask(engine, PROMPT)
-    evict(engine)
-    looked = SimpleNamespace(times=0)
-    sleep = engine.sleep
-
-    def counted(*seconds):
-        looked.times += 1
-        sleep(*seconds)
-
-    engine.sleep = counted
+    engine = make(RowCache(lambda transfer: threading.Timer(0.05, arrive, [transfer]).start()))
+    ask_and_evict(engine, PROMPT)
+    slept, sleep = [], engine.sleep
+    engine.sleep = lambda *seconds: slept.append(seconds) or sleep(*seconds)
     request = ask(engine, PROMPT + [5])
-    assert request.found == {"rows": 205} and looked.times < 60, "it does not spin"
+    assert request.found == {"rows": 205} and len(slept) < 60, "it does not spin"
 
 
 def test_explain_prints_a_line_for_each_verb(capsys):
-    engine = make(offload.HostCache(64, 2e9))
+    engine = make(engines.offload.HostCache(64, 2e9))
     engine.explain = True
     again(engine, PROMPT)
     said = capsys.readouterr().err

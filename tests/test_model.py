@@ -122,7 +122,6 @@ def reference_tokens(model, prompt: list[int], count: int) -> list[int]:
 
 # Parity ----------------------------------------------------------------------------------------
 
-
 @pytest.mark.parametrize("length", [1, 7, 150])
 def test_logits_after_prefill_equal_those_of_transformers(pair, length):
     tokens = prompt_for(pair, length)
@@ -158,7 +157,6 @@ def test_bfloat16_stays_near_transformers(kind, tmp_path_factory):
 
 
 # Products on a processor -----------------------------------------------------------------------
-
 
 @needs_reorder
 @pytest.mark.parametrize("kind, threads", [("gqa", 1), ("biased", 1), ("tied", 2)])
@@ -255,7 +253,6 @@ def largest_difference(ours, plain) -> float:
 
 # What restoration rests on ---------------------------------------------------------------------
 
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["gqa", "qwen2"])
 @torch.inference_mode()
@@ -337,8 +334,6 @@ PUBLISHED = {
     "SOLAR": SEVEN_B | dict(rope_scaling=dict(factor=2.0, type="dynamic")),
     "Llama 3": LLAMA_3, "Llama 3.1": LLAMA_31, "Llama 3.2": LLAMA_32, "Llama 3.2, unsloth": LLAMA_32 | UNSLOTH,
     "a fine-tune": LLAMA_3 | dict(neftune_noise_alpha=5, repetition_penalty=1.3, do_sample=True, temperature=0.6),
-    "TinyLlama": SEVEN_B | dict(num_key_value_heads=1, max_position_embeddings=2048),
-    "SmolLM": LLAMA_3 | dict(rope_theta=1e4, tie_word_embeddings=True), "Yi": LLAMA_3 | dict(rope_theta=5e6),
     "SmolLM2": LLAMA_3 | JS | dict(rope_interleaved=False, tie_word_embeddings=True, rope_theta=100000),
     "DeepSeek LLM": SEVEN_B | dict(aux_loss_alpha=0.001, ep_size=1, n_routed_experts=None),
     "with biases": SEVEN_B | dict(attention_bias=True, mlp_bias=True, bias=True, hidden_act="swish"),

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 import pytest
 
 from tests.support.serving import INFO, TIMEOUT, serving
-from tests.support.stub import Engine
 
 openai = pytest.importorskip("openai", reason="OpenAI's client is missing: see requirements-dev.txt")
 
@@ -184,17 +183,6 @@ def test_what_is_asked_wrongly_is_a_bad_request_that_says_what_to_change(client,
 def test_a_wrong_completion_is_a_bad_request(client, words, fields):
     with pytest.raises(openai.BadRequestError, match=words):
         client.completions.create(**{**GREEDY, "prompt": "Hello", **fields})
-
-
-def test_what_the_server_does_not_have_is_not_found(client):
-    with pytest.raises(openai.NotFoundError, match="POST /v1/embeddings is nothing here"):
-        client.embeddings.create(model="tiny", input="Hello")
-
-
-def test_a_full_line_is_a_rate_limit(frontend):
-    with serving(frontend, Engine(max_running=1), max_waiting=0) as served, connected(served.port) as client:
-        with pytest.raises(openai.RateLimitError, match="try again"):
-            client.chat.completions.create(messages=HELLO, **GREEDY)
 
 
 def test_an_error_in_the_middle_of_a_stream_is_raised_there(frontend):

@@ -7,17 +7,17 @@ import sys
 import pytest
 from conftest import ROOT
 
-RULES = {
-    "registered too early": "nothing is registered before it has arrived",
-    "a reference forgotten": "whatever a copy reads or writes is referenced",
-    "a late copy used": "a layer is computed when its history is there",
-}
-WRONG = {  # what is changed in docs/my_cache.py
-    "registered too early": [("                self.saving.add(prefix)\n", "                self.host.register(place, prefix)\n"),
-                             ("        if arrived:\n", "        if arrived and False:\n")],
-    "a reference forgotten": [("(self.pool, [block]), given=", "given=")],
-    "a late copy used": [("            yield transfer\n            restoration.layers += 1\n",
-                          "            restoration.layers += 1\n        yield transfers[-1]\n")],
+WRONG = {  # what is changed in docs/my_cache.py, and the rule that is broken then
+    "registered too early": (
+        [("                self.saving.add(prefix)\n", "                self.host.register(place, prefix)\n"),
+         ("        if arrived:\n", "        if arrived and False:\n")],
+        "nothing is registered before it has arrived"),
+    "a reference forgotten": (
+        [("(self.pool, [block]), given=", "given=")], "whatever a copy reads or writes is referenced"),
+    "a late copy used": (
+        [("            yield transfer\n            restoration.layers += 1\n",
+          "            restoration.layers += 1\n        yield transfers[-1]\n")],
+        "a layer is computed when its history is there"),
 }  # fmt: skip
 
 
@@ -37,10 +37,10 @@ def test_the_template_passes(tmp_path):
 
 @pytest.mark.parametrize("mistake", WRONG)
 def test_a_mistake_is_caught(mistake, tmp_path):
-    source = (ROOT / "docs/my_cache.py").read_text()
-    for right, wrong in WRONG[mistake]:
+    source, (changes, rule) = (ROOT / "docs/my_cache.py").read_text(), WRONG[mistake]
+    for right, wrong in changes:
         assert source.count(right) == 1
         source = source.replace(right, wrong)
     code, said = judged(tmp_path, source)
     assert code == 1, f"{mistake}: nobody noticed"
-    assert f"AssertionError: {RULES[mistake]}" in said, said[-3000:]
+    assert f"AssertionError: {rule}" in said, said[-3000:]

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import load
-from support.engines import CONTEXT, Oracle, ask, baseline, check_pools, draw, evict, make, paged, tiny_model
+from support.engines import Oracle, ask, baseline, check_pools, draw, make, paged, tiny_model, until_over
 
 from common import prefixes as prefixes_module
 from common.requests import BadRequest, HungUp, Request, Unavailable
@@ -24,7 +24,6 @@ def assert_equal(requests):
 
 
 # 1. Prefixes -----------------------------------------------------------------------------------
-
 
 def test_equal_beginnings_are_the_same_objects_however_they_were_made():
     prefixes = paged.Prefixes("model", 4)
@@ -73,7 +72,6 @@ def test_prefixes_that_nobody_has_are_forgotten():
 
 # 2. Blocks -------------------------------------------------------------------------------------
 
-
 PREFIXES = paged.Prefixes("model", 1)
 
 
@@ -99,40 +97,15 @@ def test_what_is_registered_is_found_up_to_the_first_gap():
     assert pool.find(chain) == blocks[:2] and pool.evictions == 1
 
 
-def test_of_two_blocks_with_the_same_content_the_first_is_found_and_the_other_free_again():
-    pool = paged.BlockPool(4, 1)
-    (first,), chain = cached(pool, 1)
-    (second,) = pool.allocate(1)
-    pool.register(second, chain[0])
-    pool.release([second])
-    assert pool.find(chain) == [first] and pool.free[second]
-
-
-def test_a_shared_block_is_free_when_the_last_has_released_it():
-    pool = paged.BlockPool(4, 1)
-    blocks = pool.allocate(2)
-    pool.share(blocks)
-    pool.release(blocks)
-    assert pool.available == 2
-    pool.release(blocks)
-    assert pool.available == 4
-
-
-def test_the_least_recently_used_chain_is_evicted_first_from_its_end():
+@pytest.mark.parametrize("used", [False, True])
+def test_the_least_recently_used_chain_is_evicted_first_from_its_end(used):
     pool = paged.BlockPool(6, 1)
-    (old, chain), (young, _) = cached(pool, 3), cached(pool, 3, 50)
-    assert sorted(pool.allocate(2)) == old[1:] and pool.find(chain) == old[:1]
-    assert sorted(pool.allocate(2)) == sorted([old[0], young[2]])
-
-
-def test_what_was_used_is_evicted_later():
-    pool = paged.BlockPool(6, 1)
-    (first, chain), (second, _) = cached(pool, 3), cached(pool, 3, 50)
-    PREFIXES.use(chain)
-    assert sorted(pool.allocate(3)) == second
-    assert pool.allocate(1) == [first[2]], "its end still goes first"
-    pool.share(first[:2])
-    assert pool.available == 0
+    (first, chain), (second, other) = cached(pool, 3), cached(pool, 3, 50)
+    if used:
+        PREFIXES.use(chain)
+        first, chain, second = second, other, first
+    assert sorted(pool.allocate(2)) == first[1:] and pool.find(chain) == first[:1]
+    assert sorted(pool.allocate(2)) == sorted([first[0], second[2]])
 
 
 def test_a_chain_makes_no_room_for_its_own_end():
@@ -170,26 +143,12 @@ def test_a_prefix_that_was_used_before_the_last_content_of_its_block_goes_before
     assert pool.allocate(1) == [block]
 
 
-def test_blocks_follow_the_one_they_are_to_follow():
-    pool = paged.BlockPool(10, 1)
-    assert pool.allocate(2) == [0, 1]
-    pool.release(pool.allocate(3))
-    assert pool.allocate(3, after=1) == [2, 3, 4]
-
-
 def test_a_table_begins_where_there_is_room_for_the_rest_of_it():
     pool = paged.BlockPool(16, 1)
     first, second = pool.allocate(2, room=6), pool.allocate(2, room=6)
     assert (first, second) == ([0, 1], [6, 7])
     assert pool.allocate(4, after=1) == [2, 3, 4, 5], "nobody was put where the first is to grow"
     assert pool.allocate(3, room=20) == [8, 9, 10], "no run has so much room: one that holds it is taken"
-
-
-def test_where_no_run_is_long_enough_blocks_are_taken_where_they_are():
-    pool = paged.BlockPool(8, 1)
-    blocks = pool.allocate(8)
-    pool.release(blocks[::2])
-    assert sorted(pool.allocate(4, after=0)) == [0, 2, 4, 6]
 
 
 def test_what_is_evicted_is_said_at_once_and_before_anybody_has_it():
@@ -230,13 +189,6 @@ def test_in_any_order_each_block_is_free_cached_or_referenced(seed):
 
 
 # 3. What a batch reads -------------------------------------------------------------------------
-
-
-def test_a_token_is_written_where_its_table_says():
-    pool = paged.BlockPool(16, 16, torch.zeros(1, 2, 16, 16, 1, 2))
-    request = Request([0] * 40, 1, table=[12, 5, 3], computed=15)
-    assert paged.Batch(pool, [(request, 20)]).slots.tolist() == [207, *range(80, 96), 48, 49, 50]
-
 
 def plain_attention(q, k, v, start: int):
     """q [T, H, hd] at positions start, start + 1, ... over k, v [S, KVH, hd] -> [T, H, hd]."""
@@ -287,19 +239,7 @@ def test_attention_over_blocks_is_attention_over_one_cache(monkeypatch, alone, s
     torch.testing.assert_close(out, torch.cat(expected))
 
 
-def test_nan_in_slots_that_were_not_written_or_are_anothers_reaches_no_answer():
-    engine, rng = make(blocks=40), random.Random(3)
-    engine.pool.memory.fill_(torch.nan)
-    ask(engine, draw(rng, 100))
-    evict(engine)
-    engine.pool.memory.fill_(torch.nan)
-    asked = [Request(draw(rng, length), 12) for length in (3, 16, 40, 90)]
-    engine.generate(asked)
-    assert_equal(asked)
-
-
 # 4. The engine ---------------------------------------------------------------------------------
-
 
 class Watched(paged.Runner):
     """Notes the work of each step: (request's id, its first token, tokens, whether it decodes)."""
@@ -363,8 +303,7 @@ def test_who_decodes_goes_first_and_prefill_gets_the_rest_of_the_budget():
     ones = [(1, 1), (2, 1), (3, 1)]
     assert counts[1:3] == [[*ones, (4, 13)], [*ones, (4, 7), (5, 6)]], "oldest first: 13 of 20, then 7 and 6"
     assert counts[3] == [*ones, (4, 1), (5, 12)]
-    while any(request.outcome is None for request in decoding + late):
-        engine.step()
+    until_over(engine, *decoding, *late)
     assert_equal(decoding + late)
 
 
@@ -409,8 +348,7 @@ def test_what_is_found_ends_at_a_block_and_the_last_token_is_computed(length, fo
 
 
 def test_the_next_turn_finds_the_answer_too():
-    engine, prompt = make(), draw(random.Random(8), 30)
-    first = ask(engine, prompt, 20)
+    first = ask(engine := make(), draw(random.Random(8), 30), 20)
     turn = ask(engine, [*first.tokens, 9, 9, 9])
     assert turn.cached_tokens == 48, "30 tokens of prompt and 19 of the answer were computed: three blocks"
     assert_equal([first, turn])
@@ -425,39 +363,13 @@ def test_who_shares_most_of_what_is_missing_waits_for_it(shared, waits):
         engine.submit(request)
         engine.step()  # the first block is there, and `shared` - 1 of the other five are about to be
     assert (second in engine.waiting) == waits
-    while second.outcome is None:
-        engine.step()
+    until_over(engine, second)
     assert_equal([first, second])
 
 
-def test_two_who_begin_alike_point_at_the_same_blocks():
-    engine, rng = make(), random.Random(9)
-    document = draw(rng, 64)
-    ask(engine, document)
-    asked = [Request(document + draw(rng, 5), 8) for _ in range(2)]
-    for request in asked:
-        engine.submit(request)
-    engine.step()
-    assert asked[0].table[:4] == asked[1].table[:4] and asked[0].table[4] != asked[1].table[4]
-    assert [engine.pool.references[block] for block in asked[0].table] == [2, 2, 2, 2, 1]
-    while engine.running:
-        engine.step()
-    assert_equal(asked)
-
-
-class Noted(Cache):
-    """Notes who came to the line, and how often."""
-
-    def attach(self, engine):
-        super().attach(engine)
-        self.came = []
-
-    def submitted(self, request):
-        self.came.append(request.id)
-
-
 def test_the_newest_are_preempted_the_oldest_never_and_their_dice_fall_the_same():
-    engine, rng = make(Noted(), blocks=14), random.Random(10)
+    engine, rng, came = make(Cache(), blocks=14), random.Random(10), []
+    engine.cache.submitted = lambda request: came.append(request.id)
     options = [dict(temperature=1.0, seed=number, top_p=0.9) for number in range(6)]
     prompts = [draw(rng, 40) for _ in options]
     asked = [Request(list(prompt), 50, **one) for prompt, one in zip(prompts, options)]
@@ -465,8 +377,7 @@ def test_the_newest_are_preempted_the_oldest_never_and_their_dice_fall_the_same(
     alone = [Request(list(prompt), 50, **one) for prompt, one in zip(prompts, options)]
     baseline.Engine(tiny_model()).generate(alone)
     assert [request.new for request in asked] == [request.new for request in alone]
-    assert engine.counts["preemptions"] == len(engine.cache.came) - 6 > 0
-    assert engine.cache.came.count(1) == 1
+    assert engine.counts["preemptions"] == len(came) - 6 > 0 and came.count(1) == 1
     assert not any(request.found for request in asked), "what it had computed itself is no hit"
     check_pools(engine)
 
@@ -489,26 +400,12 @@ def test_for_one_block_one_request_is_preempted_even_if_a_copy_holds_its_blocks(
     assert_equal(asked)
 
 
-def test_the_whole_context_can_be_used():
-    engine, prompt = make(blocks=CONTEXT // 16), draw(random.Random(11), CONTEXT - 12)
-    (request,) = engine.generate([Request(prompt, 13)])
-    assert len(request.new) == 13 and ORACLE.judge(request) == "equal"
-
-
-class Impatient(Cache):
-    """Whoever asked hangs up in the step that computes the second request."""
-
-    def save(self, batch):
-        for request, _ in batch.work:
-            if request.id == 2:
-                self.engine.cancel(request, HungUp("gone"))
-
-
 def test_what_ends_one_request_is_raised_to_who_asked_and_no_other_notices():
-    engine, rng = make(Impatient(), blocks=8), random.Random(12)
+    engine, rng = make(Cache(), blocks=8), random.Random(12)
     with pytest.raises(BadRequest, match="do not fit into a pool of 128 tokens"):
         engine.generate([Request(draw(rng, 100), 30)])
     kept, lost = Request(draw(rng, 20), 5), Request(draw(rng, 20), 5)
+    engine.cache.save = lambda batch: engine.cancel(lost, HungUp("gone"))  # in the step that computes it
     with pytest.raises(HungUp, match="gone"):
         engine.generate([kept, lost])
     assert ORACLE.judge(kept) == "equal" and len(lost.new) == 1

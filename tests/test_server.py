@@ -115,7 +115,7 @@ def test_what_can_never_fit_into_the_pool_is_refused(frontend):
 @pytest.mark.parametrize("method,path,status", [
     ("GET", "/nothing", 404), ("POST", "/", 405), ("GET", "/generate", 405), ("DELETE", "/health", 405),
     ("GET", "/../etc/passwd", 404), ("GET", "/" + "x" * 5000, 404), ("GET", "/timelines/99", 404),
-    ("GET", "/storage", 404)], ids=lambda value: str(value)[:30])
+    ("GET", "/storage", 404), ("POST", "/v1/embeddings", 404)], ids=lambda value: str(value)[:30])
 def test_wrong_routes_and_methods_are_told(client, method, path, status):
     reply = client.ask(path, method=method)
     assert "GET /" in reply.error(status)
@@ -323,16 +323,6 @@ def test_bound_to_this_machine_it_answers_to_its_own_names_only(client, bound, h
         reply = asking.get(route, headers=dict(Host=host), environ_overrides=dict(SERVER_NAME=bound))
         assert reply.status_code == (404 if status == 200 and route == "/nothing" else status)
         assert status == 200 or "--host" in sentence(reply.json["error"])
-
-
-def test_an_outcome_that_is_an_error_of_the_engine_is_told(frontend):
-    with serving(frontend) as client, ThreadPoolExecutor() as threads:
-        client.engine.hold_after(2)
-        reply = threads.submit(client.ask, "/generate", ASK)
-        eventually(lambda: client.engine.held)
-        client.engine.cancel(client.engine.running[0], Unavailable("A step failed three times; ask again."))
-        client.engine.let()
-        assert "three times" in reply.result().error(503, "server_error")
 
 
 def test_whoever_waits_is_told_while_a_step_goes_on(frontend):

@@ -16,9 +16,9 @@ import pytest
 import torch
 from conftest import ROOT
 from support import engines, traffic
-from support.engines import Oracle, ask, check_pools, draw, evict, make, settle, tiered, tiers
+from support.engines import Oracle, ask, check_pools, draw, evict, make, settle, tiered, tiers, until_over
 from support.faults import faulty
-from support.redis_server import RedisServer
+from support.redis_server import redis_server
 
 from common import store
 from common.link import Bandwidth, Transfer, TransferError
@@ -82,6 +82,17 @@ def forget(engine):
     settle(engine)
 
 
+@contextmanager
+def only_stored(tokens: int = 200, prefetch="wait_complete", write="write_through", **options):
+    """-> an engine, its shelf, and a prompt that nothing but the shelf has; at the end the shelf is open."""
+    shelf, prompt = Shelf(), draw(random.Random(0), tokens)
+    with engine_on(shelf, prefetch, write, **options) as engine:
+        right(engine, prompt)
+        forget(engine)
+        yield engine, shelf, prompt
+        shelf.open.set()
+
+
 def forget_from(engine, prompt: list[int], page: int):
     """Host memory loses a prompt's pages from this one on."""
     for prefix in engine.prefixes.extend([], prompt)[page:]:
@@ -140,9 +151,9 @@ def test_a_match_looks_at_the_nodes_on_its_path_only():
             return super().get(key)
 
     prefixes, tree = paged.Prefixes("", 1), tiers.HiRadixTree()
-    for number in range(2000):
+    for number in range(400):
         tree.insert(prefixes.extend([], [7, 7, number, *range(number, number + 47)]))
-    assert len(tree.pages) > 90_000
+    assert len(tree.pages) > 18_000
     for node in (tree.root, *tree.nodes()):
         node.children = Counted(node.children)
     assert len(tree.match(prefixes.extend([], [7, 7, 5, *range(5, 52)]))[0]) == 50
@@ -250,8 +261,7 @@ def test_a_copy_out_that_was_not_begun_is_begun_later_and_leaves_no_gap():
             engine.step()
         assert not engine.counts["swap_outs"]
         engine.cache.save_link.measured.forget()
-        while request.outcome is None:
-            engine.step()
+        until_over(engine, request)
         settle(engine)
         assert len(engine.cache.host.find(request.chain)) == len(shelf) == 8
 
@@ -307,31 +317,18 @@ def test_what_is_matched_does_not_go_for_its_own_requests_blocks():
 
 # 3. Coming up ----------------------------------------------------------------------------------
 
-def test_best_effort_waits_for_nothing():
-    shelf, prompt = Shelf(), draw(random.Random(0), 200)
-    with engine_on(shelf, "best_effort") as engine:
-        right(engine, prompt)
-        forget(engine)
+def test_best_effort_waits_for_nothing_and_wait_complete_to_the_end():
+    with only_stored(prefetch="best_effort") as (engine, shelf, prompt):
         shelf.open.clear()
         assert right(engine, prompt).found == {}
-        shelf.open.set()
-
-
-def test_wait_complete_waits_to_the_end():
-    shelf, prompt = Shelf(), draw(random.Random(0), 200)
-    with engine_on(shelf) as engine:
-        right(engine, prompt)
-        forget(engine)
+    with only_stored() as (engine, shelf, prompt):
         shelf.open.clear()
         threading.Timer(0.3, shelf.open.set).start()
         assert right(engine, prompt).found == {"storage": 192}
 
 
 def test_timeout_takes_what_has_come_by_then():
-    shelf, prompt = Shelf(), draw(random.Random(0), 400)
-    with engine_on(shelf, "timeout", timeout=(0.2, 0.0)) as engine:
-        right(engine, prompt)
-        forget(engine)
+    with only_stored(400, "timeout", timeout=(0.2, 0.0)) as (engine, shelf, prompt):
         get = shelf.get
 
         def slow(keys):  # the first four pages come at once, and the others too late
@@ -344,10 +341,7 @@ def test_timeout_takes_what_has_come_by_then():
 
 
 def test_the_guard_does_not_wait_for_storage_that_is_slower_than_computing():
-    shelf, prompt = Shelf(), draw(random.Random(0), 200)
-    with engine_on(shelf) as engine:
-        right(engine, prompt)
-        forget(engine)
+    with only_stored() as (engine, _, prompt):
         slow_storage(engine, 200)
         request = right(engine, prompt)
         (words,) = request.decisions
@@ -368,36 +362,26 @@ def test_who_stands_in_line_finds_what_another_engine_has_written_meanwhile(monk
             if len(engine.cache.host.block_of) < 12:
                 engine.step()
         engine.max_running = 64
-        while request.outcome is None:
-            engine.step()
+        until_over(engine, request)
         assert request.found == {"storage": 192} and ORACLE.judge(request) != "wrong"
 
 
+def slower(function, seconds: float):
+    """The function, which takes so much longer."""
+    return lambda *given: (time.sleep(seconds), function(*given))[1]
+
+
 def test_from_both_ends_prefill_and_storage_meet():
-    shelf, prompt = Shelf(), draw(random.Random(0), 480)
-    with engine_on(shelf, "both_ends", size=16) as engine:
-        right(engine, prompt)
-        forget(engine)
-        get, pages = shelf.get, []
-
-        def slow(keys):
-            pages.append(len(keys))
-            time.sleep(0.02)
-            return get(keys)
-
-        shelf.get = slow
-        engine.token_budget, forward = 16, engine.runner.forward
-        engine.runner.forward = lambda *given: (time.sleep(0.01), forward(*given))[1]
+    with only_stored(480, "both_ends") as (engine, shelf, prompt):
+        engine.token_budget, shelf.get = 16, slower(shelf.get, 0.02)
+        engine.runner.forward = slower(engine.runner.forward, 0.01)
         request = right(engine, prompt)
         assert 0 < request.found["storage"] < 464, request.found
         assert not engine.counts["failed_restorations"], "nothing has failed"
 
 
 def test_a_claimed_page_whose_copy_fails_at_once_is_computed():
-    shelf, prompt = Shelf(), draw(random.Random(0), 480)
-    with engine_on(shelf, "both_ends") as engine:
-        right(engine, prompt)
-        forget(engine)
+    with only_stored(480, "both_ends") as (engine, shelf, prompt):
         engine.pool.memory.fill_(float("nan"))
         copy_in, calls = engine.cache.copy_in, []
 
@@ -410,14 +394,12 @@ def test_a_claimed_page_whose_copy_fails_at_once_is_computed():
             return [failed]
 
         engine.cache.copy_in = fail_later
-        get = shelf.get
-        shelf.get = lambda keys: (time.sleep(0.02), get(keys))[1]
-        engine.token_budget = 16
+        engine.token_budget, shelf.get = 16, slower(shelf.get, 0.02)
         request = right(engine, prompt)
         assert len(calls) > 1 and engine.counts["failed_restorations"] == 1 and not request.found
 
 
-def test_both_ends_begins_with_what_host_memory_has():
+def test_both_ends_begins_with_what_host_memory_has_however_slow_storage_is():
     shelf, prompt = Shelf(), draw(random.Random(0), 480)
     with engine_on(shelf, "both_ends") as engine:
         right(engine, prompt)
@@ -426,6 +408,12 @@ def test_both_ends_begins_with_what_host_memory_has():
         request = right(engine, prompt)
         assert request.found["cpu"] == 160 and request.found["storage"] > 0
         assert not engine.counts["failed_restorations"], "nothing has failed"
+        evict(engine)
+        forget_from(engine, prompt, page=4)
+        slow_storage(engine, 480)
+        shelf.open.clear()
+        assert right(engine, prompt).found == {"cpu": 64}
+        shelf.open.set()
 
 
 def test_both_ends_uses_what_came_though_host_memory_had_no_place_for_all():
@@ -439,70 +427,51 @@ def test_both_ends_uses_what_came_though_host_memory_had_no_place_for_all():
         while not request.kept.ended:
             engine.step()
         engine.max_running = 64
-        while request.outcome is None:
-            engine.step()
+        until_over(engine, request)
         assert request.found == {"storage": 320} and ORACLE.judge(request) != "wrong"
 
 
 def test_nobody_waits_for_storage_once_the_device_has_it():
-    shelf, prompt = Shelf(), draw(random.Random(0), 200)
-    with engine_on(shelf) as engine:
-        right(engine, prompt)
-        forget(engine)
+    with only_stored() as (engine, shelf, prompt):
         shelf.open.clear()
         engine.submit(waits := Request(prompt, 4))
         engine.step()
         while not waits.kept.reads:
             engine.step()
         engine.cache.prefetcher.threshold = 1 << 20  # the next one asks storage for nothing
-        engine.submit(computes := Request(prompt, 4))
-        while computes.outcome is None:
-            engine.step()
+        engine.generate([Request(prompt, 4)])
         for _ in range(20):
             engine.step()
         assert waits.outcome and waits.found == {"gpu": 192}
-        shelf.open.set()
 
 
-def test_under_both_ends_storage_that_is_slower_than_computing_keeps_nobody_from_host_memory():
-    shelf, prompt = Shelf(), draw(random.Random(0), 480)
-    with engine_on(shelf, "both_ends") as engine:
-        right(engine, prompt)
-        evict(engine)
-        forget_from(engine, prompt, page=4)
-        slow_storage(engine, 480)
-        shelf.open.clear()
-        assert right(engine, prompt).found == {"cpu": 64}
-        shelf.open.set()
-
-
-def test_an_answer_whether_storage_has_it_stands_behind_no_read():
-    storage, keys = store.Storage(shelf := Shelf()), [bytes([number]) * 32 for number in range(3)]
+@contextmanager
+def opened(backend):
+    """-> a storage, three keys, and a place for each."""
+    storage = store.Storage(backend)
     storage.open(lambda: None)
-    storage.set(keys[1:], [numpy.zeros(8, "u1")] * 2).wait(60)
-    shelf.open.clear()
-    read = storage.get(keys[1:], [numpy.zeros(8, "u1") for _ in range(2)])
-    asked = storage.exists(keys)
-    asked.wait(60)
-    assert asked.value == [False, True, True] and not read.ready
-    shelf.open.set()
-    read.wait(60)
+    yield storage, [bytes([number]) * 32 for number in range(3)], [numpy.zeros(8, "u1") for _ in range(3)]
     storage.close()
 
 
-def test_prefetches_hold_half_of_host_memory_at_most():
-    shelf, prompt = Shelf(), draw(random.Random(0), 400)
-    with engine_on(shelf, host=10) as engine:
-        right(engine, prompt)
-        forget(engine)
+def test_an_answer_whether_storage_has_it_stands_behind_no_read():
+    with opened(shelf := Shelf()) as (storage, keys, places):
+        storage.set(keys[1:], places[1:]).wait(60)
         shelf.open.clear()
-        engine.submit(request := Request(prompt, 2))
+        read, asked = storage.get(keys[1:], places[1:]), storage.exists(keys)
+        asked.wait(60)
+        assert asked.value == [False, True, True] and not read.ready
+        shelf.open.set()
+        read.wait(60)
+
+
+def test_prefetches_hold_half_of_host_memory_at_most():
+    with only_stored(400, host=10) as (engine, shelf, prompt):
+        shelf.open.clear()
+        engine.submit(Request(prompt, 2))
         for _ in range(20):
             engine.step()
         assert 0 < sum(engine.cache.host.references) <= 5
-        shelf.open.set()
-        while request.outcome is None:
-            engine.step()
 
 
 def test_a_second_prefetch_waits_for_the_places_of_the_first():
@@ -519,10 +488,7 @@ def test_a_second_prefetch_waits_for_the_places_of_the_first():
 
 def test_what_storage_says_too_late_is_not_read():
     """Under both_ends: the request has begun to compute."""
-    shelf, prompt = Shelf(), draw(random.Random(0), 200)
-    with engine_on(shelf, "both_ends", "write_back") as engine:
-        right(engine, prompt)
-        forget(engine)
+    with only_stored(200, "both_ends", "write_back") as (engine, shelf, prompt):
         shelf.asked.clear()
         exists, shelf.exists = shelf.exists, lambda keys: shelf.open.wait(60) and exists(keys)
         shelf.open.clear()
@@ -538,18 +504,12 @@ def test_what_storage_says_too_late_is_not_read():
 
 
 def test_storage_that_has_lost_a_page_has_answered():
-    shelf = Shelf()
-    storage, place = store.Storage(shelf), numpy.zeros(4, numpy.uint8)
-    storage.open(lambda: None)
-    get, shelf.get = shelf.get, None
-    with pytest.raises(TransferError):
-        storage.get([bytes(32)], [place]).wait()
-    assert storage.silent
-    shelf.get = get
-    with pytest.raises(TransferError, match="missing"):
-        storage.get([bytes(32)], [place]).wait()
-    assert not storage.silent
-    storage.close()
+    with opened(shelf := Shelf()) as (storage, keys, places):
+        get = shelf.get
+        for shelf.get, words, silent in (None, None, True), (get, "missing", False):
+            with pytest.raises(TransferError, match=words):
+                storage.get(keys[:1], places[:1]).wait()
+            assert storage.silent == silent
 
 
 def test_what_storage_lacks_is_not_read_when_it_has_left_host_memory_meanwhile():
@@ -569,8 +529,7 @@ def test_what_storage_lacks_is_not_read_when_it_has_left_host_memory_meanwhile()
         engine.take_arrivals()  # it asks, when host memory has three pages
         engine.evict("host")
         shelf.open.set()
-        while request.outcome is None:
-            engine.step()
+        until_over(engine, request)
         assert not shelf.asked and not engine.counts["storage_errors"] and ORACLE.judge(request) != "wrong"
 
 
@@ -579,15 +538,13 @@ def test_what_storage_lacks_is_not_read_when_it_has_left_host_memory_meanwhile()
 @pytest.mark.parametrize("layout", tiers.LAYOUTS)
 def test_engines_of_different_layouts_share_storage(layout):
     shelf, prompt = Shelf(), draw(random.Random(0), 200)
-    with engine_on(shelf, layout="page_first") as engine:
-        right(engine, prompt)
-        settle(engine)
-        table = engine.pool.find(engine.prefixes.extend([], prompt))
-        kept = engine.pool.memory[:, :, table].clone()
-    with engine_on(shelf, layout=layout) as engine:
-        assert right(engine, prompt).found == {"storage": 192}
-        table = engine.pool.find(engine.prefixes.extend([], prompt))
-        assert torch.equal(engine.pool.memory[:, :, table], kept)
+    kept = []
+    for each, found in ("page_first", {}), (layout, {"storage": 192}):
+        with engine_on(shelf, layout=each) as engine:
+            assert right(engine, prompt).found == found
+            table = engine.pool.find(engine.prefixes.extend([], prompt))
+            kept.append(engine.pool.memory[:, :, table].clone())
+    assert torch.equal(*kept)
 
 
 def test_what_is_one_piece_of_memory_in_each_layout():
@@ -603,52 +560,25 @@ def test_what_is_one_piece_of_memory_in_each_layout():
     assert pieces == {**expected, "page_first_direct": [True, True, False]}
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "swap", "none"])
-def test_damaged_values_are_never_used_and_are_written_again(damage):
-    shelf, prompt = Shelf(), draw(random.Random(0), 200)
-    with engine_on(shelf) as engine:
-        right(engine, prompt)
-        forget(engine)
-        keys = [prefix.key.hex() for prefix in engine.prefixes.extend([], prompt)]
-        good = shelf.pages[keys[5]]
-        worse = dict(flip=good[:9] + bytes([good[9] ^ 1]) + good[10:], cut=good[:100], empty=b"",
-                     swap=shelf.pages[keys[6]], none=None)  # fmt: skip
-        shelf.pages[keys[5]] = worse[damage]
-        found = right(engine, prompt).found
-        assert found.get("storage", 0) <= 80
-        settle(engine)
-        assert shelf.pages[keys[5]] == good, "what was computed again replaces it"
-        forget(engine)
-        assert right(engine, prompt).found == {"storage": 192}
-
-
 @pytest.mark.parametrize("verb", ["get", "exists"])
 def test_storage_that_hangs_delays_one_request_and_then_nobody(monkeypatch, verb):
     monkeypatch.setattr("common.link.HANGING", 0.05)
-    shelf, prompt = Shelf(), draw(random.Random(0), 200)
-    does = getattr(shelf, verb)
-    setattr(shelf, verb, lambda keys: shelf.open.wait(60) and does(keys))
-    with engine_on(shelf, "timeout", timeout=(0.2, 0.0)) as engine:
-        right(engine, prompt)
-        forget(engine)
+    with only_stored(200, "timeout", timeout=(0.2, 0.0)) as (engine, shelf, prompt):
+        does = getattr(shelf, verb)
+        setattr(shelf, verb, lambda keys: shelf.open.wait(60) and does(keys))
         shelf.open.clear()
         assert right(engine, prompt).found == {}
         engine.submit(request := Request(draw(random.Random(1), 200), 2))
         engine.step()
         assert not request.kept, "storage that hangs is not asked"
-        while request.outcome is None:
-            engine.step()
-        shelf.open.set()
+        until_over(engine, request)
 
 
 @pytest.mark.parametrize("policy", ["wait_complete", "both_ends"])
 @pytest.mark.parametrize("verb", ["get", "exists"])
 def test_nobody_waits_for_storage_that_has_failed_until_it_has_answered_again(verb, policy, monkeypatch):
     monkeypatch.setattr("common.link.HANGING", 1e9)  # it does not hang, it fails
-    shelf, prompt = Shelf(), draw(random.Random(0), 200)
-    with engine_on(shelf, policy) as engine:
-        right(engine, prompt)
-        forget(engine)
+    with only_stored(200, policy) as (engine, shelf, prompt):
         does, broken = getattr(shelf, verb), [True]
 
         def fails(keys):
@@ -719,8 +649,8 @@ def test_a_back_end_keeps_what_it_is_given(kind, tmp_path):
             assert right(engine, prompt).found == {"storage": 192}
 
     if kind == "redis":
-        with RedisServer() as server:
-            check(server.url)
+        with redis_server() as url:
+            check(url)
     elif kind == "file":
         check(f"file:{tmp_path}")
     else:
@@ -833,37 +763,33 @@ def test_what_is_used_on_the_device_is_not_the_oldest_in_storage(kind, tmp_path)
 
 @pytest.mark.parametrize("answer", [[], [5, 5], None])
 def test_an_answer_that_is_none_of_values_doubts_all_that_was_asked(answer):
-    storage, keys = store.Storage(shelf := Shelf()), [bytes([number]) * 32 for number in range(2)]
-    storage.open(lambda: None)
-    places = [numpy.zeros(8, "u1") for _ in keys]
-    storage.set(keys, places).wait(60)
-    shelf.get = lambda keys: answer
-    with pytest.raises(TransferError):
-        storage.get(keys, places).wait(60)
-    assert storage.doubted == set(keys)
-    storage.close()
+    with opened(shelf := Shelf()) as (storage, keys, places):
+        storage.set(keys, places).wait(60)
+        shelf.get = lambda keys: answer
+        with pytest.raises(TransferError):
+            storage.get(keys, places).wait(60)
+        assert storage.doubted == set(keys)
 
 
 def test_a_value_that_is_gone_makes_storage_look_what_else_is(tmp_path):
-    storage = store.Storage(backends.Directory(f"file:{tmp_path}"))
-    storage.open(lambda: None)
-    keys, values = [bytes.fromhex(key) for key in KEYS], [numpy.zeros(8, "u1")] * len(KEYS)
-    storage.set(keys, values).wait(60)
-    assert storage.has(keys)
-    for path in list(tmp_path.glob("*.page"))[1:]:
-        path.unlink()
-    gone = [key for key in keys if not (tmp_path / f"{key.hex()}.page").exists()]
-    with pytest.raises(TransferError):
-        storage.get(gone[:1], values[:1]).wait(60)
-    assert [storage.has([key]) for key in keys].count(True) == 1 and not storage.silent
-    storage.close()
+    with opened(backends.Directory(f"file:{tmp_path}")) as (storage, keys, places):
+        storage.set(keys, places).wait(60)
+        assert storage.has(keys)
+        for path in list(tmp_path.glob("*.page"))[1:]:
+            path.unlink()
+        gone = [at for at in range(3) if not (tmp_path / f"{keys[at].hex()}.page").exists()]
+        with pytest.raises(TransferError):
+            storage.get([keys[gone[0]]], places[:1]).wait(60)
+        assert [storage.has([key]) for key in keys].count(True) == 1 and not storage.silent
 
 
 @FILES
 def test_files_that_are_gone_are_learned_of_at_once_and_written_again(kind, tmp_path):
     prompt = draw(random.Random(0), 300)
+    ask(engine := make(cache_on(kind, tmp_path, 1.0), 60), prompt)
+    engine.close()  # and what is on its way gets there
     engine = make(cache_on(kind, tmp_path, 1.0), 60)
-    ask(engine, prompt)
+    assert ask(engine, prompt).cached_tokens == (256 if kind == "both" else 288)
     for path in list(tmp_path.glob("*.page")):
         path.unlink()
     forget(engine)
@@ -873,6 +799,32 @@ def test_files_that_are_gone_are_learned_of_at_once_and_written_again(kind, tmp_
     request = ask(engine, prompt, 4)
     assert request.cached_tokens >= 256 and ORACLE.judge(request) != "wrong"
     assert engine.counts["failed_restorations"] <= 1
+    engine.close()
+
+
+@FILES
+@pytest.mark.parametrize("damage", ["flipped", "cut", "empty", "another", "gone"])
+def test_a_damaged_file_is_never_used_and_is_written_again(kind, damage, tmp_path):
+    prompt, rng, whole = draw(random.Random(0), 300), random.Random(f"{kind} {damage}"), 256 if kind == "both" else 288
+    ask(engine := make(cache_on(kind, tmp_path, 1.0), 60), prompt, 1)
+    engine.close()
+    path, other = rng.sample(sorted(tmp_path.glob("*.page")), 2)
+    good, at = path.read_bytes(), rng.randrange(path.stat().st_size)
+    engine = make(cache_on(kind, tmp_path, 1.0), 60)
+    engine.extend(request := Request(prompt + [3], 4))
+    engine.cache.match(request)  # which finds the file
+    flipped = good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :]
+    path.write_bytes(dict(flipped=flipped, cut=good[:100], another=other.read_bytes()).get(damage, b""))
+    if damage == "gone":
+        path.unlink()
+    engine.generate([request])
+    assert ORACLE.judge(request) != "wrong" and request.cached_tokens < whole
+    settle(engine)
+    forget(engine)
+    request = ask(engine, prompt + [3], 4)
+    assert ORACLE.judge(request) != "wrong" and request.cached_tokens == whole, "what was computed again replaces it"
+    settle(engine)
+    check_pools(engine)
     engine.close()
 
 
@@ -924,17 +876,14 @@ while True:
 
 def test_after_kill_9_another_process_reads_what_is_whole(tmp_path):
     rng = random.Random(0)
-    command = [sys.executable, "-c", FILL, tmp_path]
-    for round in range(2):
-        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as process:
-            process.stdout.readline()
-            until = time.monotonic() + 60
-            while len(list(tmp_path.glob("*.page"))) < 13 * (round + 2) and time.monotonic() < until:
-                time.sleep(0.01)
-            os.kill(process.pid, signal.SIGKILL)
-    prompts = [draw(rng, 200) for _ in range(3)]
+    with subprocess.Popen([sys.executable, "-c", FILL, tmp_path], cwd=ROOT, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        until = time.monotonic() + 60
+        while len(list(tmp_path.glob("*.page"))) < 39 and time.monotonic() < until:
+            time.sleep(0.01)
+        os.kill(process.pid, signal.SIGKILL)
     with engine_on(backends.open_backend(f"file:{tmp_path}")) as engine:
-        assert [right(engine, prompt).found.get("storage", 0) for prompt in prompts][:2] == [192, 192]
+        assert [right(engine, draw(rng, 200)).found.get("storage", 0) for _ in range(3)][:2] == [192, 192]
 
 
 def test_traffic_on_storage_that_two_engines_share():

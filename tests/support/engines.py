@@ -132,6 +132,19 @@ def ask(engine, prompt: list[int], new: int = 6, **options) -> Request:
     return engine.generate([Request(list(prompt), new, options=options)])[0]
 
 
+def until_over(engine, *requests: Request):
+    """Step until all of these have an outcome."""
+    while any(request.outcome is None for request in requests):
+        engine.step()
+
+
+def ask_and_evict(engine, prompt: list[int], new: int = 6) -> Request:
+    """Answer one prompt; then the device loses it."""
+    request = ask(engine, prompt, new)
+    evict(engine)
+    return request
+
+
 def settle(engine, seconds: float = 30.0):
     """Step until nothing is under way. Fails if that takes too long: something was never released."""
     until = time.perf_counter() + seconds

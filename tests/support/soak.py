@@ -23,7 +23,7 @@ from common.requests import HungUp, Request
 from shell import backends
 from tests.support import engines
 
-MOODS = "well", "fails", "well", "slow", "well", "hangs"
+MOODS, LASTS = ("well", "fails", "well", "slow", "well", "hangs"), 4.0  # seconds, each of them
 CACHES = {
     "planned": lambda backend: engines.planned.PlannedCache(
         40, engines.BANDWIDTH, store.StoredChunks(store.Storage(backend)), plan="RHK"
@@ -83,9 +83,8 @@ def client(engine, rng: random.Random, prompts: list, oracle: engines.Oracle, go
         counts.update(restored=any(tier != "gpu" for tier in request.found))
 
 
-def run(cache: str, minutes: float = 0.0, requests: int = 0, seed: int = 0, mood_lasts: float = 4.0) -> Counter:
-    """Eight clients, until the time is over or so many requests are answered -> what happened, and `grown`:
-    memory at the end over that after the first minute."""
+def run(cache: str, minutes: float, seed: int) -> Counter:
+    """Eight clients -> what happened, and `grown`: memory at the end over that after the first minute."""
     rng, oracle, counts, samples = random.Random(seed), engines.Oracle(), Counter(), []
     documents = [engines.draw(rng, rng.randrange(60, 300)) for _ in range(12)]
     prompts = [rng.choice(documents)[: rng.randrange(40, 300)] + engines.draw(rng, 5) for _ in range(60)]
@@ -95,13 +94,12 @@ def run(cache: str, minutes: float = 0.0, requests: int = 0, seed: int = 0, mood
     with tempfile.TemporaryDirectory() as folder:
         backend = Moody(backends.Directory(f"file:{folder}", 2e-3), random.Random(seed))
         engine = engines.make(CACHES[cache](backend), 40, always_restore=cache == "planned")
-        for length in range(1, 330) if minutes else ():  # PyTorch keeps a product for each number of rows
+        for length in range(1, 330):  # PyTorch keeps a product for each number of rows
             for _ in range(2):
                 engines.ask(engine, prompts[0][:1] + engines.draw(rng, length), 2)
                 engine.evict("device")
         began, turned = time.perf_counter(), time.perf_counter()
-        going_on = lambda: time.perf_counter() < began + 60 * minutes or answered() < requests  # noqa: E731
-        answered = lambda: sum(counts.values())  # noqa: E731
+        going_on = lambda: time.perf_counter() < began + 60 * minutes  # noqa: E731
         some = [random.Random(seed + number) for number in range(8)]
         threads = [threading.Thread(target=partial(client, engine, one, prompts, oracle, going_on, counts)) for one in some]
         for thread in threads:
@@ -111,7 +109,7 @@ def run(cache: str, minutes: float = 0.0, requests: int = 0, seed: int = 0, mood
             if not going_on():
                 backend.moods = ("well",)
                 backend.turn()
-            elif time.perf_counter() > turned + mood_lasts:
+            elif time.perf_counter() > turned + LASTS:
                 turned = time.perf_counter()
                 backend.turn()
                 samples.append(megabytes())
@@ -119,7 +117,7 @@ def run(cache: str, minutes: float = 0.0, requests: int = 0, seed: int = 0, mood
                     print(f"{turned - began:5.0f} s {samples[-1]:7.1f} MB {sum(counts.values()):7}", file=sys.stderr)
         engines.settle(engine)
         engines.check_pools(engine)
-        early = [size for at, size in enumerate(samples) if 60 <= at * mood_lasts < 120]
+        early = [size for at, size in enumerate(samples) if 60 <= at * LASTS < 120]
         counts["grown"] = statistics.median(samples[-8:]) / statistics.median(early) if early else 1.0
         counts.update({name: engine.counts[name] for name in ("restored_tokens", "failed_restorations", "declined")})
         engine.close()
@@ -133,7 +131,7 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    counts = run(arguments.cache, arguments.minutes, seed=arguments.seed)
+    counts = run(arguments.cache, arguments.minutes, arguments.seed)
     print(arguments.cache, dict(counts))
     return set(counts) & {"wrong"} or counts["grown"] > 1.05
 

@@ -1,0 +1,155 @@
+"""What benchmarks measure, on small models: what is kept comes back, and rows are what they say."""
+
+import argparse
+import math
+import random
+import statistics
+
+import numpy
+import pytest
+from conftest import load, write_model
+from support import engines
+from support.engines import BANDWIDTH, ask, check_pools, draw, evict, make, plain_model, settle, tiny_model
+
+from benchmarks import both_ends, outside, variants
+from common import restoring
+from shell.reference import as_transformers
+
+# 1. Variants -----------------------------------------------------------------------------------
+
+ORACLE = engines.Oracle()
+HISTORY = 128  # tokens
+PROMPT = draw(random.Random(3), HISTORY + 40)
+
+
+def goes_on(cache, pools=("device",)):
+    """Ask, evict, and go on behind the same history, twice -> the last request; all as chapter 01 answers."""
+    engine = make(cache, 64)
+    first, rng = ask(engine, PROMPT), random.Random(4)
+    assert ORACLE.judge(first) == "equal"
+    for _ in range(2):
+        settle(engine)
+        for pool in pools:
+            engine.evict(pool)
+        last = ask(engine, PROMPT[:HISTORY] + draw(rng, 20))
+        assert ORACLE.judge(last) in ("equal", "tie")
+    settle(engine)
+    evict(engine)
+    check_pools(engine)
+    engine.close()
+    return last
+
+
+@pytest.mark.parametrize("kind", [variants.Direct, variants.DirectToFile])
+def test_what_is_saved_without_a_snapshot_comes_back(kind):
+    cache = kind(128, BANDWIDTH)
+    assert goes_on(cache).found == {"cpu": HISTORY}
+    assert cache.counts["drops"] == 0 and cache.counts["bytes_out"] > 0
+
+
+def test_direct_saving_copies_each_run_and_layer_and_writes_it_where_the_block_is():
+    engine = make(cache := variants.DirectToFile(32, BANDWIDTH), 64)
+    ask(engine, PROMPT[:14], 3)  # and 2 tokens that are decoded, each in a step of its own
+    settle(engine)
+    assert cache.counts["copies_out"] == 3 * len(cache.store.parts)
+    cache.file.seek(0)
+    written = numpy.frombuffer(cache.file.read().ljust(32 * 16 * cache.store.row_bytes, b"\0"), numpy.int32)
+    written = written.reshape(len(cache.store.parts), 32, 16, -1)
+    (full,) = cache.store.pool.block_of.values()
+    for layer, kept in enumerate(cache.store.arrays):
+        assert written[layer, full].any() and numpy.array_equal(written[layer, full], kept[full])
+    engine.close()
+
+
+SPLITS = [(0, 128), (1, 128), (0, 70), (30, 90), (0, 0)]
+
+
+@pytest.mark.parametrize("first, last", SPLITS)
+def test_divided_tokens_come_back(first, last):
+    cache = variants.TokenWise(128, BANDWIDTH, 3, first, last)
+    request = goes_on(cache)
+    assert request.found == {"cpu": HISTORY}
+    config, size = cache.model.config, cache.model.dtype.itemsize
+    kv = config.kv_numbers_per_token // 3 * size * (HISTORY - last // 16 * 16)  # whole blocks
+    states = (last - first) * config.hidden_size * size
+    assert cache.counts["bytes_in"] == 2 * 2 * (kv + states), "of two layers, twice"
+
+
+def test_throttled_directories_bring_back_what_they_hold(tmp_path):
+    storage = variants.throttled([tmp_path / "1", tmp_path / "2"], 1e9)
+    cache = variants.PlannedCache(128, BANDWIDTH, storage, "RHK")
+    assert goes_on(cache, ("device", "host")).found == {"disk": HISTORY}
+    assert all(each.measured.passes and each.speed() <= 1e9 for each in storage.storages), "both were read"
+
+
+def test_the_naive_plan_is_the_best_without_hidden_states():
+    rng = random.Random(5)
+    for _ in range(100):
+        costs = variants.planned.LayerCosts(*(10 ** rng.uniform(-3, 0) for _ in range(5)))
+        plan = variants.naive_plan(6, costs)
+        every = ["R" * count + "K" * (6 - count) for count in range(6)]
+        seconds = [variants.planned.plan_seconds(other, costs) for other in every]
+        assert plan in every and variants.planned.plan_seconds(plan, costs) == min(seconds)
+
+
+# 2. Beside other systems -----------------------------------------------------------------------
+
+SHORT = dict(QUESTION=16, ANSWER=4, TALKS=4, TURNS=5, SAID=(20, 150), DOCUMENTS=8, LENGTH=80, ASKS=12)
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    """Short, and whatever is offered is restored, however fast this machine computes."""
+    for name, value in SHORT.items():
+        monkeypatch.setattr(outside, name, value)
+    monkeypatch.setattr(outside, "draw", lambda rng, model, tokens: draw(rng, tokens))
+    monkeypatch.setattr(restoring, "WORTH", math.inf)
+    monkeypatch.setattr(restoring, "GRACE", 60.0)
+    return outside.Bench(tiny_model(kv_heads=4), as_transformers(plain_model(kv_heads=4)))
+
+
+def test_in_conversations_almost_all_that_was_there_is_found(bench):
+    for row in outside.conversations(bench, 1):
+        systems = row["systems"]
+        assert {found["equal"] for found in systems.values()} == {row["requests"]}
+        assert systems["no cache"]["found"] == 0 < systems["02"]["found"] < systems["03"]["found"]
+        assert 0 < systems["transformers"]["found"] < systems["03"]["found"]
+        for name in ("04", "05", "06", "07"):
+            assert systems[name]["restored"] and systems[name]["found"] > systems["02"]["found"]
+        for name in ("03", "04", "05"):
+            assert systems[name]["found"] > 0.9 * row["could_be_found"], "all full blocks"
+
+
+def test_requests_that_arrive_are_all_accounted_for(bench, monkeypatch):
+    monkeypatch.setattr(outside, "RATES", {0.5: 0.2, 1.0: 0.1})
+    rows = list(outside.arrivals(bench, 1))
+    assert len(rows) == 2 * 5 and len({row["requests"] for row in rows}) <= 2
+    for row in rows:
+        assert len(row["ttft_ms"]["samples"]) == row["requests"] and not row["unanswered"]
+        assert (row["found"] > 0.5) == (row["system"] in ("03", "04", "05")) or row["system"] == "02"
+
+
+def test_beside_others_the_history_comes_back(bench, monkeypatch):
+    monkeypatch.setattr(outside, "WINDOW", 0.3)
+    monkeypatch.setattr(outside, "EVERY", 0.1)
+    rows = {row["system"]: row for row in outside.beside(bench, 1)}
+    for name, row in rows.items():
+        assert row["came_back"] >= 1 and (row["bytes_in"] > 0) == (name in ("03", "04", "05"))
+        assert row["restored"] == row["came_back"] * (name in ("03", "04", "05"))
+
+
+# 3. Both ends ----------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def wider(tmp_path_factory):
+    return load(write_model(tmp_path_factory.mktemp("models") / "wider", vocab_size=400)).model
+
+
+def test_a_cell_of_the_grid_says_what_was_loaded_and_how_far_the_bound_is(wider):
+    row = next(both_ends.grid(wider, argparse.Namespace(histories=[192], rounds=2, r=[1.0], share=[])))
+    assert row["loaded_chunks"] + row["computed_chunks"] == 3
+    hit, taken = row["hit_ms"], row["ttft_ms"]
+    load, compute = taken["load"] - hit, max(1.0, row["slowed"]) * (taken["compute"]["median"] - hit)
+    assert row["bound_ms"] == pytest.approx(hit + load * compute / (load + compute))
+    over = [both / row["bound_ms"] for both in row["ttft_ms"]["both"]["samples"]]
+    assert row["over_bound"]["median"] == pytest.approx(statistics.median(over))
