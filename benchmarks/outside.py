@@ -392,11 +392,5 @@ PARTS = {
 }
 
 
-def main():
-    parser = measure.parser(__doc__, PARTS)
-    parser.add_argument("--rounds", type=measure.count(1000), default=5)
-    measure.run("outside", PARTS, report, parser.parse_args())
-
-
 if __name__ == "__main__":
-    main()
+    measure.run("outside", PARTS, report, measure.parser(__doc__, PARTS, rounds=5).parse_args())

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import measure, tables
+from benchmarks import measure, planned, tables
 from tools import report
 
 
@@ -58,7 +58,21 @@ def test_a_run_measures_the_parts_that_are_wanted_on_their_models_and_writes_wha
     assert [(entry["claim"], entry["model"]) for entry in found] == [("a", "x"), ("a", "y"), ("b", "y")]
     assert [entry["rows"][0]["name"] for entry in found] == ["x", "y", "y"]
     said = capsys.readouterr().out
-    assert "b, y: name y, rounds 7, ms 2\n" in said and "| y | 2.00 (1.00 to 3.00) |" in said
+    assert all(entry["rows"][0]["modelled"] for entry in found), "a row says which link it had"
+    assert "b, y: modelled True, name y, rounds 7, ms 2\n" in said and "| y | 2.00 (1.00 to 3.00) |" in said
+
+
+def test_with_a_gpu_results_bear_its_name_and_there_is_one_link(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    measure.write("some", "cuda", tmp_path / "last", [])
+    measure.write("some", "cpu", tmp_path / "last", [])
+    names = {path.name: json.loads(path.read_text())["processor"] for path in (tmp_path / "last").iterdir()}
+    assert names.pop("some-nvidia-h100-80gb-hbm3.json") == "NVIDIA H100 80GB HBM3"
+    assert list(names) == ["some-cpu.json"] and "H100" not in names["some-cpu.json"]
+    there, here = (SimpleNamespace(device=torch.device(device)) for device in ("cuda", "cpu"))
+    assert list(planned.links_of(there)) == [measure.AS_IT_IS] and measure.modelled(there, 1e9) is None
+    assert len(planned.links_of(here)) == 3 and measure.modelled(here, 1e9) == 1e9
 
 
 @pytest.mark.parametrize("part", report.PARTS)
