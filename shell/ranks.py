@@ -72,10 +72,9 @@ class Ranks:
         """[T, D / n], the columns of this rank -> [T, D], in the order of ranks."""
         if self.count == 1:
             return columns
-        columns = columns.contiguous()
-        gathered = [torch.empty_like(columns) for _ in range(self.count)]
-        self.together(dist.all_gather, gathered, columns)
-        return torch.cat(gathered, 1)
+        gathered = columns.new_empty(self.count, *columns.shape)
+        self.together(dist.all_gather, list(gathered), columns.contiguous())
+        return gathered.transpose(0, 1).flatten(1)                                  # [n, T, D/n] -> [T, D]
 
     def meet(self):
         """Wait for all, up to MEETING."""
