@@ -191,7 +191,7 @@ def report_grid(rows: list[dict]) -> str:
         }, gains),
         f"It is {tables.between(row['of_bound']['median'] for row in rows)} of the bound, and was behind "
         f"{tables.listed(behind) if behind else 'nothing'}.",
-        tables.table(f"**Both lanes**, f = {middle[0]['f']:.3g}:", {
+        tables.table(f"**Both lanes**, {middle[0]['factor']}:", {
             **where, "tokens/s": "{policies[hybrid][tokens_per_second]:n}", "of the bound": "{of_bound:spread}",
             "over `paper`": "{policies[paper][over]:spread}",
             "busy: link, processor": "{policies[hybrid][link_busy]:%}, {policies[hybrid][compute_busy]:%}",
