@@ -3,7 +3,6 @@
     python -m tools.gpu_report                   all parts; without a GPU it says what it would run
     python -m tools.gpu_report --only returns    this part; what the others found last stays
     python -m tools.gpu_report --emulated        what can run without a GPU: tests, and the copies of a return
-
 Each part is a process of its own, with a limit, and the page ends with what failed: benchmarks/results/gpu-DEVICE.json, .md.
 """
 import argparse
@@ -34,7 +33,7 @@ def bench_of(name: str, tokens: int, folder: Path):
     model, *_ = checkpoint.load(f"random:{name}, context 8192", "bfloat16", "cuda")
     bench = outside.Bench(model)
     engines, history = bench.engines(2 * tokens + 4096, 4 * tokens, tempfile.mkdtemp(dir=folder)), bench.prompt(tokens)
-    del engines["no cache"]
+    engines.pop("no cache")
     for engine in engines.values():
         engine.estimates.always = True
         lesson.ask(engine, history)
@@ -59,8 +58,8 @@ def counted(work) -> dict:
     with torch.profiler.profile() as profile:
         work()
         torch.cuda.synchronize()
-    count = lambda word: sum(call.count for call in profile.key_averages() if word in call.key)  # noqa: E731
-    return dict(kernels=count("LaunchKernel"), copies=count("MemcpyAsync"))
+    calls, kinds = profile.key_averages(), dict(kernels="LaunchKernel", copies="MemcpyAsync")
+    return {kind: sum(call.count for call in calls if word in call.key) for kind, word in kinds.items()}
 
 
 def copies(folder: Path):
@@ -142,8 +141,8 @@ def main():
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)  # what one of the processes does
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
+    rows = []
     if arguments.part:
-        rows = []
         for row in PARTS[arguments.part](arguments.json.parent):
             rows.append(row)
             arguments.json.write_text(json.dumps(rows))
@@ -151,13 +150,13 @@ def main():
     names = ["tests", "emulated"] if arguments.emulated else arguments.only
     device = "emulated" if arguments.emulated else measure.device_name()
     if device == "cpu":
-        print("There is no GPU here; with one, this would run (at most so many seconds):")
-        return print("\n".join(f"  python {words} ({limit})" for words, limit in map(JOBS.get, names)))
+        would = "\n".join(f"  python {words} ({limit})" for words, limit in map(JOBS.get, names))
+        return print(f"There is no GPU here; with one, this would run (at most so many seconds):\n{would}")
     path = arguments.json or measure.RESULTS / f"gpu-{device}.json"
     found = json.loads(path.read_text()) if path.exists() else {}
     for name in names:
-        found[name] = job = run(name)
-        print(f"{name}: {job['seconds']:.0f} s, ended with {job['code']}; {job['said']}", flush=True)
+        found[name] = run(name)
+        print(f"{name}: ended with {found[name]['code']}; {found[name]['said']}", flush=True)
         path.write_text(json.dumps(found, indent=1) + "\n")
         path.with_suffix(".md").write_text(page(device, found))
 
