@@ -627,6 +627,8 @@ def demo(model: Llama, frontend: Frontend, arguments):
     rng, new, asked = random.Random(0), max(8, min(arguments.max_tokens, 16)), []
     talks = [lesson.conversation(frontend, rng, min(128, frontend.context // 16)) for _ in range(8)]
     options = vars(arguments) | dict(policy="hybrid", max_running=8, blocks=8 * 32, mini_batch=1024)
+    if (real := model.device.type == "cuda"):  # all would fit, and nothing travel; a byte more: rounding
+        options["device_memory"] = ((2 + len(model.layers) // 2) * sizes_of(model, 16).weights + 1) / 1e9
     planner, bandwidth = make_planner(model, argparse.Namespace(**options))
     for policy in POLICIES:
         plan = planner._replace(policy=policy).plan()
@@ -637,23 +639,22 @@ def demo(model: Llama, frontend: Frontend, arguments):
     verified = lesson.verify(paged.baseline.Engine(copy.deepcopy(model).to(model.device)), asked)
 
     # 2. Time
-    timed, *_ = load(GEOMETRY, str(model.dtype)[6:], model.device.type)
-    layers, batch, blocks, rows = len(timed.layers), len(CONTEXTS), sum(CONTEXTS) // 16, []
+    big, *_ = load(GEOMETRY, str(model.dtype)[6:], model.device.type)
+    layers, batch, blocks, rows = len(big.layers), len(CONTEXTS), sum(CONTEXTS) // 16, []
     options |= dict(block_size=16, max_running=batch, blocks=blocks + 3 * batch)
-    planner, bandwidth = make_planner(timed, argparse.Namespace(**options))
+    planner, bandwidth = make_planner(big, argparse.Namespace(**options))
     planner = planner._replace(device=(2 + layers // 2) * planner.sizes.weights)
     print(
         f"Decode steps of {batch} requests behind {CONTEXTS[0]} tokens each, on {GEOMETRY}, since the "
-        "answers' model is\ntoo small to keep two lanes busy. The device has room for "
-        f"{layers // 2} of {layers} layers of {planner.sizes.weights / 1e6:.1f} MB\nbeside two that come "
-        "and go, or for as many bytes of blocks."
+        "answers' model is\ntoo small to keep two lanes busy. "
+        f"{'As above, the' if real else 'The'} device has room for {layers // 2} of {layers} layers of "
+        f"{planner.sizes.weights / 1e6:.1f} MB\nbeside two that come and go, or for as many bytes of blocks."
     )
     for f in FACTORS if model.device.type == "cpu" else (None,):
         if f:
             bandwidth = links.Bandwidth(planner.speed_for(f, blocks))
             planner = planner._replace(costs=planner.costs._replace(speed=bandwidth.value))
-        measured = measure(planner, timed, bandwidth, CONTEXTS)
-        found, link, timeline = time_policies(measured, timed, bandwidth, f)
+        found, link, timeline = time_policies(measure(planner, big, bandwidth, CONTEXTS), big, bandwidth, f)
         rows += found
     print(
         "(w, k, a: weights, KV, ACT blocks come; s: stored; r: rebuilt, f: forward)\n\nThe lane that is late "

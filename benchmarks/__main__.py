@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.measure import RESULTS
+from benchmarks.measure import RESULTS, device_name
 
 # benchmark: options of the full run; of the quick one, None: left out
 PARTS = {
@@ -45,7 +45,7 @@ def main():
         options = PARTS[name][arguments.quick]
         if options is None:
             continue
-        command = ["-m", f"benchmarks.{name}", *options.split(), "--json", str(arguments.json / f"{name}-cpu.json")]
+        command = ["-m", f"benchmarks.{name}", *options.split(), "--json", str(arguments.json)]
         print(f"\n$ python {' '.join(command)}", flush=True)
         if arguments.list:
             continue
@@ -55,7 +55,7 @@ def main():
         failed += [name] * bool(code)
     if not arguments.list:
         print("\nEvery claim, beside what was measured:\n")
-        subprocess.run([sys.executable, "-m", "benchmarks.claims", str(arguments.json)], check=True)
+        subprocess.run([sys.executable, "-m", "benchmarks.claims", str(arguments.json), device_name()], check=True)
     if failed:
         sys.exit(f"Failed: {', '.join(failed)}; what they said stands above.")
 

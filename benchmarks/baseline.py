@@ -104,8 +104,7 @@ def report(found: list[dict]) -> str:
 
 
 def main():
-    parser = measure.parser(__doc__)
-    parser.add_argument("--rounds", type=measure.count(1000), default=5)
+    parser = measure.parser(__doc__, rounds=5)
     parser.add_argument("--new-tokens", type=cli.bounded(int, 2, 1024), default=33)
     arguments = parser.parse_args()
     device, found = checkpoint.pick_device(arguments.device), []

@@ -290,11 +290,10 @@ def report_bits(found: list[dict]) -> str:
 
 
 def main():
-    parser = measure.parser(__doc__, PARTS)
+    parser = measure.parser(__doc__, PARTS, rounds=7)
     parser.add_argument("--histories", type=int, nargs="+", help="tokens")
     parser.add_argument("--r", type=float, nargs="+", default=RATIOS, help="loading over computing")
     parser.add_argument("--share", type=float, nargs="*", default=SHARES, help="of a step, besides 1")
-    parser.add_argument("--rounds", type=measure.count(1000), default=7)
     measure.run("both_ends", PARTS, report, parser.parse_args())
 
 

@@ -1,7 +1,8 @@
 """What is claimed, where it was published, what is asked of it here, and what was measured.
 
     python -m benchmarks.claims                             of benchmarks/results, which is committed
-    python -m benchmarks.claims benchmarks/results/last     of the last `python -m benchmarks`
+    python -m benchmarks.claims benchmarks/results/last     of the last `python -m benchmarks`; behind that a device,
+                                                            as in the names of its files (cpu)
 
 Each claim reads cells from the results of one benchmark: a ratio, with its spread where there is one, and what the row
 has exercised (tokens restored, chunks loaded, blocks rebuilt). A cell that exercised nothing says nothing, and does not
@@ -178,10 +179,14 @@ def read(folder: Path = RESULTS) -> dict:
     return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
 
 
-def table(results: dict) -> list[list[str]]:
+def table(results: dict, device: str = "cpu") -> list[list[str]]:
+    """`device`: as in the files' names. Ranks are measured on the CPU where there are fewer GPUs."""
+    def found(benchmark: str) -> list:
+        file = results.get(f"{benchmark}-{device}") or results.get(f"{benchmark}-cpu" if benchmark == "ranks" else "", {})
+        return file.get("found", [])
     return [[claim.chapter, claim.text, claim.paper,
              "behind in none" if claim.asked[0] == "behind" else f"{claim.asked[0]} {claim.asked[1]:g}",
-             *judged(claim, results.get(f"{claim.benchmark}-cpu", {}).get("found", []))] for claim in CLAIMS]  # fmt: skip
+             *judged(claim, found(claim.benchmark))] for claim in CLAIMS]  # fmt: skip
 
 
 def judged(claim: Claim, found: list) -> tuple[str, str]:
@@ -198,5 +203,5 @@ def judged(claim: Claim, found: list) -> tuple[str, str]:
 
 
 if __name__ == "__main__":
-    for chapter, text, paper, asked, measured, verdict in table(read(Path(sys.argv[1]) if sys.argv[1:] else RESULTS)):
+    for chapter, text, paper, asked, measured, verdict in table(read(Path(*sys.argv[1:2] or [RESULTS])), *sys.argv[2:]):
         print(f"{chapter}  {text}\n    asked {asked}; {measured}: {verdict}" + f"   [{paper}]" * (paper != "-"))

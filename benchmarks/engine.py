@@ -12,7 +12,6 @@ burst        30 questions about one document of 1,024 tokens at once, the device
              device, and of one question behind the evicted document.
 """
 
-import importlib
 import random
 import statistics
 import time
@@ -20,12 +19,10 @@ from functools import partial
 
 from benchmarks import measure, tables
 from benchmarks.measure import draw, ratio, spread, ttft
+from benchmarks.planned import offload, paged
 from common.requests import Request
 from shell import lesson, modelled_link
 
-baseline, paged, offload = (
-    importlib.import_module(name) for name in ("01_baseline", "02_paged_kv", "03_cpu_offload")
-)
 HISTORIES = 512, 1024, 1984
 QUESTION, DOCUMENT, CROWD = 32, 1024, 30  # tokens, tokens, requests
 
@@ -43,7 +40,7 @@ def ask(engine, prompts: list[list[int]], new: int = 1) -> list[Request]:
 
 
 def throughput(model, arguments):
-    engines = {"01": baseline.Engine(model), "02": engine_of(model, 16 * 128, restoring=False)}
+    engines = {"01": paged.baseline.Engine(model), "02": engine_of(model, 16 * 128, restoring=False)}
     rng = random.Random(0)
 
     def rate(which: str) -> float:
@@ -145,11 +142,5 @@ def report(found: list[dict]) -> str:
         }, tables.rows(found, "host")))  # fmt: skip
 
 
-def main():
-    parser = measure.parser(__doc__, PARTS)
-    parser.add_argument("--rounds", type=measure.count(1000), default=5)
-    measure.run("engine", PARTS, report, parser.parse_args())
-
-
 if __name__ == "__main__":
-    main()
+    measure.run("engine", PARTS, report, measure.parser(__doc__, PARTS, rounds=5).parse_args())

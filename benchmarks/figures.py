@@ -13,7 +13,8 @@ from benchmarks.tables import median, rows
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs/figures"
 COLOURS = ["#707070", "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9"]
-STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none", "svg.hashsalt": "0"}
+STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 10, "svg.fonttype": "none",
+         "svg.hashsalt": "0"}  # fmt: skip
 
 
 def panels(count: int, title: str, width: float = 9.0):
@@ -73,7 +74,7 @@ def host(file: dict):
         names = {"on the device": "device_hit_ms", "in host memory": "ttft_ms", "bytes over the link": "link_ms"}
         series = {name: [row[key] for row in each] for name, key in names.items()}
         bars(one, [f"{row['history']:,}" for row in each], series, "ms")
-        one.set_title(model, fontsize=10)
+        one.set_title(model)
     return figure
 
 
@@ -86,8 +87,7 @@ def planned(file: dict, names: tuple[str, ...], title: str):
         series = {name: [row["ttft_ms"][name] for row in links] for name in names}
         shown = [row["plan"] if "05" in names and len(row["plan"]) < 9 else "" for row in links]
         bars(one, [f"{LINKS[row['link']]:g}\n{plan}" for row, plan in zip(links, shown)], series, "TTFT, ms")
-        one.set_title(f"{model}, {longest:,} tokens", fontsize=10)
-        one.set_xlabel("a layer's states: transfer / projecting")
+        one.set(title=f"{model}, {longest:,} tokens", xlabel="a layer's states: transfer / projecting")
     return figure
 
 
@@ -102,11 +102,8 @@ def both_ends(file: dict):
             over = [median(cells[ratio]["ttft_ms"][way]) / cells[ratio]["bound_ms"] for ratio in ratios]
             one.plot(ratios, over, marker="o", markersize=4, label=way, color=COLOURS[at])
         one.axhline(1, color="#222222", linewidth=1)
-        one.set_xscale("log")
-        one.set_yscale("log")
+        one.set(xscale="log", yscale="log", title=f"{model}, {longest:,} tokens", xlabel="loading / computing")
         one.set_xticks(ratios, [f"{ratio:g}" for ratio in ratios])
-        one.set_title(f"{model}, {longest:,} tokens", fontsize=10)
-        one.set_xlabel("loading / computing")
         one.legend(fontsize=8, frameon=False)
     return figure
 
@@ -118,14 +115,12 @@ def tiered(file: dict):
     for one, (model, each) in zip(axes, found.items()):
         cells = list({row["r"]: row for row in each if not row["guard"]}.values())
         bars(one, [f"{row['r']:g}" for row in cells], {way: [row["ttft_ms"][way] for row in cells] for way in ways}, "TTFT, ms")
-        one.set_title(model, fontsize=10)
-        one.set_xlabel("reading / computing")
+        one.set(title=model, xlabel="reading / computing")
     sizes = rows(file["found"], "sizes")
     for at, (tier, label) in enumerate((("gpu", "device"), ("cpu", "host memory"))):
         axes[-1].plot([row["times_the_device"] for row in sizes], [row[tier] for row in sizes], marker="o", label=label,
                       color=COLOURS[at])  # fmt: skip
-    axes[-1].set_xlabel("host memory / device memory")
-    axes[-1].set_ylabel("of the prompts' tokens")
+    axes[-1].set(xlabel="host memory / device memory", ylabel="of the prompts' tokens")
     axes[-1].legend(fontsize=8, frameon=False)
     return figure
 
@@ -139,8 +134,7 @@ def hybrid(file: dict):
         series = {policy: [1 / median(cell["policies"][policy]["over"]) for cell in cells]
                   for policy in ("kv-only", "act-only", "paper", "hybrid")}  # fmt: skip
         bars(one, [f"{cell['batch']}\n{cell['context']}" for cell in cells], series, "of hybrid's tokens a second")
-        one.set_title(f"f = {factor:g}", fontsize=10)
-        one.set_xlabel("batch, context")
+        one.set(title=f"f = {factor:g}", xlabel="batch, context")
     return figure
 
 
@@ -155,9 +149,7 @@ def ranks(file: dict):
                      label=f"{label}: TTFT")  # fmt: skip
             one.plot(counts, [row["link_ms"] for row in kept], linestyle=":", color=COLOURS[at + 1], label=f"{label}: link")
         one.set_xticks(counts)
-        one.set_xlabel("ranks on two cores")
-        one.set_ylabel("ms")
-        one.set_title(f"{model}, {each[0]['history_tokens']:,} tokens", fontsize=10)
+        one.set(title=f"{model}, {each[0]['history_tokens']:,} tokens", xlabel="ranks on two cores", ylabel="ms")
         one.legend(fontsize=8, frameon=False)
     return figure
 

@@ -3,10 +3,10 @@
     python -m benchmarks.hybrid_blocks                              all; results in benchmarks/results/
     python -m benchmarks.hybrid_blocks --only grid --f 1.25 --batch 16 --context 1024
 
-grid        decode steps at full depth behind contexts that were filled in. The link is given as f, all weights and
-            all K and V over it, over rebuilding everything and the rest of the layers. The device has room for half
-            of the layers beside two that come and go, or for as many bytes of blocks. `allowed` is what the costs
-            of these steps let hybrid win; the bound is the slower lane of its plan with these costs. A cell in which
+grid        decode steps at full depth behind contexts that were filled in. The modelled link is given as f, all weights
+            and all K and V over it, over rebuilding everything and the rest of the layers; a GPU's is as it is. The device
+            has room for half of the layers beside two that come and go, or for as many bytes of blocks. `allowed` is what
+            the costs of these steps let hybrid win; the bound is the slower lane of its plan with these. A cell in which
             hybrid is behind (`measure.is_behind`) is measured again with twice the rounds, and both rows stand.
 steps       the paper's Table III: activations only; as many blocks of each kind; Algorithm 1; its mini-batches. Then
             ours, and this engine's plan. Contexts are of all lengths, and more than the buffers hold.
@@ -21,8 +21,9 @@ from functools import partial
 import torch
 
 from benchmarks import measure, tables
-from benchmarks.measure import ratio, spread
+from benchmarks.measure import modelled, ratio, spread
 from common import link as links
+from common.timeline import Clock
 from shell import charts, lesson
 
 hybrid = importlib.import_module("08_hybrid_blocks")
@@ -31,17 +32,19 @@ OTHERS = {name: [(1.25, 16, 512)] for name in ("random:tinyllama-mha", "random:t
 
 
 def planner_for(f: float, model, contexts: list[int]):
-    """-> a Planner for such decode steps, and the bandwidth of the modelled link: weights and all K and V take `f`
-    times as long as computing with ACT blocks alone."""
+    """-> a Planner for such decode steps, the modelled link's bandwidth, and f: weights and all K and V take `f` times
+    as long as computing with ACT blocks alone. With a GPU the link is as it is: no bandwidth, and the f that it has."""
     blocks, costs = sum(context // 16 + 3 for context in contexts), hybrid.Costs(1e9, 0.0, 0.0)
     layers, sizes = len(model.layers), hybrid.sizes_of(model, 16)
     planner = hybrid.Planner("act-only", costs, sizes, layers, blocks, (2 + layers // 2) * sizes.weights)
     planner = hybrid.measure(planner, model, links.Bandwidth(1e9), contexts)
-    bandwidth = links.Bandwidth(planner.speed_for(f, sum(contexts) / 16))
-    planner = planner._replace(costs=planner.costs._replace(speed=bandwidth.value))
+    even = planner.speed_for(1.0, sum(contexts) / 16)
+    bandwidth = modelled(model, 1.0) and links.Bandwidth(even / f)
+    speed = links.Link("load", Clock(model.device), bandwidth).speed()
+    planner = planner._replace(costs=planner.costs._replace(speed=speed))
     for policy in ("act-only", "hybrid", "hybrid"):  # rebuilding some blocks costs more than their share of all
         planner = hybrid.measure(planner._replace(policy=policy), model, bandwidth, contexts)
-    return planner, bandwidth
+    return planner, bandwidth, f if bandwidth else even / speed
 
 
 def one_step(engine) -> dict:
@@ -58,7 +61,7 @@ def one_step(engine) -> dict:
 
 def cell(model, f: float, batch: int, context: int, rounds: int) -> dict:
     contexts = batch * [context]
-    planner, bandwidth = planner_for(f, model, contexts)
+    planner, bandwidth, f = planner_for(f, model, contexts)
     engines = {policy: hybrid.ready(planner._replace(policy=policy).plan(), model, bandwidth, contexts)
                for policy in hybrid.POLICIES}  # fmt: skip
     taken = lesson.in_turn({policy: partial(one_step, each) for policy, each in engines.items()}, rounds)
@@ -87,6 +90,8 @@ def grid(model, arguments):
     cells = OTHERS.get(arguments.name)
     if arguments.model or not cells:
         cells = itertools.product(arguments.f, arguments.batch, arguments.context)
+    if not modelled(model, 1.0):
+        cells = dict.fromkeys((None, batch, context) for _, batch, context in cells)
     for one in cells:
         yield from measure.again_if_behind(partial(cell, model, *one), arguments.rounds)
 
@@ -131,7 +136,7 @@ def balanced(planner, deal, items: list, rows: int) -> list[list]:
 def steps(model, arguments, batch: int = 32, longest: int = 1024, f: float = 1.25):
     rng = random.Random(0)
     contexts = [rng.randrange(longest // 16, longest) for _ in range(batch)]
-    planner, bandwidth = planner_for(f, model, contexts)
+    planner, bandwidth, f = planner_for(f, model, contexts)
     paper, only = planner._replace(policy="paper").plan(), planner._replace(policy="act-only").plan()
     only = only._replace(resident=0, act_device=paper.act_device, act_host=planner.blocks - paper.act_device)
     half = only._replace(kv_host=only.act_host // 2, act_host=only.act_host - only.act_host // 2)
@@ -170,11 +175,12 @@ def report(found: list[dict]) -> str:
 
 def report_grid(rows: list[dict]) -> str:
     for row in rows:
-        moved, row["factor"] = row["policies"]["hybrid"]["bytes"], f"f = {row['f']:g}"
+        moved, row["factor"] = row["policies"]["hybrid"]["bytes"], row.get("link", f"f = {row['f']:g}")
         row["moved"] = "/".join(f"{moved.get(kind, 0) / 1e6:,.0f}" for kind in ("weights", "kv", "act"))
     behind = [f"{', '.join(row['behind'])} ({row['factor']}, {row['batch']} x {row['context']:,}, {row['rounds']} rounds)"
               for row in rows if row["behind"]]  # fmt: skip
     gains = tables.grouped(rows, ("model", "batch", "context"), "factor")
+    middle = [row for row in rows if row["f"] == FACTORS[1]] or rows
     where = {"model, batch x context": "{model}, {batch} x {context:,}"}
     return tables.paragraphs(
         tables.table("**hybrid's throughput over that of other policies**, and what the costs of these steps allow:", {
@@ -185,12 +191,12 @@ def report_grid(rows: list[dict]) -> str:
         }, gains),
         f"It is {tables.between(row['of_bound']['median'] for row in rows)} of the bound, and was behind "
         f"{tables.listed(behind) if behind else 'nothing'}.",
-        tables.table(f"**Both lanes**, f = {FACTORS[1]:g}:", {
+        tables.table(f"**Both lanes**, {middle[0]['factor']}:", {
             **where, "tokens/s": "{policies[hybrid][tokens_per_second]:n}", "of the bound": "{of_bound:spread}",
             "over `paper`": "{policies[paper][over]:spread}",
             "busy: link, processor": "{policies[hybrid][link_busy]:%}, {policies[hybrid][compute_busy]:%}",
             "MB: weights/KV/ACT": "{moved}",
-        }, [row for row in rows if row["f"] == FACTORS[1]]))  # fmt: skip
+        }, middle))  # fmt: skip
 
 
 def report_steps(rows: list[dict]) -> str:
@@ -203,11 +209,10 @@ def report_steps(rows: list[dict]) -> str:
 
 
 def main():
-    parser = measure.parser(__doc__, PARTS)
+    parser = measure.parser(__doc__, PARTS, rounds=5)
     parser.add_argument("--f", type=float, nargs="+", default=FACTORS)
     parser.add_argument("--batch", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--context", type=int, nargs="+", default=CONTEXTS, help="tokens")
-    parser.add_argument("--rounds", type=measure.count(1000), default=5)
     parser.set_defaults(dtype="bfloat16")
     measure.run("hybrid_blocks", PARTS, report, parser.parse_args(), hybrid.load)
 

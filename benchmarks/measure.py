@@ -4,6 +4,7 @@ import argparse
 import gc
 import json
 import platform
+import re
 import statistics
 import sys
 from contextlib import contextmanager
@@ -13,10 +14,13 @@ from pathlib import Path
 import torch
 import transformers
 
+from common.link import Link
 from common.requests import Request
+from common.timeline import Clock
 from shell import checkpoint, cli, lesson
 
 RESULTS = Path(__file__).resolve().parent / "results"
+AS_IT_IS = "the link as it is"
 count = partial(cli.bounded, int, 1)  # the type of an option: a number of at most ...
 
 
@@ -76,15 +80,17 @@ def check_alike(model, answers: dict[str, list[list[int]]]):
 
 # 3. The command line ----------------------------------------------------------------------------------------
 
-def parser(doc: str, parts=()) -> argparse.ArgumentParser:
-    """The options of every benchmark; how many rounds by default is each one's own."""
+def parser(doc: str, parts=(), rounds: int | None = None) -> argparse.ArgumentParser:
+    """The options of every benchmark; `rounds` by default."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if parts:
         made.add_argument("--only", nargs="+", choices=parts, default=list(parts), help="these parts")
     made.add_argument("--model", nargs="+", help="only these models")
     made.add_argument("--dtype", default="auto")
     made.add_argument("--device", default="auto")
-    made.add_argument("--json", type=Path, metavar="FILE", help="default benchmarks/results/NAME-DEVICE.json")
+    made.add_argument("--rounds", type=count(1000), default=rounds, help="of all that is timed")
+    words = "a file, or the folder of NAME-DEVICE.json (benchmarks/results)"
+    made.add_argument("--json", type=Path, metavar="PATH", default=RESULTS, help=words)
     return made
 
 
@@ -106,7 +112,7 @@ def run(benchmark: str, parts: dict, report, arguments, load=checkpoint.load):
         arguments.name = name
         with one_sentence():
             model, *_ = load(name, arguments.dtype, arguments.device)
-        device = model.device.type
+        device, link = model.device.type, link_of(model.device)
         set_imports_aside()
         for part in arguments.only:
             function, models = parts[part]
@@ -114,11 +120,23 @@ def run(benchmark: str, parts: dict, report, arguments, load=checkpoint.load):
                 entry = dict(claim=part, model=name, dtype=str(model.dtype).removeprefix("torch."), rows=[])
                 found.append(entry)
                 for row in function(model, arguments):
-                    entry["rows"].append(row)
-                    progress(part, name, row)
+                    entry["rows"].append({**link, **row})
+                    progress(part, name, entry["rows"][-1])
         del model
     print(f"\n{report(found)}\n")
     write(benchmark, device, arguments.json, found)
+
+
+def modelled(model, speed: float) -> float | None:
+    """Bytes/s of the link: with a GPU it is as fast as it is."""
+    return None if model.device.type == "cuda" else speed
+
+
+def link_of(device) -> dict:
+    """What each row says of its link: a real one is one, and is measured; a modelled one's speed is the row's own."""
+    if device.type != "cuda":
+        return dict(modelled=True)
+    return dict(modelled=False, link=AS_IT_IS, link_gbps=Link("load", Clock(device)).speed() / 1e9)
 
 
 def set_imports_aside():
@@ -137,20 +155,24 @@ def progress(part: str, model: str, row: dict):
 
 # 4. The file of results -------------------------------------------------------------------------------------
 
-def processor() -> str:
-    if torch.cuda.is_available():
+def processor(device: str = "cpu") -> str:
+    if device == "cuda":
         return torch.cuda.get_device_name()
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
-def write(benchmark: str, device: str, path: Path | None, found: list[dict]):
-    """Write what was found, and on what, to `path` or to benchmarks/results/BENCHMARK-DEVICE.json."""
-    name = "cpu" if device == "cpu" else torch.cuda.get_device_name().lower().replace(" ", "-")
-    path = path or RESULTS / f"{benchmark}-{name}.json"
+def device_name(device: str = "auto") -> str:
+    """Of what a file of results is called after: cpu, or the GPU, as nvidia-h100-80gb-hbm3."""
+    return re.sub(r"\W+", "-", processor("cuda").lower()) if checkpoint.pick_device(device) == "cuda" else "cpu"
+
+
+def write(benchmark: str, device: str, path: Path, found: list[dict]):
+    """Write what was found, and on what, to the file `path`, or in that folder to BENCHMARK-DEVICE.json."""
+    path = path if path.suffix else path / f"{benchmark}-{device_name(device)}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({
-        "command": " ".join([f"python -m benchmarks.{benchmark}", *sys.argv[1:]]), "processor": processor(),
+        "command": " ".join([f"python -m benchmarks.{benchmark}", *sys.argv[1:]]), "processor": processor(device),
         "threads": torch.get_num_threads(), "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__, "transformers": transformers.__version__, "found": found}, indent=1) + "\n")
     print(f"written: {path}")

@@ -41,7 +41,6 @@ from common.requests import HungUp, Request
 from common.restoring import Cache
 from shell import backends, lesson, modelled_link
 from shell.reference import reference_model
-from shell.server import Server
 
 TALKS, TURNS, SAID, ANSWER = 8, 12, (100, 1100), 24  # conversations, turns, tokens at first, of an answer
 DOCUMENTS, LENGTH, ASKS = 12, 800, 48  # documents, tokens of one, questions about all
@@ -96,6 +95,8 @@ class Bench:
 def serving(engine, patience: float = 1.0):
     """A thread steps an engine, at rest; at the end, those that are not answered are cancelled. (Chapters step
     on the main thread, where here the measurement waits and asks.)"""
+    from shell.server import Server  # here, since only this needs Flask
+
     server = Server(engine, None, {})
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -392,11 +393,5 @@ PARTS = {
 }
 
 
-def main():
-    parser = measure.parser(__doc__, PARTS)
-    parser.add_argument("--rounds", type=measure.count(1000), default=5)
-    measure.run("outside", PARTS, report, parser.parse_args())
-
-
 if __name__ == "__main__":
-    main()
+    measure.run("outside", PARTS, report, measure.parser(__doc__, PARTS, rounds=5).parse_args())

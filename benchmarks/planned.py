@@ -3,8 +3,9 @@
     python -m benchmarks.planned                                   all; results in benchmarks/results/
     python -m benchmarks.planned --model random:small --histories 1024
 
-TTFT of a question of 32 tokens behind a history that has left the device, over three links: a layer's states take
-twice as long to transfer as to project, as long, and half as long. The row has what was restored, the plan and its bound.
+TTFT of a question of 32 tokens behind a history that has left the device, over three modelled links: a layer's states take
+twice as long to transfer as to project, as long, and half as long; with a GPU, over its own. The row has what was restored,
+the plan and its bound.
 """
 
 import gc
@@ -14,7 +15,7 @@ import time
 from functools import partial
 
 from benchmarks import measure, tables
-from benchmarks.measure import draw, ratio, spread, ttft
+from benchmarks.measure import AS_IT_IS, draw, modelled, ratio, spread, ttft
 from common.requests import Request
 from shell import lesson
 
@@ -23,6 +24,11 @@ paged, offload, hidden_states, planned = map(importlib.import_module, CHAPTERS)
 HISTORIES = {"classroom": [512, 1024, 1900]}
 LINKS = {"the link is the bottleneck": 2.0, "balanced": 1.0, "computing is the bottleneck": 0.5}
 QUESTION = 32  # tokens
+
+
+def links_of(model) -> dict[str, float]:
+    """-> the links to measure over: words -> how many projections a transfer takes there, if the link is modelled."""
+    return LINKS if modelled(model, 1.0) else {AS_IT_IS: 1.0}
 
 
 def behind_histories(model, arguments):
@@ -37,13 +43,14 @@ def behind_histories(model, arguments):
 
         seconds = engine_of(hidden_states.HiddenCache(1, 1e9)).cache.seconds_to_project(tokens)
         even = tokens * model.config.hidden_size * model.dtype.itemsize / seconds
-        for words, share in LINKS.items():
-            bandwidth, history = even / share, draw(rng, model, tokens)
+        for words, share in links_of(model).items():
+            bandwidth, history = modelled(model, even / share), draw(rng, model, tokens)
             engines = {"03": engine_of(offload.HostCache(2 * blocks, bandwidth)),
                        "04": engine_of(hidden_states.HiddenCache(2 * blocks, bandwidth)),
                        "05": engine_of(planned.PlannedCache(4 * blocks, bandwidth))}  # fmt: skip
             row = one_link(model, engines, history, partial(draw, rng, model, QUESTION), arguments.rounds)
-            yield dict(history_tokens=tokens, link=words, gbps=bandwidth / 1e9, **row)
+            gbps = engines["03"].cache.load_link.speed() / 1e9
+            yield dict(history_tokens=tokens, link=words, gbps=gbps, **row)
             while engines:
                 engines.popitem()[1].close()
             gc.collect()  # they refer to themselves, and those of the next link take as much memory
@@ -93,9 +100,8 @@ def report(found: list[dict]) -> str:
 
 
 def main():
-    parser = measure.parser(__doc__, PARTS)
+    parser = measure.parser(__doc__, PARTS, rounds=7)
     parser.add_argument("--histories", type=int, nargs="+", help="tokens")
-    parser.add_argument("--rounds", type=measure.count(1000), default=7)
     measure.run("planned", PARTS, report, parser.parse_args())
 
 

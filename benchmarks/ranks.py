@@ -4,9 +4,9 @@
     python -m benchmarks.ranks --model classroom --ranks 1 2
 
 A history comes back to a device that has lost it, for a question of 16 tokens, over a link that each rank has of its
-own: so slow that one rank takes half a second for all K and V. On a CPU the ranks share the cores, a thread each:
-with more ranks than cores computing gets slower, and only what the link does is as on so many devices. The bound
-is what the link has to carry, bytes over speed. Agreements are counted a request, and timed alone.
+own: without GPUs modelled, so slow that one rank takes half a second for all K and V. On a CPU the ranks share the cores,
+a thread each: with more ranks than cores computing gets slower, and only what the link does is as on so many devices. The
+bound is what the link has to carry, bytes over speed. Agreements are counted a request, and timed alone.
 """
 
 import argparse
@@ -23,9 +23,9 @@ from pathlib import Path
 import torch
 
 from benchmarks import measure, tables
-from benchmarks.measure import draw, spread
+from benchmarks.measure import draw, modelled, spread
 from common.requests import Request
-from shell import lesson
+from shell import checkpoint, lesson
 from shell import ranks as processes
 
 ranked = importlib.import_module("09_tensor_parallel")
@@ -38,11 +38,12 @@ def rank(ranks, arguments) -> list[dict]:
     model, *_ = ranked.load(ranks, arguments.model[0], arguments.dtype, arguments.device)
     config = model.config
     whole = HISTORY * config.kv_numbers_per_token // config.num_key_value_heads * model.division.kv_heads
-    gbps = whole * model.dtype.itemsize / SECONDS / 1e9
+    gbps = modelled(model, whole * model.dtype.itemsize / SECONDS / 1e9)
     options = argparse.Namespace(
-        max_running=4, block_size=16, gpu_blocks=None, cpu_blocks=None, token_budget=512, link=gbps,
+        max_running=4, block_size=16, gpu_blocks=None, cpu_blocks=None, token_budget=512, link=gbps or "auto",
         always_restore=True, storage=None, explain=False)  # fmt: skip
-    rng, rows = random.Random(0), []
+    link = measure.link_of(model.device)
+    gbps, rng, rows = gbps or link["link_gbps"], random.Random(0), []
     history = draw(rng, model, HISTORY)
     for keep in ranked.KEEPS:
         engine, counts = ranked.make_engine(model, options, keep), []
@@ -62,7 +63,7 @@ def rank(ranks, arguments) -> list[dict]:
         samples = lesson.in_turn({keep: ask}, arguments.rounds)[keep]
         agreements, size, steps, found = map(statistics.median, zip(*counts[1:]))
         rows.append(dict(
-            keep=keep, ranks=ranks.count, history_tokens=HISTORY, gbps=gbps, bytes_over_link=size, link_ms=size / gbps / 1e6,
+            **link, keep=keep, ranks=ranks.count, history_tokens=HISTORY, gbps=gbps, bytes_over_link=size, link_ms=size / gbps / 1e6,
             ttft_ms=spread(samples), agreements=agreements, steps=steps, restored_tokens=found))  # fmt: skip
         engine.close()
     began = time.perf_counter()
@@ -108,10 +109,9 @@ def report(found: list[dict]) -> str:
 
 
 def main():
-    parser = measure.parser(__doc__)
+    parser = measure.parser(__doc__, rounds=5)
     parser.set_defaults(device="cpu")
     parser.add_argument("--ranks", type=measure.count(64), nargs="+", default=[1, 2, 4])
-    parser.add_argument("--rounds", type=measure.count(64), default=5)
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)  # of one of the ranks
     arguments = parser.parse_args()
     if arguments.rows:
@@ -120,10 +120,14 @@ def main():
         if ranks.rank == 0:
             arguments.rows.write_text(json.dumps(rows))
         return
+    device, gpus = checkpoint.pick_device(arguments.device), torch.cuda.device_count()
+    if device == "cuda" and (most := max(arguments.ranks)) > gpus:
+        print(f"{most} ranks need as many GPUs, and here are {gpus}; add --device cpu for more than these.")
+        arguments.ranks = [count for count in arguments.ranks if count <= gpus] or sys.exit(1)
     found = [dict(claim="ranks", model=model, rows=run(model, arguments))
              for model in arguments.model or ["classroom", "random:small"]]  # fmt: skip
     print(f"\n{report(found)}\n")
-    measure.write("ranks", arguments.device, arguments.json, found)
+    measure.write("ranks", device, arguments.json, found)
 
 
 if __name__ == "__main__":

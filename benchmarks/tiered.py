@@ -217,7 +217,8 @@ def admission(model, arguments, histories=(512, 1024, 1900)):
         bench = Bench(model, folder)
         fast = bench.engine(2 * longest, bench.cache(2 * longest))
         slow = bench.engine(2 * longest, bench.cache(2 * longest, 1 / 50, storage=False))
-        ways = "computed", "host", "host, link 50 times slower", *(f"storage, {speed}" for speed in SPEEDS)
+        slower = ["host, link 50 times slower"] if slow.cache.load_link.modelled else []
+        ways = "computed", "host", *slower, *(f"storage, {speed}" for speed in SPEEDS)
         for tokens in histories:
             history = bench.draw(tokens)
             for engine in (fast, slow):
@@ -391,11 +392,5 @@ def report_match(found: list[dict]) -> str:
             "10,000 conversations.")  # fmt: skip
 
 
-def main():
-    parser = measure.parser(__doc__, PARTS)
-    parser.add_argument("--rounds", type=measure.count(1000), help="of all parts, instead of their own")
-    measure.run("tiered", PARTS, report, parser.parse_args())
-
-
 if __name__ == "__main__":
-    main()
+    measure.run("tiered", PARTS, report, measure.parser(__doc__, PARTS).parse_args())

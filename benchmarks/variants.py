@@ -28,8 +28,8 @@ from pathlib import Path
 import torch
 
 from benchmarks import measure, tables
-from benchmarks.measure import draw, ratio, spread
-from benchmarks.planned import LINKS, QUESTION, hidden_states, offload, paged, planned
+from benchmarks.measure import draw, modelled, ratio, spread
+from benchmarks.planned import LINKS, QUESTION, hidden_states, links_of, offload, paged, planned
 from common import link as links
 from common.requests import Request
 from common.restoring import Cache
@@ -109,11 +109,6 @@ def even_speed(model, tokens: int) -> float:
     with engines_of(model, {"": HiddenCache(1, 1e9)}, tokens) as engines:
         states = tokens * model.config.hidden_size * model.dtype.itemsize  # bytes of a layer
         return states / engines[""].cache.seconds_to_project(tokens)
-
-
-def modelled(model, speed: float) -> float | None:
-    """With a GPU the link is as fast as it is."""
-    return None if model.device.type == "cuda" else speed
 
 
 def blocks_of(tokens: int) -> int:
@@ -288,9 +283,9 @@ def planned_engine(model, tokens: int, share: float):
 
 def divisions(model, tokens: int, rounds: int):
     rng, layers, blocks = random.Random(0), len(model.layers), blocks_of(tokens)
-    for words, share in LINKS.items() if modelled(model, 1.0) else [("the link as it is", 1.0)]:
+    for words, share in links_of(model).items():
         ours, costs = planned_engine(model, tokens, share)
-        speed = ours.cache.bandwidth
+        speed, gbps = ours.cache.bandwidth, ours.cache.load_link.speed() / 1e9
         others = {"closed form": ours.closed_form(layers, costs), "naive": naive_plan(layers, costs)}
         plans = {"05": ours.cache.store.letters, **others, "04": "R" + "H" * (layers - 1)}
         plans["03"] = "K" * layers
@@ -306,7 +301,7 @@ def divisions(model, tokens: int, rounds: int):
             ways[name] |= dict(plan=letters, predicted_ms=1e3 * planned.plan_seconds(letters, costs))
         for name, (first, last) in splits.items():
             ways[name]["plan"] = f"{first} R, {last - first} H, {tokens - last} K"  # tokens, not layers
-        yield dict(history_tokens=tokens, link=words, ways=ways, gbps=planned.cache.load_link.speed() / 1e9,
+        yield dict(history_tokens=tokens, link=words, ways=ways, gbps=gbps,
                    transfer_over_projecting=costs.load_states / costs.project, said=share,
                    costs_ms={name: 1e3 * cost for name, cost in costs._asdict().items()},
                    bound_ms=1e3 * planned.bound_seconds(layers, costs))
@@ -401,9 +396,8 @@ def report(found: list[dict]) -> str:
 
 
 def main():
-    parser = measure.parser(__doc__, PARTS)
+    parser = measure.parser(__doc__, PARTS, rounds=7)
     parser.add_argument("--histories", type=cli.bounded(int, 256, 1 << 20), nargs="+", default=[1024], help="tokens")
-    parser.add_argument("--rounds", type=measure.count(1000), default=7)
     measure.run("variants", PARTS, report, parser.parse_args())
 
 

@@ -72,9 +72,9 @@ class Ranks:
         """[T, D / n], the columns of this rank -> [T, D], in the order of ranks."""
         if self.count == 1:
             return columns
-        gathered = columns.new_empty(self.count * len(columns), columns.shape[1])
-        self.together(dist.all_gather_single, gathered, columns.contiguous())
-        return gathered.unflatten(0, (self.count, -1)).transpose(0, 1).flatten(1)   # [n, T, D/n] -> [T, D]
+        gathered = columns.new_empty(self.count, *columns.shape)
+        self.together(dist.all_gather, list(gathered), columns.contiguous())
+        return gathered.transpose(0, 1).flatten(1)                                  # [n, T, D/n] -> [T, D]
 
     def meet(self):
         """Wait for all, up to MEETING."""

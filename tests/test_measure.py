@@ -1,13 +1,15 @@
 """What the benchmarks share: the rule for being behind, rounds, tables; and that all results that are committed can be shown."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import measure, tables
-from tools import report
+from benchmarks import measure, planned, tables
+from tests.conftest import ROOT
+from tools import gpu_report, report
 
 
 @pytest.mark.parametrize("ratios, behind", [
@@ -58,7 +60,40 @@ def test_a_run_measures_the_parts_that_are_wanted_on_their_models_and_writes_wha
     assert [(entry["claim"], entry["model"]) for entry in found] == [("a", "x"), ("a", "y"), ("b", "y")]
     assert [entry["rows"][0]["name"] for entry in found] == ["x", "y", "y"]
     said = capsys.readouterr().out
-    assert "b, y: name y, rounds 7, ms 2\n" in said and "| y | 2.00 (1.00 to 3.00) |" in said
+    assert all(entry["rows"][0]["modelled"] for entry in found), "a row says which link it had"
+    assert "b, y: modelled True, name y, rounds 7, ms 2\n" in said and "| y | 2.00 (1.00 to 3.00) |" in said
+
+
+def test_with_a_gpu_results_bear_its_name_and_there_is_one_link(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    measure.write("some", "cuda", tmp_path / "last", [])
+    measure.write("some", "cpu", tmp_path / "last", [])
+    names = {path.name: json.loads(path.read_text())["processor"] for path in (tmp_path / "last").iterdir()}
+    assert names.pop("some-nvidia-h100-80gb-hbm3.json") == "NVIDIA H100 80GB HBM3"
+    assert list(names) == ["some-cpu.json"] and "H100" not in names["some-cpu.json"]
+    there, here = (SimpleNamespace(device=torch.device(device)) for device in ("cuda", "cpu"))
+    assert list(planned.links_of(there)) == [measure.AS_IT_IS] and measure.modelled(there, 1e9) is None
+    assert len(planned.links_of(here)) == 3 and measure.modelled(here, 1e9) == 1e9
+
+
+def test_the_report_of_a_gpu_names_what_failed_and_says_without_one_what_it_would_run(monkeypatch, capsys):
+    rows = [dict(way="03", ttft_ms=measure.spread([1.0, 2.0, 3.0])), dict(way="04")]
+    found = dict(ttft=dict(code=124, said="it hung", seconds=3.0, rows=rows), tests=dict(code=0, said="9 passed", seconds=1.0, rows=[]))
+    shown = gpu_report.page("H100", found)
+    assert "| 03 | 2.00 (1.00 to 3.00) |" in shown and "9 passed" in shown and shown.endswith("- ttft (124): it hung\n")
+    monkeypatch.setattr("sys.argv", ["gpu_report"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    gpu_report.main()
+    said = capsys.readouterr().out
+    assert all(words.split(" {file}")[0] in said for name, (words, _) in gpu_report.JOBS.items() if name != "emulated")
+
+
+def test_requirements_and_readme_name_the_same_oldest_pytorch_and_this_one_is_in_the_range():
+    ends = re.search(r"^torch>=([\d.]+),<([\d.]+)$", (ROOT / "requirements.txt").read_text(), re.M).groups()
+    assert f"PyTorch {ends[0]} is the oldest" in (ROOT / "README.md").read_text()
+    oldest, this, newer = (tuple(map(int, version.split(".")[:2])) for version in (ends[0], torch.__version__, ends[1]))
+    assert oldest <= this < newer
 
 
 @pytest.mark.parametrize("part", report.PARTS)

@@ -1,0 +1,165 @@
+"""What the chapters do on a GPU, in one go, in under 25 minutes on an H100; it needs no Flask.
+
+    python -m tools.gpu_report                   all parts; without a GPU it says what it would run
+    python -m tools.gpu_report --only returns    this part; what the others found last stays
+    python -m tools.gpu_report --emulated        what can run without a GPU: tests, and the copies of a return
+Each part is a process of its own, with a limit, and the page ends with what failed: benchmarks/results/gpu-DEVICE.json, .md.
+"""
+import argparse
+import importlib
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import product
+from pathlib import Path
+
+import torch
+
+from benchmarks import measure, outside, tables
+from common.link import Link
+from common.requests import Request
+from common.timeline import Clock
+from shell import checkpoint, lesson, random_models
+
+ROOT = Path(__file__).resolve().parent.parent
+MODELS, HISTORIES, QUESTION = ("tinyllama", "tinyllama-mha"), (1024, 4096), 32  # hidden states want the second; tokens
+
+
+def bench_of(name: str, tokens: int, folder: Path):
+    """-> engines of 02 to 07 on one model and one link, which have read a history; a question behind it; and its asking."""
+    random_models.GEOMETRIES[f"{name}, context 8192"] = *random_models.GEOMETRIES[name][:-1], 8192
+    model, *_ = checkpoint.load(f"random:{name}, context 8192", "bfloat16", "cuda")
+    bench = outside.Bench(model)
+    engines, history = bench.engines(2 * tokens + 4096, 4 * tokens, tempfile.mkdtemp(dir=folder)), bench.prompt(tokens)
+    engines.pop("no cache")
+    for engine in engines.values():
+        engine.estimates.always = True
+        lesson.ask(engine, history)
+        lesson.settle(engine)
+    return engines, lambda: history + bench.prompt(QUESTION)
+
+
+def returns(folder: Path):
+    """TTFT of a question behind a history, and the kernels and copies of its last asking."""
+    for model, tokens in product(MODELS, HISTORIES):
+        engines, question = bench_of(model, tokens, folder)
+        ways = {"computed": ("02", "device"), "on the device": ("02", ""), **{name: (name, "device") for name in list(engines)[1:]}}
+        asks = {way: lambda engine=engines[system], evict=evict, question=question: lesson.ask(engine, question(), 1, evict)
+                for way, (system, evict) in ways.items()}  # fmt: skip
+        for way, taken in lesson.in_turn(asks).items():
+            yield dict(model=model, history=tokens, way=way, ttft_ms=measure.spread(measure.ttft(taken)), found=taken[-1].found,
+                       link=str(engines["03"].cache.load_link), **counted(asks[way]))  # fmt: skip
+
+
+def counted(work) -> dict:
+    """Count what is launched, by torch.profiler."""
+    with torch.profiler.profile() as profile:
+        work()
+        torch.cuda.synchronize()
+    calls, kinds = profile.key_averages(), dict(kernels="LaunchKernel", copies="MemcpyAsync")
+    return {kind: sum(call.count for call in calls if word in call.key) for kind, word in kinds.items()}
+
+
+def copies(folder: Path):
+    for pinned, lane in product((True, False), ("load", "save")):
+        link, device = Link(lane, Clock("cuda")), torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")
+        host = torch.zeros(device.shape, dtype=torch.uint8, pin_memory=pinned)
+        for _ in range(9):
+            link.copy(*((device, host) if lane == "load" else (host, device)), "64 MB").wait()
+        yield dict(memory="pinned" if pinned else "pageable", lane=lane, gbps=link.speed() / 1e9)
+
+
+def beside(folder: Path):
+    """TBT of eight that decode: alone, and over that from a question's coming to its first token; what a step launches."""
+    engines, question = bench_of(MODELS[0], HISTORIES[-1], folder)
+    for system, engine in engines.items():
+        for _ in range(8):
+            engine.submit(Request(question()[-QUESTION:], 400))
+        alone, meanwhile = [], []
+        for _ in range(9):
+            alone.append(tbt(engine, Request(question()[-QUESTION:], 16)))
+            engine.evict("device")
+            meanwhile.append(tbt(engine, back := Request(question(), 1)))
+        yield dict(system=system, tbt_ms=measure.spread(alone[1:]), over_alone=measure.ratio(meanwhile[1:], alone[1:]),
+                   found=back.found, **counted(engine.step))  # fmt: skip
+
+
+def tbt(engine, request: Request) -> float:
+    """Answer a request beside others -> ms a step."""
+    began, before = time.perf_counter(), engine.counts["steps"]
+    engine.generate([request])
+    return 1e3 * (time.perf_counter() - began) / (engine.counts["steps"] - before)
+
+
+def emulated(folder: Path):
+    """Copies and host waits of a question behind 1,024 tokens, on the device of tests/support/streams.py."""
+    with importlib.import_module("tests.support.streams").emulate("late", 0) as gpu:
+        engines, question = bench_of("tiny", HISTORIES[0], folder)
+        for system, engine in engines.items():
+            copies, waits = len(gpu.copies), len(gpu.waits)
+            request = lesson.ask(engine, question(), 1, "device")
+            sizes = [size for way, size in gpu.copies[copies:] if way == "to the device"]
+            yield dict(system=system, found=request.found, copies=len(sizes), bytes=sum(sizes), waits=len(gpu.waits) - waits)
+
+
+PARTS = {"returns": returns, "copies": copies, "beside": beside, "emulated": emulated}
+JOBS = {"tests": ("-m pytest tests/test_cuda.py", 420)}  # name -> what Python runs, at most how many seconds
+JOBS |= {path.stem: (f"{path.name} --demo --device cuda --json {{file}}", 75) for path in sorted(ROOT.glob("0[1-8]_*.py"))}
+JOBS |= {part: (f"-m tools.gpu_report --part {part} --json {{file}}", 300 if part == "returns" else 90) for part in PARTS}
+
+
+def run(name: str) -> dict:
+    """Run a part -> the code that it ended with (124: too late), its last line, seconds, and the rows that it found."""
+    (words, limit), began = JOBS[name], time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "found.json"
+        command = ["timeout", str(limit), sys.executable, *words.format(file=file).split()]
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        found = json.loads(file.read_text()) if file.exists() else []
+    rows = found if isinstance(found, list) else [{key: found[key] for key in ("dtype", "link", "verified")}, *found["rows"]]
+    return dict(code=done.returncode, said=done.stdout.strip().rpartition("\n")[2], seconds=time.perf_counter() - began, rows=rows)
+
+
+def page(device: str, found: dict) -> str:
+    """The results as Markdown."""
+    parts = [f"# {device}, PyTorch {torch.__version__}"]
+    for name, job in found.items():
+        keys = list(dict.fromkeys(key for row in job["rows"] for key in row))
+        spreads = {key for row in job["rows"] for key in row if isinstance(row[key], dict) and "median" in row[key]}
+        table = tables.table("", {key: f"{{{key}:spread}}" if key in spreads else f"{{{key}}}" for key in keys}, job["rows"])
+        parts += [f"## {name}, {job['seconds']:.0f} s", table or job["said"]]
+    failed = [f"- {name} ({job['code']}): {job['said']}" for name, job in found.items() if job["code"]]
+    return tables.paragraphs(*parts, "## What failed", "\n".join(failed) or "Nothing.") + "\n"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=JOBS, default=[name for name in JOBS if name != "emulated"])
+    parser.add_argument("--emulated", action="store_true")
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)  # what one of the processes does
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    arguments = parser.parse_args()
+    rows = []
+    if arguments.part:
+        for row in PARTS[arguments.part](arguments.json.parent):
+            rows.append(row)
+            arguments.json.write_text(json.dumps(rows))
+        return
+    names = ["tests", "emulated"] if arguments.emulated else arguments.only
+    device = "emulated" if arguments.emulated else measure.device_name()
+    if device == "cpu":
+        would = "\n".join(f"  python {words} ({limit})" for words, limit in map(JOBS.get, names))
+        return print(f"There is no GPU here; with one, this would run (at most so many seconds):\n{would}")
+    path = arguments.json or measure.RESULTS / f"gpu-{device}.json"
+    found = json.loads(path.read_text()) if path.exists() else {}
+    for name in names:
+        found[name] = run(name)
+        print(f"{name}: ended with {found[name]['code']}; {found[name]['said']}", flush=True)
+        path.write_text(json.dumps(found, indent=1) + "\n")
+        path.with_suffix(".md").write_text(page(device, found))
+
+
+if __name__ == "__main__":
+    main()
