@@ -298,9 +298,8 @@ class BidirectionalCache(Cache):
     def save_chunk(self, request, chain: list):
         """Copy the last chunk of `chain` off the device."""
         number, (place,) = len(chain) - 1, self.places.allocate(1)
-        slots = self.slots(request, number * CHUNK, (number + 1) * CHUNK)  # [64]
-        packed = self.pack(self.kv.index_select(2, slots))
-        transfer = self.save_link.copy(self.places.memory[place], packed, f"chunk {number}")
+        kv = self.kv.index_select(2, self.slots(request, number * CHUNK, (number + 1) * CHUNK))
+        transfer = self.save_link.copy(self.places.memory[place], self.pack(kv), f"chunk {number}")
         then = partial(self.write, request, chain, place, transfer)
         self.hold("save", [transfer], given=[(self.places, [place])], then=then)
         self.saving.add(chain[-1])

@@ -54,7 +54,7 @@ import tempfile
 import time
 import zlib
 from collections import deque
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -155,9 +155,8 @@ class Shared(links.Transfer):
     def queue_wait(self) -> bool:
         """In the forward pass: wait for this rank's own copy (a GPU's stream does), or go on with whatever is
         there. In the last layer agree whether all ranks have all. Raises TransferError if not."""
-        cache, restoration, ordered = self.cache, self.restoration, False
-        with suppress(links.TransferError):
-            ordered = self.own.queue_wait()
+        cache, restoration = self.cache, self.restoration
+        ordered = self.own.error is None and self.own.queue_wait()
         while not (ordered or self.own.ready) and cache.in_time(restoration):
             time.sleep(1e-4)
         if not ordered and self.seen_here() != ARRIVED:
