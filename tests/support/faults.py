@@ -29,20 +29,20 @@ class Faults:
         self.pending: list[threading.Timer] = []
         self.copies: list[tuple[Transfer, list, list]] = []  # each with what it writes and reads
 
-    def copy(self, link: Link, dst, src, label: str, places=None) -> Transfer:
+    def copy(self, link: Link, *what) -> Transfer:
+        dst, src, label, places = *what, *[None] * (4 - len(what))
         dst = [dst] if isinstance(dst, torch.Tensor) else list(dst)
         src = [src] if isinstance(src, torch.Tensor) else list(src)
-        if places and link.modelled:
+        if places:
             dst = [side[int(block)] for side in dst for block in places.to]
             src = [side[int(block)] for side in src for block in places.at]
-            places = None
-        transfer = self.injected(link, dst, src, label, places)
+        transfer = self.injected(link, dst, src, label) or COPY(link, *what)
         self.copies = [copy for copy in self.copies if not copy[0].ready] + [(transfer, dst, src)]
         return transfer
 
-    def injected(self, link: Link, dst, src, label: str, places) -> Transfer:
+    def injected(self, link: Link, dst: list, src: list, label: str) -> Transfer | None:
         if link.name not in self.lanes:
-            return COPY(link, dst, src, label, places)
+            return None
         if self.broken[link.name]:
             self.broken[link.name] -= 1
             self.noise += 1
@@ -58,7 +58,7 @@ class Faults:
         if draw < self.failing + self.late:
             self.delayed += 1
             return self.later(link, dst, src, label)
-        return COPY(link, dst, src, label, places)
+        return None
 
     def later(self, link: Link, dst: list, src: list | None, label: str) -> Transfer:
         """Write to `dst` after a while: `src`, or NaN and then fail."""
