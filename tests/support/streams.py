@@ -1,0 +1,551 @@
+"""A GPU that is not there: run code written for CUDA on a CPU, in any order that its streams allow.
+
+    with emulate("late copies", seed=1) as gpu:     # device="cuda" and torch.cuda.* mean the emulated device
+        ...                                         # code under test, unchanged
+    gpu.waits, gpu.copies, gpu.errors               # where the host waited; what went over the link; what failed
+
+An operation on device memory is put at the end of the current stream and runs later: when the host waits for
+it, when an event is asked for, or when the schedule likes. A stream keeps its order; between streams only
+events order anything. So a wait that is missing gives a wrong number in some schedule:
+
+    late            nothing runs before the host waits for it
+    early           everything runs at once
+    late copies     the compute stream runs as far as events let it, the others are late
+    late compute    the other way round
+    random          any stream runs a little further now and then, by the seed
+
+Memory holds NaN (integers: -1) from its allocation until an operation has written it, and again from its death
+on, in the order of the stream that it was allocated in; then the next tensor may get it, as from PyTorch's
+caching allocator. `record_stream` delays both. Pinned memory is read and written when a copy runs.
+
+A tensor of the device is a DeviceTensor: PyTorch hands all that is done with it to `__torch_dispatch__`, on any
+thread. Its numbers lie in ordinary memory that the emulator owns (`raw`); what is queued holds `raw`, and not
+the tensor. Shapes are found by running each new kind of call once on memory of the same shape.
+
+Not covered: several devices, graphs, autograd, how fast anything is, and what depends on the kernels of a GPU.
+"""
+
+import contextlib
+import functools
+import random
+import threading
+import time
+from collections import defaultdict, deque
+from unittest import mock
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+SCHEDULES = "late", "early", "late copies", "late compute", "random"
+aten = torch.ops.aten
+
+# 1. Streams, and who runs next -----------------------------------------------------------------
+
+
+class Stream:
+    """A queue of items: functions, or (another stream, number of its items that must be over first)."""
+
+    def __init__(self, device=None, priority=0, **_):
+        self.gpu, self.queue, self.issued, self.done = Gpu.now, deque(), 0, 0
+
+    def wait_event(self, event):
+        if event.at is not None:
+            self.gpu.put(event.at, self)
+
+    def wait_stream(self, other):
+        self.wait_event(other.record_event())
+
+    def record_event(self, event=None):
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def synchronize(self):
+        self.gpu.wait("stream", self, refusable=False)
+
+    def query(self) -> bool:
+        return self.gpu.ask(self, self.issued)
+
+
+class Event:
+    def __init__(self, enable_timing=False, **_):
+        self.timing, self.at, self.time = enable_timing, None, None
+
+    def record(self, stream=None):
+        stream = stream or Gpu.now.current
+        self.at = stream, stream.gpu.put(functools.partial(self.pass_by, time.perf_counter), stream)
+
+    def pass_by(self, clock):
+        self.time = clock()
+
+    def wait(self, stream=None):
+        (stream or Gpu.now.current).wait_event(self)
+
+    def query(self) -> bool:
+        return self.at is None or self.at[0].gpu.ask(*self.at)
+
+    def synchronize(self):
+        if self.at is not None:
+            self.at[0].gpu.wait("event", *self.at, refusable=False)
+
+    def elapsed_time(self, other) -> float:
+        if not (self.timing and other.timing and all(at and at[0].done >= at[1] for at in (self.at, other.at))):
+            raise RuntimeError("CUDA error: an event without timing, or one that is not over")
+        return 1e3 * (other.time - self.time)
+
+
+class Gpu:
+    """The device. `copies`: (direction, bytes) of each copy between it and the host; `errors`: what queued
+    operations have raised, which on a GPU would end the process."""
+
+    now = None
+
+    def __init__(self, schedule: str, seed: int):
+        Gpu.now = self
+        self.schedule, self.rng, self.lock = schedule, random.Random(f"{schedule} {seed}"), threading.RLock()
+        self.own, self.busy = threading.local(), {}  # of each thread; streams that have something queued
+        self.default, self.allocator = Stream(), Stream()
+        self.copies, self.errors, self.dead, self.free = [], [], deque(), defaultdict(list)
+        self.refuses = False
+
+    @property
+    def current(self) -> Stream:
+        return getattr(self.own, "stream", self.default)
+
+    @property
+    def waits(self) -> list[str]:
+        """What has made the calling thread wait, in order."""
+        return self.own.__dict__.setdefault("waits", [])
+
+    def put(self, item, stream: Stream) -> int:
+        """Queue an item -> its number in the stream."""
+        with self.lock:
+            self.bury()
+            number = self.append(item, stream)
+            self.run_ahead()
+        return number
+
+    def append(self, item, stream: Stream) -> int:
+        stream.queue.append(item)
+        stream.issued += 1
+        self.busy[stream] = None
+        return stream.issued
+
+    def run_next(self, stream: Stream):
+        item = stream.queue.popleft()
+        if not stream.queue:
+            del self.busy[stream]
+        if callable(item):
+            try:
+                item()
+            except Exception as error:
+                self.errors.append(error)
+        stream.done += 1
+
+    def runnable(self) -> list[Stream]:
+        """-> streams whose next item waits for nothing."""
+        heads = [(stream, stream.queue[0]) for stream in self.busy]
+        return [stream for stream, head in heads if callable(head) or head[0].done >= head[1]]
+
+    def run_ahead(self):
+        """Run what the schedule runs though nobody waits for it. Freed memory is poisoned soon in all."""
+        with torch.inference_mode():
+            if self.schedule == "random":
+                while self.rng.random() < 0.6 and (streams := self.runnable()):
+                    self.run_next(self.rng.choice(streams))
+                return
+            late = {"late": {*self.busy}, "late copies": {*self.busy} - {self.default},
+                    "late compute": {self.default}}.get(self.schedule, set())  # fmt: skip
+            while streams := [one for one in self.runnable() if one is self.allocator or one not in late]:
+                for stream in streams:
+                    self.run_next(stream)
+
+    def reach(self, stream: Stream, number: int):
+        """Run what must be over before the stream has come so far, and no more."""
+        with self.lock, torch.inference_mode():
+            while stream.done < number:
+                if not callable(stream.queue[0]):
+                    self.reach(*stream.queue[0])
+                self.run_next(stream)
+
+    def wait(self, why: str, stream: Stream | None = None, number: int | None = None, refusable=True):
+        """Make the host wait. Raises RuntimeError where torch.cuda.set_sync_debug_mode says so."""
+        stream = stream or self.current
+        self.waits.append(why)
+        if refusable and self.refuses:
+            raise RuntimeError(f"called a synchronizing CUDA operation ({why})")
+        self.reach(stream, stream.issued if number is None else number)
+
+    def ask(self, stream: Stream, number: int) -> bool:
+        """The host asks whether a stream has come so far: it runs a little, and after some asking it has."""
+        with self.lock:
+            if stream.done < number:
+                self.reach(stream, min(number, stream.done + self.rng.choice((0, 1, 8, 64))))
+            return stream.done >= number
+
+    def set_debug_mode(self, mode):
+        self.refuses = mode in ("error", 2)
+
+    def synchronize(self, device=None):
+        self.wait("device", refusable=False)
+        for stream in list(self.busy):
+            self.reach(stream, stream.issued)
+
+    # Memory
+
+    def allocate(self, shape, strides, dtype) -> "DeviceTensor":
+        """-> a tensor that holds rubbish, in new memory or in what died in this stream before."""
+        extent = 1 + sum((length - 1) * stride for length, stride in zip(shape, strides)) if 0 not in shape else 0
+        size, stream = 1 << max(9, (extent * dtype.itemsize - 1).bit_length()), self.current  # bytes
+        with self.lock:
+            self.bury()
+            free = self.free[stream, size]
+            if free and self.rng.random() < 0.5:  # else what is read too early may be right by chance
+                base = free.pop()
+            else:
+                base = torch.full((size,), 255, dtype=torch.uint8)
+        return DeviceTensor.on(base.view(dtype).as_strided(shape, strides), Memory(self, base, stream))
+
+    def bury(self):
+        """Poison what has died: behind all that its stream has been given, and where it was recorded."""
+        while self.dead:
+            base, stream, recorded = self.dead.popleft()
+            if not recorded:
+                self.append(functools.partial(base.fill_, 255), stream)
+                self.free[stream, len(base)].append(base)
+                continue
+            for other in {stream, *recorded}:
+                self.append((other, other.issued), self.allocator)
+            self.append(functools.partial(self.return_memory, base, stream), self.allocator)
+
+    def return_memory(self, base, stream: Stream):
+        base.fill_(255)
+        self.free[stream, len(base)].append(base)
+
+
+class Memory:
+    """What the tensors that share one storage hold: with the last of them it dies."""
+
+    def __init__(self, gpu: Gpu, base: torch.Tensor, stream: Stream):
+        self.gpu, self.base, self.stream, self.recorded = gpu, base, stream, set()
+
+    def __del__(self):
+        self.gpu.dead.append((self.base, self.stream, self.recorded))
+
+
+# 2. Tensors ------------------------------------------------------------------------------------
+
+WAITING = {"nonzero", "nonzero_numpy", "masked_select", "_unique2", "unique_dim", "argwhere", "bincount"}
+NOT_WAITING = {"is_pinned", "is_same_size", "_fused_sdp_choice", "result_type", "is_floating_point"}
+INDEXING = {"index", "index_put", "index_put_"}  # take indices from the host, and wait for them
+
+
+class DeviceTensor(torch.Tensor):
+    """A tensor of the device. `raw`: its numbers, as they are now."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def on(raw: torch.Tensor, memory: Memory) -> "DeviceTensor":
+        made = torch.Tensor._make_wrapper_subclass(
+            DeviceTensor, raw.shape, strides=raw.stride(), dtype=raw.dtype, device=CUDA
+        )
+        made.raw, made.memory = raw, memory
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is aten.copy_.default and not (type(args[0]) is type(args[1]) is DeviceTensor):
+            return copy(*args, **(kwargs or {}))
+        if kind_of(func) == "view":
+            return tree_map_only(torch.Tensor, lambda raw: cls.on(raw, args[0].memory), func(*lowered(args, func)))
+        return run(func, args, kwargs or {})
+
+    @property
+    def data(self):
+        return self.detach()
+
+    @data.setter
+    def data(self, other):
+        self.raw, self.memory = other.raw, other.memory
+
+    def numpy(self, **_):
+        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy it first.")
+
+    def tolist(self):
+        Gpu.now.wait("tolist")
+        return self.raw.tolist()
+
+    def __repr__(self, **_):
+        Gpu.now.wait("repr")
+        return f"{self.raw!r} on cuda:0"
+
+    # PyTorch's own ask for a guard of the device, which a build for CPUs lacks
+
+    def contiguous(self):
+        return aten.contiguous.default(self)
+
+    def nonzero(self):
+        return aten.nonzero.default(self)
+
+    def copy_(self, source, non_blocking=False):
+        return aten.copy_.default(self, source, non_blocking)
+
+    def __float__(self):
+        return float(self.item())
+
+    def __int__(self):
+        return int(self.item())
+
+    __index__ = __int__
+
+    def __getitem__(self, index):
+        part, tensors = split(self, index)
+        return aten.index.Tensor(part, tensors) if any(each is not None for each in tensors) else part
+
+    def __setitem__(self, index, value):
+        part, tensors = split(self, index)
+        if any(each is not None for each in tensors):
+            value = value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=self.dtype)
+            aten.index_put_.default(part, tensors, value)
+        elif isinstance(value, torch.Tensor):
+            part.copy_(value)
+        else:
+            part.fill_(value)
+
+
+def split(tensor: DeviceTensor, index) -> tuple:
+    """-> the view that numbers and slices make, and for each of its dimensions a tensor of indices or None."""
+    index = list(index) if isinstance(index, tuple) else [index]
+    index = [torch.tensor(each) if isinstance(each, list) else each for each in index]
+    index = [int(each) if isinstance(each, torch.Tensor) and not each.dim() else each for each in index]
+    used = sum(each is not None and each is not Ellipsis for each in index)
+    basic, tensors = [], []
+    for each in index:
+        if isinstance(each, torch.Tensor):
+            basic.append(slice(None))
+            tensors.append(each)
+        else:
+            basic.append(each)
+            if each is Ellipsis:
+                tensors += [None] * (tensor.dim() - used)
+            elif not isinstance(each, int):
+                tensors.append(None)
+    return DeviceTensor.on(tensor.raw[tuple(basic)], tensor.memory), tensors
+
+
+@functools.cache
+def kind_of(func) -> str:
+    """Whether a function makes a view, or makes the host wait: said by its schema alone; "" if neither."""
+    name, returns = func._schema.name.split("::")[1], func._schema.returns
+    if func.namespace == "mkldnn":
+        raise NotImplementedError(f"Could not run '{func}' with arguments from the 'CUDA' backend.")
+    if name in WAITING or name not in NOT_WAITING and any("Tensor" not in str(each.type) for each in returns):
+        return "wait"
+    return "view" if func.is_view and not func._can_decompose() else ""
+
+
+def lowered(value, func):
+    """Device tensors in arguments -> their numbers. Raises RuntimeError for tensors of the host."""
+    if type(value) is DeviceTensor:
+        return value.raw
+    if isinstance(value, (list, tuple)):
+        return [lowered(each, func) for each in value]
+    if isinstance(value, torch.Tensor):
+        if value.dim() and (func._opname not in INDEXING or value.is_floating_point()):
+            raise RuntimeError(f"Expected all tensors to be on the same device, not cuda:0 and cpu ({func})")
+        if value.dim():
+            Gpu.now.wait("index from the host")
+        return value.clone()
+    return value
+
+
+def described(value):
+    """-> all of an argument but the numbers in its tensors."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, (list, tuple)):
+        return tuple(map(described, value))
+    return value.__class__, value
+
+
+def run(func, args, kwargs):
+    """Queue an operation -> its results, which hold rubbish until it has run."""
+    gpu, opname = Gpu.now, func._opname
+    if (device := kwargs.get("device")) is not None:  # of new_empty, zeros_like and so on
+        kwargs = {**kwargs, "device": CPU}
+    given, named = lowered(args, func), {name: lowered(value, func) for name, value in kwargs.items()}
+    masks = opname in INDEXING and any(each is not None and each.dtype == torch.bool for each in given[1])
+    if masks or kind_of(func) == "wait":
+        gpu.wait(opname)
+        return tree_map_only(torch.Tensor, filled, func(*given, **named))
+    if device is not None and device.type == "cpu":
+        return func(*given, **named)
+    key = func, described(given), tuple((name, described(value)) for name, value in named.items())
+    way, shapes = PLANS.get(key) or PLANS.setdefault(key, plan(func, given, named))
+    if way == "write":
+        gpu.put(functools.partial(func, *given, **named), gpu.current)
+        written = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+        named_out = [kwargs[name] for name in ("out", "values", "indices") if name in kwargs]
+        return (tuple(named_out) if len(named_out) > 1 else (named_out or written)[0]) if shapes else None
+    if way == "view":
+        results = func(*given, **named)
+        return tree_map_only(torch.Tensor, lambda raw: DeviceTensor.on(raw, args[0].memory), results)
+    outs = [gpu.allocate(*shape) for shape in shapes]
+    if "empty" not in opname:
+        raws = [out.raw for out in outs]
+        gpu.put(functools.partial(compute, func, given, named, raws), gpu.current)
+    return outs[0] if way == "one" else outs
+
+
+def compute(func, given, named, raws):
+    results = func(*given, **named)
+    for raw, result in zip(raws, [results] if isinstance(results, torch.Tensor) else results):
+        raw.copy_(result)
+
+
+PLANS: dict = {}  # call without numbers -> way, and shape, strides and dtype of each result
+
+
+def plan(func, given, named) -> tuple:
+    """Run a call on memory of the same shapes, to see what it returns. Raises what is wrong with it."""
+    def stand_in(tensor):
+        extent = 1 + sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride()))
+        fill = torch.ones if tensor.is_floating_point() else torch.zeros
+        return fill(max(0, extent), dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+    with torch.inference_mode():
+        given, named = tree_map_only(torch.Tensor, stand_in, (given, named))
+        results = func(*given, **named)
+    if any(each.alias_info is not None and each.alias_info.is_write for each in func._schema.arguments):
+        return "write", results is not None
+    outs = [results] if isinstance(results, torch.Tensor) else results
+    first = given[0] if given and isinstance(given[0], torch.Tensor) else None
+    if outs and first is not None and outs[0].untyped_storage()._cdata == first.untyped_storage()._cdata:
+        return "view", None
+    shapes = [(out.shape, out.stride(), out.dtype) for out in outs]
+    return "one" if outs is not results else "several", shapes
+
+
+def filled(host: torch.Tensor) -> DeviceTensor:
+    """-> a tensor with these numbers, which a kernel of the device has made."""
+    made = Gpu.now.allocate(host.shape, host.stride(), host.dtype)
+    Gpu.now.put(functools.partial(made.raw.copy_, host), Gpu.now.current)
+    return made
+
+
+# 3. Between host and device --------------------------------------------------------------------
+
+
+def is_pinned(tensor, device=None) -> bool:
+    return type(tensor) is not DeviceTensor and getattr(tensor.untyped_storage(), "pinned", False)
+
+
+def pinned(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.untyped_storage().pinned = True
+    return tensor
+
+
+def copy(to, source, non_blocking=False):
+    """Queue a copy. The host waits if it must, or if its side is pageable or not contiguous: then PyTorch makes
+    a pageable copy of that first."""
+    gpu, upload = Gpu.now, type(to) is DeviceTensor
+    host = source if upload else to
+    straight = host.is_contiguous() and to.dtype == source.dtype and to.shape == source.shape and is_pinned(host)
+    expanded = source.raw.expand(to.shape) if not upload else source.expand(to.shape)
+    if upload and not straight:
+        if non_blocking:
+            gpu.wait("pageable copy", refusable=False)
+        expanded = TO(expanded, to.dtype, copy=True)
+    gpu.copies.append(("to the device" if upload else "to the host", to.numel() * to.element_size()))
+    gpu.put(functools.partial((to.raw if upload else to).copy_, expanded), gpu.current)
+    if not non_blocking:
+        gpu.wait("blocking copy")
+    elif not upload and not straight:
+        gpu.wait("pageable copy", refusable=False)
+    return to
+
+
+def to(tensor, *args, **kwargs):
+    """Tensor.to, between host and device too."""
+    parsed = {name: value for name, value in kwargs.items() if name != "copy"}
+    device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **parsed)
+    kind, dtype = device.type if device else tensor.device.type, dtype or tensor.dtype
+    if kind == tensor.device.type or "meta" in (kind, tensor.device.type):
+        return TO(tensor, dtype) if kind == "cuda" else TO(tensor, *args, **kwargs)
+    if type(tensor) is DeviceTensor:
+        tensor = TO(tensor, dtype)
+    strides = (tensor if tensor.is_contiguous() else torch.empty_like(tensor, device="meta")).stride()
+    if kind == "cuda":
+        return copy(Gpu.now.allocate(tensor.shape, strides, dtype), tensor, non_blocking)
+    out = torch.empty_strided(tensor.shape, strides, dtype=dtype)
+    return copy(pinned(out) if non_blocking else out, tensor, non_blocking)
+
+
+# 4. The device in place of torch.cuda ----------------------------------------------------------
+
+TO = torch.Tensor.to
+MADE_BY_KERNELS = "zeros", "ones", "full", "arange", "rand", "randn", "randint", "randperm", "eye", "linspace"
+
+
+def factory(name: str):
+    """-> torch.empty, torch.tensor and so on, which know pinned memory and the device."""
+    original = getattr(torch, name)
+
+    def make(*args, device=None, pin_memory=False, **kwargs):
+        if pin_memory:
+            return pinned(original(*args, **kwargs))
+        if device is None or name == "empty" or torch.device(device).type != "cuda":
+            return original(*args, device=device, **kwargs)
+        made = original(*args, **kwargs)
+        return filled(made) if name in MADE_BY_KERNELS else made.to(CUDA)
+
+    return make
+
+
+def empty(size, strides=None, *, dtype=None, **_):
+    strides = strides or torch.empty(size, device="meta").stride()
+    return Gpu.now.allocate(size, strides, dtype or torch.get_default_dtype())
+
+
+@contextlib.contextmanager
+def on_stream(stream):
+    own, before = Gpu.now.own, Gpu.now.current
+    own.stream = stream or before
+    try:
+        yield
+    finally:
+        own.stream = before
+
+
+@contextlib.contextmanager
+def emulate(schedule: str = "late", seed: int = 0):
+    """-> a Gpu, which is the device "cuda" until the end of the block. Then all that is queued runs."""
+    gpu = Gpu(schedule, seed)
+    cuda = dict(
+        Stream=Stream, Event=Event, stream=on_stream, current_stream=lambda device=None: gpu.current,
+        default_stream=lambda device=None: gpu.default, synchronize=gpu.synchronize, _lazy_init=lambda: None,
+        is_available=lambda: True, device_count=lambda: 1, current_device=lambda: 0, set_device=lambda device: None,
+        mem_get_info=lambda device=None: (8 << 30, 8 << 30), get_device_name=lambda device=None: "emulated",
+        is_bf16_supported=lambda *_: True, is_initialized=lambda: True, empty_cache=lambda: None,
+        set_sync_debug_mode=gpu.set_debug_mode, _sleep=lambda cycles: gpu.put(int, gpu.current),
+    )  # fmt: skip
+    methods = dict(
+        to=to, cuda=lambda tensor, *_, **options: tensor.to(CUDA, **options), cpu=lambda tensor: tensor.to(CPU),
+        pin_memory=lambda tensor: pinned(tensor.clone()), is_pinned=is_pinned,
+        record_stream=lambda tensor, stream: tensor.memory.recorded.add(stream),
+    )  # fmt: skip
+    functions = {name: factory(name) for name in ("empty", "tensor", "as_tensor", *MADE_BY_KERNELS)}
+    functions["_has_compatible_shallow_copy_type"] = lambda one, other: type(one) is type(other)
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("empty.memory_format", empty, "CUDA")  # for what PyTorch's own functions allocate
+    library.impl("empty_strided", empty, "CUDA")
+    try:
+        with mock.patch.multiple(torch.cuda, create=True, **cuda), mock.patch.multiple(torch, **functions):
+            with mock.patch.multiple(torch.Tensor, **methods), torch.no_grad():
+                yield gpu
+                gpu.synchronize()
+    finally:
+        library._destroy()
+        Gpu.now = None
