@@ -38,7 +38,6 @@ from torch.utils._pytree import tree_map_only
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 SCHEDULES = "late", "early", "late copies", "late compute", "random"
-aten = torch.ops.aten
 
 # 1. Streams, and who runs next -----------------------------------------------------------------
 
@@ -123,7 +122,8 @@ class Gpu:
         with self.lock:
             self.bury()
             number = self.append(item, stream)
-            self.run_ahead()
+            if self.schedule != "late" or self.allocator in self.busy:
+                self.run_ahead()
         return number
 
     def append(self, item, stream: Stream) -> int:
@@ -148,21 +148,24 @@ class Gpu:
         heads = [(stream, stream.queue[0]) for stream in self.busy]
         return [stream for stream, head in heads if callable(head) or head[0].done >= head[1]]
 
+    @torch.inference_mode()
     def run_ahead(self):
-        """Run what the schedule runs though nobody waits for it. Freed memory is poisoned soon in all."""
-        with torch.inference_mode():
-            if self.schedule == "random":
-                while self.rng.random() < 0.6 and (streams := self.runnable()):
-                    self.run_next(self.rng.choice(streams))
-                return
-            late = {"late": {*self.busy}, "late copies": {*self.busy} - {self.default},
-                    "late compute": {self.default}}.get(self.schedule, set())  # fmt: skip
-            while streams := [one for one in self.runnable() if one is self.allocator or one not in late]:
-                for stream in streams:
-                    self.run_next(stream)
+        """Run what the schedule runs though nobody waits for it; poison what is dead soon in all."""
+        if self.schedule == "random":
+            while self.rng.random() < 0.6 and (streams := self.runnable()):
+                self.run_next(self.rng.choice(streams))
+            return
+        computes, copies = {"early": (True, True), "late copies": (True, False),
+                            "late compute": (False, True)}.get(self.schedule, (False, False))  # fmt: skip
+        may = lambda one: computes if one is self.default else copies or one is self.allocator  # noqa: E731
+        while streams := list(filter(may, self.runnable())):
+            for stream in streams:
+                self.run_next(stream)
 
     def reach(self, stream: Stream, number: int):
         """Run what must be over before the stream has come so far, and no more."""
+        if stream.done >= number:
+            return
         with self.lock, torch.inference_mode():
             while stream.done < number:
                 if not callable(stream.queue[0]):
@@ -194,18 +197,18 @@ class Gpu:
 
     # Memory
 
-    def allocate(self, shape, strides, dtype) -> "DeviceTensor":
+    def allocate(self, layout: tuple) -> "DeviceTensor":
         """-> a tensor that holds rubbish, in new memory or in what died in this stream before."""
-        extent = 1 + sum((length - 1) * stride for length, stride in zip(shape, strides)) if 0 not in shape else 0
-        size, stream = 1 << max(9, (extent * dtype.itemsize - 1).bit_length()), self.current  # bytes
+        stream, size = self.current, size_of(layout)
         with self.lock:
             self.bury()
             free = self.free[stream, size]
             if free and self.rng.random() < 0.5:  # else what is read too early may be right by chance
                 base = free.pop()
             else:
-                base = torch.full((size,), 255, dtype=torch.uint8)
-        return DeviceTensor.on(base.view(dtype).as_strided(shape, strides), Memory(self, base, stream))
+                base = FULL((size,), 255, dtype=torch.uint8)
+        shape, strides, dtype = layout
+        return DeviceTensor.on(base.view(dtype).as_strided(shape, strides), Memory(self, base, stream), layout)
 
     def bury(self):
         """Poison what has died: behind all that its stream has been given, and where it was recorded."""
@@ -236,9 +239,23 @@ class Memory:
 
 # 2. Tensors ------------------------------------------------------------------------------------
 
+FULL, TO, aten = torch.full, torch.Tensor.to, torch.ops.aten
+MAKE = torch.Tensor._make_wrapper_subclass
 WAITING = {"nonzero", "nonzero_numpy", "masked_select", "_unique2", "unique_dim", "argwhere", "bincount"}
 NOT_WAITING = {"is_pinned", "is_same_size", "_fused_sdp_choice", "result_type", "is_floating_point"}
-INDEXING = {"index", "index_put", "index_put_"}  # take indices from the host, and wait for them
+INDEXING = {"getitem", "setitem", "index", "index_put_"}  # take indices from the host, and wait for them
+
+
+def layout_of(tensor: torch.Tensor) -> tuple:
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
+@functools.cache
+def size_of(layout: tuple) -> int:
+    """-> bytes of memory, a power of two."""
+    shape, strides, dtype = layout
+    last = sum((length - 1) * stride for length, stride in zip(shape, strides))
+    return 1 << max(9, ((last + 1) * dtype.itemsize - 1).bit_length()) if 0 not in shape else 512
 
 
 class DeviceTensor(torch.Tensor):
@@ -247,11 +264,10 @@ class DeviceTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def on(raw: torch.Tensor, memory: Memory) -> "DeviceTensor":
-        made = torch.Tensor._make_wrapper_subclass(
-            DeviceTensor, raw.shape, strides=raw.stride(), dtype=raw.dtype, device=CUDA
-        )
-        made.raw, made.memory = raw, memory
+    def on(raw: torch.Tensor, memory: Memory, layout=None) -> "DeviceTensor":
+        shape, strides, dtype = layout = layout or layout_of(raw)
+        made = MAKE(DeviceTensor, shape, strides=strides, dtype=dtype, device=CUDA)
+        made.raw, made.memory, made.form = raw, memory, layout
         return made
 
     @classmethod
@@ -259,7 +275,7 @@ class DeviceTensor(torch.Tensor):
         if func is aten.copy_.default and not (type(args[0]) is type(args[1]) is DeviceTensor):
             return copy(*args, **(kwargs or {}))
         if kind_of(func) == "view":
-            return tree_map_only(torch.Tensor, lambda raw: cls.on(raw, args[0].memory), func(*lowered(args, func)))
+            return views(func(args[0].raw, *args[1:], **(kwargs or {})), args[0].memory)
         return run(func, args, kwargs or {})
 
     @property
@@ -268,7 +284,7 @@ class DeviceTensor(torch.Tensor):
 
     @data.setter
     def data(self, other):
-        self.raw, self.memory = other.raw, other.memory
+        self.raw, self.memory, self.form = other.raw, other.memory, other.form
 
     def numpy(self, **_):
         raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy it first.")
@@ -301,102 +317,100 @@ class DeviceTensor(torch.Tensor):
     __index__ = __int__
 
     def __getitem__(self, index):
-        part, tensors = split(self, index)
-        return aten.index.Tensor(part, tensors) if any(each is not None for each in tensors) else part
+        return run(getitem, (self, index if isinstance(index, tuple) else (index,)), {})
 
     def __setitem__(self, index, value):
-        part, tensors = split(self, index)
-        if any(each is not None for each in tensors):
-            value = value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=self.dtype)
-            aten.index_put_.default(part, tensors, value)
-        elif isinstance(value, torch.Tensor):
-            part.copy_(value)
-        else:
-            part.fill_(value)
+        if isinstance(value, torch.Tensor) and type(value) is not DeviceTensor and value.dim():
+            return self[index].copy_(value)
+        run(setitem, (self, index if isinstance(index, tuple) else (index,), value), {})
 
 
-def split(tensor: DeviceTensor, index) -> tuple:
-    """-> the view that numbers and slices make, and for each of its dimensions a tensor of indices or None."""
-    index = list(index) if isinstance(index, tuple) else [index]
-    index = [torch.tensor(each) if isinstance(each, list) else each for each in index]
-    index = [int(each) if isinstance(each, torch.Tensor) and not each.dim() else each for each in index]
-    used = sum(each is not None and each is not Ellipsis for each in index)
-    basic, tensors = [], []
-    for each in index:
-        if isinstance(each, torch.Tensor):
-            basic.append(slice(None))
-            tensors.append(each)
-        else:
-            basic.append(each)
-            if each is Ellipsis:
-                tensors += [None] * (tensor.dim() - used)
-            elif not isinstance(each, int):
-                tensors.append(None)
-    return DeviceTensor.on(tensor.raw[tuple(basic)], tensor.memory), tensors
+def getitem(tensor, index):
+    return tensor[tuple(index)]
+
+
+def setitem(tensor, index, value):
+    tensor[tuple(index)] = value
 
 
 @functools.cache
 def kind_of(func) -> str:
-    """Whether a function makes a view, or makes the host wait: said by its schema alone; "" if neither."""
-    name, returns = func._schema.name.split("::")[1], func._schema.returns
+    """Whether a call makes a view, makes the host wait, or writes to an argument: "" if it may be none."""
+    if func in (getitem, setitem):
+        return "write" if func is setitem else ""
+    name, schema = func._opname, func._schema
     if func.namespace == "mkldnn":
         raise NotImplementedError(f"Could not run '{func}' with arguments from the 'CUDA' backend.")
-    if name in WAITING or name not in NOT_WAITING and any("Tensor" not in str(each.type) for each in returns):
+    others = [each for each in schema.returns if "Tensor" not in str(each.type)]
+    if name in WAITING or others and name not in NOT_WAITING:
         return "wait"
+    if any(each.alias_info is not None and each.alias_info.is_write for each in schema.arguments):
+        return "write"
     return "view" if func.is_view and not func._can_decompose() else ""
 
 
-def lowered(value, func):
-    """Device tensors in arguments -> their numbers. Raises RuntimeError for tensors of the host."""
-    if type(value) is DeviceTensor:
+def lowered(value, key: list, indexing: bool):
+    """Device tensors in an argument -> their numbers; add all but the numbers to `key`. Raises RuntimeError
+    for tensors of the host."""
+    kind = type(value)
+    if kind is DeviceTensor:
+        key.append(value.form)
         return value.raw
-    if isinstance(value, (list, tuple)):
-        return [lowered(each, func) for each in value]
+    if kind is list or kind is tuple:
+        key.append(len(value))
+        return [lowered(each, key, indexing) for each in value]
     if isinstance(value, torch.Tensor):
-        if value.dim() and (func._opname not in INDEXING or value.is_floating_point()):
-            raise RuntimeError(f"Expected all tensors to be on the same device, not cuda:0 and cpu ({func})")
+        key.append(layout_of(value))
+        if value.dim() and not (indexing and not value.is_floating_point()):
+            raise RuntimeError("Expected all tensors to be on the same device, but found cuda:0 and cpu!")
         if value.dim():
             Gpu.now.wait("index from the host")
         return value.clone()
+    key += (kind, value.start, value.stop, value.step) if kind is slice else (kind, value)
     return value
 
 
-def described(value):
-    """-> all of an argument but the numbers in its tensors."""
-    if isinstance(value, torch.Tensor):
-        return value.shape, value.stride(), value.dtype
-    if isinstance(value, (list, tuple)):
-        return tuple(map(described, value))
-    return value.__class__, value
+def views(raws, memory: Memory):
+    if isinstance(raws, torch.Tensor):
+        return DeviceTensor.on(raws, memory)
+    return type(raws)(DeviceTensor.on(raw, memory) for raw in raws)
 
 
 def run(func, args, kwargs):
     """Queue an operation -> its results, which hold rubbish until it has run."""
-    gpu, opname = Gpu.now, func._opname
+    gpu, name, kind = Gpu.now, getattr(func, "_opname", func.__name__), kind_of(func)
     if (device := kwargs.get("device")) is not None:  # of new_empty, zeros_like and so on
         kwargs = {**kwargs, "device": CPU}
-    given, named = lowered(args, func), {name: lowered(value, func) for name, value in kwargs.items()}
-    masks = opname in INDEXING and any(each is not None and each.dtype == torch.bool for each in given[1])
-    if masks or kind_of(func) == "wait":
-        gpu.wait(opname)
+    key = [func, *kwargs]
+    given = [lowered(value, key, name in INDEXING) for value in args]
+    named = {word: lowered(value, key, False) for word, value in kwargs.items()}
+    if name in INDEXING and any(isinstance(each, (list, torch.Tensor)) for each in given[1]):
+        wait_for_indices(args[1])
+        kind = kind or ("wait" if any(getattr(each, "dtype", None) == torch.bool for each in given[1]) else "")
+    if kind == "wait":
+        gpu.wait(name)
         return tree_map_only(torch.Tensor, filled, func(*given, **named))
     if device is not None and device.type == "cpu":
         return func(*given, **named)
-    key = func, described(given), tuple((name, described(value)) for name, value in named.items())
-    way, shapes = PLANS.get(key) or PLANS.setdefault(key, plan(func, given, named))
-    if way == "write":
+    key = tuple(key)
+    if (way := PLANS.get(key)) is None:
+        way = PLANS[key] = plan(func, given, named)
+    if kind == "write":
         gpu.put(functools.partial(func, *given, **named), gpu.current)
-        written = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
-        named_out = [kwargs[name] for name in ("out", "values", "indices") if name in kwargs]
-        return (tuple(named_out) if len(named_out) > 1 else (named_out or written)[0]) if shapes else None
+        return kwargs.get("out", args[0]) if way else None
     if way == "view":
-        results = func(*given, **named)
-        return tree_map_only(torch.Tensor, lambda raw: DeviceTensor.on(raw, args[0].memory), results)
-    outs = [gpu.allocate(*shape) for shape in shapes]
-    if "empty" not in opname:
-        raws = [out.raw for out in outs]
-        gpu.put(functools.partial(compute, func, given, named, raws), gpu.current)
-    return outs[0] if way == "one" else outs
+        return views(func(*given, **named), args[0].memory)
+    outs = [gpu.allocate(layout) for layout in way[1]]
+    if "empty" not in name:
+        gpu.put(functools.partial(compute, func, given, named, [out.raw for out in outs]), gpu.current)
+    return outs if way[0] else outs[0]
+
+
+def wait_for_indices(indices):
+    """Where indices lie on the host, or are bools to be counted, the host waits."""
+    for each in indices:
+        if isinstance(each, list) or getattr(each, "dtype", None) == torch.bool:
+            Gpu.now.wait("indices")
 
 
 def compute(func, given, named, raws):
@@ -405,32 +419,32 @@ def compute(func, given, named, raws):
         raw.copy_(result)
 
 
-PLANS: dict = {}  # call without numbers -> way, and shape, strides and dtype of each result
+PLANS: dict = {}  # a call, without numbers -> (whether it returns several, layouts), "view", or for a write
 
 
-def plan(func, given, named) -> tuple:
-    """Run a call on memory of the same shapes, to see what it returns. Raises what is wrong with it."""
-    def stand_in(tensor):
-        extent = 1 + sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride()))
-        fill = torch.ones if tensor.is_floating_point() else torch.zeros
-        return fill(max(0, extent), dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride())
-
-    with torch.inference_mode():
-        given, named = tree_map_only(torch.Tensor, stand_in, (given, named))
-        results = func(*given, **named)
-    if any(each.alias_info is not None and each.alias_info.is_write for each in func._schema.arguments):
-        return "write", results is not None
+@torch.inference_mode()
+def plan(func, given, named):
+    """Run a call on other memory of the same layout, to see what it returns. Raises what is wrong with it."""
+    given, named = tree_map_only(torch.Tensor, stand_in, (given, named))
+    results = func(*given, **named)
+    if kind_of(func) == "write":
+        return results is not None
     outs = [results] if isinstance(results, torch.Tensor) else results
-    first = given[0] if given and isinstance(given[0], torch.Tensor) else None
-    if outs and first is not None and outs[0].untyped_storage()._cdata == first.untyped_storage()._cdata:
-        return "view", None
-    shapes = [(out.shape, out.stride(), out.dtype) for out in outs]
-    return "one" if outs is not results else "several", shapes
+    storages = [each.untyped_storage()._cdata for each in (*outs[:1], *given[:1]) if isinstance(each, torch.Tensor)]
+    if len(storages) == 2 and storages[0] == storages[1]:
+        return "view"
+    return outs is results, [layout_of(out) for out in outs]
+
+
+def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+    made = FULL((size_of(layout_of(tensor)),), 0, dtype=torch.uint8).view(tensor.dtype)
+    made = made.as_strided(tensor.shape, tensor.stride())
+    return made.fill_(1) if tensor.is_floating_point() else made
 
 
 def filled(host: torch.Tensor) -> DeviceTensor:
-    """-> a tensor with these numbers, which a kernel of the device has made."""
-    made = Gpu.now.allocate(host.shape, host.stride(), host.dtype)
+    """-> a tensor with these numbers, which a kernel of the device makes."""
+    made = Gpu.now.allocate(layout_of(host))
     Gpu.now.put(functools.partial(made.raw.copy_, host), Gpu.now.current)
     return made
 
@@ -478,14 +492,13 @@ def to(tensor, *args, **kwargs):
         tensor = TO(tensor, dtype)
     strides = (tensor if tensor.is_contiguous() else torch.empty_like(tensor, device="meta")).stride()
     if kind == "cuda":
-        return copy(Gpu.now.allocate(tensor.shape, strides, dtype), tensor, non_blocking)
+        return copy(Gpu.now.allocate((tensor.shape, strides, dtype)), tensor, non_blocking)
     out = torch.empty_strided(tensor.shape, strides, dtype=dtype)
     return copy(pinned(out) if non_blocking else out, tensor, non_blocking)
 
 
 # 4. The device in place of torch.cuda ----------------------------------------------------------
 
-TO = torch.Tensor.to
 MADE_BY_KERNELS = "zeros", "ones", "full", "arange", "rand", "randn", "randint", "randperm", "eye", "linspace"
 
 
@@ -506,7 +519,7 @@ def factory(name: str):
 
 def empty(size, strides=None, *, dtype=None, **_):
     strides = strides or torch.empty(size, device="meta").stride()
-    return Gpu.now.allocate(size, strides, dtype or torch.get_default_dtype())
+    return Gpu.now.allocate((torch.Size(size), tuple(strides), dtype or torch.get_default_dtype()))
 
 
 @contextlib.contextmanager
