@@ -274,7 +274,7 @@ class DeviceTensor(torch.Tensor):
         if func is aten.copy_.default and not (type(args[0]) is type(args[1]) is DeviceTensor):
             return copy(*args, **(kwargs or {}))
         if kind_of(func) == "view":
-            return views(func(args[0].raw, *args[1:], **(kwargs or {})), args[0].memory)
+            return views(func(args[0].raw, *args[1:], **(kwargs or {})), args[0])
         return run(func, args, kwargs or {})
 
     @property
@@ -369,10 +369,12 @@ def lowered(value, key: list, indexing: bool):
     return value
 
 
-def views(raws, memory: Memory):
-    if isinstance(raws, torch.Tensor):
-        return DeviceTensor.on(raws, memory)
-    return type(raws)(DeviceTensor.on(raw, memory) for raw in raws)
+def views(raws, source: DeviceTensor):
+    """-> tensors over the same memory; PyTorch wants them to be inference tensors only if that one is."""
+    with torch.inference_mode(source.is_inference()):
+        if isinstance(raws, torch.Tensor):
+            return DeviceTensor.on(raws, source.memory)
+        return type(raws)(DeviceTensor.on(raw, source.memory) for raw in raws)
 
 
 def run(func, args, kwargs):
@@ -398,7 +400,7 @@ def run(func, args, kwargs):
         gpu.put(functools.partial(func, *given, **named), gpu.current)
         return kwargs.get("out", args[0]) if way else None
     if way == "view":
-        return views(func(*given, **named), args[0].memory)
+        return views(func(*given, **named), args[0])
     outs = [gpu.allocate(layout) for layout in way[1]]
     if "empty" not in name:
         gpu.put(functools.partial(compute, func, given, named, [out.raw for out in outs]), gpu.current)
