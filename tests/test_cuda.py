@@ -1,6 +1,7 @@
 """The contract on a GPU: what left the device comes back, and tokens are chapter 01's, in whatever order streams
 run. Without a GPU on the emulated device of support/streams.py, in each of its schedules."""
 
+import functools
 import gc
 import importlib
 import os
@@ -34,6 +35,7 @@ TESTED |= {
 }
 EXACT = [cache for cache in TESTED if cache != "8 bits"]
 FOUND = "host", "hidden", "planned", "files", "both, files", "tiered", "write_back", "ranked", "ranked, hidden"
+TWO = pytest.mark.parametrize("gpu", ["real"] if REAL else ["late copies", "random"], indirect=True)
 REQUESTS = int(os.environ.get("GPU_REQUESTS", 150))  # of generated traffic, over all caches and schedules
 
 
@@ -141,6 +143,7 @@ def test_what_left_the_device_comes_back(gpu, oracle, cache):
     engine.close()
 
 
+@TWO
 @pytest.mark.parametrize("cache", ["host", "hidden", "tiered"])
 def test_memory_that_cannot_be_pinned_serves_too(gpu, oracle, cache, capsys):
     with unordered.pageable():
@@ -152,9 +155,10 @@ def test_memory_that_cannot_be_pinned_serves_too(gpu, oracle, cache, capsys):
         assert request.found and "cannot be pinned" in capsys.readouterr().err
 
 
+@TWO
 @pytest.mark.parametrize("cache", EXACT)
 def test_requests_are_cancelled_and_preempted_under_way(gpu, oracle, cache):
-    rng, engine = random.Random(4), make(cache, 16, max_running=4, token_budget=32)
+    rng, engine = random.Random(4), make(cache, 14, max_running=4, token_budget=32)
     documents = [draw(rng, length) for length in (70, 90)]
     for turn in range(3):
         asked = [Request(documents[number % 2] + draw(rng, 3), 12) for number in range(4)]
@@ -173,6 +177,7 @@ def test_requests_are_cancelled_and_preempted_under_way(gpu, oracle, cache):
     check_pools(engine)
 
 
+@TWO
 @pytest.mark.parametrize("cache", EXACT)
 def test_copies_that_fail_cost_time_only(gpu, oracle, cache):
     rng, engine = random.Random(5), make(cache)
@@ -186,6 +191,7 @@ def test_copies_that_fail_cost_time_only(gpu, oracle, cache):
     check_pools(engine)
 
 
+@TWO
 @pytest.mark.parametrize("cache", EXACT)
 def test_an_engine_that_ends_with_copies_under_way_harms_no_other(gpu, oracle, cache):
     rng = random.Random(6)
@@ -220,43 +226,39 @@ def test_generated_traffic(gpu, request, number, cache):
 # 3. Nothing waits, and what guards the order ----------------------------------------------------
 
 
+@pytest.mark.parametrize("gpu", ["real" if REAL else "late"], indirect=True)
 @pytest.mark.parametrize("cache", TESTED)
 def test_nothing_between_the_first_layer_and_the_logits_makes_the_host_wait(gpu, monkeypatch, cache):
-    engine, prompt, watching = make(cache), draw(random.Random(7), 90), []
-
-    def begin():
-        watching.append(0 if REAL else len(gpu.waits))
-        torch.cuda.set_sync_debug_mode("error" if REAL else "default")
-
-    def end(logits, hidden):
-        if watching:
-            torch.cuda.set_sync_debug_mode("default")
-            seen.extend([] if REAL else gpu.waits[watching.pop() :])
-        return logits(hidden)
-
-    def first(original, index, *args):
-        if index == 0 and not watching:
-            begin()
-        return original(index, *args)
-
-    seen, logits = [], engine.model.logits
+    engine, prompt, seen, since = make(cache), draw(random.Random(7), 90), [], []
     ask(engine, prompt, 3)
     evict(engine)
-    monkeypatch.setattr(engine.model, "logits", lambda hidden: end(logits, hidden))
-    owner, name = (engine.runner.weights, "layer") if cache == "hybrid" else (engine, "before_layer")
-    original = getattr(owner, name)
-    monkeypatch.setattr(owner, name, lambda *args: first(original, *args))
+
+    def first(original, index, *args):
+        if index == 0:
+            since[:] = [0 if REAL else len(gpu.waits)]
+            torch.cuda.set_sync_debug_mode("error" if REAL else "default")
+        return original(index, *args)
+
+    def end(original, *args):
+        """The logits are next, or the step has been given up."""
+        try:
+            torch.cuda.set_sync_debug_mode("default")
+            return original(*args)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    def note(original, *args):
+        if since and not REAL:
+            seen.extend(gpu.waits[since.pop() :])
+        return end(original, *args)
+
+    looped = (engine.runner.weights, "layer") if cache == "hybrid" else (engine, "before_layer")
+    for (owner, name), function in (looped, first), ((engine.model, "logits"), note), ((engine.runner, "forward"), end):
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, functools.partial(function, original))
     request = ask(engine, prompt + [5], 3)
     assert not isinstance(request.outcome, Exception) and not seen
     assert cache not in FOUND or request.found
-
-
-def seen_without(guard: str | None, scene) -> str:
-    """-> the letters of a scene in which a guard of order is missing."""
-    if guard is None:
-        return scene()
-    with unordered.without(guard):
-        return scene()
 
 
 HARMFUL = {  # guard -> schedules in which its lack shows
@@ -269,15 +271,12 @@ HARMFUL = {  # guard -> schedules in which its lack shows
 @pytest.mark.skipif(REAL, reason="a real device shows it sometimes")
 @pytest.mark.parametrize("guard", unordered.GUARDS)
 def test_without_a_guard_of_order_some_answer_is_wrong(guard):
-    scene, shown = unordered.SCENES.get(guard, unordered.scene), []
-    for schedule in ("early", *HARMFUL[guard]):
-        letters = {}
-        for missing in (None, guard):
-            with streams.emulate(schedule), unordered.measured_before():
-                letters[missing] = seen_without(missing, scene)
-        assert "x" not in letters[None]
-        shown += [schedule] if "x" in letters[guard] else []
-    assert shown == list(HARMFUL[guard])
+    scene = unordered.SCENES.get(guard, unordered.scene)
+    with streams.emulate(HARMFUL[guard][0]), unordered.measured_before():
+        assert "x" not in scene()
+    for schedule in HARMFUL[guard]:
+        with streams.emulate(schedule), unordered.measured_before(), unordered.without(guard):
+            assert "x" in scene()
 
 
 # 4. The emulated device itself ------------------------------------------------------------------

@@ -190,6 +190,8 @@ class Gpu:
         self.refuses = mode in ("error", 2)
 
     def synchronize(self, device=None):
+        with self.lock:
+            self.bury()
         self.wait("device", refusable=False)
         for stream in list(self.busy):
             self.reach(stream, stream.issued)
