@@ -1,5 +1,5 @@
-"""The contract on a GPU: what left the device comes back, and tokens are chapter 01's, in whatever order streams
-run. Without a GPU on the emulated device of support/streams.py, in each of its schedules."""
+"""The contract on a GPU: what left the device comes back, and tokens are chapter 01's, in whatever order
+streams run. Without a GPU on the emulated device of support/streams.py, in each of its schedules."""
 
 import functools
 import gc
@@ -34,7 +34,10 @@ TESTED |= {
     "hybrid": None,
 }
 EXACT = [cache for cache in TESTED if cache != "8 bits"]
-FOUND = "host", "hidden", "planned", "files", "both, files", "tiered", "write_back", "ranked", "ranked, hidden"
+FOUND = (
+    "host", "hidden", "planned", "files", "both, files", "tiered", "write_back", "ranked", "ranked, hidden"
+)  # fmt: skip
+IN_TRAFFIC = [cache for cache in EXACT if cache in {**engines.CACHES, **engines.RUNNERS}]
 TWO = pytest.mark.parametrize("gpu", ["real"] if REAL else ["late copies", "random"], indirect=True)
 REQUESTS = int(os.environ.get("GPU_REQUESTS", 150))  # of generated traffic, over all caches and schedules
 
@@ -214,9 +217,9 @@ def test_an_engine_that_ends_with_copies_under_way_harms_no_other(gpu, oracle, c
         other.close()
 
 
-@pytest.mark.parametrize("number, cache", enumerate(name for name in EXACT if name in {**engines.CACHES, "hybrid": 0}))
+@pytest.mark.parametrize("number, cache", enumerate(IN_TRAFFIC))
 def test_generated_traffic(gpu, request, number, cache):
-    each = -(-REQUESTS // (8 * (1 if REAL else len(streams.SCHEDULES))))
+    each = -(-REQUESTS // (len(IN_TRAFFIC) * (1 if REAL else len(streams.SCHEDULES))))
     seed = 100 * number + len(request.node.name)
     share = 0.002 if cache == "hybrid" else 0.05
     counts = traffic.run(cache, each, seed, share, make=traffic.on_gpu, longest=100, answer=7)
@@ -253,7 +256,8 @@ def test_nothing_between_the_first_layer_and_the_logits_makes_the_host_wait(gpu,
         return end(original, *args)
 
     looped = (engine.runner.weights, "layer") if cache == "hybrid" else (engine, "before_layer")
-    for (owner, name), function in (looped, first), ((engine.model, "logits"), note), ((engine.runner, "forward"), end):
+    logits, forward = (engine.model, "logits"), (engine.runner, "forward")
+    for (owner, name), function in (looped, first), (logits, note), (forward, end):
         original = getattr(owner, name)
         monkeypatch.setattr(owner, name, functools.partial(function, original))
     request = ask(engine, prompt + [5], 3)

@@ -2,7 +2,7 @@
 
     with emulate("late copies", seed=1) as gpu:     # device="cuda" and torch.cuda.* mean the emulated device
         ...                                         # code under test, unchanged
-    gpu.waits, gpu.copies, gpu.errors               # where the host waited; what went over the link; what failed
+    gpu.waits, gpu.copies, gpu.errors               # where the host waited, what was copied, what failed
 
 An operation on device memory is put at the end of the current stream and runs later: when the host waits for
 it, when an event is asked for, or when the schedule likes. A stream keeps its order; between streams only
@@ -14,15 +14,16 @@ events order anything. So a wait that is missing gives a wrong number in some sc
     late compute    the other way round
     random          any stream runs a little further now and then, by the seed
 
-Memory holds NaN (integers: -1) from its allocation until an operation has written it, and again from its death
-on, in the order of the stream that it was allocated in; then the next tensor may get it, as from PyTorch's
-caching allocator. `record_stream` delays both. Pinned memory is read and written when a copy runs.
+Memory holds NaN (integers: -1) from its allocation until an operation has written it, and again from its
+death on, in the order of the stream that it was allocated in; then the next tensor may get it, as from
+PyTorch's caching allocator. `record_stream` delays both. Pinned memory is read and written when a copy runs.
 
-A tensor of the device is a DeviceTensor: PyTorch hands all that is done with it to `__torch_dispatch__`, on any
-thread. Its numbers lie in ordinary memory that the emulator owns (`raw`); what is queued holds `raw`, and not
-the tensor. Shapes are found by running each new kind of call once on memory of the same shape.
+A tensor of the device is a DeviceTensor: PyTorch hands every operation on it to `__torch_dispatch__`, on any
+thread. Its numbers lie in ordinary memory that the emulator owns (`raw`); queued items hold `raw`, and not
+the tensor. Shapes are found by running each new kind of call once on other memory of the same shape.
 
-Not covered: several devices, graphs, autograd, how fast anything is, and what depends on the kernels of a GPU.
+Not covered: several devices, graphs, autograd (it ends the process), resizing `out=`, speed, and whatever
+depends on the kernels of a GPU.
 """
 
 import contextlib
@@ -89,7 +90,8 @@ class Event:
             self.at[0].gpu.wait("event", *self.at)
 
     def elapsed_time(self, other) -> float:
-        if not (self.timing and other.timing and all(at and at[0].done >= at[1] for at in (self.at, other.at))):
+        over = all(at and at[0].done >= at[1] for at in (self.at, other.at))
+        if not (self.timing and other.timing and over):
             raise RuntimeError("CUDA error: an event without timing, or one that is not over")
         return 1e3 * (other.time - self.time)
 
@@ -174,11 +176,11 @@ class Gpu:
 
     def wait(self, why: str, stream: Stream | None = None, number: int | None = None):
         """Make the host wait; for what was asked to be waited for, not if it is over."""
-        stream, explicit = stream or self.current, why in ("event", "stream", "device", "pageable copy")
+        stream, asked_for = stream or self.current, why in ("event", "stream", "device")
         number = stream.issued if number is None else number
-        if not explicit or stream.done < number or why == "pageable copy":
+        if stream.done < number or not asked_for:
             self.waits.append(why)
-        if self.refuses and not explicit:
+        if self.refuses and not asked_for and why != "pageable copy":
             raise RuntimeError(f"called a synchronizing CUDA operation ({why})")
         self.reach(stream, number)
 
@@ -210,8 +212,8 @@ class Gpu:
                 base = free.pop()
             else:
                 base = FULL((size,), 255, dtype=torch.uint8)
-        shape, strides, dtype = layout
-        return DeviceTensor.on(base.view(dtype).as_strided(shape, strides), Memory(self, base, stream), layout)
+        raw = base.view(layout[2]).as_strided(*layout[:2])
+        return DeviceTensor.on(raw, Memory(self, base, stream), layout)
 
     def bury(self):
         """Poison what has died: behind all that its stream has been given, and where it was recorded."""
@@ -290,7 +292,7 @@ class DeviceTensor(torch.Tensor):
         self.raw, self.memory, self.form = other.raw, other.memory, other.form
 
     def numpy(self, **_):
-        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy it first.")
+        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
 
     def tolist(self):
         Gpu.now.wait("tolist")
@@ -390,8 +392,10 @@ def run(func, args, kwargs):
     given = [lowered(value, key, name in INDEXING) for value in args]
     named = {word: lowered(value, key, False) for word, value in kwargs.items()}
     if name in INDEXING and any(isinstance(each, (list, torch.Tensor)) for each in given[1]):
-        wait_for_indices(args[1])
-        kind = kind or ("wait" if any(getattr(each, "dtype", None) == torch.bool for each in given[1]) else "")
+        masks = [getattr(each, "dtype", None) == torch.bool for each in given[1]]
+        if any(isinstance(each, list) for each in given[1]) or any(masks):
+            gpu.wait("indices")  # a list goes over, a mask is counted
+        kind = kind or ("wait" if any(masks) else "")
     if kind == "wait":
         gpu.wait(name)
         return tree_map_only(torch.Tensor, filled, func(*given, **named))
@@ -411,13 +415,6 @@ def run(func, args, kwargs):
     return outs if way[0] else outs[0]
 
 
-def wait_for_indices(indices):
-    """Where indices lie on the host, or are bools to be counted, the host waits."""
-    for each in indices:
-        if isinstance(each, list) or getattr(each, "dtype", None) == torch.bool:
-            Gpu.now.wait("indices")
-
-
 def compute(func, given, named, raws):
     results = func(*given, **named)
     for raw, result in zip(raws, [results] if isinstance(results, torch.Tensor) else results):
@@ -435,9 +432,10 @@ def plan(func, given, named):
     if kind_of(func) == "write":
         return results is not None
     outs = [results] if isinstance(results, torch.Tensor) else results
-    storages = [each.untyped_storage()._cdata for each in (*outs[:1], *given[:1]) if isinstance(each, torch.Tensor)]
-    if len(storages) == 2 and storages[0] == storages[1]:
-        return "view"
+    both = *outs[:1], *given[:1]
+    if all(isinstance(each, torch.Tensor) for each in both):
+        if len({each.untyped_storage()._cdata for each in both}) == 1:
+            return "view"
     return outs is results, [layout_of(out) for out in outs]
 
 
@@ -467,11 +465,12 @@ def pinned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy(to, source, non_blocking=False):
-    """Queue a copy. The host waits if it must, or if its side is pageable or not contiguous: then PyTorch makes
-    a pageable copy of that first."""
+    """Queue a copy. The host waits if it must, or if its side is pageable or not contiguous (PyTorch makes a
+    pageable copy of that first)."""
     gpu, upload = Gpu.now, type(to) is DeviceTensor
     host = source if upload else to
-    straight = host.is_contiguous() and to.dtype == source.dtype and to.shape == source.shape and is_pinned(host)
+    alike = to.dtype == source.dtype and to.shape == source.shape
+    straight = alike and host.is_contiguous() and is_pinned(host)
     expanded = source.raw.expand(to.shape) if not upload else source.expand(to.shape)
     if upload and not straight:
         if non_blocking:
@@ -544,13 +543,15 @@ def emulate(schedule: str = "late", seed: int = 0):
     cuda = dict(
         Stream=Stream, Event=Event, stream=on_stream, current_stream=lambda device=None: gpu.current,
         default_stream=lambda device=None: gpu.default, synchronize=gpu.synchronize, _lazy_init=lambda: None,
-        is_available=lambda: True, device_count=lambda: 1, current_device=lambda: 0, set_device=lambda device: None,
+        is_available=lambda: True, device_count=lambda: 1, current_device=lambda: 0,
+        set_device=lambda device: None,
         mem_get_info=lambda device=None: (8 << 30, 8 << 30), get_device_name=lambda device=None: "emulated",
         is_bf16_supported=lambda *_: True, is_initialized=lambda: True, empty_cache=lambda: None,
         set_sync_debug_mode=gpu.set_debug_mode, _sleep=lambda cycles: gpu.put(int, gpu.current),
     )  # fmt: skip
     methods = dict(
-        to=to, cuda=lambda tensor, *_, **options: tensor.to(CUDA, **options), cpu=lambda tensor: tensor.to(CPU),
+        to=to, cuda=lambda tensor, *_, **options: tensor.to(CUDA, **options),
+        cpu=lambda tensor: tensor.to(CPU),
         pin_memory=lambda tensor: pinned(tensor.clone()), is_pinned=is_pinned,
         record_stream=lambda tensor, stream: tensor.memory.recorded.add(stream),
     )  # fmt: skip

@@ -1,18 +1,19 @@
-"""What holds a cache together on a GPU: chapter 03 on the emulated device, with one guard of order taken away.
+"""Guards of order on a GPU: chapter 03 on the emulated device, with one of them taken away.
 
     python -m tests.support.unordered
 
-A document is read, the device forgets it while it is still being copied out, another one takes its blocks, and
-questions about both follow. Each letter is an answer: `.` is chapter 01's, `x` is not.
+A document is read, the device forgets it while it is still being copied out, another one takes its blocks,
+and questions about both follow. Each letter is an answer: `.` is chapter 01's, `x` is not.
 """
 
+import functools
+import io
 import random
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr
 from unittest import mock
 
 import torch
 
-from common import speed
 from common.link import CudaTransfer, Link
 from common.restoring import Cache, Estimates
 
@@ -30,19 +31,19 @@ def hold_nothing(self, lane, transfers, *held, given=(), then=lambda arrived: No
 GUARDS = {
     "wait_event": (
         CudaTransfer, "queue_wait", lambda transfer: True,
-        "The question's rows read K and V of a layer before its copy has brought them."),
+        "Late copies: the question's rows read K and V of a layer before they have arrived."),
     "wait_stream": (
         streams.Stream, "wait_stream", lambda stream, other: None,
-        "A copy out reads blocks before the step has written them: what comes back was never computed."),
+        "(Chapter 04.) States land in memory before queued steps have done with its former owner."),
     "hold": (
         Cache, "hold", hold_nothing,
-        "The next document is written to blocks that a copy out has still to read."),
+        "Late: the next document is written to blocks that a copy out has still to read."),
     "ready": (
         CudaTransfer, "ready", property(lambda transfer: True),  # and nobody waits for its span
-        "Blocks are found in host memory, and free on the device, before the copy has run."),
+        "Late copies: blocks are found in host memory before their copy has written them."),
     "record_stream": (
         torch.Tensor, "record_stream", lambda tensor, stream: None,
-        "Memory that a copy reads or fills is given to the next tensor as soon as its name is gone."),
+        "(Copies of tensors that die.) The next tensor gets memory that a copy has still to read."),
 }  # fmt: skip
 
 
@@ -84,8 +85,9 @@ def measured_before(speed: float = 1e9):
         return speed
 
     compute = lambda estimates: estimates.computing.note(speed, 1.0)  # noqa: E731
-    with mock.patch.object(Link, "measure", measure), mock.patch.object(Estimates, "measure_computing", compute):
-        yield
+    with mock.patch.object(Link, "measure", measure):
+        with mock.patch.object(Estimates, "measure_computing", compute):
+            yield
 
 
 def scene(cache=None, length: int = 70) -> str:
@@ -125,30 +127,31 @@ SCENES = {"record_stream": temporary, "wait_stream": lambda: scene(engines.hidde
 
 
 def table() -> list[tuple]:
-    """-> (guard that is missing, letters by schedule, waits of the host in the questions)."""
-    cases = {"": nullcontext, **{guard: lambda guard=guard: without(guard) for guard in GUARDS}, "pinned memory": pageable}
+    """-> (what is missing, letters by schedule, how often the host waited for pageable memory)."""
+    cases = {"": nullcontext, "pinned memory": pageable}
+    cases |= {guard: functools.partial(without, guard) for guard in GUARDS}
     rows = []
     for case, context in cases.items():
-        answers = []
+        answers, waits = [], 0
         for schedule in streams.SCHEDULES:
             with streams.emulate(schedule) as gpu, context():
                 answers.append(SCENES.get(case, scene)())
-        rows.append((case, answers, sum("pageable" in wait for wait in gpu.waits)))
+                waits += gpu.waits.count("pageable copy")
+        rows.append((case, answers, waits))
     return rows
 
 
 def main():
     torch.set_num_threads(1)
-    speed.BEFORE_LAYER = speed.SPREAD = 0.0
-    with measured_before():
+    with measured_before(), redirect_stderr(io.StringIO()):
         rows = table()
-    print(f"{'without':15}" + "".join(f"{schedule:>13}" for schedule in streams.SCHEDULES) + "   host waits for copies")
+    heads = "".join(f"{schedule:>14}" for schedule in streams.SCHEDULES)
+    print(f"{'without':14}{heads}  waits for copies")
     for case, answers, waits in rows:
-        print(f"{case or '(nothing)':15}" + "".join(f"{letters:>13}" for letters in answers) + f"{waits:8}")
-    print()
+        print(f"{case or '(nothing)':14}" + "".join(f"{letters:>14}" for letters in answers) + f"{waits:8}")
+    print("\npinned memory: the host waits while the driver stages each copy: right, but nothing overlaps.")
     for guard, (*_, why) in GUARDS.items():
         print(f"{guard}: {why}")
-    print("pinned memory: the driver stages each copy, and the host waits for it. Nothing is wrong, and nothing overlaps.")
 
 
 if __name__ == "__main__":
