@@ -14,16 +14,17 @@ from collections import Counter
 
 import torch
 
+from common import speed
 from common.requests import HungUp, Request, Unavailable
-from tests.support import engines
+from tests.support import engines, streams, unordered
 from tests.support.faults import faulty
 
 SALTS = ["", "", "", "b"]
 
 
-def prompts_of(rng: random.Random, documents: int = 4) -> list[list[int]]:
+def prompts_of(rng: random.Random, longest: int, documents: int = 4) -> list[list[int]]:
     """Prompts that share beginnings, of which chapter 01 answers each once."""
-    texts = [engines.draw(rng, rng.randrange(20, 300)) for _ in range(documents)]
+    texts = [engines.draw(rng, rng.randrange(20, longest)) for _ in range(documents)]
     prompts = []
     for _ in range(30):
         text = rng.choice(texts)
@@ -32,15 +33,17 @@ def prompts_of(rng: random.Random, documents: int = 4) -> list[list[int]]:
 
 
 def run(
-    cache, requests: int, seed: int, share=0.05, tell=lambda line: None, make=engines.make, rank=0, until_wrong=False
+    cache, requests: int, seed: int, share=0.05, tell=lambda line: None, make=engines.make, rank=0, until_wrong=False,
+    longest=300, answer=24,
 ):  # fmt: skip
     """Ask `requests` prompts of engines with this Cache -> what happened. On another `rank` the same
-    happens, and other copies fail. `until_wrong`: no more engines behind one that was wrong."""
+    happens, and other copies fail. `until_wrong`: no more engines behind one that was wrong. `longest`, `answer`: tokens
+    of a document and of an answer, at most."""
     model = engines.tiny_model(0, 4) if cache in engines.RUNNERS else None
     oracle, counts, rng, number = engines.Oracle(model), Counter(), random.Random(seed), 0
     while counts["requests"] < requests and not (until_wrong and counts["wrong"] + counts["failed"]):
         if number % 4 == 0:
-            prompts, oracle.known = prompts_of(rng), {}
+            prompts, oracle.known = prompts_of(rng, longest), {}
         number += 1
         size, most = rng.choice((4, 8, 16, 16)), max(len(prompt) for prompt in prompts) + 24
         blocks = -(-most // size) + rng.randrange(1, 20)
@@ -50,10 +53,11 @@ def run(
         faults = random.Random(rng.random() + rank)
         with faulty(faults, failing=share, late=share, noisy=4, delay=rng.choice((0.002, 0.02))):
             for _ in range(2 if until_wrong else min(12, requests // 10 + 1)):
-                burst(engine, rng, prompts, oracle, counts)
+                burst(engine, rng, prompts, oracle, counts, answer)
         engines.settle(engine)
         engines.check_pools(engine)
-        counts["wrong"] += len(engines.wrong_rows(engine))
+        if engine.model.device.type == "cpu":
+            counts["wrong"] += len(engines.wrong_rows(engine))
         counts["failed_steps"] += getattr(engine.runner, "failed", 0)
         for name in ("preemptions", "declined", "failed_restorations", "restored_tokens", "steps"):
             counts[name] += engine.counts[name]
@@ -63,14 +67,14 @@ def run(
     return counts
 
 
-def burst(engine, rng: random.Random, prompts: list, oracle: engines.Oracle, counts: Counter):
+def burst(engine, rng: random.Random, prompts: list, oracle: engines.Oracle, counts: Counter, answer: int):
     """Some requests at once; some are cancelled, in line or under way."""
     if rng.random() < 0.5:
         engine.evict("device")  # also what others may just be saving
     asked = []
     for _ in range(rng.randrange(1, 14)):
         options = dict(cache_salt=rng.choice(SALTS))
-        request = Request(list(rng.choice(prompts)), rng.randrange(1, 24), options=options)
+        request = Request(list(rng.choice(prompts)), rng.randrange(1, answer), options=options)
         request.steps_to_live = rng.randrange(0, 12) if rng.random() < 0.1 else None
         asked.append(request)
         engine.submit(request)
@@ -103,6 +107,15 @@ def planned_files(blocks: int):
     return engines.planned.PlannedCache(blocks, engines.BANDWIDTH, files, plan="RHK")
 
 
+def on_gpu(cache, blocks: int, size: int, **options):
+    """engines.make, with the model on a GPU."""
+    if cache in engines.RUNNERS:
+        model = engines.tiny_model(0, 4, "cuda", on_host=True)
+        options["runner"], cache = engines.hybrid_runner(blocks, size, model=model), None
+        return engines.make(cache, blocks, size, model, **options)
+    return engines.make(cache, blocks, size, engines.tiny_model(0, 2, "cuda"), **options)
+
+
 def main():
     engines.CACHES["planned_files"] = planned_files
     parser = argparse.ArgumentParser(
@@ -111,13 +124,20 @@ def main():
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cache", choices=[*engines.CACHES, *engines.RUNNERS], default="host")
+    parser.add_argument("--emulated", choices=streams.SCHEDULES, help="on an emulated GPU, in this order")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     began, far = time.perf_counter(), engines.Oracle().depends_on_far_context()
     print(f"another early token changes {far:.0%} of the answers", flush=True)
     tell = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
     share = 0.002 if arguments.cache in engines.RUNNERS else 0.05  # a step fails with any of its copies
-    counts = run(arguments.cache, arguments.requests, arguments.seed, share, tell=tell)
+    if arguments.emulated:
+        speed.BEFORE_LAYER = speed.SPREAD = 0.0
+        short = dict(longest=100, answer=7, make=on_gpu)
+        with streams.emulate(arguments.emulated, arguments.seed), unordered.measured_before():
+            counts = run(arguments.cache, arguments.requests, arguments.seed, share, tell=tell, **short)
+    else:
+        counts = run(arguments.cache, arguments.requests, arguments.seed, share, tell=tell)
     print(f"{arguments.cache}, seed {arguments.seed}, {time.perf_counter() - began:.0f} s: "
           + ", ".join(f"{count} {name}" for name, count in sorted(counts.items())))  # fmt: skip
     restored, preempted = (counts[name] / counts["requests"] for name in ("restored", "preemptions"))
