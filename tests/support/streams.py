@@ -39,6 +39,7 @@ from torch.utils._pytree import tree_map_only
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 SCHEDULES = "late", "early", "late copies", "late compute", "random"
+LATE = 0.05  # seconds that a thread waits before what it waits for is run
 
 # 1. Streams, and who runs next -----------------------------------------------------------------
 
@@ -105,6 +106,7 @@ class Gpu:
     def __init__(self, schedule: str, seed: int):
         Gpu.now = self
         self.schedule, self.rng, self.lock = schedule, random.Random(f"{schedule} {seed}"), threading.RLock()
+        self.thread = threading.get_ident()
         self.own, self.busy = threading.local(), {}  # of each thread; streams that have something queued
         self.default, self.allocator = Stream(), Stream()
         self.copies, self.errors, self.dead, self.free = [], [], deque(), defaultdict(list)
@@ -182,6 +184,8 @@ class Gpu:
             self.waits.append(why)
         if self.refuses and not asked_for and why != "pageable copy":
             raise RuntimeError(f"called a synchronizing CUDA operation ({why})")
+        if threading.get_ident() != self.thread and self.schedule != "early":
+            time.sleep(LATE)  # so that what waits on a thread hurries no copy
         self.reach(stream, number)
 
     def ask(self, stream: Stream, number: int) -> bool:
