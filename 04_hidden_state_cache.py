@@ -84,9 +84,10 @@ class BlockStore:
         self.cache, self.name, self.storage = cache, name, cache.storage
         self.pool = paged.BlockPool(blocks, size)
         self.pool.evicting = self.evicting
-        memory = partial(links.host_memory, dtype=model.dtype, device=model.device, what="The host pool")
-        self.layers = [layer for layer, _ in rows]
-        self.parts = [memory((blocks, size, width)) for _, width in rows]
+        self.layers, numbers = [layer for layer, _ in rows], blocks * size * sum(width for _, width in rows)
+        memory = links.host_memory([numbers], model.dtype, model.device, "The host pool")
+        parts = memory.split([blocks * size * width for _, width in rows])
+        self.parts = [part.view(blocks, size, width) for part, (_, width) in zip(parts, rows)]
         self.arrays = [links.as_integers(part) for part in self.parts]  # for NumPy
         self.row_bytes = sum(width for _, width in rows) * model.dtype.itemsize
         self.pool.block_bytes = size * self.row_bytes
