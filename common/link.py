@@ -9,9 +9,10 @@
 
 With CUDA a lane is a stream. A copy begins only after everything that was queued to compute when it was
 issued: so a load cannot overwrite what queued work still reads, and a copy out sees what queued work still
-writes. That is the first half of the contract; the second is the caller's: no memory of a transfer may be
-used for anything else before `ready`. A piece costs some 8 us, however small, so blocks travel as one: they
-are put together in pinned memory, and the lane's stream puts them where they belong.
+writes. That is the first half of the contract; the second is the caller's (`Cache.hold`): no memory of a
+transfer may be used for anything else before `ready`. A piece costs some 8 us, however small, so blocks
+travel as one: inwards this thread puts them together in pinned memory, and the lane's stream into their
+blocks; outwards the stream puts them together, and the lane's thread into theirs.
 
 Without CUDA both memories are ordinary memory, and the link is a model: a thread copies at once, and then
 sleeps until the modelled bandwidth says that the copy has arrived. Sleeping takes no processor time, so what
@@ -86,10 +87,6 @@ class Transfer:
 
 class CudaTransfer(Transfer):
     """`start` and `end` are events on the lane's stream; an error is one of issuing the copy."""
-
-    def __init__(self, lane: str, label: str, size: int, clock):
-        super().__init__(lane, label, size)
-        self.clock = clock
 
     @property
     def ready(self) -> bool:
@@ -231,7 +228,8 @@ class Link(Lane):
         size = sum(len(places.to) * piece[0].nbytes if places else piece.nbytes for piece in dst)
         if self.modelled:
             return self.submit(label, size, move, dst, src, places, bandwidth=self.bandwidth)
-        transfer, staged = CudaTransfer(self.name, label, size, self.clock), []
+        transfer, staged = CudaTransfer(self.name, label, size), []
+        transfer.clock = self.clock
         self.stream.wait_stream(torch.cuda.current_stream())   # behind what is queued to compute now
         with torch.cuda.stream(self.stream):
             transfer.start = self.clock.mark()
