@@ -162,12 +162,15 @@ def test_a_match_looks_at_the_nodes_on_its_path_only():
 
 # 2. Going down ---------------------------------------------------------------------------------
 
-def test_write_through_selective_counts_requests_that_come_together():
-    shelf, prompt = Shelf(), draw(random.Random(0), 100)
-    with engine_on(shelf, write="write_through_selective") as engine:
-        engine.generate([Request([*prompt, number], 2) for number in range(3)])
+@pytest.mark.parametrize("together", [True, False])
+def test_write_through_selective_counts_requests_that_come_together_and_a_preempted_one_once(together):
+    shelf, rng = Shelf(), random.Random(0)
+    with engine_on(shelf, write="write_through_selective", blocks=40 if together else 14) as engine:
+        prompt, engine.token_budget = draw(rng, 100), 512 if together else 3
+        alone = [Request(draw(rng, 31), 60), Request(draw(rng, 150), 4)]
+        engine.generate([Request([*prompt, number], 2) for number in range(3)] if together else alone)
         settle(engine)
-        assert len(shelf) == 6
+        assert len(shelf) == (6 if together else 0) and bool(engine.counts["preemptions"]) != together
 
 
 def test_write_back_writes_what_is_evicted_and_nothing_else():
@@ -241,15 +244,6 @@ def test_a_page_that_storage_has_is_not_dirty_when_it_was_computed_again(write):
         assert right(engine, prompt).found == {}
         evict(engine)
         assert not engine.counts["dirty_evicted"] + engine.counts["storage_pages_written"]
-
-
-def test_a_request_that_is_preempted_is_no_second_one():
-    shelf, rng = Shelf(), random.Random(0)
-    with engine_on(shelf, write="write_through_selective", blocks=14) as engine:
-        engine.token_budget = 3
-        engine.generate([Request(draw(rng, 31), 60), Request(draw(rng, 150), 4)])
-        settle(engine)
-        assert engine.counts["preemptions"] and not len(shelf)
 
 
 def test_a_copy_out_that_was_not_begun_is_begun_later_and_leaves_no_gap():
@@ -348,22 +342,31 @@ def test_the_guard_does_not_wait_for_storage_that_is_slower_than_computing():
         assert request.found == {} and "storage" in words and "computed" in words
 
 
+@contextmanager
+def in_line(engine, prompt: list[int]):
+    """-> a request that stands in line until the end of the block, and is then answered rightly."""
+    engine.max_running = 0
+    engine.submit(request := Request(prompt, 4))
+    engine.step()
+    yield request
+    engine.max_running = 64
+    until_over(engine, request)
+    assert ORACLE.judge(request) != "wrong"
+
+
 def test_who_stands_in_line_finds_what_another_engine_has_written_meanwhile(monkeypatch):
     monkeypatch.setattr(tiers, "AGAIN", 0.0)
     shelf, prompt = Shelf(), draw(random.Random(0), 200)
     with engine_on(shelf, "best_effort") as engine, engine_on(shelf) as other:
-        engine.max_running = 0  # it stands in line
-        engine.submit(request := Request(prompt, 4))
-        while not (request.kept and request.kept.answered):
-            engine.step()
-        right(other, prompt)
-        settle(other)
-        for _ in range(500):
-            if len(engine.cache.host.block_of) < 12:
+        with in_line(engine, prompt) as request:
+            while not request.kept.answered:
                 engine.step()
-        engine.max_running = 64
-        until_over(engine, request)
-        assert request.found == {"storage": 192} and ORACLE.judge(request) != "wrong"
+            right(other, prompt)
+            settle(other)
+            for _ in range(500):
+                if len(engine.cache.host.block_of) < 12:
+                    engine.step()
+        assert request.found == {"storage": 192}
 
 
 def slower(function, seconds: float):
@@ -421,14 +424,10 @@ def test_both_ends_uses_what_came_though_host_memory_had_no_place_for_all():
     with engine_on(shelf) as engine:
         right(engine, prompt)
     with engine_on(shelf, "both_ends", host=20) as engine:
-        engine.max_running = 0  # it stands in line
-        engine.submit(request := Request(prompt, 4))
-        engine.step()
-        while not request.kept.ended:
-            engine.step()
-        engine.max_running = 64
-        until_over(engine, request)
-        assert request.found == {"storage": 320} and ORACLE.judge(request) != "wrong"
+        with in_line(engine, prompt) as request:
+            while not request.kept.ended:
+                engine.step()
+        assert request.found == {"storage": 320}
 
 
 def test_nobody_waits_for_storage_once_the_device_has_it():
@@ -503,13 +502,14 @@ def test_what_storage_says_too_late_is_not_read():
         assert request.found == {} and not shelf.asked
 
 
-def test_storage_that_has_lost_a_page_has_answered():
+@pytest.mark.parametrize("answer, silent", [(None, True), ([], True), ([5, 5], True), ([None], False)])
+def test_an_answer_without_its_page_doubts_that_and_one_that_is_none_is_silence(answer, silent):
     with opened(shelf := Shelf()) as (storage, keys, places):
-        get = shelf.get
-        for shelf.get, words, silent in (None, None, True), (get, "missing", False):
-            with pytest.raises(TransferError, match=words):
-                storage.get(keys[:1], places[:1]).wait()
-            assert storage.silent == silent
+        storage.set(keys, places).wait(60)
+        shelf.get = lambda keys: answer
+        with pytest.raises(TransferError, match=None if silent else "missing"):
+            storage.get(keys[:1], places[:1]).wait(60)
+        assert storage.doubted == set(keys[:1]) and storage.silent == silent
 
 
 def test_what_storage_lacks_is_not_read_when_it_has_left_host_memory_meanwhile():
@@ -759,28 +759,6 @@ def test_what_is_used_on_the_device_is_not_the_oldest_in_storage(kind, tmp_path)
     assert ask(engine, hot, 4).cached_tokens > 100, "it was used last"
     assert ask(engine, one).found == {}, "it was used once"
     engine.close()
-
-
-@pytest.mark.parametrize("answer", [[], [5, 5], None])
-def test_an_answer_that_is_none_of_values_doubts_all_that_was_asked(answer):
-    with opened(shelf := Shelf()) as (storage, keys, places):
-        storage.set(keys, places).wait(60)
-        shelf.get = lambda keys: answer
-        with pytest.raises(TransferError):
-            storage.get(keys, places).wait(60)
-        assert storage.doubted == set(keys)
-
-
-def test_a_value_that_is_gone_makes_storage_look_what_else_is(tmp_path):
-    with opened(backends.Directory(f"file:{tmp_path}")) as (storage, keys, places):
-        storage.set(keys, places).wait(60)
-        assert storage.has(keys)
-        for path in list(tmp_path.glob("*.page"))[1:]:
-            path.unlink()
-        gone = [at for at in range(3) if not (tmp_path / f"{keys[at].hex()}.page").exists()]
-        with pytest.raises(TransferError):
-            storage.get([keys[gone[0]]], places[:1]).wait(60)
-        assert [storage.has([key]) for key in keys].count(True) == 1 and not storage.silent
 
 
 @FILES
