@@ -464,6 +464,11 @@ def test_a_trace_changes_its_speed_in_the_middle_of_a_read():
         assert trace.arrival(start - LATENCY, size) == pytest.approx(arrival)
     assert trace.arrival(0, 11_000) == pytest.approx(200, rel=1e-3), "100 times through both"
     assert Bandwidth(10.0).arrival(1.0, 20) == pytest.approx(3.0, rel=1e-4)
+    trace.began = time.perf_counter() - 0.5e-3
+    trace.seconds = 60.0
+    assert trace.value == 100.0
+    trace.began -= 60.0
+    assert trace.value == 10.0 == trace.measure()
 
 
 def test_reads_are_charged_back_to_back_and_those_that_were_called_off_neither_charged_nor_done():

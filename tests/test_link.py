@@ -12,7 +12,7 @@ import weakref
 import pytest
 import torch
 from conftest import ROOT
-from support.engines import both_ends, tiny_model
+from support.engines import tiny_model
 
 from common import link as links
 from common.link import LATENCY, Bandwidth, Lane, Link, TransferError
@@ -281,13 +281,6 @@ def test_what_is_printed_says_that_it_is_modelled_and_how_it_was_calibrated(proj
     said = str(make(LikeA100(tiny_model())))
     assert said.startswith("modelled link, ") and "as for an A100" in said and "512 tokens" in said
     assert "take 3 ms a layer" in said and "restoring them 4 ms" in said
-
-
-def test_a_trace_says_how_fast_it_is_now(monkeypatch):
-    trace = both_ends.Trace([1e6, 2e6], 60.0)
-    assert trace.value == 1e6
-    trace.began -= 60.0
-    assert trace.value == 2e6 == Link("load", Clock("cpu"), trace).measure()
 
 
 def test_the_speed_is_measured_unless_one_is_asked_for():

@@ -54,16 +54,12 @@ def test_the_fastest_of_the_last_passes_counts():
 
 @pytest.mark.parametrize("slowness", [
     lambda layer: 1.0, lambda layer: 1.0 if layer % 5 == 0 else 3.0, lambda layer: 9.0 if layer < 4 else 1.0,
-], ids=["alone", "beside a busy process", "at first"])  # fmt: skip
+    lambda layer: 0.1 if layer == 1 else 1.0,
+], ids=["alone", "beside a busy process", "at first", "the first one touches memory"])  # fmt: skip
 def test_one_undisturbed_layer_is_enough(monkeypatch, slowness):
     machine = Machine(monkeypatch, slowness)
     assert fastest_layer(machine.forward, machine.device) == pytest.approx(LAYER)
     assert machine.layers <= 12, "and it ends soon"
-
-
-def test_the_first_layer_touches_memory_and_does_not_count(monkeypatch):
-    machine = Machine(monkeypatch, lambda layer: 0.1 if layer == 1 else 1.0)
-    assert fastest_layer(machine.forward, machine.device) == pytest.approx(LAYER)
 
 
 def test_passes_are_spread_over_a_while_and_somebody_who_comes_ends_them(monkeypatch):

@@ -3,9 +3,6 @@
 import importlib
 import os
 import random
-import signal
-import subprocess
-import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -14,7 +11,6 @@ from functools import partial
 import numpy
 import pytest
 import torch
-from conftest import ROOT
 from support import engines, traffic
 from support.engines import Oracle, ask, check_pools, draw, evict, make, settle, tiered, tiers, until_over
 from support.faults import faulty
@@ -761,6 +757,17 @@ def test_what_is_used_on_the_device_is_not_the_oldest_in_storage(kind, tmp_path)
     engine.close()
 
 
+def test_a_value_that_is_gone_makes_storage_look_what_else_is(tmp_path):
+    with opened(backends.Directory(f"file:{tmp_path}")) as (storage, keys, places):
+        storage.set(keys, places).wait(60)
+        for path in list(tmp_path.glob("*.page"))[1:]:
+            path.unlink()
+        gone = next(key for key in keys if not (tmp_path / f"{key.hex()}.page").exists())
+        with pytest.raises(TransferError):
+            storage.get([gone], places[:1]).wait(60)
+        assert [storage.has([key]) for key in keys].count(True) == 1 and not storage.silent
+
+
 @FILES
 def test_files_that_are_gone_are_learned_of_at_once_and_written_again(kind, tmp_path):
     prompt = draw(random.Random(0), 300)
@@ -836,32 +843,6 @@ def test_what_cannot_be_used_is_one_sentence_without_secrets(url, words):
     with pytest.raises(ModelError, match=words) as raised:
         backends.open_backend(url)
     assert "secret" not in str(raised.value)
-
-
-FILL = """
-import os, random, sys
-from tests.support.engines import ask, draw, make, settle, tiered
-from shell.backends import open_backend
-engine = make(tiered(40, "wait_complete", "write_through", open_backend("file:" + sys.argv[1])), 40)
-rng = random.Random(0)
-print("ready", flush=True)
-while True:
-    ask(engine, draw(rng, 200), 2)
-    settle(engine)  # what is not written in time is not kept
-    engine.evict("device")
-"""
-
-
-def test_after_kill_9_another_process_reads_what_is_whole(tmp_path):
-    rng = random.Random(0)
-    with subprocess.Popen([sys.executable, "-c", FILL, tmp_path], cwd=ROOT, stdout=subprocess.PIPE) as process:
-        process.stdout.readline()
-        until = time.monotonic() + 60
-        while len(list(tmp_path.glob("*.page"))) < 39 and time.monotonic() < until:
-            time.sleep(0.01)
-        os.kill(process.pid, signal.SIGKILL)
-    with engine_on(backends.open_backend(f"file:{tmp_path}")) as engine:
-        assert [right(engine, draw(rng, 200)).found.get("storage", 0) for _ in range(3)][:2] == [192, 192]
 
 
 def test_traffic_on_storage_that_two_engines_share():
