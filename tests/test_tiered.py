@@ -769,27 +769,8 @@ def test_a_value_that_is_gone_makes_storage_look_what_else_is(tmp_path):
 
 
 @FILES
-def test_files_that_are_gone_are_learned_of_at_once_and_written_again(kind, tmp_path):
-    prompt = draw(random.Random(0), 300)
-    ask(engine := make(cache_on(kind, tmp_path, 1.0), 60), prompt)
-    engine.close()  # and what is on its way gets there
-    engine = make(cache_on(kind, tmp_path, 1.0), 60)
-    assert ask(engine, prompt).cached_tokens == (256 if kind == "both" else 288)
-    for path in list(tmp_path.glob("*.page")):
-        path.unlink()
-    forget(engine)
-    assert ORACLE.judge(ask(engine, prompt, 4)) != "wrong"
-    settle(engine)
-    forget(engine)
-    request = ask(engine, prompt, 4)
-    assert request.cached_tokens >= 256 and ORACLE.judge(request) != "wrong"
-    assert engine.counts["failed_restorations"] <= 1
-    engine.close()
-
-
-@FILES
-@pytest.mark.parametrize("damage", ["flipped", "cut", "empty", "another", "gone"])
-def test_a_damaged_file_is_never_used_and_is_written_again(kind, damage, tmp_path):
+@pytest.mark.parametrize("damage", ["flipped", "cut", "empty", "another", "gone", "all gone"])
+def test_a_damaged_file_is_never_used_and_all_that_are_gone_are_written_again(kind, damage, tmp_path):
     prompt, rng, whole = draw(random.Random(0), 300), random.Random(f"{kind} {damage}"), 256 if kind == "both" else 288
     ask(engine := make(cache_on(kind, tmp_path, 1.0), 60), prompt, 1)
     engine.close()
@@ -800,14 +781,15 @@ def test_a_damaged_file_is_never_used_and_is_written_again(kind, damage, tmp_pat
     engine.cache.match(request)  # which finds the file
     flipped = good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :]
     path.write_bytes(dict(flipped=flipped, cut=good[:100], another=other.read_bytes()).get(damage, b""))
-    if damage == "gone":
-        path.unlink()
+    for gone in dict.fromkeys([path] * (damage == "gone") + [*tmp_path.glob("*.page")] * (damage == "all gone")):
+        gone.unlink()
     engine.generate([request])
     assert ORACLE.judge(request) != "wrong" and request.cached_tokens < whole
     settle(engine)
     forget(engine)
     request = ask(engine, prompt + [3], 4)
     assert ORACLE.judge(request) != "wrong" and request.cached_tokens == whole, "what was computed again replaces it"
+    assert engine.counts["failed_restorations"] <= 1, "it is learned of at once"
     settle(engine)
     check_pools(engine)
     engine.close()
