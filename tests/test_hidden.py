@@ -259,11 +259,6 @@ def test_a_block_of_which_a_part_is_not_there_is_not_offered():
     assert found(restart(storage), PROMPT) in range(0, 144, 16)
 
 
-def test_what_is_there_is_projected_before_a_later_layer_is_waited_for():
-    said = engines.steps_of(restart(saved()), PROMPT + [3])
-    assert said == ["project 0", "part 0", "layer 1", "project 1", "part 1", "layer 2", "project 2"]
-
-
 def test_nothing_is_written_behind_a_block_that_was_not(monkeypatch, tmp_path):
     """Here since too many wait to be written."""
     storage, write, calls = chunk_files(tmp_path), StoredChunks.write, iter(range(99))

@@ -124,7 +124,7 @@ def test_one_bad_sample_decides_nothing(monkeypatch):
     assert machine.loads()
 
 
-def test_a_machine_that_was_busy_from_the_start_and_is_quiet_now(monkeypatch):
+def test_a_machine_that_was_busy_from_the_start_is_quiet_and_is_busy_again(monkeypatch):
     monkeypatch.setattr(Changing, "computing", 3.0)  # as it is measured, and believed
     machine = Changing(monkeypatch, loading=1.5)
     machine.rest()
@@ -133,12 +133,8 @@ def test_a_machine_that_was_busy_from_the_start_and_is_quiet_now(monkeypatch):
     machine.prefill(1.0)
     machine.rest()
     assert not machine.loads(), "one prompt has said how fast it is"
-
-
-def test_a_machine_that_was_quiet_and_is_busy_now(monkeypatch):
-    machine = Changing(monkeypatch, loading=1.5)
     machine.rest()
-    machine.busy = 3.0
+    machine.busy = 1.0
     assert not machine.loads(), "as believed until now"
     machine.rest()
     assert machine.loads()
