@@ -12,7 +12,7 @@ from support import engines
 from support.engines import Oracle, ask, both_ends, check_pools, draw, evict, make, settle
 
 from common import store
-from common.link import LATENCY, Bandwidth, Lane, Transfer, TransferError
+from common.link import LATENCY, Bandwidth, Transfer, TransferError
 from common.requests import HungUp, Request
 from common.store import StoredChunks
 
@@ -199,18 +199,6 @@ def test_what_a_late_read_writes_is_read_by_nobody():
     finish(engine, storage, request)
 
 
-def test_a_read_that_is_called_off_before_it_begins_is_never_done():
-    release, done = Transfer("", ""), []
-    lane = Lane("storage", wake=lambda: release.wait(10))
-    first, second, third = (lane.submit("", 0, done.append, number) for number in range(3))
-    first.wait(10)
-    second.cancel()
-    release.finish(0.0, 0.0)
-    third.wait(10)
-    assert done == [0, 2] and "cancelled" in str(second.error)
-    lane.close()
-
-
 # 2. How much of a step -------------------------------------------------------------------------
 
 def slow_prefill(engine, storage, ratio: float):
@@ -299,21 +287,7 @@ def test_leftover_takes_only_what_others_leave():
     assert request.found["storage"] >= 192
 
 
-def test_leftover_computes_when_storage_is_late():
-    engine, cache, storage = engine_for(budget=64, leftover=True)
-    other = submit(engine, draw(random.Random(1), 300), 2)
-    engine.step()
-    request = submit(engine)
-    engine.step()
-    assert request.computed == 0
-    request.restoration.deadline = 0.0
-    for _ in range(12):
-        engine.step()
-    assert request.computed > 0
-    finish(engine, storage, request, other)
-
-
-def test_a_share_of_nothing_only_loads():
+def test_a_share_of_nothing_only_loads_unless_storage_is_late():
     engine, cache, storage = engine_for(share=0.0)
     request = submit(engine)
     for _ in range(3):
@@ -322,6 +296,14 @@ def test_a_share_of_nothing_only_loads():
     storage.deliver(6)
     finish(engine, storage, request)
     assert request.found == {"storage": 384} and request.timeline.plan["rows"] == [["chunks", "LLLLLL"]]
+    evict(engine)
+    request = submit(engine)
+    engine.step()
+    assert request.computed == 0
+    request.restoration.deadline = 0.0
+    engine.step()
+    assert request.computed > 0
+    finish(engine, storage, request)
 
 
 # 3. What is kept -------------------------------------------------------------------------------
@@ -482,15 +464,22 @@ def test_a_trace_changes_its_speed_in_the_middle_of_a_read():
         assert trace.arrival(start - LATENCY, size) == pytest.approx(arrival)
     assert trace.arrival(0, 11_000) == pytest.approx(200, rel=1e-3), "100 times through both"
     assert Bandwidth(10.0).arrival(1.0, 20) == pytest.approx(3.0, rel=1e-4)
+    trace.began = time.perf_counter() - 0.5e-3
+    trace.seconds = 60.0
+    assert trace.value == 100.0
+    trace.began -= 60.0
+    assert trace.value == 10.0 == trace.measure()
 
 
-def test_reads_are_charged_back_to_back_and_those_that_were_called_off_not_at_all():
-    storage, value = both_ends.ModelledStorage(1e9, 1.0), numpy.zeros(8000, "u1")  # hours
+def test_reads_are_charged_back_to_back_and_those_that_were_called_off_neither_charged_nor_done():
+    storage, value = both_ends.ModelledStorage(1e9, 1.0), numpy.ones(8000, "u1")  # hours
     storage.open(lambda: None)
     storage.write([b"1"], [value])
-    reads = [storage.get([b"1"], [value]) for _ in range(4)]
+    places = [numpy.zeros_like(value) for _ in range(4)]
+    reads = [storage.get([b"1"], [place]) for place in places]
     reads[2].cancel()
     storage.close()  # what the model has on its way arrives now
+    assert [place.any() for place in places] == [True, True, False, True] and "cancelled" in str(reads[2].error)
     spans = [read.span() for read in reads]
     for (start, end), seconds in zip(spans, [LATENCY + 8000, LATENCY + 8000, 0, LATENCY + 8000]):
         assert end - start == pytest.approx(seconds, abs=1e-6)

@@ -171,19 +171,6 @@ def test_of_equal_requests_at_once_the_first_may_hang_up(cache):
     check_pools(engine)
 
 
-def test_requests_at_once_share_a_beginning(cache):
-    engine, rng = engine_for(cache, 80), random.Random(3)
-    document = draw(rng, 170)
-    asked = [Request(document[: rng.randrange(60, 170)] + draw(rng, 20), 8) for _ in range(12)]
-    engine.generate(asked)
-    evict(engine)
-    again = [Request(request.tokens[: request.prompt_tokens], 8) for request in asked]
-    engine.generate(again)
-    assert_equal(*asked, *again)
-    settle(engine)
-    check_pools(engine)
-
-
 def test_thirty_questions_about_one_document_bring_it_back_once(cache):
     engine, rng = engine_for(cache, 160), random.Random(4)
     document = draw(rng, 256)

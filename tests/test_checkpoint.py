@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from support.engines import baseline
 
 from common.requests import Request
-from shell import checkpoint, random_models
+from shell import checkpoint
 from shell.reference import reference_model
 
 
@@ -141,31 +141,25 @@ def test_a_multi_line_error_of_the_tokenizer_becomes_one_line(folder, monkeypatc
     assert "this" in refusal(folder)
 
 
-def test_the_tokenizer_is_that_of_its_file_whatever_class_is_named(folder):
+def test_the_tokenizer_is_that_of_its_file_whatever_class_is_named_and_code_that_comes_with_it_never_runs(
+    folder, monkeypatch
+):
     from transformers import AutoTokenizer
 
-    text, auto = "Grüße, what is a KV cache?", AutoTokenizer.from_pretrained(folder)
-    change_json(folder / "tokenizer_config.json", tokenizer_class="LlamaTokenizerFast")
-    ours = checkpoint.read_tokenizer(folder)
-    assert ours.encode(text) == auto.encode(text) and ours.eos_token_id == auto.eos_token_id
-    assert ours.chat_template == auto.chat_template
-
-
-def test_a_tokenizer_that_brings_code_never_runs_it(folder, monkeypatch):
-    marker = folder / "marker"
+    text, auto, marker = "Grüße, what is a KV cache?", AutoTokenizer.from_pretrained(folder), folder / "marker"
     (folder / "code.py").write_text(
         "from transformers import PreTrainedTokenizerFast\n\n\nclass T(PreTrainedTokenizerFast):\n"
         f"    open({str(marker)!r}, 'w').close()\n"
     )
-    change_json(
-        folder / "tokenizer_config.json", auto_map=dict(AutoTokenizer=[None, "code.T"]), tokenizer_class="T"
-    )
     monkeypatch.setattr(builtins, "input", lambda *_: "y")
-    try:
-        checkpoint.load(str(folder), device="cpu")
-    except checkpoint.ModelError as error:
-        assert "\n" not in str(error)
-    assert not marker.exists()
+    for fields in dict(tokenizer_class="LlamaTokenizerFast"), dict(
+        tokenizer_class="T", auto_map=dict(AutoTokenizer=[None, "code.T"])
+    ):
+        change_json(folder / "tokenizer_config.json", **fields)
+        ours = checkpoint.read_tokenizer(folder)
+        assert ours.encode(text) == auto.encode(text) and ours.eos_token_id == auto.eos_token_id
+        assert ours.chat_template == auto.chat_template
+    assert checkpoint.load(str(folder), device="cpu")[0].digest and not marker.exists()
 
 
 def test_an_unknown_dtype_or_device_and_cuda_where_there_is_none_are_refused(tiny_folder, monkeypatch):
@@ -298,27 +292,16 @@ def test_end_tokens_come_from_all_who_name_them_and_dtype_auto_is_float32_on_a_c
 
 # Random models ---------------------------------------------------------------------------------
 
-def test_a_random_model_is_the_same_each_time_and_in_bfloat16_the_rounded_one():
-    first, again, rounded = (
-        checkpoint.load("random:tiny", dtype, "cpu")[0].weights() for dtype in ("float32", "float32", "bfloat16")
+def test_a_random_model_is_the_same_each_time_in_bfloat16_the_rounded_one_and_has_a_tokenizer():
+    (model, tokenizer, end_tokens), again, rounded = (
+        checkpoint.load("random:tiny", dtype, "cpu") for dtype in ("float32", "float32", "bfloat16")
     )
-    assert all(torch.equal(tensor, again[name]) for name, tensor in first.items())
-    assert all(torch.equal(tensor.bfloat16(), rounded[name]) for name, tensor in first.items())
-    assert all(tensor.std() > 0 for name, tensor in first.items() if not name.endswith("norm.weight"))
-
-
-def test_a_random_model_has_a_tokenizer_and_an_end():
-    model, tokenizer, end_tokens = checkpoint.load("random:tiny", device="cpu")
-    assert end_tokens == {tokenizer.eos_token_id} == {1}
-    assert len(tokenizer) == model.config.vocab_size
+    for name, tensor in model.weights().items():
+        assert torch.equal(tensor, again[0].weights()[name])
+        assert torch.equal(tensor.bfloat16(), rounded[0].weights()[name])
+        assert tensor.std() > 0 or name.endswith("norm.weight")
+    assert end_tokens == {tokenizer.eos_token_id} == {1} and len(tokenizer) == model.config.vocab_size
     assert tokenizer.decode(tokenizer.encode("naïve 🙂\n")) == "naïve 🙂\n"
-
-
-@pytest.mark.parametrize("name", random_models.GEOMETRIES)
-def test_every_geometry_is_sound(name):
-    config = random_models.random_config(f"random:{name}")
-    assert config.head_dim * config.num_attention_heads == config.hidden_size
-    assert config.num_attention_heads % config.num_key_value_heads == 0
 
 
 # A process of its own --------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support import engines
-from support.engines import ask, ask_and_evict, check_pools, draw, evict, make, paged, settle, tiny_model
+from support.engines import ask, ask_and_evict, check_pools, draw, make, paged, settle, tiny_model
 
 from common import restoring
 from common.link import Transfer, TransferError
@@ -162,18 +162,13 @@ def comes_back_beside(engine) -> tuple[Request, Request]:
     return other, back
 
 
-def test_a_pause_lets_others_have_a_step():
+def test_a_pause_lets_others_have_a_step_and_alone_nobody_pauses():
     engine = make(cache := Portions())
     other, back = comes_back_beside(engine)
     engines.until_over(engine, other, back)
     assert cache.seen[0] <= cache.seen[1] < cache.seen[2], "others got a token between two portions"
     assert ORACLE.judge(back) == ORACLE.judge(other) == "equal" and back.found == {"rows": 205}
-
-
-def test_alone_nobody_pauses():
-    engine = make(cache := Portions())
-    assert again(engine, PROMPT).found == {"rows": 205}
-    assert cache.seen == [0, 0, 0]
+    assert again(engine, PROMPT).found == {"rows": 207} and cache.seen == [0, 0, 0]
 
 
 def test_rows_of_compute_are_bounded_by_the_budget_of_a_step():
@@ -229,17 +224,11 @@ class FailingRunner(paged.Runner):
         return batch, logits
 
 
-def test_a_step_that_fails_is_run_again():
+def test_a_step_that_fails_is_run_again_and_the_third_time_ends_its_requests_with_503():
     engine = make(runner=(runner := FailingRunner(tiny_model(), 64)), cache=engines.offload.HostCache(64, 2e9))
-    runner.failures = 2
-    assert ORACLE.judge(ask(engine, PROMPT)) == "equal"
-    runner.failures = 2
-    evict(engine)
-    assert ORACLE.judge(ask(engine, PROMPT + [4, 4])) == "equal"
-
-
-def test_a_step_that_fails_three_times_ends_its_requests_with_503():
-    engine = make(runner=(runner := FailingRunner(tiny_model(), 64)))
+    for prompt in PROMPT, PROMPT + [4, 4]:
+        runner.failures = 2
+        assert ORACLE.judge(ask_and_evict(engine, prompt)) == "equal"
     asked = [Request(PROMPT, 4), Request([3, 4, 5], 4)]
     for request in asked:
         engine.submit(request)
@@ -249,6 +238,7 @@ def test_a_step_that_fails_three_times_ends_its_requests_with_503():
     assert all("out of luck" in str(request.outcome) for request in asked)
     assert Unavailable.status == 503
     assert ORACLE.judge(ask(engine, PROMPT)) == "equal"
+    settle(engine)
     check_pools(engine)
 
 

@@ -240,15 +240,12 @@ def test_generated_traffic():
 
 # 5. Costs --------------------------------------------------------------------------------------
 
-def test_decode_steps_say_what_they_cost():
+def test_decode_steps_say_what_they_cost_and_their_timeline_what_came_and_what_was_computed():
     engine = hybrid.ready(Plan(0, 0, 45, 45, 0), MODEL, BANDWIDTH, 4 * [64])
     engine.step()
     blocks, rebuild, forward = engine.runner.cost()
     assert blocks == 4 * 4 and rebuild > 0 and forward > 0
-
-
-def test_the_timeline_of_a_step_has_what_came_and_what_was_computed():
-    taken, timeline = hybrid.one_step(hybrid.ready(Plan(0, 0, 45, 45, 0), MODEL, BANDWIDTH, 4 * [64]))
+    taken, timeline = hybrid.one_step(engine)
     assert {span.label[0] for span in timeline.spans if span.lane == "load"} >= set("aw")
     assert {span.label[0] for span in timeline.spans if span.lane == "compute"} >= set("rf")
     assert timeline.end <= taken

@@ -1,7 +1,6 @@
 """Chapter 03: what is copied to host memory and when, and how it comes back."""
 
 import random
-import threading
 
 import pytest
 from support import engines
@@ -259,6 +258,7 @@ def test_a_copy_out_that_would_take_longer_than_its_blocks_may_be_held_is_not_be
     ask(engine, PROMPT)
     assert engine.counts["swap_outs"] == 6 and cache.save_link.seconds(0) > 60
     engine.close()
+    assert not cache.save_link.thread.is_alive() and cache.load_link.closed.is_set()
     settle(engine)
     assert kept(engine, PROMPT) == 6, "what is on its way when the links are closed arrives at once"
 
@@ -292,14 +292,3 @@ def test_a_link_that_was_slow_while_the_processor_was_busy_is_measured_again():
     ask(engine, PROMPT + PROMPT)
     assert kept(engine, PROMPT) == 6
     engine.close()
-
-
-def test_closing_the_engine_ends_the_threads_of_both_links():
-    before = set(threading.enumerate())
-    engine = make("host")
-    ask_and_evict(engine, PROMPT)
-    ask(engine, PROMPT)
-    threads = set(threading.enumerate()) - before
-    assert len(threads) == 2
-    engine.close()
-    assert not any(thread.is_alive() for thread in threads)

@@ -104,12 +104,9 @@ def test_parts_read_from_files_make_up_the_model(count):
     assert torch.equal(heads, whole.embedding)
 
 
-def test_what_does_not_divide_is_refused_in_a_sentence():
+def test_what_does_not_divide_and_too_few_gpus_are_refused_in_a_sentence(monkeypatch):
     with pytest.raises(checkpoint.ModelError, match="3 ranks cannot divide 4 heads"):
         checkpoint.load("classroom", device="cpu", division=division(0, 3))
-
-
-def test_too_few_gpus_are_refused_in_a_sentence(monkeypatch):
     monkeypatch.setattr(checkpoint, "pick_device", lambda device: "cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(checkpoint.ModelError, match="2 ranks need as many GPUs, and here are 1"):

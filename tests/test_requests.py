@@ -73,17 +73,13 @@ def test_a_wrong_message_is_refused(message, words):
         check_messages([])
 
 
-def test_what_was_an_answer_before_and_labels_are_taken():
+def test_what_was_an_answer_before_and_labels_are_taken_and_parts_are_joined():
     before = dict(role="assistant", content=None, refusal=None, tool_calls=[], audio=None)
+    parts = [dict(type="text", text="Hel"), dict(type="text", text="lo")]
     assert check_messages([dict(role="developer", content="Be brief."), before,
-                           dict(role="user", content="Hello", name="Anna")]) == [
+                           dict(role="user", content=parts, name="Anna")]) == [
         dict(role="system", content="Be brief."), dict(role="assistant", content=""),
         dict(role="user", content="Hello")]
-
-
-def test_the_parts_of_a_message_are_joined():
-    parts = [dict(type="text", text="Hel"), dict(type="text", text="lo")]
-    assert check_messages([dict(role="user", content=parts)]) == [dict(role="user", content="Hello")]
 
 
 # 2. Text ----------------------------------------------------------------------------------------------------
@@ -110,11 +106,6 @@ def test_text_ends_before_the_first_stop_string_and_nothing_is_taken_back(fronte
         assert writer.text == said
 
 
-def test_a_character_of_several_tokens_is_written_when_it_is_complete(frontend):
-    pieces, _ = written(frontend.tokenizer, "a\u00e9b", [])
-    assert [piece for piece in pieces if piece] == ["a", "\u00e9", "b"] and len(pieces) == 4
-
-
 def test_bytes_that_are_no_text_do_not_end_the_answer():
     """A line break, and then half a character, each as a byte: what was text with the first is none with both."""
     tokenizer = Tokenizer(models.BPE({"<0x0A>": 0, "<0xE2>": 1, "a": 2}, [], byte_fallback=True))
@@ -125,11 +116,12 @@ def test_bytes_that_are_no_text_do_not_end_the_answer():
     assert writer.text.startswith("\n") and writer.text.endswith("a\na")
 
 
-def test_what_may_begin_a_stop_string_is_held_back(frontend):
-    pieces, writer = written(frontend.tokenizer, "xabx", "abc")
-    assert pieces == ["x", "", "", "abx"] and not writer.stopped
-    pieces, writer = written(frontend.tokenizer, "xabcd", "abc")
-    assert pieces == ["x", "", "", ""] and writer.stopped and writer.text == "x"
+@pytest.mark.parametrize("said, stop, expected, text", [
+    ("a\u00e9b", [], ["a", "", "\u00e9", "b"], "a\u00e9b"), ("xabx", "abc", ["x", "", "", "abx"], "xabx"),
+    ("xabcd", "abc", ["x", "", "", ""], "x")])
+def test_a_part_of_a_character_and_what_may_begin_a_stop_string_are_held_back(frontend, said, stop, expected, text):
+    pieces, writer = written(frontend.tokenizer, said, stop)
+    assert pieces == expected and writer.stopped == (text != said) and writer.text == text
 
 
 # 3. Request and result --------------------------------------------------------------------------------------
@@ -204,9 +196,10 @@ def test_a_prompt_is_a_message_of_a_user_and_token_ids_are_taken_as_they_are(fro
     assert one.end_tokens == frozenset(frontend.end_tokens) and one.max_tokens == 128
 
 
-def test_fields_of_the_chapter_become_options(frontend):
-    request = frontend.request("Hello", cache_salt="Anna", top_k=3, stop=["x"], seed=None)
+def test_fields_of_the_chapter_become_options_and_an_answer_ends_where_the_context_does(frontend):
+    request = frontend.request([5] * 250, max_tokens=50, cache_salt="Anna", top_k=3, stop=["x"], seed=None)
     assert request.options == dict(cache_salt="Anna") and request.top_k == 3 and request.writer.stop == ["x"]
+    assert request.max_tokens == 6
 
 
 @pytest.mark.parametrize("asked,words", [
@@ -220,10 +213,6 @@ def test_fields_of_the_chapter_become_options(frontend):
 def test_what_cannot_be_encoded_is_refused(frontend, asked, words):
     with pytest.raises(BadRequest, match=words):
         frontend.request(**asked)
-
-
-def test_an_answer_ends_where_the_context_does(frontend):
-    assert frontend.request([5] * 250, max_tokens=50).max_tokens == 6
 
 
 def with_tokenizer(frontend, backend, encode, template=None) -> Frontend:

@@ -54,16 +54,12 @@ def test_the_fastest_of_the_last_passes_counts():
 
 @pytest.mark.parametrize("slowness", [
     lambda layer: 1.0, lambda layer: 1.0 if layer % 5 == 0 else 3.0, lambda layer: 9.0 if layer < 4 else 1.0,
-], ids=["alone", "beside a busy process", "at first"])  # fmt: skip
+    lambda layer: 0.1 if layer == 1 else 1.0,
+], ids=["alone", "beside a busy process", "at first", "the first one touches memory"])  # fmt: skip
 def test_one_undisturbed_layer_is_enough(monkeypatch, slowness):
     machine = Machine(monkeypatch, slowness)
     assert fastest_layer(machine.forward, machine.device) == pytest.approx(LAYER)
     assert machine.layers <= 12, "and it ends soon"
-
-
-def test_the_first_layer_touches_memory_and_does_not_count(monkeypatch):
-    machine = Machine(monkeypatch, lambda layer: 0.1 if layer == 1 else 1.0)
-    assert fastest_layer(machine.forward, machine.device) == pytest.approx(LAYER)
 
 
 def test_passes_are_spread_over_a_while_and_somebody_who_comes_ends_them(monkeypatch):
@@ -128,7 +124,7 @@ def test_one_bad_sample_decides_nothing(monkeypatch):
     assert machine.loads()
 
 
-def test_a_machine_that_was_busy_from_the_start_and_is_quiet_now(monkeypatch):
+def test_a_machine_that_was_busy_from_the_start_is_quiet_and_is_busy_again(monkeypatch):
     monkeypatch.setattr(Changing, "computing", 3.0)  # as it is measured, and believed
     machine = Changing(monkeypatch, loading=1.5)
     machine.rest()
@@ -137,12 +133,8 @@ def test_a_machine_that_was_busy_from_the_start_and_is_quiet_now(monkeypatch):
     machine.prefill(1.0)
     machine.rest()
     assert not machine.loads(), "one prompt has said how fast it is"
-
-
-def test_a_machine_that_was_quiet_and_is_busy_now(monkeypatch):
-    machine = Changing(monkeypatch, loading=1.5)
     machine.rest()
-    machine.busy = 3.0
+    machine.busy = 1.0
     assert not machine.loads(), "as believed until now"
     machine.rest()
     assert machine.loads()

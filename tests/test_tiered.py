@@ -3,9 +3,6 @@
 import importlib
 import os
 import random
-import signal
-import subprocess
-import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -14,7 +11,6 @@ from functools import partial
 import numpy
 import pytest
 import torch
-from conftest import ROOT
 from support import engines, traffic
 from support.engines import Oracle, ask, check_pools, draw, evict, make, settle, tiered, tiers, until_over
 from support.faults import faulty
@@ -162,12 +158,15 @@ def test_a_match_looks_at_the_nodes_on_its_path_only():
 
 # 2. Going down ---------------------------------------------------------------------------------
 
-def test_write_through_selective_counts_requests_that_come_together():
-    shelf, prompt = Shelf(), draw(random.Random(0), 100)
-    with engine_on(shelf, write="write_through_selective") as engine:
-        engine.generate([Request([*prompt, number], 2) for number in range(3)])
+@pytest.mark.parametrize("together", [True, False])
+def test_write_through_selective_counts_requests_that_come_together_and_a_preempted_one_once(together):
+    shelf, rng = Shelf(), random.Random(0)
+    with engine_on(shelf, write="write_through_selective", blocks=40 if together else 14) as engine:
+        prompt, engine.token_budget = draw(rng, 100), 512 if together else 3
+        alone = [Request(draw(rng, 31), 60), Request(draw(rng, 150), 4)]
+        engine.generate([Request([*prompt, number], 2) for number in range(3)] if together else alone)
         settle(engine)
-        assert len(shelf) == 6
+        assert len(shelf) == (6 if together else 0) and bool(engine.counts["preemptions"]) != together
 
 
 def test_write_back_writes_what_is_evicted_and_nothing_else():
@@ -241,15 +240,6 @@ def test_a_page_that_storage_has_is_not_dirty_when_it_was_computed_again(write):
         assert right(engine, prompt).found == {}
         evict(engine)
         assert not engine.counts["dirty_evicted"] + engine.counts["storage_pages_written"]
-
-
-def test_a_request_that_is_preempted_is_no_second_one():
-    shelf, rng = Shelf(), random.Random(0)
-    with engine_on(shelf, write="write_through_selective", blocks=14) as engine:
-        engine.token_budget = 3
-        engine.generate([Request(draw(rng, 31), 60), Request(draw(rng, 150), 4)])
-        settle(engine)
-        assert engine.counts["preemptions"] and not len(shelf)
 
 
 def test_a_copy_out_that_was_not_begun_is_begun_later_and_leaves_no_gap():
@@ -348,22 +338,31 @@ def test_the_guard_does_not_wait_for_storage_that_is_slower_than_computing():
         assert request.found == {} and "storage" in words and "computed" in words
 
 
+@contextmanager
+def in_line(engine, prompt: list[int]):
+    """-> a request that stands in line until the end of the block, and is then answered rightly."""
+    engine.max_running = 0
+    engine.submit(request := Request(prompt, 4))
+    engine.step()
+    yield request
+    engine.max_running = 64
+    until_over(engine, request)
+    assert ORACLE.judge(request) != "wrong"
+
+
 def test_who_stands_in_line_finds_what_another_engine_has_written_meanwhile(monkeypatch):
     monkeypatch.setattr(tiers, "AGAIN", 0.0)
     shelf, prompt = Shelf(), draw(random.Random(0), 200)
     with engine_on(shelf, "best_effort") as engine, engine_on(shelf) as other:
-        engine.max_running = 0  # it stands in line
-        engine.submit(request := Request(prompt, 4))
-        while not (request.kept and request.kept.answered):
-            engine.step()
-        right(other, prompt)
-        settle(other)
-        for _ in range(500):
-            if len(engine.cache.host.block_of) < 12:
+        with in_line(engine, prompt) as request:
+            while not request.kept.answered:
                 engine.step()
-        engine.max_running = 64
-        until_over(engine, request)
-        assert request.found == {"storage": 192} and ORACLE.judge(request) != "wrong"
+            right(other, prompt)
+            settle(other)
+            for _ in range(500):
+                if len(engine.cache.host.block_of) < 12:
+                    engine.step()
+        assert request.found == {"storage": 192}
 
 
 def slower(function, seconds: float):
@@ -421,14 +420,10 @@ def test_both_ends_uses_what_came_though_host_memory_had_no_place_for_all():
     with engine_on(shelf) as engine:
         right(engine, prompt)
     with engine_on(shelf, "both_ends", host=20) as engine:
-        engine.max_running = 0  # it stands in line
-        engine.submit(request := Request(prompt, 4))
-        engine.step()
-        while not request.kept.ended:
-            engine.step()
-        engine.max_running = 64
-        until_over(engine, request)
-        assert request.found == {"storage": 320} and ORACLE.judge(request) != "wrong"
+        with in_line(engine, prompt) as request:
+            while not request.kept.ended:
+                engine.step()
+        assert request.found == {"storage": 320}
 
 
 def test_nobody_waits_for_storage_once_the_device_has_it():
@@ -503,13 +498,14 @@ def test_what_storage_says_too_late_is_not_read():
         assert request.found == {} and not shelf.asked
 
 
-def test_storage_that_has_lost_a_page_has_answered():
+@pytest.mark.parametrize("answer, silent", [(None, True), ([], True), ([5, 5], True), ([None], False)])
+def test_an_answer_without_its_page_doubts_that_and_one_that_is_none_is_silence(answer, silent):
     with opened(shelf := Shelf()) as (storage, keys, places):
-        get = shelf.get
-        for shelf.get, words, silent in (None, None, True), (get, "missing", False):
-            with pytest.raises(TransferError, match=words):
-                storage.get(keys[:1], places[:1]).wait()
-            assert storage.silent == silent
+        storage.set(keys, places).wait(60)
+        shelf.get = lambda keys: answer
+        with pytest.raises(TransferError, match=None if silent else "missing"):
+            storage.get(keys[:1], places[:1]).wait(60)
+        assert storage.doubted == set(keys[:1]) and storage.silent == silent
 
 
 def test_what_storage_lacks_is_not_read_when_it_has_left_host_memory_meanwhile():
@@ -761,50 +757,20 @@ def test_what_is_used_on_the_device_is_not_the_oldest_in_storage(kind, tmp_path)
     engine.close()
 
 
-@pytest.mark.parametrize("answer", [[], [5, 5], None])
-def test_an_answer_that_is_none_of_values_doubts_all_that_was_asked(answer):
-    with opened(shelf := Shelf()) as (storage, keys, places):
-        storage.set(keys, places).wait(60)
-        shelf.get = lambda keys: answer
-        with pytest.raises(TransferError):
-            storage.get(keys, places).wait(60)
-        assert storage.doubted == set(keys)
-
-
 def test_a_value_that_is_gone_makes_storage_look_what_else_is(tmp_path):
     with opened(backends.Directory(f"file:{tmp_path}")) as (storage, keys, places):
         storage.set(keys, places).wait(60)
-        assert storage.has(keys)
         for path in list(tmp_path.glob("*.page"))[1:]:
             path.unlink()
-        gone = [at for at in range(3) if not (tmp_path / f"{keys[at].hex()}.page").exists()]
+        gone = next(key for key in keys if not (tmp_path / f"{key.hex()}.page").exists())
         with pytest.raises(TransferError):
-            storage.get([keys[gone[0]]], places[:1]).wait(60)
+            storage.get([gone], places[:1]).wait(60)
         assert [storage.has([key]) for key in keys].count(True) == 1 and not storage.silent
 
 
 @FILES
-def test_files_that_are_gone_are_learned_of_at_once_and_written_again(kind, tmp_path):
-    prompt = draw(random.Random(0), 300)
-    ask(engine := make(cache_on(kind, tmp_path, 1.0), 60), prompt)
-    engine.close()  # and what is on its way gets there
-    engine = make(cache_on(kind, tmp_path, 1.0), 60)
-    assert ask(engine, prompt).cached_tokens == (256 if kind == "both" else 288)
-    for path in list(tmp_path.glob("*.page")):
-        path.unlink()
-    forget(engine)
-    assert ORACLE.judge(ask(engine, prompt, 4)) != "wrong"
-    settle(engine)
-    forget(engine)
-    request = ask(engine, prompt, 4)
-    assert request.cached_tokens >= 256 and ORACLE.judge(request) != "wrong"
-    assert engine.counts["failed_restorations"] <= 1
-    engine.close()
-
-
-@FILES
-@pytest.mark.parametrize("damage", ["flipped", "cut", "empty", "another", "gone"])
-def test_a_damaged_file_is_never_used_and_is_written_again(kind, damage, tmp_path):
+@pytest.mark.parametrize("damage", ["flipped", "cut", "empty", "another", "gone", "all gone"])
+def test_a_damaged_file_is_never_used_and_all_that_are_gone_are_written_again(kind, damage, tmp_path):
     prompt, rng, whole = draw(random.Random(0), 300), random.Random(f"{kind} {damage}"), 256 if kind == "both" else 288
     ask(engine := make(cache_on(kind, tmp_path, 1.0), 60), prompt, 1)
     engine.close()
@@ -815,14 +781,15 @@ def test_a_damaged_file_is_never_used_and_is_written_again(kind, damage, tmp_pat
     engine.cache.match(request)  # which finds the file
     flipped = good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :]
     path.write_bytes(dict(flipped=flipped, cut=good[:100], another=other.read_bytes()).get(damage, b""))
-    if damage == "gone":
-        path.unlink()
+    for gone in dict.fromkeys([path] * (damage == "gone") + [*tmp_path.glob("*.page")] * (damage == "all gone")):
+        gone.unlink()
     engine.generate([request])
     assert ORACLE.judge(request) != "wrong" and request.cached_tokens < whole
     settle(engine)
     forget(engine)
     request = ask(engine, prompt + [3], 4)
     assert ORACLE.judge(request) != "wrong" and request.cached_tokens == whole, "what was computed again replaces it"
+    assert engine.counts["failed_restorations"] <= 1, "it is learned of at once"
     settle(engine)
     check_pools(engine)
     engine.close()
@@ -858,32 +825,6 @@ def test_what_cannot_be_used_is_one_sentence_without_secrets(url, words):
     with pytest.raises(ModelError, match=words) as raised:
         backends.open_backend(url)
     assert "secret" not in str(raised.value)
-
-
-FILL = """
-import os, random, sys
-from tests.support.engines import ask, draw, make, settle, tiered
-from shell.backends import open_backend
-engine = make(tiered(40, "wait_complete", "write_through", open_backend("file:" + sys.argv[1])), 40)
-rng = random.Random(0)
-print("ready", flush=True)
-while True:
-    ask(engine, draw(rng, 200), 2)
-    settle(engine)  # what is not written in time is not kept
-    engine.evict("device")
-"""
-
-
-def test_after_kill_9_another_process_reads_what_is_whole(tmp_path):
-    rng = random.Random(0)
-    with subprocess.Popen([sys.executable, "-c", FILL, tmp_path], cwd=ROOT, stdout=subprocess.PIPE) as process:
-        process.stdout.readline()
-        until = time.monotonic() + 60
-        while len(list(tmp_path.glob("*.page"))) < 39 and time.monotonic() < until:
-            time.sleep(0.01)
-        os.kill(process.pid, signal.SIGKILL)
-    with engine_on(backends.open_backend(f"file:{tmp_path}")) as engine:
-        assert [right(engine, draw(rng, 200)).found.get("storage", 0) for _ in range(3)][:2] == [192, 192]
 
 
 def test_traffic_on_storage_that_two_engines_share():

@@ -56,24 +56,22 @@ def answers_with_all_guards():
 def show(race: str) -> bool:
     """Print both -> whether the answer is wrong only without the guard."""
     guard, words = RACES[race]
-    print(f"{words}\nThe guard: {guard}.\n")
-    print(f"with its guard:    {(found := answers_with_all_guards()) and 'WRONG' or 'right, in 360 requests'}")
-    patch = pytest.MonkeyPatch()
-    without(patch, *GUARDS[guard])
-    try:
-        wrong = answers()
-    except Exception as error:  # it may break the engine, too
-        print(f"without it:        WRONG: the engine ends with {error!r}")
-        return not found
-    finally:
-        patch.undo()
+    right = not answers_with_all_guards()
+    print(f"{words}\nThe guard: {guard}.\n\nwith its guard:    {'right, in 360 requests' if right else 'WRONG'}")
+    with pytest.MonkeyPatch.context() as patch:
+        without(patch, *GUARDS[guard])
+        try:
+            wrong = answers()
+        except Exception as error:  # it may break the engine, too
+            print(f"without it:        WRONG: the engine ends with {error!r}")
+            return right
     if wrong is None:
         print("without it:        right, this time: it is a race")
         return False
     request, tokens = wrong
     print(f"without it:        WRONG: {len(request.new)} tokens behind a prompt of {request.prompt_tokens}, found {request.found}")
     print(f"  chapter 01 says    {tokens}\n  this engine says   {request.new or repr(request.outcome)}")
-    return not found
+    return right
 
 
 if __name__ == "__main__":
