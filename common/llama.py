@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention.bias import causal_lower_right
 
 
 @dataclass(frozen=True)
@@ -182,6 +181,7 @@ def causal_mask(count: int, end: int, device, dtype):
     if count == 1 or count == end:
         return None
     if device.type == "cuda" and dtype.itemsize == 2:      # flash attention knows the rule, and has no mask
+        from torch.nn.attention.bias import causal_lower_right  # which imports a second's worth of others
         return causal_lower_right(count, end)
     return torch.full((count, end), -math.inf, dtype=dtype, device=device).triu_(end - count + 1)
 

@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_map_only
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 SCHEDULES = "late", "early", "late copies", "late compute", "random"
-LATE = 0.05  # seconds that a thread waits before what it waits for is run
+LATE = 0.02  # seconds that a thread waits before what it waits for is run
 
 # 1. Streams, and who runs next -----------------------------------------------------------------
 

@@ -32,17 +32,17 @@ def hold_nothing(self, lane, transfers, *held, given=(), then=lambda arrived: No
 GUARDS = {
     "wait_event": (
         "common.link.CudaTransfer", dict(queue_wait=lambda transfer: True),
-        "Late copies: the question's rows read K and V of a layer before they have arrived."),
+        "Copies are late: the question's rows read K and V of a layer before they have arrived."),
     "wait_stream": (
         "torch.cuda.Stream", dict(wait_stream=lambda stream, other: None),
-        "(Chapter 04.) States land in memory before queued steps have done with its former owner."),
+        "(Chapter 04.) Compute is late: states are copied out before the step has made them."),
     "hold": (
         "common.restoring.Cache", dict(hold=hold_nothing),
-        "Late: the next document is written to blocks that a copy out has still to read."),
+        "Copies are late: the next document is written to blocks that a copy out has still to read."),
     "ready": (
         "common.link.CudaTransfer",  # and nobody waits for its span
         dict(ready=property(lambda transfer: True), span=lambda transfer: (transfer.issued, transfer.issued)),
-        "Late copies: blocks are found in host memory before their copy has written them."),
+        "Copies are late: blocks are found in host memory before their copy has written them."),
     "record_stream": (
         "torch.Tensor", dict(record_stream=lambda tensor, stream: None),
         "(Copies of tensors that die.) The next tensor gets memory that a copy has still to read."),
