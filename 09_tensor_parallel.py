@@ -140,8 +140,7 @@ class Shared(links.Transfer):
 
     @property
     def ready(self) -> bool:
-        """Whether it is over on all ranks. A restoration's last copy must wait for the earlier ones that a
-        pass went on without: see queue_wait."""
+        """Whether it is over on all ranks; a last copy also waits for those that a pass went on without."""
         passed = self.restoration.passed if self.last else ()
         return self.state != ON_ITS_WAY and all(one.state != ON_ITS_WAY for one in passed)
 

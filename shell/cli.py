@@ -152,16 +152,13 @@ def blocks_that_fit(asked: int | None, useful: int, block_bytes: int, device, op
     pinned = not on_gpu and torch.cuda.is_initialized()     # the host's, beside a GPU
 
     def most(share: float) -> int:
-        size = min(free * share, 1 << 62)
-        if pinned:      # PyTorch pins the next power of two
-            size = 1 << int(size).bit_length() - 1
-        return int(size // block_bytes)
+        size = int(min(free * share, 1 << 62))
+        return (1 << size.bit_length() - 1 if pinned else size) // block_bytes      # a power of two is pinned
 
     blocks = max(1, min(useful, most(0.8 if on_gpu else 0.25))) if asked is None else asked
     if blocks > most(0.9):      # the forward pass needs some too
-        size = blocks * block_bytes
-        words = f" ({(1 << (size - 1).bit_length()) / 1e9:.1f} GB pinned: a power of two)" if pinned else ""
+        words = ", rounded up to a power of two," if pinned else ""
         raise checkpoint.ModelError(
-            f"{blocks} blocks take {size / 1e9:.1f} GB{words} and {free / 1e9:.1f} GB are free; "
-            f"choose at most {option} {most(0.9)}.")
+            f"{blocks} blocks take {blocks * block_bytes / 1e9:.1f} GB{words} and {free / 1e9:.1f} GB are "
+            f"free; choose at most {option} {most(0.9)}.")
     return blocks

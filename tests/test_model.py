@@ -224,7 +224,7 @@ def test_pinned_memory_is_counted_as_the_power_of_two_that_it_takes(monkeypatch)
     assert fitting(None, 1 << 20) == int(10e9) >> 20 and fitting(34_000, 1) == 34_000
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     assert fitting(None, 1 << 20) == 8192 and fitting(None, 5000) == 5000 and fitting(32768, 1) == 32768
-    with pytest.raises(ModelError, match="35.7 GB .68.7 GB pinned.*at most --cpu-blocks 32768"):
+    with pytest.raises(ModelError, match="35.7 GB, rounded up.*at most --cpu-blocks 32768"):
         fitting(34_000, 1)
 
 
