@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -25,20 +26,29 @@ from shell import checkpoint, lesson, random_models
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS, HISTORIES, QUESTION = ("tinyllama", "tinyllama-mha"), (1024, 4096), 32  # hidden states want the second; tokens
+NUMBERS = 1 << 14  # bytes: a smaller copy brings positions or places, and no piece of a layer
 
 
-def bench_of(name: str, tokens: int, folder: Path):
-    """-> engines of 02 to 07 on one model and one link, which have read a history; a question behind it; and its asking."""
+def bench_of(name: str, tokens: int, folder: Path, scattered=False):
+    """-> engines of 02 to 07 on one model and one link, which have read a history; and what draws a question behind it."""
     random_models.GEOMETRIES[f"{name}, context 8192"] = *random_models.GEOMETRIES[name][:-1], 8192
     model, *_ = checkpoint.load(f"random:{name}, context 8192", "bfloat16", "cuda")
     bench = outside.Bench(model)
-    engines, history = bench.engines(2 * tokens + 4096, 4 * tokens, tempfile.mkdtemp(dir=folder)), bench.prompt(tokens)
+    kept, history = (12 if scattered else 4) * tokens, bench.prompt(tokens)
+    engines = bench.engines(2 * tokens + 4096, kept, tempfile.mkdtemp(dir=folder))
     engines.pop("no cache")
     for engine in engines.values():
         engine.estimates.always = True
-        lesson.ask(engine, history)
-        lesson.settle(engine)
+        if scattered:
+            scatter(engine)
+    outside.read(bench, engines, [history])
     return engines, lambda: history + bench.prompt(QUESTION)
+
+
+def scatter(engine):
+    """Leave every third block of each pool, so that no two are adjacent."""
+    for pool in engine.pools.values():
+        pool.release(pool.allocate(pool.size)[::3])
 
 
 def returns(folder: Path):
@@ -94,14 +104,24 @@ def tbt(engine, request: Request) -> float:
 
 
 def emulated(folder: Path):
-    """Copies and host waits of a question behind 1,024 tokens, on the device of tests/support/streams.py."""
-    with importlib.import_module("tests.support.streams").emulate("late", 0) as gpu:
-        engines, question = bench_of("tiny", HISTORIES[0], folder)
-        for system, engine in engines.items():
+    """What goes to the device for a question behind 1,024 tokens in scattered blocks, and in a decode step of 08 behind as many."""
+    with importlib.import_module("tests.support.streams").emulate() as gpu:
+        engines, question = bench_of("tiny", HISTORIES[0], folder, scattered=True)
+        asks = {name: partial(lesson.ask, engine, question(), 1, "device") for name, engine in engines.items()}
+        hybrid = importlib.import_module("08_hybrid_blocks")
+        model, *_ = hybrid.load("random:tiny, context 8192", "bfloat16", "cuda")
+        plan = hybrid.Plan(len(model.layers), 128, 128, 0, 0)  # blocks in host memory, and all weights on the device
+        engine = outside.paged.Engine(hybrid.HybridRunner(model, plan, None))
+        scatter(engine)
+        engine.submit(Request(question(), 9))
+        engine.step()
+        for system, work in {**asks, "08": engine.step}.items():
             copies, waits = len(gpu.copies), len(gpu.waits)
-            request = lesson.ask(engine, question(), 1, "device")
+            request = work()
             sizes = [size for way, size in gpu.copies[copies:] if way == "to the device"]
-            yield dict(system=system, found=request.found, copies=len(sizes), bytes=sum(sizes), waits=len(gpu.waits) - waits)
+            pieces = [size for size in sizes if size >= NUMBERS]
+            yield dict(system=system, found=request.found if request else {}, pieces=len(pieces), a_layer=len(pieces) / len(model.layers),
+                       bytes=sum(pieces), numbers=len(sizes) - len(pieces), waits=len(gpu.waits) - waits)  # fmt: skip
 
 
 PARTS = {"returns": returns, "copies": copies, "beside": beside, "emulated": emulated}
