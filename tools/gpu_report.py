@@ -29,42 +29,35 @@ MODELS, HISTORIES, QUESTION = ("tinyllama", "tinyllama-mha"), (1024, 4096), 32  
 NUMBERS = 1 << 14  # bytes: a smaller copy brings positions or places, and no piece of a layer
 
 
-def bench_of(name: str, tokens: int, folder: Path, scattered=False):
-    """-> engines of 02 to 07 on one model and one link, which have read a history; and what draws a question behind it."""
+def bench_of(name: str, tokens: int, folder: Path, kept: int = 4):
+    """-> engines of 02 to 07 on one model and one link, with room for `kept` histories; and question(): a history, and more."""
     random_models.GEOMETRIES[f"{name}, context 8192"] = *random_models.GEOMETRIES[name][:-1], 8192
     model, *_ = checkpoint.load(f"random:{name}, context 8192", "bfloat16", "cuda")
     bench = outside.Bench(model)
-    kept, history = (12 if scattered else 4) * tokens, bench.prompt(tokens)
-    engines = bench.engines(2 * tokens + 4096, kept, tempfile.mkdtemp(dir=folder))
+    engines, history = bench.engines(2 * tokens + 4096, kept * tokens, tempfile.mkdtemp(dir=folder)), bench.prompt(tokens)
     engines.pop("no cache")
     for engine in engines.values():
         engine.estimates.always = True
-        if scattered:
-            scatter(engine)
-    outside.read(bench, engines, [history])
     return engines, lambda: history + bench.prompt(QUESTION)
 
 
-def scatter(engine):
-    """Leave every third block of each pool, so that no two are adjacent."""
-    for pool in engine.pools.values():
-        pool.release(pool.allocate(pool.size)[::3])
+def ask(engine, question, evict: str = "device") -> Request:
+    return lesson.ask(engine, question(), 1, evict)
 
 
 def returns(folder: Path):
-    """TTFT of a question behind a history, and the kernels and copies of its last asking."""
+    """TTFT of a question behind a history that the device has lost, and the kernels and copies of its last asking."""
     for model, tokens in product(MODELS, HISTORIES):
         engines, question = bench_of(model, tokens, folder)
-        ways = {"computed": ("02", "device"), "on the device": ("02", ""), **{name: (name, "device") for name in list(engines)[1:]}}
-        asks = {way: lambda engine=engines[system], evict=evict, question=question: lesson.ask(engine, question(), 1, evict)
-                for way, (system, evict) in ways.items()}  # fmt: skip
-        for way, taken in lesson.in_turn(asks).items():
+        ways = {name: partial(ask, engine, question) for name, engine in engines.items()}  # the first time, it is read
+        ways["02, on the device"] = partial(ask, engines["02"], question, "")
+        for way, taken in lesson.in_turn(ways).items():
             yield dict(model=model, history=tokens, way=way, ttft_ms=measure.spread(measure.ttft(taken)), found=taken[-1].found,
-                       link=str(engines["03"].cache.load_link), **counted(asks[way]))  # fmt: skip
+                       link=str(engines["03"].cache.load_link), **launched(ways[way]))  # fmt: skip
 
 
-def counted(work) -> dict:
-    """Count what is launched, by torch.profiler."""
+def launched(work) -> dict:
+    """-> how many kernels and copies, by torch.profiler."""
     with torch.profiler.profile() as profile:
         work()
         torch.cuda.synchronize()
@@ -93,7 +86,7 @@ def beside(folder: Path):
             engine.evict("device")
             meanwhile.append(tbt(engine, back := Request(question(), 1)))
         yield dict(system=system, tbt_ms=measure.spread(alone[1:]), over_alone=measure.ratio(meanwhile[1:], alone[1:]),
-                   found=back.found, **counted(engine.step))  # fmt: skip
+                   found=back.found, **launched(engine.step))  # fmt: skip
 
 
 def tbt(engine, request: Request) -> float:
@@ -104,24 +97,25 @@ def tbt(engine, request: Request) -> float:
 
 
 def emulated(folder: Path):
-    """What goes to the device for a question behind 1,024 tokens in scattered blocks, and in a decode step of 08 behind as many."""
+    """What a question behind a history in scattered blocks copies to the device, that of tests/support/streams.py. (08 never
+    loses it: in each step it comes from host memory.)"""
     with importlib.import_module("tests.support.streams").emulate() as gpu:
-        engines, question = bench_of("tiny", HISTORIES[0], folder, scattered=True)
-        asks = {name: partial(lesson.ask, engine, question(), 1, "device") for name, engine in engines.items()}
+        engines, question = bench_of("tiny", HISTORIES[0], folder, 12)
         hybrid = importlib.import_module("08_hybrid_blocks")
         model, *_ = hybrid.load("random:tiny, context 8192", "bfloat16", "cuda")
-        plan = hybrid.Plan(len(model.layers), 128, 128, 0, 0)  # blocks in host memory, and all weights on the device
-        engine = outside.paged.Engine(hybrid.HybridRunner(model, plan, None))
-        scatter(engine)
-        engine.submit(Request(question(), 9))
-        engine.step()
-        for system, work in {**asks, "08": engine.step}.items():
-            copies, waits = len(gpu.copies), len(gpu.waits)
-            request = work()
-            sizes = [size for way, size in gpu.copies[copies:] if way == "to the device"]
+        layers = len(model.layers)
+        plan = hybrid.Plan(layers, 128, 128, 0, 0)  # all weights on the device; of blocks only those on the host
+        engines["08"] = outside.paged.Engine(hybrid.HybridRunner(model, plan, None))
+        for system, engine in engines.items():
+            for pool in engine.pools.values():
+                pool.release(pool.allocate(pool.size)[::3])  # none is beside another
+            ask(engine, question)
+            before = len(gpu.copies)
+            request = ask(engine, question, "" if system == "08" else "device")
+            sizes = [size for way, size in gpu.copies[before:] if way == "to the device"]
             pieces = [size for size in sizes if size >= NUMBERS]
-            yield dict(system=system, found=request.found if request else {}, pieces=len(pieces), a_layer=len(pieces) / len(model.layers),
-                       bytes=sum(pieces), numbers=len(sizes) - len(pieces), waits=len(gpu.waits) - waits)  # fmt: skip
+            yield dict(system=system, found=request.found, layers=layers, pieces=len(pieces), bytes=sum(pieces),
+                       numbers=len(sizes) - len(pieces))  # fmt: skip
 
 
 PARTS = {"returns": returns, "copies": copies, "beside": beside, "emulated": emulated}
@@ -147,11 +141,14 @@ def page(device: str, found: dict) -> str:
     parts = [f"# {device}, PyTorch {torch.__version__}"]
     for name, job in found.items():
         keys = list(dict.fromkeys(key for row in job["rows"] for key in row))
-        spreads = {key for row in job["rows"] for key in row if isinstance(row[key], dict) and "median" in row[key]}
-        table = tables.table("", {key: f"{{{key}:spread}}" if key in spreads else f"{{{key}}}" for key in keys}, job["rows"])
-        parts += [f"## {name}, {job['seconds']:.0f} s", table or job["said"]]
+        lines = [[shown(row.get(key, "")) for key in keys] for row in job["rows"]]
+        parts += [f"## {name}, {job['seconds']:.0f} s", tables.markdown(keys, lines) if lines else job["said"]]
     failed = [f"- {name} ({job['code']}): {job['said']}" for name, job in found.items() if job["code"]]
     return tables.paragraphs(*parts, "## What failed", "\n".join(failed) or "Nothing.") + "\n"
+
+
+def shown(figure) -> str:
+    return tables.with_spread(figure) if isinstance(figure, dict) and "samples" in figure else str(figure)
 
 
 def main():
