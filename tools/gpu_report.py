@@ -92,7 +92,7 @@ def emulated(folder: Path):
 
 
 PARTS = {"returns": returns, "emulated": emulated}
-JOBS = {"tests": ("-m pytest tests/test_cuda.py", 420)}  # name -> what Python runs, at most how many seconds
+JOBS = {"tests": ("-m pytest tests/test_cuda.py", 600)}  # name -> what Python runs, at most how many seconds
 JOBS |= {path.stem: (f"{path.name} --demo --device cuda --json {{file}}", 75) for path in sorted(ROOT.glob("0[1-8]_*.py"))}
 JOBS |= {part: (f"-m tools.gpu_report --part {part} --json {{file}}", 480 if part == "returns" else 180) for part in PARTS}
 
