@@ -286,7 +286,7 @@ def divisions(model, tokens: int, rounds: int):
     for words, share in links_of(model).items():
         ours, costs = planned_engine(model, tokens, share)
         speed, gbps = ours.cache.bandwidth, ours.cache.load_link.speed() / 1e9
-        others = {"closed form": ours.closed_form(layers, costs), "naive": naive_plan(layers, costs)}
+        others = {"closed form": planned.closed_form(layers, costs), "naive": naive_plan(layers, costs)}
         plans = {"05": ours.cache.store.letters, **others, "04": "R" + "H" * (layers - 1)}
         plans["03"] = "K" * layers
         splits = {name: token_wise(costs, layers, tokens, step)

@@ -265,6 +265,31 @@ def test_nothing_between_the_first_layer_and_the_logits_makes_the_host_wait(gpu,
     assert cache not in FOUND or request.found
 
 
+@pytest.mark.skipif(REAL, reason="a real device counts no copies")
+@pytest.mark.parametrize("gpu", ["late"], indirect=True)
+@pytest.mark.parametrize("cache", ["host", "tiered", "tiered, layer_first", "ranked", "hybrid"])
+def test_a_restoration_in_scattered_blocks_is_a_piece_a_layer(gpu, cache):
+    blocks, prompts = 120, [draw(random.Random(seed), 290) for seed in range(2)]
+    if cache == "hybrid":  # in each step two mini-batches, of KV and of ACT; the weights are on the device
+        model, plan = tiny_model(0, 4, "cuda", on_host=True), engines.hybrid.Plan(3, 60, 60, 0, 0)
+        engine = engines.make(runner=engines.hybrid_runner(blocks, 16, plan, model, 512), model=model)
+    else:
+        layer_first = lambda: tiered(blocks, "best_effort", "write_through", layout="layer_first")  # noqa: E731
+        kept = TESTED[cache](blocks) if cache in TESTED else layer_first()
+        engine = engines.make(kept, blocks, model=tiny_model(0, 2, "cuda"))
+    for pool in engine.pools.values():
+        pool.release(pool.allocate(pool.size)[::3])  # none is beside another
+    for _ in range(2):
+        if cache != "hybrid":
+            evict(engine)
+        gpu.copies.clear()
+        requests = engine.generate([Request(prompt, 1) for prompt in prompts])
+    assert all(request.cached_tokens == 288 for request in requests)
+    pieces = [size for way, size in gpu.copies if way == "to the device" and size >= 1 << 13]
+    assert 2 * 3 <= len(pieces) <= 2 * 3 * 2  # of two requests, in three layers; smaller ones are numbers
+    engine.close()
+
+
 @pytest.mark.skipif(REAL, reason="a real device shows it sometimes")
 @pytest.mark.parametrize("guard", unordered.GUARDS)
 def test_without_a_guard_of_order_some_answer_is_wrong(guard):

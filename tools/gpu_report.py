@@ -3,8 +3,7 @@
     python -m tools.gpu_report                   all parts; without a GPU it says what it would run
     python -m tools.gpu_report --only returns    this part; what the others found last stays
     python -m tools.gpu_report --emulated        what can run without a GPU: tests, and the copies of a return
-Each part is a process of its own, with a limit, and the page ends with what failed: benchmarks/results/gpu-DEVICE.json, .md.
-"""
+Each part is a process of its own, with a limit, and the page ends with what failed: benchmarks/results/gpu-DEVICE.json, .md."""
 import argparse
 import importlib
 import json
@@ -12,49 +11,52 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from itertools import product
 from pathlib import Path
 
 import torch
 
 from benchmarks import measure, outside, tables
-from common.link import Link
 from common.requests import Request
-from common.timeline import Clock
 from shell import checkpoint, lesson, random_models
 
 ROOT = Path(__file__).resolve().parent.parent
-MODELS, HISTORIES, QUESTION = ("tinyllama", "tinyllama-mha"), (1024, 4096), 32  # hidden states want the second; tokens
+MODELS, HISTORIES, QUESTION = ("tinyllama", "tinyllama-mha"), (1024, 4096), 15  # hidden states want the second; tokens
 
 
-def bench_of(name: str, tokens: int, folder: Path):
-    """-> engines of 02 to 07 on one model and one link, which have read a history; a question behind it; and its asking."""
+def bench_of(name: str, tokens: int, folder: Path, kept: int = 4) -> tuple[dict, list[int]]:
+    """-> engines of 02 to 07 on one model and one link, with room for `kept` histories; and a question behind a history."""
     random_models.GEOMETRIES[f"{name}, context 8192"] = *random_models.GEOMETRIES[name][:-1], 8192
     model, *_ = checkpoint.load(f"random:{name}, context 8192", "bfloat16", "cuda")
     bench = outside.Bench(model)
-    engines, history = bench.engines(2 * tokens + 4096, 4 * tokens, tempfile.mkdtemp(dir=folder)), bench.prompt(tokens)
+    engines = bench.engines(2 * tokens + 4096, kept * tokens, tempfile.mkdtemp(dir=folder))
     engines.pop("no cache")
     for engine in engines.values():
         engine.estimates.always = True
-        lesson.ask(engine, history)
-        lesson.settle(engine)
-    return engines, lambda: history + bench.prompt(QUESTION)
+    return engines, bench.prompt(tokens + QUESTION)
 
 
 def returns(folder: Path):
-    """TTFT of a question behind a history, and the kernels and copies of its last asking."""
+    """TTFT of a question behind a history that the device has lost. Then TBT of eight that decode while a short prompt is
+    answered, and how many times as long while that question is. And what the last asking, or a step, has launched."""
     for model, tokens in product(MODELS, HISTORIES):
-        engines, question = bench_of(model, tokens, folder)
-        ways = {"computed": ("02", "device"), "on the device": ("02", ""), **{name: (name, "device") for name in list(engines)[1:]}}
-        asks = {way: lambda engine=engines[system], evict=evict, question=question: lesson.ask(engine, question(), 1, evict)
-                for way, (system, evict) in ways.items()}  # fmt: skip
-        for way, taken in lesson.in_turn(asks).items():
-            yield dict(model=model, history=tokens, way=way, ttft_ms=measure.spread(measure.ttft(taken)), found=taken[-1].found,
-                       link=str(engines["03"].cache.load_link), **counted(asks[way]))  # fmt: skip
+        engines, prompt = bench_of(model, tokens, folder)
+        same = dict(model=model, history=tokens, link=str(engines["03"].cache.load_link))
+        ways = {name: partial(lesson.ask, engine, prompt, 1, "device") for name, engine in engines.items()}
+        ways["02, on the device"] = partial(lesson.ask, engines["02"], prompt)
+        for way, taken in lesson.in_turn(ways).items():
+            yield dict(same, way=way, ttft_ms=measure.spread(measure.ttft(taken)), found=taken[-1].found, **launched(ways[way]))
+        for system, engine in engines.items():
+            for number in range(8):
+                engine.submit(Request(prompt[number : number + 32], 400))
+            ways = dict(alone=partial(tbt, engine, prompt[8:40], 16), back=partial(tbt, engine, prompt, 1))
+            alone, back = lesson.in_turn(ways).values()
+            yield dict(same, way=system, tbt_ms=measure.spread(alone), over_alone=measure.ratio(back, alone), **launched(engine.step))
 
 
-def counted(work) -> dict:
-    """Count what is launched, by torch.profiler."""
+def launched(work) -> dict:
+    """-> how many kernels and copies, by torch.profiler."""
     with torch.profiler.profile() as profile:
         work()
         torch.cuda.synchronize()
@@ -62,52 +64,37 @@ def counted(work) -> dict:
     return {kind: sum(call.count for call in calls if word in call.key) for kind, word in kinds.items()}
 
 
-def copies(folder: Path):
-    for pinned, lane in product((True, False), ("load", "save")):
-        link, device = Link(lane, Clock("cuda")), torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")
-        host = torch.zeros(device.shape, dtype=torch.uint8, pin_memory=pinned)
-        for _ in range(9):
-            link.copy(*((device, host) if lane == "load" else (host, device)), "64 MB").wait()
-        yield dict(memory="pinned" if pinned else "pageable", lane=lane, gbps=link.speed() / 1e9)
-
-
-def beside(folder: Path):
-    """TBT of eight that decode: alone, and over that from a question's coming to its first token; what a step launches."""
-    engines, question = bench_of(MODELS[0], HISTORIES[-1], folder)
-    for system, engine in engines.items():
-        for _ in range(8):
-            engine.submit(Request(question()[-QUESTION:], 400))
-        alone, meanwhile = [], []
-        for _ in range(9):
-            alone.append(tbt(engine, Request(question()[-QUESTION:], 16)))
-            engine.evict("device")
-            meanwhile.append(tbt(engine, back := Request(question(), 1)))
-        yield dict(system=system, tbt_ms=measure.spread(alone[1:]), over_alone=measure.ratio(meanwhile[1:], alone[1:]),
-                   found=back.found, **counted(engine.step))  # fmt: skip
-
-
-def tbt(engine, request: Request) -> float:
-    """Answer a request beside others -> ms a step."""
+def tbt(engine, prompt: list[int], new: int) -> float:
+    """Answer a prompt, of which the device has nothing, beside others -> ms a step."""
+    engine.evict("device")
     began, before = time.perf_counter(), engine.counts["steps"]
-    engine.generate([request])
+    engine.generate([Request(prompt, new)])
     return 1e3 * (time.perf_counter() - began) / (engine.counts["steps"] - before)
 
 
 def emulated(folder: Path):
-    """Copies and host waits of a question behind 1,024 tokens, on the device of tests/support/streams.py."""
-    with importlib.import_module("tests.support.streams").emulate("late", 0) as gpu:
-        engines, question = bench_of("tiny", HISTORIES[0], folder)
+    """Copies to the emulated device: pieces of layers, and numbers. History is in scattered blocks, and 08's in host memory only."""
+    with importlib.import_module("tests.support.streams").emulate() as gpu:
+        engines, prompt = bench_of("tiny", HISTORIES[0], folder, 12)
+        hybrid = importlib.import_module("08_hybrid_blocks")
+        model, *_ = hybrid.load("random:tiny, context 8192", "bfloat16", "cuda")
+        plan = hybrid.Plan(len(model.layers), 128, 128, 0, 0)
+        engines["08"] = outside.paged.Engine(hybrid.HybridRunner(model, plan, None))
         for system, engine in engines.items():
-            copies, waits = len(gpu.copies), len(gpu.waits)
-            request = lesson.ask(engine, question(), 1, "device")
-            sizes = [size for way, size in gpu.copies[copies:] if way == "to the device"]
-            yield dict(system=system, found=request.found, copies=len(sizes), bytes=sum(sizes), waits=len(gpu.waits) - waits)
+            for pool in engine.pools.values():
+                pool.release(pool.allocate(pool.size)[::3])  # none is beside another
+            lesson.ask(engine, prompt)
+            before = len(gpu.copies)
+            found = lesson.ask(engine, prompt, 1, "" if system == "08" else "device").found
+            sizes = [size for way, size in gpu.copies[before:] if way == "to the device"]
+            pieces = [size for size in sizes if size >= 1 << 14]
+            yield dict(system=system, found=found, pieces=len(pieces), bytes=sum(pieces), numbers=len(sizes) - len(pieces))
 
 
-PARTS = {"returns": returns, "copies": copies, "beside": beside, "emulated": emulated}
-JOBS = {"tests": ("-m pytest tests/test_cuda.py", 420)}  # name -> what Python runs, at most how many seconds
+PARTS = {"returns": returns, "emulated": emulated}
+JOBS = {"tests": ("-m pytest tests/test_cuda.py", 600)}  # name -> what Python runs, at most how many seconds
 JOBS |= {path.stem: (f"{path.name} --demo --device cuda --json {{file}}", 75) for path in sorted(ROOT.glob("0[1-8]_*.py"))}
-JOBS |= {part: (f"-m tools.gpu_report --part {part} --json {{file}}", 300 if part == "returns" else 90) for part in PARTS}
+JOBS |= {part: (f"-m tools.gpu_report --part {part} --json {{file}}", 480 if part == "returns" else 180) for part in PARTS}
 
 
 def run(name: str) -> dict:
@@ -126,10 +113,9 @@ def page(device: str, found: dict) -> str:
     """The results as Markdown."""
     parts = [f"# {device}, PyTorch {torch.__version__}"]
     for name, job in found.items():
-        keys = list(dict.fromkeys(key for row in job["rows"] for key in row))
-        spreads = {key for row in job["rows"] for key in row if isinstance(row[key], dict) and "median" in row[key]}
-        table = tables.table("", {key: f"{{{key}:spread}}" if key in spreads else f"{{{key}}}" for key in keys}, job["rows"])
-        parts += [f"## {name}, {job['seconds']:.0f} s", table or job["said"]]
+        spreads = {key: isinstance(value, dict) and "samples" in value for row in job["rows"] for key, value in row.items()}
+        columns = {key: f"{{{key}:spread}}" if spread else f"{{{key}}}" for key, spread in spreads.items()}
+        parts += [f"## {name}, {job['seconds']:.0f} s", tables.table("", columns, job["rows"]) or job["said"]]
     failed = [f"- {name} ({job['code']}): {job['said']}" for name, job in found.items() if job["code"]]
     return tables.paragraphs(*parts, "## What failed", "\n".join(failed) or "Nothing.") + "\n"
 
@@ -137,7 +123,7 @@ def page(device: str, found: dict) -> str:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=JOBS, default=[name for name in JOBS if name != "emulated"])
-    parser.add_argument("--emulated", action="store_true")
+    parser.add_argument("--emulated", action="store_const", dest="only", const=["tests", "emulated"])
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)  # what one of the processes does
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
@@ -147,14 +133,13 @@ def main():
             rows.append(row)
             arguments.json.write_text(json.dumps(rows))
         return
-    names = ["tests", "emulated"] if arguments.emulated else arguments.only
-    device = "emulated" if arguments.emulated else measure.device_name()
+    device = "emulated" if "emulated" in arguments.only else measure.device_name()
     if device == "cpu":
-        would = "\n".join(f"  python {words} ({limit})" for words, limit in map(JOBS.get, names))
-        return print(f"There is no GPU here; with one, this would run (at most so many seconds):\n{would}")
+        would = [f"  python {words} ({limit})" for words, limit in map(JOBS.get, arguments.only)]
+        return print("There is no GPU here; with one, this would run (at most so many seconds):", *would, sep="\n")
     path = arguments.json or measure.RESULTS / f"gpu-{device}.json"
     found = json.loads(path.read_text()) if path.exists() else {}
-    for name in names:
+    for name in arguments.only:
         found[name] = run(name)
         print(f"{name}: ended with {found[name]['code']}; {found[name]['said']}", flush=True)
         path.write_text(json.dumps(found, indent=1) + "\n")
