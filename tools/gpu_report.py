@@ -1,7 +1,6 @@
 """What the chapters do on a GPU, in one go, in under 25 minutes on an H100; it needs no Flask.
 
     python -m tools.gpu_report                   all parts; without a GPU it says what it would run
-    python -m tools.gpu_report --only returns    this part; what the others found last stays
     python -m tools.gpu_report --emulated        what can run without a GPU: tests, and the copies of a return
 Each part is a process of its own, with a limit, and the page ends with what failed: benchmarks/results/gpu-DEVICE.json, .md."""
 import argparse
@@ -84,17 +83,33 @@ def emulated(folder: Path):
             for pool in engine.pools.values():
                 pool.release(pool.allocate(pool.size)[::3])  # none is beside another
             lesson.ask(engine, prompt)
-            before = len(gpu.copies)
+            gpu.copies.clear()
             found = lesson.ask(engine, prompt, 1, "" if system == "08" else "device").found
-            sizes = [size for way, size in gpu.copies[before:] if way == "to the device"]
+            sizes = [size for way, size in gpu.copies if way == "to the device"]
             pieces = [size for size in sizes if size >= 1 << 14]
             yield dict(system=system, found=found, pieces=len(pieces), bytes=sum(pieces), numbers=len(sizes) - len(pieces))
 
 
-PARTS = {"returns": returns, "emulated": emulated}
-JOBS = {"tests": ("-m pytest tests/test_cuda.py", 600)}  # name -> what Python runs, at most how many seconds
+def copies(folder: Path):
+    """GB/s of 64 MiB in both directions, from and to pinned and pageable memory."""
+    device = torch.empty(1 << 26, dtype=torch.uint8, device="cuda")
+    for memory in "pinned", "pageable":
+        host = torch.empty(1 << 26, dtype=torch.uint8, pin_memory=memory == "pinned")
+        ways = dict(load=partial(gbps, device, host), save=partial(gbps, host, device))
+        for way, taken in lesson.in_turn(ways).items():
+            yield dict(memory=memory, way=way, gbps=measure.spread(taken))
+
+
+def gbps(to, out_of) -> float:
+    began = time.perf_counter()
+    to.copy_(out_of)  # and wait for that
+    return to.nbytes / 1e9 / (time.perf_counter() - began)
+
+
+PARTS = {"copies": (copies, 60), "returns": (returns, 480), "emulated": (emulated, 240)}  # at most so many seconds each
+JOBS = {"tests": ("-m pytest tests/test_cuda.py", 300 if torch.cuda.is_available() else 600)}  # name -> what Python runs, limit
 JOBS |= {path.stem: (f"{path.name} --demo --device cuda --json {{file}}", 75) for path in sorted(ROOT.glob("0[1-8]_*.py"))}
-JOBS |= {part: (f"-m tools.gpu_report --part {part} --json {{file}}", 480 if part == "returns" else 180) for part in PARTS}
+JOBS |= {part: (f"-m tools.gpu_report --part {part} --json {{file}}", limit) for part, (_, limit) in PARTS.items()}
 
 
 def run(name: str) -> dict:
@@ -127,9 +142,9 @@ def main():
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)  # what one of the processes does
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
-    rows = []
     if arguments.part:
-        for row in PARTS[arguments.part](arguments.json.parent):
+        rows = []
+        for row in PARTS[arguments.part][0](arguments.json.parent):
             rows.append(row)
             arguments.json.write_text(json.dumps(rows))
         return
