@@ -287,7 +287,6 @@ def test_a_restoration_in_scattered_blocks_is_a_piece_a_layer(gpu, cache):
     assert all(request.cached_tokens == 288 for request in requests)
     pieces = [size for way, size in gpu.copies if way == "to the device" and size >= 1 << 13]
     assert 2 * 3 <= len(pieces) <= 2 * 3 * 2  # of two requests, in three layers; smaller ones are numbers
-    engine.close()
 
 
 @pytest.mark.skipif(REAL, reason="a real device shows it sometimes")

@@ -106,10 +106,9 @@ class Gpu:
     def __init__(self, schedule: str, seed: int):
         Gpu.now = self
         self.schedule, self.rng, self.lock = schedule, random.Random(f"{schedule} {seed}"), threading.RLock()
-        self.thread = threading.get_ident()
-        self.own, self.busy = threading.local(), {}  # of each thread; streams that have something queued
-        self.default, self.allocator = Stream(), Stream()
-        self.copies, self.errors, self.dead, self.free = [], [], deque(), defaultdict(list)
+        self.own, self.thread = threading.local(), threading.get_ident()  # what is each thread's own; the first
+        self.default, self.allocator, self.free = Stream(), Stream(), defaultdict(list)
+        self.copies, self.errors, self.dead, self.busy = [], [], deque(), {}  # busy: streams with a queue
         self.refuses = False
 
     @property
@@ -301,10 +300,6 @@ class DeviceTensor(torch.Tensor):
     def tolist(self):
         Gpu.now.wait("tolist")
         return self.raw.tolist()
-
-    def __repr__(self, **_):
-        Gpu.now.wait("repr")
-        return f"{self.raw!r} on cuda:0"
 
     # PyTorch's own ask for a guard of the device, which a build for CPUs lacks
 
