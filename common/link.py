@@ -86,7 +86,8 @@ class Transfer:
 
 
 class CudaTransfer(Transfer):
-    """`start` and `end` are events on the lane's stream; an error is one of issuing the copy."""
+    """`start` and `end` are events on the lane's stream; an error is one of issuing the copy. What is queued
+    ends, so `wait` has no limit."""
 
     @property
     def ready(self) -> bool:
@@ -238,7 +239,7 @@ class Link(Lane):
             except (RuntimeError, ValueError) as refused:
                 transfer.error = refused
             transfer.end = self.clock.mark()
-        if transfer.error is None and staged[0] is not None:
+        if transfer.error is None and any(pinned is not None for pinned in staged):     # the second half
             return self.submit(label, size, put, transfer, dst, staged, places)
         self.on_their_way.append(transfer)
         self.settle()
