@@ -59,11 +59,12 @@ def test_the_models_answers_depend_on_what_is_far_back():
 
 
 def blocks_in(pool, pieces: list[torch.Tensor]) -> set[int]:
-    """The blocks of `pool`, if its memory is [L, 2, blocks, ...], at which a copy's pieces begin."""
+    """The blocks of `pool`, if its memory has six dimensions, at which a copy's pieces begin."""
     memory, found = pool.memory, set()
     for piece in pieces if memory is not None and memory.dim() == 6 else ():
         if piece.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr():
-            found.add((piece.storage_offset() - memory.storage_offset()) // memory.stride(2) % memory.shape[2])
+            step = memory.stride(memory.shape.index(pool.size, 1))
+            found.add((piece.storage_offset() - memory.storage_offset()) // step % pool.size)
     return found
 
 
