@@ -272,9 +272,8 @@ def test_any_budget_and_block_size_give_the_tokens_of_chapter_01(monkeypatch, si
 def test_a_step_uploads_its_numbers_at_once(monkeypatch):
     engine, rng, made = watched(token_budget=64), random.Random(6), []
     for name in "tensor", "as_tensor":
-        counted = Mock(side_effect=getattr(torch, name))
-        monkeypatch.setattr(torch, name, counted)
-        made.append(counted)
+        made.append(Mock(side_effect=getattr(torch, name)))
+        monkeypatch.setattr(torch, name, made[-1])
     engine.generate([Request(draw(rng, length), 9) for length in (5, 40, 90, 130)])
     assert sum(counted.call_count for counted in made) == len(engine.runner.steps) >= 9
 
