@@ -42,7 +42,9 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(items):
-    """Demos and ranks first, which take longest: of two processes none is left alone with one at the end."""
+    """Demos and ranks first, which take longest: of two processes none is left alone with one at the end. And
+    benchmarks last, which take more than one core."""
+    items.sort(key=lambda item: "test_benchmarks" in item.nodeid)
     items.sort(key=lambda item: "test_demos" not in item.nodeid and "test_ranks" not in item.nodeid)
 
 

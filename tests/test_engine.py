@@ -229,7 +229,7 @@ def test_a_step_that_fails_is_run_again_and_the_third_time_ends_its_requests_wit
     for prompt in PROMPT, PROMPT + [4, 4]:
         runner.failures = 2
         assert ORACLE.judge(ask_and_evict(engine, prompt)) == "equal"
-    asked = [Request(PROMPT, 4), Request([3, 4, 5], 4)]
+    asked = [Request(PROMPT[::-1], 4), Request([3, 4, 5], 4)]  # nothing of which comes back
     for request in asked:
         engine.submit(request)
     runner.failures = 3
