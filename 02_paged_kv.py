@@ -519,7 +519,8 @@ def demo(model, frontend: Frontend, arguments):
     """Conversations behind one system prompt, in blocks, and how fast many requests are answered at once."""
     # 1. Ask: the first computes the system prompt, the others find it
     rng, new = random.Random(0), max(2, min(arguments.max_tokens, 12))
-    engine, context, size = make_engine(model, arguments), frontend.context, arguments.block_size
+    engine, size = make_engine(model, arguments), arguments.block_size
+    context = min(frontend.context, engine.capacity)
     system = dict(role="system", content=lesson.document(frontend, rng, context // 4))
     talks = [lesson.conversation(frontend, rng, context // (4 + n)) for n in range(CONVERSATIONS)]
     asked = [frontend.request(messages=[system, *messages], max_tokens=new) for messages in talks]
@@ -537,8 +538,7 @@ def demo(model, frontend: Frontend, arguments):
         f"blocks of {size}, shared": (own - found) * size,
     }
     print(f"Memory of {CONVERSATIONS} conversations, {tokens} tokens:")
-    megabytes = model.config.kv_numbers_per_token * model.dtype.itemsize / 1e6  # K and V of one token
-    rows = []
+    megabytes, rows = model.config.kv_numbers_per_token * model.dtype.itemsize / 1e6, []  # of one token
     for way, count in slots.items():
         rows.append(dict(memory=way, mb=count * megabytes, tokens_per_slot=tokens / count))
         print(f"  {way:32}{count * megabytes:8.1f} MB, {tokens / count:5.2f} tokens a slot")
@@ -588,8 +588,8 @@ def make_engine(model, arguments, cache: Cache | None = None) -> Engine:
     useful = arguments.max_running * -(-config.max_position_embeddings // size)
     block_bytes = size * config.kv_numbers_per_token * model.dtype.itemsize
     blocks = cli.blocks_that_fit(arguments.gpu_blocks, useful, block_bytes, model.device, "--gpu-blocks")
-    words = f"{blocks} KV blocks of {size} tokens, {blocks * block_bytes / 1e6:.1f} MB"
-    print(f"Device: {words}", file=sys.stderr)
+    megabytes = blocks * block_bytes / 1e6
+    print(f"Device: {blocks} KV blocks of {size} tokens, {megabytes:.1f} MB", file=sys.stderr)
     options = arguments.token_budget, arguments.max_running, arguments.always_restore
     engine = Engine(Runner(model, blocks, size), cache, *options)
     engine.explain = arguments.explain

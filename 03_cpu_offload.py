@@ -44,7 +44,7 @@ from functools import partial
 import torch
 
 from common import link as links
-from common.requests import BadRequest, Request
+from common.requests import Request
 from common.restoring import Cache, Match
 from shell import charts, lesson, modelled_link
 from shell.frontend import Frontend
@@ -184,14 +184,12 @@ def demo(model, frontend: Frontend, arguments):
     """Conversations that push each other off a small device, and one that comes back from host memory."""
     size, new = arguments.block_size, max(2, min(arguments.max_tokens, 16))
     blocks = arguments.gpu_blocks or -(-(frontend.context * 3 // 4) // size)
-    length = min(frontend.context * 5 // 8, blocks * size - 2 * new - 96)
-    if length < 64:
-        raise BadRequest(f"The demo's documents do not fit into {blocks} blocks of {size}; give it more.")
-    options = argparse.Namespace(**{**vars(arguments), "gpu_blocks": blocks, "cpu_blocks": 4 * blocks})
+    options = argparse.Namespace(**{**vars(arguments), "gpu_blocks": blocks})
     engine = make_engine(model, options)
     cache, link = engine.cache, engine.cache.load_link
-    rng, talks = random.Random(0), ([], [], [])
-    texts = [lesson.document(frontend, rng, length, secret) for secret in (lesson.SECRET, "", "")]
+    rng, talks, length = random.Random(0), ([], [], []), frontend.context * 5 // 8
+    document = partial(lesson.document_for, engine, frontend, rng, length, new=new)
+    texts = [document([secret, lesson.QUESTION]) for secret in (lesson.SECRET, "", "")]
     asked = [lesson.say(engine, frontend, talk, text, new) for talk, text in zip(talks, texts)]
     back = lesson.say(engine, frontend, talks[0], lesson.QUESTION, new)
     slow = make_engine(model, options) if link.modelled else None

@@ -527,8 +527,8 @@ def demo(model, frontend: Frontend, arguments):
 
 def converse(engine, frontend: Frontend, rng, new: int) -> list[Request]:
     """Ask about a document, turn by turn; the device loses everything before each."""
-    messages, document = [], lesson.document(frontend, rng, frontend.context // 2, lesson.SECRET)
-    said = document, *lesson.TURNS[1:]
+    messages, said = [], [lesson.SECRET, *lesson.TURNS[1:]]
+    said[0] = lesson.document_for(engine, frontend, rng, frontend.context // 2, said, new)
     return [lesson.say(engine, frontend, messages, text, new, "device") for text in said]
 
 

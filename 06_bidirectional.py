@@ -368,11 +368,12 @@ def demo(model, frontend: Frontend, arguments):
     """A conversation that comes back from storage; TTFT of both ends and of either on three storages."""
     # 1. Ask: about a document, and again when only storage has it
     rng, new = random.Random(0), max(2, min(arguments.max_tokens, 16))
-    options = dict(gpu_blocks=None, max_running=2, always_restore=True, bits=None, compute="share")
+    options = dict(max_running=2, always_restore=True, bits=None, compute="share")
     engine = make_engine(model, argparse.Namespace(**{**vars(arguments), **options}))
     cache, talk, asked = engine.cache, [], []
-    text = lesson.document(frontend, rng, min(frontend.context, 2048) * 7 // 8, lesson.SECRET)
-    for words in (text, lesson.QUESTION):
+    length, question = min(frontend.context, 2048) * 7 // 8, lesson.QUESTION
+    text = lesson.document_for(engine, frontend, rng, length, [lesson.SECRET, question], new)
+    for words in (text, question):
         talk.append(dict(role="user", content=words))
         lesson.settle(engine)
         engine.evict("device")
@@ -399,7 +400,7 @@ def demo(model, frontend: Frontend, arguments):
 
     # 3. Show
     print(f"{len(prompt)} tokens, chunks of {CHUNK}: {cache.chunk_bytes / 1e6:.2f} MB each in storage")
-    print(f"  {lesson.QUESTION} - {asked[1].outcome.text}\n")
+    print(f"  {question} - {asked[1].outcome.text}\n")
     rows = show(taken)
     engine.close()
     link = dict(modelled=bool(storage.bandwidth), gbps=cache.storage.speed() / 1e9)

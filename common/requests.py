@@ -185,7 +185,7 @@ class Line:
         self.waiting: deque[Request] = deque()                  # first come, first served
         self.running: list[Request] = []                        # oldest first
         self.over: deque[Request] = deque(maxlen=8)             # the last ones, for the page
-        self.counts = Counter(requests=0, finished=0, cancelled=0, failed=0)
+        self.counts = Counter(requests=0, finished=0, cancelled=0, failed=0, gpu_hits=0, misses=0)
         self.failures = 0                                       # steps in a row that raised
 
     def check(self, request: Request):
@@ -259,6 +259,9 @@ class Line:
         if error is None:
             self.over.append(request)
             self.counts.update(request.outcome.usage, finished=1)
+            hits = {f"{tier}_hits": 1 for tier, tokens in request.found.items() if tokens}
+            self.counts.update(hits or ["misses"])
+            self.counts.update({f"{tier}_hit_tokens": tokens for tier, tokens in request.found.items()})
         else:
             self.counts["cancelled" if isinstance(error, HungUp) else "failed"] += 1
 

@@ -13,6 +13,7 @@ TURNS = [
     "called Pip. The meeting is on Friday. Ben works as a baker. The color of the ball is green. My favorite "
     "food is honey.", "Where is the lamp?", "What is my cat called?", "What is the password of the safe?"]
 SECRET, QUESTION = "The password of the safe is tiger.", TURNS[-1]
+LONGEST_FACT = 16  # tokens by which a document may be too long, and more
 ROUNDS = 5  # of everything that is timed, after a warm-up
 
 
@@ -41,6 +42,18 @@ def document(frontend: Frontend, rng, tokens: int, secret: str = "") -> str:
         if not secret or fact.kind != "password":
             text += " " + fact.statement
     return text
+
+
+def document_for(engine, frontend: Frontend, rng, tokens: int, said: list[str], new: int) -> str:
+    """A document of `tokens` that tells said[0], or a shorter one: with the turns said[1:], and answers of
+    `new` tokens, it fits in every pool of `engine`. Raises BadRequest."""
+    messages = [[dict(role="user", content=text), dict(role="assistant", content="")] for text in said]
+    rest = len(frontend.encode(None, sum(messages, [])[:-1])) + len(said) * new + LONGEST_FACT
+    name, pool = min(engine.pools.items(), key=lambda item: item[1].size)
+    if (room := pool.size * pool.block_size) < rest:
+        words = f"The demo needs {pool.num_blocks(rest)} blocks of {pool.block_size} tokens at least, and pool"
+        raise BadRequest(f"{words} '{name}' has {pool.size}; give it more (--gpu-blocks or --cpu-blocks).")
+    return document(frontend, rng, min(tokens, room - rest), said[0])
 
 
 def conversation(frontend: Frontend, rng, tokens: int) -> list[dict]:

@@ -74,6 +74,22 @@ def plain_folder(request, tmp_path_factory):
     ("no system role", "02_paged_kv"), ("no system role", "07_tiered_storage"),  # which have one
 ], indirect=["plain_folder"])  # fmt: skip
 def test_a_demo_asks_a_model_that_knows_no_conversations_or_no_system_role(chapter, plain_folder, monkeypatch):
+    with pytest.raises(RuntimeError, match="^compared$"):
+        run_until_compared(chapter, monkeypatch, "--model", str(plain_folder))
+
+
+@pytest.mark.parametrize("chapter", ["03_cpu_offload", "04_hidden_state_cache", "06_bidirectional"])
+def test_a_demo_takes_small_pools_as_they_are_and_says_which_one_is_too_small(chapter, monkeypatch, capsys):
+    pools = ["--gpu-blocks", "--cpu-blocks"][: 1 + (chapter[:2] != "06")]
+    for small in pools:
+        with pytest.raises(SystemExit) as ended:
+            run_until_compared(chapter, monkeypatch, *[f"{pool}={2 if pool == small else 64}" for pool in pools])
+        assert "needs" in str(ended.value) and f"'{dict(zip(pools, ('device', 'host')))[small]}' has 2" in str(ended.value)
+    with pytest.raises(RuntimeError, match="^compared$"):
+        run_until_compared(chapter, monkeypatch, *[f"{pool}=12" for pool in pools])
+
+
+def run_until_compared(chapter: str, monkeypatch, *options):
     """As far as the comparison; what is timed behind it asks nothing else."""
     def equal(pairs, *_):
         assert len(pairs) > 1 and all(theirs == ours for theirs, ours in pairs)
@@ -81,10 +97,9 @@ def test_a_demo_asks_a_model_that_knows_no_conversations_or_no_system_role(chapt
 
     monkeypatch.setattr(lesson, "equal", equal)
     monkeypatch.setattr(lesson, "in_turn", lambda ways, rounds=1: {name: [way()] for name, way in ways.items()})
-    monkeypatch.setattr(sys, "argv", [chapter, "--demo", "--model", str(plain_folder), "--device", "cpu", "--max-tokens", "4"])
+    monkeypatch.setattr(sys, "argv", [chapter, "--demo", "--device=cpu", "--max-tokens=4", *options])
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    with pytest.raises(RuntimeError, match="^compared$"):
-        runpy.run_path(str(ROOT / f"{chapter}.py"), run_name="__main__")
+    runpy.run_path(str(ROOT / f"{chapter}.py"), run_name="__main__")
 
 
 def test_a_wrong_count_in_a_lesson_is_noticed():

@@ -197,7 +197,9 @@ def test_counters_say_how_many_blocks_and_bytes_went_each_way():
     assert (counts["swap_outs"], counts["bytes_out"]) == (6, 6 * BLOCK)
     assert (counts["swap_ins"], counts["bytes_in"]) == (12, 12 * BLOCK)
     assert (counts["host_blocks"], counts["host_cached"], counts["host_free"]) == (64, 6, 58)
-    assert counts["restored_tokens"] == 2 * 96 and engine.pools["host"] is cache.host
+    assert counts["restored_tokens"] == counts["cpu_hit_tokens"] == 2 * 96
+    assert (counts["gpu_hits"], counts["cpu_hits"], counts["misses"]) == (0, 2, 1)
+    assert engine.pools["host"] is cache.host
 
 
 # 3. What the host keeps ------------------------------------------------------------------------

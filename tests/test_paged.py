@@ -431,7 +431,8 @@ def test_counters_add_up():
     counts = engine.counters()
     assert (counts["requests"], counts["finished"], counts["cancelled"], counts["failed"]) == (6, 5, 1, 0)
     assert counts["prompt_tokens"] == 4 * 36 + 240 and counts["completion_tokens"] == 4 * 3 + 1
-    assert counts["cached_tokens"] == sum(request.cached_tokens for request in asked) >= 64
+    assert counts["cached_tokens"] == counts["gpu_hit_tokens"] == sum(request.cached_tokens for request in asked) >= 64
+    assert counts["gpu_hits"] + counts["misses"] == counts["finished"]
     assert (counts["waiting"], counts["running"]) == (0, 0)
     assert counts["device_blocks"] == counts["device_free"] + counts["device_cached"] == 16
     assert counts["device_evictions"] >= 1 and engine.evict("device") == counts["device_cached"]
