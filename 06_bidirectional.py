@@ -370,10 +370,9 @@ def demo(model, frontend: Frontend, arguments):
     rng, new = random.Random(0), max(2, min(arguments.max_tokens, 16))
     options = dict(max_running=2, always_restore=True, bits=None, compute="share")
     engine = make_engine(model, argparse.Namespace(**{**vars(arguments), **options}))
-    cache, talk, asked = engine.cache, [], []
-    length, question = min(frontend.context, 2048) * 7 // 8, lesson.QUESTION
-    text = lesson.document_for(engine, frontend, rng, length, [lesson.SECRET, question], new)
-    for words in (text, question):
+    cache, talk, asked, said = engine.cache, [], [], [lesson.SECRET, lesson.QUESTION]
+    said[0] = lesson.document_for(engine, frontend, rng, min(frontend.context, 2048) * 7 // 8, said, new)
+    for words in said:
         talk.append(dict(role="user", content=words))
         lesson.settle(engine)
         engine.evict("device")
@@ -400,7 +399,7 @@ def demo(model, frontend: Frontend, arguments):
 
     # 3. Show
     print(f"{len(prompt)} tokens, chunks of {CHUNK}: {cache.chunk_bytes / 1e6:.2f} MB each in storage")
-    print(f"  {question} - {asked[1].outcome.text}\n")
+    print(f"  {said[1]} - {asked[1].outcome.text}\n")
     rows = show(taken)
     engine.close()
     link = dict(modelled=bool(storage.bandwidth), gbps=cache.storage.speed() / 1e9)
