@@ -51,8 +51,9 @@ def document_for(engine, frontend: Frontend, rng, tokens: int, said: list[str], 
     rest = len(frontend.encode(None, sum(messages, [])[:-1])) + len(said) * new + LONGEST_FACT
     name, pool = min(engine.pools.items(), key=lambda item: item[1].size)
     if (room := pool.size * pool.block_size) < rest:
-        words = f"The demo needs at least {pool.num_blocks(rest)} blocks of {pool.block_size} tokens, and pool"
-        raise BadRequest(f"{words} '{name}' has {pool.size}; give it more (--gpu-blocks or --cpu-blocks).")
+        needed = f"{pool.num_blocks(rest)} blocks of {pool.block_size} tokens"
+        words = f"The demo needs at least {needed}, and pool '{name}' has {pool.size}"
+        raise BadRequest(f"{words}; give it more (--gpu-blocks or --cpu-blocks).")
     return document(frontend, rng, min(tokens, room - rest), said[0])
 
 
