@@ -47,6 +47,10 @@ def planner_for(f: float, model, contexts: list[int]):
     return planner, bandwidth, f if bandwidth else even / speed
 
 
+def runner_of(planner, policy: str, model, bandwidth):
+    return hybrid.make_runner(planner._replace(policy=policy), model, bandwidth)
+
+
 def one_step(engine) -> dict:
     """Of a decode step: seconds, those that the processor was busy, bytes over the link by kind."""
     seconds, timeline = hybrid.one_step(engine)
@@ -62,8 +66,7 @@ def one_step(engine) -> dict:
 def cell(model, f: float, batch: int, context: int, rounds: int) -> dict:
     contexts = batch * [context]
     planner, bandwidth, f = planner_for(f, model, contexts)
-    engines = {policy: hybrid.ready(planner._replace(policy=policy).plan(), model, bandwidth, contexts)
-               for policy in hybrid.POLICIES}  # fmt: skip
+    engines = {policy: hybrid.ready(runner_of(planner, policy, model, bandwidth), contexts) for policy in hybrid.POLICIES}
     taken = lesson.in_turn({policy: partial(one_step, each) for policy, each in engines.items()}, rounds)
     seconds = {policy: [step["seconds"] for step in steps] for policy, steps in taken.items()}
     planner = planner.after([step["cost"] for steps in taken.values() for step in steps])
@@ -108,31 +111,6 @@ def in_order(items: list, rows: int) -> list[list]:
     return formed
 
 
-def balanced(planner, deal, items: list, rows: int) -> list[list]:
-    """The paper's (section IV-C-3): a request joins where that lessens the imbalance of rebuilding and loading,
-    equations 6 and 7, and begins a mini-batch of its own where it lessens none."""
-
-    def blocks(item) -> tuple[int, int]:
-        kinds, _ = deal.slots(item.table, torch.arange(item.start))
-        acts = int(((kinds == hybrid.ACT_HOST) | (kinds == hybrid.ACT_DEVICE)).sum())
-        return acts / planner.block_size, int((kinds == hybrid.KV_HOST).sum()) / planner.block_size
-
-    def imbalance(group: list) -> float:
-        acts, kvs = map(sum, zip(*map(blocks, group)))
-        rebuild, load = acts * planner.costs.rebuild, kvs * planner.sizes.kv / planner.layers / planner.costs.speed
-        return max(rebuild, load) / max(1e-9, min(rebuild, load))
-
-    formed = []
-    for item in items:
-        found = [(imbalance([*group, item]) - imbalance(group), number) for number, group in enumerate(formed)
-                 if sum(one.end for one in [*group, item]) <= rows]  # fmt: skip
-        if found and min(found)[0] < 0:
-            formed[min(found)[1]].append(item)
-        else:
-            formed.append([item])
-    return formed
-
-
 def steps(model, arguments, batch: int = 32, longest: int = 1024, f: float = 1.25):
     rng = random.Random(0)
     contexts = [rng.randrange(longest // 16, longest) for _ in range(batch)]
@@ -140,26 +118,20 @@ def steps(model, arguments, batch: int = 32, longest: int = 1024, f: float = 1.2
     paper, only = planner._replace(policy="paper").plan(), planner._replace(policy="act-only").plan()
     only = only._replace(resident=0, act_device=paper.act_device, act_host=planner.blocks - paper.act_device)
     half = only._replace(kv_host=only.act_host // 2, act_host=only.act_host - only.act_host // 2)
-    ours = hybrid.form
-    joined = partial(balanced, planner, hybrid.Deal(paper, 16))
+    theirs = partial(hybrid.form_as_paper, planner, hybrid.Deal(paper, 16))
     ways = {"act-only": (only, in_order), "+ hybrid blocks, 1:1": (half, in_order),
-            "+ Algorithm 1": (paper, in_order), "+ mini-batches (paper's)": (paper, joined),
-            "+ mini-batches (ours)": (paper, ours), "this engine's plan": (planner.plan(), ours)}  # fmt: skip
-    engines = {name: hybrid.ready(plan, model, bandwidth, contexts) for name, (plan, _) in ways.items()}
-
-    def once(name: str) -> dict:
-        hybrid.form = ways[name][1]
-        try:
-            return dict(one_step(engines[name]), batches=len(engines[name].runner.last))
-        finally:
-            hybrid.form = ours
-
-    taken = lesson.in_turn({name: partial(once, name) for name in ways}, arguments.rounds)
+            "+ Algorithm 1": (paper, in_order), "+ mini-batches (paper's)": (paper, theirs),
+            "+ mini-batches (ours)": (paper, hybrid.form), "this engine's plan": (planner.plan(), hybrid.form)}  # fmt: skip
+    engines = {}
+    for name, (plan, form) in ways.items():
+        engines[name] = hybrid.ready(hybrid.HybridRunner(model, plan, bandwidth), contexts)
+        engines[name].runner.form = form
+    taken = lesson.in_turn({name: partial(one_step, engine) for name, engine in engines.items()}, arguments.rounds)
     seconds = {name: [step["seconds"] for step in found] for name, found in taken.items()}
     for name, found in taken.items():
         yield dict(
             f=f, batch=batch, contexts=[min(contexts), max(contexts)], step=name, plan=ways[name][0]._asdict(),
-            mini_batches=found[-1]["batches"], tokens_per_second=spread([batch / one for one in seconds[name]]),
+            mini_batches=len(engines[name].runner.last), tokens_per_second=spread([batch / one for one in seconds[name]]),
             over_act_only=ratio(seconds["act-only"], seconds[name]))  # fmt: skip
 
 

@@ -241,7 +241,7 @@ def test_generated_traffic():
 # 5. Costs --------------------------------------------------------------------------------------
 
 def test_decode_steps_say_what_they_cost_and_their_timeline_what_came_and_what_was_computed():
-    engine = hybrid.ready(Plan(0, 0, 45, 45, 0), MODEL, BANDWIDTH, 4 * [64])
+    engine = hybrid.ready(hybrid.HybridRunner(MODEL, Plan(0, 0, 45, 45, 0), BANDWIDTH), 4 * [64])
     engine.step()
     blocks, rebuild, forward = engine.runner.cost()
     assert blocks == 4 * 4 and rebuild > 0 and forward > 0
