@@ -10,19 +10,23 @@ grid        decode steps at full depth behind contexts that were filled in. The 
             hybrid is behind (`measure.is_behind`) is measured again with twice the rounds, and both rows stand.
 steps       the paper's Table III: activations only; as many blocks of each kind; Algorithm 1; its mini-batches. Then
             ours, and this engine's plan. Contexts are of all lengths, and more than the buffers hold.
+whole       a batch from its prompts to its last token, under each policy in turn, a third of the rounds: tokens that
+            are generated, over the seconds of prefill and decode.
+room        how many tokens of context a GB of host memory holds beside the weights: as K and V, as activations, and as
+            the plan of `hybrid` divides it for the costs that are measured.
 """
 
 import importlib
 import itertools
 import random
+import time
 from collections import Counter
 from functools import partial
-
-import torch
 
 from benchmarks import measure, tables
 from benchmarks.measure import modelled, ratio, spread
 from common import link as links
+from common.requests import Request
 from common.timeline import Clock
 from shell import charts, lesson
 
@@ -69,7 +73,8 @@ def cell(model, f: float, batch: int, context: int, rounds: int) -> dict:
     engines = {policy: hybrid.ready(runner_of(planner, policy, model, bandwidth), contexts) for policy in hybrid.POLICIES}
     taken = lesson.in_turn({policy: partial(one_step, each) for policy, each in engines.items()}, rounds)
     seconds = {policy: [step["seconds"] for step in steps] for policy, steps in taken.items()}
-    planner = planner.after([step["cost"] for steps in taken.values() for step in steps])
+    # The paper's mini-batches are others, and cost more
+    planner = planner.after([step["cost"] for policy in hybrid.POLICIES[:3] for step in taken[policy]])
     lanes = {policy: planner.lanes(each.runner.plan) for policy, each in engines.items()}
     link, rows = engines["hybrid"].runner.load_link.speed(), {}
     for policy, steps in taken.items():
@@ -135,14 +140,54 @@ def steps(model, arguments, batch: int = 32, longest: int = 1024, f: float = 1.2
             over_act_only=ratio(seconds["act-only"], seconds[name]))  # fmt: skip
 
 
-PARTS = {"grid": (grid, ["random:small", *OTHERS]), "steps": (steps, ["random:small"])}
+# 3. Whole answers, and room ---------------------------------------------------------------------------------
+
+def answer(engine, prompts: list[list[int]], new: int) -> dict:
+    """Of a batch: seconds, the share of them until all have their first token, and the answers."""
+    began = time.perf_counter()
+    requests = engine.generate([Request(prompt, new) for prompt in prompts])
+    seconds = time.perf_counter() - began
+    first = max(request.times[0] for request in requests) - began
+    return dict(seconds=seconds, prefill=first / seconds, new=[request.new for request in requests])
 
 
-# 3. The tables ----------------------------------------------------------------------------------------------
+def whole(model, arguments, batch: int = 16, context: int = 512, new: int = 32, f: float = 1.25):
+    planner, bandwidth, f = planner_for(f, model, batch * [context + new])  # measured just now: no warm-up
+    engines = {policy: hybrid.paged.Engine(runner_of(planner, policy, model, bandwidth), None, batch * context, batch)
+               for policy in hybrid.POLICIES}  # fmt: skip
+    rng, taken = random.Random(0), {policy: [] for policy in engines}
+    for _ in range(max(1, arguments.rounds // 3)):
+        prompts = [measure.draw(rng, model, context) for _ in range(batch)]
+        for policy, engine in engines.items():
+            taken[policy].append(answer(engine, prompts, new))
+    measure.check_alike(model, {policy: [each["new"] for each in found] for policy, found in taken.items()})
+    seconds = {policy: [each["seconds"] for each in found] for policy, found in taken.items()}
+    for policy, found in taken.items():
+        yield dict(
+            f=f, batch=batch, context=context, new=new, policy=policy, over=ratio(seconds[policy], seconds["hybrid"]),
+            tokens_per_second=spread([batch * new / each for each in seconds[policy]]),
+            prefill=spread([each["prefill"] for each in found]))  # fmt: skip
+
+
+def room(model, arguments, f: float = 1.25):
+    planner, _, f = planner_for(f, model, 16 * [512])
+    (_, act, kv), (_, kvs, acts, *_) = planner.sizes, planner._replace(policy="hybrid").plan()
+    yield dict(
+        f=f, heads=model.config.num_attention_heads, kv_heads=model.config.num_key_value_heads, kv=kv / 16, act=act / 16,
+        kv_only=16e9 / kv, act_only=16e9 / act, share=acts / (kvs + acts),
+        hybrid=16e9 * (kvs + acts) / (kvs * kv + acts * act))  # fmt: skip
+
+
+PARTS = {"grid": (grid, ["random:small", *OTHERS]), "steps": (steps, ["random:small"]),
+         "whole": (whole, ["random:small"]), "room": (room, ["random:small", *OTHERS])}  # fmt: skip
+
+
+# 4. The tables ----------------------------------------------------------------------------------------------
 
 def report(found: list[dict]) -> str:
-    grid, steps = tables.rows(found, "grid"), tables.rows(found, "steps")
-    return tables.paragraphs(report_grid(grid) if grid else "", report_steps(steps) if steps else "")
+    ways = {"grid": report_grid, "steps": report_steps, "whole": report_whole, "room": report_room}
+    rows = {part: tables.rows(found, part) for part in ways}
+    return tables.paragraphs(*(way(rows[part]) for part, way in ways.items() if rows[part]))
 
 
 def report_grid(rows: list[dict]) -> str:
@@ -177,6 +222,22 @@ def report_steps(rows: list[dict]) -> str:
     return tables.table(f"**Table III** ({words}):", {
         "step": "{step}", "mini-batches": "{mini_batches}", "tokens/s": "{tokens_per_second:spread}",
         "over act-only": "{over_act_only:spread}",
+    }, rows)  # fmt: skip
+
+
+def report_whole(rows: list[dict]) -> str:
+    words = "{model}, {batch} prompts of {context} tokens, {new} new ones each, f = {f:g}".format_map(rows[0])
+    return tables.table(f"**Prefill and decode** ({words}), new tokens over all of the time:", {
+        "policy": "`{policy}`", "tokens/s": "{tokens_per_second:spread}", "of it prefill": "{prefill:%}",
+        "hybrid's throughput over it": "{over:spread}",
+    }, rows)  # fmt: skip
+
+
+def report_room(rows: list[dict]) -> str:
+    return tables.table("**Tokens of context that a GB of host memory holds**, beside the weights:", {
+        "model": "{model}", "heads: queries, KV": "{heads}, {kv_heads}", "bytes of a token: KV, ACT": "{kv:,.0f}, {act:,.0f}",
+        "`kv-only`": "{kv_only:,.0f}", "`act-only`": "{act_only:,.0f}",
+        "`hybrid`, 16 x 512, f = 1.25": "{hybrid:,.0f}, {share:%} of the blocks ACT",
     }, rows)  # fmt: skip
 
 
