@@ -10,10 +10,9 @@ grid        decode steps at full depth behind contexts that were filled in. The 
             hybrid is behind (`measure.is_behind`) is measured again with twice the rounds, and both rows stand.
 steps       the paper's Table III: activations only; as many blocks of each kind; Algorithm 1; its mini-batches. Then
             ours, and this engine's plan. Contexts are of all lengths, and more than the buffers hold.
-whole       a batch from its prompts to its last token, under each policy in turn, a third of the rounds: tokens that
-            are generated, over the seconds of prefill and decode.
-room        how many tokens of context a GB of host memory holds beside the weights: as K and V, as activations, and as
-            the plan of `hybrid` divides it for the costs that are measured.
+whole       a batch from its prompts to its last token under each policy in turn, in a third of the rounds: new tokens
+            over the seconds of prefill and decode.
+room        tokens of context that a GB of host memory holds: as K and V, as activations, as hybrid's plan divides it.
 """
 
 import importlib
@@ -73,8 +72,7 @@ def cell(model, f: float, batch: int, context: int, rounds: int) -> dict:
     engines = {policy: hybrid.ready(runner_of(planner, policy, model, bandwidth), contexts) for policy in hybrid.POLICIES}
     taken = lesson.in_turn({policy: partial(one_step, each) for policy, each in engines.items()}, rounds)
     seconds = {policy: [step["seconds"] for step in steps] for policy, steps in taken.items()}
-    # The paper's mini-batches are others, and cost more
-    planner = planner.after([step["cost"] for policy in hybrid.POLICIES[:3] for step in taken[policy]])
+    planner = planner.after([step["cost"] for policy in hybrid.POLICIES[:3] for step in taken[policy]])  # one way to form
     lanes = {policy: planner.lanes(each.runner.plan) for policy, each in engines.items()}
     link, rows = engines["hybrid"].runner.load_link.speed(), {}
     for policy, steps in taken.items():
@@ -127,10 +125,9 @@ def steps(model, arguments, batch: int = 32, longest: int = 1024, f: float = 1.2
     ways = {"act-only": (only, in_order), "+ hybrid blocks, 1:1": (half, in_order),
             "+ Algorithm 1": (paper, in_order), "+ mini-batches (paper's)": (paper, theirs),
             "+ mini-batches (ours)": (paper, hybrid.form), "this engine's plan": (planner.plan(), hybrid.form)}  # fmt: skip
-    engines = {}
-    for name, (plan, form) in ways.items():
-        engines[name] = hybrid.ready(hybrid.HybridRunner(model, plan, bandwidth), contexts)
-        engines[name].runner.form = form
+    engines = {name: hybrid.ready(hybrid.HybridRunner(model, plan, bandwidth), contexts) for name, (plan, _) in ways.items()}
+    for name, engine in engines.items():
+        engine.runner.form = ways[name][1]
     taken = lesson.in_turn({name: partial(one_step, engine) for name, engine in engines.items()}, arguments.rounds)
     seconds = {name: [step["seconds"] for step in found] for name, found in taken.items()}
     for name, found in taken.items():
@@ -171,11 +168,10 @@ def whole(model, arguments, batch: int = 16, context: int = 512, new: int = 32, 
 
 def room(model, arguments, f: float = 1.25):
     planner, _, f = planner_for(f, model, 16 * [512])
-    (_, act, kv), (_, kvs, acts, *_) = planner.sizes, planner._replace(policy="hybrid").plan()
-    yield dict(
-        f=f, heads=model.config.num_attention_heads, kv_heads=model.config.num_key_value_heads, kv=kv / 16, act=act / 16,
-        kv_only=16e9 / kv, act_only=16e9 / act, share=acts / (kvs + acts),
-        hybrid=16e9 * (kvs + acts) / (kvs * kv + acts * act))  # fmt: skip
+    config, (_, act, kv), plan = model.config, planner.sizes, planner._replace(policy="hybrid").plan()
+    share = (plan.act_host + plan.act_device) / planner.blocks
+    yield dict(f=f, heads=config.num_attention_heads, kv_heads=config.num_key_value_heads, kv=kv / 16, act=act / 16,
+               kv_only=16e9 / kv, act_only=16e9 / act, share=share, hybrid=16e9 / (share * act + (1 - share) * kv))  # fmt: skip
 
 
 PARTS = {"grid": (grid, ["random:small", *OTHERS]), "steps": (steps, ["random:small"]),
