@@ -21,9 +21,8 @@ Layer by layer the batch passes in mini-batches (zig-zag), so that one fetch of 
 them; while one is computed, the next one's context arrives. A step whose copies fail is run again.
 
 The engine of chapter 02 knows nothing of this. Its pool has numbers only; `Deal` has spread the kinds of
-blocks over them evenly, so that any run of numbers has about the plan's ratio: prompts, appended blocks and
-shared prefixes alike. The plan (section 1) spends the device's memory on whole layers of weights, on KV
-blocks or on ACT blocks. A byte in use there saves a byte of link, whatever it holds.
+blocks over them evenly, so that any run of numbers has about the plan's ratio. The plan (section 1) spends
+the device's memory on whole layers of weights, or on blocks of one kind.
 
 Source: CAPTURE ("Throughput-Oriented LLM Inference via KV-Activation Hybrid Caching with a Single GPU", Lee
 et al.), sections III-C and IV. The zig-zag order is FlexGen's (Sheng et al., ICML '23).
@@ -56,7 +55,7 @@ from shell import charts, checkpoint, lesson, modelled_link
 from shell.frontend import Frontend
 
 paged = importlib.import_module("02_paged_kv")
-KV_HOST, ACT_HOST, KV_DEVICE, ACT_DEVICE = KINDS = range(4)
+KV_HOST, ACT_HOST, KV_DEVICE, ACT_DEVICE = KINDS = range(4)  # odd: ACT
 POLICIES = "hybrid", "kv-only", "act-only", "paper"
 ROWS = 1024  # tokens that are projected at once: what is temporary stays small
 PROBE = 2048  # tokens of context with which costs are measured before the first step
@@ -145,17 +144,14 @@ class Planner(NamedTuple):
         return Plan(0, rest - act_host, act_host, 0, act_device)
 
     def plan(self) -> Plan:
-        """Find the division with which the slower lane ends first; of several, the one that computes least.
-        Raises ModelError.
+        """Find the division whose slower lane ends first; among ties, compute least. Raises ModelError.
 
         What differs from the paper's:
         - Equations 2 and 3 leave out the transfer of ACT blocks, attention, the new tokens' own products, and
           what each mini-batch costs. Here they count, so that the lanes do end together.
-        - The device may hold weights or KV blocks too. Fair shares are nearly ties, for a resident byte saves
-          a byte of link; so hybrid's lead is over policies that use the same memory.
+        - The device may hold weights or KV blocks too: any resident byte saves a byte of link.
         - The number of blocks is given. Algorithm 1 fills all of the host's memory with them.
-        With grouped queries an ACT block is as large as a KV block or larger, and must be rebuilt besides:
-        hybrid finds the plan of `kv-only`."""
+        With grouped queries hybrid finds the plan of `kv-only`: ACT blocks are no smaller than KV blocks."""
         least = min(2, self.layers) * self.sizes.weights
         if self.device < least:
             raise checkpoint.ModelError(
@@ -221,8 +217,7 @@ class Weights:
     @staticmethod
     def place(model: Llama) -> Layer:
         """Room for a layer on the device."""
-        where = dict(dtype=model.dtype, device=model.device)
-        return Layer(model.config, model.rotary, **where).requires_grad_(False)
+        return Layer(model.config, model.rotary, dtype=model.dtype, device=model.device).requires_grad_(False)
 
     def expect(self, after: int):
         """Fetch next the weights of the first streamed layer behind layer `after`, while the layers up to it
@@ -273,9 +268,8 @@ class Item(NamedTuple):
 
 
 def form(items: list[Item], rows: int) -> list[list[Item]]:
-    """Pack requests into few mini-batches of similar length, at most `rows` tokens each. The paper (section
-    IV-C-3) balances rebuilding and loading in each: benchmarks/hybrid_blocks.py has that. Here every request
-    has the plan's ratio, and nothing is left to balance."""
+    """Pack requests into few mini-batches of similar length, at most `rows` tokens each. Every request has
+    about the plan's ratio, so that in each of them rebuilding and loading are about even."""
     total = sum(item.end for item in items)
     even = total / math.ceil(total / rows)
     formed, held = [], math.inf
@@ -290,7 +284,7 @@ def form(items: list[Item], rows: int) -> list[list[Item]]:
 
 class Deal:
     """Says which kind of block each number of the pool stands for, and which one of that kind. Spreads the
-    kinds evenly, so that any run of numbers has about the plan's ratio (equation 5)."""
+    kinds evenly: each run of numbers has the plan's ratio (equation 5), within about a block."""
 
     def __init__(self, plan: Plan, block_size: int):
         self.block_size, counts = block_size, plan[1:]
@@ -303,6 +297,32 @@ class Deal:
         """-> kinds [n], and slots [n] in the memory of their kind, of tokens at `positions` [n]."""
         blocks = torch.tensor(table, dtype=torch.long)[positions // self.block_size]
         return self.kinds[blocks], self.numbers[blocks] * self.block_size + positions % self.block_size
+
+
+def form_as_paper(planner: Planner, deal: Deal, items: list[Item], rows: int) -> list[list[Item]]:
+    """Form the paper's mini-batches (section IV-C-3). The first request that has room in the current one and
+    lessens its imbalance joins it. When none does, the first of all begins the next one, whatever its size.
+    #ACT_max, #KV_max and the attention buffer, which holds both kinds, are equally long: it is full first."""
+    costs, most = planner.costs, rows // deal.block_size
+    kv_per_act = costs.rebuild / (planner.sizes.kv / planner.layers / costs.speed)
+
+    def imbalance(blocks):
+        balance = blocks[..., 1] / blocks[..., 0] * kv_per_act  # equation 6
+        return torch.maximum(balance, 1 / balance)  # equation 7
+
+    tables = [item.request.table[: -(-item.end // deal.block_size)] for item in items]
+    own = torch.stack([torch.bincount(deal.kinds[table] % 2, minlength=2) for table in tables])  # KV, ACT
+    formed, left, held = [], list(range(len(items))), torch.tensor((most, most))
+    while left:
+        both = held + own[left]  # [left, 2]
+        joins = (both.sum(1) <= most) & (imbalance(both) < imbalance(held))
+        if not joins.any():
+            formed.append([])
+            held = 0
+        number = left.pop(int(joins.int().argmax()))
+        formed[-1].append(items[number])
+        held = held + own[number]
+    return formed
 
 
 class Tokens(NamedTuple):
@@ -366,9 +386,8 @@ class HybridRunner:
     """Runs the forward pass in mini-batches, over blocks of four kinds behind one pool of numbers."""
 
     def __init__(self, model: Llama, plan: Plan, bandwidth, block_size=16, rows=8192):
-        """`bandwidth`: of a modelled link, None on a GPU. `rows`: tokens of context that are on the device at
-        once."""
-        self.model, self.plan, self.deal = model, plan, Deal(plan, block_size)
+        """`bandwidth`: of a modelled link, None on a GPU. `rows`: tokens of context on the device at once."""
+        self.model, self.plan, self.deal, self.form = model, plan, Deal(plan, block_size), form
         self.rows = max(rows, model.config.max_position_embeddings)
         self.pool = paged.BlockPool(sum(plan[1:]), block_size)
         self.clock = Clock(model.device)
@@ -376,22 +395,17 @@ class HybridRunner:
         self.save_link = links.Link("save", self.clock, bandwidth)
         empty = partial(torch.empty, dtype=model.dtype, device=model.device)
         on_host = partial(links.host_memory, dtype=model.dtype, device=model.device, what="The host's blocks")
-        shapes = self.shape(KV_HOST, self.rows), self.shape(ACT_HOST, self.rows)
-        self.buffers = [[empty(shape) for shape in shapes] for _ in range(2)]  # to compute with, and to fill
+        config = model.config
+        shapes = (2, config.num_key_value_heads, config.head_dim), (config.hidden_size,)  # a token: KV, ACT
+        self.buffers = [[empty((self.rows, *shape)) for shape in shapes] for _ in range(2)]  # to use, to fill
         # Of the last step: mini-batches, (label, start, end), copies; and copies of the step before it
         self.last, self.marks, self.transfers, self.earlier = [], [], [], []
         self.weights, self.memory = Weights(model, plan.resident, self.load_link), []
         for kind, count in enumerate(plan[1:]):
-            shape = len(model.layers), *self.shape(kind, count * block_size)
+            shape = len(model.layers), count * block_size, *shapes[kind % 2]
             allocate = on_host if kind in (KV_HOST, ACT_HOST) else empty
             self.memory.append(allocate(shape))  # [L, slots, 2, KVH, hd] or [L, slots, D]
         self.pool.block_bytes = sum(memory.nbytes for memory in self.memory) // max(1, self.pool.size)
-
-    def shape(self, kind: int, tokens: int) -> tuple:
-        config = self.model.config
-        if kind in (KV_HOST, KV_DEVICE):
-            return tokens, 2, config.num_key_value_heads, config.head_dim
-        return tokens, config.hidden_size
 
     @torch.inference_mode()
     def forward(self, work: list, before_layer=None):
@@ -410,7 +424,7 @@ class HybridRunner:
     def step(self, work: list) -> tuple:
         # 1. Mini-batches
         items = [Item(one, one.computed, one.computed + count) for one, count in work]
-        batches = [MiniBatch(some, self.deal, self.model) for some in form(items, self.rows)]
+        batches = [MiniBatch(some, self.deal, self.model) for some in self.form(items, self.rows)]
         arrival, total, self.saves = self.bring(0, batches[0]), sum(batch.rows_used for batch in batches), []
 
         # 2. Layer by layer, mini-batch by mini-batch: while one computes, the next one's context arrives, and
@@ -459,7 +473,8 @@ class HybridRunner:
         kvs, acts, host = (batch.context[kind] for kind in (KV_DEVICE, ACT_DEVICE, ACT_HOST))
         if len(kvs.slots):
             kv.index_copy_(0, kvs.rows, self.memory[KV_DEVICE][index].index_select(0, kvs.slots))
-        self.project(layer, self.memory[ACT_DEVICE][index], acts.slots, acts, kv)
+        if len(acts.slots):
+            self.project(layer, self.memory[ACT_DEVICE][index], acts.slots, acts, kv)
         if act_copy:
             arrive(act_copy)
             self.project(layer, act, host.rows, host, kv)
@@ -469,8 +484,6 @@ class HybridRunner:
 
     def project(self, layer: Layer, states, where, tokens: Tokens, kv):
         """Project the `states` [., D] in places `where` [n] to K and V, into the rows of `kv` of `tokens`."""
-        if not len(where):
-            return
         began = self.clock.mark()
         portions = (each.split(ROWS) for each in (where, tokens.rows, tokens.positions))
         for places, rows, positions in zip(*portions):
@@ -500,8 +513,6 @@ class HybridRunner:
             self.saves.append(self.save_link.copy(memory, states, "store", places))
             self.transfers.append(self.saves[-1])
 
-    # After a step
-
     def forget(self):
         """Begin anew: wait until all copies are over, and use nothing of them."""
         for transfer in [*self.earlier, *self.transfers]:
@@ -529,10 +540,18 @@ def sizes_of(model: Llama, block_size: int) -> Sizes:
     return Sizes(*(count * model.dtype.itemsize for count in (numbers, block_size * act, block_size * kv)))
 
 
-def ready(plan: Plan, model: Llama, bandwidth, contexts: list[int], block_size=16, rows=8192) -> paged.Engine:
+def make_runner(planner: Planner, model: Llama, bandwidth, rows=8192) -> HybridRunner:
+    """-> a runner of the planner's plan; of the paper's, with its mini-batches."""
+    runner = HybridRunner(model, planner.plan(), bandwidth, planner.block_size, rows)
+    if planner.policy == "paper":
+        runner.form = partial(form_as_paper, planner, runner.deal)
+    return runner
+
+
+def ready(runner: HybridRunner, contexts: list[int]) -> paged.Engine:
     """-> an engine whose requests are about to decode, behind contexts that were filled with a number."""
-    engine = paged.Engine(HybridRunner(model, plan, bandwidth, block_size, rows), max_running=len(contexts))
-    for memory in engine.runner.memory:
+    engine = paged.Engine(runner, max_running=len(contexts))
+    for memory in runner.memory:
         memory.fill_(0.1)
     for number, context in enumerate(contexts):
         request = Request([(number + 7 * at) % 251 for at in range(context + 1)], 1 << 20)
@@ -544,7 +563,7 @@ def ready(plan: Plan, model: Llama, bandwidth, contexts: list[int], block_size=1
 
 def measure(planner: Planner, model: Llama, bandwidth, contexts: list[int], rows=8192) -> Planner:
     """Measure a few decode steps -> `planner` with their costs. Raises ModelError."""
-    engine, samples = ready(planner.plan(), model, bandwidth, contexts, planner.block_size, rows), []
+    engine, samples = ready(make_runner(planner, model, bandwidth, rows), contexts), []
     for _ in range(5):
         engine.step()
         if engine.failures:
@@ -573,9 +592,8 @@ def make_planner(model: Llama, arguments) -> tuple[Planner, object]:
     speed = links.Link("load", Clock(model.device), bandwidth).speed()
     planner = Planner(arguments.policy, Costs(speed, 0.0, 0.0), sizes, layers, blocks, int(device), size)
     requests = max(1, min(arguments.max_running, blocks, PROBE // size))
-    tokens = min(min(PROBE, blocks * size) // requests, model.config.max_position_embeddings)
-    tokens = max(1, tokens - 8)  # a few steps follow
-    held = requests * (1 + -(-(tokens + 8) // size))
+    tokens = max(1, min(min(PROBE, blocks * size) // requests, model.config.max_position_embeddings) - 8)
+    held = requests * (1 + -(-(tokens + 8) // size))  # 8: a few steps follow
     probe = planner._replace(policy="act-only", device=2 * sizes.weights, blocks=held)
     unlimited = bandwidth and links.Bandwidth(math.inf)
     probe = measure(probe, model, unlimited, requests * [tokens], arguments.mini_batch)
@@ -585,8 +603,8 @@ def make_planner(model: Llama, arguments) -> tuple[Planner, object]:
 def make_engine(model: Llama, arguments) -> paged.Engine:
     """Chapter 02's engine with this chapter's Runner. The model's layers are in host memory."""
     planner, bandwidth = make_planner(model, arguments)
-    plan = planner.plan()
-    runner = HybridRunner(model, plan, bandwidth, arguments.block_size, arguments.mini_batch)
+    runner = make_runner(planner, model, bandwidth, arguments.mini_batch)
+    plan = runner.plan
     engine = paged.Engine(runner, None, arguments.token_budget, arguments.max_running)
     engine.explain = arguments.explain
     weights, act, kv = (size / 1e6 for size in planner.sizes)
@@ -631,8 +649,8 @@ def demo(model: Llama, frontend: Frontend, arguments):
         options["device_memory"] = ((2 + len(model.layers) // 2) * sizes_of(model, 16).weights + 1) / 1e9
     planner, bandwidth = make_planner(model, argparse.Namespace(**options))
     for policy in POLICIES:
-        plan = planner._replace(policy=policy).plan()
-        engine = paged.Engine(HybridRunner(model, plan, bandwidth, planner.block_size, 1024), max_running=8)
+        own = planner._replace(policy=policy)
+        engine = paged.Engine(make_runner(own, model, bandwidth, rows=1024), max_running=8)
         asked += engine.generate([frontend.request(messages=messages, max_tokens=new) for messages in talks])
         engine.runner.forget()
         engine.runner = None
@@ -667,15 +685,15 @@ def demo(model: Llama, frontend: Frontend, arguments):
 
 def time_policies(planner: Planner, model: Llama, bandwidth, f: float | None) -> tuple:
     """Time decode steps under each policy in turn, and print a table -> rows, the link, hybrid's timeline."""
-    plans = {policy: planner._replace(policy=policy).plan() for policy in POLICIES}
-    engines = {policy: ready(plan, model, bandwidth, CONTEXTS) for policy, plan in plans.items()}
+    runners = {policy: make_runner(planner._replace(policy=policy), model, bandwidth) for policy in POLICIES}
+    engines = {policy: ready(runner, CONTEXTS) for policy, runner in runners.items()}
     taken = lesson.in_turn({policy: partial(one_step, engine) for policy, engine in engines.items()}, 3)
     rates = {policy: [len(CONTEXTS) / seconds for seconds, _ in steps] for policy, steps in taken.items()}
-    link = engines["hybrid"].runner.load_link
+    link = runners["hybrid"].load_link
     print()
     rows = lesson.table(f"Decode, f = {f or 'as it is'}, {link}", rates, "tokens_per_second", "tokens/s")
     for row in rows:
-        plan, steps = plans[row["case"]], sorted(taken[row["case"]], key=lambda step: step[0])
+        plan, steps = runners[row["case"]].plan, sorted(taken[row["case"]], key=lambda step: step[0])
         _, timeline = steps[len(steps) // 2]
         row.update(f=f, plan=plan._asdict(), act=(plan.act_host + plan.act_device) / planner.blocks)
         row.update({lane: 1 - charts.bubble(timeline, lane) for lane in ("load", "compute")})
@@ -684,8 +702,7 @@ def time_policies(planner: Planner, model: Llama, bandwidth, f: float | None) ->
             f"{row['act']:4.0%} ACT; on the device {plan.resident} layers and {sum(plan[3:])} blocks"
         )
     hybrid, kv, act, _ = (row["tokens_per_second"] for row in rows)
-    mixed = 0.1 < rows[0]["act"] < 0.9
-    why = "each kind alone leaves a lane idle" if mixed else "there is little to mix"
+    why = "each kind alone leaves a lane idle" if 0.1 < rows[0]["act"] < 0.9 else "there is little to mix"
     print(
         f"  hybrid: {hybrid / kv:.2f}x kv-only and {hybrid / act:.2f}x act-only, "
         f"with {rows[0]['act']:.0%} of the blocks ACT: {why}"
@@ -699,7 +716,7 @@ def time_policies(planner: Planner, model: Llama, bandwidth, f: float | None) ->
 
 def add_arguments(parser):
     number, gigabytes = partial(cli.bounded, int, 1), cli.bounded(float, 1e-6, 1e6)
-    add, words = parser.add_argument, "what the context is kept as (hybrid); paper: as CAPTURE divides memory"
+    add, words = parser.add_argument, "what the context is kept as (hybrid); paper: as CAPTURE has it"
     add("--policy", choices=POLICIES, default="hybrid", help=words)
     words = "of the device, for weights and blocks (on a GPU what is free, at most; else half of the layers)"
     add("--device-memory", type=gigabytes, metavar="GB", help=words)

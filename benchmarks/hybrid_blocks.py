@@ -10,19 +10,22 @@ grid        decode steps at full depth behind contexts that were filled in. The 
             hybrid is behind (`measure.is_behind`) is measured again with twice the rounds, and both rows stand.
 steps       the paper's Table III: activations only; as many blocks of each kind; Algorithm 1; its mini-batches. Then
             ours, and this engine's plan. Contexts are of all lengths, and more than the buffers hold.
+whole       a batch from its prompts to its last token under each policy in turn, in a third of the rounds: new tokens
+            over the seconds of prefill and decode.
+room        tokens of context that a GB of host memory holds: as K and V, as activations, as hybrid's plan divides it.
 """
 
 import importlib
 import itertools
 import random
+import time
 from collections import Counter
 from functools import partial
-
-import torch
 
 from benchmarks import measure, tables
 from benchmarks.measure import modelled, ratio, spread
 from common import link as links
+from common.requests import Request
 from common.timeline import Clock
 from shell import charts, lesson
 
@@ -47,6 +50,10 @@ def planner_for(f: float, model, contexts: list[int]):
     return planner, bandwidth, f if bandwidth else even / speed
 
 
+def runner_of(planner, policy: str, model, bandwidth):
+    return hybrid.make_runner(planner._replace(policy=policy), model, bandwidth)
+
+
 def one_step(engine) -> dict:
     """Of a decode step: seconds, those that the processor was busy, bytes over the link by kind."""
     seconds, timeline = hybrid.one_step(engine)
@@ -62,11 +69,10 @@ def one_step(engine) -> dict:
 def cell(model, f: float, batch: int, context: int, rounds: int) -> dict:
     contexts = batch * [context]
     planner, bandwidth, f = planner_for(f, model, contexts)
-    engines = {policy: hybrid.ready(planner._replace(policy=policy).plan(), model, bandwidth, contexts)
-               for policy in hybrid.POLICIES}  # fmt: skip
+    engines = {policy: hybrid.ready(runner_of(planner, policy, model, bandwidth), contexts) for policy in hybrid.POLICIES}
     taken = lesson.in_turn({policy: partial(one_step, each) for policy, each in engines.items()}, rounds)
     seconds = {policy: [step["seconds"] for step in steps] for policy, steps in taken.items()}
-    planner = planner.after([step["cost"] for steps in taken.values() for step in steps])
+    planner = planner.after([step["cost"] for policy in hybrid.POLICIES[:3] for step in taken[policy]])  # one way to form
     lanes = {policy: planner.lanes(each.runner.plan) for policy, each in engines.items()}
     link, rows = engines["hybrid"].runner.load_link.speed(), {}
     for policy, steps in taken.items():
@@ -108,31 +114,6 @@ def in_order(items: list, rows: int) -> list[list]:
     return formed
 
 
-def balanced(planner, deal, items: list, rows: int) -> list[list]:
-    """The paper's (section IV-C-3): a request joins where that lessens the imbalance of rebuilding and loading,
-    equations 6 and 7, and begins a mini-batch of its own where it lessens none."""
-
-    def blocks(item) -> tuple[int, int]:
-        kinds, _ = deal.slots(item.table, torch.arange(item.start))
-        acts = int(((kinds == hybrid.ACT_HOST) | (kinds == hybrid.ACT_DEVICE)).sum())
-        return acts / planner.block_size, int((kinds == hybrid.KV_HOST).sum()) / planner.block_size
-
-    def imbalance(group: list) -> float:
-        acts, kvs = map(sum, zip(*map(blocks, group)))
-        rebuild, load = acts * planner.costs.rebuild, kvs * planner.sizes.kv / planner.layers / planner.costs.speed
-        return max(rebuild, load) / max(1e-9, min(rebuild, load))
-
-    formed = []
-    for item in items:
-        found = [(imbalance([*group, item]) - imbalance(group), number) for number, group in enumerate(formed)
-                 if sum(one.end for one in [*group, item]) <= rows]  # fmt: skip
-        if found and min(found)[0] < 0:
-            formed[min(found)[1]].append(item)
-        else:
-            formed.append([item])
-    return formed
-
-
 def steps(model, arguments, batch: int = 32, longest: int = 1024, f: float = 1.25):
     rng = random.Random(0)
     contexts = [rng.randrange(longest // 16, longest) for _ in range(batch)]
@@ -140,37 +121,69 @@ def steps(model, arguments, batch: int = 32, longest: int = 1024, f: float = 1.2
     paper, only = planner._replace(policy="paper").plan(), planner._replace(policy="act-only").plan()
     only = only._replace(resident=0, act_device=paper.act_device, act_host=planner.blocks - paper.act_device)
     half = only._replace(kv_host=only.act_host // 2, act_host=only.act_host - only.act_host // 2)
-    ours = hybrid.form
-    joined = partial(balanced, planner, hybrid.Deal(paper, 16))
+    theirs = partial(hybrid.form_as_paper, planner, hybrid.Deal(paper, 16))
     ways = {"act-only": (only, in_order), "+ hybrid blocks, 1:1": (half, in_order),
-            "+ Algorithm 1": (paper, in_order), "+ mini-batches (paper's)": (paper, joined),
-            "+ mini-batches (ours)": (paper, ours), "this engine's plan": (planner.plan(), ours)}  # fmt: skip
-    engines = {name: hybrid.ready(plan, model, bandwidth, contexts) for name, (plan, _) in ways.items()}
-
-    def once(name: str) -> dict:
-        hybrid.form = ways[name][1]
-        try:
-            return dict(one_step(engines[name]), batches=len(engines[name].runner.last))
-        finally:
-            hybrid.form = ours
-
-    taken = lesson.in_turn({name: partial(once, name) for name in ways}, arguments.rounds)
+            "+ Algorithm 1": (paper, in_order), "+ mini-batches (paper's)": (paper, theirs),
+            "+ mini-batches (ours)": (paper, hybrid.form), "this engine's plan": (planner.plan(), hybrid.form)}  # fmt: skip
+    engines = {name: hybrid.ready(hybrid.HybridRunner(model, plan, bandwidth), contexts) for name, (plan, _) in ways.items()}
+    for name, engine in engines.items():
+        engine.runner.form = ways[name][1]
+    taken = lesson.in_turn({name: partial(one_step, engine) for name, engine in engines.items()}, arguments.rounds)
     seconds = {name: [step["seconds"] for step in found] for name, found in taken.items()}
     for name, found in taken.items():
         yield dict(
             f=f, batch=batch, contexts=[min(contexts), max(contexts)], step=name, plan=ways[name][0]._asdict(),
-            mini_batches=found[-1]["batches"], tokens_per_second=spread([batch / one for one in seconds[name]]),
+            mini_batches=len(engines[name].runner.last), tokens_per_second=spread([batch / one for one in seconds[name]]),
             over_act_only=ratio(seconds["act-only"], seconds[name]))  # fmt: skip
 
 
-PARTS = {"grid": (grid, ["random:small", *OTHERS]), "steps": (steps, ["random:small"])}
+# 3. Whole answers, and room ---------------------------------------------------------------------------------
+
+def answer(engine, prompts: list[list[int]], new: int) -> dict:
+    """Of a batch: seconds, the share of them until all have their first token, and the answers."""
+    began = time.perf_counter()
+    requests = engine.generate([Request(prompt, new) for prompt in prompts])
+    seconds = time.perf_counter() - began
+    first = max(request.times[0] for request in requests) - began
+    return dict(seconds=seconds, prefill=first / seconds, new=[request.new for request in requests])
 
 
-# 3. The tables ----------------------------------------------------------------------------------------------
+def whole(model, arguments, batch: int = 16, context: int = 512, new: int = 32, f: float = 1.25):
+    planner, bandwidth, f = planner_for(f, model, batch * [context + new])  # measured just now: no warm-up
+    engines = {policy: hybrid.paged.Engine(runner_of(planner, policy, model, bandwidth), None, batch * context, batch)
+               for policy in hybrid.POLICIES}  # fmt: skip
+    rng, taken = random.Random(0), {policy: [] for policy in engines}
+    for _ in range(max(1, arguments.rounds // 3)):
+        prompts = [measure.draw(rng, model, context) for _ in range(batch)]
+        for policy, engine in engines.items():
+            taken[policy].append(answer(engine, prompts, new))
+    measure.check_alike(model, {policy: [each["new"] for each in found] for policy, found in taken.items()})
+    seconds = {policy: [each["seconds"] for each in found] for policy, found in taken.items()}
+    for policy, found in taken.items():
+        yield dict(
+            f=f, batch=batch, context=context, new=new, policy=policy, over=ratio(seconds[policy], seconds["hybrid"]),
+            tokens_per_second=spread([batch * new / each for each in seconds[policy]]),
+            prefill=spread([each["prefill"] for each in found]))  # fmt: skip
+
+
+def room(model, arguments, f: float = 1.25):
+    planner, _, f = planner_for(f, model, 16 * [512])
+    config, (_, act, kv), plan = model.config, planner.sizes, planner._replace(policy="hybrid").plan()
+    share = (plan.act_host + plan.act_device) / planner.blocks
+    yield dict(f=f, heads=config.num_attention_heads, kv_heads=config.num_key_value_heads, kv=kv / 16, act=act / 16,
+               kv_only=16e9 / kv, act_only=16e9 / act, share=share, hybrid=16e9 / (share * act + (1 - share) * kv))  # fmt: skip
+
+
+PARTS = {"grid": (grid, ["random:small", *OTHERS]), "steps": (steps, ["random:small"]),
+         "whole": (whole, ["random:small"]), "room": (room, ["random:small", *OTHERS])}  # fmt: skip
+
+
+# 4. The tables ----------------------------------------------------------------------------------------------
 
 def report(found: list[dict]) -> str:
-    grid, steps = tables.rows(found, "grid"), tables.rows(found, "steps")
-    return tables.paragraphs(report_grid(grid) if grid else "", report_steps(steps) if steps else "")
+    ways = {"grid": report_grid, "steps": report_steps, "whole": report_whole, "room": report_room}
+    rows = {part: tables.rows(found, part) for part in ways}
+    return tables.paragraphs(*(way(rows[part]) for part, way in ways.items() if rows[part]))
 
 
 def report_grid(rows: list[dict]) -> str:
@@ -205,6 +218,22 @@ def report_steps(rows: list[dict]) -> str:
     return tables.table(f"**Table III** ({words}):", {
         "step": "{step}", "mini-batches": "{mini_batches}", "tokens/s": "{tokens_per_second:spread}",
         "over act-only": "{over_act_only:spread}",
+    }, rows)  # fmt: skip
+
+
+def report_whole(rows: list[dict]) -> str:
+    words = "{model}, {batch} prompts of {context} tokens, {new} new ones each, f = {f:g}".format_map(rows[0])
+    return tables.table(f"**Prefill and decode** ({words}), new tokens over all of the time:", {
+        "policy": "`{policy}`", "tokens/s": "{tokens_per_second:spread}", "of it prefill": "{prefill:%}",
+        "hybrid's throughput over it": "{over:spread}",
+    }, rows)  # fmt: skip
+
+
+def report_room(rows: list[dict]) -> str:
+    return tables.table("**Tokens of context that a GB of host memory holds**, beside the weights:", {
+        "model": "{model}", "heads: queries, KV": "{heads}, {kv_heads}", "bytes of a token: KV, ACT": "{kv:,.0f}, {act:,.0f}",
+        "`kv-only`": "{kv_only:,.0f}", "`act-only`": "{act_only:,.0f}",
+        "`hybrid`, 16 x 512, f = 1.25": "{hybrid:,.0f}, {share:%} of the blocks ACT",
     }, rows)  # fmt: skip
 
 
