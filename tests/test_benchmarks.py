@@ -40,8 +40,8 @@ def goes_on(cache, pools=("device",)):
     return last
 
 
-@pytest.mark.parametrize("kind", [variants.Direct, variants.DirectToFile])
-def test_what_is_saved_without_a_snapshot_comes_back(kind):
+@pytest.mark.parametrize("kind", [variants.EachLayer, variants.Direct, variants.DirectToFile])
+def test_what_is_saved_in_another_way_comes_back(kind):
     cache = kind(128, BANDWIDTH)
     assert goes_on(cache).found == {"cpu": HISTORY}
     assert cache.counts["drops"] == 0 and cache.counts["bytes_out"] > 0
