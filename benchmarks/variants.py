@@ -25,6 +25,7 @@ import tempfile
 import time
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -40,24 +41,6 @@ from shell import cli, lesson, modelled_link
 from shell.backends import Directory
 
 HiddenCache, PlannedCache = hidden_states.HiddenCache, planned.PlannedCache
-
-
-def token_wise(costs: planned.LayerCosts, layers: int, tokens: int, step: int = 1) -> tuple[int, int]:
-    """Section 4.1.1's other division, with as many tokens projected as ends first, in multiples of `step`: in
-    every layer those before are recomputed, where projecting is the faster lane, or else those behind are
-    loaded -> the first token that is projected, and the one behind the last. A token is taken to cost the same
-    however many there are."""
-    slower = costs.project + costs.question > costs.load_states
-
-    def seconds(projected: int) -> float:
-        share = projected / tokens
-        loading = share * costs.load_states + slower * (1 - share) * costs.load_kv
-        computing = share * costs.project + (not slower) * (1 - share) * costs.recompute + costs.question
-        return max(loading + layers * computing, layers * loading + computing)
-
-    projected = min({*range(0, tokens, step), tokens}, key=seconds)
-    return (0, projected) if slower else (tokens - projected, tokens)
-
 TILE = 128  # rows, for which products are fast
 SSD, PCIE = 6.9 / 24, 32 / 24  # over the speed at which Llama-2-7B's projecting and reading are even (6.1.3)
 
@@ -68,11 +51,9 @@ def engines_of(model, caches: dict, tokens: int):
     """An engine for each Cache. Of a history of so many tokens two fit: one may still be leaving."""
     engines = {name: paged.Engine(paged.Runner(model, tokens // 8 + 32), cache, always_restore=True)
                for name, cache in caches.items()}
-    try:
-        yield engines
-    finally:
-        for engine in engines.values():
-            engine.close()
+    yield engines
+    for engine in engines.values():
+        engine.close()
 
 
 def once(engine, prompt: list[int], pools=("device",)) -> dict:
@@ -83,9 +64,8 @@ def once(engine, prompt: list[int], pools=("device",)) -> dict:
     time.sleep(0.02)  # as a request that comes after a pause
     before = engine.counts["bytes_in"]
     request = lesson.ask(engine, prompt)
-    computed = [span.label for span in request.timeline.spans if span.lane == "compute"]
     return dict(ttft_ms=request.outcome.ttft_ms, new=request.new,
-                projected=sum(label.startswith("layer") for label in computed),
+                projected=sum(span.lane == "compute" and span.label[:5] == "layer" for span in request.timeline.spans),
                 tokens=request.cached_tokens - request.found.get("gpu", 0),
                 bytes=engine.counts["bytes_in"] - before)
 
@@ -108,14 +88,7 @@ def compare(engines: dict, history: list[int], rounds: int, rng, base: str, pool
 
 def even_speed(model, tokens: int) -> float:
     """Bytes per second at which a layer's states travel as long as they are projected."""
-    with engines_of(model, {"": HiddenCache(1, 1e9)}, tokens) as engines:
-        states = tokens * model.config.hidden_size * model.dtype.itemsize  # bytes of a layer
-        return states / engines[""].cache.seconds_to_project(tokens)
-
-
-def blocks_of(tokens: int) -> int:
-    """As many of chapter 04's as hold the K and V of a history, and some questions."""
-    return 2 * tokens // 16 + 64
+    return tokens * model.config.hidden_size * model.dtype.itemsize / modelled_link.time_projecting(model, tokens)
 
 
 # 2. Other ways to save -------------------------------------------------------------------------
@@ -158,10 +131,8 @@ class Direct(EachStep):
         transfers = [self.copy_rows(part, slot, rows[at : at + count])  # [count, D]
                      for part, rows in enumerate(states) for at, slot, count in runs]  # fmt: skip
         if pieces:
-            # The states are not freed before all are copied
-            then = lambda arrived, states=states: self.on_saved(transfers[-1], pieces, 0, arrived)  # noqa: E731
             given = [(self.store.pool, [block for _, block, _ in pieces])]
-            self.hold("save", transfers, given=given, then=then)
+            self.hold("save", transfers, given=given, then=partial(self.on_saved, transfers[-1], pieces, 0))
         self.counts["copies_out"] += len(transfers)
         self.counts["bytes_out"] += sum(transfer.bytes for transfer in transfers)
 
@@ -208,10 +179,9 @@ def saving(model, arguments, new: int = 100):
                 return statistics.mean(request.outcome.tbt_ms for request in requests)
 
             taken = lesson.in_turn({name: partial(tbt, engine) for name, engine in engines.items()}, arguments.rounds)
-            counts = {name: engine.counts for name, engine in engines.items()}
         ways = {}
         for name, samples in taken.items():
-            noted = {what: counts[name][what] for what in ("bytes_out", "copies_out", "drops")}
+            noted = {what: engines[name].counts[what] for what in ("bytes_out", "copies_out", "drops")}
             ways[name] = dict(tbt_ms=spread(samples), tbt_over_nothing=ratio(samples, taken["nothing"]), **noted)
         yield dict(running=running, new_tokens=new, ways=ways)
 
@@ -224,37 +194,47 @@ def naive_plan(layers: int, costs) -> str:
     return min(plans, key=lambda plan: planned.plan_seconds(plan, costs))
 
 
+def token_wise(costs: planned.LayerCosts, layers: int, tokens: int, step: int = 1) -> tuple[int, int]:
+    """Section 4.1.1's other division, with as many tokens projected as ends first, in multiples of `step`: in
+    every layer those before are recomputed, where projecting is the faster lane, or else those behind are
+    loaded -> the first token that is projected, and the one behind the last. A token is taken to cost the same
+    however many there are."""
+    slower = costs.project + costs.question > costs.load_states
+
+    def seconds(projected: int) -> float:
+        share = projected / tokens
+        loading = share * costs.load_states + slower * (1 - share) * costs.load_kv
+        computing = share * costs.project + (not slower) * (1 - share) * costs.recompute + costs.question
+        return max(loading + layers * computing, layers * loading + computing)
+
+    projected = min({*range(0, tokens, step), tokens}, key=seconds)
+    return (0, projected) if slower else (tokens - projected, tokens)
+
+
 class TokenWise(PlannedCache):
     """Tokens are divided, not layers: in every layer those before `first` are recomputed, those from `last`
     on are loaded as K and V, and the others are projected. A layer is there when all of that is."""
 
     def __init__(self, blocks, bandwidth, layers: int, first: int, last: int):
         super().__init__(blocks, bandwidth, plan="R" + "H" * (layers - 1))
-        self.first, self.last, self.front = first, last, None
+        self.first, self.last = first, last
 
     def make_store(self, letters):
         """For everything: what comes back of it is what is divided."""
-        config, blocks = self.model.config, self.budget // (self.pool.block_size * hidden_states.bytes_per_token(self.model))
-        rows = [(layer, self.width) for layer in range(1, len(letters))]
-        side = config.num_key_value_heads * config.head_dim
-        rows += [(layer, side) for layer in range(1, len(letters)) for _ in range(2)]
-        store = hidden_states.BlockStore(self, "tokens", blocks, rows)
+        layers, side = range(1, len(letters)), self.kv.shape[-1]
+        rows = [(layer, self.width) for layer in layers] + [(layer, side) for layer in layers for _ in "KV"]
+        store = hidden_states.BlockStore(self, "tokens", self.blocks, rows)
         store.letters = letters
         return store
 
     def restore(self, request, restoration, match):
-        model = self.model
-        with torch.inference_mode():
+        if self.first:
             front = Request(request.tokens[: self.first], 1, table=request.table)
-            tokens = torch.tensor(front.tokens, dtype=torch.long, device=model.device)
-            self.front = model.embed(tokens)  # [first, D]
-            if self.first:
+            with torch.inference_mode():
                 self.batch = paged.Batch(self.pool, [(front, self.first)])
-                self.rotation = model.rotary(self.batch.positions)  # [T, 1, hd] each
-        try:
-            yield from HiddenCache.restore(self, request, restoration, match)
-        finally:
-            self.front = None
+                self.front = self.model.embed(self.batch.tokens)  # [first, D]
+                self.rotation = self.model.rotary(self.batch.positions)  # [first, 1, hd] each
+        yield from HiddenCache.restore(self, request, restoration, match)
 
     def bring_back(self, loading, layer):
         return HiddenCache.bring_back(self, loading, layer)
@@ -262,8 +242,7 @@ class TokenWise(PlannedCache):
     def order_layer(self, loading, layer):
         """Order the rows of a layer's states that are projected, and the K and V that are loaded."""
         size, numbers = self.pool.block_size, loading.blocks
-        parts = [part for part, owner in zip(loading.store.parts, loading.store.layers) if owner == layer]
-        states, *sides = parts
+        states, *sides = (part for part, owner in zip(loading.store.parts, loading.store.layers) if owner == layer)
         landed = torch.empty(len(numbers), *states.shape[1:], dtype=states.dtype, device=self.model.device)
         into, out_of = [], []
         for index, number in enumerate(numbers):
@@ -281,8 +260,6 @@ class TokenWise(PlannedCache):
 
     @torch.inference_mode()
     def project(self, layer, hidden, positions, slots):
-        if self.front is None:  # it is being measured
-            return super().project(layer, hidden, positions, slots)
         if self.first and layer + 1 < len(self.model.layers):
             attend = self.batch.attend(layer)
             self.front = self.model.layers[layer](self.front, self.rotation, attend)  # [first, D]
@@ -297,7 +274,7 @@ def planned_engine(model, tokens: int, share: float):
     """Chapter 05 over a link on which a layer's states take `share` times as long to transfer as to project,
     as it measures that itself: within 10 %, or after five tries as it is -> its engine, and the costs."""
     for left in reversed(range(5)):
-        cache = PlannedCache(blocks_of(tokens), modelled(model, even_speed(model, tokens) / share))
+        cache = PlannedCache(tokens // 8 + 64, modelled(model, even_speed(model, tokens) / share))
         engine = paged.Engine(paged.Runner(model, tokens // 8 + 32), cache, always_restore=True)
         costs = cache.costs(0, tokens)
         if not left or not cache.load_link.modelled or 0.9 < costs.load_states / costs.project / share < 1.1:
@@ -305,21 +282,21 @@ def planned_engine(model, tokens: int, share: float):
         engine.close()
 
 
-def divisions(model, tokens: int, rounds: int):
-    rng, layers, blocks = random.Random(0), len(model.layers), blocks_of(tokens)
-    for words, share in links_of(model).items():
+def divisions(model, arguments):
+    rng, layers = random.Random(0), len(model.layers)
+    for tokens, (words, share) in product([tokens // 16 * 16 for tokens in arguments.histories], links_of(model).items()):
         ours, costs = planned_engine(model, tokens, share)
+        blocks = ours.cache.blocks
         speed, gbps = ours.cache.bandwidth, ours.cache.load_link.speed() / 1e9
         others = {"closed form": planned.closed_form(layers, costs), "naive": naive_plan(layers, costs)}
-        plans = {"05": ours.cache.store.letters, **others, "04": "R" + "H" * (layers - 1)}
-        plans["03"] = "K" * layers
+        plans = {"05": ours.cache.store.letters, **others, "04": "R" + "H" * (layers - 1), "03": "K" * layers}
         splits = {name: token_wise(costs, layers, tokens, step)
                   for name, step in {"tokens": 1, "tokens, rounded": TILE}.items()}
         caches = {name: PlannedCache(blocks, speed, plan=letters) for name, letters in others.items()}
         caches |= {"04": HiddenCache(blocks, speed), "03": offload.HostCache(tokens // 8, speed)}
         caches |= {name: TokenWise(blocks, speed, layers, *split) for name, split in splits.items()}
         with engines_of(model, caches, tokens) as engines:
-            ways = compare({"05": ours, **engines}, draw(rng, model, tokens), rounds, rng, "05")
+            ways = compare({"05": ours, **engines}, draw(rng, model, tokens), arguments.rounds, rng, "05")
         ours.close()
         for name, letters in plans.items():
             ways[name] |= dict(plan=letters, predicted_ms=1e3 * planned.plan_seconds(letters, costs))
@@ -336,35 +313,34 @@ def products(model, arguments):
     ways = {rows: partial(modelled_link.time_projecting, model, rows) for rows in sizes}
     taken = lesson.in_turn(ways, arguments.rounds)
     for rows, seconds in taken.items():
-        portions = [sizes[-1] // rows * each for each in seconds]
-        yield dict(rows=rows, ms=spread([1e3 * each for each in seconds]), over_one=ratio(portions, taken[sizes[-1]]))
+        yield dict(rows=rows, ms=spread([1e3 * each for each in seconds]),
+                   over_one=ratio([sizes[-1] // rows * each for each in seconds], taken[sizes[-1]]))
 
 
 # 4. Directories --------------------------------------------------------------------------------
 
 def throttled(directories: list[Path], speed: float) -> StoredChunks:
     """Files that each directory reads at most at `speed` bytes/s."""
-    speed = links.Bandwidth(speed)
-    return StoredChunks(*(Storage(Directory(str(path), 100), str(path), speed) for path in directories))
+    return StoredChunks(*(Storage(Directory(str(path), 100), str(path), links.Bandwidth(speed)) for path in directories))
 
 
-def directories(model, tokens: int, rounds: int):
-    rng, layers, even = random.Random(0), len(model.layers), even_speed(model, tokens)
-    with engines_of(model, {"": PlannedCache(1, modelled(model, PCIE * even))}, tokens) as engines:
-        linked, link = engines[""].cache.costs(0, tokens), engines[""].cache.load_link.speed()
-    for count in (1, 2, 4):
+def directories(model, arguments):
+    rng, layers = random.Random(0), len(model.layers)
+    for tokens, count in product([tokens // 16 * 16 for tokens in arguments.histories], (1, 2, 4)):
+        even = even_speed(model, tokens)
+        with engines_of(model, {"": PlannedCache(1, modelled(model, PCIE * even))}, tokens) as engines:
+            linked, link = engines[""].cache.costs(0, tokens), engines[""].cache.load_link.speed()
         slower = link / min(link, count * SSD * even)
         costs = linked._replace(load_states=slower * linked.load_states, load_kv=slower * linked.load_kv)
         # Chapter 05's planner knows the link, and not how fast files are: it is told
-        plans = {"03": "K" * layers, "04": "R" + "H" * (layers - 1)}
-        plans["05"] = planned.best_plan(layers, costs)
+        plans = {"03": "K" * layers, "04": "R" + "H" * (layers - 1), "05": planned.best_plan(layers, costs)}
         with tempfile.TemporaryDirectory() as folder:
             caches = {}
             for name, letters in plans.items():
                 files = throttled([Path(folder) / name / str(number) for number in range(count)], SSD * even)
-                caches[name] = PlannedCache(blocks_of(tokens), modelled(model, PCIE * even), files, letters)
+                caches[name] = PlannedCache(tokens // 8 + 64, modelled(model, PCIE * even), files, letters)
             with engines_of(model, caches, tokens) as engines:
-                ways = compare(engines, draw(rng, model, tokens), rounds, rng, "03", ["device", "host"])
+                ways = compare(engines, draw(rng, model, tokens), arguments.rounds, rng, "03", ["device", "host"])
         for name, letters in plans.items():
             speeds = [speed for each in caches[name].storage.storages for speed in each.measured.passes]
             ways[name] |= dict(plan=letters, predicted_ms=1e3 * planned.plan_seconds(letters, costs),
@@ -375,19 +351,12 @@ def directories(model, tokens: int, rounds: int):
 
 # 5. The tables and main ------------------------------------------------------------------------
 
-def behind_histories(part):
-    def measured(model, arguments):
-        for tokens in arguments.histories:
-            yield from part(model, tokens // 16 * 16, arguments.rounds)
-    return measured
-
-
 MODELS = ["classroom", "random:small"]
 PARTS = {
     "saving": (saving, MODELS),
-    "divisions": (behind_histories(divisions), MODELS),
+    "divisions": (divisions, MODELS),
     "products": (products, MODELS),
-    "directories": (behind_histories(directories), MODELS),
+    "directories": (directories, MODELS),
 }
 
 
@@ -430,11 +399,7 @@ def report(found: list[dict]) -> str:
             }, read))  # fmt: skip
 
 
-def main():
+if __name__ == "__main__":
     parser = measure.parser(__doc__, PARTS, rounds=7)
     parser.add_argument("--histories", type=cli.bounded(int, 256, 1 << 20), nargs="+", default=[1024], help="tokens")
     measure.run("variants", PARTS, report, parser.parse_args())
-
-
-if __name__ == "__main__":
-    main()
