@@ -46,7 +46,7 @@ from shell.reference import reference_model
 TALKS, TURNS, SAID, ANSWER = 8, 12, (100, 1100), 24  # conversations, turns, tokens at first, of an answer
 DOCUMENTS, LENGTH, ASKS = 12, 800, 48  # documents, tokens of one, questions about all
 DECODING, EVERY, WINDOW = 8, 2.0, 8.0  # requests, seconds, seconds of one measurement
-RATES = {0.5: 8, 1.0: 16, 2.0: 32}  # share of saturation -> sessions
+RATES = {0.5: 6, 1.0: 12, 2.0: 24}  # share of saturation -> sessions
 ROUNDS, THINK, DRAIN = 3, 2.0, 3.0  # of a session; seconds between two (in the paper 30), and behind the last one
 
 

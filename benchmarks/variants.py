@@ -303,7 +303,7 @@ def divisions(model, arguments):
         for name, (first, last) in splits.items():
             ways[name]["plan"] = f"{first} R, {last - first} H, {tokens - last} K"  # tokens, not layers
         yield dict(history_tokens=tokens, link=words, ways=ways, gbps=gbps,
-                   transfer_over_projecting=costs.load_states / costs.project, said=share,
+                   transfer_over_projecting=costs.load_states / costs.project,
                    costs_ms={name: 1e3 * cost for name, cost in costs._asdict().items()},
                    bound_ms=1e3 * planned.bound_seconds(layers, costs))
 
