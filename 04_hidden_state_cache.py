@@ -16,11 +16,11 @@ embedding of the tokens. The question's rows follow through the layers as in cha
 max(link, projecting + question) and one layer of the other.
 
 Saving must not delay the next token. Stage one: the states of one or several steps leave in one transfer for
-a snapshot buffer in host memory. Stage two: threads on the host sort its rows into blocks, in which the rows
-of a layer lie together: restoring reads one layer of many tokens, where decoding writes all layers of one. If
-the buffer is full, the rows are dropped, and nothing more of that request is kept. Blocks have the device's
-length, so both are found by the same prefix (the paper's chunks have 64 tokens: `--block-size 64`). With
-`--disk` blocks also go to files, which survive the process.
+a snapshot buffer in host memory. (A departure: the paper's leave layer by layer, beside the step. Measured in
+benchmarks/variants.py.) Stage two: threads sort its rows into blocks, in which the rows of a layer lie
+together: restoring reads one layer of many tokens, where decoding writes all layers of one. If the buffer is
+full, the rows are dropped, and nothing more of that request is kept. Blocks are as long as the device's, and
+found by the same prefix (the paper's have 64 tokens: `--block-size 64`); `--disk` keeps them in files, too.
 
 Source: HCache (Gao et al., EuroSys '25), sections 3.1, 4.2 and 5. Its scheduler, section 4.1, is chapter 05.
 

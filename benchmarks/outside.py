@@ -8,10 +8,11 @@ conversations   conversations of several turns that do not fit into the device t
                 has storage as fast as the link, 07 half the host memory of 03 and files; `transformers` keeps
                 the cache of each text that the device has room for, the least recently used dropped first.
 beside          TBT of eight that decode while a history comes back every two seconds, or as soon after as
-                it can, over that with the history on the device.
-arrivals        TTFT of questions about documents that do not fit into the device, which arrive at random,
-                at 0.25 to 2 times the rate at which no cache is saturated. One run: --rounds does not
-                count.
+                it can, over that with the history on the device; and the share of the time in which layers are
+                projected or recomputed: nobody decodes then.
+sessions        TTFT and TBT of later rounds: sessions begin at random and think between their rounds, which come
+                at 0.5 to 2 times the rate that saturates no cache (HCache, Figure 9). 02 keeps all on the
+                device, the ideal; the others find nothing there. One run: --rounds does not count.
 
 All are in one process, over one link. "no cache" is chapter 02 where nothing is ever found.
 """
@@ -24,7 +25,7 @@ import time
 from collections import OrderedDict
 from contextlib import contextmanager
 from functools import partial
-from itertools import count
+from itertools import accumulate, count
 from typing import NamedTuple
 
 import numpy
@@ -45,8 +46,8 @@ from shell.reference import reference_model
 TALKS, TURNS, SAID, ANSWER = 8, 12, (100, 1100), 24  # conversations, turns, tokens at first, of an answer
 DOCUMENTS, LENGTH, ASKS = 12, 800, 48  # documents, tokens of one, questions about all
 DECODING, EVERY, WINDOW = 8, 2.0, 8.0  # requests, seconds, seconds of one measurement
-RATES = {0.25: 14.0, 0.5: 10.0, 1.0: 8.0, 2.0: 6.0}  # share of saturation -> seconds of arrivals
-DRAIN = 3.0  # seconds behind the last arrival
+RATES = {0.5: 6, 1.0: 12, 2.0: 24}  # share of saturation -> sessions
+ROUNDS, THINK, DRAIN = 3, 2.0, 3.0  # of a session; seconds between two (in the paper 30), and behind the last one
 
 
 # 1. Engines, and asking them --------------------------------------------------------------------------------
@@ -77,8 +78,7 @@ class Bench:
             caches["06"] = both_ends.BidirectionalCache(
                 store.StoredChunks(both_ends.ModelledStorage(size, self.bandwidth or 1e10)))
             caches["07"] = tiers.TieredCache(behind // 2, self.bandwidth, files)
-        make = lambda cache: paged.Engine(paged.Runner(self.model, blocks), cache)  # noqa: E731
-        return {name: make(cache) for name, cache in caches.items()}
+        return {name: paged.Engine(paged.Runner(self.model, blocks), cache) for name, cache in caches.items()}
 
     def request(self, system: str, prompt: list[int], new: int) -> Request:
         """Where there is no cache, nothing is shared."""
@@ -115,11 +115,6 @@ def serving(engine, patience: float = 1.0):
 def percentiles(samples: list[float], *shares: int) -> dict:
     values = numpy.percentile(samples, shares)
     return {f"p{share}": float(value) for share, value in zip(shares, values)} | dict(samples=samples)
-
-
-def zipf(rng, exponent: float, asks: int) -> list[int]:
-    """Which document is asked about; the first is the most popular."""
-    return rng.choices(range(DOCUMENTS), [(rank + 1) ** -exponent for rank in range(DOCUMENTS)], k=asks)
 
 
 def read(bench: Bench, engines: dict, documents: list[list[int]]):
@@ -177,7 +172,8 @@ def conversations(bench: Bench, rounds: int):
                 rng.shuffle(order)
                 tokens.append(sum(map(len, texts)) + len(order) * (QUESTION // 2 + ANSWER))
             else:
-                texts, order = [bench.prompt(LENGTH) for _ in range(DOCUMENTS)], zipf(rng, exponent, ASKS)
+                texts, popular = [bench.prompt(LENGTH) for _ in range(DOCUMENTS)], [(at + 1) ** -exponent for at in range(DOCUMENTS)]
+                order = rng.choices(range(DOCUMENTS), popular, k=ASKS)
                 tokens.append(DOCUMENTS * LENGTH)
             device.append(max(tokens[-1] // 4, max(map(len, texts)) + TURNS * (QUESTION + ANSWER)))
             could += asked_in_turn(bench, texts, order, (device[-1], tokens[-1]), exponent is None, asked)
@@ -252,6 +248,7 @@ def beside(bench: Bench, rounds: int):
             ttft_ms=spread([ms for each in found for ms in each["ttft_ms"]]),
             came_back=sum(len(each["ttft_ms"]) for each in found),
             restored=sum(each["restored"] for each in found),
+            projecting=statistics.median(each["projecting"] for each in found),
             bytes_in=sum(each["bytes_in"] for each in found))  # fmt: skip
         engines[name].close()
 
@@ -269,9 +266,8 @@ def window(bench: Bench, name: str, engine, history: list[int]) -> dict:
         def decode():
             for place in range(DECODING):
                 if place not in decoding or decoding[place].outcome is not None:
-                    new = submit(bench.prompt(QUESTION), 300 + 20 * place)  # they do not end together
-                    over.append(new)
-                    decoding[place] = new
+                    decoding[place] = submit(bench.prompt(QUESTION), 300 + 20 * place)  # they do not end together
+                    over.append(decoding[place])
 
         decode()
         while not all(request.new for request in decoding.values()):
@@ -293,61 +289,61 @@ def window(bench: Bench, name: str, engine, history: list[int]) -> dict:
         mean=statistics.mean(gaps), p99=float(numpy.percentile(gaps, 99)),
         ttft_ms=[1e3 * (request.times[0] - request.received) for request in answered],
         restored=sum(request.found.get("cpu", 0) > 0 for request in answered),
+        projecting=sum(span.end - span.start for request in answered for span in request.timeline.spans
+                       if span.lane == "compute" and span.label.startswith(("layer", "recompute"))) / (ended - began),
         bytes_in=engine.counts["bytes_in"] - bytes_before)  # fmt: skip
 
 
 # 4. Under load ----------------------------------------------------------------------------------------------
 
-def arrivals(bench: Bench, rounds: int):
-    rng, new = bench.rng, 8
-    engines = bench.engines(DOCUMENTS * LENGTH // 4, 4 * DOCUMENTS * LENGTH)
-    documents = [bench.prompt(LENGTH) for _ in range(DOCUMENTS)]
-    read(bench, engines, documents)
-
-    def at_once() -> float:
-        requests = [bench.request("no cache", document, new) for document in documents[:8]]
-        began = time.perf_counter()
-        engines["no cache"].generate(requests)
-        return (time.perf_counter() - began) / len(requests)
-
-    service = statistics.median(at_once() for _ in range(3))
-    for rate, seconds in RATES.items():
-        times = [rng.expovariate(rate / service)]
-        while times[-1] < seconds:
-            times.append(times[-1] + rng.expovariate(rate / service))
-        about = zipf(rng, 1.0, len(times))
-        prompts = [documents[one] + bench.prompt(QUESTION // 2) for one in about]
+def sessions(bench: Bench, rounds: int):
+    rng, room = bench.rng, 4 * DOCUMENTS * LENGTH
+    engines = bench.engines(room, room)
+    requests, began = [bench.request("no cache", bench.prompt(LENGTH), ANSWER) for _ in range(24)], time.perf_counter()
+    engines["no cache"].generate(requests)
+    service = (time.perf_counter() - began) / len(requests)  # seconds of a round that is computed
+    for share, number in RATES.items():
+        rate = share / service / ROUNDS  # sessions a second
+        starts = [*accumulate(rng.expovariate(rate) for _ in range(number))]
+        said = [[bench.prompt(QUESTION // 2 if later else LENGTH) for later in range(ROUNDS)] for _ in starts]
         for name, engine in engines.items():
-            waits, requests = arrive(bench, name, engine, times, prompts, new)
-            found = sum(request.cached_tokens for request in requests) / sum(map(len, prompts))
+            asked, ended = talk(bench, name, engine, starts, said)
+            later = [request for requests in asked for request in requests[1:]]
+            tbt = [(one.times[-1] - one.times[0]) / (len(one.times) - 1) for one in later if len(one.times) > 1]
             yield dict(
-                system=name, of_saturation=rate, requests_per_second=rate / service, requests=len(times),
-                unanswered=sum(not request.new for request in requests), ttft_ms=percentiles(waits, 50, 90),
-                found=found, restored=sum(request.found.get("cpu", 0) for request in requests))  # fmt: skip
+                system=name, of_saturation=share, sessions_per_second=rate, requests=number * (ROUNDS - 1),
+                unanswered=number * (ROUNDS - 1) - sum(bool(one.new) for one in later),
+                ttft_ms=percentiles([1e3 * ([*one.times, ended][0] - one.received) for one in later], 50, 90),
+                tbt_ms=percentiles([1e3 * seconds for seconds in tbt], 50, 90),
+                restored=sum(one.found.get("cpu", 0) for one in later))  # fmt: skip
     for engine in engines.values():
         engine.close()
 
 
-def arrive(bench: Bench, name: str, engine, times: list[float], prompts: list, new: int):
-    """Submit each prompt at its time -> ms to its first token, or to the end; the requests."""
+def talk(bench: Bench, name: str, engine, starts: list[float], said: list[list]) -> tuple[list[list[Request]], float]:
+    """Begin each session at its time, and go on THINK seconds after each answer -> the requests of each, and the end."""
+    asked = [[] for _ in starts]
     with serving(engine) as server:
-        began, requests = time.perf_counter(), []
-        for at, prompt in zip(times, prompts):
-            time.sleep(max(0.0, began + at - time.perf_counter()))
-            requests.append(bench.request(name, prompt, new))
-            server.engine.submit(requests[-1])
-        end = began + times[-1] + DRAIN
-        while time.perf_counter() < end and any(request.outcome is None for request in requests):
-            time.sleep(0.01)
-        ended = time.perf_counter()
-        firsts = [request.times[0] if request.new else ended for request in requests]
-    return [1e3 * (first - began - at) for first, at in zip(firsts, times)], requests
+        began = time.perf_counter()
+        until = began + starts[-1] + (ROUNDS - 1) * THINK + DRAIN
+        while (now := time.perf_counter()) < until and not all(len(one) == ROUNDS and one[-1].outcome for one in asked):
+            for start, texts, requests in zip(starts, said, asked):
+                last = requests[-1] if requests else None
+                due = began + start if last is None else last.times[-1] + THINK if last.outcome else until
+                if due <= now and len(requests) < ROUNDS:
+                    if name != "02":
+                        server.between_steps(partial(engine.evict, "device"))
+                    prompt = (last.tokens if last else []) + texts[len(requests)]
+                    requests.append(bench.request(name, prompt, ANSWER))
+                    engine.submit(requests[-1])
+            time.sleep(0.002)
+    return asked, now
 
 
 # 5. The tables and main --------------------------------------------------------------------------------------
 
 def report(found: list[dict]) -> str:
-    asked, arrivals, beside = (tables.rows(found, part) for part in PARTS)
+    asked, sessions, beside = (tables.rows(found, part) for part in PARTS)
     systems = []
     for row in asked:
         held = f"{row['device_tokens']:,} of {row['tokens']:,} tokens"
@@ -357,7 +353,7 @@ def report(found: list[dict]) -> str:
             systems.append(dict(own, system=system, over=row["of_03"][system], header=header,
                                 differ=f"; {differ} answers differ" if differ else ""))  # fmt: skip
     systems = tables.grouped(systems, ("system",), "header")
-    arrivals = tables.grouped(arrivals, ("of_saturation",), "system")
+    sessions = tables.grouped(sessions, ("of_saturation",), "system")
     beside = tables.grouped(beside, ("system",), "model")
     return tables.paragraphs(
         tables.table(
@@ -366,29 +362,30 @@ def report(found: list[dict]) -> str:
                 "system": "{system}",
                 **tables.across(systems, {"": "{found:%}; {ttft_ms[p50]:ms}, {ttft_ms[p99]:ms}; {over:n}{differ}"}),
             }, systems),
-        tables.table("**Under load** (classroom): TTFT p50 and p90, and how many are not answered in the end.", {
-            "arrivals a second (of saturation)": "{requests_per_second:n} ({of_saturation:g})", "requests": "{requests}",
-            **tables.across(arrivals, {"": "{ttft_ms[p50]:ms}, {ttft_ms[p90]:ms}; {unanswered}"}),
-        }, arrivals),
+        tables.table(
+            "**Sessions under load** (HCache, Figure 9; classroom), their later rounds: TTFT p50 and p90, TBT p50, and how many "
+            "are not answered in the end.", {
+                "sessions a second (of saturation)": "{sessions_per_second:n} ({of_saturation:g})", "later rounds": "{requests}",
+                **tables.across(sessions, {"": "{ttft_ms[p50]:ms}, {ttft_ms[p90]:ms}; {tbt_ms[p50]:ms}; {unanswered}"}),
+            }, sessions),
         tables.table("**Beside eight that decode**, and TTFT of a history that comes back:", {
             "system": "{system}",
             **tables.across(beside, {
-                "TBT": "{tbt_mean_ms:ms}", "over that of 02": "{over_02:spread}", "p99": "{tbt_p99_ms:ms}",
-                "TTFT": "{ttft_ms:ms}"}),
+                "TBT": "{tbt_mean_ms:ms}", "over that of 02": "{over_02:spread}", "projecting": "{projecting:%}",
+                "p99": "{tbt_p99_ms:ms}", "TTFT": "{ttft_ms:ms}"}),
         }, beside))  # fmt: skip
 
 
 def on_a_bench(part):
     def measured(model, arguments):
-        needs = part is conversations
-        reference = reference_model(arguments.name, model.dtype, model.device.type) if needs else None
-        yield from part(Bench(model, reference), arguments.rounds)
+        theirs = reference_model(arguments.name, model.dtype, model.device.type) if part is conversations else None
+        yield from part(Bench(model, theirs), arguments.rounds)
     return measured
 
 
 PARTS = {
     "conversations": (on_a_bench(conversations), ["classroom"]),
-    "arrivals": (on_a_bench(arrivals), ["classroom"]),
+    "sessions": (on_a_bench(sessions), ["classroom"]),
     "beside": (on_a_bench(beside), ["classroom", "random:small"]),
 }
 
