@@ -19,13 +19,12 @@ while pages arrive from the back (chapter 06). No policy waits longer than compu
 and a load that takes more than 0.8 of the time to compute is refused (`--always-restore` turns that off).
 
 When does a page go down? `write_through`: as soon as it is full. `write_through_selective`: when a second
-request has it on the device. `write_back`: when it is evicted, one tier down each time, unless a lower tier
-has it already: from the device, the engine waits for the copy; from host memory, the page is copied aside and
-written later. A crash loses the device and host memory. Not in storage are then: pages under way; under
-write_through_selective also those of one request; under write_back those that were never evicted.
+request has it on the device. `write_back`: when it is evicted, one tier each time, unless a lower one has it:
+from the device, the engine waits for the copy; from host memory, it is copied aside and written later. After
+a crash storage lacks pages that were under way; under write_through_selective also those of one request;
+under write_back those that were never evicted.
 
-Source: HiCache, the hierarchical KV cache of SGLang (design document); its radix tree is RadixAttention's
-(Zheng et al., 2024, section 3).
+Source: HiCache of SGLang (design document); its tree is RadixAttention's (Zheng et al., 2024, section 3).
 
     python 07_tiered_storage.py --demo
     python 07_tiered_storage.py --storage file:pages       # the server, on http://127.0.0.1:5000
@@ -42,10 +41,11 @@ from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, takewhile
+from threading import Thread
 
 from common import link as links
 from common import store
-from common.requests import Request
+from common.requests import BadRequest, Request
 from common.restoring import LATER, PAUSE, Match, Restoration
 from shell import backends, charts, lesson, modelled_link
 from shell.frontend import Frontend
@@ -98,14 +98,13 @@ class HiRadixTree:
         self.pages: dict[object, Page] = {}  # by Prefix
 
     def match(self, chain: list) -> tuple[list[Page], Node]:
-        """-> the pages of the longest known beginning of `chain`, and the node that they end with: where the
-        chain leaves a node, that is split."""
+        """-> the pages of the longest known beginning of `chain`, and the node that they end with."""
         node, pages = self.root, []
         while len(pages) < len(chain) and (child := node.children.get(chain[len(pages)])):
             ours, same = chain[len(pages) : len(pages) + len(child.pages)], 1
             while same < len(ours) and child.pages[same].prefix is ours[same]:
                 same += 1
-            node = child if same == len(child.pages) else self.split(child, same)
+            node = child if same == len(child.pages) else self.split(child, same)  # the chain leaves it
             pages += node.pages
         return pages, node
 
@@ -167,23 +166,25 @@ class Prefetch:
 
 
 class Prefetcher:
-    """Reads a request's pages from storage into host memory, while the request stands in line as long as the
-    policy says. `request.kept` is the request's Prefetch."""
+    """Reads the pages of requests in line from storage into host memory. `request.kept` is a Prefetch."""
 
     def __init__(self, cache: "TieredCache", policy: str, threshold: int, timeout: tuple[float, float]):
         self.cache, self.policy, self.threshold, self.timeout = cache, policy, threshold, timeout
         self.prefetches: dict[Prefetch, None] = {}  # that storage has answered, first come, first served
         self.coming: set = set()  # prefixes of pages that are being read
+        self.probed = 0.0  # when it was last tried whether a silent storage answers again
 
     def ask_l3(self, request):
         """Ask storage which pages of the request it has, and mark them as used; `poll` then reads those that
         neither pool has. Where storage is silent, only find out whether it answers again."""
-        cache, storage, size = self.cache, self.cache.storage, self.cache.pool.block_size
+        cache, storage, now = self.cache, self.cache.storage, time.perf_counter()
+        size = cache.pool.block_size
         chain, before = request.chain[: request.history // size], request.kept
         if storage is None or not chain:
             return
         if storage.silent:
-            if not any(cache.under_way[lane] for lane in ("ask", "read", "measure")):
+            if now > self.probed + AGAIN and not any(map(cache.under_way.get, ("ask", "read", "measure"))):
+                self.probed = now
                 cache.hold("ask", [storage.exists([bytes(32)])])
                 cache.measure_storage()
             return
@@ -203,46 +204,38 @@ class Prefetcher:
         tree, chain, first = self.cache.tree, prefetch.chain, prefetch.first
         known = answer.value if arrived else []
         end = first + len(list(takewhile(bool, known[first:])))
-        for page, stored in zip(tree.insert(chain[:end]), known):
-            page.stored = stored
-        for prefix in chain[end : len(known)]:
+        tree.insert(chain[:end])
+        for number, (prefix, stored) in enumerate(zip(chain, known)):
             if page := tree.pages.get(prefix):
-                page.stored = False  # missing, or behind a missing page: write it when that is there
+                page.stored = stored and number < end  # behind a missing page: write it when that is there
         if (end - first) * self.cache.pool.block_size < self.threshold:
             end = first  # too few to be worth it
         prefetch.answered, prefetch.unread, prefetch.chain = True, end - first, chain[:end]
         if not prefetch.ended:
             self.prefetches[prefetch] = None
 
-    def read_l3(self, prefetch: Prefetch):
+    def read_l3(self, prefetch: Prefetch, lately: set):
         """Begin to read what is not near, as far as there are places: reads under way hold at most half of
-        host memory. The last pages come first under both_ends."""
+        host memory. The last pages come first under both_ends. `lately`: what all prefetches have read."""
         cache, host = self.cache, self.cache.host
         pages = prefetch.chain[::-1] if self.policy == "both_ends" else prefetch.chain
-        lacking = [prefix for prefix in pages if not (cache.is_near(prefix) or cache.keeps(prefix))]
-        lacking = list(takewhile(self.is_stored, lacking))
-        most = max(0, host.size // 2 - len(self.coming))
-        lately = (other.pages_read for other in self.prefetches)  # they are about to be used
-        fits = host.make_room(min(len(lacking), most), set(pages).union(*lately))
+        known, here = cache.tree.pages, (self.coming, cache.saving, cache.pool.block_of, host.block_of)
+        lacking = [prefix for prefix in pages if not any(prefix in place for place in here)]
+        lacking = list(takewhile(lambda prefix: prefix in known and known[prefix].stored, lacking))
+        fits = min(len(lacking), max(0, host.size // 2 - len(self.coming)))
+        fits = host.make_room(fits, lately.union(pages)) if fits else 0
+        lacking, prefetch.unread = lacking[:fits], len(lacking) - fits
         for at in range(0, fits, cache.pages_at_once):
-            self.read_run(prefetch, lacking[at : min(at + cache.pages_at_once, fits)])
-        prefetch.unread = len(lacking) - fits
+            run = lacking[at : at + cache.pages_at_once]
+            places = host.allocate(len(run))
+            keys, into = [prefix.key for prefix in run], [cache.array[:, place] for place in places]
+            read = cache.storage.get(keys, into, f"page {prefetch.chain.index(run[0])}")
+            prefetch.reads.append(read)
+            self.coming.update(run)
+            then = partial(self.run_read, prefetch, run, places, read)
+            cache.hold("read", [read], given=[(host, places)], then=then)
         coming = not self.coming.isdisjoint(prefetch.chain[prefetch.first :])
         prefetch.ended = not coming and not (prefetch.unread and self.coming)
-
-    def is_stored(self, prefix) -> bool:
-        page = self.cache.tree.pages.get(prefix)
-        return page is not None and page.stored and prefix.key not in self.cache.storage.doubted
-
-    def read_run(self, prefetch: Prefetch, prefixes: list):
-        """Begin to read pages into host memory, all at once."""
-        cache, places = self.cache, self.cache.host.allocate(len(prefixes))
-        keys, into = [prefix.key for prefix in prefixes], [cache.array[:, place] for place in places]
-        read = cache.storage.get(keys, into, f"page {prefetch.chain.index(prefixes[0])}")
-        prefetch.reads.append(read)
-        self.coming.update(prefixes)
-        then = partial(self.run_read, prefetch, prefixes, places, read)
-        cache.hold("read", [read], given=[(cache.host, places)], then=then)
 
     def run_read(self, prefetch: Prefetch, prefixes: list, places: list[int], read, arrived: bool):
         """A read is over: register its pages in host memory, or note that storage lacks them."""
@@ -296,8 +289,9 @@ class Prefetcher:
             asked, full = request.kept, request.history // size
             if not asked or asked.ended and len(asked.chain) < full and now > asked.asked_at + AGAIN:
                 self.ask_l3(request)
+        lately = set().union(*(prefetch.pages_read for prefetch in self.prefetches))  # about to be used
         for prefetch in list(self.prefetches):
-            self.read_l3(prefetch)
+            self.read_l3(prefetch, lately)
 
 
 # 3. From host memory to storage ----------------------------------------------------------------
@@ -325,9 +319,8 @@ class Writer:
     def send_l3(self, pages=()):
         """Write pages from where they lie in host memory, about a quarter of it at once; the others wait."""
         cache, host = self.cache, self.cache.host
-        most = max(1, host.size // 4)
         self.unwritten.update((page, None) for page in pages if self.owed(page))
-        while self.unwritten and not cache.storage.writer.hangs and len(self.going) < most:
+        while self.unwritten and not cache.storage.writer.hangs and len(self.going) < max(1, host.size // 4):
             run = list(islice(self.unwritten, cache.pages_at_once))
             for page in run:
                 del self.unwritten[page]
@@ -341,12 +334,10 @@ class Writer:
         """Write copies of owed pages that leave host memory. Count those that cannot be written as lost."""
         cache, contents = self.cache, {}
         leaving = sorted(leaving, key=lambda pair: -pair[1].used)  # beginnings first
-        owed = [(cache.tree.pages[prefix], place) for place, prefix in leaving]
-        owed = [(page, place) for page, place in owed if self.owed(page)]
+        owed = [(page, place) for place, prefix in leaving if self.owed(page := cache.tree.pages[prefix])]
         if cache.write_policy == "write_back":
             cache.counts["dirty_evicted"] += len(owed)
-        # Copies may take as much memory as the pools that they come from
-        full = len(self.going) > cache.pool.size + cache.host.size
+        full = len(self.going) > cache.pool.size + cache.host.size  # copies take no more than these pools
         for page, place in owed:
             if not (full or cache.storage.writer.hangs or self.behind_gap(page)):
                 contents[page] = cache.array[:, place].copy()
@@ -361,7 +352,7 @@ class Writer:
         self.cache.hold("write", [write], *held, then=partial(self.written_l3, pages, write))
 
     def written_l3(self, pages: list[Page], write, arrived: bool):
-        """A write is over: note what storage has, and use it there, the ends of chains first."""
+        """A write is over: note what storage has, and use it there: the ends are to be deleted first."""
         cache = self.cache
         self.going.difference_update(pages)
         cache.counts["storage_pages_written"] += write.value or 0
@@ -372,8 +363,7 @@ class Writer:
                 self.fresh.add(prefix)
                 prefix = prefix.parent
         if not self.going or len(self.fresh) > cache.host.size:
-            used = sorted(self.fresh, key=lambda prefix: -prefix.used)  # the ends are to be deleted first
-            cache.storage.use([prefix.key for prefix in used])
+            cache.storage.use([prefix.key for prefix in sorted(self.fresh, key=lambda prefix: -prefix.used)])
             self.fresh.clear()
         if not arrived:
             self.count_lost(pages)
@@ -388,8 +378,7 @@ class Writer:
 # 4. The Cache ----------------------------------------------------------------------------------
 
 class TieredCache(offload.HostCache):
-    """Chapter 03's host memory and its copies, layer by layer in and in the background out, under a radix
-    tree; a Prefetcher and a Writer connect it with storage."""
+    """Chapter 03's host memory under a radix tree; a Prefetcher and a Writer connect it with storage."""
 
     fields = {}
 
@@ -398,8 +387,7 @@ class TieredCache(offload.HostCache):
         layout="page_first_direct", threshold=256, timeout=(1.0, 0.25),
     ):  # fmt: skip
         """`blocks` in host memory, `bandwidth` of the modelled link to them; `storage`: a store.Storage.
-        `prefetch`, `write` and `layout` are policies by name. `threshold`: tokens that a prefetch must bring.
-        `timeout`: seconds, of every prefetch and for each 1,024 tokens of it."""
+        `threshold`: tokens that a prefetch must bring. `timeout`: seconds, and more for each 1,024 tokens."""
         super().__init__(blocks, bandwidth)
         self.storage, self.write_policy, self.layout = storage, write, layout
         self.prefetcher, self.writer = Prefetcher(self, prefetch, threshold, timeout), Writer(self)
@@ -428,7 +416,7 @@ class TieredCache(offload.HostCache):
 
     def keeps(self, prefix) -> bool:
         """Whether host memory has a page, or is about to."""
-        return super().keeps(prefix) or prefix in self.prefetcher.coming
+        return super().keeps(prefix) or prefix in self.prefetcher.coming and not self.storage.reader.hangs
 
     def is_below(self, page: Page) -> bool:
         """Whether a tier below the device has a page, or is about to."""
@@ -452,28 +440,22 @@ class TieredCache(offload.HostCache):
         from_both_ends = self.prefetcher.policy == "both_ends" and more
         if places:
             tokens = reached - request.computed
-            read = prefetch.pages_read.intersection(self.matched) if prefetch else ()
-            stored = min(tokens, size * len(read))
-            parts = dict(cpu=tokens - stored, storage=stored)
+            read = size * len(prefetch.pages_read.intersection(self.matched)) if prefetch else 0
+            stored = min(tokens, read)
+            parts = {"cpu": tokens - stored, "storage": stored}
             parts = {source: count for source, count in parts.items() if count}
             seconds = self.load_link.seconds(len(places) * self.host.block_bytes)
             # A step that computes behind these pages goes on to the end of the prompt, past what storage has
             way = both_ends.BothEnds if from_both_ends else Restoration
             return Match(tokens, seconds, places, " and ".join(parts), parts=parts, way=way)
-        if from_both_ends:
-            return self.match_both_ends(request, prefetch)
-
-    def match_both_ends(self, request, prefetch: Prefetch) -> Match | None:
-        """Offer what storage has, if it still comes."""
-        start, end = request.computed, len(prefetch.chain) * self.pool.block_size
-        if end > start and (not prefetch.ended or prefetch.chain[-1] in self.host.block_of):
+        if from_both_ends and (not prefetch.ended or prefetch.chain[-1] in self.host.block_of):
+            start, end = request.computed, len(prefetch.chain) * size
             load = self.storage.seconds(prefetch.unread * self.host.block_bytes)
             seconds, _ = both_ends.meeting(load, self.engine.estimates.seconds_to_compute(start, end))
             return Match(end - start, seconds, [], "storage", store=prefetch, way=both_ends.BothEnds)
 
     def restore(self, request, restoration, match):
-        """Load what host memory has; or go on as in chapter 06: prefill computes from the front, and what
-        storage brings comes from the back."""
+        """Load what host memory has; or compute from the front, and load from the back (chapter 06)."""
         if match.store is None:
             yield from super().restore(request, restoration, match)
             restoration.limit = restoration.start
@@ -515,7 +497,7 @@ class TieredCache(offload.HostCache):
         """-> tokens that prefill computes next, to the end of a page: its share of the rest (chapter 06)."""
         restoration, size = request.restoration, self.pool.block_size
         tokens = left = restoration.limit - request.computed
-        if self.storage.measured.passes and time.perf_counter() < restoration.deadline:
+        if self.storage and self.storage.measured.passes and time.perf_counter() < restoration.deadline:
             load = left / size * self.host.block_bytes / self.storage.speed()
             compute = self.engine.estimates.seconds_to_compute(request.computed, restoration.limit)
             tokens = both_ends.portion(left, load, compute)
@@ -573,17 +555,15 @@ class TieredCache(offload.HostCache):
 
     def copy_to_l2(self, pages: list[Page], blocks: list[int]):
         """Copy pages to host memory, and wait for that."""
-        places = self.host.allocate(len(blocks))
-        copy = self.copy_out(blocks, places)
+        copy = self.copy_out(blocks, places := self.host.allocate(len(blocks)))
         try:
             copy.wait(min(offload.LONGEST_SAVE, links.HANGING + self.save_link.seconds(0)))
-        except links.TransferError:
-            self.hold("save", [copy], (self.host, places))  # a late one still writes there
-            self.counts["pages_lost"] += len(pages)
-        else:
             for page, place in zip(pages, places):
                 self.host.register(place, page.prefix)
             self.counts["pages_written"] += len(pages)
+        except links.TransferError:
+            self.hold("save", [copy], (self.host, places))  # a late one still writes there
+            self.counts["pages_lost"] += len(pages)
         self.host.release(places)
 
     # In every step, when idle, and at the end
@@ -610,6 +590,31 @@ class TieredCache(offload.HostCache):
         if self.storage:
             self.hold("measure", [self.storage.measure(self.pages_at_once * self.host.block_bytes)])
 
+    open_storage = staticmethod(backends.open_storage)  # on any thread, for `attach_storage`
+
+    def attach_storage(self, storage: store.Storage | None):
+        """Between two steps: go on with another storage, or with none, and close the one before, on a thread
+        of its own, when nothing of it is under way. What is being read ends as a miss; what is being written,
+        and near nowhere, counts as lost."""
+        before, self.storage, writer = self.storage, storage, self.writer
+        for request in (*self.engine.waiting, *self.engine.running):
+            self.finished(request)  # here: what it had is looked at again
+        writer.count_lost(writer.going)
+        for known in self.prefetcher.coming, writer.going, writer.unwritten, writer.fresh:
+            known.clear()
+        for page in self.tree.pages.values():
+            page.stored = False
+        if before:
+            for lane in ("ask", "read", "measure", "write"):
+                for transfers, held, _ in self.under_way.pop(lane, ()):
+                    self.hold(before, transfers, given=held)  # on a lane of its own, and nothing is noted
+            self.hold(before, [], then=lambda arrived: Thread(target=before.close, daemon=True).start())
+        if storage:
+            storage.open(self.engine.wake.set)
+            self.measure_storage()
+            if self.write_policy != "write_back":
+                writer.send_l3(self.tree.pages.values())
+
     def close(self):
         """Let what is on its way arrive, and under write_back send down all that there is time for."""
         self.poll()
@@ -624,8 +629,7 @@ class TieredCache(offload.HostCache):
 
 # 5. The demo -----------------------------------------------------------------------------------
 
-CONVERSATIONS, ON_DEVICE, ON_HOST = 8, 2, 4
-TIERS = "gpu", "cpu", "storage"
+TALKS, ON_DEVICE, ON_HOST = 8, 2, 4
 
 
 def demo(model, frontend: Frontend, arguments):
@@ -633,12 +637,12 @@ def demo(model, frontend: Frontend, arguments):
     with an L3 that another engine has filled; then the policies on an L3 that is as slow as computing."""
     rng, new, taken = random.Random(0), max(2, min(arguments.max_tokens, 12)), {}
     system = dict(role="system", content=lesson.document(frontend, rng, frontend.context // 16))
-    plain = [lesson.conversation(frontend, rng, frontend.context // 4) for _ in range(CONVERSATIONS)]
-    talks = [[system, *messages] for messages in plain]
+    talks = [[system, *lesson.conversation(frontend, rng, frontend.context // 4)] for _ in range(TALKS)]
     longest = max(len(frontend.encode(None, talk)) for talk in talks) + 3 * new + 32
     pages = -(-longest // arguments.block_size)
 
     def engine_with(**options):
+        options = {"cpu_blocks": None, "hicache_ratio": None, "hicache_size": None, **options}
         return make_engine(model, argparse.Namespace(**{**vars(arguments), **options}))
 
     with tempfile.TemporaryDirectory() as folder:
@@ -648,24 +652,21 @@ def demo(model, frontend: Frontend, arguments):
         for name, (places, storage) in {**ways, "L1, L2, L3 of another engine": (host, url)}.items():
             engine = engine_with(gpu_blocks=ON_DEVICE * pages, cpu_blocks=places, storage=storage)
             taken[name] = converse(engine, frontend, talks, new)
-            tree, counters = list(tree_lines(engine.cache, engine.cache.tree.root)), engine.counters()
+            counters = engine.counters()
             engine.close()
         # 2. Time one long history that only storage has, under each policy
-        options = dict(prefetch="both_ends", always_restore=True, gpu_blocks=None, cpu_blocks=None)
-        engine = engine_with(storage=url, **options)
+        engine = engine_with(storage=url, prefetch="both_ends", always_restore=True, gpu_blocks=None)
         text = lesson.document(frontend, rng, min(frontend.context, 2048) * 7 // 8, lesson.SECRET)
         asked = policies(engine, frontend.request(messages=[dict(role="user", content=text)]).tokens)
         engine.close()
-    every = sum([*taken.values(), *asked.values()], [])
-    verified, link = lesson.verify(paged.baseline.Engine(model), every), engine.cache.load_link
+    verified = lesson.verify(paged.baseline.Engine(model), sum([*taken.values(), *asked.values()], []))
+    link = engine.cache.load_link
 
     print(
-        f"{CONVERSATIONS} conversations of up to {longest} tokens, each asked twice; L1 holds {ON_DEVICE} of "
+        f"{TALKS} conversations of up to {longest} tokens, each asked twice; L1 holds {ON_DEVICE} of "
         f"them, L2 {ON_HOST}\n{arguments.write_policy}, {arguments.prefetch}; {link}\n"
     )
-    rows = show_tiers(taken)
-    print("\nThe top of that engine's tree: tokens, and where they are", *tree[:8], sep="\n", end="\n\n")
-    rows += show_policies(asked)
+    rows = show_tiers(taken) + show_policies(asked)
     timelines = [asked[policy][-1].timeline for policy in ("both_ends", "wait_complete")]
     said = dict(modelled=link.modelled, gbps=link.speed() / 1e9)
     return dict(link=said, verified=verified, rows=rows, counters=counters), timelines
@@ -677,19 +678,7 @@ def converse(engine, frontend: Frontend, talks: list, new: int) -> list[Request]
     for question in ("", lesson.TURNS[2]):
         for talk in rng.sample(talks, len(talks)):
             asked.append(lesson.say(engine, frontend, talk, question or talk.pop()["content"], new))
-    lesson.settle(engine)
     return asked
-
-
-def tree_lines(cache: TieredCache, node: Node, depth: int = 0):
-    """Yield a line for each node below this one: the tiers that have all of it, and its tokens."""
-    for child in node.children.values():
-        on_device = all(page.prefix in cache.pool.block_of for page in child.pages)
-        in_host = all(page.prefix in cache.host.block_of for page in child.pages)
-        stored = all(page.stored for page in child.pages)
-        where = f"{'L1' * on_device:3}{'L2' * in_host:3}{'L3' * stored:3}"
-        yield f"  {where} {'  ' * depth}{len(child.pages) * cache.pool.block_size:5} tokens"
-        yield from tree_lines(cache, child, depth + 1)
 
 
 def policies(engine, prompt: list[int]) -> dict[str, list[Request]]:
@@ -712,35 +701,30 @@ def policies(engine, prompt: list[int]) -> dict[str, list[Request]]:
 
 def show_tiers(taken: dict[str, list[Request]]) -> list[dict]:
     """Print TTFT, and where the prompts' tokens were found -> rows."""
-    again = {name: requests[CONVERSATIONS:] for name, requests in taken.items()}
-    rows = show_times("TTFT, the second time", again)
+    times = {name: [one.outcome.ttft_ms for one in asked[TALKS:]] for name, asked in taken.items()}
+    rows = lesson.table("TTFT, the second time", times, "ttft_ms", "ms")
     print(f"\n{'the second time':30}{'L1':>6}{'L2':>6}{'L3':>6}  computed")
-    for row, requests in zip(rows, taken.values()):
-        row |= (found := shares(requests[CONVERSATIONS:]))
-        row["first_time_from_storage"] = shares(requests[:CONVERSATIONS])["storage"]
+    for row, asked in zip(rows, taken.values()):
+        row |= (found := shares(asked[TALKS:]))
+        row["first_time_from_storage"] = first = shares(asked[:TALKS])["storage"]
         print(f"  {row['case']:28}" + "".join(f"{share:6.0%}" for share in found.values()))
-    print(f"  (in the last row the first time, too, {rows[-1]['first_time_from_storage']:.0%} came from L3)")
+    print(f"  (in the last row the first time, too, {first:.0%} came from L3)\n")
     return rows
 
 
 def shares(requests: list[Request]) -> dict[str, float]:
     """-> of the prompts' tokens, what each tier had, and what was computed."""
-    prompts = sum(request.prompt_tokens for request in requests)
-    found = {tier: sum(request.found.get(tier, 0) for request in requests) / prompts for tier in TIERS}
+    tiers, prompts = ("gpu", "cpu", "storage"), sum(request.prompt_tokens for request in requests)
+    found = {tier: sum(request.found.get(tier, 0) for request in requests) / prompts for tier in tiers}
     return {**found, "computed": 1 - sum(found.values())}
-
-
-def show_times(title: str, asked: dict[str, list[Request]]) -> list[dict]:
-    """Print TTFT of each case -> rows."""
-    times = {case: [request.outcome.ttft_ms for request in requests] for case, requests in asked.items()}
-    return lesson.table(title, times, "ttft_ms", "ms")
 
 
 def show_policies(asked: dict[str, list[Request]]) -> list[dict]:
     """Print what each policy took -> rows."""
     last = asked["both_ends"][-1]
     title = f"TTFT, {last.prompt_tokens} tokens, storage as fast as computing, the guard off"
-    rows = show_times(title, asked)
+    times = {policy: [one.outcome.ttft_ms for one in requests] for policy, requests in asked.items()}
+    rows = lesson.table(title, times, "ttft_ms", "ms")
     middle = {row["case"]: row["ttft_ms"] for row in rows}
     better = min(middle["computed"], middle["wait_complete"]) / middle["both_ends"]
     print(
@@ -755,28 +739,43 @@ def show_policies(asked: dict[str, list[Request]]) -> list[dict]:
 
 def add_arguments(parser):
     offload.add_arguments(parser)
-    add, seconds = parser.add_argument, cli.bounded(float, 0, 1e6)
+    add, number, whole = parser.add_argument, cli.bounded(float, 0, 1e6), cli.bounded(int, 0, 1 << 26)
+    add("--hicache-ratio", type=cli.bounded(float, 1, 1e6), metavar="R", help="host memory: R times L1")
+    add("--hicache-size", type=cli.bounded(float, 1e-3, 1e6), metavar="GB", help="of host memory")
     add("--layout", choices=LAYOUTS, default="page_first_direct", help="of host memory (page_first_direct)")
     add("--write-policy", choices=WRITE, default="write_through", help="when pages go down (write_through)")
-    words = "the shared tier: file:DIR, redis://HOST:PORT/N, or module:Class"
-    add("--storage", metavar="URL", help=words)
-    words = "model reading from it that is so slow"
-    add("--storage-bandwidth", type=both_ends.bandwidth, metavar="GB/S[:GB/S...@SECONDS]", help=words)
+    add("--storage", metavar="URL", help="shared tier: file:DIR, redis://HOST:PORT/N, or module:Class")
+    add("--storage-config", type=backends.configuration, metavar="JSON or @FILE", help="its own arguments")
+    add("--storage-bandwidth", type=both_ends.bandwidth, metavar="GB/S[:GB/S...@SECONDS]", help="modelled")
     add("--prefetch", choices=PREFETCH, default="timeout", help="how long to wait for storage (timeout)")
-    add("--prefetch-timeout", type=seconds, default=1.0, metavar="S", help="with 0.25 for 1,024 tokens (1)")
+    add("--prefetch-threshold", type=whole, default=256, metavar="TOKENS", help="at least to read (256)")
+    add("--prefetch-timeout", type=number, default=1.0, metavar="S", help="of every prefetch (1)")
+    add("--prefetch-timeout-per-1k", type=number, default=0.25, metavar="S", help="each 1,024 tokens (0.25)")
+
+
+def host_pages(model, arguments, page_bytes: int) -> int:
+    """-> how many pages host memory gets, as the one option says that is given. Raises BadRequest."""
+    useful = arguments.max_running * -(-model.config.max_position_embeddings // arguments.block_size)
+    device = cli.blocks_that_fit(arguments.gpu_blocks, useful, page_bytes, model.device, "--gpu-blocks")
+    ratio, size = arguments.hicache_ratio, arguments.hicache_size
+    asked = arguments.cpu_blocks, ratio and int(ratio * device), size and int(1e9 * size / page_bytes)
+    given = [pages for pages in asked if pages is not None]
+    if len(given) > 1 or ratio == 1:
+        raise BadRequest("Give one of --cpu-blocks, --hicache-size and --hicache-ratio, the last above 1.")
+    options = argparse.Namespace(**{**vars(arguments), "cpu_blocks": given[0] if given else None})
+    return offload.host_blocks(model, options, page_bytes)
 
 
 def make_engine(model, arguments) -> paged.Engine:
     """Chapter 02's engine with this chapter's Cache."""
-    size, url, storage = arguments.block_size, arguments.storage, None
+    size, url = arguments.block_size, arguments.storage or None
     block_bytes = size * model.config.kv_numbers_per_token * model.dtype.itemsize
-    blocks = offload.host_blocks(model, arguments, block_bytes)
-    if url:
-        backend, label = backends.open_backend(url), backends.label(url)
-        storage = store.Storage(backend, label, arguments.storage_bandwidth)
+    blocks = host_pages(model, arguments, block_bytes)
+    storage = url and backends.open_storage(url, arguments.storage_config, arguments.storage_bandwidth)
     cache = TieredCache(
         blocks, modelled_link.bandwidth(model, arguments.link), storage, arguments.prefetch,
-        arguments.write_policy, arguments.layout, timeout=(arguments.prefetch_timeout, 0.25),
+        arguments.write_policy, arguments.layout, arguments.prefetch_threshold,
+        (arguments.prefetch_timeout, arguments.prefetch_timeout_per_1k),
     )  # fmt: skip
     engine = paged.make_engine(model, arguments, cache)
     words = f"{blocks} pages of {size} tokens, {blocks * block_bytes / 1e6:.1f} MB, over a {cache.load_link}"

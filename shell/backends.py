@@ -1,5 +1,7 @@
 """Back ends of storage, and what opens them: a directory of files, Redis, a class of one's own."""
+import argparse
 import importlib
+import json
 import os
 import re
 import tempfile
@@ -8,6 +10,7 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
+from common.requests import BadRequest
 from common.store import Storage, StoredChunks
 from shell.checkpoint import ModelError
 
@@ -57,12 +60,10 @@ class Directory:
         return [self.path(key).is_file() for key in keys]
 
     def get(self, keys: list[str]) -> list[bytes | None]:
-        values = []
-        for path in map(self.path, keys):
-            try:
-                values.append(path.read_bytes())
-            except (FileNotFoundError, IsADirectoryError):
-                values.append(None)
+        values = [None] * len(keys)
+        for number, path in enumerate(map(self.path, keys)):
+            with suppress(FileNotFoundError, IsADirectoryError):
+                values[number] = path.read_bytes()
         self.exists(keys)
         return values
 
@@ -130,7 +131,7 @@ class RedisBackend:
 
 def open_backend(url: str, config: dict | None = None):
     """Open file:DIR, redis://HOST:PORT/N, or module:Class, with `config` as its keyword arguments, and ask it
-    once. Raises ModelError."""
+    once. Raises BadRequest."""
     module, _, name = url.partition(":")
     try:
         if module == "file":
@@ -143,10 +144,22 @@ def open_backend(url: str, config: dict | None = None):
         return backend
     except Exception as error:
         # With a user, a password or a configuration the error may quote what is secret
-        words = "" if config or "@" in url else f": {' '.join(str(error).split())[:200]}"
-        raise ModelError(
+        words = "" if config or "@" in url else f": {' '.join(str(error).split()).replace('. ', ', ')[:200]}"
+        raise BadRequest(
             f"Cannot use the storage '{label(url)}' ({type(error).__name__}{words}); start it or install its "
             "package, or write file:DIR, redis://HOST:PORT/N, or module:Class.") from None
+
+
+def open_storage(url: str, config: dict | None = None, bandwidth=None) -> Storage:
+    """Return the Storage behind a back end that is opened now. Raises BadRequest."""
+    return Storage(open_backend(url, config), label(url), bandwidth)
+
+
+def configuration(text: str) -> dict:
+    """An argparse type: a JSON object, or @FILE, which holds one. No error quotes it: it may be secret."""
+    with suppress(OSError, TypeError, ValueError, RecursionError):
+        return dict(**json.loads(Path(text[1:]).read_text() if text.startswith("@") else text))
+    raise argparse.ArgumentTypeError("give a JSON object, or @FILE with one that can be read")
 
 
 def label(url: str) -> str:

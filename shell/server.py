@@ -198,6 +198,7 @@ def make_app(server: Server, allow_evict: bool = False) -> Flask:
     app.register_error_handler(Exception, explain)
     add_answers(app, server)
     add_page(app, server)
+    add_storage(app, server)
 
     @app.after_request
     def forbid_frames(response):                # another page could show ours and lead a click
@@ -330,6 +331,34 @@ def add_page(app: Flask, server: Server):
         if not fields:
             raise BadRequest("Give the tier to evict.")
         return dict(evicted=server.between_steps(partial(engine.evict, fields["tier"])))
+
+
+def add_storage(app: Flask, server: Server):
+    """Add the route that shows, attaches and detaches the storage of a Cache that can do so (07). With a
+    class, anybody who reaches the port could run code."""
+    cache = getattr(server.engine, "cache", None)
+    words = "file:DIR, redis://HOST:PORT/N or unix://PATH; give module:Class with --storage at the start"
+    known = {"url": (lambda url: isinstance(url, str) and re.match(r"file:|(rediss?|unix)://", url), words),
+             "config": (lambda config: isinstance(config, dict), "a JSON object")}
+
+    def show() -> dict:
+        kept = cache.storage
+        said = dict(silent=kept.silent, behind=kept.behind, gbps=kept.speed() / 1e9) if kept else {}
+        return dict(storage=kept and str(kept), **said, counters=server.engine.counters())
+
+    @app.route("/storage", methods=["GET", "PUT", "DELETE"])
+    def storage():
+        if not loopback(request.remote_addr):
+            raise BadRequest("/storage is for this machine only.", 403)
+        if not hasattr(cache, "attach_storage"):
+            raise BadRequest("This chapter has no storage to attach.", 404)
+        fields = check_fields(body(), known) if request.method == "PUT" else {}
+        if request.method == "PUT" and not fields.get("url"):
+            raise BadRequest("Give the url of the storage to attach.")
+        opened = cache.open_storage(**fields) if fields else None   # on this thread: it may take a second
+        if request.method in ("PUT", "DELETE"):
+            server.between_steps(partial(cache.attach_storage, opened))
+        return server.between_steps(show)                   # only the engine's thread settles a lane
 
 
 # 5. Connections ---------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from unittest.mock import Mock
 
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.requests import BadRequest, Unavailable
+from shell import backends
 from shell import server as servers
 from tests.support.serving import ASK, CHAT, INFO, TIMEOUT, eventually, run, sentence, serving
 from tests.support.stub import Engine
@@ -443,3 +445,21 @@ def test_other_machines_evict_only_where_it_is_allowed(client, address, allow, r
     reply = asking.post("/evict", json=dict(tier="host"), environ_base=dict(REMOTE_ADDR=address))
     assert reply.status_code == (403 if refused else 200)
     assert not refused or "--allow-evict" in sentence(reply.json["error"])
+
+
+def test_storage_is_shown_attached_and_detached_from_this_machine_only(client, frontend, tmp_path):
+    assert "no storage" in client.ask("/storage").error(404)
+    engine = Engine()
+    engine.cache = cache = Mock(storage=None, open_storage=backends.open_storage)
+    cache.attach_storage = lambda kept: kept and kept.open(engine.wake.set) or setattr(cache, "storage", kept)
+    with serving(frontend, engine) as client:
+        put, url = partial(client.ask, "/storage", method="PUT"), f"file:{tmp_path}"
+        assert client.ask("/storage").json["storage"] is None
+        assert put(dict(url=url, config=dict(limit_gb=1))).json["storage"] == url == str(cache.storage)
+        for fields, words in ((dict(url="json:JSONDecoder"), "--storage at the start"), ({}, "Give the url"), (dict(url=url, config=[1]), "JSON object"),
+                              (dict(url="redis://me:sesame@127.0.0.1:1"), "Cannot"), (dict(url=url, config=dict(sesame=1)), "Cannot")):
+            assert words in (said := put(fields).error(400)) and "sesame" not in said
+        assert {"silent", "behind", "gbps"} < set(client.ask("/storage").json) and cache.storage is not None
+        assert client.ask("/storage", method="DELETE").json["storage"] is cache.storage is None
+        asking = servers.make_app(client.server, True).test_client()
+        assert asking.get("/storage", environ_base=dict(REMOTE_ADDR="192.0.2.7")).status_code == 403

@@ -7,6 +7,7 @@ import threading
 import time
 from contextlib import contextmanager
 from functools import partial
+from unittest.mock import Mock
 
 import numpy
 import pytest
@@ -18,10 +19,9 @@ from support.redis_server import redis_server
 
 from common import store
 from common.link import Bandwidth, Transfer, TransferError
-from common.requests import Request
+from common.requests import BadRequest, Request
 from common.speed import flops
-from shell import backends
-from shell.checkpoint import ModelError
+from shell import backends, cli
 
 paged, ranked = importlib.import_module("02_paged_kv"), importlib.import_module("09_tensor_parallel")
 ORACLE = Oracle()
@@ -30,8 +30,8 @@ ORACLE = Oracle()
 class Shelf:
     """A back end in memory, which can be held up, and notes what it is asked."""
 
-    def __init__(self):
-        self.pages, self.asked, self.open = {}, [], threading.Event()
+    def __init__(self, secret=""):
+        self.pages, self.asked, self.open, self.secret = {}, [], threading.Event(), secret
         self.open.set()
 
     def exists(self, keys):
@@ -139,21 +139,14 @@ def test_the_tree_does_what_a_set_of_prefixes_does():
 
 
 def test_a_match_looks_at_the_nodes_on_its_path_only():
-    class Counted(dict):
-        found = 0
-
-        def get(self, key):
-            Counted.found += key in self
-            return super().get(key)
-
     prefixes, tree = paged.Prefixes("", 1), tiers.HiRadixTree()
     for number in range(400):
         tree.insert(prefixes.extend([], [7, 7, number, *range(number, number + 47)]))
     assert len(tree.pages) > 18_000
-    for node in (tree.root, *tree.nodes()):
-        node.children = Counted(node.children)
+    for node in (nodes := [tree.root, *tree.nodes()]):
+        node.children = Mock(wraps=node.children)
     assert len(tree.match(prefixes.extend([], [7, 7, 5, *range(5, 52)]))[0]) == 50
-    assert Counted.found == 2
+    assert sum(node.children.get.call_count for node in nodes) == 2
 
 
 # 2. Going down ---------------------------------------------------------------------------------
@@ -574,6 +567,7 @@ def test_storage_that_hangs_delays_one_request_and_then_nobody(monkeypatch, verb
 @pytest.mark.parametrize("verb", ["get", "exists"])
 def test_nobody_waits_for_storage_that_has_failed_until_it_has_answered_again(verb, policy, monkeypatch):
     monkeypatch.setattr("common.link.HANGING", 1e9)  # it does not hang, it fails
+    monkeypatch.setattr(tiers, "AGAIN", 0.0)
     with only_stored(200, policy) as (engine, shelf, prompt):
         does, broken = getattr(shelf, verb), [True]
 
@@ -822,18 +816,87 @@ def test_a_file_of_another_user_is_read(tmp_path, monkeypatch):
     ("json:JSONDecoder", "Cannot use the storage"),
 ])  # fmt: skip
 def test_what_cannot_be_used_is_one_sentence_without_secrets(url, words):
-    with pytest.raises(ModelError, match=words) as raised:
+    with pytest.raises(BadRequest, match=words) as raised:
         backends.open_backend(url)
     assert "secret" not in str(raised.value)
 
 
-def test_traffic_on_storage_that_two_engines_share():
-    shelf = Shelf()
-    made = iter(range(10**9))
+# 5. While it runs ------------------------------------------------------------------------------
 
-    def make_one(cache, blocks, size, **options):
-        policy = tiers.PREFETCH[next(made) % 4], tiers.WRITE[next(made) % 3]
-        return make(tiered(blocks, *policy, shelf), blocks, size, **options)
+def test_traffic_on_storages_that_fail_come_and_go():
+    """And on whichever policies."""
+    rng, shelves, stored = random.Random(0), [Shelf(), Shelf()], []
 
-    counts = traffic.run("", 280, seed=3, make=make_one)
-    assert counts["wrong"] == counts["failed"] == 0 and counts["restored"] > 60, counts
+    def make_one(name, blocks, size, **options):
+        engine = make(tiered(blocks, "timeout", "write_through", shelves[0]), blocks, size, **options)
+        engine.step = partial(change_and_step, engine.cache, engine.step)
+        return engine
+
+    def change_and_step(cache, step):
+        if rng.random() < 0.08:
+            known = {page.prefix.key.hex() for page in cache.tree.pages.values() if page.stored}
+            assert known <= set(cache.storage.backend.pages if cache.storage else ()), "it has what it says"
+            cache.attach_storage(rng.choice([None, *map(store.Storage, shelves)]))
+            cache.prefetcher.policy, cache.write_policy = rng.choice(tiers.PREFETCH), rng.choice(tiers.WRITE)
+            stored.append(len(known))
+        step()
+
+    for shelf in shelves:
+        shelf.set = partial(fails_or_is_late, random.Random(1), shelf.set)
+    counts = traffic.run("", 120, seed=3, make=make_one)
+    assert counts["wrong"] == counts["failed"] == 0 and counts["restored"] > 30, counts
+    assert len(stored) >= 50 and sum(stored) > 100
+
+
+def fails_or_is_late(rng, function, *given):
+    time.sleep(0.01 * rng.random())
+    if rng.random() < 0.2:
+        raise OSError
+    function(*given)
+
+
+def test_a_storage_that_hangs_is_left_for_another_one_which_gets_what_is_owed():
+    other, new, closed = Shelf(), draw(random.Random(1), 200), threading.Event()
+    with only_stored() as (engine, shelf, prompt):
+        shelf.open.clear()
+        shelf.close, shelf.set = closed.set, lambda *_: shelf.open.wait(60)
+        right(engine, new)  # whose pages are being written
+        engine.submit(request := Request(prompt, 4))
+        while not (request.kept and request.kept.reads):
+            engine.step()
+        engine.cache.attach_storage(store.Storage(other))
+        until_over(engine, request)
+        assert request.found == {} and ORACLE.judge(request) != "wrong"
+        while len(other) < 24:
+            engine.step()
+        assert sum(engine.cache.host.references) and not closed.is_set(), "it may still write there"
+        shelf.open.set()
+        settle(engine)
+        assert closed.wait(60)
+        for storage, found in (engine.cache.storage, {"storage": 192}), (None, {}):
+            forget(engine)
+            engine.cache.storage is storage or engine.cache.attach_storage(storage)
+            assert right(engine, prompt).found == right(engine, new).found == found
+
+
+def test_options_of_storage_and_of_host_memory(tmp_path, capsys):
+    tiers.add_arguments(parser := cli.parser_for(""))
+
+    def made(*options):
+        return tiers.make_engine(engines.tiny_model(), parser.parse_args(["--gpu-blocks=40", "--link=2", *options]))
+
+    (tmp_path / "config").write_text('{"secret": "sesame"}')
+    for config in '{"secret": "sesame"}', f"@{tmp_path / 'config'}":
+        engine = made("--storage", f"{__name__}:Shelf", "--storage-config", config, "--hicache-ratio=1.5")
+        right(engine, draw(random.Random(0), 200))
+        engine.close()
+        shelf = engine.cache.storage.backend
+        assert shelf.secret == "sesame" and len(shelf) == 12 and engine.cache.host.size == 60
+    assert made("--hicache-size=0.01").cache.host.size == 10**7 // engine.cache.host.block_bytes
+    for options in ["--hicache-ratio=1"], ["--hicache-size=1", "--cpu-blocks=9"]:
+        with pytest.raises(BadRequest, match="Give one of"):
+            made(*options)
+    for config in "sesame", '["sesame"]', "@sesame":
+        with pytest.raises(SystemExit):
+            made("--storage-config", config)
+    assert "sesame" not in (said := capsys.readouterr().err) and "give a JSON object" in said
