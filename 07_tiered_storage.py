@@ -636,10 +636,14 @@ def demo(model, frontend: Frontend, arguments):
     """Conversations behind one system prompt, more than L1 and L2 hold, with one, two and three tiers, and
     with an L3 that another engine has filled; then the policies on an L3 that is as slow as computing."""
     rng, new, taken = random.Random(0), max(2, min(arguments.max_tokens, 12)), {}
-    system = dict(role="system", content=lesson.document(frontend, rng, frontend.context // 16))
-    talks = [[system, *lesson.conversation(frontend, rng, frontend.context // 4)] for _ in range(TALKS)]
+    size, given = arguments.block_size, [arguments.gpu_blocks, arguments.cpu_blocks]
+    context = min([frontend.context, *(size * blocks for blocks in given if blocks)])
+    system = dict(role="system", content=lesson.document(frontend, rng, context // 16))
+    talks = [[system, *lesson.conversation(frontend, rng, context // 4)] for _ in range(TALKS)]
     longest = max(len(frontend.encode(None, talk)) for talk in talks) + 3 * new + 32
-    pages = -(-longest // arguments.block_size)
+    pages = -(-longest // size)
+    device, host = given[0] or ON_DEVICE * pages, given[1] or ON_HOST * pages
+    lesson.check_room(dict(device=device, host=host), pages, size)
 
     def engine_with(**options):
         options = {"cpu_blocks": None, "hicache_ratio": None, "hicache_size": None, **options}
@@ -647,24 +651,25 @@ def demo(model, frontend: Frontend, arguments):
 
     with tempfile.TemporaryDirectory() as folder:
         # 1. Ask each conversation twice, in any order
-        host, url = ON_HOST * pages, arguments.storage or f"file:{folder}"
+        url = arguments.storage or f"file:{folder}"
         ways = {"L1": (1, None), "L1, L2": (host, None), "L1, L2, L3": (host, url)}
         for name, (places, storage) in {**ways, "L1, L2, L3 of another engine": (host, url)}.items():
-            engine = engine_with(gpu_blocks=ON_DEVICE * pages, cpu_blocks=places, storage=storage)
+            engine = engine_with(gpu_blocks=device, cpu_blocks=places, storage=storage)
             taken[name] = converse(engine, frontend, talks, new)
             counters = engine.counters()
             engine.close()
         # 2. Time one long history that only storage has, under each policy
-        engine = engine_with(storage=url, prefetch="both_ends", always_restore=True, gpu_blocks=None)
-        text = lesson.document(frontend, rng, min(frontend.context, 2048) * 7 // 8, lesson.SECRET)
+        engine = engine_with(storage=url, prefetch="both_ends", always_restore=True)
+        length = min(frontend.context, 2048) * 7 // 8
+        text = lesson.document_for(engine, frontend, rng, length, [lesson.SECRET], 2)
         asked = policies(engine, frontend.request(messages=[dict(role="user", content=text)]).tokens)
         engine.close()
     verified = lesson.verify(paged.baseline.Engine(model), sum([*taken.values(), *asked.values()], []))
     link = engine.cache.load_link
 
     print(
-        f"{TALKS} conversations of up to {longest} tokens, each asked twice; L1 holds {ON_DEVICE} of "
-        f"them, L2 {ON_HOST}\n{arguments.write_policy}, {arguments.prefetch}; {link}\n"
+        f"{TALKS} conversations of up to {pages} pages, each asked twice; L1 has {device} pages, L2 {host}\n"
+        f"{arguments.write_policy}, {arguments.prefetch}; {link}\n"
     )
     rows = show_tiers(taken) + show_policies(asked)
     timelines = [asked[policy][-1].timeline for policy in ("both_ends", "wait_complete")]

@@ -49,12 +49,18 @@ def document_for(engine, frontend: Frontend, rng, tokens: int, said: list[str], 
     `new` tokens, it fits in every pool of `engine`. Raises BadRequest."""
     messages = [[dict(role="user", content=text), dict(role="assistant", content="")] for text in said]
     rest = len(frontend.encode(None, sum(messages, [])[:-1])) + len(said) * new + LONGEST_FACT
-    name, pool = min(engine.pools.items(), key=lambda item: item[1].size)
-    if (room := pool.size * pool.block_size) < rest:
-        needed = f"{pool.num_blocks(rest)} blocks of {pool.block_size} tokens"
-        words = f"The demo needs at least {needed}, and pool '{name}' has {pool.size}"
-        raise BadRequest(f"{words}; give it more (--gpu-blocks or --cpu-blocks).")
+    size = engine.pool.block_size
+    check_room({name: pool.size for name, pool in engine.pools.items()}, -(-rest // size), size)
+    room = size * min(pool.size for pool in engine.pools.values())
     return document(frontend, rng, min(tokens, room - rest), said[0])
+
+
+def check_room(pools: dict[str, int], needed: int, size: int):
+    """Raise BadRequest if a pool (name -> blocks of `size` tokens) has fewer blocks than a demo needs."""
+    name = min(pools, key=pools.get)
+    if pools[name] < needed:
+        words = f"The demo needs at least {needed} blocks of {size} tokens, and pool '{name}'"
+        raise BadRequest(f"{words} has {pools[name]}; give it more (--gpu-blocks or --cpu-blocks).")
 
 
 def conversation(frontend: Frontend, rng, tokens: int) -> list[dict]:

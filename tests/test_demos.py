@@ -78,7 +78,7 @@ def test_a_demo_asks_a_model_that_knows_no_conversations_or_no_system_role(chapt
         run_until_compared(chapter, monkeypatch, "--model", str(plain_folder))
 
 
-@pytest.mark.parametrize("chapter", ["03_cpu_offload", "04_hidden_state_cache", "06_bidirectional"])
+@pytest.mark.parametrize("chapter", ["03_cpu_offload", "04_hidden_state_cache", "06_bidirectional", "07_tiered_storage"])
 def test_a_demo_takes_small_pools_as_they_are_and_says_which_one_is_too_small(chapter, monkeypatch, capsys):
     pools = ["--gpu-blocks", "--cpu-blocks"][: 1 + (chapter[:2] != "06")]
     for small in pools:
