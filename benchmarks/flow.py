@@ -1,7 +1,6 @@
 """CacheFlow (arXiv 2604.25080, 2026), as a variant: two pointers over layers, and an order of what comes back at once.
 
     python -m benchmarks.flow                                      all; results in benchmarks/results/
-    python -m benchmarks.flow --only layers --rounds 3
 
 layers    TTFT of a question of 32 tokens behind 1,024: layers are computed from the first one up while others load from
           the last one down, until both meet; only loading (03), chapter 05's plan, two pointers over tokens (06). Over
@@ -34,14 +33,14 @@ from shell import lesson
 
 both_ends = importlib.import_module("06_bidirectional")
 CELLS = [(words, share, 1) for words, share in LINKS.items()] + [("four times slower than planned for", 1.0, 4)]
-LENGTHS = [256, 256, 512, 512, 768, 1024, 1024, 1536]  # tokens, of the histories of a batch
+TOKENS, LENGTHS = 1024, [256, 256, 512, 512, 768, 1024, 1024, 1536]  # of the one history, and of those of a batch
+ORDERS = {"oldest": None, "most saved": lambda flow: -flow.layer / flow.match.seconds, "shortest": lambda flow: flow.match.seconds}
 
-
-# 1. Two pointers over the layers ---------------------------------------------------------------
 
 class Flow:
     """A history on its way back: what its layers are computed with, and where they land."""
 
+    @torch.inference_mode()
     def __init__(self, cache, request, restoration, match):
         start, end, device = restoration.start, restoration.end, cache.model.device
         part = Request(request.tokens[:end], 1, table=request.table, computed=start)
@@ -51,17 +50,11 @@ class Flow:
         table = request.table[start // cache.pool.block_size :][: len(match.blocks)]
         self.table, self.blocks = upload(table, device), match.blocks  # on the device, and on the host
         self.places = links.Places(range(len(table)), match.blocks)
-        self.request, self.restoration, self.back = request, restoration, cache.depth  # `back`: loaded from here on
+        self.match, self.restoration = match, restoration
+        self.next, self.back = 1, cache.depth  # the layer behind the one that is computed next; the first one that loads
         self.transfers, self.landing, self.due = {}, {}, {}  # layer -> Transfer, [n, 2, block size, KVH, hd], seconds
-        self.computing = cache.engine.estimates.seconds_to_compute(start, end)
-        self.layer = self.computing / cache.depth  # seconds
-        self.load = len(table) * cache.host.block_bytes / cache.load_link.speed()
-        self.seconds = match.seconds
-
-    @property
-    def next(self) -> int:
-        """The layer behind the one that is computed next."""
-        return self.restoration.layers + 1
+        self.layer = cache.engine.estimates.seconds_to_compute(start, end) / cache.depth  # seconds to compute one
+        self.copying = cache.load_link.latency + cache.host.block_bytes * len(table) / cache.depth / cache.load_link.speed()
 
 
 class FlowCache(offload.HostCache):
@@ -83,7 +76,10 @@ class FlowCache(offload.HostCache):
             return match
 
     def restore(self, request, restoration, match):
-        flow = self.begin(request, restoration, match)
+        self.flows[request] = flow = Flow(self, request, restoration, match)
+        self.host.share(flow.blocks)
+        if order := self.order:  # whom the engine resumes and waits for first
+            self.engine.running.sort(key=lambda one: order(self.flows[one]) if one in self.flows else -math.inf)
         try:
             yield PAUSE  # until all that have come with it are in line
             while not self.meet(flow):
@@ -102,15 +98,6 @@ class FlowCache(offload.HostCache):
             for transfer in flow.transfers.values():
                 transfer.cancel()
             self.hold("load", list(flow.transfers.values()), given=[(self.host, flow.blocks)])
-
-    @torch.inference_mode()
-    def begin(self, request, restoration, match) -> Flow:
-        """Reference what will be loaded, and have the engine serve this request when its order says."""
-        self.flows[request] = flow = Flow(self, request, restoration, match)
-        self.host.share(match.blocks)
-        if order := self.order:
-            self.engine.running.sort(key=lambda one: order(self.flows[one]) if one in self.flows else -math.inf)
-        return flow
 
     def unmet(self) -> list[Flow]:
         """-> those whose pointers have not met, in the order in which link and processor serve them."""
@@ -134,8 +121,8 @@ class FlowCache(offload.HostCache):
                 self.load_layer(flow)
 
     def load_layer(self, flow: Flow):
-        flow.back -= 1
-        self.free += self.load_link.latency + flow.load / self.depth
+        """Order the layer before the last one that was ordered; it lands beside its blocks."""
+        flow.back, self.free = flow.back - 1, self.free + flow.copying
         layer, memory = flow.back, self.host.memory[flow.back]  # [blocks, 2, block size, KVH, hd]
         landed = torch.empty(len(flow.blocks), *memory.shape[1:], dtype=memory.dtype, device=self.model.device)
         flow.landing[layer], flow.due[layer] = landed, self.free
@@ -152,7 +139,7 @@ class FlowCache(offload.HostCache):
     def compute(self, flow: Flow, last=False):
         """Compute a layer for all rows; of the `last` one only K and V. What was ordered of the next one is computed too:
         call that off."""
-        layer, clock = flow.restoration.layers, self.engine.clock
+        layer, clock = flow.next - 1, self.engine.clock
         if not last and flow.next >= flow.back:
             flow.transfers[flow.next].cancel()
             flow.back += 1
@@ -161,41 +148,35 @@ class FlowCache(offload.HostCache):
             self.project(layer, flow.hidden, flow.batch.positions, flow.batch.slots)
         else:
             flow.hidden = self.model.layers[layer](flow.hidden, flow.rotation, flow.batch.attend(layer))  # [T, D]
-        # On a GPU the host waits here: the next decision is about now
-        flow.request.timeline.add("compute", f"layer {layer}", clock.seconds(began), clock.seconds(clock.mark()))
-        flow.restoration.layers += 1
+        span = clock.seconds(began), clock.seconds(clock.mark())
+        flow.restoration.request.timeline.add("compute", f"layer {layer}", *span)
+        flow.restoration.layers, flow.next = flow.next, flow.next + 1
 
 
 def layers(model, arguments):
-    rng, tokens = random.Random(0), arguments.history // 16 * 16
+    rng = random.Random(0)
     for words, share, slower in CELLS:
-        engine, costs = planned_engine(model, tokens, share)
+        engine, costs = planned_engine(model, TOKENS, share)
         plan, speed = engine.cache.store.letters, engine.cache.bandwidth / slower
         engine.close()
         storage = StoredChunks(both_ends.ModelledStorage(1e11, speed))
-        caches = {"03": offload.HostCache(tokens // 8, speed), "layers": FlowCache(tokens // 8, speed),
-                  "05": planned.PlannedCache(blocks_of(tokens), speed, plan=plan),
+        caches = {"03": offload.HostCache(TOKENS // 8, speed), "layers": FlowCache(TOKENS // 8, speed),
+                  "05": planned.PlannedCache(blocks_of(TOKENS), speed, plan=plan),
                   "06": both_ends.BidirectionalCache(storage, memory=1e9)}  # fmt: skip
-        with engines_of(model, caches, tokens) as engines:
-            ways = compare(engines, draw(rng, model, tokens), arguments.rounds, rng, "05")
-        costs_ms = {name: 1e3 * cost for name, cost in costs._asdict().items()}
+        with engines_of(model, caches, TOKENS) as engines:
+            ways = compare(engines, draw(rng, model, TOKENS), arguments.rounds, rng, "05")
         for name, way in ways.items():
-            computed = {"05": tables.plan(plan), "06": f"{tokens - way['tokens']} tokens"}.get(name, f"{way['projected']} layers")
-            yield dict(way, way=name, link=words, history_tokens=tokens, computed=computed, planned_for_ms=costs_ms)
-
-
-# 2. Several at once ----------------------------------------------------------------------------
-
-ORDERS = {"oldest": None, "most saved": lambda flow: -flow.computing / flow.seconds, "shortest": lambda flow: flow.seconds}
+            computed = {"05": tables.plan(plan), "06": f"{TOKENS - way['tokens']} tokens"}.get(name, f"{way['projected']} layers")
+            yield dict(way, way=name, link=words, history_tokens=TOKENS, computed=computed, planned_for=costs._asdict())
 
 
 def at_once(engine, order, histories: list, drawn: list[tuple]) -> dict:
     """Ask about all histories at once, in the order of `drawn`: (which one, question) -> figures."""
     lesson.settle(engine)
     engine.evict("device")
-    time.sleep(0.02)
     engine.cache.order, before = order, engine.counts["bytes_in"]
-    asked = engine.generate([Request(histories[index] + question, 1) for index, question in drawn])
+    once = dict(offload_after=False)  # no question is found again
+    asked = engine.generate([Request(histories[index] + question, 1, options=once) for index, question in drawn])
     ttft, labels = measure.ttft(asked), [span.label for one in asked for span in one.timeline.spans if span.lane == "compute"]
     return dict(mean=statistics.mean(ttft), p90=statistics.quantiles(ttft, n=10, method="inclusive")[-1],
                 new=[one.new for one in asked], tokens=sum(one.found.get("cpu", 0) for one in asked),
@@ -206,18 +187,15 @@ def batch(model, arguments):
     rng, total = random.Random(0), sum(LENGTHS)
     histories, speed = [draw(rng, model, tokens) for tokens in LENGTHS], even_speed(model, 1024)
     caches = {"03": offload.HostCache(total // 16 + 64, speed), "layers": FlowCache(total // 16 + 64, speed)}
-
-    def question() -> list[tuple]:
-        return [(index, draw(rng, model, QUESTION)) for index in rng.sample(range(len(LENGTHS)), len(LENGTHS))]
-
     with engines_of(model, caches, total // 2 + 512) as engines:
         for engine in engines.values():
             engine.cache.save_link.bandwidth = links.Bandwidth(1e15)  # so all of it is saved
             for history in histories:
                 lesson.ask(engine, history)
-        asks = {"03": partial(at_once, engines["03"], None, histories)}
-        asks |= {name: partial(at_once, engines["layers"], order, histories) for name, order in ORDERS.items()}
-        taken = measure.same_question_in_turn(asks, arguments.rounds, question)
+        asks = {name: partial(at_once, engines["03" if name == "03" else "layers"], ORDERS.get(name), histories)
+                for name in ("03", *ORDERS)}  # fmt: skip
+        taken = measure.same_question_in_turn(asks, arguments.rounds, lambda: [
+            (index, draw(rng, model, QUESTION)) for index in rng.sample(range(len(LENGTHS)), len(LENGTHS))])  # fmt: skip
     measure.check_alike(model, {name: [found["new"] for found in each] for name, each in taken.items()})
     for name, each in taken.items():
         row = {what: min(found[what] for found in each) for what in ("tokens", "bytes", "computed")}
@@ -246,7 +224,6 @@ def report(found: list[dict]) -> str:
 def main():
     parser = measure.parser(__doc__, PARTS, rounds=5)
     parser.set_defaults(device="cpu")
-    parser.add_argument("--history", type=measure.count(1 << 20), default=1024, metavar="N", help="tokens (layers)")
     measure.run("flow", PARTS, report, parser.parse_args())
 
 
