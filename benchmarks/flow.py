@@ -24,7 +24,6 @@ from benchmarks import measure, tables
 from benchmarks.measure import draw, ratio, spread
 from benchmarks.planned import LINKS, QUESTION, hidden_states, offload, paged, planned
 from benchmarks.variants import blocks_of, compare, engines_of, even_speed, planned_engine
-from common import link as links
 from common.llama import upload
 from common.requests import Request
 from common.restoring import PAUSE
@@ -49,7 +48,7 @@ class Flow:
         self.hidden = cache.model.embed(self.batch.tokens)  # [T, D], the input of the first layer that is not there
         table = request.table[start // cache.pool.block_size :][: len(match.blocks)]
         self.table, self.blocks = upload(table, device), match.blocks  # on the device, and on the host
-        self.places = links.Places(range(len(table)), match.blocks)
+        self.places = offload.links.Places(range(len(table)), match.blocks)
         self.match, self.restoration = match, restoration
         self.next, self.back = 1, cache.depth  # the layer behind the one that is computed next; the first one that loads
         self.transfers, self.landing, self.due = {}, {}, {}  # layer -> Transfer, [n, 2, block size, KVH, hd], seconds
@@ -105,7 +104,7 @@ class FlowCache(offload.HostCache):
 
     def meet(self, flow: Flow) -> bool:
         """Whether the next layer comes sooner over the link than by computing the one before it."""
-        for layer in [layer for layer in flow.landing if layer >= flow.back and flow.transfers[layer].ready]:
+        for layer in [layer for layer in flow.landing if layer >= flow.next and flow.transfers[layer].ready]:
             self.put(flow, layer)
         self.load_ahead()
         if flow.next < flow.back:
@@ -142,7 +141,6 @@ class FlowCache(offload.HostCache):
         layer, clock = flow.next - 1, self.engine.clock
         if not last and flow.next >= flow.back:
             flow.transfers[flow.next].cancel()
-            flow.back += 1
         began = clock.mark()
         if last:
             self.project(layer, flow.hidden, flow.batch.positions, flow.batch.slots)
@@ -189,7 +187,7 @@ def batch(model, arguments):
     caches = {"03": offload.HostCache(total // 16 + 64, speed), "layers": FlowCache(total // 16 + 64, speed)}
     with engines_of(model, caches, total // 2 + 512) as engines:
         for engine in engines.values():
-            engine.cache.save_link.bandwidth = links.Bandwidth(1e15)  # so all of it is saved
+            engine.cache.save_link.bandwidth = offload.links.Bandwidth(1e15)  # so all of it is saved
             for history in histories:
                 lesson.ask(engine, history)
         asks = {name: partial(at_once, engines["03" if name == "03" else "layers"], ORDERS.get(name), histories)

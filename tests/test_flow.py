@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import load, write_model
 from support import engines
-from support.engines import ask, ask_and_evict, check_pools, draw, make, settle, until_over
+from support.engines import ask, ask_and_evict, check_pools, draw, evict, make, settle
 from test_cache_contract import (  # noqa: F401
     test_a_request_that_is_cancelled_leaves_nothing,
     test_copies_that_fail_or_are_late_cost_time_only,
@@ -41,12 +41,8 @@ def test_layers_are_computed_from_the_front_until_they_meet_those_that_load(band
         back, kept = engine.pool.memory[:, :, engine.pool.block_of[prefix]], host.memory[:, host.block_of[prefix]]
         assert torch.equal(back[computed:], kept[computed:]) and torch.allclose(back, kept, atol=1e-5)
     decoding, back = Request(draw(random.Random(3), 10), 40), Request(PROMPT + [4], 2)
-    settle(engine)
-    engine.evict("device")
-    engine.submit(decoding)
-    engine.step()
-    engine.submit(back)
-    until_over(engine, decoding, back)
+    evict(engine)
+    engine.generate([decoding, back])
     assert sum(at < back.times[0] for at in decoding.times) >= computed, "others decode between two layers"
     settle(engine)
     check_pools(engine)
