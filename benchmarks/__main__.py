@@ -23,6 +23,7 @@ PARTS = {
     "engine": ("--rounds 3", "--only throughput --model classroom --rounds 1"),
     "planned": ("--model classroom random:small --histories 1024 --rounds 5", "--model classroom --histories 1024 --rounds 2"),
     "variants": ("--model classroom --rounds 3", None),
+    "flow": ("--model classroom --rounds 5", None),
     "outside": ("--only conversations --rounds 2", None),
     "both_ends": ("--only grid --model classroom --rounds 3",
                   "--only grid --model classroom --histories 1024 --r 4 1 0.5 --share --rounds 2"),

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "docs" / "measured.md"]
 PART = re.compile(r"^<!-- begin ([\w-]+) -->\n(.*?)^<!-- end \1 -->$", re.M | re.S)
 NUMBER = re.compile(r"<!--(\w+)-->([^<]*)<!---->")
-BENCHMARKS = "baseline", "engine", "planned", "variants", "outside", "both_ends", "tiered", "hybrid_blocks", "ranks"
+BENCHMARKS = "baseline", "engine", "planned", "variants", "flow", "outside", "both_ends", "tiered", "hybrid_blocks", "ranks"
 
 
 # 1. The parts ----------------------------------------------------------------------------------------------------
