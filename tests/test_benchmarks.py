@@ -94,7 +94,8 @@ def test_the_naive_plan_is_the_best_without_hidden_states():
 
 # 2. Beside other systems -----------------------------------------------------------------------
 
-SHORT = dict(QUESTION=16, ANSWER=4, TALKS=4, TURNS=5, SAID=(20, 150), DOCUMENTS=8, LENGTH=80, ASKS=12)
+SHORT = dict(QUESTION=16, ANSWER=4, TALKS=4, TURNS=5, SAID=(20, 150), DOCUMENTS=8, LENGTH=80, ASKS=12,
+             RATES={1.0: 3}, THINK=0.5, DRAIN=60.0, WINDOW=0.3, EVERY=0.1)
 
 
 @pytest.fixture
@@ -120,18 +121,14 @@ def test_in_conversations_almost_all_that_was_there_is_found(bench):
             assert systems[name]["found"] > 0.9 * row["could_be_found"], "all full blocks"
 
 
-def test_later_rounds_of_sessions_are_all_accounted_for(bench, monkeypatch):
-    for name, value in dict(RATES={1.0: 3}, THINK=0.5, DRAIN=60.0).items():
-        monkeypatch.setattr(outside, name, value)
+def test_later_rounds_of_sessions_are_all_accounted_for(bench):
     bench.bandwidth = BANDWIDTH  # what is kept has left before the next round
     for row in outside.sessions(bench, 1):
         assert len(row["ttft_ms"]["samples"]) == len(row["tbt_ms"]["samples"]) == row["requests"] == 3 * 2
         assert not row["unanswered"] and (row["restored"] > 0) == (row["system"] in ("03", "04", "05"))
 
 
-def test_beside_others_the_history_comes_back(bench, monkeypatch):
-    monkeypatch.setattr(outside, "WINDOW", 0.3)
-    monkeypatch.setattr(outside, "EVERY", 0.1)
+def test_beside_others_the_history_comes_back(bench):
     rows = {row["system"]: row for row in outside.beside(bench, 1)}
     for name, row in rows.items():
         assert row["came_back"] >= 1 and (row["bytes_in"] > 0) == (name in ("03", "04", "05"))
