@@ -22,6 +22,7 @@ from common.requests import Request
 from common.speed import flops
 from shell import backends
 from shell.checkpoint import ModelError
+from shell.ranks import Ranks
 
 paged, ranked = importlib.import_module("02_paged_kv"), importlib.import_module("09_tensor_parallel")
 ORACLE = Oracle()
@@ -605,24 +606,22 @@ def test_nobody_waits_for_storage_that_has_failed_until_it_has_answered_again(ve
 
 def test_ranks_wait_once_for_pages_that_do_not_come():
     shelf, rng = Shelf(), random.Random(0)
-    engine = make(ranked.PageHeadCache(40, 2e9, store.Storage(shelf), range(2)), 40, always_restore=False)
-    right(engine, prompt := draw(rng, 200))
+    cache = ranked.PageHeadCache(80, 2e9, store.Storage(shelf), range(2))
+    cache.threshold, prompts = 32, [draw(rng, 200) for _ in range(3)]
+    engine = make(ranked.Together(cache, Ranks()), 40)
+    for prompt in prompts:
+        right(engine, prompt)
     forget(engine)
     shelf.open.clear()
-    engine.submit(first := Request(prompt, 2))
-    engine.step()
-    first.patience = 0.0
-    asked = [Request(draw(rng, 200), 2) for _ in range(3)]
-    for request in asked:
-        engine.submit(request)
+    for prompt, until in zip(prompts, (0.0, 1e9, 1e9)):  # those behind the first would wait for ever
+        engine.submit(request := Request(prompt, 2))
+        engine.cache.until[request] = until
         for _ in range(200):
-            request.patience = 1e9  # it would wait for ever
             if request.outcome is None:
                 engine.step()
         assert request.outcome, "one has waited in vain, and nobody else does"
     shelf.open.set()
     settle(engine)
-    engine.estimates.always = True  # however slow this machine is now
     forget(engine)
     right(engine, prompt)
     settle(engine)
