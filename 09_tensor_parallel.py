@@ -7,15 +7,13 @@ both hang, or both write nonsense.
 The mechanism. The model is divided as Megatron does: a rank has an n-th of the heads and of the MLP's
 columns, and sums over ranks follow attention and MLP. Its device has the blocks of its own KV heads.
 
-    keeps             a rank loads                    between ranks         then
-    K and V (03)      its own heads' blocks           nothing
-    states (04)       its columns of all rows, D/n    all-gather a layer    projects its own KV heads
-
-    bytes over a rank's link, of one rank's:    states 1/n      K and V max(1/n, 1/KV heads)
+    keeps           a rank loads               of one rank's bytes     between ranks
+    K and V (03)    its own heads' blocks      max(1/n, 1/KV heads)    nothing
+    states (04)     its columns of all rows    1/n                     all-gather a layer, then it projects
 
 Hidden states are the same on all ranks: each keeps an n-th of the columns, and an all-gather puts the whole
 rows of a layer together while the next layer travels. So not even the order of a sum changes. The paper
-divides the rows, by tokens; by columns any number of tokens divides.
+divides rows, by tokens; by columns any number of tokens divides.
 
 Agreement. Every rank runs the same engine on the same requests, and sends no decision: equal engines decide
 alike if they believe the same. Each rank alone knows a few numbers; all believe the minimum over ranks:
@@ -26,16 +24,15 @@ alike if they believe the same. Each rank alone knows a few numbers; all believe
     a match           0 computing is sooner    1 loading is                         once an admission
     the last layer    0 something is missing here    1 all is here                  once a restoration
 
-The last one is for a forward pass that waits for a restoration, layer by layer (`Shared.queue_wait`). "Too
-late" stays: what arrives later is not used. Rank 0 hears what is asked, and tells the others with the
-agreement of a step (shell/ranks.py).
+The last one is for a pass that waits for a restoration (`Shared.queue_wait`). "Too late" stays: what arrives
+later is not used. Rank 0 hears what is asked, and tells it with the agreement of a step (shell/ranks.py).
 
 With `--storage` K and V go to storage too, an object for each page and KV head: any number of ranks reads
-what any other has written. Where there are fewer KV heads than ranks, ranks share them: all read, one writes.
-All fetch what every rank's storage has: the least hit count.
+what any other has written, and all read the pages that every rank finds: the least hit count. Where there are
+fewer KV heads than ranks, ranks share them: one writes, all read.
 
-Chapter 05 would have to agree on the speeds from which its plan follows. With pipeline parallelism a rank
-brings back its own layers, and the ranks wait in turn, that of the first layers first.
+Chapter 05 would have to agree on the speeds that its plan follows from. With pipeline parallelism a rank has
+some layers, and brings back those; the pass waits for the first layers' rank first.
 
 Sources: Megatron-LM (Shoeybi et al., 2019, section 3); HCache (EuroSys '25), section 5; HiCache (the design
 document of SGLang) on several ranks and `page_head`.
@@ -200,11 +197,10 @@ class Together:
     def poll(self):
         """Agree on all that is under way, and hear what rank 0 has to say."""
         # 1. What this rank knows, in an order that is the same on all
-        restorations = [one.restoration for one in self.engine.running if one.restoration]
-        waiting = [one for one in self.engine.waiting if one in self.until]
+        awaited = [(one.restoration, "deadline") for one in self.engine.running if one.restoration]
+        awaited += [(one, "patience") for one in self.engine.waiting if one in self.until]
         self.shared = [one for one in self.shared if not one.ready]
-        facts = [self.in_time(one) for one in (*restorations, *waiting)]
-        facts += [one.seen_here() for one in self.shared]
+        facts = [self.in_time(one) for one, _ in awaited] + [one.seen_here() for one in self.shared]
         commands = [self.commands.popleft() for _ in range(len(self.commands))]
         message = json.dumps(commands, default=id).encode() if commands else b""
         size = len(message) if self.ranks.rank == 0 else sys.maxsize  # the minimum is rank 0's
@@ -216,10 +212,8 @@ class Together:
         if same != -other:
             end("the ranks have not computed the same; they differ in what was not agreed")
         facts = iter(facts)
-        for restoration, in_time in zip(restorations, facts):
-            restoration.deadline = math.inf if in_time else 0.0
-        for request, in_time in zip(waiting, facts):
-            request.patience = math.inf if in_time else 0.0
+        for (one, limit), in_time in zip(awaited, facts):
+            setattr(one, limit, math.inf if in_time else 0.0)
         for transfer, state in zip(self.shared, facts):
             transfer.state = state
         # 3. What follows from it
@@ -283,13 +277,11 @@ class ColumnsCache(hidden_states.HiddenCache):
         return super().width // self.ranks.count
 
     def save_layer(self, layer, hidden, batch):
-        columns = hidden.chunk(self.ranks.count, 1)[self.ranks.rank]  # [T, D / n]
-        super().save_layer(layer, columns, batch)
+        super().save_layer(layer, hidden.chunk(self.ranks.count, 1)[self.ranks.rank], batch)  # [T, D / n]
 
     def project(self, layer, hidden, positions, slots):
         """Gather the columns [T, D / n] of all ranks first. Layer 0's input, the embedding, is whole."""
-        rows = self.ranks.gather(hidden) if layer else hidden  # [T, D]
-        super().project(layer, rows, positions, slots)
+        super().project(layer, self.ranks.gather(hidden) if layer else hidden, positions, slots)  # [T, D]
 
 
 class PageHeadCache(offload.HostCache):
@@ -331,12 +323,13 @@ class PageHeadCache(offload.HostCache):
 
     def answered(self, request, pages: list, answer: Shared, arrived: bool):
         """Read those pages that all ranks can read and that are not near, as far as there are places."""
-        size, pages = self.pool.block_size, pages[: max(0, answer.state - ARRIVED)]
-        if len(pages) * size < self.threshold:
+        pages, count = pages[: max(0, answer.state - ARRIVED)], max(1, self.run // self.pool.block_size)
+        if len(pages) * self.pool.block_size < self.threshold:
             return
         lacking = [prefix for prefix in pages if not (self.is_near(prefix) or prefix in self.coming)]
+        lacking = lacking or pages[: count * self.late]  # does it still not come?
         most = max(0, self.host.size // 2 - len(self.coming))
-        fits, count = self.host.make_room(min(len(lacking), most), request.chain), max(1, self.run // size)
+        fits = self.host.make_room(min(len(lacking), most), request.chain)
         lacking, places = lacking[:fits], self.host.allocate(fits)
         self.coming.update(lacking)
         for at in range(0, fits, count):

@@ -164,17 +164,18 @@ def test_pages_that_come_from_storage_do_not_push_out_those_before_them(pages, l
     engine.close()
 
 
-def test_storage_is_asked_once_and_for_enough_pages():
+def test_storage_is_asked_once_and_read_for_enough_tokens():
     backend, rng = rank_tests.Losing(random.Random(0), 0.0), random.Random(1)
     cache = ranked.PageHeadCache(128, engines.BANDWIDTH, store.Storage(backend), range(2))
-    engine = engines.make(ranked.Together(cache, ranks.Ranks()))
-    for tokens, asked in (400, [("exists", 48)]), (256, []):
+    engine, text = engines.make(ranked.Together(cache, ranks.Ranks())), engines.draw(rng, 400)
+    for known, new, asked in (400, 0, [("exists", 48)]), (240, 200, [("exists", 54)]), (0, 256, []):
         backend.asked.clear()
-        engine.submit(Request(engines.draw(rng, tokens), 2))
+        engine.submit(Request(text[:known] + engines.draw(rng, new), 2))
         while not cache.under_way["save"]:
             engine.step()
         assert backend.asked == asked
-        engines.settle(engine)
+        engines.evict(engine)
+        engine.evict("host")
 
 
 def test_what_another_rank_has_written_again_is_not_doubted():

@@ -604,8 +604,11 @@ def test_nobody_waits_for_storage_that_has_failed_until_it_has_answered_again(ve
         assert not engine.cache.storage.silent
 
 
-def test_ranks_wait_once_for_pages_that_do_not_come():
+@pytest.mark.parametrize("verb", ["exists", "get"])
+def test_ranks_wait_once_for_pages_that_do_not_come(verb):
     shelf, rng = Shelf(), random.Random(0)
+    answer = getattr(shelf, verb)
+    setattr(shelf, verb, lambda keys: shelf.open.wait(60) and answer(keys))
     cache = ranked.PageHeadCache(80, 2e9, store.Storage(shelf), range(2))
     cache.threshold, prompts = 32, [draw(rng, 200) for _ in range(3)]
     engine = make(ranked.Together(cache, Ranks()), 40)
@@ -620,6 +623,7 @@ def test_ranks_wait_once_for_pages_that_do_not_come():
             if request.outcome is None:
                 engine.step()
         assert request.outcome, "one has waited in vain, and nobody else does"
+        assert len(cache.under_way["ask"]) < 2, "nor asks"
     shelf.open.set()
     settle(engine)
     forget(engine)
