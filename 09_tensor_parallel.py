@@ -12,8 +12,10 @@ columns, and sums over ranks follow attention and MLP. Its device has the blocks
     states (04)     its columns of all rows    1/n                     all-gather a layer, then it projects
 
 Hidden states are the same on all ranks: each keeps an n-th of the columns, and an all-gather puts the whole
-rows of a layer together while the next layer travels. So not even the order of a sum changes. The paper
-divides rows, by tokens; by columns any number of tokens divides.
+rows of a layer together while the next layer travels. So not even the order of a sum changes. The paper's
+ranks divide rows; by columns any number of tokens divides. Chapter 05 would have to agree on the speeds that
+its plan follows from. With pipeline parallelism a rank has some layers, brings back those, and the pass waits
+for the first layers' rank first.
 
 Agreement. Every rank runs the same engine on the same requests, and sends no decision: equal engines decide
 alike if they believe the same. Each rank alone knows a few numbers; all believe the minimum over ranks:
@@ -30,9 +32,6 @@ later is not used. Rank 0 hears what is asked, and tells it with the agreement o
 With `--storage` K and V go to storage too, an object for each page and KV head: any number of ranks reads
 what any other has written, and all read the pages that every rank finds: the least hit count. Where there are
 fewer KV heads than ranks, ranks share them: one writes, all read.
-
-Chapter 05 would have to agree on the speeds that its plan follows from. With pipeline parallelism a rank has
-some layers, and brings back those; the pass waits for the first layers' rank first.
 
 Sources: Megatron-LM (Shoeybi et al., 2019, section 3); HCache (EuroSys '25), section 5; HiCache (the design
 document of SGLang) on several ranks and `page_head`.
@@ -160,7 +159,7 @@ class Shared(links.Transfer):
         there. In the last layer agree whether all ranks have all. Raises TransferError if not."""
         cache, restoration = self.cache, self.restoration
         ordered = self.own.error is None and self.own.queue_wait()
-        while not (ordered or self.own.ready) and cache.in_time(restoration):
+        while not (ordered or self.own.ready) and time.perf_counter() < cache.until[restoration]:
             time.sleep(1e-4)
         if not ordered and self.seen_here() != ARRIVED:
             cache.until[restoration] = 0.0
@@ -200,7 +199,8 @@ class Together:
         awaited = [(one.restoration, "deadline") for one in self.engine.running if one.restoration]
         awaited += [(one, "patience") for one in self.engine.waiting if one in self.until]
         self.shared = [one for one in self.shared if not one.ready]
-        facts = [self.in_time(one) for one, _ in awaited] + [one.seen_here() for one in self.shared]
+        facts = [time.perf_counter() < self.until[one] for one, _ in awaited]
+        facts += [one.seen_here() for one in self.shared]
         commands = [self.commands.popleft() for _ in range(len(self.commands))]
         message = json.dumps(commands, default=id).encode() if commands else b""
         size = len(message) if self.ranks.rank == 0 else sys.maxsize  # the minimum is rank 0's
@@ -231,9 +231,6 @@ class Together:
     def hold(self, lane: str, transfers: list, *held, **options):
         """Release what the other Cache holds on all ranks in the same step."""
         Cache.hold(self.inner, lane, [self.share(transfer) for transfer in transfers], *held, **options)
-
-    def in_time(self, awaited) -> bool:
-        return time.perf_counter() < self.until[awaited]
 
     def submitted(self, request):
         if request.patience < math.inf:

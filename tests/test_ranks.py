@@ -69,13 +69,13 @@ def test_each_rank_loads_its_part_and_a_copy_that_hangs_on_one_is_given_up_on_al
 
 
 def test_another_number_of_ranks_finds_the_pages(tmp_path):
-    asked = "share", "--kv-heads", 2, "--storage", tmp_path
+    asked = "share", "--keep", "pages", "--kv-heads", 2, "--storage", tmp_path
     passes(4, *asked)  # two of them have the same head
     passes(1, *asked, "--found")
 
 
 def test_ranks_read_what_all_of_them_have():
-    passes(2, "lack")
+    passes(2, "lack", "--keep", "pages")
 
 
 def test_what_rank_0_is_asked_all_do():
