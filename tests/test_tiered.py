@@ -618,6 +618,7 @@ def test_ranks_wait_once_for_pages_that_do_not_come(verb):
     shelf.open.clear()
     for prompt, until in zip(prompts, (0.0, 1e9, 1e9)):  # those behind the first would wait for ever
         engine.submit(request := Request(prompt, 2))
+        engine.step()
         engine.cache.until[request] = until
         for _ in range(200):
             if request.outcome is None:
