@@ -1,36 +1,37 @@
 """Chapter 09: state that is divided over ranks.
 
-The problem. A model that is divided over several GPUs divides its KV cache with it. What the chapters before
-keep on one device lies in pieces on all, and a question is new: do all ranks agree on what is there? If one
-restores while another computes, they take part in different sums: both hang, or both write nonsense.
+The problem. A model that is divided over several GPUs divides its KV cache with it, and a question is new: do
+all ranks agree on what is there? If one restores while another computes, they take part in different sums:
+both hang, or both write nonsense.
 
 The mechanism. The model is divided as Megatron does: a rank has an n-th of the heads and of the MLP's
 columns, and sums over ranks follow attention and MLP. Its device has the blocks of its own KV heads.
 
-    keeps             a rank loads                    between ranks         then
-    K and V (03)      its own heads' blocks           nothing
-    states (04)       its columns of all rows, D/n    all-gather a layer    projects its own KV heads
+    keeps           a rank loads               of one rank's bytes     between ranks
+    K and V (03)    its own heads' blocks      max(1/n, 1/KV heads)    nothing
+    states (04)     its columns of all rows    1/n                     all-gather a layer, then it projects
 
 Hidden states are the same on all ranks: each keeps an n-th of the columns, and an all-gather puts the whole
-rows of a layer together while the next layer travels. So not even the order of a sum changes.
-
-    bytes over a rank's link, of one rank's:    states 1/n      K and V max(1/n, 1/KV heads)
+rows of a layer together while the next layer travels. So not even the order of a sum changes. The paper's
+ranks divide rows; by columns any number of tokens divides. Chapter 05 would have to agree on the speeds that
+its plan follows from. With pipeline parallelism a rank has some layers, brings back those, and the pass waits
+for the first layers' rank first.
 
 Agreement. Every rank runs the same engine on the same requests, and sends no decision: equal engines decide
 alike if they believe the same. Each rank alone knows a few numbers; all believe the minimum over ranks:
 
     a transfer        0 on its way    1 failed    2 arrived                         once a step
+    storage's answer  0 on its way    1 failed    2 + pages, up to the first gap    once a step
     a restoration     0 too late      1 in time                                     once a step
     a match           0 computing is sooner    1 loading is                         once an admission
     the last layer    0 something is missing here    1 all is here                  once a restoration
 
-The last one is for a forward pass that waits for a restoration, layer by layer. A rank whose copy is late
-goes on with whatever is there, since the others wait for its part of the sums; behind the last layer all
-learn of it, and discard the step. "Too late" stays: what arrives later is not used. Rank 0 hears what is
-asked, and tells the others with the agreement of a step (shell/ranks.py).
+The last one is for a pass that waits for a restoration (`Shared.queue_wait`). "Too late" stays: what arrives
+later is not used. Rank 0 hears what is asked, and tells it with the agreement of a step (shell/ranks.py).
 
-Where there are fewer KV heads than ranks, ranks share them. With `--storage` K and V go to storage too, an
-object for each page and KV head, so that any number of ranks reads what any other has written.
+With `--storage` K and V go to storage too, an object for each page and KV head: any number of ranks reads
+what any other has written, and all read the pages that every rank finds: the least hit count. Where there are
+fewer KV heads than ranks, ranks share them: one writes, all read.
 
 Sources: Megatron-LM (Shoeybi et al., 2019, section 3); HCache (EuroSys '25), section 5; HiCache (the design
 document of SGLang) on several ranks and `page_head`.
@@ -41,7 +42,6 @@ document of SGLang) on several ranks and `page_head`.
 """
 
 import argparse
-import hashlib
 import importlib
 import json
 import math
@@ -57,6 +57,8 @@ from collections import deque
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -96,6 +98,7 @@ class Division:
             )
         self.kv_heads, first = heads, self.ranks.rank * heads // n
         self.own_kv_heads = range(first, first + max(1, heads // n))  # of the whole model's
+        self.writes = self.ranks.rank * heads % n == 0  # the first of those that share them
         return replace(
             whole, num_attention_heads=sizes[0] // n, num_key_value_heads=len(self.own_kv_heads),
             intermediate_size=sizes[1] // n, tie_word_embeddings=False,
@@ -127,8 +130,8 @@ class Division:
 class Shared(links.Transfer):
     """A transfer as all ranks see it: over when it is over on all of them, failed if it has failed on any."""
 
-    def __init__(self, own, cache: "Together"):
-        self.own, self.cache, self.state = own, cache, ON_ITS_WAY
+    def __init__(self, own, cache: "Together", number):
+        self.own, self.cache, self.number, self.state = own, cache, number, ON_ITS_WAY
         self.lane, self.label, self.bytes = own.lane, own.label, own.bytes
         self.restoration, self.last = None, False  # whose it is, and whether it brings the last layer
         self.issued = 0.0  # only the restoration's deadline counts: the ranks agree on that
@@ -136,7 +139,7 @@ class Shared(links.Transfer):
     def seen_here(self) -> int:
         if not self.own.ready:
             return ON_ITS_WAY
-        return ARRIVED if self.own.error is None else FAILED
+        return FAILED if self.own.error is not None else ARRIVED + self.number(self.own.value)
 
     @property
     def ready(self) -> bool:
@@ -156,7 +159,7 @@ class Shared(links.Transfer):
         there. In the last layer agree whether all ranks have all. Raises TransferError if not."""
         cache, restoration = self.cache, self.restoration
         ordered = self.own.error is None and self.own.queue_wait()
-        while not (ordered or self.own.ready) and cache.in_time(restoration):
+        while not (ordered or self.own.ready) and time.perf_counter() < cache.until[restoration]:
             time.sleep(1e-4)
         if not ordered and self.seen_here() != ARRIVED:
             cache.until[restoration] = 0.0
@@ -173,7 +176,8 @@ class Together:
     `estimates.worth`, and the `queue_wait` of a restoration's last layer."""
 
     def __init__(self, inner: Cache, ranks: Ranks):
-        self.inner, self.ranks, inner.hold = inner, ranks, self.hold
+        self.inner, self.ranks, inner.ranks = inner, ranks, ranks
+        inner.hold, inner.share = self.hold, self.share
         self.commands: deque = deque()  # of rank 0: what all are to `command`; a Request goes as its id()
         self.shared: list[Shared] = []  # those that may be under way, oldest first
         self.until = WeakKeyDictionary()  # restoration, or request in line -> its deadline here; 0: failed
@@ -192,10 +196,10 @@ class Together:
     def poll(self):
         """Agree on all that is under way, and hear what rank 0 has to say."""
         # 1. What this rank knows, in an order that is the same on all
-        restorations = [one.restoration for one in self.engine.running if one.restoration]
-        waiting = [one for one in self.engine.waiting if one in self.until]
+        awaited = [(one.restoration, "deadline") for one in self.engine.running if one.restoration]
+        awaited += [(one, "patience") for one in self.engine.waiting if one in self.until]
         self.shared = [one for one in self.shared if not one.ready]
-        facts = [self.in_time(one) for one in (*restorations, *waiting)]
+        facts = [time.perf_counter() < self.until[one] for one, _ in awaited]
         facts += [one.seen_here() for one in self.shared]
         commands = [self.commands.popleft() for _ in range(len(self.commands))]
         message = json.dumps(commands, default=id).encode() if commands else b""
@@ -208,10 +212,8 @@ class Together:
         if same != -other:
             end("the ranks have not computed the same; they differ in what was not agreed")
         facts = iter(facts)
-        for restoration, in_time in zip(restorations, facts):
-            restoration.deadline = math.inf if in_time else 0.0
-        for request, in_time in zip(waiting, facts):
-            request.patience = math.inf if in_time else 0.0
+        for (one, limit), in_time in zip(awaited, facts):
+            setattr(one, limit, math.inf if in_time else 0.0)
         for transfer, state in zip(self.shared, facts):
             transfer.state = state
         # 3. What follows from it
@@ -219,18 +221,16 @@ class Together:
         for words in json.loads(self.ranks.tell(message, size)) if size else ():
             self.command(*words)
 
-    def share(self, transfer) -> Shared:
+    def share(self, transfer, number=lambda value: 0) -> Shared:
+        """Agree on a transfer, and on a `number` that its value says here."""
         if not isinstance(transfer, Shared):
-            transfer = Shared(transfer, self)
+            transfer = Shared(transfer, self, number)
             self.shared.append(transfer)
         return transfer
 
     def hold(self, lane: str, transfers: list, *held, **options):
         """Release what the other Cache holds on all ranks in the same step."""
         Cache.hold(self.inner, lane, [self.share(transfer) for transfer in transfers], *held, **options)
-
-    def in_time(self, awaited) -> bool:
-        return time.perf_counter() < self.until[awaited]
 
     def submitted(self, request):
         if request.patience < math.inf:
@@ -269,78 +269,100 @@ class Together:
 class ColumnsCache(hidden_states.HiddenCache):
     """Chapter 04's Cache, which keeps a rank's columns of each layer's input."""
 
-    def __init__(self, blocks: int, bandwidth, ranks: Ranks):
-        super().__init__(blocks, bandwidth)
-        self.ranks = ranks
-
     @property
     def width(self) -> int:
         return super().width // self.ranks.count
 
     def save_layer(self, layer, hidden, batch):
-        columns = hidden.chunk(self.ranks.count, 1)[self.ranks.rank]  # [T, D / n]
-        super().save_layer(layer, columns, batch)
+        super().save_layer(layer, hidden.chunk(self.ranks.count, 1)[self.ranks.rank], batch)  # [T, D / n]
 
     def project(self, layer, hidden, positions, slots):
         """Gather the columns [T, D / n] of all ranks first. Layer 0's input, the embedding, is whole."""
-        rows = self.ranks.gather(hidden) if layer else hidden  # [T, D]
-        super().project(layer, rows, positions, slots)
+        super().project(layer, self.ranks.gather(hidden) if layer else hidden, positions, slots)  # [T, D]
 
 
 class PageHeadCache(offload.HostCache):
     """Chapter 03's Cache, and storage for any number of ranks: an object for each page and KV head."""
 
-    def __init__(self, blocks: int, bandwidth, storage: store.Storage, heads: range):
+    threshold = 256  # tokens: fewer are not worth a prefetch (07)
+    run = 64  # tokens that a read brings at once (07)
+
+    def __init__(self, blocks: int, bandwidth, storage: store.Storage, heads: range, writes: bool = True):
+        """`heads`: this rank's, of the whole model's KV heads. `writes`: no other rank writes these."""
         super().__init__(blocks, bandwidth)
-        self.storage, self.heads = storage, heads  # of the whole model's KV heads those of this rank
+        self.storage, self.heads, self.writes = storage, heads, writes
         self.coming: set = set()  # prefixes on their way from storage
         self.late = False  # a request has waited for it in vain, and nothing has come since
 
     def attach(self, engine):
         super().attach(engine)
-        self.array = links.as_integers(self.host.memory)  # [L, places, 2, page size, KVH, hd], for NumPy
         self.storage.open(engine.wake.set)
 
-    def page(self, prefix, place: int):
-        """-> a key for each of this rank's heads, and the memory [L, 2, page size, hd] of each."""
-        keys = [hashlib.sha256(prefix.key + b"head %d" % head).digest() for head in self.heads]
-        return keys, [self.array[:, place, :, :, head] for head in range(len(self.heads))]
+    def keys(self, prefixes) -> list[bytes]:
+        """-> of each page a key for each of this rank's heads."""
+        return [sha256(prefix.key + b"head %d" % head).digest() for prefix in prefixes for head in self.heads]
+
+    def memory(self, places) -> list:
+        """-> the memory [L, 2, page size, hd] of each."""
+        array, heads = links.as_integers(self.host.memory), range(len(self.heads))  # [L, places, 2, ...]
+        return [array[:, place, :, :, head] for place in places for head in heads]
+
+    def is_near(self, prefix) -> bool:
+        return prefix in self.pool.block_of or self.keeps(prefix)
 
     def submitted(self, request):
-        """Ask storage for the pages that are not near."""
-        for number, prefix in enumerate(self.missing(request)):
-            near = prefix in self.host.block_of or prefix in self.pool.block_of or prefix in self.coming
-            if near or len(self.coming) >= self.host.size // 2 or not self.host.make_room(1, request.chain):
-                continue
-            (place,) = self.host.allocate(1)
-            read = self.storage.get(*self.page(prefix, place), f"page {number}")
-            self.coming.add(prefix)
-            then = partial(self.brought, prefix, place)
-            self.hold("storage", [read], given=[(self.host, [place])], then=then)
+        """Ask storage for all pages behind those that are near; while it is late, for one request."""
+        pages = list(dropwhile(self.is_near, self.missing(request)))
+        if len(pages) * self.pool.block_size >= self.threshold and not (self.late and self.under_way["ask"]):
+            count = lambda there: len(list(takewhile(bool, there))) // len(self.heads)  # noqa: E731
+            request.kept = self.share(self.storage.exists(self.keys(pages)), count)
+            self.hold("ask", [request.kept], then=partial(self.answered, request, pages, request.kept))
 
-    def brought(self, prefix, place: int, arrived: bool):
-        self.coming.discard(prefix)
-        if arrived:
+    def answered(self, request, pages: list, answer: Shared, arrived: bool):
+        """Read those pages that all ranks can read and that are not near, as far as there are places."""
+        pages, count = pages[: max(0, answer.state - ARRIVED)], max(1, self.run // self.pool.block_size)
+        if len(pages) * self.pool.block_size < self.threshold:
+            return
+        lacking = [prefix for prefix in pages if not (self.is_near(prefix) or prefix in self.coming)]
+        lacking = lacking or pages[: count * self.late]  # does it still not come?
+        most = max(0, self.host.size // 2 - len(self.coming))
+        fits = self.host.make_room(min(len(lacking), most), request.chain)
+        lacking, places = lacking[:fits], self.host.allocate(fits)
+        self.coming.update(lacking)
+        for at in range(0, fits, count):
+            prefixes, into = lacking[at : at + count], places[at : at + count]
+            read = self.storage.get(self.keys(prefixes), self.memory(into))
+            then = partial(self.brought, prefixes, into)
+            self.hold("storage", [read], given=[(self.host, into)], then=then)
+
+    def brought(self, prefixes: list, places: list[int], arrived: bool):
+        self.coming.difference_update(prefixes)
+        self.late &= not arrived
+        for prefix, place in zip(prefixes, places) if arrived else ():
             self.host.register(place, prefix)
-            self.late = False
 
     def match(self, request):
-        coming = not self.coming.isdisjoint(self.missing(request))
-        if coming and request.patience > 0 and not self.late:
+        asking = request.kept and not request.kept.ready
+        waits = asking or not self.coming.isdisjoint(self.missing(request))
+        if waits and request.patience > 0 and not self.late:
             return LATER
-        self.late |= coming
+        self.late |= waits
         return super().match(request)
 
     def finished(self, request):
         super().finished(request)
-        self.storage.use([key for prefix in request.chain for key in self.page(prefix, 0)[0]])
+        self.storage.use(self.keys(request.chain))
 
     def saved(self, request, transfer, prefixes, places, arrived: bool):
         """Write the pages that have arrived in host memory; at most a quarter of it is locked for that."""
         super().saved(request, transfer, prefixes, places, arrived)
         for prefix, place in zip(prefixes, places):
             if arrived and len(self.under_way["written"]) < max(1, self.host.size // 4):
-                self.hold("written", [self.storage.set(*self.page(prefix, place))], (self.host, [place]))
+                keys, values = self.keys([prefix]), self.memory([place])
+                if not self.writes:  # another rank does, and doubts them until it has
+                    self.storage.doubted.difference_update(keys)
+                    keys = values = []
+                self.hold("written", [self.storage.set(keys, values)], (self.host, [place]))
 
     def close(self):
         super().close()
@@ -357,16 +379,13 @@ def demo(model, frontend: Frontend, arguments):
     ranks, new = model.division.ranks, max(2, min(arguments.max_tokens, 8))
     arguments.always_restore, arguments.storage = True, None
     text = lesson.document(frontend, random.Random(0), frontend.context // 2, lesson.SECRET)
-    talk = [dict(role="user", content=text)]
     # 1. Ask on all ranks: each keeps its part, the device loses everything, and it comes back
     engines, asked = {keep: make_engine(model, arguments, keep) for keep in KEEPS}, []
     for engine in engines.values():
-        asked += engine.generate([frontend.request(messages=talk[:1], max_tokens=new)])
-        answer = dict(role="assistant", content=asked[-1].outcome.text)
-        talk[1:] = answer, dict(role="user", content=lesson.QUESTION)
-        prompt = frontend.encode(None, talk)
-        asked.append(lesson.ask(engine, prompt, new, "device"))
-    timeline = asked[-1].timeline
+        talk = []
+        asked.append(lesson.say(engine, frontend, talk, text, new))
+        asked.append(lesson.say(engine, frontend, talk, lesson.QUESTION, new, "device"))
+    prompt, timeline = asked[-1].tokens[: asked[-1].prompt_tokens], asked[-1].timeline
     # 2. Ask again when one rank has lost a page in storage
     lost = lose_a_page(model, arguments, prompt, new)
     # 3. Compare with chapter 01, and time beside one rank that has it all
@@ -403,22 +422,23 @@ def demo(model, frontend: Frontend, arguments):
         "Ranks divide what is kept, what travels and what is projected, and agree on a few numbers. Where\n"
         "they share one processor, as here without GPUs, only the bytes are those of as many devices."
     )
-    link = dict(modelled=link.modelled, gbps=link.speed() / 1e9)
-    return dict(link=link, verified=verified, rows=rows, found=found), [timeline]
+    said = dict(modelled=link.modelled, gbps=link.speed() / 1e9)
+    return dict(link=said, verified=verified, rows=rows, found=found), [timeline]
 
 
 def lose_a_page(model, arguments, prompt: list[int], new: int) -> list[Request]:
     """Ask where only storage has the history, before and after the last rank has lost a page of it."""
-    with tempfile.TemporaryDirectory() as folder:  # each rank's own: it reads what it has written
+    ranks, answered = model.division.ranks, []
+    with tempfile.TemporaryDirectory() as own:
+        folder = ranks.tell(own.encode(), len(own)).decode()  # rank 0's
         options = argparse.Namespace(**{**vars(arguments), "storage": f"file:{folder}"})
-        engine, answered = make_engine(model, options, "kv"), []
+        engine = make_engine(model, options, "kv")
         chain = lesson.ask(engine, prompt).chain
-        for lost in (False, True):
+        for lost in [], chain[len(chain) // 2 :][:1]:
             lesson.settle(engine)
             engine.evict("host")
-            if lost and chain and engine.cache.ranks.rank == engine.cache.ranks.count - 1:
-                keys, _ = engine.cache.page(chain[len(chain) // 2], 0)
-                Path(f"{folder}/{keys[-1].hex()}.page").unlink(missing_ok=True)
+            if lost and ranks.rank == ranks.count - 1:
+                Path(f"{folder}/{engine.cache.keys(lost)[-1].hex()}.page").unlink(missing_ok=True)
             answered.append(lesson.ask(engine, prompt, new, "device"))
         lesson.settle(engine)
         engine.close()
@@ -457,10 +477,10 @@ def make_engine(model, arguments, keep: str | None = None) -> paged.Engine:
         bandwidth = links.Bandwidth(bandwidth.value * config.num_key_value_heads / whole.kv_heads)
     # 3. The Cache
     if keep == "states":
-        cache = ColumnsCache(on_host, bandwidth, ranks)
+        cache = ColumnsCache(on_host, bandwidth)
     elif arguments.storage:
         storage = store.Storage(backends.open_backend(arguments.storage))
-        cache = PageHeadCache(on_host, bandwidth, storage, whole.own_kv_heads)
+        cache = PageHeadCache(on_host, bandwidth, storage, whole.own_kv_heads, whole.writes)
     else:
         cache = offload.HostCache(on_host, bandwidth) if keep == "kv" else Cache()
     return paged.make_engine(model, options, Together(cache, ranks))

@@ -69,9 +69,13 @@ def test_each_rank_loads_its_part_and_a_copy_that_hangs_on_one_is_given_up_on_al
 
 
 def test_another_number_of_ranks_finds_the_pages(tmp_path):
-    asked = "share", "--kv-heads", 2, "--storage", tmp_path
+    asked = "share", "--keep", "pages", "--kv-heads", 2, "--storage", tmp_path
     passes(4, *asked)  # two of them have the same head
     passes(1, *asked, "--found")
+
+
+def test_ranks_read_what_all_of_them_have():
+    passes(2, "lack", "--keep", "pages")
 
 
 def test_what_rank_0_is_asked_all_do():
@@ -147,6 +151,7 @@ def test_pages_that_come_from_storage_do_not_push_out_those_before_them(pages, l
     prompt = engines.draw(rng, 16 * pages + 1)
     for host in 5 * size, size:  # the first one writes them all
         cache = ranked.PageHeadCache(host, engines.BANDWIDTH, store.Storage(backend), range(2))
+        cache.threshold = 1
         engine = engines.make(ranked.Together(cache, ranks.Ranks()))
         engines.ask(engine, prompt)
         engines.evict(engine)
@@ -157,6 +162,33 @@ def test_pages_that_come_from_storage_do_not_push_out_those_before_them(pages, l
     assert engines.ask(engine, prompt).found == {"cpu": 16 * size}
     engines.settle(engine)
     engine.close()
+
+
+def test_storage_is_asked_once_and_read_for_enough_tokens():
+    backend, rng = rank_tests.Losing(random.Random(0), 0.0), random.Random(1)
+    cache = ranked.PageHeadCache(128, engines.BANDWIDTH, store.Storage(backend), range(2))
+    engine, text = engines.make(ranked.Together(cache, ranks.Ranks())), engines.draw(rng, 400)
+    for known, new, asked in (400, 0, [("exists", 48)]), (240, 200, [("exists", 54)]), (0, 256, []):
+        backend.asked.clear()
+        engine.submit(Request(text[:known] + engines.draw(rng, new), 2))
+        while not cache.under_way["save"]:
+            engine.step()
+        assert backend.asked == asked
+        engines.evict(engine)
+        engine.evict("host")
+
+
+def test_what_another_rank_has_written_again_is_not_doubted():
+    backend, prompt = rank_tests.Losing(random.Random(0), 0.0), engines.draw(random.Random(1), 400)
+    for writes in True, False:
+        cache = ranked.PageHeadCache(128, engines.BANDWIDTH, store.Storage(backend), range(2), writes)
+        engine = engines.make(ranked.Together(cache, ranks.Ranks()))
+        for pages in backend.pages, dict.fromkeys(backend.pages, b"damaged"), backend.pages:
+            backend.pages = pages
+            found = engines.ask(engine, prompt).found
+            engines.evict(engine)
+            engine.evict("host")
+    assert found == {"cpu": 384}
 
 
 def test_host_memory_is_counted_in_what_is_kept(monkeypatch):

@@ -22,6 +22,7 @@ from common.link import Bandwidth, Transfer, TransferError
 from common.requests import BadRequest, Request
 from common.speed import flops
 from shell import backends, cli
+from shell.ranks import Ranks
 
 paged, ranked = importlib.import_module("02_paged_kv"), importlib.import_module("09_tensor_parallel")
 ORACLE = Oracle()
@@ -597,26 +598,29 @@ def test_nobody_waits_for_storage_that_has_failed_until_it_has_answered_again(ve
         assert not engine.cache.storage.silent
 
 
-def test_ranks_wait_once_for_pages_that_do_not_come():
+@pytest.mark.parametrize("verb", ["exists", "get"])
+def test_ranks_wait_once_for_pages_that_do_not_come(verb):
     shelf, rng = Shelf(), random.Random(0)
-    engine = make(ranked.PageHeadCache(40, 2e9, store.Storage(shelf), range(2)), 40, always_restore=False)
-    right(engine, prompt := draw(rng, 200))
+    answer = getattr(shelf, verb)
+    setattr(shelf, verb, lambda keys: shelf.open.wait(60) and answer(keys))
+    cache = ranked.PageHeadCache(80, 2e9, store.Storage(shelf), range(2))
+    cache.threshold, prompts = 32, [draw(rng, 200) for _ in range(3)]
+    engine = make(ranked.Together(cache, Ranks()), 40)
+    for prompt in prompts:
+        right(engine, prompt)
     forget(engine)
     shelf.open.clear()
-    engine.submit(first := Request(prompt, 2))
-    engine.step()
-    first.patience = 0.0
-    asked = [Request(draw(rng, 200), 2) for _ in range(3)]
-    for request in asked:
-        engine.submit(request)
+    for prompt, until in zip(prompts, (0.0, 1e9, 1e9)):  # those behind the first would wait for ever
+        engine.submit(request := Request(prompt, 2))
+        engine.step()
+        engine.cache.until[request] = until
         for _ in range(200):
-            request.patience = 1e9  # it would wait for ever
             if request.outcome is None:
                 engine.step()
         assert request.outcome, "one has waited in vain, and nobody else does"
+        assert len(cache.under_way["ask"]) < 2, "nor asks"
     shelf.open.set()
     settle(engine)
-    engine.estimates.always = True  # however slow this machine is now
     forget(engine)
     right(engine, prompt)
     settle(engine)

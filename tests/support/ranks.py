@@ -27,15 +27,17 @@ KEEPS = "nothing", "kv", "states", "pages"
 
 
 class Losing:
-    """A back end in memory that loses things at random."""
+    """A back end in memory that loses things at random, and notes what it is asked."""
 
     def __init__(self, rng: random.Random, share: float):
-        self.rng, self.share, self.pages = rng, share, {}
+        self.rng, self.share, self.pages, self.asked = rng, share, {}, []
 
     def exists(self, keys):
+        self.asked.append(("exists", len(keys)))
         return [key in self.pages for key in keys]
 
     def get(self, keys):
+        self.asked.append(("get", len(keys)))
         if self.rng.random() < self.share:
             time.sleep(0.02 * self.rng.random())
         return [self.pages.get(key) for key in keys]
@@ -59,10 +61,11 @@ def divided(ranks: processes.Ranks, kv_heads: int) -> Llama:
 def cache_of(keep: str, ranks: processes.Ranks, model: Llama, blocks: int, backend=None) -> Cache:
     """What chapter 09 keeps, with small pools."""
     if keep == "states":
-        cache = ranked.ColumnsCache(4 * blocks, engines.BANDWIDTH, ranks)
+        cache = ranked.ColumnsCache(4 * blocks, engines.BANDWIDTH)
     elif keep == "pages":
-        heads = model.division.own_kv_heads
-        cache = ranked.PageHeadCache(blocks, engines.BANDWIDTH, store.Storage(backend), heads)
+        heads, writes = model.division.own_kv_heads, model.division.writes
+        cache = ranked.PageHeadCache(blocks, engines.BANDWIDTH, store.Storage(backend), heads, writes)
+        cache.threshold = 32
     else:
         cache = ranked.offload.HostCache(4 * blocks, engines.BANDWIDTH) if keep == "kv" else Cache()
     return ranked.Together(cache, ranks)
@@ -86,9 +89,9 @@ def generated(ranks, arguments):
     print(", ".join(f"{count} {name}" for name, count in sorted(counts.items())))
 
 
-def engine_of(ranks, arguments, **options):
+def engine_of(ranks, arguments, backend=None):
     model = divided(ranks, arguments.kv_heads)
-    return engines.make(cache_of(arguments.keep, ranks, model, 64), 64, model=model, **options)
+    return engines.make(cache_of(arguments.keep, ranks, model, 64, backend), 64, model=model)
 
 
 def again(engine, prompt: list[int], *others: Request) -> Request:
@@ -192,19 +195,33 @@ def commands(ranks, arguments):
 
 
 def sharing(ranks, arguments):
-    """Pages that other ranks, however many, have left in a directory."""
-    model, prompt = divided(ranks, arguments.kv_heads), engines.draw(random.Random(0), 300)
-    backend = backends.open_backend(f"file:{arguments.storage}", {})
-    engine = engines.make(cache_of("pages", ranks, model, 64, backend), 64, model=model)
-    request = engines.ask(engine, prompt)
-    oracle = engines.Oracle(engines.tiny_model(kv_heads=arguments.kv_heads))
-    assert oracle.judge(request) != "wrong"
-    assert (request.cached_tokens > 0) == arguments.found, request.found  # what has come by then
+    """Pages that other ranks, however many, have left in a directory; those of a head are written once."""
+    backend, written = backends.open_backend(f"file:{arguments.storage}"), []
+    put, backend.set = backend.set, lambda keys, values: written.extend(keys) or put(keys, values)
+    engine, prompt = engine_of(ranks, arguments, backend), engines.draw(random.Random(0), 257)
+    assert (again(engine, prompt).cached_tokens > 0) == arguments.found  # what has come by then
     engines.settle(engine)
+    if not arguments.found:
+        share = ranks.count // arguments.kv_heads  # ranks that have the same head
+        assert len(written) == (0 if ranks.rank % share else 16), written
+    engine.evict("host")
+    assert again(engine, prompt).found == {"cpu": 256}, "all have what some have written"
     engine.close()
 
 
-SCENARIOS = dict(traffic=generated, share=sharing, bytes=bytes_over_the_link, hang=hanging, killed=ending, stopped=ending,
+def lacking(ranks, arguments):
+    """One rank's storage has lost a page: none reads that, or what is behind it."""
+    backend = Losing(random.Random(0), 0.0)
+    engine, prompt = engine_of(ranks, arguments, backend), engines.draw(random.Random(0), 257)
+    engines.ask_and_evict(engine, prompt)
+    engine.evict("host")
+    if ranks.rank == 1:
+        del backend.pages[list(backend.pages)[9]]
+    assert again(engine, prompt).found == {"cpu": 144}
+    assert [size for verb, size in backend.asked if verb == "get"] == [4, 4, 1], backend.asked
+
+
+SCENARIOS = dict(traffic=generated, share=sharing, lack=lacking, bytes=bytes_over_the_link, hang=hanging, killed=ending, stopped=ending,
                  failed=ending, idle=ending, diverge=diverging, commands=commands)  # fmt: skip
 
 
