@@ -266,13 +266,12 @@ def layouts(model, arguments, tokens: int = 1024):
         with directory() as folder:
             bench = Bench(model, folder, size)
             engine = bench.engine(2 * tokens, bench.cache(2 * tokens, prefetch="wait_complete", layout=layout))
-            cache, history, engine.estimates.always = engine.cache, bench.draw(tokens), True
+            history, engine.estimates.always, engine.cache.load_link.bandwidth = bench.draw(tokens), True, link
             lesson.ask(engine, history + bench.draw(1), 1)
-            cache.load_link.bandwidth = link  # the same for all
             ways = *(f"storage, {speed}" for speed in speeds), "host"
             asks = {way: partial(ask_from, bench, engine, way, history, speeds) for way in ways}
             taken = measure.same_question_in_turn(asks, arguments.rounds or 3, partial(bench.draw, QUESTION))
-            cache.hold = partial(note, moved := {}, cache.hold)
+            engine.cache.hold = partial(note, moved := {}, engine.cache.hold)
             found = asks["storage, 10 GB/s"](bench.draw(QUESTION)).found
             yield dict(layout=layout, page_tokens=size, link=str(link), found=found, moved=moved,
                        ttft_ms={way: spread(ttft(requests)) for way, requests in taken.items()})  # fmt: skip

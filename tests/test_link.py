@@ -339,9 +339,8 @@ def test_pages_are_in_as_many_pieces_as_the_walkthrough_says(layout, order):
     loads = [make().copy(device, host[0], "", links.Places(some, some)) for some in (pages[:1], pages, pages[::-1])]
     storage, value = ModelledStorage(1e9, FAST), links.as_integers(host)[:, 0]
     storage.open(lambda: None)
-    moves = [storage.set([b""], [value]), storage.get([b""] * 2, [value] * 2)]
-    storage.close()
-    page, adjacent, backwards, written, read = (transfer.pieces for transfer in (*loads, *moves))
+    written, read = storage.set([b""], [value]).pieces, storage.get([b""] * 2, [value] * 2).pieces
+    page, adjacent, backwards = (load.pieces for load in loads)
     assert backwards == 4 * page and read == 2 * written
     assert f"| `{layout}` | {page} | {adjacent} | {written} |" in (ROOT / "docs/walkthrough.md").read_text()
 
