@@ -12,6 +12,7 @@ policies    one history in slow storage alone, reading takes r times as long as 
             engine's guard and with it. A cell in which both_ends is behind (`measure.is_behind`) is measured again
             with twice the rounds, and both rows stand.
 admission   a hit in host memory or in storage of 1 MB/s to 1 GB/s over computing it, and the tier of each token.
+layouts     a hit in host memory, and in storage of 0.1 and 10 GB/s, by order of host memory and page size; and its pieces.
 writes      what each write policy finds, writes, and would lose by a kill.
 sizes       host memory against hits.
 match       finding 4,096 tokens in a tree of 100,000 pages.
@@ -36,7 +37,6 @@ from shell import backends, lesson, modelled_link
 paged, tiers = importlib.import_module("02_paged_kv"), importlib.import_module("07_tiered_storage")
 TALKS, TURNS, DOCUMENT, QUESTION, ANSWER = 12, 3, 1024, 64, 8  # conversations; tokens
 directory = partial(tempfile.TemporaryDirectory, prefix="benchmark-")
-TIERS = "gpu", "cpu", "storage"
 
 
 class Bench:
@@ -70,12 +70,6 @@ def forget(engine):
     for pool in engine.pools:
         engine.evict(pool)
     lesson.settle(engine)
-
-
-def share_of(requests: list[Request]) -> dict:
-    """Of all prompts' tokens, where they were found."""
-    prompts = sum(request.prompt_tokens for request in requests)
-    return {tier: sum(request.found.get(tier, 0) for request in requests) / prompts for tier in TIERS}
 
 
 # 1. Conversations that fit in no single tier ----------------------------------------------------------------
@@ -157,7 +151,7 @@ def mixed(engine, taken: dict, at_once: int, model) -> dict:
     return dict(
         ttft_ms=means["ours"], device_alone_ms=means["none"], all_on_device_ms=means["known"],
         lower=1 - means["ours"] / means["none"], throughput=taken["none"][1] / seconds, of_bound=of_bound,
-        **share_of(requests), device_alone_hits=share_of(taken["none"][0])["gpu"])  # fmt: skip
+        **tiers.shares(requests), device_alone_hits=tiers.shares(taken["none"][0])["gpu"])  # fmt: skip
 
 
 # 2. One history that only storage has -----------------------------------------------------------------------
@@ -201,7 +195,7 @@ def policy_cell(bench: Bench, once, rounds: int) -> dict:
     times = {way: ttft(requests) for way, requests in taken.items()}
     best = min(ways[1:4], key=lambda way: statistics.median(times[way]))
     behind = [way for way in ways[:4] if measure.is_behind(ratio(times["both_ends"], times[way])["samples"])]
-    found = {way: share_of(requests)["storage"] for way, requests in taken.items()}
+    found = {way: tiers.shares(requests)["storage"] for way, requests in taken.items()}
     return dict(rounds=rounds, ttft_ms={way: spread(samples) for way, samples in times.items()}, from_storage=found,
                 best=best, over_both_ends={way: ratio(times[way], times["both_ends"]) for way in ways}, behind=behind)  # fmt: skip
 
@@ -227,20 +221,20 @@ def admission(model, arguments, histories=(512, 1024, 1900)):
             forget(slow)
             for engine in (slow, fast):  # what lay in the other's host memory has left it
                 lesson.ask(engine, history + bench.draw(1), 1)
-            asks = {way: partial(ask_from, bench, slow if "slower" in way else fast, way, history) for way in ways}
+            asks = {way: partial(ask_from, bench, slow if "slower" in way else fast, way, history, SPEEDS) for way in ways}
             taken = measure.same_question_in_turn(asks, arguments.rounds or 7, partial(bench.draw, QUESTION))
             alone = ttft(taken["computed"])
             for way, requests in taken.items():
                 over = ratio(ttft(requests), alone)
                 yield dict(
                     history_tokens=tokens, way=way, over_computing=over, slower=measure.is_behind(over["samples"]),
-                    found={tier: sum(one.found.get(tier, 0) for one in requests) / len(requests) for tier in TIERS},
+                    found={tier: sum(one.found.get(tier, 0) for one in requests) / len(requests) for tier in tiers.TIERS},
                     ttft_ms=spread(ttft(requests)))  # fmt: skip
         fast.close()
         slow.close()
 
 
-def ask_from(bench, engine, way: str, history: list[int], question: list[int]) -> Request:
+def ask_from(bench, engine, way: str, history: list[int], speeds: dict, question: list[int]) -> Request:
     """Ask when only that tier has the history, or none."""
     storage = engine.cache.storage
     lesson.settle(engine)
@@ -250,7 +244,7 @@ def ask_from(bench, engine, way: str, history: list[int], question: list[int]) -
     if way == "computed":
         engine.cache.storage = None
     elif way.startswith("storage"):
-        storage.bandwidth = links.Bandwidth(SPEEDS[way.removeprefix("storage, ")])
+        storage.bandwidth = links.Bandwidth(speeds[way.removeprefix("storage, ")])
         storage.measured.forget()
         storage.measured.note(storage.bandwidth.value, 1.0)
     try:
@@ -266,9 +260,34 @@ def ask_from(bench, engine, way: str, history: list[int], question: list[int]) -
 
 # 4. Trade-offs ----------------------------------------------------------------------------------------------
 
-def played(bench: Bench, on_device: int, on_host: int, name: str, storage=True, **options) -> tuple[dict, object]:
+def layouts(model, arguments, tokens: int = 1024):
+    link, speeds = modelled_link.bandwidth(model), {"0.1 GB/s": 1e8, "10 GB/s": 1e10}
+    for size, layout in itertools.product((1, 16, 64, 128), tiers.LAYOUTS):
+        with directory() as folder:
+            bench = Bench(model, folder, size)
+            engine = bench.engine(2 * tokens, bench.cache(2 * tokens, prefetch="wait_complete", layout=layout))
+            history, engine.estimates.always, engine.cache.load_link.bandwidth = bench.draw(tokens), True, link
+            lesson.ask(engine, history + bench.draw(1), 1)
+            ways = *(f"storage, {speed}" for speed in speeds), "host"
+            asks = {way: partial(ask_from, bench, engine, way, history, speeds) for way in ways}
+            taken = measure.same_question_in_turn(asks, arguments.rounds or 3, partial(bench.draw, QUESTION))
+            engine.cache.hold = partial(note, moved := {}, engine.cache.hold)
+            found = asks["storage, 10 GB/s"](bench.draw(QUESTION)).found
+            yield dict(layout=layout, page_tokens=size, link=str(link), found=found, moved=moved,
+                       ttft_ms={way: spread(ttft(requests)) for way, requests in taken.items()})  # fmt: skip
+            engine.close()
+
+
+def note(moved: dict, hold, lane: str, transfers: list, *held, **then):
+    """Hold, and count the bytes and pieces that the lane moves."""
+    hold(lane, transfers, *held, **then)
+    before = moved.get(lane, dict(bytes=0, pieces=0))
+    moved[lane] = {what: count + sum(getattr(each, what) for each in transfers) for what, count in before.items()}
+
+
+def played(bench: Bench, on_device: int, on_host: int, name: str, storage=True, **options) -> dict:
     """60 questions about 12 documents, about the n-th as often as 1/n (Zipf), to an engine that begins with nothing
-    -> what it found and wrote, and the engine."""
+    -> what it found and wrote."""
     drawn, weights = Bench(bench.model, bench.folder), [1 / (rank + 1) for rank in range(12)]  # the same for all
     documents = [drawn.draw(256) for _ in range(12)]
     asked = [(number, drawn.draw(24)) for number in random.Random(1).choices(range(12), weights, k=60)]
@@ -277,29 +296,27 @@ def played(bench: Bench, on_device: int, on_host: int, name: str, storage=True, 
     cache, counts = engine.cache, engine.cache.counts
     pages = list(cache.tree.pages.values())
     row = dict(
-        asked=len(asked), **share_of(requests), ttft_ms=spread(ttft(requests)),
+        asked=len(asked), **tiers.shares(requests), ttft_ms=spread(ttft(requests)),
         saved_bytes=counts["bytes_out"], loaded_bytes=counts["bytes_in"],
         storage_bytes=counts["storage_pages_written"] * cache.host.block_bytes,
         read_bytes=counts["storage_pages_read"] * cache.host.block_bytes,
         dirty_evicted=counts["dirty_evicted"], pages_written=counts["pages_written"], pages_lost=counts["pages_lost"],
-        pages=len(pages), lost_by_a_kill=sum(not page.stored for page in pages))  # fmt: skip
-    return row, engine
+        pages=len(pages), lost_by_a_kill=sum(not page.stored for page in pages), gb=cache.host.memory.nbytes / 1e9)  # fmt: skip
+    engine.close()
+    return row
 
 
 def writes(model, arguments):
     for policy in tiers.WRITE:
         with directory() as folder:
-            row, engine = played(Bench(model, folder), 1400, 1400, policy, write=policy)
-            yield dict(policy=policy, **row)
-            engine.close()
+            yield dict(policy=policy, **played(Bench(model, folder), 1400, 1400, policy, write=policy))
 
 
 def sizes(model, arguments):
     for times in (0.25, 0.5, 1, 2, 4):
         with directory() as folder:
-            row, engine = played(Bench(model, folder), 1400, int(1400 * times), "pages", storage=False)
-            yield dict(times_the_device=times, gb=engine.cache.host.memory.nbytes / 1e9, **row)
-            engine.close()
+            row = played(Bench(model, folder), 1400, int(1400 * times), "pages", storage=False)
+            yield dict(row, times_the_device=times)
 
 
 def match(model, arguments, pages: int = 100_000, prompt: int = 4096):
@@ -339,6 +356,7 @@ PARTS = {
     "mix": (mix, ["classroom", "random:small"]),
     "policies": (policies, ["classroom", "random:small"]),
     "admission": (admission, ["classroom"]),
+    "layouts": (layouts, ["classroom"]),
     "writes": (writes, ["classroom"]),
     "sizes": (sizes, ["classroom"]),
     "match": (match, ["classroom"]),
@@ -352,7 +370,7 @@ def report(found: list[dict]) -> str:
     shares = "{gpu:%}, {cpu:%}, {storage:%}"
     mix, policies, hits = (tables.rows(found, part) for part in ("mix", "policies", "admission"))
     for row in mix:
-        row |= {tier: row[tier]["median"] for tier in TIERS}
+        row |= {tier: row[tier]["median"] for tier in tiers.TIERS}
     for row in policies:
         row["guard"] = f"guard {'on' if row['guard'] else 'off'}"
     for row in hits:
@@ -375,6 +393,12 @@ def report(found: list[dict]) -> str:
         tables.table("**A hit in each tier** (classroom): TTFT over that of computing, and the tokens found there:", {
             "found in": "{way}", **tables.across(hits, {"": "{over_computing:spread}; {where}"}),
         }, hits),
+        tables.table("**Layouts of host memory** (classroom): one history of 1,024 tokens; pieces, and TTFT of a hit:", {
+            "page, layout": "{page_tokens}, {layout}",
+            "storage to host": "{moved[read][pieces]:,} of {moved[read][bytes]:MB}",
+            "host to device": "{moved[load][pieces]:,} of {moved[load][bytes]:MB}",
+            **{f"in {way}": f"{{ttft_ms[{way}]:ms}}" for way in ("host", "storage, 10 GB/s", "storage, 0.1 GB/s")},
+        }, tables.rows(found, "layouts")),
         tables.table("**Write policies** (classroom), 60 questions about 12 documents (Zipf):", {
             "policy": "{policy}", "found in L1, L2, L3": shares, "TTFT": "{ttft_ms:ms}", "to L2": "{saved_bytes:MB}",
             "to L3": "{storage_bytes:MB}", "dirty evicted": "{dirty_evicted}", "pages written": "{pages_written}",

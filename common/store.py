@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy
 
-from common.link import Bandwidth, Lane, Transfer
+from common.link import Bandwidth, Lane, Transfer, count_pieces
 from common.speed import Speed
 
 BACKLOG = 256  # jobs that wait for a storage's writer; further chunks are not kept there
@@ -123,13 +123,13 @@ class Storage:
 
     def get(self, keys: list[bytes], into: list[numpy.ndarray], label: str = "") -> Transfer:
         """Read values. What is written to `into` is right, or the Transfer has failed."""
-        size = sum(place.nbytes for place in into)
-        return self.reader.submit(label, size, self.noting, self.read, keys, into, bandwidth=self.bandwidth)
+        size, job = sum(place.nbytes for place in into), (self.noting, self.read, keys, into)
+        return self.reader.submit(label, size, *job, pieces=pieces(into), bandwidth=self.bandwidth)
 
     def set(self, keys: list[bytes], values: list[numpy.ndarray]) -> Transfer:
         """Write the values that are not there -> a Transfer whose value is how many."""
         size = sum(value.nbytes for value in values)
-        return self.writer.submit("write", size, self.noting, self.write, keys, values)
+        return self.writer.submit("write", size, self.noting, self.write, keys, values, pieces=pieces(values))
 
     @property
     def silent(self) -> bool:
@@ -221,6 +221,12 @@ class Storage:
 
 class Damaged(Exception):
     """Storage has answered, and a value is missing or not what was written."""
+
+
+def pieces(values: list[numpy.ndarray]) -> int:
+    """-> in how many pieces of memory values lie; each is one in storage."""
+    strides = (tuple(step // value.itemsize for step in value.strides) for value in values)
+    return sum(count_pieces(value.shape, steps) for value, steps in zip(values, strides))
 
 
 def checksum(key: bytes, contents) -> bytes:

@@ -36,8 +36,9 @@ class Trace(links.Bandwidth):
     def slot(self, at: float) -> int:
         return int((at - self.began) // self.seconds)
 
-    def arrival(self, start: float, size: int) -> float:
-        at, slot = start + links.LATENCY, self.slot(start + links.LATENCY)
+    def arrival(self, start: float, size: int, pieces: int = 0) -> float:
+        at = start + links.LATENCY + pieces * links.PIECE
+        slot = self.slot(at)
         while True:
             rate, end = self.values[slot % len(self.values)], self.began + (slot + 1) * self.seconds
             if size <= rate * (end - at):

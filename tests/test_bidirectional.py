@@ -12,7 +12,7 @@ from support import engines
 from support.engines import Oracle, ask, both_ends, check_pools, draw, evict, make, settle
 
 from common import store
-from common.link import LATENCY, Bandwidth, Transfer, TransferError
+from common.link import LATENCY, PIECE, Bandwidth, Transfer, TransferError
 from common.requests import HungUp, Request
 from common.store import StoredChunks
 
@@ -463,7 +463,11 @@ def test_a_trace_changes_its_speed_in_the_middle_of_a_read():
     for start, size, arrival in cases:
         assert trace.arrival(start - LATENCY, size) == pytest.approx(arrival)
     assert trace.arrival(0, 11_000) == pytest.approx(200, rel=1e-3), "100 times through both"
-    assert Bandwidth(10.0).arrival(1.0, 20) == pytest.approx(3.0, rel=1e-4)
+    slow = Bandwidth(10.0)
+    assert slow.arrival(1.0, 20) == pytest.approx(3.0, rel=1e-4)
+    for model in trace, slow:
+        later = model.arrival(0.25, 5, pieces=1000) - model.arrival(0.25, 5)
+        assert later == pytest.approx(1000 * PIECE, rel=1e-4), "in the same bandwidth"
     trace.began = time.perf_counter() - 0.5e-3
     trace.seconds = 60.0
     assert trace.value == 100.0
@@ -480,8 +484,8 @@ def test_reads_are_charged_back_to_back_and_those_that_were_called_off_neither_c
     reads[2].cancel()
     storage.close()  # what the model has on its way arrives now
     assert [place.any() for place in places] == [True, True, False, True] and "cancelled" in str(reads[2].error)
-    spans = [read.span() for read in reads]
-    for (start, end), seconds in zip(spans, [LATENCY + 8000, LATENCY + 8000, 0, LATENCY + 8000]):
+    spans, each = [read.span() for read in reads], LATENCY + PIECE + 8000
+    for (start, end), seconds in zip(spans, [each, each, 0, each]):
         assert end - start == pytest.approx(seconds, abs=1e-6)
     assert [start for start, _ in spans[1:]] == [end for _, end in spans[:-1]]
 

@@ -12,13 +12,14 @@ import weakref
 import pytest
 import torch
 from conftest import ROOT
-from support.engines import tiny_model
+from support.engines import tiers, tiny_model
 
 from common import link as links
-from common.link import LATENCY, Bandwidth, Lane, Link, TransferError
+from common.link import LATENCY, PIECE, Bandwidth, Lane, Link, TransferError
 from common.timeline import Clock
 from shell import modelled_link
 from shell.modelled_link import LikeA100
+from shell.modelled_storage import ModelledStorage
 from tests.support.unordered import pageable
 
 FAST = 1e12  # bytes/s: over at once
@@ -121,7 +122,7 @@ def test_back_to_back_transfers_take_the_sum_of_latency_and_bytes_over_bandwidth
     link.close()  # in the model they arrive in hours, here now
     spans = [transfer.span() for transfer in transfers]
     for (start, end), size in zip(spans, sizes):
-        assert end - start == pytest.approx(LATENCY + size / HOURS, abs=1e-6)
+        assert end - start == pytest.approx(LATENCY + (size > 0) * PIECE + size / HOURS, abs=1e-7)
     assert [start for start, _ in spans[1:]] == [end for _, end in spans[:-1]], "the lane is never idle"
 
 
@@ -328,6 +329,20 @@ def test_a_run_is_adjacent_on_both_sides(to, at, runs):
     dst, src = torch.zeros(20, 3), torch.arange(1.0, 61.0).view(20, 3)
     links.move([dst], [src], links.Places(to, at))
     assert dst[to].tolist() == src[at].tolist() and dst.count_nonzero() == 3 * len(to)
+
+
+@pytest.mark.parametrize("layout, order", tiers.LAYOUTS.items())
+def test_pages_are_in_as_many_pieces_as_the_walkthrough_says(layout, order):
+    shape, pages = (8, 6, 2, 16, 4, 8), [1, 2, 3, 4]  # layers, places, K and V, tokens, heads, head size
+    host = torch.zeros([shape[axis] for axis in order]).permute([order.index(axis) for axis in range(6)])
+    device = torch.zeros(2, 6, 16, 4, 8).transpose(0, 1)  # a layer of it
+    loads = [make().copy(device, host[0], "", links.Places(some, some)) for some in (pages[:1], pages, pages[::-1])]
+    storage, value = ModelledStorage(1e9, FAST), links.as_integers(host)[:, 0]
+    storage.open(lambda: None)
+    written, read = storage.set([b""], [value]).pieces, storage.get([b""] * 2, [value] * 2).pieces
+    page, adjacent, backwards = (load.pieces for load in loads)
+    assert backwards == 4 * page and read == 2 * written
+    assert f"| `{layout}` | {page} | {adjacent} | {written} |" in (ROOT / "docs/walkthrough.md").read_text()
 
 
 # 8. The end of a lane --------------------------------------------------------------------------
