@@ -1,0 +1,180 @@
+"""Plug `Storage` into vLLM, as a KV connector: full blocks of K and V go to files, to Redis or to a class of
+your own, and come back after a loss, after a restart, and in another process (docs/production.md: how).
+
+The verbs of `Cache` (common/restoring.py), beside those that vLLM asks of one object in its scheduler and one
+in its worker:
+
+    submitted                       on_new_request
+    match -> Match, None or LATER   get_num_new_matched_tokens -> tokens, 0 or None
+    restore, a generator            update_state_after_alloc, start_load_kv
+    poll                            get_transfer_results, get_block_ids_with_load_errors
+    save                            build_connector_meta plans it, wait_for_save does it
+    finished                        request_finished
+    attach, close                   register_kv_caches, shutdown
+    a failure is computed           kv_load_failure_policy: "recompute"
+
+It leaves out whether loading is sooner than computing (`Estimates.worth`), layers that arrive one by one,
+ranks, several groups of KV caches, adapters, images, and GPUs. A key names the model by path and revision:
+other weights need another path. The CPU's attention kernel packs K, so a block moves as bytes, and only to
+the same kernel and layout: the same vLLM, instruction set, dtype and block size. Written for vLLM 0.32."""
+
+import hashlib
+import time
+from dataclasses import dataclass, field
+from threading import Event
+
+import numpy
+import torch
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+from common.link import Transfer
+from common.store import Storage
+from shell.backends import open_backend
+
+LOOK = 2e-3  # seconds to wait for storage where nothing else is to be done: vLLM would spin
+
+
+@dataclass
+class Known:
+    """A request, as the scheduler's half knows it."""
+
+    request: object
+    keys: list[bytes] = field(default_factory=list)  # of its full blocks
+    asked: Transfer | None = None
+    first: int = 0  # block of the offer
+    loaded: int | None = None  # its preemptions when it was loaded: once for each admission
+    saved: int | None = None  # blocks that need no saving any more
+
+
+@dataclass
+class Work(base.KVConnectorMetadata):
+    """From the scheduler to the worker: what a step loads and saves."""
+
+    loads: list[tuple[str, list[bytes], list[int]]]  # request, keys, blocks
+    saves: list[tuple[bytes, int]] = field(default_factory=list)  # key, block
+
+
+class StorageConnector(base.KVConnectorBase_V1):
+    def __init__(self, vllm_config, role, kv_cache_config):
+        super().__init__(vllm_config, role, kv_cache_config)
+        if len(kv_cache_config.kv_cache_groups) != 1 or vllm_config.parallel_config.world_size != 1:
+            raise ValueError("StorageConnector: one group of KV caches and one rank only")
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        self.storage = Storage(open_backend(extra["url"], extra.get("config")))
+        self.patience, self.wake = extra.get("patience", 5.0), Event()
+        self.storage.open(self.wake.set)
+        model, cache, cpu = vllm_config.model_config, vllm_config.cache_config, torch.backends.cpu
+        parts = model.model, model.revision, model.dtype, cache.cache_dtype, cache.block_size
+        self.name = " ".join(map(str, [vllm.__version__, cpu.get_cpu_capability(), *parts]))
+        self.size, self.blocks = cache.block_size, kv_cache_config.num_blocks
+        self.known, self.loads = {}, []  # the scheduler's: request -> Known; what the next step loads
+        self.layers, self.loading = [], {}  # the worker's: request -> deadline, (block, row, transfer)s
+
+    # 1. In the scheduler ---------------------------------------------------------------------------
+
+    def on_new_request(self, request):
+        self.known[request.request_id] = Known(request)
+
+    def keys(self, known: Known) -> list[bytes]:
+        """Return a key for each full block: a hash of all tokens up to its end, alike in all processes."""
+        request = known.request
+        if request.mm_features or request.lora_request:
+            return []  # its state depends on more than its tokens
+        for start in range(len(known.keys) * self.size, request.num_tokens - self.size + 1, self.size):
+            before = known.keys[-1] if start else f"{self.name} {request.cache_salt or ''}".encode()
+            tokens = numpy.array(request.all_token_ids[start : start + self.size], "<i8")
+            known.keys.append(hashlib.sha256(before + tokens.tobytes()).digest())
+        return known.keys
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        """Return how many tokens can come back between steps; None: ask again. A silent storage has none."""
+        known, first = self.known[request.request_id], num_computed_tokens // self.size
+        keys = self.keys(known)[: (request.num_tokens - 1) // self.size]  # the last token gives the logits
+        if first >= len(keys) or known.loaded == request.num_preemptions:
+            return 0, False
+        known.asked = known.asked or self.storage.exists(keys)
+        if not known.asked.over.wait(0 if self.storage.silent else LOOK):
+            return 0 if self.storage.silent else None, False
+        there, known.asked, known.first = known.asked.value or [], None, first  # no value: an error
+        count = [*there[first:], False].index(False)
+        return count * self.size, count > 0
+
+    def update_state_after_alloc(self, request, blocks, num_external_tokens):
+        if num_external_tokens:
+            (table,), known = blocks.get_block_ids(), self.known[request.request_id]
+            these = slice(known.first, known.first + num_external_tokens // self.size)
+            self.loads.append((request.request_id, known.keys[these], table[these]))
+            known.loaded = request.num_preemptions
+
+    def build_connector_meta(self, scheduler_output):
+        work, self.loads, old = Work(self.loads), [], scheduler_output.scheduled_cached_reqs
+        computed = dict(zip(old.req_ids, old.num_computed_tokens, strict=True))
+        computed |= {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
+        for name, count in scheduler_output.num_scheduled_tokens.items():
+            (table,), known = scheduler_output.kv_connector_block_state.get_block_ids(name), self.known[name]
+            first = computed[name] // self.size if known.saved is None else known.saved
+            filled = slice(first, (computed[name] + count) // self.size)
+            saves = list(zip(self.keys(known)[filled], table[filled]))
+            known.saved = first + len(saves)
+            work.saves += saves
+        return work
+
+    def request_finished(self, request, block_ids):
+        self.known.pop(request.request_id, None)
+        return False, None  # its blocks are free: what is saved was copied aside
+
+    # 2. In the worker ------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches):
+        for cache in kv_caches.values():  # [blocks, ...]
+            if not cache.is_contiguous() or cache.device.type != "cpu" or len(cache) != self.blocks:
+                raise ValueError("StorageConnector: a KV cache must lie in host memory, block by block")
+            self.layers.append(cache.view(torch.uint8).flatten(1).numpy())  # [blocks, bytes]
+
+    def start_load_kv(self, forward_context, **kwargs):
+        self.idle = forward_context.attn_metadata is None
+        deadline = time.perf_counter() + self.patience * (not self.storage.reader.hangs)
+        for name, keys, blocks in self._get_connector_metadata().loads:
+            rows = numpy.empty((len(keys), len(self.layers), self.layers[0].shape[1]), numpy.uint8)
+            transfers = [self.storage.get([key], [row], "load") for key, row in zip(keys, rows)]
+            self.loading[name] = deadline, list(zip(blocks, rows, transfers))
+
+    def get_transfer_results(self, finished_req_ids):
+        """Return the requests whose blocks have come, or are late."""
+        if self.loading and self.idle:
+            self.wake.wait(LOOK)
+            self.wake.clear()
+        over, self.failed = set(), set()
+        for name, (deadline, parts) in list(self.loading.items()):
+            if time.perf_counter() > deadline or all(transfer.ready for *_, transfer in parts):
+                self.land(name)
+                over.add(name)
+        return base.KVConnectorTransferResults(finished_recving=over)
+
+    def land(self, name: str):
+        """Put into its blocks what has come. From the first of the others on, vLLM computes."""
+        for block, row, transfer in self.loading.pop(name)[1]:
+            if transfer.ready and transfer.error is None:
+                for layer, contents in zip(self.layers, row):
+                    layer[block] = contents
+            else:
+                transfer.cancel()
+                self.failed.add(block)
+
+    def get_block_ids_with_load_errors(self):
+        return self.failed
+
+    def wait_for_save(self):
+        for key, block in self._get_connector_metadata().saves:
+            if not self.storage.behind:
+                self.storage.set([key], [numpy.stack([layer[block] for layer in self.layers])])
+
+    def shutdown(self):
+        self.storage.close()
+
+    def wait_for_layer_load(self, layer_name):
+        """Layers do not arrive one by one."""
+
+    def save_kv_layer(self, layer_name, kv_layer, attn_metadata, **kwargs):
+        """Nor do they leave so."""
