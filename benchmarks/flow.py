@@ -23,7 +23,7 @@ import torch
 from benchmarks import measure, tables
 from benchmarks.measure import draw, ratio, spread
 from benchmarks.planned import LINKS, QUESTION, hidden_states, offload, paged, planned
-from benchmarks.variants import blocks_of, compare, engines_of, even_speed, planned_engine
+from benchmarks.variants import compare, engines_of, even_speed, planned_engine
 from common.llama import upload
 from common.requests import Request
 from common.restoring import PAUSE
@@ -159,7 +159,7 @@ def layers(model, arguments):
         engine.close()
         storage = StoredChunks(both_ends.ModelledStorage(1e11, speed))
         caches = {"03": offload.HostCache(TOKENS // 8, speed), "layers": FlowCache(TOKENS // 8, speed),
-                  "05": planned.PlannedCache(blocks_of(TOKENS), speed, plan=plan),
+                  "05": planned.PlannedCache(TOKENS // 8 + 64, speed, plan=plan),
                   "06": both_ends.BidirectionalCache(storage, memory=1e9)}  # fmt: skip
         with engines_of(model, caches, TOKENS) as engines:
             ways = compare(engines, draw(rng, model, TOKENS), arguments.rounds, rng, "05")

@@ -37,6 +37,7 @@ from shell import backends, lesson, modelled_link
 paged, tiers = importlib.import_module("02_paged_kv"), importlib.import_module("07_tiered_storage")
 TALKS, TURNS, DOCUMENT, QUESTION, ANSWER = 12, 3, 1024, 64, 8  # conversations; tokens
 directory = partial(tempfile.TemporaryDirectory, prefix="benchmark-")
+TIERS = "gpu", "cpu", "storage"
 
 
 class Bench:
@@ -228,7 +229,7 @@ def admission(model, arguments, histories=(512, 1024, 1900)):
                 over = ratio(ttft(requests), alone)
                 yield dict(
                     history_tokens=tokens, way=way, over_computing=over, slower=measure.is_behind(over["samples"]),
-                    found={tier: sum(one.found.get(tier, 0) for one in requests) / len(requests) for tier in tiers.TIERS},
+                    found={tier: sum(one.found.get(tier, 0) for one in requests) / len(requests) for tier in TIERS},
                     ttft_ms=spread(ttft(requests)))  # fmt: skip
         fast.close()
         slow.close()
@@ -370,7 +371,7 @@ def report(found: list[dict]) -> str:
     shares = "{gpu:%}, {cpu:%}, {storage:%}"
     mix, policies, hits = (tables.rows(found, part) for part in ("mix", "policies", "admission"))
     for row in mix:
-        row |= {tier: row[tier]["median"] for tier in tiers.TIERS}
+        row |= {tier: row[tier]["median"] for tier in TIERS}
     for row in policies:
         row["guard"] = f"guard {'on' if row['guard'] else 'off'}"
     for row in hits:
