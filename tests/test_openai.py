@@ -155,20 +155,15 @@ def test_a_model_is_found_by_a_name_with_slashes(frontend, name):
 # 3. Errors are the client's own exceptions ------------------------------------------------------------------
 
 @pytest.mark.parametrize("words,fields", [
-    ("temperature must be", dict(temperature=-1)), ("n must be 1", dict(n=2)),
-    ("shorten the prompt", dict(messages=[dict(role="user", content="x" * 300)])),
-    ("Unknown field 'nonsense'", dict(extra_body=dict(nonsense=1))),
-    ("role must be", dict(messages=[dict(role="tool", content="x", tool_call_id="1")])),
+    ("n must be 1", dict(n=2)), ("Unknown field 'nonsense'", dict(extra_body=dict(nonsense=1))),
     ("tools must be", dict(tools=[dict(type="function", function=dict(name="f"))])),
     ("logprobs must be", dict(logprobs=True)),
     ("tool_choice must be", dict(tool_choice="required")), ("service_tier must be", dict(service_tier="flex")),
     ("user must be", dict(user=5)), ("include_obfuscation must be", dict(stream_options=dict(include_obfuscation=True))),
-    ("'tool_calls'", dict(messages=[dict(role="assistant", tool_calls=[dict(id="1")]), *HELLO])),
     ("response_format must be", dict(response_format=dict(type="json_object"))),
     ("include_usage must be", dict(stream=True, stream_options=dict(include_usage="yes"))),
     ("stream_options must be", dict(stream=True, stream_options="yes")),
     ("max_completion_tokens must be", dict(max_completion_tokens=0)),
-    ("cache_salt must be", dict(extra_body=dict(cache_salt=5))),
 ])
 def test_what_is_asked_wrongly_is_a_bad_request_that_says_what_to_change(client, words, fields):
     with pytest.raises(openai.BadRequestError) as caught:
@@ -177,9 +172,7 @@ def test_what_is_asked_wrongly_is_a_bad_request_that_says_what_to_change(client,
 
 
 @pytest.mark.parametrize("words,fields", [
-    ("echo must be", dict(echo=True)), ("prompt must be", dict(prompt=dict(a=1))), ("logprobs must be", dict(logprobs=0)),
-    ("Token ids", dict(prompt=[["a"]])), ("prompt or messages", dict(prompt=None)), ("must not be empty", dict(prompt="")),
-    ("one prompt", dict(prompt=["a", "b"]))])
+    ("echo must be", dict(echo=True)), ("logprobs must be", dict(logprobs=0)), ("one prompt", dict(prompt=["a", "b"]))])
 def test_a_wrong_completion_is_a_bad_request(client, words, fields):
     with pytest.raises(openai.BadRequestError, match=words):
         client.completions.create(**{**GREEDY, "prompt": "Hello", **fields})
