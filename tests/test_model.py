@@ -158,22 +158,6 @@ def test_bfloat16_stays_near_transformers(kind, tmp_path_factory):
 
 # Products on a processor -----------------------------------------------------------------------
 
-@needs_reorder
-@pytest.mark.parametrize("kind, threads", [("gqa", 1), ("biased", 1), ("tied", 2)])
-def test_fast_products_give_the_same_logits(kind, threads, tmp_path, monkeypatch):
-    folder, before = write_model(tmp_path / "model", **FOLDERS[kind]), torch.get_num_threads()
-    fast, plain = load(folder).model, load(folder).model
-    linears = [module for module in plain.modules() if isinstance(module, Linear)]
-    for linear in linears:
-        assert linear.reordered is not None
-        linear.reordered, linear.FEW = None, 0
-    try:
-        torch.set_num_threads(threads)
-        assert largest_difference(fast, plain) <= 1e-4
-    finally:
-        torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("outputs", [30, 31], ids=["divided", "in one piece"])
 @pytest.mark.parametrize("dtype, rtol, atol", [(torch.float32, 1e-5, 1e-5), (torch.bfloat16, 2e-2, 0.1)])
@@ -240,15 +224,6 @@ def test_each_row_of_a_chunk_sees_what_comes_before_it(count, end, device, dtype
 
 def declines(*_):
     raise RuntimeError("no kernel")
-
-
-def largest_difference(ours, plain) -> float:
-    """Of the logits of two models, in decode, in chunks and in one piece."""
-    tokens = random_prompt(100)
-    return max(
-        (logits_of(ours, tokens, chunk) - logits_of(plain, tokens, chunk)).abs().max()
-        for chunk in (1, 16, 100)
-    )
 
 
 # What restoration rests on ---------------------------------------------------------------------
