@@ -128,7 +128,6 @@ def test_a_full_host_evicts_the_end_of_others_and_never_its_own_beginning():
     assert found(engine, second) == 256 and found(engine, first) == 0
     evict(engine)
     assert ask(engine, second, 1).found == {"cpu": 256}
-    settle(engine)
     check_pools(engine)
 
 
@@ -224,7 +223,6 @@ def test_a_block_is_held_while_it_is_written():
     assert sum(engine.cache.store.pool.references) >= 9
     for transfer in written:
         transfer.finish(0.0, 0.1)
-    settle(engine)
     check_pools(engine)
     engine.cache.poll()
     assert not engine.cache.under_way, "lanes that are empty are forgotten"

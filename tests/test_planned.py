@@ -162,7 +162,6 @@ def test_a_new_plan_is_taken_if_it_is_a_tenth_better_twice_and_the_old_blocks_ar
     assert cache.stores == [first, second], "the plan before is taken again, with its blocks"
     evict(engine)
     assert ask(engine, PROMPT + [3]).found == {"cpu": 144}
-    settle(engine)
     check_pools(engine)
 
 
@@ -244,7 +243,6 @@ def test_a_plan_that_has_files_is_taken_at_the_next_start_unless_it_is_clearly_w
         cache.idle()
     assert again == "RHH" and cache.store.letters == "KKK", "clearly better, twice"
     assert ask(engine, PROMPT + [3]).found == {"disk": 144}, "by the plan before, of which only files are left"
-    settle(engine)
     check_pools(engine)
     engine.close()
 

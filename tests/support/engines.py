@@ -161,7 +161,8 @@ def evict(engine):
 
 
 def check_pools(engine):
-    """Nothing runs: no block is referenced, and index, free and cached blocks agree."""
+    """Settle: then no block is referenced, and index, free and cached blocks agree."""
+    settle(engine)
     for name, pool in engine.pools.items():
         assert not any(pool.references), f"{name}: references are left"
         found = {prefix: block for block, prefix in enumerate(pool.prefix_of) if prefix is not None}

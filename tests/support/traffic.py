@@ -54,7 +54,6 @@ def run(
         with faulty(faults, failing=share, late=share, noisy=4, delay=rng.choice((0.002, 0.02))):
             for _ in range(2 if until_wrong else min(12, requests // 10 + 1)):
                 burst(engine, rng, prompts, oracle, counts, answer)
-        engines.settle(engine)
         engines.check_pools(engine)
         if engine.model.device.type == "cpu":
             counts["wrong"] += len(engines.wrong_rows(engine))
@@ -111,9 +110,6 @@ def on_gpu(cache, blocks: int, size: int, **options):
 
 
 def main():
-    engines.CACHES["planned_files"] = lambda blocks: engines.planned.PlannedCache(
-        blocks, engines.BANDWIDTH, engines.chunk_files(), plan="RHK"
-    )
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
