@@ -2,9 +2,9 @@
 
 import copy
 import json
+from collections import namedtuple
 from functools import partial
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -46,10 +46,7 @@ def reorders(dtype: torch.dtype) -> bool:
 needs_reorder = pytest.mark.skipif(not reorders(torch.float32), reason="weights cannot be reordered here")
 
 
-class Pair(NamedTuple):
-    ours: object  # the model
-    theirs: object  # that of transformers
-    name: str  # for --model
+Pair = namedtuple("Pair", "ours, theirs, name")  # the model, that of transformers, and for --model
 
 
 def make_pair(name: str, dtype: str = "float32") -> Pair:
@@ -59,11 +56,7 @@ def make_pair(name: str, dtype: str = "float32") -> Pair:
 
 
 def folder_for(kind: str, tmp_path_factory) -> str:
-    if kind == "classroom":
-        if not (checkpoint.CLASSROOM / "model.safetensors").exists():
-            pytest.skip("models/classroom has no weights here")
-        return "classroom"
-    if kind.startswith("random:"):
+    if kind == "classroom" or kind.startswith("random:"):
         return kind
     return str(write_model(tmp_path_factory.mktemp("parity") / "model", **FOLDERS[kind]))
 
@@ -84,9 +77,7 @@ def prompt_for(pair: Pair, length: int) -> list[int]:
 def logits_of(model, tokens: list[int], chunk: int):
     """Logits [T/chunk, V] after every chunk of the tokens."""
     cache, starts = baseline.KVCache(model, len(tokens)), range(0, len(tokens), chunk)
-    return torch.stack(
-        [baseline.forward(model, cache, tokens[start : start + chunk], start) for start in starts]
-    )
+    return torch.stack([baseline.forward(model, cache, tokens[start : start + chunk], start) for start in starts])
 
 
 def answer(model, prompt: list[int], count: int, chunk: int = baseline.PREFILL) -> Request:
@@ -115,9 +106,8 @@ def reference_decode(model, tokens: list[int]):
 @torch.inference_mode()
 def reference_tokens(model, prompt: list[int], count: int) -> list[int]:
     row = torch.tensor([prompt])
-    return model.generate(
-        row, attention_mask=torch.ones_like(row), max_new_tokens=count, do_sample=False, pad_token_id=0
-    )[0, len(prompt) :].tolist()
+    options = dict(max_new_tokens=count, do_sample=False, pad_token_id=0)
+    return model.generate(row, attention_mask=torch.ones_like(row), **options)[0, len(prompt) :].tolist()
 
 
 # Parity ----------------------------------------------------------------------------------------
@@ -280,9 +270,7 @@ def test_rotary_frequencies_equal_those_of_transformers(rope):
     raw = json.dumps(raw_config(**rope))
     expected = LlamaRotaryEmbedding(transformers.LlamaConfig.from_dict(json.loads(raw)))
     assert expected.attention_scaling == 1.0
-    torch.testing.assert_close(
-        rotary_frequencies(read_config(json.loads(raw))), expected.inv_freq, rtol=1e-6, atol=0
-    )
+    torch.testing.assert_close(rotary_frequencies(read_config(json.loads(raw))), expected.inv_freq, rtol=1e-6, atol=0)
 
 
 # Configs ---------------------------------------------------------------------------------------
