@@ -220,9 +220,8 @@ def test_what_would_arrive_later_than_computed_is_computed_and_the_result_says_s
     engine = make(RowCache(seconds=1e3), always_restore=False)
     request = again(engine, PROMPT)
     (words,) = request.decisions
-    assert words.startswith("205 tokens offered (rows): loading 1000000.0 ms, computing ") and words.endswith(
-        ": computed"
-    )
+    assert words.startswith("205 tokens offered (rows): loading 1000000.0 ms, computing ")
+    assert words.endswith(": computed")
     assert request.outcome.as_json()["decisions"] == [words] and words in summary(request.outcome)
     assert engine.counts["declined"] == 1 and not request.found
     always = make(RowCache(seconds=1e3))
