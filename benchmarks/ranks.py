@@ -54,7 +54,8 @@ def rank(ranks, arguments) -> list[dict]:
             engine.evict("device")
             before = counted()
             request = lesson.ask(engine, history + draw(rng, model, QUESTION))
-            return [request.outcome.ttft_ms, request.cached_tokens, *(now - then for now, then in zip(counted(), before))]
+            moved = [now - then for now, then in zip(counted(), before)]
+            return [request.outcome.ttft_ms, request.cached_tokens, *moved]
 
         samples, *counts = zip(*lesson.in_turn({keep: ask}, arguments.rounds)[keep])
         found, agreements, size, steps = map(statistics.median, counts)
@@ -107,7 +108,8 @@ def main():
     parser = measure.parser(__doc__, rounds=5)
     parser.set_defaults(device="cpu")
     parser.add_argument("--ranks", type=measure.count(64), nargs="+", default=[1, 2, 4])
-    parser.add_argument("--joined", action="store_true", help=argparse.SUPPRESS)  # one of the ranks; rank 0 prints the rows
+    # One of the ranks, of which rank 0 prints the rows
+    parser.add_argument("--joined", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.joined:
         ranks = processes.join(*arguments.ranks)

@@ -74,6 +74,7 @@ def make(cache: str, blocks: int = 40, size: int = 16, **options):
 
 # 1. The link -----------------------------------------------------------------------------------
 
+
 def test_the_link_is_real_and_its_host_side_is_pinned(gpu):
     engine = make("host")
     assert not engine.cache.load_link.modelled and engine.cache.host.memory.is_pinned()
@@ -110,6 +111,7 @@ def test_a_copy_begins_behind_what_is_queued_is_ordered_before_what_follows_and_
 
 
 # 2. Right answers ------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("cache", EXACT)
 def test_what_left_the_device_comes_back(gpu, oracle, cache):
@@ -193,6 +195,7 @@ def test_generated_traffic(gpu, request, number, cache):
 
 
 # 3. Nothing waits, and what guards the order ----------------------------------------------------
+
 
 @pytest.mark.parametrize("gpu", ["real" if REAL else "late"], indirect=True)
 @pytest.mark.parametrize("cache", TESTED)

@@ -71,6 +71,7 @@ def test_passes_are_spread_over_a_while_and_somebody_who_comes_ends_them(monkeyp
 
 # Load or compute, on a machine that changes ------------------------------------------------------
 
+
 class Changing:
     """An engine of chapter 03 whose processor and link are as slow as the test says. Computing its 192 tokens
     takes `computing` undisturbed seconds, and its clock runs only while it is idle."""
