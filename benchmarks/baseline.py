@@ -1,7 +1,7 @@
 """Chapters 01 and 02 against `transformers` on the same weights, in one interleaved run.
 
     python -m benchmarks.baseline                       all models; results in benchmarks/results/
-    python -m benchmarks.baseline --model classroom --dtype float32
+    python -m benchmarks.baseline --model random:tinyllama --dtype bfloat16
 
 A lone request of 512 tokens; nothing of it is cached. `transformers` runs eager, with each of its caches: dynamic (its
 default, and what the claims are against), static, and on a GPU offloaded to host memory. TBT is the mean time between
@@ -10,42 +10,28 @@ the tokens of one answer.
 import importlib
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import torch
-from transformers.generation.streamers import BaseStreamer
 
 from benchmarks import measure, tables
 from benchmarks.measure import ratio, spread
 from common.requests import Request
-from shell import checkpoint, cli, lesson
+from shell import cli, lesson
 from shell.reference import reference_model
 
 baseline, paged = importlib.import_module("01_baseline"), importlib.import_module("02_paged_kv")
-
-MODELS = {"classroom": ["float32"], "random:tinyllama": ["float32", "bfloat16"]}
 PEERS = {"dynamic": {}, "static": dict(cache_implementation="static"), "offloaded": dict(cache_implementation="offloaded")}
-
-
-class Clock(BaseStreamer):
-    """Notes when each token leaves `generate`; the first call brings the prompt."""
-
-    def __init__(self):
-        self.times = []
-
-    def put(self, tokens):
-        self.times.append(time.perf_counter())
-
-    def end(self):
-        pass
 
 
 def generate(model, prompt: list[int], new: int, **cache) -> tuple[list[float], list[int]]:
     """`generate` of transformers, greedy and eager (compiling takes longer than it wins, and needs a compiler) -> when each token
     was there, in seconds of time.perf_counter(), and the tokens."""
-    ids, clock = torch.tensor([prompt], device=model.device), Clock()                           # [1, T]
+    times, ids = [], torch.tensor([prompt], device=model.device)                                # [1, T]
+    streamer = SimpleNamespace(put=lambda tokens: times.append(time.perf_counter()), end=lambda: None)
     out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False,
-                         streamer=clock, pad_token_id=0, disable_compile=True, **cache)
-    return clock.times[1:], out[0, len(prompt):].tolist()
+                         streamer=streamer, pad_token_id=0, disable_compile=True, **cache)
+    return times[1:], out[0, len(prompt):].tolist()  # the first call brings the prompt
 
 
 def ask_theirs(model, prompt: list[int], new: int, **cache) -> tuple[float, float, list[int]]:
@@ -62,10 +48,10 @@ def ask_ours(engine, prompt: list[int], new: int) -> tuple[float, float, list[in
     return result.ttft_ms, result.tbt_ms, result.tokens
 
 
-def compare(name: str, dtype: str, device: str, rounds: int, new: int) -> dict:
+def lone(model, arguments):
     # 1. All engines on the same weights
-    model, *_ = checkpoint.load(name, dtype, device)
-    reference = reference_model(name, model.dtype, model.device.type)
+    device, new = model.device.type, arguments.new_tokens
+    reference = reference_model(arguments.name, model.dtype, device)
     reference.generation_config.eos_token_id = None
     length = min(512, model.config.max_position_embeddings - new)
     prompt = torch.randint(5, model.config.vocab_size, (length,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -75,10 +61,8 @@ def compare(name: str, dtype: str, device: str, rounds: int, new: int) -> dict:
     ways |= {peer: partial(ask_theirs, reference, prompt, new, **PEERS[peer]) for peer in peers}
 
     # 2. They take turns
-    measure.set_imports_aside()
-    taken = {}
-    for way, answers in lesson.in_turn(ways, rounds).items():
-        taken[way] = dict(zip(("ttft", "tbt", "tokens"), zip(*answers)))
+    taken = {way: dict(zip(("ttft", "tbt", "tokens"), zip(*answers)))
+             for way, answers in lesson.in_turn(ways, arguments.rounds).items()}  # fmt: skip
 
     def figures(way: str) -> dict:
         own, yardstick = taken[way], taken["01" if way == "02" else "dynamic"]["tokens"][-1]
@@ -87,9 +71,12 @@ def compare(name: str, dtype: str, device: str, rounds: int, new: int) -> dict:
 
     def times_as_fast(ours: str) -> dict:
         return {peer: {what: ratio(taken[peer][what], taken[ours][what]) for what in ("ttft", "tbt")} for peer in peers}
-    return dict(
-        dtype=dtype, prompt_tokens=length, new_tokens=new, engines={way: figures(way) for way in taken},
-        times_as_fast={ours: times_as_fast(ours) for ours in ("01", "02")})  # fmt: skip
+    yield dict(
+        dtype=str(model.dtype).removeprefix("torch."), prompt_tokens=length, new_tokens=new,
+        engines={way: figures(way) for way in taken}, times_as_fast={ours: times_as_fast(ours) for ours in ("01", "02")})  # fmt: skip
+
+
+PARTS = {"lone": (lone, ["classroom", "random:tinyllama"])}
 
 
 def report(found: list[dict]) -> str:
@@ -103,21 +90,8 @@ def report(found: list[dict]) -> str:
     return tables.table("", {**columns, "tokens equal": "{own[equal_tokens]} of {new_tokens}"}, lines)
 
 
-def main():
-    parser = measure.parser(__doc__, rounds=5)
-    parser.add_argument("--new-tokens", type=cli.bounded(int, 2, 1024), default=33)
-    arguments = parser.parse_args()
-    device, found = checkpoint.pick_device(arguments.device), []
-    for name in arguments.model or MODELS:
-        rows = []
-        for dtype in MODELS.get(name, ["float32"]) if arguments.dtype == "auto" else [arguments.dtype]:
-            rows.append(compare(name, dtype, device, arguments.rounds, arguments.new_tokens))
-            measure.progress("lone", name, rows[-1])
-        found.append(dict(claim="lone", model=name, rows=rows))
-    print(f"\n{report(found)}\n")
-    measure.write("baseline", device, arguments.json, found)
-
-
 if __name__ == "__main__":
-    with measure.one_sentence():
-        main()
+    parser = measure.parser(__doc__, PARTS, rounds=5)
+    parser.add_argument("--new-tokens", type=cli.bounded(int, 2, 1024), default=33)
+    parser.set_defaults(dtype="float32")
+    measure.run("baseline", PARTS, report, parser.parse_args())

@@ -6,9 +6,8 @@
 grid      TTFT of a question of 16 tokens behind a history that only storage has. Loading takes r times as long as
           computing does alone, and the prefill has a share of each step: others' prompts take the rest. The bound
           is h + s l c / (l + s c): h a device hit; l and c loading and computing alone as measured, less h; s what
-          computing is slowed by the loader beside it. A cell in which both is behind the better one
-          (`measure.is_behind`) is measured again with twice the rounds, and both rows stand.
-overhead  Figure 7: step by step, with the loader beside it over without. Nothing that it reads is taken.
+          computing is slowed by the loader beside it, of which nothing is taken (Figure 7). A cell in which both is
+          behind the better one (`measure.is_behind`) is measured again with twice the rounds, and both rows stand.
 bits      16 and 8 bits in a 16-bit model: TTFT, tokens that agree, and the largest error of K and V.
 """
 
@@ -127,11 +126,6 @@ class Bench:
         """TTFT in ms, the median."""
         return statistics.median(ttft([self.once(way, share) for _ in range(rounds)]))
 
-    def as_slow(self, times: float, compute: float) -> float:
-        """Let loading take `times` as long as `compute` ms -> bytes/s."""
-        self.use(self.bytes / (1e-3 * times * compute))
-        return self.modelled.bandwidth.value
-
     def use(self, speed: float):
         """Let storage be so fast from now on, in bytes/s."""
         self.modelled.bandwidth = links.Bandwidth(speed)
@@ -156,7 +150,7 @@ def histories(arguments) -> list[int]:
 
 
 def cell(bench: Bench, r: float, share: float, alone: float, hit: float, rounds: int) -> dict:
-    speed = bench.as_slow(r, alone)
+    bench.use(speed := bench.bytes / (1e-3 * r * alone))
     load = bench.typical("load", share, 1 if rounds < 5 else 2)
     slowed = bench.typical("beside") / bench.typical("compute")
     ways = {way: partial(bench.once, way, share) for way in ("compute", "both")}
@@ -178,32 +172,7 @@ def cell(bench: Bench, r: float, share: float, alone: float, hit: float, rounds:
         loaded_chunks=loaded, computed_chunks=bench.tokens / CHUNK - loaded)  # fmt: skip
 
 
-# 2. The loader beside a step --------------------------------------------------------------------------------
-
-def overhead(model, arguments, budget: int = 128):
-    bench = Bench(model, max(histories(arguments)), budget=budget)
-    alone = bench.typical("compute") - bench.typical("hit")
-
-    def steps(way: str) -> list[float]:
-        spans = [span for span in bench.once(way).timeline.spans if span.label == f"prefill {budget}"]
-        return [1e3 * (span.end - span.start) for span in spans]
-
-    def divide():
-        for request in bench.cache.unmet():
-            request.restoration.portion = budget  # steps of one size
-
-    for r in arguments.r:
-        speed = bench.as_slow(r, alone)
-        bench.cache.divide = divide
-        taken = lesson.in_turn({way: partial(steps, way) for way in ("compute", "beside")}, arguments.rounds)
-        del bench.cache.divide
-        by_step = {way: [statistics.median(step) for step in zip(*found)] for way, found in taken.items()}
-        yield dict(history_tokens=bench.tokens, step_tokens=budget, r=r, gbps=speed / 1e9, steps_ms=by_step,
-                   over_without=ratio(by_step["beside"], by_step["compute"]))  # fmt: skip
-    bench.engine.close()
-
-
-# 3. 8 bits -------------------------------------------------------------------------------------------------
+# 2. 8 bits -------------------------------------------------------------------------------------------------
 
 def bits(model, arguments):
     model, *_ = checkpoint.load(arguments.name, "bfloat16", arguments.device)
@@ -215,17 +184,16 @@ def bits(model, arguments):
         return bench.engine.pool.memory[:, :, bench.engine.pool.find(request.chain)[: tokens // 16]].float()
 
     error = (contents(small) - (kv := contents(exact))).abs()
-    compute = exact.typical("compute")
     for r in (4, 1):
-        speed = exact.as_slow(r, compute)
-        small.use(speed)
+        speed = exact.bytes / (1e-3 * r * exact.typical("compute"))
+        for bench in (exact, small):
+            bench.use(speed)
         row = dict(history_tokens=tokens, dtype="bfloat16", r=r, gbps=speed / 1e9)
         for way in ("load", "both"):
-            questions = [exact.draw(QUESTION) for _ in range(rounds)]
-            pairs = [[bench.once(way, 1.0, each) for bench in (exact, small)] for each in questions]
-            agree = sum(theirs.new == ours.new for theirs, ours in pairs)
-            row[f"{way}_faster"] = ratio(*map(ttft, zip(*pairs)))
-            row[f"{way}_tokens_agree"] = f"{agree} of {rounds}"
+            ways = {bench.cache.bits: partial(bench.once, way, 1.0) for bench in (exact, small)}
+            taken = measure.same_question_in_turn(ways, rounds, partial(exact.draw, QUESTION)).values()
+            row[f"{way}_faster"] = ratio(*map(ttft, taken))
+            row[f"{way}_tokens_agree"] = f"{sum(theirs.new == ours.new for theirs, ours in zip(*taken))} of {rounds}"
         yield dict(row, chunk_bytes=[exact.cache.chunk_bytes, small.cache.chunk_bytes],
                    largest_error=error.max().item(), largest=kv.abs().max().item())  # fmt: skip
     for bench in (exact, small):
@@ -234,12 +202,11 @@ def bits(model, arguments):
 
 PARTS = {
     "grid": (grid, list(HISTORIES)),
-    "overhead": (overhead, ["classroom", "random:small"]),
     "bits": (bits, ["classroom"]),
 }
 
 
-# 4. The tables ----------------------------------------------------------------------------------------------
+# 3. The tables ----------------------------------------------------------------------------------------------
 
 def report(found: list[dict]) -> str:
     rows = tables.rows(found, "grid")
@@ -253,7 +220,7 @@ def report(found: list[dict]) -> str:
                 "r": "{r:g}", "share": "{share:g}",
                 **tables.across(grid, {"": "{better_over_both:spread}; {computed_chunks:.0f} + {loaded_chunks:.0f}"}),
             }, grid),
-        report_all_cells(rows) if rows else "", report_steps(found), report_bits(found))  # fmt: skip
+        report_all_cells(rows) if rows else "", report_bits(found))  # fmt: skip
 
 
 def report_all_cells(rows: list[dict]) -> str:
@@ -264,22 +231,13 @@ def report_all_cells(rows: list[dict]) -> str:
         of_model = [row for row in telling if row["model"] == model]
         means = [statistics.mean(row[f"less_than_{way}"] for row in of_model) for way in PAPER]
         less.append(f"{means[0]:.0%} and {means[1]:.0%} ({model})")
-    said = (f"TTFT is {tables.between(over)} of the bound, {tables.number(statistics.median(over))} in the median. "
-            f"{len(telling)} of {len(rows)} cells had chunks of both.")  # fmt: skip
+    said = (f"TTFT is {tables.between(over)} of the bound, {tables.number(statistics.median(over))} in the median. The loader beside "
+            f"it makes computing take {tables.number(statistics.median(row['slowed'] for row in rows))} times as long, in the median "
+            f"(Figure 7). {len(telling)} of {len(rows)} cells had chunks of both.")  # fmt: skip
     if less:
         said += (f" In these it is on average less than by only computing and by only loading by {tables.listed(less)}; "
                  f"the paper has {PAPER['compute']:.1%} and {PAPER['load']:.1%}.")  # fmt: skip
     return said
-
-
-def report_steps(found: list[dict]) -> str:
-    over = {}
-    for row in tables.rows(found, "overhead"):
-        over.setdefault(row["model"], []).append(row["over_without"]["median"])
-    words = [f"{tables.between(each)} ({model}, speeds: {len(each)})" for model, each in over.items()]
-    if not words:
-        return ""
-    return f"A step of 128 tokens with the loader beside it takes {tables.listed(words)} of one without (Figure 7)."
 
 
 def report_bits(found: list[dict]) -> str:
@@ -289,13 +247,9 @@ def report_bits(found: list[dict]) -> str:
     }, tables.rows(found, "bits"))  # fmt: skip
 
 
-def main():
+if __name__ == "__main__":
     parser = measure.parser(__doc__, PARTS, rounds=7)
     parser.add_argument("--histories", type=int, nargs="+", help="tokens")
     parser.add_argument("--r", type=float, nargs="+", default=RATIOS, help="loading over computing")
     parser.add_argument("--share", type=float, nargs="*", default=SHARES, help="of a step, besides 1")
     measure.run("both_ends", PARTS, report, parser.parse_args())
-
-
-if __name__ == "__main__":
-    main()

@@ -60,16 +60,14 @@ def host(model, arguments):
     for length in (length for length in HISTORIES if length + QUESTION <= context):
         engine, history = engine_of(model, 3 * context), draw(rng, model, length)
         size = length // 16 * engine.pool.block_bytes
-        ask(engine, [history])
+        lesson.ask(engine, history)
 
-        def hit(evict: bool, engine=engine, history=history) -> Request:
+        def hit(evict: str, engine=engine, history=history) -> Request:
             lesson.settle(engine)
-            if evict:
-                engine.evict()
             time.sleep(0.2)  # as a request that comes after a pause
-            return ask(engine, [history + draw(rng, model, QUESTION)])[0]
+            return lesson.ask(engine, history + draw(rng, model, QUESTION), 1, evict)
 
-        taken = lesson.in_turn({"host": partial(hit, True), "device": partial(hit, False)}, arguments.rounds)
+        taken = lesson.in_turn({"host": partial(hit, "device"), "device": partial(hit, "")}, arguments.rounds)
         restored = []
         for request in taken["host"]:
             spans = [span for span in request.timeline.spans if span.lane == "load"]
@@ -90,21 +88,19 @@ def burst(model, arguments):
     rng, room = random.Random(0), 2 * (DOCUMENT + CROWD * 2 * QUESTION)
     for chapter in ("02", "03"):
         engine, document = engine_of(model, room, restoring=chapter == "03"), draw(rng, model, DOCUMENT)
-        ask(engine, [document])
+        lesson.ask(engine, document)
 
         def crowd(evict: bool, engine=engine, document=document) -> tuple[float, int, int]:
             lesson.settle(engine)
             if evict:
-                engine.evict()
+                engine.evict("device")
             before = engine.counts["bytes_in"]
             asked = ask(engine, [document + draw(rng, model, QUESTION) for _ in range(CROWD)])
             computed = sum(request.prompt_tokens - request.cached_tokens for request in asked)
             return statistics.mean(ttft(asked)), engine.counts["bytes_in"] - before, computed
 
         def alone(engine=engine, document=document) -> float:
-            lesson.settle(engine)
-            engine.evict()
-            return ask(engine, [document + draw(rng, model, 1)])[0].outcome.ttft_ms
+            return lesson.ask(engine, document + draw(rng, model, 1), 1, "device").outcome.ttft_ms
 
         ways = {"evicted": partial(crowd, True), "device": partial(crowd, False), "one": alone}
         taken = lesson.in_turn(ways, arguments.rounds)

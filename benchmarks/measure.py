@@ -113,7 +113,7 @@ def run(benchmark: str, parts: dict, report, arguments, load=checkpoint.load):
         with one_sentence():
             model, *_ = load(name, arguments.dtype, arguments.device)
         device, link = model.device.type, link_of(model.device)
-        set_imports_aside()
+        gc.freeze()  # so that no collection of all that was imported stops everything for a quarter of a second
         for part in arguments.only:
             function, models = parts[part]
             if arguments.model or name in models:
@@ -137,12 +137,6 @@ def link_of(device) -> dict:
     if device.type != "cuda":
         return dict(modelled=True)
     return dict(modelled=False, link=AS_IT_IS, link_gbps=Link("load", Clock(device)).speed() / 1e9)
-
-
-def set_imports_aside():
-    """Now and then Python's garbage collector goes through all that was imported, and stops everything for a quarter of a second:
-    no method's fault. A chapter's server does the same (shell/server.py)."""
-    gc.freeze()
 
 
 def progress(part: str, model: str, row: dict):

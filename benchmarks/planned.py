@@ -99,11 +99,7 @@ def report(found: list[dict]) -> str:
             }, longest))  # fmt: skip
 
 
-def main():
+if __name__ == "__main__":
     parser = measure.parser(__doc__, PARTS, rounds=7)
     parser.add_argument("--histories", type=int, nargs="+", help="tokens")
     measure.run("planned", PARTS, report, parser.parse_args())
-
-
-if __name__ == "__main__":
-    main()

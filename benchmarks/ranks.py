@@ -16,15 +16,12 @@ import random
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 
 import torch
 
 from benchmarks import measure, tables
 from benchmarks.measure import draw, modelled, spread
-from common.requests import Request
 from shell import checkpoint, lesson
 from shell import ranks as processes
 
@@ -46,22 +43,22 @@ def rank(ranks, arguments) -> list[dict]:
     gbps, rng, rows = gbps or link["link_gbps"], random.Random(0), []
     history = draw(rng, model, HISTORY)
     for keep in ranked.KEEPS:
-        engine, counts = ranked.make_engine(model, options, keep), []
-        lesson.ask(engine, history + [1], 1)
+        engine = ranked.make_engine(model, options, keep)
+        lesson.ask(engine, history + [1])
 
         def counted(engine=engine) -> list[int]:
             return [ranks.agreements, engine.counts["bytes_in"], engine.counts["steps"]]
 
-        def ask(engine=engine, counts=counts, counted=counted) -> float:
+        def ask(engine=engine, counted=counted) -> list[float]:
             lesson.settle(engine)
             engine.evict("device")
             before = counted()
-            (request,) = engine.generate([Request(history + draw(rng, model, QUESTION), 1)])
-            counts.append([now - then for now, then in zip(counted(), before)] + [request.cached_tokens])
-            return request.outcome.ttft_ms
+            request = lesson.ask(engine, history + draw(rng, model, QUESTION))
+            moved = [now - then for now, then in zip(counted(), before)]
+            return [request.outcome.ttft_ms, request.cached_tokens, *moved]
 
-        samples = lesson.in_turn({keep: ask}, arguments.rounds)[keep]
-        agreements, size, steps, found = map(statistics.median, zip(*counts[1:]))
+        samples, *counts = zip(*lesson.in_turn({keep: ask}, arguments.rounds)[keep])
+        found, agreements, size, steps = map(statistics.median, counts)
         rows.append(dict(
             **link, keep=keep, ranks=ranks.count, history_tokens=HISTORY, gbps=gbps, bytes_over_link=size, link_ms=size / gbps / 1e6,
             ttft_ms=spread(samples), agreements=agreements, steps=steps, restored_tokens=found))  # fmt: skip
@@ -79,14 +76,13 @@ def rank(ranks, arguments) -> list[dict]:
 def run(model: str, arguments) -> list[dict]:
     """Start the ranks, for each number of them -> rows."""
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        for count in arguments.ranks:
-            path = Path(folder) / f"{count}.json"
-            words = ["--model", model, "--dtype", arguments.dtype, "--device", arguments.device,
-                     "--rounds", str(arguments.rounds), "--rows", str(path), "--ranks", str(count)]  # fmt: skip
-            if code := subprocess.run([sys.executable, "-m", "benchmarks.ranks", *words]).returncode:
-                raise SystemExit(f"{count} ranks have ended with {code}.")
-            rows += json.loads(path.read_text())
+    for count in map(str, arguments.ranks):
+        words = ["--model", model, "--dtype", arguments.dtype, "--device", arguments.device]
+        words += ["--rounds", str(arguments.rounds), "--ranks", count, "--joined"]
+        done = subprocess.run([sys.executable, "-m", "benchmarks.ranks", *words], stdout=subprocess.PIPE)
+        if done.returncode:
+            raise SystemExit(f"{count} ranks have ended with {done.returncode}.")
+        rows += json.loads(done.stdout.splitlines()[-1])
     one = {row["keep"]: row["bytes_over_link"] for row in rows if row["ranks"] == 1}
     for row in rows:
         row["share_of_one_rank"] = row["bytes_over_link"] / one[row["keep"]] if one.get(row["keep"]) else None
@@ -112,14 +108,13 @@ def main():
     parser = measure.parser(__doc__, rounds=5)
     parser.set_defaults(device="cpu")
     parser.add_argument("--ranks", type=measure.count(64), nargs="+", default=[1, 2, 4])
-    parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)  # of one of the ranks
+    # One of the ranks, of which rank 0 prints the rows
+    parser.add_argument("--joined", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.rows:
+    if arguments.joined:
         ranks = processes.join(*arguments.ranks)
         rows = rank(ranks, arguments)
-        if ranks.rank == 0:
-            arguments.rows.write_text(json.dumps(rows))
-        return
+        return ranks.rank or print(json.dumps(rows))
     device, gpus = checkpoint.pick_device(arguments.device), torch.cuda.device_count()
     if device == "cuda" and (most := max(arguments.ranks)) > gpus:
         print(f"{most} ranks need as many GPUs, and here are {gpus}; add --device cpu for more than these.")

@@ -52,10 +52,6 @@ def plan(letters: str) -> str:
     return ", ".join(f"{letters.count(way)} {way}" for way in "RHK" if way in letters)
 
 
-def percent(value: float) -> str:
-    return f"{value:.0%}"
-
-
 def between(values: Iterable[float], text=number) -> str:
     """The smallest and the largest."""
     values = list(values)
@@ -76,7 +72,7 @@ FORMATS = {
     "MB": lambda size: f"{size / 1e6:.1f} MB",
     "spread": with_spread,
     "x": lambda figure: with_spread(figure, "x"),
-    "%": lambda figure: with_spread(figure, text=percent) if isinstance(figure, dict) else percent(figure),
+    "%": lambda figure: with_spread(figure, text="{:.0%}".format) if isinstance(figure, dict) else f"{figure:.0%}",
     "plan": plan,
 }  # fmt: skip
 

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 from conftest import TINY, load, write_model
-from support.engines import baseline
+from support.engines import baseline, until_over
 
 from common.requests import HungUp, Request
 
@@ -18,9 +18,9 @@ def model(frontend):
     return frontend.model
 
 
-def answer(model, prompt, new: int = 12, chunk: int = baseline.PREFILL, kv_cache=True, **sampling) -> Request:
+def answer(model, prompt, new: int = 12, chunk: int = baseline.PREFILL, **sampling) -> Request:
     request = Request(prompt, new, **sampling)
-    for _ in baseline.generate(model, request, chunk, kv_cache):
+    for _ in baseline.generate(model, request, chunk):
         pass
     return request
 
@@ -41,7 +41,7 @@ def test_chunks_of_any_size_give_the_same_tokens(model, chunk):
 
 @pytest.mark.parametrize("chunk", [40, 512])
 def test_life_without_a_cache_gives_the_same_tokens_and_computes_everything_for_each(model, chunk):
-    request = answer(model, PROMPT[:60], 5, chunk, kv_cache=False)
+    (request,) = baseline.Engine(model, chunk=chunk, kv_cache=False).generate([Request(PROMPT[:60], 5)])
     assert request.new == answer(model, PROMPT[:60], 5).new
     sizes = [[min(chunk, length - start) for start in range(0, length, chunk)] for length in range(60, 65)]
     assert labels(request) == [f"prefill {size}" for row in sizes for size in row]
@@ -93,8 +93,7 @@ def test_who_hangs_up_in_line_or_under_way_frees_the_line(model, steps):
     for request in (under_way, in_line):
         engine.cancel(request, HungUp("gone"))
         engine.cancel(request, HungUp("gone twice"))
-    while last.outcome is None:
-        engine.step()
+    until_over(engine, last)
     assert str(under_way.outcome) == str(in_line.outcome) == "gone"
     assert (len(under_way.new), len(in_line.new)) == (steps, 0)
     assert last.new == answer(model, PROMPT[:30], 8).new and not engine.busy
@@ -108,12 +107,6 @@ def test_nobody_is_there_and_the_engine_sleeps_until_somebody_is(model):
     slept, wait = [], engine.wake.wait
     engine.wake.wait = lambda *seconds: slept.append(seconds) or wait(*seconds)
     threading.Timer(0.05, engine.submit, (request,)).start()
-    while request.outcome is None:
-        engine.step()
+    until_over(engine, request)
     assert slept == [()], "once, and without a limit"
 
-
-def test_its_options_reach_the_loop(model):
-    engine = baseline.Engine(model, chunk=16, kv_cache=False)
-    (request,) = engine.generate([Request(PROMPT[:40], 2)])
-    assert labels(request) == [f"prefill {tokens}" for tokens in (16, 16, 8, 16, 16, 9)]

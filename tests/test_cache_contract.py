@@ -25,13 +25,9 @@ COMPUTES = "hidden", "planned", "files", "both", "both, files", "tiered, both en
 
 def pytest_generate_tests(metafunc):
     if "cache" in metafunc.fixturenames:
-        own = metafunc.config.getoption("--cache")
-        metafunc.parametrize("cache", [own] if own else list(CACHES))
-
-
-def engine_for(cache: str, blocks: int = 64, **options):
-    made = CACHES[cache] if cache in CACHES else engines.own_cache(cache)
-    return make(made(blocks), blocks, **options)
+        if own := metafunc.config.getoption("--cache"):
+            CACHES[own] = traffic.engines.CACHES[own] = engines.own_cache(own)
+        metafunc.parametrize("cache", [own] if own else [*CACHES])
 
 
 def assert_equal(*requests: Request, rule: str = "tokens are those of chapter 01"):
@@ -40,14 +36,9 @@ def assert_equal(*requests: Request, rule: str = "tokens are those of chapter 01
         assert ORACLE.judge(request) != "wrong", f"{rule}: they differ"
 
 
-def keeps(cache: str) -> bool:
-    """Whether it keeps anything behind the device."""
-    return cache != "none"
-
-
 def came_back(cache: str, tokens: int) -> bool:
     """Whether so many restored tokens are what is to be expected; prefill may win a race against storage."""
-    return cache in ("both", "tiered, both ends") or (tokens > 0) == keeps(cache)
+    return cache in ("both", "tiered, both ends") or (tokens > 0) == (cache != "none")
 
 
 def restored(request: Request) -> int:
@@ -69,7 +60,7 @@ def blocks_in(pool, pieces: list[torch.Tensor]) -> set[int]:
 
 
 def test_what_a_copy_uses_is_referenced_and_found_only_when_it_is_there(cache):
-    engine, rng, looked_at = engine_for(cache, 40), random.Random(13), 0
+    engine, rng, looked_at = make(cache, 40), random.Random(13), 0
     documents, memory, before_layer = [draw(rng, 100) for _ in range(2)], engine.pool.memory, engine.before_layer
 
     def watched(index, hidden, batch):
@@ -102,24 +93,23 @@ def test_what_a_copy_uses_is_referenced_and_found_only_when_it_is_there(cache):
                         assert not idle, "whatever a copy reads or writes is referenced until the copy is over"
                         assert not known, "nothing is registered before it has arrived"
     assert_equal(request, rule="restored tokens are those that were computed")
-    assert looked_at or cache in CACHES and cache not in ("host", "tiered")
+    assert looked_at or cache not in ("host", "tiered") and ":" not in cache
 
 
 @pytest.mark.parametrize("size, budget", [(1, 512), (4, 16), (16, 7), (32, 64)])
 def test_what_left_the_device_comes_back(cache, size, budget):
-    engine, rng = engine_for(cache, 1024 // size, block_size=size, token_budget=budget), random.Random(size)
+    engine, rng = make(cache, 1024 // size, block_size=size, token_budget=budget), random.Random(size)
     prompt = draw(rng, 200)
     first = ask_and_evict(engine, prompt)
     again = ask(engine, prompt + draw(rng, 5))
     assert_equal(first, again, rule="restored tokens are those that were computed")
     assert came_back(cache, restored(again)), "what was kept is found again"
     assert restored(again) <= 200
-    settle(engine)
     check_pools(engine)
 
 
 def test_restored_k_and_v_are_those_that_were_lost(cache):
-    engine, prompt = engine_for(cache), draw(random.Random(1), 160)
+    engine, prompt = make(cache), draw(random.Random(1), 160)
 
     def contents():
         request = ask(engine, prompt, 1)
@@ -135,7 +125,7 @@ def test_restored_k_and_v_are_those_that_were_lost(cache):
 
 
 def test_another_salt_finds_nothing(cache):
-    engine, prompt = engine_for(cache), draw(random.Random(2), 100)
+    engine, prompt = make(cache), draw(random.Random(2), 100)
     ask(engine, prompt, cache_salt="\u00e4\U0001f511")
     evict(engine)
     assert not ask(engine, prompt, cache_salt="\u00e4").found, "other salts share nothing"
@@ -145,7 +135,7 @@ def test_another_salt_finds_nothing(cache):
 
 @pytest.mark.parametrize("length", [1, 16, 17, CONTEXT - 4])
 def test_a_pool_as_small_as_the_prompt_is_enough(cache, length):
-    engine, prompt = engine_for(cache, -(-(length + 4) // 16)), draw(random.Random(length), length)
+    engine, prompt = make(cache, -(-(length + 4) // 16)), draw(random.Random(length), length)
     for _ in range(3):
         assert_equal(ask(engine, prompt, 4))
         evict(engine)
@@ -153,7 +143,7 @@ def test_a_pool_as_small_as_the_prompt_is_enough(cache, length):
 
 
 def test_of_equal_requests_at_once_the_first_may_hang_up(cache):
-    engine, rng = engine_for(cache, 60), random.Random(17)
+    engine, rng = make(cache, 60, token_budget=32), random.Random(17)
     prompts = draw(rng, 150), draw(rng, 150)
     for round in range(4):
         prompt = prompts[round // 2]
@@ -164,16 +154,14 @@ def test_of_equal_requests_at_once_the_first_may_hang_up(cache):
             engine.step()
         for request in asked[:2]:
             engine.cancel(request, HungUp("gone"))
-        while any(request.outcome is None for request in asked):
-            engine.step()
+        engines.until_over(engine, *asked)
         assert_equal(*asked[2:])
-        settle(engine)
         evict(engine)
     check_pools(engine)
 
 
 def test_thirty_questions_about_one_document_bring_it_back_once(cache):
-    engine, rng = engine_for(cache, 160), random.Random(4)
+    engine, rng = make(cache, 160), random.Random(4)
     document = draw(rng, 256)
     ask_and_evict(engine, document)
     before = engine.counts["restored_tokens"]
@@ -187,7 +175,7 @@ def test_thirty_questions_about_one_document_bring_it_back_once(cache):
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_a_request_that_is_cancelled_leaves_nothing(cache, steps):
-    engine, rng = engine_for(cache, 40), random.Random(5)
+    engine, rng = make(cache, 40), random.Random(5)
     prompt = draw(rng, 150)
     ask_and_evict(engine, prompt)
     asked = [Request(prompt + draw(rng, 8), 20) for _ in range(4)]
@@ -206,29 +194,19 @@ def test_a_request_that_is_cancelled_leaves_nothing(cache, steps):
     check_pools(engine)
 
 
-def test_requests_are_preempted_and_go_on(cache):
-    engine, rng = engine_for(cache, 14, max_running=8), random.Random(6)
-    asked = [Request(draw(rng, 40), 60) for _ in range(6)]
+@pytest.mark.parametrize("sizes, budget", [([(40, 60)] * 6, 512), ([(31, 60), (150, 4)], 3)], ids=["decode", "prefill"])
+def test_requests_are_preempted_and_go_on(cache, sizes, budget):
+    engine, rng = make(cache, 14, max_running=8, token_budget=budget), random.Random(6)
+    asked = [Request(draw(rng, prompt), new) for prompt, new in sizes]
     engine.generate(asked)
     assert engine.counts["preemptions"], "the test is to preempt"
     assert_equal(*asked, rule="a preempted request goes on where it was")
-    settle(engine)
-    check_pools(engine)
-
-
-def test_a_request_that_is_preempted_while_it_prefills_finds_nothing_of_its_own(cache):
-    engine, rng = engine_for(cache, 14, token_budget=3), random.Random(16)
-    decodes, prefills = Request(draw(rng, 31), 60), Request(draw(rng, 150), 4)
-    engine.generate([decodes, prefills])
-    assert engine.counts["preemptions"], "the test is to preempt"
-    assert_equal(decodes, prefills)
-    assert not prefills.found, "what a request has computed itself is not found"
-    settle(engine)
+    assert not any(request.found for request in asked), "what a request has computed itself is not found"
     check_pools(engine)
 
 
 def test_what_was_used_last_is_evicted_last_whenever_copies_end(cache):
-    engine, rng = engine_for(cache, 26), random.Random(14)
+    engine, rng = make(cache, 26), random.Random(14)
     first, second = Request(draw(rng, 160), 2), Request(draw(rng, 160), 2)
     again = Request(first.tokens, 2)
     engine.generate([first])
@@ -244,7 +222,7 @@ def test_what_was_used_last_is_evicted_last_whenever_copies_end(cache):
 
 
 def test_an_idle_engine_that_measures_evicts_nothing(cache):
-    engine, rng = engine_for(cache, 24), random.Random(15)
+    engine, rng = make(cache, 24), random.Random(15)
     for _ in range(5):
         ask(engine, draw(rng, 100), 2)
     settle(engine)
@@ -261,7 +239,7 @@ def test_an_idle_engine_that_measures_evicts_nothing(cache):
 def test_copies_that_fail_or_are_late_cost_time_only(cache, faults):
     rng = random.Random(8)
     with faulty(rng, **faults) as injected:
-        engine = engine_for(cache, 50)
+        engine = make(cache, 50)
         documents = [draw(rng, rng.randrange(60, 250)) for _ in range(3)]
         for _ in range(25):
             asked = [Request(rng.choice(documents) + draw(rng, 6), 5) for _ in range(3)]
@@ -269,14 +247,14 @@ def test_copies_that_fail_or_are_late_cost_time_only(cache, faults):
             assert_equal(*asked, rule="a copy that fails or is late is computed, in other blocks")
             engine.evict("device")
         settle(engine)
-    if keeps(cache):
+    if cache != "none":
         assert injected.failed or injected.delayed or injected.noise
     check_pools(engine)
 
 
 @pytest.mark.parametrize("blocks", [0, 1])
 def test_a_tiny_second_tier_is_no_reason_to_wait(cache, blocks):
-    engine = make(engines.own_cache(cache)(blocks) if ":" in cache else CACHES[cache](blocks), 40)
+    engine = make(CACHES[cache](blocks), 40)
     rng = random.Random(9)
     for _ in range(6):
         prompt = draw(rng, 120)
@@ -287,7 +265,7 @@ def test_a_tiny_second_tier_is_no_reason_to_wait(cache, blocks):
 
 
 def test_whoever_comes_while_the_pass_waits_is_computed_meanwhile(cache):
-    engine, rng = engine_for(cache), random.Random(10)
+    engine, rng = make(cache), random.Random(10)
     prompt, other = draw(rng, 200), draw(rng, 30)
     ask_and_evict(engine, prompt)
     with faulty(rng, late=1.0, delay=2.0):
@@ -295,8 +273,7 @@ def test_whoever_comes_while_the_pass_waits_is_computed_meanwhile(cache):
         engine.submit(back)
         timer = threading.Timer(0.05, engine.submit, (quick,))
         timer.start()
-        while back.outcome is None or quick.outcome is None:
-            engine.step()
+        engines.until_over(engine, back, quick)
     assert_equal(back, quick)
     if restored(back):
         assert quick.times[-1] < back.times[0], "who waits for a copy lets others compute"
@@ -305,7 +282,7 @@ def test_whoever_comes_while_the_pass_waits_is_computed_meanwhile(cache):
 def test_grouped_queries_and_one_kv_head_for_each_query_head(cache):
     for heads in (1, 4):
         model = engines.tiny_model(1, heads)
-        oracle, engine, rng = engines.Oracle(model), engine_for(cache, model=model), random.Random(11)
+        oracle, engine, rng = engines.Oracle(model), make(cache, model=model), random.Random(11)
         prompt = draw(rng, 150)
         for _ in range(2):
             assert oracle.judge(ask(engine, prompt + draw(rng, 3))) == "equal"
@@ -313,11 +290,9 @@ def test_grouped_queries_and_one_kv_head_for_each_query_head(cache):
 
 
 def test_generated_traffic(cache):
-    if cache not in CACHES:
-        traffic.engines.CACHES[cache] = engines.own_cache(cache)
     counts = traffic.run(cache, 180, seed=12)
     assert counts["wrong"] == 0 and counts["failed"] == 0, counts
     assert counts["tie"] <= 1 + counts["tokens"] / 100_000, counts
     # Prefill may be there first, files may be late; and what no tier has room for any more is computed
     least = 0.1 if "both" in cache else 0.2 if "tiered" in cache or cache == "files" else 0.3
-    assert counts["restored"] >= least * counts["requests"] or not keeps(cache), counts
+    assert counts["restored"] >= least * counts["requests"] or cache == "none", counts

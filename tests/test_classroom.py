@@ -44,28 +44,21 @@ def test_every_asked_fact_was_told_before_and_has_one_answer_unless_it_was_corre
             told += turn.user + "\n"
 
 
-def test_the_tokenizer_is_the_shipped_one_and_splits_digits(rows):
+def test_the_tokenizer_is_the_shipped_one_splits_digits_and_rows_are_what_its_chat_template_writes(rows):
     shipped = checkpoint.read_tokenizer(FOLDER)
     text = "The code of the gate is 4821. Zoë, 😀!"
     assert shipped.encode(text) == rows.tokenizer.encode(text).ids
     assert len(shipped) == 1024 and shipped.decode(shipped.encode(text)) == text
     assert len(shipped.encode("4821")) == 4
-
-
-def test_rows_are_what_the_chat_template_writes(rows):
-    shipped = checkpoint.read_tokenizer(FOLDER)
     for role in ("system", "user", "assistant"):
-        assert shipped.apply_chat_template(
-            [dict(role=role, content="Hello!")], return_dict=False
-        ) == rows.message(role, "Hello!")
+        written = shipped.apply_chat_template([dict(role=role, content="Hello!")], return_dict=False)
+        assert written == rows.message(role, "Hello!")
 
 
 def test_the_loss_counts_the_words_of_the_assistant_and_the_end_of_its_answer(rows):
     ids, weights = rows.row(random.Random(0), 300, Level())
-    spoken = rows.tokenizer.decode(
-        [token for token, weight in zip(ids, weights) if weight == 1.0], skip_special_tokens=False
-    )
-    whole = rows.tokenizer.decode(ids, skip_special_tokens=False)
+    counted = [token for token, weight in zip(ids, weights) if weight == 1.0]
+    spoken, whole = (rows.tokenizer.decode(tokens, skip_special_tokens=False) for tokens in (counted, ids))
     answers = re.findall(r"<\|assistant\|>\n(.*?</s>)", whole)
     assert answers and spoken.startswith("".join(answers))
 

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support import engines
-from support.engines import ask, ask_and_evict, check_pools, draw, make, paged, settle, tiny_model
+from support.engines import ask, ask_and_evict, check_pools, draw, make, paged, tiny_model
 
 from common import restoring
 from common.link import Transfer, TransferError
 from common.requests import Request, Unavailable
-from common.restoring import LATER, PAUSE, Cache, Match
+from common.restoring import LATER, Cache, Match
 
 ORACLE = engines.Oracle()
 
@@ -65,7 +65,6 @@ def again(engine, prompt, new=6):
     ask_and_evict(engine, prompt)
     request = ask(engine, prompt + [5, 6, 7], new)
     assert ORACLE.judge(request) == "equal"
-    settle(engine)
     check_pools(engine)
     return request
 
@@ -130,10 +129,10 @@ def test_who_may_not_compute_below_its_limit_waits_until_the_deadline_only():
         restorer.arrived(restoration, wait=False)
 
 
-# 3. PAUSE --------------------------------------------------------------------------------------
+# 3. Rows of a step -----------------------------------------------------------------------------
 
 class Portions(RowCache):
-    """Computes what it brings back, a layer a portion."""
+    """Computes what it brings back."""
 
     def match(self, request):
         match = super().match(request)
@@ -141,45 +140,19 @@ class Portions(RowCache):
             match.rows = match.tokens
         return match
 
-    def restore(self, request, restoration, match):
-        self.seen = []
-        for layer in range(len(self.model.layers)):
-            self.seen.append(len(self.engine.running[0].new))
-            slots = slots_of(request, restoration.start, restoration.end)
-            self.pool.memory[layer].flatten(1, 2)[:, slots] = match.blocks[0][layer, :, : restoration.end]
-            restoration.layers += 1
-            yield PAUSE
-
-
-def comes_back_beside(engine) -> tuple[Request, Request]:
-    """-> a request that decodes, and one that comes back beside it."""
-    ask_and_evict(engine, PROMPT)
-    other, back = Request([9, 8, 7], 12), Request(PROMPT + [5, 6, 7], 4)
-    engine.submit(other)
-    while len(other.new) < 2:
-        engine.step()
-    engine.submit(back)
-    return other, back
-
-
-def test_a_pause_lets_others_have_a_step_and_alone_nobody_pauses():
-    engine = make(cache := Portions())
-    other, back = comes_back_beside(engine)
-    engines.until_over(engine, other, back)
-    assert cache.seen[0] <= cache.seen[1] < cache.seen[2], "others got a token between two portions"
-    assert ORACLE.judge(back) == ORACLE.judge(other) == "equal" and back.found == {"rows": 205}
-    assert again(engine, PROMPT).found == {"rows": 207} and cache.seen == [0, 0, 0]
-
 
 def test_rows_of_compute_are_bounded_by_the_budget_of_a_step():
     engine, layers = make(Portions(), token_budget=64), []
-    _, back = comes_back_beside(engine)
+    ask_and_evict(engine, PROMPT)
+    engine.submit(Request([9, 8, 7], 12))
+    engine.step()
+    engine.submit(back := Request(PROMPT + [5, 6, 7], 4))
     while back.outcome is None:
         engine.step()
         layers.append(back.restoration.layers if back.restoration else 3)
-    steps = [new - old for old, new in zip(layers, layers[1:])]
-    assert max(steps) == 1, "205 rows a layer, 64 * 3 a step: one layer"
-    settle(engine)
+    assert max(new - old for old, new in zip(layers, layers[1:])) == 1, "205 rows a layer, 64 * 3 a step: one layer"
+    assert back.found == {"rows": 205} and ORACLE.judge(back) == "equal"
+    check_pools(engine)
 
 
 # 4. Failures -----------------------------------------------------------------------------------
@@ -238,7 +211,6 @@ def test_a_step_that_fails_is_run_again_and_the_third_time_ends_its_requests_wit
     assert all("out of luck" in str(request.outcome) for request in asked)
     assert Unavailable.status == 503
     assert ORACLE.judge(ask(engine, PROMPT)) == "equal"
-    settle(engine)
     check_pools(engine)
 
 
@@ -248,9 +220,8 @@ def test_what_would_arrive_later_than_computed_is_computed_and_the_result_says_s
     engine = make(RowCache(seconds=1e3), always_restore=False)
     request = again(engine, PROMPT)
     (words,) = request.decisions
-    assert words.startswith("205 tokens offered (rows): loading 1000000.0 ms, computing ") and words.endswith(
-        ": computed"
-    )
+    assert words.startswith("205 tokens offered (rows): loading 1000000.0 ms, computing ")
+    assert words.endswith(": computed")
     assert request.outcome.as_json()["decisions"] == [words] and words in summary(request.outcome)
     assert engine.counts["declined"] == 1 and not request.found
     always = make(RowCache(seconds=1e3))

@@ -23,17 +23,14 @@ def row(rows: list[dict], table: str, name: str) -> dict:
 
 @pytest.mark.parametrize("model, balance", [(SEVEN, 24e9), (THIRTEEN, 21e9), (THIRTY, 37e9)])
 def test_balance(model, balance):
-    """Projecting takes as long as transferring at the bandwidth that the paper names, and not beside it."""
+    """Projecting takes as long as transferring at the bandwidth that the paper names, and not beside it. Section
+    3.2: 24TD^2 + T^2 D over 4TD^2, hence 6 + T / 4D."""
     for bandwidth, shorter in ((balance, False), (balance * 1.01, True)):
         costs = on_paper.layer_costs(model, 1024, on_paper.PEAK, bandwidth)
         assert (costs.load_states < costs.project * (1 - 1e-9)) == shorter
         assert costs.load_kv == 2 * costs.load_states
         assert shorter or costs.load_states == pytest.approx(costs.project)
     assert SEVEN.efficiency == pytest.approx(on_paper.SHARE_OF_PEAK)
-
-
-def test_formulas_of_the_paper():
-    """Section 3.2: 24TD^2 + T^2 D over 4TD^2, hence 6 + T / 4D."""
     costs = on_paper.layer_costs(SEVEN, 2048, on_paper.PEAK, 32e9)
     assert costs.recompute / costs.project == pytest.approx(6 + 2048 / (4 * 4096))
     assert costs.load_kv == 2048 * 16384 / 32e9

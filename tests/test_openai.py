@@ -13,15 +13,11 @@ GREEDY = dict(model="tiny", max_tokens=8, temperature=0)
 USAGE = dict(stream=True, stream_options=dict(include_usage=True))
 
 
-def options(port: int, **more) -> dict:
-    return dict(base_url=f"http://127.0.0.1:{port}/v1", api_key="any", timeout=TIMEOUT, max_retries=0) | more
-
-
 @contextmanager
-def connected(port: int, **more):
+def connected(port: int):
     """A client that asks no proxy."""
-    with openai.OpenAI(http_client=openai.DefaultHttpxClient(trust_env=False),
-                       **options(port, **more)) as client:
+    with openai.OpenAI(http_client=openai.DefaultHttpxClient(trust_env=False), api_key="any", timeout=TIMEOUT,
+                       base_url=f"http://127.0.0.1:{port}/v1", max_retries=0) as client:
         yield client
 
 
@@ -139,36 +135,27 @@ def test_an_answer_goes_back_as_the_client_has_it(client, served):
     assert message.content in served.server.frontend.tokenizer.decode(seen(served).tokens)
 
 
-def test_the_model_is_listed(client):
-    model, = client.models.list()
-    assert (model.id, model.object) == ("tiny", "model") and client.models.retrieve("tiny") == model
-    with pytest.raises(openai.NotFoundError, match="The only model here is 'tiny'"):
-        client.models.retrieve("tiny/other")
-
-
-@pytest.mark.parametrize("name", ["owner/name", "/a/folder"])
-def test_a_model_is_found_by_a_name_with_slashes(frontend, name):
+@pytest.mark.parametrize("name", ["tiny", "owner/name", "/a/folder"])
+def test_the_model_is_listed_also_by_a_name_with_slashes(frontend, name):
     with serving(frontend, info=dict(INFO, model=name)) as again, connected(again.port) as client:
-        assert client.models.retrieve(name).id == name
+        model, = client.models.list()
+        assert (model.id, model.object) == (name, "model") and client.models.retrieve(name) == model
+        with pytest.raises(openai.NotFoundError, match=f"The only model here is '{name}'"):
+            client.models.retrieve("tiny/other")
 
 
 # 3. Errors are the client's own exceptions ------------------------------------------------------------------
 
 @pytest.mark.parametrize("words,fields", [
-    ("temperature must be", dict(temperature=-1)), ("n must be 1", dict(n=2)),
-    ("shorten the prompt", dict(messages=[dict(role="user", content="x" * 300)])),
-    ("Unknown field 'nonsense'", dict(extra_body=dict(nonsense=1))),
-    ("role must be", dict(messages=[dict(role="tool", content="x", tool_call_id="1")])),
+    ("n must be 1", dict(n=2)), ("Unknown field 'nonsense'", dict(extra_body=dict(nonsense=1))),
     ("tools must be", dict(tools=[dict(type="function", function=dict(name="f"))])),
     ("logprobs must be", dict(logprobs=True)),
     ("tool_choice must be", dict(tool_choice="required")), ("service_tier must be", dict(service_tier="flex")),
     ("user must be", dict(user=5)), ("include_obfuscation must be", dict(stream_options=dict(include_obfuscation=True))),
-    ("'tool_calls'", dict(messages=[dict(role="assistant", tool_calls=[dict(id="1")]), *HELLO])),
     ("response_format must be", dict(response_format=dict(type="json_object"))),
     ("include_usage must be", dict(stream=True, stream_options=dict(include_usage="yes"))),
     ("stream_options must be", dict(stream=True, stream_options="yes")),
     ("max_completion_tokens must be", dict(max_completion_tokens=0)),
-    ("cache_salt must be", dict(extra_body=dict(cache_salt=5))),
 ])
 def test_what_is_asked_wrongly_is_a_bad_request_that_says_what_to_change(client, words, fields):
     with pytest.raises(openai.BadRequestError) as caught:
@@ -177,9 +164,7 @@ def test_what_is_asked_wrongly_is_a_bad_request_that_says_what_to_change(client,
 
 
 @pytest.mark.parametrize("words,fields", [
-    ("echo must be", dict(echo=True)), ("prompt must be", dict(prompt=dict(a=1))), ("logprobs must be", dict(logprobs=0)),
-    ("Token ids", dict(prompt=[["a"]])), ("prompt or messages", dict(prompt=None)), ("must not be empty", dict(prompt="")),
-    ("one prompt", dict(prompt=["a", "b"]))])
+    ("echo must be", dict(echo=True)), ("logprobs must be", dict(logprobs=0)), ("one prompt", dict(prompt=["a", "b"]))])
 def test_a_wrong_completion_is_a_bad_request(client, words, fields):
     with pytest.raises(openai.BadRequestError, match=words):
         client.completions.create(**{**GREEDY, "prompt": "Hello", **fields})

@@ -83,24 +83,20 @@ def test_a_conversation_is_written_as_it_comes_and_goes_on_with_its_history(brow
         assert client.engine.asked[-1].prompt_tokens == len(frontend.request("Hello").tokens)
 
 
-def test_shift_and_enter_break_the_line_and_nothing_is_not_sent(browser, client):
+def test_shift_and_enter_break_the_line_and_stop_cancels_and_gives_the_message_back(browser, client):
     with page_of(browser, client) as page:
         page.focus("#prompt")
         page.keyboard.press("Enter")
-        page.keyboard.type("one")
+        page.keyboard.type("Tell me")
         page.keyboard.press("Shift+Enter")
-        page.keyboard.type("two")
-        assert page.input_value("#prompt") == "one\ntwo" and not client.engine.asked
-
-
-def test_stop_cancels_and_gives_the_message_back(browser, client):
-    with page_of(browser, client) as page:
+        page.keyboard.type("all")
+        assert page.input_value("#prompt") == "Tell me\nall" and not client.engine.asked, "nothing is not sent"
         client.engine.hold_after(3)
-        say(page, "Tell me all")
+        page.keyboard.press("Enter")
         eventually(lambda: client.engine.held or page.wait_for_timeout(10))
         page.click("#stop")
         playwright.expect(page.locator(".turn")).to_have_count(0)
-        assert page.input_value("#prompt") == "Tell me all"
+        assert page.input_value("#prompt") == "Tell me\nall"
         eventually(lambda: client.engine.arrivals)
         client.engine.let()
         eventually(lambda: client.engine.counters()["cancelled"] == 1)
@@ -158,18 +154,13 @@ def test_the_page_shows_pools_requests_and_why_each_finished_one_was_restored_or
         playwright.expect(page.locator("#counters")).to_contain_text("cancelled")
 
 
-def test_evict_empties_a_pool(browser, client):
+def test_evict_empties_a_pool_and_a_server_that_is_gone_is_told_until_it_is_back(browser, client):
     client.ask("/generate", ASK)
     with page_of(browser, client) as page:
         page.get_by_label("Evict what is cached in device").press("Enter")
         playwright.expect(page.locator("#evicted")).to_have_text("2 blocks evicted from device.")
         playwright.expect(page.locator(".pool canvas").first).to_have_attribute(
             "aria-label", "device: free 40, cached 0, reserved 0, in use 0, shared 0, in flight 0")
-
-
-def test_a_server_that_is_gone_is_told_until_it_is_back(browser, client):
-    with page_of(browser, client) as page:
-        playwright.expect(page.locator(".pool")).to_have_count(2)
         page.route("**/state", lambda route: route.abort())
         playwright.expect(page.locator("#status")).to_contain_text("cannot be reached")
         page.unroute("**/state")

@@ -7,7 +7,7 @@ import pytest
 from support import engines
 from support.engines import Oracle, ask, ask_and_evict, check_pools, chunk_files, draw, evict, planned, settle
 
-from common.link import Bandwidth
+from common.link import Bandwidth, Transfer
 from common.requests import BadRequest, Request
 from common.speed import flops
 from shell import cli
@@ -162,7 +162,6 @@ def test_a_new_plan_is_taken_if_it_is_a_tenth_better_twice_and_the_old_blocks_ar
     assert cache.stores == [first, second], "the plan before is taken again, with its blocks"
     evict(engine)
     assert ask(engine, PROMPT + [3]).found == {"cpu": 144}
-    settle(engine)
     check_pools(engine)
 
 
@@ -244,15 +243,29 @@ def test_a_plan_that_has_files_is_taken_at_the_next_start_unless_it_is_clearly_w
         cache.idle()
     assert again == "RHH" and cache.store.letters == "KKK", "clearly better, twice"
     assert ask(engine, PROMPT + [3]).found == {"disk": 144}, "by the plan before, of which only files are left"
-    settle(engine)
     check_pools(engine)
     engine.close()
 
 
 def test_what_is_there_is_projected_before_a_later_layer_is_waited_for(tmp_path):
+    """Each read ends only when it is waited for."""
     ask(engine := engine_for("RHK", chunk_files(tmp_path))[0], PROMPT, 1)
     settle(engine)
-    said = engines.steps_of(engine_for("RHK", chunk_files(tmp_path))[0], PROMPT + [3])
+    engine, cache = engine_for("RHK", chunk_files(tmp_path))
+    said, project = [], cache.project
+    cache.project = lambda layer, *rest: said.append(f"project {layer}") or project(layer, *rest)
+    cache.storage.read = lambda chunks, into, part: [Transfer("storage", f"part {part}", 1)]
+
+    def arrived(restoration, wait):
+        if transfer := restoration.awaited:
+            said.append(transfer.label)
+            if transfer.lane == "storage":
+                transfer.finish(0.0, 0.1)
+            transfer.wait()
+        return True
+
+    engine.restorer.arrived = arrived
+    ask(engine, PROMPT + [3], 1)
     assert said == ["project 0", "part 0", "layer 1", "project 1", "part 1", "part 2", "layer 2"]
 
 

@@ -29,8 +29,6 @@ class Machine:
     def sleep(self, seconds):
         self.now += seconds
 
-    device = "cpu"
-
     def forward(self, lap, depth=3):
         for _ in range(depth):
             lap()
@@ -58,17 +56,17 @@ def test_the_fastest_of_the_last_passes_counts():
 ], ids=["alone", "beside a busy process", "at first", "the first one touches memory"])  # fmt: skip
 def test_one_undisturbed_layer_is_enough(monkeypatch, slowness):
     machine = Machine(monkeypatch, slowness)
-    assert fastest_layer(machine.forward, machine.device) == pytest.approx(LAYER)
+    assert fastest_layer(machine.forward, "cpu") == pytest.approx(LAYER)
     assert machine.layers <= 12, "and it ends soon"
 
 
 def test_passes_are_spread_over_a_while_and_somebody_who_comes_ends_them(monkeypatch):
     machine = Machine(monkeypatch)
     monkeypatch.setattr(speed, "SPREAD", 0.5)
-    fastest_layer(lambda lap: machine.forward(lap, 1), machine.device)
+    fastest_layer(lambda lap: machine.forward(lap, 1), "cpu")
     assert machine.now >= 0.5, "also those of a model of one layer"
     with pytest.raises(ZeroDivisionError):
-        fastest_layer(machine.forward, machine.device, lambda: 1 / 0)
+        fastest_layer(machine.forward, "cpu", lambda: 1 / 0)
 
 
 # Load or compute, on a machine that changes ------------------------------------------------------

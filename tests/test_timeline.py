@@ -23,16 +23,13 @@ def of(*spans) -> Timeline:
 
 @pytest.mark.parametrize("idle,expected", [
     ([], [(1, 9)]), ([(2, 3)], [(1, 2), (3, 9)]), ([(2, 3), (4, 8)], [(1, 2), (3, 4), (8, 9)])], ids=str)
-def test_a_span_measured_elsewhere_is_cut_where_the_lane_was_idle(idle, expected):
+def test_a_span_measured_elsewhere_is_cut_where_the_lane_was_idle_and_at_the_beginning(idle, expected):
     timeline = Timeline()
     began = timeline.began
     timeline.add("compute", "prefill 7", began + 1, began + 9, [(began + a, began + b) for a, b in idle])
     assert [(round(span.start, 6), round(span.end, 6)) for span in timeline.spans] == expected
     assert timeline.end == pytest.approx(9)
-
-
-def test_what_began_before_the_timeline_is_cut_off():
-    timeline = Timeline()
+    timeline.spans.clear()  # what began before the timeline is cut off
     timeline.add("load", "layer 0", timeline.began - 4, timeline.began - 2)
     timeline.add("load", "layer 1", timeline.began - 4, timeline.began + 2)
     assert [(span.label, span.start, round(span.end, 6)) for span in timeline.spans] == [("layer 1", 0, 2)]
@@ -58,7 +55,7 @@ def test_a_chart_has_a_line_for_each_lane_and_a_column_for_each_share_of_the_tim
     assert chart(Timeline(), 8) == "         0     0 ms"
 
 
-def test_the_trace_of_several_timelines_is_on_one_clock(tmp_path):
+def test_the_trace_of_several_timelines_is_on_one_clock_and_a_reply_in_milliseconds(tmp_path):
     first = of(("load", "layer 0", 0, 0.5), ("storage", "page", 1, 2))
     second = of(("compute", 'a "label"', 0, 0.25))
     second.began = first.began + 3
@@ -71,9 +68,6 @@ def test_the_trace_of_several_timelines_is_on_one_clock(tmp_path):
         ("layer 0", "load"), ("page", "storage"), ('a "label"', "compute")]
     assert [span["dur"] for span in spans] == pytest.approx([0.5e6, 1e6, 0.25e6])
     assert [span["ts"] - spans[0]["ts"] for span in spans] == pytest.approx([0, 1e6, 3e6])
-
-
-def test_for_a_reply_times_are_in_milliseconds():
     assert of(("load", "layer 0", 0.0012345, 0.5)).as_json() == [
         dict(lane="load", label="layer 0", start_ms=1.234, end_ms=500.0)]
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from common.link import Transfer
 from common.llama import Llama, LlamaConfig
 from common.requests import Request
 from common.restoring import Cache
@@ -161,7 +160,8 @@ def evict(engine):
 
 
 def check_pools(engine):
-    """Nothing runs: no block is referenced, and index, free and cached blocks agree."""
+    """Settle: then no block is referenced, and index, free and cached blocks agree."""
+    settle(engine)
     for name, pool in engine.pools.items():
         assert not any(pool.references), f"{name}: references are left"
         found = {prefix: block for block, prefix in enumerate(pool.prefix_of) if prefix is not None}
@@ -213,26 +213,6 @@ class Oracle:
 
 
 checkpoint.keep_freed_memory()
-
-
-def steps_of(engine, prompt) -> list[str]:
-    """What a restoration waits for, and what it projects, where each read ends only when it is waited for."""
-    cache, said, project = engine.cache, [], engine.cache.project
-    cache.project = lambda layer, *rest: said.append(f"project {layer}") or project(layer, *rest)
-    cache.storage.read = lambda chunks, into, part: [Transfer("storage", f"part {part}", 1)]
-    request = Request(prompt, 1)
-    engine.extend(request)
-    match = cache.match(request)
-    request.table = engine.pool.allocate(engine.pool.num_blocks(len(prompt)))
-    request.restoration = type("", (), dict(start=0, end=match.tokens, layers=0))
-    engine.running = [request]
-    for transfer in cache.restore(request, request.restoration, match):
-        said.append(transfer.label)
-        if transfer.lane == "storage":
-            transfer.finish(0.0, 0.1)
-        transfer.wait()
-    engine.running = []
-    return said
 
 
 def wrong_rows(engine) -> list[tuple]:

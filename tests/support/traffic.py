@@ -47,14 +47,12 @@ def run(
         number += 1
         size, most = rng.choice((4, 8, 16, 16)), max(len(prompt) for prompt in prompts) + 24
         blocks = -(-most // size) + rng.randrange(1, 20)
-        engine = make(
-            cache, blocks, size, token_budget=rng.choice((16, 64, 512)), max_running=rng.randrange(2, 9)
-        )
+        options = dict(token_budget=rng.choice((16, 64, 512)), max_running=rng.randrange(2, 9))
+        engine = make(cache, blocks, size, **options)
         faults = random.Random(rng.random() + rank)
         with faulty(faults, failing=share, late=share, noisy=4, delay=rng.choice((0.002, 0.02))):
             for _ in range(2 if until_wrong else min(12, requests // 10 + 1)):
                 burst(engine, rng, prompts, oracle, counts, answer)
-        engines.settle(engine)
         engines.check_pools(engine)
         if engine.model.device.type == "cpu":
             counts["wrong"] += len(engines.wrong_rows(engine))
@@ -111,12 +109,7 @@ def on_gpu(cache, blocks: int, size: int, **options):
 
 
 def main():
-    engines.CACHES["planned_files"] = lambda blocks: engines.planned.PlannedCache(
-        blocks, engines.BANDWIDTH, engines.chunk_files(), plan="RHK"
-    )
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cache", choices=[*engines.CACHES, *engines.RUNNERS], default="host")
