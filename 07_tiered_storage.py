@@ -250,7 +250,8 @@ class Prefetcher:
             prefetch.request.timeline.add("storage", read.label, *read.span())
             cache.counts["storage_pages_read"] += len(prefixes)
         else:
-            self.end_prefetch(prefetch)  # storage was wrong about this chain, or does not answer
+            self.end_prefetch(prefetch)  # cancelled, or storage was wrong about this chain, or hangs
+            cache.sent.pop(prefetch.request, None)  # what did not come is copied down
 
     def end_prefetch(self, prefetch: Prefetch):
         """Nobody waits for this prefetch any more: cancel its reads that have not begun."""

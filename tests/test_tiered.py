@@ -72,6 +72,18 @@ def right(engine, prompt: list[int], new: int = 4) -> Request:
     return request
 
 
+def failing(function):
+    """The function, which fails now and then."""
+    calls = iter(range(10**9))
+
+    def fails_now_and_then(*given):
+        if next(calls) % 3 == 1:
+            raise OSError
+        return function(*given)
+
+    return fails_now_and_then
+
+
 def forget(engine):
     """Only storage has anything."""
     evict(engine)
@@ -200,14 +212,7 @@ def test_what_leaves_all_tiers_is_counted(write, fault, monkeypatch):
     monkeypatch.setattr("common.link.HANGING", 60.0)  # the machine may be busy
     shelf, rng = Shelf(), random.Random(0)
     with engine_on(shelf, write=write, blocks=24, host=2 if fault == "host" else 30) as engine:
-        writes, calls = shelf.set, iter(range(10**9))
-
-        def fails_now_and_then(keys, values):
-            if fault == "set" and next(calls) % 3 == 1:
-                raise OSError
-            writes(keys, values)
-
-        shelf.set = fails_now_and_then
+        shelf.set = failing(shelf.set) if fault == "set" else shelf.set
         prompts = [draw(rng, 300) for _ in range(14)]
         for prompt in prompts:
             right(engine, prompt)
@@ -846,17 +851,10 @@ def test_traffic_on_storages_that_fail_come_and_go():
         step()
 
     for shelf in shelves:
-        shelf.set = partial(fails_or_is_late, random.Random(1), shelf.set)
+        shelf.set = failing(slower(shelf.set, 0.005))
     counts = traffic.run("", 120, seed=3, make=make_one)
     assert counts["wrong"] == counts["failed"] == 0 and counts["restored"] > 30, counts
     assert len(stored) >= 50 and sum(stored) > 100
-
-
-def fails_or_is_late(rng, function, *given):
-    time.sleep(0.01 * rng.random())
-    if rng.random() < 0.2:
-        raise OSError
-    function(*given)
 
 
 def test_a_storage_that_hangs_is_left_for_another_one_which_gets_what_is_owed():
