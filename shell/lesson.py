@@ -50,8 +50,9 @@ def document_for(engine, frontend: Frontend, rng, tokens: int, said: list[str], 
     messages = [[dict(role="user", content=text), dict(role="assistant", content="")] for text in said]
     rest = len(frontend.encode(None, sum(messages, [])[:-1])) + len(said) * new + LONGEST_FACT
     size = engine.pool.block_size
-    check_room({name: pool.size for name, pool in engine.pools.items()}, -(-rest // size), size)
-    room = size * min(pool.size for pool in engine.pools.values())
+    rooms = {name: pool.size * pool.block_size // size for name, pool in engine.pools.items()}
+    check_room(rooms, -(-rest // size), size)
+    room = size * min(rooms.values())
     return document(frontend, rng, min(tokens, room - rest), said[0])
 
 

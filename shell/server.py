@@ -351,7 +351,7 @@ def add_storage(app: Flask, server: Server):
         if not loopback(request.remote_addr):
             raise BadRequest("/storage is for this machine only.", 403)
         if not hasattr(cache, "attach_storage"):
-            raise BadRequest("This chapter has no storage to attach.", 404)
+            raise BadRequest("This chapter has no storage to attach; see GET / and GET /health.", 404)
         fields = check_fields(body(), known) if request.method == "PUT" else {}
         if request.method == "PUT" and not fields.get("url"):
             raise BadRequest("Give the url of the storage to attach.")
