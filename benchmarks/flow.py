@@ -183,7 +183,7 @@ def at_once(engine, order, histories: list, drawn: list[tuple]) -> dict:
 
 def batch(model, arguments):
     rng, total = random.Random(0), sum(LENGTHS)
-    histories, speed = [draw(rng, model, tokens) for tokens in LENGTHS], even_speed(model, 1024)
+    histories, speed = [draw(rng, model, tokens) for tokens in LENGTHS], even_speed(model, max(LENGTHS))
     caches = {"03": offload.HostCache(total // 16 + 64, speed), "layers": FlowCache(total // 16 + 64, speed)}
     with engines_of(model, caches, total // 2 + 512) as engines:
         for engine in engines.values():
