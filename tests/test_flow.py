@@ -20,9 +20,10 @@ PROMPT = draw(random.Random(0), 150)
 MEETINGS = {(2e9, math.inf): (1, [2, 1]), (2e9, 1e-9): (2, [2]), (1e5, 1e-9): (3, [2])}  # -> computed, ordered
 
 
-def pytest_generate_tests(metafunc):
-    if "cache" in metafunc.fixturenames:
-        metafunc.parametrize("cache", ["benchmarks.flow:FlowCache"])
+@pytest.fixture
+def cache(monkeypatch) -> str:
+    monkeypatch.setitem(engines.CACHES, "flow", engines.own_cache("benchmarks.flow:FlowCache"))
+    return "flow"
 
 
 @pytest.mark.parametrize("bandwidth, seconds", MEETINGS)
