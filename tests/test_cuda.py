@@ -9,6 +9,7 @@ import random
 
 import pytest
 import torch
+import torch.nn.attention.bias
 
 from common.link import Link, TransferError
 from common.requests import HungUp, Request
@@ -108,6 +109,17 @@ def test_a_copy_begins_behind_what_is_queued_is_ordered_before_what_follows_and_
     for waits in (odd.queue_wait, odd.wait):
         with pytest.raises(TransferError, match="odd"):
             waits()
+
+
+def test_restored_k_and_v_are_bit_equal(gpu):
+    """Also where they lie: attention does not tell blocks that have changed places."""
+    engine, prompt, seen = make("host"), draw(random.Random(1), 81), []
+    for _ in range(2):
+        request = ask(engine, prompt, 1)
+        seen.append([engine.pool.memory[:, :, block].cpu() for block in engine.pool.find(request.chain)])
+        evict(engine)
+    assert request.found == {"cpu": 80} and len(seen[0]) == 5
+    assert all(torch.equal(one, other) for one, other in zip(*seen))
 
 
 # 2. Right answers ------------------------------------------------------------------------------
@@ -285,3 +297,14 @@ def test_the_emulated_host_waits_for_pageable_memory_and_for_numbers():
         with pytest.raises(RuntimeError, match="synchronizing"):
             device.nonzero()
         torch.cuda.current_stream().synchronize()
+
+
+@pytest.mark.skipif(REAL, reason="there is a real one")
+def test_the_emulated_device_knows_a_mask_of_the_lower_right_corner():
+    q, k = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 5, 8)
+    attend, bias = torch.nn.functional.scaled_dot_product_attention, torch.nn.attention.bias
+    expected = attend(q, k, k, attn_mask=torch.ones(3, 5).tril(2).bool(), enable_gqa=True)
+    with streams.emulate("random"), torch.inference_mode():
+        q, k = q.cuda(), k.cuda()
+        mask = bias.causal_lower_right(3, 5)
+        assert torch.equal(attend(q, k, k, attn_mask=mask, enable_gqa=True).cpu(), expected)
