@@ -9,6 +9,7 @@ import random
 
 import pytest
 import torch
+import torch.nn.attention.bias
 
 from common.link import Link, TransferError
 from common.requests import HungUp, Request
@@ -110,6 +111,17 @@ def test_a_copy_begins_behind_what_is_queued_is_ordered_before_what_follows_and_
             waits()
 
 
+def test_restored_k_and_v_are_bit_equal(gpu):
+    """Also where they lie: attention does not tell blocks that have changed places."""
+    engine, prompt, seen = make("host"), draw(random.Random(1), 81), []
+    for _ in range(2):
+        request = ask(engine, prompt, 1)
+        seen.append([engine.pool.memory[:, :, block].cpu() for block in engine.pool.find(request.chain)])
+        evict(engine)
+    assert request.found == {"cpu": 80} and len(seen[0]) == 5
+    assert all(torch.equal(one, other) for one, other in zip(*seen))
+
+
 # 2. Right answers ------------------------------------------------------------------------------
 
 
@@ -142,7 +154,7 @@ def test_memory_that_cannot_be_pinned_serves_too(gpu, oracle, cache, capsys):
 
 @TWO
 @pytest.mark.parametrize("cache", EXACT)
-def test_requests_are_cancelled_and_preempted_under_way_and_their_copies_fail(gpu, oracle, cache):
+def test_requests_are_cancelled_and_preempted_under_way(gpu, oracle, cache):
     rng, engine = random.Random(4), make(cache, 14, max_running=4, token_budget=32)
     documents = [draw(rng, length) for length in (70, 90)]
     for turn in range(3):
@@ -152,13 +164,25 @@ def test_requests_are_cancelled_and_preempted_under_way_and_their_copies_fail(gp
         for _ in range(1 + turn):
             engine.step()
         engine.cancel(asked[turn], HungUp("cancelled"))
-        with faulty(rng, failing=0.01 if cache == "hybrid" else 0.2):
-            engines.until_over(engine, *asked)
+        engines.until_over(engine, *asked)
         left = [request for request in asked if not isinstance(request.outcome, HungUp)]
         assert all(oracle[cache].judge(request) != "wrong" for request in left)
         engine.evict("device")
     settle(engine)
     assert engine.counts["preemptions"]
+    check_pools(engine)
+
+
+@TWO
+@pytest.mark.parametrize("cache", EXACT)
+def test_copies_that_fail_cost_time_only(gpu, oracle, cache):
+    rng, engine = random.Random(5), make(cache)
+    prompt = draw(rng, 90)
+    with faulty(rng, failing=0.02 if cache == "hybrid" else 0.2):
+        for _ in range(4):
+            request = ask(engine, prompt + draw(rng, 4), 3)
+            assert oracle[cache].judge(request) != "wrong"
+            evict(engine)
     check_pools(engine)
 
 
@@ -285,3 +309,14 @@ def test_the_emulated_host_waits_for_pageable_memory_and_for_numbers():
         with pytest.raises(RuntimeError, match="synchronizing"):
             device.nonzero()
         torch.cuda.current_stream().synchronize()
+
+
+@pytest.mark.skipif(REAL, reason="there is a real one")
+def test_the_emulated_device_knows_a_mask_of_the_lower_right_corner():
+    q, k = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 5, 8)
+    attend, bias = torch.nn.functional.scaled_dot_product_attention, torch.nn.attention.bias
+    expected = attend(q, k, k, attn_mask=torch.ones(3, 5).tril(2).bool(), enable_gqa=True)
+    with streams.emulate("random"), torch.inference_mode():
+        q, k = q.cuda(), k.cuda()
+        mask = bias.causal_lower_right(3, 5)
+        assert torch.equal(attend(q, k, k, attn_mask=mask, enable_gqa=True).cpu(), expected)
