@@ -35,7 +35,7 @@ from common.llama import upload
 from common.speed import Speed
 
 LATENCY = 10e-6     # seconds, of a modelled transfer
-PIECE = 1e-6        # of each of its pieces: batched, 4 to 8 KiB each take 0.6 to 1.6 us (H100; vLLM, PR 42212)
+PIECE = 1e-6        # of each of its pieces; batched, 4 to 8 KiB take 0.6 to 1.6 us (H100; vLLM, PR 42212)
 HANGING = 1.0       # seconds after which a job hangs: its lane is given nothing that somebody waits for
 
 
