@@ -378,13 +378,13 @@ def demo(model, frontend: Frontend, arguments):
     """A conversation that comes back on all ranks, beside one rank alone; and a rank that has lost a page."""
     ranks, new = model.division.ranks, max(2, min(arguments.max_tokens, 8))
     arguments.always_restore, arguments.storage = True, None
-    text = lesson.document(frontend, random.Random(0), frontend.context // 2, lesson.SECRET)
     # 1. Ask on all ranks: each keeps its part, the device loses everything, and it comes back
     engines, asked = {keep: make_engine(model, arguments, keep) for keep in KEEPS}, []
+    said, rng, length = [lesson.SECRET, lesson.QUESTION], random.Random(0), frontend.context // 2
+    said[0] = lesson.document_for(engines["kv"], frontend, rng, length, said, new)
     for engine in engines.values():
         talk = []
-        asked.append(lesson.say(engine, frontend, talk, text, new))
-        asked.append(lesson.say(engine, frontend, talk, lesson.QUESTION, new, "device"))
+        asked += [lesson.say(engine, frontend, talk, text, new, "device") for text in said]
     prompt, timeline = asked[-1].tokens[: asked[-1].prompt_tokens], asked[-1].timeline
     # 2. Ask again when one rank has lost a page in storage
     lost = lose_a_page(model, arguments, prompt, new)
