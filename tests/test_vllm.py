@@ -59,8 +59,7 @@ def test_what_vllm_has_lost_comes_back_from_storage(tmp_path):
         answers, cached = ask(first, PROMPTS)
         assert cached == [0, 0, 0] and len(set(map(tuple, answers))) == 3, "the first token changes the answer"
         right = answers, [OFFERED] * 3
-        eventually(lambda: len([*tmp_path.glob("pages/*.page")]) == 3 * 7)
-        assert ask(first, PROMPTS) == right
+        eventually(lambda: ask(first, PROMPTS) == right)  # what storage had no time for is computed, and saved again
     (tmp_path / "gate.py").write_text(GATE)
     with peer(tmp_path, url="gate:Gate", config=dict(url="file:pages"), patience=0.5) as second:
         assert ask(second, PROMPTS) == right, "after a restart, in another process"
