@@ -15,14 +15,14 @@ request stands in line, storage is asked for all of its pages, and those after t
 How long does a request wait for storage? `best_effort`: not at all, it takes the pages that have come when
 its turn is there. `wait_complete`: to the end. `timeout`: a fixed time and some more for each 1,024 tokens,
 from its arrival on. `both_ends`: only until storage has said what it has; then it computes from the front
-while pages arrive from the back (chapter 06). No policy waits longer than computing the prompt would take,
-and a load that takes more than 0.8 of the time to compute is refused (`--always-restore` turns that off).
+while pages arrive from the back (chapter 06). But no policy waits longer than computing the prompt would
+take, or for a load that takes more than 0.8 of it (`--always-restore`: for any load, up to a minute).
 
 When does a page go down? `write_through`: as soon as it is full. `write_through_selective`: when a second
 request has it on the device. `write_back`: when it is evicted, one tier each time, unless a lower one has it:
 from the device, the engine waits for the copy; from host memory, it is copied aside and written later. After
 a crash storage lacks pages that were under way; under write_through_selective also those of one request;
-under write_back those that were never evicted.
+under write_back all that was not evicted from host memory either.
 
 Source: HiCache of SGLang (design document); its tree is RadixAttention's (Zheng et al., 2024, section 3).
 
@@ -55,10 +55,10 @@ both_ends = importlib.import_module("06_bidirectional")
 AGAIN, NEXT = 1.0, 4  # seconds, after which storage is asked again for the NEXT first requests in line
 PREFETCH = "best_effort", "wait_complete", "timeout", "both_ends"
 WRITE = "write_through", "write_through_selective", "write_back"
-# The order of [layers, places, 2, page size, KV heads, head size] in host memory: in how many pieces it moves
+# The order of [layers, places, 2, page size, KV heads, head size] in host memory; each piece is a copy
 LAYOUTS = {
     "layer_first": (0, 2, 1, 3, 4, 5),  # as on the device: K, or V, of a layer in adjacent places
-    "page_first": (1, 3, 0, 2, 4, 5),  # all layers of a token: each is pieces of its own, both ways
+    "page_first": (1, 3, 0, 2, 4, 5),  # all layers of a token: a piece for each K and each V of it
     "page_first_direct": (1, 0, 2, 3, 4, 5),  # all tokens of a layer in a page, as a page in storage
 }
 
@@ -595,11 +595,11 @@ class TieredCache(offload.HostCache):
 
     def attach_storage(self, storage: store.Storage | None):
         """Between two steps: go on with another storage, or with none, and close the one before, on a thread
-        of its own, when nothing of it is under way. What is being read ends as a miss; what is being written,
-        and near nowhere, counts as lost."""
+        of its own, when nothing of it is under way. What is being read does not arrive; what is written,
+        and in neither pool, counts as lost."""
         before, self.storage, writer = self.storage, storage, self.writer
         for request in (*self.engine.waiting, *self.engine.running):
-            self.finished(request)  # here: what it had is looked at again
+            self.finished(request)  # it goes on, without what was noted for the storage before
         writer.count_lost(writer.going)
         for known in self.prefetcher.coming, writer.going, writer.unwritten, writer.fresh:
             known.clear()
@@ -637,13 +637,13 @@ def demo(model, frontend: Frontend, arguments):
     """Conversations behind one system prompt, more than L1 and L2 hold, with one, two and three tiers, and
     with an L3 that another engine has filled; then the policies on an L3 that is as slow as computing."""
     rng, new, taken = random.Random(0), max(2, min(arguments.max_tokens, 12)), {}
-    size, given = arguments.block_size, [arguments.gpu_blocks, arguments.cpu_blocks]
-    context = min([frontend.context, *(size * blocks for blocks in given if blocks)])
+    size, device, host = arguments.block_size, arguments.gpu_blocks, arguments.cpu_blocks
+    context = min([frontend.context, *(size * blocks for blocks in (device, host) if blocks)])
     system = dict(role="system", content=lesson.document(frontend, rng, context // 16))
     talks = [[system, *lesson.conversation(frontend, rng, context // 4)] for _ in range(TALKS)]
     longest = max(len(frontend.encode(None, talk)) for talk in talks) + 3 * new + 32
     pages = -(-longest // size)
-    device, host = given[0] or ON_DEVICE * pages, given[1] or ON_HOST * pages
+    device, host = device or ON_DEVICE * pages, host or ON_HOST * pages
     lesson.check_room(dict(device=device, host=host), pages, size)
 
     def engine_with(**options):
