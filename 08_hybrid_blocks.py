@@ -268,7 +268,7 @@ class Item(NamedTuple):
 
 
 def form(items: list[Item], rows: int) -> list[list[Item]]:
-    """Pack requests into few mini-batches of similar length, at most `rows` tokens each. Every request has
+    """Pack requests into few mini-batches of similar length, of at most `rows` tokens, or of one request. All have
     about the plan's ratio, so that in each of them rebuilding and loading are about even."""
     total = sum(item.end for item in items)
     even = total / math.ceil(total / rows)
@@ -302,7 +302,7 @@ class Deal:
 def form_as_paper(planner: Planner, deal: Deal, items: list[Item], rows: int) -> list[list[Item]]:
     """Form the paper's mini-batches (section IV-C-3). The first request that has room in the current one and
     lessens its imbalance joins it. When none does, the first of all begins the next one, whatever its size.
-    #ACT_max, #KV_max and the attention buffer, which holds both kinds, are equally long: it is full first."""
+    Its limits of ACT and of KV blocks never count: the attention buffer is as long, and holds both kinds."""
     costs, most = planner.costs, rows // deal.block_size
     kv_per_act = costs.rebuild / (planner.sizes.kv / planner.layers / costs.speed)
 

@@ -12,17 +12,16 @@ columns, and sums over ranks follow attention and MLP. Its device has the blocks
     states (04)     its columns of all rows    1/n                     all-gather a layer, then it projects
 
 Hidden states are the same on all ranks: each keeps an n-th of the columns, and an all-gather puts the whole
-rows of a layer together while the next layer travels. So not even the order of a sum changes. The paper's
-ranks divide rows; by columns any number of tokens divides. Chapter 05 would have to agree on the speeds that
-its plan follows from. With pipeline parallelism a rank has some layers, brings back those, and the pass waits
-for the first layers' rank first.
+rows of a layer together while the next layer travels. Projecting them sums in the order of one rank. (HCache's
+ranks divide rows; by columns any number of tokens divides. docs/walkthrough.md says what chapter 05 would
+have to agree on, and what changes if ranks divide layers.)
 
 Agreement. Every rank runs the same engine on the same requests, and sends no decision: equal engines decide
 alike if they believe the same. Each rank alone knows a few numbers; all believe the minimum over ranks:
 
     a transfer        0 on its way    1 failed    2 arrived                         once a step
     storage's answer  0 on its way    1 failed    2 + pages, up to the first gap    once a step
-    a restoration     0 too late      1 in time                                     once a step
+    a restoration, and a request in line    0 too late    1 in time                 once a step
     a match           0 computing is sooner    1 loading is                         once an admission
     the last layer    0 something is missing here    1 all is here                  once a restoration
 
@@ -30,8 +29,8 @@ The last one is for a pass that waits for a restoration (`Shared.queue_wait`). "
 later is not used. Rank 0 hears what is asked, and tells it with the agreement of a step (shell/ranks.py).
 
 With `--storage` K and V go to storage too, an object for each page and KV head: any number of ranks reads
-what any other has written, and all read the pages that every rank finds: the least hit count. Where there are
-fewer KV heads than ranks, ranks share them: one writes, all read.
+what any other has written, and all read the pages that every rank finds: the least hit count. With fewer KV
+heads than ranks, ranks share a head, and its objects are the same on each: the first writes, all read.
 
 Sources: Megatron-LM (Shoeybi et al., 2019, section 3); HCache (EuroSys '25), section 5; HiCache (the design
 document of SGLang) on several ranks and `page_head`.
@@ -324,7 +323,7 @@ class PageHeadCache(offload.HostCache):
         if len(pages) * self.pool.block_size < self.threshold:
             return
         lacking = [prefix for prefix in pages if not (self.is_near(prefix) or prefix in self.coming)]
-        lacking = lacking or pages[: count * self.late]  # does it still not come?
+        lacking = lacking or pages[: count * self.late]  # does storage read again?
         most = max(0, self.host.size // 2 - len(self.coming))
         fits = self.host.make_room(min(len(lacking), most), request.chain)
         lacking, places = lacking[:fits], self.host.allocate(fits)
@@ -359,7 +358,7 @@ class PageHeadCache(offload.HostCache):
         for prefix, place in zip(prefixes, places):
             if arrived and len(self.under_way["written"]) < max(1, self.host.size // 4):
                 keys, values = self.keys([prefix]), self.memory([place])
-                if not self.writes:  # another rank does, and doubts them until it has
+                if not self.writes:  # another rank does, and doubts them itself until it has
                     self.storage.doubted.difference_update(keys)
                     keys = values = []
                 self.hold("written", [self.storage.set(keys, values)], (self.host, [place]))
@@ -449,11 +448,10 @@ def lose_a_page(model, arguments, prompt: list[int], new: int) -> list[Request]:
 
 def add_arguments(parser):
     offload.add_arguments(parser)
-    add, words = parser.add_argument, "processes that divide the model (2)"
-    add("--ranks", type=cli.bounded(int, 1, 64), default=2, metavar="N", help=words)
+    add = parser.add_argument
+    add("--ranks", type=cli.bounded(int, 1, 64), default=2, metavar="N", help="parts of the model (2)")
     add("--keep", choices=KEEPS, default="states", help="what comes back: kv, or hidden states (default)")
-    words = "with --keep kv: where pages go too: file:DIR, redis://HOST:PORT/N, or see chapter 07"
-    add("--storage", metavar="URL", help=words)
+    add("--storage", metavar="URL", help="with --keep kv: where pages go too, a URL as in chapter 07")
 
 
 def make_engine(model, arguments, keep: str | None = None) -> paged.Engine:
