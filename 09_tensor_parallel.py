@@ -12,9 +12,9 @@ columns, and sums over ranks follow attention and MLP. Its device has the blocks
     states (04)     its columns of all rows    1/n                     all-gather a layer, then it projects
 
 Hidden states are the same on all ranks: each keeps an n-th of the columns, and an all-gather puts the whole
-rows of a layer together while the next layer travels. Projecting them sums in the order of one rank. (HCache's
-ranks divide rows; by columns any number of tokens divides. docs/walkthrough.md says what chapter 05 would
-have to agree on, and what changes if ranks divide layers.)
+rows of a layer together while the next layer travels. Projecting them sums in the order of one rank. (In
+HCache ranks divide rows; by columns any number of tokens divides. docs/walkthrough.md says what chapter 05
+would have to agree on, and what changes if ranks divide layers.)
 
 Agreement. Every rank runs the same engine on the same requests, and sends no decision: equal engines decide
 alike if they believe the same. Each rank alone knows a few numbers; all believe the minimum over ranks:
