@@ -268,8 +268,8 @@ class Item(NamedTuple):
 
 
 def form(items: list[Item], rows: int) -> list[list[Item]]:
-    """Pack requests into few mini-batches of similar length, of at most `rows` tokens or of one request. Each has
-    about the plan's ratio, so that in each of them rebuilding and loading are about even."""
+    """Pack requests into few mini-batches of similar length, of at most `rows` tokens or of one request. Each
+    has about the plan's ratio, so that in each mini-batch rebuilding and loading are about even."""
     total = sum(item.end for item in items)
     even = total / math.ceil(total / rows)
     formed, held = [], math.inf
