@@ -4,10 +4,9 @@
     python -m benchmarks.tiered --only policies --model classroom --rounds 5
 
 mix         conversations go on behind documents of 1,024 tokens, in any order. The device holds a third of them,
-            host memory half, and the documents are in files, where another engine has left them. Beside the device
-            alone, one at a time and four at once; the bound is, for each request, the slowest of the same question
-            with all on the device, of what came over the link and a layer's share of the question behind that, and
-            of what was read; for four at once, of the sums.
+            host memory half, and the documents are in files. Beside the device alone, one at a time and four at once;
+            the bound is, for each request, the slowest of the same question with all on the device, of what came over
+            the link and a layer's share of the question behind that, and of what was read; for four at once, of the sums.
 policies    one history in slow storage alone, reading takes r times as long as computing: each policy, without the
             engine's guard and with it. A cell in which both_ends is behind (`measure.is_behind`) is measured again
             with twice the rounds, and both rows stand.
@@ -24,7 +23,6 @@ import random
 import statistics
 import tempfile
 import time
-import tracemalloc
 from functools import partial
 
 from benchmarks import measure, tables
@@ -56,13 +54,10 @@ class Bench:
         """Chapter 02's, with room for so many tokens."""
         return paged.Engine(paged.Runner(self.model, self.blocks(on_device), self.size), cache)
 
-    def cache(self, on_host: int, share: float = 1.0, storage: bool = True, name: str = "pages", **options):
-        """Host memory for so many tokens, over the default link or a share of it."""
-        bandwidth, files = modelled_link.bandwidth(self.model), f"file:{self.folder}/{name}"
-        if share != 1 and bandwidth:
-            bandwidth = links.Bandwidth(share * bandwidth.value)
-        behind = store.Storage(backends.open_backend(files, {}), "files") if storage else None
-        return tiers.TieredCache(self.blocks(on_host), bandwidth, behind, **options)
+    def cache(self, on_host: int, storage: bool = True, **options):
+        """Host memory for so many tokens, over the default link."""
+        behind = store.Storage(backends.open_backend(f"file:{self.folder}/pages", {}), "files") if storage else None
+        return tiers.TieredCache(self.blocks(on_host), modelled_link.bandwidth(self.model), behind, **options)
 
 
 def forget(engine):
@@ -127,8 +122,7 @@ def mix(model, arguments):
                 if round_:
                     samples.append(mixed(ours, taken, at_once, model))
             figures = {what: spread([sample[what] for sample in samples]) for what in samples[0]}
-            yield dict(at_once=at_once, conversations=TALKS, turns=TURNS, document_tokens=DOCUMENT,
-                       link=str(ours.cache.load_link), **figures)  # fmt: skip
+            yield dict(at_once=at_once, **figures)
         for engine in (none, known, ours):
             engine.close()
 
@@ -152,7 +146,7 @@ def mixed(engine, taken: dict, at_once: int, model) -> dict:
     return dict(
         ttft_ms=means["ours"], device_alone_ms=means["none"], all_on_device_ms=means["known"],
         lower=1 - means["ours"] / means["none"], throughput=taken["none"][1] / seconds, of_bound=of_bound,
-        **tiers.shares(requests), device_alone_hits=tiers.shares(taken["none"][0])["gpu"])  # fmt: skip
+        **tiers.shares(requests))  # fmt: skip
 
 
 # 2. One history that only storage has -----------------------------------------------------------------------
@@ -184,7 +178,7 @@ def policies(model, arguments, tokens: int = 1024):
             engine.estimates.always = always
             cache.measure_storage()
             for row in measure.again_if_behind(partial(policy_cell, bench, once), arguments.rounds or 7):
-                yield dict(history_tokens=tokens, r=r, guard=not always, **row)
+                yield dict(r=r, guard=not always, **row)
         engine.close()
 
 
@@ -204,25 +198,20 @@ def policy_cell(bench: Bench, once, rounds: int) -> dict:
 # 3. Every tier beside computing -----------------------------------------------------------------------------
 
 SPEEDS = {"1 MB/s": 1e6, "10 MB/s": 1e7, "100 MB/s": 1e8, "1 GB/s": 1e9}  # bytes/s
+SLOWER = "host, link 50 times slower"
 
 
 def admission(model, arguments, histories=(512, 1024, 1900)):
     longest = max(histories) + QUESTION + 16
     with directory() as folder:
         bench = Bench(model, folder)
-        fast = bench.engine(2 * longest, bench.cache(2 * longest))
-        slow = bench.engine(2 * longest, bench.cache(2 * longest, 1 / 50, storage=False))
-        slower = ["host, link 50 times slower"] if slow.cache.load_link.modelled else []
+        engine = bench.engine(2 * longest, bench.cache(2 * longest))
+        slower = [SLOWER] if engine.cache.load_link.modelled else []
         ways = "computed", "host", *slower, *(f"storage, {speed}" for speed in SPEEDS)
         for tokens in histories:
             history = bench.draw(tokens)
-            for engine in (fast, slow):
-                lesson.ask(engine, history + bench.draw(1), 1)
-                lesson.settle(engine)
-            forget(slow)
-            for engine in (slow, fast):  # what lay in the other's host memory has left it
-                lesson.ask(engine, history + bench.draw(1), 1)
-            asks = {way: partial(ask_from, bench, slow if "slower" in way else fast, way, history, SPEEDS) for way in ways}
+            lesson.ask(engine, history + bench.draw(1), 1)
+            asks = {way: partial(ask_from, bench, engine, way, history, SPEEDS) for way in ways}
             taken = measure.same_question_in_turn(asks, arguments.rounds or 7, partial(bench.draw, QUESTION))
             alone = ttft(taken["computed"])
             for way, requests in taken.items():
@@ -231,29 +220,32 @@ def admission(model, arguments, histories=(512, 1024, 1900)):
                     history_tokens=tokens, way=way, over_computing=over, slower=measure.is_behind(over["samples"]),
                     found={tier: sum(one.found.get(tier, 0) for one in requests) / len(requests) for tier in TIERS},
                     ttft_ms=spread(ttft(requests)))  # fmt: skip
-        fast.close()
-        slow.close()
+        engine.close()
 
 
 def ask_from(bench, engine, way: str, history: list[int], speeds: dict, question: list[int]) -> Request:
     """Ask when only that tier has the history, or none."""
-    storage = engine.cache.storage
+    storage, link = engine.cache.storage, engine.cache.load_link
+    bandwidth = link.bandwidth
     lesson.settle(engine)
     engine.evict("device")
-    if way == "computed" or way.startswith("storage"):
+    if not way.startswith("host"):
         forget(engine)
     if way == "computed":
         engine.cache.storage = None
-    elif way.startswith("storage"):
+    elif way == SLOWER:
+        link.bandwidth = links.Bandwidth(bandwidth.value / 50)
+        link.measured.forget()
+    elif way != "host":
         storage.bandwidth = links.Bandwidth(speeds[way.removeprefix("storage, ")])
         storage.measured.forget()
         storage.measured.note(storage.bandwidth.value, 1.0)
     try:
         return lesson.ask(engine, history + question, 1)
     finally:
-        engine.cache.storage = storage
-        if storage:
-            storage.bandwidth = None
+        engine.cache.storage, storage.bandwidth, link.bandwidth = storage, None, bandwidth
+        if way == SLOWER:
+            link.measured.forget()
         if way == "computed":  # what others are about to find there
             lesson.ask(engine, history + bench.draw(1), 1)
             lesson.settle(engine)
@@ -286,71 +278,61 @@ def note(moved: dict, hold, lane: str, transfers: list, *held, **then):
     moved[lane] = {what: count + sum(getattr(each, what) for each in transfers) for what, count in before.items()}
 
 
-def played(bench: Bench, on_device: int, on_host: int, name: str, storage=True, **options) -> dict:
+def played(model, on_host: int, **options) -> dict:
     """60 questions about 12 documents, about the n-th as often as 1/n (Zipf), to an engine that begins with nothing
     -> what it found and wrote."""
-    drawn, weights = Bench(bench.model, bench.folder), [1 / (rank + 1) for rank in range(12)]  # the same for all
-    documents = [drawn.draw(256) for _ in range(12)]
-    asked = [(number, drawn.draw(24)) for number in random.Random(1).choices(range(12), weights, k=60)]
-    engine = bench.engine(on_device, bench.cache(on_host, storage=storage, name=name, threshold=2 * bench.size, **options))
-    requests, seconds = go_on(engine, documents, asked)
-    cache, counts = engine.cache, engine.cache.counts
-    pages = list(cache.tree.pages.values())
-    row = dict(
-        asked=len(asked), **tiers.shares(requests), ttft_ms=spread(ttft(requests)),
-        saved_bytes=counts["bytes_out"], loaded_bytes=counts["bytes_in"],
-        storage_bytes=counts["storage_pages_written"] * cache.host.block_bytes,
-        read_bytes=counts["storage_pages_read"] * cache.host.block_bytes,
-        dirty_evicted=counts["dirty_evicted"], pages_written=counts["pages_written"], pages_lost=counts["pages_lost"],
-        pages=len(pages), lost_by_a_kill=sum(not page.stored for page in pages), gb=cache.host.memory.nbytes / 1e9)  # fmt: skip
-    engine.close()
+    with directory() as folder:
+        bench = Bench(model, folder)
+        documents = [bench.draw(256) for _ in range(12)]
+        order = random.Random(1).choices(range(12), [1 / (rank + 1) for rank in range(12)], k=60)
+        engine = bench.engine(1400, bench.cache(on_host, threshold=2 * bench.size, **options))
+        requests, _ = go_on(engine, documents, [(number, bench.draw(24)) for number in order])
+        cache, counts = engine.cache, engine.cache.counts
+        pages = list(cache.tree.pages.values())
+        row = dict(
+            **tiers.shares(requests), ttft_ms=spread(ttft(requests)), saved_bytes=counts["bytes_out"],
+            storage_bytes=counts["storage_pages_written"] * cache.host.block_bytes,
+            dirty_evicted=counts["dirty_evicted"], pages_written=counts["pages_written"],
+            pages=len(pages), lost_by_a_kill=sum(not page.stored for page in pages))  # fmt: skip
+        engine.close()
     return row
 
 
 def writes(model, arguments):
     for policy in tiers.WRITE:
-        with directory() as folder:
-            yield dict(policy=policy, **played(Bench(model, folder), 1400, 1400, policy, write=policy))
+        yield dict(policy=policy, **played(model, 1400, write=policy))
 
 
 def sizes(model, arguments):
     for times in (0.25, 0.5, 1, 2, 4):
-        with directory() as folder:
-            row = played(Bench(model, folder), 1400, int(1400 * times), "pages", storage=False)
-            yield dict(row, times_the_device=times)
+        yield dict(times_the_device=times, **played(model, int(1400 * times), storage=False))
 
 
 def match(model, arguments, pages: int = 100_000, prompt: int = 4096):
     """The same number of pages in 100 to 10,000 conversations behind a common beginning. The prompt is the worst
     case: each of its pages is a node."""
-    size = 16
+    size, common = 16, 32  # tokens of a page, pages of the beginning
     for talks in (100, 1000, 10_000):
-        prefixes, rng = paged.Prefixes("", size), random.Random(0)
-        system = [rng.randrange(1 << 15) for _ in range(32 * size)]
-        chains = []
+        prefixes, tree, rng = paged.Prefixes("", size), tiers.HiRadixTree(), random.Random(0)
+
+        def tokens(pages: int, rng=rng) -> list[int]:
+            return [rng.randrange(1 << 15) for _ in range(pages * size)]
+
+        system = tokens(common)
         for _ in range(talks):
-            rest = [rng.randrange(1 << 15) for _ in range(pages // talks * size)]
-            chains.append(prefixes.extend([], system + rest))
-        tracemalloc.start()
-        tree = tiers.HiRadixTree()
-        for chain in chains:
-            tree.insert(chain)
-        held = tracemalloc.get_traced_memory()[0]
-        tracemalloc.stop()
-        count = len(tree.pages)
-        chain = prefixes.extend([], system + [rng.randrange(1 << 15) for _ in range(prompt - len(system))])
-        for end in range(len(system) // size, len(chain) + 1):
+            tree.insert(prefixes.extend([], system + tokens(pages // talks)))
+        count, asked = len(tree.pages), system + tokens(prompt // size - common)
+        chain = prefixes.extend([], asked)
+        for end in range(common, len(chain) + 1):
             tree.insert(chain[:end])
-            branch = prefixes.extend(list(chain[:end]), [*itertools.chain(*(one.tokens for one in chain[:end])), *[end] * size])
-            tree.insert(branch)
+            tree.insert(prefixes.extend(list(chain[:end]), [*asked[: end * size], *[end] * size]))  # it branches here
         assert len(tree.match(chain)[0]) == len(chain)
         taken = []
         for _ in range(arguments.rounds or 200):
             began = time.perf_counter()
             tree.match(chain)
             taken.append(1e3 * (time.perf_counter() - began))
-        yield dict(conversations=talks, pages=count, nodes=len(tree.nodes()), prompt_tokens=prompt,
-                   bytes_per_page=held / count, match_ms=spread(taken))  # fmt: skip
+        yield dict(conversations=talks, pages=count, match_ms=spread(taken))
 
 
 PARTS = {
@@ -379,7 +361,8 @@ def report(found: list[dict]) -> str:
         row["where"] = ", ".join(f"{tokens:.0f} {tier}" for tier, tokens in row["found"].items() if tokens) or "none"
     policies = tables.grouped(policies, ("model", "r"), "guard")
     hits = tables.grouped([row for row in hits if row["way"] != "computed"], ("way",), "length")
-    ways = "computed", *tiers.PREFETCH
+    ways, matched = ("computed", *tiers.PREFETCH), tables.rows(found, "match")
+    times = [row["match_ms"]["median"] for row in matched]
     return tables.paragraphs(
         tables.table("**Conversations behind documents that fit in no single tier:**", {
             "model, at once": "{model}, {at_once}", "TTFT, device alone": "{device_alone_ms:ms}",
@@ -405,16 +388,8 @@ def report(found: list[dict]) -> str:
             "to L3": "{storage_bytes:MB}", "dirty evicted": "{dirty_evicted}", "pages written": "{pages_written}",
             "lost by a kill, of pages": "{lost_by_a_kill} of {pages}",
         }, tables.rows(found, "writes")),
-        report_match(found))  # fmt: skip
-
-
-def report_match(found: list[dict]) -> str:
-    rows = tables.rows(found, "match")
-    if not rows:
-        return ""
-    times = tables.between((row["match_ms"]["median"] for row in rows), "{:.3f}".format)
-    return (f"Finding 4,096 tokens, each page of which is a node, takes {times} ms among {rows[0]['pages']:,} pages, of 100 to "
-            "10,000 conversations.")  # fmt: skip
+        *(f"Finding 4,096 tokens, each page of which is a node, takes {tables.between(times, '{:.3f}'.format)} ms among "
+          f"{row['pages']:,} pages, of 100 to 10,000 conversations." for row in matched[:1]))  # fmt: skip
 
 
 if __name__ == "__main__":
