@@ -218,11 +218,8 @@ def report(found: list[dict]) -> str:
         }, tables.rows(found, "batch")))  # fmt: skip
 
 
-def main():
+if __name__ == "__main__":
     parser = measure.parser(__doc__, PARTS, rounds=5)
     parser.set_defaults(device="cpu")
     measure.run("flow", PARTS, report, parser.parse_args())
 
-
-if __name__ == "__main__":
-    main()

@@ -6,8 +6,7 @@
 grid        decode steps at full depth behind contexts that were filled in. The modelled link is given as f, all weights
             and all K and V over it, over rebuilding everything and the rest of the layers; a GPU's is as it is. The device
             has room for half of the layers beside two that come and go, or for as many bytes of blocks. `allowed` is what
-            the costs of these steps let hybrid win; the bound is the slower lane of its plan with these. A cell in which
-            hybrid is behind (`measure.is_behind`) is measured again with twice the rounds, and both rows stand.
+            the costs of these steps let hybrid win; the bound is the slower lane of its plan with these.
 steps       the paper's Table III: activations only; as many blocks of each kind; Algorithm 1; its mini-batches. Then
             ours, and this engine's plan. Contexts are of all lengths, and more than the buffers hold.
 whole       a batch from its prompts to its last token under each policy in turn, in a third of the rounds: new tokens
@@ -82,13 +81,10 @@ def cell(model, f: float, batch: int, context: int, rounds: int) -> dict:
             bytes=step["bytes"], link_busy=sum(step["bytes"].values()) / link / step["seconds"],
             compute_busy=step["compute"] / step["seconds"], over=ratio(seconds[policy], seconds["hybrid"]),
             allowed=max(lanes[policy]) / max(lanes["hybrid"]))  # fmt: skip
-    bound, (speed, forward, rebuild), layers = max(lanes["hybrid"]), planner.costs, len(model.layers)
-    costs = dict(load_weights=planner.sizes.weights / speed, forward=forward, rebuild=rebuild,
-                 load_act=planner.sizes.act / layers / speed, load_kv=planner.sizes.kv / layers / speed)  # fmt: skip
     over = {policy: ratio(seconds["hybrid"], seconds[policy])["samples"] for policy in engines}
     return dict(
-        f=f, batch=batch, context=context, rounds=rounds, gbps=link / 1e9, costs=costs, policies=rows,
-        of_bound=spread([bound / each for each in seconds["hybrid"]]), lanes_seconds=lanes["hybrid"],
+        f=f, batch=batch, context=context, rounds=rounds, policies=rows,
+        of_bound=spread([max(lanes["hybrid"]) / each for each in seconds["hybrid"]]),
         behind=[policy for policy in hybrid.POLICIES[1:] if measure.is_behind(over[policy])])  # fmt: skip
 
 
@@ -132,7 +128,7 @@ def steps(model, arguments, batch: int = 32, longest: int = 1024, f: float = 1.2
     seconds = {name: [step["seconds"] for step in found] for name, found in taken.items()}
     for name, found in taken.items():
         yield dict(
-            f=f, batch=batch, contexts=[min(contexts), max(contexts)], step=name, plan=ways[name][0]._asdict(),
+            f=f, batch=batch, contexts=[min(contexts), max(contexts)], step=name,
             mini_batches=len(engines[name].runner.last), tokens_per_second=spread([batch / one for one in seconds[name]]),
             over_act_only=ratio(seconds["act-only"], seconds[name]))  # fmt: skip
 
@@ -237,7 +233,7 @@ def report_room(rows: list[dict]) -> str:
     }, rows)  # fmt: skip
 
 
-def main():
+if __name__ == "__main__":
     parser = measure.parser(__doc__, PARTS, rounds=5)
     parser.add_argument("--f", type=float, nargs="+", default=FACTORS)
     parser.add_argument("--batch", type=int, nargs="+", default=BATCHES)
@@ -245,6 +241,3 @@ def main():
     parser.set_defaults(dtype="bfloat16")
     measure.run("hybrid_blocks", PARTS, report, parser.parse_args(), hybrid.load)
 
-
-if __name__ == "__main__":
-    main()
