@@ -66,7 +66,7 @@ class Silent(both_ends.ModelledStorage):
 
 class Bench:
     def __init__(self, model, tokens: int, bits: int | None = None):
-        self.model, self.rng, self.tokens = model, random.Random(0), tokens
+        self.model, self.tokens, self.draw = model, tokens, partial(draw, random.Random(0), model)
         self.history, self.crowd = self.draw(tokens), []  # the same one for so many tokens
         self.modelled, silent = both_ends.ModelledStorage(1e11, 1e9), Silent(0, 1.0)
         self.storage, self.silent = StoredChunks(self.modelled), StoredChunks(silent)
@@ -79,9 +79,6 @@ class Bench:
         self.cache.save = lambda batch: None
         silent.index = self.modelled.index
         self.bytes = tokens // CHUNK * self.cache.chunk_bytes
-
-    def draw(self, tokens: int) -> list[int]:
-        return draw(self.rng, self.model, tokens)
 
     def once(self, way: str, share: float = 1.0, question: list[int] | None = None) -> Request:
         """Ask behind the history: way hit, compute, load, both, or beside."""

@@ -32,11 +32,6 @@ def engine_of(model, tokens: int, restoring: bool = True):
     return paged.Engine(paged.Runner(model, blocks), cache, always_restore=restoring)
 
 
-def ask(engine, prompts: list[list[int]], new: int = 1) -> list[Request]:
-    lesson.settle(engine)
-    return engine.generate([Request(prompt, new) for prompt in prompts])
-
-
 def throughput(model, arguments):
     engines = {"01": paged.baseline.Engine(model), "02": engine_of(model, 16 * 128, restoring=False)}
     rng = random.Random(0)
@@ -45,7 +40,7 @@ def throughput(model, arguments):
         prompts, engine = [draw(rng, model, 32) for _ in range(16)], engines[which]
         began = time.perf_counter()
         for group in [prompts] if which == "02" else [[prompt] for prompt in prompts]:
-            ask(engine, group, 64)
+            engine.generate([Request(prompt, 64) for prompt in group])
         return 16 * 64 / (time.perf_counter() - began)
 
     taken = lesson.in_turn({which: partial(rate, which) for which in engines}, arguments.rounds)
@@ -92,7 +87,7 @@ def burst(model, arguments):
             if evict:
                 engine.evict("device")
             before = engine.counts["bytes_in"]
-            asked = ask(engine, [document + draw(rng, model, QUESTION) for _ in range(CROWD)])
+            asked = engine.generate([Request(document + draw(rng, model, QUESTION), 1) for _ in range(CROWD)])
             return statistics.mean(ttft(asked)), engine.counts["bytes_in"] - before
 
         def alone(engine=engine, document=document) -> tuple[float, int]:

@@ -8,8 +8,7 @@ mix         conversations go on behind documents of 1,024 tokens, in any order. 
             the bound is, for each request, the slowest of the same question with all on the device, of what came over
             the link and a layer's share of the question behind that, and of what was read; for four at once, of the sums.
 policies    one history in slow storage alone, reading takes r times as long as computing: each policy, without the
-            engine's guard and with it. A cell in which both_ends is behind (`measure.is_behind`) is measured again
-            with twice the rounds, and both rows stand.
+            engine's guard and with it.
 admission   a hit in host memory or in storage of 1 MB/s to 1 GB/s over computing it, and the tier of each token.
 layouts     a hit in host memory, and in storage of 0.1 and 10 GB/s, by order of host memory and page size; and its pieces.
 writes      what each write policy finds, writes, and would lose by a kill.
@@ -43,21 +42,16 @@ class Bench:
 
     def __init__(self, model, folder: str, size: int = 16):
         self.model, self.folder, self.size, self.rng = model, folder, size, random.Random(0)
-
-    def draw(self, tokens: int) -> list[int]:
-        return draw(self.rng, self.model, tokens)
-
-    def blocks(self, tokens: int) -> int:
-        return -(-tokens // self.size)
+        self.draw = partial(draw, self.rng, model)  # (tokens)
 
     def engine(self, on_device: int, cache=None):
         """Chapter 02's, with room for so many tokens."""
-        return paged.Engine(paged.Runner(self.model, self.blocks(on_device), self.size), cache)
+        return paged.Engine(paged.Runner(self.model, -(-on_device // self.size), self.size), cache)
 
     def cache(self, on_host: int, storage: bool = True, **options):
         """Host memory for so many tokens, over the default link."""
         behind = store.Storage(backends.open_backend(f"file:{self.folder}/pages", {}), "files") if storage else None
-        return tiers.TieredCache(self.blocks(on_host), modelled_link.bandwidth(self.model), behind, **options)
+        return tiers.TieredCache(-(-on_host // self.size), modelled_link.bandwidth(self.model), behind, **options)
 
 
 def forget(engine):
@@ -335,15 +329,8 @@ def match(model, arguments, pages: int = 100_000, prompt: int = 4096):
         yield dict(conversations=talks, pages=count, match_ms=spread(taken))
 
 
-PARTS = {
-    "mix": (mix, ["classroom", "random:small"]),
-    "policies": (policies, ["classroom", "random:small"]),
-    "admission": (admission, ["classroom"]),
-    "layouts": (layouts, ["classroom"]),
-    "writes": (writes, ["classroom"]),
-    "sizes": (sizes, ["classroom"]),
-    "match": (match, ["classroom"]),
-}
+PARTS = {part.__name__: (part, ["classroom", "random:small"]) for part in (mix, policies)}
+PARTS |= {part.__name__: (part, ["classroom"]) for part in (admission, layouts, writes, sizes, match)}
 
 
 # 5. The tables ----------------------------------------------------------------------------------------------

@@ -281,13 +281,7 @@ def directories(model, arguments):
 
 # 4. The tables and main ------------------------------------------------------------------------
 
-MODELS = ["classroom", "random:small"]
-PARTS = {
-    "saving": (saving, MODELS),
-    "divisions": (divisions, MODELS),
-    "products": (products, MODELS),
-    "directories": (directories, MODELS),
-}
+PARTS = {part.__name__: (part, ["classroom", "random:small"]) for part in (saving, divisions, products, directories)}
 
 
 def report(found: list[dict]) -> str:
