@@ -38,10 +38,7 @@ class Cache(both_ends.BidirectionalCache):
 
     def restore(self, request, restoration, match):
         if self.take:
-            return super().restore(request, restoration, match)
-        return self.beside(restoration, match)
-
-    def beside(self, restoration, match):
+            return (yield from super().restore(request, restoration, match))
         restoration.layers, restoration.limit = len(self.model.layers), restoration.end
         (place,) = self.places.allocate(1)
         into = [self.arrays[place]]

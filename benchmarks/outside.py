@@ -180,7 +180,7 @@ def conversations(bench: Bench, rounds: int):
                 tokens.append(DOCUMENTS * LENGTH)
             device.append(max(tokens[-1] // 4, max(map(len, texts)) + TURNS * (QUESTION + ANSWER)))
             could += asked_in_turn(bench, texts, order, (device[-1], tokens[-1]), exponent is None, asked)
-        yield dict(what=what, rounds=rounds, **summary(asked, could, tokens, device))
+        yield dict(what=what, **summary(asked, could, tokens, device))
 
 
 def summary(asked: dict[str, list[Answer]], could: int, tokens: list[int], device: list[int]) -> dict:
@@ -335,8 +335,7 @@ def report(found: list[dict]) -> str:
     asked, sessions, beside = (tables.rows(found, part) for part in PARTS)
     systems = []
     for row in asked:
-        held = f"{row['device_tokens']:,} of {row['tokens']:,} tokens"
-        header = f"{row['what']}: {held}, {row['could_be_found']:.0%}"
+        header = f"{row['what']}: {row['device_tokens']:,} of {row['tokens']:,} tokens, {row['could_be_found']:.0%}"
         for system, own in row["systems"].items():
             differ = row["requests"] - own["equal"]
             systems.append(dict(own, system=system, over=row["of_03"][system], header=header,

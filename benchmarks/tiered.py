@@ -124,19 +124,17 @@ def mix(model, arguments):
 def mixed(engine, taken: dict, at_once: int, model) -> dict:
     """One round: TTFT, throughput and bound."""
     measure.check_alike(model, {name: [request.new for request in requests] for name, (requests, _) in taken.items()})
-    cache, (requests, seconds), direct = engine.cache, taken["ours"], taken["known"]
+    cache, (requests, seconds), (direct, at_best) = engine.cache, taken["ours"], taken["known"]
     means = {name: statistics.mean(ttft(each)) for name, (each, _) in taken.items()}
-    block, bounds, on_link, on_read = cache.host.block_bytes / cache.pool.block_size, [], 0.0, 0.0
-    speeds = cache.load_link.speed(), cache.storage.speed()
-    for request, hit in zip(requests, direct[0]):
-        read = request.found.get("storage", 0) * block
-        copied, least = read + request.found.get("cpu", 0) * block, hit.outcome.ttft_ms
-        link = 1e3 * copied / speeds[0]
-        bounds.append(max(least, 1e3 * read / speeds[1], link + least / len(model.layers) if copied else 0))
-        on_link, on_read = on_link + copied / speeds[0], on_read + read / speeds[1]
-    of_bound = statistics.mean(bounds) / means["ours"]
+    block, found = cache.host.block_bytes / cache.pool.block_size, [request.found for request in requests]
+    read = [1e3 * block * where.get("storage", 0) / cache.storage.speed() for where in found]  # ms
+    copied = [1e3 * block * (where.get("storage", 0) + where.get("cpu", 0)) / cache.load_link.speed() for where in found]
     if at_once > 1:
-        of_bound = max(direct[1], on_link, on_read) / seconds
+        of_bound = max(at_best, 1e-3 * sum(copied), 1e-3 * sum(read)) / seconds
+    else:
+        layers = len(model.layers)
+        bounds = [max(least, l3, link + least / layers if link else 0) for least, l3, link in zip(ttft(direct), read, copied)]
+        of_bound = statistics.mean(bounds) / means["ours"]
     return dict(
         ttft_ms=means["ours"], device_alone_ms=means["none"], all_on_device_ms=means["known"],
         lower=1 - means["ours"] / means["none"], throughput=taken["none"][1] / seconds, of_bound=of_bound,
