@@ -61,16 +61,13 @@ def host(model, arguments):
             return lesson.ask(engine, history + draw(rng, model, QUESTION), 1, evict)
 
         taken = lesson.in_turn({"host": partial(hit, "device"), "device": partial(hit, "")}, arguments.rounds)
-        restored = []
-        for request in taken["host"]:
-            spans = [span for span in request.timeline.spans if span.lane == "load"]
-            restored.append(1e3 * (spans[-1].end - spans[0].start))
+        spans = [[span for span in request.timeline.spans if span.lane == "load"] for request in taken["host"]]
         link = engine.cache.load_link
         speed = link.bandwidth.value if link.modelled else link.speed()
         link_ms, loaded, direct = 1e3 * size / speed, ttft(taken["host"]), ttft(taken["device"])
         yield dict(
             history=length, bytes_restored=size, link_gbps=speed / 1e9, link_ms=link_ms,
-            restoration_over_bound=spread([ms / link_ms for ms in restored]),
+            restoration_over_bound=spread([1e3 * (each[-1].end - each[0].start) / link_ms for each in spans]),
             ttft_ms=spread(loaded), device_hit_ms=spread(direct),
             ttft_over_bound=ratio(loaded, [max(link_ms, ms) for ms in direct]))  # fmt: skip
         engine.close()

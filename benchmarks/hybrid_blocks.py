@@ -9,8 +9,7 @@ grid        decode steps at full depth behind contexts that were filled in. The 
             the costs of these steps let hybrid win; the bound is the slower lane of its plan with these.
 steps       the paper's Table III: activations only; as many blocks of each kind; Algorithm 1; its mini-batches. Then
             ours, and this engine's plan. Contexts are of all lengths, and more than the buffers hold.
-whole       a batch from its prompts to its last token under each policy in turn, in a third of the rounds: new tokens
-            over the seconds of prefill and decode.
+whole       a batch from its prompts to its last token under each policy in turn, in a third of the rounds.
 room        tokens of context that a GB of host memory holds: as K and V, as activations, as hybrid's plan divides it.
 """
 
@@ -78,11 +77,10 @@ def cell(model, f: float, batch: int, context: int, rounds: int) -> dict:
             bytes=step["bytes"], link_busy=sum(step["bytes"].values()) / link / step["seconds"],
             compute_busy=step["compute"] / step["seconds"], over=ratio(seconds[policy], seconds["hybrid"]),
             allowed=max(lanes[policy]) / max(lanes["hybrid"]))  # fmt: skip
-    over = {policy: ratio(seconds["hybrid"], seconds[policy])["samples"] for policy in engines}
     return dict(
         f=f, batch=batch, context=context, rounds=rounds, policies=rows,
         of_bound=spread([max(lanes["hybrid"]) / each for each in seconds["hybrid"]]),
-        behind=[policy for policy in hybrid.POLICIES[1:] if measure.is_behind(over[policy])])  # fmt: skip
+        behind=[policy for policy in hybrid.POLICIES[1:] if measure.is_behind(ratio(seconds["hybrid"], seconds[policy])["samples"])])  # fmt: skip
 
 
 def grid(model, arguments):

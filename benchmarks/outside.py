@@ -254,17 +254,16 @@ def beside(bench: Bench, rounds: int):
 
 def window(bench: Bench, name: str, engine, history: list[int]) -> dict:
     """Eight decode for a while; the history comes back meanwhile."""
-    decoding, over, back, bytes_before = {}, [], [], engine.counts["bytes_in"]
+    over, back, bytes_before = [], [], engine.counts["bytes_in"]
     with serving(engine) as server:
 
         def decode():
-            for place in range(DECODING):
-                if place not in decoding or decoding[place].outcome is not None:
-                    decoding[place] = bench.submit(server, name, bench.prompt(QUESTION), 300 + 20 * place)  # they do not end together
-                    over.append(decoding[place])
+            for _ in range(DECODING - sum(request.outcome is None for request in over)):
+                new = 300 + 20 * (len(over) % DECODING)  # they do not end together
+                over.append(bench.submit(server, name, bench.prompt(QUESTION), new))
 
         decode()
-        while not all(request.new for request in decoding.values()):
+        while not all(request.new for request in over):
             time.sleep(0.01)
         began = due = time.perf_counter()
         while (now := time.perf_counter()) < began + WINDOW or not any(request.new for request in back):

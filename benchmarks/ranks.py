@@ -63,10 +63,8 @@ def rank(ranks, arguments) -> list[dict]:
     for _ in range(200):
         ranks.least([0] * ranked.FACTS)
     agreement = (time.perf_counter() - began) / 200 * 1e6
-    for row in rows:
-        row["agreement_us"] = agreement
     ranks.meet()
-    return rows
+    return [dict(row, agreement_us=agreement) for row in rows]
 
 
 def run(model: str, arguments) -> list[dict]:

@@ -156,10 +156,8 @@ def policies(model, arguments, tokens: int = 1024):
             forget(engine)
             time.sleep(0.02)
             cache.prefetcher.policy, cache.storage = policy, None if policy == "computed" else storage
-            try:
-                return lesson.ask(engine, history + question, 1)
-            finally:
-                cache.storage = storage
+            request, cache.storage = lesson.ask(engine, history + question, 1), storage
+            return request
 
         for _ in range(3):
             alone = once("computed", bench.draw(QUESTION)).outcome.ttft_ms
@@ -210,8 +208,7 @@ def admission(model, arguments, histories=(512, 1024, 1900)):
                 over = ratio(ttft(requests), alone)
                 yield dict(
                     history_tokens=tokens, way=way, over_computing=over, slower=measure.is_behind(over["samples"]),
-                    found={tier: sum(one.found.get(tier, 0) for one in requests) / len(requests) for tier in TIERS},
-                    ttft_ms=spread(ttft(requests)))  # fmt: skip
+                    found={tier: sum(one.found.get(tier, 0) for one in requests) / len(requests) for tier in TIERS})
         engine.close()
 
 
@@ -232,15 +229,14 @@ def ask_from(bench, engine, way: str, history: list[int], speeds: dict, question
         storage.bandwidth = links.Bandwidth(speeds[way.removeprefix("storage, ")])
         storage.measured.forget()
         storage.measured.note(storage.bandwidth.value, 1.0)
-    try:
-        return lesson.ask(engine, history + question, 1)
-    finally:
-        engine.cache.storage, storage.bandwidth, link.bandwidth = storage, None, bandwidth
-        if way == SLOWER:
-            link.measured.forget()
-        if way == "computed":  # what others are about to find there
-            lesson.ask(engine, history + bench.draw(1), 1)
-            lesson.settle(engine)
+    request = lesson.ask(engine, history + question, 1)
+    engine.cache.storage, storage.bandwidth, link.bandwidth = storage, None, bandwidth
+    if way == SLOWER:
+        link.measured.forget()
+    if way == "computed":  # what others are about to find there
+        lesson.ask(engine, history + bench.draw(1), 1)
+        lesson.settle(engine)
+    return request
 
 
 # 4. Trade-offs ----------------------------------------------------------------------------------------------
