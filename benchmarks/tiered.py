@@ -22,6 +22,7 @@ import random
 import statistics
 import tempfile
 import time
+from contextlib import ExitStack
 from functools import partial
 
 from benchmarks import measure, tables
@@ -33,20 +34,23 @@ from shell import backends, lesson, modelled_link
 
 paged, tiers = importlib.import_module("02_paged_kv"), importlib.import_module("07_tiered_storage")
 TALKS, TURNS, DOCUMENT, QUESTION, ANSWER = 12, 3, 1024, 64, 8  # conversations; tokens
-directory = partial(tempfile.TemporaryDirectory, prefix="benchmark-")
 TIERS = "gpu", "cpu", "storage"
 
 
-class Bench:
-    """Engines of one model, over one directory."""
+class Bench(ExitStack):
+    """Engines of one model, over one directory. At its end they are closed, and it is removed."""
 
-    def __init__(self, model, folder: str, size: int = 16):
-        self.model, self.folder, self.size, self.rng = model, folder, size, random.Random(0)
+    def __init__(self, model, size: int = 16):
+        super().__init__()
+        self.folder = self.enter_context(tempfile.TemporaryDirectory(prefix="benchmark-"))
+        self.model, self.size, self.rng = model, size, random.Random(0)
         self.draw = partial(draw, self.rng, model)  # (tokens)
 
     def engine(self, on_device: int, cache=None):
         """Chapter 02's, with room for so many tokens."""
-        return paged.Engine(paged.Runner(self.model, -(-on_device // self.size), self.size), cache)
+        engine = paged.Engine(paged.Runner(self.model, -(-on_device // self.size), self.size), cache)
+        self.callback(engine.close)
+        return engine
 
     def cache(self, on_host: int, storage: bool = True, **options):
         """Host memory for so many tokens, over the default link."""
@@ -91,8 +95,7 @@ def go_on(engine, documents: list, asked: list[tuple[int, list[int]]], at_once: 
 
 def mix(model, arguments):
     longest = DOCUMENT + TURNS * (QUESTION + ANSWER) + 16
-    with directory() as folder:
-        bench = Bench(model, folder)
+    with Bench(model) as bench:
         documents = [bench.draw(DOCUMENT) for _ in range(TALKS)]
         known = bench.engine(3 * TALKS * longest, bench.cache(longest))  # all stays on its device
         for document in documents:  # it has left them in the files
@@ -103,22 +106,21 @@ def mix(model, arguments):
         none = bench.engine(TALKS * longest // 3)
         ours = bench.engine(TALKS * longest // 3, bench.cache(TALKS * longest // 2))
         lesson.ask(ours, bench.draw(512), 1)  # how fast is prefill?
+
+        def turns() -> list[tuple[int, list[int]]]:
+            order = [number for _ in range(TURNS) for number in bench.rng.sample(range(TALKS), TALKS)]
+            return [(number, bench.draw(QUESTION)) for number in order]
+
+        def play(engine, at_once: int, asked: list) -> tuple[list, float]:
+            if engine is not known:
+                forget(engine)
+            return go_on(engine, documents, asked, at_once)
+
         for at_once in (1, 4):
-            samples = []
-            for round_ in range((arguments.rounds or 5) + 1):
-                order = [number for _ in range(TURNS) for number in bench.rng.sample(range(TALKS), TALKS)]
-                asked = [(number, bench.draw(QUESTION)) for number in order]
-                taken = {}
-                for name, engine in dict(none=none, known=known, ours=ours).items():
-                    if name != "known":
-                        forget(engine)
-                    taken[name] = go_on(engine, documents, asked, at_once)
-                if round_:
-                    samples.append(mixed(ours, taken, at_once, model))
-            figures = {what: spread([sample[what] for sample in samples]) for what in samples[0]}
-            yield dict(at_once=at_once, **figures)
-        for engine in (none, known, ours):
-            engine.close()
+            ways = {name: partial(play, engine, at_once) for name, engine in dict(none=none, known=known, ours=ours).items()}
+            taken = measure.same_question_in_turn(ways, arguments.rounds or 5, turns)
+            samples = [mixed(ours, dict(zip(ways, each)), at_once, model) for each in zip(*taken.values())]
+            yield dict(at_once=at_once, **{what: spread([sample[what] for sample in samples]) for what in samples[0]})
 
 
 def mixed(engine, taken: dict, at_once: int, model) -> dict:
@@ -144,8 +146,7 @@ def mixed(engine, taken: dict, at_once: int, model) -> dict:
 # 2. One history that only storage has -----------------------------------------------------------------------
 
 def policies(model, arguments, tokens: int = 1024):
-    with directory() as folder:
-        bench = Bench(model, folder)
+    with Bench(model) as bench:
         engine = bench.engine(2 * tokens, bench.cache(2 * tokens, prefetch="both_ends"))
         cache, storage = engine.cache, engine.cache.storage
         history = bench.draw(tokens)
@@ -169,7 +170,6 @@ def policies(model, arguments, tokens: int = 1024):
             cache.measure_storage()
             for row in measure.again_if_behind(partial(policy_cell, bench, once), arguments.rounds or 7):
                 yield dict(r=r, guard=not always, **row)
-        engine.close()
 
 
 def policy_cell(bench: Bench, once, rounds: int) -> dict:
@@ -193,8 +193,7 @@ SLOWER = "host, link 50 times slower"
 
 def admission(model, arguments, histories=(512, 1024, 1900)):
     longest = max(histories) + QUESTION + 16
-    with directory() as folder:
-        bench = Bench(model, folder)
+    with Bench(model) as bench:
         engine = bench.engine(2 * longest, bench.cache(2 * longest))
         slower = [SLOWER] if engine.cache.load_link.modelled else []
         ways = "computed", "host", *slower, *(f"storage, {speed}" for speed in SPEEDS)
@@ -209,7 +208,6 @@ def admission(model, arguments, histories=(512, 1024, 1900)):
                 yield dict(
                     history_tokens=tokens, way=way, over_computing=over, slower=measure.is_behind(over["samples"]),
                     found={tier: sum(one.found.get(tier, 0) for one in requests) / len(requests) for tier in TIERS})
-        engine.close()
 
 
 def ask_from(bench, engine, way: str, history: list[int], speeds: dict, question: list[int]) -> Request:
@@ -244,8 +242,7 @@ def ask_from(bench, engine, way: str, history: list[int], speeds: dict, question
 def layouts(model, arguments, tokens: int = 1024):
     link, speeds = modelled_link.bandwidth(model), {"0.1 GB/s": 1e8, "10 GB/s": 1e10}
     for size, layout in itertools.product((1, 16, 64, 128), tiers.LAYOUTS):
-        with directory() as folder:
-            bench = Bench(model, folder, size)
+        with Bench(model, size) as bench:
             engine = bench.engine(2 * tokens, bench.cache(2 * tokens, prefetch="wait_complete", layout=layout))
             history, engine.estimates.always, engine.cache.load_link.bandwidth = bench.draw(tokens), True, link
             lesson.ask(engine, history + bench.draw(1), 1)
@@ -253,10 +250,9 @@ def layouts(model, arguments, tokens: int = 1024):
             asks = {way: partial(ask_from, bench, engine, way, history, speeds) for way in ways}
             taken = measure.same_question_in_turn(asks, arguments.rounds or 3, partial(bench.draw, QUESTION))
             engine.cache.hold = partial(note, moved := {}, engine.cache.hold)
-            found = asks["storage, 10 GB/s"](bench.draw(QUESTION)).found
-            yield dict(layout=layout, page_tokens=size, link=str(link), found=found, moved=moved,
-                       ttft_ms={way: spread(ttft(requests)) for way, requests in taken.items()})  # fmt: skip
-            engine.close()
+            asks["storage, 10 GB/s"](bench.draw(QUESTION))
+            times = {way: spread(ttft(requests)) for way, requests in taken.items()}
+            yield dict(layout=layout, page_tokens=size, moved=moved, ttft_ms=times)
 
 
 def note(moved: dict, hold, lane: str, transfers: list, *held, **then):
@@ -269,21 +265,18 @@ def note(moved: dict, hold, lane: str, transfers: list, *held, **then):
 def played(model, on_host: int, **options) -> dict:
     """60 questions about 12 documents, about the n-th as often as 1/n (Zipf), to an engine that begins with nothing
     -> what it found and wrote."""
-    with directory() as folder:
-        bench = Bench(model, folder)
+    with Bench(model) as bench:
         documents = [bench.draw(256) for _ in range(12)]
         order = random.Random(1).choices(range(12), [1 / (rank + 1) for rank in range(12)], k=60)
         engine = bench.engine(1400, bench.cache(on_host, threshold=2 * bench.size, **options))
         requests, _ = go_on(engine, documents, [(number, bench.draw(24)) for number in order])
         cache, counts = engine.cache, engine.cache.counts
         pages = list(cache.tree.pages.values())
-        row = dict(
+        return dict(
             **tiers.shares(requests), ttft_ms=spread(ttft(requests)), saved_bytes=counts["bytes_out"],
             storage_bytes=counts["storage_pages_written"] * cache.host.block_bytes,
             dirty_evicted=counts["dirty_evicted"], pages_written=counts["pages_written"],
             pages=len(pages), lost_by_a_kill=sum(not page.stored for page in pages))  # fmt: skip
-        engine.close()
-    return row
 
 
 def writes(model, arguments):
