@@ -24,21 +24,15 @@ baseline, paged = importlib.import_module("01_baseline"), importlib.import_modul
 PEERS = {"dynamic": {}, "static": dict(cache_implementation="static"), "offloaded": dict(cache_implementation="offloaded")}
 
 
-def generate(model, prompt: list[int], new: int, **cache) -> tuple[list[float], list[int]]:
-    """`generate` of transformers, greedy and eager (compiling takes longer than it wins, and needs a compiler) -> when each token
-    was there, in seconds of time.perf_counter(), and the tokens."""
-    times, ids = [], torch.tensor([prompt], device=model.device)                                # [1, T]
+def ask_theirs(model, prompt: list[int], new: int, **cache) -> tuple[float, float, list[int]]:
+    """`generate` of transformers, greedy and eager (compiling takes longer than it wins, and needs a compiler) -> TTFT ms, TBT
+    ms, tokens."""
+    times, ids = [time.perf_counter()], torch.tensor([prompt], device=model.device)  # [1, T]
     streamer = SimpleNamespace(put=lambda tokens: times.append(time.perf_counter()), end=lambda: None)
     out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False,
                          streamer=streamer, pad_token_id=0, disable_compile=True, **cache)
-    return times[1:], out[0, len(prompt):].tolist()  # the first call brings the prompt
-
-
-def ask_theirs(model, prompt: list[int], new: int, **cache) -> tuple[float, float, list[int]]:
-    """-> TTFT ms, TBT ms, tokens."""
-    begin = time.perf_counter()
-    times, tokens = generate(model, prompt, new, **cache)
-    return (times[0] - begin) * 1e3, (times[-1] - times[0]) / (new - 1) * 1e3, tokens
+    begin, _, first, *later = times  # the first call brings the prompt
+    return (first - begin) * 1e3, ([first, *later][-1] - first) / max(1, new - 1) * 1e3, out[0, len(prompt):].tolist()
 
 
 def ask_ours(engine, prompt: list[int], new: int) -> tuple[float, float, list[int]]:
@@ -64,16 +58,13 @@ def lone(model, arguments):
     taken = {way: dict(zip(("ttft", "tbt", "tokens"), zip(*answers)))
              for way, answers in lesson.in_turn(ways, arguments.rounds).items()}  # fmt: skip
 
-    def figures(way: str) -> dict:
-        own, yardstick = taken[way], taken["01" if way == "02" else "dynamic"]["tokens"][-1]
-        equal = sum(a == b for a, b in zip(own["tokens"][-1], yardstick))
-        return dict(ttft_ms=spread(own["ttft"]), tbt_ms=spread(own["tbt"]), equal_tokens=equal)
-
-    def times_as_fast(ours: str) -> dict:
-        return {peer: {what: ratio(taken[peer][what], taken[ours][what]) for what in ("ttft", "tbt")} for peer in peers}
-    yield dict(
-        dtype=str(model.dtype).removeprefix("torch."), prompt_tokens=length, new_tokens=new,
-        engines={way: figures(way) for way in taken}, times_as_fast={ours: times_as_fast(ours) for ours in ("01", "02")})  # fmt: skip
+    engines = {way: dict(ttft_ms=spread(own["ttft"]), tbt_ms=spread(own["tbt"])) for way, own in taken.items()}
+    for way, figures in engines.items():
+        yardstick = taken["01" if way == "02" else "dynamic"]["tokens"][-1]
+        figures["equal_tokens"] = sum(a == b for a, b in zip(taken[way]["tokens"][-1], yardstick))
+    faster = {ours: {peer: {what: ratio(taken[peer][what], taken[ours][what]) for what in ("ttft", "tbt")} for peer in peers}
+              for ours in ("01", "02")}  # fmt: skip
+    yield dict(dtype=str(model.dtype).removeprefix("torch."), new_tokens=new, engines=engines, times_as_fast=faster)
 
 
 PARTS = {"lone": (lone, ["classroom", "random:tinyllama"])}

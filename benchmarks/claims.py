@@ -38,8 +38,8 @@ class Claim(NamedTuple):
 
 # 1. Reading each benchmark ----------------------------------------------------------------------------------
 
-def cells(part: str, label: str, value: Callable, exercised: Callable = lambda row: 1, behind: Callable = lambda row: False,
-          **wanted) -> Callable:
+def cells(part: str, label: str, value: Callable, exercised: Callable = lambda row: 1,
+          behind: Callable = lambda row: row.get("behind"), **wanted) -> Callable:
     """What to read of each row of a part, if it is as wanted: `model`, or any of its keys. A cell that was measured
     again counts once, as it was then."""
     def read(found: list) -> list[Cell]:
@@ -60,7 +60,7 @@ def planned(chapter: str, link: str) -> Callable:
 
 def grid(value: Callable, **wanted) -> Callable:
     return cells("grid", "{model} {history_tokens}, r {r:g}, share {share:g}", value,
-                 lambda row: min(row["loaded_chunks"], row["computed_chunks"]), lambda row: row["behind"], **wanted)
+                 lambda row: min(row["loaded_chunks"], row["computed_chunks"]), **wanted)
 
 
 def mix(key: str, **wanted) -> Callable:
@@ -68,14 +68,14 @@ def mix(key: str, **wanted) -> Callable:
 
 
 def policies(label: str, value: Callable, **wanted) -> Callable:
-    return cells("policies", label, value, lambda row: row["from_storage"]["both_ends"], lambda row: row["behind"], **wanted)
+    return cells("policies", label, value, lambda row: row["from_storage"]["both_ends"], **wanted)
 
 
 def blocks(value: Callable, **wanted) -> Callable:
     def on_the_host(row: dict) -> int:
         plan = row["policies"]["hybrid"]["plan"]
         return plan["act_host"] + plan["act_device"] + plan["kv_host"]
-    return cells("grid", "{model}, f {f:g}, {batch} x {context}", value, on_the_host, lambda row: row["behind"], **wanted)
+    return cells("grid", "{model}, f {f:g}, {batch} x {context}", value, on_the_host, **wanted)
 
 
 def of_allowed(policy: str) -> Callable:

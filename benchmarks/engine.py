@@ -5,11 +5,9 @@
 
 throughput   16 requests of 32 tokens in and 64 out, at once, against chapter 01 one after another.
 host         TTFT behind a history in host memory. The bound of the restoration is its bytes over the link; that
-             of TTFT is the longer one of that and of the question's own computation, which is the TTFT of the
-             same question with the history on the device.
+             of TTFT is the longer one of that and of a device hit's TTFT.
 burst        30 questions about one document of 1,024 tokens at once, the device evicted before: it comes back
-             once (03) or is computed once (02). TTFT over that of the same burst with the document on the
-             device, and of one question behind the evicted document.
+             once (03) or is computed once (02).
 """
 
 import random
@@ -34,11 +32,6 @@ def engine_of(model, tokens: int, restoring: bool = True):
     return paged.Engine(paged.Runner(model, blocks), cache, always_restore=restoring)
 
 
-def ask(engine, prompts: list[list[int]], new: int = 1) -> list[Request]:
-    lesson.settle(engine)
-    return engine.generate([Request(prompt, new) for prompt in prompts])
-
-
 def throughput(model, arguments):
     engines = {"01": paged.baseline.Engine(model), "02": engine_of(model, 16 * 128, restoring=False)}
     rng = random.Random(0)
@@ -47,7 +40,7 @@ def throughput(model, arguments):
         prompts, engine = [draw(rng, model, 32) for _ in range(16)], engines[which]
         began = time.perf_counter()
         for group in [prompts] if which == "02" else [[prompt] for prompt in prompts]:
-            ask(engine, group, 64)
+            engine.generate([Request(prompt, 64) for prompt in group])
         return 16 * 64 / (time.perf_counter() - began)
 
     taken = lesson.in_turn({which: partial(rate, which) for which in engines}, arguments.rounds)
@@ -68,17 +61,13 @@ def host(model, arguments):
             return lesson.ask(engine, history + draw(rng, model, QUESTION), 1, evict)
 
         taken = lesson.in_turn({"host": partial(hit, "device"), "device": partial(hit, "")}, arguments.rounds)
-        restored = []
-        for request in taken["host"]:
-            spans = [span for span in request.timeline.spans if span.lane == "load"]
-            restored.append(1e3 * (spans[-1].end - spans[0].start))
+        spans = [[span for span in request.timeline.spans if span.lane == "load"] for request in taken["host"]]
         link = engine.cache.load_link
         speed = link.bandwidth.value if link.modelled else link.speed()
         link_ms, loaded, direct = 1e3 * size / speed, ttft(taken["host"]), ttft(taken["device"])
         yield dict(
-            history=length, bytes_restored=size, tokens_found=taken["host"][-1].found, link_gbps=speed / 1e9,
-            link_ms=link_ms, restoration_ms=spread(restored),
-            restoration_over_bound=spread([ms / link_ms for ms in restored]),
+            history=length, bytes_restored=size, link_gbps=speed / 1e9, link_ms=link_ms,
+            restoration_over_bound=spread([1e3 * (each[-1].end - each[0].start) / link_ms for each in spans]),
             ttft_ms=spread(loaded), device_hit_ms=spread(direct),
             ttft_over_bound=ratio(loaded, [max(link_ms, ms) for ms in direct]))  # fmt: skip
         engine.close()
@@ -90,26 +79,21 @@ def burst(model, arguments):
         engine, document = engine_of(model, room, restoring=chapter == "03"), draw(rng, model, DOCUMENT)
         lesson.ask(engine, document)
 
-        def crowd(evict: bool, engine=engine, document=document) -> tuple[float, int, int]:
+        def crowd(evict: bool, engine=engine, document=document) -> tuple[float, int]:
             lesson.settle(engine)
             if evict:
                 engine.evict("device")
             before = engine.counts["bytes_in"]
-            asked = ask(engine, [document + draw(rng, model, QUESTION) for _ in range(CROWD)])
-            computed = sum(request.prompt_tokens - request.cached_tokens for request in asked)
-            return statistics.mean(ttft(asked)), engine.counts["bytes_in"] - before, computed
+            asked = engine.generate([Request(document + draw(rng, model, QUESTION), 1) for _ in range(CROWD)])
+            return statistics.mean(ttft(asked)), engine.counts["bytes_in"] - before
 
-        def alone(engine=engine, document=document) -> float:
-            return lesson.ask(engine, document + draw(rng, model, 1), 1, "device").outcome.ttft_ms
+        def alone(engine=engine, document=document) -> tuple[float, int]:
+            return lesson.ask(engine, document + draw(rng, model, 1), 1, "device").outcome.ttft_ms, 0
 
         ways = {"evicted": partial(crowd, True), "device": partial(crowd, False), "one": alone}
         taken = lesson.in_turn(ways, arguments.rounds)
-        evicted, device = ([mean for mean, *_ in taken[case]] for case in ("evicted", "device"))
-        yield dict(
-            chapter=chapter, evicted_ms=spread(evicted), device_ms=spread(device), one_restoration_ms=spread(taken["one"]),
-            bytes_restored=taken["evicted"][-1][1], rows_computed=taken["evicted"][-1][2],
-            document_bytes=DOCUMENT // 16 * engine.pool.block_bytes,
-            ratio=ratio(evicted, [two + three for two, three in zip(device, taken["one"])]))  # fmt: skip
+        evicted, device, one = ([ms for ms, _ in each] for each in taken.values())
+        yield dict(chapter=chapter, bytes_restored=taken["evicted"][-1][1], ratio=ratio(evicted, list(map(sum, zip(device, one)))))
         engine.close()
 
 

@@ -21,9 +21,9 @@ from functools import partial
 import torch
 
 from benchmarks import measure, tables
+from benchmarks import planned as behind
 from benchmarks.measure import draw, ratio, spread
 from benchmarks.planned import LINKS, QUESTION, hidden_states, offload, paged, planned
-from benchmarks.variants import compare, engines_of, even_speed, planned_engine
 from common.llama import upload
 from common.requests import Request
 from common.restoring import PAUSE
@@ -154,18 +154,18 @@ class FlowCache(offload.HostCache):
 def layers(model, arguments):
     rng = random.Random(0)
     for words, share, slower in CELLS:
-        engine, costs = planned_engine(model, TOKENS, share)
+        engine, _ = behind.planned_engine(model, TOKENS, share)
         plan, speed = engine.cache.store.letters, engine.cache.bandwidth / slower
         engine.close()
         storage = StoredChunks(both_ends.ModelledStorage(1e11, speed))
         caches = {"03": offload.HostCache(TOKENS // 8, speed), "layers": FlowCache(TOKENS // 8, speed),
                   "05": planned.PlannedCache(TOKENS // 8 + 64, speed, plan=plan),
                   "06": both_ends.BidirectionalCache(storage, memory=1e9)}  # fmt: skip
-        with engines_of(model, caches, TOKENS) as engines:
-            ways = compare(engines, draw(rng, model, TOKENS), arguments.rounds, rng, "05")
+        with behind.engines_of(model, caches, TOKENS) as engines:
+            ways = behind.compare(engines, draw(rng, model, TOKENS), arguments.rounds, rng, "05")
         for name, way in ways.items():
             computed = {"05": tables.plan(plan), "06": f"{TOKENS - way['tokens']} tokens"}.get(name, f"{way['projected']} layers")
-            yield dict(way, way=name, link=words, history_tokens=TOKENS, computed=computed, planned_for=costs._asdict())
+            yield dict(way, way=name, link=words, computed=computed)
 
 
 def at_once(engine, order, histories: list, drawn: list[tuple]) -> dict:
@@ -183,13 +183,12 @@ def at_once(engine, order, histories: list, drawn: list[tuple]) -> dict:
 
 def batch(model, arguments):
     rng, total = random.Random(0), sum(LENGTHS)
-    histories, speed = [draw(rng, model, tokens) for tokens in LENGTHS], even_speed(model, max(LENGTHS))
+    histories, speed = [draw(rng, model, tokens) for tokens in LENGTHS], behind.even_speed(model, max(LENGTHS))
     caches = {"03": offload.HostCache(total // 16 + 64, speed), "layers": FlowCache(total // 16 + 64, speed)}
-    with engines_of(model, caches, total // 2 + 512) as engines:
+    with behind.engines_of(model, caches, total // 2 + 512) as engines:
         for engine in engines.values():
-            engine.cache.save_link.bandwidth = offload.links.Bandwidth(1e15)  # so all of it is saved
             for history in histories:
-                lesson.ask(engine, history)
+                behind.keep(engine, history)
         asks = {name: partial(at_once, engines["03" if name == "03" else "layers"], ORDERS.get(name), histories)
                 for name in ("03", *ORDERS)}  # fmt: skip
         taken = measure.same_question_in_turn(asks, arguments.rounds, lambda: [
@@ -200,7 +199,7 @@ def batch(model, arguments):
         for what in "mean", "p90":
             samples, oldest = ([found[what] for found in taken[way]] for way in (name, "oldest"))
             row |= {f"{what}_ms": spread(samples), f"{what}_over": ratio(samples, oldest)}
-        yield dict(row, way=name, requests=len(LENGTHS), history_tokens=total)
+        yield dict(row, way=name)
 
 
 PARTS = {"layers": (layers, ["random:small"]), "batch": (batch, ["random:small"])}
@@ -219,11 +218,8 @@ def report(found: list[dict]) -> str:
         }, tables.rows(found, "batch")))  # fmt: skip
 
 
-def main():
+if __name__ == "__main__":
     parser = measure.parser(__doc__, PARTS, rounds=5)
     parser.set_defaults(device="cpu")
     measure.run("flow", PARTS, report, parser.parse_args())
 
-
-if __name__ == "__main__":
-    main()

@@ -6,12 +6,10 @@
 grid        decode steps at full depth behind contexts that were filled in. The modelled link is given as f, all weights
             and all K and V over it, over rebuilding everything and the rest of the layers; a GPU's is as it is. The device
             has room for half of the layers beside two that come and go, or for as many bytes of blocks. `allowed` is what
-            the costs of these steps let hybrid win; the bound is the slower lane of its plan with these. A cell in which
-            hybrid is behind (`measure.is_behind`) is measured again with twice the rounds, and both rows stand.
+            the costs of these steps let hybrid win; the bound is the slower lane of its plan with these.
 steps       the paper's Table III: activations only; as many blocks of each kind; Algorithm 1; its mini-batches. Then
             ours, and this engine's plan. Contexts are of all lengths, and more than the buffers hold.
-whole       a batch from its prompts to its last token under each policy in turn, in a third of the rounds: new tokens
-            over the seconds of prefill and decode.
+whole       a batch from its prompts to its last token under each policy in turn, in a third of the rounds.
 room        tokens of context that a GB of host memory holds: as K and V, as activations, as hybrid's plan divides it.
 """
 
@@ -50,10 +48,6 @@ def planner_for(f: float, model, contexts: list[int]):
     return planner, bandwidth, f if bandwidth else even / speed
 
 
-def runner_of(planner, policy: str, model, bandwidth):
-    return hybrid.make_runner(planner._replace(policy=policy), model, bandwidth)
-
-
 def one_step(engine) -> dict:
     """Of a decode step: seconds, those that the processor was busy, bytes over the link by kind."""
     seconds, timeline = hybrid.one_step(engine)
@@ -69,7 +63,8 @@ def one_step(engine) -> dict:
 def cell(model, f: float, batch: int, context: int, rounds: int) -> dict:
     contexts = batch * [context]
     planner, bandwidth, f = planner_for(f, model, contexts)
-    engines = {policy: hybrid.ready(runner_of(planner, policy, model, bandwidth), contexts) for policy in hybrid.POLICIES}
+    runners = {policy: hybrid.make_runner(planner._replace(policy=policy), model, bandwidth) for policy in hybrid.POLICIES}
+    engines = {policy: hybrid.ready(runner, contexts) for policy, runner in runners.items()}
     taken = lesson.in_turn({policy: partial(one_step, each) for policy, each in engines.items()}, rounds)
     seconds = {policy: [step["seconds"] for step in steps] for policy, steps in taken.items()}
     planner = planner.after([step["cost"] for policy in hybrid.POLICIES[:3] for step in taken[policy]])  # one way to form
@@ -82,14 +77,10 @@ def cell(model, f: float, batch: int, context: int, rounds: int) -> dict:
             bytes=step["bytes"], link_busy=sum(step["bytes"].values()) / link / step["seconds"],
             compute_busy=step["compute"] / step["seconds"], over=ratio(seconds[policy], seconds["hybrid"]),
             allowed=max(lanes[policy]) / max(lanes["hybrid"]))  # fmt: skip
-    bound, (speed, forward, rebuild), layers = max(lanes["hybrid"]), planner.costs, len(model.layers)
-    costs = dict(load_weights=planner.sizes.weights / speed, forward=forward, rebuild=rebuild,
-                 load_act=planner.sizes.act / layers / speed, load_kv=planner.sizes.kv / layers / speed)  # fmt: skip
-    over = {policy: ratio(seconds["hybrid"], seconds[policy])["samples"] for policy in engines}
     return dict(
-        f=f, batch=batch, context=context, rounds=rounds, gbps=link / 1e9, costs=costs, policies=rows,
-        of_bound=spread([bound / each for each in seconds["hybrid"]]), lanes_seconds=lanes["hybrid"],
-        behind=[policy for policy in hybrid.POLICIES[1:] if measure.is_behind(over[policy])])  # fmt: skip
+        f=f, batch=batch, context=context, rounds=rounds, policies=rows,
+        of_bound=spread([max(lanes["hybrid"]) / each for each in seconds["hybrid"]]),
+        behind=[policy for policy in hybrid.POLICIES[1:] if measure.is_behind(ratio(seconds["hybrid"], seconds[policy])["samples"])])  # fmt: skip
 
 
 def grid(model, arguments):
@@ -132,7 +123,7 @@ def steps(model, arguments, batch: int = 32, longest: int = 1024, f: float = 1.2
     seconds = {name: [step["seconds"] for step in found] for name, found in taken.items()}
     for name, found in taken.items():
         yield dict(
-            f=f, batch=batch, contexts=[min(contexts), max(contexts)], step=name, plan=ways[name][0]._asdict(),
+            f=f, batch=batch, contexts=[min(contexts), max(contexts)], step=name,
             mini_batches=len(engines[name].runner.last), tokens_per_second=spread([batch / one for one in seconds[name]]),
             over_act_only=ratio(seconds["act-only"], seconds[name]))  # fmt: skip
 
@@ -150,8 +141,8 @@ def answer(engine, prompts: list[list[int]], new: int) -> dict:
 
 def whole(model, arguments, batch: int = 16, context: int = 512, new: int = 32, f: float = 1.25):
     planner, bandwidth, f = planner_for(f, model, batch * [context + new])  # measured just now: no warm-up
-    engines = {policy: hybrid.paged.Engine(runner_of(planner, policy, model, bandwidth), None, batch * context, batch)
-               for policy in hybrid.POLICIES}  # fmt: skip
+    runners = {policy: hybrid.make_runner(planner._replace(policy=policy), model, bandwidth) for policy in hybrid.POLICIES}
+    engines = {policy: hybrid.paged.Engine(runner, None, batch * context, batch) for policy, runner in runners.items()}
     rng, taken = random.Random(0), {policy: [] for policy in engines}
     for _ in range(max(1, arguments.rounds // 3)):
         prompts = [measure.draw(rng, model, context) for _ in range(batch)]
@@ -181,12 +172,31 @@ PARTS = {"grid": (grid, ["random:small", *OTHERS]), "steps": (steps, ["random:sm
 # 4. The tables ----------------------------------------------------------------------------------------------
 
 def report(found: list[dict]) -> str:
-    ways = {"grid": report_grid, "steps": report_steps, "whole": report_whole, "room": report_room}
-    rows = {part: tables.rows(found, part) for part in ways}
-    return tables.paragraphs(*(way(rows[part]) for part, way in ways.items() if rows[part]))
+    steps = tables.rows(found, "steps")
+    for row in steps:
+        row["lengths"] = tables.between(row["contexts"], "{:,}".format)
+    return tables.paragraphs(
+        report_grid(tables.rows(found, "grid")),
+        tables.table("**Table III** ({model}, {batch} contexts of {lengths} tokens, f = {f:g}):", {
+            "step": "{step}", "mini-batches": "{mini_batches}", "tokens/s": "{tokens_per_second:spread}",
+            "over act-only": "{over_act_only:spread}",
+        }, steps),
+        tables.table(
+            "**Prefill and decode** ({model}, {batch} prompts of {context} tokens, {new} new ones each, f = {f:g}), new tokens over "
+            "all of the time:", {
+                "policy": "`{policy}`", "tokens/s": "{tokens_per_second:spread}", "of it prefill": "{prefill:%}",
+                "hybrid's throughput over it": "{over:spread}",
+            }, tables.rows(found, "whole")),
+        tables.table("**Tokens of context that a GB of host memory holds**, beside the weights:", {
+            "model": "{model}", "heads: queries, KV": "{heads}, {kv_heads}", "bytes of a token: KV, ACT": "{kv:,.0f}, {act:,.0f}",
+            "`kv-only`": "{kv_only:,.0f}", "`act-only`": "{act_only:,.0f}",
+            "`hybrid`, 16 x 512, f = 1.25": "{hybrid:,.0f}, {share:%} of the blocks ACT",
+        }, tables.rows(found, "room")))  # fmt: skip
 
 
 def report_grid(rows: list[dict]) -> str:
+    if not rows:
+        return ""
     for row in rows:
         moved, row["factor"] = row["policies"]["hybrid"]["bytes"], row.get("link", f"f = {row['f']:g}")
         row["moved"] = "/".join(f"{moved.get(kind, 0) / 1e6:,.0f}" for kind in ("weights", "kv", "act"))
@@ -204,7 +214,7 @@ def report_grid(rows: list[dict]) -> str:
         }, gains),
         f"It is {tables.between(row['of_bound']['median'] for row in rows)} of the bound, and was behind "
         f"{tables.listed(behind) if behind else 'nothing'}.",
-        tables.table(f"**Both lanes**, {middle[0]['factor']}:", {
+        tables.table("**Both lanes**, {factor}:", {
             **where, "tokens/s": "{policies[hybrid][tokens_per_second]:n}", "of the bound": "{of_bound:spread}",
             "over `paper`": "{policies[paper][over]:spread}",
             "busy: link, processor": "{policies[hybrid][link_busy]:%}, {policies[hybrid][compute_busy]:%}",
@@ -212,32 +222,7 @@ def report_grid(rows: list[dict]) -> str:
         }, middle))  # fmt: skip
 
 
-def report_steps(rows: list[dict]) -> str:
-    row = rows[0]
-    words = f"{row['model']}, {row['batch']} contexts of {tables.between(row['contexts'], '{:,}'.format)} tokens, f = {row['f']:g}"
-    return tables.table(f"**Table III** ({words}):", {
-        "step": "{step}", "mini-batches": "{mini_batches}", "tokens/s": "{tokens_per_second:spread}",
-        "over act-only": "{over_act_only:spread}",
-    }, rows)  # fmt: skip
-
-
-def report_whole(rows: list[dict]) -> str:
-    words = "{model}, {batch} prompts of {context} tokens, {new} new ones each, f = {f:g}".format_map(rows[0])
-    return tables.table(f"**Prefill and decode** ({words}), new tokens over all of the time:", {
-        "policy": "`{policy}`", "tokens/s": "{tokens_per_second:spread}", "of it prefill": "{prefill:%}",
-        "hybrid's throughput over it": "{over:spread}",
-    }, rows)  # fmt: skip
-
-
-def report_room(rows: list[dict]) -> str:
-    return tables.table("**Tokens of context that a GB of host memory holds**, beside the weights:", {
-        "model": "{model}", "heads: queries, KV": "{heads}, {kv_heads}", "bytes of a token: KV, ACT": "{kv:,.0f}, {act:,.0f}",
-        "`kv-only`": "{kv_only:,.0f}", "`act-only`": "{act_only:,.0f}",
-        "`hybrid`, 16 x 512, f = 1.25": "{hybrid:,.0f}, {share:%} of the blocks ACT",
-    }, rows)  # fmt: skip
-
-
-def main():
+if __name__ == "__main__":
     parser = measure.parser(__doc__, PARTS, rounds=5)
     parser.add_argument("--f", type=float, nargs="+", default=FACTORS)
     parser.add_argument("--batch", type=int, nargs="+", default=BATCHES)
@@ -245,6 +230,3 @@ def main():
     parser.set_defaults(dtype="bfloat16")
     measure.run("hybrid_blocks", PARTS, report, parser.parse_args(), hybrid.load)
 
-
-if __name__ == "__main__":
-    main()

@@ -64,12 +64,7 @@ def draw(rng, model, tokens: int) -> list[int]:
 def same_question_in_turn(ways: dict, rounds: int, question) -> dict[str, list]:
     """`lesson.in_turn`, where in each round all ways are called with what `question()` draws for it."""
     drawn = [question() for _ in range(rounds + 1)]
-
-    def asking(way):
-        left = iter(drawn)
-        return lambda: way(next(left))
-
-    return lesson.in_turn({name: asking(way) for name, way in ways.items()}, rounds)
+    return lesson.in_turn({name: map(way, drawn).__next__ for name, way in ways.items()}, rounds)  # each asks the next one
 
 
 def check_alike(model, answers: dict[str, list[list[int]]]):
@@ -89,8 +84,7 @@ def parser(doc: str, parts=(), rounds: int | None = None) -> argparse.ArgumentPa
     made.add_argument("--dtype", default="auto")
     made.add_argument("--device", default="auto")
     made.add_argument("--rounds", type=count(1000), default=rounds, help="of all that is timed")
-    words = "a file, or the folder of NAME-DEVICE.json (benchmarks/results)"
-    made.add_argument("--json", type=Path, metavar="PATH", default=RESULTS, help=words)
+    made.add_argument("--json", type=Path, metavar="PATH", default=RESULTS, help="a file, or the folder of NAME-DEVICE.json")
     return made
 
 

@@ -4,15 +4,12 @@
     python -m benchmarks.outside --only conversations --rounds 2
 
 conversations   conversations of several turns that do not fit into the device together, in shuffled order,
-                and questions about documents, popular (Zipf) or all alike: what is found, and TTFT. Chapter 06
-                has storage as fast as the link, 07 half the host memory of 03 and files; `transformers` keeps
-                the cache of each text that the device has room for, the least recently used dropped first.
-beside          TBT of eight that decode while a history comes back every two seconds, or as soon after as
-                it can, over that with the history on the device; and the share of the time in which layers are
-                projected or recomputed: nobody decodes then.
+                and questions about documents, popular (Zipf) or all alike: what is found, and TTFT.
+beside          TBT of eight that decode while a history comes back every two seconds, or as soon after as it can,
+                over that with the history on the device; and the share of the time in which layers are projected
+                or recomputed: nobody decodes then.
 sessions        TTFT and TBT of later rounds: sessions begin at random and think between their rounds, which come
-                at 0.5 to 2 times the rate that saturates no cache (HCache, Figure 9). 02 keeps all on the
-                device, the ideal; the others find nothing there. One run: --rounds does not count.
+                at 0.5 to 2 times the rate that saturates no cache (HCache, Figure 9). One run: --rounds does not count.
 
 All are in one process, over one link. "no cache" is chapter 02 where nothing is ever found.
 """
@@ -32,7 +29,7 @@ import numpy
 from transformers import DynamicCache
 
 from benchmarks import measure, tables
-from benchmarks.baseline import generate
+from benchmarks.baseline import ask_theirs
 from benchmarks.both_ends import both_ends
 from benchmarks.measure import draw, ratio, spread
 from benchmarks.planned import QUESTION, hidden_states, offload, paged, planned
@@ -58,11 +55,9 @@ class Bench:
     def __init__(self, model, reference=None):
         """`reference`: the same model in `transformers`, for `conversations`."""
         self.model, self.reference, self.rng, self.salts = model, reference, random.Random(0), count()
+        self.prompt = partial(draw, self.rng, model)  # (tokens)
         link = modelled_link.bandwidth(model)
         self.bandwidth = link and link.value
-
-    def prompt(self, tokens: int) -> list[int]:
-        return draw(self.rng, self.model, tokens)
 
     def engines(self, device: int, kept: int, folder: str | None = None) -> dict:
         """Engines with room for so many tokens on the device, and for `kept` behind it; 06 and 07 too, with a
@@ -85,6 +80,14 @@ class Bench:
         options = dict(cache_salt=str(next(self.salts))) if system == "no cache" else {}
         return Request(prompt, new, options=options)
 
+    def submit(self, server, system: str, prompt: list[int], new: int, evict: bool = False) -> Request:
+        """Ask an engine that is served, or first `evict` all from its device; 02, the ideal, keeps it there."""
+        if evict and system != "02":
+            server.between_steps(partial(server.engine.evict, "device"))
+        request = self.request(system, prompt, new)
+        server.engine.submit(request)
+        return request
+
     def answer(self, engine, system: str, prompt: list[int], new: int) -> Request:
         """Ask when nothing is under way."""
         lesson.settle(engine)
@@ -92,7 +95,7 @@ class Bench:
 
 
 @contextmanager
-def serving(engine, patience: float = 1.0):
+def serving(engine):
     """A thread steps an engine, at rest; at the end, those that are not answered are cancelled. (Chapters step
     on the main thread, where here the measurement waits and asks.)"""
     from shell.server import Server  # here, since only this needs Flask
@@ -100,7 +103,7 @@ def serving(engine, patience: float = 1.0):
     server = Server(engine, None, {})
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    until = time.monotonic() + patience
+    until = time.monotonic() + 1.0
     while engine.estimates.doubtful and time.monotonic() < until:
         time.sleep(0.05)
     try:
@@ -128,7 +131,8 @@ def read(bench: Bench, engines: dict, documents: list[list[int]]):
 
 class Answer(NamedTuple):
     ttft_ms: float
-    found: int  # tokens of the prompt
+    length: int  # tokens of the prompt
+    found: int  # of them
     restored: int  # of them, in host memory or in storage
     tokens: list[int]
 
@@ -148,12 +152,11 @@ class Transformers:
             cache = DynamicCache(config=self.model.config)
         elif found < len(known):
             cache.crop(found - len(known))
-        began = time.perf_counter()
-        times, tokens = generate(self.model, prompt, new, past_key_values=cache)
+        ttft_ms, _, tokens = ask_theirs(self.model, prompt, new, past_key_values=cache)
         self.caches[text] = cache, (prompt + tokens)[:-1]
         while sum(len(tokens) for _, tokens in self.caches.values()) > self.device and len(self.caches) > 1:
             self.caches.popitem(last=False)
-        return Answer(1e3 * (times[0] - began), found, 0, tokens)
+        return Answer(ttft_ms, len(prompt), found, 0, tokens)
 
 
 def conversations(bench: Bench, rounds: int):
@@ -177,24 +180,20 @@ def conversations(bench: Bench, rounds: int):
                 tokens.append(DOCUMENTS * LENGTH)
             device.append(max(tokens[-1] // 4, max(map(len, texts)) + TURNS * (QUESTION + ANSWER)))
             could += asked_in_turn(bench, texts, order, (device[-1], tokens[-1]), exponent is None, asked)
-        yield dict(what=what, rounds=rounds, **summary(asked, could, tokens, device))
+        yield dict(what=what, **summary(asked, could, tokens, device))
 
 
-def summary(asked: dict[str, list], could: int, tokens: list[int], device: list[int]) -> dict:
-    """`asked`: system -> its answer and the length of the prompt, each time."""
-    prompts = sum(length for _, length in asked["02"])
-    times = {name: [answer.ttft_ms for answer, _ in each] for name, each in asked.items()}
-    expected = [answer.tokens for answer, _ in asked["no cache"]]
-    systems = {}
-    for name, each in asked.items():
-        systems[name] = dict(
-            found=sum(answer.found for answer, _ in each) / prompts,
-            restored=sum(answer.restored for answer, _ in each),
-            equal=sum(answer.tokens == tokens for (answer, _), tokens in zip(each, expected)),
-            ttft_ms=percentiles(times[name], 50, 99))  # fmt: skip
-    over = {name: ratio(times[name], times["03"]) for name in times}
+def summary(asked: dict[str, list[Answer]], could: int, tokens: list[int], device: list[int]) -> dict:
+    """`asked`: system -> its answers."""
+    prompts, expected = sum(answer.length for answer in asked["02"]), [answer.tokens for answer in asked["no cache"]]
+    times = {name: [answer.ttft_ms for answer in each] for name, each in asked.items()}
+    systems = {name: dict(
+        found=sum(answer.found for answer in each) / prompts, restored=sum(answer.restored for answer in each),
+        equal=sum(answer.tokens == tokens for answer, tokens in zip(each, expected)),
+        ttft_ms=percentiles(times[name], 50, 99)) for name, each in asked.items()}  # fmt: skip
     return dict(tokens=round(statistics.mean(tokens)), device_tokens=round(statistics.mean(device)),
-                requests=len(expected), could_be_found=could / prompts, systems=systems, of_03=over)  # fmt: skip
+                requests=len(expected), could_be_found=could / prompts, systems=systems,
+                of_03={name: ratio(times[name], times["03"]) for name in times})  # fmt: skip
 
 
 def asked_in_turn(bench: Bench, texts: list, order: list[int], room: tuple[int, int], grows: bool, asked: dict) -> int:
@@ -222,10 +221,10 @@ def asked_in_turn(bench: Bench, texts: list, order: list[int], room: tuple[int, 
             for name, engine in engines.items():
                 request = bench.answer(engine, name, prompt, new)
                 restored = sum(request.found.get(tier, 0) for tier in ("cpu", "storage"))
-                answer = Answer(request.outcome.ttft_ms, request.cached_tokens, restored, request.new)
-                asked.setdefault(name, []).append((answer, len(prompt)))
-            asked.setdefault("transformers", []).append((theirs.ask(number, prompt, new), len(prompt)))
-            texts[number] = prompt + asked["no cache"][-1][0].tokens if grows else prompt[:before]
+                answer = Answer(request.outcome.ttft_ms, len(prompt), request.cached_tokens, restored, request.new)
+                asked.setdefault(name, []).append(answer)
+            asked.setdefault("transformers", []).append(theirs.ask(number, prompt, new))
+            texts[number] = prompt + asked["no cache"][-1].tokens if grows else prompt[:before]
         for engine in engines.values():
             engine.close()
     return could
@@ -255,30 +254,22 @@ def beside(bench: Bench, rounds: int):
 
 def window(bench: Bench, name: str, engine, history: list[int]) -> dict:
     """Eight decode for a while; the history comes back meanwhile."""
-    decoding, over, back, bytes_before = {}, [], [], engine.counts["bytes_in"]
+    over, back, bytes_before = [], [], engine.counts["bytes_in"]
     with serving(engine) as server:
 
-        def submit(prompt: list[int], new: int) -> Request:
-            request = bench.request(name, prompt, new)
-            engine.submit(request)
-            return request
-
         def decode():
-            for place in range(DECODING):
-                if place not in decoding or decoding[place].outcome is not None:
-                    decoding[place] = submit(bench.prompt(QUESTION), 300 + 20 * place)  # they do not end together
-                    over.append(decoding[place])
+            for _ in range(DECODING - sum(request.outcome is None for request in over)):
+                new = 300 + 20 * (len(over) % DECODING)  # they do not end together
+                over.append(bench.submit(server, name, bench.prompt(QUESTION), new))
 
         decode()
-        while not all(request.new for request in decoding.values()):
+        while not all(request.new for request in over):
             time.sleep(0.01)
         began = due = time.perf_counter()
         while (now := time.perf_counter()) < began + WINDOW or not any(request.new for request in back):
             decode()
             if now >= due and (not back or back[-1].outcome is not None):
-                if name != "02":
-                    server.between_steps(partial(engine.evict, "device"))
-                back.append(submit(history + bench.prompt(QUESTION), 1))
+                back.append(bench.submit(server, name, history + bench.prompt(QUESTION), 1, evict=True))
                 due += EVERY * (1 + (now - due) // EVERY)
             time.sleep(0.01)
         ended = time.perf_counter()
@@ -331,11 +322,8 @@ def talk(bench: Bench, name: str, engine, starts: list[float], said: list[list])
                 last = requests[-1] if requests else None
                 due = began + start if last is None else last.times[-1] + THINK if last.outcome else until
                 if due <= now and len(requests) < ROUNDS:
-                    if name != "02":
-                        server.between_steps(partial(engine.evict, "device"))
                     prompt = (last.tokens if last else []) + texts[len(requests)]
-                    requests.append(bench.request(name, prompt, ANSWER))
-                    engine.submit(requests[-1])
+                    requests.append(bench.submit(server, name, prompt, ANSWER, evict=True))
             time.sleep(0.002)
     return asked, now
 
@@ -346,8 +334,7 @@ def report(found: list[dict]) -> str:
     asked, sessions, beside = (tables.rows(found, part) for part in PARTS)
     systems = []
     for row in asked:
-        held = f"{row['device_tokens']:,} of {row['tokens']:,} tokens"
-        header = f"{row['what']}: {held}, {row['could_be_found']:.0%}"
+        header = f"{row['what']}: {row['device_tokens']:,} of {row['tokens']:,} tokens, {row['could_be_found']:.0%}"
         for system, own in row["systems"].items():
             differ = row["requests"] - own["equal"]
             systems.append(dict(own, system=system, over=row["of_03"][system], header=header,

@@ -12,12 +12,13 @@ import gc
 import importlib
 import random
 import time
+from contextlib import contextmanager
 from functools import partial
+from itertools import product
 
 from benchmarks import measure, tables
-from benchmarks.measure import AS_IT_IS, draw, modelled, ratio, spread, ttft
-from common.requests import Request
-from shell import lesson
+from benchmarks.measure import AS_IT_IS, draw, modelled, ratio, spread
+from shell import lesson, modelled_link
 
 CHAPTERS = "02_paged_kv", "03_cpu_offload", "04_hidden_state_cache", "05_bubble_free"
 paged, offload, hidden_states, planned = map(importlib.import_module, CHAPTERS)
@@ -31,46 +32,91 @@ def links_of(model) -> dict[str, float]:
     return LINKS if modelled(model, 1.0) else {AS_IT_IS: 1.0}
 
 
+# 1. Asking behind one history, and what was restored --------------------------------------------------------
+
+@contextmanager
+def engines_of(model, caches: dict, tokens: int):
+    """An engine for each Cache. Of a history of so many tokens two fit: one may still be leaving."""
+    engines = {name: paged.Engine(paged.Runner(model, tokens // 8 + 32), cache, always_restore=True)
+               for name, cache in caches.items()}
+    yield engines
+    for engine in engines.values():
+        engine.close()
+
+
+def keep(engine, history: list[int]) -> float:
+    """Compute a history, and keep all of it however slow the link is -> TTFT in ms."""
+    engine.cache.save_link.bandwidth, engine.cache.soon = offload.links.Bandwidth(1e15), lambda blocks: True
+    return lesson.ask(engine, history).outcome.ttft_ms
+
+
+def once(engine, prompt: list[int], pools=("device",)) -> dict:
+    """Ask when the engine has lost what is in these pools -> what was restored."""
+    lesson.settle(engine)
+    for pool in pools:
+        engine.evict(pool)
+    time.sleep(0.02)  # as a request that comes after a pause
+    before = engine.counts["bytes_in"]
+    request = lesson.ask(engine, prompt)
+    return dict(ttft_ms=request.outcome.ttft_ms, new=request.new,
+                projected=sum(span.lane == "compute" and span.label[:5] == "layer" for span in request.timeline.spans),
+                tokens=request.cached_tokens - request.found.get("gpu", 0),
+                bytes=engine.counts["bytes_in"] - before)
+
+
+def compare(engines: dict, history: list[int], rounds: int, rng, base: str, pools=("device",)) -> dict:
+    """Ask all engines in turn, in each round the same question behind the same history -> name -> figures,
+    and how many times as long TTFT was as that of `base` in the same round."""
+    model = next(iter(engines.values())).model
+    question = partial(draw, rng, model, QUESTION)
+    ways = {name: dict(computed_ms=keep(engine, history + question())) for name, engine in engines.items()}
+    asks = {name: lambda question, engine=engine: once(engine, history + question, pools) for name, engine in engines.items()}
+    taken = measure.same_question_in_turn(asks, rounds, question)
+    measure.check_alike(model, {name: [found["new"] for found in each] for name, each in taken.items()})
+    ttft = {name: [found["ttft_ms"] for found in each] for name, each in taken.items()}
+    for name, each in taken.items():
+        ways[name] |= {what: min(found[what] for found in each) for what in ("tokens", "bytes", "projected")}
+        ways[name] |= {"ttft_ms": spread(ttft[name]), f"ttft_over_{base}": ratio(ttft[name], ttft[base])}
+    return ways
+
+
+def even_speed(model, tokens: int) -> float:
+    """Bytes per second at which a layer's states travel as long as they are projected."""
+    return tokens * model.config.hidden_size * model.dtype.itemsize / modelled_link.time_projecting(model, tokens)
+
+
+def planned_engine(model, tokens: int, share: float):
+    """Chapter 05 over a link on which a layer's states take `share` times as long to transfer as to project,
+    as it measures that itself: within 10 %, or after five tries as it is -> its engine, and the costs."""
+    for left in reversed(range(5)):
+        cache = planned.PlannedCache(tokens // 8 + 64, modelled(model, even_speed(model, tokens) / share))
+        engine = paged.Engine(paged.Runner(model, tokens // 8 + 32), cache, always_restore=True)
+        costs = cache.costs(0, tokens)
+        if not left or not cache.load_link.modelled or 0.9 < costs.load_states / costs.project / share < 1.1:
+            return engine, costs
+        engine.close()
+
+
+# 2. Over three links ----------------------------------------------------------------------------------------
+
 def behind_histories(model, arguments):
-    rng = random.Random(0)
-    for tokens in arguments.histories or HISTORIES.get(arguments.name, [512, 1024, 1984]):
-        blocks = -(-(tokens + 2 * QUESTION) // 16) + 32
-
-        def engine_of(cache, blocks=blocks):
-            engine = paged.Engine(paged.Runner(model, blocks), cache, always_restore=True)
-            cache.save_link.bandwidth, offload.LONGEST_SAVE = offload.links.Bandwidth(1e15), 1e9  # so all of it is saved
-            return engine
-
-        seconds = engine_of(hidden_states.HiddenCache(1, 1e9)).cache.seconds_to_project(tokens)
-        even = tokens * model.config.hidden_size * model.dtype.itemsize / seconds
-        for words, share in links_of(model).items():
-            bandwidth, history = modelled(model, even / share), draw(rng, model, tokens)
-            engines = {"03": engine_of(offload.HostCache(2 * blocks, bandwidth)),
-                       "04": engine_of(hidden_states.HiddenCache(2 * blocks, bandwidth)),
-                       "05": engine_of(planned.PlannedCache(4 * blocks, bandwidth))}  # fmt: skip
-            row = one_link(model, engines, history, partial(draw, rng, model, QUESTION), arguments.rounds)
-            gbps = engines["03"].cache.load_link.speed() / 1e9
-            yield dict(history_tokens=tokens, link=words, gbps=gbps, **row)
-            while engines:
-                engines.popitem()[1].close()
-            gc.collect()  # they refer to themselves, and those of the next link take as much memory
+    rng, histories = random.Random(0), arguments.histories or HISTORIES.get(arguments.name, [512, 1024, 1984])
+    for tokens, (words, share) in product(histories, links_of(model).items()):
+        yield dict(history_tokens=tokens, link=words, **one_link(model, tokens, share, arguments.rounds, rng))
+        gc.collect()  # engines refer to themselves, and those of the next link take as much memory
 
 
-def one_link(model, engines: dict, history: list[int], question, rounds: int) -> dict:
-    def once(name: str) -> Request:
-        time.sleep(0.02)  # as a request that comes after a pause
-        return lesson.ask(engines[name], history + question(), 1, "device")
-
-    computed = min(once(name).outcome.ttft_ms for name in engines)
-    cache = engines["05"].cache
-    plan, costs = cache.store.letters, cache.costs(0, len(history))
-    asked = lesson.in_turn({name: partial(once, name) for name in engines}, rounds)
-    taken = {name: ttft(requests) for name, requests in asked.items()}
+def one_link(model, tokens: int, share: float, rounds: int, rng) -> dict:
+    ours, costs = planned_engine(model, tokens, share)
+    plan, speed = ours.cache.store.letters, ours.cache.bandwidth
+    caches = {"03": offload.HostCache(tokens // 8, speed), "04": hidden_states.HiddenCache(tokens // 8 + 64, speed)}
+    with engines_of(model, caches, tokens) as engines:
+        engines["05"] = ours
+        ways = compare(engines, draw(rng, model, tokens), rounds, rng, "03")
+    ttft, restored, computed = ({name: way[what] for name, way in ways.items()} for what in ("ttft_ms", "tokens", "computed_ms"))
     return dict(
-        computed_ms=computed, ttft_ms={name: spread(samples) for name, samples in taken.items()},
-        restored={name: min(request.found.get("cpu", 0) for request in each) for name, each in asked.items()},
-        over_03={name: ratio(taken["03"], taken[name]) for name in ("04", "05")}, plan=plan,
-        costs_ms={name: 1e3 * cost for name, cost in costs._asdict().items()},
+        computed_ms=min(computed.values()), ttft_ms=ttft, restored=restored, plan=plan,
+        over_03={name: ratio(ttft["03"]["samples"], ttft[name]["samples"]) for name in ("04", "05")},
         predicted_ms=1e3 * planned.plan_seconds(plan, costs),
         bound_ms=1e3 * planned.bound_seconds(len(model.layers), costs))  # fmt: skip
 

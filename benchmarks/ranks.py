@@ -46,31 +46,25 @@ def rank(ranks, arguments) -> list[dict]:
         engine = ranked.make_engine(model, options, keep)
         lesson.ask(engine, history + [1])
 
-        def counted(engine=engine) -> list[int]:
-            return [ranks.agreements, engine.counts["bytes_in"], engine.counts["steps"]]
-
-        def ask(engine=engine, counted=counted) -> list[float]:
+        def ask(engine=engine) -> list[float]:
             lesson.settle(engine)
             engine.evict("device")
-            before = counted()
-            request = lesson.ask(engine, history + draw(rng, model, QUESTION))
-            moved = [now - then for now, then in zip(counted(), before)]
-            return [request.outcome.ttft_ms, request.cached_tokens, *moved]
+            before, agreements = engine.counts.copy(), ranks.agreements
+            ttft = lesson.ask(engine, history + draw(rng, model, QUESTION)).outcome.ttft_ms
+            return [ttft, ranks.agreements - agreements, *(engine.counts[what] - before[what] for what in ("bytes_in", "steps"))]
 
         samples, *counts = zip(*lesson.in_turn({keep: ask}, arguments.rounds)[keep])
-        found, agreements, size, steps = map(statistics.median, counts)
+        agreements, size, steps = map(statistics.median, counts)
         rows.append(dict(
-            **link, keep=keep, ranks=ranks.count, history_tokens=HISTORY, gbps=gbps, bytes_over_link=size, link_ms=size / gbps / 1e6,
-            ttft_ms=spread(samples), agreements=agreements, steps=steps, restored_tokens=found))  # fmt: skip
+            **link, keep=keep, ranks=ranks.count, history_tokens=HISTORY, bytes_over_link=size, link_ms=size / gbps / 1e6,
+            ttft_ms=spread(samples), agreements=agreements, steps=steps))  # fmt: skip
         engine.close()
     began = time.perf_counter()
     for _ in range(200):
         ranks.least([0] * ranked.FACTS)
     agreement = (time.perf_counter() - began) / 200 * 1e6
-    for row in rows:
-        row["agreement_us"] = agreement
     ranks.meet()
-    return rows
+    return [dict(row, agreement_us=agreement) for row in rows]
 
 
 def run(model: str, arguments) -> list[dict]:

@@ -95,14 +95,15 @@ class Shown:
 
 
 def table(caption: str, columns: dict[str, str], rows: list[dict]) -> str:
-    """`columns`: header -> the template of its cells; a cell whose row lacks something is empty. Without rows: nothing."""
+    """`columns`: header -> the template of its cells; a cell whose row lacks something is empty. The caption is a
+    template too, for the first row. Without rows: nothing."""
     def cell(template: str, row: dict) -> str:
         try:
             return template.format_map({key: Shown(value) for key, value in row.items()})
         except KeyError:
             return ""
     lines = [[cell(template, row) for template in columns.values()] for row in rows]
-    return paragraphs(caption, markdown(list(columns), lines)) if lines else ""
+    return paragraphs(cell(caption, rows[0]), markdown(list(columns), lines)) if lines else ""
 
 
 def across(rows: list[dict], cells: dict[str, str]) -> dict[str, str]:

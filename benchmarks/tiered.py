@@ -4,13 +4,11 @@
     python -m benchmarks.tiered --only policies --model classroom --rounds 5
 
 mix         conversations go on behind documents of 1,024 tokens, in any order. The device holds a third of them,
-            host memory half, and the documents are in files, where another engine has left them. Beside the device
-            alone, one at a time and four at once; the bound is, for each request, the slowest of the same question
-            with all on the device, of what came over the link and a layer's share of the question behind that, and
-            of what was read; for four at once, of the sums.
+            host memory half, and the documents are in files. Beside the device alone, one at a time and four at once;
+            the bound is, for each request, the slowest of the same question with all on the device, of what came over
+            the link and a layer's share of the question behind that, and of what was read; for four at once, of the sums.
 policies    one history in slow storage alone, reading takes r times as long as computing: each policy, without the
-            engine's guard and with it. A cell in which both_ends is behind (`measure.is_behind`) is measured again
-            with twice the rounds, and both rows stand.
+            engine's guard and with it.
 admission   a hit in host memory or in storage of 1 MB/s to 1 GB/s over computing it, and the tier of each token.
 layouts     a hit in host memory, and in storage of 0.1 and 10 GB/s, by order of host memory and page size; and its pieces.
 writes      what each write policy finds, writes, and would lose by a kill.
@@ -24,7 +22,7 @@ import random
 import statistics
 import tempfile
 import time
-import tracemalloc
+from contextlib import ExitStack
 from functools import partial
 
 from benchmarks import measure, tables
@@ -36,33 +34,28 @@ from shell import backends, lesson, modelled_link
 
 paged, tiers = importlib.import_module("02_paged_kv"), importlib.import_module("07_tiered_storage")
 TALKS, TURNS, DOCUMENT, QUESTION, ANSWER = 12, 3, 1024, 64, 8  # conversations; tokens
-directory = partial(tempfile.TemporaryDirectory, prefix="benchmark-")
 TIERS = "gpu", "cpu", "storage"
 
 
-class Bench:
-    """Engines of one model, over one directory."""
+class Bench(ExitStack):
+    """Engines of one model, over one directory. At its end they are closed, and it is removed."""
 
-    def __init__(self, model, folder: str, size: int = 16):
-        self.model, self.folder, self.size, self.rng = model, folder, size, random.Random(0)
-
-    def draw(self, tokens: int) -> list[int]:
-        return draw(self.rng, self.model, tokens)
-
-    def blocks(self, tokens: int) -> int:
-        return -(-tokens // self.size)
+    def __init__(self, model, size: int = 16):
+        super().__init__()
+        self.folder = self.enter_context(tempfile.TemporaryDirectory(prefix="benchmark-"))
+        self.model, self.size, self.rng = model, size, random.Random(0)
+        self.draw = partial(draw, self.rng, model)  # (tokens)
 
     def engine(self, on_device: int, cache=None):
         """Chapter 02's, with room for so many tokens."""
-        return paged.Engine(paged.Runner(self.model, self.blocks(on_device), self.size), cache)
+        engine = paged.Engine(paged.Runner(self.model, -(-on_device // self.size), self.size), cache)
+        self.callback(engine.close)
+        return engine
 
-    def cache(self, on_host: int, share: float = 1.0, storage: bool = True, name: str = "pages", **options):
-        """Host memory for so many tokens, over the default link or a share of it."""
-        bandwidth, files = modelled_link.bandwidth(self.model), f"file:{self.folder}/{name}"
-        if share != 1 and bandwidth:
-            bandwidth = links.Bandwidth(share * bandwidth.value)
-        behind = store.Storage(backends.open_backend(files, {}), "files") if storage else None
-        return tiers.TieredCache(self.blocks(on_host), bandwidth, behind, **options)
+    def cache(self, on_host: int, storage: bool = True, **options):
+        """Host memory for so many tokens, over the default link."""
+        behind = store.Storage(backends.open_backend(f"file:{self.folder}/pages", {}), "files") if storage else None
+        return tiers.TieredCache(-(-on_host // self.size), modelled_link.bandwidth(self.model), behind, **options)
 
 
 def forget(engine):
@@ -102,8 +95,7 @@ def go_on(engine, documents: list, asked: list[tuple[int, list[int]]], at_once: 
 
 def mix(model, arguments):
     longest = DOCUMENT + TURNS * (QUESTION + ANSWER) + 16
-    with directory() as folder:
-        bench = Bench(model, folder)
+    with Bench(model) as bench:
         documents = [bench.draw(DOCUMENT) for _ in range(TALKS)]
         known = bench.engine(3 * TALKS * longest, bench.cache(longest))  # all stays on its device
         for document in documents:  # it has left them in the files
@@ -114,52 +106,47 @@ def mix(model, arguments):
         none = bench.engine(TALKS * longest // 3)
         ours = bench.engine(TALKS * longest // 3, bench.cache(TALKS * longest // 2))
         lesson.ask(ours, bench.draw(512), 1)  # how fast is prefill?
+
+        def turns() -> list[tuple[int, list[int]]]:
+            order = [number for _ in range(TURNS) for number in bench.rng.sample(range(TALKS), TALKS)]
+            return [(number, bench.draw(QUESTION)) for number in order]
+
+        def play(engine, at_once: int, asked: list) -> tuple[list, float]:
+            if engine is not known:
+                forget(engine)
+            return go_on(engine, documents, asked, at_once)
+
         for at_once in (1, 4):
-            samples = []
-            for round_ in range((arguments.rounds or 5) + 1):
-                order = [number for _ in range(TURNS) for number in bench.rng.sample(range(TALKS), TALKS)]
-                asked = [(number, bench.draw(QUESTION)) for number in order]
-                taken = {}
-                for name, engine in dict(none=none, known=known, ours=ours).items():
-                    if name != "known":
-                        forget(engine)
-                    taken[name] = go_on(engine, documents, asked, at_once)
-                if round_:
-                    samples.append(mixed(ours, taken, at_once, model))
-            figures = {what: spread([sample[what] for sample in samples]) for what in samples[0]}
-            yield dict(at_once=at_once, conversations=TALKS, turns=TURNS, document_tokens=DOCUMENT,
-                       link=str(ours.cache.load_link), **figures)  # fmt: skip
-        for engine in (none, known, ours):
-            engine.close()
+            ways = {name: partial(play, engine, at_once) for name, engine in dict(none=none, known=known, ours=ours).items()}
+            taken = measure.same_question_in_turn(ways, arguments.rounds or 5, turns)
+            samples = [mixed(ours, dict(zip(ways, each)), at_once, model) for each in zip(*taken.values())]
+            yield dict(at_once=at_once, **{what: spread([sample[what] for sample in samples]) for what in samples[0]})
 
 
 def mixed(engine, taken: dict, at_once: int, model) -> dict:
     """One round: TTFT, throughput and bound."""
     measure.check_alike(model, {name: [request.new for request in requests] for name, (requests, _) in taken.items()})
-    cache, (requests, seconds), direct = engine.cache, taken["ours"], taken["known"]
+    cache, (requests, seconds), (direct, at_best) = engine.cache, taken["ours"], taken["known"]
     means = {name: statistics.mean(ttft(each)) for name, (each, _) in taken.items()}
-    block, bounds, on_link, on_read = cache.host.block_bytes / cache.pool.block_size, [], 0.0, 0.0
-    speeds = cache.load_link.speed(), cache.storage.speed()
-    for request, hit in zip(requests, direct[0]):
-        read = request.found.get("storage", 0) * block
-        copied, least = read + request.found.get("cpu", 0) * block, hit.outcome.ttft_ms
-        link = 1e3 * copied / speeds[0]
-        bounds.append(max(least, 1e3 * read / speeds[1], link + least / len(model.layers) if copied else 0))
-        on_link, on_read = on_link + copied / speeds[0], on_read + read / speeds[1]
-    of_bound = statistics.mean(bounds) / means["ours"]
+    block, found = cache.host.block_bytes / cache.pool.block_size, [request.found for request in requests]
+    read = [1e3 * block * where.get("storage", 0) / cache.storage.speed() for where in found]  # ms
+    copied = [1e3 * block * (where.get("storage", 0) + where.get("cpu", 0)) / cache.load_link.speed() for where in found]
     if at_once > 1:
-        of_bound = max(direct[1], on_link, on_read) / seconds
+        of_bound = max(at_best, 1e-3 * sum(copied), 1e-3 * sum(read)) / seconds
+    else:
+        layers = len(model.layers)
+        bounds = [max(least, l3, link + least / layers if link else 0) for least, l3, link in zip(ttft(direct), read, copied)]
+        of_bound = statistics.mean(bounds) / means["ours"]
     return dict(
         ttft_ms=means["ours"], device_alone_ms=means["none"], all_on_device_ms=means["known"],
         lower=1 - means["ours"] / means["none"], throughput=taken["none"][1] / seconds, of_bound=of_bound,
-        **tiers.shares(requests), device_alone_hits=tiers.shares(taken["none"][0])["gpu"])  # fmt: skip
+        **tiers.shares(requests))  # fmt: skip
 
 
 # 2. One history that only storage has -----------------------------------------------------------------------
 
 def policies(model, arguments, tokens: int = 1024):
-    with directory() as folder:
-        bench = Bench(model, folder)
+    with Bench(model) as bench:
         engine = bench.engine(2 * tokens, bench.cache(2 * tokens, prefetch="both_ends"))
         cache, storage = engine.cache, engine.cache.storage
         history = bench.draw(tokens)
@@ -170,10 +157,8 @@ def policies(model, arguments, tokens: int = 1024):
             forget(engine)
             time.sleep(0.02)
             cache.prefetcher.policy, cache.storage = policy, None if policy == "computed" else storage
-            try:
-                return lesson.ask(engine, history + question, 1)
-            finally:
-                cache.storage = storage
+            request, cache.storage = lesson.ask(engine, history + question, 1), storage
+            return request
 
         for _ in range(3):
             alone = once("computed", bench.draw(QUESTION)).outcome.ttft_ms
@@ -184,8 +169,7 @@ def policies(model, arguments, tokens: int = 1024):
             engine.estimates.always = always
             cache.measure_storage()
             for row in measure.again_if_behind(partial(policy_cell, bench, once), arguments.rounds or 7):
-                yield dict(history_tokens=tokens, r=r, guard=not always, **row)
-        engine.close()
+                yield dict(r=r, guard=not always, **row)
 
 
 def policy_cell(bench: Bench, once, rounds: int) -> dict:
@@ -204,59 +188,53 @@ def policy_cell(bench: Bench, once, rounds: int) -> dict:
 # 3. Every tier beside computing -----------------------------------------------------------------------------
 
 SPEEDS = {"1 MB/s": 1e6, "10 MB/s": 1e7, "100 MB/s": 1e8, "1 GB/s": 1e9}  # bytes/s
+SLOWER = "host, link 50 times slower"
 
 
 def admission(model, arguments, histories=(512, 1024, 1900)):
     longest = max(histories) + QUESTION + 16
-    with directory() as folder:
-        bench = Bench(model, folder)
-        fast = bench.engine(2 * longest, bench.cache(2 * longest))
-        slow = bench.engine(2 * longest, bench.cache(2 * longest, 1 / 50, storage=False))
-        slower = ["host, link 50 times slower"] if slow.cache.load_link.modelled else []
+    with Bench(model) as bench:
+        engine = bench.engine(2 * longest, bench.cache(2 * longest))
+        slower = [SLOWER] if engine.cache.load_link.modelled else []
         ways = "computed", "host", *slower, *(f"storage, {speed}" for speed in SPEEDS)
         for tokens in histories:
             history = bench.draw(tokens)
-            for engine in (fast, slow):
-                lesson.ask(engine, history + bench.draw(1), 1)
-                lesson.settle(engine)
-            forget(slow)
-            for engine in (slow, fast):  # what lay in the other's host memory has left it
-                lesson.ask(engine, history + bench.draw(1), 1)
-            asks = {way: partial(ask_from, bench, slow if "slower" in way else fast, way, history, SPEEDS) for way in ways}
+            lesson.ask(engine, history + bench.draw(1), 1)
+            asks = {way: partial(ask_from, bench, engine, way, history, SPEEDS) for way in ways}
             taken = measure.same_question_in_turn(asks, arguments.rounds or 7, partial(bench.draw, QUESTION))
             alone = ttft(taken["computed"])
             for way, requests in taken.items():
                 over = ratio(ttft(requests), alone)
                 yield dict(
                     history_tokens=tokens, way=way, over_computing=over, slower=measure.is_behind(over["samples"]),
-                    found={tier: sum(one.found.get(tier, 0) for one in requests) / len(requests) for tier in TIERS},
-                    ttft_ms=spread(ttft(requests)))  # fmt: skip
-        fast.close()
-        slow.close()
+                    found={tier: sum(one.found.get(tier, 0) for one in requests) / len(requests) for tier in TIERS})
 
 
 def ask_from(bench, engine, way: str, history: list[int], speeds: dict, question: list[int]) -> Request:
     """Ask when only that tier has the history, or none."""
-    storage = engine.cache.storage
+    storage, link = engine.cache.storage, engine.cache.load_link
+    bandwidth = link.bandwidth
     lesson.settle(engine)
     engine.evict("device")
-    if way == "computed" or way.startswith("storage"):
+    if not way.startswith("host"):
         forget(engine)
     if way == "computed":
         engine.cache.storage = None
-    elif way.startswith("storage"):
+    elif way == SLOWER:
+        link.bandwidth = links.Bandwidth(bandwidth.value / 50)
+        link.measured.forget()
+    elif way != "host":
         storage.bandwidth = links.Bandwidth(speeds[way.removeprefix("storage, ")])
         storage.measured.forget()
         storage.measured.note(storage.bandwidth.value, 1.0)
-    try:
-        return lesson.ask(engine, history + question, 1)
-    finally:
-        engine.cache.storage = storage
-        if storage:
-            storage.bandwidth = None
-        if way == "computed":  # what others are about to find there
-            lesson.ask(engine, history + bench.draw(1), 1)
-            lesson.settle(engine)
+    request = lesson.ask(engine, history + question, 1)
+    engine.cache.storage, storage.bandwidth, link.bandwidth = storage, None, bandwidth
+    if way == SLOWER:
+        link.measured.forget()
+    if way == "computed":  # what others are about to find there
+        lesson.ask(engine, history + bench.draw(1), 1)
+        lesson.settle(engine)
+    return request
 
 
 # 4. Trade-offs ----------------------------------------------------------------------------------------------
@@ -264,8 +242,7 @@ def ask_from(bench, engine, way: str, history: list[int], speeds: dict, question
 def layouts(model, arguments, tokens: int = 1024):
     link, speeds = modelled_link.bandwidth(model), {"0.1 GB/s": 1e8, "10 GB/s": 1e10}
     for size, layout in itertools.product((1, 16, 64, 128), tiers.LAYOUTS):
-        with directory() as folder:
-            bench = Bench(model, folder, size)
+        with Bench(model, size) as bench:
             engine = bench.engine(2 * tokens, bench.cache(2 * tokens, prefetch="wait_complete", layout=layout))
             history, engine.estimates.always, engine.cache.load_link.bandwidth = bench.draw(tokens), True, link
             lesson.ask(engine, history + bench.draw(1), 1)
@@ -273,10 +250,9 @@ def layouts(model, arguments, tokens: int = 1024):
             asks = {way: partial(ask_from, bench, engine, way, history, speeds) for way in ways}
             taken = measure.same_question_in_turn(asks, arguments.rounds or 3, partial(bench.draw, QUESTION))
             engine.cache.hold = partial(note, moved := {}, engine.cache.hold)
-            found = asks["storage, 10 GB/s"](bench.draw(QUESTION)).found
-            yield dict(layout=layout, page_tokens=size, link=str(link), found=found, moved=moved,
-                       ttft_ms={way: spread(ttft(requests)) for way, requests in taken.items()})  # fmt: skip
-            engine.close()
+            asks["storage, 10 GB/s"](bench.draw(QUESTION))
+            times = {way: spread(ttft(requests)) for way, requests in taken.items()}
+            yield dict(layout=layout, page_tokens=size, moved=moved, ttft_ms=times)
 
 
 def note(moved: dict, hold, lane: str, transfers: list, *held, **then):
@@ -286,82 +262,62 @@ def note(moved: dict, hold, lane: str, transfers: list, *held, **then):
     moved[lane] = {what: count + sum(getattr(each, what) for each in transfers) for what, count in before.items()}
 
 
-def played(bench: Bench, on_device: int, on_host: int, name: str, storage=True, **options) -> dict:
+def played(model, on_host: int, **options) -> dict:
     """60 questions about 12 documents, about the n-th as often as 1/n (Zipf), to an engine that begins with nothing
     -> what it found and wrote."""
-    drawn, weights = Bench(bench.model, bench.folder), [1 / (rank + 1) for rank in range(12)]  # the same for all
-    documents = [drawn.draw(256) for _ in range(12)]
-    asked = [(number, drawn.draw(24)) for number in random.Random(1).choices(range(12), weights, k=60)]
-    engine = bench.engine(on_device, bench.cache(on_host, storage=storage, name=name, threshold=2 * bench.size, **options))
-    requests, seconds = go_on(engine, documents, asked)
-    cache, counts = engine.cache, engine.cache.counts
-    pages = list(cache.tree.pages.values())
-    row = dict(
-        asked=len(asked), **tiers.shares(requests), ttft_ms=spread(ttft(requests)),
-        saved_bytes=counts["bytes_out"], loaded_bytes=counts["bytes_in"],
-        storage_bytes=counts["storage_pages_written"] * cache.host.block_bytes,
-        read_bytes=counts["storage_pages_read"] * cache.host.block_bytes,
-        dirty_evicted=counts["dirty_evicted"], pages_written=counts["pages_written"], pages_lost=counts["pages_lost"],
-        pages=len(pages), lost_by_a_kill=sum(not page.stored for page in pages), gb=cache.host.memory.nbytes / 1e9)  # fmt: skip
-    engine.close()
-    return row
+    with Bench(model) as bench:
+        documents = [bench.draw(256) for _ in range(12)]
+        order = random.Random(1).choices(range(12), [1 / (rank + 1) for rank in range(12)], k=60)
+        engine = bench.engine(1400, bench.cache(on_host, threshold=2 * bench.size, **options))
+        requests, _ = go_on(engine, documents, [(number, bench.draw(24)) for number in order])
+        cache, counts = engine.cache, engine.cache.counts
+        pages = list(cache.tree.pages.values())
+        return dict(
+            **tiers.shares(requests), ttft_ms=spread(ttft(requests)), saved_bytes=counts["bytes_out"],
+            storage_bytes=counts["storage_pages_written"] * cache.host.block_bytes,
+            dirty_evicted=counts["dirty_evicted"], pages_written=counts["pages_written"],
+            pages=len(pages), lost_by_a_kill=sum(not page.stored for page in pages))  # fmt: skip
 
 
 def writes(model, arguments):
     for policy in tiers.WRITE:
-        with directory() as folder:
-            yield dict(policy=policy, **played(Bench(model, folder), 1400, 1400, policy, write=policy))
+        yield dict(policy=policy, **played(model, 1400, write=policy))
 
 
 def sizes(model, arguments):
     for times in (0.25, 0.5, 1, 2, 4):
-        with directory() as folder:
-            row = played(Bench(model, folder), 1400, int(1400 * times), "pages", storage=False)
-            yield dict(row, times_the_device=times)
+        yield dict(times_the_device=times, **played(model, int(1400 * times), storage=False))
 
 
 def match(model, arguments, pages: int = 100_000, prompt: int = 4096):
     """The same number of pages in 100 to 10,000 conversations behind a common beginning. The prompt is the worst
     case: each of its pages is a node."""
-    size = 16
+    size, common = 16, 32  # tokens of a page, pages of the beginning
     for talks in (100, 1000, 10_000):
-        prefixes, rng = paged.Prefixes("", size), random.Random(0)
-        system = [rng.randrange(1 << 15) for _ in range(32 * size)]
-        chains = []
+        prefixes, tree, rng = paged.Prefixes("", size), tiers.HiRadixTree(), random.Random(0)
+
+        def tokens(pages: int, rng=rng) -> list[int]:
+            return [rng.randrange(1 << 15) for _ in range(pages * size)]
+
+        system = tokens(common)
         for _ in range(talks):
-            rest = [rng.randrange(1 << 15) for _ in range(pages // talks * size)]
-            chains.append(prefixes.extend([], system + rest))
-        tracemalloc.start()
-        tree = tiers.HiRadixTree()
-        for chain in chains:
-            tree.insert(chain)
-        held = tracemalloc.get_traced_memory()[0]
-        tracemalloc.stop()
-        count = len(tree.pages)
-        chain = prefixes.extend([], system + [rng.randrange(1 << 15) for _ in range(prompt - len(system))])
-        for end in range(len(system) // size, len(chain) + 1):
+            tree.insert(prefixes.extend([], system + tokens(pages // talks)))
+        count, asked = len(tree.pages), system + tokens(prompt // size - common)
+        chain = prefixes.extend([], asked)
+        for end in range(common, len(chain) + 1):
             tree.insert(chain[:end])
-            branch = prefixes.extend(list(chain[:end]), [*itertools.chain(*(one.tokens for one in chain[:end])), *[end] * size])
-            tree.insert(branch)
+            tree.insert(prefixes.extend(list(chain[:end]), [*asked[: end * size], *[end] * size]))  # it branches here
         assert len(tree.match(chain)[0]) == len(chain)
         taken = []
         for _ in range(arguments.rounds or 200):
             began = time.perf_counter()
             tree.match(chain)
             taken.append(1e3 * (time.perf_counter() - began))
-        yield dict(conversations=talks, pages=count, nodes=len(tree.nodes()), prompt_tokens=prompt,
-                   bytes_per_page=held / count, match_ms=spread(taken))  # fmt: skip
+        yield dict(conversations=talks, pages=count, match_ms=spread(taken))
 
 
-PARTS = {
-    "mix": (mix, ["classroom", "random:small"]),
-    "policies": (policies, ["classroom", "random:small"]),
-    "admission": (admission, ["classroom"]),
-    "layouts": (layouts, ["classroom"]),
-    "writes": (writes, ["classroom"]),
-    "sizes": (sizes, ["classroom"]),
-    "match": (match, ["classroom"]),
-}
+PARTS = {part.__name__: (part, ["classroom", "random:small"]) for part in (mix, policies)}
+PARTS |= {part.__name__: (part, ["classroom"]) for part in (admission, layouts, writes, sizes, match)}
 
 
 # 5. The tables ----------------------------------------------------------------------------------------------
@@ -379,7 +335,8 @@ def report(found: list[dict]) -> str:
         row["where"] = ", ".join(f"{tokens:.0f} {tier}" for tier, tokens in row["found"].items() if tokens) or "none"
     policies = tables.grouped(policies, ("model", "r"), "guard")
     hits = tables.grouped([row for row in hits if row["way"] != "computed"], ("way",), "length")
-    ways = "computed", *tiers.PREFETCH
+    ways, matched = ("computed", *tiers.PREFETCH), tables.rows(found, "match")
+    times = [row["match_ms"]["median"] for row in matched]
     return tables.paragraphs(
         tables.table("**Conversations behind documents that fit in no single tier:**", {
             "model, at once": "{model}, {at_once}", "TTFT, device alone": "{device_alone_ms:ms}",
@@ -405,16 +362,8 @@ def report(found: list[dict]) -> str:
             "to L3": "{storage_bytes:MB}", "dirty evicted": "{dirty_evicted}", "pages written": "{pages_written}",
             "lost by a kill, of pages": "{lost_by_a_kill} of {pages}",
         }, tables.rows(found, "writes")),
-        report_match(found))  # fmt: skip
-
-
-def report_match(found: list[dict]) -> str:
-    rows = tables.rows(found, "match")
-    if not rows:
-        return ""
-    times = tables.between((row["match_ms"]["median"] for row in rows), "{:.3f}".format)
-    return (f"Finding 4,096 tokens, each page of which is a node, takes {times} ms among {rows[0]['pages']:,} pages, of 100 to "
-            "10,000 conversations.")  # fmt: skip
+        *(f"Finding 4,096 tokens, each page of which is a node, takes {tables.between(times, '{:.3f}'.format)} ms among "
+          f"{row['pages']:,} pages, of 100 to 10,000 conversations." for row in matched[:1]))  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -3,17 +3,15 @@
     python -m benchmarks.variants                                  all; results in benchmarks/results/
     python -m benchmarks.variants --only divisions --model random:small --histories 1024
 
-saving       TBT of 1, 4 and 16 that decode, over nothing kept: in two stages, of which the first copies some
-             steps at once (chapter 04), or each layer while it is computed (the paper); directly, a copy for
-             each run of rows and each layer; and so to a file too, before the next step (Figure 14).
-divisions    TTFT over three links: chapter 05's plan; the paper's closed form; the naive
-             hybrid, which recomputes and loads but knows no hidden states; hidden states alone (HCache-O:
-             chapter 04); K and V alone (03); and tokens divided instead of layers, rounded to a tile or not
-             (Figure 13a). All plans are made from the same costs.
+saving       TBT of 1, 4 and 16 that decode, over nothing kept: in two stages (chapter 04), or each layer while it is
+             computed (the paper); directly, a copy for each run of rows and each layer; and so to a file too, before
+             the next step (Figure 14).
+divisions    TTFT over three links: chapter 05's plan; the paper's closed form; the naive hybrid, which knows no hidden
+             states; hidden states alone (04); K and V alone (03); and tokens divided instead of layers, rounded to a
+             tile or not (Figure 13a). All plans are made from the same costs.
 products     How long a layer takes to project 64 to 2,048 rows (Figure 13b), and 2,048 in such portions.
 directories  The same history from files in 1, 2 and 4 directories, each as fast as an SSD would be against
-             this processor (Figure 11 d to f): on the paper's figures for 7B, reading takes 3.5, 1.7 and 0.9
-             of projecting. 03: K and V in files.
+             this processor (Figure 11 d to f). 03: K and V in files.
 
 Figures are HCache's (EuroSys '25). Each row says what was restored; all ways must answer alike.
 """
@@ -22,8 +20,6 @@ import os
 import random
 import statistics
 import tempfile
-import time
-from contextlib import contextmanager
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -31,8 +27,9 @@ from pathlib import Path
 import torch
 
 from benchmarks import measure, tables
+from benchmarks import planned as behind
 from benchmarks.measure import draw, modelled, ratio, spread
-from benchmarks.planned import QUESTION, hidden_states, links_of, offload, paged, planned
+from benchmarks.planned import hidden_states, links_of, offload, paged, planned
 from common import link as links
 from common.requests import Request
 from common.restoring import Cache
@@ -44,54 +41,7 @@ HiddenCache, PlannedCache = hidden_states.HiddenCache, planned.PlannedCache
 TILE = 128  # rows, for which products are fast
 SSD, PCIE = 6.9 / 24, 32 / 24  # over the speed at which Llama-2-7B's projecting and reading are even (6.1.3)
 
-# 1. Asking, and what was restored --------------------------------------------------------------
-
-@contextmanager
-def engines_of(model, caches: dict, tokens: int):
-    """An engine for each Cache. Of a history of so many tokens two fit: one may still be leaving."""
-    engines = {name: paged.Engine(paged.Runner(model, tokens // 8 + 32), cache, always_restore=True)
-               for name, cache in caches.items()}
-    yield engines
-    for engine in engines.values():
-        engine.close()
-
-
-def once(engine, prompt: list[int], pools=("device",)) -> dict:
-    """Ask when the engine has lost what is in these pools -> what was restored."""
-    lesson.settle(engine)
-    for pool in pools:
-        engine.evict(pool)
-    time.sleep(0.02)  # as a request that comes after a pause
-    before = engine.counts["bytes_in"]
-    request = lesson.ask(engine, prompt)
-    return dict(ttft_ms=request.outcome.ttft_ms, new=request.new,
-                projected=sum(span.lane == "compute" and span.label[:5] == "layer" for span in request.timeline.spans),
-                tokens=request.cached_tokens - request.found.get("gpu", 0),
-                bytes=engine.counts["bytes_in"] - before)
-
-
-def compare(engines: dict, history: list[int], rounds: int, rng, base: str, pools=("device",)) -> dict:
-    """Ask all engines in turn, in each round the same question behind the same history -> name -> figures,
-    and how many times as long TTFT was as that of `base` in the same round."""
-    model = next(iter(engines.values())).model
-    for engine in engines.values():
-        once(engine, history)  # compute it, and keep it
-    asks = {name: lambda question, engine=engine: once(engine, history + question, pools) for name, engine in engines.items()}
-    taken = measure.same_question_in_turn(asks, rounds, partial(draw, rng, model, QUESTION))
-    measure.check_alike(model, {name: [found["new"] for found in each] for name, each in taken.items()})
-    ttft, ways = {name: [found["ttft_ms"] for found in each] for name, each in taken.items()}, {}
-    for name, each in taken.items():
-        ways[name] = {what: min(found[what] for found in each) for what in ("tokens", "bytes", "projected")}
-        ways[name] |= {"ttft_ms": spread(ttft[name]), f"ttft_over_{base}": ratio(ttft[name], ttft[base])}
-    return ways
-
-
-def even_speed(model, tokens: int) -> float:
-    """Bytes per second at which a layer's states travel as long as they are projected."""
-    return tokens * model.config.hidden_size * model.dtype.itemsize / modelled_link.time_projecting(model, tokens)
-
-
-# 2. Other ways to save -------------------------------------------------------------------------
+# 1. Other ways to save -------------------------------------------------------------------------
 
 class EachStep(HiddenCache):
     """No step's rows wait for the next one's."""
@@ -112,7 +62,6 @@ class EachLayer(EachStep):
             snapshot, left = self.snapshot[self.layers.index(layer)], self.ring - self.head
             into = snapshot[self.head :][: len(hidden)], snapshot[: max(0, len(hidden) - left)]  # it is a ring
             self.left = self.save_link.copy(into, (hidden[:left], hidden[left:]), "states")
-            self.counts["copies_out"] += 1
             self.counts["bytes_out"] += self.left.bytes
 
     def take_snapshot(self, states):
@@ -170,7 +119,7 @@ def saving(model, arguments, new: int = 100):
     kinds = {"two stages": HiddenCache, "each layer": EachLayer, "direct": Direct, "direct to a file": DirectToFile}
     for running in (1, 4, 16):
         caches = {name: kind(16 * running + 32, link) for name, kind in kinds.items()}
-        with engines_of(model, {"nothing": Cache(), **caches}, 256 * running) as engines:
+        with behind.engines_of(model, {"nothing": Cache(), **caches}, 256 * running) as engines:
 
             def tbt(engine, running=running) -> float:
                 lesson.settle(engine)
@@ -179,14 +128,12 @@ def saving(model, arguments, new: int = 100):
                 return statistics.mean(request.outcome.tbt_ms for request in requests)
 
             taken = lesson.in_turn({name: partial(tbt, engine) for name, engine in engines.items()}, arguments.rounds)
-        ways = {}
-        for name, samples in taken.items():
-            noted = {what: engines[name].counts[what] for what in ("bytes_out", "copies_out", "drops")}
-            ways[name] = dict(tbt_ms=spread(samples), tbt_over_nothing=ratio(samples, taken["nothing"]), **noted)
-        yield dict(running=running, new_tokens=new, ways=ways)
+            ways = {name: dict(tbt_ms=spread(samples), tbt_over_nothing=ratio(samples, taken["nothing"]),
+                               bytes_out=engines[name].counts["bytes_out"]) for name, samples in taken.items()}  # fmt: skip
+        yield dict(running=running, ways=ways)
 
 
-# 3. Other divisions ----------------------------------------------------------------------------
+# 2. Other divisions ----------------------------------------------------------------------------
 
 def naive_plan(layers: int, costs) -> str:
     """The best of recomputing and loading, without hidden states (section 6.3.1)."""
@@ -270,24 +217,11 @@ class TokenWise(PlannedCache):
             super().project(layer, hidden[rows], positions[rows], slots[rows])
 
 
-def planned_engine(model, tokens: int, share: float):
-    """Chapter 05 over a link on which a layer's states take `share` times as long to transfer as to project,
-    as it measures that itself: within 10 %, or after five tries as it is -> its engine, and the costs."""
-    for left in reversed(range(5)):
-        cache = PlannedCache(tokens // 8 + 64, modelled(model, even_speed(model, tokens) / share))
-        engine = paged.Engine(paged.Runner(model, tokens // 8 + 32), cache, always_restore=True)
-        costs = cache.costs(0, tokens)
-        if not left or not cache.load_link.modelled or 0.9 < costs.load_states / costs.project / share < 1.1:
-            return engine, costs
-        engine.close()
-
-
 def divisions(model, arguments):
     rng, layers = random.Random(0), len(model.layers)
     for tokens, (words, share) in product([tokens // 16 * 16 for tokens in arguments.histories], links_of(model).items()):
-        ours, costs = planned_engine(model, tokens, share)
-        blocks = ours.cache.blocks
-        speed, gbps = ours.cache.bandwidth, ours.cache.load_link.speed() / 1e9
+        ours, costs = behind.planned_engine(model, tokens, share)
+        blocks, speed = ours.cache.blocks, ours.cache.bandwidth
         others = {"closed form": planned.closed_form(layers, costs), "naive": naive_plan(layers, costs)}
         plans = {"05": ours.cache.store.letters, **others, "04": "R" + "H" * (layers - 1), "03": "K" * layers}
         splits = {name: token_wise(costs, layers, tokens, step)
@@ -295,17 +229,14 @@ def divisions(model, arguments):
         caches = {name: PlannedCache(blocks, speed, plan=letters) for name, letters in others.items()}
         caches |= {"04": HiddenCache(blocks, speed), "03": offload.HostCache(tokens // 8, speed)}
         caches |= {name: TokenWise(blocks, speed, layers, *split) for name, split in splits.items()}
-        with engines_of(model, caches, tokens) as engines:
-            ways = compare({"05": ours, **engines}, draw(rng, model, tokens), arguments.rounds, rng, "05")
-        ours.close()
+        with behind.engines_of(model, caches, tokens) as engines:
+            engines |= {"05": ours}
+            ways = behind.compare({"05": ours, **engines}, draw(rng, model, tokens), arguments.rounds, rng, "05")
         for name, letters in plans.items():
-            ways[name] |= dict(plan=letters, predicted_ms=1e3 * planned.plan_seconds(letters, costs))
+            ways[name]["plan"] = letters
         for name, (first, last) in splits.items():
             ways[name]["plan"] = f"{first} R, {last - first} H, {tokens - last} K"  # tokens, not layers
-        yield dict(history_tokens=tokens, link=words, ways=ways, gbps=gbps,
-                   transfer_over_projecting=costs.load_states / costs.project,
-                   costs_ms={name: 1e3 * cost for name, cost in costs._asdict().items()},
-                   bound_ms=1e3 * planned.bound_seconds(layers, costs))
+        yield dict(history_tokens=tokens, link=words, ways=ways, transfer_over_projecting=costs.load_states / costs.project)
 
 
 def products(model, arguments):
@@ -317,7 +248,7 @@ def products(model, arguments):
                    over_one=ratio([sizes[-1] // rows * each for each in seconds], taken[sizes[-1]]))
 
 
-# 4. Directories --------------------------------------------------------------------------------
+# 3. Directories --------------------------------------------------------------------------------
 
 def throttled(directories: list[Path], speed: float) -> StoredChunks:
     """Files that each directory reads at most at `speed` bytes/s."""
@@ -327,8 +258,8 @@ def throttled(directories: list[Path], speed: float) -> StoredChunks:
 def directories(model, arguments):
     rng, layers = random.Random(0), len(model.layers)
     for tokens, count in product([tokens // 16 * 16 for tokens in arguments.histories], (1, 2, 4)):
-        even = even_speed(model, tokens)
-        with engines_of(model, {"": PlannedCache(1, modelled(model, PCIE * even))}, tokens) as engines:
+        even = behind.even_speed(model, tokens)
+        with behind.engines_of(model, {"": PlannedCache(1, modelled(model, PCIE * even))}, tokens) as engines:
             linked, link = engines[""].cache.costs(0, tokens), engines[""].cache.load_link.speed()
         slower = link / min(link, count * SSD * even)
         costs = linked._replace(load_states=slower * linked.load_states, load_kv=slower * linked.load_kv)
@@ -339,25 +270,17 @@ def directories(model, arguments):
             for name, letters in plans.items():
                 files = throttled([Path(folder) / name / str(number) for number in range(count)], SSD * even)
                 caches[name] = PlannedCache(tokens // 8 + 64, modelled(model, PCIE * even), files, letters)
-            with engines_of(model, caches, tokens) as engines:
-                ways = compare(engines, draw(rng, model, tokens), arguments.rounds, rng, "03", ["device", "host"])
+            with behind.engines_of(model, caches, tokens) as engines:
+                ways = behind.compare(engines, draw(rng, model, tokens), arguments.rounds, rng, "03", ["device", "host"])
         for name, letters in plans.items():
             speeds = [speed for each in caches[name].storage.storages for speed in each.measured.passes]
-            ways[name] |= dict(plan=letters, predicted_ms=1e3 * planned.plan_seconds(letters, costs),
-                               read_gbps=statistics.median(speeds) / 1e9)
-        yield dict(history_tokens=tokens, directories=count, gbps_each=SSD * even / 1e9, link_gbps=link / 1e9,
-                   reading_over_projecting=costs.load_states / costs.project, ways=ways)
+            ways[name] |= dict(plan=letters, read_gbps=statistics.median(speeds) / 1e9)
+        yield dict(history_tokens=tokens, directories=count, reading_over_projecting=costs.load_states / costs.project, ways=ways)
 
 
-# 5. The tables and main ------------------------------------------------------------------------
+# 4. The tables and main ------------------------------------------------------------------------
 
-MODELS = ["classroom", "random:small"]
-PARTS = {
-    "saving": (saving, MODELS),
-    "divisions": (divisions, MODELS),
-    "products": (products, MODELS),
-    "directories": (directories, MODELS),
-}
+PARTS = {part.__name__: (part, ["classroom", "random:small"]) for part in (saving, divisions, products, directories)}
 
 
 def report(found: list[dict]) -> str:
