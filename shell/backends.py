@@ -145,9 +145,9 @@ def open_backend(url: str, config: dict | None = None):
     except Exception as error:
         # With a user, a password or a configuration the error may quote what is secret
         words = "" if config or "@" in url else f": {' '.join(str(error).split()).replace('. ', ', ')[:200]}"
-        raise BadRequest(
-            f"Cannot use the storage '{label(url)}' ({type(error).__name__}{words}); start it, install "
-            "its package or correct its configuration, or write file:DIR, redis://HOST:PORT/N, or module:Class.") from None
+        failed = f"Cannot use the storage '{label(url)}' ({type(error).__name__}{words})"
+        raise BadRequest(f"{failed}; start it, install its package or correct its configuration, or write "
+                         "file:DIR, redis://HOST:PORT/N, or module:Class.") from None
 
 
 def open_storage(url: str, config: dict | None = None, bandwidth=None) -> Storage:
