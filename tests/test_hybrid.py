@@ -72,15 +72,16 @@ def test_lanes_are_those_of_the_formula():
     assert half[0] == pytest.approx(6 * 7 + 10 * 0.5 * (60 * 0.4 + 20 * 0.2))
 
 
+@pytest.mark.parametrize("act_size", [10, 30])  # with grouped queries an ACT block is the larger one
 @some
 @given(COSTS, st.integers(1, 3), st.integers(1, 12), st.integers(0, 400), st.floats(0.1, 1))
-def test_no_division_is_better_than_the_plan(costs, layers, blocks, device, fill):
-    sizes = Sizes(60, 10, 20)
+def test_no_division_is_better_than_the_plan(act_size, costs, layers, blocks, device, fill):
+    sizes = Sizes(60, act_size, 20)
     planner = Planner("hybrid", costs, sizes, layers, blocks, device, 16, fill)
     every = []
     for resident in range(layers + 1):
         left = device - 60 * (resident + (2 if resident < layers else 0))
-        for kv, act in ((min(blocks, left // 20), 0), (0, min(blocks, left // 10))):
+        for kv, act in ((min(blocks, left // 20), 0), (0, min(blocks, left // act_size))):
             rest = blocks - kv - act
             every += [Plan(resident, rest - host, host, kv, act) for host in range(rest + 1) if left >= 0]
     if not every:
@@ -89,6 +90,7 @@ def test_no_division_is_better_than_the_plan(costs, layers, blocks, device, fill
         return
     plan = planner.plan()
     assert plan in every, "it fits"
+    assert act_size < 20 or not plan.act_host + plan.act_device
     assert max(planner.lanes(plan)) == pytest.approx(min(max(planner.lanes(other)) for other in every))
     for policy in ("kv-only", "act-only"):
         other = planner._replace(policy=policy).plan()
@@ -107,14 +109,6 @@ def test_half_of_the_weights_resident_the_gains_are_those_of_the_formula():
     assert seconds["kv-only"] / seconds["hybrid"] == pytest.approx((W + K - M) / (B + a * R), rel=0.02)
     assert seconds["act-only"] / seconds["hybrid"] == pytest.approx((B + R) / (B + a * R), rel=0.02)
     assert seconds["paper"] >= seconds["hybrid"] * (1 - 1e-9)
-
-
-def test_grouped_queries_need_no_case_of_their_own():
-    """An ACT block of TinyLlama is four times as large as a KV block, and has to be rebuilt."""
-    planner = Planner("hybrid", Costs(100.0, 1.0, 0.1), Sizes(400, 320, 80), 8, 200, 2000)
-    plan = planner.plan()
-    assert not plan.act_host and not plan.act_device
-    assert max(planner.lanes(plan)) == max(planner.lanes(planner._replace(policy="kv-only").plan()))
 
 
 def test_what_steps_took_makes_the_next_plan_and_doubt_speaks_for_kv():
