@@ -296,13 +296,10 @@ def test_what_is_matched_does_not_go_for_its_own_requests_blocks():
 
 # 3. Coming up ----------------------------------------------------------------------------------
 
-def test_best_effort_waits_for_nothing():
+def test_best_effort_waits_for_nothing_and_timeout_takes_what_has_come_by_then():
     with only_stored(prefetch="best_effort") as (engine, shelf, prompt):
         shelf.open.clear()
         assert right(engine, prompt).found == {}
-
-
-def test_timeout_takes_what_has_come_by_then():
     with only_stored(400, "timeout", timeout=(0.2, 0.0)) as (engine, shelf, prompt):
         get = shelf.get
 
