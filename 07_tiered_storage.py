@@ -55,7 +55,7 @@ both_ends = importlib.import_module("06_bidirectional")
 AGAIN, NEXT = 1.0, 4  # seconds, after which storage is asked again for the NEXT first requests in line
 PREFETCH = "best_effort", "wait_complete", "timeout", "both_ends"
 WRITE = "write_through", "write_through_selective", "write_back"
-# The order of [layers, places, 2, page size, KV heads, head size] in host memory; each piece is a copy
+# The order of [layers, places, 2, page size, KV heads, head size] in host memory
 LAYOUTS = {
     "layer_first": (0, 2, 1, 3, 4, 5),  # as on the device: K, or V, of a layer in adjacent places
     "page_first": (1, 3, 0, 2, 4, 5),  # all layers of a token: a piece for each K and each V of it

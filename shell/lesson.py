@@ -13,7 +13,7 @@ TURNS = [
     "called Pip. The meeting is on Friday. Ben works as a baker. The color of the ball is green. My favorite "
     "food is honey.", "Where is the lamp?", "What is my cat called?", "What is the password of the safe?"]
 SECRET, QUESTION = "The password of the safe is tiger.", TURNS[-1]
-LONGEST_FACT = 16  # tokens by which a document may be too long, and more
+LONGEST_FACT = 16  # tokens, by which a document may be longer than asked
 ROUNDS = 5  # of everything that is timed, after a warm-up
 
 

@@ -334,8 +334,8 @@ def add_page(app: Flask, server: Server):
 
 
 def add_storage(app: Flask, server: Server):
-    """Add the route that shows, attaches and detaches the storage of a Cache that can do so (07). With a
-    class, anybody who reaches the port could run code."""
+    """Add the route that shows, attaches and detaches the storage of a Cache that has any (07). It opens
+    no module:Class, with which anybody who reaches the port could run code."""
     cache = getattr(server.engine, "cache", None)
     words = "file:DIR, redis://HOST:PORT/N or unix://PATH; give module:Class with --storage at the start"
     known = {"url": (lambda url: isinstance(url, str) and re.match(r"file:|(rediss?|unix)://", url), words),
