@@ -214,8 +214,8 @@ def count_pieces(shape: tuple, to: tuple, at: tuple = (), runs: int = 1) -> int:
     """-> runs of bytes that are adjacent on both sides of a copy. `to`, `at`: strides of the sides, in
     elements; without `at` that side is one piece. `runs`: of adjacent blocks, along axis 0."""
     at, count, run = at or [math.prod(shape[axis + 1 :]) for axis in range(len(shape))], 1, 1
-    for step, other, axis in sorted(zip(to, at, range(len(shape)))):
-        if shape[axis] > 1 and step == other == run:
+    for step, other, axis in sorted(zip(to, at, range(len(shape)))):    # from the innermost axis out
+        if shape[axis] > 1 and step == other == run:    # both sides go on where the run ends
             apart = runs if axis == 0 else 1
             count, run = count * apart, run * shape[axis] if apart == 1 else 0
         else:
