@@ -319,7 +319,7 @@ def test_a_run_is_adjacent_on_both_sides(to, at, runs):
 
 
 @pytest.mark.parametrize("layout, order", tiers.LAYOUTS.items())
-def test_pages_are_in_as_many_pieces_as_the_walkthrough_says(layout, order):
+def test_pages_are_in_as_many_pieces_as_the_lesson_says(layout, order):
     shape, pages = (8, 6, 2, 16, 4, 8), [1, 2, 3, 4]  # layers, places, K and V, tokens, heads, head size
     host = torch.zeros([shape[axis] for axis in order]).permute([order.index(axis) for axis in range(6)])
     device = torch.zeros(2, 6, 16, 4, 8).transpose(0, 1)  # a layer of it
@@ -329,7 +329,7 @@ def test_pages_are_in_as_many_pieces_as_the_walkthrough_says(layout, order):
     written, read = storage.set([b""], [value]).pieces, storage.get([b""] * 2, [value] * 2).pieces
     page, adjacent, backwards = (load.pieces for load in loads)
     assert backwards == 4 * page and read == 2 * written
-    assert f"| `{layout}` | {page} | {adjacent} | {written} |" in (ROOT / "docs/walkthrough.md").read_text()
+    assert f"| `{layout}` | {page} | {adjacent} | {written} |" in (ROOT / "docs/lessons/07_tiered_storage.md").read_text()
 
 
 # 8. The end of a lane --------------------------------------------------------------------------

@@ -21,8 +21,8 @@ sys.path.insert(0, str(ROOT))
 from shell import cli  # noqa: E402
 from tools import report  # noqa: E402
 
-LESSONS, REFERENCE = ROOT / "docs/walkthrough.md", ROOT / "docs/reference.md"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "models/classroom/README.md"]
+LESSONS, REFERENCE = ROOT / "docs/lessons", ROOT / "docs/reference.md"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "models/classroom/README.md"]
 CHAPTERS = sorted(path.stem for path in ROOT.glob("0[1-9]_*.py"))
 FENCE = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```$", re.M | re.S)
 
@@ -166,24 +166,22 @@ def names(page: Path, text: str):
                     yield f"{file} has no {name}"
     files = *ROOT.glob("0[1-9]*.py"), *ROOT.glob("common/*.py"), *ROOT.glob("tools/*.py")
     known = set().union(*(names_in(path.relative_to(ROOT).as_posix()) for path in files))
-    for word in spans(text) if page == LESSONS else ():
+    for word in spans(text) if page.parent == LESSONS else ():
         if re.fullmatch(r"[A-Z]\w*\.\w+", word) and word not in known:
             yield f"{word} is defined nowhere"
 
 
 def pasted() -> dict[str, str]:
     """Chapter -> what its lesson shows of its demo."""
-    text = LESSONS.read_text(encoding="utf-8")
+    text = "".join(page.read_text(encoding="utf-8") for page in LESSONS.glob("*.md"))
     return dict(re.findall(r"^```console\n\$ python (0[1-9]\w+)\.py --demo\n((?s:.*?))^```$", text, re.M))
 
 
 def lessons(page: Path, text: str):
-    if page != LESSONS:
-        return
-    for chapter in CHAPTERS:
-        lines = [line for line in pasted().get(chapter, "").splitlines() if line.strip() not in ("", "...")]
+    if page.parent == LESSONS and page.stem in CHAPTERS:
+        lines = [line for line in pasted().get(page.stem, "").splitlines() if line.strip() not in ("", "...")]
         if not 0 < len(lines) <= 15:
-            yield f"{len(lines)} lines of {chapter} are pasted, and not 1 to 15"
+            yield f"{len(lines)} lines of {page.stem} are pasted, and not 1 to 15"
     for file, old, new in re.findall(r"^```diff\n--- (\S+)\n-(.+)\n\+(.+)\n```$", text, re.M):
         source = (ROOT / file).read_text(encoding="utf-8")
         if source.count(f"{old}\n") != 1:
