@@ -213,7 +213,7 @@ def fill_from_files(model: Llama, config: LlamaConfig, fill, files: list[Path], 
         raise ModelError(f"{TIED[1]} is not the embedding that config.json ties it to; correct "
                          f"tie_word_embeddings in {files[0].parent}.")
     found |= {name: tied[0] for name in TIED if tied}
-    for name, place in tqdm(model.weights().items(), desc="loading", unit="tensor", delay=1, leave=False, disable=None):
+    for name, place in tqdm(model.weights().items(), "loading", delay=1, leave=False, disable=None):
         if name not in found:
             raise ModelError(f"{files[0].parent} lacks {name}; it is incomplete: copy or download it again.")
         path, source = found[name]

@@ -36,7 +36,7 @@ def fill_at_random(model: Llama, config: LlamaConfig, fill):
     device and for every dtype's rounding. `config`: the whole model's."""
     places, generator = model.weights(), torch.Generator().manual_seed(0)
     whole = Llama(config, model.dtype, "meta").weights()
-    for name in tqdm(whole, desc="random weights", unit="tensor", delay=1, leave=False, disable=None):
+    for name in tqdm(whole, "random weights", delay=1, leave=False, disable=None):
         if name.endswith("norm.weight"):
             places[name].fill_(1.0)
         else:
