@@ -5,7 +5,7 @@ has read is in the KV cache: per layer, the keys and values of every token so fa
 makes each new token cheap. But when the answer is done the cache is dropped, and the next turn of the
 conversation begins with reading everything again.
 
-The mechanism. One contiguous cache for one request, filled by prefill in chunks and read by decode. A
+The mechanism. One contiguous cache for one request, filled by prefill in portions and read by decode. A
 conversation is stateless: each turn sends its whole history, and each turn computes all of it. With n tokens
 of history,
 
@@ -40,7 +40,7 @@ def generate(model, request: Request, chunk: int = PREFILL, kv_cache: bool = Tru
     # 1. An empty cache, as large as this request can become
     cache, clock = KVCache(model, len(request.tokens) + request.max_tokens), Clock(model.device)
 
-    # 2. Prefill: all of the prompt, chunk by chunk, and one logit vector at its end
+    # 2. Prefill: all of the prompt, in portions, and one logit vector at its end
     logits = prefill(model, cache, request, chunk, clock)  # [V]
     while True:
         # 3. One token from the logits

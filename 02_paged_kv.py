@@ -12,12 +12,12 @@ numbers, and takes the next block when the last one is full:
 A full block is known by its prefix: its own tokens and all that come before them. A request whose tokens
 begin with the same prefixes points at the blocks that hold them. When no table holds a block any more, it
 stays cached until the pool needs it. In every step one forward pass serves all running requests: one token
-for each that decodes, and chunks of prefill for the rest of the budget.
+for each that decodes, and portions of prefill for the rest of the budget.
 
 The later chapters are this engine with another Cache: what is kept behind the device, and how it comes back.
 
 Sources: PagedAttention (Kwon et al., SOSP '23, section 4); Orca (Yu et al., OSDI '22, section 3) for batching
-by the step; Sarathi-Serve (Agrawal et al., OSDI '24, section 4) for chunks of prefill under a token budget.
+by the step; Sarathi-Serve (Agrawal et al., OSDI '24, section 4) for prefill under a token budget.
 
     python 02_paged_kv.py --demo
     python 02_paged_kv.py --prompt "What is prefill?" --explain
@@ -179,8 +179,8 @@ class BlockPool:
 
 class Batch:
     """One step's tokens, flat: where their K and V are written, and what each may read. Contexts of requests
-    that compute one token are gathered in one padded read; long ones and chunks of prefill are read alone, in
-    place where blocks are adjacent. Slots that were not written are never read: 0 times NaN is NaN."""
+    that compute one token are gathered in one padded read; long ones and portions of prefill are read alone,
+    in place where blocks are adjacent. Slots that were not written are never read: 0 times NaN is NaN."""
 
     def __init__(self, pool: BlockPool, work: list[tuple[Request, int]]):
         """`work`: requests, and how many of their next tokens to compute."""
@@ -386,7 +386,7 @@ class Engine(Line):
     # Scheduling
 
     def schedule(self, ready: list[Request]) -> list[tuple[Request, int]]:
-        """Pick tokens per request: one for each that decodes, then prefill chunks, oldest first, within the
+        """Pick tokens per request: one for each that decodes, then prefill, oldest first, within the
         budget."""
         work, budget, short = [], self.token_budget, False  # short: no block could be had in this step
         for request in sorted(ready, key=lambda request: request.pending > 1):

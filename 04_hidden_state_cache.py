@@ -75,8 +75,8 @@ class Filling:
 
 
 class BlockStore:
-    """Rows of saved state in host memory, in blocks of the device's length, found by the same prefixes. The
-    rows of a layer lie together, a part for each. Below host memory is the cache's storage, if it has one."""
+    """Rows of saved state in host memory, in blocks of the device's length, found by the same prefixes. A
+    block keeps a layer's rows together: 1,024 tokens of a layer come back in 64 pieces, not in 1,024."""
 
     def __init__(self, cache: "HiddenCache", name: str, blocks: int, rows: list[tuple[int, int]]):
         """`name` of what is kept, where storage is shared; `rows`: (layer, numbers of a row) of each part."""
@@ -361,7 +361,7 @@ class HiddenCache(Cache):
 
     @torch.inference_mode()
     def project(self, layer: int, hidden, positions, slots):
-        """The input [T, D] of a layer -> its K and V, in the device's blocks."""
+        """A layer's input [T, D] -> its K and V. K turns behind its matrix: no turn of the input would do."""
         keys, values = self.pool.memory[layer].flatten(1, 2)  # [slots, KVH, hd] each
         k, v = self.model.layers[layer].project_kv(hidden, positions)  # [T, KVH, hd] each
         keys.index_copy_(0, slots, k)

@@ -102,8 +102,8 @@ def divisions(layers: int) -> list[str]:
 
 
 def best_plan(layers: int, costs: LayerCosts, shorter: LayerCosts | None = None) -> str:
-    """The best of all divisions; of equals the one that keeps less. With the costs of a `shorter` history: of
-    those that are no slower than K everywhere for that one too."""
+    """-> the best division, of equals the one that keeps less; with the costs of a `shorter` history, one no
+    slower there than K. With grouped queries H costs more than K on both lanes: only a first R may stay."""
     plans = divisions(layers)
     if shorter:
         most = plan_seconds("K" * layers, shorter)

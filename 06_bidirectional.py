@@ -101,8 +101,8 @@ class BothEnds(Restoration):
 
 
 def meeting(load: float, compute: float) -> tuple[float, float]:
-    """-> seconds until both ends meet, and the share that is computed by then. `load`, `compute`: seconds for
-    all of it by one of the two."""
+    """-> seconds until both ends meet, and the share that is computed by then, which falls with the length:
+    `compute` grows with its square. `load`, `compute`: seconds for all of it by one of the two."""
     seconds = load / (1 + load / compute)
     return seconds, seconds / compute
 

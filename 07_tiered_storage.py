@@ -109,7 +109,7 @@ class HiRadixTree:
         return pages, node
 
     def split(self, node: Node, at: int) -> Node:
-        """The first `at` pages of a node become its parent -> that."""
+        """Move the first `at` Page references to a new parent -> that; the pools have K, V and references."""
         upper = Node(node.parent, node.pages[:at])
         upper.parent.children[upper.pages[0].prefix] = upper
         node.parent, node.pages = upper, node.pages[at:]

@@ -132,8 +132,8 @@ class Planner(NamedTuple):
         return size / f / (self.layers * (self.costs.forward + blocks * self.costs.rebuild))
 
     def paper_plan(self) -> Plan:
-        """Plan as the paper does: no weights stay on the device, ACT blocks fill it, and the other blocks
-        have the ratio of Algorithm 1 (equation 5), for a host memory that just holds them and the weights."""
+        """Plan as the paper does: only ACT blocks stay on the device, to be rebuilt while weights come; the
+        others have Algorithm 1's ratio (equation 5), for host memory that just holds them and the weights."""
         costs, sizes = self.costs, self.sizes
         act_device = min(self.blocks, max(0, self.device - 2 * sizes.weights) // sizes.act)
         rest, weights = self.blocks - act_device, self.layers * sizes.weights

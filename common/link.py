@@ -348,7 +348,7 @@ def like(host: torch.Tensor, blocks: int) -> torch.Tensor:
 
 
 def host_memory(shape, dtype, device, what: str) -> torch.Tensor:
-    """Allocate on the host; pinned where `device` is a GPU, so that it copies beside the computation."""
+    """Allocate on the host; for a GPU pinned: from pageable memory the driver copies, and the host waits."""
     if device.type == "cuda":
         try:
             return torch.empty(shape, dtype=dtype, pin_memory=True)

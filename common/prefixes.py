@@ -19,8 +19,8 @@ class Prefix:
 
 
 class Prefixes:
-    """Interns prefixes of `size` tokens each by (parent, tokens): contents are compared, never hashes.
-    `namespace`: what K and V depend on besides tokens."""
+    """Interns prefixes of `size` tokens. Compares (parent, tokens), as a collision of hashes would give a
+    request another user's text. `namespace`: what K and V depend on besides tokens."""
 
     def __init__(self, namespace: str, size: int):
         self.namespace, self.size = hashlib.sha256(namespace.encode()).digest(), size

@@ -92,11 +92,11 @@ class Restoration:
 @dataclass(eq=False)
 class Match:
     """What a Cache holds behind `request.computed`: so many tokens, never a request's last one. `seconds`:
-    until all are there, queueing included, on an undisturbed machine. `blocks` are the Cache's own."""
+    until all are there, on an undisturbed machine; `pace` corrects it, `learn_pace` the pace, `idle` both."""
 
     tokens: int
     seconds: float
-    blocks: list
+    blocks: list  # the Cache's own
     source: str = "cpu"  # what Request.found calls it
     rows: int = 0  # that it projects or computes in each layer (04, 05); 0: it only copies
     store: object = None  # where the blocks are, in a Cache that has several
@@ -106,8 +106,8 @@ class Match:
 
 
 class Cache:
-    """What a chapter keeps, and how it comes back. This one keeps nothing beyond the device's blocks (chapter
-    02). docs/production.md has each verb beside its name in vLLM, SGLang and LMCache."""
+    """What a chapter keeps, and how it comes back; this one keeps nothing (chapter 02). A cache needs five
+    verbs (attach, match, restore, save, close); the docstring of each other verb says what it buys."""
 
     # The five verbs that every cache needs, in the order of their use
     def attach(self, engine):

@@ -13,19 +13,19 @@ import numpy
 from common.link import Bandwidth, Lane, Transfer, count_pieces
 from common.speed import Speed
 
-BACKLOG = 256  # jobs that wait for a storage's writer; further chunks are not kept there
+BACKLOG = 256  # jobs that wait for a storage's writer; further ones are not kept there
 
 # 1. Chunks -------------------------------------------------------------------------------------
 
 class Stored(NamedTuple):
-    """Where a chunk is: keys of its parts."""
+    """Where a block (04, 05) or a chunk (06) is: keys of its parts."""
 
     storage: "Storage"
     keys: list[bytes]
 
 
 class StoredChunks:
-    """Chunks in one or several Storages, each of which knows what it has without asking its back end."""
+    """Blocks or chunks in Storages, each of which knows what it has without asking its back end."""
 
     def __init__(self, *storages: "Storage"):
         self.storages, self.turn = storages, cycle(storages)  # round-robin
@@ -42,7 +42,7 @@ class StoredChunks:
         return next((Stored(storage, keys) for storage in self.storages if storage.has(keys)), None)
 
     def read(self, chunks: list[Stored], into: list[numpy.ndarray], part=0, label="") -> list[Transfer]:
-        """Read a part of some chunks, in the background, the storages in parallel -> a Transfer each."""
+        """Read a part of each, in the background, the storages in parallel -> a Transfer each."""
         reads = {}  # storage -> keys, places
         for chunk, place in zip(chunks, into, strict=True):
             keys, places = reads.setdefault(chunk.storage, ([], []))
@@ -51,18 +51,18 @@ class StoredChunks:
         return [storage.get(*read, label or f"part {part}") for storage, read in reads.items()]
 
     def write(self, key: bytes, parts: list[numpy.ndarray]) -> Transfer | None:
-        """Keep a chunk, in the background -> a Transfer; None if it is kept already, or the storage
+        """Keep its parts, in the background -> a Transfer; None if they are kept already, or the storage
         whose turn it is falls behind."""
         if not self.find(key, len(parts)) and not (storage := next(self.turn)).behind:
             return storage.set(self.keys(key, len(parts)), parts)
 
     def use(self, keys: list[bytes], parts: int = 1):
-        """Use the chunks of a chain, as far as they are there: its end is deleted first."""
+        """Use a chain, as far as it is there: its end is deleted first."""
         for storage in self.storages:
             storage.use([part for key in keys for part in self.keys(key, parts)])
 
     def seconds(self, chunks: list[Stored], size: int) -> float:
-        """Estimate until so many chunks of `size` bytes have been read."""
+        """Estimate until all, of `size` bytes each, have been read."""
         counts = Counter(chunk.storage for chunk in chunks)
         return max((storage.seconds(count * size) for storage, count in counts.items()), default=0.0)
 
