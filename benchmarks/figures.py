@@ -130,7 +130,7 @@ PICTURES = {  # of which benchmark; its title; what it has found -> the panels, 
         lambda found: {**by_model(found, "policies"), "": rows(found, "sizes")}, tiered, 12),
     "08_hybrid_blocks": (
         "hybrid_blocks", "08: throughput of each policy over hybrid's",
-        lambda found: {f"f = {f:g}": [row for row in rows(found, "grid", "random:small") if row["f"] == f] for f in FACTORS},
+        lambda found: {f"f = {f:g}": [row for row in rows(found, "grid") if row["f"] == f] for f in FACTORS},
         hybrid, 12),
     "09_tensor_parallel": (
         "ranks", "09: what each rank's link takes, and TTFT, against ranks", partial(of_longest, claim="ranks"), ranks, 9),

@@ -1,15 +1,16 @@
 """Chapters 02 to 07 as a user sees them: in conversations, beside others, and under load.
 
     python -m benchmarks.outside                                   all; results in benchmarks/results/
-    python -m benchmarks.outside --only conversations --rounds 2
+    python -m benchmarks.outside --only beside --rounds 2
 
 conversations   conversations of several turns that do not fit into the device together, in shuffled order,
-                and questions about documents, popular (Zipf) or all alike: what is found, and TTFT.
+                and questions about documents, popular (Zipf) or all alike: what is found, and TTFT. Once; each
+                question is a sample.
 beside          TBT of eight that decode while a history comes back every two seconds, or as soon after as it can,
                 over that with the history on the device; and the share of the time in which layers are projected
                 or recomputed: nobody decodes then.
 sessions        TTFT and TBT of later rounds: sessions begin at random and think between their rounds, which come
-                at 0.5 to 2 times the rate that saturates no cache (HCache, Figure 9). One run: --rounds does not count.
+                at 0.5 and 2 times the rate that saturates no cache (HCache, Figure 9). Once.
 
 All are in one process, over one link. "no cache" is chapter 02 where nothing is ever found.
 """
@@ -40,11 +41,11 @@ from common.restoring import Cache
 from shell import backends, lesson, modelled_link
 from shell.reference import reference_model
 
-TALKS, TURNS, SAID, ANSWER = 8, 12, (100, 1100), 24  # conversations, turns, tokens at first, of an answer
-DOCUMENTS, LENGTH, ASKS = 12, 800, 48  # documents, tokens of one, questions about all
-DECODING, EVERY, WINDOW = 8, 2.0, 8.0  # requests, seconds, seconds of one measurement
-RATES = {0.5: 6, 1.0: 12, 2.0: 24}  # share of saturation -> sessions
-ROUNDS, THINK, DRAIN = 3, 2.0, 3.0  # of a session; seconds between two (in the paper 30), and behind the last one
+TALKS, TURNS, SAID, ANSWER = 8, 6, (100, 1100), 8  # conversations, turns, tokens at first, of an answer
+DOCUMENTS, LENGTH, ASKS = 8, 800, 32  # documents, tokens of one, questions about all
+DECODING, EVERY, WINDOW = 8, 2.0, 3.0  # requests, seconds, seconds of one measurement
+RATES = {0.5: 4, 2.0: 12}  # share of saturation -> sessions
+ROUNDS, THINK, DRAIN = 3, 1.0, 3.0  # of a session; seconds between two (in the paper 30), and behind the last one
 
 
 # 1. Engines, and asking them --------------------------------------------------------------------------------
@@ -233,9 +234,10 @@ def asked_in_turn(bench: Bench, texts: list, order: list[int], room: tuple[int, 
 # 3. Beside others -------------------------------------------------------------------------------------------
 
 def beside(bench: Bench, rounds: int):
-    context, most = bench.model.config.max_position_embeddings, DECODING * 512
+    context, most = min(2048, bench.model.config.max_position_embeddings), DECODING * 512
     history = bench.prompt(min(1900, context - 2 * QUESTION))
     engines = bench.engines(2 * context + most, 4 * context + 4 * most)
+    del engines["no cache"]  # it computes the history each time
     read(bench, engines, [history])
     ways = {name: partial(window, bench, name, engine, history) for name, engine in engines.items()}
     taken = lesson.in_turn(ways, rounds)
@@ -366,14 +368,14 @@ def report(found: list[dict]) -> str:
 def on_a_bench(part):
     def measured(model, arguments):
         theirs = reference_model(arguments.name, model.dtype, model.device.type) if part is conversations else None
-        yield from part(Bench(model, theirs), arguments.rounds)
+        yield from part(Bench(model, theirs), arguments.rounds if part is beside else 1)
     return measured
 
 
 PARTS = {
     "conversations": (on_a_bench(conversations), ["classroom"]),
     "sessions": (on_a_bench(sessions), ["classroom"]),
-    "beside": (on_a_bench(beside), ["classroom", "random:small"]),
+    "beside": (on_a_bench(beside), ["random:long"]),
 }
 
 

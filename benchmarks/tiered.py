@@ -4,9 +4,9 @@
     python -m benchmarks.tiered --only policies --model classroom --rounds 5
 
 mix         conversations go on behind documents of 1,024 tokens, in any order. The device holds a third of them,
-            host memory half, and the documents are in files. Beside the device alone, one at a time and four at once;
+            host memory half, and the documents are in files. Beside the device alone, one at a time and two at once;
             the bound is, for each request, the slowest of the same question with all on the device, of what came over
-            the link and a layer's share of the question behind that, and of what was read; for four at once, of the sums.
+            the link and a layer's share of the question behind that, and of what was read; for two at once, of the sums.
 policies    one history in slow storage alone, reading takes r times as long as computing: each policy, without the
             engine's guard and with it.
 admission   a hit in host memory or in storage of 1 MB/s to 1 GB/s over computing it, and the tier of each token.
@@ -33,7 +33,7 @@ from common.requests import Request
 from shell import backends, lesson, modelled_link
 
 paged, tiers = importlib.import_module("02_paged_kv"), importlib.import_module("07_tiered_storage")
-TALKS, TURNS, DOCUMENT, QUESTION, ANSWER = 12, 3, 1024, 64, 8  # conversations; tokens
+TALKS, TURNS, DOCUMENT, QUESTION, ANSWER = 6, 2, 1024, 64, 4  # conversations; tokens
 TIERS = "gpu", "cpu", "storage"
 
 
@@ -116,7 +116,7 @@ def mix(model, arguments):
                 forget(engine)
             return go_on(engine, documents, asked, at_once)
 
-        for at_once in (1, 4):
+        for at_once in (1, 2):
             ways = {name: partial(play, engine, at_once) for name, engine in dict(none=none, known=known, ours=ours).items()}
             taken = measure.same_question_in_turn(ways, arguments.rounds or 5, turns)
             samples = [mixed(ours, dict(zip(ways, each)), at_once, model) for each in zip(*taken.values())]
@@ -162,13 +162,13 @@ def policies(model, arguments, tokens: int = 1024):
 
         for _ in range(3):
             alone = once("computed", bench.draw(QUESTION)).outcome.ttft_ms
-        for r, always in itertools.product((0.5, 1.0, 2.0), (True, False)):
+        for r, always in itertools.product((1.0, 2.0), (True, False)):
             alone = statistics.median(once("computed", bench.draw(QUESTION)).outcome.ttft_ms for _ in range(3))
             storage.bandwidth = links.Bandwidth(size / (1e-3 * r * alone))
             cache.prefetcher.timeout = 1e-3 * alone / 3, 0.0  # a third of what computing takes
             engine.estimates.always = always
             cache.measure_storage()
-            for row in measure.again_if_behind(partial(policy_cell, bench, once), arguments.rounds or 7):
+            for row in measure.again_if_behind(partial(policy_cell, bench, once), arguments.rounds or 5):
                 yield dict(r=r, guard=not always, **row)
 
 
@@ -201,7 +201,7 @@ def admission(model, arguments, histories=(512, 1024, 1900)):
             history = bench.draw(tokens)
             lesson.ask(engine, history + bench.draw(1), 1)
             asks = {way: partial(ask_from, bench, engine, way, history, SPEEDS) for way in ways}
-            taken = measure.same_question_in_turn(asks, arguments.rounds or 7, partial(bench.draw, QUESTION))
+            taken = measure.same_question_in_turn(asks, arguments.rounds or 5, partial(bench.draw, QUESTION))
             alone = ttft(taken["computed"])
             for way, requests in taken.items():
                 over = ratio(ttft(requests), alone)
@@ -241,7 +241,7 @@ def ask_from(bench, engine, way: str, history: list[int], speeds: dict, question
 
 def layouts(model, arguments, tokens: int = 1024):
     link, speeds = modelled_link.bandwidth(model), {"0.1 GB/s": 1e8, "10 GB/s": 1e10}
-    for size, layout in itertools.product((1, 16, 64, 128), tiers.LAYOUTS):
+    for size, layout in itertools.product((1, 16, 64), tiers.LAYOUTS):
         with Bench(model, size) as bench:
             engine = bench.engine(2 * tokens, bench.cache(2 * tokens, prefetch="wait_complete", layout=layout))
             history, engine.estimates.always, engine.cache.load_link.bandwidth = bench.draw(tokens), True, link
@@ -285,7 +285,7 @@ def writes(model, arguments):
 
 
 def sizes(model, arguments):
-    for times in (0.25, 0.5, 1, 2, 4):
+    for times in (0.25, 1, 4):
         yield dict(times_the_device=times, **played(model, int(1400 * times), storage=False))
 
 
@@ -316,7 +316,7 @@ def match(model, arguments, pages: int = 100_000, prompt: int = 4096):
         yield dict(conversations=talks, pages=count, match_ms=spread(taken))
 
 
-PARTS = {part.__name__: (part, ["classroom", "random:small"]) for part in (mix, policies)}
+PARTS = {part.__name__: (part, ["random:long"]) for part in (mix, policies)}
 PARTS |= {part.__name__: (part, ["classroom"]) for part in (admission, layouts, writes, sizes, match)}
 
 

@@ -1,7 +1,7 @@
 """What chapters 04 and 05 do otherwise, each beside what they do: one model, in turn.
 
     python -m benchmarks.variants                                  all; results in benchmarks/results/
-    python -m benchmarks.variants --only divisions --model random:small --histories 1024
+    python -m benchmarks.variants --only divisions --model random:long --histories 1024
 
 saving       TBT of 1, 4 and 16 that decode, over nothing kept: in two stages (chapter 04), or each layer while it is
              computed (the paper); directly, a copy for each run of rows and each layer; and so to a file too, before
@@ -113,7 +113,7 @@ class DirectToFile(Direct):
         self.writes.clear()
 
 
-def saving(model, arguments, new: int = 100):
+def saving(model, arguments, new: int = 40):
     """The prompts are short: what is decoded is kept."""
     rng, link = random.Random(0), modelled_link.bandwidth(model)
     kinds = {"two stages": HiddenCache, "each layer": EachLayer, "direct": Direct, "direct to a file": DirectToFile}
@@ -280,7 +280,7 @@ def directories(model, arguments):
 
 # 4. The tables and main ------------------------------------------------------------------------
 
-PARTS = {part.__name__: (part, ["classroom", "random:small"]) for part in (saving, divisions, products, directories)}
+PARTS = {part.__name__: (part, ["classroom", "random:long"]) for part in (saving, divisions, products, directories)}
 
 
 def report(found: list[dict]) -> str:
@@ -323,6 +323,6 @@ def report(found: list[dict]) -> str:
 
 
 if __name__ == "__main__":
-    parser = measure.parser(__doc__, PARTS, rounds=7)
+    parser = measure.parser(__doc__, PARTS, rounds=5)
     parser.add_argument("--histories", type=cli.bounded(int, 256, 1 << 20), nargs="+", default=[1024], help="tokens")
     measure.run("variants", PARTS, report, parser.parse_args())
