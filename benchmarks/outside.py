@@ -161,30 +161,27 @@ class Transformers:
 
 
 def conversations(bench: Bench, rounds: int):
-    """Each round has other texts, and engines of its own."""
     rng = bench.rng
     for what, exponent in {
         f"{TALKS} conversations of {TURNS} turns": None,
         f"{DOCUMENTS} documents, Zipf 1": 1.0,
         f"{DOCUMENTS} documents, all alike": 0.0,
     }.items():
-        asked, could, tokens, device = {}, 0, [], []
-        for _ in range(rounds):
-            if exponent is None:
-                texts = [bench.prompt(rng.randint(*SAID)) for _ in range(TALKS)]
-                order = [talk for talk in range(TALKS) for _ in range(TURNS)]
-                rng.shuffle(order)
-                tokens.append(sum(map(len, texts)) + len(order) * (QUESTION // 2 + ANSWER))
-            else:
-                texts, popular = [bench.prompt(LENGTH) for _ in range(DOCUMENTS)], [(at + 1) ** -exponent for at in range(DOCUMENTS)]
-                order = rng.choices(range(DOCUMENTS), popular, k=ASKS)
-                tokens.append(DOCUMENTS * LENGTH)
-            device.append(max(tokens[-1] // 4, max(map(len, texts)) + TURNS * (QUESTION + ANSWER)))
-            could += asked_in_turn(bench, texts, order, (device[-1], tokens[-1]), exponent is None, asked)
-        yield dict(what=what, **summary(asked, could, tokens, device))
+        if exponent is None:
+            texts = [bench.prompt(rng.randint(*SAID)) for _ in range(TALKS)]
+            order = [talk for talk in range(TALKS) for _ in range(TURNS)]
+            rng.shuffle(order)
+            tokens = sum(map(len, texts)) + len(order) * (QUESTION // 2 + ANSWER)
+        else:
+            texts, popular = [bench.prompt(LENGTH) for _ in range(DOCUMENTS)], [(at + 1) ** -exponent for at in range(DOCUMENTS)]
+            order = rng.choices(range(DOCUMENTS), popular, k=ASKS)
+            tokens = DOCUMENTS * LENGTH
+        device = max(tokens // 4, max(map(len, texts)) + TURNS * (QUESTION + ANSWER))
+        asked, could = asked_in_turn(bench, texts, order, (device, tokens), exponent is None)
+        yield dict(what=what, tokens=tokens, device_tokens=device, **summary(asked, could))
 
 
-def summary(asked: dict[str, list[Answer]], could: int, tokens: list[int], device: list[int]) -> dict:
+def summary(asked: dict[str, list[Answer]], could: int) -> dict:
     """`asked`: system -> its answers."""
     prompts, expected = sum(answer.length for answer in asked["02"]), [answer.tokens for answer in asked["no cache"]]
     times = {name: [answer.ttft_ms for answer in each] for name, each in asked.items()}
@@ -192,16 +189,15 @@ def summary(asked: dict[str, list[Answer]], could: int, tokens: list[int], devic
         found=sum(answer.found for answer in each) / prompts, restored=sum(answer.restored for answer in each),
         equal=sum(answer.tokens == tokens for answer, tokens in zip(each, expected)),
         ttft_ms=percentiles(times[name], 50, 99)) for name, each in asked.items()}  # fmt: skip
-    return dict(tokens=round(statistics.mean(tokens)), device_tokens=round(statistics.mean(device)),
-                requests=len(expected), could_be_found=could / prompts, systems=systems,
+    return dict(requests=len(expected), could_be_found=could / prompts, systems=systems,
                 of_03={name: ratio(times[name], times["03"]) for name in times})  # fmt: skip
 
 
-def asked_in_turn(bench: Bench, texts: list, order: list[int], room: tuple[int, int], grows: bool, asked: dict) -> int:
-    """Ask about the texts in this order, every system in turn, and add what was answered to `asked`; a
-    conversation `grows` with each answer -> the tokens of all prompts that were there before, in whatever memory."""
+def asked_in_turn(bench: Bench, texts: list, order: list[int], room: tuple[int, int], grows: bool) -> tuple[dict, int]:
+    """Ask about the texts in this order, every system in turn; a conversation `grows` with each answer -> what each system
+    answered, and the tokens of all prompts that were there before, in whatever memory."""
     device, tokens = room
-    could, begun, texts = 0, set(), [list(text) for text in texts]
+    asked, could, begun, texts = {}, 0, set(), [list(text) for text in texts]
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         engines = bench.engines(device, tokens + len(order) * (QUESTION + ANSWER + 64), folder)
         theirs = Transformers(bench.reference, device)
@@ -228,7 +224,7 @@ def asked_in_turn(bench: Bench, texts: list, order: list[int], room: tuple[int, 
             texts[number] = prompt + asked["no cache"][-1].tokens if grows else prompt[:before]
         for engine in engines.values():
             engine.close()
-    return could
+    return asked, could
 
 
 # 3. Beside others -------------------------------------------------------------------------------------------

@@ -51,11 +51,10 @@ def keep(engine, history: list[int]) -> float:
     return lesson.ask(engine, history).outcome.ttft_ms
 
 
-def once(engine, prompt: list[int], pools=("device",)) -> dict:
-    """Ask when the engine has lost what is in these pools -> what was restored."""
+def once(engine, prompt: list[int]) -> dict:
+    """Ask when the device has lost all -> what was restored."""
     lesson.settle(engine)
-    for pool in pools:
-        engine.evict(pool)
+    engine.evict("device")
     time.sleep(0.02)  # as a request that comes after a pause
     before = engine.counts["bytes_in"]
     request = lesson.ask(engine, prompt)
@@ -65,13 +64,13 @@ def once(engine, prompt: list[int], pools=("device",)) -> dict:
                 bytes=engine.counts["bytes_in"] - before)
 
 
-def compare(engines: dict, history: list[int], rounds: int, rng, base: str, pools=("device",)) -> dict:
+def compare(engines: dict, history: list[int], rounds: int, rng, base: str) -> dict:
     """Ask all engines in turn, in each round the same question behind the same history -> name -> figures,
     and how many times as long TTFT was as that of `base` in the same round."""
     model = next(iter(engines.values())).model
     question = partial(draw, rng, model, QUESTION)
     ways = {name: dict(computed_ms=keep(engine, history + question())) for name, engine in engines.items()}
-    asks = {name: lambda question, engine=engine: once(engine, history + question, pools) for name, engine in engines.items()}
+    asks = {name: lambda question, engine=engine: once(engine, history + question) for name, engine in engines.items()}
     taken = measure.same_question_in_turn(asks, rounds, question)
     measure.check_alike(model, {name: [found["new"] for found in each] for name, each in taken.items()})
     ttft = {name: [found["ttft_ms"] for found in each] for name, each in taken.items()}

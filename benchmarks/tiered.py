@@ -12,7 +12,6 @@ policies    one history in slow storage alone, reading takes r times as long as 
 admission   a hit in host memory or in storage of 1 MB/s to 1 GB/s over computing it, and the tier of each token.
 layouts     a hit in host memory, and in storage of 0.1 and 10 GB/s, by order of host memory and page size; and its pieces.
 writes      what each write policy finds, writes, and would lose by a kill.
-sizes       host memory against hits.
 match       finding 4,096 tokens in a tree of 100,000 pages.
 """
 
@@ -52,9 +51,9 @@ class Bench(ExitStack):
         self.callback(engine.close)
         return engine
 
-    def cache(self, on_host: int, storage: bool = True, **options):
+    def cache(self, on_host: int, **options):
         """Host memory for so many tokens, over the default link."""
-        behind = store.Storage(backends.open_backend(f"file:{self.folder}/pages", {}), "files") if storage else None
+        behind = store.Storage(backends.open_backend(f"file:{self.folder}/pages", {}), "files")
         return tiers.TieredCache(-(-on_host // self.size), modelled_link.bandwidth(self.model), behind, **options)
 
 
@@ -284,11 +283,6 @@ def writes(model, arguments):
         yield dict(policy=policy, **played(model, 1400, write=policy))
 
 
-def sizes(model, arguments):
-    for times in (0.25, 1, 4):
-        yield dict(times_the_device=times, **played(model, int(1400 * times), storage=False))
-
-
 def match(model, arguments, pages: int = 100_000, prompt: int = 4096):
     """The same number of pages in 100 to 10,000 conversations behind a common beginning. The prompt is the worst
     case: each of its pages is a node."""
@@ -317,13 +311,12 @@ def match(model, arguments, pages: int = 100_000, prompt: int = 4096):
 
 
 PARTS = {part.__name__: (part, ["random:long"]) for part in (mix, policies)}
-PARTS |= {part.__name__: (part, ["classroom"]) for part in (admission, layouts, writes, sizes, match)}
+PARTS |= {part.__name__: (part, ["classroom"]) for part in (admission, layouts, writes, match)}
 
 
 # 5. The tables ----------------------------------------------------------------------------------------------
 
 def report(found: list[dict]) -> str:
-    """`sizes` is drawn: benchmarks/figures.py."""
     shares = "{gpu:%}, {cpu:%}, {storage:%}"
     mix, policies, hits = (tables.rows(found, part) for part in ("mix", "policies", "admission"))
     for row in mix:

@@ -32,7 +32,10 @@ def headlines(results: dict) -> dict[str, str]:
     """The numbers in README.md's table: of each chapter the result that says most about it."""
     def only(file: str, claim: str, model: str, **wanted) -> list[dict]:
         every = rows(results[f"{file}-cpu"]["found"], claim, model)
-        return [row for row in every if all(row[key] == want for key, want in wanted.items())]
+        found = [row for row in every if all(row[key] == want for key, want in wanted.items())]
+        if not found:
+            sys.exit(f"{file}-cpu.json has nothing of {claim}, {model}, {wanted}, for README.md; measure it with this code.")
+        return found
     alone, trained = (only("baseline", "lone", model)[0] for model in ("classroom", TRAINED))
     slow, even, fast = only("planned", "ttft", "random:long", history_tokens=1984)
     (both,) = only("both_ends", "grid", "classroom", history_tokens=1984, share=1.0, r=1)
