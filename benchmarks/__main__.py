@@ -5,9 +5,9 @@
     python -m benchmarks --only tiered ranks    these; what the others found last stays
     python -m benchmarks --list                 the commands; nothing runs
 
-Each is a process of its own, and nothing else runs beside it. It writes what it has found after each of its parts, to
-benchmarks/results/last, so that one that fails, or takes three times as long as it should, loses nothing else. The pages
-are made of one run of all with `--json benchmarks/results` (tools/report.py).
+Each is a process of its own that writes what it has found after each of its parts, to benchmarks/results/last: one that
+fails, or takes twice as long as it should, loses nothing else. Nothing else may run beside it. tools/report.py makes the
+pages of one run of all with `--json benchmarks/results`.
 """
 
 import argparse
@@ -24,13 +24,13 @@ from benchmarks.measure import RESULTS, device_name
 PARTS = {
     "baseline": (2, "--model classroom --rounds 2"),
     "engine": (3, "--only throughput host --model classroom --rounds 1"),
-    "planned": (4, "--model classroom --histories 1024 --rounds 2"),
+    "planned": (3, "--model classroom --histories 1024 --rounds 2"),
     "variants": (3, None),
     "flow": (2, None),
     "outside": (5, None),
     "both_ends": (3, "--only grid --model classroom --histories 1024 --r 4 1 0.5 --share --rounds 2"),
-    "tiered": (5, "--only policies match --model classroom --rounds 1"),
-    "hybrid_blocks": (3, "--only grid --model classroom --f 1.25 --context 128 --rounds 1"),
+    "tiered": (6, "--only policies match --model classroom --rounds 1"),
+    "hybrid_blocks": (4, "--only grid --model classroom --f 1.25 --context 128 --rounds 1"),
     "ranks": (1, "--model classroom --ranks 1 2 --rounds 2"),
 }
 
@@ -67,7 +67,7 @@ def main():
         if arguments.list:
             continue
         began = time.perf_counter()
-        code = ended(command, 3 * minutes)
+        code = ended(command, 2 * minutes)
         taken, since = time.perf_counter() - began, time.perf_counter() - started
         print(f"{name}: {taken:.0f} s, {since:.0f} s since the start" + f", ended with {code}" * bool(code), flush=True)
         failed += [f"{name} ({'too late' if code == 124 else code})"] * bool(code)

@@ -185,11 +185,10 @@ def device_name(device: str = "auto") -> str:
 
 def commit() -> str:
     """-> the last commit that has changed code, and whether it has been changed since; nothing without git."""
-    def git(*words: str) -> subprocess.CompletedProcess:
-        return subprocess.run(["git", *words, "--", ":/*.py"], cwd=RESULTS.parent, capture_output=True, text=True)
+    git = partial(subprocess.run, cwd=RESULTS.parent, capture_output=True, text=True)
     try:
-        last = git("log", "-1", "--format=%H").stdout[:10]
-        return last and last + " with changes" * bool(git("diff", "--quiet", "HEAD").returncode)
+        last = git(["git", "log", "-1", "--format=%H", "--", ":/*.py"]).stdout[:10]
+        return last and last + " with changes" * bool(git(["git", "diff", "--quiet", "HEAD", "--", ":/*.py"]).returncode)
     except OSError:
         return ""
 

@@ -41,7 +41,7 @@ from common.restoring import Cache
 from shell import backends, lesson, modelled_link
 from shell.reference import reference_model
 
-TALKS, TURNS, SAID, ANSWER = 8, 6, (100, 1100), 8  # conversations, turns, tokens at first, of an answer
+TALKS, TURNS, SAID, ANSWER = 8, 5, (100, 1100), 8  # conversations, turns, tokens at first, of an answer
 DOCUMENTS, LENGTH, ASKS = 8, 800, 32  # documents, tokens of one, questions about all
 DECODING, EVERY, WINDOW = 8, 2.0, 3.0  # requests, seconds, seconds of one measurement
 RATES = {0.5: 4, 2.0: 12}  # share of saturation -> sessions

@@ -144,7 +144,7 @@ def mixed(engine, taken: dict, at_once: int, model) -> dict:
 
 # 2. One history that only storage has -----------------------------------------------------------------------
 
-def policies(model, arguments, tokens: int = 1024):
+def policies(model, arguments, tokens: int = 512):
     with Bench(model) as bench:
         engine = bench.engine(2 * tokens, bench.cache(2 * tokens, prefetch="both_ends"))
         cache, storage = engine.cache, engine.cache.storage
@@ -261,26 +261,21 @@ def note(moved: dict, hold, lane: str, transfers: list, *held, **then):
     moved[lane] = {what: count + sum(getattr(each, what) for each in transfers) for what, count in before.items()}
 
 
-def played(model, on_host: int, **options) -> dict:
-    """60 questions about 12 documents, about the n-th as often as 1/n (Zipf), to an engine that begins with nothing
-    -> what it found and wrote."""
-    with Bench(model) as bench:
-        documents = [bench.draw(256) for _ in range(12)]
-        order = random.Random(1).choices(range(12), [1 / (rank + 1) for rank in range(12)], k=60)
-        engine = bench.engine(1400, bench.cache(on_host, threshold=2 * bench.size, **options))
-        requests, _ = go_on(engine, documents, [(number, bench.draw(24)) for number in order])
-        cache, counts = engine.cache, engine.cache.counts
-        pages = list(cache.tree.pages.values())
-        return dict(
-            **tiers.shares(requests), ttft_ms=spread(ttft(requests)), saved_bytes=counts["bytes_out"],
-            storage_bytes=counts["storage_pages_written"] * cache.host.block_bytes,
-            dirty_evicted=counts["dirty_evicted"], pages_written=counts["pages_written"],
-            pages=len(pages), lost_by_a_kill=sum(not page.stored for page in pages))  # fmt: skip
-
-
 def writes(model, arguments):
+    """60 questions about 12 documents, about the n-th as often as 1/n (Zipf), to engines that begin with nothing."""
     for policy in tiers.WRITE:
-        yield dict(policy=policy, **played(model, 1400, write=policy))
+        with Bench(model) as bench:
+            documents = [bench.draw(256) for _ in range(12)]
+            order = random.Random(1).choices(range(12), [1 / (rank + 1) for rank in range(12)], k=60)
+            engine = bench.engine(1400, bench.cache(1400, threshold=2 * bench.size, write=policy))
+            requests, _ = go_on(engine, documents, [(number, bench.draw(24)) for number in order])
+            cache, counts = engine.cache, engine.cache.counts
+            pages = list(cache.tree.pages.values())
+            yield dict(
+                policy=policy, **tiers.shares(requests), ttft_ms=spread(ttft(requests)), saved_bytes=counts["bytes_out"],
+                storage_bytes=counts["storage_pages_written"] * cache.host.block_bytes,
+                dirty_evicted=counts["dirty_evicted"], pages_written=counts["pages_written"],
+                pages=len(pages), lost_by_a_kill=sum(not page.stored for page in pages))  # fmt: skip
 
 
 def match(model, arguments, pages: int = 100_000, prompt: int = 4096):
@@ -337,7 +332,7 @@ def report(found: list[dict]) -> str:
             "throughput": "{throughput:x}", "bound / measured": "{of_bound:spread}", "found in L1, L2, L3": shares,
         }, mix),
         tables.table(
-            "**One history of 1,024 tokens in slow storage alone.** TTFT, and the share of the prompt from storage:", {
+            "**One history of 512 tokens in slow storage alone.** TTFT, and the share of the prompt from storage:", {
                 "model, reading / computing": "{model}, {r:g}",
                 **tables.across(policies, {way: f"{{ttft_ms[{way}]:ms}}, {{from_storage[{way}]:%}}" for way in ways}),
             }, policies),

@@ -107,7 +107,7 @@ class DirectToFile(Direct):
         self.writes.clear()
 
 
-def saving(model, arguments, new: int = 40):
+def saving(model, arguments, new: int = 32):
     """The prompts are short: what is decoded is kept."""
     rng, link = random.Random(0), modelled_link.bandwidth(model)
     kinds = {"two stages": HiddenCache, "each layer": EachLayer, "direct": Direct, "direct to a file": DirectToFile}
