@@ -56,7 +56,7 @@ def main():
     parser.add_argument("--list", action="store_true", help="print the commands, and end")
     parser.add_argument("--json", type=Path, metavar="FOLDER", default=RESULTS / "last")
     arguments = parser.parse_args()
-    failed, started = [], time.perf_counter()
+    failed, start = [], time.perf_counter()
     for name in arguments.only:
         minutes, quick = PARTS[name]
         if arguments.quick and quick is None:
@@ -68,7 +68,7 @@ def main():
             continue
         began = time.perf_counter()
         code = ended(command, 2 * minutes)
-        taken, since = time.perf_counter() - began, time.perf_counter() - started
+        taken, since = time.perf_counter() - began, time.perf_counter() - start
         print(f"{name}: {taken:.0f} s, {since:.0f} s since the start" + f", ended with {code}" * bool(code), flush=True)
         failed += [f"{name} ({'too late' if code == 124 else code})"] * bool(code)
     if not arguments.list:

@@ -145,8 +145,8 @@ def place_of(name: str) -> str:
 
 def short_dtype() -> str:
     """-> bfloat16 where it is multiplied, and float32 on a processor that would have to convert it."""
-    multiplied = checkpoint.pick_device("auto") == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return "bfloat16" if multiplied else "float32"
+    on_gpu = checkpoint.pick_device("auto") == "cuda"
+    return "bfloat16" if on_gpu or torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"
 
 
 def modelled(model, speed: float) -> float | None:

@@ -4,13 +4,12 @@
     python -m benchmarks.outside --only beside --rounds 2
 
 conversations   conversations of several turns that do not fit into the device together, in shuffled order,
-                and questions about documents, popular (Zipf) or all alike: what is found, and TTFT. Once; each
-                question is a sample.
+                and questions about documents, popular (Zipf) or all alike: what is found, and TTFT. Once.
 beside          TBT of eight that decode while a history comes back every two seconds, or as soon after as it can,
                 over that with the history on the device; and the share of the time in which layers are projected
                 or recomputed: nobody decodes then.
-sessions        TTFT and TBT of later rounds: sessions begin at random and think between their rounds, which come
-                at 0.5 and 2 times the rate that saturates no cache (HCache, Figure 9). Once.
+sessions        TTFT and TBT of later rounds, once: sessions begin at random and think between their rounds, which
+                come at 0.5 and 2 times the rate that saturates no cache (HCache, Figure 9).
 
 All are in one process, over one link. "no cache" is chapter 02 where nothing is ever found.
 """
