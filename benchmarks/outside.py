@@ -160,20 +160,19 @@ class Transformers:
 
 
 def conversations(bench: Bench, rounds: int):
-    rng = bench.rng
     for what, exponent in {
         f"{TALKS} conversations of {TURNS} turns": None,
         f"{DOCUMENTS} documents, Zipf 1": 1.0,
         f"{DOCUMENTS} documents, all alike": 0.0,
     }.items():
         if exponent is None:
-            texts = [bench.prompt(rng.randint(*SAID)) for _ in range(TALKS)]
+            texts = [bench.prompt(bench.rng.randint(*SAID)) for _ in range(TALKS)]
             order = [talk for talk in range(TALKS) for _ in range(TURNS)]
-            rng.shuffle(order)
+            bench.rng.shuffle(order)
             tokens = sum(map(len, texts)) + len(order) * (QUESTION // 2 + ANSWER)
         else:
             texts, popular = [bench.prompt(LENGTH) for _ in range(DOCUMENTS)], [(at + 1) ** -exponent for at in range(DOCUMENTS)]
-            order = rng.choices(range(DOCUMENTS), popular, k=ASKS)
+            order = bench.rng.choices(range(DOCUMENTS), popular, k=ASKS)
             tokens = DOCUMENTS * LENGTH
         device = max(tokens // 4, max(map(len, texts)) + TURNS * (QUESTION + ANSWER))
         asked, could = asked_in_turn(bench, texts, order, (device, tokens), exponent is None)
