@@ -127,11 +127,10 @@ class Bench:
 # 1. The grid ------------------------------------------------------------------------------------------------
 
 def grid(model, arguments):
-    ratios = HISTORIES.get(arguments.name, {1024: RATIOS})
-    for tokens in arguments.histories or ratios:
+    for tokens in arguments.histories or HISTORIES.get(arguments.name, [1024]):
         bench = Bench(model, tokens)
         hit = bench.typical("hit", rounds=5)
-        for r in arguments.r or ratios.get(tokens, FEW):
+        for r in arguments.r or HISTORIES.get(arguments.name, {}).get(tokens, RATIOS):
             alone = bench.typical("compute") - hit
             for share in [1.0, *(arguments.share if r in SHARED else [])]:
                 yield from measure.again_if_behind(partial(cell, bench, r, share, alone, hit), arguments.rounds)
