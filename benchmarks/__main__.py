@@ -1,15 +1,18 @@
 """All benchmarks, one after the other, then every claim beside what this machine has measured.
 
     python -m benchmarks --quick                some of them, in their shortest form
-    python -m benchmarks                        all
+    python -m benchmarks                        all: half an hour on two cores
     python -m benchmarks --only tiered ranks    these; what the others found last stays
     python -m benchmarks --list                 the commands; nothing runs
 
-Each is a process of its own, and nothing else runs beside it. Results go to benchmarks/results/last. What is committed
-in benchmarks/results comes from longer runs of each: `python -m benchmarks.NAME` with nothing behind it.
+Each is a process of its own that writes what it has found after each of its parts, to benchmarks/results/last: one that
+fails, or takes twice as long as it should, loses nothing else. Nothing else may run beside it. tools/report.py makes the
+pages of one run of all with `--json benchmarks/results`.
 """
 
 import argparse
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -17,21 +20,33 @@ from pathlib import Path
 
 from benchmarks.measure import RESULTS, device_name
 
-# benchmark: options of the full run; of the quick one, None: left out
+# benchmark: minutes that it should take on two cores; options of the quick run, None: left out
 PARTS = {
-    "baseline": ("--model classroom", "--model classroom --dtype float32 --rounds 2"),
-    "engine": ("--rounds 3", "--only throughput --model classroom --rounds 1"),
-    "planned": ("--model classroom random:small --histories 1024 --rounds 5", "--model classroom --histories 1024 --rounds 2"),
-    "variants": ("--model classroom --rounds 3", None),
-    "flow": ("--model classroom --rounds 5", None),
-    "outside": ("--only conversations --rounds 2", None),
-    "both_ends": ("--only grid --model classroom --rounds 3",
-                  "--only grid --model classroom --histories 1024 --r 4 1 0.5 --share --rounds 2"),
-    "tiered": ("--rounds 2", "--only mix policies match --model classroom --rounds 1"),
-    "hybrid_blocks": ("--only grid --model random:small --f 1.25 --batch 16 --rounds 3",
-                      "--only grid --model random:small --f 1.25 --batch 16 --context 128 --rounds 1"),
-    "ranks": ("--model classroom", "--model classroom --ranks 1 2 --rounds 2"),
-}  # fmt: skip
+    "baseline": (2, "--model classroom --rounds 2"),
+    "engine": (3, "--only throughput host --model classroom --rounds 1"),
+    "planned": (3, "--model classroom --histories 1024 --rounds 2"),
+    "variants": (3, None),
+    "flow": (2, None),
+    "outside": (5, None),
+    "both_ends": (3, "--only grid --model classroom --histories 1024 --r 4 1 0.5 --share --rounds 2"),
+    "tiered": (6, "--only policies match --model classroom --rounds 1"),
+    "hybrid_blocks": (4, "--only grid --model classroom --f 1.25 --context 128 --rounds 1"),
+    "ranks": (1, "--model classroom --ranks 1 2 --rounds 2"),
+}
+
+
+def ended(command: list[str], minutes: float) -> int:
+    """Run Python with these words -> the code that it ended with; 124 if it took longer, and it and all that it has started
+    were killed."""
+    process = subprocess.Popen([sys.executable, *command], start_new_session=True)
+    try:
+        return process.wait(60 * minutes)
+    except subprocess.TimeoutExpired:
+        return 124
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def main():
@@ -41,24 +56,26 @@ def main():
     parser.add_argument("--list", action="store_true", help="print the commands, and end")
     parser.add_argument("--json", type=Path, metavar="FOLDER", default=RESULTS / "last")
     arguments = parser.parse_args()
-    failed = []
+    failed, start = [], time.perf_counter()
     for name in arguments.only:
-        options = PARTS[name][arguments.quick]
-        if options is None:
+        minutes, quick = PARTS[name]
+        if arguments.quick and quick is None:
             continue
-        command = ["-m", f"benchmarks.{name}", *options.split(), "--json", str(arguments.json)]
-        print(f"\n$ python {' '.join(command)}", flush=True)
+        options = quick.split() if arguments.quick else []
+        command = ["-m", f"benchmarks.{name}", *options, "--json", str(arguments.json)]
+        print(f"\n$ python {' '.join(command)}" + f"   # {minutes} minutes" * (not arguments.quick), flush=True)
         if arguments.list:
             continue
         began = time.perf_counter()
-        code = subprocess.run([sys.executable, *command]).returncode
-        print(f"{name}: {time.perf_counter() - began:.0f} s" + f", ended with {code}" * bool(code), flush=True)
-        failed += [name] * bool(code)
+        code = ended(command, 2 * minutes)
+        taken, since = time.perf_counter() - began, time.perf_counter() - start
+        print(f"{name}: {taken:.0f} s, {since:.0f} s since the start" + f", ended with {code}" * bool(code), flush=True)
+        failed += [f"{name} ({'too late' if code == 124 else code})"] * bool(code)
     if not arguments.list:
         print("\nEvery claim, beside what was measured:\n")
         subprocess.run([sys.executable, "-m", "benchmarks.claims", str(arguments.json), device_name()], check=True)
     if failed:
-        sys.exit(f"Failed: {', '.join(failed)}; what they said stands above.")
+        sys.exit(f"Failed: {', '.join(failed)}; what they said stands above, and what they had found is written.")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Chapters 01 and 02 against `transformers` on the same weights, in one interleaved run.
 
     python -m benchmarks.baseline                       all models; results in benchmarks/results/
-    python -m benchmarks.baseline --model random:tinyllama --dtype bfloat16
+    python -m benchmarks.baseline --model random:tinyllama --dtype bfloat16 --new-tokens 33
 
 A lone request of 512 tokens; nothing of it is cached. `transformers` runs eager, with each of its caches: dynamic (its
 default, and what the claims are against), static, and on a GPU offloaded to host memory. TBT is the mean time between
@@ -67,7 +67,7 @@ def lone(model, arguments):
     yield dict(dtype=str(model.dtype).removeprefix("torch."), new_tokens=new, engines=engines, times_as_fast=faster)
 
 
-PARTS = {"lone": (lone, ["classroom", "random:tinyllama"])}
+PARTS = {"lone": (lone, ["classroom", measure.TRAINED])}
 
 
 def report(found: list[dict]) -> str:
@@ -83,6 +83,6 @@ def report(found: list[dict]) -> str:
 
 if __name__ == "__main__":
     parser = measure.parser(__doc__, PARTS, rounds=5)
-    parser.add_argument("--new-tokens", type=cli.bounded(int, 2, 1024), default=33)
+    parser.add_argument("--new-tokens", type=cli.bounded(int, 2, 1024), default=17)
     parser.set_defaults(dtype="float32")
     measure.run("baseline", PARTS, report, parser.parse_args())

@@ -25,8 +25,8 @@ from shell import checkpoint, lesson
 
 paged, both_ends = importlib.import_module("02_paged_kv"), importlib.import_module("06_bidirectional")
 CHUNK = both_ends.CHUNK
-HISTORIES = {"classroom": [1024, 1984], "random:small": [1024, 1984], "random:long": [4096]}
-RATIOS, SHARES, SHARED = [16, 8, 4, 2, 1, 0.5, 0.25], [0.9, 0.5, 0.1], [8, 2]  # SHARED: r of the cells with shares
+RATIOS, FEW, SHARES, SHARED = [16, 8, 4, 2, 1, 0.5, 0.25], [2, 1, 0.5], [0.5, 0.1], [8]  # SHARED: r of the cells with shares
+HISTORIES = {"classroom": {1024: RATIOS, 1984: FEW}, "random:long": {1024: FEW}}  # tokens -> r
 QUESTION = 16  # tokens
 PAPER = dict(compute=0.367, load=0.6055)  # TTFT less than with either alone, on average
 
@@ -130,7 +130,7 @@ def grid(model, arguments):
     for tokens in arguments.histories or HISTORIES.get(arguments.name, [1024]):
         bench = Bench(model, tokens)
         hit = bench.typical("hit", rounds=5)
-        for r in arguments.r:
+        for r in arguments.r or HISTORIES.get(arguments.name, {}).get(tokens, RATIOS):
             alone = bench.typical("compute") - hit
             for share in [1.0, *(arguments.share if r in SHARED else [])]:
                 yield from measure.again_if_behind(partial(cell, bench, r, share, alone, hit), arguments.rounds)
@@ -226,8 +226,8 @@ def report_all_cells(rows: list[dict]) -> str:
 
 
 if __name__ == "__main__":
-    parser = measure.parser(__doc__, PARTS, rounds=7)
+    parser = measure.parser(__doc__, PARTS, rounds=5)
     parser.add_argument("--histories", type=int, nargs="+", help="tokens")
-    parser.add_argument("--r", type=float, nargs="+", default=RATIOS, help="loading over computing")
+    parser.add_argument("--r", type=float, nargs="+", help="loading over computing")
     parser.add_argument("--share", type=float, nargs="*", default=SHARES, help="of a step, besides 1")
     measure.run("both_ends", PARTS, report, parser.parse_args())

@@ -34,8 +34,9 @@ def bars(axes, each: list[dict], group: str, names, value, unit: str, xlabel: st
         axes.figure.legend(loc="outside lower center", ncols=len(names), fontsize=8, frameon=False)
 
 
-def by_model(found: list[dict], claim: str) -> dict[str, list[dict]]:
-    return {model: rows(found, claim, model) for model in dict.fromkeys(row["model"] for row in rows(found, claim))}
+def by_model(found: list[dict], claim: str, **wanted) -> dict[str, list[dict]]:
+    every = [row for row in rows(found, claim) if all(row[key] == want for key, want in wanted.items())]
+    return {model: [row for row in every if row["model"] == model] for model in dict.fromkeys(row["model"] for row in every)}
 
 
 def of_longest(found: list[dict], claim: str) -> dict[str, list[dict]]:
@@ -79,15 +80,9 @@ def both_ends(axes, each: list[dict]):
 
 
 def tiered(axes, each: list[dict]):
-    """The policies; and in the last panel how much of the prompts is found in which tier."""
-    if "guard" in each[0]:
-        cells = {row["r"]: row for row in each if not row["guard"]}  # as it was measured last
-        ways = "computed", "best_effort", "wait_complete", "timeout", "both_ends"
-        return bars(axes, list(cells.values()), "{r:g}", ways, lambda row, way: row["ttft_ms"][way], "TTFT, ms", "reading / computing")
-    for tier, label, colour in zip(("gpu", "cpu"), ("device", "host memory"), COLOURS):
-        axes.plot([row["times_the_device"] for row in each], [row[tier] for row in each], marker="o", label=label, color=colour)
-    axes.set(xlabel="host memory / device memory", ylabel="of the prompts' tokens")
-    axes.legend(fontsize=8, frameon=False)
+    cells = {row["r"]: row for row in each if not row["guard"]}  # as it was measured last
+    ways = "computed", "best_effort", "wait_complete", "timeout", "both_ends"
+    bars(axes, list(cells.values()), "{r:g}", ways, lambda row, way: row["ttft_ms"][way], "TTFT, ms", "reading / computing")
 
 
 def hybrid(axes, each: list[dict]):
@@ -123,14 +118,13 @@ PICTURES = {  # of which benchmark; its title; what it has found -> the panels, 
         "planned", "05: TTFT with K and V (03), hidden states (04), and the plan (05)",
         partial(of_longest, claim="ttft"), planned, 11),
     "06_bidirectional": (
-        "both_ends", "06: TTFT over the bound, against how long loading takes",
-        lambda found: dict(list(of_longest(found, "grid").items())[:2]), both_ends, 9),
+        "both_ends", "06: TTFT over the bound, against how long loading takes, behind 1,024 tokens",
+        partial(by_model, claim="grid", history_tokens=1024), both_ends, 9),
     "07_tiered_storage": (
-        "tiered", "07: one history in slow storage alone, the guard off; and host memory against hits",
-        lambda found: {**by_model(found, "policies"), "": rows(found, "sizes")}, tiered, 12),
+        "tiered", "07: one history in slow storage alone, the guard off", partial(by_model, claim="policies"), tiered, 9),
     "08_hybrid_blocks": (
         "hybrid_blocks", "08: throughput of each policy over hybrid's",
-        lambda found: {f"f = {f:g}": [row for row in rows(found, "grid", "random:small") if row["f"] == f] for f in FACTORS},
+        lambda found: {f"f = {f:g}": [row for row in rows(found, "grid") if row["f"] == f] for f in FACTORS},
         hybrid, 12),
     "09_tensor_parallel": (
         "ranks", "09: what each rank's link takes, and TTFT, against ranks", partial(of_longest, claim="ranks"), ranks, 9),

@@ -32,7 +32,7 @@ from shell import lesson
 
 both_ends = importlib.import_module("06_bidirectional")
 CELLS = [(words, share, 1) for words, share in LINKS.items()] + [("four times slower than planned for", 1.0, 4)]
-TOKENS, LENGTHS = 1024, [256, 256, 512, 512, 768, 1024, 1024, 1536]  # of the one history, and of those of a batch
+TOKENS, LENGTHS = 1024, [128, 128, 256, 256, 384, 512, 512, 768]  # of the one history, and of those of a batch
 ORDERS = {"oldest": None, "most saved": lambda flow: -flow.layer / flow.match.seconds, "shortest": lambda flow: flow.match.seconds}
 
 
@@ -202,7 +202,7 @@ def batch(model, arguments):
         yield dict(row, way=name)
 
 
-PARTS = {"layers": (layers, ["random:small"]), "batch": (batch, ["random:small"])}
+PARTS = {"layers": (layers, ["random:long"]), "batch": (batch, ["random:long"])}
 
 
 def report(found: list[dict]) -> str:

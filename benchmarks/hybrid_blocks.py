@@ -1,7 +1,7 @@
 """Chapter 08: what the context of a large batch is kept as, with the weights in host memory; all policies in turn.
 
     python -m benchmarks.hybrid_blocks                              all; results in benchmarks/results/
-    python -m benchmarks.hybrid_blocks --only grid --f 1.25 --batch 16 --context 1024
+    python -m benchmarks.hybrid_blocks --only grid --model random:small --f 1.25 --batch 64 --context 1024
 
 grid        decode steps at full depth behind contexts that were filled in. The modelled link is given as f, all weights
             and all K and V over it, over rebuilding everything and the rest of the layers; a GPU's is as it is. The device
@@ -28,8 +28,7 @@ from common.timeline import Clock
 from shell import charts, lesson
 
 hybrid = importlib.import_module("08_hybrid_blocks")
-FACTORS, BATCHES, CONTEXTS = [1.0, 1.25, 2.0], [16, 64], [128, 512, 1024]
-OTHERS = {name: [(1.25, 16, 512)] for name in ("random:tinyllama-mha", "random:tinyllama")}  # the second: grouped queries
+FACTORS, BATCHES, CONTEXTS = [1.0, 1.25, 2.0], [16], [128, 384]
 
 
 def planner_for(f: float, model, contexts: list[int]):
@@ -84,12 +83,8 @@ def cell(model, f: float, batch: int, context: int, rounds: int) -> dict:
 
 
 def grid(model, arguments):
-    cells = OTHERS.get(arguments.name)
-    if arguments.model or not cells:
-        cells = itertools.product(arguments.f, arguments.batch, arguments.context)
-    if not modelled(model, 1.0):
-        cells = dict.fromkeys((None, batch, context) for _, batch, context in cells)
-    for one in cells:
+    factors = arguments.f if modelled(model, 1.0) else [None]
+    for one in itertools.product(factors, arguments.batch, arguments.context):
         yield from measure.again_if_behind(partial(cell, model, *one), arguments.rounds)
 
 
@@ -105,7 +100,7 @@ def in_order(items: list, rows: int) -> list[list]:
     return formed
 
 
-def steps(model, arguments, batch: int = 32, longest: int = 1024, f: float = 1.25):
+def steps(model, arguments, batch: int = 32, longest: int = 384, f: float = 1.25):
     rng = random.Random(0)
     contexts = [rng.randrange(longest // 16, longest) for _ in range(batch)]
     planner, bandwidth, f = planner_for(f, model, contexts)
@@ -139,7 +134,7 @@ def answer(engine, prompts: list[list[int]], new: int) -> dict:
     return dict(seconds=seconds, prefill=first / seconds, new=[request.new for request in requests])
 
 
-def whole(model, arguments, batch: int = 16, context: int = 512, new: int = 32, f: float = 1.25):
+def whole(model, arguments, batch: int = 16, context: int = 256, new: int = 16, f: float = 1.25):
     planner, bandwidth, f = planner_for(f, model, batch * [context + new])  # measured just now: no warm-up
     runners = {policy: hybrid.make_runner(planner._replace(policy=policy), model, bandwidth) for policy in hybrid.POLICIES}
     engines = {policy: hybrid.paged.Engine(runner, None, batch * context, batch) for policy, runner in runners.items()}
@@ -158,15 +153,15 @@ def whole(model, arguments, batch: int = 16, context: int = 512, new: int = 32, 
 
 
 def room(model, arguments, f: float = 1.25):
-    planner, _, f = planner_for(f, model, 16 * [512])
+    planner, _, f = planner_for(f, model, 16 * [128])
     config, (_, act, kv), plan = model.config, planner.sizes, planner._replace(policy="hybrid").plan()
     share = (plan.act_host + plan.act_device) / planner.blocks
     yield dict(f=f, heads=config.num_attention_heads, kv_heads=config.num_key_value_heads, kv=kv / 16, act=act / 16,
                kv_only=16e9 / kv, act_only=16e9 / act, share=share, hybrid=16e9 / (share * act + (1 - share) * kv))  # fmt: skip
 
 
-PARTS = {"grid": (grid, ["random:small", *OTHERS]), "steps": (steps, ["random:small"]),
-         "whole": (whole, ["random:small"]), "room": (room, ["random:small", *OTHERS])}  # fmt: skip
+PARTS = {"grid": (grid, ["random:long"]), "steps": (steps, ["random:long"]), "whole": (whole, ["random:long"]),
+         "room": (room, ["random:long"])}  # fmt: skip
 
 
 # 4. The tables ----------------------------------------------------------------------------------------------
@@ -190,7 +185,7 @@ def report(found: list[dict]) -> str:
         tables.table("**Tokens of context that a GB of host memory holds**, beside the weights:", {
             "model": "{model}", "heads: queries, KV": "{heads}, {kv_heads}", "bytes of a token: KV, ACT": "{kv:,.0f}, {act:,.0f}",
             "`kv-only`": "{kv_only:,.0f}", "`act-only`": "{act_only:,.0f}",
-            "`hybrid`, 16 x 512, f = 1.25": "{hybrid:,.0f}, {share:%} of the blocks ACT",
+            "`hybrid`, 16 x 128, f = 1.25": "{hybrid:,.0f}, {share:%} of the blocks ACT",
         }, tables.rows(found, "room")))  # fmt: skip
 
 
@@ -227,6 +222,6 @@ if __name__ == "__main__":
     parser.add_argument("--f", type=float, nargs="+", default=FACTORS)
     parser.add_argument("--batch", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--context", type=int, nargs="+", default=CONTEXTS, help="tokens")
-    parser.set_defaults(dtype="bfloat16")
+    parser.set_defaults(dtype=measure.short_dtype())
     measure.run("hybrid_blocks", PARTS, report, parser.parse_args(), hybrid.load)
 

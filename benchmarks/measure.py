@@ -6,7 +6,10 @@ import json
 import platform
 import re
 import statistics
+import subprocess
 import sys
+import time
+import traceback
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,6 +24,7 @@ from shell import checkpoint, cli, lesson
 
 RESULTS = Path(__file__).resolve().parent / "results"
 AS_IT_IS = "the link as it is"
+TRAINED = "smollm2"  # of models/; a trained model that is not shipped: `python -m tools.real_model` makes it
 count = partial(cli.bounded, int, 1)  # the type of an option: a number of at most ...
 
 
@@ -98,27 +102,51 @@ def one_sentence():
 
 
 def run(benchmark: str, parts: dict, report, arguments, load=checkpoint.load):
-    """Measure `parts`, name -> (function, models): (model, arguments) -> its rows, one by one. Print a line
-    for each, at the end the tables that `report` makes, and write all. `arguments.name` is the model's name."""
-    found, device = [], "cpu"
+    """Measure `parts`, name -> (function, models): (model, arguments) -> its rows, one by one. Print a line for each,
+    write all after each part, and print at the end the tables that `report` makes. A part that fails leaves the rows that
+    it had, and ends the run with 1 behind the others. `arguments.name` is what the model is loaded by."""
+    found, failed, device = [], [], "cpu"
     names = dict.fromkeys(name for part in arguments.only for name in parts[part][1])
-    for name in arguments.model or names:
-        arguments.name = name
+    for model_name in arguments.model or names:
+        arguments.name = place_of(model_name)
+        if not arguments.name:
+            print(f"{model_name} is left out: python -m tools.real_model makes it.")
+            continue
         with one_sentence():
-            model, *_ = load(name, arguments.dtype, arguments.device)
+            model, *_ = load(arguments.name, arguments.dtype, arguments.device)
         device, link = model.device.type, link_of(model.device)
         gc.freeze()  # so that no collection of all that was imported stops everything for a quarter of a second
         for part in arguments.only:
             function, models = parts[part]
-            if arguments.model or name in models:
-                entry = dict(claim=part, model=name, dtype=str(model.dtype).removeprefix("torch."), rows=[])
+            if arguments.model or model_name in models:
+                entry = dict(claim=part, model=model_name, dtype=str(model.dtype).removeprefix("torch."), rows=[])
                 found.append(entry)
-                for row in function(model, arguments):
-                    entry["rows"].append({**link, **row})
-                    progress(part, name, entry["rows"][-1])
+                began = time.perf_counter()
+                try:
+                    for row in function(model, arguments):
+                        entry["rows"].append({**link, **row})
+                        progress(part, model_name, entry["rows"][-1])
+                except Exception:  # what others find is not lost
+                    traceback.print_exc()
+                    failed.append(f"{part} of {model_name}")
+                print(f"{part}, {model_name}: {time.perf_counter() - began:.0f} s", flush=True)
+                write(benchmark, device, arguments.json, found)
         del model
     print(f"\n{report(found)}\n")
-    write(benchmark, device, arguments.json, found)
+    if failed:
+        sys.exit(f"Failed: {', '.join(failed)}.")
+
+
+def place_of(name: str) -> str:
+    """-> what `checkpoint.load` finds a model by; nothing for the trained one where it has not been made."""
+    folder = RESULTS.parent.parent / "models" / name
+    return name if name != TRAINED else str(folder) if folder.is_dir() else ""
+
+
+def short_dtype() -> str:
+    """-> bfloat16 where it is multiplied, and float32 on a processor that would have to convert it."""
+    on_gpu = checkpoint.pick_device("auto") == "cuda"
+    return "bfloat16" if on_gpu or torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"
 
 
 def modelled(model, speed: float) -> float | None:
@@ -155,12 +183,23 @@ def device_name(device: str = "auto") -> str:
     return re.sub(r"\W+", "-", processor("cuda").lower()) if checkpoint.pick_device(device) == "cuda" else "cpu"
 
 
+def commit() -> str:
+    """-> the last commit that has changed code, and whether it has been changed since; nothing without git."""
+    git = partial(subprocess.run, cwd=RESULTS.parent, capture_output=True, text=True)
+    try:
+        last = git(["git", "log", "-1", "--format=%H", "--", ":/*.py"]).stdout[:10]
+        return last and last + " with changes" * bool(git(["git", "diff", "--quiet", "HEAD", "--", ":/*.py"]).returncode)
+    except OSError:
+        return ""
+
+
 def write(benchmark: str, device: str, path: Path, found: list[dict]):
-    """Write what was found, and on what, to the file `path`, or in that folder to BENCHMARK-DEVICE.json."""
+    """Write what was found, of which code and on what, to the file `path`, or in that folder to BENCHMARK-DEVICE.json."""
     path = path if path.suffix else path / f"{benchmark}-{device_name(device)}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({
-        "command": " ".join([f"python -m benchmarks.{benchmark}", *sys.argv[1:]]), "processor": processor(device),
+        "command": " ".join([f"python -m benchmarks.{benchmark}", *sys.argv[1:]]), "commit": commit(),
+        "date": time.strftime("%Y-%m-%d"), "processor": processor(device),
         "threads": torch.get_num_threads(), "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__, "transformers": transformers.__version__, "found": found}, indent=1) + "\n")
     print(f"written: {path}")

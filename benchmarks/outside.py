@@ -1,15 +1,15 @@
 """Chapters 02 to 07 as a user sees them: in conversations, beside others, and under load.
 
     python -m benchmarks.outside                                   all; results in benchmarks/results/
-    python -m benchmarks.outside --only conversations --rounds 2
+    python -m benchmarks.outside --only beside --rounds 2
 
 conversations   conversations of several turns that do not fit into the device together, in shuffled order,
-                and questions about documents, popular (Zipf) or all alike: what is found, and TTFT.
+                and questions about documents, popular (Zipf) or all alike: what is found, and TTFT. Once.
 beside          TBT of eight that decode while a history comes back every two seconds, or as soon after as it can,
                 over that with the history on the device; and the share of the time in which layers are projected
                 or recomputed: nobody decodes then.
-sessions        TTFT and TBT of later rounds: sessions begin at random and think between their rounds, which come
-                at 0.5 to 2 times the rate that saturates no cache (HCache, Figure 9). One run: --rounds does not count.
+sessions        TTFT and TBT of later rounds, once: sessions begin at random and think between their rounds, which
+                come at 0.5 and 2 times the rate that saturates no cache (HCache, Figure 9).
 
 All are in one process, over one link. "no cache" is chapter 02 where nothing is ever found.
 """
@@ -40,11 +40,11 @@ from common.restoring import Cache
 from shell import backends, lesson, modelled_link
 from shell.reference import reference_model
 
-TALKS, TURNS, SAID, ANSWER = 8, 12, (100, 1100), 24  # conversations, turns, tokens at first, of an answer
-DOCUMENTS, LENGTH, ASKS = 12, 800, 48  # documents, tokens of one, questions about all
-DECODING, EVERY, WINDOW = 8, 2.0, 8.0  # requests, seconds, seconds of one measurement
-RATES = {0.5: 6, 1.0: 12, 2.0: 24}  # share of saturation -> sessions
-ROUNDS, THINK, DRAIN = 3, 2.0, 3.0  # of a session; seconds between two (in the paper 30), and behind the last one
+TALKS, TURNS, SAID, ANSWER = 8, 5, (100, 1100), 8  # conversations, turns, tokens at first, of an answer
+DOCUMENTS, LENGTH, ASKS = 8, 800, 32  # documents, tokens of one, questions about all
+DECODING, EVERY, WINDOW = 8, 2.0, 3.0  # requests, seconds, seconds of one measurement
+RATES = {0.5: 4, 2.0: 12}  # share of saturation -> sessions
+ROUNDS, THINK, DRAIN = 3, 1.0, 3.0  # of a session; seconds between two (in the paper 30), and behind the last one
 
 
 # 1. Engines, and asking them --------------------------------------------------------------------------------
@@ -160,30 +160,26 @@ class Transformers:
 
 
 def conversations(bench: Bench, rounds: int):
-    """Each round has other texts, and engines of its own."""
-    rng = bench.rng
     for what, exponent in {
         f"{TALKS} conversations of {TURNS} turns": None,
         f"{DOCUMENTS} documents, Zipf 1": 1.0,
         f"{DOCUMENTS} documents, all alike": 0.0,
     }.items():
-        asked, could, tokens, device = {}, 0, [], []
-        for _ in range(rounds):
-            if exponent is None:
-                texts = [bench.prompt(rng.randint(*SAID)) for _ in range(TALKS)]
-                order = [talk for talk in range(TALKS) for _ in range(TURNS)]
-                rng.shuffle(order)
-                tokens.append(sum(map(len, texts)) + len(order) * (QUESTION // 2 + ANSWER))
-            else:
-                texts, popular = [bench.prompt(LENGTH) for _ in range(DOCUMENTS)], [(at + 1) ** -exponent for at in range(DOCUMENTS)]
-                order = rng.choices(range(DOCUMENTS), popular, k=ASKS)
-                tokens.append(DOCUMENTS * LENGTH)
-            device.append(max(tokens[-1] // 4, max(map(len, texts)) + TURNS * (QUESTION + ANSWER)))
-            could += asked_in_turn(bench, texts, order, (device[-1], tokens[-1]), exponent is None, asked)
-        yield dict(what=what, **summary(asked, could, tokens, device))
+        if exponent is None:
+            texts = [bench.prompt(bench.rng.randint(*SAID)) for _ in range(TALKS)]
+            order = [talk for talk in range(TALKS) for _ in range(TURNS)]
+            bench.rng.shuffle(order)
+            tokens = sum(map(len, texts)) + len(order) * (QUESTION // 2 + ANSWER)
+        else:
+            texts, popular = [bench.prompt(LENGTH) for _ in range(DOCUMENTS)], [(at + 1) ** -exponent for at in range(DOCUMENTS)]
+            order = bench.rng.choices(range(DOCUMENTS), popular, k=ASKS)
+            tokens = DOCUMENTS * LENGTH
+        device = max(tokens // 4, max(map(len, texts)) + TURNS * (QUESTION + ANSWER))
+        asked, could = asked_in_turn(bench, texts, order, (device, tokens), exponent is None)
+        yield dict(what=what, tokens=tokens, device_tokens=device, **summary(asked, could))
 
 
-def summary(asked: dict[str, list[Answer]], could: int, tokens: list[int], device: list[int]) -> dict:
+def summary(asked: dict[str, list[Answer]], could: int) -> dict:
     """`asked`: system -> its answers."""
     prompts, expected = sum(answer.length for answer in asked["02"]), [answer.tokens for answer in asked["no cache"]]
     times = {name: [answer.ttft_ms for answer in each] for name, each in asked.items()}
@@ -191,16 +187,15 @@ def summary(asked: dict[str, list[Answer]], could: int, tokens: list[int], devic
         found=sum(answer.found for answer in each) / prompts, restored=sum(answer.restored for answer in each),
         equal=sum(answer.tokens == tokens for answer, tokens in zip(each, expected)),
         ttft_ms=percentiles(times[name], 50, 99)) for name, each in asked.items()}  # fmt: skip
-    return dict(tokens=round(statistics.mean(tokens)), device_tokens=round(statistics.mean(device)),
-                requests=len(expected), could_be_found=could / prompts, systems=systems,
+    return dict(requests=len(expected), could_be_found=could / prompts, systems=systems,
                 of_03={name: ratio(times[name], times["03"]) for name in times})  # fmt: skip
 
 
-def asked_in_turn(bench: Bench, texts: list, order: list[int], room: tuple[int, int], grows: bool, asked: dict) -> int:
-    """Ask about the texts in this order, every system in turn, and add what was answered to `asked`; a
-    conversation `grows` with each answer -> the tokens of all prompts that were there before, in whatever memory."""
+def asked_in_turn(bench: Bench, texts: list, order: list[int], room: tuple[int, int], grows: bool) -> tuple[dict, int]:
+    """Ask about the texts in this order, every system in turn; a conversation `grows` with each answer -> what each system
+    answered, and the tokens of all prompts that were there before, in whatever memory."""
     device, tokens = room
-    could, begun, texts = 0, set(), [list(text) for text in texts]
+    asked, could, begun, texts = {}, 0, set(), [list(text) for text in texts]
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         engines = bench.engines(device, tokens + len(order) * (QUESTION + ANSWER + 64), folder)
         theirs = Transformers(bench.reference, device)
@@ -227,15 +222,16 @@ def asked_in_turn(bench: Bench, texts: list, order: list[int], room: tuple[int, 
             texts[number] = prompt + asked["no cache"][-1].tokens if grows else prompt[:before]
         for engine in engines.values():
             engine.close()
-    return could
+    return asked, could
 
 
 # 3. Beside others -------------------------------------------------------------------------------------------
 
 def beside(bench: Bench, rounds: int):
-    context, most = bench.model.config.max_position_embeddings, DECODING * 512
+    context, most = min(2048, bench.model.config.max_position_embeddings), DECODING * 512
     history = bench.prompt(min(1900, context - 2 * QUESTION))
     engines = bench.engines(2 * context + most, 4 * context + 4 * most)
+    del engines["no cache"]  # it computes the history each time
     read(bench, engines, [history])
     ways = {name: partial(window, bench, name, engine, history) for name, engine in engines.items()}
     taken = lesson.in_turn(ways, rounds)
@@ -366,14 +362,14 @@ def report(found: list[dict]) -> str:
 def on_a_bench(part):
     def measured(model, arguments):
         theirs = reference_model(arguments.name, model.dtype, model.device.type) if part is conversations else None
-        yield from part(Bench(model, theirs), arguments.rounds)
+        yield from part(Bench(model, theirs), arguments.rounds if part is beside else 1)
     return measured
 
 
 PARTS = {
     "conversations": (on_a_bench(conversations), ["classroom"]),
     "sessions": (on_a_bench(sessions), ["classroom"]),
-    "beside": (on_a_bench(beside), ["classroom", "random:small"]),
+    "beside": (on_a_bench(beside), ["random:long"]),
 }
 
 

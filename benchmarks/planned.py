@@ -1,7 +1,7 @@
 """Chapters 03, 04 and 05 on one model, one link and one clock, in turn.
 
     python -m benchmarks.planned                                   all; results in benchmarks/results/
-    python -m benchmarks.planned --model random:small --histories 1024
+    python -m benchmarks.planned --model random:long --histories 1024
 
 TTFT of a question of 32 tokens behind a history that has left the device, over three modelled links: a layer's states take
 twice as long to transfer as to project, as long, and half as long; with a GPU, over its own. The row has what was restored,
@@ -15,6 +15,7 @@ import time
 from contextlib import contextmanager
 from functools import partial
 from itertools import product
+from pathlib import Path
 
 from benchmarks import measure, tables
 from benchmarks.measure import AS_IT_IS, draw, modelled, ratio, spread
@@ -22,7 +23,7 @@ from shell import lesson, modelled_link
 
 CHAPTERS = "02_paged_kv", "03_cpu_offload", "04_hidden_state_cache", "05_bubble_free"
 paged, offload, hidden_states, planned = map(importlib.import_module, CHAPTERS)
-HISTORIES = {"classroom": [512, 1024, 1900]}
+HISTORIES = {"classroom": [512, 1024, 1900], measure.TRAINED: [1024]}
 LINKS = {"the link is the bottleneck": 2.0, "balanced": 1.0, "computing is the bottleneck": 0.5}
 QUESTION = 32  # tokens
 
@@ -50,11 +51,10 @@ def keep(engine, history: list[int]) -> float:
     return lesson.ask(engine, history).outcome.ttft_ms
 
 
-def once(engine, prompt: list[int], pools=("device",)) -> dict:
-    """Ask when the engine has lost what is in these pools -> what was restored."""
+def once(engine, prompt: list[int]) -> dict:
+    """Ask when the device has lost all -> what was restored."""
     lesson.settle(engine)
-    for pool in pools:
-        engine.evict(pool)
+    engine.evict("device")
     time.sleep(0.02)  # as a request that comes after a pause
     before = engine.counts["bytes_in"]
     request = lesson.ask(engine, prompt)
@@ -64,13 +64,13 @@ def once(engine, prompt: list[int], pools=("device",)) -> dict:
                 bytes=engine.counts["bytes_in"] - before)
 
 
-def compare(engines: dict, history: list[int], rounds: int, rng, base: str, pools=("device",)) -> dict:
+def compare(engines: dict, history: list[int], rounds: int, rng, base: str) -> dict:
     """Ask all engines in turn, in each round the same question behind the same history -> name -> figures,
     and how many times as long TTFT was as that of `base` in the same round."""
     model = next(iter(engines.values())).model
     question = partial(draw, rng, model, QUESTION)
     ways = {name: dict(computed_ms=keep(engine, history + question())) for name, engine in engines.items()}
-    asks = {name: lambda question, engine=engine: once(engine, history + question, pools) for name, engine in engines.items()}
+    asks = {name: lambda question, engine=engine: once(engine, history + question) for name, engine in engines.items()}
     taken = measure.same_question_in_turn(asks, rounds, question)
     measure.check_alike(model, {name: [found["new"] for found in each] for name, each in taken.items()})
     ttft = {name: [found["ttft_ms"] for found in each] for name, each in taken.items()}
@@ -100,7 +100,7 @@ def planned_engine(model, tokens: int, share: float):
 # 2. Over three links ----------------------------------------------------------------------------------------
 
 def behind_histories(model, arguments):
-    rng, histories = random.Random(0), arguments.histories or HISTORIES.get(arguments.name, [512, 1024, 1984])
+    rng, histories = random.Random(0), arguments.histories or HISTORIES.get(Path(arguments.name).name, [512, 1024, 1984])
     for tokens, (words, share) in product(histories, links_of(model).items()):
         yield dict(history_tokens=tokens, link=words, **one_link(model, tokens, share, arguments.rounds, rng))
         gc.collect()  # engines refer to themselves, and those of the next link take as much memory
@@ -116,12 +116,13 @@ def one_link(model, tokens: int, share: float, rounds: int, rng) -> dict:
     ttft, restored, computed = ({name: way[what] for name, way in ways.items()} for what in ("ttft_ms", "tokens", "computed_ms"))
     return dict(
         computed_ms=min(computed.values()), ttft_ms=ttft, restored=restored, plan=plan,
+        states_over_kv=len(model.layers) * model.config.hidden_size / model.config.kv_numbers_per_token,
         over_03={name: ratio(ttft["03"]["samples"], ttft[name]["samples"]) for name in ("04", "05")},
         predicted_ms=1e3 * planned.plan_seconds(plan, costs),
         bound_ms=1e3 * planned.bound_seconds(len(model.layers), costs))  # fmt: skip
 
 
-PARTS = {"ttft": (behind_histories, ["classroom", "random:small", "random:tinyllama-mha"])}
+PARTS = {"ttft": (behind_histories, ["classroom", "random:long", measure.TRAINED])}
 
 
 def report(found: list[dict]) -> str:
@@ -130,7 +131,7 @@ def report(found: list[dict]) -> str:
         row |= {f"over_{of}": row["ttft_ms"]["05"]["median"] / row[f"{of}_ms"] for of in ("predicted", "bound")}
     rows = tables.grouped(rows, ("model", "history_tokens"), "link")
     longest = list({row["model"]: row for row in rows}.values())
-    history = {"model, history": "{model}, {history_tokens:,}"}
+    history = {"model, history": "{model}, {history_tokens:,}", "states / K and V": "{states_over_kv:n}"}
     return tables.paragraphs(
         tables.table(
             "**TTFT with K and V (03), and how many times as soon it comes** with hidden states (04) and by a plan (05):", {
@@ -146,6 +147,6 @@ def report(found: list[dict]) -> str:
 
 
 if __name__ == "__main__":
-    parser = measure.parser(__doc__, PARTS, rounds=7)
+    parser = measure.parser(__doc__, PARTS, rounds=5)
     parser.add_argument("--histories", type=int, nargs="+", help="tokens")
     measure.run("planned", PARTS, report, parser.parse_args())

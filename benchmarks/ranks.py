@@ -42,7 +42,7 @@ def rank(ranks, arguments) -> list[dict]:
     link = measure.link_of(model.device)
     gbps, rng, rows = gbps or link["link_gbps"], random.Random(0), []
     history = draw(rng, model, HISTORY)
-    for keep in ranked.KEEPS:
+    for keep in ("kv", "states"):
         engine = ranked.make_engine(model, options, keep)
         lesson.ask(engine, history + [1])
 
@@ -114,7 +114,7 @@ def main():
         print(f"{most} ranks need as many GPUs, and here are {gpus}; add --device cpu for more than these.")
         arguments.ranks = [count for count in arguments.ranks if count <= gpus] or sys.exit(1)
     found = [dict(claim="ranks", model=model, rows=run(model, arguments))
-             for model in arguments.model or ["classroom", "random:small"]]  # fmt: skip
+             for model in arguments.model or ["classroom"]]  # fmt: skip
     print(f"\n{report(found)}\n")
     measure.write("ranks", device, arguments.json, found)
 

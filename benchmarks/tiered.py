@@ -4,15 +4,14 @@
     python -m benchmarks.tiered --only policies --model classroom --rounds 5
 
 mix         conversations go on behind documents of 1,024 tokens, in any order. The device holds a third of them,
-            host memory half, and the documents are in files. Beside the device alone, one at a time and four at once;
+            host memory half, and the documents are in files. Beside the device alone, one at a time and two at once;
             the bound is, for each request, the slowest of the same question with all on the device, of what came over
-            the link and a layer's share of the question behind that, and of what was read; for four at once, of the sums.
+            the link and a layer's share of the question behind that, and of what was read; for two at once, of the sums.
 policies    one history in slow storage alone, reading takes r times as long as computing: each policy, without the
             engine's guard and with it.
 admission   a hit in host memory or in storage of 1 MB/s to 1 GB/s over computing it, and the tier of each token.
 layouts     a hit in host memory, and in storage of 0.1 and 10 GB/s, by order of host memory and page size; and its pieces.
 writes      what each write policy finds, writes, and would lose by a kill.
-sizes       host memory against hits.
 match       finding 4,096 tokens in a tree of 100,000 pages.
 """
 
@@ -33,7 +32,7 @@ from common.requests import Request
 from shell import backends, lesson, modelled_link
 
 paged, tiers = importlib.import_module("02_paged_kv"), importlib.import_module("07_tiered_storage")
-TALKS, TURNS, DOCUMENT, QUESTION, ANSWER = 12, 3, 1024, 64, 8  # conversations; tokens
+TALKS, TURNS, DOCUMENT, QUESTION, ANSWER = 6, 2, 1024, 64, 4  # conversations; tokens
 TIERS = "gpu", "cpu", "storage"
 
 
@@ -52,9 +51,9 @@ class Bench(ExitStack):
         self.callback(engine.close)
         return engine
 
-    def cache(self, on_host: int, storage: bool = True, **options):
+    def cache(self, on_host: int, **options):
         """Host memory for so many tokens, over the default link."""
-        behind = store.Storage(backends.open_backend(f"file:{self.folder}/pages", {}), "files") if storage else None
+        behind = store.Storage(backends.open_backend(f"file:{self.folder}/pages", {}), "files")
         return tiers.TieredCache(-(-on_host // self.size), modelled_link.bandwidth(self.model), behind, **options)
 
 
@@ -116,7 +115,7 @@ def mix(model, arguments):
                 forget(engine)
             return go_on(engine, documents, asked, at_once)
 
-        for at_once in (1, 4):
+        for at_once in (1, 2):
             ways = {name: partial(play, engine, at_once) for name, engine in dict(none=none, known=known, ours=ours).items()}
             taken = measure.same_question_in_turn(ways, arguments.rounds or 5, turns)
             samples = [mixed(ours, dict(zip(ways, each)), at_once, model) for each in zip(*taken.values())]
@@ -145,7 +144,7 @@ def mixed(engine, taken: dict, at_once: int, model) -> dict:
 
 # 2. One history that only storage has -----------------------------------------------------------------------
 
-def policies(model, arguments, tokens: int = 1024):
+def policies(model, arguments, tokens: int = 512):
     with Bench(model) as bench:
         engine = bench.engine(2 * tokens, bench.cache(2 * tokens, prefetch="both_ends"))
         cache, storage = engine.cache, engine.cache.storage
@@ -162,13 +161,13 @@ def policies(model, arguments, tokens: int = 1024):
 
         for _ in range(3):
             alone = once("computed", bench.draw(QUESTION)).outcome.ttft_ms
-        for r, always in itertools.product((0.5, 1.0, 2.0), (True, False)):
+        for r, always in itertools.product((1.0, 2.0), (True, False)):
             alone = statistics.median(once("computed", bench.draw(QUESTION)).outcome.ttft_ms for _ in range(3))
             storage.bandwidth = links.Bandwidth(size / (1e-3 * r * alone))
             cache.prefetcher.timeout = 1e-3 * alone / 3, 0.0  # a third of what computing takes
             engine.estimates.always = always
             cache.measure_storage()
-            for row in measure.again_if_behind(partial(policy_cell, bench, once), arguments.rounds or 7):
+            for row in measure.again_if_behind(partial(policy_cell, bench, once), arguments.rounds or 5):
                 yield dict(r=r, guard=not always, **row)
 
 
@@ -201,7 +200,7 @@ def admission(model, arguments, histories=(512, 1024, 1900)):
             history = bench.draw(tokens)
             lesson.ask(engine, history + bench.draw(1), 1)
             asks = {way: partial(ask_from, bench, engine, way, history, SPEEDS) for way in ways}
-            taken = measure.same_question_in_turn(asks, arguments.rounds or 7, partial(bench.draw, QUESTION))
+            taken = measure.same_question_in_turn(asks, arguments.rounds or 5, partial(bench.draw, QUESTION))
             alone = ttft(taken["computed"])
             for way, requests in taken.items():
                 over = ratio(ttft(requests), alone)
@@ -241,7 +240,7 @@ def ask_from(bench, engine, way: str, history: list[int], speeds: dict, question
 
 def layouts(model, arguments, tokens: int = 1024):
     link, speeds = modelled_link.bandwidth(model), {"0.1 GB/s": 1e8, "10 GB/s": 1e10}
-    for size, layout in itertools.product((1, 16, 64, 128), tiers.LAYOUTS):
+    for size, layout in itertools.product((1, 16, 64), tiers.LAYOUTS):
         with Bench(model, size) as bench:
             engine = bench.engine(2 * tokens, bench.cache(2 * tokens, prefetch="wait_complete", layout=layout))
             history, engine.estimates.always, engine.cache.load_link.bandwidth = bench.draw(tokens), True, link
@@ -262,31 +261,21 @@ def note(moved: dict, hold, lane: str, transfers: list, *held, **then):
     moved[lane] = {what: count + sum(getattr(each, what) for each in transfers) for what, count in before.items()}
 
 
-def played(model, on_host: int, **options) -> dict:
-    """60 questions about 12 documents, about the n-th as often as 1/n (Zipf), to an engine that begins with nothing
-    -> what it found and wrote."""
-    with Bench(model) as bench:
-        documents = [bench.draw(256) for _ in range(12)]
-        order = random.Random(1).choices(range(12), [1 / (rank + 1) for rank in range(12)], k=60)
-        engine = bench.engine(1400, bench.cache(on_host, threshold=2 * bench.size, **options))
-        requests, _ = go_on(engine, documents, [(number, bench.draw(24)) for number in order])
-        cache, counts = engine.cache, engine.cache.counts
-        pages = list(cache.tree.pages.values())
-        return dict(
-            **tiers.shares(requests), ttft_ms=spread(ttft(requests)), saved_bytes=counts["bytes_out"],
-            storage_bytes=counts["storage_pages_written"] * cache.host.block_bytes,
-            dirty_evicted=counts["dirty_evicted"], pages_written=counts["pages_written"],
-            pages=len(pages), lost_by_a_kill=sum(not page.stored for page in pages))  # fmt: skip
-
-
 def writes(model, arguments):
+    """60 questions about 12 documents, about the n-th as often as 1/n (Zipf), to engines that begin with nothing."""
     for policy in tiers.WRITE:
-        yield dict(policy=policy, **played(model, 1400, write=policy))
-
-
-def sizes(model, arguments):
-    for times in (0.25, 0.5, 1, 2, 4):
-        yield dict(times_the_device=times, **played(model, int(1400 * times), storage=False))
+        with Bench(model) as bench:
+            documents = [bench.draw(256) for _ in range(12)]
+            order = random.Random(1).choices(range(12), [1 / (rank + 1) for rank in range(12)], k=60)
+            engine = bench.engine(1400, bench.cache(1400, threshold=2 * bench.size, write=policy))
+            requests, _ = go_on(engine, documents, [(number, bench.draw(24)) for number in order])
+            cache, counts = engine.cache, engine.cache.counts
+            pages = list(cache.tree.pages.values())
+            yield dict(
+                policy=policy, **tiers.shares(requests), ttft_ms=spread(ttft(requests)), saved_bytes=counts["bytes_out"],
+                storage_bytes=counts["storage_pages_written"] * cache.host.block_bytes,
+                dirty_evicted=counts["dirty_evicted"], pages_written=counts["pages_written"],
+                pages=len(pages), lost_by_a_kill=sum(not page.stored for page in pages))  # fmt: skip
 
 
 def match(model, arguments, pages: int = 100_000, prompt: int = 4096):
@@ -316,14 +305,13 @@ def match(model, arguments, pages: int = 100_000, prompt: int = 4096):
         yield dict(conversations=talks, pages=count, match_ms=spread(taken))
 
 
-PARTS = {part.__name__: (part, ["classroom", "random:small"]) for part in (mix, policies)}
-PARTS |= {part.__name__: (part, ["classroom"]) for part in (admission, layouts, writes, sizes, match)}
+PARTS = {part.__name__: (part, ["random:long"]) for part in (mix, policies)}
+PARTS |= {part.__name__: (part, ["classroom"]) for part in (admission, layouts, writes, match)}
 
 
 # 5. The tables ----------------------------------------------------------------------------------------------
 
 def report(found: list[dict]) -> str:
-    """`sizes` is drawn: benchmarks/figures.py."""
     shares = "{gpu:%}, {cpu:%}, {storage:%}"
     mix, policies, hits = (tables.rows(found, part) for part in ("mix", "policies", "admission"))
     for row in mix:
@@ -344,7 +332,7 @@ def report(found: list[dict]) -> str:
             "throughput": "{throughput:x}", "bound / measured": "{of_bound:spread}", "found in L1, L2, L3": shares,
         }, mix),
         tables.table(
-            "**One history of 1,024 tokens in slow storage alone.** TTFT, and the share of the prompt from storage:", {
+            "**One history of 512 tokens in slow storage alone.** TTFT, and the share of the prompt from storage:", {
                 "model, reading / computing": "{model}, {r:g}",
                 **tables.across(policies, {way: f"{{ttft_ms[{way}]:ms}}, {{from_storage[{way}]:%}}" for way in ways}),
             }, policies),

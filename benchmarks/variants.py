@@ -1,7 +1,7 @@
 """What chapters 04 and 05 do otherwise, each beside what they do: one model, in turn.
 
     python -m benchmarks.variants                                  all; results in benchmarks/results/
-    python -m benchmarks.variants --only divisions --model random:small --histories 1024
+    python -m benchmarks.variants --only divisions --model random:long --histories 1024
 
 saving       TBT of 1, 4 and 16 that decode, over nothing kept: in two stages (chapter 04), or each layer while it is
              computed (the paper); directly, a copy for each run of rows and each layer; and so to a file too, before
@@ -10,8 +10,6 @@ divisions    TTFT over three links: chapter 05's plan; the paper's closed form; 
              states; hidden states alone (04); K and V alone (03); and tokens divided instead of layers, rounded to a
              tile or not (Figure 13a). All plans are made from the same costs.
 products     How long a layer takes to project 64 to 2,048 rows (Figure 13b), and 2,048 in such portions.
-directories  The same history from files in 1, 2 and 4 directories, each as fast as an SSD would be against
-             this processor (Figure 11 d to f). 03: K and V in files.
 
 Figures are HCache's (EuroSys '25). Each row says what was restored; all ways must answer alike.
 """
@@ -22,24 +20,20 @@ import statistics
 import tempfile
 from functools import partial
 from itertools import product
-from pathlib import Path
 
 import torch
 
 from benchmarks import measure, tables
 from benchmarks import planned as behind
-from benchmarks.measure import draw, modelled, ratio, spread
+from benchmarks.measure import draw, ratio, spread
 from benchmarks.planned import hidden_states, links_of, offload, paged, planned
 from common import link as links
 from common.requests import Request
 from common.restoring import Cache
-from common.store import Storage, StoredChunks
 from shell import cli, lesson, modelled_link
-from shell.backends import Directory
 
 HiddenCache, PlannedCache = hidden_states.HiddenCache, planned.PlannedCache
 TILE = 128  # rows, for which products are fast
-SSD, PCIE = 6.9 / 24, 32 / 24  # over the speed at which Llama-2-7B's projecting and reading are even (6.1.3)
 
 # 1. Other ways to save -------------------------------------------------------------------------
 
@@ -113,7 +107,7 @@ class DirectToFile(Direct):
         self.writes.clear()
 
 
-def saving(model, arguments, new: int = 100):
+def saving(model, arguments, new: int = 32):
     """The prompts are short: what is decoded is kept."""
     rng, link = random.Random(0), modelled_link.bandwidth(model)
     kinds = {"two stages": HiddenCache, "each layer": EachLayer, "direct": Direct, "direct to a file": DirectToFile}
@@ -248,50 +242,18 @@ def products(model, arguments):
                    over_one=ratio([sizes[-1] // rows * each for each in seconds], taken[sizes[-1]]))
 
 
-# 3. Directories --------------------------------------------------------------------------------
+# 3. The tables and main ------------------------------------------------------------------------
 
-def throttled(directories: list[Path], speed: float) -> StoredChunks:
-    """Files that each directory reads at most at `speed` bytes/s."""
-    return StoredChunks(*(Storage(Directory(str(path), 100), str(path), links.Bandwidth(speed)) for path in directories))
-
-
-def directories(model, arguments):
-    rng, layers = random.Random(0), len(model.layers)
-    for tokens, count in product([tokens // 16 * 16 for tokens in arguments.histories], (1, 2, 4)):
-        even = behind.even_speed(model, tokens)
-        with behind.engines_of(model, {"": PlannedCache(1, modelled(model, PCIE * even))}, tokens) as engines:
-            linked, link = engines[""].cache.costs(0, tokens), engines[""].cache.load_link.speed()
-        slower = link / min(link, count * SSD * even)
-        costs = linked._replace(load_states=slower * linked.load_states, load_kv=slower * linked.load_kv)
-        # Chapter 05's planner knows the link, and not how fast files are: it is told
-        plans = {"03": "K" * layers, "04": "R" + "H" * (layers - 1), "05": planned.best_plan(layers, costs)}
-        with tempfile.TemporaryDirectory() as folder:
-            caches = {}
-            for name, letters in plans.items():
-                files = throttled([Path(folder) / name / str(number) for number in range(count)], SSD * even)
-                caches[name] = PlannedCache(tokens // 8 + 64, modelled(model, PCIE * even), files, letters)
-            with behind.engines_of(model, caches, tokens) as engines:
-                ways = behind.compare(engines, draw(rng, model, tokens), arguments.rounds, rng, "03", ["device", "host"])
-        for name, letters in plans.items():
-            speeds = [speed for each in caches[name].storage.storages for speed in each.measured.passes]
-            ways[name] |= dict(plan=letters, read_gbps=statistics.median(speeds) / 1e9)
-        yield dict(history_tokens=tokens, directories=count, reading_over_projecting=costs.load_states / costs.project, ways=ways)
-
-
-# 4. The tables and main ------------------------------------------------------------------------
-
-PARTS = {part.__name__: (part, ["classroom", "random:small"]) for part in (saving, divisions, products, directories)}
+PARTS = {part.__name__: (part, ["classroom", "random:long"]) for part in (saving, divisions, products)}
 
 
 def report(found: list[dict]) -> str:
     saved = tables.grouped(tables.rows(found, "saving"), ("running",), "model")
-    read = tables.grouped(tables.rows(found, "directories"), ("directories",), "model")
     products, divided = tables.grouped(tables.rows(found, "products"), ("rows",), "model"), []
     for row in tables.rows(found, "divisions"):
         column = f"{row['model']}, {row['history_tokens']:,}, {row['link']} ({row['transfer_over_projecting']:.2f})"
         divided += [dict(way, way=name, column=column) for name, way in row["ways"].items()]
     divided = tables.grouped(divided, ("way",), "column")
-    names = {"03": "K and V (03)", "04": "hidden states (04)", "05": "planned (05)"}
     return tables.paragraphs(
         tables.table(
             "**Other ways to save** (Figure 14; the paper: two stages cost nothing, directly TBT is up to 1.34 times as long where "
@@ -310,19 +272,10 @@ def report(found: list[dict]) -> str:
         tables.table(
             "**Rows that a product projects** (Figure 13b), and 2,048 in portions of so many, over one product:", {
                 "rows": "{rows:,}", **tables.across(products, {"a layer": "{ms:ms}", "2,048 rows": "{over_one:spread}"}),
-            }, products),
-        tables.table(
-            "**From 1, 2 and 4 directories** (Figure 11 d to f): plan, what each one read, TTFT, and that over K and V's:", {
-                "directories": "{directories}",
-                **tables.across(read, {
-                    "reading / projecting": "{reading_over_projecting:n}",
-                    **{name: f"{{ways[{way}][plan]:plan}}: {{ways[{way}][read_gbps]:.3f}} GB/s, "
-                             f"{{ways[{way}][ttft_ms]:ms}}, {{ways[{way}][ttft_over_03]:spread}}"
-                       for way, name in names.items()}}),
-            }, read))  # fmt: skip
+            }, products))  # fmt: skip
 
 
 if __name__ == "__main__":
-    parser = measure.parser(__doc__, PARTS, rounds=7)
+    parser = measure.parser(__doc__, PARTS, rounds=5)
     parser.add_argument("--histories", type=cli.bounded(int, 256, 1 << 20), nargs="+", default=[1024], help="tokens")
     measure.run("variants", PARTS, report, parser.parse_args())

@@ -75,13 +75,6 @@ def test_divided_tokens_come_back(first, last):
     assert cache.counts["bytes_in"] == 2 * 2 * (kv + states), "of two layers, twice"
 
 
-def test_throttled_directories_bring_back_what_they_hold(tmp_path):
-    storage = variants.throttled([tmp_path / "1", tmp_path / "2"], 1e9)
-    cache = variants.PlannedCache(128, BANDWIDTH, storage, "RHK")
-    assert goes_on(cache, ("device", "host")).found == {"disk": HISTORY}
-    assert all(each.measured.passes and each.speed() <= 1e9 for each in storage.storages), "both were read"
-
-
 def test_the_naive_plan_is_the_best_without_hidden_states():
     rng = random.Random(5)
     for _ in range(100):

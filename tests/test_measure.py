@@ -64,6 +64,26 @@ def test_a_run_measures_the_parts_that_are_wanted_on_their_models_and_writes_wha
     assert "b, y: modelled True, name y, rounds 7, ms 2\n" in said and "| y | 2.00 (1.00 to 3.00) |" in said
 
 
+def test_a_part_that_fails_loses_no_rows_and_ends_the_run(tmp_path):
+    def fails(model, arguments):
+        yield dict(number=1)
+        raise ValueError("no more")
+
+    parser = measure.parser("", parts := {"a": (fails, ["x"]), "b": (lambda *_: [dict(number=2)], ["x"])})
+    arguments = parser.parse_args(["--json", str(tmp_path / "found.json")])
+    model = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
+    with pytest.raises(SystemExit, match="a of x"):
+        measure.run("some", parts, lambda found: "", arguments, load=lambda *_: (model,))
+    found = json.loads((tmp_path / "found.json").read_text())["found"]
+    assert [[row["number"] for row in entry["rows"]] for entry in found] == [[1], [2]]
+
+
+def test_results_of_two_commits_are_not_of_one_run():
+    file = report.read()["engine-cpu"]
+    one, two = ({f"{name}-cpu": dict(file, commit=commit) for name, commit in zip("ab", commits)} for commits in ("11", "12"))
+    assert "commit 2" in report.mixed(two) and not report.mixed(one) and report.conditions(one).count("Measured") == 1
+
+
 def test_with_a_gpu_results_bear_its_name_and_there_is_one_link(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")

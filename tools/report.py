@@ -1,4 +1,7 @@
-"""What was measured, written into README.md and docs/measured.md: `python -m tools.report`.
+"""What was measured, written into README.md and docs/measured.md.
+
+    python -m tools.report              of one run of `python -m benchmarks --json benchmarks/results`
+    python -m tools.report --mixed      of several commits or machines too; the page says which
 
 A part of a page lies between the lines `<!-- begin NAME -->` and `<!-- end NAME -->`, where NAME is one of PARTS. Most are what a
 benchmark prints at its end, made of its results in benchmarks/results/ (`report` of benchmarks/NAME.py). A number inside of a line
@@ -7,11 +10,14 @@ a benchmark has run again this command alone changes the pages. tools/check_docs
 """
 import importlib
 import re
+import sys
 from functools import partial
 from pathlib import Path
 
+from benchmarks import tables
 from benchmarks.claims import HEADER, read, table
-from benchmarks.tables import markdown, median, number, rows
+from benchmarks.measure import TRAINED
+from benchmarks.tables import across, between, grouped, markdown, median, milliseconds, number, rows
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "docs" / "measured.md"]
@@ -26,12 +32,15 @@ def headlines(results: dict) -> dict[str, str]:
     """The numbers in README.md's table: of each chapter the result that says most about it."""
     def only(file: str, claim: str, model: str, **wanted) -> list[dict]:
         every = rows(results[f"{file}-cpu"]["found"], claim, model)
-        return [row for row in every if all(row[key] == want for key, want in wanted.items())]
-    alone, trained = (only("baseline", "lone", model)[0] for model in ("classroom", "SmolLM2-135M-Instruct"))
-    slow, even, fast = only("planned", "ttft", "random:small", history_tokens=1984)
+        found = [row for row in every if all(row[key] == want for key, want in wanted.items())]
+        if not found:
+            sys.exit(f"{file}-cpu.json has nothing of {claim}, {model}, {wanted}, for README.md; measure it with this code.")
+        return found
+    alone, trained = (only("baseline", "lone", model)[0] for model in ("classroom", TRAINED))
+    slow, even, fast = only("planned", "ttft", "random:long", history_tokens=1984)
     (both,) = only("both_ends", "grid", "classroom", history_tokens=1984, share=1.0, r=1)
-    one, four = only("tiered", "mix", "random:small")
-    blocks = only("hybrid_blocks", "grid", "random:small", f=1.25)
+    one, two = only("tiered", "mix", "random:long")
+    blocks = only("hybrid_blocks", "grid", "random:long", f=1.25)
     (ranks,) = only("ranks", "ranks", "classroom", ranks=2, keep="states")
     by_plan = [median(row["over_03"]["05"]) for row in (slow, even, fast)]
     over = {policy: max(median(row["policies"][policy]["over"]) for row in blocks) for policy in ("kv-only", "act-only")}
@@ -39,7 +48,7 @@ def headlines(results: dict) -> dict[str, str]:
         writes=alone["times_as_fast"]["01"]["dynamic"]["tbt"], many=only("engine", "throughput", "classroom")[0]["ratio"],
         writes_trained=trained["times_as_fast"]["01"]["dynamic"]["tbt"],
         restored=even["computed_ms"] / median(even["ttft_ms"]["03"]), states=slow["over_03"]["04"], states_even=even["over_03"]["04"],
-        plan_least=min(by_plan), plan_most=max(by_plan), both=both["better_over_both"], throughput=four["throughput"],
+        plan_least=min(by_plan), plan_most=max(by_plan), both=both["better_over_both"], throughput=two["throughput"],
         over_kv=over["kv-only"], over_act=over["act-only"])
     return dict({name: number(median(figure)) for name, figure in figures.items()}, lower=f"{median(one['lower']):.0%}",
                 share=f"{ranks['share_of_one_rank']:.0%}", agreements=f"{ranks['agreements']:.0f}")
@@ -52,20 +61,65 @@ def claims(results: dict) -> str:
     return f"Of {len(found)} claims {met} are met.\n\n" + markdown(HEADER, found)
 
 
+def runs(results: dict) -> dict[str, dict]:
+    """-> of which commit and on what -> the commands that were measured so, by their files."""
+    found: dict[str, dict] = {}
+    for name, file in results.items():
+        if name.endswith("-cpu"):
+            machine = f"{file['threads']} threads of an {file['processor']} ({file['cpu_capability']}), PyTorch {file['torch']}"
+            found.setdefault(f"of commit {file.get('commit') or 'unknown'}, on {machine}", {})[name] = file["command"]
+    return found
+
+
+def mixed(results: dict) -> str:
+    """-> what is wrong, if the results are of several commits or machines."""
+    apart = [f"{run}: {', '.join(commands)}" for run, commands in runs(results).items()]
+    return f"the results are not of one run: {'; '.join(apart)}" if len(apart) > 1 else ""
+
+
 def conditions(results: dict) -> str:
-    """On what the numbers were measured, and how to measure them again."""
-    machines: dict[str, list] = {}
-    for file in (file for name, file in results.items() if name.endswith("-cpu")):
-        machine = f"{file['threads']} threads of an {file['processor']} ({file['cpu_capability']}), PyTorch {file['torch']}"
-        machines.setdefault(machine, []).append(f"`{file['command']}`")
-    return "\n".join(f"Measured on {machine}, by {', '.join(commands)}." for machine, commands in machines.items())
+    """Of which code and on what the numbers were measured, and how to measure them again."""
+    whole = not mixed(results) and all(re.fullmatch(r"python -m benchmarks\.\w+( --json \S+)?", file["command"])
+                                       for name, file in results.items() if name.endswith("-cpu"))  # fmt: skip
+    by = {run: "python -m benchmarks" if whole else "`, `".join(commands.values()) for run, commands in runs(results).items()}
+    return "\n".join(f"Measured{' in one run' * whole} by `{words}`, {run}." for run, words in by.items())
+
+
+def gpu(results: dict) -> str:
+    """Of each GPU what `python -m tools.gpu_report` has found."""
+    parts = []
+    for name, found in ((name, found) for name, found in results.items() if name.startswith("gpu-")):
+        returns = [dict(row, column=f"{row['model']}, {row['history']:,}") for row in found["returns"]["rows"]]
+        back, beside = (grouped([row for row in returns if what in row], ("way",), "column") for what in ("ttft_ms", "tbt_ms"))
+        copies = grouped(found["copies"]["rows"], ("memory",), "way")
+        parts += [
+            tables.table(f"`{name}`: TTFT of a question behind a history that the device has lost; and kernels that were launched.",
+                   {"way": "{way}", **across(back, {"": "{ttft_ms:ms}; {kernels:,}"})}, back), on_gpu(back),
+            tables.table("TBT of eight while a short prompt is answered beside them, and how many times as long while that question is.",
+                   {"way": "{way}", **across(beside, {"": "{tbt_ms:ms}; {over_alone:spread}"})}, beside),
+            tables.table("GB/s of 64 MiB.", {"host memory": "{memory}", **across(copies, {"": "{gbps:spread}"})}, copies)]  # fmt: skip
+    return tables.paragraphs(*parts)
+
+
+def on_gpu(back: list[dict]) -> str:
+    """What is said of the longest history."""
+    longest = max(row["history"] for row in back[0]["at"].values())
+    ways = {row["way"]: [one for one in row["at"].values() if one["history"] == longest] for row in back}
+    ms = {way: [median(one["ttft_ms"]) for one in each] for way, each in ways.items()}
+    over = {way: between(own / first for own, first in zip(each, ms["03"])) for way, each in ms.items()}
+    launched = ", ".join(f"{way} {ways[way][0]['kernels']}" for way in ("03", "04", "05"))
+    return (
+        f"Over 03, which brings {longest:,} tokens back in {between(ms['03'], milliseconds)}, computing them takes {over['02']} times as "
+        f"long ({between(ms['02'], milliseconds)}). Chapters 04 and 05 take {over['04']} and {over['05']} times as long: on such a link "
+        f"all three are bound by launching kernels from Python ({launched}). Chapter 07 takes {over['07']} times as long, since its "
+        f"layout page_first_direct gathers scattered pages in host memory on one thread ({between(ms['07'], milliseconds)}).")
 
 
 def measured(benchmark: str, results: dict) -> str:
     return importlib.import_module(f"benchmarks.{benchmark}").report(results[f"{benchmark}-cpu"]["found"])
 
 
-PARTS = {"conditions": conditions, "claims": claims,
+PARTS = {"conditions": conditions, "claims": claims, "gpu": gpu,
          **{name.replace("_", "-"): partial(measured, name) for name in BENCHMARKS}}
 
 
@@ -93,5 +147,7 @@ def out_of_date(page: str, results: dict) -> list[str]:
 
 
 if __name__ == "__main__":
+    if (sentence := mixed(read())) and sys.argv[1:] != ["--mixed"]:
+        sys.exit(f"Nothing is written: {sentence}.")
     for path in PAGES:
         path.write_text(written(path.read_text(encoding="utf-8"), read()), encoding="utf-8")
