@@ -81,7 +81,6 @@ BROKEN = {
         lambda f: change_json(f / "config.json", quantization_config=dict(quant_method="awq", bits=4)),
         ["quantization_config is awq", "not quantized"],
     ),
-    "layers not counted": (lambda f: change_json(f / "config.json", layer_types=5), ["layer_types"]),
     "vocabulary beyond count": (lambda f: change_json(f / "config.json", vocab_size=10**18), []),
     "context beyond memory": (lambda f: change_json(f / "config.json", max_position_embeddings=10**11), []),
     "nested config": (lambda f: (f / "config.json").write_text("[" * 100_000), ["config.json", "JSON"]),
