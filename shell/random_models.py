@@ -1,8 +1,7 @@
 """`--model random:NAME`: a known geometry, random weights, a tokenizer of bytes. The answers mean nothing."""
 import torch
-from tqdm import tqdm
 
-from common.llama import Llama, LlamaConfig
+from common.llama import LlamaConfig
 from shell.config import ModelError
 
 # vocabulary, hidden, intermediate, layers, heads, KV heads, numbers of a head, context: as in LlamaConfig
@@ -31,16 +30,14 @@ def random_config(name: str) -> LlamaConfig:
     return LlamaConfig(*GEOMETRIES[geometry])
 
 
-def fill_at_random(model: Llama, config: LlamaConfig, fill):
-    """Give every weight to `fill`: normal numbers of deviation 0.02, ones for the norms; the same on every
-    device and for every dtype's rounding. `config`: the whole model's."""
-    places, generator = model.weights(), torch.Generator().manual_seed(0)
-    whole = Llama(config, model.dtype, "meta").weights()
-    for name in tqdm(whole, "random weights", delay=1, leave=False, disable=None):
+def random_tensors(whole: dict):
+    """Yield (name, tensor): normal numbers of deviation 0.02, ones for norms; the same for every dtype."""
+    generator = torch.Generator().manual_seed(0)
+    for name, place in whole.items():
         if name.endswith("norm.weight"):
-            places[name].fill_(1.0)
+            yield name, torch.ones(place.shape)
         else:
-            fill(places[name], name, torch.randn(whole[name].shape, generator=generator).mul_(0.02))
+            yield name, torch.randn(place.shape, generator=generator).mul_(0.02)
 
 
 def byte_tokenizer(vocabulary: int):
