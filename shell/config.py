@@ -1,21 +1,15 @@
 """A config.json in Hugging Face layout -> a LlamaConfig, or the field that this model cannot follow."""
 import copy
-import math
 import sys
 
 from common.llama import LlamaConfig
 
 FAMILIES = "llama", "mistral", "qwen2"
-# Fields that change the mathematics or the weights: what this model has, and the values that mean it.
-NOT_QUANTIZED = "weights that are not quantized", None, {}
-FIXED = {"hidden_act": ("SwiGLU", "silu", "swish"), "is_causal": ("causal attention", True),
-         "partial_rotary_factor": ("heads that are rotated as a whole", None, 1),
-         "quantization_config": NOT_QUANTIZED, "quantization": NOT_QUANTIZED}
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+         "num_key_value_heads")
 # Dynamic scaling begins behind max_position_embeddings, where the context ends.
 ROPES = {"default": (), "dynamic": (), "linear": ("factor",), "llama3": (
     "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-         "num_key_value_heads")
 
 
 class ModelError(ValueError):
@@ -39,26 +33,22 @@ def read_config(raw: dict) -> LlamaConfig:
         config.standardize_rope_params()    # again, as the model does
     except Exception as error:              # the library raises whatever its checks raise
         require(False, " ".join(str(error).split())[:200])
-    rope, heads = config.rope_parameters, config.num_attention_heads
-    for name, (wanted, *fine) in FIXED.items():
-        value = (raw | rope).get(name, fine[0])
-        shown = value.get("quant_method", "set") if isinstance(value, dict) else value
-        require(value in fine, f"{name} is {shown}, and not supported; choose a model with {wanted}")
-    scaling = rope["rope_type"]
+    rope, heads, act = config.rope_parameters, config.num_attention_heads, config.hidden_act
+    scaling, rotated = rope["rope_type"], rope.get("partial_rotary_factor") or 1
+    quantized = raw.get("quantization_config")
+    require(not quantized, f"quantization_config is {quantized}; choose a model that is not quantized"[:200])
+    require(act in ("silu", "swish"), f"hidden_act is {act}; choose a model with SwiGLU")
+    require(rotated == 1, f"partial_rotary_factor is {rotated}; choose a model that rotates whole heads")
     require(scaling in ROPES, f"rotary scaling is {scaling!r}, and not supported; {', '.join(ROPES)} are")
-    sizes = {name: getattr(config, name) for name in SIZES}
-    numbers = dict(rope_theta=rope["rope_theta"], rms_norm_eps=config.rms_norm_eps)
-    fields = {name: rope[name] for name in ROPES[scaling]}
-    for name, value in (sizes | numbers | fields).items():
-        fine = isinstance(value, (int, float)) and 0 < value < math.inf
-        require(fine, f"{name} must be a positive number, not {value!r}")
     fine = heads % config.num_key_value_heads == 0
     require(fine, "num_attention_heads must be a multiple of num_key_value_heads")
-    numbers, fields = ({name: float(value) for name, value in given.items()} for given in (numbers, fields))
+    fields = {name: float(rope[name]) for name in ROPES[scaling]}
     bias, mlp = (family == "llama" and bool(getattr(config, f"{part}_bias")) for part in ("attention", "mlp"))
     return LlamaConfig(
-        **sizes, **numbers, head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        max_position_embeddings=read_context(config),
+        **{name: getattr(config, name) for name in SIZES},
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        max_position_embeddings=read_context(config), rms_norm_eps=float(config.rms_norm_eps),
+        rope_theta=float(rope["rope_theta"]),
         rope_scaling={"rope_type": scaling, **fields} if fields else {},
         qkv_bias=bias or family == "qwen2", output_bias=bias, mlp_bias=mlp,
         tie_word_embeddings=bool(config.tie_word_embeddings))

@@ -73,7 +73,7 @@ BROKEN = {
         lambda f: change_weights(f / "model.safetensors", lambda t: t.update(more=torch.zeros(2))), ["more"]),
     "quantized weights": (
         lambda f: change_json(f / "config.json", quantization_config=dict(quant_method="awq", bits=4)),
-        ["quantization_config is awq", "not quantized"],
+        ["quantization_config", "awq", "not quantized"],
     ),
     "context beyond memory": (lambda f: change_json(f / "config.json", max_position_embeddings=10**11), []),
     "config in bytes": (lambda f: (f / "config.json").write_bytes(b"\xff\xfe\x00"), ["config.json", "JSON"]),
