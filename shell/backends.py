@@ -12,10 +12,8 @@ from pathlib import Path
 
 from common.requests import BadRequest
 from common.store import Storage, StoredChunks
-from shell.checkpoint import ModelError
 
-ABANDONED = 600             # seconds after which nobody writes to a temporary file any more
-OWN_FILE = re.compile(r"([0-9a-f]{64})\.page(\.[0-9a-f]{32}\.tmp)?")
+OWN_FILE = re.compile(r"[0-9a-f]{64}\.page(\.[0-9a-f]{32}\.tmp)?")
 
 
 class Directory:
@@ -34,17 +32,14 @@ class Directory:
         return self.folder / f"{key}.page"
 
     def look(self) -> list[tuple]:
-        """-> (time, bytes, key) of each file, the least recently used first. Others write and delete here."""
+        """-> (time, bytes, path) of each file, the least recently used first; also of those half written."""
         found = []
         for path in self.folder.iterdir():
-            if name := OWN_FILE.fullmatch(path.name):
-                with suppress(OSError):
-                    status, (key, temporary) = path.stat(), name.groups()
-                    if not temporary:
-                        found.append((status.st_mtime_ns, status.st_size, key))
-                    elif time.time() - status.st_mtime > ABANDONED:
-                        path.unlink()  # of a process that was killed
-        self.index = {key for _, _, key in found}
+            if OWN_FILE.fullmatch(path.name):
+                with suppress(FileNotFoundError):  # others delete here
+                    status = path.stat()
+                    found.append((status.st_mtime_ns, status.st_size, path))
+        self.index = {path.stem for _, _, path in found}
         return sorted(found)
 
     def exists(self, keys: list[str]) -> list[bool]:
@@ -81,9 +76,9 @@ class Directory:
             found, self.written = self.look(), 0
             full = size + sum(size for _, size, _ in found)
             while found and full > 0.9 * self.limit:
-                _, freed, key = found.pop(0)
-                self.path(key).unlink(missing_ok=True)
-                self.index.discard(key)
+                _, freed, path = found.pop(0)
+                path.unlink(missing_ok=True)
+                self.index.discard(path.stem)
                 full -= freed
         self.written += size
 
@@ -91,25 +86,25 @@ class Directory:
 class RedisBackend:
     """Redis, or what speaks its protocol. `timeout` in seconds, of connecting and of every answer."""
 
-    def __init__(self, url: str, timeout: float = 1.0, prefix: str = "kv:"):
+    def __init__(self, url: str, timeout: float = 1.0):
         import redis
         retry = redis.retry.Retry(redis.backoff.NoBackoff(), 0)     # what comes late is worth nothing
         limits = dict(socket_timeout=timeout, socket_connect_timeout=timeout)
-        self.client, self.prefix = redis.Redis.from_url(url, retry=retry, **limits), prefix
+        self.client = redis.Redis.from_url(url, retry=retry, **limits)
         self.close = self.client.close
 
     def exists(self, keys: list[str]) -> list[bool]:
         with self.client.pipeline(transaction=False) as pipeline:
             for key in keys:
-                pipeline.touch(self.prefix + key)       # which says whether it is there, and uses it
+                pipeline.touch("kv:" + key)       # which says whether it is there, and uses it
             return [found == 1 for found in pipeline.execute()]
 
     def get(self, keys: list[str]) -> list[bytes | None]:
-        return self.client.mget([self.prefix + key for key in keys])
+        return self.client.mget(["kv:" + key for key in keys])
 
     def set(self, keys: list[str], values: list[bytes]):
         if keys:
-            self.client.mset({self.prefix + key: value for key, value in zip(keys, values, strict=True)})
+            self.client.mset({"kv:" + key: value for key, value in zip(keys, values, strict=True)})
 
 
 def open_backend(url: str, config: dict | None = None):
@@ -151,12 +146,6 @@ def label(url: str) -> str:
 
 
 def in_directories(directories: list[Path], limit_gb: float) -> StoredChunks:
-    """Return chunks in files of at most so much together. Raises ModelError."""
-    paths, storages = dict.fromkeys(str(Path(directory).resolve()) for directory in directories), []
-    for path in paths:
-        try:
-            storages.append(Storage(Directory(path, limit_gb / len(paths)), path))
-        except OSError as error:
-            words = f"Cannot keep chunks in '{path}' ({error.strerror}); choose another --disk."
-            raise ModelError(words) from None
-    return StoredChunks(*storages)
+    """Return chunks in files of at most so much together. Raises OSError."""
+    paths = dict.fromkeys(str(Path(directory).resolve()) for directory in directories)
+    return StoredChunks(*(Storage(Directory(path, limit_gb / len(paths)), path) for path in paths))
