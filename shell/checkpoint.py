@@ -60,11 +60,7 @@ def load(name: str, dtype: str = "auto", device: str = "auto", on_host: bool = F
         configs = [read_json(folder / file) for file in ("config.json", "generation_config.json")]
         if not configs[0]:
             raise ModelError(f"{name} has no config.json. {WHOLE}")
-        try:
-            config = read_config(configs[0])
-        except ModelError as error:
-            raise ModelError(f"{name}: {error}.") from None
-        tokenizer = read_tokenizer(folder)
+        config, tokenizer = read_config(configs[0]), read_tokenizer(folder)
         digest = hashlib.sha256(repr(config).encode())
     dtype, place = pick_dtype(dtype, device, configs[0]), "cpu" if on_host else device
     model = allocate(config, dtype, place, name, division)

@@ -18,7 +18,7 @@ class ModelError(ValueError):
 
 def require(fine: bool, message: str):
     if not fine:
-        raise ModelError("config.json: " + message)
+        raise ModelError(f"The model's config.json: {message}.")
 
 
 def read_config(raw: dict) -> LlamaConfig:

@@ -218,7 +218,7 @@ def test_of_a_hub_model_only_the_weights_that_are_read_are_downloaded(hub, folde
 
 
 @pytest.mark.parametrize("break_it, words", [
-    (lambda f: change_json(f / "config.json", hidden_act="gelu"), ["owner/name", "hidden_act"]),
+    (lambda f: change_json(f / "config.json", hidden_act="gelu"), ["config.json", "hidden_act"]),
     (lambda f: change_json(f / "config.json", architectures=["LlamaModel"]), ["LlamaModel"]),
     (lambda f: (f / "tokenizer.json").unlink(), ["no tokenizer.json", "tokenizer.model"]),
     (lambda f: change_json(f / "config.json", vocab_size=10**12), ["GB"]),
