@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from tqdm import tqdm
 
 from common.llama import Llama, LlamaConfig
@@ -47,6 +47,16 @@ def load(name: str, dtype: str = "auto", device: str = "auto", on_host: bool = F
 
     `dtype` is auto, float32, bfloat16 or float16; `device` auto, cpu or cuda. `on_host`: keep the weights in
     host memory, on any device (08). `division`: take only a rank's part (09)."""
+    try:
+        return read_model(name, dtype, device, on_host, division)
+    except ModelError:
+        raise
+    except Exception as error:              # the libraries raise whatever their parsers raise
+        words = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise ModelError(f"{name} cannot be loaded ({words}); is it whole? {OFFLINE}") from error
+
+
+def read_model(name: str, dtype: str, device: str, on_host: bool, division):
     device = pick_device(device)
     if device == "cuda":            # where cuDNN's attention plans anew for every length, 20 to 40 ms
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -109,20 +119,12 @@ def find_folder(name: str, files=("*.json", "*.jinja"), commit: str | None = Non
         raise ModelError(f"No model {name!r}: no such folder, and the hub names them OWNER/NAME. {OFFLINE}")
     from huggingface_hub import snapshot_download
     wanted = dict(allow_patterns=list(files), ignore_patterns=["*/*"], revision=commit)
-    try:                                    # without a network this is what the cache holds
-        return Path(snapshot_download(repository, **wanted))
-    except Exception as error:              # the hub's client lets its HTTP library's own errors through
-        words = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        raise ModelError(f"{repository} is not in the local cache and could not be downloaded ({words}). "
-                         f"{OFFLINE}") from None
+    return Path(snapshot_download(repository, **wanted))    # without a network, what the cache holds
 
 
 def read_json(path: Path) -> dict:
-    """-> {} where there is no such file. Raises ModelError."""
-    try:
-        return dict(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
-    except (OSError, TypeError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read as a JSON object ({error}).") from None
+    """-> {} where there is no such file."""
+    return dict(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
 
 
 def weight_files(name: str, folder: Path) -> list[Path]:
@@ -141,12 +143,8 @@ def read_tokenizer(folder: Path):
         raise ModelError(f"{folder} has no tokenizer.json; AutoTokenizer of transformers, from_pretrained "
                          "and then save_pretrained, makes one of a tokenizer.model.")
     from transformers import PreTrainedTokenizerFast
-    try:
-        return PreTrainedTokenizerFast.from_pretrained(
-            str(folder), local_files_only=True, model_max_length=1 << 40)   # the context is checked elsewhere
-    except Exception as error:              # the library raises whatever its parsers raise
-        raise ModelError(f"The tokenizer in {folder} cannot be read ({type(error).__name__}: "
-                         f"{' '.join(str(error).split())[:300]}).") from None
+    return PreTrainedTokenizerFast.from_pretrained(
+        str(folder), local_files_only=True, model_max_length=1 << 40)       # the context is checked elsewhere
 
 
 def read_end_tokens(tokenizer, configs: list[dict]) -> frozenset[int]:
@@ -208,8 +206,5 @@ def read_tensors(names, whole: dict, files: list[Path], tied: bool, digest):
 
 def read_tensor(path: Path, name: str | None = None):
     """A tensor of a file, or all names in it. Each time it is opened: closing it unmaps what was read."""
-    try:
-        with safe_open(path, "pt") as file:
-            return file.get_tensor(name) if name else list(file.keys())
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"{path} is not a whole safetensors file ({error}); download it again.") from None
+    with safe_open(path, "pt") as file:
+        return file.get_tensor(name) if name else list(file.keys())

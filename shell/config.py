@@ -28,11 +28,8 @@ def read_config(raw: dict) -> LlamaConfig:
     family, kind = raw.get("model_type"), str(raw.get("architectures") or "ForCausalLM")
     require(family in FAMILIES, f"model_type must be {', '.join(FAMILIES)}, not {family!r}")
     require("ForCausalLM" in kind, f"architectures must be one ForCausalLM, not {kind[:80]}")
-    try:
-        config = CONFIG_MAPPING[family].from_dict(copy.deepcopy(raw))
-        config.standardize_rope_params()    # again, as the model does
-    except Exception as error:              # the library raises whatever its checks raise
-        require(False, " ".join(str(error).split())[:200])
+    config = CONFIG_MAPPING[family].from_dict(copy.deepcopy(raw))      # raises whatever its checks raise
+    config.standardize_rope_params()        # again, as the model does
     rope, heads, act = config.rope_parameters, config.num_attention_heads, config.hidden_act
     scaling, rotated = rope["rope_type"], rope.get("partial_rotary_factor") or 1
     quantized = raw.get("quantization_config")
