@@ -68,9 +68,9 @@ from common import store
 from common.llama import Linear
 from common.requests import Request, RequestError
 from common.restoring import LATER, Cache
-from shell import backends, charts, checkpoint, lesson, modelled_link
+from shell import backends, charts, checkpoint, end, lesson, modelled_link
 from shell.frontend import Frontend
-from shell.ranks import Everywhere, Ranks, end, join
+from shell.ranks import ALONE, Everywhere, Ranks, join
 
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
 hidden_states = importlib.import_module("04_hidden_state_cache")
@@ -209,7 +209,7 @@ class Together:
         own += [0] * (-len(own) % FACTS)
         size, same, other, *facts = self.ranks.least(own)
         if same != -other:
-            end("the ranks have not computed the same; they differ in what was not agreed")
+            end(ALONE, "the ranks have not computed the same; they differ in what was not agreed")
         facts = iter(facts)
         for (one, limit), in_time in zip(awaited, facts):
             setattr(one, limit, math.inf if in_time else 0.0)
@@ -471,7 +471,7 @@ def make_engine(model, arguments, keep: str | None = None) -> paged.Engine:
     options.gpu_blocks, on_host = ranks.least([on_device, on_host])
     # 2. A link each, as fast as for a model that is not divided
     bandwidth = modelled_link.bandwidth(model, arguments.link)
-    if whole and arguments.link == "auto" and bandwidth:
+    if whole and arguments.link is None and bandwidth:
         bandwidth = links.Bandwidth(bandwidth.value * config.num_key_value_heads / whole.kv_heads)
     # 3. The Cache
     if keep == "states":

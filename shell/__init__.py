@@ -16,10 +16,10 @@ def tell(kind, error, trace, others=sys.excepthook):
 sys.excepthook = tell
 
 
-def end(number: int):
-    """End the process as signal `number` does, at once: other threads may be inside a long product."""
+def end(code: int, words: str = "\nInterrupted."):
+    """Say so and end the process at once: other threads may be inside a long product, or wait for ever."""
     try:
-        print("\nInterrupted.", file=sys.stderr, flush=True)
+        print(words, file=sys.stderr, flush=True)
         sys.stdout.flush()
     finally:
-        os._exit(128 + number)
+        os._exit(code)

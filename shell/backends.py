@@ -12,10 +12,8 @@ from pathlib import Path
 
 from common.requests import BadRequest
 from common.store import Storage, StoredChunks
-from shell.checkpoint import ModelError
 
-ABANDONED = 600             # seconds after which nobody writes to a temporary file any more
-OWN_FILE = re.compile(r"([0-9a-f]{64})\.page(\.[0-9a-f]{32}\.tmp)?")
+OWN_FILE = re.compile(r"[0-9a-f]{64}\.page(\.[0-9a-f]{32}\.tmp)?")
 
 
 class Directory:
@@ -24,109 +22,89 @@ class Directory:
 
     def __init__(self, url: str, limit_gb: float = 16.0):
         self.folder, self.limit = Path(url.removeprefix("file:")), 1e9 * limit_gb
-        self.now = 0  # nanoseconds: the latest time that a file has, here or in another process
         os.makedirs(self.folder, exist_ok=True)
         with tempfile.TemporaryFile(dir=self.folder):
             pass  # raises OSError if nobody may write here
+        self.written = self.limit  # bytes, since room was made
         self.look()
 
     def path(self, key: str) -> Path:
         return self.folder / f"{key}.page"
 
     def look(self) -> list[tuple]:
-        """-> (time, bytes, key) of each file, the least recently used first. Others write and delete here."""
+        """-> (time, bytes, path) of each file, the least recently used first; also of those half written."""
         found = []
-        for entry in os.scandir(self.folder):
-            name = OWN_FILE.fullmatch(entry.name)
-            with suppress(OSError):
-                if name and entry.is_file(follow_symlinks=False):
-                    status, (key, temporary) = entry.stat(), name.groups()
-                    if not temporary:
-                        found.append((status.st_mtime_ns, status.st_size, key))
-                    elif time.time() - status.st_mtime > ABANDONED:
-                        os.unlink(entry.path)  # of a process that was killed
-        self.index, self.seen = {key for _, _, key in found}, sum(size for _, size, _ in found)
-        self.unseen = 0  # bytes written here since: others may have written as much
-        self.now = max([self.now, *(when for when, _, _ in found)])
+        for path in self.folder.iterdir():
+            if OWN_FILE.fullmatch(path.name):
+                with suppress(FileNotFoundError):  # others delete here
+                    status = path.stat()
+                    found.append((status.st_mtime_ns, status.st_size, path))
+        self.index = {path.stem for _, _, path in found}
         return sorted(found)
 
     def exists(self, keys: list[str]) -> list[bool]:
-        """A use is at this machine's time, but always later than any earlier one, though that clock was put
-        back, or another machine's is ahead."""
-        for path in map(self.path, reversed(keys)):
-            self.now = max(time.time_ns(), self.now + 1)
+        now = time.time_ns()
+        for number, key in enumerate(reversed(keys)):
             with suppress(OSError):  # gone, or another user's
-                os.utime(path, ns=(self.now, self.now))
+                os.utime(self.path(key), ns=(now + number, now + number))
         return [self.path(key).is_file() for key in keys]
 
     def get(self, keys: list[str]) -> list[bytes | None]:
         values = [None] * len(keys)
-        for number, path in enumerate(map(self.path, keys)):
-            with suppress(FileNotFoundError, IsADirectoryError):
-                values[number] = path.read_bytes()
+        for number, key in enumerate(keys):
+            with suppress(FileNotFoundError):
+                values[number] = self.path(key).read_bytes()
         self.exists(keys)
         return values
 
     def set(self, keys: list[str], values: list[bytes]):
-        """Write all that can be written. Raises the first OSError."""
-        failed = None
         for key, value in zip(keys, values, strict=True):
+            self.make_room(len(value))
+            temporary = self.folder / f"{key}.page.{uuid.uuid4().hex}.tmp"
             try:
-                self.write(key, value)
-            except OSError as error:
-                failed = failed or error
-        if failed:
-            raise failed
-
-    def write(self, key: str, value: bytes):
-        self.make_room(len(value))
-        path, temporary = self.path(key), self.folder / f"{key}.page.{uuid.uuid4().hex}.tmp"
-        try:
-            temporary.write_bytes(value)
-            if path.is_dir():
-                path.rmdir()  # raises OSError if there is anything in it
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        self.exists([key])
-        self.index.add(key)
-        self.unseen += len(value)
+                temporary.write_bytes(value)
+                os.replace(temporary, self.path(key))
+            finally:
+                temporary.unlink(missing_ok=True)
+            self.exists([key])
+            self.index.add(key)
 
     def make_room(self, size: int):
-        """Delete a tenth when the limit is reached. Look what is there then, and after each tenth that this
-        process has written."""
-        if self.seen + self.unseen + size > self.limit or self.unseen > self.limit / 10:
-            found = self.look()
-            full = self.seen + size > self.limit
-            while full and found and self.seen + size > 0.9 * self.limit:
-                _, freed, key = found.pop(0)
-                self.path(key).unlink(missing_ok=True)
-                self.index.discard(key)
-                self.seen -= freed
+        """After each tenth of the limit that this process has written, look what is there, and delete what is
+        beyond nine tenths."""
+        if self.written + size > self.limit / 10:
+            found, self.written = self.look(), 0
+            full = size + sum(size for _, size, _ in found)
+            while found and full > 0.9 * self.limit:
+                _, freed, path = found.pop(0)
+                path.unlink(missing_ok=True)
+                self.index.discard(path.stem)
+                full -= freed
+        self.written += size
 
 
 class RedisBackend:
     """Redis, or what speaks its protocol. `timeout` in seconds, of connecting and of every answer."""
 
-    def __init__(self, url: str, timeout: float = 1.0, prefix: str = "kv:"):
+    def __init__(self, url: str, timeout: float = 1.0):
         import redis
         retry = redis.retry.Retry(redis.backoff.NoBackoff(), 0)     # what comes late is worth nothing
         limits = dict(socket_timeout=timeout, socket_connect_timeout=timeout)
-        self.client, self.prefix = redis.Redis.from_url(url, retry=retry, **limits), prefix
+        self.client = redis.Redis.from_url(url, retry=retry, **limits)
         self.close = self.client.close
 
     def exists(self, keys: list[str]) -> list[bool]:
         with self.client.pipeline(transaction=False) as pipeline:
             for key in keys:
-                pipeline.touch(self.prefix + key)       # which says whether it is there, and uses it
+                pipeline.touch("kv:" + key)       # which says whether it is there, and uses it
             return [found == 1 for found in pipeline.execute()]
 
     def get(self, keys: list[str]) -> list[bytes | None]:
-        return self.client.mget([self.prefix + key for key in keys])
+        return self.client.mget(["kv:" + key for key in keys])
 
     def set(self, keys: list[str], values: list[bytes]):
         if keys:
-            self.client.mset({self.prefix + key: value for key, value in zip(keys, values, strict=True)})
+            self.client.mset({"kv:" + key: value for key, value in zip(keys, values, strict=True)})
 
 
 def open_backend(url: str, config: dict | None = None):
@@ -168,12 +146,6 @@ def label(url: str) -> str:
 
 
 def in_directories(directories: list[Path], limit_gb: float) -> StoredChunks:
-    """Return chunks in files of at most so much together. Raises ModelError."""
-    paths, storages = dict.fromkeys(str(Path(directory).resolve()) for directory in directories), []
-    for path in paths:
-        try:
-            storages.append(Storage(Directory(path, limit_gb / len(paths)), path))
-        except OSError as error:
-            words = f"Cannot keep chunks in '{path}' ({error.strerror}); choose another --disk."
-            raise ModelError(words) from None
-    return StoredChunks(*storages)
+    """Return chunks in files of at most so much together. Raises OSError."""
+    paths = dict.fromkeys(str(Path(directory).resolve()) for directory in directories)
+    return StoredChunks(*(Storage(Directory(path, limit_gb / len(paths)), path) for path in paths))

@@ -71,7 +71,7 @@ def main(doc, chapter: str, add_arguments, make_engine, demo, load=checkpoint.lo
     except (checkpoint.ModelError, RequestError, OSError) as error:
         sys.exit(f"{chapter}: {' '.join(str(error).split())}")         # in one line
     except KeyboardInterrupt as error:
-        end((error.args or (signal.SIGINT,))[0])
+        end(128 + (error.args or (signal.SIGINT,))[0])
 
 
 def interrupt(number: int, frame):

@@ -1,38 +1,26 @@
 """The link of a machine without a GPU: `--link`, and how fast it is by default."""
-import argparse
-import time
-from contextlib import suppress
-
 import torch
 
 from common.link import Bandwidth
 from common.speed import ROWS, fastest_layer
+from shell import modelled_storage
 from shell.checkpoint import ModelError
 
 # Seconds to project hidden states of Llama-2-7B on an A100, over seconds to move them: even at 24 GB/s
 # (HCache, EuroSys '25, section 6.1), and the link has 32
 A100 = 32 / 24
-LATELY = 1.0        # seconds for which a measurement says all that another one could
 
 
 def add_option(parser):
     words = "without a GPU, the modelled link's speed; auto (default): what an A100's would be here"
-    parser.add_argument("--link", type=speed, default="auto", metavar="GB/S", help=words)
+    parser.add_argument("--link", type=modelled_storage.bandwidth, default="auto", metavar="GB/S", help=words)
 
 
-def speed(string: str) -> float | str:
-    """An argparse type: auto, or GB/s."""
-    with suppress(ValueError):
-        if string == "auto" or 1e-9 <= float(string) <= 1e6:
-            return string if string == "auto" else float(string)
-    raise argparse.ArgumentTypeError(f"{string!r} is not auto, or GB/s from 1e-9 to 1e6")
-
-
-def bandwidth(model, asked: float | str = "auto") -> Bandwidth | None:
+def bandwidth(model, asked: Bandwidth | None = None) -> Bandwidth | None:
     """Return the modelled link's; None with CUDA, where the link is real. Raises ModelError."""
     if model.device.type != "cuda":
-        return LikeA100(model) if asked == "auto" else Bandwidth(asked * 1e9)
-    if asked != "auto":
+        return asked or LikeA100(model)
+    if asked:
         raise ModelError("--link models a link on machines without a GPU, and here is one; leave it out.")
 
 
@@ -45,20 +33,15 @@ class LikeA100(Bandwidth):
         super().__init__(0.0)
         self.model, self.tokens = model, min(ROWS, model.config.max_position_embeddings)
         self.states = self.tokens * model.config.hidden_size * model.dtype.itemsize     # bytes of a layer
-        self.due = 0.0              # when measuring again may tell something new
         self.measure()
 
     def measure(self, interrupt=lambda: None) -> float:
-        if time.perf_counter() >= self.due:
-            seconds = time_projecting(self.model, self.tokens, interrupt)
-            self.due = time.perf_counter() + LATELY
-            self.value = max(self.value, A100 * self.states / seconds)
+        seconds = time_projecting(self.model, self.tokens, interrupt)
+        self.value = max(self.value, A100 * self.states / seconds)
         return self.value
 
     def __str__(self):
-        ms = 1e3 * self.states / self.value
-        return (f"{super().__str__()}, as for an A100: the hidden states of {self.tokens} tokens take "
-                f"{ms:.3g} ms a layer, and restoring them {A100 * ms:.3g} ms")
+        return f"{super().__str__()}, as for an A100: restoring a layer takes {A100:.2f} times its transfer"
 
 
 @torch.inference_mode()

@@ -1,5 +1,4 @@
-"""Storage of a modelled speed: what `--storage` of chapter 06 and `--storage-bandwidth` of 07 ask for."""
-
+"""Modelled speeds: what `--link`, `--storage` of chapter 06 and `--storage-bandwidth` of 07 ask for."""
 import time
 from collections import OrderedDict
 from contextlib import suppress

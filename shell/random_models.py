@@ -1,8 +1,7 @@
 """`--model random:NAME`: a known geometry, random weights, a tokenizer of bytes. The answers mean nothing."""
 import torch
-from tqdm import tqdm
 
-from common.llama import Llama, LlamaConfig
+from common.llama import LlamaConfig
 from shell.config import ModelError
 
 # vocabulary, hidden, intermediate, layers, heads, KV heads, numbers of a head, context: as in LlamaConfig
@@ -13,7 +12,6 @@ GEOMETRIES = {
     "tinyllama": (32000, 2048, 5632, 22, 32, 4, 64, 2048),
     "tinyllama-mha": (32000, 2048, 5632, 22, 32, 32, 64, 2048),
     "llama2-7b": (32000, 4096, 11008, 32, 32, 32, 128, 4096),
-    "llama2-13b": (32000, 5120, 13824, 40, 40, 40, 128, 4096),
     "llama3-8b": (128256, 4096, 14336, 32, 32, 8, 128, 8192),
 }
 SPECIAL = ["<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"]
@@ -31,16 +29,14 @@ def random_config(name: str) -> LlamaConfig:
     return LlamaConfig(*GEOMETRIES[geometry])
 
 
-def fill_at_random(model: Llama, config: LlamaConfig, fill):
-    """Give every weight to `fill`: normal numbers of deviation 0.02, ones for the norms; the same on every
-    device and for every dtype's rounding. `config`: the whole model's."""
-    places, generator = model.weights(), torch.Generator().manual_seed(0)
-    whole = Llama(config, model.dtype, "meta").weights()
-    for name in tqdm(whole, "random weights", delay=1, leave=False, disable=None):
+def random_tensors(whole: dict):
+    """Yield (name, tensor): normal numbers of deviation 0.02, ones for norms; the same for every dtype."""
+    generator = torch.Generator().manual_seed(0)
+    for name, place in whole.items():
         if name.endswith("norm.weight"):
-            places[name].fill_(1.0)
+            yield name, torch.ones(place.shape)
         else:
-            fill(places[name], name, torch.randn(whole[name].shape, generator=generator).mul_(0.02))
+            yield name, torch.randn(place.shape, generator=generator).mul_(0.02)
 
 
 def byte_tokenizer(vocabulary: int):

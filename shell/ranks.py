@@ -1,12 +1,6 @@
 """Ranks: the processes that hold one model together. How they begin, what they tell each other, how they end.
 
-    ranks = join(2)                   # rank 0 of two: it starts the other; or the rank that torchrun says
-    ranks.total(partial)              # sums over ranks
-    ranks.gather(columns)             # puts rows together of which each rank has some columns
-    ranks.least(numbers)              # agrees on the minimum of each number
-    ranks.tell(message, size)         # what rank 0 says
-
-Each of the last four is collective: all ranks call it, at the same point. A rank that is alone with one,
+Most methods of Ranks are collective: all ranks call them, at the same point. A rank that is alone with one,
 because another has ended or hangs, ends within TIMEOUT; and none outlives the process that has started it by
 more than BEAT.
 """
@@ -14,7 +8,6 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -26,6 +19,7 @@ import torch.distributed as dist
 
 from common import requests
 from common.requests import Line, Request
+from shell import end
 from shell.frontend import Writer
 
 BEAT = 1.0          # seconds between two agreements of an idle server, and between two looks for the parent
@@ -86,15 +80,8 @@ class Ranks:
             try:
                 collective(*arguments, group=group or self.group)
             except RuntimeError:
-                time.sleep(2 * AFTER)               # where one has ended, `watch` says so
-                end("A rank does not answer; all ranks have ended.")
-
-
-def end(words: str, code: int = ALONE):
-    """End this process, and so all, at once: threads may wait for what will not come."""
-    print(words, file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    os._exit(code)
+                time.sleep(2 * AFTER)               # where one has ended, `run` says so
+                end(ALONE, "A rank does not answer; all ranks have ended.")
 
 
 # 2. What rank 0 is asked ------------------------------------------------------------------------------------
@@ -191,7 +178,7 @@ def join(count: int) -> Ranks:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     ranks = Ranks(rank, count)
     if rank:        # an exception ends it without waiting for PyTorch's threads, which may abort
-        sys.excepthook = lambda *error: end("".join(traceback.format_exception(*error)).rstrip(), 1)
+        sys.excepthook = lambda *error: end(1, "".join(traceback.format_exception(*error)).rstrip())
     return ranks
 
 
@@ -209,19 +196,17 @@ def start(count: int):
     torch.set_num_threads(max(1, torch.get_num_threads() // count))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", WORLD_SIZE=str(count),
                       RANK_PARENT=str(os.getpid()), OMP_NUM_THREADS=str(torch.get_num_threads()))
-    command = [sys.executable, *sys.orig_argv[1:]]
     for rank in range(1, count):
-        words = tempfile.TemporaryFile()            # what it has to say; a pipe would break when rank 0 ends
-        output = dict(stdout=subprocess.DEVNULL, stderr=words, start_new_session=True)  # Ctrl-C is rank 0's
-        process = subprocess.Popen(command, env={**os.environ, "RANK": str(rank)}, **output)
-        threading.Thread(target=watch, args=(rank, process, words), daemon=True).start()
+        threading.Thread(target=run, args=(rank, {**os.environ, "RANK": str(rank)}), daemon=True).start()
 
 
-def watch(rank: int, process: subprocess.Popen, words):
-    """On a thread of rank 0: when another rank has ended badly, say so, and end."""
-    if (code := process.wait()) not in (0, ALONE):
+def run(rank: int, environment: dict):
+    """On a thread of rank 0: run another rank, and when it has ended badly, say so, and end."""
+    output = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace")
+    command = [sys.executable, *sys.orig_argv[1:]]
+    done = subprocess.run(command, env=environment, start_new_session=True, **output)   # Ctrl-C is rank 0's
+    if (code := done.returncode) not in (0, ALONE):
         time.sleep(AFTER)           # rank 0 may have the same to say
-        words.seek(0)
-        last = words.read().decode(errors="replace").strip().rpartition("\n")[2]
+        last = done.stderr.strip().rpartition("\n")[2]
         how = f"was killed by signal {-code}" if code < 0 else f"has ended ({last})"
-        end(f"Rank {rank} {how}; so have all.")
+        end(ALONE, f"Rank {rank} {how}; so have all.")

@@ -421,7 +421,7 @@ def closed_by_signals(server: Server):
             with suppress(TimeoutError):
                 if not receiver.recv(1):        # the server has ended in time
                     return
-            end(number[0])
+            end(128 + number[0])
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()

@@ -255,24 +255,20 @@ def test_restoring_and_transfer_have_the_ratio_that_llama_2_7b_has_on_an_a100(pr
     assert 0.5 / transfer == pytest.approx(products / rate / (states / 32e9))
 
 
-def test_a_modelled_link_is_hardware_which_a_later_measurement_may_only_raise(projecting, monkeypatch):
+def test_a_modelled_link_is_hardware_which_a_later_measurement_may_only_raise(projecting):
     projecting(0.5)
     link = LikeA100(tiny_model())
     first = link.value
     for seconds, value in ((9.0, first), (0.25, 2 * first), (0.5, 2 * first)):
         projecting(seconds)
-        link.due = 0.0
         assert link.measure() == link.value == pytest.approx(value)
-    projecting(1e-3)
-    assert link.measure() == pytest.approx(2 * first), "it was measured just now"
 
 
 def test_what_is_printed_says_that_it_is_modelled_and_how_it_was_calibrated(projecting):
     assert str(make(5e8)) == str(Bandwidth(5e8)) == "modelled link, 0.5 GB/s"
     projecting(0.004)
     said = str(make(LikeA100(tiny_model())))
-    assert said.startswith("modelled link, ") and "as for an A100" in said and "512 tokens" in said
-    assert "take 3 ms a layer" in said and "restoring them 4 ms" in said
+    assert said.startswith("modelled link, ") and "as for an A100" in said
 
 
 def test_the_speed_is_measured_unless_one_is_asked_for_and_one_that_cannot_be_is_refused(capsys):

@@ -658,7 +658,6 @@ def test_a_directory_touches_only_what_it_writes(tmp_path):
         (tmp_path / name).write_bytes(bytes(5_000))
         os.utime(tmp_path / name, (old, old))
     (tmp_path / "folder.tmp").mkdir()
-    (tmp_path / ("c" * 64 + ".page")).mkdir()
     own = tmp_path / f"{KEYS[0]}.page.{'0' * 32}.tmp"  # of a process that was killed
     own.write_bytes(b"half")
     os.utime(own, (old, old))
@@ -668,33 +667,6 @@ def test_a_directory_touches_only_what_it_writes(tmp_path):
         backend.set([key], [bytes(100)])
     left = {path.name for path in tmp_path.iterdir()}
     assert others <= left and own.name not in left and len(left - others) <= 10
-
-
-def test_a_directory_in_a_files_place_gives_way_and_costs_no_other_value(tmp_path):
-    backend = backends.Directory(f"file:{tmp_path}")
-    for key in KEYS[:2]:
-        (tmp_path / f"{key}.page").mkdir()
-    (tmp_path / f"{KEYS[0]}.page" / "somebodys").write_bytes(b"1")
-    with pytest.raises(OSError):
-        backend.set(KEYS[:3], [b"value"] * 3)
-    assert backend.get(KEYS[:3]) == [None, b"value", b"value"]
-
-
-@pytest.mark.parametrize("ahead", [0, 3600])
-def test_a_clock_that_goes_back_turns_no_order_round(ahead, tmp_path, monkeypatch):
-    """Or that of another machine, which is ahead."""
-    now = [time.time_ns()]
-    monkeypatch.setattr(backends.time, "time_ns", lambda: now[0])
-    backend = backends.Directory(f"file:{tmp_path}", limit_gb=1e-6)
-    backend.set(KEYS[:5], [bytes(100)] * 5)
-    now[0] -= 10**9 * 86_400
-    if ahead:
-        for key in KEYS[:5]:
-            os.utime(tmp_path / f"{key}.page", (time.time() + ahead,) * 2)
-        backend = backends.Directory(f"file:{tmp_path}", limit_gb=1e-6)
-    for key in KEYS[5:15]:
-        backend.set([key], [bytes(100)])
-    assert backend.exists(KEYS[10:15]) == [True] * 5 and not any(backend.exists(KEYS[:4]))
 
 
 def cache_on(kind: str, folder, limit_gb: float):
