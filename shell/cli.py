@@ -35,7 +35,6 @@ def parser_for(doc: str) -> argparse.ArgumentParser:
     what.add_argument("--prompt", metavar="TEXT", help="answer TEXT once and end")
     add("--host", default="127.0.0.1", help="address of the server (default: this machine only)")
     add("--port", type=bounded(int, 0, 65535), default=5000, help="of the server (default 5000, 0: any)")
-    add("--allow-evict", action="store_true", help="let other machines use POST /evict too")
     add("--model", default="classroom",
         help="classroom (default), tinyllama, FOLDER, OWNER/NAME on the hub, or random:NAME")
     add("--device", default="auto", help="auto, cpu or cuda")
@@ -106,7 +105,7 @@ def run(chapter: str, arguments, make_engine, demo, load):
         frontend.fields = engine.fields
         try:
             if serving:
-                return server.serve(listener, server.Server(engine, frontend, info), arguments.allow_evict)
+                return server.serve(listener, server.Server(engine, frontend, info))
             request = frontend.request(arguments.prompt, max_tokens=arguments.max_tokens,
                                        temperature=arguments.temperature, seed=arguments.seed)
             for piece in stream(engine, request):

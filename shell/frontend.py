@@ -1,5 +1,4 @@
 """What is asked -> a Request: fields and their checks, chat templates, text with stop strings."""
-import json
 import time
 
 from tokenizers.decoders import DecodeStream
@@ -50,21 +49,9 @@ MESSAGE = {
 }
 
 
-def parse_json(raw: bytes):
-    """Raises BadRequest at what is not JSON in UTF-8."""
-    try:
-        body = json.loads(raw.decode("utf-8-sig"))
-        json.dumps(body, ensure_ascii=False).encode()
-        return body
-    except UnicodeEncodeError:
-        raise BadRequest("A string has half of a surrogate pair; send whole characters.") from None
-    except (ValueError, RecursionError) as error:
-        raise BadRequest(f"The body is not JSON in UTF-8 ({str(error)[:80]}).") from None
-
-
-def check_fields(body, fields: dict, what: str = "The body") -> dict:
+def check_fields(body, fields: dict, what: str = "The body", needed: str = "") -> dict:
     """Return the fields of a JSON object that are set; null, [] and {} ask for nothing, whatever the name.
-    Raises BadRequest at one that is unknown or wrong."""
+    Raises BadRequest at one that is unknown or wrong, and where the one `needed` is not set."""
     if not isinstance(body, dict):
         raise BadRequest(f"{what} must be a JSON object.")
     asked = {name: value for name, value in body.items() if value not in (None, [], {})}
@@ -74,6 +61,8 @@ def check_fields(body, fields: dict, what: str = "The body") -> dict:
         test, wanted = fields[name]
         if not test(value):
             raise BadRequest(f"{name} must be {wanted}.")
+    if needed and needed not in asked:
+        raise BadRequest(f"{what} needs {needed}.")
     return asked
 
 
@@ -81,13 +70,11 @@ def check_messages(messages) -> list[dict]:
     """Turn OpenAI's messages into [{role, content}] with strings as contents. Raises BadRequest."""
     checked = []
     for message in messages:
-        message = check_fields(message, MESSAGE, "Each message")
-        role, content = message.get("role"), message.get("content")
-        if role is None or (content is None and role != "assistant"):
-            raise BadRequest("Each message needs a role and a content.")
+        message = check_fields(message, MESSAGE, "Each message", needed="role")
+        content = message.get("content", "")    # an answer that called tools has none
         if isinstance(content, list):
             content = "".join(part["text"] for part in content)
-        checked.append(dict(role=ROLES[role], content=content or ""))
+        checked.append(dict(role=ROLES[message["role"]], content=content))
     if not checked or not checked[-1]["content"]:
         raise BadRequest("The prompt, or the last of the messages, must not be empty.")
     return checked

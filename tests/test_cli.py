@@ -89,7 +89,7 @@ def test_demo_writes_its_report_and_its_timelines(monkeypatch, capsys, tmp_path)
 def test_help_can_be_shown(monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         run_here(monkeypatch, capsys, "--help")
-    assert end.value.code == 0 and "--allow-evict" in capsys.readouterr().out
+    assert end.value.code == 0 and "--max-tokens" in capsys.readouterr().out
 
 
 def test_a_terminal_without_utf8_shows_the_answer_all_the_same(monkeypatch, capsys):
@@ -171,8 +171,8 @@ def test_a_server_is_for_this_machine_only_knows_the_engines_fields_and_freezes_
     monkeypatch.setattr(server.Server, "run", Mock(side_effect=KeyboardInterrupt))
     monkeypatch.setattr(os, "_exit", ends.append)
     said, complaint = run_here(monkeypatch, capsys, *TINY, "--port", "0")
-    (listener, made, allow_evict), = served
-    assert listener.host == "127.0.0.1" and made.info["chapter"] == "stub" and not allow_evict
+    (listener, made), = served
+    assert listener.host == "127.0.0.1" and made.info["chapter"] == "stub"
     assert made.frontend.fields == Engine.fields
     assert frozen == [True] and ends == [130] and complaint.endswith("\nInterrupted.\n")
     assert "stub serves random:tiny on http://127.0.0.1:" in said
