@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from common.requests import Request, RequestError, Result
-from shell import charts, checkpoint, end, lesson
+from shell import charts, checkpoint, end
 from shell.frontend import Frontend
 
 
@@ -60,8 +60,6 @@ def main(doc, chapter: str, add_arguments, make_engine, demo, load=checkpoint.lo
     add_arguments(parser)
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, interrupt)        # what is told to end leaves nothing behind
-    for name in "stdout", "stderr":                 # None where the shell has closed it
-        setattr(sys, name, getattr(sys, name) or open(os.devnull, "w"))
     sys.stdout.reconfigure(errors="replace")        # a terminal without UTF-8 shows ?, and the answer goes on
     try:
         run(chapter, arguments, make_engine, demo, load)
@@ -80,12 +78,8 @@ def interrupt(number: int, frame):
 
 def run(chapter: str, arguments, make_engine, demo, load):
     # 1. What cannot work fails now, not after a minute of work
-    for path in arguments.json, arguments.trace:
-        if path:
-            there = os.path.lexists(path)
-            path.open("a").close()
-            if not there:           # an answer that fails leaves no empty file
-                path.unlink()
+    for path in filter(None, (arguments.json, arguments.trace)):
+        path.open("a").close()
     serving = not arguments.demo and arguments.prompt is None
     if serving:
         from shell import server  # here, since only a server needs Flask
@@ -99,7 +93,7 @@ def run(chapter: str, arguments, make_engine, demo, load):
 
     # 3. The demo makes its own engines; otherwise one engine serves, or answers once
     if arguments.demo:
-        report, timelines = demo(model, lesson.DemoFrontend(model, tokenizer, end_tokens), arguments)
+        report, timelines = demo(model, frontend, arguments)
     else:
         engine = make_engine(model, arguments)
         frontend.fields = engine.fields
@@ -108,13 +102,11 @@ def run(chapter: str, arguments, make_engine, demo, load):
                 return server.serve(listener, server.Server(engine, frontend, info))
             request = frontend.request(arguments.prompt, max_tokens=arguments.max_tokens,
                                        temperature=arguments.temperature, seed=arguments.seed)
-            for piece in stream(engine, request):
-                if isinstance(piece, str):
-                    print(piece, end="", flush=True)
-            print(f"\n\n{summary(piece)}")
+            result = answer(engine, request)
+            print(f"\n\n{summary(result)}")
         finally:
             engine.close()
-        report, timelines = piece.as_json(), [piece.timeline]
+        report, timelines = result.as_json(), [result.timeline]
 
     # 4. What was asked for in files
     if arguments.json:
@@ -123,17 +115,17 @@ def run(chapter: str, arguments, make_engine, demo, load):
         charts.write_trace(timelines, arguments.trace)
 
 
-def stream(engine, request: Request):
-    """Submit, and step on this thread; yield pieces of text, last the Result. Raises the request's error."""
+def answer(engine, request: Request) -> Result:
+    """Step until a request is answered, and print its text as it comes. Raises the request's error."""
     engine.submit(request)
-    piece = ""
-    while not isinstance(piece, Result):
-        while request.pieces.empty():
+    while not request.pieces.empty() or request.outcome is None:
+        if request.pieces.empty():
             engine.step()
-        piece = request.pieces.get()
-        if isinstance(piece, Exception):
+        elif isinstance(piece := request.pieces.get(), Exception):
             raise piece
-        yield piece
+        elif isinstance(piece, str):
+            print(piece, end="", flush=True)
+    return request.outcome
 
 
 def summary(result: Result) -> str:

@@ -127,7 +127,6 @@ class Frontend:
         self.model, self.tokenizer, self.end_tokens = model, tokenizer, frozenset(end_tokens)
         self.fields = fields or {}
         self.context = model.config.max_position_embeddings     # tokens, answer included
-        self.longest = max(map(len, tokenizer.backend_tokenizer.get_vocab()))   # characters of a token
 
     def request(self, prompt=None, messages=None, raw: bool = False, received=None, **asked) -> Request:
         """Make a Request. `prompt`: one user's message as a string, or a list of token ids taken as they are,
@@ -154,24 +153,27 @@ class Frontend:
         """Return the prompt's tokens; `raw`: without the chat template. Raises BadRequest."""
         if (prompt is None) == (messages is None):
             raise BadRequest("Give either prompt or messages, not both and not empty.")
-        raw = raw or self.tokenizer.chat_template is None
-        if raw and messages is not None:
-            raise BadRequest("This model has no chat template; send a prompt instead of messages.")
         if isinstance(prompt, list):
             tokens = prompt
         else:
-            messages = check_messages(messages or [dict(role="user", content=prompt)])
-            # Some tokenizers take hundreds of bytes for a character: what cannot fit is not encoded
-            characters = sum(len(message["content"]) for message in messages)
-            if characters > self.context * self.longest:
-                raise BadRequest(f"The prompt is {characters} characters, more than the {self.context} "
-                                 "tokens of this model's context can hold; shorten the prompt.")
-            try:
-                tokens = self.tokenizer.encode(prompt) if raw else self.tokenizer.apply_chat_template(
-                    messages, add_generation_prompt=True, return_dict=False)
-            except Exception as error:                          # a template may refuse an order of roles
-                raise BadRequest(f"The model's chat template refuses these messages ({error}).") from None
+            said = check_messages(messages or [dict(role="user", content=prompt)])
+            tokens = self.tokenizer.encode(prompt) if raw and messages is None else self.converse(said)
         top = self.model.config.vocab_size - 1
         if not tokens or not all(map(number(0, top), tokens)):
             raise BadRequest(f"Token ids must be from 0 to {top}, one at least.")
         return tokens
+
+    def converse(self, messages: list[dict]) -> list[int]:
+        """Return the tokens of a conversation; of a model without a chat template, those of a line for each
+        message. A template may refuse an order of roles: raises BadRequest."""
+        if self.tokenizer.chat_template is None:
+            lines = [f"{message['role']}: {message['content']}\n" for message in messages]
+            return self.tokenizer.encode("".join(lines) + "assistant:")
+        try:
+            return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        except Exception as error:
+            if [message["role"] for message in messages[:2]] != ["system", "user"]:
+                raise BadRequest(f"The model's chat template refuses these messages ({error}).") from None
+        # Some have no system role: what it says goes before what the user says first
+        said = "\n\n".join(message["content"] for message in messages[:2])
+        return self.converse([dict(role="user", content=said), *messages[2:]])

@@ -17,23 +17,6 @@ LONGEST_FACT = 16  # tokens, by which a document may be longer than asked
 ROUNDS = 5  # of everything that is timed, after a warm-up
 
 
-class DemoFrontend(Frontend):
-    """Make requests of conversations to any model, also to one that was never trained on conversations."""
-
-    def encode(self, prompt, messages, raw: bool = False) -> list[int]:
-        if messages and self.tokenizer.chat_template is None:
-            said = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
-            return super().encode(said + "assistant:", None, raw)
-        try:
-            return super().encode(prompt, messages, raw)
-        except BadRequest:
-            if not messages or messages[0]["role"] != "system":
-                raise
-        # Some templates have no system role: what it says goes before what the user says first
-        said = "\n\n".join(message["content"] for message in messages[:2])
-        return super().encode(None, [dict(role="user", content=said), *messages[2:]])
-
-
 def document(frontend: Frontend, rng, tokens: int, secret: str = "") -> str:
     """At least `tokens` tokens of facts; of passwords it says only `secret`."""
     text = f"Read this: {secret}".rstrip()

@@ -14,7 +14,6 @@ import signal
 import socket
 import threading
 import time
-from concurrent.futures import Future, wait
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
@@ -48,7 +47,7 @@ class Server:
         self.places = threading.Semaphore(most)
         self.encoding = threading.Lock()        # one prompt at a time: a tokenizer may take much memory
         self.open: list[Request] = []           # submitted, and a thread reads their pieces
-        self.jobs = queue.SimpleQueue()         # (function, Future), to run between two steps
+        self.jobs = queue.SimpleQueue()         # (function, queue of its answer), between two steps
         self.closing, self.reason = 0.0, None   # since when (time.monotonic()), and the error to raise then
 
     def run(self):
@@ -56,11 +55,11 @@ class Server:
         the weights: for another one PyTorch starts as many threads again, which hinder the first."""
         while self.engine.busy or not self.closing:
             while not self.jobs.empty():
-                function, future = self.jobs.get()
+                function, answers = self.jobs.get()
                 try:
-                    future.set_result(function())
+                    answers.put(function())
                 except Exception as error:
-                    future.set_exception(error)
+                    answers.put(error)
             try:
                 self.engine.step()
             except Exception:
@@ -73,20 +72,29 @@ class Server:
                 self.engine.wake.wait(1.0)      # a defect that stays fills the log slowly
 
     def between_steps(self, function):
-        """Run `function` on the engine's thread between two steps; return its result. Raises Unavailable if
-        the server closes before."""
-        future = Future()
-        self.jobs.put((function, future))
+        """Run `function` on the engine's thread between two steps; return its result. Raises Unavailable."""
+        answers = queue.SimpleQueue()
+        self.jobs.put((function, answers))
         self.engine.wake.set()
-        while not wait([future], SILENCE).done:
-            if self.closing:
+        return self.take(answers)
+
+    def take(self, answers, gone=lambda: False):
+        """Return the next of a queue, or raise it. Raises Unavailable if the server closes before, HungUp if
+        `gone()`: the client has hung up."""
+        while not gone():
+            with suppress(queue.Empty):
+                answer = answers.get(timeout=SILENCE)
+                if isinstance(answer, Exception):
+                    raise answer
+                return answer
+            if self.closing:        # a step may last longer than the server
                 raise Unavailable(SHUTTING)
-        return future.result()
+        raise HungUp("The client hung up.")
 
     def stream(self, gone=lambda: False, **fields):
         """Submit the request that `fields` make (arguments of Frontend.request); return a generator of its
-        pieces of text and last its Result. It cancels the request if it is closed, or if `gone()`: the client
-        has hung up. Raises BadRequest or Unavailable."""
+        pieces of text and last its Result. It cancels the request if it is closed, or if `gone()`. Raises
+        BadRequest or Unavailable."""
         pieces = self.pieces(gone, dict(fields, received=time.perf_counter()))
         next(pieces)                # a generator that has not begun does not notice that it is closed
         return pieces
@@ -102,28 +110,16 @@ class Server:
             self.engine.submit(asked)
             self.open.append(asked)
             try:
-                yield from self.read(asked, gone)
+                piece = yield
+                while not isinstance(piece, Result):
+                    piece = self.take(asked.pieces, gone)
+                    yield piece
             finally:
                 self.open.remove(asked)
                 if asked.outcome is None:
                     self.engine.cancel(asked, HungUp("The client hung up."))
         finally:
             self.places.release()
-
-    def read(self, asked: Request, gone):
-        piece = ""
-        yield piece
-        while not isinstance(piece, Result):
-            try:
-                piece = asked.pieces.get(timeout=SILENCE)
-            except queue.Empty:
-                piece = Unavailable(SHUTTING) if self.closing else ""   # a step may outlast the server
-            if gone():
-                raise HungUp("The client hung up.")
-            if isinstance(piece, Exception):
-                raise piece
-            if piece:
-                yield piece
 
     def close(self, reason: BaseException | None = None):
         """Stop accepting; cancel the requests that are not answered. `reason`: an error to raise then."""
@@ -194,10 +190,8 @@ def make_app(server: Server) -> Flask:
     add_page(app, server)
     add_storage(app, server)
 
-    @app.after_request
-    def forbid_frames(response):                # another page could show ours and lead a click
-        response.headers["Content-Security-Policy"] = "frame-ancestors 'none'"
-        return response
+    # Another page could show ours and lead a click
+    app.after_request(lambda reply: reply.headers.set("X-Frame-Options", "DENY") or reply)
     return app
 
 
@@ -419,8 +413,7 @@ def serve(listener: Listener, server: Server):
     handlers = {number: signal.signal(number, lambda *_: None) for number in heeded}
     accepting = threading.Thread(target=accept, args=(listener, server, receiver), daemon=True)
     accepting.start()
-    host = listener.server_address[0]
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    host = f"[{listener.host}]" if ":" in listener.host else listener.host
     said = f"{server.info['chapter']} serves {server.info['model']} on http://{host}:{listener.port}"
     try:
         print(f"{said}   (Ctrl-C ends it)", flush=True)

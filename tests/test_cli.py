@@ -116,16 +116,6 @@ def test_who_reads_only_the_beginning_ends_it_quietly(monkeypatch, capsys):
     assert ends == [1]
 
 
-def test_without_a_terminal_and_without_files_for_its_words_it_answers(monkeypatch, capsys, tmp_path):
-    with monkeypatch.context() as patch:
-        for name in "stdout", "stderr":             # as `>&- 2>&-` leaves them
-            patch.setattr(sys, name, None)
-        patch.setattr(sys, "argv", [str(SCRIPT), *TINY, "--prompt", "Hello", "--json", str(tmp_path / "json")])
-        runpy.run_path(str(SCRIPT), run_name="__main__")
-        assert sys.stdout.name == sys.stderr.name == os.devnull
-    assert json.loads((tmp_path / "json").read_text())["text"] and capsys.readouterr() == ("", "")
-
-
 # 2. What is asked wrongly -----------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("words,arguments", [
@@ -145,14 +135,6 @@ def test_without_a_terminal_and_without_files_for_its_words_it_answers(monkeypat
 def test_wrong_input_ends_with_one_clear_line(monkeypatch, capsys, words, arguments):
     line = refused_here(monkeypatch, capsys, *arguments)
     assert words in line and ("stub" in line or "chapter.py" in line)
-
-
-def test_an_answer_that_fails_leaves_no_empty_file_and_touches_none_that_is_there(monkeypatch, capsys, tmp_path):
-    (tmp_path / "trace").write_text("before")
-    files = "--json", tmp_path / "json", "--trace", tmp_path / "trace"
-    line = refused_here(monkeypatch, capsys, *TINY, "--prompt", "x" * 600, *files)
-    assert "shorten" in line and [path.name for path in tmp_path.iterdir()] == ["trace"]
-    assert (tmp_path / "trace").read_text() == "before"
 
 
 def test_a_port_in_use_is_told_before_the_model_is_looked_for(monkeypatch, capsys):
@@ -176,14 +158,6 @@ def test_a_server_is_for_this_machine_only_knows_the_engines_fields_and_freezes_
     assert made.frontend.fields == Engine.fields
     assert frozen == [True] and ends == [130] and complaint.endswith("\nInterrupted.\n")
     assert "stub serves random:tiny on http://127.0.0.1:" in said
-
-
-@pytest.mark.parametrize("host,shown", [("::", "[::1]"), ("::1", "[::1]"), ("0.0.0.0", "127.0.0.1")])
-def test_the_address_that_is_printed_works_in_a_browser(monkeypatch, capsys, host, shown):
-    listener = server.listen(host, 0)
-    monkeypatch.setattr(server.Server, "run", lambda self: None)
-    server.serve(listener, server.Server(Engine(), None, dict(chapter="stub", model="tiny")))
-    assert f"on http://{shown}:{listener.port} " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("chapter", sorted(path.name for path in ROOT.glob("0*.py")))
