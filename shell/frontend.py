@@ -41,9 +41,9 @@ PROMPT = {
     "prompt": (lambda v: text(v) or isinstance(v, list), "a string or a list of token ids"),
     "messages": (lambda v: isinstance(v, list), "a list of messages"),
 }
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+ROLES = ["system", "developer", "user", "assistant"]
 MESSAGE = {
-    "role": (lambda v: isinstance(v, str) and v in ROLES, "system, developer, user or assistant"),
+    "role": (ROLES.__contains__, "system, developer, user or assistant"),
     "content": (lambda v: text(v) or text_parts(v), "text in UTF-8"),
     "name": (text, "a string"),
 }
@@ -74,7 +74,7 @@ def check_messages(messages) -> list[dict]:
         content = message.get("content", "")    # an answer that called tools has none
         if isinstance(content, list):
             content = "".join(part["text"] for part in content)
-        checked.append(dict(role=ROLES[message["role"]], content=content))
+        checked.append(dict(role=message["role"].replace("developer", "system"), content=content))
     if not checked or not checked[-1]["content"]:
         raise BadRequest("The prompt, or the last of the messages, must not be empty.")
     return checked

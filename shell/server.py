@@ -44,8 +44,8 @@ class Server:
 
     def __init__(self, engine, frontend, info: dict, most: int = MOST):
         self.engine, self.frontend, self.info = engine, frontend, info
-        self.places = threading.Semaphore(most)
-        self.encoding = threading.Lock()        # one prompt at a time: a tokenizer may take much memory
+        self.most = most
+        self.lock = threading.Lock()            # for one prompt at a time: a tokenizer may take much memory
         self.open: list[Request] = []           # submitted, and a thread reads their pieces
         self.jobs = queue.SimpleQueue()         # (function, queue of its answer), between two steps
         self.closing, self.reason = 0.0, None   # since when (time.monotonic()), and the error to raise then
@@ -100,26 +100,23 @@ class Server:
         return pieces
 
     def pieces(self, gone, fields: dict):
-        if not self.places.acquire(blocking=False):
-            raise BadRequest("Too many requests are waiting; try again later.", 429)
-        try:
-            with self.encoding:
-                if self.closing:
-                    raise Unavailable(SHUTTING)
-                asked = self.frontend.request(**fields)
+        with self.lock:
+            if self.closing:
+                raise Unavailable(SHUTTING)
+            if len(self.open) == self.most:
+                raise BadRequest(f"{self.most} requests wait or run already; try again later.", 429)
+            asked = self.frontend.request(**fields)
             self.engine.submit(asked)
             self.open.append(asked)
-            try:
-                piece = yield
-                while not isinstance(piece, Result):
-                    piece = self.take(asked.pieces, gone)
-                    yield piece
-            finally:
-                self.open.remove(asked)
-                if asked.outcome is None:
-                    self.engine.cancel(asked, HungUp("The client hung up."))
+        try:
+            piece = yield
+            while not isinstance(piece, Result):
+                piece = self.take(asked.pieces, gone)
+                yield piece
         finally:
-            self.places.release()
+            self.open.remove(asked)
+            if asked.outcome is None:
+                self.engine.cancel(asked, HungUp("The client hung up."))
 
     def close(self, reason: BaseException | None = None):
         """Stop accepting; cancel the requests that are not answered. `reason`: an error to raise then."""
@@ -230,12 +227,9 @@ def add_answers(app: Flask, server: Server):
     def generate():
         fields = check_fields(body(), {**PROMPT, **SAMPLING, "stream": openai.FLAG, **frontend.fields})
         streaming = fields.pop("stream", False)
-        pieces = answer(fields)
-        if streaming:
-            return events(dict(text=piece) if isinstance(piece, str) else dict(result=piece.as_json())
-                          for piece in pieces)
-        *_, result = pieces
-        return result.as_json()
+        replies = (dict(text=piece) if isinstance(piece, str) else dict(result=piece.as_json())
+                   for piece in answer(fields))
+        return events(replies) if streaming else [*replies][-1]["result"]
 
     @app.post("/v1/chat/completions", defaults=dict(chat=True))
     @app.post("/v1/completions", defaults=dict(chat=False))
@@ -377,52 +371,41 @@ def listen(host: str, port: int) -> Listener:
         raise OSError(f"Cannot listen on {host}:{port} ({reason}); choose other --host and --port.") from None
 
 
-def accept(listener: Listener, server: Server, signals: socket.socket):
-    """Accept connections until the server closes, at the first signal for instance. A second signal, or a
-    last step that takes longer than ENDING, ends the process."""
-    number = signal.SIGTERM
+def accept(listener: Listener, server: Server, ended: threading.Event):
+    """Accept connections until the server closes. A last step longer than ENDING ends the process."""
     try:
         while not server.closing:
             listener.handle_request()
-            with suppress(BlockingIOError):
-                for number in signals.recv(1):
-                    server.close(KeyboardInterrupt(number))
+        server.close()
     except Exception as error:
         server.close(error)
     listener.server_close()                     # further connections are refused at once
-    signals.settimeout(ENDING)
-    with suppress(TimeoutError):
-        if not signals.recv(1):                 # closed: the server has ended in time
-            return
-    end(number)
+    if not ended.wait(ENDING):
+        end(server.reason.args[0] if isinstance(server.reason, KeyboardInterrupt) else signal.SIGTERM)
 
 
 def serve(listener: Listener, server: Server):
     """Step on this thread, the main one, and answer on others, until a signal or error, which it raises.
+    Ctrl-C and SIGTERM interrupt no step; a second one ends the process."""
+    def heed(number: int, frame):               # it takes no lock: this thread may hold it
+        if server.closing:
+            end(number)
+        server.closing, server.reason = time.monotonic(), KeyboardInterrupt(number)
 
-    Ctrl-C and SIGTERM interrupt no step. A handler in Python would wait while this thread is inside a long
-    product, so the system writes the signals' numbers to a socket, which another thread reads."""
     listener.app = make_app(server)
     gc.freeze()     # else the collector goes through the model at times, and no token comes for 0.1 s
-    receiver, sender = socket.socketpair()
-    receiver.setblocking(False)
-    sender.setblocking(False)
-    signal.set_wakeup_fd(sender.fileno())
-    heeded = [number for number in (signal.SIGINT, signal.SIGTERM)
-              if signal.getsignal(number) != signal.SIG_IGN]    # as a shell sets it in the background
-    handlers = {number: signal.signal(number, lambda *_: None) for number in heeded}
-    accepting = threading.Thread(target=accept, args=(listener, server, receiver), daemon=True)
-    accepting.start()
+    handlers = {number: signal.signal(number, heed) for number in (signal.SIGINT, signal.SIGTERM)
+                if signal.getsignal(number) != signal.SIG_IGN}  # as a shell sets it in the background
+    ended = threading.Event()
+    threading.Thread(target=accept, args=(listener, server, ended), daemon=True).start()
     host = f"[{listener.host}]" if ":" in listener.host else listener.host
     said = f"{server.info['chapter']} serves {server.info['model']} on http://{host}:{listener.port}"
     try:
         print(f"{said}   (Ctrl-C ends it)", flush=True)
         server.run()
     finally:
+        ended.set()
         server.close()                          # clients are told within SILENCE
-        signal.set_wakeup_fd(-1)
-        sender.close()
-        accepting.join()
         for number, handler in handlers.items():
             signal.signal(number, handler)
         while listener.answering and time.monotonic() < server.closing + ENDING:

@@ -191,24 +191,25 @@ def test_no_body_is_a_500(client, bent, route):
 
 # 3. A full line, a hang-up, a defect, a closed door ---------------------------------------------------------
 
-def test_one_prompt_is_encoded_at_a_time_and_who_waits_for_that_has_a_place(frontend, monkeypatch):
-    gate, inside, most, encode = threading.Event(), [], [], frontend.encode
+def test_one_prompt_is_encoded_at_a_time_and_too_many_are_refused(frontend, monkeypatch):
+    inside, most, encode = [], [], frontend.encode
 
     def slow(*prompt):
         inside.append(prompt)
         most.append(len(inside))
-        gate.wait(TIMEOUT)
+        time.sleep(0.05)
         inside.pop()
         return encode(*prompt)
     monkeypatch.setattr(frontend, "encode", slow)
     with serving(frontend, most=2) as client, ThreadPoolExecutor() as threads:
+        client.engine.hold()
         asked = ("/generate", ASK), ("/v1/completions", TEXT), ("/generate", dict(ASK, stream=True))
         replies = [threads.submit(client.ask, *each) for each in asked]
-        eventually(lambda: any(reply.done() for reply in replies))      # of three one is refused, at once
-        gate.set()
-        assert sorted(reply.result().status for reply in replies) == [200, 200, 429] and max(most) == 1
-        refused, = (reply.result() for reply in replies if reply.result().status == 429)
-        assert "try again later" in refused.error(429)
+        eventually(lambda: any(reply.done() for reply in replies))
+        refused, = (reply.result() for reply in replies if reply.done())
+        assert "2 requests wait or run already; try again later" in refused.error(429)
+        client.engine.let()
+        assert sorted(reply.result().status for reply in replies) == [200, 200, 429] and set(most) == {1}
         assert client.ask("/generate", ASK).status == 200
 
 
@@ -331,7 +332,7 @@ def test_a_server_can_be_asked_without_http(frontend):
     running = server.stream(prompt="Hello")
     assert next(running)
     waiting = server.stream(prompt="Hello")
-    with pytest.raises(BadRequest, match="Too many requests") as refused:
+    with pytest.raises(BadRequest, match="2 requests wait or run") as refused:
         server.stream(prompt="Hello")
     assert refused.value.status == 429 and len(server.open) == 2
     running.close()                # which cancels
