@@ -40,8 +40,6 @@ def parser_for(doc: str) -> argparse.ArgumentParser:
     add("--device", default="auto", help="auto, cpu or cuda")
     add("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     add("--max-tokens", type=bounded(int, 1, 1 << 20), default=128, help="length of an answer (default 128)")
-    add("--temperature", type=bounded(float, 0, 100), default=0.0, help="0 (default) is greedy")
-    add("--seed", type=bounded(int, 0, (1 << 63) - 1), default=None)
     add("--explain", action="store_true", help="print a line for each thing that a step does")
     add("--json", type=Path, metavar="FILE", help="write the numbers of the demo or of the answer")
     add("--trace", type=Path, metavar="FILE", help="write the timeline, for Perfetto or chrome://tracing")
@@ -100,9 +98,7 @@ def run(chapter: str, arguments, make_engine, demo, load):
         try:
             if serving:
                 return server.serve(listener, server.Server(engine, frontend, info))
-            request = frontend.request(arguments.prompt, max_tokens=arguments.max_tokens,
-                                       temperature=arguments.temperature, seed=arguments.seed)
-            result = answer(engine, request)
+            result = answer(engine, frontend.request(arguments.prompt, max_tokens=arguments.max_tokens))
             print(f"\n\n{summary(result)}")
         finally:
             engine.close()

@@ -27,9 +27,7 @@ from shell import end, openai
 from shell.frontend import PROMPT, SAMPLING, check_fields
 
 MAX_BODY = 1 << 20                 # bytes of an HTTP request; a full context fits many times
-MOST = 256                         # requests that wait or run at a time
 SILENCE = 0.5                      # seconds between two looks of a waiting thread: closing? hung up?
-IDLE = 20.0                        # seconds in which a client must send, or take, something
 ENDING = 5.0                       # seconds from closing, after which the process ends
 SHUTTING = "The server is shutting down; ask again when it is back."
 DEFECT = "An error inside the server; its log says more, and the engine goes on."
@@ -42,7 +40,7 @@ class Server:
 
     info: chapter, model, device and dtype. most: requests at a time, beyond which others are refused."""
 
-    def __init__(self, engine, frontend, info: dict, most: int = MOST):
+    def __init__(self, engine, frontend, info: dict, most: int = 256):
         self.engine, self.frontend, self.info = engine, frontend, info
         self.most = most
         self.lock = threading.Lock()            # for one prompt at a time: a tokenizer may take much memory
@@ -65,9 +63,8 @@ class Server:
             except Exception:
                 logging.getLogger("kv").exception("a step failed")
                 for asked in list(self.open):
-                    with suppress(Exception):
-                        self.engine.finish(asked, RequestError(DEFECT))
-                    asked.pieces.put(RequestError(DEFECT))      # unread, unless the engine has lost it
+                    self.engine.cancel(asked, RequestError(DEFECT))
+                    asked.pieces.put(RequestError(DEFECT))      # for one that the engine has lost
                 self.engine.wake.clear()
                 self.engine.wake.wait(1.0)      # a defect that stays fills the log slowly
 
@@ -92,20 +89,16 @@ class Server:
         raise HungUp("The client hung up.")
 
     def stream(self, gone=lambda: False, **fields):
-        """Submit the request that `fields` make (arguments of Frontend.request); return a generator of its
-        pieces of text and last its Result. It cancels the request if it is closed, or if `gone()`. Raises
+        """Submit the request that `fields` make (arguments of Frontend.request), and yield None; then its
+        pieces of text, and last its Result. Cancel it if the generator is closed, or if `gone()`. Raises
         BadRequest or Unavailable."""
-        pieces = self.pieces(gone, dict(fields, received=time.perf_counter()))
-        next(pieces)                # a generator that has not begun does not notice that it is closed
-        return pieces
-
-    def pieces(self, gone, fields: dict):
+        received = time.perf_counter()
         with self.lock:
             if self.closing:
                 raise Unavailable(SHUTTING)
             if len(self.open) == self.most:
                 raise BadRequest(f"{self.most} requests wait or run already; try again later.", 429)
-            asked = self.frontend.request(**fields)
+            asked = self.frontend.request(received=received, **fields)
             self.engine.submit(asked)
             self.open.append(asked)
         try:
@@ -136,8 +129,8 @@ def loopback(host: str) -> bool:
 
 
 def check_sender():
-    """Raise BadRequest at pages from elsewhere, and at other machines that would change something. A browser
-    names the page that asks, but the page's owner decides which machine its name means."""
+    """Raise BadRequest at pages from elsewhere, whose names may mean this machine, and at other machines that
+    would change something."""
     host = re.sub(r":\d*$", "", request.host).strip("[]")       # any port: a tunnel has its own
     if loopback(request.environ["SERVER_NAME"]) and not loopback(host):
         raise BadRequest("This server is asked as localhost only; start it with --host for others.", 403)
@@ -177,7 +170,6 @@ def explain(error: Exception) -> tuple[dict, int, dict]:
 
 
 def make_app(server: Server) -> Flask:
-    """Return the server's WSGI app."""
     app = Flask("kv", static_folder=None)
     app.config["MAX_CONTENT_LENGTH"] = MAX_BODY
     app.json.sort_keys = False
@@ -221,7 +213,9 @@ def add_answers(app: Flask, server: Server):
     frontend, model = server.frontend, server.info["model"]
 
     def answer(fields: dict):
-        return server.stream(partial(hung_up, request.environ["werkzeug.socket"]), **fields)
+        pieces = server.stream(partial(hung_up, request.environ["werkzeug.socket"]), **fields)
+        next(pieces)                            # what is wrong is told before a stream begins
+        return pieces
 
     @app.post("/generate")
     def generate():
@@ -340,7 +334,7 @@ def add_storage(app: Flask, server: Server):
 # 5. Connections ---------------------------------------------------------------------------------------------
 
 class Handler(WSGIRequestHandler):
-    timeout = IDLE
+    timeout = 20.0                              # seconds in which a client must send, or take, something
 
     def run_wsgi(self):
         self.protocol_version = min(self.protocol_version, self.request_version)    # 1.0 has no chunks

@@ -324,16 +324,15 @@ def test_whoever_waits_is_told_while_a_step_goes_on(frontend):
 def test_a_server_can_be_asked_without_http(frontend):
     server = servers.Server(Engine(max_running=1), frontend, INFO, most=2)
     thread = run(server)
-    *pieces, result = server.stream(prompt="Hello", max_tokens=8)
+    _, *pieces, result = server.stream(prompt="Hello", max_tokens=8)
     assert "".join(pieces) == result.text
     with pytest.raises(BadRequest):
-        server.stream(prompt="")
+        next(server.stream(prompt=""))
     server.engine.hold_after(2)
-    running = server.stream(prompt="Hello")
-    assert next(running)
-    waiting = server.stream(prompt="Hello")
+    running, waiting = server.stream(prompt="Hello"), server.stream(prompt="Hello")
+    assert next(running) is None and next(running) and next(waiting) is None
     with pytest.raises(BadRequest, match="2 requests wait or run") as refused:
-        server.stream(prompt="Hello")
+        next(server.stream(prompt="Hello"))
     assert refused.value.status == 429 and len(server.open) == 2
     running.close()                # which cancels
     assert len(server.engine.arrivals) == 2 and len(server.open) == 1
