@@ -156,8 +156,9 @@ class Frontend:
         if isinstance(prompt, list):
             tokens = prompt
         else:
-            said = check_messages(messages or [dict(role="user", content=prompt)])
-            tokens = self.tokenizer.encode(prompt) if raw and messages is None else self.converse(said)
+            said = check_messages([dict(role="user", content=prompt)] if messages is None else messages)
+            plain = messages is None and (raw or self.tokenizer.chat_template is None)
+            tokens = self.tokenizer.encode(prompt) if plain else self.converse(said)
         top = self.model.config.vocab_size - 1
         if not tokens or not all(map(number(0, top), tokens)):
             raise BadRequest(f"Token ids must be from 0 to {top}, one at least.")

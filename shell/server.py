@@ -114,8 +114,9 @@ class Server:
     def close(self, reason: BaseException | None = None):
         """Stop accepting; cancel the requests that are not answered. `reason`: an error to raise then."""
         self.closing, self.reason = self.closing or time.monotonic(), self.reason or reason
-        for asked in list(self.open):
-            self.engine.cancel(asked, Unavailable(SHUTTING))
+        with self.lock:             # from now on no request is added
+            for asked in list(self.open):
+                self.engine.cancel(asked, Unavailable(SHUTTING))
         self.engine.wake.set()
 
 
