@@ -507,7 +507,7 @@ def main():
     try:
         model, tokenizer, end_tokens = begin(arguments.model, arguments.dtype, arguments.device)
         if arguments.demo:
-            demo(model, lesson.DemoFrontend(model, tokenizer, end_tokens), arguments)
+            demo(model, Frontend(model, tokenizer, end_tokens), arguments)
         else:
             Everywhere(make_engine(model, arguments), tokenizer).follow()
     except (checkpoint.ModelError, RequestError, OSError) as error:

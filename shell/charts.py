@@ -40,9 +40,8 @@ def chart(timeline: Timeline, width: int = 64) -> str:
 
 def write_trace(timelines: list[Timeline], path: Path):
     """Write all timelines to one Chrome-trace file, on the clock that they share."""
-    events = []
-    for number, lane in enumerate(LANES, 1):
-        events.append(dict(ph="M", name="thread_name", pid=1, tid=number, args=dict(name=lane)))
+    events = [dict(ph="M", name="thread_name", pid=1, tid=number, args=dict(name=lane))
+              for number, lane in enumerate(LANES, 1)]
     for timeline in timelines:
         for span in timeline.spans:
             events.append(dict(ph="X", name=span.label, pid=1, tid=LANES.index(span.lane) + 1,

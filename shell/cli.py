@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from common.requests import Request, RequestError, Result
-from shell import charts, checkpoint, end, lesson
+from shell import charts, checkpoint, end
 from shell.frontend import Frontend
 
 
@@ -35,14 +35,11 @@ def parser_for(doc: str) -> argparse.ArgumentParser:
     what.add_argument("--prompt", metavar="TEXT", help="answer TEXT once and end")
     add("--host", default="127.0.0.1", help="address of the server (default: this machine only)")
     add("--port", type=bounded(int, 0, 65535), default=5000, help="of the server (default 5000, 0: any)")
-    add("--allow-evict", action="store_true", help="let other machines use POST /evict too")
     add("--model", default="classroom",
         help="classroom (default), tinyllama, FOLDER, OWNER/NAME on the hub, or random:NAME")
     add("--device", default="auto", help="auto, cpu or cuda")
     add("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     add("--max-tokens", type=bounded(int, 1, 1 << 20), default=128, help="length of an answer (default 128)")
-    add("--temperature", type=bounded(float, 0, 100), default=0.0, help="0 (default) is greedy")
-    add("--seed", type=bounded(int, 0, (1 << 63) - 1), default=None)
     add("--explain", action="store_true", help="print a line for each thing that a step does")
     add("--json", type=Path, metavar="FILE", help="write the numbers of the demo or of the answer")
     add("--trace", type=Path, metavar="FILE", help="write the timeline, for Perfetto or chrome://tracing")
@@ -61,8 +58,6 @@ def main(doc, chapter: str, add_arguments, make_engine, demo, load=checkpoint.lo
     add_arguments(parser)
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, interrupt)        # what is told to end leaves nothing behind
-    for name in "stdout", "stderr":                 # None where the shell has closed it
-        setattr(sys, name, getattr(sys, name) or open(os.devnull, "w"))
     sys.stdout.reconfigure(errors="replace")        # a terminal without UTF-8 shows ?, and the answer goes on
     try:
         run(chapter, arguments, make_engine, demo, load)
@@ -81,12 +76,8 @@ def interrupt(number: int, frame):
 
 def run(chapter: str, arguments, make_engine, demo, load):
     # 1. What cannot work fails now, not after a minute of work
-    for path in arguments.json, arguments.trace:
-        if path:
-            there = os.path.lexists(path)
-            path.open("a").close()
-            if not there:           # an answer that fails leaves no empty file
-                path.unlink()
+    for path in filter(None, (arguments.json, arguments.trace)):
+        path.open("a").close()
     serving = not arguments.demo and arguments.prompt is None
     if serving:
         from shell import server  # here, since only a server needs Flask
@@ -100,22 +91,18 @@ def run(chapter: str, arguments, make_engine, demo, load):
 
     # 3. The demo makes its own engines; otherwise one engine serves, or answers once
     if arguments.demo:
-        report, timelines = demo(model, lesson.DemoFrontend(model, tokenizer, end_tokens), arguments)
+        report, timelines = demo(model, frontend, arguments)
     else:
         engine = make_engine(model, arguments)
         frontend.fields = engine.fields
         try:
             if serving:
-                return server.serve(listener, server.Server(engine, frontend, info), arguments.allow_evict)
-            request = frontend.request(arguments.prompt, max_tokens=arguments.max_tokens,
-                                       temperature=arguments.temperature, seed=arguments.seed)
-            for piece in stream(engine, request):
-                if isinstance(piece, str):
-                    print(piece, end="", flush=True)
-            print(f"\n\n{summary(piece)}")
+                return server.serve(listener, server.Server(engine, frontend, info))
+            result = answer(engine, frontend.request(arguments.prompt, max_tokens=arguments.max_tokens))
+            print(f"\n\n{summary(result)}")
         finally:
             engine.close()
-        report, timelines = piece.as_json(), [piece.timeline]
+        report, timelines = result.as_json(), [result.timeline]
 
     # 4. What was asked for in files
     if arguments.json:
@@ -124,17 +111,17 @@ def run(chapter: str, arguments, make_engine, demo, load):
         charts.write_trace(timelines, arguments.trace)
 
 
-def stream(engine, request: Request):
-    """Submit, and step on this thread; yield pieces of text, last the Result. Raises the request's error."""
+def answer(engine, request: Request) -> Result:
+    """Step until a request is answered, and print its text as it comes. Raises the request's error."""
     engine.submit(request)
-    piece = ""
-    while not isinstance(piece, Result):
-        while request.pieces.empty():
+    while not request.pieces.empty() or request.outcome is None:
+        if request.pieces.empty():
             engine.step()
-        piece = request.pieces.get()
-        if isinstance(piece, Exception):
+        elif isinstance(piece := request.pieces.get(), Exception):
             raise piece
-        yield piece
+        elif isinstance(piece, str):
+            print(piece, end="", flush=True)
+    return request.outcome
 
 
 def summary(result: Result) -> str:

@@ -1,5 +1,4 @@
 """What is asked -> a Request: fields and their checks, chat templates, text with stop strings."""
-import json
 import time
 
 from tokenizers.decoders import DecodeStream
@@ -42,29 +41,17 @@ PROMPT = {
     "prompt": (lambda v: text(v) or isinstance(v, list), "a string or a list of token ids"),
     "messages": (lambda v: isinstance(v, list), "a list of messages"),
 }
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+ROLES = ["system", "developer", "user", "assistant"]
 MESSAGE = {
-    "role": (lambda v: isinstance(v, str) and v in ROLES, "system, developer, user or assistant"),
+    "role": (ROLES.__contains__, "system, developer, user or assistant"),
     "content": (lambda v: text(v) or text_parts(v), "text in UTF-8"),
     "name": (text, "a string"),
 }
 
 
-def parse_json(raw: bytes):
-    """Raises BadRequest at what is not JSON in UTF-8."""
-    try:
-        body = json.loads(raw.decode("utf-8-sig"))
-        json.dumps(body, ensure_ascii=False).encode()
-        return body
-    except UnicodeEncodeError:
-        raise BadRequest("A string has half of a surrogate pair; send whole characters.") from None
-    except (ValueError, RecursionError) as error:
-        raise BadRequest(f"The body is not JSON in UTF-8 ({str(error)[:80]}).") from None
-
-
-def check_fields(body, fields: dict, what: str = "The body") -> dict:
+def check_fields(body, fields: dict, what: str = "The body", needed: str = "") -> dict:
     """Return the fields of a JSON object that are set; null, [] and {} ask for nothing, whatever the name.
-    Raises BadRequest at one that is unknown or wrong."""
+    Raises BadRequest at one that is unknown or wrong, and where the one `needed` is not set."""
     if not isinstance(body, dict):
         raise BadRequest(f"{what} must be a JSON object.")
     asked = {name: value for name, value in body.items() if value not in (None, [], {})}
@@ -74,6 +61,8 @@ def check_fields(body, fields: dict, what: str = "The body") -> dict:
         test, wanted = fields[name]
         if not test(value):
             raise BadRequest(f"{name} must be {wanted}.")
+    if needed and needed not in asked:
+        raise BadRequest(f"{what} needs {needed}.")
     return asked
 
 
@@ -81,13 +70,11 @@ def check_messages(messages) -> list[dict]:
     """Turn OpenAI's messages into [{role, content}] with strings as contents. Raises BadRequest."""
     checked = []
     for message in messages:
-        message = check_fields(message, MESSAGE, "Each message")
-        role, content = message.get("role"), message.get("content")
-        if role is None or (content is None and role != "assistant"):
-            raise BadRequest("Each message needs a role and a content.")
+        message = check_fields(message, MESSAGE, "Each message", needed="role")
+        content = message.get("content", "")    # an answer that called tools has none
         if isinstance(content, list):
             content = "".join(part["text"] for part in content)
-        checked.append(dict(role=ROLES[role], content=content or ""))
+        checked.append(dict(role=message["role"].replace("developer", "system"), content=content))
     if not checked or not checked[-1]["content"]:
         raise BadRequest("The prompt, or the last of the messages, must not be empty.")
     return checked
@@ -140,7 +127,6 @@ class Frontend:
         self.model, self.tokenizer, self.end_tokens = model, tokenizer, frozenset(end_tokens)
         self.fields = fields or {}
         self.context = model.config.max_position_embeddings     # tokens, answer included
-        self.longest = max(map(len, tokenizer.backend_tokenizer.get_vocab()))   # characters of a token
 
     def request(self, prompt=None, messages=None, raw: bool = False, received=None, **asked) -> Request:
         """Make a Request. `prompt`: one user's message as a string, or a list of token ids taken as they are,
@@ -167,24 +153,28 @@ class Frontend:
         """Return the prompt's tokens; `raw`: without the chat template. Raises BadRequest."""
         if (prompt is None) == (messages is None):
             raise BadRequest("Give either prompt or messages, not both and not empty.")
-        raw = raw or self.tokenizer.chat_template is None
-        if raw and messages is not None:
-            raise BadRequest("This model has no chat template; send a prompt instead of messages.")
         if isinstance(prompt, list):
             tokens = prompt
         else:
-            messages = check_messages(messages or [dict(role="user", content=prompt)])
-            # Some tokenizers take hundreds of bytes for a character: what cannot fit is not encoded
-            characters = sum(len(message["content"]) for message in messages)
-            if characters > self.context * self.longest:
-                raise BadRequest(f"The prompt is {characters} characters, more than the {self.context} "
-                                 "tokens of this model's context can hold; shorten the prompt.")
-            try:
-                tokens = self.tokenizer.encode(prompt) if raw else self.tokenizer.apply_chat_template(
-                    messages, add_generation_prompt=True, return_dict=False)
-            except Exception as error:                          # a template may refuse an order of roles
-                raise BadRequest(f"The model's chat template refuses these messages ({error}).") from None
+            said = check_messages([dict(role="user", content=prompt)] if messages is None else messages)
+            plain = messages is None and (raw or self.tokenizer.chat_template is None)
+            tokens = self.tokenizer.encode(prompt) if plain else self.converse(said)
         top = self.model.config.vocab_size - 1
         if not tokens or not all(map(number(0, top), tokens)):
             raise BadRequest(f"Token ids must be from 0 to {top}, one at least.")
         return tokens
+
+    def converse(self, messages: list[dict]) -> list[int]:
+        """Return the tokens of a conversation; of a model without a chat template, those of a line for each
+        message. A template may refuse an order of roles: raises BadRequest."""
+        if self.tokenizer.chat_template is None:
+            lines = [f"{message['role']}: {message['content']}\n" for message in messages]
+            return self.tokenizer.encode("".join(lines) + "assistant:")
+        try:
+            return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        except Exception as error:
+            if [message["role"] for message in messages[:2]] != ["system", "user"]:
+                raise BadRequest(f"The model's chat template refuses these messages ({error}).") from None
+        # Some have no system role: what it says goes before what the user says first
+        said = "\n\n".join(message["content"] for message in messages[:2])
+        return self.converse([dict(role="user", content=said), *messages[2:]])

@@ -17,23 +17,6 @@ LONGEST_FACT = 16  # tokens, by which a document may be longer than asked
 ROUNDS = 5  # of everything that is timed, after a warm-up
 
 
-class DemoFrontend(Frontend):
-    """Make requests of conversations to any model, also to one that was never trained on conversations."""
-
-    def encode(self, prompt, messages, raw: bool = False) -> list[int]:
-        if messages and self.tokenizer.chat_template is None:
-            said = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
-            return super().encode(said + "assistant:", None, raw)
-        try:
-            return super().encode(prompt, messages, raw)
-        except BadRequest:
-            if not messages or messages[0]["role"] != "system":
-                raise
-        # Some templates have no system role: what it says goes before what the user says first
-        said = "\n\n".join(message["content"] for message in messages[:2])
-        return super().encode(None, [dict(role="user", content=said), *messages[2:]])
-
-
 def document(frontend: Frontend, rng, tokens: int, secret: str = "") -> str:
     """At least `tokens` tokens of facts; of passwords it says only `secret`."""
     text = f"Read this: {secret}".rstrip()
@@ -99,26 +82,24 @@ def equal(pairs: list[tuple[list[int], list[int]]], dtype, whose: str) -> bool:
     return same == total
 
 
-def settle(engine, seconds: float = 60.0):
-    """Step until nothing is under way any more."""
-    until = time.perf_counter() + seconds
+def settle(engine, evict: str = ""):
+    """Step until nothing is under way any more, for a minute at most; then evict pool `evict`."""
+    until = time.perf_counter() + 60
     while engine.busy and time.perf_counter() < until:
         engine.step()
+    if evict:
+        engine.evict(evict)
 
 
 def ask(engine, tokens: list[int], max_tokens: int = 1, evict: str = "", **options) -> Request:
     """Answer one prompt alone, when nothing is under way, after evicting pool `evict`."""
-    settle(engine)
-    if evict:
-        engine.evict(evict)
+    settle(engine, evict)
     return engine.generate([Request(list(tokens), max_tokens, options=options)])[0]
 
 
 def say(engine, frontend: Frontend, messages: list[dict], text: str, max_tokens: int, evict="") -> Request:
     """Say `text` as the user of a conversation, when nothing is under way, and append it and the answer."""
-    settle(engine)
-    if evict:
-        engine.evict(evict)
+    settle(engine, evict)
     messages.append(dict(role="user", content=text))
     (request,) = engine.generate([frontend.request(messages=messages, max_tokens=max_tokens)])
     messages.append(dict(role="assistant", content=request.outcome.text))
@@ -139,6 +120,5 @@ def table(title: str, taken: dict[str, list[float]], name: str, unit: str) -> li
         middle, least, most = statistics.median(samples), min(samples), max(samples)
         bar = "#" * max(1, round(36 * middle / longest))
         print(f"  {case:{width}} |{bar:36}| {middle:9.1f} {unit}   {least:.1f} to {most:.1f}")
-        row = {"table": title, "case": case, name: middle, "min": least, "max": most}
-        rows.append(row | {"samples": len(samples)})
+        rows.append({"table": title, "case": case, name: middle, "min": least, "max": most})
     return rows

@@ -17,14 +17,13 @@ FLAG = (lambda v: isinstance(v, bool), "true or false")
 LABEL = (text, "a string")                      # changes nothing
 OBJECT = (lambda v: isinstance(v, dict), "an object")
 FIELDS = {                                      # besides SAMPLING's; name -> (test, what it must be)
-    "stream": FLAG, "max_completion_tokens": SAMPLING["max_tokens"], "n": only(1), "best_of": only(1),
-    "echo": only(False), "suffix": only(""), "logprobs": only(False), "top_logprobs": only(0),
-    "logit_bias": only({}), "presence_penalty": only(0), "frequency_penalty": only(0), "tools": only([]),
-    "tool_choice": only("auto", "none"), "parallel_tool_calls": only(True, False), "store": only(False),
+    "stream": FLAG, "stream_options": OBJECT, "max_completion_tokens": SAMPLING["max_tokens"],
+    "n": only(1), "best_of": only(1), "echo": only(False), "suffix": only(""), "logprobs": only(False),
+    "top_logprobs": only(0), "presence_penalty": only(0), "frequency_penalty": only(0), "store": only(False),
+    "tool_choice": only("auto", "none"), "parallel_tool_calls": only(True, False),
     "service_tier": only("auto", "default"), "modalities": only(["text"]),
-    "response_format": only({"type": "text"}), "include_obfuscation": only(False), "model": LABEL,
-    "user": LABEL, "safety_identifier": LABEL, "prompt_cache_key": LABEL, "metadata": OBJECT,
-    "stream_options": OBJECT}
+    "response_format": only({"type": "text"}), "model": LABEL, "user": LABEL, "safety_identifier": LABEL,
+    "prompt_cache_key": LABEL, "metadata": OBJECT}
 OPTIONS = {"include_usage": FLAG, "include_obfuscation": only(False)}       # of a stream
 
 
@@ -32,10 +31,9 @@ def parse(body, chat: bool, frontend) -> tuple[dict, bool, bool]:
     """Turn the body of a chat, or else of a completion, into arguments for Frontend.request, whether to
     stream, and whether the stream ends with its usage. Raises BadRequest."""
     prompt = "messages" if chat else "prompt"
-    own = {prompt: PROMPT[prompt], **SAMPLING, **frontend.fields}
-    given = check_fields(body, {**own, **FIELDS})
+    given = check_fields(body, {prompt: PROMPT[prompt], **SAMPLING, **frontend.fields, **FIELDS})
     options = check_fields(given.get("stream_options", {}), OPTIONS)
-    asked = {name: given[name] for name in given if name in own}
+    asked = {name: value for name, value in given.items() if name not in FIELDS}
     asked.setdefault("temperature", 1.0)        # OpenAI's default; our own /generate is greedy
     if "max_completion_tokens" in given:
         asked["max_tokens"] = given["max_completion_tokens"]

@@ -1,4 +1,4 @@
-"""The engine's loop and waiting line; HTTP: /generate, OpenAI's routes, and what the page asks for.
+"""The engine's loop; HTTP: /generate, OpenAI's routes, and what the page asks for.
 
 The main thread calls `engine.step()`. HTTP threads call `engine.submit` and `engine.cancel`, read the pieces
 of their request, and read the engine's state during its steps: they copy lists, and may mix two moments.
@@ -9,28 +9,25 @@ import json
 import logging
 import queue
 import re
-import resource
 import select
 import signal
 import socket
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 
-from flask import Flask, Response, request, send_file
-from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
+from flask import Flask, Response, abort, request, send_file
+from werkzeug.exceptions import HTTPException
 from werkzeug.serving import ThreadedWSGIServer, WSGIRequestHandler
 
 from common.requests import BadRequest, HungUp, Request, RequestError, Result, Unavailable
 from shell import end, openai
-from shell.frontend import PROMPT, SAMPLING, check_fields, parse_json
+from shell.frontend import PROMPT, SAMPLING, check_fields
 
 MAX_BODY = 1 << 20                 # bytes of an HTTP request; a full context fits many times
 SILENCE = 0.5                      # seconds between two looks of a waiting thread: closing? hung up?
-IDLE = 20.0                        # seconds in which a client must send, or take, something
 ENDING = 5.0                       # seconds from closing, after which the process ends
 SHUTTING = "The server is shutting down; ask again when it is back."
 DEFECT = "An error inside the server; its log says more, and the engine goes on."
@@ -41,15 +38,14 @@ DEFECT = "An error inside the server; its log says more, and the engine goes on.
 class Server:
     """Run an engine on the thread that calls `run`, and answer any number of other threads.
 
-    info: chapter, model, device and dtype. max_waiting: requests in line, beyond which others are refused."""
+    info: chapter, model, device and dtype. most: requests at a time, beyond which others are refused."""
 
-    def __init__(self, engine, frontend, info: dict, max_waiting: int = 256):
-        self.engine, self.frontend, self.info, self.max_waiting = engine, frontend, info, max_waiting
-        self.lock = threading.Lock()            # held from counting the requests in line to adding one
+    def __init__(self, engine, frontend, info: dict, most: int = 256):
+        self.engine, self.frontend, self.info = engine, frontend, info
+        self.most = most
+        self.lock = threading.Lock()            # for one prompt at a time: a tokenizer may take much memory
         self.open: list[Request] = []           # submitted, and a thread reads their pieces
-        self.encoder = ThreadPoolExecutor(1)    # one thread: a tokenizer may take much memory
-        self.encoding: list[dict] = []          # requests, as fields, that it encodes or that wait for it
-        self.jobs = queue.SimpleQueue()         # (function, Future), to run between two steps
+        self.jobs = queue.SimpleQueue()         # (function, queue of its answer), between two steps
         self.closing, self.reason = 0.0, None   # since when (time.monotonic()), and the error to raise then
 
     def run(self):
@@ -57,78 +53,59 @@ class Server:
         the weights: for another one PyTorch starts as many threads again, which hinder the first."""
         while self.engine.busy or not self.closing:
             while not self.jobs.empty():
-                function, future = self.jobs.get()
+                function, answers = self.jobs.get()
                 try:
-                    future.set_result(function())
+                    answers.put(function())
                 except Exception as error:
-                    future.set_exception(error)
+                    answers.put(error)
             try:
                 self.engine.step()
             except Exception:
                 logging.getLogger("kv").exception("a step failed")
                 for asked in list(self.open):
-                    with suppress(Exception):
-                        self.engine.finish(asked, RequestError(DEFECT))
-                    if asked.outcome is None:   # the engine has lost it
-                        asked.finish(RequestError(DEFECT))
+                    self.engine.cancel(asked, RequestError(DEFECT))
+                    asked.pieces.put(RequestError(DEFECT))      # for one that the engine has lost
                 self.engine.wake.clear()
                 self.engine.wake.wait(1.0)      # a defect that stays fills the log slowly
 
     def between_steps(self, function):
-        """Run `function` on the engine's thread between two steps; return its result."""
-        future = Future()
-        self.jobs.put((function, future))
+        """Run `function` on the engine's thread between two steps; return its result. Raises Unavailable."""
+        answers = queue.SimpleQueue()
+        self.jobs.put((function, answers))
         self.engine.wake.set()
-        return self.result(future)
+        return self.take(answers)
 
-    def result(self, future: Future):
-        """Return the result of a future. Raises Unavailable if the server closes before."""
-        while not wait([future], SILENCE).done:
-            if self.closing:
+    def take(self, answers, gone=lambda: False):
+        """Return the next of a queue, or raise it. Raises Unavailable if the server closes before, HungUp if
+        `gone()`: the client has hung up."""
+        while not gone():
+            with suppress(queue.Empty):
+                answer = answers.get(timeout=SILENCE)
+                if isinstance(answer, Exception):
+                    raise answer
+                return answer
+            if self.closing:        # a step may last longer than the server
                 raise Unavailable(SHUTTING)
-        return future.result()
-
-    def waiting(self) -> list[Request]:
-        running = list(self.engine.running)
-        return [asked for asked in list(self.open) if asked.outcome is None and asked not in running]
+        raise HungUp("The client hung up.")
 
     def stream(self, gone=lambda: False, **fields):
-        """Submit the request that `fields` make (arguments of Frontend.request); return a generator of its
-        pieces of text and last its Result. It cancels the request if it is closed, or if `gone()`: the client
-        has hung up. Raises BadRequest or Unavailable."""
+        """Submit the request that `fields` make (arguments of Frontend.request), and yield None; then its
+        pieces of text, and last its Result. Cancel it if the generator is closed, or if `gone()`. Raises
+        BadRequest or Unavailable."""
+        received = time.perf_counter()
         with self.lock:
             if self.closing:
                 raise Unavailable(SHUTTING)
-            if len(self.waiting()) + len(self.encoding) >= self.max_waiting:
-                raise BadRequest(f"{self.max_waiting} requests are waiting; try again later.", 429)
-            self.encoding.append(fields)
-        try:
-            encoded = self.encoder.submit(self.frontend.request, received=time.perf_counter(), **fields)
-            asked = self.result(encoded)
+            if len(self.open) == self.most:
+                raise BadRequest(f"{self.most} requests wait or run already; try again later.", 429)
+            asked = self.frontend.request(received=received, **fields)
             self.engine.submit(asked)
             self.open.append(asked)
-        finally:
-            self.encoding.pop()
-        pieces = self.pieces(asked, gone)
-        next(pieces)               # a generator that has not begun does not notice that it is closed
-        return pieces
-
-    def pieces(self, asked: Request, gone):
-        piece = ""
         try:
-            yield piece
+            piece = yield
             while not isinstance(piece, Result):
-                with suppress(queue.Empty):
-                    piece = ""
-                    piece = asked.pieces.get(timeout=SILENCE)
-                if self.closing and not piece:  # a step may last longer than the server
-                    raise Unavailable(SHUTTING)
-                if gone():
-                    raise HungUp("The client hung up.")
-                if isinstance(piece, Exception):
-                    raise piece
-                if piece:
-                    yield piece
+                piece = self.take(asked.pieces, gone)
+                yield piece
         finally:
             self.open.remove(asked)
             if asked.outcome is None:
@@ -136,10 +113,10 @@ class Server:
 
     def close(self, reason: BaseException | None = None):
         """Stop accepting; cancel the requests that are not answered. `reason`: an error to raise then."""
-        with self.lock:
-            self.closing, self.reason = self.closing or time.monotonic(), self.reason or reason
-        for asked in list(self.open):
-            self.engine.cancel(asked, Unavailable(SHUTTING))
+        self.closing, self.reason = self.closing or time.monotonic(), self.reason or reason
+        with self.lock:             # from now on no request is added
+            for asked in list(self.open):
+                self.engine.cancel(asked, Unavailable(SHUTTING))
         self.engine.wake.set()
 
 
@@ -152,25 +129,30 @@ def loopback(host: str) -> bool:
     return host.lower() == "localhost"
 
 
-def check_sender(allow_evict: bool):
-    """Raise BadRequest at pages from elsewhere, and at other machines that would evict. A browser names the
-    page that asks, but the page's owner decides which machine its name means."""
+def check_sender():
+    """Raise BadRequest at pages from elsewhere, whose names may mean this machine, and at other machines that
+    would change something."""
     host = re.sub(r":\d*$", "", request.host).strip("[]")       # any port: a tunnel has its own
     if loopback(request.environ["SERVER_NAME"]) and not loopback(host):
         raise BadRequest("This server is asked as localhost only; start it with --host for others.", 403)
     origin = request.headers.get("Origin")
     if origin and origin.partition("://")[2] != request.host:
         raise BadRequest("Pages from elsewhere may not ask this server.", 403)
-    if request.path == "/evict" and not (allow_evict or loopback(request.remote_addr)):
-        raise BadRequest("/evict is for this machine; start the server with --allow-evict.", 403)
+    if request.path in ("/evict", "/storage") and not loopback(request.remote_addr):
+        raise BadRequest(f"{request.path} is for this machine only.", 403)
 
 
 def body():
-    """Return the JSON of the HTTP request."""
+    """Return the JSON of the HTTP request. Raises BadRequest at what is not JSON in UTF-8."""
     raw = request.get_data()
-    if len(raw) > MAX_BODY:                     # it came in chunks, and Flask has cut it there
-        raise RequestEntityTooLarge
-    return parse_json(raw)
+    if len(raw) == MAX_BODY:                    # it came in chunks, and Flask has cut it here
+        abort(413)
+    try:
+        asked = json.loads(raw)
+        json.dumps(asked, ensure_ascii=False).encode()          # half of a surrogate pair is no text
+        return asked
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"The body is not JSON in UTF-8 ({str(error)[:100]}).") from None
 
 
 def explain(error: Exception) -> tuple[dict, int, dict]:
@@ -188,22 +170,18 @@ def explain(error: Exception) -> tuple[dict, int, dict]:
     return body, error.status, {"Allow": ", ".join(methods)} if methods else {}
 
 
-def make_app(server: Server, allow_evict: bool = False) -> Flask:
-    """Return the server's WSGI app. `allow_evict`: other machines may evict, too."""
+def make_app(server: Server) -> Flask:
     app = Flask("kv", static_folder=None)
-    app.config["MAX_CONTENT_LENGTH"] = MAX_BODY + 1
+    app.config["MAX_CONTENT_LENGTH"] = MAX_BODY
     app.json.sort_keys = False
-    app.url_map.merge_slashes = False
-    app.before_request(partial(check_sender, allow_evict))
+    app.before_request(check_sender)
     app.register_error_handler(Exception, explain)
     add_answers(app, server)
     add_page(app, server)
     add_storage(app, server)
 
-    @app.after_request
-    def forbid_frames(response):                # another page could show ours and lead a click
-        response.headers["Content-Security-Policy"] = "frame-ancestors 'none'"
-        return response
+    # Another page could show ours and lead a click
+    app.after_request(lambda reply: reply.headers.set("X-Frame-Options", "DENY") or reply)
     return app
 
 
@@ -236,18 +214,17 @@ def add_answers(app: Flask, server: Server):
     frontend, model = server.frontend, server.info["model"]
 
     def answer(fields: dict):
-        return server.stream(partial(hung_up, request.environ["werkzeug.socket"]), **fields)
+        pieces = server.stream(partial(hung_up, request.environ["werkzeug.socket"]), **fields)
+        next(pieces)                            # what is wrong is told before a stream begins
+        return pieces
 
     @app.post("/generate")
     def generate():
         fields = check_fields(body(), {**PROMPT, **SAMPLING, "stream": openai.FLAG, **frontend.fields})
         streaming = fields.pop("stream", False)
-        pieces = answer(fields)
-        if streaming:
-            return events(dict(text=piece) if isinstance(piece, str) else dict(result=piece.as_json())
-                          for piece in pieces)
-        *_, result = pieces
-        return result.as_json()
+        replies = (dict(text=piece) if isinstance(piece, str) else dict(result=piece.as_json())
+                   for piece in answer(fields))
+        return events(replies) if streaming else [*replies][-1]["result"]
 
     @app.post("/v1/chat/completions", defaults=dict(chat=True))
     @app.post("/v1/completions", defaults=dict(chat=False))
@@ -260,10 +237,9 @@ def add_answers(app: Flask, server: Server):
     def models():
         return dict(object="list", data=[dict(id=model, object="model", created=0, owned_by="local")])
 
-    @app.get("/v1/models/<path:name>")
-    @app.get("/v1/models//<path:name>")         # of a folder
+    @app.get("/v1/models/<path:name>")          # Flask merges slashes, of a folder's name too
     def one_model(name: str):
-        if request.path != f"/v1/models/{model}":
+        if name != model.lstrip("/"):
             raise BadRequest(f"The only model here is {model!r}; ask for that.", 404)
         return models()["data"][0]
 
@@ -272,12 +248,13 @@ def add_answers(app: Flask, server: Server):
 
 def look(server: Server) -> dict:
     """Describe requests, pools, counters and the last answers, for GET /state."""
-    engine, waiting, running = server.engine, server.waiting(), list(server.engine.running)
+    engine, running = server.engine, list(server.engine.running)
+    waiting = [asked for asked in list(server.open) if asked.outcome is None and asked not in running]
     requests, tables = [], [(list(asked.table), asked.computed) for asked in running]
     for asked in running + waiting:
         state = "waiting" if asked in waiting else "decode" if asked.new else "prefill"
         requests.append(dict(
-            id=asked.id, state=state if asked.restoration is None else "restoring", found=dict(asked.found),
+            id=asked.id, state="restoring" if asked.restoration else state, found=dict(asked.found),
             prompt_tokens=asked.prompt_tokens, computed=min(asked.computed, asked.prompt_tokens),
             new_tokens=len(asked.new)))
     pools = {name: dict(blocks=pool.size, block_bytes=pool.block_bytes,
@@ -308,6 +285,8 @@ def block_states(pool, tables: list[tuple[list[int], int]]) -> str:
 def add_page(app: Flask, server: Server):
     """Add the page, and the routes that it, other programs and people look at."""
     engine = server.engine
+    tiers = list(engine.pools)
+    known = {"tier": (tiers.__contains__, f"one of {', '.join(tiers) or 'none'}")}
 
     app.add_url_rule("/", "page", partial(send_file, Path(__file__).with_name("page.html")))
     app.add_url_rule("/state", "state", partial(look, server))
@@ -318,19 +297,15 @@ def add_page(app: Flask, server: Server):
 
     @app.get("/timelines/<int:number>")
     def timeline(number: int):
-        for finished in list(engine.over):
-            if finished.id == number:
-                return dict(spans=finished.timeline.as_json(), plan=finished.timeline.plan)
+        for asked in list(engine.over):
+            if asked.id == number:
+                return dict(spans=asked.timeline.as_json(), plan=asked.timeline.plan)
         raise BadRequest(f"The timeline of request {number} is not kept; GET /state names those kept.", 404)
 
     @app.post("/evict")
     def evict():
-        tiers = list(engine.pools)
-        known = {"tier": (tiers.__contains__, f"one of {', '.join(tiers) or 'none'}")}
-        fields = check_fields(body(), known)
-        if not fields:
-            raise BadRequest("Give the tier to evict.")
-        return dict(evicted=server.between_steps(partial(engine.evict, fields["tier"])))
+        tier = check_fields(body(), known, needed="tier")["tier"]
+        return dict(evicted=server.between_steps(partial(engine.evict, tier)))
 
 
 def add_storage(app: Flask, server: Server):
@@ -339,7 +314,7 @@ def add_storage(app: Flask, server: Server):
     cache = getattr(server.engine, "cache", None)
     words = "file:DIR, redis://HOST:PORT/N or unix://PATH; give module:Class with --storage at the start"
     known = {"url": (lambda url: isinstance(url, str) and re.match(r"file:|(rediss?|unix)://", url), words),
-             "config": (lambda config: isinstance(config, dict), "a JSON object")}
+             "config": openai.OBJECT}
 
     def show() -> dict:
         kept = cache.storage
@@ -348,48 +323,36 @@ def add_storage(app: Flask, server: Server):
 
     @app.route("/storage", methods=["GET", "PUT", "DELETE"])
     def storage():
-        if not loopback(request.remote_addr):
-            raise BadRequest("/storage is for this machine only.", 403)
         if not hasattr(cache, "attach_storage"):
             raise BadRequest("This chapter has no storage to attach; see GET / and GET /health.", 404)
-        fields = check_fields(body(), known) if request.method == "PUT" else {}
-        if request.method == "PUT" and not fields.get("url"):
-            raise BadRequest("Give the url of the storage to attach.")
-        opened = cache.open_storage(**fields) if fields else None   # on this thread: it may take a second
-        if request.method in ("PUT", "DELETE"):
+        if request.method != "GET":             # a storage is opened on this thread: it may take a second
+            put = request.method == "PUT"
+            opened = cache.open_storage(**check_fields(body(), known, needed="url")) if put else None
             server.between_steps(partial(cache.attach_storage, opened))
-        return server.between_steps(show)                   # only the engine's thread settles a lane
+        return server.between_steps(show)       # only the engine's thread settles a lane
 
 
 # 5. Connections ---------------------------------------------------------------------------------------------
 
-def listen(host: str, port: int):
+class Handler(WSGIRequestHandler):
+    timeout = 20.0                              # seconds in which a client must send, or take, something
+
+    def run_wsgi(self):
+        self.protocol_version = min(self.protocol_version, self.request_version)    # 1.0 has no chunks
+        self.server.answering.add(self)
+        try:
+            super().run_wsgi()
+        finally:
+            self.server.answering.remove(self)
+
+
+class Listener(ThreadedWSGIServer):
+    answering = set()                           # handlers
+    timeout = 0.1                               # seconds that `handle_request` waits for a connection
+
+
+def listen(host: str, port: int) -> Listener:
     """Return a WSGI server that holds the port and has no app yet. Raises OSError."""
-    class Listener(ThreadedWSGIServer):
-        answering = set()                       # handlers
-        timeout = 0.1                           # seconds after which `accept` looks whether it is over
-        # A connection may take two descriptors; the others are for files
-        places = threading.Semaphore(min(1024, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 3))
-
-        def process_request(self, *connection):
-            self.places.acquire()               # no other connection is accepted before
-            super().process_request(*connection)
-
-        def shutdown_request(self, connection):
-            super().shutdown_request(connection)
-            self.places.release()
-
-    class Handler(WSGIRequestHandler):
-        timeout = IDLE
-
-        def run_wsgi(self):
-            self.protocol_version = min(self.protocol_version, self.request_version)    # 1.0 has no chunks
-            self.server.answering.add(self)
-            try:
-                super().run_wsgi()
-            finally:
-                self.server.answering.remove(self)
-
     # A line a request, or a connection that a browser leaves unused, would drown what a class should see
     logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
     try:
@@ -403,70 +366,44 @@ def listen(host: str, port: int):
         raise OSError(f"Cannot listen on {host}:{port} ({reason}); choose other --host and --port.") from None
 
 
-@contextmanager
-def closed_by_signals(server: Server):
-    """Close the server at the first Ctrl-C or SIGTERM, and interrupt no step. A second signal, or a last step
-    that takes longer than ENDING, ends the process.
-
-    A handler in Python would have to wait while the main thread is inside a long product, and for ever if
-    that thread holds a lock that `close` needs. So a thread reads the signals' numbers from a socket."""
-    receiver, sender = socket.socketpair()
-    sender.setblocking(False)
-
-    def watch():
-        number = receiver.recv(1)               # nothing if the server ends without a signal
-        if number:
-            server.close(KeyboardInterrupt(number[0]))
-            receiver.settimeout(ENDING)
-            with suppress(TimeoutError):
-                if not receiver.recv(1):        # the server has ended in time
-                    return
-            end(128 + number[0])
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    signal.set_wakeup_fd(sender.fileno())
-    heeded = [number for number in (signal.SIGINT, signal.SIGTERM)
-              if signal.getsignal(number) != signal.SIG_IGN]    # as a shell sets it in the background
-    handlers = {number: signal.signal(number, lambda *_: None) for number in heeded}
+def accept(listener: Listener, server: Server, ended: threading.Event):
+    """Accept connections until the server closes. A last step longer than ENDING ends the process."""
     try:
-        yield
+        while not server.closing:
+            listener.handle_request()
+        server.close()
+    except Exception as error:
+        server.close(error)
+    listener.server_close()                     # further connections are refused at once
+    if not ended.wait(ENDING):
+        end(128 + (server.reason.args[0] if isinstance(server.reason, KeyboardInterrupt) else signal.SIGTERM))
+
+
+def serve(listener: Listener, server: Server):
+    """Step on this thread, the main one, and answer on others, until a signal or error, which it raises.
+    Ctrl-C and SIGTERM interrupt no step; a second one ends the process."""
+    def heed(number: int, frame):               # it takes no lock: this thread may hold it
+        if server.closing:
+            end(128 + number)
+        server.closing, server.reason = time.monotonic(), KeyboardInterrupt(number)
+
+    listener.app = make_app(server)
+    gc.freeze()     # else the collector goes through the model at times, and no token comes for 0.1 s
+    handlers = {number: signal.signal(number, heed) for number in (signal.SIGINT, signal.SIGTERM)
+                if signal.getsignal(number) != signal.SIG_IGN}  # as a shell sets it in the background
+    ended = threading.Event()
+    threading.Thread(target=accept, args=(listener, server, ended), daemon=True).start()
+    host = f"[{listener.host}]" if ":" in listener.host else listener.host
+    said = f"{server.info['chapter']} serves {server.info['model']} on http://{host}:{listener.port}"
+    try:
+        print(f"{said}   (Ctrl-C ends it)", flush=True)
+        server.run()
     finally:
-        signal.set_wakeup_fd(-1)
-        sender.close()
-        watcher.join()
-        receiver.close()
+        ended.set()
+        server.close()                          # clients are told within SILENCE
         for number, handler in handlers.items():
             signal.signal(number, handler)
-
-
-def serve(listener, server: Server, allow_evict: bool = False):
-    """Step on this thread, the main one, and answer on others, until a signal or error, which it raises."""
-    def accept():
-        try:
-            while not server.closing:
-                listener.handle_request()
-        except Exception as error:
-            server.close(error)
-        finally:
-            listener.server_close()             # further connections are refused at once
-
-    listener.app = make_app(server, allow_evict)
-    gc.freeze()     # else the collector goes through the model at times, and no token comes for 0.1 s
-    host = listener.server_address[0]
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    said = f"{server.info['chapter']} serves {server.info['model']} on http://{host}:{listener.port}"
-    accepting = threading.Thread(target=accept, daemon=True)
-    accepting.start()
-    try:
-        with closed_by_signals(server):
-            print(f"{said}   (Ctrl-C ends it)", flush=True)
-            server.run()
-    finally:
-        server.close()                          # clients are told within SILENCE
-        until = server.closing + ENDING
-        accepting.join(max(0.0, until - time.monotonic()))
-        while listener.answering and time.monotonic() < until:
+        while listener.answering and time.monotonic() < server.closing + ENDING:
             time.sleep(0.05)
     if server.reason:
         raise server.reason

@@ -148,7 +148,7 @@ def test_the_model_is_listed_also_by_a_name_with_slashes(frontend, name):
 
 @pytest.mark.parametrize("words,fields", [
     ("n must be 1", dict(n=2)), ("Unknown field 'nonsense'", dict(extra_body=dict(nonsense=1))),
-    ("tools must be", dict(tools=[dict(type="function", function=dict(name="f"))])),
+    ("Unknown field 'tools'", dict(tools=[dict(type="function", function=dict(name="f"))])),
     ("logprobs must be", dict(logprobs=True)),
     ("tool_choice must be", dict(tool_choice="required")), ("service_tier must be", dict(service_tier="flex")),
     ("user must be", dict(user=5)), ("include_obfuscation must be", dict(stream_options=dict(include_obfuscation=True))),

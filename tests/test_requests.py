@@ -1,5 +1,5 @@
 """What is asked and answered: fields, messages, text with stop strings, sampling, results, the front end."""
-from shell.cli import stream, summary
+from shell.cli import answer, summary
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from common.requests import BadRequest, Request, Result, Unavailable
-from shell.frontend import PROMPT, SAMPLING, Frontend, Writer, check_fields, check_messages, parse_json
+from shell.frontend import PROMPT, SAMPLING, Frontend, Writer, check_fields, check_messages
 from tests.support.stub import Engine
 
 HUGE = 10 ** 400
@@ -41,23 +41,9 @@ def test_the_bounds_themselves_are_taken_and_what_asks_for_nothing_under_any_nam
             check_fields(dict(functions=something), SAMPLING)
 
 
-@pytest.mark.parametrize("raw,word", [(b"", "JSON"), (b"{", "JSON"), (b"\xff\xfe{}", "UTF-8"),
-                                      (b"[" * 100_000, "JSON"), (b'{"a": 1} and more', "JSON"),
-                                      (b'{"a": 1' + b"0" * 5000 + b"}", "JSON"),
-                                      (b'{"a": ["\\ud83d"]}', "surrogate"), (b'{"\\ude00": 1}', "surrogate")],
-                         ids=lambda value: repr(value)[:24])
-def test_what_is_not_json_is_refused(raw, word):
-    with pytest.raises(BadRequest, match=word):
-        parse_json(raw)
-
-
-def test_json_may_begin_with_a_byte_order_mark():
-    assert parse_json(b'\xef\xbb\xbf{"a": "\\ud83d\\ude00"}') == dict(a="\U0001f600")
-
-
 @pytest.mark.parametrize("message,words", [
-    ("Hello", "JSON object"), (None, "JSON object"), ({}, "role and a content"),
-    (dict(role="user"), "role and a content"), (dict(role="user", content=[]), "role and a content"),
+    ("Hello", "JSON object"), (None, "JSON object"), ({}, "needs role"),
+    (dict(role="user"), "not be empty"), (dict(role="user", content=[]), "not be empty"),
     (dict(role="tool", content="Hello"), "role must be system, developer, user or assistant"),
     (dict(role="user", content="Hello", name=5), "name must be"), (dict(role="assistant"), "not be empty"),
     (dict(role="assistant", content="", tool_calls=[dict(id="1")]), "Unknown field 'tool_calls'"),
@@ -222,16 +208,6 @@ def with_tokenizer(frontend, backend, encode, template=None) -> Frontend:
     return Frontend(frontend.model, tokenizer, {1})
 
 
-def test_what_cannot_fit_is_refused_before_it_is_encoded(frontend):
-    seen, backend = [], Tokenizer(models.WordLevel({"abc": 0, "a": 1}, "a"))
-    plain = with_tokenizer(frontend, backend, lambda said: seen.append(said) or [1], "a template")
-    parts = [dict(role="user", content="a" * 400), dict(role="user", content="a" * 369)]
-    for asked in dict(prompt="a" * 769), dict(prompt="a" * 769, raw=True), dict(messages=parts):
-        with pytest.raises(BadRequest, match="769 characters, more than the 256 tokens .* shorten"):
-            plain.request(**asked)
-    assert not seen and plain.request("a" * 768).tokens == [1]
-
-
 def test_an_answer_that_continues_text_begins_with_its_space_and_an_answer_in_a_chat_does_not(frontend):
     backend = Tokenizer(models.WordLevel({"\u2581a": 0, "\u2581b": 1, "?": 2}, "?"))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
@@ -248,19 +224,38 @@ def test_a_prompt_that_ends_within_a_character_is_not_said_again(frontend):
     assert "ab" not in writer.push(last) + writer.push(before[0])
 
 
-def test_a_model_without_a_chat_template_takes_a_prompt_only(frontend):
-    plain = with_tokenizer(frontend, frontend.tokenizer.backend_tokenizer, lambda said: [7] * len(said))
-    assert plain.request("Hello").tokens == [7] * 5
-    with pytest.raises(BadRequest, match="no chat template"):
-        plain.request(messages=[dict(role="user", content="Hello")])
+def test_a_model_without_a_chat_template_continues_a_prompt_and_reads_messages_line_by_line(frontend):
+    plain = with_tokenizer(frontend, frontend.tokenizer.backend_tokenizer, lambda said: [ord(letter) for letter in said])
+    assert plain.request("Hello").tokens == list(b"Hello")
+    messages = [dict(role="developer", content="Be brief."), dict(role="user", content="Hello")]
+    assert bytes(plain.request(messages=messages).tokens) == b"system: Be brief.\nuser: Hello\nassistant:"
 
 
-def test_a_request_is_answered_on_this_thread(frontend):
-    *pieces, result = stream(Engine(), frontend.request("Hello", max_tokens=9))
-    assert isinstance(result, Result) and "".join(pieces) == result.text and len(result.tokens) == 9
+def test_what_a_template_without_a_system_role_refuses_the_user_says(frontend):
+    def encode(said):
+        seen.append(said)
+        return [7]
+    seen, backend = [], frontend.tokenizer.backend_tokenizer
+    chat = with_tokenizer(frontend, backend, encode, "a template")
+
+    def apply(messages, **_):
+        if [message["role"] for message in messages] != ["user"]:
+            raise ValueError("only users")
+        return encode(messages[0]["content"])
+    chat.tokenizer.apply_chat_template = apply
+    system, user = dict(role="system", content="Be brief."), dict(role="user", content="Hello")
+    assert chat.request(messages=[system, user]).tokens == [7] and seen == ["Be brief.\n\nHello"]
+    for messages in [user, system], [system], [system, user, user]:
+        with pytest.raises(BadRequest, match="template refuses these messages .only users."):
+            chat.request(messages=messages)
+
+
+def test_a_request_is_answered_on_this_thread(frontend, capsys):
+    result = answer(Engine(), frontend.request("Hello", max_tokens=9))
+    assert isinstance(result, Result) and capsys.readouterr().out == result.text and len(result.tokens) == 9
     assert Engine().generate([frontend.request("Hello", max_tokens=9)])[0].new == result.tokens
-    engine = Engine()
-    request = frontend.request("Hello")
-    engine.arrivals.append((request, Unavailable("closing")))
-    with pytest.raises(Unavailable):
-        engine.generate([request])
+    for ask in answer, lambda engine, request: engine.generate([request]):
+        engine, request = Engine(), frontend.request("Hello")
+        engine.arrivals.append((request, Unavailable("closing")))
+        with pytest.raises(Unavailable):
+            ask(engine, request)

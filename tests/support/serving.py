@@ -73,12 +73,12 @@ def run(server: Server) -> threading.Thread:
 
 
 @contextmanager
-def serving(frontend, engine=None, allow_evict=False, info=INFO, **options):
+def serving(frontend, engine=None, info=INFO, **options):
     """Yield a Client. Afterwards the engine's thread has ended and nobody is left."""
     server = Server(engine or Engine(), frontend, info, **options)
     steps = run(server)
     listener = listen("127.0.0.1", 0)
-    listener.app = make_app(server, allow_evict)
+    listener.app = make_app(server)
     thread = threading.Thread(target=listener.serve_forever, args=[0.01], daemon=True)
     thread.start()
     try:
