@@ -146,8 +146,7 @@ class BlockStore:
         filling.block = None
 
     def saved(self, pieces: list[tuple], arrived: bool):
-        """Register each block that is complete, unless an earlier row of its request was lost. Call this in
-        the order of the flushes."""
+        """In the order of flushes: register complete blocks, unless an earlier row of theirs was lost."""
         if not arrived:
             self.drop(pieces)
         for filling, block, prefix in pieces:
@@ -240,8 +239,7 @@ class HiddenCache(Cache):
     """Each layer's input is kept in host memory, in blocks, and projected to K and V again."""
 
     def __init__(self, blocks: int, bandwidth=None, storage: StoredChunks | None = None):
-        """`blocks` in host memory, and `storage` behind them; `bandwidth` of the modelled link, in bytes/s or
-        a Bandwidth, where there is no GPU."""
+        """`blocks` in host memory, `storage` behind them; `bandwidth` of the link, where it is modelled."""
         self.blocks, self.bandwidth, self.storage = blocks, bandwidth, storage
 
     def attach(self, engine):

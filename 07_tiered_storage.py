@@ -591,9 +591,8 @@ class TieredCache(offload.HostCache):
     open_storage = staticmethod(backends.open_storage)  # on any thread, for `attach_storage`
 
     def attach_storage(self, storage: store.Storage | None):
-        """Between two steps: go on with another storage, or with none, and close the one before, on a thread
-        of its own, when nothing of it is under way. What is being read does not arrive; what is written,
-        and in neither pool, counts as lost."""
+        """Between two steps: go on with another storage, or with none; close the one before on a thread, when
+        nothing of it is under way. What is being read does not come; what is written and not near is lost."""
         before, self.storage, writer = self.storage, storage, self.writer
         for request in (*self.engine.waiting, *self.engine.running):
             self.finished(request)  # it goes on, without what was noted for the storage before
