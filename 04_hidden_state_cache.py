@@ -11,9 +11,8 @@ projected:
 
     projecting costs 4 T D^2 operations a layer, computing it 24 T D^2 + T^2 D:  6 + T / (4 D) times as much
 
-These are the paper's counts, for an MLP that is 4 D wide. Layer 0 needs no states, since its input is the
-embedding of the tokens. The question's rows follow through the layers as in chapter 03, so TTFT is about
-max(link, projecting + question) and one layer of the other.
+These are the paper's counts, for an MLP that is 4 D wide. The question's rows follow through the layers as in
+chapter 03, so TTFT is about max(link, projecting + question) and one layer of the other.
 
 Saving must not delay the next token. Stage one: the states of one or several steps leave in one transfer for
 a snapshot buffer in host memory. (A departure: the paper's leave layer by layer, beside the step. Measured in
@@ -29,7 +28,6 @@ Source: HCache (Gao et al., EuroSys '25), sections 3.1, 4.2 and 5. Its scheduler
     python 04_hidden_state_cache.py                        # the server, on http://127.0.0.1:5000
 """
 
-import argparse
 import hashlib
 import importlib
 import math
@@ -40,7 +38,6 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import compress
 from pathlib import Path
 
 import numpy
@@ -149,8 +146,7 @@ class BlockStore:
         filling.block = None
 
     def saved(self, pieces: list[tuple], arrived: bool):
-        """Register each block that is complete, unless an earlier row of its request was lost. Call this in
-        the order of the flushes."""
+        """In the order of flushes: register complete blocks, unless an earlier row of theirs was lost."""
         if not arrived:
             self.drop(pieces)
         for filling, block, prefix in pieces:
@@ -216,15 +212,10 @@ class BlockStore:
         if stored:
             for part, (layer, memory) in enumerate(zip(self.layers, self.arrays)):
                 reads[layer] += self.storage.read(stored, [memory[block] for block in fresh], part)
-            read = [isinstance(place, Stored) for place in places]
-            then = partial(self.on_read, [*compress(zip(blocks, prefixes), read)])
+            new = zip(fresh, [prefix for prefix, place in zip(prefixes, places) if isinstance(place, Stored)])
+            then = lambda arrived: [self.register(*pair) for pair in new if arrived]  # noqa: E731
             self.cache.hold(f"read {fresh[0]}", sum(reads.values(), []), (self.pool, fresh), then=then)
         return blocks, reads
-
-    def on_read(self, new: list[tuple], arrived: bool):
-        """Let the next request find in host memory what was read."""
-        for block, prefix in new if arrived else ():
-            self.register(block, prefix)
 
 
 # 2. The cache ----------------------------------------------------------------------------------
@@ -248,8 +239,7 @@ class HiddenCache(Cache):
     """Each layer's input is kept in host memory, in blocks, and projected to K and V again."""
 
     def __init__(self, blocks: int, bandwidth=None, storage: StoredChunks | None = None):
-        """`blocks` in host memory, and `storage` behind them; `bandwidth` of the modelled link, in bytes/s or
-        a Bandwidth, where there is no GPU."""
+        """`blocks` in host memory, `storage` behind them; `bandwidth` of the link, where it is modelled."""
         self.blocks, self.bandwidth, self.storage = blocks, bandwidth, storage
 
     def attach(self, engine):
@@ -357,7 +347,7 @@ class HiddenCache(Cache):
             hidden = self.model.embed(upload(ids, self.model.device))  # [T, D]
         began = self.engine.clock.mark()
         self.project(layer, hidden, loading.positions, loading.slots)
-        self.note_span(request, tokens, f"layer {layer}", began)
+        self.spans.append((request, tokens, f"layer {layer}", began, self.engine.clock.mark()))
 
     @torch.inference_mode()
     def project(self, layer: int, hidden, positions, slots):
@@ -366,10 +356,6 @@ class HiddenCache(Cache):
         k, v = self.model.layers[layer].project_kv(hidden, positions)  # [T, KVH, hd] each
         keys.index_copy_(0, slots, k)
         values.index_copy_(0, slots, v)
-
-    def note_span(self, request, rows: int, label: str, began):
-        """Note what was computed since mark `began`; it was a projection of so many rows."""
-        self.spans.append((request, rows, label, began, self.engine.clock.mark()))
 
     def draw_spans(self):
         """Draw what was computed, and note how long projections took."""
@@ -413,8 +399,7 @@ class HiddenCache(Cache):
                 states = self.rows_to_keep(steps)
         if states is None:
             self.store.drop(pieces)
-            self.store.pool.release(touched)
-            return
+            return self.store.pool.release(touched)
         transfer = self.take_snapshot(states)
         out_of, into = (self.head + numpy.array(kept)) % self.ring, numpy.array(slots)
         self.lanes.rotate()
@@ -469,10 +454,8 @@ class HiddenCache(Cache):
     def close(self):
         if self.storage:
             self.drain()
-        for lane in (self.load_link, self.save_link, *self.lanes):
-            lane.close()
-        if self.storage:
-            self.storage.close()
+        for part in filter(None, (self.load_link, self.save_link, *self.lanes, self.storage)):
+            part.close()
 
 
 # 3. The demo -----------------------------------------------------------------------------------
@@ -484,8 +467,8 @@ LINKS = {"the link is the bottleneck": 2.0, "computing is the bottleneck": 0.5} 
 def demo(model, frontend: Frontend, arguments):
     """A conversation that comes back from hidden states in each turn, then TTFT beside chapter 03's."""
     # 1. Ask: the device loses everything between two turns
-    options = argparse.Namespace(**{**vars(arguments), "always_restore": True})
-    engine, rng = make_engine(model, options), random.Random(0)
+    arguments.always_restore = True
+    engine, rng = make_engine(model, arguments), random.Random(0)
     asked = converse(engine, frontend, rng, max(2, min(arguments.max_tokens, 16)))
     verified = lesson.verify(paged.baseline.Engine(model), asked)
 
@@ -506,8 +489,8 @@ def demo(model, frontend: Frontend, arguments):
     blocks = -(-(HISTORY + 2 * ASKED) // 16)
     caches = HiddenCache(2 * blocks, 1e9), offload.HostCache(2 * blocks, 1e9)
     engines = [paged.Engine(paged.Runner(larger, blocks), cache, always_restore=True) for cache in caches]
-    hidden, kv = (partial(ask_again, engine, prompt, rng) for engine in engines)
-    ways = {"hidden states (04)": hidden, "K and V (03)": kv}
+    names = "hidden states (04)", "K and V (03)"
+    ways = {name: partial(ask_again, engine, prompt, rng) for name, engine in zip(names, engines)}
     computed = min(way() for way in ways.values())  # and kept
     states = HISTORY * larger.config.hidden_size * larger.dtype.itemsize  # bytes of a layer
     even = states / caches[0].seconds_to_project(HISTORY)  # bytes/s

@@ -254,7 +254,7 @@ class PlannedCache(hidden_states.HiddenCache):
             rows, began = slice(at, min(at + portion, count)), self.engine.clock.mark()
             hidden = self.compute_portion(loading, layers - 1, rows)  # [T, D]
             self.project(layers - 1, hidden, loading.positions[rows], loading.slots[rows])
-            self.note_span(loading.request, 0, "recompute", began)
+            self.spans.append((loading.request, 0, "recompute", began, self.engine.clock.mark()))
             if rows.stop < count:
                 yield PAUSE
 

@@ -370,14 +370,9 @@ def demo(model, frontend: Frontend, arguments):
     rng, new = random.Random(0), max(2, min(arguments.max_tokens, 16))
     options = dict(max_running=2, always_restore=True, bits=None, compute="share")
     engine = make_engine(model, argparse.Namespace(**{**vars(arguments), **options}))
-    cache, talk, asked, said = engine.cache, [], [], [lesson.SECRET, lesson.QUESTION]
+    cache, talk, said = engine.cache, [], [lesson.SECRET, lesson.QUESTION]
     said[0] = lesson.document_for(engine, frontend, rng, min(frontend.context, 2048) * 7 // 8, said, new)
-    for words in said:
-        talk.append(dict(role="user", content=words))
-        lesson.settle(engine)
-        engine.evict("device")
-        asked += engine.generate([frontend.request(messages=talk, max_tokens=new)])
-        talk.append(dict(role="assistant", content=asked[-1].outcome.text))
+    asked = [lesson.say(engine, frontend, talk, words, new, "device") for words in said]
     prompt = asked[1].tokens[: asked[1].prompt_tokens]
 
     # 2. Time, on storage of several speeds

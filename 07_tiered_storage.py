@@ -20,9 +20,7 @@ take, or for a load that takes more than 0.8 of it (`--always-restore`: for any 
 
 When does a page go down? `write_through`: as soon as it is full. `write_through_selective`: when a second
 request has it on the device. `write_back`: when it is evicted, one tier each time, unless a lower one has it:
-from the device, the engine waits for the copy; from host memory, it is copied aside and written later. After
-a crash storage lacks pages that were under way; under write_through_selective also those of one request;
-under write_back all that was not evicted from host memory either.
+from the device, the engine waits for the copy; from host memory, it is copied aside and written later.
 
 Source: HiCache of SGLang (design document); its tree is RadixAttention's (Zheng et al., 2024, section 3).
 
@@ -442,8 +440,7 @@ class TieredCache(offload.HostCache):
         if places:
             tokens = reached - request.computed
             read = size * len(prefetch.pages_read.intersection(self.matched)) if prefetch else 0
-            stored = min(tokens, read)
-            parts = {"cpu": tokens - stored, "storage": stored}
+            parts = {"cpu": max(0, tokens - read), "storage": min(tokens, read)}
             parts = {source: count for source, count in parts.items() if count}
             seconds = self.load_link.seconds(len(places) * self.host.block_bytes)
             # A step that computes behind these pages goes on to the end of the prompt, past what storage has
@@ -594,9 +591,8 @@ class TieredCache(offload.HostCache):
     open_storage = staticmethod(backends.open_storage)  # on any thread, for `attach_storage`
 
     def attach_storage(self, storage: store.Storage | None):
-        """Between two steps: go on with another storage, or with none, and close the one before, on a thread
-        of its own, when nothing of it is under way. What is being read does not arrive; what is written,
-        and in neither pool, counts as lost."""
+        """Between two steps: go on with another storage, or with none; close the one before on a thread, when
+        nothing of it is under way. What is being read does not come; what is written and not near is lost."""
         before, self.storage, writer = self.storage, storage, self.writer
         for request in (*self.engine.waiting, *self.engine.running):
             self.finished(request)  # it goes on, without what was noted for the storage before

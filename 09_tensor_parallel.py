@@ -13,8 +13,7 @@ columns, and sums over ranks follow attention and MLP. Its device has the blocks
 
 Hidden states are the same on all ranks: each keeps an n-th of the columns, and an all-gather puts the whole
 rows of a layer together while the next layer travels. Projecting them sums in the order of one rank. (In
-HCache ranks divide rows; by columns any number of tokens divides. docs/lessons says what chapter 05
-would have to agree on, and what changes if ranks divide layers.)
+HCache ranks divide rows; why columns, and what chapter 05 would have to agree on: docs/lessons.)
 
 Agreement. Every rank runs the same engine on the same requests, and sends no decision: equal engines decide
 alike if they believe the same. Each rank alone knows a few numbers; all believe the minimum over ranks:

@@ -3,16 +3,14 @@
     link = Link("load", clock, 2e9)                    # one direction is one lane: first in, first out
     transfer = link.copy(dst, src, "layer 0")          # returns at once, and never raises
     link.copy(dst, src, "layer 1", Places(to, at))     # blocks: dst[to] = src[at], in one piece
-    transfer.ready                                     # over, well or not: nothing is written any more
-    transfer.error                                     # None, or why it failed
-    transfer.span()                                    # start and end in seconds, once it is ready
 
 With CUDA a lane is a stream. A copy begins only after everything that was queued to compute when it was
 issued: so a load cannot overwrite what queued work still reads, and a copy out sees what queued work still
 writes. That is the first half of the contract; the second is the caller's (`Cache.hold`): no memory of a
 transfer may be used for anything else before `ready`. A call costs some 8 us, however few its bytes, so
-blocks travel as one: inwards this thread puts them together in pinned memory (there a piece is a memcpy), and
-the lane's stream into their blocks; outwards the stream does, and the lane's thread into theirs.
+blocks travel as one: inwards this thread puts them together in pinned memory (there a piece is a memcpy, of
+some 5 GB/s: large ones travel by themselves), and the lane's stream into their blocks; outwards the stream
+does, and the lane's thread into theirs.
 
 Without CUDA both memories are ordinary memory, and the link is a model, of one that takes each piece by
 itself: a thread copies at once, and then sleeps until bandwidth and pieces say that the copy has arrived, so
@@ -36,6 +34,7 @@ from common.speed import Speed
 
 LATENCY = 10e-6     # seconds, of a modelled transfer
 PIECE = 1e-6        # of each of its pieces; batched, 4 to 8 KiB take 0.6 to 1.6 us (H100; vLLM, PR 42212)
+LARGE = 1 << 16     # bytes of a piece: a memcpy takes longer than a call
 HANGING = 1.0       # seconds after which a job hangs: its lane is given nothing that somebody waits for
 
 
@@ -87,8 +86,7 @@ class Transfer:
 
 
 class CudaTransfer(Transfer):
-    """`start` and `end` are events on the lane's stream; an error is one of issuing the copy. What is queued
-    ends, so `wait` has no limit."""
+    """Starts and ends with events on the lane's stream. What is queued ends, so `wait` has no limit."""
 
     @property
     def ready(self) -> bool:
@@ -116,8 +114,7 @@ class Lane:
     measured_from = 1           # bytes: smaller transfers do not say how fast the lane is
 
     def __init__(self, name: str, wake=lambda: None, background=False, stream=None):
-        """`wake` is called when something is over. `background`: nobody waits for what this does. `stream`:
-        of a GPU, to be empty at the end."""
+        """`background`: nobody waits for what this does. `stream`: of a GPU, to be empty at the end."""
         self.name, self.wake = name, wake
         self.on_their_way: deque[Transfer] = deque()
         self.measured = Speed(math.inf)     # bytes/s, of the last transfers
@@ -177,8 +174,7 @@ def work(jobs: queue.SimpleQueue, closed: threading.Event, began: list, wake, ba
 
 
 def end(jobs: queue.SimpleQueue, closed: threading.Event, thread: threading.Thread, stream):
-    """End the thread of a lane; what the model has on its way arrives at once. No thread may be inside
-    PyTorch when the interpreter goes."""
+    """End a lane's thread: none may be inside PyTorch when the interpreter goes. What is modelled arrives."""
     if stream is not None:
         stream.synchronize()
     closed.set()
@@ -188,8 +184,7 @@ def end(jobs: queue.SimpleQueue, closed: threading.Event, thread: threading.Thre
 
 
 class Places:
-    """Which blocks of two memories belong together: block to[i] of one is copied from block at[i] of the
-    other."""
+    """Which blocks of two memories belong together: block to[i] of one is copied from block at[i]."""
 
     def __init__(self, to, at):
         self.to, self.at, self.on_device = to, at, None
@@ -210,10 +205,10 @@ def runs(to, at) -> list[tuple[int, int, int]]:
     return [(int(to[first]), int(at[first]), end - first) for first, end in pairwise(edges) if end > first]
 
 
-def count_pieces(shape: tuple, to: tuple, at: tuple = (), runs: int = 1) -> int:
-    """-> runs of bytes that are adjacent on both sides of a copy. `to`, `at`: strides of the sides, in
-    elements; without `at` that side is one piece. `runs`: of adjacent blocks, along axis 0."""
-    at, count, run = at or [math.prod(shape[axis + 1 :]) for axis in range(len(shape))], 1, 1
+def count_pieces(shape: tuple, to: tuple, at: tuple = (), runs: int = 1, run: int = 1) -> int:
+    """-> runs of bytes that are adjacent on both sides of a copy. `to`, `at`: strides of the sides; without
+    `at` that side is one piece. `runs`: of adjacent blocks, along axis 0. `run`: the stride of a number."""
+    at, count = at or [run * math.prod(shape[axis + 1 :]) for axis in range(len(shape))], 1
     for step, other, axis in sorted(zip(to, at, range(len(shape)))):    # from the innermost axis out
         if shape[axis] > 1 and step == other == run:    # both sides go on where the run ends
             apart = runs if axis == 0 else 1
@@ -236,8 +231,7 @@ class Link(Lane):
         self.latency = LATENCY      # seconds of a transfer of no bytes
 
     def copy(self, dst, src, label: str, places: Places | None = None) -> Transfer:
-        """Copy tensor `src` to `dst`, or a list of tensors to a list of the same shapes. With `places`, copy
-        src[places.at] to dst[places.to], of each."""
+        """Copy a tensor, or each of a list, to one like it; with `places`, src[at] to dst[to] of each."""
         dst, src = ([side] if isinstance(side, torch.Tensor) else list(side) for side in (dst, src))
         shown, runs = ([to[: len(places.to)] for to in dst], len(places.runs)) if places else (dst, 1)
         size = sum(to.nbytes for to in shown)
@@ -267,7 +261,7 @@ class Link(Lane):
         if places is None:
             to.copy_(out_of, non_blocking=True)
         elif to.is_cuda:
-            piece = in_one_piece(host, places.at).to(device.device, non_blocking=True)
+            piece = fetch(host, places.at, device.device)
             device.index_copy_(0, places.index(places.to, device.device), piece)
         else:
             piece = device.index_select(0, places.index(places.at, device.device))
@@ -332,14 +326,18 @@ def as_integers(tensor: torch.Tensor) -> numpy.ndarray:
     return tensor.view(kinds[tensor.itemsize]).numpy()
 
 
-def in_one_piece(host: torch.Tensor, blocks) -> torch.Tensor:
-    """-> blocks of host memory: as they lie if that is in one piece, else put together."""
-    (first, _, count), *others = runs(blocks, blocks)
-    piece = host[first : first + count]
-    if others or not piece.is_contiguous():
-        piece = like(host, len(blocks))
-        move([piece], [host], Places(range(len(blocks)), blocks))
-    return piece
+def fetch(host: torch.Tensor, blocks, device) -> torch.Tensor:
+    """Queue a copy of blocks in host memory: as they lie if that is one piece or each is large, else put
+    together before -> them, in one piece."""
+    adjacent = host[:2].is_contiguous()
+    found = runs(blocks, blocks) if adjacent else [(int(block), 0, 1) for block in blocks]
+    pieces = [host[first : first + count] for first, _, count in found]
+    small = len(pieces) > 1 and len(blocks) * host[0].nbytes < LARGE * len(pieces)
+    if small or not pieces[0].is_contiguous():
+        pieces = [like(host, len(blocks))]
+        move(pieces, [host], Places(range(len(blocks)), blocks))
+    pieces = [piece.to(device, non_blocking=True) for piece in pieces]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def like(host: torch.Tensor, blocks: int) -> torch.Tensor:

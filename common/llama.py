@@ -3,13 +3,7 @@
 Shapes are ragged and flat. A batch is one row of T tokens that may belong to many requests:
     tokens [T]   positions [T]   hidden [T, D]   q [T, H, hd]   k, v [T, KVH, hd]
 Positions and caches are arguments; no module remembers a request. The loop over the layers is the
-engine's, not the model's, because later chapters reorder it:
-
-    hidden = model.embed(tokens)                                   # [T, D]
-    rotation = model.rotary(positions)                             # [T, 1, hd] each, the same for all layers
-    for layer, cache in zip(model.layers, kv_cache):
-        hidden = layer(hidden, rotation, cache.attend)             # [T, D]
-    logits = model.logits(hidden[-1:])                             # [1, V]
+engine's (`forward` of chapters 01 and 02), not the model's, because later chapters reorder it.
 
 Source: Touvron et al., "LLaMA" (2023); RoFormer (Su et al., 2021) for rotary embedding; Llama 3.1's
 frequency scaling as published with its weights.
@@ -148,9 +142,8 @@ class Layer(nn.Module):
         return rotate(k, rotation), v
 
     def forward(self, hidden, rotation, attend):
-        """hidden [T, D] -> [T, D]. `rotation` is what the model's `rotary` gives for the T positions.
-        `attend(q, k, v) -> out` [T, H, hd] belongs to the KV cache: it stores this layer's new k and v and
-        attends over all that the batch's requests hold."""
+        """hidden [T, D], `rotation` of the T positions -> [T, D]. `attend(q, k, v) -> out` [T, H, hd] is the
+        KV cache's: it stores this layer's new k and v and attends over all that the requests hold."""
         normed = self.attention_norm(hidden)                                     # [T, D]
         q = self.q_proj(normed).view(len(normed), -1, self.head_dim)             # [T, H, hd]
         k, v = self.keys_values(normed, rotation)                                # [T, KVH, hd] each
@@ -161,9 +154,8 @@ class Layer(nn.Module):
 
 
 def attention(q, k, v, mask):
-    """q [T, H, hd] over k, v [S, KVH, hd], or each row over a context of its own, k, v [T, S, KVH, hd] ->
-    [T, H, hd]. `mask` is added to the scores; None: one row sees all, and of more row i sees the first i + 1.
-    The query heads of a group share a KV head, and are never given copies of it."""
+    """q [T, H, hd] over k, v [S, KVH, hd], or each row over its own, [T, S, KVH, hd] -> [T, H, hd]. `mask` is
+    added to the scores; None: one row sees all, and of more row i the first i + 1. No KV head is copied."""
     if k.ndim == 4 or len(q) == 1:          # one token each: the heads of a group are as many queries
         shape = len(q), -1, *k.shape[-2:]
         k, v = (side.reshape(shape).transpose(1, 2) for side in (k, v))          # [T, KVH, S, hd] each

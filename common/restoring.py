@@ -35,9 +35,8 @@ DOUBT = 0.1  # a restoration that takes longer than estimated by more than this 
 
 @dataclass(eq=False)
 class Restoration:
-    """Tokens start to end of a request come back layer by layer. The rows behind them follow through the
-    layers: a pass waits before each layer until that layer's history is there. Chapter 06 has another kind,
-    which gives the same answers."""
+    """Tokens start to end of a request come back layer by layer. The rows behind them follow: a pass waits
+    before each layer for that layer's history. Chapter 06 has another kind, which gives the same answers."""
 
     request: Request
     match: "Match"
@@ -117,8 +116,8 @@ class Cache:
         self.counts = engine.counts  # for /health
 
     def match(self, request):
-        """-> a Match of what could come back behind `request.computed` (which may lie inside a block), None,
-        or LATER: ask again in the next step, until `request.patience`."""
+        """-> a Match of what follows `request.computed` (maybe inside a block), None, or LATER (to ask again
+        in the next step, until `request.patience`)."""
 
     def restore(self, request, restoration: Restoration, match: Match):
         """Bring tokens start to end into `request.table`. A generator: issue copies, yield each Transfer that
@@ -202,7 +201,7 @@ class Estimates:
         """Decide whether to load what was matched, and have the request say why."""
         end = request.computed + match.tokens
         compute = self.seconds_to_compute(request.computed, end) / match.share
-        chosen = self.agree(self.pays(match.seconds, request.computed, end, match.share))
+        chosen = self.agree(self.always or self.pace * match.seconds <= WORTH * compute)
         words = (
             f"{match.tokens} tokens offered ({match.source}): loading {1e3 * self.pace * match.seconds:.1f} "
             f"ms, computing {1e3 * compute:.1f} ms: " + ("loaded" if chosen else "computed")
@@ -213,11 +212,6 @@ class Estimates:
             self.doubtful = True  # a bad measurement may have refused it
             self.engine.counts["declined"] += 1
         return chosen
-
-    def pays(self, seconds: float, start: int, end: int, share: float = 1.0) -> bool:
-        """Whether to load tokens start to end in `seconds`, as estimated for an undisturbed machine, rather
-        than compute them with a `share` of each step."""
-        return self.always or self.pace * seconds <= WORTH * self.seconds_to_compute(start, end) / share
 
     @property
     def pace(self) -> float:
@@ -245,17 +239,16 @@ class Estimates:
     def learn_pace(self, restoration: Restoration):
         """Note how long a restoration took that was whole, and alone in the engine."""
         match = restoration.match
-        if restoration.whole and restoration.found == match.tokens >= FULL_SPEED and match.seconds:
-            if len(self.engine.running) == 1:
-                self.paces.append(max(1.0, restoration.spent / match.seconds))
-                self.doubtful |= self.paces[-1] > 1 + DOUBT
+        all_came = restoration.whole and restoration.found == match.tokens >= FULL_SPEED
+        if all_came and match.seconds and len(self.engine.running) == 1:
+            self.paces.append(max(1.0, restoration.spent / match.seconds))
+            self.doubtful |= self.paces[-1] > 1 + DOUBT
 
     # Measuring while nothing runs
 
     def idle(self) -> float | None:
-        """Nothing runs -> seconds until this wants to be called again; None: nothing is left to measure.
-        While in doubt (at the start, after a refusal, a failure, a slow restoration) measure now, and then
-        after 1, 2, 4 to 32 s, until two measurements agree."""
+        """Nothing runs -> seconds until this is to be called again, or None. In doubt (at the start, after a
+        refusal, a failure, a slow restoration) measure at once and after 1, 2, 4 to 32 s, until two agree."""
         if not self.doubtful:
             return None
         if (left := self.due - time.perf_counter()) > 0:
@@ -313,8 +306,7 @@ class Estimates:
 # 3. What the engine does with it ---------------------------------------------------------------
 
 class Restorer:
-    """Begins, resumes and gives up restorations, for the engine. The one place where they fail is
-    `advance`."""
+    """Begins, resumes and gives up restorations, for the engine; they fail in one place, `advance`."""
 
     def __init__(self, engine, cache: Cache):
         self.engine, self.cache, self.estimates = engine, cache, engine.estimates
@@ -337,8 +329,7 @@ class Restorer:
         self.advance(request, 1, wait=False)
 
     def resume(self):
-        """Resume all restorations between two steps, oldest first. Together they compute no more than a step:
-        `token_budget` rows in each layer."""
+        """Resume all between two steps, oldest first; together they compute no more rows than a step."""
         budget, first = self.engine.token_budget * self.depth, True
         for request in list(self.engine.running):
             if restoration := request.restoration:
@@ -349,13 +340,9 @@ class Restorer:
                 self.advance(request, layers, wait=False)
                 budget, first = budget - (restoration.layers - before) * rows, False
             if request.restoration and request.restoration.whole:
-                self.go_on(request)
-
-    def go_on(self, request):
-        """Register what has come back, and ask what follows: it may be in another tier, or saved since."""
-        self.end(request)
-        self.engine.register(request)
-        self.begin(request, self.ask(request))
+                self.end(request)
+                self.engine.register(request)
+                self.begin(request, self.ask(request))  # what follows may be elsewhere, or saved since
 
     def wait(self, request, layers: int):
         """In the forward pass: go on when the history of so many layers is there. Raises Interrupted if other
@@ -366,9 +353,8 @@ class Restorer:
             raise Interrupted
 
     def advance(self, request, layers: int, wait: bool):
-        """Resume the generator until so many layers are there, or until what it waits for has not arrived.
-        What is not there is computed if anything raises: a copy that failed or is late, a generator that ends
-        too early."""
+        """Resume the generator until so many layers are there, or what it waits for has not arrived. If
+        anything raises (a copy that failed or is late, a generator that ends early), the rest is computed."""
         restoration, began = request.restoration, time.perf_counter()
         try:
             while restoration.steps and not restoration.has(layers) and self.arrived(restoration, wait):
@@ -390,10 +376,8 @@ class Restorer:
         restoration.settle()
 
     def arrived(self, restoration: Restoration, wait: bool) -> bool:
-        """Whether to resume: what the generator waits for is over. In the pass, wait for it. Raises
-        TransferError if it failed or is late."""
-        transfer = restoration.awaited
-        if transfer is None:
+        """Whether what it awaits is over; in the pass, wait. Raises TransferError if failed or late."""
+        if (transfer := restoration.awaited) is None:
             return True
         if not transfer.ready:
             if restoration.computes:
@@ -425,9 +409,8 @@ class Restorer:
         return left
 
     def give_up(self, restoration: Restoration, error: Exception):
-        """Requeue the request, so that it is computed in other blocks: a copy that failed or is late may
-        still write to these. They are free when their transfers are over. What has come stays if all layers
-        of it are there (06)."""
+        """Requeue the request, to be computed in other blocks: a copy that failed or is late may still write
+        to these, which are free when it is over. What has come stays if all its layers are there (06)."""
         request = restoration.request
         self.close(restoration)
         request.decisions.append(f"{error}: computed")

@@ -51,8 +51,7 @@ class StoredChunks:
         return [storage.get(*read, label or f"part {part}") for storage, read in reads.items()]
 
     def write(self, key: bytes, parts: list[numpy.ndarray]) -> Transfer | None:
-        """Keep its parts, in the background -> a Transfer; None if they are kept already, or the storage
-        whose turn it is falls behind."""
+        """Keep a chunk, in the background -> a Transfer; None if it is there, or its storage falls behind."""
         if not self.find(key, len(parts)) and not (storage := next(self.turn)).behind:
             return storage.set(self.keys(key, len(parts)), parts)
 
@@ -225,8 +224,7 @@ class Damaged(Exception):
 
 def pieces(values: list[numpy.ndarray]) -> int:
     """-> in how many pieces of memory values lie; each is one in storage."""
-    strides = (tuple(step // value.itemsize for step in value.strides) for value in values)
-    return sum(count_pieces(value.shape, steps) for value, steps in zip(values, strides))
+    return sum(count_pieces(value.shape, value.strides, run=value.itemsize) for value in values)
 
 
 def checksum(key: bytes, contents) -> bytes:
