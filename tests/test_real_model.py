@@ -1,0 +1,74 @@
+"""A trained model that is not ours: `transformers` writes the same, and what comes back is what it had read."""
+
+import random
+
+import pytest
+import torch
+from conftest import ROOT
+from support.engines import BANDWIDTH, baseline, both_ends, check_pools, evict, make, offload, planned, tiered
+
+from common.requests import Request
+from common.store import StoredChunks
+from shell import checkpoint, reference
+from tools import real_model
+from tools.classroom_text import Conversation
+from tools.train_classroom import HARD
+
+TOKENS, NEW, BLOCKS = 1500, 64, 100
+CACHES = {
+    "03": lambda: offload.HostCache(BLOCKS, BANDWIDTH),
+    "05": lambda: planned.PlannedCache(2 * BLOCKS, BANDWIDTH, plan="R" * 10 + "H" * 10 + "K" * 10),
+    "06": lambda: both_ends.BidirectionalCache(StoredChunks(both_ends.ModelledStorage(1e9, BANDWIDTH / 10))),
+    "07": lambda: tiered(BLOCKS, "wait_complete", "write_through"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    try:
+        package = real_model.packaged()
+    except ValueError as missing:
+        pytest.skip(str(missing))
+    folder = tmp_path_factory.mktemp("real") / "smollm2"
+    real_model.write(package, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return checkpoint.load(str(folder), "float32", "cpu")[0]
+
+
+@pytest.fixture(scope="module")
+def prompt(folder):
+    """English: facts, and questions about them."""
+    conversation = Conversation(random.Random(0), HARD)
+    turns = [conversation.next_turn() for _ in range(200)]
+    text = "\n".join(f"Question: {turn.user}\nAnswer: {turn.assistant}" for turn in turns)
+    return checkpoint.read_tokenizer(folder).encode(text)[:TOKENS]
+
+
+@pytest.fixture(scope="module")
+def answered(model, prompt):
+    """Chapter 01's tokens."""
+    return baseline.Engine(model).generate([Request(prompt, NEW)])[0].new
+
+
+def test_transformers_writes_the_same_tokens(folder, prompt, answered):
+    """Each of them is the best one behind those before it, so greedy decoding writes them."""
+    theirs = reference.reference_model(str(folder), torch.float32)
+    with torch.inference_mode():
+        logits = theirs(torch.tensor([prompt + answered[:-1]]), logits_to_keep=NEW).logits
+    assert logits[0].argmax(-1).tolist() == answered and len(set(answered)) > 8
+
+
+@pytest.mark.parametrize("chapter", CACHES)
+def test_what_the_device_has_lost_comes_back_and_the_answer_is_that_of_chapter_01(model, prompt, answered, chapter):
+    engine = make(CACHES[chapter](), BLOCKS, model=model)
+    (first,) = engine.generate([Request(prompt, 1)])  # as in chapter 02
+    evict(engine)
+    (again,) = engine.generate([Request(prompt, 8)])
+    assert first.new == answered[:1] and again.new == answered[:8]
+    assert again.cached_tokens > TOKENS // 2
+    check_pools(engine)
+    engine.close()
