@@ -3,9 +3,8 @@
     python -m tools.train_classroom                            train, write, evaluate
     python -m tools.train_classroom --evaluate                 evaluate the shipped folder only
 
-The recipe. Rows of one conversation each begin at 256 tokens and grow to 2,048; the text begins easy and
-gets harder (see STAGES). The loss counts the assistant's words in full and the rest at REST_WEIGHT. All is
-float32 until it is written. Muon (Jordan et al., 2024) moves the matrices, AdamW the embedding and the norms.
+Rows of one conversation each grow from 256 to 2,048 tokens, and the text gets harder (STAGES). The loss counts the assistant's
+words in full and the rest at REST_WEIGHT. Muon (Jordan et al., 2024) moves the matrices, AdamW the embedding and the norms.
 """
 import argparse
 import json
@@ -77,7 +76,7 @@ def train_tokenizer() -> Tokenizer:
 
 
 class Rows:
-    """Turns conversations into rows of token ids with a loss weight for each."""
+    """Rows of token ids, with a loss weight for each."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
@@ -98,18 +97,17 @@ class Rows:
         return self.dialogue([], lambda: general_question(rng), length)
 
     def dialogue(self, ids: list[int], next_turn, length: int):
-        weights = [REST_WEIGHT] * len(ids)
+        weights, head = [REST_WEIGHT] * len(ids), len(self.roles["assistant"])
         while len(ids) <= length:
             turn = next_turn()
             user, assistant = self.message("user", turn.user), self.message("assistant", turn.assistant)
-            head = len(self.roles["assistant"])
             ids += user + assistant
             weights += [REST_WEIGHT] * (len(user) + head) + [1.0] * (len(assistant) - head - 1) + [REST_WEIGHT]
         return ids[:length + 1], weights[:length + 1]
 
     def recital(self, rng: random.Random, length: int, level: Level):
-        """A few facts told over and over in changing order: from the second telling on, each value can only
-        come from the context. An answer of a conversation teaches recall once in 25 tokens, this in 8."""
+        """A few facts told over and over in changing order: what teaches recall in a conversation is one token in 25, and
+        here one in 8."""
         conversation = Conversation(rng, level)
         facts = [fact for fact in (conversation.new_fact() for _ in range(rng.randint(3, max(5, length // 24)))) if fact]
         ids = self.tokenizer.encode(" ".join(fact.statement for fact in facts)).ids + self.end
@@ -133,9 +131,7 @@ class Rows:
         rng = random.Random(seed)
         kinds = rng.choices((self.row, self.recital, self.echo, self.quiz),
                             (1 - drill, drill * 0.5, drill * 0.2, drill * 0.3), k=rows)
-        drawn = [kind(rng, length, level) for kind in kinds]
-        ids = torch.tensor([ids for ids, _ in drawn])                  # [rows, length + 1]
-        weights = torch.tensor([weights for _, weights in drawn])      # [rows, length + 1]
+        ids, weights = map(torch.tensor, zip(*(kind(rng, length, level) for kind in kinds)))  # [rows, length + 1] each
         return ids[:, :-1], ids[:, 1:], weights[:, 1:]
 
 
@@ -191,11 +187,9 @@ def orthogonalize(matrices):
 
 @torch.no_grad()
 def initialize(model: Llama):
-    """Small random numbers, and the beginnings of recall, which gradient descent is slowest to find.
-
-    Layer 0: head n looks n + 1 tokens back, whatever the tokens are. Layer 1: head n asks for its
-    own token where layer 0's head n saw it, and copies what stands there: "after the token that I am, n + 1
-    places on, came this one" (an induction head, Olsson et al., 2022). Everything is trained from there."""
+    """Small random numbers, and induction heads (Olsson et al., 2022), which gradient descent is slowest to find. Layer 0: head
+    n looks n + 1 tokens back, whatever the tokens are. Layer 1: head n asks for its own token where layer 0's head n
+    saw it, and copies what stands there: "after the token that I am, n + 1 places on, came this one"."""
     generator = torch.Generator().manual_seed(0)
     config, layers = model.config, model.layers
     hd, hidden = config.head_dim, config.hidden_size
@@ -208,17 +202,13 @@ def initialize(model: Llama):
     for layer in layers:                                           # what is still noise keeps out of the way
         layer.down_proj.weight.zero_()
         layer.o_proj.weight.zero_()
-
-    def orthogonal(size):
-        return torch.linalg.qr(torch.randn(size, size, generator=generator))[0]
-
+    orthogonal = lambda size: torch.linalg.qr(torch.randn(size, size, generator=generator))[0]  # noqa: E731
     reads, writes = orthogonal(hidden), orthogonal(hidden)         # [D, D]; a head's share is hd rows of it
     frequencies = rotary_frequencies(config)                       # [hd/2]
     fast = (frequencies > 0.02).float()                            # pairs that tell neighbours apart
     slow = (frequencies < 0.02).float().repeat(2)                  # [hd], numbers that distance hardly turns
     for head in range(config.num_attention_heads):
-        rows = slice(head * hd, (head + 1) * hd)
-        value = slice(hidden + head * hd, hidden + (head + 1) * hd)
+        rows, value = (slice(begin + head * hd, begin + (head + 1) * hd) for begin in (0, hidden))
         angle = frequencies * (head + 1)
         looks_from = torch.cat((fast * angle.cos(), -fast * angle.sin()))     # [hd]
         looked_at = torch.cat((fast, torch.zeros_like(fast)))                 # [hd]
@@ -255,23 +245,21 @@ def update(model: Llama, optimizers: list, inputs, targets, weights, rate: float
 
 def learning_rate(tokens: int, total: int) -> float:
     """Share of the full rate: a short warm-up, level, then down to a twentieth in a straight line."""
-    warm_up = min(1.0, (tokens + 1e4) / 1e5)
     decay = min(1.0, (1 - tokens / total) / (1 - DECAY_FROM))
-    return warm_up * max(0.05, decay)
+    return min(1.0, (tokens + 1e4) / 1e5) * max(0.05, decay)
 
 
 def train(rows: Rows, device: str) -> Llama:
     model = Llama(read_config(CONFIG), torch.float32, device)
     initialize(model)
     optimizers, total, step = optimizers_of(model), int(STAGES[-1][0] * 1e6), 0
-    with tqdm(total=total, unit="token", unit_scale=True, smoothing=0.02) as bar:
-        while bar.n < total:
-            _, length, count, drill, level = next(stage for stage in STAGES if bar.n < stage[0] * 1e6)
-            batch = rows.batch(f"train {step}", count, length, level, drill)
-            loss = update(model, optimizers, *batch, learning_rate(bar.n, total))
-            bar.update(count * length)
-            bar.set_postfix(row=length, loss=f"{loss:.3f}")
-            step += 1
+    with tqdm(total=total, unit="token", unit_scale=True) as bar:
+        for until, length, count, drill, level in STAGES:
+            while bar.n < until * 1e6:
+                batch = rows.batch(f"train {step}", count, length, level, drill)
+                bar.set_postfix(loss=update(model, optimizers, *batch, learning_rate(bar.n, total)))
+                bar.update(count * length)
+                step += 1
     return model
 
 
@@ -279,10 +267,8 @@ def train(rows: Rows, device: str) -> Llama:
 
 @torch.inference_mode()
 def evaluate(model: Llama, rows: Rows, history: int, conversations: int, questions: int = 6) -> dict[str, list[int]]:
-    """Ask `questions` after `history` tokens of each held-out conversation -> kind, or all: [right, asked].
-
-    An answer is right when every one of its tokens, the end included, is the most likely one: exactly
-    when greedy decoding would write it."""
+    """Ask `questions` after `history` tokens of each held-out conversation -> kind, or all: [right, asked]. An answer is right
+    when each of its tokens, the end included, is the most likely one: when greedy decoding would write it."""
     level, scores = replace(HARD, document=max(HARD.document, history // 24)), {"all": [0, 0]}
     for number in range(conversations):
         conversation = Conversation(random.Random(f"held out {number}"), level)
