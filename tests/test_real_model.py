@@ -4,16 +4,15 @@ import random
 
 import pytest
 import torch
-from support.engines import BANDWIDTH, baseline, both_ends, check_pools, evict, make, offload, planned, tiered
+from support.engines import ask, ask_and_evict, baseline, both_ends, make, offload, planned, tiered
 
-from common.requests import Request
 from common.store import StoredChunks
 from shell import checkpoint, reference
 from tools import real_model
 from tools.classroom_text import Conversation
 from tools.train_classroom import HARD
 
-TOKENS, NEW, BLOCKS = 1500, 64, 50
+TOKENS, NEW, BLOCKS, BANDWIDTH = 1500, 64, 50, 2e9
 CACHES = {
     "03": lambda: offload.HostCache(BLOCKS, BANDWIDTH),
     "05": lambda: planned.PlannedCache(2 * BLOCKS, BANDWIDTH, plan="R" * 10 + "H" * 10 + "K" * 10),
@@ -28,8 +27,7 @@ def folder(tmp_path_factory):
         package = real_model.packaged()
     except ValueError as missing:
         pytest.skip(str(missing))
-    folder = tmp_path_factory.mktemp("real") / "smollm2"
-    real_model.convert(package, folder)
+    real_model.convert(package, folder := tmp_path_factory.mktemp("smollm2"))
     return folder
 
 
@@ -40,9 +38,8 @@ def model(folder):
 
 @pytest.fixture(scope="module")
 def prompt(folder):
-    """English: facts, and questions about them."""
     conversation = Conversation(random.Random(0), HARD)
-    turns = [conversation.next_turn() for _ in range(200)]
+    turns = (conversation.next_turn() for _ in range(200))
     text = "\n".join(f"Question: {turn.user}\nAnswer: {turn.assistant}" for turn in turns)
     return checkpoint.read_tokenizer(folder).encode(text)[:TOKENS]
 
@@ -50,13 +47,13 @@ def prompt(folder):
 @pytest.fixture(scope="module")
 def half(model, prompt):
     """The prompt's second half, and chapter 01's tokens behind it."""
-    request = Request(prompt[TOKENS // 2 :], 8)
-    return request.tokens[:], baseline.Engine(model).generate([request])[0].new
+    tokens = prompt[TOKENS // 2 :]
+    return tokens, ask(baseline.Engine(model), tokens, 8).new
 
 
 def test_transformers_writes_the_same_tokens(folder, model, prompt):
     """Each of them is the best one behind those before it, so greedy decoding writes them."""
-    answered = baseline.Engine(model).generate([Request(prompt, NEW)])[0].new
+    answered = ask(baseline.Engine(model), prompt, NEW).new
     theirs = reference.reference_model(str(folder), torch.float32)
     with torch.inference_mode():
         logits = theirs(torch.tensor([prompt + answered[:-1]]), logits_to_keep=NEW).logits
@@ -66,9 +63,7 @@ def test_transformers_writes_the_same_tokens(folder, model, prompt):
 @pytest.mark.parametrize("chapter", CACHES)
 def test_what_the_device_has_lost_comes_back_and_the_answer_is_that_of_chapter_01(model, half, chapter):
     engine, (tokens, answered) = make(CACHES[chapter](), BLOCKS, model=model), half
-    (first,) = engine.generate([Request(tokens[:], 1)])  # as in chapter 02
-    evict(engine)
-    (again,) = engine.generate([Request(tokens[:], 8)])
-    assert first.new == answered[:1] and again.new == answered and again.found and again.cached_tokens
-    check_pools(engine)
+    assert ask_and_evict(engine, tokens, 1).new == answered[:1]  # as in chapter 02
+    again = ask(engine, tokens, 8)
+    assert again.new == answered and again.found and again.cached_tokens
     engine.close()
