@@ -1,9 +1,5 @@
-"""The text that the classroom model learns from: conversations, generated from a seed, written for this project.
-
-A conversation is a list of turns. In it the user tells facts, one at a time or as a document, and asks for them
-later, mixed with questions about the world and small talk. No key gets two values, except where a fact is
-corrected.
-"""
+"""The text that the classroom model learns from, generated from a seed: conversations in which the user tells facts and asks
+for them later, mixed with questions about the world and small talk. No key gets two values, except where it is corrected."""
 import random
 from dataclasses import dataclass
 
@@ -97,9 +93,7 @@ class Conversation:
 
     def document(self, facts: int) -> Turn:
         told = [fact.statement for fact in (self.new_fact() for _ in range(facts)) if fact]
-        if not told:
-            return general_question(self.rng)
-        return Turn(" ".join([self.rng.choice(DOCUMENT_LEADS), *told]), READ)
+        return Turn(" ".join([self.rng.choice(DOCUMENT_LEADS), *told]), READ) if told else general_question(self.rng)
 
     def tell(self) -> Turn:
         fact = self.new_fact()

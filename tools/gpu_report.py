@@ -36,11 +36,21 @@ def bench_of(name: str, tokens: int, folder: Path, kept: int = 4) -> tuple[dict,
     return engines, bench.prompt(tokens + QUESTION)
 
 
+def layer_first(engine, folder: Path):
+    """Chapter 07's engine once more, with the other layout of host memory."""
+    storage = outside.store.Storage(outside.backends.open_backend(f"file:{tempfile.mkdtemp(dir=folder)}", {}), "files")
+    cache = outside.tiers.TieredCache(engine.cache.blocks, engine.cache.bandwidth, storage, layout="layer_first")
+    made = outside.paged.Engine(outside.paged.Runner(engine.model, engine.runner.pool.size), cache)
+    made.estimates.always = True
+    return made
+
+
 def returns(folder: Path):
     """TTFT of a question behind a history that the device has lost. Then TBT of eight that decode while a short prompt is
     answered, and how many times as long while that question is. And what the last asking, or a step, has launched."""
     for model, tokens in product(MODELS, HISTORIES):
         engines, prompt = bench_of(model, tokens, folder)
+        engines["07, layer_first"] = layer_first(engines["07"], folder)
         same = dict(model=model, history=tokens, link=str(engines["03"].cache.load_link))
         ways = {name: partial(lesson.ask, engine, prompt, 1, "device") for name, engine in engines.items()}
         ways["02, on the device"] = partial(lesson.ask, engines["02"], prompt)

@@ -1,26 +1,23 @@
-"""Chapters 05, 06 and 08 on paper: the platforms and models of HCache (EuroSys '25), Cake (ICML '25) and
-CAPTURE, without a GPU and without a model.
+"""Chapters 05, 06 and 08 on paper: the platforms and models of HCache (EuroSys '25), Cake (ICML '25) and CAPTURE.
 
     python -m tools.on_paper
 
-Costs follow from sizes, bandwidth and FLOP/s, and what they give stands beside what the paper prints. The share
-of a peak that products reach is calibrated: in HCache by the bandwidth at which projecting takes as long as
-loading hidden states (section 6.1.3), in Cake by what 14K tokens take (5.3), in CAPTURE as in HCache's 7B; other
-GPUs, and recomputing, are taken to reach the same. The bars of HCache's Figure 11 have no numbers in the text,
-only ranges; which GPU runs which model, and a history of 1,024 tokens, are our choice.
+Costs follow from sizes, bandwidth and FLOP/s, and what they give stands beside what the paper prints. The share of a peak
+that products reach is calibrated: in HCache by the bandwidth at which projecting takes as long as loading hidden states
+(section 6.1.3), in Cake by what 14K tokens take (5.3), in CAPTURE as in HCache's 7B; other GPUs, and recomputing, are taken
+to reach the same. Of the bars of HCache's Figure 11 the text has ranges only; which GPU runs which model is our choice.
 
-Sources: HCache, Tables 2 and 3, sections 3.2, 4.1, 6.1.3, 6.2 and 6.3; Cake, sections 2.3 and 5; CAPTURE,
-sections IV and V; NVIDIA's data sheet of the H100.
+Sources: HCache, Tables 2 and 3, sections 3.2, 4.1 and 6; Cake, sections 2.3 and 5; CAPTURE, IV and V; NVIDIA's data sheets.
 """
 
 import importlib
 import math
+from itertools import chain
 from typing import NamedTuple
 
 planned, hybrid = importlib.import_module("05_bubble_free"), importlib.import_module("08_hybrid_blocks")
 Costs = planned.LayerCosts
 
-NEAR = 0.05  # a single number is met within 5 %
 # HCache, table 2: peak 16-bit FLOP/s of a GPU, and its link's bytes/s
 PLATFORMS = {"a100": (312e12, 32e9), "a30": (165e12, 32e9), "4090": (330e12, 32e9), "l20": (120e12, 32e9), "h800": (990e12, 64e9)}
 PEAK, PCIE = PLATFORMS["a100"]
@@ -44,7 +41,7 @@ class Model(NamedTuple):
     name: str
     layers: int
     width: int
-    balance: float  # bytes/s at which projecting takes as long as loading hidden states; section 6.1.3
+    balance: float  # bytes/s at which projecting takes as long as loading hidden states
     gpus: int = 1
 
     @property
@@ -57,18 +54,15 @@ MODELS = Model("7B", 32, 4096, 24e9), Model("13B", 40, 5120, 21e9), Model("30B",
 SEVEN, THIRTEEN, THIRTY = MODELS
 
 
-def layer_flops(model: Model, tokens: float, attention: int = 1) -> tuple[float, float]:
-    """Section 3.2 -> FLOPs of a whole layer, and of projecting its K and V. Each token attends to half of the
-    others on average, in the scores and in the sum: `attention` 2; the paper counts 1."""
-    square = tokens * model.width**2
-    return 24 * square + attention * tokens**2 * model.width, 4 * square
+def layer_flops(model: Model, tokens: float, attention: int = 1) -> float:
+    """Section 3.2. A token attends to half of the others on average, in scores and sum: `attention` 2; the paper counts 1."""
+    return 24 * tokens * model.width**2 + attention * tokens**2 * model.width
 
 
 def layer_costs(model: Model, tokens: int, peak: float, bandwidth: float) -> Costs:
     """`peak`: FLOP/s of one GPU; `bandwidth`: bytes/s to all of them together."""
-    whole, project = (flops / (model.efficiency * peak * model.gpus) for flops in layer_flops(model, tokens))
-    load_states = tokens * 2 * model.width / bandwidth
-    return Costs(whole, project, load_states, 2 * load_states)
+    speed, states = model.efficiency * peak * model.gpus, tokens * 2 * model.width / bandwidth
+    return Costs(layer_flops(model, tokens) / speed, 4 * tokens * model.width**2 / speed, states, 2 * states)
 
 
 def on_ssds(model: Model, each: int | None = None, tokens: int = TOKENS) -> Costs:
@@ -76,18 +70,13 @@ def on_ssds(model: Model, each: int | None = None, tokens: int = TOKENS) -> Cost
     return layer_costs(model, tokens, PEAK, min((each or 4 // model.gpus) * SSD, PCIE) * model.gpus)
 
 
-def letters(recompute: int, hidden: int, kv: int) -> str:
-    return "R" * recompute + "H" * hidden + "K" * kv
-
-
 def counts(plan: str) -> str:
-    names = ("R", "RE"), ("H", "H"), ("K", "KV")
-    return " + ".join(f"{plan.count(way)} {name}" for way, name in names if way in plan)
+    return " + ".join(f"{plan.count(way)} {name}" for way, name in zip("RHK", ("RE", "H", "KV")) if way in plan)
 
 
 def paper_seconds(plan: str, costs: Costs) -> float:
-    """As HCache counts: all R layers are computed whole, and there is no question. The longest path: computing;
-    over the first, or over the last transfer of states, and on the processor from there; or the link."""
+    """As HCache counts, with all R computed whole and without a question: the longest of computing, of what follows the
+    first transfer of states, or the last one, and of the link."""
     recompute, hidden, kv = map(plan.count, "RHK")
     computing, loading = recompute * costs.recompute + hidden * costs.project, hidden * costs.load_states
     over_states = max(costs.load_states + hidden * costs.project, loading + costs.project) if hidden else 0.0
@@ -98,8 +87,8 @@ def restorations(layers: int, costs: Costs) -> tuple[str, dict[str, float]]:
     """-> the paper's plan, and each method's seconds; of the naive mixes of R and K, the best one's."""
     plan = planned.closed_form(layers, costs)
     plans = {"HCache": plan, "KV": "K" * layers, "states": "H" * layers, "recomputing": "R" * layers}
+    mixes = ["R" * recompute + "K" * (layers - recompute) for recompute in range(layers + 1)]
     seconds = {name: paper_seconds(each, costs) for name, each in plans.items()}
-    mixes = (letters(recompute, 0, layers - recompute) for recompute in range(layers + 1))
     return plan, dict(seconds, naive=min(paper_seconds(mix, costs) for mix in mixes))
 
 
@@ -108,19 +97,17 @@ def restorations(layers: int, costs: Costs) -> tuple[str, dict[str, float]]:
 def schedules():
     yield f"Table 3. Layers restored from hidden states. Four SSDs in all, {TOKENS:,} tokens"
     for model in MODELS:
-        costs, theirs = on_ssds(model), letters(*PAPER[f"{model.name} schedule"])
+        costs, theirs = on_ssds(model), "".join(map(str.__mul__, "RHK", PAPER[f"{model.name} schedule"]))
         closed, best = planned.closed_form(model.layers, costs), planned.best_plan(model.layers, costs)
         for way, plan in ("closed form", closed), ("chapter 05", best):
             yield f"{model.name}, {way}: {counts(plan)}", theirs.count("H"), plan.count("H")
         for way, plan in ("closed form", closed), (f"the printed {counts(theirs)}", theirs):
             ratio = 2 * model.layers / (plan.count("H") + 2 * plan.count("K"))
             yield f"{model.name}, bytes: K and V over {way}", BYTES[model.name], ratio
-        longer = paper_seconds(theirs, costs) / paper_seconds(closed, costs)
-        yield f"{model.name}, seconds: the printed over closed form", 1.0, longer
 
 
 def gains(name: str, model: Model, costs: Costs, **papers):
-    """HCache over others, and what they print."""
+    """Speed of HCache over others."""
     plan, seconds = restorations(model.layers, costs)
     for other, paper in papers.items():
         yield f"{model.name}, {name}, {counts(plan)}: over {other}", paper, seconds[other] / seconds["HCache"]
@@ -157,19 +144,12 @@ def ssds():
 
 
 def lengths():
-    few, many = (layer_flops(SEVEN, tokens) for tokens in (TOKENS, LONGEST))
-    times = f"{few[0] / few[1]:.2f} at {TOKENS:,} tokens, {many[0] / many[1]:.2f} at {LONGEST:,}"
-    yield f"Section 3.2. Computing a layer over projecting it, 6 + T / (4 D): {times} (7B)"
+    times = (f"{6 + tokens / (4 * SEVEN.width):.2f} at {tokens:,}" for tokens in (TOKENS, LONGEST))
+    yield f"Section 3.2. Computing a layer over projecting it, 6 + T / (4 D): {', '.join(times)} (7B)"
     yield f"Figure 11 g-i. Four SSDs in all: tokens a second at {LONGEST:,} over those at {TOKENS:,}"
-    longer = LONGEST / TOKENS
-    for model in MODELS:
-        plan, long = restorations(model.layers, on_ssds(model, None, LONGEST))
-        _, short = restorations(model.layers, on_ssds(model))
-        yield f"{model.name}, HCache (said without a number)", 1.0, longer * short["HCache"] / long["HCache"]
-    yield f"30B, layers recomputed at {LONGEST:,}: {counts(plan)}", 0, plan.count("R")
     for attention, name in (1, "T^2 D operations in attention, as in section 3.2"), (2, "2 T^2 D"):
-        (short, _), (long, _) = (layer_flops(SEVEN, tokens, attention) for tokens in (TOKENS, LONGEST))
-        yield f"7B, recomputing: {name}", 0.72, longer * short / long
+        short, long = (layer_flops(SEVEN, tokens, attention) / tokens for tokens in (TOKENS, LONGEST))
+        yield f"7B, recomputing: {name}", 0.72, short / long
 
 
 # 3. Cake ---------------------------------------------------------------------------------------
@@ -182,7 +162,7 @@ SECONDS_14K = 0.9 * 14.34 / (8.22 - 1)
 def cake_seconds(tokens, gbps, share=1.0, peak=PEAK) -> tuple[float, float, float, float]:
     """Both pointers, 7B, on one GPU of which prefill has a `share` -> seconds to compute, to load, and until
     they meet, and the share of tokens that is computed."""
-    speed = share * peak / PEAK * layer_flops(SEVEN, 14e3, 2)[0] / SECONDS_14K  # FLOP/s, for one layer
+    speed = share * peak / PEAK * layer_flops(SEVEN, 14e3, 2) / SECONDS_14K  # FLOP/s, for one layer
     linear, square = 24 * SEVEN.width**2 / speed, 2 * SEVEN.width / speed  # t tokens: linear t + square t^2
     load = 8 * TOKEN_BYTES / (gbps * 1e9)  # seconds a token
     # The first t are computed: linear t + square t^2 = (tokens - t) load
@@ -205,9 +185,9 @@ def cake():
     yield "Figure 5a. 32K tokens, all of the GPU: TTFT of both is less by"
     for gpu, peak, *papers in ("A100", PEAK, 0.935, 0.769, 0.315), ("H100", H100, 0.946, 0.802, 0.267):
         (_, slow), (computing, fast) = (less(32e3, gbps, 1.0, peak) for gbps in (2, 10))
-        names = "only loading, 2 Gbit/s", "only loading, 10 Gbit/s", "only computing, 10 Gbit/s"
-        for name, paper, ours in zip(names, papers, (slow, fast, computing)):
-            yield f"{gpu}, {name}", paper, ours
+        yield f"{gpu}, only loading, 2 Gbit/s", papers[0], slow
+        yield f"{gpu}, only loading, 10 Gbit/s", papers[1], fast
+        yield f"{gpu}, only computing, 10 Gbit/s", papers[2], computing
     yield "Figures 3 and 5b. 10 Gbit/s, all of an A100"
     short, long = cake_seconds(2e3, 10), cake_seconds(32e3, 10)
     yield "32K tokens: share computed", 0.75, long[3]
@@ -225,8 +205,7 @@ def cake():
 # 4. CAPTURE ------------------------------------------------------------------------------------
 
 def capture_lanes(name: str, tokens: int) -> dict[str, float]:
-    """Seconds of a layer in a decode step with `tokens` of context in all, on a 4090: W weights, K all K and V,
-    R rebuilding all, B the new tokens' own products, M what the device holds, as seconds of link."""
+    """Seconds of a layer in a decode step with `tokens` of context in all, on a 4090, as letters of `capture_seconds`."""
     layers, width = OPT[name]
     peak, pcie = PLATFORMS["4090"]
     rate, weights, kv = SHARE_OF_PEAK * peak, 2 * 12 * width**2, tokens * 4 * width
@@ -236,7 +215,8 @@ def capture_lanes(name: str, tokens: int) -> dict[str, float]:
 
 
 def capture_seconds(W, K, R, B, M, act: float) -> float:
-    """link = W + K - a K / 2 - M, compute = B + a R; the slower one."""
+    """The slower of two lanes: W weights, K all K and V, M what the device holds, as seconds of link; R rebuilding all, B the
+    new tokens' own products. `act`: the share of activations."""
     return max(W + K - act * K / 2 - M, B + act * R)
 
 
@@ -275,22 +255,14 @@ def capture():
 
 # 5. Comparing ----------------------------------------------------------------------------------
 
-PAPERS = {
-    "HCache": (schedules, gpus, ssds, lengths),
-    "Cake": (cake,),
-    "CAPTURE": (capture,),
-}
-
-
-def ends(paper) -> tuple[float, float]:
-    return paper if isinstance(paper, tuple) else (paper, paper)
+PAPERS = {"HCache": (schedules, gpus, ssds, lengths), "Cake": (cake,), "CAPTURE": (capture,)}
 
 
 def judge(table: str, name: str, paper, ours: float) -> dict:
     """Say whether `ours` agrees with `paper`: lies, in two digits, in its range (a tuple), within 5 % of its
     number or, of layers (an int), within one; and how far it is from that number, or from the nearer end."""
-    low, high = ends(paper)
-    slack = {tuple: 0, int: 1}.get(type(paper), NEAR * low)
+    low, high = paper if isinstance(paper, tuple) else (paper, paper)
+    slack = {tuple: 0, int: 1}.get(type(paper), 0.05 * low)
     difference = ours - min(max(ours, low), high)
     agrees = low - slack <= round(ours, 2) <= high + slack
     verdict = "yes" if agrees else f"no: {abs(difference):.2f} {'above' if difference > 0 else 'below'}"
@@ -300,23 +272,19 @@ def judge(table: str, name: str, paper, ours: float) -> dict:
 def main() -> dict:
     """Print all tables -> {"rows": [{table, name, paper, ours, difference, verdict}]}."""
     rows, summary = [], []
-    print(f"A single number agrees within {NEAR:.0%}, a number of layers within one.")
+    print("A single number agrees within 5%, a number of layers within one.")
     for source, tables in PAPERS.items():
         print(f"\n{source:<72}{'paper':>11}{'ours':>9}{'diff.':>8}   agrees")
-        found = []
-        for figure in (figure for table in tables for figure in table()):
+        before = len(rows)
+        for figure in chain.from_iterable(table() for table in tables):
             if isinstance(figure, str):
                 print(title := figure)
                 continue
-            row = judge(title, *figure)
-            found.append(row)
-            low, high = ends(row["paper"])
-            printed = f"{low:.2f}" if low == high else f"{low:.2f}-{high:.2f}"
-            numbers = f"{printed:>11}{row['ours']:9.2f}{row['difference']:+8.2f}"
-            print(f"  {row['name']:<70}{numbers}   {row['verdict']}")
-        agree = sum(row["verdict"] == "yes" for row in found)
-        summary.append(f"{agree} of {len(found)} of {source}")
-        rows += found
+            rows.append(row := judge(title, *figure))
+            paper = "{:.2f}-{:.2f}".format(*figure[1]) if isinstance(figure[1], tuple) else f"{figure[1]:.2f}"
+            print(f"  {row['name']:<70}{paper:>11}{row['ours']:9.2f}{row['difference']:+8.2f}   {row['verdict']}")
+        verdicts = [row["verdict"] for row in rows[before:]]
+        summary.append(f"{verdicts.count('yes')} of {len(verdicts)} of {source}")
     print(f"\nRows that agree: {', '.join(summary)}.")
     return dict(rows=rows)
 

@@ -3,10 +3,9 @@
     python -m tools.report              of one run of `python -m benchmarks --json benchmarks/results`
     python -m tools.report --mixed      of several commits or machines too; the page says which
 
-A part of a page lies between the lines `<!-- begin NAME -->` and `<!-- end NAME -->`, where NAME is one of PARTS. Most are what a
-benchmark prints at its end, made of its results in benchmarks/results/ (`report` of benchmarks/NAME.py). A number inside of a line
-lies between `<!--NAME-->` and `<!---->`, where NAME is one of `headlines`. So a number that was measured is typed nowhere, and when
-a benchmark has run again this command alone changes the pages. tools/check_docs.py names what is out of date.
+A part of a page lies between the lines `<!-- begin NAME -->` and `<!-- end NAME -->`, where NAME is one of PARTS: most are what a
+benchmark prints at its end (`report` of benchmarks/NAME.py, of benchmarks/results/). A number inside of a line lies between
+`<!--NAME-->` and `<!---->`, where NAME is one of `headlines`. tools/check_docs.py names what is out of date.
 """
 import importlib
 import re

@@ -3,14 +3,12 @@
     python -m tools.train_classroom                            train, write, evaluate
     python -m tools.train_classroom --evaluate                 evaluate the shipped folder only
 
-The recipe. Rows of one conversation each begin at 256 tokens and grow to 2,048; the text begins easy and
-gets harder (see STAGES). The loss counts the assistant's words in full and the rest at REST_WEIGHT. All is
-float32 until it is written. Muon (Jordan et al., 2024) moves the matrices, AdamW the embedding and the norms.
+Rows of one conversation each grow from 256 to 2,048 tokens, and the text gets harder (STAGES). The loss counts the assistant's
+words in full and the rest at REST_WEIGHT. Muon (Jordan et al., 2024) moves the matrices, AdamW the embedding and the norms.
 """
 import argparse
 import json
 import random
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,16 +17,15 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
+from transformers import PreTrainedTokenizerFast
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from common.llama import Llama, rotary_frequencies  # noqa: E402
-from shell import checkpoint  # noqa: E402
-from shell.config import read_config  # noqa: E402
-from shell.random_models import CHAT_TEMPLATE, SPECIAL  # noqa: E402
-from shell.texts import Level  # noqa: E402
-from tools.classroom_text import Conversation, general_question  # noqa: E402
+from common.llama import Llama, rotary_frequencies
+from shell import checkpoint
+from shell.config import read_config
+from shell.random_models import CHAT_TEMPLATE, SPECIAL
+from shell.texts import Level
+from tools.classroom_text import Conversation, general_question
 
-FOLDER = Path(__file__).resolve().parent.parent / "models" / "classroom"
 CONTEXT = 2048
 REST_WEIGHT = 0.07
 CONFIG = dict(
@@ -45,15 +42,23 @@ STAGES = [
     (4.0, 1024, 4, 0.25, replace(HARD, document=36)),
     (5.9, 2048, 2, 0.25, replace(HARD, document=72)),
 ]
-MUON_RATE, ADAM_RATE = 0.008, 1.5e-3
+MUON_RATE, ADAM_RATE, MOMENTUM = 0.008, 1.5e-3, 0.95
 MATCH = 2.0                        # how sharply the first induction heads look
 DECAY_FROM = 0.6                   # the learning rate falls linearly to a twentieth after this share of all tokens
 
 
 # 1. Tokenizer and rows ---------------------------------------------------------------------------------------
 
+def byte_level(words: models.BPE) -> Tokenizer:
+    """A tokenizer of bytes, in which every digit is a token of its own."""
+    tokenizer = Tokenizer(words)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
 def train_tokenizer() -> Tokenizer:
-    """Byte-level BPE of CONFIG's vocabulary; every digit is a token of its own."""
     rng = random.Random("tokenizer")
 
     def texts():
@@ -63,10 +68,7 @@ def train_tokenizer() -> Tokenizer:
                 turn = conversation.next_turn()
                 yield turn.user + "\n" + turn.assistant
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = byte_level(models.BPE())
     tokenizer.train_from_iterator(texts(), trainers.BpeTrainer(
         vocab_size=CONFIG["vocab_size"], special_tokens=SPECIAL, show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
@@ -74,7 +76,7 @@ def train_tokenizer() -> Tokenizer:
 
 
 class Rows:
-    """Turns conversations into rows of token ids with a loss weight for each."""
+    """Rows of token ids, with a loss weight for each."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
@@ -95,18 +97,17 @@ class Rows:
         return self.dialogue([], lambda: general_question(rng), length)
 
     def dialogue(self, ids: list[int], next_turn, length: int):
-        weights = [REST_WEIGHT] * len(ids)
+        weights, head = [REST_WEIGHT] * len(ids), len(self.roles["assistant"])
         while len(ids) <= length:
             turn = next_turn()
             user, assistant = self.message("user", turn.user), self.message("assistant", turn.assistant)
-            head = len(self.roles["assistant"])
             ids += user + assistant
             weights += [REST_WEIGHT] * (len(user) + head) + [1.0] * (len(assistant) - head - 1) + [REST_WEIGHT]
         return ids[:length + 1], weights[:length + 1]
 
     def recital(self, rng: random.Random, length: int, level: Level):
-        """A few facts told over and over in changing order: from the second telling on, each value can only
-        come from the context. An answer of a conversation teaches recall once in 25 tokens, this in 8."""
+        """A few facts told over and over in changing order: what teaches recall in a conversation is one token in 25, and
+        here one in 8."""
         conversation = Conversation(rng, level)
         facts = [fact for fact in (conversation.new_fact() for _ in range(rng.randint(3, max(5, length // 24)))) if fact]
         ids = self.tokenizer.encode(" ".join(fact.statement for fact in facts)).ids + self.end
@@ -130,9 +131,7 @@ class Rows:
         rng = random.Random(seed)
         kinds = rng.choices((self.row, self.recital, self.echo, self.quiz),
                             (1 - drill, drill * 0.5, drill * 0.2, drill * 0.3), k=rows)
-        drawn = [kind(rng, length, level) for kind in kinds]
-        ids = torch.tensor([ids for ids, _ in drawn])                  # [rows, length + 1]
-        weights = torch.tensor([weights for _, weights in drawn])      # [rows, length + 1]
+        ids, weights = map(torch.tensor, zip(*(kind(rng, length, level) for kind in kinds)))  # [rows, length + 1] each
         return ids[:, :-1], ids[:, 1:], weights[:, 1:]
 
 
@@ -158,38 +157,29 @@ def forward(model: Llama, tokens):
 # 3. Training -------------------------------------------------------------------------------------------------
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, then the nearest orthogonal matrix. torch.optim.Muon computes that in bfloat16, which takes
-    seconds a step on a processor without bfloat16 instructions; here it is done in the weights' own type,
-    for all matrices of one shape together."""
-
-    def __init__(self, matrices, lr: float, momentum: float = 0.95, weight_decay: float = 0.01):
-        super().__init__(matrices, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
+    """Momentum, then the nearest orthogonal matrix: torch.optim.Muon in the weights' own type, since that one's bfloat16
+    takes seconds a step on a processor without its instructions. Matrices of one shape go together."""
 
     @torch.no_grad()
     def step(self):
-        group = self.param_groups[0]
-        by_shape: dict[torch.Size, list] = {}
+        (group,), by_shape = self.param_groups, {}
         for matrix in group["params"]:
-            by_shape.setdefault(matrix.shape, []).append(matrix)
-        for matrices in by_shape.values():
-            gradients = []
-            for matrix in matrices:
-                state = self.state[matrix]
-                velocity = state.setdefault("velocity", torch.zeros_like(matrix))
-                velocity.lerp_(matrix.grad, 1 - group["momentum"])
-                gradients.append(matrix.grad.lerp(velocity, group["momentum"]))              # Nesterov
+            velocity = self.state[matrix].setdefault("velocity", torch.zeros_like(matrix))
+            velocity.lerp_(matrix.grad, 1 - MOMENTUM)
+            by_shape.setdefault(matrix.shape, []).append((matrix, matrix.grad.lerp(velocity, MOMENTUM)))  # Nesterov
+        for (rows, columns), pairs in by_shape.items():
+            matrices, gradients = zip(*pairs)
             for matrix, update in zip(matrices, orthogonalize(torch.stack(gradients))):
-                matrix.mul_(1 - group["lr"] * group["weight_decay"])
-                matrix.add_(update, alpha=-group["lr"] * max(1, matrix.shape[0] / matrix.shape[1]) ** 0.5)
+                matrix.mul_(1 - group["lr"] * 0.01)
+                matrix.add_(update, alpha=-group["lr"] * max(1, rows / columns) ** 0.5)
 
 
-def orthogonalize(matrices, steps: int = 5):
-    """[N, rows, columns] -> the same with all singular values near one: Newton-Schulz iteration with the
-    quintic that Jordan et al. tuned to rise fast from zero."""
+def orthogonalize(matrices):
+    """[N, rows, columns] -> the same with all singular values near one, by the quintic of Jordan et al."""
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if tall else matrices
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
-    for _ in range(steps):
+    for _ in range(5):
         square = x @ x.mT
         x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
     return x.mT if tall else x
@@ -197,11 +187,9 @@ def orthogonalize(matrices, steps: int = 5):
 
 @torch.no_grad()
 def initialize(model: Llama):
-    """Small random numbers, and the beginnings of recall, which gradient descent is slowest to find.
-
-    Layer 0: head n looks n + 1 tokens back, whatever the tokens are. Layer 1: head n asks for its
-    own token where layer 0's head n saw it, and copies what stands there: "after the token that I am, n + 1
-    places on, came this one" (an induction head, Olsson et al., 2022). Everything is trained from there."""
+    """Small random numbers, and induction heads (Olsson et al., 2022), which gradient descent is slowest to find. Layer 0: head
+    n looks n + 1 tokens back, whatever the tokens are. Layer 1: head n asks for its own token where layer 0's head n
+    saw it, and copies what stands there: "after the token that I am, n + 1 places on, came this one"."""
     generator = torch.Generator().manual_seed(0)
     config, layers = model.config, model.layers
     hd, hidden = config.head_dim, config.hidden_size
@@ -214,17 +202,13 @@ def initialize(model: Llama):
     for layer in layers:                                           # what is still noise keeps out of the way
         layer.down_proj.weight.zero_()
         layer.o_proj.weight.zero_()
-
-    def orthogonal(size):
-        return torch.linalg.qr(torch.randn(size, size, generator=generator))[0]
-
+    orthogonal = lambda size: torch.linalg.qr(torch.randn(size, size, generator=generator))[0]  # noqa: E731
     reads, writes = orthogonal(hidden), orthogonal(hidden)         # [D, D]; a head's share is hd rows of it
     frequencies = rotary_frequencies(config)                       # [hd/2]
     fast = (frequencies > 0.02).float()                            # pairs that tell neighbours apart
     slow = (frequencies < 0.02).float().repeat(2)                  # [hd], numbers that distance hardly turns
     for head in range(config.num_attention_heads):
-        rows = slice(head * hd, (head + 1) * hd)
-        value = slice(hidden + head * hd, hidden + (head + 1) * hd)
+        rows, value = (slice(begin + head * hd, begin + (head + 1) * hd) for begin in (0, hidden))
         angle = frequencies * (head + 1)
         looks_from = torch.cat((fast * angle.cos(), -fast * angle.sin()))     # [hd]
         looked_at = torch.cat((fast, torch.zeros_like(fast)))                 # [hd]
@@ -241,7 +225,7 @@ def initialize(model: Llama):
 def optimizers_of(model: Llama) -> list:
     matrices = [weight for weight in model.parameters() if weight.ndim == 2 and weight is not model.embedding]
     others = [weight for weight in model.parameters() if weight.ndim == 1 or weight is model.embedding]
-    return [Muon(matrices, lr=MUON_RATE),
+    return [Muon(matrices, dict(lr=MUON_RATE)),
             torch.optim.AdamW(others, lr=ADAM_RATE, betas=(0.9, 0.95), weight_decay=0.0)]
 
 
@@ -261,106 +245,86 @@ def update(model: Llama, optimizers: list, inputs, targets, weights, rate: float
 
 def learning_rate(tokens: int, total: int) -> float:
     """Share of the full rate: a short warm-up, level, then down to a twentieth in a straight line."""
-    warm_up = min(1.0, (tokens + 1e4) / 1e5)
     decay = min(1.0, (1 - tokens / total) / (1 - DECAY_FROM))
-    return warm_up * max(0.05, decay)
+    return min(1.0, (tokens + 1e4) / 1e5) * max(0.05, decay)
 
 
 def train(rows: Rows, device: str) -> Llama:
     model = Llama(read_config(CONFIG), torch.float32, device)
     initialize(model)
     optimizers, total, step = optimizers_of(model), int(STAGES[-1][0] * 1e6), 0
-    with tqdm(total=total, unit="token", unit_scale=True, smoothing=0.02) as bar:
-        while bar.n < total:
-            _, length, count, drill, level = next(stage for stage in STAGES if bar.n < stage[0] * 1e6)
-            batch = rows.batch(f"train {step}", count, length, level, drill)
-            loss = update(model, optimizers, *batch, learning_rate(bar.n, total))
-            bar.update(count * length)
-            bar.set_postfix(row=length, loss=f"{loss:.3f}")
-            step += 1
+    with tqdm(total=total, unit="token", unit_scale=True) as bar:
+        for until, length, count, drill, level in STAGES:
+            while bar.n < until * 1e6:
+                batch = rows.batch(f"train {step}", count, length, level, drill)
+                bar.set_postfix(loss=update(model, optimizers, *batch, learning_rate(bar.n, total)))
+                bar.update(count * length)
+                step += 1
     return model
 
 
 # 4. Evaluation -----------------------------------------------------------------------------------------------
 
 @torch.inference_mode()
-def evaluate(model: Llama, rows: Rows, history: int, conversations: int, questions: int = 6,
-             batch: int = 4) -> dict[str, list[int]]:
-    """Ask `questions` after `history` tokens of each held-out conversation -> kind, or all: [right, asked].
-
-    An answer is right when every one of its tokens, the end included, is the most likely one: exactly
-    when greedy decoding would write it."""
-    level = replace(HARD, document=max(HARD.document, history // 24))
-    scores = {"all": [0, 0]}
-    for first in range(0, conversations, batch):
-        prepared = []
-        for number in range(first, min(first + batch, conversations)):
-            conversation = Conversation(random.Random(f"held out {number}"), level)
-            ids, answers = [], []
-            while len(answers) < questions:
-                turn = conversation.next_turn()
-                user, assistant = rows.message("user", turn.user), rows.message("assistant", turn.assistant)
-                if len(ids) + len(user) + len(assistant) > CONTEXT:
-                    break
-                begin = len(ids) + len(user) + len(rows.roles["assistant"])
-                asked_late = turn.kind and len(ids) >= history
-                ids += user + assistant
-                if asked_late:
-                    answers.append((turn.kind, begin, len(ids) - 1))   # the end token counts, the newline does not
-            prepared.append((ids, answers))
-        longest = max(len(ids) for ids, _ in prepared)
-        tokens = torch.tensor([ids + [0] * (longest - len(ids)) for ids, _ in prepared]).to(model.device)
-        best = forward(model, tokens).argmax(-1).view(tokens.shape)    # [B, T]
-        for row, (_, answers) in enumerate(prepared):
-            for kind, begin, end in answers:
-                right = torch.equal(best[row, begin - 1:end - 1], tokens[row, begin:end])
-                for name in ("all", kind):
-                    before, asked = scores.get(name, (0, 0))
-                    scores[name] = [before + right, asked + 1]
+def evaluate(model: Llama, rows: Rows, history: int, conversations: int, questions: int = 6) -> dict[str, list[int]]:
+    """Ask `questions` after `history` tokens of each held-out conversation -> kind, or all: [right, asked]. An answer is right
+    when each of its tokens, the end included, is the most likely one: when greedy decoding would write it."""
+    level, scores = replace(HARD, document=max(HARD.document, history // 24)), {"all": [0, 0]}
+    for number in range(conversations):
+        conversation = Conversation(random.Random(f"held out {number}"), level)
+        ids, answers = [], []
+        while len(answers) < questions:
+            turn = conversation.next_turn()
+            user, assistant = rows.message("user", turn.user), rows.message("assistant", turn.assistant)
+            begin, end = len(ids) + len(user) + len(rows.roles["assistant"]), len(ids) + len(user) + len(assistant)
+            if end > CONTEXT:
+                break
+            if turn.kind and len(ids) >= history:
+                answers.append((turn.kind, begin, end - 1))            # the end token counts, the newline does not
+            ids += user + assistant
+        tokens = torch.tensor(ids, device=model.device)                # [T]
+        best = forward(model, tokens[None]).argmax(-1)                 # [T]
+        for kind, begin, end in answers:
+            right = torch.equal(best[begin - 1:end - 1], tokens[begin:end])
+            for score in scores["all"], scores.setdefault(kind, [0, 0]):
+                score[0] += right
+                score[1] += 1
     return scores
 
 
 # 5. The folder -----------------------------------------------------------------------------------------------
 
-def write(model: Llama, tokenizer: Tokenizer, folder: Path):
+def write(folder: Path, config: dict, weights: dict, tokenizer: Tokenizer, chat_template: str):
     """Hugging Face layout: config.json, model.safetensors in bfloat16, tokenizer files with the chat template."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.bfloat16().contiguous().cpu() for name, tensor in model.weights().items()}
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    tokenizer.save(str(folder / "tokenizer.json"))
-    for name, content in (
-            ("config.json", CONFIG),
-            ("generation_config.json", dict(bos_token_id=0, eos_token_id=1)),
-            ("tokenizer_config.json", dict(
-                tokenizer_class="PreTrainedTokenizerFast", bos_token="<s>", eos_token="</s>", pad_token="</s>",
-                model_max_length=CONTEXT, clean_up_tokenization_spaces=False, chat_template=CHAT_TEMPLATE))):
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+    save_file({name: tensor.bfloat16().contiguous().cpu() for name, tensor in weights.items()},
+              folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    begin, end = (tokenizer.id_to_token(config[name]) for name in ("bos_token_id", "eos_token_id"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=begin, eos_token=end,
+                            chat_template=chat_template).save_pretrained(folder)
 
 
-def report(folder: Path, conversations: int):
-    """Evaluate a written folder at the two lengths that its README quotes, and print a table by kind of question."""
-    model, _, _ = checkpoint.load(str(folder))
-    rows = Rows(Tokenizer.from_file(str(folder / "tokenizer.json")))
-    columns = {history: evaluate(model, rows, history, conversations) for history in (512, 1536)}
-    print("| question | " + " | ".join(f"{history} tokens of history" for history in columns) + " |")
-    print("|---" * (len(columns) + 1) + "|")
-    for kind in sorted(set().union(*columns.values())):
-        counts = [scores.get(kind, (0, 0)) for scores in columns.values()]
-        cells = [f"{right / asked:.1%} of {asked}" if asked else "none" for right, asked in counts]
-        print(f"| {kind} | " + " | ".join(cells) + " |")
+def report(name: str):
+    """Print, by kind of question, how often a model is right at the two lengths that its README quotes."""
+    model, tokenizer, _ = checkpoint.load(name)
+    columns = [evaluate(model, Rows(tokenizer.backend_tokenizer), history, 150) for history in (512, 1536)]
+    print("| question | 512 tokens of history | 1536 tokens of history |\n|---|---|---|")
+    for kind in sorted(set().union(*columns)):
+        counts = [scores.get(kind, (0, 0)) for scores in columns]
+        print(f"| {kind} | " + " | ".join(f"{right / max(1, asked):.1%} of {asked}" for right, asked in counts) + " |")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--out", type=Path, default=FOLDER, help="the model's folder")
+    parser.add_argument("--out", type=Path, default=checkpoint.CLASSROOM, help="the model's folder")
     parser.add_argument("--evaluate", action="store_true", help="train nothing, evaluate the folder")
-    parser.add_argument("--conversations", type=int, default=150, help="held-out conversations to evaluate, 6 questions each")
     arguments = parser.parse_args()
     if not arguments.evaluate:
         tokenizer = train_tokenizer()
-        write(train(Rows(tokenizer), arguments.device), tokenizer, arguments.out)
-    report(arguments.out, arguments.conversations)
+        model = train(Rows(tokenizer), checkpoint.pick_device("auto"))
+        write(arguments.out, CONFIG, model.weights(), tokenizer, CHAT_TEMPLATE)
+    report(str(arguments.out))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,69 @@
+"""A trained model that is not ours: `transformers` writes the same, and what comes back is what it had read."""
+
+import random
+
+import pytest
+import torch
+from support.engines import ask, ask_and_evict, baseline, both_ends, make, offload, planned, tiered
+
+from common.store import StoredChunks
+from shell import checkpoint, reference
+from tools import real_model
+from tools.classroom_text import Conversation
+from tools.train_classroom import HARD
+
+TOKENS, NEW, BLOCKS, BANDWIDTH = 1500, 64, 50, 2e9
+CACHES = {
+    "03": lambda: offload.HostCache(BLOCKS, BANDWIDTH),
+    "05": lambda: planned.PlannedCache(2 * BLOCKS, BANDWIDTH, plan="R" * 10 + "H" * 10 + "K" * 10),
+    "06": lambda: both_ends.BidirectionalCache(StoredChunks(both_ends.ModelledStorage(1e9, BANDWIDTH / 10))),
+    "07": lambda: tiered(BLOCKS, "wait_complete", "write_through"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    try:
+        package = real_model.packaged()
+    except ValueError as missing:
+        pytest.skip(str(missing))
+    real_model.convert(package, folder := tmp_path_factory.mktemp("smollm2"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return checkpoint.load(str(folder), "float32", "cpu")[0]
+
+
+@pytest.fixture(scope="module")
+def prompt(folder):
+    conversation = Conversation(random.Random(0), HARD)
+    turns = (conversation.next_turn() for _ in range(200))
+    text = "\n".join(f"Question: {turn.user}\nAnswer: {turn.assistant}" for turn in turns)
+    return checkpoint.read_tokenizer(folder).encode(text)[:TOKENS]
+
+
+@pytest.fixture(scope="module")
+def half(model, prompt):
+    """The prompt's second half, and chapter 01's tokens behind it."""
+    tokens = prompt[TOKENS // 2 :]
+    return tokens, ask(baseline.Engine(model), tokens, 8).new
+
+
+def test_transformers_writes_the_same_tokens(folder, model, prompt):
+    """Each of them is the best one behind those before it, so greedy decoding writes them."""
+    answered = ask(baseline.Engine(model), prompt, NEW).new
+    theirs = reference.reference_model(str(folder), torch.float32)
+    with torch.inference_mode():
+        logits = theirs(torch.tensor([prompt + answered[:-1]]), logits_to_keep=NEW).logits
+    assert logits[0].argmax(-1).tolist() == answered and len(set(answered)) > 8
+
+
+@pytest.mark.parametrize("chapter", CACHES)
+def test_what_the_device_has_lost_comes_back_and_the_answer_is_that_of_chapter_01(model, half, chapter):
+    engine, (tokens, answered) = make(CACHES[chapter](), BLOCKS, model=model), half
+    assert ask_and_evict(engine, tokens, 1).new == answered[:1]  # as in chapter 02
+    again = ask(engine, tokens, 8)
+    assert again.new == answered and again.found and again.cached_tokens
+    engine.close()

