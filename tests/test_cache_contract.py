@@ -290,7 +290,7 @@ def test_grouped_queries_and_one_kv_head_for_each_query_head(cache):
 
 
 def test_generated_traffic(cache):
-    counts = traffic.run(cache, 180, seed=12)
+    counts = traffic.run(cache, 60, seed=12)
     assert counts["wrong"] == 0 and counts["failed"] == 0, counts
     assert counts["tie"] <= 1 + counts["tokens"] / 100_000, counts
     # Prefill may be there first, files may be late; and what no tier has room for any more is computed

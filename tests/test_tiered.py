@@ -811,7 +811,7 @@ def test_traffic_on_storages_that_fail_come_and_go():
         return engine
 
     def change_and_step(cache, step):
-        if rng.random() < 0.08:
+        if rng.random() < 0.16:
             known = {page.prefix.key.hex() for page in cache.tree.pages.values() if page.stored}
             assert known <= set(cache.storage.backend.pages if cache.storage else ()), "it has what it says"
             cache.attach_storage(rng.choice([None, *map(store.Storage, shelves)]))
@@ -821,7 +821,7 @@ def test_traffic_on_storages_that_fail_come_and_go():
 
     for shelf in shelves:
         shelf.set = failing(slower(shelf.set, 0.005))
-    counts = traffic.run("", 120, seed=3, make=make_one)
+    counts = traffic.run("", 60, seed=3, make=make_one)
     assert counts["wrong"] == counts["failed"] == 0 and counts["restored"] > 5, counts
     assert len(stored) >= 50 and sum(stored) > 100
 
