@@ -25,8 +25,9 @@ COMPUTES = "hidden", "planned", "files", "both", "both, files", "tiered, both en
 
 def pytest_generate_tests(metafunc):
     if "cache" in metafunc.fixturenames:
-        if own := metafunc.config.getoption("--cache"):
-            CACHES[own] = traffic.engines.CACHES[own] = engines.own_cache(own)
+        own = metafunc.config.getoption("--cache")
+        name = own or "docs.my_cache:MyCache"
+        CACHES[name] = traffic.engines.CACHES[name] = engines.own_cache(name)
         metafunc.parametrize("cache", [own] if own else [*CACHES])
 
 

@@ -33,9 +33,10 @@ def impatient(*args, **options):
 @pytest.mark.parametrize("guard", [*GUARDS, *HYBRID])
 def test_without_its_guard_traffic_goes_wrong(monkeypatch, guard):
     without(monkeypatch, *{**GUARDS, **HYBRID}[guard])
-    cache, share, make = ("host", 0.2, engines.make) if guard in GUARDS else ("hybrid", 0.01, impatient)
+    plain = "host", 1500, 4, 0.2, engines.make
+    cache, requests, seed, share, make = plain if guard in GUARDS else ("hybrid", 100, 0, 0.01, impatient)
     try:
-        counts = traffic.run(cache, 1500, seed=0, share=share, make=make, until_wrong=True)
+        counts = traffic.run(cache, requests, seed, share, make=make, until_wrong=True)
         if counts["wrong"] or counts["failed"] or counts["given_up"] > counts["requests"] / 4:
             return
     except (AssertionError, IndexError, KeyError, ValueError, RuntimeError, AttributeError):
