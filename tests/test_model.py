@@ -112,13 +112,6 @@ def reference_tokens(model, prompt: list[int], count: int) -> list[int]:
 
 # Parity ----------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("length", [1, 7, 150])
-def test_logits_after_prefill_equal_those_of_transformers(pair, length):
-    tokens = prompt_for(pair, length)
-    error = (logits_of(pair.ours, tokens, length)[0] - reference_logits(pair.theirs, tokens)[-1]).abs().max()
-    assert error <= 1e-4
-
-
 def test_logits_at_every_position_equal_those_of_transformers(pair):
     """Token by token. In float32 a trained model's logits are more than 1e-4 away from the exact ones, in
     `transformers` too: ours must be as near as its prefill and its decode, up to twice the distance."""
