@@ -257,7 +257,7 @@ def test_copies_that_fail_or_are_late_cost_time_only(cache, faults):
 def test_a_tiny_second_tier_is_no_reason_to_wait(cache, blocks):
     engine = make(CACHES[cache](blocks), 40)
     rng = random.Random(9)
-    for _ in range(6):
+    for _ in range(3):
         prompt = draw(rng, 120)
         for _ in range(2):
             assert_equal(ask(engine, prompt + draw(rng, 3)))

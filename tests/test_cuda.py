@@ -36,7 +36,6 @@ TESTED |= {
 EXACT = [cache for cache in TESTED if cache != "8 bits"]
 FOUND = set(TESTED) - {"both", "tiered, both ends", "8 bits", "hybrid"}  # whatever prefill does meanwhile
 IN_TRAFFIC = [cache for cache in EXACT if cache in {**engines.CACHES, **engines.RUNNERS}]
-TWO = pytest.mark.parametrize("gpu", ["real"] if REAL else ["late copies", "random"], indirect=True)
 REQUESTS = int(os.environ.get("GPU_REQUESTS", 150))  # of generated traffic, over all caches and schedules
 
 
@@ -140,7 +139,7 @@ def test_what_left_the_device_comes_back(gpu, oracle, cache):
     engine.close()
 
 
-@TWO
+@pytest.mark.parametrize("gpu", ["real" if REAL else "late copies"], indirect=True)
 @pytest.mark.parametrize("cache", ["host", "hidden", "tiered"])
 def test_memory_that_cannot_be_pinned_serves_too(gpu, oracle, cache, capsys):
     with unordered.pageable():
@@ -152,7 +151,7 @@ def test_memory_that_cannot_be_pinned_serves_too(gpu, oracle, cache, capsys):
         assert request.found and "cannot be pinned" in capsys.readouterr().err
 
 
-@TWO
+@pytest.mark.parametrize("gpu", ["real" if REAL else "random"], indirect=True)
 @pytest.mark.parametrize("cache", EXACT)
 def test_requests_are_cancelled_and_preempted_under_way_and_copies_fail(gpu, oracle, cache):
     rng, engine = random.Random(4), make(cache, 14, max_running=4, token_budget=32)
