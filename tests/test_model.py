@@ -25,12 +25,8 @@ FOLDERS = {
     "mha": dict(num_key_value_heads=4),
     "gqa": dict(num_key_value_heads=2),
     "one KV head": dict(num_key_value_heads=1),
-    "tied": dict(tie_word_embeddings=True),
-    "biased": dict(attention_bias=True, mlp_bias=True),
     "qwen2": dict(family="qwen2"),
-    "mistral": dict(family="mistral", sliding_window=None),
     "odd head_dim": dict(head_dim=24),
-    "rope llama3": dict(rope_parameters=dict(LLAMA3, rope_theta=1e4)),
 }
 
 
