@@ -83,6 +83,7 @@ def generated(ranks, arguments):
     engines.Oracle = lambda model=None: oracle(whole)
     asked = arguments.keep, arguments.requests, arguments.seed
     counts = traffic.run(*asked, tell=lambda line: print(line, flush=True), make=make, rank=ranks.rank)
+    engines.Oracle = oracle
     assert not counts["wrong"] and not counts["failed"], counts
     assert counts["restored"] > 0 or arguments.keep == "nothing", counts
     print(", ".join(f"{count} {name}" for name, count in sorted(counts.items())))
@@ -168,7 +169,7 @@ def ending(ranks, arguments):
 def commands(ranks, arguments):
     """What rank 0 is asked, from another thread: answers, a cancel, an eviction, the end."""
     engine = engine_of(ranks, arguments)
-    everywhere, oracle = processes.Everywhere(engine), engines.Oracle(engines.tiny_model())
+    everywhere, oracle = processes.Everywhere(engine), engines.Oracle(engines.tiny_model(kv_heads=arguments.kv_heads))
     if ranks.rank:
         everywhere.follow()
         assert engine.cache.save_link.closed.is_set(), "what is on its way arrives, on every rank"
