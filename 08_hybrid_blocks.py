@@ -687,7 +687,7 @@ def time_policies(planner: Planner, model: Llama, bandwidth, f: float | None) ->
     """Time decode steps under each policy in turn, and print a table -> rows, the link, hybrid's timeline."""
     runners = {policy: make_runner(planner._replace(policy=policy), model, bandwidth) for policy in POLICIES}
     engines = {policy: ready(runner, CONTEXTS) for policy, runner in runners.items()}
-    taken = lesson.in_turn({policy: partial(one_step, engine) for policy, engine in engines.items()}, 3)
+    taken = lesson.in_turn({policy: partial(one_step, each) for policy, each in engines.items()}, warm_up=0)
     rates = {policy: [len(CONTEXTS) / seconds for seconds, _ in steps] for policy, steps in taken.items()}
     link = runners["hybrid"].load_link
     print()

@@ -14,7 +14,7 @@ TURNS = [
     "food is honey.", "Where is the lamp?", "What is my cat called?", "What is the password of the safe?"]
 SECRET, QUESTION = "The password of the safe is tiger.", TURNS[-1]
 LONGEST_FACT = 16  # tokens, by which a document may be longer than asked
-ROUNDS = 5  # of everything that is timed, after a warm-up
+ROUNDS = 3  # of everything that is timed, after a warm-up
 
 
 def document(frontend: Frontend, rng, tokens: int, secret: str = "") -> str:
@@ -63,11 +63,13 @@ def conversation(frontend: Frontend, rng, tokens: int) -> list[dict]:
 
 def verify(oracle, requests: list[Request]) -> bool:
     """Compare the answers with those of `oracle`, an engine of chapter 01; end if float32 tokens differ."""
-    pairs = []
+    pairs, known = [], {}
     for request in requests:
         prompt = request.tokens[: request.prompt_tokens]
-        again = Request(prompt, request.max_tokens, end_tokens=request.end_tokens)
-        pairs.append((oracle.generate([again])[0].new, request.new))
+        if (asked := (tuple(prompt), request.max_tokens)) not in known:
+            again = Request(prompt, request.max_tokens, end_tokens=request.end_tokens)
+            known[asked] = oracle.generate([again])[0].new
+        pairs.append((known[asked], request.new))
     return equal(pairs, oracle.model.dtype, "chapter 01")
 
 
@@ -106,10 +108,10 @@ def say(engine, frontend: Frontend, messages: list[dict], text: str, max_tokens:
     return request
 
 
-def in_turn(ways: dict, rounds: int = ROUNDS) -> dict[str, list]:
-    """Call each of `ways` in turn, `rounds` times after a warm-up -> what they returned."""
-    taken = [{name: way() for name, way in ways.items()} for _ in range(rounds + 1)]
-    return {name: [each[name] for each in taken[1:]] for name in ways}
+def in_turn(ways: dict, rounds: int = ROUNDS, warm_up: int = 1) -> dict[str, list]:
+    """Call each of `ways` in turn, `rounds` times after the rounds of a warm-up -> what they returned."""
+    taken = [{name: way() for name, way in ways.items()} for _ in range(warm_up + rounds)]
+    return {name: [each[name] for each in taken[warm_up:]] for name in ways}
 
 
 def table(title: str, taken: dict[str, list[float]], name: str, unit: str) -> list[dict]:

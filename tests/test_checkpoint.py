@@ -287,31 +287,6 @@ def test_a_random_model_is_the_same_each_time_in_bfloat16_the_rounded_one_and_ha
 
 # A process of its own --------------------------------------------------------------------------
 
-FRESH = """
-import json, os, sys, torch
-from shell import checkpoint
-checkpoint.load("classroom", device="cpu")
-imported = [name for name in ("torch._dynamo", "transformers.modeling_utils") if name in sys.modules]
-
-def megabytes():                    # that are in memory
-    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
-
-tensors = [torch.ones(7 << 20) for _ in range(3)]   # of 29 MB
-before = megabytes()
-del tensors
-print(json.dumps([imported, before - megabytes()]))
-"""
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told to keep what is freed")
-def test_a_fresh_process_imports_little_and_keeps_what_a_step_frees():
-    """Importing model classes takes longer than everything else at the start. Where glibc gives memory back,
-    the next step has all pages faulted in again."""
-    done = subprocess.run([sys.executable, "-c", FRESH], cwd=ROOT, capture_output=True, text=True, check=True)
-    imported, given_back = json.loads(done.stdout)
-    assert imported == [] and given_back < 20
-
-
 @pytest.mark.parametrize("error", [AttributeError, OSError, TypeError])
 def test_where_there_is_no_glibc_memory_is_left_alone(monkeypatch, error):
     monkeypatch.setattr(checkpoint.ctypes, "CDLL", Mock(side_effect=error))
@@ -319,24 +294,30 @@ def test_where_there_is_no_glibc_memory_is_left_alone(monkeypatch, error):
 
 
 MEASURE = """
-import sys
+import json, sys, torch
 from pathlib import Path
 from shell import checkpoint
 
-def peak():      # bytes; ru_maxrss would count the parent's
+def kilobytes(which):               # ru_maxrss would count the parent's
     lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+    return next(int(line.split()[1]) for line in lines if line.startswith(which))
 
 checkpoint.load(sys.argv[1], "float32", "cpu")
-before = peak()
+before = kilobytes("VmHWM")
 model = checkpoint.load(sys.argv[2], "bfloat16", "cpu")[0]
-print(peak() - before)
+taken = 1024 * (kilobytes("VmHWM") - before)
+imported = [name for name in ("torch._dynamo", "transformers.modeling_utils") if name in sys.modules]
+tensors = [torch.ones(7 << 20) for _ in range(3)]   # of 29 MB
+before = kilobytes("VmRSS")
+del tensors
+print(json.dumps([taken, imported, 1024 * (before - kilobytes("VmRSS"))]))
 """
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/status")
-def test_loading_takes_the_model_and_one_tensor_more(tiny_folder, tmp_path):
-    """A model of 100 MB in bfloat16, whose file is twice its size."""
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="reads /proc/self/status; only glibc keeps what is freed")
+def test_a_fresh_process_imports_little_takes_the_model_and_one_tensor_more_and_keeps_what_a_step_frees(tiny_folder, tmp_path):
+    """A model of 100 MB in bfloat16, whose file is twice its size. Importing model classes takes longer than everything
+    else at the start. Where glibc gives memory back, the next step has all pages faulted in again."""
     sizes = dict(hidden_size=1024, intermediate_size=2816, num_hidden_layers=4)
     folder = write_model(tmp_path / "large", num_attention_heads=16, num_key_value_heads=16, **sizes)
     size = (folder / "model.safetensors").stat().st_size // 2
@@ -348,4 +329,6 @@ def test_loading_takes_the_model_and_one_tensor_more(tiny_folder, tmp_path):
     shutil.rmtree(folder)
     assert done.returncode == 0, done.stderr
     slack = 48 << 20  # the allocator's and oneDNN's
-    assert 0.9 * size <= json.loads(done.stdout) <= 2 * size + largest + slack, "the weights and their copy"
+    taken, imported, given_back = json.loads(done.stdout)
+    assert 0.9 * size <= taken <= 2 * size + largest + slack, "the weights and their copy"
+    assert imported == [] and given_back < 20e6

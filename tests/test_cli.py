@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from contextlib import closing
 from unittest.mock import Mock
 
@@ -222,7 +221,7 @@ def ask_three(process) -> list:
 @pytest.mark.parametrize("pause,number,status", [
     (0.05, signal.SIGTERM, 143), (60, signal.SIGINT, 130)])     # a step that lasts longer than the server
 def test_a_server_that_is_told_to_end_tells_its_clients(pause, number, status):
-    with Process(*TINY, "--port", "0", "--pause", str(pause), "--explain") as process:
+    with Process(*TINY, "--port", "0", "--pause", str(pause), "--explain", "--ending", "1") as process:
         connections = ask_three(process)
         process.interrupt(number, status)
         assert all(map(told, connections))
@@ -235,13 +234,11 @@ def test_a_server_that_is_told_to_end_tells_its_clients(pause, number, status):
 
 @needs_signals
 def test_a_second_ctrl_c_ends_a_server_at_once():
-    with Process(*TINY, "--port", "0", "--pause", "60") as process:
+    with Process(*TINY, "--port", "0", "--pause", "60", "--ending", "60") as process:
         connections = ask_three(process)
         process.process.send_signal(signal.SIGINT)
         assert told(connections[0])
-        began = time.monotonic()
         process.interrupt()
-        assert time.monotonic() - began < 0.8 * server.ENDING
 
 
 def told(connection) -> bool:

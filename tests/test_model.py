@@ -25,12 +25,8 @@ FOLDERS = {
     "mha": dict(num_key_value_heads=4),
     "gqa": dict(num_key_value_heads=2),
     "one KV head": dict(num_key_value_heads=1),
-    "tied": dict(tie_word_embeddings=True),
-    "biased": dict(attention_bias=True, mlp_bias=True),
     "qwen2": dict(family="qwen2"),
-    "mistral": dict(family="mistral", sliding_window=None),
     "odd head_dim": dict(head_dim=24),
-    "rope llama3": dict(rope_parameters=dict(LLAMA3, rope_theta=1e4)),
 }
 
 
@@ -111,13 +107,6 @@ def reference_tokens(model, prompt: list[int], count: int) -> list[int]:
 
 
 # Parity ----------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("length", [1, 7, 150])
-def test_logits_after_prefill_equal_those_of_transformers(pair, length):
-    tokens = prompt_for(pair, length)
-    error = (logits_of(pair.ours, tokens, length)[0] - reference_logits(pair.theirs, tokens)[-1]).abs().max()
-    assert error <= 1e-4
-
 
 def test_logits_at_every_position_equal_those_of_transformers(pair):
     """Token by token. In float32 a trained model's logits are more than 1e-4 away from the exact ones, in

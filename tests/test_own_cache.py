@@ -1,4 +1,4 @@
-"""Write your own: the template passes the contract, and what a student would do wrongly is caught by name."""
+"""Write your own: what a student would do wrongly is caught by name. (The template is one of the contract's caches.)"""
 
 import os
 import subprocess
@@ -23,16 +23,12 @@ WRONG = {  # what is changed in docs/my_cache.py, and the rule that is broken th
 
 def judged(folder, source: str) -> tuple[int, str]:
     (folder / "judged_cache.py").write_text(source)
-    command = [sys.executable, "-m", "pytest", "tests/test_cache_contract.py", "--cache", "judged_cache:MyCache", "-x", "-q"]
+    command = [sys.executable, "-m", "pytest", "tests/test_cache_contract.py", "--cache", "judged_cache:MyCache"]
+    command += ["-x", "-q", "-k", "what_a_copy_uses"]  # which watches each copy
     path = os.pathsep.join([str(folder), str(ROOT)])
     environment = {**os.environ, "PYTHONPATH": path, "PYTEST_XDIST_WORKER": ""}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     return done.returncode, done.stdout
-
-
-def test_the_template_passes(tmp_path):
-    code, said = judged(tmp_path, (ROOT / "docs/my_cache.py").read_text())
-    assert code == 0, said[-3000:]
 
 
 @pytest.mark.parametrize("mistake", WRONG)

@@ -90,14 +90,6 @@ def cached(pool, blocks: int, first: int = 0):
     return taken, chain
 
 
-def test_what_is_registered_is_found_up_to_the_first_gap():
-    pool = paged.BlockPool(8, 1)
-    blocks, chain = cached(pool, 4)
-    assert pool.find(chain) == blocks and pool.find(chain[2:]) == blocks[2:]
-    pool.evict([blocks[2]])
-    assert pool.find(chain) == blocks[:2] and pool.evictions == 1
-
-
 def test_who_makes_room_looks_at_few_blocks():
     class Counted(dict):
         looked = 0
@@ -276,13 +268,6 @@ def test_what_is_found_ends_at_a_block_and_the_last_token_is_computed(length, fo
     assert again.cached_tokens == found and again.found == ({"gpu": found} if found else {})
     assert engine.runner.steps[-1] == [(2, length - found)]
     assert_equal([again])
-
-
-def test_the_next_turn_finds_the_answer_too():
-    first = ask(engine := make(), draw(random.Random(8), 30), 20)
-    turn = ask(engine, [*first.tokens, 9, 9, 9])
-    assert turn.cached_tokens == 48, "30 tokens of prompt and 19 of the answer were computed: three blocks"
-    assert_equal([first, turn])
 
 
 @pytest.mark.parametrize("shared, waits", [(3, False), (4, True)])

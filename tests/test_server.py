@@ -3,6 +3,7 @@ import http.client
 import json
 import logging
 import re
+import select
 import signal
 import socket
 import threading

@@ -6,18 +6,19 @@ from pathlib import Path
 if str(ROOT := Path(__file__).resolve().parent.parent.parent) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from shell import cli
+from shell import cli, server
 from tests.support.stub import Engine
 
 
 def add_arguments(parser):
     parser.add_argument("--pause", type=cli.bounded(float, 0, 60), default=0.0, help="seconds per token")
+    parser.add_argument("--ending", type=float, default=server.ENDING, help="seconds that a server waits for a step")
 
 
 def make_engine(model, arguments):
     print("KV pool: 64 blocks", file=sys.stderr)
     engine = Engine(model, pause=arguments.pause, max_running=1)
-    engine.explain = arguments.explain
+    engine.explain, server.ENDING = arguments.explain, arguments.ending
     return engine
 
 

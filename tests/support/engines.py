@@ -181,13 +181,14 @@ class Oracle:
 
     def answer(self, prompt: list[int], new: int) -> tuple[list[int], list[bool]]:
         """-> the tokens, and for each whether it was a tie."""
-        if (key := (tuple(prompt), new)) not in self.known:
+        tokens, ties = self.known.get(tuple(prompt), ([], []))
+        if len(tokens) < new:
             request, ties = Request(list(prompt), new), []
             request.sample = lambda logits: self.note(logits, ties)
             for _ in baseline.generate(self.model, request):
                 pass
-            self.known[key] = request.new, ties
-        return self.known[key]
+            self.known[tuple(prompt)] = tokens, ties = request.new, ties
+        return tokens[:new], ties[:new]
 
     def note(self, logits, ties: list[bool]) -> int:
         best = logits.topk(2)

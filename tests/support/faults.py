@@ -27,6 +27,7 @@ class Faults:
         self.broken = dict.fromkeys(lanes, 0)  # how many more copies of the lane write noise
         self.failed = self.delayed = self.noise = 0
         self.pending: list[threading.Timer] = []
+        self.due = threading.Event()
         self.copies: list[tuple[Transfer, list, list]] = []  # each with what it writes and reads
 
     def copy(self, link: Link, *what) -> Transfer:
@@ -81,6 +82,15 @@ class Faults:
         self.pending = [*(other for other in self.pending if other.is_alive()), timer]
         return transfer
 
+    def arrive(self):
+        """What is late arrives now, and nothing is late any more."""
+        self.late = 0.0
+        self.due.set()
+        for timer in self.pending:
+            if not timer.finished.is_set():
+                timer.cancel()
+                timer.function()
+
     def read(self, storage: Storage, keys, into):
         draw = self.rng.random()
         if draw < self.failing:
@@ -90,7 +100,7 @@ class Faults:
             raise OSError("injected")
         if draw < self.failing + self.late:
             self.delayed += 1
-            time.sleep(self.delay * self.rng.random())
+            self.due.wait(self.delay * self.rng.random())
         READ[type(storage)](storage, keys, into)
 
 

@@ -31,7 +31,7 @@ RACES = {
 }  # fmt: skip
 
 
-def answers(rounds: int = 120, seed: int = 3):
+def answers(rounds: int = 60, seed: int = 3):
     """-> the first wrong answer (request, tokens of chapter 01), or None."""
     rng, oracle = random.Random(seed), engines.Oracle()
     with faulty(rng, failing=0.1, late=0.4, noisy=6):
@@ -57,7 +57,7 @@ def show(race: str) -> bool:
     """Print both -> whether the answer is wrong only without the guard."""
     guard, words = RACES[race]
     right = not answers_with_all_guards()
-    print(f"{words}\nThe guard: {guard}.\n\nwith its guard:    {'right, in 360 requests' if right else 'WRONG'}")
+    print(f"{words}\nThe guard: {guard}.\n\nwith its guard:    {'right, in 180 requests' if right else 'WRONG'}")
     with pytest.MonkeyPatch.context() as patch:
         without(patch, *GUARDS[guard])
         try:
