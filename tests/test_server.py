@@ -3,7 +3,6 @@ import http.client
 import json
 import logging
 import re
-import select
 import signal
 import socket
 import threading
