@@ -1,10 +1,9 @@
-"""Exercises: a chapter without the bodies of its central methods, and a judge of what is written in their place.
+"""Exercises: a chapter without the bodies of its central methods, and a judge of what is written there.
 
-    python -m tools.exercise 03             copy chapter 03, so emptied, to exercises/
-    python -m tools.exercise 03 --check     which rule is broken?  Exits with 1, or with 0 if all hold
+    python -m tools.exercise 03             copy chapter 03 to exercises/, without these bodies
+    python -m tools.exercise 03 --check     say which rule is broken, and exit with 1; or with 0 if all hold
 
-The judge loads the reader's file under the chapter's name, and runs tests of this project with it: in a process of its own,
-which ends after a while even if the reader's loops do not.
+The judge runs tests of this project on the reader's file, in a process that ends when its time is up.
 """
 
 import argparse
@@ -15,191 +14,211 @@ import multiprocessing
 import os
 import re
 import sys
-import threading
 import traceback
-from functools import partial, wraps
+from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-PLACE, SECONDS = ROOT / "exercises", 120  # the judge's process ends after so many
-CHAPTERS = {path.stem[:2]: path.stem for path in sorted(ROOT.glob("0[1-9]_*.py"))}
-# What tells of a slip of the pen; other exceptions belong to the chapters
-SLIPS = (ArithmeticError, AttributeError, LookupError, NameError, NotImplementedError, RuntimeError, TypeError, ValueError)
+SECONDS = 120  # that the judge has
+TABLE = Path(__file__).with_name("exercises.txt")  # what to write, and which tests judge it
+CHAPTERS = {path.stem[:2]: path for path in sorted(ROOT.glob("0[1-9]_*.py"))}
+# What a slip raises. What a chapter raises on purpose has classes of its own
+SLIPS = ArithmeticError, AttributeError, LookupError, NameError, NotImplementedError, RuntimeError, TypeError, ValueError
 
-# Chapter -> what is to be written: name -> (in words, words of the lesson's paragraph that says why)
-TASKS = {
-    "03": {
-        "HostCache.restore": ("copy in match.blocks behind restoration.start; yield each layer's transfer, then count the layer",
-                              "**By hand.**"),
-        "HostCache.save_blocks": ("of the lacking pairs copy out those that fit; note in `saving` where each goes; hold both sides",
-                                  "**What keeps a block from being overwritten"),
-        "HostCache.saved": ("forget that they are on their way, register what has arrived, add a span to the timeline",
-                            "**By hand.**"),
-    },
-}  # fmt: skip
-# Chapter -> tests that judge it, in this order: file::test, or file::test[words of its parameters], and the rule. Without a
-# rule the failing assertion says it
-RULES = {
-    "03": [
-        ("cache_contract::what_left_the_device_comes_back[host-16]", ""),
-        ("cache_contract::what_a_copy_uses_is_referenced_and_found_only_when_it_is_there[host]", ""),
-        ("offload::what_has_failed_is_copied_again_and_what_the_host_has_or_is_about_to_have_is_not", "x"),
-        ("offload::the_question_follows_its_history_through_the_layers", "y"),
-        ("cuda::what_left_the_device_comes_back[host]", "z"),
-    ],
-}
 
 # 1. The exercise --------------------------------------------------------------------------------------------
+
+
+def rows(number: str, columns: int) -> list[list[str]]:
+    """-> the table's rows on a chapter: 3 columns on a method to write, 2 on a test."""
+    lines = TABLE.read_text(encoding="utf-8").splitlines()
+    found = [line[3:].split(" | ") for line in lines if line.startswith(f"{number} ")]
+    return [row for row in found if len(row) == columns]
+
+
+def methods(number: str) -> list[str]:
+    return [name for name, *_ in rows(number, 3)]
 
 
 def functions(source: str) -> dict[str, ast.FunctionDef]:
     """Name, or Class.name -> the function."""
     found = {}
     for node in ast.parse(source).body:
-        for inner in node.body if isinstance(node, ast.ClassDef) else [node]:
-            if isinstance(inner, ast.FunctionDef):
-                found[inner.name if inner is node else f"{node.name}.{inner.name}"] = inner
+        owner = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
+        inner = node.body if owner else [node]
+        found |= {owner + each.name: each for each in inner if isinstance(each, ast.FunctionDef)}
     return found
 
 
-def body_of(function: ast.FunctionDef) -> tuple[int, int]:
-    """-> the first line behind signature and docstring, and the last one, counted from 0 and 1."""
-    documented = ast.get_docstring(function) is not None
-    first = function.body[0].end_lineno if documented else function.body[0].lineno - 1
-    return first, function.end_lineno
-
-
-def lines_of(chapter: str, words: str) -> str:
-    """-> page:first-last, of the paragraph with these words, with the tables and formulas behind it."""
-    page = f"docs/lessons/{chapter}.md"
-    blocks = re.split(r"\n\n(?![ |])", text := (ROOT / page).read_text(encoding="utf-8"))
-    (block,) = (block for block in blocks if words in block.replace("\n", " "))
-    first = text[: text.index(block)].count("\n") + 1
-    return f"{page}:{first}-{first + block.strip().count(chr(10))}"
+def place_in_lesson(number: str, words: str) -> str:
+    """-> page:first-last line, of the paragraph with these words, and of tables and formulas behind it."""
+    page, first = f"docs/lessons/{CHAPTERS[number].stem}.md", 1
+    for paragraph in re.split(r"\n\n(?![ |])", (ROOT / page).read_text(encoding="utf-8")):
+        if words in " ".join(paragraph.split()):
+            return f"{page}:{first}-{first + paragraph.rstrip().count(chr(10))}"
+        first += paragraph.count("\n") + 2
+    raise ValueError(f"{page} does not say: {words}")
 
 
 def emptied(number: str) -> str:
     """-> the chapter's source, without the bodies of its central methods."""
-    lines = (ROOT / f"{CHAPTERS[number]}.py").read_text(encoding="utf-8").splitlines()
-    tasks, found = TASKS[number], functions("\n".join(lines))
-    for name in sorted(tasks, key=lambda name: -found[name].lineno):  # the last one first
-        first, last = body_of(found[name])
-        words, why = tasks[name]
-        indent = " " * (found[name].col_offset + 4)
-        comments = f"# To write: {words}.", f"# Why: {lines_of(CHAPTERS[number], why)}"
-        lines[first:last] = [indent + line for line in (*comments, f'raise NotImplementedError("{name}")')]
+    source = CHAPTERS[number].read_text(encoding="utf-8")
+    lines, found = source.splitlines(), functions(source)
+    tasks = rows(number, 3)
+    for name, words, task in sorted(tasks, key=lambda task: -found[task[0]].lineno):  # the last one first
+        first = found[name].body[0]
+        begin = first.end_lineno if ast.get_docstring(found[name]) else first.lineno - 1
+        body = f"# To write: {task}", f"# Why: {place_in_lesson(number, words)}", f"raise NotImplementedError({name!r})"
+        lines[begin : found[name].end_lineno] = [" " * first.col_offset + line for line in body]
     return "\n".join(lines) + "\n"
-
-
-def still_empty(number: str, source: str) -> str | None:
-    """-> a sentence on the first method that is not there, or not written."""
-    found = functions(source)
-    for name in TASKS[number]:
-        if name not in found:
-            return f"{name} is not there any more."
-        if "NotImplementedError" in ast.unparse(found[name].body[-1]) and isinstance(found[name].body[-1], ast.Raise):
-            return f"{name} is still empty."
 
 
 # 2. The judge -----------------------------------------------------------------------------------------------
 
 
 def judge(number: str, path: Path, seconds: float = SECONDS) -> str | None:
-    """Run the tests on a reader's file, in a process -> a sentence on what is wrong, or None."""
+    """Run the tests on a reader's file -> a sentence on the first rule that is broken, or None."""
     try:
-        if sentence := still_empty(number, path.read_text(encoding="utf-8")):
-            return sentence
+        found = functions(path.read_text(encoding="utf-8"))
     except SyntaxError as error:
-        return f"Line {error.lineno} of {path.name} is no Python: {error.msg}."
+        return f"Line {error.lineno} of {path.name} cannot be read: {error.msg}."
+    for name in methods(number):
+        if name not in found:
+            return f"{path.name} has no {name} any more."
+        if ast.unparse(found[name].body[-1]) == f"raise NotImplementedError({name!r})":
+            return f"{name} is still empty."
     processes = multiprocessing.get_context("forkserver")
     receive, send = processes.Pipe(False)
-    process = processes.Process(target=run, args=(number, path, seconds, send))
+    process = processes.Process(target=run, args=(number, path, send))
     process.start()
     send.close()
     try:
-        if receive.poll(seconds + 5):
+        if receive.poll(seconds):
             return receive.recv()
-        return f"After {seconds:.0f} s it has not ended."
+        return f"After {seconds:.0f} s it has not ended: something goes round, or waits for what never comes."
     except EOFError:
-        return "The process that ran it has ended by itself."
+        return "The process that runs it has ended by itself."
     finally:
         process.kill()
         process.join()
 
 
-def run(number: str, path: Path, seconds: float, send):
-    """In a process of its own: load the file in the chapter's place, and send what the tests say."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in tests/conftest.py
-    silence = os.open(os.devnull, os.O_WRONLY)
-    for stream in 1, 2:
-        os.dup2(silence, stream)
+def run(number: str, path: Path, send):
+    """Load the file in place of the chapter, and send what the tests say. In a process of its own."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as tests/conftest.py
     os.chdir(ROOT)
-    timer = threading.Timer(seconds, late, (path, seconds, threading.main_thread().ident, send))
-    timer.daemon = True
-    timer.start()
-    raised: list[BaseException] = []
+    for stream in 1, 2:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+    raised: list[Exception] = []
     try:
         load(number, path, raised)
     except Exception as error:
-        send.send(f"{where(error, path)}: {error!r}: so it cannot be imported.")
-        return
-    import pytest
+        return send.send(f"{where(error, path)} ends the import: {error!r}.")
+    import pytest  # once the file is there
 
-    rules = [(f"tests/test_{test.replace('::', '.py::test_')}", rule) for test, rule in RULES[number]]
-    judging = Judging(rules)
-    files = sorted({test.partition("[")[0] for test, _ in rules})
-    code = pytest.main([*files, "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"], [judging])
-    sentence = judging.sentence
+    judging = Judging(number)
+    code = pytest.main([*judging.files, "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"], [judging])
+    sentence = judging.sentence or (code and f"pytest ends with {code!r}.")
     if sentence and raised:
-        sentence = f"{where(raised[0], path)}: {raised[0]!r}."
-    send.send(sentence or (f"pytest has ended with {code}." if code else None))
+        sentence = f"{where(raised[0], path)} raises {raised[0]!r}: {sentence}"
+    send.send(sentence or None)
 
 
 def load(number: str, path: Path, raised: list):
-    """Load the file as the chapter, whose new methods note in `raised` what they raise."""
-    spec = importlib.util.spec_from_file_location(CHAPTERS[number], path)
-    module = sys.modules[CHAPTERS[number]] = importlib.util.module_from_spec(spec)
+    """Import the file as the chapter; note in `raised` what its new methods raise, which the engine may survive."""
+    spec = importlib.util.spec_from_file_location(CHAPTERS[number].stem, path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    for name in TASKS[number]:
-        *owner, last = name.split(".")
+    for *owner, name in (name.split(".") for name in methods(number)):
         place = getattr(module, owner[0]) if owner else module
-        if inspect.isfunction(function := vars(place)[last]):
-            setattr(place, last, noting(function, raised))
+        setattr(place, name, noting(getattr(place, name), raised))
 
 
 def noting(function, raised: list):
-    """The function, or generator function, which notes what it raises by a slip."""
+    """The function, or generator function, which notes slips."""
+
+    @contextmanager
+    def noted():
+        try:
+            yield
+        except SLIPS as error:
+            raised.append(error)
+            raise
+
+    def going_on(made):
+        with noted():
+            return (yield from made)
 
     @wraps(function)
     def call(*given, **options):
-        try:
+        with noted():
             made = function(*given, **options)
-        except SLIPS as error:
-            raised.append(error)
-            raise
-        return (yield_from(made) if inspect.isgenerator(made) else made)
-
-    def yield_from(made):
-        try:
-            return (yield from made)
-        except SLIPS as error:
-            raised.append(error)
-            raise
+        return going_on(made) if inspect.isgenerator(made) else made
 
     return call
 
 
-def where(error: BaseException, path: Path) -> str:
+def where(error: Exception, path: Path) -> str:
     """-> the last line of the reader's file that the exception came through."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-    return f"Line {frames[-1].lineno} of {path.name}" if frames else path.name
-
-
-def late(path: Path, seconds: float, thread: int, send):
-    """Time is up: say where the reader's file is, and end."""
-    frames = traceback.extract_stack(sys._current_frames()[thread])
+    frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == str(path)]
-    place = f"line {lines[-1]} of {path.name}" if lines else "the engine"
-    send.send(f"After {seconds:.0f} s it has not ended: {place} goes round, or waits for what never comes.")
-    os._exit(1)
+    return f"Line {lines[-1]} of {path.name}" if lines else path.name
+
+
+class Judging:
+    """A plugin of pytest: runs the tests of RULES in their order, and makes a sentence of the first failure."""
+
+    def __init__(self, number: str):
+        self.rules = [(f"tests/test_{test.replace('::', '.py::test_')}", rule) for test, rule in rows(number, 2)]
+        self.files, self.sentence = sorted({test.partition("::")[0] for test, _ in self.rules}), None
+
+    def place(self, name: str) -> int | None:
+        """-> the number of the first rule that a test judges."""
+        test, *words = re.split(r"[\[\]-]", name)
+        for place, (judging, _) in enumerate(self.rules):
+            begins, *needed = re.split(r"[\[\]-]", judging)
+            if test.startswith(begins) and set(needed) <= set(words):
+                return place
+
+    def pytest_collection_modifyitems(self, items):
+        places = {item: self.place(item.nodeid) for item in items}
+        items[:] = sorted((item for item in items if places[item] is not None), key=places.get)
+        assert {*places.values()} >= {*range(len(self.rules))}, "a rule has no test"
+
+    def pytest_exception_interact(self, node, call):
+        place, own = self.place(node.nodeid), str(call.excinfo.value).partition("\n")[0]
+        rule = "The tests cannot begin:" if place is None else self.rules[place][1]
+        self.sentence = f"{rule} {own}." if rule.endswith(":") and not own.startswith("assert ") else f"{rule.strip(':')}."
+
+
+# 3. Main ----------------------------------------------------------------------------------------------------
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("chapter", help="01 to 09")
+    parser.add_argument("--check", action="store_true", help="judge what was written in exercises/")
+    parser.add_argument("--again", action="store_true", help="begin again: what was written there is lost")
+    arguments = parser.parse_args()
+    number = arguments.chapter.zfill(2)[:2]
+    if number not in CHAPTERS:
+        sys.exit(f"There is no chapter {arguments.chapter}: choose one of 01 to 09.")
+    name = f"exercises/{CHAPTERS[number].name}"
+    path = ROOT / name
+    if arguments.check:
+        if not path.is_file():
+            sys.exit(f"There is no {name} yet: python -m tools.exercise {number} makes it.")
+        sentence = judge(number, path)
+        print(sentence or f"All rules hold: compare {name} with {path.name}, or see it run: PYTHONPATH=. python {name} --demo")
+        sys.exit(bool(sentence))
+    if path.exists() and not arguments.again:
+        sys.exit(f"{name} is there already: --again makes it anew, and what you wrote there is lost.")
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(emptied(number), encoding="utf-8")
+    print(f"{name} is there: write what it says, and judge it with python -m tools.exercise {number} --check")
+
+
+if __name__ == "__main__":
+    main()
