@@ -15,41 +15,26 @@ import os
 import re
 import sys
 import traceback
-from contextlib import contextmanager
-from functools import wraps
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-SECONDS = 120  # that the judge has
-TABLE = Path(__file__).with_name("exercises.txt")  # what to write, and which tests judge it
 CHAPTERS = {path.stem[:2]: path for path in sorted(ROOT.glob("0[1-9]_*.py"))}
-# What a slip raises. What a chapter raises on purpose has classes of its own
-SLIPS = ArithmeticError, AttributeError, LookupError, NameError, NotImplementedError, RuntimeError, TypeError, ValueError
-
-
-# 1. The exercise --------------------------------------------------------------------------------------------
+SLIPS = ArithmeticError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError
 
 
 def rows(number: str, columns: int) -> list[list[str]]:
-    """-> the table's rows on a chapter: 3 columns on a method to write, 2 on a test."""
-    lines = TABLE.read_text(encoding="utf-8").splitlines()
+    """-> rows of exercises.txt on a chapter: 3 columns on a method to write, 2 on a test."""
+    lines = Path(__file__).with_name("exercises.txt").read_text(encoding="utf-8").splitlines()
     found = [line[3:].split(" | ") for line in lines if line.startswith(f"{number} ")]
     return [row for row in found if len(row) == columns]
 
 
-def methods(number: str) -> list[str]:
-    return [name for name, *_ in rows(number, 3)]
-
-
 def functions(source: str) -> dict[str, ast.FunctionDef]:
     """Name, or Class.name -> the function."""
-    found = {}
-    for node in ast.parse(source).body:
-        owner = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
-        inner = node.body if owner else [node]
-        found |= {owner + each.name: each for each in inner if isinstance(each, ast.FunctionDef)}
-    return found
+    top = ast.parse(source).body
+    places = [("", top), *((f"{node.name}.", node.body) for node in top if isinstance(node, ast.ClassDef))]
+    return {owner + each.name: each for owner, body in places for each in body if isinstance(each, ast.FunctionDef)}
 
 
 def place_in_lesson(number: str, words: str) -> str:
@@ -66,8 +51,7 @@ def emptied(number: str) -> str:
     """-> the chapter's source, without the bodies of its central methods."""
     source = CHAPTERS[number].read_text(encoding="utf-8")
     lines, found = source.splitlines(), functions(source)
-    tasks = rows(number, 3)
-    for name, words, task in sorted(tasks, key=lambda task: -found[task[0]].lineno):  # the last one first
+    for name, words, task in sorted(rows(number, 3), key=lambda row: -found[row[0]].lineno):  # the last one first
         first = found[name].body[0]
         begin = first.end_lineno if ast.get_docstring(found[name]) else first.lineno - 1
         body = f"# To write: {task}", f"# Why: {place_in_lesson(number, words)}", f"raise NotImplementedError({name!r})"
@@ -75,19 +59,24 @@ def emptied(number: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-# 2. The judge -----------------------------------------------------------------------------------------------
+class Slips(list):
+    """Slips that were raised inside of it. What chapters raise on purpose has classes of its own."""
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, frames):
+        if isinstance(error, SLIPS):
+            self.append(error)
 
 
-def judge(number: str, path: Path, seconds: float = SECONDS) -> str | None:
+def judge(number: str, path: Path, seconds: float = 120.0) -> str | None:
     """Run the tests on a reader's file -> a sentence on the first rule that is broken, or None."""
     try:
         found = functions(path.read_text(encoding="utf-8"))
     except SyntaxError as error:
         return f"Line {error.lineno} of {path.name} cannot be read: {error.msg}."
-    for name in methods(number):
-        if name not in found:
-            return f"{path.name} has no {name} any more."
-        if ast.unparse(found[name].body[-1]) == f"raise NotImplementedError({name!r})":
+    for name, *_ in rows(number, 3):
+        if name not in found or ast.unparse(found[name].body[-1]) == f"raise NotImplementedError({name!r})":
             return f"{name} is still empty."
     processes = multiprocessing.get_context("forkserver")
     receive, send = processes.Pipe(False)
@@ -95,9 +84,8 @@ def judge(number: str, path: Path, seconds: float = SECONDS) -> str | None:
     process.start()
     send.close()
     try:
-        if receive.poll(seconds):
-            return receive.recv()
-        return f"After {seconds:.0f} s it has not ended: something goes round, or waits for what never comes."
+        late = f"After {seconds:.0f} s it has not ended: something goes round, or waits for what never comes."
+        return receive.recv() if receive.poll(seconds) else late
     except EOFError:
         return "The process that runs it has ended by itself."
     finally:
@@ -108,54 +96,44 @@ def judge(number: str, path: Path, seconds: float = SECONDS) -> str | None:
 def run(number: str, path: Path, send):
     """Load the file in place of the chapter, and send what the tests say. In a process of its own."""
     import torch  # here, and not where nothing is judged
-
     os.chdir(ROOT)
     for stream in 1, 2:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     torch.set_num_threads(1)  # models are tiny
-    raised: list[Exception] = []
+    raised = Slips()
     try:
         load(number, path, raised)
     except Exception as error:
         return send.send(f"{where(error, path)} ends the import: {error!r}.")
     import pytest  # once the file is there
-
     judging = Judging(number)
     code = pytest.main([*judging.files, "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"], [judging])
     sentence = judging.sentence or (code and f"pytest ends with {code!r}.")
     if sentence and raised:
-        sentence = f"{where(raised[0], path)} raises {raised[0]!r}: {sentence}"
+        rule = "." if str(raised[0]) in sentence else f": {sentence}"
+        sentence = f"{where(raised[0], path)} raises {raised[0]!r}{rule}"
     send.send(sentence or None)
 
 
-def load(number: str, path: Path, raised: list):
+def load(number: str, path: Path, raised: Slips):
     """Import the file as the chapter; note in `raised` what its new methods raise, which the engine may survive."""
     spec = importlib.util.spec_from_file_location(CHAPTERS[number].stem, path)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    for *owner, name in (name.split(".") for name in methods(number)):
+    for *owner, name in (name.split(".") for name, *_ in rows(number, 3)):
         place = getattr(module, owner[0]) if owner else module
         setattr(place, name, noting(getattr(place, name), raised))
 
 
-def noting(function, raised: list):
+def noting(function, raised: Slips):
     """The function, or generator function, which notes slips."""
 
-    @contextmanager
-    def noted():
-        try:
-            yield
-        except SLIPS as error:
-            raised.append(error)
-            raise
-
     def going_on(made):
-        with noted():
+        with raised:
             return (yield from made)
 
-    @wraps(function)
     def call(*given, **options):
-        with noted():
+        with raised:
             made = function(*given, **options)
         return going_on(made) if inspect.isgenerator(made) else made
 
@@ -164,19 +142,19 @@ def noting(function, raised: list):
 
 def where(error: Exception, path: Path) -> str:
     """-> the last line of the reader's file that the exception came through."""
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     return f"Line {lines[-1]} of {path.name}" if lines else path.name
 
 
 class Judging:
-    """A plugin of pytest: runs the tests of RULES in their order, and makes a sentence of the first failure."""
+    """A plugin of pytest: runs the table's tests in their order, and makes a sentence of the first failure."""
 
     def __init__(self, number: str):
         self.rules = [(f"tests/test_{test.replace('::', '.py::test_')}", rule) for test, rule in rows(number, 2)]
         self.files, self.sentence = sorted({test.partition("::")[0] for test, _ in self.rules}), None
+        self.rules.append(("", "The tests cannot begin:"))  # all others
 
-    def place(self, name: str) -> int | None:
+    def place(self, name: str) -> int:
         """-> the number of the first rule that a test judges."""
         test, *words = re.split(r"[\[\]-]", name)
         for place, (judging, _) in enumerate(self.rules):
@@ -186,16 +164,13 @@ class Judging:
 
     def pytest_collection_modifyitems(self, items):
         places = {item: self.place(item.nodeid) for item in items}
-        items[:] = sorted((item for item in items if places[item] is not None), key=places.get)
-        assert {*places.values()} >= {*range(len(self.rules))}, "a rule has no test"
+        items[:] = sorted((item for item in items if places[item] < len(self.rules) - 1), key=places.get)
+        assert {*places.values()} >= {*range(len(self.rules) - 1)}, "a rule has no test"
 
     def pytest_exception_interact(self, node, call):
-        place, own = self.place(node.nodeid), str(call.excinfo.value).partition("\n")[0]
-        rule = "The tests cannot begin:" if place is None else self.rules[place][1]
-        self.sentence = f"{rule} {own}." if rule.endswith(":") and not own.startswith("assert ") else f"{rule.strip(':')}."
-
-
-# 3. Main ----------------------------------------------------------------------------------------------------
+        rule, own = self.rules[self.place(node.nodeid)][1], str(call.excinfo.value).partition("\n")[0]
+        own = own if rule.endswith(":") and not own.startswith("assert ") else ""
+        self.sentence = f"{rule} {own}".rstrip(": ") + "."
 
 
 def main():
@@ -207,13 +182,12 @@ def main():
     number = arguments.chapter.zfill(2)[:2]
     if number not in CHAPTERS:
         sys.exit(f"There is no chapter {arguments.chapter}: choose one of 01 to 09.")
-    name = f"exercises/{CHAPTERS[number].name}"
-    path = ROOT / name
+    path = ROOT / (name := f"exercises/{CHAPTERS[number].name}")
     if arguments.check:
         if not path.is_file():
             sys.exit(f"There is no {name} yet: python -m tools.exercise {number} makes it.")
         sentence = judge(number, path)
-        print(sentence or f"All rules hold: compare {name} with {path.name}, or see it run: PYTHONPATH=. python {name} --demo")
+        print(sentence or f"All rules hold: compare it with {path.name}, or run it: PYTHONPATH=. python {name} --demo")
         sys.exit(bool(sentence))
     if path.exists() and not arguments.again:
         sys.exit(f"{name} is there already: --again makes it anew, and what you wrote there is lost.")
