@@ -110,8 +110,8 @@ def run(number: str, path: Path, send):
     code = pytest.main([*judging.files, "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"], [judging])
     sentence = judging.sentence or (code and f"pytest ends with {code!r}.")
     if sentence and raised:
-        rule = "." if str(raised[0]) in sentence else f": {sentence}"
-        sentence = f"{where(raised[0], path)} raises {raised[0]!r}{rule}"
+        sentence = sentence.replace(f": {raised[0]}", "")
+        sentence = f"{where(raised[0], path)} raises {raised[0]!r}: {sentence}"
     send.send(sentence or None)
 
 
