@@ -42,6 +42,7 @@ def test_a_shorter_history_comes_no_later_than_by_chapter_03():
     ("KKK", 6 + 0.5),  # the link: 2, 4, 6; then the last layer's question
     ("HHH", 1 + 3 * (3 + 0.5)),  # arrives at 1, then projecting is the slower
     ("RKK", 4 + 0.5),
+    ("HKK", 1 + 3 + 0.5 * 3),  # K arrives at 3 and 5
     ("RRH", 7 + 3 + 0.5 * 2 + 3 + 0.5),  # a layer and a projection, two questions, a projection, one
     ("RHK", 3 + 0.5 + 3 + 0.5 + 0.5),  # K arrives at 3, meanwhile
 ])  # fmt: skip

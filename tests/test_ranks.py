@@ -16,7 +16,7 @@ import torch
 from conftest import ROOT
 
 from common import store
-from common.link import Transfer
+from common.link import Transfer, TransferError
 from common.requests import Request
 from shell import checkpoint, cli, ranks
 from tests.support import engines, serving
@@ -117,6 +117,21 @@ def test_what_is_held_is_released_when_the_ranks_have_agreed():
     assert engine.pool.references[block] == 2, "another rank may not see it yet"
     engine.cache.poll()
     assert engine.pool.references[block] == 1
+
+
+def test_what_a_rank_knows_and_what_all_learn_behind_the_last_layer():
+    engine, copies = engines.make(cache := ranked.Together(ranked.offload.HostCache(64, 1e9), ranks.Ranks())), []
+    for error, *number in (None, lambda value: 7), (OSError(),), (None,):
+        copies.append(cache.share(Transfer("load", "layer 2"), *number))
+        assert copies[-1].seen_here() == ranked.ON_ITS_WAY
+        copies[-1].own.finish(0.0, 0.0, error)
+        copies[-1].restoration, cache.until[engine] = engine, 1e12  # which stands for a restoration
+    assert [copy.seen_here() for copy in copies] == [ranked.ARRIVED + 7, ranked.FAILED, ranked.ARRIVED], "a copy that failed has not arrived"
+    cache.ranks.all = lambda here: False  # on another rank something is missing
+    assert copies[2].queue_wait(), "ranks agree behind the last layer only"
+    copies[2].last = True
+    with pytest.raises(TransferError):
+        copies[2].queue_wait()
 
 
 def test_however_many_wait_all_copies_are_agreed_on():

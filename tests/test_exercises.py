@@ -1,0 +1,94 @@
+"""The exercises: the chapters solve them, and what a student would do wrongly is caught, with the right sentence."""
+
+import multiprocessing
+
+import pytest
+
+from tools import exercise
+
+# Judges are forked from a process that has imported what takes long, and no chapter
+multiprocessing.get_context("forkserver").set_forkserver_preload(
+    ["torch", "transformers", "hypothesis", "pytest", "numpy", "shell.checkpoint", "shell.lesson", "shell.backends"]
+)  # fmt: skip
+SECONDS = 300  # the machine may be busy
+WRONG = [  # chapter, what is in it, what a student writes instead, of what the judge speaks
+    ("01", "torch.arange(start, start + len(tokens), ", "torch.arange(len(tokens), ", "at its own position"),
+    ("01", "model.logits(hidden[-1:])", "model.logits(hidden[:1])", "Chunks give another answer"),
+    ("01", "= v.transpose(0, 1)  # [KVH, T, hd]", "= k.transpose(0, 1)", "not with `transformers`"),
+    ("02", "self.block_size] * self.block_size + position", "self.block_size] + position", "not in the slot"),
+    ("02", "full = request.computed // self.pool.block_size\n        chain = self.extend(request)",
+     "chain = self.extend(request)\n        full = len(chain)", "not full was registered"),
+    ("02", "full = request.computed // self.pool.block_size\n", "full = request.computed // self.pool.block_size - 1\n",
+     "Not all full blocks"),
+    ("03", "            yield transfer\n            restoration.layers += 1", "            restoration.layers += 1\n"
+     "        yield transfer", "a layer is computed when its history is there"),
+    ("03", "            yield transfer\n            restoration.layers += 1", "            yield transfer\n"
+     "        restoration.layers = len(transfers)", "and late"),
+    ("03", "            self.saving.update(zip(prefixes, places))", "            self.saving.update(zip(prefixes, places))\n"
+     "            [*map(self.host.register, places, prefixes)]", "nothing is registered before it has arrived"),
+    ("04", "while ahead and len(loading.landing) < DEPTH:", "while ahead and not loading.landing:", "and late"),
+    ("04", "        values.index_copy_(0, slots, v)\n\n    def note", "        values.index_copy_(0, slots, k)\n\n    def note",
+     "what comes back is what was lost"),
+    ("04", "            given = [(loading.store.pool, loading.blocks)]\n", "            given = []\n", "references are left"),
+    ("05", '("H", costs.load_states), ("K", costs.load_kv)', '("K", costs.load_kv), ("H", costs.load_states)', "all H, then all K"),
+    ("05", " else 0.0) + costs.question", " else 0.0)", "the question passes that layer"),
+    ("05", "            yield loading.transfers[layer]\n        elif", "            pass\n        elif", "waited for"),
+    ("06", "unread.pop()", "unread.pop(0)", "Chunks come from the back"),
+    ("06", "front = max(first, self.front(request))", "front = first", "what prefill has computed is not loaded"),
+    ("06", "        yield read\n", "", "when it has arrived"),
+    ("07", "        upper.parent.children[upper.pages[0].prefix] = upper\n", "", "set of prefixes"),
+    ("07", "node = child if same == len(child.pages) else self.split(child, same)", "node = child", "set of prefixes"),
+    ("07", "            self.pages.update((page.prefix, page) for page in new)\n", "", "set of prefixes"),
+    ("08", "host - weights - (act * act_init + kv * kv_init)", "host - weights", "all of the memory is divided"),
+    ("08", "if held + item.end / 2 > even or held", "if held", "few, and about even"),
+    ("08", "        if kv_copy:\n            arrive(kv_copy)\n", "", "not waited for"),
+    ("09", '"o_proj" in name or "down_proj" in name', '"down_proj" in name', "do not make up the model"),
+    ("09", "FAILED if self.own.error is not None else ARRIVED +", "ARRIVED +", "a copy that failed has not arrived"),
+    ("09", "if self.last and not cache.ranks.all(cache.until[restoration] > 0):", "if cache.until[restoration] == 0:",
+     "behind the last layer"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", exercise.CHAPTERS)
+def test_the_chapter_solves_its_exercise_and_an_emptied_one_does_not(number, tmp_path):
+    path = exercise.CHAPTERS[number]
+    assert exercise.judge(number, path, SECONDS) is None
+    (tmp_path / path.name).write_text(exercise.emptied(number))
+    sentence = exercise.judge(number, tmp_path / path.name, SECONDS)
+    assert sentence == f"{exercise.rows(number, 3)[0][0]} is still empty."
+    assert 0 < len(path.read_text().splitlines()) - exercise.emptied(number).count("\n") < 30
+
+
+@pytest.mark.parametrize("number, right, wrong, sentence", WRONG)
+def test_a_wrong_solution_is_caught(number, right, wrong, sentence, tmp_path):
+    path, source = exercise.CHAPTERS[number], exercise.CHAPTERS[number].read_text()
+    assert source.count(right) == 1
+    (tmp_path / path.name).write_text(source.replace(right, wrong))
+    said = exercise.judge(number, tmp_path / path.name, SECONDS)
+    assert said and sentence in said
+
+
+@pytest.mark.parametrize("line, sentence, seconds", [
+    ("def f(:", "Line 283 of 03_cpu_offload.py cannot be read: invalid syntax.", SECONDS),
+    ("nothing", "Line 283 of 03_cpu_offload.py ends the import: NameError(", SECONDS),
+    ("while True: pass", "it has not ended: something goes round", 5),
+])  # fmt: skip
+def test_a_file_that_cannot_be_imported_is_a_sentence(line, sentence, seconds, tmp_path):
+    path = tmp_path / "03_cpu_offload.py"
+    path.write_text(exercise.CHAPTERS["03"].read_text() + line)
+    assert sentence in exercise.judge("03", path, seconds)
+
+
+def test_the_command_says_what_is_there_and_what_is_not(tmp_path, monkeypatch, capsys):
+    def said(*words) -> str:
+        monkeypatch.setattr("sys.argv", ["exercise", *words])
+        with pytest.raises(SystemExit) as ended:
+            exercise.main()
+        return f"{ended.value.code}{capsys.readouterr().out}"
+
+    (tmp_path / "docs").symlink_to(exercise.ROOT / "docs")
+    monkeypatch.setattr(exercise, "ROOT", tmp_path)
+    assert "no chapter 12" in said("12") and "no exercises/03_cpu_offload.py yet" in said("03", "--check")
+    monkeypatch.setattr("sys.argv", ["exercise", "3"])
+    exercise.main()
+    assert "--again" in said("03") and said("03", "--check") == "TrueHostCache.restore is still empty.\n"

@@ -1,0 +1,200 @@
+"""Exercises: a chapter without the bodies of its central methods, and a judge of what is written there.
+
+    python -m tools.exercise 03             copy chapter 03 to exercises/, without these bodies
+    python -m tools.exercise 03 --check     say which rule is broken, and exit with 1; or with 0 if all hold
+
+The judge runs tests of this project on the reader's file, in a process that ends when its time is up.
+"""
+
+import argparse
+import ast
+import importlib.util
+import inspect
+import multiprocessing
+import os
+import re
+import sys
+import traceback
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+CHAPTERS = {path.stem[:2]: path for path in sorted(ROOT.glob("0[1-9]_*.py"))}
+SLIPS = ArithmeticError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError
+
+
+def rows(number: str, columns: int) -> list[list[str]]:
+    """-> rows of exercises.txt on a chapter: 3 columns on a method to write, 2 on a test."""
+    lines = Path(__file__).with_name("exercises.txt").read_text(encoding="utf-8").splitlines()
+    found = [line[3:].split(" | ") for line in lines if line.startswith(f"{number} ")]
+    return [row for row in found if len(row) == columns]
+
+
+def functions(source: str) -> dict[str, ast.FunctionDef]:
+    """Name, or Class.name -> the function."""
+    top = ast.parse(source).body
+    places = [("", top), *((f"{node.name}.", node.body) for node in top if isinstance(node, ast.ClassDef))]
+    return {owner + each.name: each for owner, body in places for each in body if isinstance(each, ast.FunctionDef)}
+
+
+def place_in_lesson(number: str, words: str) -> str:
+    """-> page:first-last line, of the paragraph with these words, and of tables and formulas behind it."""
+    page, first = f"docs/lessons/{CHAPTERS[number].stem}.md", 1
+    for paragraph in re.split(r"\n\n(?![ |])", (ROOT / page).read_text(encoding="utf-8")):
+        if words in " ".join(paragraph.split()):
+            return f"{page}:{first}-{first + paragraph.rstrip().count(chr(10))}"
+        first += paragraph.count("\n") + 2
+    raise ValueError(f"{page} does not say: {words}")
+
+
+def emptied(number: str) -> str:
+    """-> the chapter's source, without the bodies of its central methods."""
+    source = CHAPTERS[number].read_text(encoding="utf-8")
+    lines, found = source.splitlines(), functions(source)
+    for name, words, task in sorted(rows(number, 3), key=lambda row: -found[row[0]].lineno):  # the last one first
+        first = found[name].body[0]
+        begin = first.end_lineno if ast.get_docstring(found[name]) else first.lineno - 1
+        body = f"# To write: {task}", f"# Why: {place_in_lesson(number, words)}", f"raise NotImplementedError({name!r})"
+        lines[begin : found[name].end_lineno] = [" " * first.col_offset + line for line in body]
+    return "\n".join(lines) + "\n"
+
+
+class Slips(list):
+    """Slips that were raised inside of it. What chapters raise on purpose has classes of its own."""
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, frames):
+        if isinstance(error, SLIPS):
+            self.append(error)
+
+
+def judge(number: str, path: Path, seconds: float = 120.0) -> str | None:
+    """Run the tests on a reader's file -> a sentence on the first rule that is broken, or None."""
+    try:
+        found = functions(path.read_text(encoding="utf-8"))
+    except SyntaxError as error:
+        return f"Line {error.lineno} of {path.name} cannot be read: {error.msg}."
+    for name, *_ in rows(number, 3):
+        if name not in found or ast.unparse(found[name].body[-1]) == f"raise NotImplementedError({name!r})":
+            return f"{name} is still empty."
+    processes = multiprocessing.get_context("forkserver")
+    receive, send = processes.Pipe(False)
+    process = processes.Process(target=run, args=(number, path, send))
+    process.start()
+    send.close()
+    try:
+        late = f"After {seconds:.0f} s it has not ended: something goes round, or waits for what never comes."
+        return receive.recv() if receive.poll(seconds) else late
+    except EOFError:
+        return "The process that runs it has ended by itself."
+    finally:
+        process.kill()
+        process.join()
+
+
+def run(number: str, path: Path, send):
+    """Load the file in place of the chapter, and send what the tests say. In a process of its own."""
+    import torch  # here, and not where nothing is judged
+    os.chdir(ROOT)
+    for stream in 1, 2:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+    torch.set_num_threads(1)  # models are tiny
+    raised = Slips()
+    try:
+        load(number, path, raised)
+    except Exception as error:
+        return send.send(f"{where(error, path)} ends the import: {error!r}.")
+    import pytest  # once the file is there
+    judging = Judging(number)
+    code = pytest.main([*judging.files, "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"], [judging])
+    sentence = judging.sentence or (code and f"pytest ends with {code!r}.")
+    if sentence and raised:
+        sentence = sentence.replace(f": {raised[0]}", "")
+        sentence = f"{where(raised[0], path)} raises {raised[0]!r}: {sentence}"
+    send.send(sentence or None)
+
+
+def load(number: str, path: Path, raised: Slips):
+    """Import the file as the chapter; note in `raised` what its new methods raise, which the engine may survive."""
+    spec = importlib.util.spec_from_file_location(CHAPTERS[number].stem, path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for *owner, name in (name.split(".") for name, *_ in rows(number, 3)):
+        place = getattr(module, owner[0]) if owner else module
+        setattr(place, name, noting(getattr(place, name), raised))
+
+
+def noting(function, raised: Slips):
+    """The function, or generator function, which notes slips."""
+
+    def going_on(made):
+        with raised:
+            return (yield from made)
+
+    def call(*given, **options):
+        with raised:
+            made = function(*given, **options)
+        return going_on(made) if inspect.isgenerator(made) else made
+
+    return call
+
+
+def where(error: Exception, path: Path) -> str:
+    """-> the last line of the reader's file that the exception came through."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    return f"Line {lines[-1]} of {path.name}" if lines else path.name
+
+
+class Judging:
+    """A plugin of pytest: runs the table's tests in their order, and makes a sentence of the first failure."""
+
+    def __init__(self, number: str):
+        self.rules = [(f"tests/test_{test.replace('::', '.py::test_')}", rule) for test, rule in rows(number, 2)]
+        self.files, self.sentence = sorted({test.partition("::")[0] for test, _ in self.rules}), None
+        self.rules.append(("", "The tests cannot begin:"))  # all others
+
+    def place(self, name: str) -> int:
+        """-> the number of the first rule that a test judges."""
+        test, *words = re.split(r"[\[\]-]", name)
+        for place, (judging, _) in enumerate(self.rules):
+            begins, *needed = re.split(r"[\[\]-]", judging)
+            if test.startswith(begins) and set(needed) <= set(words):
+                return place
+
+    def pytest_collection_modifyitems(self, items):
+        places = {item: self.place(item.nodeid) for item in items}
+        items[:] = sorted((item for item in items if places[item] < len(self.rules) - 1), key=places.get)
+        assert {*places.values()} >= {*range(len(self.rules) - 1)}, "a rule has no test"
+
+    def pytest_exception_interact(self, node, call):
+        rule, own = self.rules[self.place(node.nodeid)][1], str(call.excinfo.value).partition("\n")[0]
+        own = own if rule.endswith(":") and not own.startswith("assert ") else ""
+        self.sentence = f"{rule} {own}".rstrip(": ") + "."
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("chapter", help="01 to 09")
+    parser.add_argument("--check", action="store_true", help="judge what was written in exercises/")
+    parser.add_argument("--again", action="store_true", help="begin again: what was written there is lost")
+    arguments = parser.parse_args()
+    number = arguments.chapter.zfill(2)[:2]
+    if number not in CHAPTERS:
+        sys.exit(f"There is no chapter {arguments.chapter}: choose one of 01 to 09.")
+    path = ROOT / (name := f"exercises/{CHAPTERS[number].name}")
+    if arguments.check:
+        if not path.is_file():
+            sys.exit(f"There is no {name} yet: python -m tools.exercise {number} makes it.")
+        sentence = judge(number, path)
+        print(sentence or f"All rules hold: compare it with {path.name}, or run it: PYTHONPATH=. python {name} --demo")
+        sys.exit(bool(sentence))
+    if path.exists() and not arguments.again:
+        sys.exit(f"{name} is there already: --again makes it anew, and what you wrote there is lost.")
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(emptied(number), encoding="utf-8")
+    print(f"{name} is there: write what it says, and judge it with python -m tools.exercise {number} --check")
+
+
+if __name__ == "__main__":
+    main()
