@@ -53,7 +53,8 @@ from common.store import StoredChunks
 from shell import charts, lesson
 from shell.backends import in_directories
 from shell.frontend import Frontend
-from shell.modelled_storage import ModelledStorage, Trace, bandwidth
+from shell.modelled_link import Trace, speed
+from shell.modelled_storage import ModelledStorage
 
 paged = importlib.import_module("02_paged_kv")
 CHUNK = 64  # tokens
@@ -442,7 +443,7 @@ def add_arguments(parser):
     paged.add_arguments(parser)
     where, add, number = parser.add_mutually_exclusive_group(), parser.add_argument, cli.bounded
     words = "of modelled storage, in memory; several in turn; auto (default): as fast as computing"
-    where.add_argument("--storage", type=bandwidth, metavar="GB/S[:GB/S...@SECONDS]", help=words)
+    where.add_argument("--storage", type=speed, metavar="GB/S[:GB/S...@SECONDS]", help=words)
     words = "keep chunks in files instead; may be repeated"
     where.add_argument("--disk", type=Path, action="append", metavar="DIR", help=words)
     size = number(float, 1e-6, 1e6)

@@ -1,9 +1,11 @@
 """The link of a machine without a GPU: `--link`, and how fast it is by default."""
+import time
+
 import torch
 
-from common.link import Bandwidth
+from common.link import LATENCY, PIECE, Bandwidth
 from common.speed import ROWS, fastest_layer
-from shell import modelled_storage
+from shell import cli
 from shell.checkpoint import ModelError
 
 # Seconds to project hidden states of Llama-2-7B on an A100, over seconds to move them: even at 24 GB/s
@@ -13,7 +15,7 @@ A100 = 32 / 24
 
 def add_option(parser):
     words = "without a GPU, the modelled link's speed; auto (default): what an A100's would be here"
-    parser.add_argument("--link", type=modelled_storage.bandwidth, default="auto", metavar="GB/S", help=words)
+    parser.add_argument("--link", type=speed, default="auto", metavar="GB/S", help=words)
 
 
 def bandwidth(model, asked: Bandwidth | None = None) -> Bandwidth | None:
@@ -62,3 +64,42 @@ def time_projecting(model, tokens: int, interrupt=lambda: None) -> float:
             values.index_copy_(0, slots, v)
 
     return fastest_layer(run, device, interrupt)
+
+
+def speed(string: str) -> Bandwidth | None:
+    """An argparse type: auto, GB/s, or several and how long each lasts: 0.1:2:0.5@0.1."""
+    if string == "auto":
+        return None
+    number, (speeds, at, seconds) = cli.bounded(float, 1e-6, 1e6), string.partition("@")
+    values = [1e9 * number(speed) for speed in speeds.split(":")]
+    if len(values) == 1:
+        return Bandwidth(values[0])
+    return Trace(values, number(seconds) if at else 0.1)
+
+
+class Trace(Bandwidth):
+    """One bandwidth after the other, each for `seconds`, from time `began` on, again and again."""
+
+    def __init__(self, values: list[float], seconds: float):
+        self.values, self.seconds, self.began = values, seconds, time.perf_counter()
+
+    @property
+    def value(self) -> float:
+        """The bandwidth of now."""
+        return self.values[self.slot(time.perf_counter()) % len(self.values)]
+
+    def slot(self, at: float) -> int:
+        return int((at - self.began) // self.seconds)
+
+    def arrival(self, start: float, size: int, pieces: int = 0) -> float:
+        at = start + LATENCY + pieces * PIECE
+        slot = self.slot(at)
+        while True:
+            rate, end = self.values[slot % len(self.values)], self.began + (slot + 1) * self.seconds
+            if size <= rate * (end - at):
+                return at + size / rate
+            size, at, slot = size - rate * max(0.0, end - at), max(at, end), slot + 1
+
+    def __str__(self):
+        values = ":".join(f"{value / 1e9:.3g}" for value in self.values)
+        return f"modelled link, {values} GB/s, {self.seconds:.3g} s each"

@@ -470,11 +470,11 @@ def test_reads_are_charged_back_to_back_and_those_that_were_called_off_neither_c
 
 @pytest.mark.parametrize("words, values", [("0.1", [1e8]), ("0.1:2:0.5@0.3", [1e8, 2e9, 5e8])])
 def test_speeds_are_read_from_the_command_line(words, values):
-    asked = both_ends.bandwidth(words)
+    asked = both_ends.speed(words)
     assert getattr(asked, "values", [asked.value]) == values and getattr(asked, "seconds", 0.3) == 0.3
 
 
 @pytest.mark.parametrize("words", ["", "x", "0", "-1", "0.1:", ":0.1", "0.1:1@", "0.1:1@0", "nan", "inf"])
 def test_other_speeds_are_refused(words):
     with pytest.raises(Exception, match="is not a number"):
-        both_ends.bandwidth(words)
+        both_ends.speed(words)
