@@ -103,7 +103,7 @@ def divisions(layers: int) -> list[str]:
 
 def best_plan(layers: int, costs: LayerCosts, shorter: LayerCosts | None = None) -> str:
     """-> the best division, of equals the one that keeps less; with the costs of a `shorter` history, one no
-    slower there than K. With grouped queries H costs more than K on both lanes: only a first R may stay."""
+    slower there than K. With grouped queries H costs more than K on both lanes: only R and K are left."""
     plans = divisions(layers)
     if shorter:
         most = plan_seconds("K" * layers, shorter)
