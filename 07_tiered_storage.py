@@ -748,7 +748,7 @@ def add_arguments(parser):
     add("--write-policy", choices=WRITE, default="write_through", help="when pages go down (write_through)")
     add("--storage", metavar="URL", help="shared tier: file:DIR, redis://HOST:PORT/N, or module:Class")
     add("--storage-config", type=backends.configuration, metavar="JSON or @FILE", help="its own arguments")
-    add("--storage-bandwidth", type=both_ends.bandwidth, metavar="GB/S[:GB/S...@SECONDS]", help="modelled")
+    add("--storage-bandwidth", type=modelled_link.speed, metavar="GB/S[:GB/S...@SECONDS]", help="modelled")
     add("--prefetch", choices=PREFETCH, default="timeout", help="how long to wait for storage (timeout)")
     add("--prefetch-threshold", type=whole, default=256, metavar="TOKENS", help="at least to read (256)")
     add("--prefetch-timeout", type=number, default=1.0, metavar="S", help="of every prefetch (1)")

@@ -79,8 +79,9 @@ class Ranks:
         if self.count > 1:
             try:
                 collective(*arguments, group=group or self.group)
-            except RuntimeError:
-                time.sleep(2 * AFTER)               # where one has ended, `run` says so
+            except RuntimeError as error:
+                if "Timed out" not in str(error):   # one has ended, and `run` says how
+                    time.sleep(10 * AFTER)
                 end(ALONE, "A rank does not answer; all ranks have ended.")
 
 

@@ -27,7 +27,7 @@ WRONG = [  # chapter, what is in it, what a student writes instead, of what the 
     ("03", "            self.saving.update(zip(prefixes, places))", "            self.saving.update(zip(prefixes, places))\n"
      "            [*map(self.host.register, places, prefixes)]", "nothing is registered before it has arrived"),
     ("04", "while ahead and len(loading.landing) < DEPTH:", "while ahead and not loading.landing:", "and late"),
-    ("04", "        values.index_copy_(0, slots, v)\n\n    def note", "        values.index_copy_(0, slots, k)\n\n    def note",
+    ("04", "        values.index_copy_(0, slots, v)\n\n    def draw_spans", "        values.index_copy_(0, slots, k)\n\n    def draw_spans",
      "what comes back is what was lost"),
     ("04", "            given = [(loading.store.pool, loading.blocks)]\n", "            given = []\n", "references are left"),
     ("05", '("H", costs.load_states), ("K", costs.load_kv)', '("K", costs.load_kv), ("H", costs.load_states)', "all H, then all K"),

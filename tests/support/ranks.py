@@ -158,7 +158,7 @@ def ending(ranks, arguments):
     if ranks.rank == 1:
         signals = dict(killed=signal.SIGKILL, stopped=signal.SIGSTOP)
         if arguments.scenario in signals:  # nobody else ends a process that is stopped
-            subprocess.Popen(["sh", "-c", f"sleep 60; kill -9 {os.getpid()}"])
+            subprocess.Popen(["sh", "-c", f"sleep 60; kill -9 {os.getpid()}"], stderr=subprocess.DEVNULL)
             os.kill(os.getpid(), signals[arguments.scenario])
         assert arguments.scenario != "failed", "something went wrong here"
     print("ready", flush=arguments.scenario == "idle")
