@@ -6,6 +6,7 @@ import pytest
 from support import engines
 from support.engines import ask, ask_and_evict, check_pools, draw, evict, make, offload, settle, tiny_model
 
+from common import restoring
 from common.link import Transfer
 from common.requests import Request
 from common.restoring import Match
@@ -143,7 +144,8 @@ class Following(offload.HostCache):
             self.lane.deliver(1)
 
 
-def test_the_question_follows_its_history_through_the_layers():
+def test_the_question_follows_its_history_through_the_layers(monkeypatch):
+    monkeypatch.setattr(restoring, "PATIENCE", 5.0)  # where it does not follow, it waits for ever
     engine, cache, _, load = engine_for(load=False, cache=Following)
     cache.lane = load
     ask_and_evict(engine, PROMPT)
