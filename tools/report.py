@@ -106,12 +106,13 @@ def on_gpu(back: list[dict]) -> str:
     ways = {row["way"]: [one for one in row["at"].values() if one["history"] == longest] for row in back}
     ms = {way: [median(one["ttft_ms"]) for one in each] for way, each in ways.items()}
     over = {way: between(own / first for own, first in zip(each, ms["03"])) for way, each in ms.items()}
+    other = f", and with pages in layer_first {over['07, layer_first']}" if "07, layer_first" in over else ""
     launched = ", ".join(f"{way} {ways[way][0]['kernels']}" for way in ("03", "04", "05"))
     return (
         f"Over 03, which brings {longest:,} tokens back in {between(ms['03'], milliseconds)}, computing them takes {over['02']} times as "
         f"long ({between(ms['02'], milliseconds)}). Chapters 04 and 05 take {over['04']} and {over['05']} times as long: on such a link "
-        f"all three are bound by launching kernels from Python ({launched}). Chapter 07 takes {over['07']} times as long, since its "
-        f"layout page_first_direct gathers scattered pages in host memory on one thread ({between(ms['07'], milliseconds)}).")
+        f"all three are bound by launching kernels from Python ({launched}). Chapter 07 takes {over['07']} times as long "
+        f"({between(ms['07'], milliseconds)}){other}.")
 
 
 def measured(benchmark: str, results: dict) -> str:
