@@ -22,6 +22,7 @@ import torch
 
 from benchmarks import measure, tables
 from benchmarks.measure import draw, modelled, spread
+from common.link import Bandwidth
 from shell import checkpoint, lesson
 from shell import ranks as processes
 
@@ -37,7 +38,7 @@ def rank(ranks, arguments) -> list[dict]:
     whole = HISTORY * config.kv_numbers_per_token // config.num_key_value_heads * model.division.kv_heads
     gbps = modelled(model, whole * model.dtype.itemsize / SECONDS / 1e9)
     options = argparse.Namespace(
-        max_running=4, block_size=16, gpu_blocks=None, cpu_blocks=None, token_budget=512, link=gbps or "auto",
+        max_running=4, block_size=16, gpu_blocks=None, cpu_blocks=None, token_budget=512, link=gbps and Bandwidth(1e9 * gbps),
         always_restore=True, storage=None, explain=False)  # fmt: skip
     link = measure.link_of(model.device)
     gbps, rng, rows = gbps or link["link_gbps"], random.Random(0), []
