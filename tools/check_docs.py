@@ -99,11 +99,8 @@ def anchors(markdown: str) -> set[str]:
 
 
 def generated(page: Path, text: str):
-    results = report.read()
-    for name in report.out_of_date(text, results) if page in report.PAGES else ():
+    for name in report.out_of_date(text, report.read()) if page in report.PAGES else ():
         yield f"the part {name} is not what was measured; run python -m tools.report"
-    if page in report.PAGES and (sentence := report.mixed(results)):
-        yield sentence
 
 
 def described_options(page: Path, text: str):
