@@ -1,7 +1,7 @@
 """All benchmarks, one after the other, then every claim beside what this machine has measured.
 
     python -m benchmarks --quick                some of them, in their shortest form
-    python -m benchmarks                        all: half an hour on two cores
+    python -m benchmarks                        all: some 40 minutes on two cores
     python -m benchmarks --only tiered ranks    these; what the others found last stays
     python -m benchmarks --list                 the commands; nothing runs
 

@@ -11,8 +11,9 @@ from conftest import load, write_model
 from support import engines
 from support.engines import BANDWIDTH, ask, check_pools, draw, evict, make, plain_model, settle, tiny_model
 
-from benchmarks import both_ends, outside, variants
+from benchmarks import both_ends, outside, ranks, variants
 from common import restoring
+from shell.ranks import Ranks
 from shell.reference import as_transformers
 
 # 1. Variants -----------------------------------------------------------------------------------
@@ -146,3 +147,14 @@ def test_a_cell_of_the_grid_says_what_was_loaded_and_how_far_the_bound_is(wider)
     assert row["bound_ms"] == pytest.approx(hit + load * compute / (load + compute))
     over = [both / row["bound_ms"] for both in row["ttft_ms"]["both"]["samples"]]
     assert row["over_bound"]["median"] == pytest.approx(statistics.median(over))
+
+
+def test_a_rank_has_a_link_of_the_speed_that_its_rows_say(monkeypatch):
+    plain, speeds = ranks.ranked.make_engine, []
+    monkeypatch.setattr(ranks.ranked, "make_engine", lambda model, options, keep:
+                        speeds.append(options.link.value) or plain(model, options, keep))
+    monkeypatch.setattr(ranks, "HISTORY", 64)
+    monkeypatch.setattr(ranks, "SECONDS", 0.05)
+    rows = ranks.rank(Ranks(), argparse.Namespace(model=["random:tiny"], dtype="float32", device="cpu", rounds=1))
+    assert [row["bytes_over_link"] for row in rows] == [pytest.approx(speed * row["link_ms"] / 1e3) for speed, row in zip(speeds, rows)]
+    assert all(row["bytes_over_link"] for row in rows) and len(speeds) == 2
