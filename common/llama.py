@@ -141,16 +141,22 @@ class Layer(nn.Module):
         k, v = kv.view(len(normed), 2, -1, self.head_dim).unbind(1)              # [T, KVH, hd] each
         return rotate(k, rotation), v
 
-    def forward(self, hidden, rotation, attend):
-        """hidden [T, D], `rotation` of the T positions -> [T, D]. `attend(q, k, v) -> out` [T, H, hd] is the
-        KV cache's: it stores this layer's new k and v and attends over all that the requests hold."""
+    def before_attention(self, hidden, rotation):
+        """The layer's input [T, D], `rotation` of its T positions -> q [T, H, hd], k, v [T, KVH, hd]."""
         normed = self.attention_norm(hidden)                                     # [T, D]
         q = self.q_proj(normed).view(len(normed), -1, self.head_dim)             # [T, H, hd]
-        k, v = self.keys_values(normed, rotation)                                # [T, KVH, hd] each
-        out = attend(rotate(q, rotation), k, v)                                  # [T, H, hd]
+        return rotate(q, rotation), *self.keys_values(normed, rotation)
+
+    def after_attention(self, hidden, out):
+        """The layer's input [T, D], and what attention gave [T, H, hd] -> the next layer's input [T, D]."""
         hidden = hidden + self.o_proj(out.flatten(-2))                           # [T, D]
         gate, up = self.gate_up_proj(self.mlp_norm(hidden)).chunk(2, dim=-1)     # [T, I] each
         return hidden + self.down_proj(F.silu(gate) * up)                        # [T, D]
+
+    def forward(self, hidden, rotation, attend):
+        """hidden [T, D], `rotation` of the T positions -> [T, D]. `attend(q, k, v) -> out` [T, H, hd] is the
+        KV cache's: it stores this layer's new k and v and attends over all that the requests hold."""
+        return self.after_attention(hidden, attend(*self.before_attention(hidden, rotation)))
 
 
 def attention(q, k, v, mask):
