@@ -37,6 +37,7 @@ from itertools import chain, takewhile
 import torch
 
 from common.llama import attention, causal_mask, upload
+from common.pieces import Pieces
 from common.prefixes import Prefix, Prefixes
 from common.requests import Interrupted, Line, Request
 from common.restoring import LATER, Cache, Estimates, Restorer
@@ -267,18 +268,24 @@ class Runner:
         shape = config.num_hidden_layers, 2, blocks, block_size, *heads  # [L, 2, blocks, block_size, KVH, hd]
         memory = torch.empty(shape, dtype=model.dtype, device=model.device)
         self.model, self.pool = model, BlockPool(blocks, block_size, memory)
+        self.pieces = Pieces(model) if model.device.type == "cuda" else None  # a layer in one launch
 
     @torch.inference_mode()
     def forward(self, work: list[tuple[Request, int]], before_layer):
         """Compute the next `count` tokens of each request in `work` -> the batch, and logits [R, V], a row
         per request of `batch.work` whose last pending token is in this step."""
         batch = Batch(self.pool, work)
-        rotation = self.model.rotary(batch.positions)  # [T, 1, hd] each
-        hidden = self.model.embed(batch.tokens)  # [T, D]
-        for index, layer in enumerate(self.model.layers):
+        hidden = self.compute(batch, len(self.model.layers), before_layer)
+        return batch, self.model.logits(hidden[batch.last_rows])  # [R, V]
+
+    def compute(self, batch: Batch, depth: int, before_layer=lambda *_: None) -> torch.Tensor:
+        """Take the batch's tokens through the first `depth` layers -> what comes out, [T, D]."""
+        hidden, rotation = self.model.embed(batch.tokens), self.model.rotary(batch.positions)
+        layers = self.pieces.layers(len(hidden)) if self.pieces else self.model.layers
+        for index, layer in zip(range(depth), layers):
             before_layer(index, hidden, batch)
             hidden = layer(hidden, rotation, batch.attend(index))  # [T, D]
-        return batch, self.model.logits(hidden[batch.last_rows])  # [R, V]
+        return hidden
 
 
 # 4. The engine ---------------------------------------------------------------------------------
@@ -306,6 +313,8 @@ class Engine(Line):
     def step(self):
         """One step for all requests: poll, admit, restore, schedule, compute, save."""
         if not self.busy:
+            if self.runner.pieces:
+                self.runner.pieces.idle(lambda: self.arrivals)
             seconds = self.estimates.idle()  # measures, if that is due
             self.wake.wait(seconds)  # until a request comes, or it is time to measure
             self.wake.clear()

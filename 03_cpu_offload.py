@@ -113,7 +113,7 @@ class HostCache(Cache):
     def copy_in(self, request, start: int, places: list[int]) -> list[links.Transfer]:
         """Begin to copy host blocks into the request's, from token `start` on -> a Transfer a layer."""
         table = request.table[start // self.pool.block_size :][: len(places)]
-        blocks, transfers = links.Places(table, places), []
+        blocks, transfers = links.Places(table, places, apart=True), []
         for layer, (device, host) in enumerate(zip(self.pool.memory, self.host.memory)):
             device = device.transpose(0, 1)  # as on the host: [blocks, 2, block_size, KVH, hd]
             transfers.append(self.load_link.copy(device, host, f"layer {layer}", blocks))

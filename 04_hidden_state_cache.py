@@ -226,11 +226,12 @@ class Loading:
     def __init__(self, cache: "HiddenCache", request, restoration, match):
         self.request, self.start, self.store = request, restoration.start, match.store
         pool, end, device = cache.pool, restoration.end, cache.model.device
-        self.positions = torch.arange(self.start, end, device=device)  # [T]
+        self.tokens = end - self.start
+        self.rotation = cache.model.rotary(torch.arange(self.start, end, device=device))  # once for all layers
         self.slots = pool.slots(upload(request.table, device))[self.start : end]  # [T]
         prefixes = request.chain[self.start // pool.block_size :]
         self.blocks, self.reads = self.store.bring(prefixes, match.blocks)  # in host memory
-        self.places = links.Places(range(len(self.blocks)), self.blocks)
+        self.places = links.Places(range(len(self.blocks)), self.blocks, apart=True)
         self.landing = {}  # layer -> where its rows land, [n * block size, width]
         self.transfers = {}  # layer -> the Transfer
 
@@ -328,7 +329,7 @@ class HiddenCache(Cache):
         """Order a layer's rows, which land on the device."""
         rows = loading.store.parts[loading.store.layers.index(layer)]  # [blocks, block size, width]
         shape = len(loading.blocks), *rows.shape[1:]  # [n, block size, width]
-        landed = torch.empty(shape, dtype=rows.dtype, device=self.model.device)
+        landed = self.load_link.landing(shape, rows.dtype)
         loading.landing[layer] = landed.flatten(0, 1)
         self.copy_layer(loading, layer, landed, rows, loading.places)
 
@@ -338,7 +339,7 @@ class HiddenCache(Cache):
 
     def bring_back(self, loading: Loading, layer: int):
         """Wait for a layer's rows and project them. Layer 0's are the embedding."""
-        request, start, tokens = loading.request, loading.start, len(loading.positions)
+        request, start, tokens = loading.request, loading.start, loading.tokens
         if layer in loading.transfers:
             yield loading.transfers[layer]
             hidden = loading.landing.pop(layer)[-tokens:]  # [T, width]
@@ -346,14 +347,14 @@ class HiddenCache(Cache):
             ids = request.tokens[start : start + tokens]
             hidden = self.model.embed(upload(ids, self.model.device))  # [T, D]
         began = self.engine.clock.mark()
-        self.project(layer, hidden, loading.positions, loading.slots)
+        self.project(layer, hidden, loading.rotation, loading.slots)
         self.spans.append((request, tokens, f"layer {layer}", began, self.engine.clock.mark()))
 
     @torch.inference_mode()
-    def project(self, layer: int, hidden, positions, slots):
+    def project(self, layer: int, hidden, rotation, slots):
         """A layer's input [T, D] -> its K and V. K turns behind its matrix: no turn of the input would do."""
         keys, values = self.pool.memory[layer].flatten(1, 2)  # [slots, KVH, hd] each
-        k, v = self.model.layers[layer].project_kv(hidden, positions)  # [T, KVH, hd] each
+        k, v = self.model.layers[layer].project_kv(hidden, rotation)  # [T, KVH, hd] each
         keys.index_copy_(0, slots, k)
         values.index_copy_(0, slots, v)
 
@@ -383,9 +384,14 @@ class HiddenCache(Cache):
             _, indices = self.rows.setdefault(request, (request.computed - count, []))
             indices += range(self.count, self.count + count)
             self.count += count
-        self.steps.append(self.step)
+        self.steps.append(self.step_states(batch))
         if self.count * self.store.row_bytes >= SNAPSHOT or self.count >= self.engine.token_budget:
             self.flush()
+
+    def step_states(self, batch) -> list:
+        """-> the step's states, [T, D] a layer; on a GPU copies, since its next pass overwrites the inputs."""
+        on_gpu = self.model.device.type == "cuda"
+        return list(torch.stack(self.step)) if on_gpu and self.step else self.step
 
     def flush(self):
         """Stage one: the noted rows leave in one transfer. Stage two: a thread waits for it."""

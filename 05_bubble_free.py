@@ -233,7 +233,7 @@ class PlannedCache(hidden_states.HiddenCache):
         table = loading.request.table[loading.start // self.pool.block_size :][: len(blocks)]
         first = store.layers.index(layer)
         sides = list(self.kv[layer]), store.parts[first : first + 2]  # [blocks, block size, KVH * hd] each
-        self.copy_layer(loading, layer, *sides, links.Places(table, blocks))
+        self.copy_layer(loading, layer, *sides, links.Places(table, blocks, apart=True))
         self.hold("load", [loading.transfers[layer]], (self.pool, table))
 
     def bring_back(self, loading, layer):
@@ -249,11 +249,12 @@ class PlannedCache(hidden_states.HiddenCache):
     def recompute(self, loading, layers: int):
         """Compute the first layers in portions, between which others may decode. Of the last of these layers
         only K and V are needed."""
-        count, portion = len(loading.positions), self.engine.token_budget
+        count, portion = loading.tokens, self.engine.token_budget
         for at in range(0, count, portion):
             rows, began = slice(at, min(at + portion, count)), self.engine.clock.mark()
             hidden = self.compute_portion(loading, layers - 1, rows)  # [T, D]
-            self.project(layers - 1, hidden, loading.positions[rows], loading.slots[rows])
+            rotation = [side[rows] for side in loading.rotation]  # [T, 1, hd] each
+            self.project(layers - 1, hidden, rotation, loading.slots[rows])
             self.spans.append((loading.request, 0, "recompute", began, self.engine.clock.mark()))
             if rows.stop < count:
                 yield PAUSE
@@ -266,14 +267,10 @@ class PlannedCache(hidden_states.HiddenCache):
             return self.model.embed(upload(request.tokens[start:end], self.model.device))  # [T, D]
         part = Request(request.tokens[:end], 1, table=request.table, computed=start)
         batch = paged.Batch(self.pool, [(part, end - start)])
-        hidden, rotation = self.model.embed(batch.tokens), self.model.rotary(batch.positions)
-        for layer in range(layers):
-            hidden = self.model.layers[layer](hidden, rotation, batch.attend(layer))  # [T, D]
-        return hidden
+        return self.engine.runner.compute(batch, layers)
 
-    def save(self, batch):
-        self.step.append(batch.slots)  # where K and V of the step's rows are
-        super().save(batch)
+    def step_states(self, batch):
+        return [*super().step_states(batch), batch.slots]  # where K and V of the step's rows are
 
     def rows_to_keep(self, steps):
         *rows, slots = super().rows_to_keep(steps)

@@ -487,7 +487,7 @@ class HybridRunner:
         began = self.clock.mark()
         portions = (each.split(ROWS) for each in (where, tokens.rows, tokens.positions))
         for places, rows, positions in zip(*portions):
-            new_kv = layer.project_kv(states.index_select(0, places), positions)
+            new_kv = layer.project_kv(states.index_select(0, places), layer.rotary(positions))
             for side, values in zip(kv.unbind(1), new_kv):
                 side.index_copy_(0, rows, values)
         self.marks.append(("rebuild", began, self.clock.mark()))

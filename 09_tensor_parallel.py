@@ -274,9 +274,9 @@ class ColumnsCache(hidden_states.HiddenCache):
     def save_layer(self, layer, hidden, batch):
         super().save_layer(layer, hidden.chunk(self.ranks.count, 1)[self.ranks.rank], batch)  # [T, D / n]
 
-    def project(self, layer, hidden, positions, slots):
+    def project(self, layer, hidden, rotation, slots):
         """Gather the columns [T, D / n] of all ranks first. Layer 0's input, the embedding, is whole."""
-        super().project(layer, self.ranks.gather(hidden) if layer else hidden, positions, slots)  # [T, D]
+        super().project(layer, self.ranks.gather(hidden) if layer else hidden, rotation, slots)  # [T, D]
 
 
 class PageHeadCache(offload.HostCache):

@@ -2,15 +2,15 @@
 
     link = Link("load", clock, 2e9)                    # one direction is one lane: first in, first out
     transfer = link.copy(dst, src, "layer 0")          # returns at once, and never raises
-    link.copy(dst, src, "layer 1", Places(to, at))     # blocks: dst[to] = src[at], in one piece
+    link.copy(dst, src, "layer 1", Places(to, at))     # blocks: dst[to] = src[at]
 
 With CUDA a lane is a stream. A copy begins only after everything that was queued to compute when it was
 issued: so a load cannot overwrite what queued work still reads, and a copy out sees what queued work still
 writes. That is the first half of the contract; the second is the caller's (`Cache.hold`): no memory of a
-transfer may be used for anything else before `ready`. A call costs some 8 us, however few its bytes, so
-blocks travel as one: inwards this thread puts them together in pinned memory (there a piece is a memcpy, of
-some 7 GB/s; 11,000 calls in its place took longer on an H100), and the lane's stream into their blocks;
-outwards the stream does, and the lane's thread into theirs.
+transfer may be used for anything else before `ready`. Two things can copy. The copy engine takes nothing from
+what computes, and one piece a call, of some 8 us. A kernel takes some of the processors, and reads and writes
+pinned memory where it lies, in any order. So the engine copies blocks that are adjacent on the host, a kernel
+scattered ones, and no thread of the host puts them together (HiCache's `direct` and `kernel`).
 
 Without CUDA both memories are ordinary memory, and the link is a model, of one that takes each piece by
 itself: a thread copies at once, and then sleeps until bandwidth and pieces say that the copy has arrived, so
@@ -24,6 +24,7 @@ import time
 import weakref
 from collections import deque
 from contextlib import suppress
+from functools import cached_property
 from itertools import pairwise
 
 import numpy
@@ -34,6 +35,7 @@ from common.speed import Speed
 
 LATENCY = 10e-6     # seconds, of a modelled transfer
 PIECE = 1e-6        # of each of its pieces; batched, 4 to 8 KiB take 0.6 to 1.6 us (H100; vLLM, PR 42212)
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}     # by their bytes
 HANGING = 1.0       # seconds after which a job hangs: its lane is given nothing that somebody waits for
 
 
@@ -121,7 +123,9 @@ class Lane:
         self.began = [math.inf]             # when what it does now did; infinite while it does nothing
         arguments = self.jobs, self.closed, self.began, wake, background   # not the lane: it may be forgotten
         self.thread = threading.Thread(target=work, args=arguments, daemon=True)
-        self.close = weakref.finalize(self, end, self.jobs, self.closed, self.thread, stream)
+        # `on_their_way` holds the pinned memory that a GPU still reads, until its stream is empty
+        end_with = self.jobs, self.closed, self.thread, stream, self.on_their_way
+        self.close = weakref.finalize(self, end, *end_with)
 
     def submit(self, label: str, size: int, function, *arguments, pieces=0, bandwidth=None) -> Transfer:
         """Call function(*arguments) on the thread, and return a Transfer that gets its value. With a
@@ -172,10 +176,11 @@ def work(jobs: queue.SimpleQueue, closed: threading.Event, began: list, wake, ba
         wake()
 
 
-def end(jobs: queue.SimpleQueue, closed: threading.Event, thread: threading.Thread, stream):
+def end(jobs: queue.SimpleQueue, closed: threading.Event, thread: threading.Thread, stream, on_their_way):
     """End a lane's thread: none may be inside PyTorch when the interpreter goes. What is modelled arrives."""
     if stream is not None:
         stream.synchronize()
+    on_their_way.clear()
     closed.set()
     jobs.put(None)
     if thread.ident is not None and thread is not threading.current_thread():
@@ -185,15 +190,30 @@ def end(jobs: queue.SimpleQueue, closed: threading.Event, thread: threading.Thre
 class Places:
     """Which blocks of two memories belong together: block to[i] of one is copied from block at[i]."""
 
-    def __init__(self, to, at):
-        self.to, self.at, self.on_device = to, at, None
+    def __init__(self, to, at, apart=False):
+        """`apart`: nothing that is queued to compute after the first copy touches these blocks, so that what
+        orders the first copy orders them all."""
+        self.to, self.at, self.apart, self.ordered = to, at, apart, False
         self.runs = runs(to, at)
 
-    def index(self, blocks, device) -> torch.Tensor:
-        """-> the device's blocks, on the device: uploaded once for all layers, by the stream of one lane."""
-        if self.on_device is None:
-            self.on_device = upload(blocks, device)
-        return self.on_device
+    @cached_property
+    def sides(self) -> "tuple[Side, Side]":
+        return Side(self.to), Side(self.at)
+
+
+class Side:
+    """The blocks of one memory, for a GPU: computed once for all layers."""
+
+    def __init__(self, blocks):
+        self.blocks, self.runs, self.uploaded = blocks, runs(blocks, blocks), None
+        first, _, count = self.runs[0]
+        self.slice = slice(first, first + count) if len(self.runs) == 1 else None   # if they are adjacent
+
+    def index(self, device) -> torch.Tensor:
+        """-> the blocks' numbers on the device, uploaded by the lane's stream."""
+        if self.uploaded is None:
+            self.uploaded = upload(self.blocks, device)
+        return self.uploaded
 
 
 def runs(to, at) -> list[tuple[int, int, int]]:
@@ -224,7 +244,8 @@ class Link(Lane):
 
     def __init__(self, name: str, clock, bandwidth=None, wake=lambda: None, background=False):
         self.clock, self.modelled = clock, clock.device.type != "cuda"
-        self.stream = None if self.modelled else torch.cuda.Stream()
+        self.backend = None         # of a GPU: "direct" (the copy engine) or "kernel"; None: by the rule
+        self.stream = None if self.modelled else stream_of_few()
         super().__init__(name, wake, background, self.stream)
         self.bandwidth = Bandwidth(bandwidth) if isinstance(bandwidth, (int, float)) else bandwidth
         self.latency = LATENCY      # seconds of a transfer of no bytes
@@ -234,37 +255,68 @@ class Link(Lane):
         dst, src = ([side] if isinstance(side, torch.Tensor) else list(side) for side in (dst, src))
         shown, runs = ([to[: len(places.to)] for to in dst], len(places.runs)) if places else (dst, 1)
         size = sum(to.nbytes for to in shown)
+        if not self.modelled:
+            return self.queue(dst, src, label, size, places)
         pieces = sum(count_pieces(to.shape, to.stride(), at.stride(), runs) for to, at in zip(shown, src))
+        return self.submit(label, size, move, dst, src, places, pieces=pieces, bandwidth=self.bandwidth)
+
+    def landing(self, shape, dtype) -> torch.Tensor:
+        """Allocate device memory to copy to. On a GPU in the order of the lane: no copy waits to get it."""
         if self.modelled:
-            return self.submit(label, size, move, dst, src, places, pieces=pieces, bandwidth=self.bandwidth)
-        transfer, staged = CudaTransfer(self.name, label, size, pieces), []
-        transfer.clock = self.clock
-        self.stream.wait_stream(torch.cuda.current_stream())   # behind what is queued to compute now
+            return torch.empty(shape, dtype=dtype)
         with torch.cuda.stream(self.stream):
-            transfer.start = self.clock.mark()
+            made = torch.empty(shape, dtype=dtype, device=self.clock.device)
+        made.record_stream(torch.cuda.current_stream())     # which will read it
+        return made
+
+    def queue(self, dst: list, src: list, label: str, size: int, places: Places | None) -> CudaTransfer:
+        """Queue a copy on the lane's stream."""
+        transfer = CudaTransfer(self.name, label, size)
+        transfer.clock, transfer.host = self.clock, [side for side in (*dst, *src) if not side.is_cuda]
+        before = self.on_their_way[-1] if self.on_their_way else None
+        if not (places and places.ordered):
+            self.stream.wait_stream(torch.cuda.current_stream())    # behind what is queued to compute now
+        with torch.cuda.stream(self.stream):
+            transfer.start = self.clock.mark() if before is None or before.ready else before.end
             try:
-                staged += [self.queue(*pair, places) for pair in paired(dst, src, places)]
+                for pair in paired(dst, src, places):
+                    self.queue_pair(*pair, places)
             except (RuntimeError, ValueError) as refused:
                 transfer.error = refused
             transfer.end = self.clock.mark()
-        if transfer.error is None and any(pinned is not None for pinned in staged):     # the second half
-            return self.submit(label, size, put, transfer, dst, staged, places, pieces=pieces)
+        if places:
+            places.ordered = places.apart
         self.on_their_way.append(transfer)
         self.settle()
         return transfer
 
-    def queue(self, to, out_of, places: Places | None) -> torch.Tensor | None:
-        """Queue a copy on the lane's stream -> None, or the pinned memory from where `put` goes on."""
-        device, host = (to, out_of) if to.is_cuda else (out_of, to)
+    def queue_pair(self, to: torch.Tensor, out_of: torch.Tensor, places: Places | None):
+        """Queue a tensor; of blocks those that are adjacent on the device, or else a copy beside them."""
+        inward = to.is_cuda
+        device, host = alike(to, out_of) if inward else alike(out_of, to)
         device.record_stream(self.stream)
         if places is None:
-            to.copy_(out_of, non_blocking=True)
-        elif to.is_cuda:
-            piece = in_one_piece(host, places.at).to(device.device, non_blocking=True)
-            device.index_copy_(0, places.index(places.to, device.device), piece)
+            return to.copy_(out_of, non_blocking=True)
+        mine, theirs = places.sides if inward else places.sides[::-1]
+        piece = device[mine.slice] if mine.slice else None
+        if piece is None and inward:
+            piece = device.new_empty((len(mine.blocks), *device.shape[1:]))
+        elif piece is None:
+            piece = device.index_select(0, mine.index(device.device))
+        if not self.by_kernel(host, theirs):
+            for there, here in adjacent(host, piece, theirs):       # the host waits for what is not pinned
+                here.copy_(there, non_blocking=True) if inward else there.copy_(here, non_blocking=True)
+        elif inward:
+            torch.index_select(on_device(host), 0, theirs.index(device.device), out=piece)
         else:
-            piece = device.index_select(0, places.index(places.at, device.device))
-            return like(host, len(piece)).copy_(piece, non_blocking=True)
+            on_device(host).index_copy_(0, theirs.index(device.device), piece)
+        if inward and not mine.slice:
+            device.index_copy_(0, mine.index(device.device), piece)
+
+    def by_kernel(self, host: torch.Tensor, side: Side) -> bool:
+        if self.backend == "direct" or not host.is_pinned():
+            return False
+        return self.backend == "kernel" or not (side.slice and host[side.slice].is_contiguous())
 
     def speed(self) -> float:
         """Return bytes/s: of the last transfers, or else of the model, or of a measurement."""
@@ -313,31 +365,61 @@ def move(dst: list[torch.Tensor], src: list[torch.Tensor], places: Places | None
             numpy.copyto(to[first : first + count], out_of[at : at + count])
 
 
-def put(copied: CudaTransfer, dst: list, staged: list, places: Places):
-    """On the lane's thread: when a copy to the host is over, put its blocks where they belong."""
-    copied.wait()
-    move(dst, staged, Places(places.to, range(len(places.to))))
+def adjacent(host: torch.Tensor, device: torch.Tensor, side: Side):
+    """Yield pairs of views, of blocks of the host and of what belongs to them one after the other on the device,
+    such that each view of the host is one piece."""
+    def split(piece, there):
+        if piece.is_contiguous():
+            yield piece, there
+        else:
+            for pair in zip(piece, there):
+                yield from split(*pair)
+
+    done = 0
+    for first, _, count in side.runs:
+        yield from split(host[first : first + count], device[done : done + count])
+        done += count
+
+
+class OnDevice:
+    """Shows pinned memory to PyTorch as the device's own: it has the same address there."""
+
+    def __init__(self, host: torch.Tensor):
+        self.host, size = host, host.itemsize           # as long as PyTorch has the view
+        strides = tuple(size * step for step in host.stride())
+        described = dict(shape=tuple(host.shape), strides=strides, typestr=f"<i{size}", version=3)
+        self.__cuda_array_interface__ = dict(described, data=(host.data_ptr(), False))
+
+
+def on_device(host: torch.Tensor) -> torch.Tensor:
+    """-> pinned memory of integers, as a tensor of the device; kernels go over the link for it."""
+    return torch.as_tensor(OnDevice(host), device="cuda")
+
+
+def alike(device: torch.Tensor, host: torch.Tensor) -> list[torch.Tensor]:
+    """View both as integers, of 8 bytes if their shapes allow that: kernels move these faster."""
+    with suppress(RuntimeError):
+        return [side.view(torch.int64) for side in (device, host)]
+    return [side.view(INTEGERS[side.itemsize]) for side in (device, host)]
+
+
+def stream_of_few(processors: int = 8):
+    """-> a stream whose kernels leave the other processors of a GPU to who computes, where PyTorch can divide
+    one (2.11 cannot); any stream elsewhere."""
+    with suppress(AttributeError, RuntimeError, TypeError):
+        context = torch.cuda.green_contexts.GreenContext.create(num_sms=processors)
+        stream = context.Stream()
+        with torch.cuda.stream(stream):
+            torch.zeros(1, device="cuda")
+        stream.synchronize()
+        stream.context = context        # lives as long
+        return stream
+    return torch.cuda.Stream()
 
 
 def as_integers(tensor: torch.Tensor) -> numpy.ndarray:
     """Return the same memory for NumPy, which knows no bfloat16."""
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.view(kinds[tensor.itemsize]).numpy()
-
-
-def in_one_piece(host: torch.Tensor, blocks) -> torch.Tensor:
-    """-> blocks of host memory: as they lie if that is in one piece, else put together."""
-    (first, _, count), *others = runs(blocks, blocks)
-    piece = host[first : first + count]
-    if others or not piece.is_contiguous():
-        piece = like(host, len(blocks))
-        move([piece], [host], Places(range(len(blocks)), blocks))
-    return piece
-
-
-def like(host: torch.Tensor, blocks: int) -> torch.Tensor:
-    """Allocate for so many blocks of host memory; pinned if that is. (PyTorch keeps it while it is used.)"""
-    return torch.empty((blocks, *host.shape[1:]), dtype=host.dtype, pin_memory=host.is_pinned())
+    return tensor.view(INTEGERS[tensor.itemsize]).numpy()
 
 
 def host_memory(shape, dtype, device, what: str) -> torch.Tensor:

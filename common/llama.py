@@ -131,9 +131,9 @@ class Layer(nn.Module):
         self.gate_up_proj = Linear(hidden, 2 * intermediate, config.mlp_bias, **where)
         self.down_proj = Linear(intermediate, hidden, config.mlp_bias, **where)
 
-    def project_kv(self, hidden, positions):
-        """The layer's input [T, D] at `positions` [T] -> k, v [T, KVH, hd], for a restoration."""
-        return self.keys_values(self.attention_norm(hidden), self.rotary(positions))
+    def project_kv(self, hidden, rotation):
+        """The layer's input [T, D], `rotation` of its positions -> k, v [T, KVH, hd], for a restoration."""
+        return self.keys_values(self.attention_norm(hidden), rotation)
 
     def keys_values(self, normed, rotation):
         """-> k, v [T, KVH, hd] of the layer's input after its norm [T, D], in all passes and restorations."""

@@ -52,14 +52,15 @@ def time_projecting(model, tokens: int, interrupt=lambda: None) -> float:
     K and V to the slots of a table. All layers in order, as a restoration does it: none is in a cache yet."""
     config, device = model.config, model.device
     hidden = torch.randn(tokens, config.hidden_size, device=device).to(model.dtype)  # [T, D]
-    positions, slots = torch.arange(tokens, device=device), torch.randperm(tokens, device=device)  # [T]
+    rotation = model.rotary(torch.arange(tokens, device=device))  # [T, 1, hd] each
+    slots = torch.randperm(tokens, device=device)  # [T]
     shape = 2, tokens, config.num_key_value_heads, config.head_dim
     keys, values = torch.empty(shape, dtype=model.dtype, device=device)  # [T, KVH, hd] each
 
     def run(lap):
         for layer in model.layers:
             lap()
-            k, v = layer.project_kv(hidden, positions)
+            k, v = layer.project_kv(hidden, rotation)
             keys.index_copy_(0, slots, k)
             values.index_copy_(0, slots, v)
 

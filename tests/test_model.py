@@ -220,7 +220,7 @@ def test_project_kv_rebuilds_the_cache_bit_by_bit(kind, dtype, tmp_path):
     baseline.forward(model, cache, tokens, 0)
     assert len(inputs) == len(model.layers)
     for index, (layer, hidden) in enumerate(zip(model.layers, inputs)):
-        k, v = layer.project_kv(hidden, torch.arange(len(tokens)))  # [T, KVH, hd] each
+        k, v = layer.project_kv(hidden, model.rotary(torch.arange(len(tokens))))  # [T, KVH, hd] each
         assert torch.equal(k.transpose(0, 1), cache.k[index])
         assert torch.equal(v.transpose(0, 1), cache.v[index])
 

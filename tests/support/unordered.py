@@ -8,7 +8,6 @@ and questions about both follow. Each letter is an answer: `.` is chapter 01's, 
 
 import io
 import random
-import time
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from functools import partial
 from unittest import mock
@@ -95,12 +94,6 @@ def scene(cache=None, length: int = 70) -> str:
     return letters
 
 
-@mock.patch("common.link.put", lambda *given, put=links.put: time.sleep(0.05) or put(*given))
-def scene_of_a_late_thread() -> str:
-    """Let the thread that waits for copies out, and so ends them, come late."""
-    return scene()
-
-
 def temporary(rounds: int = 5) -> str:
     """Copy out tensors that are forgotten at once -> a letter for each."""
     lane, hosts = torch.cuda.Stream(), [torch.empty(256, pin_memory=True) for _ in range(rounds)]
@@ -118,7 +111,7 @@ def temporary(rounds: int = 5) -> str:
 
 
 SCENES = {
-    "hold": scene_of_a_late_thread, "record_stream": temporary,
+    "record_stream": temporary,
     "wait_stream": lambda: scene(engines.hidden_states.HiddenCache(64)),
 }  # fmt: skip
 

@@ -1,0 +1,109 @@
+"""A layer in one launch: CUDA graphs of what lies between two attentions.
+
+A launch costs the host 10 to 22 us, and a layer has some twenty. A graph of the whole pass would be one launch,
+and would forbid what the chapters do between two layers: wait for a history that is on its way, and look at
+the layer's input. So only the rest becomes a graph:
+
+    eager      before_layer(l); write K and V of layer l; attend
+    graph      what follows in layer l, and what precedes attention in l + 1: norm, q, k, v, rotation
+
+A graph has fixed memory and a fixed number of rows. A pass is padded to the next size: the rows behind its own
+hold what they held before, are computed, and never read; every operation in a graph keeps rows apart.
+
+The contract of that memory: q, k, v and the layers' inputs are overwritten by the next pass. To keep one, or to
+copy it to the host, copy it first, in the order of the compute stream (chapter 04). A pass within a pass, such
+as chapter 05's recomputing, may begin before the first layer only."""
+import sys
+
+import torch
+
+SIZES = 1, 2, 4, 8, 16, 32, 64, 128, 256, 512   # rows; the kernels of more take longer than their launches
+
+
+class Piece:
+    """Called like a `llama.Layer`: attends, and replays all up to the next layer's attention."""
+
+    def __init__(self, pieces: "Pieces", index: int, rows: int, graphs: list):
+        self.pieces, self.index, self.rows, self.graphs = pieces, index, slice(0, rows), graphs
+
+    def __call__(self, hidden, rotation, attend):
+        memory, rows = self.pieces, self.rows
+        if self.index == 0:
+            memory.inputs[0, rows].copy_(hidden)                                 # [T, D]
+            for kept, turn in zip(memory.rotation, rotation):
+                kept[rows].copy_(turn)                                           # [T, 1, hd]
+            self.graphs[0].replay()
+        memory.out[rows].copy_(attend(memory.q[rows], memory.k[rows], memory.v[rows]))   # [T, H, hd]
+        self.graphs[self.index + 1].replay()
+        return memory.inputs[self.index + 1, rows]                               # [T, D]
+
+
+class Pieces:
+    """The graphs of a model, and the memory that all of them read and write."""
+
+    def __init__(self, model):
+        self.model, self.sizes, self.graphs = model, SIZES, {}      # rows -> a graph for each end of a layer
+        self.inputs, self.stream = None, torch.cuda.Stream()        # of captures
+
+    def layers(self, rows: int):
+        """-> the layers of a pass of so many rows: pieces; the model's own for more rows than graphs have, or
+        where a device has no memory for graphs."""
+        size = next((size for size in self.sizes if size >= rows), None)
+        if size is None or not self.capture(size):
+            return self.model.layers
+        return [Piece(self, index, rows, self.graphs[size]) for index in range(len(self.model.layers))]
+
+    def idle(self, interrupted):
+        """Capture the sizes below those that were seen: what runs together does not end together."""
+        for size in self.sizes:
+            if self.graphs and size < max(self.graphs) and not interrupted():
+                self.capture(size)
+
+    @torch.inference_mode()
+    def capture(self, size: int) -> bool:
+        """Capture the graphs of a size once -> whether they are there."""
+        try:
+            if self.inputs is None:
+                self.allocate()
+            if size not in self.graphs:
+                self.graphs[size] = [self.captured(at, size) for at in range(len(self.model.layers) + 1)]
+        except RuntimeError as error:
+            why = str(error).splitlines()[0]
+            print(f"There are no CUDA graphs here ({why}): kernels are launched one by one.", file=sys.stderr)
+            self.sizes, self.graphs, self.inputs = (), {}, None     # never again
+        return size in self.graphs
+
+    def allocate(self):
+        """Allocate what the graphs read and write, for most rows. Raises RuntimeError if it does not fit."""
+        config, rows, head = self.model.config, self.sizes[-1], self.model.config.head_dim
+        where = dict(dtype=self.model.dtype, device=self.model.device)
+        self.pool = torch.cuda.graph_pool_handle()
+        self.rotation = torch.zeros(2, rows, 1, head, **where)
+        self.q, self.out = torch.zeros(2, rows, config.num_attention_heads, head, **where)
+        self.k, self.v = torch.zeros(2, rows, config.num_key_value_heads, head, **where)
+        self.inputs = torch.zeros(config.num_hidden_layers + 1, rows, config.hidden_size, **where)
+
+    def captured(self, index: int, size: int):
+        """-> the graph that ends before the attention of layer `index`. It is computed once before: libraries
+        choose kernels and take memory then, which a capture forbids."""
+        graph, compute = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        self.stream.wait_stream(compute)
+        with torch.cuda.stream(self.stream):
+            self.compute(index, size)
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")   # others wait for events
+            try:
+                self.compute(index, size)
+            finally:
+                graph.capture_end()
+        compute.wait_stream(self.stream)
+        return graph
+
+    def compute(self, index: int, size: int):
+        layers, rows = self.model.layers, slice(0, size)
+        if index:
+            hidden = layers[index - 1].after_attention(self.inputs[index - 1, rows], self.out[rows])
+            self.inputs[index, rows].copy_(hidden)
+        if index < len(layers):
+            made = layers[index].before_attention(self.inputs[index, rows], self.rotation[:, rows].unbind())
+            for kept, side in zip((self.q, self.k, self.v), made):
+                kept[rows].copy_(side)
