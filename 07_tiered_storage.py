@@ -383,17 +383,20 @@ class TieredCache(offload.HostCache):
 
     def __init__(
         self, blocks: int, bandwidth=None, storage=None, prefetch="timeout", write="write_through",
-        layout="page_first_direct", threshold=256, timeout=(1.0, 0.25),
+        layout="page_first_direct", threshold=256, timeout=(1.0, 0.25), io_backend=None,
     ):  # fmt: skip
         """`blocks` in host memory, `bandwidth` of the modelled link to them; `storage`: a store.Storage.
-        `threshold`: tokens that a prefetch must bring. `timeout`: seconds, and more for each 1,024 tokens."""
+        `threshold`: tokens that a prefetch must bring. `timeout`: seconds, and more for each 1,024 tokens.
+        `io_backend`: what copies on a GPU, direct (the copy engine) or kernel; by default the link's rule."""
         super().__init__(blocks, bandwidth)
         self.storage, self.write_policy, self.layout = storage, write, layout
         self.prefetcher, self.writer = Prefetcher(self, prefetch, threshold, timeout), Writer(self)
+        self.io_backend = io_backend
         self.sent: dict = {}  # request -> leading pages whose copy to host memory is over or begun
 
     def attach(self, engine):
         super().attach(engine)
+        self.load_link.backend = self.save_link.backend = self.io_backend
         self.tree, self.host.evicting = HiRadixTree(), self.writer.evicting_l2
         self.array = links.as_integers(self.host.memory)  # for NumPy
         self.pages_at_once = max(1, both_ends.CHUNK // self.pool.block_size)  # in a read or write of storage

@@ -123,9 +123,7 @@ class Lane:
         self.began = [math.inf]             # when what it does now did; infinite while it does nothing
         arguments = self.jobs, self.closed, self.began, wake, background   # not the lane: it may be forgotten
         self.thread = threading.Thread(target=work, args=arguments, daemon=True)
-        # `on_their_way` holds the pinned memory that a GPU still reads, until its stream is empty
-        end_with = self.jobs, self.closed, self.thread, stream, self.on_their_way
-        self.close = weakref.finalize(self, end, *end_with)
+        self.close = weakref.finalize(self, end, self.jobs, self.closed, self.thread, stream)
 
     def submit(self, label: str, size: int, function, *arguments, pieces=0, bandwidth=None) -> Transfer:
         """Call function(*arguments) on the thread, and return a Transfer that gets its value. With a
@@ -176,11 +174,10 @@ def work(jobs: queue.SimpleQueue, closed: threading.Event, began: list, wake, ba
         wake()
 
 
-def end(jobs: queue.SimpleQueue, closed: threading.Event, thread: threading.Thread, stream, on_their_way):
+def end(jobs: queue.SimpleQueue, closed: threading.Event, thread: threading.Thread, stream):
     """End a lane's thread: none may be inside PyTorch when the interpreter goes. What is modelled arrives."""
     if stream is not None:
         stream.synchronize()
-    on_their_way.clear()
     closed.set()
     jobs.put(None)
     if thread.ident is not None and thread is not threading.current_thread():
@@ -272,7 +269,8 @@ class Link(Lane):
     def queue(self, dst: list, src: list, label: str, size: int, places: Places | None) -> CudaTransfer:
         """Queue a copy on the lane's stream."""
         transfer = CudaTransfer(self.name, label, size)
-        transfer.clock, transfer.host = self.clock, [side for side in (*dst, *src) if not side.is_cuda]
+        transfer.clock = self.clock
+        transfer.host = [side for side in (*dst, *src) if not side.is_cuda]     # a kernel's use keeps nothing
         before = self.on_their_way[-1] if self.on_their_way else None
         if not (places and places.ordered):
             self.stream.wait_stream(torch.cuda.current_stream())    # behind what is queued to compute now

@@ -241,8 +241,16 @@ class Estimates:
         match = restoration.match
         all_came = restoration.whole and restoration.found == match.tokens >= FULL_SPEED
         if all_came and match.seconds and len(self.engine.running) == 1:
-            self.paces.append(max(1.0, restoration.spent / match.seconds))
+            self.paces.append(max(1.0, self.seconds_taken(restoration) / match.seconds))
             self.doubtful |= self.paces[-1] > 1 + DOUBT
+
+    def seconds_taken(self, restoration: Restoration) -> float:
+        """Of work at it and of waiting for it. A GPU's host does not wait: there, from its first copy's beginning
+        to its last one's end."""
+        spans = [transfer.span() for transfer in restoration.passed]
+        if self.engine.model.device.type != "cuda" or not spans:
+            return restoration.spent
+        return max(end for _, end in spans) - min(start for start, _ in spans)
 
     # Measuring while nothing runs
 

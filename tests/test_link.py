@@ -294,14 +294,6 @@ def test_without_a_gpu_host_memory_is_ordinary_memory_as_it_is_where_it_cannot_b
     assert capsys.readouterr().err.startswith("The host pool cannot be pinned (no memory):")
 
 
-@pytest.mark.parametrize("blocks, as_they_lie", [([6, 7, 8], True), ([3], True), ([6, 8], False), ([8, 7], False)])
-def test_blocks_that_lie_side_by_side_on_the_host_are_one_piece(blocks, as_they_lie):
-    host = torch.arange(20 * 2 * 4.0).view(20, 2, 4)
-    piece = links.in_one_piece(host, blocks)
-    assert torch.equal(piece, host[blocks]) and (piece.data_ptr() == host[blocks[0]].data_ptr()) == as_they_lie
-    assert torch.equal(links.in_one_piece(host.transpose(0, 1), [0, 1]), host.transpose(0, 1))
-
-
 @pytest.mark.parametrize("to, at, runs", [
     ([], [], []), ([4], [9], [(4, 9, 1)]), ([4, 5, 6], [9, 10, 11], [(4, 9, 3)]),
     ([4, 5, 6], [9, 11, 12], [(4, 9, 1), (5, 11, 2)]), ([4, 6, 7], [9, 10, 11], [(4, 9, 1), (6, 10, 2)]),

@@ -69,9 +69,9 @@ def own_cache(name: str):
 
 
 @functools.cache
-def tiny_model(seed: int = 0, kv_heads: int = 2, device: str = "cpu", on_host=False) -> Llama:
+def tiny_model(seed: int = 0, kv_heads: int = 2, device: str = "cpu", on_host=False, depth: int = 3) -> Llama:
     """plain_model, ready; `on_host`: its layers stay in host memory (chapter 08)."""
-    model = plain_model(seed, kv_heads)
+    model = plain_model(seed, kv_heads, depth)
     model.digest = bytes([seed]) * 32
     if on_host:
         hybrid.layers_on_host(model, device)
@@ -82,11 +82,11 @@ def tiny_model(seed: int = 0, kv_heads: int = 2, device: str = "cpu", on_host=Fa
     return model
 
 
-def plain_model(seed: int = 0, kv_heads: int = 2) -> Llama:
-    """3 layers x 64, 4 heads, 300 tokens, random weights: large enough ones that early tokens change the
+def plain_model(seed: int = 0, kv_heads: int = 2, depth: int = 3) -> Llama:
+    """`depth` layers x 64, 4 heads, 300 tokens, random weights: large enough ones that early tokens change the
     answer."""
     config = LlamaConfig(
-        vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+        vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=depth, num_attention_heads=4,
         num_key_value_heads=kv_heads, head_dim=16, max_position_embeddings=CONTEXT,
     )  # fmt: skip
     model = Llama(config, torch.float32, "cpu")

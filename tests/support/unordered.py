@@ -15,7 +15,9 @@ from unittest import mock
 import torch
 
 from common import link as links
+from common.pieces import Piece
 from common.restoring import Estimates
+from common.timeline import Clock
 
 from . import engines, streams
 
@@ -25,6 +27,13 @@ def hold_nothing(self, lane, transfers, *held, given=(), then=lambda arrived: No
     for pool, blocks in given:
         pool.release(blocks)
     self.under_way[lane].append((transfers, (), then))
+
+
+def reads_padding(piece, *given, call=Piece.__call__):
+    """A pass whose last layer's rows are read one row too late: the last one is nobody's."""
+    call(piece, *given)
+    rows = slice(piece.rows.start + 1, piece.rows.stop + 1)
+    return piece.pieces.inputs[piece.index + 1, rows]
 
 
 # guard -> (whose it is, what is there instead, what goes wrong without it)
@@ -45,6 +54,18 @@ GUARDS = {
     "record_stream": (
         "torch.Tensor", dict(record_stream=lambda tensor, stream: None),
         "(Copies of tensors that die.) The next tensor gets memory that a copy has still to read."),
+    "copied inputs": (
+        engines.hidden_states.HiddenCache, dict(step_states=lambda cache, batch: cache.step),
+        "(Chapter 04.) The next pass overwrites the inputs of layers that are still to leave."),
+    "kernels wait": (
+        "torch.cuda.Stream", dict(wait_stream=lambda stream, other: None),
+        "(Scattered blocks.) Compute is late: a kernel copies out what is not written yet."),
+    "kernels' memory": (
+        "common.restoring.Cache", dict(hold=hold_nothing),
+        "(Scattered blocks.) Copies are late: a kernel reads host blocks that are another document's by now."),
+    "padding": (
+        "common.pieces.Piece", dict(__call__=reads_padding),
+        "(Graphs.) Rows that nobody has computed in this pass are taken for its own."),
 }  # fmt: skip
 
 
@@ -94,6 +115,28 @@ def scene(cache=None, length: int = 70) -> str:
     return letters
 
 
+def scattered(cache) -> str:
+    """The scene, on a device and a host of which no free block is beside another."""
+    with mock.patch.object(engines.paged.BlockPool, "find_free", every_other):
+        return scene(cache)
+
+
+def every_other(pool, count: int, after, room) -> list[int]:
+    free = [block for block, is_free in enumerate(pool.free) if is_free]
+    return (free[::2] + free[1::2])[:count]
+
+
+def kernels(rounds: int = 4) -> str:
+    """Copy scattered blocks out that are still being computed -> a letter for each time."""
+    link, letters = links.Link("save", Clock("cuda")), ""
+    device, host = torch.zeros(8, 64, device="cuda"), torch.zeros(8, 64, pin_memory=True)
+    for number in range(1, rounds + 1):
+        device.fill_(number)
+        link.copy(host, device, "out", links.Places([6, 1, 3], [0, 2, 7])).wait()
+        letters += "." if host[[6, 1, 3]].eq(number).all() else "x"
+    return letters
+
+
 def temporary(rounds: int = 5) -> str:
     """Copy out tensors that are forgotten at once -> a letter for each."""
     lane, hosts = torch.cuda.Stream(), [torch.empty(256, pin_memory=True) for _ in range(rounds)]
@@ -112,7 +155,9 @@ def temporary(rounds: int = 5) -> str:
 
 SCENES = {
     "record_stream": temporary,
-    "wait_stream": lambda: scene(engines.hidden_states.HiddenCache(64)),
+    "wait_stream": lambda: scene(engines.hidden_states.HiddenCache(64)), "kernels wait": kernels,
+    "copied inputs": lambda: scene(engines.hidden_states.HiddenCache(64)),
+    "kernels' memory": lambda: scattered(engines.offload.HostCache(8)),
 }  # fmt: skip
 
 
