@@ -749,6 +749,7 @@ def add_arguments(parser):
     add("--hicache-size", type=cli.bounded(float, 1e-3, 1e6), metavar="GB", help="of host memory")
     add("--layout", choices=LAYOUTS, default="page_first_direct", help="of host memory (page_first_direct)")
     add("--write-policy", choices=WRITE, default="write_through", help="when pages go down (write_through)")
+    add("--hicache-io-backend", choices=("direct", "kernel"), help="what copies on a GPU (whatever is faster)")
     add("--storage", metavar="URL", help="shared tier: file:DIR, redis://HOST:PORT/N, or module:Class")
     add("--storage-config", type=backends.configuration, metavar="JSON or @FILE", help="its own arguments")
     add("--storage-bandwidth", type=modelled_link.speed, metavar="GB/S[:GB/S...@SECONDS]", help="modelled")
@@ -777,10 +778,12 @@ def make_engine(model, arguments) -> paged.Engine:
     block_bytes = size * model.config.kv_numbers_per_token * model.dtype.itemsize
     blocks = host_pages(model, arguments, block_bytes)
     storage = url and backends.open_storage(url, arguments.storage_config, arguments.storage_bandwidth)
+    if arguments.hicache_io_backend and model.device.type != "cuda":
+        raise BadRequest("--hicache-io-backend chooses what copies on a GPU, and here is none: leave it out.")
     cache = TieredCache(
         blocks, modelled_link.bandwidth(model, arguments.link), storage, arguments.prefetch,
         arguments.write_policy, arguments.layout, arguments.prefetch_threshold,
-        (arguments.prefetch_timeout, arguments.prefetch_timeout_per_1k),
+        (arguments.prefetch_timeout, arguments.prefetch_timeout_per_1k), arguments.hicache_io_backend,
     )  # fmt: skip
     engine = paged.make_engine(model, arguments, cache)
     words = f"{blocks} pages of {size} tokens, {blocks * block_bytes / 1e6:.1f} MB, over a {cache.load_link}"

@@ -385,6 +385,8 @@ class MiniBatch:
 class HybridRunner:
     """Runs the forward pass in mini-batches, over blocks of four kinds behind one pool of numbers."""
 
+    pieces = None  # no graphs: each pass finds the layers' weights elsewhere
+
     def __init__(self, model: Llama, plan: Plan, bandwidth, block_size=16, rows=8192):
         """`bandwidth`: of a modelled link, None on a GPU. `rows`: tokens of context on the device at once."""
         self.model, self.plan, self.deal, self.form = model, plan, Deal(plan, block_size), form

@@ -480,7 +480,9 @@ def make_engine(model, arguments, keep: str | None = None) -> paged.Engine:
         cache = PageHeadCache(on_host, bandwidth, storage, whole.own_kv_heads, whole.writes)
     else:
         cache = offload.HostCache(on_host, bandwidth) if keep == "kv" else Cache()
-    return paged.make_engine(model, options, Together(cache, ranks))
+    engine = paged.make_engine(model, options, Together(cache, ranks))
+    engine.runner.pieces = None  # a graph has no sums over ranks in it
+    return engine
 
 
 def load(ranks: Ranks, name: str, dtype: str, device: str):
