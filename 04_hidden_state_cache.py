@@ -227,7 +227,7 @@ class Loading:
         self.request, self.start, self.store = request, restoration.start, match.store
         pool, end, device = cache.pool, restoration.end, cache.model.device
         self.tokens = end - self.start
-        self.rotation = cache.model.rotary(torch.arange(self.start, end, device=device))  # once for all layers
+        self.rotation = cache.model.rotary(torch.arange(self.start, end, device=device))  # of all layers
         self.slots = pool.slots(upload(request.table, device))[self.start : end]  # [T]
         prefixes = request.chain[self.start // pool.block_size :]
         self.blocks, self.reads = self.store.bring(prefixes, match.blocks)  # in host memory
@@ -389,7 +389,7 @@ class HiddenCache(Cache):
             self.flush()
 
     def step_states(self, batch) -> list:
-        """-> the step's states, [T, D] a layer; on a GPU copies, since its next pass overwrites the inputs."""
+        """-> the step's states, [T, D] a layer; on a GPU copies: the next pass overwrites the inputs."""
         on_gpu = self.model.device.type == "cuda"
         return list(torch.stack(self.step)) if on_gpu and self.step else self.step
 

@@ -27,7 +27,7 @@ from benchmarks import measure, tables
 from benchmarks import planned as behind
 from benchmarks.measure import draw, ratio, spread
 from benchmarks.planned import hidden_states, links_of, offload, paged, planned
-from common import link as links
+from common.places import runs as runs_of
 from common.requests import Request
 from common.restoring import Cache
 from shell import cli, lesson, modelled_link
@@ -70,7 +70,7 @@ class Direct(EachStep):
         noted, states = self.rows, self.step  # of one step, [T, D] a layer
         self.forget_steps()
         pieces, kept, slots = self.store.fill(noted)
-        runs = links.runs(kept, slots)
+        runs = runs_of(kept, slots)
         transfers = [self.copy_rows(part, slot, rows[at : at + count])  # [count, D]
                      for part, rows in enumerate(states) for at, slot, count in runs]  # fmt: skip
         if pieces:
@@ -192,7 +192,7 @@ class TokenWise(PlannedCache):
                 into.append(landed[index, rows])  # [n, D]
                 out_of.append(states[number, rows])
         table = loading.request.table[self.last // size : len(numbers)]
-        for to, at, count in links.runs(table, numbers[self.last // size :]):
+        for to, at, count in runs_of(table, numbers[self.last // size :]):
             into += [side[to : to + count] for side in self.kv[layer]]
             out_of += [side[at : at + count] for side in sides]
         loading.landing[layer] = landed.flatten(0, 1)

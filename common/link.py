@@ -2,15 +2,12 @@
 
     link = Link("load", clock, 2e9)                    # one direction is one lane: first in, first out
     transfer = link.copy(dst, src, "layer 0")          # returns at once, and never raises
-    link.copy(dst, src, "layer 1", Places(to, at))     # blocks: dst[to] = src[at]
+    link.copy(dst, src, "layer 1", Places(to, at))     # blocks: dst[to] = src[at], see places.py
 
 With CUDA a lane is a stream. A copy begins only after everything that was queued to compute when it was
 issued: so a load cannot overwrite what queued work still reads, and a copy out sees what queued work still
 writes. That is the first half of the contract; the second is the caller's (`Cache.hold`): no memory of a
-transfer may be used for anything else before `ready`. Two things can copy. The copy engine takes nothing from
-what computes, and one piece a call, of some 8 us. A kernel takes some of the processors, and reads and writes
-pinned memory where it lies, in any order. So the engine copies blocks that are adjacent on the host, a kernel
-scattered ones, and no thread of the host puts them together (HiCache's `direct` and `kernel`).
+transfer may be used for anything else before `ready`.
 
 Without CUDA both memories are ordinary memory, and the link is a model, of one that takes each piece by
 itself: a thread copies at once, and then sleeps until bandwidth and pieces say that the copy has arrived, so
@@ -24,18 +21,14 @@ import time
 import weakref
 from collections import deque
 from contextlib import suppress
-from functools import cached_property
-from itertools import pairwise
 
-import numpy
 import torch
 
-from common.llama import upload
+from common.places import Places, as_integers, move, paired, queue_blocks, stream_of_few  # noqa: F401
 from common.speed import Speed
 
 LATENCY = 10e-6     # seconds, of a modelled transfer
 PIECE = 1e-6        # of each of its pieces; batched, 4 to 8 KiB take 0.6 to 1.6 us (H100; vLLM, PR 42212)
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}     # by their bytes
 HANGING = 1.0       # seconds after which a job hangs: its lane is given nothing that somebody waits for
 
 
@@ -184,43 +177,6 @@ def end(jobs: queue.SimpleQueue, closed: threading.Event, thread: threading.Thre
         thread.join(HANGING)
 
 
-class Places:
-    """Which blocks of two memories belong together: block to[i] of one is copied from block at[i]."""
-
-    def __init__(self, to, at, apart=False):
-        """`apart`: nothing that is queued to compute after the first copy touches these blocks, so that what
-        orders the first copy orders them all."""
-        self.to, self.at, self.apart, self.ordered = to, at, apart, False
-        self.runs = runs(to, at)
-
-    @cached_property
-    def sides(self) -> "tuple[Side, Side]":
-        return Side(self.to), Side(self.at)
-
-
-class Side:
-    """The blocks of one memory, for a GPU: computed once for all layers."""
-
-    def __init__(self, blocks):
-        self.blocks, self.runs, self.uploaded = blocks, runs(blocks, blocks), None
-        first, _, count = self.runs[0]
-        self.slice = slice(first, first + count) if len(self.runs) == 1 else None   # if they are adjacent
-
-    def index(self, device) -> torch.Tensor:
-        """-> the blocks' numbers on the device, uploaded by the lane's stream."""
-        if self.uploaded is None:
-            self.uploaded = upload(self.blocks, device)
-        return self.uploaded
-
-
-def runs(to, at) -> list[tuple[int, int, int]]:
-    """-> (to, at, count) of the blocks that are adjacent on both sides. Raises ValueError."""
-    to, at = numpy.asarray(to), numpy.asarray(at)
-    breaks = numpy.flatnonzero((numpy.diff(to) != 1) | (numpy.diff(at) != 1)) + 1
-    edges = [0, *breaks.tolist(), len(to)]
-    return [(int(to[first]), int(at[first]), end - first) for first, end in pairwise(edges) if end > first]
-
-
 def count_pieces(shape: tuple, to: tuple, at: tuple = (), runs: int = 1, run: int = 1) -> int:
     """-> runs of bytes that are adjacent on both sides of a copy. `to`, `at`: strides of the sides; without
     `at` that side is one piece. `runs`: of adjacent blocks, along axis 0. `run`: the stride of a number."""
@@ -250,11 +206,11 @@ class Link(Lane):
     def copy(self, dst, src, label: str, places: Places | None = None) -> Transfer:
         """Copy a tensor, or each of a list, to one like it; with `places`, src[at] to dst[to] of each."""
         dst, src = ([side] if isinstance(side, torch.Tensor) else list(side) for side in (dst, src))
-        shown, runs = ([to[: len(places.to)] for to in dst], len(places.runs)) if places else (dst, 1)
+        shown, count = ([to[: len(places.to)] for to in dst], len(places.runs)) if places else (dst, 1)
         size = sum(to.nbytes for to in shown)
         if not self.modelled:
             return self.queue(dst, src, label, size, places)
-        pieces = sum(count_pieces(to.shape, to.stride(), at.stride(), runs) for to, at in zip(shown, src))
+        pieces = sum(count_pieces(to.shape, to.stride(), at.stride(), count) for to, at in zip(shown, src))
         return self.submit(label, size, move, dst, src, places, pieces=pieces, bandwidth=self.bandwidth)
 
     def landing(self, shape, dtype) -> torch.Tensor:
@@ -277,8 +233,12 @@ class Link(Lane):
         with torch.cuda.stream(self.stream):
             transfer.start = self.clock.mark() if before is None or before.ready else before.end
             try:
-                for pair in paired(dst, src, places):
-                    self.queue_pair(*pair, places)
+                for to, out_of in paired(dst, src, places):
+                    (to if to.is_cuda else out_of).record_stream(self.stream)
+                    if places:
+                        queue_blocks(to, out_of, places, self.backend)
+                    else:
+                        to.copy_(out_of, non_blocking=True)
             except (RuntimeError, ValueError) as refused:
                 transfer.error = refused
             transfer.end = self.clock.mark()
@@ -287,34 +247,6 @@ class Link(Lane):
         self.on_their_way.append(transfer)
         self.settle()
         return transfer
-
-    def queue_pair(self, to: torch.Tensor, out_of: torch.Tensor, places: Places | None):
-        """Queue a tensor; of blocks those that are adjacent on the device, or else a copy beside them."""
-        inward = to.is_cuda
-        device, host = alike(to, out_of) if inward else alike(out_of, to)
-        device.record_stream(self.stream)
-        if places is None:
-            return to.copy_(out_of, non_blocking=True)
-        mine, theirs = places.sides if inward else places.sides[::-1]
-        piece = device[mine.slice] if mine.slice else None
-        if piece is None and inward:
-            piece = device.new_empty((len(mine.blocks), *device.shape[1:]))
-        elif piece is None:
-            piece = device.index_select(0, mine.index(device.device))
-        if not self.by_kernel(host, theirs):
-            for there, here in adjacent(host, piece, theirs):       # the host waits for what is not pinned
-                here.copy_(there, non_blocking=True) if inward else there.copy_(here, non_blocking=True)
-        elif inward:
-            torch.index_select(on_device(host), 0, theirs.index(device.device), out=piece)
-        else:
-            on_device(host).index_copy_(0, theirs.index(device.device), piece)
-        if inward and not mine.slice:
-            device.index_copy_(0, mine.index(device.device), piece)
-
-    def by_kernel(self, host: torch.Tensor, side: Side) -> bool:
-        if self.backend == "direct" or not host.is_pinned():
-            return False
-        return self.backend == "kernel" or not (side.slice and host[side.slice].is_contiguous())
 
     def speed(self) -> float:
         """Return bytes/s: of the last transfers, or else of the model, or of a measurement."""
@@ -344,80 +276,6 @@ class Link(Lane):
 
     def __str__(self):
         return str(self.bandwidth) if self.modelled else f"link, {self.speed() / 1e9:.1f} GB/s"
-
-
-def paired(dst: list[torch.Tensor], src: list[torch.Tensor], places: Places | None):
-    """Pair tensors of the same dtype and shape; with `places`, of any number of blocks. Raises ValueError."""
-    first = 1 if places else 0
-    sides = [[(piece.shape[first:], piece.dtype) for piece in side] for side in (dst, src)]
-    if sides[0] != sides[1]:
-        raise ValueError("the two sides differ in shape or dtype")
-    return zip(dst, src)
-
-
-def move(dst: list[torch.Tensor], src: list[torch.Tensor], places: Places | None):
-    """Copy in ordinary memory with one core: NumPy takes no other, where torch would take all of them."""
-    for pair in paired(dst, src, places):
-        to, out_of = map(as_integers, pair)
-        for first, at, count in places.runs if places else [(0, 0, len(to))]:
-            numpy.copyto(to[first : first + count], out_of[at : at + count])
-
-
-def adjacent(host: torch.Tensor, device: torch.Tensor, side: Side):
-    """Yield pairs of views, of blocks of the host and of what belongs to them one after the other on the device,
-    such that each view of the host is one piece."""
-    def split(piece, there):
-        if piece.is_contiguous():
-            yield piece, there
-        else:
-            for pair in zip(piece, there):
-                yield from split(*pair)
-
-    done = 0
-    for first, _, count in side.runs:
-        yield from split(host[first : first + count], device[done : done + count])
-        done += count
-
-
-class OnDevice:
-    """Shows pinned memory to PyTorch as the device's own: it has the same address there."""
-
-    def __init__(self, host: torch.Tensor):
-        self.host, size = host, host.itemsize           # as long as PyTorch has the view
-        strides = tuple(size * step for step in host.stride())
-        described = dict(shape=tuple(host.shape), strides=strides, typestr=f"<i{size}", version=3)
-        self.__cuda_array_interface__ = dict(described, data=(host.data_ptr(), False))
-
-
-def on_device(host: torch.Tensor) -> torch.Tensor:
-    """-> pinned memory of integers, as a tensor of the device; kernels go over the link for it."""
-    return torch.as_tensor(OnDevice(host), device="cuda")
-
-
-def alike(device: torch.Tensor, host: torch.Tensor) -> list[torch.Tensor]:
-    """View both as integers, of 8 bytes if their shapes allow that: kernels move these faster."""
-    with suppress(RuntimeError):
-        return [side.view(torch.int64) for side in (device, host)]
-    return [side.view(INTEGERS[side.itemsize]) for side in (device, host)]
-
-
-def stream_of_few(processors: int = 8):
-    """-> a stream whose kernels leave the other processors of a GPU to who computes, where PyTorch can divide
-    one (2.11 cannot); any stream elsewhere."""
-    with suppress(AttributeError, RuntimeError, TypeError):
-        context = torch.cuda.green_contexts.GreenContext.create(num_sms=processors)
-        stream = context.Stream()
-        with torch.cuda.stream(stream):
-            torch.zeros(1, device="cuda")
-        stream.synchronize()
-        stream.context = context        # lives as long
-        return stream
-    return torch.cuda.Stream()
-
-
-def as_integers(tensor: torch.Tensor) -> numpy.ndarray:
-    """Return the same memory for NumPy, which knows no bfloat16."""
-    return tensor.view(INTEGERS[tensor.itemsize]).numpy()
 
 
 def host_memory(shape, dtype, device, what: str) -> torch.Tensor:

@@ -1,18 +1,18 @@
 """A layer in one launch: CUDA graphs of what lies between two attentions.
 
-A launch costs the host 10 to 22 us, and a layer has some twenty. A graph of the whole pass would be one launch,
-and would forbid what the chapters do between two layers: wait for a history that is on its way, and look at
+A launch costs the host 10 to 22 us, and a layer has some twenty. A graph of the whole pass would be one
+launch, and forbid what chapters do between two layers: wait for a history that is on its way, and look at
 the layer's input. So only the rest becomes a graph:
 
     eager      before_layer(l); write K and V of layer l; attend
     graph      what follows in layer l, and what precedes attention in l + 1: norm, q, k, v, rotation
 
-A graph has fixed memory and a fixed number of rows. A pass is padded to the next size: the rows behind its own
-hold what they held before, are computed, and never read; every operation in a graph keeps rows apart.
+A graph has fixed memory and a fixed number of rows. A pass is padded to the next size: rows behind its own
+are computed and never read, and every operation in a graph keeps rows apart.
 
-The contract of that memory: q, k, v and the layers' inputs are overwritten by the next pass. To keep one, or to
-copy it to the host, copy it first, in the order of the compute stream (chapter 04). A pass within a pass, such
-as chapter 05's recomputing, may begin before the first layer only."""
+The contract of that memory: q, k, v and the layers' inputs are overwritten by the next pass. To keep one, or
+to copy it to the host, copy it first, in the order of the compute stream (chapter 04). A pass within a pass,
+such as chapter 05's recomputing, may begin before the first layer only."""
 import sys
 
 import torch

@@ -245,8 +245,8 @@ class Estimates:
             self.doubtful |= self.paces[-1] > 1 + DOUBT
 
     def seconds_taken(self, restoration: Restoration) -> float:
-        """Of work at it and of waiting for it. A GPU's host does not wait: there, from its first copy's beginning
-        to its last one's end."""
+        """Of work at it and of waiting for it. A GPU's host does not wait: there, from the first copy's start
+        to the last one's end."""
         spans = [transfer.span() for transfer in restoration.passed]
         if self.engine.model.device.type != "cuda" or not spans:
             return restoration.spent

@@ -15,6 +15,7 @@ from conftest import ROOT
 from support.engines import tiers, tiny_model
 
 from common import link as links
+from common import places
 from common.link import LATENCY, PIECE, Bandwidth, Lane, Link, TransferError
 from common.timeline import Clock
 from shell import modelled_link
@@ -302,7 +303,7 @@ def test_without_a_gpu_host_memory_is_ordinary_memory_as_it_is_where_it_cannot_b
 def test_a_run_is_adjacent_on_both_sides(to, at, runs):
     assert links.Places(to, at).runs == runs
     dst, src = torch.zeros(20, 3), torch.arange(1.0, 61.0).view(20, 3)
-    links.move([dst], [src], links.Places(to, at))
+    places.move([dst], [src], links.Places(to, at))
     assert dst[to].tolist() == src[at].tolist() and dst.count_nonzero() == 3 * len(to)
 
 

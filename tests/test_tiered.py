@@ -839,6 +839,8 @@ def test_options_of_storage_and_of_host_memory(tmp_path, capsys):
     for options in ["--hicache-ratio=1"], ["--hicache-size=1", "--cpu-blocks=9"]:
         with pytest.raises(BadRequest, match="Give one of"):
             made(*options)
+    with pytest.raises(BadRequest, match="here is none: leave it out"):
+        made("--hicache-io-backend=kernel")
     for config in "sesame", '["sesame"]', "@sesame":
         with pytest.raises(SystemExit):
             made("--storage-config", config)

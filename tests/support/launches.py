@@ -1,0 +1,57 @@
+"""Who launches? What the host gives to a GPU for a question behind its history, counted on the emulated one.
+
+    python -m tests.support.launches
+
+Of models of 3 and of 7 layers: so many launches a layer (kernels, and replays of graphs), so many besides, and
+copies by the copy engine. `eager`: without graphs. `scattered`: no free block is beside another.
+"""
+
+import random
+
+import torch
+import torch.nn.attention.bias  # before anything is emulated
+
+from . import engines, streams, unordered
+
+WAYS = {"02": "none", "03": "host", "04": "hidden", "05": "planned", "07": "tiered"}  # each way's Cache
+BLOCKS, HISTORY = 100, 320  # on the device; tokens
+
+
+def launched(way: str, depth: int, eager=False, scattered=False) -> tuple[int, int]:
+    """-> launches, and copies of blocks, for the third question about a document."""
+    prompt = engines.draw(random.Random(8), HISTORY + 15)
+    with streams.emulate("early") as gpu, unordered.measured_before():
+        cache = engines.CACHES[WAYS[way]](BLOCKS)
+        cache.asked = "R" + "H" * (depth // 2) + "K" * (depth // 2)  # chapter 05's plan
+        engine = engines.make(cache, BLOCKS, model=engines.tiny_model(0, 2, "cuda", depth=depth))
+        engine.runner.pieces = None if eager else engine.runner.pieces
+        for pool in engine.pools.values() if scattered else ():
+            pool.release(pool.allocate(pool.size)[::3])
+        for _ in range(3):
+            engines.settle(engine)
+            if way != "02":
+                engine.evict("device")
+            gpu.launches = 0
+            gpu.copies.clear()
+            request = engines.ask(engine, prompt, 1)
+        assert request.cached_tokens == HISTORY
+        return gpu.launches, sum(size >= 1 << 13 for _, size in gpu.copies)
+
+
+def a_layer(way: str, **how) -> tuple[float, float, float]:
+    """-> launches a layer, copies a layer, and launches besides."""
+    (few, copies), (many, more) = (launched(way, depth, **how) for depth in (3, 7))
+    return (many - few) / 4, (more - copies) / 4, few - 3 * (many - few) / 4
+
+
+def main():
+    torch.set_num_threads(1)
+    print(f"{'':6}{'eager':>8}{'graphs':>8}{'scattered':>11}   a layer; besides; copies a layer, scattered")
+    for way in WAYS:
+        hows = dict(eager=True), {}, dict(scattered=True)
+        (eager, *_), (graphs, copies, besides), (scattered, others, _) = (a_layer(way, **how) for how in hows)
+        print(f"{way:6}{eager:8.1f}{graphs:8.1f}{scattered:11.1f}   {besides:9.0f}{copies:14.1f}{others:12.1f}")
+
+
+if __name__ == "__main__":
+    main()
