@@ -338,7 +338,7 @@ class HiddenCache(Cache):
         self.counts["bytes_in"] += transfer.bytes
 
     def bring_back(self, loading: Loading, layer: int):
-        """Wait for a layer's rows and project them. Layer 0's are the embedding."""
+        """Yield the transfer of a layer's rows, then project them. Layer 0's are the embedding."""
         request, start, tokens = loading.request, loading.start, loading.tokens
         if layer in loading.transfers:
             yield loading.transfers[layer]
@@ -384,7 +384,9 @@ class HiddenCache(Cache):
             _, indices = self.rows.setdefault(request, (request.computed - count, []))
             indices += range(self.count, self.count + count)
             self.count += count
-        self.steps.append(self.step_states(batch))
+        self.steps.append(None)
+        with suppress(RuntimeError):  # no device memory is left for a copy: see `flush`
+            self.steps[-1] = self.step_states(batch)
         if self.count * self.store.row_bytes >= SNAPSHOT or self.count >= self.engine.token_budget:
             self.flush()
 
@@ -400,7 +402,7 @@ class HiddenCache(Cache):
         pieces, kept, slots = self.store.fill(rows)
         touched = [block for _, block, _ in pieces]
         states = None
-        if pieces and count <= self.free:
+        if pieces and count <= self.free and None not in steps:
             with suppress(RuntimeError):  # no device memory is left to put steps together
                 states = self.rows_to_keep(steps)
         if states is None:

@@ -1,8 +1,8 @@
 """A layer in one launch: CUDA graphs of what lies between two attentions.
 
-A launch costs the host 10 to 22 us, and a layer has some twenty. A graph of the whole pass would be one
-launch, and forbid what chapters do between two layers: wait for a history that is on its way, and look at
-the layer's input. So only the rest becomes a graph:
+A launch costs the host 10 to 22 us, and a layer needs about twenty. A graph of the whole pass would be one
+launch, and forbid what chapters do between two layers: order the pass behind a history that is on its way,
+and look at the layer's input. (And attention has another shape in each pass.) So the rest becomes a graph:
 
     eager      before_layer(l); write K and V of layer l; attend
     graph      what follows in layer l, and what precedes attention in l + 1: norm, q, k, v, rotation
@@ -10,9 +10,9 @@ the layer's input. So only the rest becomes a graph:
 A graph has fixed memory and a fixed number of rows. A pass is padded to the next size: rows behind its own
 are computed and never read, and every operation in a graph keeps rows apart.
 
-The contract of that memory: q, k, v and the layers' inputs are overwritten by the next pass. To keep one, or
-to copy it to the host, copy it first, in the order of the compute stream (chapter 04). A pass within a pass,
-such as chapter 05's recomputing, may begin before the first layer only."""
+The contract of that memory: the next pass, or capture, overwrites q, k, v and the layers' inputs. Before you
+keep one or send it to the host, copy it on the compute stream (chapter 04). A pass within a pass, such as
+chapter 05's recomputing, may begin before the first layer only, whose input is not in that memory yet."""
 import sys
 
 import torch
@@ -42,8 +42,8 @@ class Pieces:
     """The graphs of a model, and the memory that all of them read and write."""
 
     def __init__(self, model):
-        self.model, self.sizes, self.graphs = model, SIZES, {}      # rows -> a graph for each end of a layer
-        self.inputs, self.stream = None, torch.cuda.Stream()        # of captures
+        self.model, self.sizes, self.graphs = model, SIZES, {}      # rows -> its L + 1 graphs
+        self.inputs, self.stream = None, torch.cuda.Stream()        # the stream is that of captures
 
     def layers(self, rows: int):
         """-> the layers of a pass of so many rows: pieces; the model's own for more rows than graphs have, or
@@ -54,7 +54,7 @@ class Pieces:
         return [Piece(self, index, rows, self.graphs[size]) for index in range(len(self.model.layers))]
 
     def idle(self, interrupted):
-        """Capture the sizes below those that were seen: what runs together does not end together."""
+        """Capture the sizes below those that were seen: of requests that decode together, one ends first."""
         for size in self.sizes:
             if self.graphs and size < max(self.graphs) and not interrupted():
                 self.capture(size)
@@ -84,13 +84,13 @@ class Pieces:
         self.inputs = torch.zeros(config.num_hidden_layers + 1, rows, config.hidden_size, **where)
 
     def captured(self, index: int, size: int):
-        """-> the graph that ends before the attention of layer `index`. It is computed once before: libraries
-        choose kernels and take memory then, which a capture forbids."""
+        """-> the graph that ends before the attention of layer `index`, or ends the pass. It is run once before:
+        libraries choose kernels and take memory then, which a capture forbids."""
         graph, compute = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         self.stream.wait_stream(compute)
         with torch.cuda.stream(self.stream):
             self.compute(index, size)
-            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")   # others wait for events
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")   # others may ask for events
             try:
                 self.compute(index, size)
             finally:

@@ -1,7 +1,7 @@
 """Blocks that are copied: which ones, and how, between ordinary memories and between a GPU and its host.
 
-On a GPU two things can copy. The copy engine takes nothing from what computes, and one piece a call, of some
-8 us. A kernel takes some of the processors, and reads and writes pinned memory where it lies, in any order.
+On a GPU two things can copy. The copy engine takes nothing from what computes, and one piece a call, which
+takes some 8 us. A kernel takes multiprocessors, and reads and writes pinned memory where it lies, in any order.
 So the engine copies blocks that are adjacent on the host, a kernel scattered ones, and no thread of the host
 puts them together (HiCache's `direct` and `kernel`)."""
 from contextlib import suppress
@@ -20,8 +20,8 @@ class Places:
     """Which blocks of two memories belong together: block to[i] of one is copied from block at[i]."""
 
     def __init__(self, to, at, apart=False):
-        """`apart`: nothing that is queued to compute after the first copy touches these blocks, so that what
-        orders the first copy orders them all."""
+        """`apart`: what is queued to compute after the first copy touches no block until that block's own copy
+        has arrived; so it is enough, on one lane, that the first copy waits for what computes."""
         self.to, self.at, self.apart, self.ordered = to, at, apart, False
         self.runs = runs(to, at)
 
@@ -35,7 +35,7 @@ class Side:
 
     def __init__(self, blocks):
         self.blocks, self.runs, self.uploaded = blocks, runs(blocks, blocks), None
-        first, _, count = self.runs[0]
+        first, _, count = self.runs[0] if self.runs else (0, 0, 0)
         self.slice = slice(first, first + count) if len(self.runs) == 1 else None   # if they are adjacent
 
     def index(self, device) -> torch.Tensor:
@@ -78,8 +78,8 @@ def as_integers(tensor: torch.Tensor) -> numpy.ndarray:
 # On a GPU ---------------------------------------------------------------------------------------------------
 
 def queue_blocks(to: torch.Tensor, out_of: torch.Tensor, places: Places, backend: str | None):
-    """Queue a copy of blocks on the current stream: straight to and from blocks that are adjacent on the
-    device, or else by way of memory beside them. `backend`: direct or kernel; None: by the rule above."""
+    """Queue a copy of blocks on the current stream; if they are not adjacent on the device, by way of a
+    temporary there. `backend`: direct or kernel; None: see `by_kernel`."""
     inward = to.is_cuda
     device, host = alike(to, out_of) if inward else alike(out_of, to)
     mine, theirs = places.sides if inward else places.sides[::-1]
@@ -101,14 +101,15 @@ def queue_blocks(to: torch.Tensor, out_of: torch.Tensor, places: Places, backend
 
 
 def by_kernel(host: torch.Tensor, side: Side, backend: str | None) -> bool:
+    """Whether a kernel copies: what is pinned, and not one run in contiguous memory."""
     if backend == "direct" or not host.is_pinned():
         return False
     return backend == "kernel" or not (side.slice and host[side.slice].is_contiguous())
 
 
 def adjacent(host: torch.Tensor, device: torch.Tensor, side: Side):
-    """Yield pairs of views, of blocks of the host and of what lies in their order on the device: what the
-    copy engine takes at once. (What is not pinned PyTorch copies to memory that is, run by run.)"""
+    """Yield pairs of views, of the host's blocks and of what belongs to them on the device: a copy each. A
+    run that is not pinned comes whole, since PyTorch stages it."""
     def split(there, here):
         if there.is_contiguous() or not there.is_pinned():
             yield there, here
@@ -126,10 +127,8 @@ class OnDevice:
     """Shows pinned memory to PyTorch as the device's own: it has the same address there."""
 
     def __init__(self, host: torch.Tensor):
-        self.host, size = host, host.itemsize       # kept as long as PyTorch has the view
-        strides = tuple(size * step for step in host.stride())
-        described = dict(shape=tuple(host.shape), strides=strides, typestr=f"<i{size}", version=3)
-        self.__cuda_array_interface__ = dict(described, data=(host.data_ptr(), False))
+        self.host = host        # for the view; for a queued kernel `Link.queue` keeps it
+        self.__cuda_array_interface__ = host.numpy().__array_interface__
 
 
 def on_device(host: torch.Tensor) -> torch.Tensor:

@@ -46,11 +46,12 @@ def a_layer(way: str, **how) -> tuple[float, float, float]:
 
 def main():
     torch.set_num_threads(1)
-    print(f"{'':6}{'eager':>8}{'graphs':>8}{'scattered':>11}   a layer; besides; copies a layer, scattered")
+    print("       launches a layer             launches    copies a layer")
+    print("       eager  graphs  scattered     besides     graphs  scattered")
     for way in WAYS:
         hows = dict(eager=True), {}, dict(scattered=True)
         (eager, *_), (graphs, copies, besides), (scattered, others, _) = (a_layer(way, **how) for how in hows)
-        print(f"{way:6}{eager:8.1f}{graphs:8.1f}{scattered:11.1f}   {besides:9.0f}{copies:14.1f}{others:12.1f}")
+        print(f"{way:4}{eager:8.1f}{graphs:8.1f}{scattered:11.1f}{besides:12.0f}{copies:11.1f}{others:11.1f}")
 
 
 if __name__ == "__main__":
