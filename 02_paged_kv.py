@@ -279,7 +279,7 @@ class Runner:
         return batch, self.model.logits(hidden[batch.last_rows])  # [R, V]
 
     def compute(self, batch: Batch, depth: int, before_layer=lambda *_: None) -> torch.Tensor:
-        """Take the batch's tokens through the first `depth` layers -> what comes out, [T, D], until the next pass."""
+        """Take the batch's tokens through the first `depth` layers -> [T, D], until the next pass."""
         hidden, rotation = self.model.embed(batch.tokens), self.model.rotary(batch.positions)
         layers = self.pieces.layers(len(hidden)) if self.pieces else self.model.layers
         for index, layer in zip(range(depth), layers):

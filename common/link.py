@@ -5,8 +5,8 @@
     link.copy(dst, src, "layer 1", Places(to, at))     # blocks: dst[to] = src[at], see places.py
 
 With CUDA a lane is a stream. A copy begins only after everything that was queued to compute when it was
-issued (or the first copy of the same `Places`, see there): so a load cannot overwrite what queued work still reads, and a copy out sees what queued work still
-writes. That is the first half of the contract; the second is the caller's (`Cache.hold`): no memory of a
+issued (or the first copy of the same `Places`, see there): so a load cannot overwrite what queued work still
+reads, and a copy out sees what queued work still writes. That is the first half of the contract; the second is the caller's (`Cache.hold`): no memory of a
 transfer may be used for anything else before `ready`.
 
 Without CUDA both memories are ordinary memory, and the link is a model, of one that takes each piece by
@@ -214,7 +214,7 @@ class Link(Lane):
         return self.submit(label, size, move, dst, src, places, pieces=pieces, bandwidth=self.bandwidth)
 
     def landing(self, shape, dtype) -> torch.Tensor:
-        """Allocate device memory to copy to. On a GPU it is the lane's: no copy into it waits for what computes."""
+        """Allocate device memory to copy to. A GPU's is the lane's: no copy to it waits for what computes."""
         if self.modelled:
             return torch.empty(shape, dtype=dtype)
         with torch.cuda.stream(self.stream):
@@ -226,7 +226,7 @@ class Link(Lane):
         """Queue a copy on the lane's stream."""
         transfer = CudaTransfer(self.name, label, size)
         transfer.clock = self.clock
-        transfer.host = [side for side in (*dst, *src) if not side.is_cuda]     # PyTorch sees no kernel use it
+        transfer.host = [side for side in (*dst, *src) if not side.is_cuda]     # no kernel keeps it
         before = self.on_their_way[-1] if self.on_their_way else None
         if not (places and places.ordered):
             self.stream.wait_stream(torch.cuda.current_stream())    # behind what is queued to compute now

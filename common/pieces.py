@@ -84,13 +84,13 @@ class Pieces:
         self.inputs = torch.zeros(config.num_hidden_layers + 1, rows, config.hidden_size, **where)
 
     def captured(self, index: int, size: int):
-        """-> the graph that ends before the attention of layer `index`, or ends the pass. It is run once before:
-        libraries choose kernels and take memory then, which a capture forbids."""
+        """-> the graph that ends before the attention of layer `index`, or ends the pass. It is run once
+        before: libraries choose kernels and take memory then, which a capture forbids."""
         graph, compute = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         self.stream.wait_stream(compute)
         with torch.cuda.stream(self.stream):
             self.compute(index, size)
-            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")   # others may ask for events
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")   # others may query
             try:
                 self.compute(index, size)
             finally:

@@ -1,9 +1,9 @@
 """Blocks that are copied: which ones, and how, between ordinary memories and between a GPU and its host.
 
 On a GPU two things can copy. The copy engine takes nothing from what computes, and one piece a call, which
-takes some 8 us. A kernel takes multiprocessors, and reads and writes pinned memory where it lies, in any order.
-So the engine copies blocks that are adjacent on the host, a kernel scattered ones, and no thread of the host
-puts them together (HiCache's `direct` and `kernel`)."""
+takes some 8 us. A kernel takes multiprocessors, and reads and writes pinned memory where it lies, in any
+order. So the engine copies blocks that are adjacent on the host, a kernel scattered ones, and no thread of
+the host puts them together (HiCache's `direct` and `kernel`)."""
 from contextlib import suppress
 from functools import cached_property
 from itertools import pairwise
@@ -20,8 +20,8 @@ class Places:
     """Which blocks of two memories belong together: block to[i] of one is copied from block at[i]."""
 
     def __init__(self, to, at, apart=False):
-        """`apart`: what is queued to compute after the first copy touches no block until that block's own copy
-        has arrived; so it is enough, on one lane, that the first copy waits for what computes."""
+        """`apart`: what is queued to compute after the first copy touches no block until that block's own
+        copy has arrived; so it is enough, on one lane, that the first copy waits for what computes."""
         self.to, self.at, self.apart, self.ordered = to, at, apart, False
         self.runs = runs(to, at)
 

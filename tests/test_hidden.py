@@ -304,16 +304,17 @@ def test_storage_that_fails_costs_what_it_would_have_kept_and_no_more(fault, mon
     check_pools(engine)
 
 
-def test_steps_that_cannot_be_put_together_are_dropped_and_leave_no_hole(monkeypatch):
+@pytest.mark.parametrize("copying", ["rows_to_keep", "step_states"])
+def test_steps_that_cannot_be_put_together_are_dropped_and_leave_no_hole(monkeypatch, copying):
     engine, cache = engine_for(token_budget=32)
-    keep, times = cache.rows_to_keep, iter([True, True, False])
+    keep, times = getattr(cache, copying), iter([True, True, False])
 
     def short_of_memory(steps):
         if next(times, True):
             return keep(steps)
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(cache, "rows_to_keep", short_of_memory)
+    monkeypatch.setattr(cache, copying, short_of_memory)
     monkeypatch.setattr(hidden_states, "SNAPSHOT", 1)  # each step leaves at once
     request = ask(engine, PROMPT)
     settle(engine)
