@@ -6,8 +6,8 @@
 
 With CUDA a lane is a stream. A copy begins only after everything that was queued to compute when it was
 issued (or the first copy of the same `Places`, see there): so a load cannot overwrite what queued work still
-reads, and a copy out sees what queued work still writes. That is the first half of the contract; the second is the caller's (`Cache.hold`): no memory of a
-transfer may be used for anything else before `ready`.
+reads, and a copy out sees what queued work still writes. That is the first half of the contract; the second
+is the caller's (`Cache.hold`): no memory of a transfer may be used for anything else before `ready`.
 
 Without CUDA both memories are ordinary memory, and the link is a model, of one that takes each piece by
 itself: a thread copies at once, and then sleeps until bandwidth and pieces say that the copy has arrived, so
