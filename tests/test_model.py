@@ -26,6 +26,9 @@ FOLDERS = {
     "gqa": dict(num_key_value_heads=2),
     "one KV head": dict(num_key_value_heads=1),
     "qwen2": dict(family="qwen2"),
+    "qwen3": dict(family="qwen3", head_dim=24),
+    "smollm3": dict(family="smollm3", no_rope_layer_interval=2),
+    "phi3": dict(family="phi3"),
     "odd head_dim": dict(head_dim=24),
 }
 
