@@ -6,8 +6,7 @@
     OWNER/NAME       any such model on the hub, refused before its weights are downloaded if it does not fit
     random:NAME      random weights, always the same, and a byte-level tokenizer: shell/random_models.py
 
-Weights travel one tensor at a time from the file to their final place and dtype. On a CPU the products of
-many rows then get a copy of their own, where twice as much is free.
+Weights travel one tensor at a time. On a CPU, where twice as much is free, products of many rows get a copy.
 """
 import ctypes
 import hashlib
@@ -15,7 +14,6 @@ import json
 import os
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,7 +29,6 @@ ALIASES = {"classroom": str(CLASSROOM), "tinyllama": "TinyLlama/TinyLlama-1.1B-C
 OFFLINE = "The models classroom (shipped) and random:tinyllama need no network."
 WHOLE = "Choose a whole model, in safetensors: GGUF files, adapters and pickles are not read."
 TIED = "model.embed_tokens.weight", "lm_head.weight"
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -81,9 +78,7 @@ def read_model(name: str, dtype: str, device: str, on_host: bool, division):
     if name.startswith("random:"):
         tensors = random_models.random_tensors(whole)
     else:
-        find = partial(find_tensors, folder, places, whole, config.tie_word_embeddings)
-        found = find(stored_tensors(name, folder, find))
-        tensors = read_tensors(places, whole, found, config.tie_word_embeddings, digest)
+        tensors = read_tensors(places, whole, find_tensors(name, folder, whole), config, digest)
     for key, tensor in tqdm(tensors, "loading", len(places), delay=1, leave=False, disable=None):
         if division:
             division.fill(places[key], key, tensor)
@@ -131,16 +126,22 @@ def read_json(path: Path) -> dict:
     return dict(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
 
 
-def stored_tensors(name: str, folder: Path, find) -> dict:
-    """-> name -> file of all in the whole model, or else in the parts that its index names. Of a model on the
-    hub, they are downloaded, unless `find` raises ModelError for what the index names."""
-    index = read_json(folder / "model.safetensors.index.json").get("weight_map", {})
-    for wanted in ["model.safetensors"], sorted(set(index.values())):
-        if index and wanted == sorted(set(index.values())):
-            find(index)
+def find_tensors(name: str, folder: Path, whole: dict) -> dict:
+    """-> name -> path of each tensor in the whole model, or else in the parts that its index names. Of a
+    model on the hub they are downloaded, if the index names no others. Raises ModelError."""
+    def check(stored):
+        for held, file in stored.items():
+            if held not in whole and not held.endswith("rotary_emb.inv_freq"):      # which Rotary computes
+                raise ModelError(f"{file} has a tensor {held}, which this model has no place for.")
+
+    for stored in {}, read_json(folder / "model.safetensors.index.json").get("weight_map", {}):
+        check(stored)
+        wanted = sorted(set(stored.values())) or ["model.safetensors"]
         find_folder(name, wanted, commit=folder.name)
-        if files := [file for file in wanted if (folder / file).exists()]:
-            return {held: file for file in files for held in read_tensor(folder / file)}
+        paths = [folder / file for file in wanted if (folder / file).exists()]
+        if found := {held: path for path in paths for held in read_tensor(path)}:
+            check(found)
+            return found
     raise ModelError(f"{name} has no model.safetensors. {WHOLE}")
 
 
@@ -187,42 +188,22 @@ def free_host_memory() -> float:
     return float("inf")
 
 
-def parts_of(held: str) -> list[str]:
-    """-> the names of the tensors that one in a file holds, one below the other."""
-    for fused, parts in FUSED.items():
-        if fused in held:
-            return [held.replace(fused, part) for part in parts]
-    return [held]
-
-
-def find_tensors(folder: Path, names, whole: dict, tied: bool, stored: dict) -> dict:
-    """What is stored, name -> file, as what is asked for: name -> (path, name there). Raises ModelError."""
-    found = {name: (folder / file, held) for held, file in stored.items() for name in parts_of(held)}
-    for name, (path, held) in found.items():
-        if name not in whole and not name.endswith("rotary_emb.inv_freq"):      # which Rotary computes
-            raise ModelError(f"{path} has a tensor {held}, which this model has no place for.")
-    for name in names:
-        other = TIED[name == TIED[0]] if tied and name in TIED else name        # of two, one is enough
-        if name not in found and other not in found:
-            raise ModelError(f"{folder} lacks {name}; it is incomplete: copy or download it again.")
-        found.setdefault(name, found.get(other))
-    return found
-
-
-def read_tensors(names, whole: dict, found: dict, tied: bool, digest):
-    """Yield (name, tensor) of those asked for, and put them into `digest`. `whole`: name -> what the model
-    has there, for the shapes. Raises ModelError."""
-    if tied and {*TIED} <= {*found} and not torch.equal(*(read_tensor(*found[name]) for name in TIED)):
+def read_tensors(names, whole: dict, found: dict, config: LlamaConfig, digest):
+    """Yield (name, tensor) of those asked for, and put them into `digest`. Of two that are tied, one is
+    enough. `whole`: name -> what the model has there, for the shapes. Raises ModelError."""
+    both = [name for name in TIED if config.tie_word_embeddings and name in found]
+    if len(both) == 2 and not torch.equal(*(read_tensor(found[name], name) for name in both)):
         raise ModelError(f"{TIED[1]} is not the embedding that config.json ties it to; correct "
-                         f"tie_word_embeddings in {found[TIED[1]][0].parent}.")
+                         f"tie_word_embeddings in {found[both[0]].parent}.")
     for name in names:
-        path, held = found[name]
-        tensor, parts, shape = read_tensor(path, held), parts_of(held), whole[name].shape
-        if len(parts) > 1:
-            tensor = tensor.split([len(whole[part]) for part in parts])[parts.index(name)]
+        source = both[0] if both and name in TIED else name
+        if source not in found:
+            folder = next(iter(found.values())).parent
+            raise ModelError(f"{folder} lacks {name}; it is incomplete: copy or download it again.")
+        tensor, shape = read_tensor(found[source], source), whole[name].shape
         if tensor.shape != shape:
-            raise ModelError(f"{path}: {held} is {[*tensor.shape]}, by config.json {[*shape]}.")
-        if not (tied and name == TIED[1]):      # which ranks divide differently than the embedding
+            raise ModelError(f"{found[source]}: {source} is {[*tensor.shape]}, by config.json {[*shape]}.")
+        if not (both and name == TIED[1]):      # of two tied ones, which ranks divide differently, the first
             digest.update(f"{name} {tensor.dtype}".encode())
             digest.update(tensor.flatten().view(torch.uint8).numpy())
         yield name, tensor
