@@ -295,7 +295,7 @@ QWEN = dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2", attention_dr
 QWEN3 = QWEN | dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", head_dim=24, attention_bias=False, sliding_window=None,
                     rope_scaling=None, max_window_layers=28)
 SMOLLM3 = LLAMA_3 | dict(architectures=["SmolLM3ForCausalLM"], model_type="smollm3", no_rope_layer_interval=4, no_rope_layers=[1, 0, 1],
-                         layer_types=["full_attention"] * 3, sliding_window=None, use_sliding_window=False, tie_word_embeddings=True)
+                         layer_types=["full_attention"] * 3, use_sliding_window=False, tie_word_embeddings=True, pad_token_id=None)
 JS = {"transformers.js_config": dict(kv_cache_dtype=dict(q4f16="float16", fp16="float16")), "is_llama_config": True}
 NEW = dict(dtype="bfloat16", transformers_version="5.3.0", head_dim=16, pad_token_id=None)
 UNSLOTH = dict(unsloth_fixed=True, unsloth_version="2025.9.1", _name_or_path="unsloth/x", _attn_implementation_autoset=True)
@@ -324,7 +324,7 @@ PUBLISHED = {
                                            rope_parameters=dict(rope_theta=1e6, rope_type="default")),
     "Qwen3": QWEN3, "Qwen3, with biases": QWEN3 | dict(attention_bias=True, mlp_bias=True, no_rope_layers=[1, 0, 1]),
     "SmolLM3": SMOLLM3, "SmolLM3, with biases": SMOLLM3 | dict(attention_bias=True, mlp_bias=True),
-    "SmolLM3, by default": dict(model_type="smollm3", num_hidden_layers=4, max_position_embeddings=4096, pad_token_id=None),
+    "SmolLM3, by default": dict(model_type="smollm3", num_hidden_layers=4, max_position_embeddings=512, pad_token_id=None, tie_word_embeddings=True),
     "Llama 3.1, saved by 5": LLAMA_3 | NEW | dict(rope_parameters=dict(LLAMA3, rope_theta=5e5), rope_theta=None),
     "Mistral, saved by 5": MISTRAL | NEW | dict(sliding_window=None, rope_parameters=dict(rope_theta=1e4, rope_type="default")),
 }
