@@ -147,6 +147,7 @@ class Layer(nn.Module):
         return self.rotate(self.k_norm(k), rotation), v
 
     def rotate(self, x, rotation):
+        """q or k [T, H, hd], rotated in layers that do."""
         return rotate(x, rotation) if self.rotates else x
 
     def before_attention(self, hidden, rotation):

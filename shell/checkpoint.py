@@ -79,11 +79,9 @@ def read_model(name: str, dtype: str, device: str, on_host: bool, division):
         tensors = random_models.random_tensors(whole)
     else:
         tensors = read_tensors(places, whole, find_tensors(name, folder, whole), config, digest)
+    fill = division.fill if division else lambda place, key, tensor: place.copy_(tensor)
     for key, tensor in tqdm(tensors, "loading", len(places), delay=1, leave=False, disable=None):
-        if division:
-            division.fill(places[key], key, tensor)
-        else:
-            places[key].copy_(tensor)
+        fill(places[key], key, tensor)
     model.digest = digest.digest()
     model.eval().requires_grad_(False)
     if not on_host and 2 * weight_bytes(model) < free_host_memory():
@@ -133,7 +131,6 @@ def find_tensors(name: str, folder: Path, whole: dict) -> dict:
         for held, file in stored.items():
             if held not in whole and not held.endswith("rotary_emb.inv_freq"):      # which Rotary computes
                 raise ModelError(f"{file} has a tensor {held}, which this model has no place for.")
-
     for stored in {}, read_json(folder / "model.safetensors.index.json").get("weight_map", {}):
         check(stored)
         wanted = sorted(set(stored.values())) or ["model.safetensors"]
