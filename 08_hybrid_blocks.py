@@ -208,6 +208,7 @@ class Weights:
         count = len(self.host)
         self.kept = {number * count // resident: self.place(model) for number in range(resident)}
         for index, place in self.kept.items():
+            place.rotates = self.host[index].rotates
             for parameter, weight in zip(place.parameters(), self.host[index].parameters()):
                 parameter.data = weight.data.to(model.device)
         self.streamed = [index for index in range(count) if index not in self.kept]
@@ -247,6 +248,7 @@ class Weights:
         for transfer in self.transfers:
             arrive(transfer)
         self.places.reverse()
+        self.places[0].rotates = self.host[index].rotates
         self.expect(index)
         return self.places[0]
 

@@ -11,6 +11,7 @@ frequency scaling as published with its weights.
 import math
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +35,8 @@ class LlamaConfig:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: bool = False          # of each head of q and of k, before they are rotated
+    no_rope_layers: tuple = ()     # numbers of layers whose q and k are not rotated
     tie_word_embeddings: bool = False
 
     @property
@@ -119,13 +122,15 @@ def rotary_frequencies(config: LlamaConfig) -> torch.Tensor:
 class Layer(nn.Module):
     """One transformer layer. Its parts are public: chapters 04, 05 and 08 call them one at a time."""
 
-    def __init__(self, config: LlamaConfig, rotary: Rotary, **where):
+    def __init__(self, config: LlamaConfig, rotary: Rotary, rotates: bool = True, **where):
         super().__init__()
         hidden, head_dim, intermediate = config.hidden_size, config.head_dim, config.intermediate_size
-        self.head_dim, self.rotary = head_dim, rotary
+        self.head_dim, self.rotary, self.rotates = head_dim, rotary, rotates
         self.attention_norm = nn.RMSNorm(hidden, config.rms_norm_eps, **where)
         self.q_proj = Linear(hidden, config.num_attention_heads * head_dim, config.qkv_bias, **where)
         self.kv_proj = Linear(hidden, 2 * config.num_key_value_heads * head_dim, config.qkv_bias, **where)
+        norm = partial(nn.RMSNorm, head_dim, config.rms_norm_eps, **where) if config.qk_norm else nn.Identity
+        self.q_norm, self.k_norm = norm(), norm()
         self.o_proj = Linear(config.num_attention_heads * head_dim, hidden, config.output_bias, **where)
         self.mlp_norm = nn.RMSNorm(hidden, config.rms_norm_eps, **where)
         self.gate_up_proj = Linear(hidden, 2 * intermediate, config.mlp_bias, **where)
@@ -139,13 +144,17 @@ class Layer(nn.Module):
         """-> k, v [T, KVH, hd] of the layer's input after its norm [T, D], in all passes and restorations."""
         kv = self.kv_proj(normed)                                                # [T, 2*KVH*hd]
         k, v = kv.view(len(normed), 2, -1, self.head_dim).unbind(1)              # [T, KVH, hd] each
-        return rotate(k, rotation), v
+        return self.rotate(self.k_norm(k), rotation), v
+
+    def rotate(self, x, rotation):
+        """q or k [T, H, hd], rotated in layers that do."""
+        return rotate(x, rotation) if self.rotates else x
 
     def before_attention(self, hidden, rotation):
         """The layer's input [T, D], `rotation` of its T positions -> q [T, H, hd], k, v [T, KVH, hd]."""
         normed = self.attention_norm(hidden)                                     # [T, D]
         q = self.q_proj(normed).view(len(normed), -1, self.head_dim)             # [T, H, hd]
-        return rotate(q, rotation), *self.keys_values(normed, rotation)
+        return self.rotate(self.q_norm(q), rotation), *self.keys_values(normed, rotation)
 
     def after_attention(self, hidden, out):
         """The layer's input [T, D], and what attention gave [T, H, hd] -> the next layer's input [T, D]."""
@@ -196,6 +205,7 @@ class Llama(nn.Module):
     NAMES = {"attention_norm": ["input_layernorm"], "mlp_norm": ["post_attention_layernorm"],
              "q_proj": ["self_attn.q_proj"], "o_proj": ["self_attn.o_proj"],
              "kv_proj": ["self_attn.k_proj", "self_attn.v_proj"],
+             "q_norm": ["self_attn.q_norm"], "k_norm": ["self_attn.k_norm"],
              "gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"], "down_proj": ["mlp.down_proj"]}
 
     def __init__(self, config: LlamaConfig, dtype=torch.float32, device="cpu"):
@@ -205,8 +215,9 @@ class Llama(nn.Module):
         where = dict(dtype=dtype, device=device)
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, **where))
         self.rotary = Rotary(config, **where)
-        layers = (Layer(config, self.rotary, **where) for _ in range(config.num_hidden_layers))
-        self.layers = nn.ModuleList(layers)
+        self.layers = nn.ModuleList(
+            Layer(config, self.rotary, number not in config.no_rope_layers, **where)
+            for number in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps, **where)
         self.head = Linear(config.hidden_size, config.vocab_size, False, **where)
         if config.tie_word_embeddings:

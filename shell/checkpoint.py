@@ -6,8 +6,7 @@
     OWNER/NAME       any such model on the hub, refused before its weights are downloaded if it does not fit
     random:NAME      random weights, always the same, and a byte-level tokenizer: shell/random_models.py
 
-Weights travel one tensor at a time from the file to their final place and dtype. On a CPU the products of
-many rows then get a copy of their own, where twice as much is free.
+Weights travel one tensor at a time. On a CPU, where twice as much is free, products of many rows get a copy.
 """
 import ctypes
 import hashlib
@@ -79,12 +78,10 @@ def read_model(name: str, dtype: str, device: str, on_host: bool, division):
     if name.startswith("random:"):
         tensors = random_models.random_tensors(whole)
     else:
-        tensors = read_tensors(places, whole, weight_files(name, folder), config.tie_word_embeddings, digest)
+        tensors = read_tensors(places, whole, find_tensors(name, folder, whole), config, digest)
+    fill = division.fill if division else lambda place, key, tensor: place.copy_(tensor)
     for key, tensor in tqdm(tensors, "loading", len(places), delay=1, leave=False, disable=None):
-        if division:
-            division.fill(places[key], key, tensor)
-        else:
-            places[key].copy_(tensor)
+        fill(places[key], key, tensor)
     model.digest = digest.digest()
     model.eval().requires_grad_(False)
     if not on_host and 2 * weight_bytes(model) < free_host_memory():
@@ -127,13 +124,21 @@ def read_json(path: Path) -> dict:
     return dict(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
 
 
-def weight_files(name: str, folder: Path) -> list[Path]:
-    """The whole model, or else the parts that its index names. Of a model on the hub, they are downloaded."""
-    parts = read_json(folder / "model.safetensors.index.json").get("weight_map", {}).values()
-    for wanted in ["model.safetensors"], sorted(set(parts)):
+def find_tensors(name: str, folder: Path, whole: dict) -> dict:
+    """-> name -> path of each tensor in the whole model, or else in the parts that its index names. Of a
+    model on the hub they are downloaded, if the index names no others. Raises ModelError."""
+    def check(stored):
+        for held, file in stored.items():
+            if held not in whole and not held.endswith("rotary_emb.inv_freq"):      # which Rotary computes
+                raise ModelError(f"{file} has a tensor {held}, which this model has no place for.")
+    for stored in {}, read_json(folder / "model.safetensors.index.json").get("weight_map", {}):
+        check(stored)
+        wanted = sorted(set(stored.values())) or ["model.safetensors"]
         find_folder(name, wanted, commit=folder.name)
-        if files := [folder / file for file in wanted if (folder / file).exists()]:
-            return files
+        paths = [folder / file for file in wanted if (folder / file).exists()]
+        if found := {held: path for path in paths for held in read_tensor(path)}:
+            check(found)
+            return found
     raise ModelError(f"{name} has no model.safetensors. {WHOLE}")
 
 
@@ -180,21 +185,18 @@ def free_host_memory() -> float:
     return float("inf")
 
 
-def read_tensors(names, whole: dict, files: list[Path], tied: bool, digest):
+def read_tensors(names, whole: dict, found: dict, config: LlamaConfig, digest):
     """Yield (name, tensor) of those asked for, and put them into `digest`. Of two that are tied, one is
     enough. `whole`: name -> what the model has there, for the shapes. Raises ModelError."""
-    found = {name: path for path in files for name in read_tensor(path)}
-    for name, path in found.items():
-        if name not in whole and not name.endswith("rotary_emb.inv_freq"):      # which Rotary computes
-            raise ModelError(f"{path} has a tensor {name}, which this model has no place for.")
-    both = [name for name in TIED if tied and name in found]
+    both = [name for name in TIED if config.tie_word_embeddings and name in found]
     if len(both) == 2 and not torch.equal(*(read_tensor(found[name], name) for name in both)):
         raise ModelError(f"{TIED[1]} is not the embedding that config.json ties it to; correct "
-                         f"tie_word_embeddings in {files[0].parent}.")
+                         f"tie_word_embeddings in {found[both[0]].parent}.")
     for name in names:
         source = both[0] if both and name in TIED else name
         if source not in found:
-            raise ModelError(f"{files[0].parent} lacks {name}; it is incomplete: copy or download it again.")
+            folder = next(iter(found.values())).parent
+            raise ModelError(f"{folder} lacks {name}; it is incomplete: copy or download it again.")
         tensor, shape = read_tensor(found[source], source), whole[name].shape
         if tensor.shape != shape:
             raise ModelError(f"{found[source]}: {source} is {[*tensor.shape]}, by config.json {[*shape]}.")

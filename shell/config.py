@@ -1,12 +1,13 @@
 """A config.json in Hugging Face layout -> a LlamaConfig, or the field that this model cannot follow."""
 import copy
+import math
 import sys
 
 from common.llama import LlamaConfig
 
-FAMILIES = "llama", "mistral", "qwen2"
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-         "num_key_value_heads")
+FAMILIES = "llama", "mistral", "qwen2", "qwen3", "smollm3"
+NUMBERS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+           "num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "rope_theta")
 # Dynamic scaling begins behind max_position_embeddings, where the context ends.
 ROPES = {"default": (), "dynamic": (), "linear": ("factor",), "llama3": (
     "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
@@ -25,29 +26,37 @@ def read_config(raw: dict) -> LlamaConfig:
     """Read a config.json as `transformers` does, which ignores what it does not know. Raises ModelError with
     the name of the field that asks for other mathematics or other weights."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    family, kind = raw.get("model_type"), str(raw.get("architectures") or "ForCausalLM")
+    family, kind = raw.get("model_type"), str(raw.get("architectures") or "ForCausalLM").strip("[']")
     require(family in FAMILIES, f"model_type must be {', '.join(FAMILIES)}, not {family!r}")
-    require("ForCausalLM" in kind, f"architectures must be one ForCausalLM, not {kind[:80]}")
+    require(kind.endswith("ForCausalLM"), f"architectures must be one ForCausalLM, not {kind[:80]}")
+    require(raw.get("is_causal", True), "is_causal is false; choose a model with causal attention")
+    for name, value in raw.items():
+        quantized = value and name.startswith(("quantization", "compression"))
+        how = value.get("quant_method", "set") if isinstance(value, dict) else value
+        require(not quantized, f"{name} is {how}; choose a model that is not quantized")
     config = CONFIG_MAPPING[family].from_dict(copy.deepcopy(raw))      # raises whatever its checks raise
     config.standardize_rope_params()        # again, as the model does
     rope, heads, act = config.rope_parameters, config.num_attention_heads, config.hidden_act
-    scaling, rotated = rope["rope_type"], rope.get("partial_rotary_factor") or 1
-    quantized = raw.get("quantization_config")
-    require(not quantized, f"quantization_config is {quantized}; choose a model that is not quantized"[:200])
+    scaling, rotated = rope["rope_type"], rope.get("partial_rotary_factor")
     require(act in ("silu", "swish"), f"hidden_act is {act}; choose a model with SwiGLU")
-    require(rotated == 1, f"partial_rotary_factor is {rotated}; choose a model that rotates whole heads")
+    require(rotated in (None, 1), f"partial_rotary_factor is {rotated}; choose one that rotates whole heads")
     require(scaling in ROPES, f"rotary scaling is {scaling!r}, and not supported; {', '.join(ROPES)} are")
+    numbers = {name: (vars(config) | rope)[name] for name in (*NUMBERS, *ROPES[scaling])}
+    for name, value in numbers.items():
+        fine = isinstance(value, (int, float)) and 0 < value < math.inf
+        require(fine, f"{name} must be a positive number, not {value!r}")
     fine = heads % config.num_key_value_heads == 0
     require(fine, "num_attention_heads must be a multiple of num_key_value_heads")
-    fields = {name: float(rope[name]) for name in ROPES[scaling]}
-    bias, mlp = (family == "llama" and bool(getattr(config, f"{part}_bias")) for part in ("attention", "mlp"))
+    fields = {name: numbers.pop(name) for name in ROPES[scaling]}
+    bias = family in ("llama", "qwen3", "smollm3") and config.attention_bias        # which others ignore
+    turned = config.no_rope_layers if family == "smollm3" else ()
     return LlamaConfig(
-        **{name: getattr(config, name) for name in SIZES},
+        **numbers | {"max_position_embeddings": read_context(config)},
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        max_position_embeddings=read_context(config), rms_norm_eps=float(config.rms_norm_eps),
-        rope_theta=float(rope["rope_theta"]),
         rope_scaling={"rope_type": scaling, **fields} if fields else {},
-        qkv_bias=bias or family == "qwen2", output_bias=bias, mlp_bias=mlp,
+        qkv_bias=bias or family == "qwen2", output_bias=bias, qk_norm=family == "qwen3",
+        mlp_bias=family in ("llama", "smollm3") and config.mlp_bias,
+        no_rope_layers=tuple(number for number, turns in enumerate(turned) if not turns),
         tie_word_embeddings=bool(config.tie_word_embeddings))
 
 

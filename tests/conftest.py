@@ -32,7 +32,7 @@ speed.BEFORE_LAYER = speed.SPREAD = 0.0  # seconds: all tests make engines, and 
 TINY = dict(
     vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.15, tie_word_embeddings=False,
-    bos_token_id=0, eos_token_id=1,
+    bos_token_id=0, eos_token_id=1, pad_token_id=None,
 )  # fmt: skip
 
 
@@ -51,13 +51,10 @@ def pytest_collection_modifyitems(items):
 def write_model(folder: Path, family="llama", seed: int = 0, max_shard_size: str = "1GB", **config) -> Path:
     """A model folder with random weights, biases and norms included, so that a mix-up of two shows."""
     import transformers
-    kinds = {"llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-             "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
-             "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM)}
-    make_config, make_model = kinds[family]
+    config = transformers.AutoConfig.for_model(family, **{**TINY, **config})
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = make_model(make_config(**{**TINY, **config})).eval()
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
         for name, tensor in model.named_parameters():
             if tensor.ndim == 1:
                 torch.nn.init.normal_(tensor, mean=float(name.endswith("norm.weight")), std=0.2)

@@ -7,6 +7,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -51,6 +52,13 @@ def pickle_instead(folder: Path):
     (folder / "model.safetensors").unlink()
 
 
+def index(folder: Path, more: str):
+    """Name all tensors, and one `more`, as those of a part."""
+    names, part = [*load_file(folder / "model.safetensors"), more], "model-00001-of-00001.safetensors"
+    (folder / "model.safetensors").rename(folder / part)
+    (folder / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=dict.fromkeys(names, part))))
+
+
 def truncate(folder: Path, keep: float):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * keep)])
@@ -73,7 +81,7 @@ BROKEN = {
         lambda f: change_weights(f / "model.safetensors", lambda t: t.update(more=torch.zeros(2))), ["more"]),
     "quantized weights": (
         lambda f: change_json(f / "config.json", quantization_config=dict(quant_method="awq", bits=4)),
-        ["quantization_config", "awq", "not quantized"],
+        ["quantization_config is awq", "not quantized"],
     ),
     "context beyond memory": (lambda f: change_json(f / "config.json", max_position_embeddings=10**11), []),
     "config in bytes": (lambda f: (f / "config.json").write_bytes(b"\xff\xfe\x00"), ["cannot be loaded"]),
@@ -224,11 +232,13 @@ def test_of_a_hub_model_only_the_weights_that_are_read_are_downloaded(hub, folde
     (lambda f: change_json(f / "config.json", vocab_size=10**12), ["GB"]),
     (pickle_instead, ["owner/name has no model.safetensors", "pickle"]),
     (lambda f: (f / "gated").touch(), ["owner/name", "Access is restricted"]),
+    (partial(index, more=Q0.replace("proj", "norm")), ["q_norm", "no place"]),
+    (partial(index, more="vision_tower.patch.weight"), ["vision_tower", "no place"]),
 ])  # fmt: skip
 def test_a_hub_model_is_refused_before_its_weights_are_downloaded(hub, folder, break_it, words):
     break_it(folder)
     message = refusal("owner/name")
-    assert all(word in message for word in words) and not any("model." in name for name in hub.sent)
+    assert all(word in message for word in words) and not any(name.endswith("tensors") for name in hub.sent)
 
 
 @pytest.mark.parametrize("kept", [["lm_head.weight"], ["model.embed_tokens.weight"], list(checkpoint.TIED)])

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 from collections import namedtuple
 from functools import partial
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import TINY, load, write_model
-from support.engines import baseline
+from support.engines import ask_and_evict, baseline, hybrid, hybrid_runner, make
 
 from common.llama import Linear, attention, causal_mask, rotary_frequencies
 from common.requests import Request
@@ -26,6 +27,8 @@ FOLDERS = {
     "gqa": dict(num_key_value_heads=2),
     "one KV head": dict(num_key_value_heads=1),
     "qwen2": dict(family="qwen2"),
+    "qwen3": dict(family="qwen3", head_dim=24),
+    "smollm3": dict(family="smollm3", no_rope_layer_interval=2),
     "odd head_dim": dict(head_dim=24),
 }
 
@@ -208,7 +211,7 @@ def declines(*_):
 # What restoration rests on ---------------------------------------------------------------------
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["gqa", "qwen2"])
+@pytest.mark.parametrize("kind", ["gqa", "qwen2", "qwen3", "smollm3"])
 @torch.inference_mode()
 def test_project_kv_rebuilds_the_cache_bit_by_bit(kind, dtype, tmp_path):
     model = load(write_model(tmp_path / "model", **FOLDERS[kind]), dtype).model
@@ -223,6 +226,20 @@ def test_project_kv_rebuilds_the_cache_bit_by_bit(kind, dtype, tmp_path):
         k, v = layer.project_kv(hidden, model.rotary(torch.arange(len(tokens))))  # [T, KVH, hd] each
         assert torch.equal(k.transpose(0, 1), cache.k[index])
         assert torch.equal(v.transpose(0, 1), cache.v[index])
+
+
+@pytest.mark.parametrize("cache", ["host", "hidden", "planned", 89, 90])  # 08, with so many blocks
+@pytest.mark.parametrize("kind", ["qwen3", "smollm3"])
+def test_what_comes_back_gives_the_tokens_of_transformers(kind, cache, tmp_path):
+    pair = make_pair(str(write_model(tmp_path / "model", **FOLDERS[kind])))
+    if isinstance(cache, int):
+        engine = make(None, runner=hybrid_runner(cache, model=hybrid.load(pair.name, device="cpu")[0]))
+    else:
+        engine = make(cache, model=pair.ours)
+    prompt = random_prompt(100)
+    expected = reference_tokens(pair.theirs, prompt, 20)
+    first, again = (ask_and_evict(engine, prompt, 20) for _ in range(2))
+    assert first.new == again.new == expected and (again.found or isinstance(cache, int))
 
 
 # Rotary frequencies ----------------------------------------------------------------------------
@@ -275,6 +292,10 @@ MISTRAL = SEVEN_B | dict(architectures=["MistralForCausalLM"], model_type="mistr
 QWEN = dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2", attention_dropout=0.0, hidden_act="silu", rms_norm_eps=1e-6,
             max_position_embeddings=4096, max_window_layers=21, num_key_value_heads=2, rope_theta=1e6, sliding_window=4096,
             use_sliding_window=False, tie_word_embeddings=True)
+QWEN3 = QWEN | dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", head_dim=24, attention_bias=False, sliding_window=None,
+                    rope_scaling=None, max_window_layers=28)
+SMOLLM3 = LLAMA_3 | dict(architectures=["SmolLM3ForCausalLM"], model_type="smollm3", no_rope_layer_interval=4, no_rope_layers=[1, 0, 1],
+                         layer_types=["full_attention"] * 3, use_sliding_window=False, tie_word_embeddings=True, pad_token_id=None)
 JS = {"transformers.js_config": dict(kv_cache_dtype=dict(q4f16="float16", fp16="float16")), "is_llama_config": True}
 NEW = dict(dtype="bfloat16", transformers_version="5.3.0", head_dim=16, pad_token_id=None)
 UNSLOTH = dict(unsloth_fixed=True, unsloth_version="2025.9.1", _name_or_path="unsloth/x", _attn_implementation_autoset=True)
@@ -301,6 +322,9 @@ PUBLISHED = {
     "Qwen2, some layers slide": QWEN | SLIDES | dict(max_window_layers=1), "Qwen2, no layer slides": QWEN | SLIDES,
     "Qwen2, saved by 5": QWEN | NEW | dict(layer_types=["full_attention"] * 3, rope_theta=None, sliding_window=None,
                                            rope_parameters=dict(rope_theta=1e6, rope_type="default")),
+    "Qwen3": QWEN3, "Qwen3, with biases": QWEN3 | dict(attention_bias=True, mlp_bias=True, no_rope_layers=[1, 0, 1]),
+    "SmolLM3": SMOLLM3, "SmolLM3, with biases": SMOLLM3 | dict(attention_bias=True, mlp_bias=True),
+    "SmolLM3, by default": dict(model_type="smollm3", num_hidden_layers=4, max_position_embeddings=512, pad_token_id=None, tie_word_embeddings=True),
     "Llama 3.1, saved by 5": LLAMA_3 | NEW | dict(rope_parameters=dict(LLAMA3, rope_theta=5e5), rope_theta=None),
     "Mistral, saved by 5": MISTRAL | NEW | dict(sliding_window=None, rope_parameters=dict(rope_theta=1e4, rope_type="default")),
 }
@@ -330,15 +354,25 @@ REFUSED = [
     ("model_type", dict(model_type=None)),
     ("architectures", dict(architectures=["MistralModel"])),
     ("architectures", dict(architectures=["LlamaForSequenceClassification"])),
-    ("quantization_config.*gptq", dict(quantization_config=dict(quant_method="gptq", bits=4))),
+    ("architectures must be .* not LlamaForCausalLMEagle3", dict(architectures=["LlamaForCausalLMEagle3"])),
+    ("is_causal", dict(is_causal=False)),
+    ("quantization_config is gptq; choose", dict(quantization_config=dict(modules=["a"] * 99, quant_method="gptq"))),
+    ("quantization is set; choose", dict(quantization=dict(group_size=64, bits=4))),
+    ("compression_config is set; choose", dict(compression_config=dict(format="pack-quantized"))),
     ("yarn", dict(rope_scaling=dict(type="default", rope_type="yarn", factor=2.0))),
     ("yarn", dict(rope_parameters=dict(rope_type="yarn", factor=2.0, rope_theta=1e4))),
-    ("partial_rotary_factor", dict(partial_rotary_factor=0.5)),
+    ("partial_rotary_factor", dict(partial_rotary_factor=0.5)), ("partial_rotary_factor", dict(partial_rotary_factor=0.0)),
     ("partial_rotary_factor", dict(rope_parameters=PARTIAL)),
     ("factor", dict(rope_scaling=dict(type="linear"))),
     ("rope_parameters", dict(rope_scaling="linear")),
     ("layer_types", dict(layer_types=["full_attention", "sliding_attention", "full_attention"])),
-    ("rms_norm_eps", dict(rms_norm_eps="small")),
+    ("rms_norm_eps", dict(rms_norm_eps="small")), ("rms_norm_eps must be a positive number", dict(rms_norm_eps=math.nan)),
+    ("rope_theta must be a positive number, not 0", dict(rope_theta=0)),
+    ("rope_theta must be a positive number, not 'large'", dict(rope_theta="large")),
+    ("factor must be a positive number, not 0", dict(rope_scaling=dict(type="linear", factor=0))),
+    ("factor must be a positive number, not None", dict(rope_scaling=dict(type="linear", factor=None))),
+    ("max_position_embeddings must be a positive number", dict(max_position_embeddings=0)),
+    ("num_hidden_layers must be a positive number", dict(num_hidden_layers=0)),
     ("hidden_size", dict(hidden_size=None)),
     ("vocab_size", dict(vocab_size="300")),
     ("head_dim", dict(head_dim=15)),

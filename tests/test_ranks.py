@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, write_model
 
 from common import store
 from common.link import Transfer, TransferError
@@ -80,8 +80,10 @@ def division(rank: int, count: int):
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_parts_read_from_files_make_up_the_model(count):
-    load = partial(checkpoint.load, "classroom", device="cpu")
+@pytest.mark.parametrize("name", ["classroom", "qwen3"])
+def test_parts_read_from_files_make_up_the_model(name, count, tmp_path):
+    name = name if name == "classroom" else str(write_model(tmp_path, name, num_key_value_heads=4, tie_word_embeddings=True))
+    load = partial(checkpoint.load, name, device="cpu")
     whole, *_ = load()
     parts = [load(division=division(rank, count))[0] for rank in range(count)]
     assert {part.digest for part in parts} == {whole.digest}

@@ -82,19 +82,19 @@ def tiny_model(seed: int = 0, kv_heads: int = 2, device: str = "cpu", on_host=Fa
     return model
 
 
-def plain_model(seed: int = 0, kv_heads: int = 2, depth: int = 3) -> Llama:
+def plain_model(seed: int = 0, kv_heads: int = 2, depth: int = 3, **more) -> Llama:
     """`depth` layers x 64, 4 heads, 300 tokens, random weights: large enough ones that early tokens change the
-    answer."""
+    answer. `more`: fields of the config."""
     config = LlamaConfig(
         vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=depth, num_attention_heads=4,
-        num_key_value_heads=kv_heads, head_dim=16, max_position_embeddings=CONTEXT,
+        num_key_value_heads=kv_heads, head_dim=16, max_position_embeddings=CONTEXT, **more,
     )  # fmt: skip
     model = Llama(config, torch.float32, "cpu")
     generator = torch.Generator().manual_seed(seed)
     for name, place in model.weights().items():
         place.copy_(torch.randn(place.shape, generator=generator) * 0.25)
         if name.endswith("norm.weight"):
-            place.add_(1.0)
+            place.add_(4.0 if "q_norm" in name else 1.0)  # the larger, the sharper is attention
     return model.eval().requires_grad_(False)
 
 
