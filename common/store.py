@@ -126,7 +126,7 @@ class Storage:
         return self.reader.submit(label, size, *job, pieces=pieces(into), bandwidth=self.bandwidth)
 
     def set(self, keys: list[bytes], values: list[numpy.ndarray]) -> Transfer:
-        """Write the values that are not there -> a Transfer whose value is how many."""
+        """Write the values that are not there -> a Transfer whose value is how many. Others are doubted."""
         size = sum(value.nbytes for value in values)
         return self.writer.submit("write", size, self.noting, self.write, keys, values, pieces=pieces(values))
 
@@ -173,8 +173,7 @@ class Storage:
             return value
         except Exception as error:
             self.errors += 1
-            answered = isinstance(error, Damaged)
-            (self.failing.discard if answered else self.failing.add)(function.__name__)
+            (self.failing.discard if isinstance(error, Damaged) else self.failing.add)(function.__name__)
             raise
 
     def look_up(self, keys: list[bytes]) -> list[bool]:
@@ -203,10 +202,16 @@ class Storage:
         for key, value, there in zip(keys, values, self.look_up(keys), strict=True):
             if not there:
                 value = numpy.ascontiguousarray(value)
-                lacking[key.hex()] = b"".join([checksum(key, value), value])
-        self.backend.set([*lacking], [*lacking.values()])
+                lacking[key] = b"".join([checksum(key, value), value])
+        failed = set()
+        try:
+            self.backend.set([key.hex() for key in lacking], [*lacking.values()])
+        except Exception:  # of some keys: the others are there
+            self.errors += 1
+            failed = {key for key, there in zip(lacking, self.look_up([*lacking])) if not there}
         self.doubted.difference_update(keys)
-        return len(lacking)
+        self.doubted |= failed
+        return len(lacking) - len(failed)
 
     def close(self):
         for lane in self.reader, self.writer, self.asker:
