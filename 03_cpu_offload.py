@@ -96,8 +96,7 @@ class HostCache(Cache):
         for request, _ in batch.work:
             first, end = self.looked_at.get(request, 0), request.registered
             if first < end and request.options.get("offload_after", True):
-                before = self.owed.pop(request, []) if first else []
-                self.owed[request] = before + request.chain[first:end]
+                self.owed[request] = (self.owed.pop(request, []) if first else []) + request.chain[first:end]
                 self.looked_at[request] = end
         self.save_owed()
 
@@ -106,8 +105,7 @@ class HostCache(Cache):
         self.save_owed()
 
     def close(self):
-        self.load_link.close()
-        self.save_link.close()
+        self.close_each(self.load_link, self.save_link)
 
     # What they are written with
 
@@ -149,8 +147,7 @@ class HostCache(Cache):
         return prefix.parent.parent is not None and not self.keeps(prefix.parent)
 
     def save_blocks(self, request, lacking: list[tuple]) -> int:
-        """Begin to copy out (prefix, device block) pairs, as far as there is room and it is over in time (if
-        not, it is measured again when idle) -> how many."""
+        """Begin to copy out (prefix, device block) pairs, as far as there is room, and time -> how many."""
         soon = self.save_link.seconds(len(lacking) * self.host.block_bytes) < LONGEST_SAVE
         self.engine.estimates.doubtful |= not soon and bool(self.engine.running)
         used = lacking[-1][0].used if self.last_tier else 0

@@ -36,6 +36,7 @@ import sys
 import tempfile
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, takewhile
@@ -337,8 +338,9 @@ class Writer:
         full = len(self.going) > cache.pool.size + cache.host.size  # copies take no more than these pools
         for page, place in owed:
             if not (full or cache.storage.writer.hangs or self.behind_gap(page)):
-                contents[page] = cache.array[:, place].copy()
-                self.going.add(page)
+                with suppress(MemoryError):
+                    contents[page] = cache.array[:, place].copy()
+                    self.going.add(page)
         if contents:
             self.write_l3(list(contents), list(contents.values()))
         self.count_lost(page for page, _ in owed if page not in contents)
@@ -615,9 +617,7 @@ class TieredCache(offload.HostCache):
             if self.write_policy == "write_back" and self.storage:
                 pool.evict(list(pool.cached))
             self.drain()
-        super().close()
-        if self.storage:
-            self.storage.close()
+        self.close_each(super(), self.storage)
 
 
 # 5. The demo -----------------------------------------------------------------------------------
