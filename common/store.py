@@ -51,9 +51,10 @@ class StoredChunks:
         return [storage.get(*read, label or f"part {part}") for storage, read in reads.items()]
 
     def write(self, key: bytes, parts: list[numpy.ndarray]) -> Transfer | None:
-        """Keep a chunk, in the background -> a Transfer; None if it is there, or its storage falls behind."""
-        if not self.find(key, len(parts)) and not (storage := next(self.turn)).behind:
-            return storage.set(self.keys(key, len(parts)), parts)
+        """Keep a chunk, in the background -> a Transfer; None if it is there, or all storages fall behind."""
+        if not self.find(key, len(parts)):
+            free = [storage for storage in (next(self.turn), *self.storages) if not storage.behind]
+            return free[0].set(self.keys(key, len(parts)), parts) if free else None
 
     def use(self, keys: list[bytes], parts: int = 1):
         """Use a chain, as far as it is there: its end is deleted first."""
@@ -97,10 +98,9 @@ class Storage:
 
     def __init__(self, backend, name: str = "storage", bandwidth: Bandwidth | None = None):
         """`bandwidth`: model reading that is slower than it is."""
-        self.backend, self.name, self.bandwidth = backend, name, bandwidth
+        self.backend, self.name, self.bandwidth, self.errors = backend, name, bandwidth, 0
         self.doubted: set[bytes] = set()  # keys whose last read failed: not read again until they are written
         self.failing: set[str] = set()  # verbs that raised the last time
-        self.errors = 0
 
     def open(self, wake):
         self.reader, self.writer = Lane("storage", wake), Lane("save", wake, background=True)
@@ -202,13 +202,14 @@ class Storage:
         for key, value, there in zip(keys, values, self.look_up(keys), strict=True):
             if not there:
                 value = numpy.ascontiguousarray(value)
-                lacking[key] = b"".join([checksum(key, value), value])
+                lacking[key.hex()] = b"".join([checksum(key, value), value])
         failed = set()
         try:
-            self.backend.set([key.hex() for key in lacking], [*lacking.values()])
+            self.backend.set([*lacking], [*lacking.values()])
         except Exception:  # of some keys: the others are there
             self.errors += 1
-            failed = {key for key, there in zip(lacking, self.look_up([*lacking])) if not there}
+            there = self.backend.exists([*lacking])
+            failed = {bytes.fromhex(key) for key, known in zip(lacking, there) if not known}
         self.doubted.difference_update(keys)
         self.doubted |= failed
         return len(lacking) - len(failed)
