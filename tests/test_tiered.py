@@ -248,6 +248,20 @@ def test_a_copy_out_that_was_not_begun_is_begun_later_and_leaves_no_gap():
         assert len(engine.cache.host.find(request.chain)) == len(shelf) == 8
 
 
+@pytest.mark.parametrize("device, host, pages, held", [(54, 34, 20, 0), (54, 6, 6, 6)])
+def test_what_found_no_room_is_sent_down_when_there_is_though_its_request_is_over(device, host, pages, held):
+    """Five prompts at once: storage has room for all, and what is newer in host memory goes for what is older."""
+    shelf, rng, other = Shelf(), random.Random(0), Transfer("load", "another's")
+    with engine_on(shelf, blocks=device, host=host) as engine:
+        cache = engine.cache
+        cache.hold("load", [other], given=[(cache.host, cache.host.allocate(held))])
+        engine.generate([Request(draw(rng, 16 * pages), 1) for _ in range(5)])
+        other.finish(0.0, 0.0)
+        settle(engine)
+        assert all(cache.is_below(cache.tree.pages[prefix]) for prefix in engine.pool.block_of) and not cache.owed
+        assert len(shelf) + engine.counts["pages_lost"] == 5 * pages
+
+
 def test_where_storage_hangs_what_is_evicted_from_host_memory_is_lost_and_counted(monkeypatch):
     monkeypatch.setattr("common.link.HANGING", 0.05)
     shelf, rng = Shelf(), random.Random(0)
