@@ -103,9 +103,9 @@ class BlockPool:
             self.free[block], self.references[block] = 0, 1
         return blocks
 
-    def make_room(self, count: int, own=()) -> int:
-        """Evict the least recently used blocks until `count` are free; stop at the first one that holds a
-        prefix in `own`: a chain never evicts its own end -> how many of `count` are free."""
+    def make_room(self, count: int, own=(), used: int = 0) -> int:
+        """Evict the least recently used blocks until `count` are free; stop at the first in `own` (a chain
+        never evicts its own end), or that was used later than `used` -> how many of `count` are free."""
         victims, lacking = {}, count - self.free.count(1)
         while len(victims) < lacking and self.by_use:
             use, block = heapq.heappop(self.by_use)
@@ -114,7 +114,7 @@ class BlockPool:
             prefix = self.prefix_of[block]
             if prefix.used > use:  # later than it was queued
                 self.queue(block)
-            elif prefix in own:
+            elif prefix in own or use > used > 0:
                 self.queue(block)
                 break
             else:

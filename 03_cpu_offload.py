@@ -34,7 +34,6 @@ words gpu_hit, cpu_hit and miss come; layer-by-layer loading as in CachedAttenti
 import argparse
 import importlib
 import itertools
-import math
 import random
 import shell.cli as cli
 import statistics
@@ -58,12 +57,14 @@ class HostCache(Cache):
     """Full blocks are copied to host memory as they fill, and come back layer by layer."""
 
     fields = {"offload_after": (lambda value: isinstance(value, bool), "true or false")}
+    last_tier = True  # nothing leaves the host for a block that was used before it
 
     def __init__(self, blocks: int, bandwidth: links.Bandwidth | float | None = None):
         """`blocks` in host memory; `bandwidth` of the modelled link, in bytes/s, where there is no GPU."""
         self.blocks, self.bandwidth = blocks, bandwidth
         self.saving: dict = {}  # prefix on its way out -> host block
         self.looked_at: dict = {}  # request -> leading blocks that `save` has looked at
+        self.owed: dict = {}  # request, maybe over -> prefixes of blocks that are still to be copied out
 
     # The five verbs
 
@@ -86,8 +87,7 @@ class HostCache(Cache):
             return Match(end - request.computed, seconds, found)
 
     def restore(self, request, restoration, match):
-        transfers = self.copy_in(request, restoration.start, match.blocks)
-        for transfer in transfers:
+        for transfer in self.copy_in(request, restoration.start, match.blocks):
             yield transfer
             restoration.layers += 1
 
@@ -96,14 +96,16 @@ class HostCache(Cache):
         for request, _ in batch.work:
             first, end = self.looked_at.get(request, 0), request.registered
             if first < end and request.options.get("offload_after", True):
-                full = zip(request.chain[first:end], request.table[first:end])
-                lacking = [pair for pair in full if not self.keeps(pair[0])]
-                all_fit = self.save_blocks(request, lacking)
-                self.looked_at[request] = end if all_fit else math.inf  # nothing is found behind a gap
+                self.owed[request] = (self.owed.pop(request, []) if first else []) + request.chain[first:end]
+                self.looked_at[request] = end
+        self.save_owed()
+
+    def poll(self):
+        super().poll()
+        self.save_owed()
 
     def close(self):
-        self.load_link.close()
-        self.save_link.close()
+        self.close_each(self.load_link, self.save_link)
 
     # What they are written with
 
@@ -125,11 +127,31 @@ class HostCache(Cache):
     def keeps(self, prefix) -> bool:
         return prefix in self.host.block_of or prefix in self.saving
 
-    def save_blocks(self, request, lacking: list[tuple]) -> bool:
-        """Begin to copy out (prefix, device block) pairs, as far as there is room -> whether that is all."""
-        fits = 0
-        if lacking and self.soon(len(lacking)):
-            fits = self.host.make_room(len(lacking), request.chain)
+    def save_owed(self):
+        """Copy out what is owed, the latest request's first, as far as there is room. The rest is owed on,
+        though its request be over, until the device loses it. Nothing is copied behind a gap."""
+        there, room = self.pool.block_of, True
+        for request, owed in reversed([*self.owed.items()]):
+            if owed and owed[0] in there and (self.behind_gap(owed[0]) or not room):
+                continue
+            owed = itertools.takewhile(there.__contains__, owed)
+            lacking = [(prefix, there[prefix]) for prefix in owed if not self.keeps(prefix)]
+            fits = self.save_blocks(request, lacking) if lacking else 0
+            room = room and fits == len(lacking)
+            self.owed[request] = [prefix for prefix, _ in lacking[fits:]]
+            if not self.owed[request]:
+                del self.owed[request]
+
+    def behind_gap(self, prefix) -> bool:
+        """Whether the host lacks what comes before."""
+        return prefix.parent.parent is not None and not self.keeps(prefix.parent)
+
+    def save_blocks(self, request, lacking: list[tuple]) -> int:
+        """Begin to copy out (prefix, device block) pairs, as far as there is room, and time -> how many."""
+        soon = self.save_link.seconds(len(lacking) * self.host.block_bytes) < LONGEST_SAVE
+        self.engine.estimates.doubtful |= not soon and bool(self.engine.running)
+        used = lacking[-1][0].used if self.last_tier else 0
+        fits = self.host.make_room(len(lacking), request.chain, used) if soon else 0
         if fits:
             prefixes, blocks = zip(*lacking[:fits])
             places = self.places_for(request, prefixes)
@@ -137,13 +159,7 @@ class HostCache(Cache):
             self.saving.update(zip(prefixes, places))
             then = partial(self.saved, request, transfer, prefixes, places)
             self.hold("save", [transfer], (self.pool, blocks), given=[(self.host, places)], then=then)
-        return fits == len(lacking)
-
-    def soon(self, blocks: int) -> bool:
-        """Whether a copy out of so many would be over in time. If not, it is measured again when idle."""
-        soon = self.save_link.seconds(blocks * self.host.block_bytes) < LONGEST_SAVE
-        self.engine.estimates.doubtful |= not soon
-        return soon
+        return fits
 
     def places_for(self, request, prefixes) -> list[int]:
         """Allocate host blocks, next to the one of what comes before, with room for what will follow."""
@@ -175,6 +191,7 @@ class HostCache(Cache):
         self.save_link.settle()
         self.save_link.measured.forget()  # of when the processor was busy
         self.save_link.speed()
+        self.engine.wake.set()  # for `poll`, to try again what seemed to take too long
         return self.load_link.measure(self.engine.interrupt)
 
 

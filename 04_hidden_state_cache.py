@@ -462,8 +462,7 @@ class HiddenCache(Cache):
     def close(self):
         if self.storage:
             self.drain()
-        for part in filter(None, (self.load_link, self.save_link, *self.lanes, self.storage)):
-            part.close()
+        self.close_each(self.load_link, self.save_link, *self.lanes, self.storage)
 
 
 # 3. The demo -----------------------------------------------------------------------------------

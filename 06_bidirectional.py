@@ -324,8 +324,7 @@ class BidirectionalCache(Cache):
 
     def close(self):
         self.drain()
-        for part in filter(None, (self.save_link, self.load_link, self.storage)):
-            part.close()
+        self.close_each(self.save_link, self.load_link, self.storage)
 
     # K and V as bytes
 

@@ -36,6 +36,7 @@ import sys
 import tempfile
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, takewhile
@@ -249,7 +250,7 @@ class Prefetcher:
             cache.counts["storage_pages_read"] += len(prefixes)
         else:
             self.end_prefetch(prefetch)  # cancelled, or storage was wrong about this chain, or hangs
-            cache.sent.pop(prefetch.request, None)  # what did not come is copied down
+            cache.looked_at.pop(prefetch.request, None)  # what did not come is copied down
 
     def end_prefetch(self, prefetch: Prefetch):
         """Nobody waits for this prefetch any more: cancel its reads that have not begun."""
@@ -310,10 +311,8 @@ class Writer:
 
     def behind_gap(self, page: Page) -> bool:
         """Whether the page before is in no tier, so that no lookup would reach this one."""
-        parent = page.prefix.parent
-        before = self.cache.tree.pages.get(parent)
-        first_or_near = parent.parent is None or parent in self.cache.pool.block_of
-        return not (first_or_near or before and self.cache.is_below(before))
+        cache, prefix = self.cache, page.prefix
+        return prefix.parent not in cache.pool.block_of and cache.behind_gap(prefix)
 
     def send_l3(self, pages=()):
         """Write pages from where they lie in host memory, about a quarter of it at once; the others wait."""
@@ -339,8 +338,9 @@ class Writer:
         full = len(self.going) > cache.pool.size + cache.host.size  # copies take no more than these pools
         for page, place in owed:
             if not (full or cache.storage.writer.hangs or self.behind_gap(page)):
-                contents[page] = cache.array[:, place].copy()
-                self.going.add(page)
+                with suppress(MemoryError):
+                    contents[page] = cache.array[:, place].copy()
+                    self.going.add(page)
         if contents:
             self.write_l3(list(contents), list(contents.values()))
         self.count_lost(page for page, _ in owed if page not in contents)
@@ -356,18 +356,17 @@ class Writer:
         self.going.difference_update(pages)
         cache.counts["storage_pages_written"] += write.value or 0
         for page in pages:
-            page.stored |= arrived
             prefix = page.prefix
+            page.stored |= arrived and prefix.key not in cache.storage.doubted
             while prefix.parent is not None and prefix not in self.fresh:
                 self.fresh.add(prefix)
                 prefix = prefix.parent
         if not self.going or len(self.fresh) > cache.host.size:
             cache.storage.use([prefix.key for prefix in sorted(self.fresh, key=lambda prefix: -prefix.used)])
             self.fresh.clear()
-        if not arrived:
-            self.count_lost(pages)
-        elif cache.write_policy == "write_back":
-            cache.counts["pages_written"] += len(pages)
+        if cache.write_policy == "write_back":
+            cache.counts["pages_written"] += sum(page.stored for page in pages)
+        self.count_lost(page for page in pages if not page.stored)
 
     def count_lost(self, pages):
         """Count the pages that are in no tier any more."""
@@ -392,7 +391,6 @@ class TieredCache(offload.HostCache):
         self.storage, self.write_policy, self.layout = storage, write, layout
         self.prefetcher, self.writer = Prefetcher(self, prefetch, threshold, timeout), Writer(self)
         self.io_backend = io_backend
-        self.sent: dict = {}  # request -> leading pages whose copy to host memory is over or begun
 
     def attach(self, engine):
         super().attach(engine)
@@ -423,6 +421,14 @@ class TieredCache(offload.HostCache):
     def is_below(self, page: Page) -> bool:
         """Whether a tier below the device has a page, or is about to."""
         return self.keeps(page.prefix) or page.stored or page in self.writer.going
+
+    def behind_gap(self, prefix) -> bool:
+        before = self.tree.pages.get(prefix.parent)
+        return super().behind_gap(prefix) and not (before and self.is_below(before))
+
+    @property
+    def last_tier(self) -> bool:
+        return not self.storage or self.storage.behind
 
     # Coming up
 
@@ -511,34 +517,27 @@ class TieredCache(offload.HostCache):
         """Put what was computed into the tree, and send down what the write policy wants there."""
         selective = self.write_policy == "write_through_selective"
         for request, _ in batch.work:
-            full = request.registered
-            if self.looked_at.get(request, 0) == full:
+            first, full = self.looked_at.get(request, 0), request.registered
+            if first == full:
                 continue
-            self.looked_at[request], pages = full, self.tree.insert(request.chain[:full])
+            self.looked_at[request], pages = full, self.tree.insert(request.chain[:full])[first:]
             for page in pages:
                 page.first_request = page.first_request or request.id
                 page.wanted |= not selective or page.first_request != request.id
+            owed = self.owed.pop(request, []) if first else []
             if self.write_policy != "write_back":
-                self.send_l2(request, pages)
+                self.owed[request] = owed + [page.prefix for page in pages if page.wanted]
+                self.writer.send_l3(page for page in pages if page.prefix in self.host.block_of)
+        self.save_owed()
         if len(self.tree.pages) > 2 * (self.pool.size + self.host.size):
             device, going = self.pool.block_of, self.writer.going
             self.tree.forget(lambda page: page.prefix in device or self.keeps(page.prefix) or page in going)
-
-    def send_l2(self, request, pages: list[Page]):
-        """Copy pages to host memory, as far as there are places, and send on those that it has."""
-        sent = self.sent.get(request, 0)
-        wanted = takewhile(lambda pair: pair[0].wanted, zip(pages[sent:], request.table[sent:]))
-        pairs = [(page.prefix, block) for page, block in wanted]
-        self.save_blocks(request, [pair for pair in pairs if not self.keeps(pair[0])])
-        end = sent + len(list(takewhile(lambda pair: self.keeps(pair[0]), pairs)))
-        self.sent[request] = end  # retry the others at the next full page, so that no gap is skipped
-        self.writer.send_l3(pages[sent:end])
 
     def saved(self, request, transfer, prefixes, places, arrived: bool):
         super().saved(request, transfer, prefixes, places, arrived)
         self.writer.send_l3([self.tree.pages[prefix] for prefix in prefixes])
         if not arrived:
-            self.sent.pop(request, None)  # look at all of them again
+            self.looked_at.pop(request, None)  # look at all of them again
 
     def evicting(self, leaving: list):
         """Under write_back: copy dirty pages to host memory, beginnings first, while the engine waits. Count
@@ -578,7 +577,6 @@ class TieredCache(offload.HostCache):
 
     def finished(self, request):
         super().finished(request)
-        self.sent.pop(request, None)
         if request.kept:
             self.prefetcher.end_prefetch(request.kept)
         request.kept = None
@@ -622,9 +620,7 @@ class TieredCache(offload.HostCache):
             if self.write_policy == "write_back" and self.storage:
                 pool.evict(list(pool.cached))
             self.drain()
-        super().close()
-        if self.storage:
-            self.storage.close()
+        self.close_each(super(), self.storage)
 
 
 # 5. The demo -----------------------------------------------------------------------------------

@@ -363,8 +363,7 @@ class PageHeadCache(offload.HostCache):
                 self.hold("written", [self.storage.set(keys, values)], (self.host, [place]))
 
     def close(self):
-        super().close()
-        self.storage.close()
+        self.close_each(super(), self.storage)
 
 
 # 4. The demo -----------------------------------------------------------------------------------

@@ -6,10 +6,12 @@ meanwhile, and what happens if a copy fails: here, once, for all chapters. The r
 lateness included: what was to come back is computed.
 """
 
+import logging
 import math
 import statistics
 import time
 from collections import defaultdict, deque
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -151,9 +153,18 @@ class Cache:
         for lane in lanes.values():
             while lane and all(transfer.ready for transfer in lane[0][0]):
                 transfers, held, then = lane.popleft()
-                then(all(transfer.error is None for transfer in transfers))
+                try:
+                    then(all(transfer.error is None for transfer in transfers))
+                except Exception:  # of this one: the others go on, and its blocks are free
+                    logging.getLogger("kv").exception("what follows a copy has failed")
                 for pool, blocks in held:
                     pool.release(blocks)
+
+    def close_each(self, *parts):
+        """Close those that there are, in this order, also past one that raises."""
+        with ExitStack() as each:
+            for part in reversed([*filter(None, parts)]):
+                each.callback(part.close)
 
     def drain(self):
         """At the end: let what is on its way arrive, if that is soon."""

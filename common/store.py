@@ -51,9 +51,10 @@ class StoredChunks:
         return [storage.get(*read, label or f"part {part}") for storage, read in reads.items()]
 
     def write(self, key: bytes, parts: list[numpy.ndarray]) -> Transfer | None:
-        """Keep a chunk, in the background -> a Transfer; None if it is there, or its storage falls behind."""
-        if not self.find(key, len(parts)) and not (storage := next(self.turn)).behind:
-            return storage.set(self.keys(key, len(parts)), parts)
+        """Keep a chunk, in the background -> a Transfer; None if it is there, or all storages fall behind."""
+        if not self.find(key, len(parts)):
+            free = [storage for storage in (next(self.turn), *self.storages) if not storage.behind]
+            return free[0].set(self.keys(key, len(parts)), parts) if free else None
 
     def use(self, keys: list[bytes], parts: int = 1):
         """Use a chain, as far as it is there: its end is deleted first."""
@@ -97,10 +98,9 @@ class Storage:
 
     def __init__(self, backend, name: str = "storage", bandwidth: Bandwidth | None = None):
         """`bandwidth`: model reading that is slower than it is."""
-        self.backend, self.name, self.bandwidth = backend, name, bandwidth
+        self.backend, self.name, self.bandwidth, self.errors = backend, name, bandwidth, 0
         self.doubted: set[bytes] = set()  # keys whose last read failed: not read again until they are written
         self.failing: set[str] = set()  # verbs that raised the last time
-        self.errors = 0
 
     def open(self, wake):
         self.reader, self.writer = Lane("storage", wake), Lane("save", wake, background=True)
@@ -126,7 +126,7 @@ class Storage:
         return self.reader.submit(label, size, *job, pieces=pieces(into), bandwidth=self.bandwidth)
 
     def set(self, keys: list[bytes], values: list[numpy.ndarray]) -> Transfer:
-        """Write the values that are not there -> a Transfer whose value is how many."""
+        """Write the values that are not there -> a Transfer whose value is how many. Others are doubted."""
         size = sum(value.nbytes for value in values)
         return self.writer.submit("write", size, self.noting, self.write, keys, values, pieces=pieces(values))
 
@@ -173,8 +173,7 @@ class Storage:
             return value
         except Exception as error:
             self.errors += 1
-            answered = isinstance(error, Damaged)
-            (self.failing.discard if answered else self.failing.add)(function.__name__)
+            (self.failing.discard if isinstance(error, Damaged) else self.failing.add)(function.__name__)
             raise
 
     def look_up(self, keys: list[bytes]) -> list[bool]:
@@ -204,9 +203,16 @@ class Storage:
             if not there:
                 value = numpy.ascontiguousarray(value)
                 lacking[key.hex()] = b"".join([checksum(key, value), value])
-        self.backend.set([*lacking], [*lacking.values()])
+        failed = set()
+        try:
+            self.backend.set([*lacking], [*lacking.values()])
+        except Exception:  # of some keys: the others are there
+            self.errors += 1
+            there = self.backend.exists([*lacking])
+            failed = {bytes.fromhex(key) for key, known in zip(lacking, there) if not known}
         self.doubted.difference_update(keys)
-        return len(lacking)
+        self.doubted |= failed
+        return len(lacking) - len(failed)
 
     def close(self):
         for lane in self.reader, self.writer, self.asker:

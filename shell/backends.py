@@ -7,6 +7,7 @@ import re
 import tempfile
 import time
 import uuid
+import warnings
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,14 +19,16 @@ OWN_FILE = re.compile(r"[0-9a-f]{64}\.page(\.[0-9a-f]{32}\.tmp)?")
 
 class Directory:
     """A file for each value. Processes may share it: a file appears by being renamed. Beyond `limit_gb` the
-    least recently used go. Files with other names than those that are written here are left alone."""
+    least recently used go. Files with other names than those that are written here are left alone. The time
+    of a file says when it was used: now, but later than all that were set here or found: clocks err."""
 
     def __init__(self, url: str, limit_gb: float = 16.0):
-        self.folder, self.limit = Path(url.removeprefix("file:")), 1e9 * limit_gb
+        self.folder, self.limit = Path(url.removeprefix("file:")).expanduser(), 1e9 * limit_gb
+        self.now, self.step, self.written = 0, 1, self.limit  # latest time, in ns; bytes since room was made
         os.makedirs(self.folder, exist_ok=True)
-        with tempfile.TemporaryFile(dir=self.folder):
-            pass  # raises OSError if nobody may write here
-        self.written = self.limit  # bytes, since room was made
+        with tempfile.NamedTemporaryFile(dir=self.folder) as file, suppress(OSError):  # raises if read-only
+            os.utime(file.name, ns=(0, 10**18 + 1_999_999_999))
+            self.step = max(1, 10**18 + 2 * 10**9 - os.stat(file.name).st_mtime_ns)  # what it tells apart
         self.look()
 
     def path(self, key: str) -> Path:
@@ -34,52 +37,60 @@ class Directory:
     def look(self) -> list[tuple]:
         """-> (time, bytes, path) of each file, the least recently used first; also of those half written."""
         found = []
-        for path in self.folder.iterdir():
-            if OWN_FILE.fullmatch(path.name):
-                with suppress(FileNotFoundError):  # others delete here
-                    status = path.stat()
-                    found.append((status.st_mtime_ns, status.st_size, path))
+        for entry in os.scandir(self.folder):
+            with suppress(OSError):  # others delete here; a link may lead nowhere
+                if OWN_FILE.fullmatch(entry.name) and entry.is_file():
+                    found.append((entry.stat().st_mtime_ns, entry.stat().st_size, Path(entry)))
         self.index = {path.stem for _, _, path in found}
+        self.now = max([self.now, *(used for used, _, _ in found)])
         return sorted(found)
 
     def exists(self, keys: list[str]) -> list[bool]:
-        now = time.time_ns()
-        for number, key in enumerate(reversed(keys)):
+        latest = self.now = max(time.time_ns(), self.now + len(keys) * self.step)
+        for number, key in enumerate(keys):
             with suppress(OSError):  # gone, or another user's
-                os.utime(self.path(key), ns=(now + number, now + number))
-        return [self.path(key).is_file() for key in keys]
+                os.utime(self.path(key), ns=(latest, latest - number * self.step))
+        return [os.path.isfile(self.path(key)) for key in keys]
 
     def get(self, keys: list[str]) -> list[bytes | None]:
         values = [None] * len(keys)
         for number, key in enumerate(keys):
-            with suppress(FileNotFoundError):
+            with suppress(OSError):  # what cannot be read is not there
                 values[number] = self.path(key).read_bytes()
-        self.exists(keys)
         return values
 
     def set(self, keys: list[str], values: list[bytes]):
+        """Write all that can be written. Raises the last OSError."""
+        failed = None
+        self.make_room(sum(map(len, values)))
         for key, value in zip(keys, values, strict=True):
-            self.make_room(len(value))
             temporary = self.folder / f"{key}.page.{uuid.uuid4().hex}.tmp"
             try:
                 temporary.write_bytes(value)
+                if self.path(key).is_dir():
+                    self.path(key).rmdir()  # raises OSError if there is anything in it
                 os.replace(temporary, self.path(key))
-            finally:
+                self.index.add(key)
+            except OSError as error:
+                failed = error
                 temporary.unlink(missing_ok=True)
-            self.exists([key])
-            self.index.add(key)
+        self.exists(keys)
+        if failed:
+            raise failed
 
     def make_room(self, size: int):
-        """After each tenth of the limit that this process has written, look what is there, and delete what is
-        beyond nine tenths."""
+        """After each tenth of the limit that was written, look, and delete what is beyond nine tenths."""
         if self.written + size > self.limit / 10:
             found, self.written = self.look(), 0
             full = size + sum(size for _, size, _ in found)
             while found and full > 0.9 * self.limit:
                 _, freed, path = found.pop(0)
-                path.unlink(missing_ok=True)
-                self.index.discard(path.stem)
-                full -= freed
+                try:
+                    path.unlink(missing_ok=True)
+                    self.index.discard(path.stem)
+                    full -= freed
+                except OSError as error:  # others go in its place
+                    warnings.warn(f"Cannot delete a file in {self.folder}: {error.strerror}.", stacklevel=1)
         self.written += size
 
 
@@ -111,6 +122,8 @@ def open_backend(url: str, config: dict | None = None):
     """Open file:DIR, redis://HOST:PORT/N, or module:Class, with `config` as its keyword arguments, and ask it
     once. Raises BadRequest."""
     module, _, name = url.partition(":")
+    if re.match(r"file:(\s*$|//(?!/))", url):
+        raise BadRequest(f"'{label(url)}' names no folder; write file:pages (here), or file:/srv/pages.")
     try:
         if module == "file":
             backend = Directory(url, **config or {})
@@ -135,8 +148,8 @@ def open_storage(url: str, config: dict | None = None, bandwidth=None) -> Storag
 
 def configuration(text: str) -> dict:
     """An argparse type: a JSON object, or @FILE, which holds one. No error quotes it: it may be secret."""
-    with suppress(OSError, TypeError, ValueError, RecursionError):
-        return dict(**json.loads(Path(text[1:]).read_text() if text.startswith("@") else text))
+    with suppress(OSError, TypeError, ValueError, RuntimeError):
+        return dict(**json.loads(Path(text[1:]).expanduser().read_text() if text.startswith("@") else text))
     raise argparse.ArgumentTypeError("give a JSON object, or @FILE with one that can be read")
 
 
@@ -146,6 +159,9 @@ def label(url: str) -> str:
 
 
 def in_directories(directories: list[Path], limit_gb: float) -> StoredChunks:
-    """Return chunks in files of at most so much together. Raises OSError."""
-    paths = dict.fromkeys(str(Path(directory).resolve()) for directory in directories)
-    return StoredChunks(*(Storage(Directory(path, limit_gb / len(paths)), path) for path in paths))
+    """Return chunks in files of at most so much together. Raises BadRequest."""
+    paths = dict.fromkeys(os.path.realpath(os.path.expanduser(directory)) for directory in directories)
+    try:
+        return StoredChunks(*(Storage(Directory(path, limit_gb / len(paths)), path) for path in paths))
+    except OSError as error:
+        raise BadRequest(f"--disk takes folders to write in; {error.filename}: {error.strerror}") from None

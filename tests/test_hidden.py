@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy
 import pytest
 from support import engines
 from support.engines import ask, ask_and_evict, check_pools, chunk_files, draw, evict, hidden_states, settle
@@ -16,7 +17,7 @@ from support.faults import faulty
 from common.link import Transfer
 from common.requests import Request
 from common.restoring import Interrupted
-from common.store import StoredChunks
+from common.store import Storage, StoredChunks
 from shell import cli
 from shell.backends import in_directories
 
@@ -269,6 +270,16 @@ def test_blocks_go_round_the_directories_and_each_is_read_on_its_own(tmp_path):
     request = asked(engine, draw(random.Random(3), 400))
     reads = engine.cache.store.bring(request.chain, engine.cache.match(request).blocks)[1]
     assert [len(read) for read in reads.values()] == [3, 3], "a transfer for each part and directory"
+
+
+def test_a_directory_that_hangs_leaves_its_turns_to_the_others(tmp_path, monkeypatch):
+    storage = in_directories([tmp_path / name for name in "ab"], 0.1)
+    storage.open(lambda: None)
+    monkeypatch.setattr(Storage, "behind", property(lambda one: one is storage.storages[0]))
+    written = [storage.write(bytes([number]) * 32, [numpy.zeros(8, "u1")]) for number in range(4)]
+    assert all(written) and not any(one.wait(60) for one in written)
+    assert len(list((tmp_path / "b").iterdir())) == 4
+    storage.close()
 
 
 @pytest.mark.parametrize("fault", ["vanished", "full", "behind", "hanging"])

@@ -260,12 +260,58 @@ def test_behind_what_was_not_copied_nothing_is(blocks):
         engine.step()
     cache.drain()
     assert len(cache.host.cached) == (2 if blocks == 2 else 0)
-    cache.host.evict(list(cache.host.cached))  # there is room again
+    cache.host.evict(list(cache.host.cached))  # there is room again, but for two blocks' beginning
     cache.save_link.measured.forget()
     engines.until_over(engine, request)
     settle(engine)
-    assert not cache.host.block_of
+    assert kept(engine, request.tokens[:-1]) == len(cache.host.block_of) == (0 if blocks == 2 else 8)
     engine.close()
+
+
+@pytest.mark.parametrize("why", ["no place", "slow"])
+def test_what_is_owed_is_copied_out_when_its_request_is_over_and_takes_no_newer_ones_place(why):
+    engine = make(cache := offload.HostCache(6, 1e9))
+    held, other = Transfer("load", "others"), draw(random.Random(9), 96)
+    if why == "slow":
+        cache.save_link.measured.note(1.0, 1.0)
+    else:
+        cache.hold("load", [held], given=[(cache.host, cache.host.allocate(6))])
+    for prompt in PROMPT, other:
+        engine.generate([Request(prompt, 1)])
+    assert not engine.counts["swap_outs"]
+    held.finish(0.0, 0.0)
+    if why == "slow":
+        engine.estimates.due = engine.wake.clear() or 0.0
+        engine.estimates.idle()
+        assert engine.wake.is_set(), "it does not sleep over what it owes"
+    engine.step()
+    while engine.busy:
+        engine.step()
+    assert len(cache.host.find(engine.prefixes.extend([], other))) == 6 and kept(engine, PROMPT) == 0
+    cache.host.evict(list(cache.host.cached))
+    assert kept(engine, PROMPT) == 0
+    engine.wake.set()
+    engine.step()
+    assert kept(engine, PROMPT) == 6 and not cache.owed, "until the device loses it"
+
+
+def test_what_raises_ends_neither_what_follows_other_copies_nor_closing(caplog):
+    engine = make(cache := offload.HostCache(6, 1e9))
+    over = Transfer("load", "nothing")
+    over.finish(0.0, 0.0)
+    for number in range(2):
+        given = [(engine.pool, engine.pool.allocate(1))]
+        cache.hold("load", [over], given=given, then=lambda arrived, number=number: seen.append(1 / number))
+    seen = []
+    engine.step()
+    assert seen == [1.0] and "ZeroDivisionError" in caplog.text
+    check_pools(engine)
+    for raises, closes in ("load_link", "save_link"), ("save_link", "load_link"):
+        cache = make(offload.HostCache(6, 1e9)).cache
+        getattr(cache, raises).close = lambda: 1 / 0
+        with pytest.raises(ZeroDivisionError):
+            cache.close()
+        assert getattr(cache, closes).closed.is_set()
 
 
 def test_a_link_that_was_slow_while_the_processor_was_busy_is_measured_again():

@@ -1,5 +1,6 @@
 """Chapter 07's own: the tree, the write policies, the prefetch policies, layouts, and shared storage."""
 
+import hashlib
 import importlib
 import os
 import random
@@ -191,13 +192,15 @@ def test_what_a_crash_costs(write):
 
 
 @pytest.mark.parametrize("write", tiers.WRITE)
-@pytest.mark.parametrize("fault", ["none", "set", "host"])
+@pytest.mark.parametrize("fault", ["none", "set", "one", "host"])
 def test_what_leaves_all_tiers_is_counted(write, fault, monkeypatch):
     """Fourteen prompts on tiers that hold three: what is in none at the end, and was to be, was lost."""
     monkeypatch.setattr("common.link.HANGING", 60.0)  # the machine may be busy
     shelf, rng = Shelf(), random.Random(0)
     with engine_on(shelf, write=write, blocks=24, host=2 if fault == "host" else 30) as engine:
-        shelf.set = failing(shelf.set) if fault == "set" else shelf.set
+        keep = shelf.set
+        all_but_one = lambda keys, values: keep(keys[1:], values[1:]) or failing(keep)()  # noqa: E731
+        shelf.set = dict(set=failing(keep), one=all_but_one).get(fault, keep)
         prompts = [draw(rng, 300) for _ in range(14)]
         for prompt in prompts:
             right(engine, prompt)
@@ -243,6 +246,20 @@ def test_a_copy_out_that_was_not_begun_is_begun_later_and_leaves_no_gap():
         until_over(engine, request)
         settle(engine)
         assert len(engine.cache.host.find(request.chain)) == len(shelf) == 8
+
+
+@pytest.mark.parametrize("device, host, pages, held", [(54, 34, 20, 0), (54, 6, 6, 6)])
+def test_what_found_no_room_is_sent_down_when_there_is_though_its_request_is_over(device, host, pages, held):
+    """Five prompts at once: storage has room for all, and what is newer in host memory goes for what is older."""
+    shelf, rng, other = Shelf(), random.Random(0), Transfer("load", "another's")
+    with engine_on(shelf, blocks=device, host=host) as engine:
+        cache = engine.cache
+        cache.hold("load", [other], given=[(cache.host, cache.host.allocate(held))])
+        engine.generate([Request(draw(rng, 16 * pages), 1) for _ in range(5)])
+        other.finish(0.0, 0.0)
+        settle(engine)
+        assert all(cache.is_below(cache.tree.pages[prefix]) for prefix in engine.pool.block_of) and not cache.owed
+        assert len(shelf) + engine.counts["pages_lost"] == 5 * pages
 
 
 def test_where_storage_hangs_what_is_evicted_from_host_memory_is_lost_and_counted(monkeypatch):
@@ -658,6 +675,7 @@ def test_a_directory_touches_only_what_it_writes(tmp_path):
         (tmp_path / name).write_bytes(bytes(5_000))
         os.utime(tmp_path / name, (old, old))
     (tmp_path / "folder.tmp").mkdir()
+    (tmp_path / ("c" * 64 + ".page")).mkdir()
     own = tmp_path / f"{KEYS[0]}.page.{'0' * 32}.tmp"  # of a process that was killed
     own.write_bytes(b"half")
     os.utime(own, (old, old))
@@ -667,6 +685,50 @@ def test_a_directory_touches_only_what_it_writes(tmp_path):
         backend.set([key], [bytes(100)])
     left = {path.name for path in tmp_path.iterdir()}
     assert others <= left and own.name not in left and len(left - others) <= 10
+
+
+def test_a_directory_in_a_files_place_gives_way_and_costs_no_other_value(tmp_path):
+    backend = backends.Directory(f"file:{tmp_path}")
+    for key in KEYS[:2]:
+        (tmp_path / f"{key}.page").mkdir()
+    (tmp_path / f"{KEYS[0]}.page" / "somebodys").write_bytes(b"1")
+    (tmp_path / f"{KEYS[3]}.page").symlink_to(f"{KEYS[3]}.page")  # which nobody can read
+    with pytest.raises(OSError):
+        backend.set(KEYS[:3], [b"value"] * 3)
+    assert backend.get(KEYS[:4]) == [None, b"value", b"value", None] and len(backend.look()) == 2
+
+
+def test_a_file_that_cannot_be_deleted_leaves_the_limit_on(tmp_path, monkeypatch):
+    backend, unlink = backends.Directory(f"file:{tmp_path}", limit_gb=1e-6), backends.Path.unlink
+
+    def refuse(path, **options):
+        if path.name.startswith(KEYS[0]):
+            raise PermissionError(1, "not permitted")
+        unlink(path, **options)
+
+    backend.set(KEYS[:1], [bytes(100)])
+    monkeypatch.setattr(backends.Path, "unlink", refuse)
+    with pytest.warns(UserWarning, match="not permitted"):
+        for key in KEYS[1:]:
+            backend.set([key], [bytes(100)])
+    assert len(backend.look()) <= 10 and all(backend.exists([KEYS[0], *KEYS[-5:]]))
+
+
+@pytest.mark.parametrize("ahead", [0, 3600])
+def test_a_clock_that_goes_back_turns_no_order_round(ahead, tmp_path, monkeypatch):
+    """Or that of another machine, which is ahead."""
+    now = [time.time_ns()]
+    monkeypatch.setattr(backends.time, "time_ns", lambda: now[0])
+    backend = backends.Directory(f"file:{tmp_path}", limit_gb=1e-6)
+    backend.set(KEYS[:5], [bytes(100)] * 5)
+    now[0] -= 10**9 * 86_400
+    if ahead:
+        for key in KEYS[:5]:
+            os.utime(tmp_path / f"{key}.page", (time.time() + ahead,) * 2)
+        backend = backends.Directory(f"file:{tmp_path}", limit_gb=1e-6)
+    for key in KEYS[5:15]:
+        backend.set([key], [bytes(100)])
+    assert backend.exists(KEYS[10:15]) == [True] * 5 and not any(backend.exists(KEYS[:4]))
 
 
 def cache_on(kind: str, folder, limit_gb: float):
@@ -740,11 +802,17 @@ def test_a_damaged_file_is_never_used_and_all_that_are_gone_are_written_again(ki
     engine.close()
 
 
-@pytest.mark.parametrize("verb", ["exists", "get"])
-def test_of_a_chain_that_is_used_the_end_is_deleted_first(verb, tmp_path):
-    backend, keys = backends.Directory(f"file:{tmp_path}", limit_gb=1e-6), [f"{number:064}" for number in range(9)]
+@pytest.mark.parametrize("apart", [1, 100, 10**9, 2 * 10**9])
+def test_of_a_chain_that_is_used_the_end_is_deleted_first(apart, tmp_path, monkeypatch):
+    """Though it is read beginning first, in parts, and by a file system of coarse times."""
+    coarse = lambda path, ns, utime=os.utime: utime(path, ns=(0, ns[1] // apart * apart))  # noqa: E731
+    monkeypatch.setattr(backends.os, "utime", coarse)
+    keys = [hashlib.sha256(bytes([number])).hexdigest() for number in range(9)]
+    backend = backends.Directory(f"file:{tmp_path}", limit_gb=1e-6)
     backend.set(keys, [bytes(100)] * 9)
-    assert all(getattr(backend, verb)(keys))
+    assert all(backend.exists(keys))
+    assert all(backend.get(keys[:3]) + backend.get(keys[3:]))
+    backend = backends.Directory(f"file:{tmp_path}", limit_gb=1e-6)
     backend.set(["f" * 64], [bytes(200)])
     assert [(tmp_path / f"{key}.page").exists() for key in keys] == [True] * 7 + [False] * 2
 
@@ -764,11 +832,25 @@ def test_a_file_of_another_user_is_read(tmp_path, monkeypatch):
     ("nonsense", "Cannot use the storage 'nonsense'"),
     ("nothing://there", "Cannot use the storage"),
     ("json:JSONDecoder", "Cannot use the storage"),
+    ("file:", "write file:pages"), ("file: ", "write file:pages"), ("file://pages2", "write file:pages"),
+    ("file://me:secret@pages", "'file://pages' names no folder"),
 ])  # fmt: skip
 def test_what_cannot_be_used_is_one_sentence_without_secrets(url, words):
     with pytest.raises(BadRequest, match=words) as raised:
         backends.open_backend(url)
     assert "secret" not in str(raised.value)
+
+
+def test_folders_begin_at_home_and_what_is_none_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "config").write_text("{}")
+    backends.open_backend("file:~/a"), backends.in_directories(["~/b"], 1.0)
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "config"}
+    assert backends.configuration("@~/config") == {}
+    (tmp_path / "loop").symlink_to("loop")
+    for name in "loop", "config":
+        with pytest.raises(BadRequest, match=f"^--disk takes folders to write in; {tmp_path / name}: File exists$"):
+            backends.in_directories([tmp_path / name], 1.0)
 
 
 # 5. While it runs ------------------------------------------------------------------------------
