@@ -40,6 +40,7 @@ from common.llama import attention, causal_mask, upload
 from common.prefixes import Prefix, Prefixes
 from common.requests import Interrupted, Line, Request
 from common.restoring import LATER, Cache, Estimates, Restorer
+from common.sampling import likeliest, sample
 from common.timeline import Clock
 from shell import charts, lesson
 from shell.frontend import Frontend
@@ -386,8 +387,7 @@ class Engine(Line):
     # Scheduling
 
     def schedule(self, ready: list[Request]) -> list[tuple[Request, int]]:
-        """Pick tokens per request: one for each that decodes, then prefill, oldest first, within the
-        budget."""
+        """Pick tokens: one for each request that decodes, then prefill, oldest first, within the budget."""
         work, budget, short = [], self.token_budget, False  # short: no block could be had in this step
         for request in sorted(ready, key=lambda request: request.pending > 1):
             if request not in self.running:  # preempted in this loop
@@ -428,13 +428,11 @@ class Engine(Line):
     # Computing
 
     def compute(self):
-        """Run the forward pass of a step. If it raises, no request has moved on: the next step computes the
-        same tokens again."""
-        self.restorer.waits = []
-        began = self.clock.mark()
+        """Run the forward pass of a step. If it raises, no request has moved on: it is run again."""
+        self.restorer.waits, began = [], self.clock.mark()
         try:
             batch, logits = self.runner.forward(self.work, self.before_layer)
-            likeliest = logits.argmax(-1).tolist()  # [R]
+            tokens = likeliest(logits)  # [R]
         except Interrupted:
             return
         except Exception as error:
@@ -444,8 +442,9 @@ class Engine(Line):
         self.failures = 0
         self.counts["steps"] += 1
         self.advance(work, self.clock.seconds(began), self.clock.seconds(self.clock.mark()))
-        self.cache.save(batch)
-        self.answer(batch, logits, likeliest)
+        with self.contain():  # what could not be kept is computed again
+            self.cache.save(batch)
+        self.answer(batch, logits, tokens)
 
     def advance(self, work: list[tuple[Request, int]], began: float, ended: float):
         """Note what the step has computed: in the timelines, the estimates, the index of prefixes."""
@@ -458,13 +457,14 @@ class Engine(Line):
             request.computed = request.next + count
             self.register(request)
 
-    def answer(self, batch, logits, likeliest: list[int]):
+    def answer(self, batch, logits, tokens: list[int]):
         """Give their next token to all requests whose last pending one was computed."""
         to_sample = [request for request, _ in batch.work if request.pending == 0]  # in their order
-        for request, row, token in zip(to_sample, logits, likeliest):
-            request.push(request.sample(row) if request.temperature else token)
-            if request.finish_reason:
-                self.finish(request)
+        for request, token in zip(to_sample, sample(to_sample, logits, tokens)):
+            with self.contain(request):
+                request.push(token)
+                if request.finish_reason:
+                    self.finish(request)
 
     def before_layer(self, index: int, hidden: torch.Tensor, batch):
         """Wait until this layer's history is there, and show the Cache the layer's input [T, D]."""
