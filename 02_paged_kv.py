@@ -432,6 +432,7 @@ class Engine(Line):
         self.restorer.waits, began = [], self.clock.mark()
         try:
             batch, logits = self.runner.forward(self.work, self.before_layer)
+            requests = [request for request, count in batch.work if count == request.pending]  # a row each
             tokens = likeliest(logits)  # [R]
         except Interrupted:
             return
@@ -440,11 +441,14 @@ class Engine(Line):
         finally:
             work, self.work = self.work, []
         self.failures = 0
+        if -1 in tokens:  # end these; what the step wrote may be NaN, and is not found: run it again
+            ended = [request for request, token in zip(requests, tokens) if token < 0]
+            return self.answer(ended, [-1] * len(ended))
         self.counts["steps"] += 1
         self.advance(work, self.clock.seconds(began), self.clock.seconds(self.clock.mark()))
         with self.contain():  # what could not be kept is computed again
             self.cache.save(batch)
-        self.answer(batch, logits, tokens)
+        self.answer(requests, sample(requests, logits, tokens))
 
     def advance(self, work: list[tuple[Request, int]], began: float, ended: float):
         """Note what the step has computed: in the timelines, the estimates, the index of prefixes."""
@@ -456,15 +460,6 @@ class Engine(Line):
             request.timeline.add("compute", label, began, ended, waits)
             request.computed = request.next + count
             self.register(request)
-
-    def answer(self, batch, logits, tokens: list[int]):
-        """Give their next token to all requests whose last pending one was computed."""
-        to_sample = [request for request, _ in batch.work if request.pending == 0]  # in their order
-        for request, token in zip(to_sample, sample(to_sample, logits, tokens)):
-            with self.contain(request):
-                request.push(token)
-                if request.finish_reason:
-                    self.finish(request)
 
     def before_layer(self, index: int, hidden: torch.Tensor, batch):
         """Wait until this layer's history is there, and show the Cache the layer's input [T, D]."""

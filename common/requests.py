@@ -147,7 +147,7 @@ class Request:
 
     def push(self, token: int):
         """Append a token; put text that is certain to `pieces`; set finish_reason if it is the last. Raises
-        RequestError at -1: there is none."""
+        RequestError at -1, where the model gives none."""
         if token < 0:
             raise RequestError("The logits of this answer are not finite numbers; choose another --dtype.")
         self.times.append(time.perf_counter())
@@ -258,6 +258,14 @@ class Line:
                 error = RequestError(f"This answer could not go on ({in_words(error)}); ask again.")
             if request:
                 self.finish(request, error)
+
+    def answer(self, requests: list[Request], tokens: list[int]):
+        """Give each request its next token; end those that are complete, or get none."""
+        for request, token in zip(requests, tokens):
+            with self.contain(request):
+                request.push(token)
+                if request.finish_reason:
+                    self.finish(request)
 
     def finish(self, request: Request, error: Exception | None = None):
         """End a request, wherever it is: `release` what it has, count it, and answer the client."""

@@ -59,7 +59,7 @@ def by_rank(requests, logits, _):
             ranks.append(noise[: ranks[-1]].argmin())
             rest = numpy.partition(rest, ranks[-1])[: ranks[-1] + 1]
             found.append(rest[-1])
-        less = (numpy.array(found, float) - found[-1]) / request.temperature
+        less = (numpy.array(found, float) - found[-1]) / max(request.temperature, 1e-30)
         best = (numpy.exp(-less) / -numpy.log1p(-noise[ranks[1:]])).argmax()
         equal = numpy.flatnonzero(values == -found[best])
         yield equal[0] if len(equal) == 1 else row.topk(len(row)).indices[ranks[best + 1]]
