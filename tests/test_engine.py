@@ -219,26 +219,17 @@ ranked = importlib.import_module("09_tensor_parallel")
 SICK = 299  # a token whose embedding is not finite
 
 
-def engine_of(chapter: str, model):
-    if chapter == "01":
-        return engines.baseline.Engine(model)
-    together = ranked.Together(engines.offload.HostCache(64, engines.BANDWIDTH), ranked.Ranks())
-    return make(together if chapter == "09" else chapter, model=model)
-
-
 @pytest.mark.parametrize("chapter", ["01", *engines.CACHES, *engines.RUNNERS, "09"])
 def test_logits_that_are_not_finite_end_their_request_and_no_other(chapter, monkeypatch):
     model = tiny_model(0, 4, on_host=True) if chapter in engines.RUNNERS else tiny_model()
-    embedding, rng = model.embedding.data.clone(), random.Random(3)
-    embedding[SICK] = float("nan")
-    monkeypatch.setattr(model.embedding, "data", embedding)
-    prompts = [[token % SICK for token in draw(rng, 40)] for _ in range(4)]
+    monkeypatch.setattr(model.embedding, "data", model.embedding.data.clone())
+    model.embedding.data[SICK] = float("nan")
+    together = ranked.Together(engines.offload.HostCache(64, engines.BANDWIDTH), ranked.Ranks())
+    engine = engines.baseline.Engine(model) if chapter == "01" else make(together if chapter == "09" else chapter)
+    prompts = [[token % SICK for token in draw(random.Random(seed), 40)] for seed in range(4)]
     ways = [dict(), dict(temperature=1.0, seed=3), dict(), dict(temperature=0.5, top_k=9, seed=4)]
     asked, alone = ([Request(prompt, 6, **way) for prompt, way in zip(prompts, ways)] for _ in range(2))
     sick = [Request(prompt[:20] + [SICK], 6, **way) for prompt, way in zip(prompts, ways)]  # their first block
-    for request in alone:
-        engine_of(chapter, model).generate([request])
-    engine = engine_of(chapter, model)
     for pair in zip(asked, sick):
         for request in pair:
             engine.submit(request)
@@ -246,6 +237,7 @@ def test_logits_that_are_not_finite_end_their_request_and_no_other(chapter, monk
     for request in sick:
         assert isinstance(request.outcome, RequestError) and not request.new, "no token is made up"
         assert "not finite numbers; choose another --dtype." in str(request.outcome)
+    engines.baseline.Engine(model).generate(alone)
     assert [request.new for request in asked] == [request.new for request in alone]
 
 

@@ -115,10 +115,10 @@ def test_a_part_of_a_character_and_what_may_begin_a_stop_string_are_held_back(fr
 # 3. Request and result --------------------------------------------------------------------------------------
 
 def drawn(logits, count: int = 300, **sampling) -> set[int]:
-    requests = [Request([1], 1, seed=seed, **sampling) for seed in (5, None)]
-    one, other = ({request.sample(torch.tensor(logits)) for _ in range(count)} for request in requests)
-    assert one == other, "with a seed and without"
-    return one
+    one, other = (Request([1], 1, seed=seed, **sampling) for seed in (5, None))
+    tokens = {one.sample(torch.tensor(logits)) for _ in range(count)}
+    assert tokens == {other.sample(torch.tensor(logits)) for _ in range(count)}, "with a seed and without"
+    return tokens
 
 
 def test_sampling_takes_the_likeliest_or_draws_among_as_few_as_asked():
@@ -152,14 +152,12 @@ def test_a_seed_gives_the_tokens_that_it_always_gave_alone_and_beside_others():
         assert [request.sample(logits) for request in alone] == expected
         rows = torch.stack([*[logits] * len(SEEDS), -logits, torch.full((2000,), float("nan"))])
         assert sampling.sample(beside + others, rows, sampling.likeliest(rows))[:-1] == [*expected, 0]
-    # Where logits are equal, as in 16 bits, their order is that of a whole sort
-    logits, requests = (logits / 20).floor(), [Request([1], 9, 1.0, top_p, seed=3) for top_p in (1.0, 0.9)]
-    order = logits.topk(2000)
-    for request in requests:
-        noise = torch.empty(2000, dtype=torch.double).exponential_(generator=torch.Generator().manual_seed(3))
-        shares = order.values.double().softmax(0)
-        shares[shares.cumsum(0) - shares >= request.top_p] = 0
-        assert request.sample(logits) == order.indices[(shares / noise).argmax()]
+    order = (logits / 2).floor().topk(2000)  # equal ones, as in 16 bits, in the order of this whole sort
+    for seed, top_p in [(seed, top_p) for seed in range(9) for top_p in (1.0, 0.8, 0.2)]:
+        shares = (order.values.double() / 0.4).softmax(0)
+        shares[1:][(shares.cumsum(0) - shares)[1:] >= top_p] = 0
+        token = torch.multinomial(shares, 1, generator=torch.Generator().manual_seed(seed))
+        assert Request([1], 9, 0.4, top_p, seed=seed).sample((logits / 2).floor()) == order.indices[token]
 
 
 def test_without_a_seed_each_token_has_its_share():
