@@ -132,9 +132,10 @@ class Engine(Line):
             (request,) = self.running
             self.counts["steps"] += 1
             self.tell("compute", [request], 1 if request.new else request.prompt_tokens)
-            next(self.tokens)
-            if request.finish_reason:
-                self.finish(request)
+            with self.contain(request):
+                next(self.tokens)
+                if request.finish_reason:
+                    self.finish(request)
         else:
             self.wake.wait()
             self.wake.clear()

@@ -41,6 +41,7 @@ from common.pieces import Pieces
 from common.prefixes import Prefix, Prefixes
 from common.requests import Interrupted, Line, Request
 from common.restoring import LATER, Cache, Estimates, Restorer
+from common.sampling import likeliest, sample
 from common.timeline import Clock
 from shell import charts, lesson
 from shell.frontend import Frontend
@@ -395,8 +396,7 @@ class Engine(Line):
     # Scheduling
 
     def schedule(self, ready: list[Request]) -> list[tuple[Request, int]]:
-        """Pick tokens per request: one for each that decodes, then prefill, oldest first, within the
-        budget."""
+        """Pick tokens: one for each request that decodes, then prefill, oldest first, within the budget."""
         work, budget, short = [], self.token_budget, False  # short: no block could be had in this step
         for request in sorted(ready, key=lambda request: request.pending > 1):
             if request not in self.running:  # preempted in this loop
@@ -437,13 +437,12 @@ class Engine(Line):
     # Computing
 
     def compute(self):
-        """Run the forward pass of a step. If it raises, no request has moved on: the next step computes the
-        same tokens again."""
-        self.restorer.waits = []
-        began = self.clock.mark()
+        """Run the forward pass of a step. If it raises, no request has moved on: it is run again."""
+        self.restorer.waits, began = [], self.clock.mark()
         try:
             batch, logits = self.runner.forward(self.work, self.before_layer)
-            likeliest = logits.argmax(-1).tolist()  # [R]
+            requests = [request for request, count in batch.work if count == request.pending]  # a row each
+            tokens = likeliest(logits)  # [R]
         except Interrupted:
             return
         except Exception as error:
@@ -451,10 +450,14 @@ class Engine(Line):
         finally:
             work, self.work = self.work, []
         self.failures = 0
+        if -1 in tokens:  # end these; what the step wrote may be NaN, and is not found: run it again
+            ended = [request for request, token in zip(requests, tokens) if token < 0]
+            return self.answer(ended, [-1] * len(ended))
         self.counts["steps"] += 1
         self.advance(work, self.clock.seconds(began), self.clock.seconds(self.clock.mark()))
-        self.cache.save(batch)
-        self.answer(batch, logits, likeliest)
+        with self.contain():  # what could not be kept is computed again
+            self.cache.save(batch)
+        self.answer(requests, sample(requests, logits, tokens))
 
     def advance(self, work: list[tuple[Request, int]], began: float, ended: float):
         """Note what the step has computed: in the timelines, the estimates, the index of prefixes."""
@@ -466,14 +469,6 @@ class Engine(Line):
             request.timeline.add("compute", label, began, ended, waits)
             request.computed = request.next + count
             self.register(request)
-
-    def answer(self, batch, logits, likeliest: list[int]):
-        """Give their next token to all requests whose last pending one was computed."""
-        to_sample = [request for request, _ in batch.work if request.pending == 0]  # in their order
-        for request, row, token in zip(to_sample, logits, likeliest):
-            request.push(request.sample(row) if request.temperature else token)
-            if request.finish_reason:
-                self.finish(request)
 
     def before_layer(self, index: int, hidden: torch.Tensor, batch):
         """Wait until this layer's history is there, and show the Cache the layer's input [T, D]."""

@@ -8,10 +8,12 @@ import sys
 import threading
 import time
 from collections import Counter, deque
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
+from common import sampling
 from common.timeline import Timeline
 
 ATTEMPTS = 3                       # of a step that raises
@@ -42,6 +44,10 @@ class Unavailable(RequestError):
 
 class Interrupted(Exception):
     """The step under way is given up: something else is more urgent. It is run again."""
+
+
+def in_words(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 # 2. Request and result --------------------------------------------------------------------------------------
@@ -108,7 +114,8 @@ class Request:
         self.tokens = list(self.tokens)                         # it grows, and is nobody else's
         self.prompt_tokens = len(self.tokens)
         self.generator = torch.Generator()
-        self.generator.manual_seed(random.getrandbits(63) if self.seed is None else self.seed)
+        self.seed = random.randrange(sampling.OWN, 1 << 64) if self.seed is None else self.seed
+        self.generator.manual_seed(self.seed)
 
     @property
     def history(self) -> int:
@@ -135,20 +142,14 @@ class Request:
         return "mixed" if len(tiers) > 1 else (tiers or ["miss"])[0]
 
     def sample(self, logits) -> int:
-        """Draw the next token from logits [V]: the likeliest at temperature 0, else one of the top_k
-        likeliest, and of these one of the smallest set whose probabilities reach top_p."""
-        if self.temperature == 0:
-            return int(logits.argmax())
-        likeliest = logits.topk(min(self.top_k or len(logits), len(logits)))        # [top_k], in their order
-        logits, order = torch.stack([side.double() for side in likeliest]).cpu()    # the host waits once
-        # minus the maximum: no temperature is too small
-        probabilities = ((logits - logits[0]) / self.temperature).softmax(0)
-        before = probabilities.cumsum(0) - probabilities                    # that of all likelier ones
-        probabilities[1:][before[1:] >= self.top_p] = 0                     # the likeliest is always kept
-        return int(order[torch.multinomial(probabilities, 1, generator=self.generator)])
+        """Draw the next token from logits [V], as `sampling.sample` does for many."""
+        return sampling.sample([self], logits[None], sampling.likeliest(logits[None]))[0]
 
     def push(self, token: int):
-        """Append a token; put text that is certain to `pieces`; set finish_reason if it is the last."""
+        """Append a token; put text that is certain to `pieces`; set finish_reason if it is the last. Raises
+        RequestError at -1, where the model gives none."""
+        if token < 0:
+            raise RequestError("The logits of this answer are not finite numbers; choose another --dtype.")
         self.times.append(time.perf_counter())
         self.tokens.append(token)
         self.new.append(token)
@@ -242,9 +243,29 @@ class Line:
         if self.failures == ATTEMPTS:
             self.failures = 0
             logging.getLogger("kv").error("a step failed %s times", ATTEMPTS, exc_info=error)
-            words = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             for request, _ in work:
-                self.finish(request, Unavailable(f"A step failed {ATTEMPTS} times ({words}); ask again."))
+                words = f"A step failed {ATTEMPTS} times ({in_words(error)}); ask again."
+                self.finish(request, Unavailable(words))
+
+    @contextmanager
+    def contain(self, request: Request | None = None):
+        """Behind the forward pass: let what raises inside be the outcome of this request, if any, alone."""
+        try:
+            yield
+        except Exception as error:
+            if not isinstance(error, RequestError):
+                logging.getLogger("kv").error("work behind a step failed", exc_info=error)
+                error = RequestError(f"This answer could not go on ({in_words(error)}); ask again.")
+            if request:
+                self.finish(request, error)
+
+    def answer(self, requests: list[Request], tokens: list[int]):
+        """Give each request its next token; end those that are complete, or get none."""
+        for request, token in zip(requests, tokens):
+            with self.contain(request):
+                request.push(token)
+                if request.finish_reason:
+                    self.finish(request)
 
     def finish(self, request: Request, error: Exception | None = None):
         """End a request, wherever it is: `release` what it has, count it, and answer the client."""

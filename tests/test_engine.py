@@ -1,6 +1,7 @@
 """The engine's side of the contract in common/restoring.py, with small Caches and Runners made for it."""
 
 import dataclasses
+import importlib
 import os
 import random
 import threading
@@ -14,7 +15,7 @@ from support.engines import ask, ask_and_evict, check_pools, draw, make, paged, 
 
 from common import restoring
 from common.link import Transfer, TransferError
-from common.requests import Request, Unavailable
+from common.requests import Request, RequestError, Unavailable
 from common.restoring import LATER, Cache, Match
 
 ORACLE = engines.Oracle()
@@ -211,6 +212,48 @@ def test_a_step_that_fails_is_run_again_and_the_third_time_ends_its_requests_wit
     assert all("out of luck" in str(request.outcome) for request in asked)
     assert Unavailable.status == 503
     assert ORACLE.judge(ask(engine, PROMPT)) == "equal"
+    check_pools(engine)
+
+
+ranked = importlib.import_module("09_tensor_parallel")
+SICK = 299  # a token whose embedding is not finite
+
+
+@pytest.mark.parametrize("chapter", ["01", *engines.CACHES, *engines.RUNNERS, "09"])
+def test_logits_that_are_not_finite_end_their_request_and_no_other(chapter, monkeypatch):
+    model = tiny_model(0, 4, on_host=True) if chapter in engines.RUNNERS else tiny_model()
+    monkeypatch.setattr(model.embedding, "data", model.embedding.data.clone())
+    model.embedding.data[SICK] = float("nan")
+    together = ranked.Together(engines.offload.HostCache(64, engines.BANDWIDTH), ranked.Ranks())
+    engine = engines.baseline.Engine(model) if chapter == "01" else make(together if chapter == "09" else chapter)
+    prompts = [[token % SICK for token in draw(random.Random(seed), 40)] for seed in range(4)]
+    ways = [dict(), dict(temperature=1.0, seed=3), dict(), dict(temperature=0.5, top_k=9, seed=4)]
+    asked, alone = ([Request(prompt, 6, **way) for prompt, way in zip(prompts, ways)] for _ in range(2))
+    sick = [Request(prompt[:20] + [SICK], 6, **way) for prompt, way in zip(prompts, ways)]  # their first block
+    for pair in zip(asked, sick):
+        for request in pair:
+            engine.submit(request)
+    engines.until_over(engine, *asked, *sick)
+    for request in sick:
+        assert isinstance(request.outcome, RequestError) and not request.new, "no token is made up"
+        assert "not finite numbers; choose another --dtype." in str(request.outcome)
+    engines.baseline.Engine(model).generate(alone)
+    assert [request.new for request in asked] == [request.new for request in alone]
+
+
+@pytest.mark.parametrize("broken", ["push", "finished", "save"])
+def test_what_fails_behind_the_forward_pass_ends_its_own_request_at_most(broken):
+    engine, request, other = make(cache := RowCache()), Request(PROMPT, 6), Request(PROMPT[::-1], 6)
+    if broken == "push":
+        request.writer = SimpleNamespace(push=lambda token: 1 / 0)
+    else:  # 1 / 0 for this request, or in each step
+        setattr(cache, broken, lambda one: 1 / (broken == "finished" and one is not request))
+    for one in request, other:
+        engine.submit(one)
+    engines.until_over(engine, request, other)
+    assert ORACLE.judge(other) == "equal" and engine.counts["failed"] == (broken != "save")
+    words = "This answer could not go on (ZeroDivisionError: division by zero); ask again."
+    assert str(request.outcome) == words or broken == "save" and ORACLE.judge(request) == "equal"
     check_pools(engine)
 
 

@@ -1,4 +1,5 @@
 """What is asked and answered: fields, messages, text with stop strings, sampling, results, the front end."""
+import random
 from shell.cli import answer, summary
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from common import sampling
 from common.requests import BadRequest, Request, Result, Unavailable
 from shell.frontend import PROMPT, SAMPLING, Frontend, Writer, check_fields, check_messages
 from tests.support.stub import Engine
@@ -113,8 +115,10 @@ def test_a_part_of_a_character_and_what_may_begin_a_stop_string_are_held_back(fr
 # 3. Request and result --------------------------------------------------------------------------------------
 
 def drawn(logits, count: int = 300, **sampling) -> set[int]:
-    request = Request([1], 1, seed=5, **sampling)
-    return {request.sample(torch.tensor(logits)) for _ in range(count)}
+    one, other = (Request([1], 1, seed=seed, **sampling) for seed in (5, None))
+    tokens = {one.sample(torch.tensor(logits)) for _ in range(count)}
+    assert tokens == {other.sample(torch.tensor(logits)) for _ in range(count)}, "with a seed and without"
+    return tokens
 
 
 def test_sampling_takes_the_likeliest_or_draws_among_as_few_as_asked():
@@ -127,6 +131,49 @@ def test_sampling_takes_the_likeliest_or_draws_among_as_few_as_asked():
     assert drawn(logits, temperature=1, top_p=0.7) == {1, 2}
     assert drawn(logits, temperature=1, top_p=0.6) == {1}
     assert drawn(logits, temperature=1, top_p=0) == {1} == drawn(logits, temperature=1, top_k=3, top_p=0.6)
+
+
+SEEDS = [  # seed, temperature, top_k, top_p, and what torch.multinomial draws of all logits in falling order
+    (0, 1, 0, 1.0, [496, 560, 884, 1917]), (5, 1, 0, 1.0, [87, 1400, 174, 87]),
+    (5, 10, 0, 1.0, [1937, 848, 437, 87]), (5, 0.01, 0, 1.0, [560, 560, 280, 280]),
+    (1 << 62, 2, 50, 1.0, [1745, 517, 108, 1314]), (5, 2, 1999, 1.0, [87, 1680, 997, 927]),
+    (5, 2, 50, 0.5, [431, 1917, 1960, 1874]), (5, 1, 0, 0.25, [431, 1400, 517, 108]),
+    (5, 1, 0, 0.9, [87, 1400, 174, 87]), (5, 10, 0, 0.9, [1345, 848, 437, 87]),
+    (7, 10, 0, 0.01, [560, 840, 1680, 517])]
+
+
+def test_a_seed_gives_the_tokens_that_it_always_gave_alone_and_beside_others():
+    logits = torch.arange(2000) * 7919 % 2003 / 100
+    alone, beside = ([Request([1], 9, temperature, top_p, top_k, seed) for seed, temperature, top_k, top_p, _ in SEEDS]
+                     for _ in range(2))
+    others = [Request([1], 9, temperature) for temperature in (0, 1)]
+    for at in range(4):
+        expected = [tokens[at] for *_, tokens in SEEDS]
+        assert [request.sample(logits) for request in alone] == expected
+        rows = torch.stack([*[logits] * len(SEEDS), -logits, torch.full((2000,), float("nan"))])
+        assert sampling.sample(beside + others, rows, sampling.likeliest(rows))[:-1] == [*expected, 0]
+    order = (logits / 2).floor().topk(2000)  # equal ones, as in 16 bits, in the order of this whole sort
+    for seed, top_p in [(seed, top_p) for seed in range(9) for top_p in (1.0, 0.8, 0.2)]:
+        shares = (order.values.double() / 0.4).softmax(0)
+        shares[1:][(shares.cumsum(0) - shares)[1:] >= top_p] = 0
+        token = torch.multinomial(shares, 1, generator=torch.Generator().manual_seed(seed))
+        assert Request([1], 9, 0.4, top_p, seed=seed).sample((logits / 2).floor()) == order.indices[token]
+
+
+def test_without_a_seed_each_token_has_its_share():
+    random.seed(1)
+    logits, count = torch.tensor([0.5, 3.0, float("-inf"), 2.0, -1.0, 2.5]), 20000
+    tokens = sampling.sample([Request([1], 9, 0.8)] * count, logits.expand(count, -1), [1] * count)
+    shares = (logits / 0.8).softmax(0)
+    assert ((torch.bincount(torch.tensor(tokens), minlength=6) / count - shares).abs() <= 4 * (shares / count).sqrt()).all()
+
+
+@pytest.mark.parametrize("value, token", [("nan", -1), ("inf", -1), ("-inf", 1)])
+def test_no_token_is_the_likeliest_where_logits_are_no_numbers(value, token):
+    for dtype in torch.float32, torch.float16, torch.bfloat16:
+        rows = torch.tensor([[0, 2, float(value), 2], [5, 4, 3, 2]], dtype=dtype)
+        assert sampling.likeliest(rows) == [token, 0]
+    assert sampling.likeliest(torch.full((1, 3), float("-inf"))) == [-1]
 
 
 def test_a_seed_repeats_itself():
