@@ -421,6 +421,10 @@ class TieredCache(offload.HostCache):
         """Whether a tier below the device has a page, or is about to."""
         return self.keeps(page.prefix) or page.stored or page in self.writer.going
 
+    def in_storage(self) -> tuple[list, int, int]:  # for GET /state
+        stored = [prefix for prefix, page in list(self.tree.pages.items()) if page.stored]
+        return stored, len(self.prefetcher.coming), len(self.writer.going)
+
     # Coming up
 
     def submitted(self, request):
