@@ -179,7 +179,7 @@ def test_the_examples_are_answered_rightly_and_all_that_matters_is_legible_from_
     with closing(engine), serving(classroom, engine, info) as client, page_of(browser, client, LESSON) as page:
         memories, lines = page.locator(".pool"), page.locator(".turn .from")
         for number in range(3):
-            for memory in memories.all()[:2] if number == 2 else ():
+            for memory in memories.all()[:number]:
                 memory.get_by_text("Evict").click()
                 playwright.expect(memory.locator(".note")).to_contain_text("0 of")
             page.locator("#examples button").nth(number).click()
@@ -187,7 +187,7 @@ def test_the_examples_are_answered_rightly_and_all_that_matters_is_legible_from_
         answers = ["I have read it.", "Clara lives in London.", "The password of the safe is tiger."]
         assert texts(page, ".turn.assistant span") == answers and texts(page, "h1") == ["Chapter 07: three tiers"]
         _, second, third = texts(page, ".turn .from")
-        assert second.startswith("256 of 275 tokens from device memory, TTFT ")
+        assert second.startswith("256 of 275 tokens from host memory, TTFT ")
         assert third.startswith("272 of 296 tokens from storage, TTFT ")
         playwright.expect(memories.nth(2)).to_contain_text(re.compile("storage answers; 1[7-9] of the pages"))
         playwright.expect(page.locator("summary").first).to_have_text(f"Request 3 (A): {third}")
@@ -196,7 +196,9 @@ def test_the_examples_are_answered_rightly_and_all_that_matters_is_legible_from_
         first, *ticks = texts(page, "[open] .axis span")
         assert first == "first token, " + third.partition("TTFT ")[2] and len(ticks) > 2 and ticks[0] == "0"
         lane, mark = lanes.first.bounding_box(), marks.first.bounding_box()
-        assert mark["x"] - lane["x"] == pytest.approx(lane["width"] / 2, abs=4), "they end at twice the TTFT"
+        ttft, end = (float(re.findall(r"([\d.]+) ms", words)[-1]) for words in
+                     (third, lanes.first.get_attribute("aria-label")))
+        assert mark["x"] - lane["x"] == pytest.approx(lane["width"] * ttft / end, abs=9)
         sizes = page.locator(".turn span, .from, summary, button, h3").evaluate_all(
             "all => all.map(one => parseFloat(getComputedStyle(one).fontSize))")
         assert min(sizes) >= 18 and max(sizes) >= 26
@@ -208,6 +210,7 @@ def test_the_examples_are_answered_rightly_and_all_that_matters_is_legible_from_
         playwright.expect(lines).to_have_count(1)
         engine.cache.storage.backend.exists = None  # it raises from now on
         say(page, "What is the job of Ben?")
+        playwright.expect(lines.last).to_contain_text("tokens from device memory, TTFT ")
         playwright.expect(page.locator("#legend li").last).to_have_text("this conversation")
         looks = page.locator("#legend li").evaluate_all("""all => all.slice(6).map(one => one.title + " " +
             one.firstChild.getContext("2d").getImageData(3, 3, 1, 1).data)""")
