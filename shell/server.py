@@ -28,7 +28,7 @@ from shell import end, openai
 from shell.frontend import PROMPT, SAMPLING, check_fields
 
 MAX_BODY = 1 << 20                 # bytes of an HTTP request; a full context fits many times
-KNOWN = 300                        # conversations whose blocks the page tells apart
+KNOWN = 26                         # conversations whose blocks the page tells apart: a letter each
 SILENCE = 0.5                      # seconds between two looks of a waiting thread: closing? hung up?
 ENDING = 5.0                       # seconds from closing, after which the process ends
 SHUTTING = "The server is shutting down; ask again when it is back."
