@@ -135,13 +135,15 @@ def test_the_page_shows_pools_requests_and_why_each_finished_one_was_restored_or
         said = re.compile(r"^compute: prefill, decode for .* ms of ")
         playwright.expect(lane).to_have_attribute("aria-label", said)
         assert page.locator("#finished .track span").first.get_attribute("title").startswith("prefill 11: ")
-        client.engine.over[-1].timeline.plan = dict(title="By layer", rows=[["layer 0", "KKR"]],
-                                                    legend=dict(K="loaded", R="computed"))
+        client.engine.over[-1].timeline.plan = dict(title="By layer", rows=[["layer 0", "KLC"]],
+                                                    legend=dict(K="loaded", L="loaded", C="computed"))
         page.locator("#finished summary").click()
         page.locator("#finished summary").click()
         cells = page.locator("#finished .cells")
         playwright.expect(cells).to_have_attribute("aria-label", "layer 0: loaded, loaded, computed")
-        assert texts(page, "#finished .cells span") == ["K", "K", "R"]
+        assert texts(page, "#finished .cells span") == ["K", "L", "C"]
+        colors = page.locator(".cells span").evaluate_all("all => all.map(one => one.style.background)")
+        assert all(colors) and len({*colors}) == 3
         grid = page.locator(".pool canvas").first
         playwright.expect(grid).to_have_attribute(
             "aria-label", "device memory: free 38, cached 2, reserved 0, in use 0, shared 0, in flight 0")
