@@ -430,6 +430,10 @@ class TieredCache(offload.HostCache):
     def last_tier(self) -> bool:
         return not self.storage or self.storage.behind
 
+    def in_storage(self) -> tuple[list, int, int]:  # for GET /state
+        stored = [prefix for prefix, page in list(self.tree.pages.items()) if page.stored]
+        return stored, len(self.prefetcher.coming), len(self.writer.going)
+
     # Coming up
 
     def submitted(self, request):

@@ -60,7 +60,7 @@ def main(doc, chapter: str, add_arguments, make_engine, demo, load=checkpoint.lo
     signal.signal(signal.SIGTERM, interrupt)        # what is told to end leaves nothing behind
     sys.stdout.reconfigure(errors="replace")        # a terminal without UTF-8 shows ?, and the answer goes on
     try:
-        run(chapter, arguments, make_engine, demo, load)
+        run(doc, chapter, arguments, make_engine, demo, load)
     except BrokenPipeError:         # `... | head` has seen enough
         os._exit(1)
     except (checkpoint.ModelError, RequestError, OSError) as error:
@@ -74,7 +74,7 @@ def interrupt(number: int, frame):
     raise KeyboardInterrupt(number)
 
 
-def run(chapter: str, arguments, make_engine, demo, load):
+def run(doc: str | None, chapter: str, arguments, make_engine, demo, load):
     # 1. What cannot work fails now, not after a minute of work
     for path in filter(None, (arguments.json, arguments.trace)):
         path.open("a").close()
@@ -97,6 +97,7 @@ def run(chapter: str, arguments, make_engine, demo, load):
         frontend.fields = engine.fields
         try:
             if serving:
+                info["title"] = (doc or chapter).partition("\n")[0]
                 return server.serve(listener, server.Server(engine, frontend, info))
             result = answer(engine, frontend.request(arguments.prompt, max_tokens=arguments.max_tokens))
             print(f"\n\n{summary(result)}")

@@ -17,6 +17,7 @@ import time
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 from flask import Flask, Response, abort, request, send_file
 from werkzeug.exceptions import HTTPException
@@ -27,6 +28,7 @@ from shell import end, openai
 from shell.frontend import PROMPT, SAMPLING, check_fields
 
 MAX_BODY = 1 << 20                 # bytes of an HTTP request; a full context fits many times
+KNOWN = 26                         # conversations whose blocks the page tells apart: a letter each
 SILENCE = 0.5                      # seconds between two looks of a waiting thread: closing? hung up?
 ENDING = 5.0                       # seconds from closing, after which the process ends
 SHUTTING = "The server is shutting down; ask again when it is back."
@@ -246,25 +248,50 @@ def add_answers(app: Flask, server: Server):
 
 # 4. Routes of the page --------------------------------------------------------------------------------------
 
-def look(server: Server) -> dict:
-    """Describe requests, pools, counters and the last answers, for GET /state."""
-    engine, running = server.engine, list(server.engine.running)
+def look(server: Server, numbers: WeakKeyDictionary, last: dict) -> dict:
+    """Describe requests, memories, counters and the last answers, for GET /state. The rest: see `owners`."""
+    engine, over, running = server.engine, list(server.engine.over), list(server.engine.running)
     waiting = [asked for asked in list(server.open) if asked.outcome is None and asked not in running]
+    owner = owners(over + running + waiting, numbers, last)
     requests, tables = [], [(list(asked.table), asked.computed) for asked in running]
     for asked in running + waiting:
         state = "waiting" if asked in waiting else "decode" if asked.new else "prefill"
         requests.append(dict(
             id=asked.id, state="restoring" if asked.restoration else state, found=dict(asked.found),
             prompt_tokens=asked.prompt_tokens, computed=min(asked.computed, asked.prompt_tokens),
-            new_tokens=len(asked.new)))
+            new_tokens=len(asked.new), conversation=numbers[asked]))
     pools = {name: dict(blocks=pool.size, block_bytes=pool.block_bytes,
-                        states=block_states(pool, tables if name == "device" else []))
+                        states=block_states(pool, tables if name == "device" else []),
+                        owners={at: owner[key] for key, at in list(pool.block_of.items()) if key in owner})
              for name, pool in engine.pools.items()}
     shown = "id", "source", "found", "decisions", "usage", "ttft_ms", "tbt_ms"
-    finished = [dict({name: getattr(result, name) for name in shown}, version=len(result.timeline.spans))
-                for result in [asked.outcome for asked in list(engine.over)]]
-    info = dict(server.info, context=server.frontend.context)
-    return dict(info=info, requests=requests, pools=pools, counters=engine.counters(), finished=finished)
+    finished = [dict({name: getattr(asked.outcome, name) for name in shown}, conversation=numbers[asked],
+                     version=len(asked.timeline.spans)) for asked in over]
+    info, cache = dict(server.info, context=server.frontend.context), getattr(engine, "cache", None)
+    storage = None
+    if hasattr(cache, "in_storage"):            # chapter 07, with or without a storage
+        kept, (pages, reading, writing) = cache.storage, cache.in_storage()
+        storage = dict(name=kept and str(kept), silent=bool(kept and kept.silent), pages=len(pages),
+                       owners={at: owner[key] for at, key in enumerate(pages) if key in owner},
+                       reading=reading, writing=writing)
+    return dict(info=info, requests=requests, pools=pools, storage=storage, counters=engine.counters(),
+                finished=finished)
+
+
+def owners(requests: list[Request], numbers: WeakKeyDictionary, last: dict) -> dict:
+    """Number conversations: a request goes on with the one with whose last prompt it begins. Return the
+    number of each prefix, 0 if several conversations have it. `numbers` of requests, and `last`, number ->
+    prompt and prefixes of the last request, are updated."""
+    for asked in [one for one in requests if one not in numbers]:
+        begun = {number: len(prompt) for number, (prompt, _) in list(last.items())
+                 if asked.tokens[:len(prompt)] == prompt}
+        numbers[asked] = number = max(begun, key=begun.get, default=max(last, default=0) + 1)
+        last[number] = asked.tokens[:asked.prompt_tokens], asked.chain
+        last.pop(number - KNOWN, None)
+    owner = {}
+    for number, (_, chain) in list(last.items()):
+        owner.update({prefix: 0 if prefix in owner else number for prefix in list(chain)})
+    return owner
 
 
 def block_states(pool, tables: list[tuple[list[int], int]]) -> str:
@@ -289,7 +316,7 @@ def add_page(app: Flask, server: Server):
     known = {"tier": (tiers.__contains__, f"one of {', '.join(tiers) or 'none'}")}
 
     app.add_url_rule("/", "page", partial(send_file, Path(__file__).with_name("page.html")))
-    app.add_url_rule("/state", "state", partial(look, server))
+    app.add_url_rule("/state", "state", partial(look, server, WeakKeyDictionary(), {}))
 
     @app.get("/health")
     def health():

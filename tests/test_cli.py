@@ -213,7 +213,8 @@ def ask_three(process) -> list:
     for _ in range(3):
         connections.append(http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT))
         connections[-1].request("POST", "/generate", json.dumps(dict(prompt="Hello", max_tokens=400)))
-    eventually(lambda: counters(port)["requests"] == 3)
+    eventually(lambda: health(port)["counters"]["requests"] == 3)
+    assert health(port)["title"] == "A chapter around the stub engine, for tests of the command line."
     return connections
 
 
@@ -247,7 +248,7 @@ def told(connection) -> bool:
     return response.status == 503 and "shutting down" in sentence(error, "server_error")
 
 
-def counters(port: int) -> dict:
+def health(port: int) -> dict:
     with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT)) as connection:
         connection.request("GET", "/health")
-        return json.loads(connection.getresponse().read())["counters"]
+        return json.loads(connection.getresponse().read())

@@ -88,6 +88,7 @@ def test_the_command_says_what_is_there_and_what_is_not(tmp_path, monkeypatch, c
 
     (tmp_path / "docs").symlink_to(exercise.ROOT / "docs")
     monkeypatch.setattr(exercise, "ROOT", tmp_path)
+    assert said().startswith("Choose one of 01_baseline, 02_paged_kv, ")
     assert "no chapter 12" in said("12") and "no exercises/03_cpu_offload.py yet" in said("03", "--check")
     monkeypatch.setattr("sys.argv", ["exercise", "3"])
     exercise.main()

@@ -5,13 +5,16 @@ from contextlib import closing, contextmanager
 
 import pytest
 
-from tests.support.serving import ASK, eventually, serving
+from tests.conftest import load
+from tests.support.engines import make, tiered
+from tests.support.serving import ASK, INFO, eventually, serving
 from tests.support.stub import Engine
 
 playwright = pytest.importorskip("playwright.sync_api",
                                  reason="playwright is missing: see requirements-dev.txt")
 CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
 DESKTOP, PHONE = dict(width=1280, height=900), dict(width=390, height=844)
+LESSON = dict(width=1280, height=720)                       # a projector
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +70,7 @@ def test_a_conversation_is_written_as_it_comes_and_goes_on_with_its_history(brow
         playwright.expect(page.locator(".turn.assistant span")).to_contain_text("He")
         assert page.is_disabled("#ask") and page.input_value("#prompt") == ""
         client.engine.let()
-        playwright.expect(page.locator(".turn.assistant")).to_contain_text("miss, 0 of")
+        playwright.expect(page.locator(".turn.assistant")).to_contain_text("0 of")
         first = client.engine.asked[-1].outcome
         say(page, "And why?")
         playwright.expect(page.locator(".turn.assistant").nth(1)).to_contain_text("TTFT")
@@ -120,51 +123,101 @@ def test_an_error_is_told_and_the_message_can_be_mended(browser, client):
 def test_the_page_shows_pools_requests_and_why_each_finished_one_was_restored_or_not(browser, client):
     with page_of(browser, client) as page:
         playwright.expect(page.locator("#title")).to_have_text("stub")
-        playwright.expect(page.locator(".pool h3").first).to_have_text("Device: 40 blocks of 1 KiB")
+        playwright.expect(page.locator(".pool .note").first).to_have_text("0 of 40 blocks of 1 kB")
+        playwright.expect(page.locator(".pool h3").first).to_have_text("Device memory")
         client.ask("/generate", ASK)
         summary = page.locator("#finished summary").first
-        playwright.expect(summary).to_contain_text("Request 1: miss. Prompt of 11 tokens, found: 0; 8 new")
-        why = page.locator("#finished li")
+        playwright.expect(summary).to_contain_text("Request 1 (A): 0 of 11 tokens found, TTFT ")
+        numbers, why = page.locator("#finished li").all()
+        playwright.expect(numbers).to_contain_text("11 tokens of the prompt computed, 8 new, TBT ")
         playwright.expect(why).to_have_text("nothing was offered: the prompt is computed")
         lane = page.locator("#finished .track")
         said = re.compile(r"^compute: prefill, decode for .* ms of ")
         playwright.expect(lane).to_have_attribute("aria-label", said)
         assert page.locator("#finished .track span").first.get_attribute("title").startswith("prefill 11: ")
-        client.engine.over[-1].timeline.plan = dict(title="By layer", rows=[["layer 0", "KKR"]],
-                                                    legend=dict(K="loaded", R="computed"))
+        client.engine.over[-1].timeline.plan = dict(title="By layer", rows=[["layer 0", "KLC"]],
+                                                    legend=dict(K="loaded", L="loaded", C="computed"))
         page.locator("#finished summary").click()
         page.locator("#finished summary").click()
         cells = page.locator("#finished .cells")
         playwright.expect(cells).to_have_attribute("aria-label", "layer 0: loaded, loaded, computed")
-        assert texts(page, "#finished .cells span") == ["K", "K", "R"]
+        assert texts(page, "#finished .cells span") == ["K", "L", "C"]
+        colors = page.locator(".cells span").evaluate_all("all => all.map(one => one.style.background)")
+        assert all(colors) and len({*colors}) == 3
         grid = page.locator(".pool canvas").first
         playwright.expect(grid).to_have_attribute(
-            "aria-label", "device: free 38, cached 2, reserved 0, in use 0, shared 0, in flight 0")
+            "aria-label", "device memory: free 38, cached 2, reserved 0, in use 0, shared 0, in flight 0")
         client.engine.hold_after(3)
         with closing(client.send("/generate", dict(ASK, max_tokens=60))):
-            playwright.expect(page.locator("#requests tr")).to_contain_text("decode")
+            playwright.expect(page.locator("#requests li")).to_contain_text("(A), decode: 0 of 11 tokens found")
             playwright.expect(grid).to_have_attribute(
-                "aria-label", "device: free 35, cached 0, reserved 4, in use 1, shared 0, in flight 0")
+                "aria-label", "device memory: free 35, cached 0, reserved 4, in use 1, shared 0, in flight 0")
             colors = grid.evaluate("""canvas => { const seen = new Set(), context = canvas.getContext('2d');
                 for (const x of [7, 21]) seen.add(context.getImageData(x, 7, 1, 1).data.join());
                 return seen.size }""")
             assert colors == 2, "in use and reserved look alike"
         client.engine.let()
-        playwright.expect(page.locator("#requests tr")).to_have_count(0)
+        playwright.expect(page.locator("#requests li")).to_have_count(0)
         playwright.expect(page.locator("#counters")).to_contain_text("cancelled")
 
 
 def test_evict_empties_a_pool_and_a_server_that_is_gone_is_told_until_it_is_back(browser, client):
     client.ask("/generate", ASK)
     with page_of(browser, client) as page:
-        page.get_by_label("Evict what is cached in device").press("Enter")
-        playwright.expect(page.locator("#evicted")).to_have_text("2 blocks evicted from device.")
+        page.get_by_label("Evict what is cached in device memory").press("Enter")
+        playwright.expect(page.locator("#evicted")).to_have_text("2 blocks evicted from device memory.")
         playwright.expect(page.locator(".pool canvas").first).to_have_attribute(
-            "aria-label", "device: free 40, cached 0, reserved 0, in use 0, shared 0, in flight 0")
+            "aria-label", "device memory: free 40, cached 0, reserved 0, in use 0, shared 0, in flight 0")
         page.route("**/state", lambda route: route.abort())
         playwright.expect(page.locator("#status")).to_contain_text("cannot be reached")
         page.unroute("**/state")
         playwright.expect(page.locator("#status")).to_have_text("")
+
+
+def test_the_examples_are_answered_rightly_and_all_that_matters_is_legible_from_the_last_row(browser):
+    classroom = load("classroom")
+    engine = make(tiered(256, "wait_complete", "write_through"), 128, model=classroom.model)
+    engine.let, info = lambda: None, dict(INFO, title="Chapter 07: three tiers.")
+    with closing(engine), serving(classroom, engine, info) as client, page_of(browser, client, LESSON) as page:
+        memories, lines = page.locator(".pool"), page.locator(".turn .from")
+        for number in range(3):
+            for memory in memories.all()[:number]:
+                memory.get_by_text("Evict").click()
+                playwright.expect(memory.locator(".note")).to_contain_text("0 of")
+            page.locator("#examples button").nth(number).click()
+            playwright.expect(lines).to_have_count(number + 1)
+        answers = ["I have read it.", "Clara lives in London.", "The password of the safe is tiger."]
+        assert texts(page, ".turn.assistant span") == answers and texts(page, "h1") == ["Chapter 07: three tiers"]
+        said, third = [words.partition(", TTFT ")[0] for words in texts(page, ".from")], lines.last.inner_text()
+        assert said == ["0 of 257 tokens found", "256 of 275 tokens from host memory", "272 of 296 tokens from storage"]
+        playwright.expect(memories.nth(2)).to_contain_text(re.compile("storage answers; 1[7-9] of the pages"))
+        playwright.expect(page.locator("summary").first).to_have_text(f"Request 3 (A): {third}")
+        lanes, marks = page.locator("[open] .track"), page.locator("[open] .first")
+        playwright.expect(lanes).to_have_count(4)
+        first, *ticks = texts(page, "[open] .axis span")
+        assert first == "first token, " + third.partition("TTFT ")[2] and len(ticks) > 2 and ticks[0] == "0"
+        lane, mark = lanes.first.bounding_box(), marks.first.bounding_box()
+        ttft, end = (float(re.findall(r"([\d.]+) ms", words)[-1]) for words in
+                     (third, lanes.first.get_attribute("aria-label")))
+        assert mark["x"] - lane["x"] == pytest.approx(lane["width"] * ttft / end, abs=9)
+        sizes = page.locator(".turn span, .from, summary, button, h3").evaluate_all(
+            "all => all.map(one => parseFloat(getComputedStyle(one).fontSize))")
+        assert min(sizes) >= 18 and max(sizes) >= 26
+        for shown in [*memories.locator("canvas").all(), *lanes.all(), lines.last, page.locator("#ask")]:
+            assert shown.bounding_box()["y"] + shown.bounding_box()["height"] <= LESSON["height"]
+        playwright.expect(page.locator("#counters")).to_contain_text(re.compile(r"bytes in \d\.\d MB"))
+        page.click("#new")                          # another conversation behind the same document
+        page.locator("#examples button").first.click()
+        playwright.expect(lines).to_have_count(1)
+        engine.cache.storage.backend.exists = None  # it raises from now on
+        say(page, "What is the job of Ben?")
+        playwright.expect(lines.last).to_contain_text("tokens from device memory, TTFT ")
+        playwright.expect(page.locator("#legend li").last).to_have_text("this conversation")
+        looks = page.locator("#legend li").evaluate_all("""all => all.slice(6).map(one => [one.title,
+            one.firstChild.getContext("2d").getImageData(3, 3, 1, 1).data.join()])""")
+        assert [title for title, _ in looks] == ["of several", "conversation A", "conversation B"]
+        assert len({color for _, color in looks}) == 3
+        playwright.expect(memories.nth(2)).to_contain_text("storage is silent: nobody waits for it")
 
 
 # 3. Everywhere and for everybody ----------------------------------------------------------------------------

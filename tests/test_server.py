@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from common.requests import BadRequest, Unavailable
+from common.requests import BadRequest, Request, Unavailable
 from shell import backends
 from shell import server as servers
 from tests.support.serving import ASK, CHAT, INFO, TIMEOUT, eventually, run, sentence, serving
@@ -391,6 +391,14 @@ def test_state_shows_who_waits_and_runs_what_the_pools_hold_and_what_was_found(f
     assert finished["id"] == 1 and finished["decisions"] == ["nothing was offered: the prompt is computed"]
     assert finished["found"] == {} and finished["version"] == 20 == finished["usage"]["completion_tokens"]
     assert state["counters"]["requests"] == 3
+
+
+def test_a_conversation_goes_on_with_its_last_prompt_and_the_oldest_are_forgotten(monkeypatch):
+    monkeypatch.setattr(servers, "KNOWN", 2)
+    prompts = [1, 2, 3], [1, 2, 3, 4], [1, 2, 3], [1, 2, 3, 4, 5], [1, 2, 5], [6]
+    asked, numbers, last = [Request(prompt, 1) for prompt in prompts], {}, {}
+    servers.owners(asked, numbers, last)
+    assert [*numbers.values()] == [1, 1, 2, 1, 3, 4] and set(last) == {3, 4}
 
 
 def test_a_letter_says_what_becomes_of_a_block():

@@ -175,13 +175,14 @@ class Judging:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("chapter", help="01 to 09")
+    parser.add_argument("chapter", nargs="?", default="", help="01 to 09")
     parser.add_argument("--check", action="store_true", help="judge what was written in exercises/")
     parser.add_argument("--again", action="store_true", help="begin again: what was written there is lost")
     arguments = parser.parse_args()
     number = arguments.chapter.zfill(2)[:2]
     if number not in CHAPTERS:
-        sys.exit(f"There is no chapter {arguments.chapter}: choose one of 01 to 09.")
+        there = f"There is no chapter {arguments.chapter}: choose" if arguments.chapter else "Choose"
+        sys.exit(f"{there} one of {', '.join(path.stem for path in CHAPTERS.values())}.")
     path = ROOT / (name := f"exercises/{CHAPTERS[number].name}")
     if arguments.check:
         if not path.is_file():

@@ -18,7 +18,7 @@ class Pool:
     def __init__(self, blocks: int):
         self.size, self.free = blocks, bytearray(b"\1" * blocks)
         self.references = [0] * blocks
-        self.prefix_of = [None] * blocks
+        self.prefix_of, self.block_of = [None] * blocks, {}
         self.cached = OrderedDict()
 
     def evict(self, blocks: list[int]):
