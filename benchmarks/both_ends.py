@@ -131,7 +131,7 @@ def grid(model, arguments):
         bench = Bench(model, tokens)
         hit = bench.typical("hit", rounds=5)
         for r in arguments.r or HISTORIES.get(arguments.name, {}).get(tokens, RATIOS):
-            alone = bench.typical("compute") - hit
+            alone = max(1.0, bench.typical("compute") - hit)
             for share in [1.0, *(arguments.share if r in SHARED else [])]:
                 yield from measure.again_if_behind(partial(cell, bench, r, share, alone, hit), arguments.rounds)
         bench.engine.close()

@@ -4,7 +4,8 @@
     tinyllama        TinyLlama/TinyLlama-1.1B-Chat-v1.0, from the Hugging Face hub or its local cache
     FOLDER           any folder in Hugging Face layout: config.json, model*.safetensors, tokenizer.json
     OWNER/NAME       any such model on the hub, refused before its weights are downloaded if it does not fit
-    random:NAME      random weights, always the same, and a byte-level tokenizer: shell/random_models.py
+    random:NAME      random weights, on one device always the same, and a byte-level tokenizer; with another
+                     context as random:NAME:TOKENS. See shell/random_models.py
 
 Weights travel one tensor at a time. On a CPU, where twice as much is free, products of many rows get a copy.
 """
@@ -63,7 +64,8 @@ def read_model(name: str, dtype: str, device: str, on_host: bool, division):
     if name.startswith("random:"):
         config, configs = random_models.random_config(name), [{}]
         tokenizer = random_models.byte_tokenizer(config.vocab_size)
-        digest = hashlib.sha256(name.encode())
+        made_by = torch.cuda.get_device_name() if device == "cuda" else ""
+        digest = hashlib.sha256(f"{name}{made_by}".encode())
     else:
         folder = find_folder(name)
         configs = [read_json(folder / file) for file in ("config.json", "generation_config.json")]
@@ -76,7 +78,7 @@ def read_model(name: str, dtype: str, device: str, on_host: bool, division):
     places = model.weights()
     whole = Llama(replace(config, tie_word_embeddings=False), dtype, "meta").weights()
     if name.startswith("random:"):
-        tensors = random_models.random_tensors(whole)
+        tensors = random_models.random_tensors(whole, device)
     else:
         tensors = read_tensors(places, whole, find_tensors(name, folder, whole), config, digest)
     fill = division.fill if division else lambda place, key, tensor: place.copy_(tensor)

@@ -1,4 +1,8 @@
-"""`--model random:NAME`: a known geometry, random weights, a tokenizer of bytes. The answers mean nothing."""
+"""`--model random:NAME`: a known geometry, random weights, a tokenizer of bytes. The answers mean nothing.
+`random:NAME:TOKENS` has another context."""
+import re
+from dataclasses import replace
+
 import torch
 
 from common.llama import LlamaConfig
@@ -12,7 +16,10 @@ GEOMETRIES = {
     "tinyllama": (32000, 2048, 5632, 22, 32, 4, 64, 2048),
     "tinyllama-mha": (32000, 2048, 5632, 22, 32, 32, 64, 2048),
     "llama2-7b": (32000, 4096, 11008, 32, 32, 32, 128, 4096),
+    "llama2-13b": (32000, 5120, 13824, 40, 40, 40, 128, 4096),
     "llama3-8b": (128256, 4096, 14336, 32, 32, 8, 128, 8192),
+    # A Llama of OPT-30B's sizes: 19,136 so that its three matrices weigh what the two of 4 x 7,168 do in OPT
+    "opt-30b": (50272, 7168, 19136, 48, 56, 56, 128, 2048),
 }
 SPECIAL = ["<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"]
 CHAT_TEMPLATE = (
@@ -22,21 +29,23 @@ CHAT_TEMPLATE = (
 
 def random_config(name: str) -> LlamaConfig:
     """Raises ModelError."""
-    geometry = name.removeprefix("random:")
+    geometry, tokens = re.fullmatch(r"(?:random:)?(.*?)(?::([1-9]\d{0,5}))?", name, re.S).groups()
     if geometry not in GEOMETRIES:
         known = ", ".join(f"random:{known}" for known in GEOMETRIES)
         raise ModelError(f"No geometry {name!r}: choose one of {known}.")
-    return LlamaConfig(*GEOMETRIES[geometry])
+    config = LlamaConfig(*GEOMETRIES[geometry])
+    return replace(config, max_position_embeddings=int(tokens)) if tokens else config
 
 
-def random_tensors(whole: dict):
-    """Yield (name, tensor): normal numbers of deviation 0.02, ones for norms; the same for every dtype."""
-    generator = torch.Generator().manual_seed(0)
+def random_tensors(whole: dict, device: str):
+    """Yield (name, tensor): normal numbers of deviation 0.02, ones for norms; the same for every dtype. They
+    are made on `device`, and another GPU may make others: a host takes 50 s for 7 billion."""
+    generator = torch.Generator(device).manual_seed(0)
     for name, place in whole.items():
         if name.endswith("norm.weight"):
             yield name, torch.ones(place.shape)
         else:
-            yield name, torch.randn(place.shape, generator=generator).mul_(0.02)
+            yield name, torch.randn(place.shape, generator=generator, device=device).mul_(0.02)
 
 
 def byte_tokenizer(vocabulary: int):

@@ -1,20 +1,26 @@
 """What benchmarks measure, on small models: what is kept comes back, and rows are what they say."""
 
 import argparse
+import json
 import math
 import random
 import statistics
 
 import numpy
 import pytest
+import torch
 from conftest import load, write_model
-from support import engines
+from support import engines, streams
 from support.engines import BANDWIDTH, ask, check_pools, draw, evict, make, plain_model, settle, tiny_model
 
 from benchmarks import both_ends, outside, ranks, variants
-from common import restoring
+from common import restoring, speed
+from common.link import Link
+from common.timeline import Clock
+from shell import checkpoint
 from shell.ranks import Ranks
 from shell.reference import as_transformers
+from tools import gpu_report, report
 
 # 1. Variants -----------------------------------------------------------------------------------
 
@@ -158,3 +164,42 @@ def test_a_rank_has_a_link_of_the_speed_that_its_rows_say(monkeypatch):
     rows = ranks.rank(Ranks(), argparse.Namespace(model=["random:tiny"], dtype="float32", device="cpu", rounds=1))
     assert [row["bytes_over_link"] for row in rows] == [pytest.approx(speed * row["link_ms"] / 1e3) for speed, row in zip(speeds, rows)]
     assert all(row["bytes_over_link"] for row in rows) and len(speeds) == 2
+
+
+# 4. A GPU --------------------------------------------------------------------------------------
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real one")
+def test_every_part_of_the_report_of_a_gpu_runs_on_the_emulated_one(monkeypatch, tmp_path):
+    """One way fails; 07 has two ways of copying, the runner something that `--eager` goes without."""
+    eager, file, tiered, forward = set(), tmp_path / "gpu-emulated.json", engines.tiers.TieredCache, engines.paged.Runner.forward
+    for owner, name, value in ((speed, "SPREAD", 0.0), *((gpu_report, *pair) for pair in dict(OTHERS=2, BATCH=4, NEW=2).items())):
+        monkeypatch.setattr(owner, name, value)
+    monkeypatch.setattr(engines.tiers, "TieredCache", lambda blocks, io_backend=None: tiered(blocks if io_backend == "kernel" else "x"))
+    monkeypatch.setattr(engines.paged.Runner, "pieces", object(), raising=False)
+    monkeypatch.setattr(engines.paged.Runner, "forward", lambda own, *given: eager.add(own.pieces is None) or forward(own, *given))
+    for part in ("--part papers --eager", "--part slower", "--part cake", "--part hybrid", "--only copies"):
+        monkeypatch.setattr("sys.argv", f"_ --emulated --rounds 1 {part} --json {file}".split())
+        gpu_report.main()
+    found = {part: job["rows"] for part, job in json.loads(file.read_text()).items()}
+    assert json.loads(file.read_text())["copies"]["code"] == 0 and len(found["copies"]) == 4
+    back = {row["way"]: row["found"] for row in found["papers"] if "ttft_ms" in row}
+    ways = {"hit": "gpu", **{way: "cpu" for way in ("03", "04", "05", "07, kernel")}, "06": "storage"}
+    assert all(back[way] == back[f"{way}, eager"] == {tier: 192} for way, tier in ways.items()) and back["02"] == {}
+    assert eager == {True, False} and [row["way"] for row in found["papers"] if "failed" in row] == ["07, direct"]
+    assert {row["way"] for row in found["papers"] if "tbt_ms" in row} == {*ways, "02"} - {"hit"}
+    shown = file.with_suffix(".md").read_text()
+    assert all(headline in shown for headline, *_ in report.HEADLINES if "HiCache" not in headline)
+    with streams.emulate("early") as gpu, gpu_report.slowed(3):
+        transfer = Link("load", Clock("cuda")).copy(torch.zeros(9, device="cuda"), torch.ones(9, pin_memory=True), "nine")
+        assert transfer.queue_wait() and gpu.copies == 3 * [("to the device", 36)]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a real one has other numbers, and counts no copies")
+@pytest.mark.parametrize("on_host", [False, True])
+def test_a_gpu_makes_random_weights_itself_and_they_are_other_weights(on_host):
+    model, *_ = checkpoint.load("random:tiny:64", "float32", "cpu")
+    with streams.emulate("early") as gpu:
+        there, *_ = checkpoint.load("random:tiny:64", "float32", "cuda", on_host)
+        assert all(size < 1 << 14 for way, size in gpu.copies if way == "to the device") and there.digest != model.digest
+        assert all(torch.equal(tensor.cpu(), model.weights()[name]) for name, tensor in there.weights().items())
+    assert there.config.max_position_embeddings == 64

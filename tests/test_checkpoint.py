@@ -107,6 +107,7 @@ def test_a_broken_folder_is_refused_in_one_sentence(folder, break_it, words):
     ("nosuchmodel", ["nosuchmodel", "OWNER/NAME", "random:tinyllama"]),
     ("./no/such/folder", ["no such folder"]), ("a" * 300, ["no such folder"]),
     ("random:nosuch", ["random:nosuch", "random:tinyllama"]), ("random:", ["random:tinyllama"]),
+    ("random:tiny:0", ["'random:tiny:0'", "random:opt-30b"]),
 ])  # fmt: skip
 def test_an_unknown_model_is_refused_in_one_sentence(name, words):
     message = refusal(name)

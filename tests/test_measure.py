@@ -98,15 +98,19 @@ def test_with_a_gpu_results_bear_its_name_and_there_is_one_link(tmp_path, monkey
 
 
 def test_the_report_of_a_gpu_names_what_failed_and_says_without_one_what_it_would_run(monkeypatch, capsys):
-    rows = [dict(way="03", ttft_ms=measure.spread([1.0, 2.0, 3.0])), dict(way="04")]
-    found = dict(ttft=dict(code=124, said="it hung", seconds=3.0, rows=rows), tests=dict(code=0, said="9 passed", seconds=1.0, rows=[]))
-    shown = gpu_report.page("H100", found)
-    assert "| 03 | 2.00 (1.00 to 3.00) |" in shown and "9 passed" in shown and shown.endswith("- ttft (124): it hung\n")
+    same = dict(model="7b", history=4096, kernels=5)
+    rows = [dict(same, way="03", ttft_ms=measure.spread([40.0, 41.0, 52.0]), allowed_ms=30.0),
+            dict(same, way="05", ttft_ms=measure.spread([20.5]), allowed_ms=20.0), dict(model="7b", history=1, way="04", failed="no room")]  # fmt: skip
+    found = dict(papers=dict(code=124, said="it hung", seconds=3.0, rows=rows), tests=dict(code=0, said="9 passed", seconds=1.0, rows=[]))
+    shown = gpu_report.page("gpu-H100", found)
+    assert "| 03 | 41 ms of 30 ms; 5 |" in shown and "| 1.62 to 1.93 | 1.50; 2.00 |" in shown, "the paper's, allowed, measured"
+    assert "9 passed" in shown and shown.endswith("- papers (124): it hung\n- papers, 7b, 04 behind 1: no room\n")
+    assert sum(limit for _, limit, *_ in gpu_report.PARTS.values()) < 14 * 60
     monkeypatch.setattr("sys.argv", ["gpu_report"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     gpu_report.main()
     said = capsys.readouterr().out
-    assert all(words.split(" {file}")[0] in said for name, (words, _) in gpu_report.JOBS.items() if name != "emulated")
+    assert all(words.split(" {file}")[0] in said for words, _ in gpu_report.JOBS.values())
 
 
 def test_requirements_and_readme_name_the_same_oldest_pytorch_and_this_one_is_in_the_range():

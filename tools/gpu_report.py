@@ -1,75 +1,96 @@
-"""What the chapters do on a GPU, in one go, in under 25 minutes on an H100; it needs no Flask.
+"""What the chapters do on a GPU, beside the papers' numbers and what arithmetic allows; it needs no Flask.
 
-    python -m tools.gpu_report                   all parts; without a GPU it says what it would run
-    python -m tools.gpu_report --emulated        what can run without a GPU: tests, and the copies of a return
-Each part is a process of its own, with a limit, and the page ends with what failed: benchmarks/results/gpu-DEVICE.json, .md."""
+    python -m tools.gpu_report                         in under 14 minutes on an H100, and then tests and demos in 10
+    python -m tools.gpu_report --only papers --eager   with pieces and without, in turn
+    python -m tools.gpu_report --emulated              without a GPU, all but the demos on a tiny model: times mean nothing
+Each part is a process of its own, with a limit; what says most comes first. Each row is written when it is there, and the page
+begins with the papers' headlines and ends with what failed: benchmarks/results/gpu-DEVICE.json, .md."""
 import argparse
+import gc
 import importlib
+import inspect
 import json
+import math
+import random
 import subprocess
 import sys
 import tempfile
 import time
+import timeit
+from contextlib import nullcontext, suppress
 from functools import partial
-from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
-import torch
+import torch.nn.attention.bias  # before a device is emulated
 
-from benchmarks import measure, outside, tables
+from benchmarks import both_ends, hybrid_blocks, measure, tables
+from benchmarks.planned import hidden_states, offload, paged, planned
+from benchmarks.tiered import tiers
+from common.link import Link
 from common.requests import Request
-from shell import checkpoint, lesson, random_models
+from common.restoring import Cache
+from shell import checkpoint, lesson
+from tools import report
 
-ROOT = Path(__file__).resolve().parent.parent
-MODELS, HISTORIES, QUESTION = ("tinyllama", "tinyllama-mha"), (1024, 4096), 15  # hidden states want the second; tokens
-
-
-def bench_of(name: str, tokens: int, folder: Path, kept: int = 4) -> tuple[dict, list[int]]:
-    """-> engines of 02 to 07 on one model and one link, with room for `kept` histories; and a question behind a history."""
-    random_models.GEOMETRIES[f"{name}, context 8192"] = *random_models.GEOMETRIES[name][:-1], 8192
-    model, *_ = checkpoint.load(f"random:{name}, context 8192", "bfloat16", "cuda")
-    bench = outside.Bench(model)
-    engines = bench.engines(2 * tokens + 4096, kept * tokens, tempfile.mkdtemp(dir=folder))
-    engines.pop("no cache")
-    for engine in engines.values():
-        engine.estimates.always = True
-    return engines, bench.prompt(tokens + QUESTION)
+ROOT, cake, hybrid = Path(__file__).resolve().parent.parent, both_ends.both_ends, hybrid_blocks.hybrid
+QUESTION, OTHERS, SPARE = 15, 8, 256  # tokens behind a history; requests that decode beside it, and blocks for these
+STORAGE, PCIE = 1e10, (25, 12)  # bytes/s of 06's storage; GB/s of PCIe 4 and 3
+BATCH, NEW, DEVICE = 32, 12, 6e9  # of 08: requests, tokens of an answer, bytes of the device that it may use
 
 
-def layer_first(engine, folder: Path):
-    """Chapter 07's engine once more, with the other layout of host memory."""
-    storage = outside.store.Storage(outside.backends.open_backend(f"file:{tempfile.mkdtemp(dir=folder)}", {}), "files")
-    cache = outside.tiers.TieredCache(engine.cache.blocks, engine.cache.bandwidth, storage, layout="layer_first")
-    made = outside.paged.Engine(outside.paged.Runner(engine.model, engine.runner.pool.size), cache)
-    made.estimates.always = True
-    return made
+def caches(model, blocks: int) -> dict:
+    """Way -> what makes a Cache with room for so many blocks of K and V; 07 by each way of copying that it has."""
+    size, tiered = 16 * blocks * model.config.kv_numbers_per_token * model.dtype.itemsize, partial(tiers.TieredCache, blocks)
+    ways = ("direct", "kernel") if "io_backend" in inspect.signature(tiers.TieredCache).parameters else ()
+    return {"03": partial(offload.HostCache, blocks), "04": partial(hidden_states.HiddenCache, blocks),
+            "05": partial(planned.PlannedCache, 3 * blocks), "02": Cache,
+            **({f"07, {way}": partial(tiered, io_backend=way) for way in ways} or {"07": tiered}),
+            "06": lambda: cake.BidirectionalCache(cake.StoredChunks(cake.ModelledStorage(size, STORAGE)))}  # fmt: skip
 
 
-def returns(folder: Path):
-    """TTFT of a question behind a history that the device has lost. Then TBT of eight that decode while a short prompt is
-    answered, and how many times as long while that question is. And what the last asking, or a step, has launched."""
-    for model, tokens in product(MODELS, HISTORIES):
-        engines, prompt = bench_of(model, tokens, folder)
-        engines["07, layer_first"] = layer_first(engines["07"], folder)
-        same = dict(model=model, history=tokens, link=str(engines["03"].cache.load_link))
-        ways = {name: partial(lesson.ask, engine, prompt, 1, "device") for name, engine in engines.items()}
-        ways["02, on the device"] = partial(lesson.ask, engines["02"], prompt)
-        for way, taken in lesson.in_turn(ways).items():
-            yield dict(same, way=way, ttft_ms=measure.spread(measure.ttft(taken)), found=taken[-1].found, **launched(ways[way]))
-        for system, engine in engines.items():
-            for number in range(8):
-                engine.submit(Request(prompt[number : number + 32], 400))
-            ways = dict(alone=partial(tbt, engine, prompt[8:40], 16), back=partial(tbt, engine, prompt, 1))
-            alone, back = lesson.in_turn(ways).values()
-            yield dict(same, way=system, tbt_ms=measure.spread(alone), over_alone=measure.ratio(back, alone), **launched(engine.step))
+def behind(model, histories: list[int], arguments, only=()):
+    """Yield (what its rows have in common, rows) of all ways, one engine after the other: two may not fit."""
+    for tokens in histories:
+        made = caches(model, tokens // 16 + SPARE)
+        for way in only or made:
+            yield dict(history=tokens, way=way), cell(model, made[way], way, tokens, arguments)
+
+
+def cell(model, make_cache, way: str, tokens: int, arguments):
+    """TTFT of a question behind a history that the device has lost (`hit`: that it has). Then TBT of eight that decode while a
+    short prompt is answered, and how many times as long while that question is. And what the last asking, or a step, has launched."""
+    engine = paged.Engine(paged.Runner(model, tokens // 16 + SPARE), make_cache(), always_restore=True)
+    if not engine.estimates.computing.passes:  # 02 loads nothing, and so measures nothing
+        engine.estimates.measure_computing()
+    prompt = measure.draw(random.Random(tokens), model, tokens + QUESTION)
+
+    def ask(evict="", eager=False):
+        with mock.patch.object(engine.runner, "pieces", None) if eager else nullcontext():
+            return lesson.ask(engine, prompt, 1, evict)
+    ways = {"hit": ask} if way == "03" else {}
+    ways[way] = partial(ask, "device")
+    if arguments.eager and getattr(engine.runner, "pieces", None):
+        ways |= {f"{name}, eager": partial(work, eager=True) for name, work in ways.items()}
+    ask()  # computed, and kept
+    for name, taken in lesson.in_turn(ways, arguments.rounds).items():
+        yield dict(way=name, link=str(getattr(engine.cache, "load_link", "")), ttft_ms=measure.spread(measure.ttft(taken)),
+                   allowed_ms=1e3 * allowed(engine, name, tokens), found=taken[-1].found, **launched(ways[name]))  # fmt: skip
+    for number in range(OTHERS):
+        engine.submit(Request(prompt[number : number + 32], 400))
+    ways = dict(alone=partial(tbt, engine, prompt[8:40], 3 * arguments.rounds), back=partial(tbt, engine, prompt, 1))
+    alone, back = lesson.in_turn(ways, arguments.rounds).values()
+    yield dict(tbt_ms=measure.spread(alone), over_alone=measure.ratio(back, alone), **launched(engine.step))
+    engine.close()
 
 
 def launched(work) -> dict:
-    """-> how many kernels and copies, by torch.profiler."""
+    """-> how many kernels, graphs and copies, by torch.profiler."""
     with torch.profiler.profile() as profile:
         work()
         torch.cuda.synchronize()
-    calls, kinds = profile.key_averages(), dict(kernels="LaunchKernel", copies="MemcpyAsync")
+    calls, kinds = profile.key_averages(), dict(kernels="LaunchKernel", graphs="GraphLaunch", copies="MemcpyAsync")
     return {kind: sum(call.count for call in calls if word in call.key) for kind, word in kinds.items()}
 
 
@@ -81,94 +102,171 @@ def tbt(engine, prompt: list[int], new: int) -> float:
     return 1e3 * (time.perf_counter() - began) / (engine.counts["steps"] - before)
 
 
-def emulated(folder: Path):
-    """Copies to the emulated device: pieces of layers, and numbers. History is in scattered blocks, and 08's in host memory only."""
-    with importlib.import_module("tests.support.streams").emulate() as gpu:
-        engines, prompt = bench_of("tiny", HISTORIES[0], folder, 12)
-        hybrid = importlib.import_module("08_hybrid_blocks")
-        model, *_ = hybrid.load("random:tiny, context 8192", "bfloat16", "cuda")
-        plan = hybrid.Plan(len(model.layers), 128, 128, 0, 0)
-        engines["08"] = outside.paged.Engine(hybrid.HybridRunner(model, plan, None))
-        for system, engine in engines.items():
-            for pool in engine.pools.values():
-                pool.release(pool.allocate(pool.size)[::3])  # none is beside another
-            lesson.ask(engine, prompt)
-            gpu.copies.clear()
-            found = lesson.ask(engine, prompt, 1, "" if system == "08" else "device").found
-            sizes = [size for way, size in gpu.copies if way == "to the device"]
-            pieces = [size for size in sizes if size >= 1 << 14]
-            yield dict(system=system, found=found, pieces=len(pieces), bytes=sum(pieces), numbers=len(sizes) - len(pieces))
+def allowed(engine, way: str, tokens: int) -> float:
+    """Seconds of TTFT by arithmetic, of what this engine has measured: the link's bytes/s, FLOP/s, and a pass's launches."""
+    estimates, config, layers = engine.estimates, engine.model.config, len(engine.model.layers)
+    numbers, link = (config.hidden_size, config.kv_numbers_per_token // layers), getattr(engine.cache, "load_link", None)
+    speed = link.speed() if link and way[:3] != "hit" else math.inf
+    states, kv = (tokens * count * engine.model.dtype.itemsize for count in numbers)  # bytes of a layer
+    question, compute = (estimates.seconds_to_compute(*span) for span in ((tokens, tokens + QUESTION), (0, tokens)))
+    if way[:2] == "06":
+        return cake.meeting(layers * kv / STORAGE, compute)[0] + question
+    project = estimates.computing.seconds(2 * tokens * math.prod(numbers))
+    project = max(project, 0.6 * estimates.launches / layers)  # of a layer's 21 launches 13
+    costs = planned.LayerCosts(compute / layers, project, states / speed, kv / speed, question / layers)
+    plans = {"02": "R" * layers, "04": "R" + "H" * (layers - 1), "05": planned.best_plan(layers, costs)}
+    return planned.plan_seconds(plans.get(way[:2], "K" * layers), costs)
 
 
-def copies(folder: Path):
+def slowed(times: int):
+    """-> a context in which links send each byte so many times, on the lane's stream: as slow as an older one, and as real."""
+    def again(link, *given, queue=Link.queue):
+        return [queue(link, *given) for _ in range(times)][-1]
+    return mock.patch.object(Link, "queue", again)
+
+
+def slower(model, histories: list[int], arguments):
+    """03 to 05 over links about as fast as PCIe 4 and 3; a row says what was measured."""
+    gbps = measure.link_of(model.device)["link_gbps"]
+    for times in sorted({max(2, round(gbps / wanted)) for wanted in PCIE}):
+        with slowed(times):
+            for same, rows in behind(model, histories, arguments, ("03", "04", "05")):
+                yield dict(same, model=f"{model.name}, each byte {times} times"), rows
+
+
+def both(model, histories: list[int], arguments):
+    """06 where loading takes r times as long as computing, or as near to that as this host reads."""
+    for row in both_ends.grid(model, SimpleNamespace(histories=histories, r=[1.0, 0.25, 4.0], share=[], rounds=arguments.rounds)):
+        for way, ms in row["ttft_ms"].items():
+            least, chunks = row["bound_ms"] if way == "both" else tables.median(ms), (row["computed_chunks"], row["loaded_chunks"])
+            yield dict(history=row["history_tokens"], way=f"06, r = {row['r']:g}, {way}"), [dict(
+                ttft_ms=ms if way != "load" else measure.spread([ms]), allowed_ms=least, chunks_of_both=chunks)]  # fmt: skip
+
+
+def mixed(model, histories: list[int], arguments):
+    """08, prefill counted, on a device that is told to hold 6 GB (or half of a smaller model)."""
+    for context in histories:
+        device = min(DEVICE, (2 + len(model.layers) // 2) * hybrid.sizes_of(model, 16).weights + 1)
+        planner, bandwidth = hybrid.make_planner(model, SimpleNamespace(
+            policy="hybrid", device_memory=device / 1e9, blocks=BATCH * -(-(context + NEW) // 16), block_size=16, max_running=BATCH,
+            mini_batch=8192, link=None))  # fmt: skip
+        for policy in hybrid.POLICIES[:3]:
+            yield dict(history=context, way=f"08, {policy}"), batch(model, context, planner._replace(policy=policy), bandwidth)
+
+
+def batch(model, context: int, planner, bandwidth):
+    """Of a batch under one policy; what is allowed is the ms of a decode step."""
+    runner = hybrid.make_runner(planner, model, bandwidth)
+    prompts = [measure.draw(random.Random(number), model, context) for number in range(BATCH)]
+    found = hybrid_blocks.answer(paged.Engine(runner, None, BATCH * context, BATCH), prompts, NEW)
+    ms, prefill = 1e3 * found["seconds"], found["prefill"]
+    yield dict(tokens_per_second=1e3 * BATCH * NEW / ms, answers_ms=ms, prefill=prefill, step_ms=ms * (1 - prefill) / (NEW - 1),
+               allowed_ms=1e3 * max(planner.lanes(runner.plan)), plan=tuple(runner.plan))  # fmt: skip
+
+
+def copies(model, histories: list[int], arguments):
     """GB/s of 64 MiB in both directions, from and to pinned and pageable memory."""
     device = torch.empty(1 << 26, dtype=torch.uint8, device="cuda")
     for memory in "pinned", "pageable":
         host = torch.empty(1 << 26, dtype=torch.uint8, pin_memory=memory == "pinned")
-        ways = dict(load=partial(gbps, device, host), save=partial(gbps, host, device))
-        for way, taken in lesson.in_turn(ways).items():
-            yield dict(memory=memory, way=way, gbps=measure.spread(taken))
+        for way, to, out_of in ("load", device, host), ("save", host, device):
+            _, *seconds = timeit.repeat(partial(to.copy_, out_of), number=1, repeat=1 + arguments.rounds)  # each waits for its end
+            yield dict(memory=memory, way=way), [dict(gbps=measure.spread([to.nbytes / 1e9 / each for each in seconds]))]
 
 
-def gbps(to, out_of) -> float:
-    began = time.perf_counter()
-    to.copy_(out_of)  # and wait for that
-    return to.nbytes / 1e9 / (time.perf_counter() - began)
+PARTS = {  # function, seconds at most, geometry, tokens of its histories
+    "papers": (behind, 320, "llama2-7b", [4096, 8192, 1024, 16384]), "slower": (slower, 70, "llama2-7b", [4096]),
+    "cake": (both, 50, "llama2-7b", [4096]), "returns": (behind, 95, "tinyllama", [1024, 4096]),
+    "larger": (behind, 120, "llama2-13b", [4096]), "hybrid": (mixed, 150, "llama2-13b", [1024]), "copies": (copies, 30, "tiny", [1]),
+}  # fmt: skip
+JOBS = {part: (f"-m tools.gpu_report --part {part} --json {{path}}", limit) for part, (_, limit, *_) in PARTS.items()}
+JOBS["tests"] = "-m pytest tests/test_cuda.py", 120 if torch.cuda.is_available() else 600  # what Python runs, limit
+JOBS |= {path.stem: (f"{path.name} --demo --device cuda --json {{file}}", 60) for path in sorted(ROOT.glob("0[1-8]_*.py"))}
 
 
-PARTS = {"copies": (copies, 60), "returns": (returns, 480), "emulated": (emulated, 240)}  # at most so many seconds each
-JOBS = {"tests": ("-m pytest tests/test_cuda.py", 300 if torch.cuda.is_available() else 600)}  # name -> what Python runs, limit
-JOBS |= {path.stem: (f"{path.name} --demo --device cuda --json {{file}}", 75) for path in sorted(ROOT.glob("0[1-8]_*.py"))}
-JOBS |= {part: (f"-m tools.gpu_report --part {part} --json {{file}}", limit) for part, (_, limit) in PARTS.items()}
+def measured(arguments):
+    """Measure a part, in this process, and write each row. What fails says why, and the others go on."""
+    function, _, name, histories = PARTS[arguments.part]
+    streams = importlib.import_module("tests.support.streams") if arguments.emulated else None
+    name, histories, rows = *(("tiny", [192]) if streams else (arguments.model or name, arguments.histories or histories)), []
+    torch.set_num_threads(1 if streams else torch.get_num_threads())
+    with streams.emulate("early") if streams else nullcontext():
+        load = hybrid.load if function is mixed else checkpoint.load
+        model, *_ = load(f"random:{name}:{max(histories) + 1024}", "bfloat16", "cuda")
+        model.name = name
+        gc.freeze()  # so that a collection looks at engines alone
+        for same, cell in function(model, histories, arguments):
+            try:
+                for row in cell:
+                    rows.append(dict(model=name) | same | row)
+                    keep(arguments.json, arguments.part, rows=rows)
+            except Exception as error:
+                rows.append(dict(model=name) | same | dict(failed=f"{type(error).__name__}: {error}"[:300]))
+            gc.collect()
+            torch.cuda.empty_cache()
+            with suppress(AttributeError, RuntimeError):  # an older PyTorch, or an emulated device
+                torch.accelerator.empty_host_cache()  # PyTorch keeps pinned memory, a power of two for each tensor
+        keep(arguments.json, arguments.part, rows=rows)
 
 
-def run(name: str) -> dict:
-    """Run a part -> the code that it ended with (124: too late), its last line, seconds, and the rows that it found."""
+def run(name: str, path: Path) -> dict:
+    """Run a part, and keep the code that it ended with (124: too late), its last line, seconds, and the rows of a demo."""
     (words, limit), began = JOBS[name], time.perf_counter()
+    keep(path, name, code="cut short", rows=[])
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "found.json"
-        command = ["timeout", str(limit), sys.executable, *words.format(file=file).split()]
+        file, options = Path(folder) / "found.json", sys.argv[1:] if name in PARTS else []
+        how, what, *words = words.format(file=file, path=path.resolve()).split()
+        command = ["timeout", str(600 if "--emulated" in options else limit), sys.executable, how, what, *options, *words]
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        found = json.loads(file.read_text()) if file.exists() else []
-    rows = found if isinstance(found, list) else [{key: found[key] for key in ("dtype", "link", "verified")}, *found["rows"]]
-    return dict(code=done.returncode, said=done.stdout.strip().rpartition("\n")[2], seconds=time.perf_counter() - began, rows=rows)
+        demo = json.loads(file.read_text()) if file.exists() else None
+    more = dict(rows=[{key: demo[key] for key in ("dtype", "link", "verified")}, *demo["rows"]]) if demo else {}
+    said = done.stdout.strip().rpartition("\n")[2]
+    return keep(path, name, code=done.returncode, said=said, seconds=time.perf_counter() - began, **more)
+
+
+def keep(path: Path, name: str, **job) -> dict:
+    """Write what is known of a part by now, beside what was known -> all."""
+    found = json.loads(path.read_text()) if path.exists() else {}
+    found[name] = dict(code="cut short", said="", seconds=0.0, rows=[]) | found.get(name, {}) | job
+    (new := path.with_suffix(".new")).write_text(json.dumps(found, indent=1) + "\n")
+    new.replace(path)  # so that it is whole whenever this ends
+    path.with_suffix(".md").write_text(page(path.stem, found))
+    return found
 
 
 def page(device: str, found: dict) -> str:
-    """The results as Markdown."""
-    parts = [f"# {device}, PyTorch {torch.__version__}"]
-    for name, job in found.items():
-        spreads = {key: isinstance(value, dict) and "samples" in value for row in job["rows"] for key, value in row.items()}
-        columns = {key: f"{{{key}:spread}}" if spread else f"{{{key}}}" for key, spread in spreads.items()}
-        parts += [f"## {name}, {job['seconds']:.0f} s", tables.table("", columns, job["rows"]) or job["said"]]
+    """The results as Markdown; the rows of demos are in the JSON alone."""
     failed = [f"- {name} ({job['code']}): {job['said']}" for name, job in found.items() if job["code"]]
-    return tables.paragraphs(*parts, "## What failed", "\n".join(failed) or "Nothing.") + "\n"
+    failed += [f"- {name}, {row['model']}, {row['way']} behind {row.get('history', 0)}: {row['failed']}"
+               for name, job in found.items() for row in job["rows"] if "failed" in row]  # fmt: skip
+    said = [f"{name}, {job['seconds']:.0f} s: {job['said']}" for name, job in found.items()]
+    shown = report.gpu({f"gpu-{device.removeprefix('gpu-')}": found}), "\n\n".join(said)
+    return tables.paragraphs(f"# PyTorch {torch.__version__}", *shown, "## What failed", "\n".join(failed) or "Nothing.") + "\n"
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=JOBS, default=[name for name in JOBS if name != "emulated"])
-    parser.add_argument("--emulated", action="store_const", dest="only", const=["tests", "emulated"])
+    parser.add_argument("--only", nargs="+", choices=JOBS)
+    parser.add_argument("--emulated", action="store_true")
+    parser.add_argument("--eager", action="store_true", help="ask without pieces, too")
+    parser.add_argument("--rounds", type=int, default=5, help="of all that is timed (5)")
+    parser.add_argument("--model", metavar="NAME", help="of random:NAME, in place of a part's own")
+    parser.add_argument("--histories", nargs="+", type=int, metavar="TOKENS")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)  # what one of the processes does
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
     if arguments.part:
-        rows = []
-        for row in PARTS[arguments.part][0](arguments.json.parent):
-            rows.append(row)
-            arguments.json.write_text(json.dumps(rows))
-        return
-    device = "emulated" if "emulated" in arguments.only else measure.device_name()
+        return measured(arguments)
+    device = "emulated" if arguments.emulated else measure.device_name()
+    names = arguments.only or [name for name in JOBS if name in (*PARTS, "tests") or not arguments.emulated]
     if device == "cpu":
-        would = [f"  python {words} ({limit})" for words, limit in map(JOBS.get, arguments.only)]
+        would = [f"  python {words} ({limit})" for words, limit in map(JOBS.get, names)]
         return print("There is no GPU here; with one, this would run (at most so many seconds):", *would, sep="\n")
     path = arguments.json or measure.RESULTS / f"gpu-{device}.json"
-    found = json.loads(path.read_text()) if path.exists() else {}
-    for name in arguments.only:
-        found[name] = run(name)
-        print(f"{name}: ended with {found[name]['code']}; {found[name]['said']}", flush=True)
-        path.write_text(json.dumps(found, indent=1) + "\n")
-        path.with_suffix(".md").write_text(page(device, found))
+    for name in names:
+        job = run(name, path)[name]
+        print(f"{name}: ended with {job['code']}; {job['said']}", flush=True)
+    print(path.with_suffix(".md").read_text())
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks import tables
 from benchmarks.claims import HEADER, read, table
 from benchmarks.measure import TRAINED
-from benchmarks.tables import across, between, grouped, markdown, median, milliseconds, number, rows
+from benchmarks.tables import across, grouped, markdown, median, number, rows
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "docs" / "measured.md"]
@@ -88,31 +88,45 @@ def gpu(results: dict) -> str:
     """Of each GPU what `python -m tools.gpu_report` has found."""
     parts = []
     for name, found in ((name, found) for name, found in results.items() if name.startswith("gpu-")):
-        returns = [dict(row, column=f"{row['model']}, {row['history']:,}") for row in found["returns"]["rows"]]
-        back, beside = (grouped([row for row in returns if what in row], ("way",), "column") for what in ("ttft_ms", "tbt_ms"))
-        copies = grouped(found["copies"]["rows"], ("memory",), "way")
+        every = [row for job in found.values() for row in job["rows"] if {"kernels", "allowed_ms"} & row.keys()]
+        every = [dict(row, column=f"{row['model']}, {row['history']:,}",
+                      least=f" of {tables.milliseconds(row['allowed_ms'])}" if "allowed_ms" in row else "") for row in every]  # fmt: skip
+        back, beside = (grouped([row for row in every if {what, "kernels"} <= row.keys()], ("way",), "column")
+                        for what in ("ttft_ms", "tbt_ms"))  # fmt: skip
+        copies, heads = grouped(found.get("copies", {"rows": []})["rows"], ("memory",), "way"), on_gpu(every)
         parts += [
-            tables.table(f"`{name}`: TTFT of a question behind a history that the device has lost; and kernels that were launched.",
-                   {"way": "{way}", **across(back, {"": "{ttft_ms:ms}; {kernels:,}"})}, back), on_gpu(back),
+            f"`{name}`:",
+            tables.table("The papers' headlines: what arithmetic allows here, with this link, these FLOP/s and launches; what was measured.",
+                   {"headline": "{headline}", "paper": "{paper}", **across(heads, {"": "{allowed:n}; {measured:n}"})}, heads),
+            tables.table("TTFT of a question behind a history that the device has lost, of what is allowed; kernels that were launched.",
+                   {"way": "{way}", **across(back, {"": "{ttft_ms:ms}{least}; {kernels:,}"})}, back),
             tables.table("TBT of eight while a short prompt is answered beside them, and how many times as long while that question is.",
                    {"way": "{way}", **across(beside, {"": "{tbt_ms:ms}; {over_alone:spread}"})}, beside),
             tables.table("GB/s of 64 MiB.", {"host memory": "{memory}", **across(copies, {"": "{gbps:spread}"})}, copies)]  # fmt: skip
     return tables.paragraphs(*parts)
 
 
-def on_gpu(back: list[dict]) -> str:
-    """What is said of the longest history."""
-    longest = max(row["history"] for row in back[0]["at"].values())
-    ways = {row["way"]: [one for one in row["at"].values() if one["history"] == longest] for row in back}
-    ms = {way: [median(one["ttft_ms"]) for one in each] for way, each in ways.items()}
-    over = {way: between(own / first for own, first in zip(each, ms["03"])) for way, each in ms.items()}
-    other = f", and with pages in layer_first {over['07, layer_first']}" if "07, layer_first" in over else ""
-    launched = ", ".join(f"{way} {ways[way][0]['kernels']}" for way in ("03", "04", "05"))
-    return (
-        f"Over 03, which brings {longest:,} tokens back in {between(ms['03'], milliseconds)}, computing them takes {over['02']} times as "
-        f"long ({between(ms['02'], milliseconds)}). Chapters 04 and 05 take {over['04']} and {over['05']} times as long: on such a link "
-        f"all three are bound by launching kernels from Python ({launched}). Chapter 07 takes {over['07']} times as long "
-        f"({between(ms['07'], milliseconds)}){other}.")
+HEADLINES = [  # the paper's number, and which way's time it is over which other's
+    ("HCache, figure 10: TTFT of 03 over 05", "1.62 to 1.93", "03", "05"), ("HCache, figure 10: 02 over 05", "2.66 to 5.73", "02", "05"),
+    ("HCache: 03 over 04, states alone", "", "03", "04"), ("KV cache CPU offloading: 02 over 03", "10 to 50, of 70B", "02", "03"),
+    ("HiCache: 07 by direct copies over kernels", "up to 3", "07, direct", "07, kernel"),
+    *((f"Cake: only to {way} over both, r = {r}", mean, f"06, r = {r}, {way}", f"06, r = {r}, both") for r in ("1", "0.25", "4")
+      for way, mean in (("compute", "1.58, the mean"), ("load", "2.53, the mean"))),
+    ("CAPTURE: 08's throughput over kv-only", "2.19, FlexGen", "08, kv-only", "08, hybrid"),
+    ("CAPTURE: over act-only", "1.35", "08, act-only", "08, hybrid"),
+]  # fmt: skip
+
+
+def on_gpu(rows: list[dict]) -> list[dict]:
+    """The papers' numbers that are made of two rows of the same column, which say what arithmetic allows."""
+    made = []
+    for group in grouped([row for row in rows if "allowed_ms" in row], ("column",), "way"):
+        for headline, paper, *ways in HEADLINES:
+            if all(way in group["at"] for way in ways):
+                (over, most), (under, least) = ((median(row.get("ttft_ms") or row["answers_ms"]), row["allowed_ms"])
+                                                for row in map(group["at"].get, ways))  # fmt: skip
+                made.append(dict(headline=headline, paper=paper, column=group["column"], allowed=most / least, measured=over / under))
+    return grouped(made, ("headline", "paper"), "column")
 
 
 def measured(benchmark: str, results: dict) -> str:
