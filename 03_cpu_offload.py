@@ -87,9 +87,12 @@ class HostCache(Cache):
 
     def restore(self, request, restoration, match):
         transfers = self.copy_in(request, restoration.start, match.blocks)
-        for transfer in transfers:
-            yield transfer
-            restoration.layers += 1
+        try:
+            for transfer in transfers:
+                yield transfer
+                restoration.layers += 1
+        finally:
+            links.cancel(transfers)
 
     def save(self, batch):
         """Copy out blocks that have become full, unless the host has them. Each is looked at once."""
@@ -140,9 +143,10 @@ class HostCache(Cache):
         return fits == len(lacking)
 
     def soon(self, blocks: int) -> bool:
-        """Whether a copy out of so many would be over in time. If not, it is measured again when idle."""
+        """Whether a copy out of so many would be over in time. If not: is the link still as slow?"""
         soon = self.save_link.seconds(blocks * self.host.block_bytes) < LONGEST_SAVE
-        self.engine.estimates.doubtful |= not soon
+        if not (soon or self.under_way["save"]):
+            self.hold("save", [self.save_link.probe(self.host.block_bytes)])
         return soon
 
     def places_for(self, request, prefixes) -> list[int]:
@@ -171,10 +175,11 @@ class HostCache(Cache):
     def finished(self, request):
         self.looked_at.pop(request, None)
 
+    def probe(self, request, match):
+        layer = len(match.blocks) * self.host.block_bytes // len(self.model.layers)
+        return [self.load_link.probe(layer)]
+
     def idle(self):
-        self.save_link.settle()
-        self.save_link.measured.forget()  # of when the processor was busy
-        self.save_link.speed()
         return self.load_link.measure(self.engine.interrupt)
 
 
@@ -236,7 +241,7 @@ def measure(engine, slow, prompt: list[int]) -> tuple[dict[str, Request], dict[s
         lesson.settle(slow)
         link = slow.cache.load_link
         link.bandwidth = links.Bandwidth(link.bandwidth.value / 100)
-        link.measured.forget()
+        link.forget()
         ways["slow link"] = lambda: ask("slow link", slow, "device")
     return last, lesson.in_turn(ways)
 
