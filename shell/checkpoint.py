@@ -34,10 +34,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def keep_few_kernels():
-    """Let PyTorch and oneDNN keep 256 kernels, and not 1,024: each is for one number of rows and one shape of
-    weights, and takes 0.7 MB, or 0.3 ms to make it again. Who sets these variables knows better."""
+    """Let PyTorch and oneDNN keep 128 kernels, and not 1,024: each is for one number of rows and one shape of
+    weights, and takes some 0.7 MB, or 0.3 ms to make it again. Whoever sets these variables has the say."""
     for name in "LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY":
-        os.environ.setdefault(name, "256")
+        os.environ.setdefault(name, "128")
 
 
 def keep_freed_memory():
