@@ -87,9 +87,13 @@ class HostCache(Cache):
             return Match(end - request.computed, seconds, found)
 
     def restore(self, request, restoration, match):
-        for transfer in self.copy_in(request, restoration.start, match.blocks):
-            yield transfer
-            restoration.layers += 1
+        transfers = self.copy_in(request, restoration.start, match.blocks)
+        try:
+            for transfer in transfers:
+                yield transfer
+                restoration.layers += 1
+        finally:
+            links.cancel(transfers)
 
     def save(self, batch):
         """Copy out blocks that have become full, unless the host has them. Each is looked at once."""
@@ -149,7 +153,10 @@ class HostCache(Cache):
     def save_blocks(self, request, lacking: list[tuple]) -> int:
         """Begin to copy out (prefix, device block) pairs, as far as there is room, and time -> how many."""
         soon = self.save_link.seconds(len(lacking) * self.host.block_bytes) < LONGEST_SAVE
-        self.engine.estimates.doubtful |= not soon and bool(self.engine.running)
+        if not soon and self.engine.running:  # a probe says whether the link is still as slow, or `idle`
+            self.engine.estimates.doubtful = True
+            if not self.under_way["save"]:
+                self.hold("save", [self.save_link.probe(self.host.block_bytes)])
         used = lacking[-1][0].used if self.last_tier else 0
         fits = self.host.make_room(len(lacking), request.chain, used) if soon else 0
         if fits:
@@ -187,9 +194,12 @@ class HostCache(Cache):
     def finished(self, request):
         self.looked_at.pop(request, None)
 
+    def probe(self, request, match):
+        layer = len(match.blocks) * self.host.block_bytes // len(self.model.layers)
+        return [self.load_link.probe(layer)]
+
     def idle(self):
-        self.save_link.settle()
-        self.save_link.measured.forget()  # of when the processor was busy
+        self.save_link.forget()  # of when the processor was busy
         self.save_link.speed()
         self.engine.wake.set()  # for `poll`, to try again what seemed to take too long
         return self.load_link.measure(self.engine.interrupt)
@@ -253,7 +263,7 @@ def measure(engine, slow, prompt: list[int]) -> tuple[dict[str, Request], dict[s
         lesson.settle(slow)
         link = slow.cache.load_link
         link.bandwidth = links.Bandwidth(link.bandwidth.value / 100)
-        link.measured.forget()
+        link.forget()
         ways["slow link"] = lambda: ask("slow link", slow, "device")
     return last, lesson.in_turn(ways)
 

@@ -322,6 +322,7 @@ class HiddenCache(Cache):
                 yield from self.bring_back(loading, layer)
                 restoration.layers += 1
         finally:
+            links.cancel([*loading.transfers.values(), *sum(loading.reads.values(), [])])
             given = [(loading.store.pool, loading.blocks)]
             self.hold("load", list(loading.transfers.values()), given=given)
 
@@ -450,6 +451,18 @@ class HiddenCache(Cache):
         if request in self.rows:
             self.flush()
         self.store.finished(request)
+
+    @torch.inference_mode()
+    def probe(self, request, match):
+        """Read and copy about a layer, and project a few rows of one."""
+        rows, clock, store = min(FULL_SPEED, match.tokens), self.engine.clock, match.store
+        hidden = self.model.embed(upload(request.tokens[:rows], self.model.device))  # [T, D]
+        began = clock.mark()
+        self.model.layers[-1].project_kv(hidden, torch.arange(rows, device=self.model.device))
+        self.spans.append((request, rows, "probe", began, clock.mark()))
+        stored, size = store.stored(match.blocks), len(match.blocks) * store.pool.block_bytes
+        reads = self.storage.read(stored, [store.arrays[0][0].copy() for _ in stored]) if stored else []
+        return [*reads, self.load_link.probe(size // len(store.parts))]
 
     def idle(self):
         interrupt, tokens = self.engine.interrupt, min(ROWS, self.model.config.max_position_embeddings)

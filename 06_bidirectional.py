@@ -184,10 +184,14 @@ class BidirectionalCache(Cache):
     def seconds_to_load(self, tokens: int) -> float:
         return tokens * self.chunk_bytes / CHUNK / self.storage.speed()
 
+    def probe(self, request, match):
+        """Read the last chunk."""
+        return self.storage.read([match.blocks[-1][1]], [self.arrays[0].copy()], label="probe")
+
     def idle(self):
         """Forget how fast storage was: a try costs nothing."""
         for storage in self.storage.storages:
-            storage.measured.forget()
+            storage.reader.forget()
         return self.storage.speed()
 
     # Loading, from the back

@@ -255,8 +255,7 @@ class Prefetcher:
     def end_prefetch(self, prefetch: Prefetch):
         """Nobody waits for this prefetch any more: cancel its reads that have not begun."""
         prefetch.ended = True
-        for read in prefetch.reads:
-            read.cancel()
+        links.cancel(prefetch.reads)
         self.prefetches.pop(prefetch, None)
 
     def waits(self, request) -> bool:
@@ -471,17 +470,19 @@ class TieredCache(offload.HostCache):
             yield from super().restore(request, restoration, match)
             restoration.limit = restoration.start
             return
+        copies = deque()  # to the request's blocks: until they are over, no page after the limit is used
         try:
-            yield from self.restore_from_back(request, restoration, match.store)
+            yield from self.restore_from_back(request, restoration, match.store, copies)
         finally:
+            links.cancel(copies)
             restoration.portion = restoration.end  # prefill goes on to the limit
             self.prefetcher.end_prefetch(match.store)
             request.timeline.plan = both_ends.drawn(restoration)
 
-    def restore_from_back(self, request, restoration, prefetch: Prefetch):
+    def restore_from_back(self, request, restoration, prefetch: Prefetch, copies: deque):
         """Claim pages that have come into host memory, by lowering `limit`, and copy them to the request's
         blocks, until both ends have met or no more pages come. No step computes what is claimed."""
-        copies, size = deque(), self.pool.block_size  # until they are over, no page after the limit is used
+        size = self.pool.block_size
         while copies or not restoration.met:
             super().poll()  # takes in what has been read meanwhile
             front = request.computed + dict(self.engine.work).get(request, 0)  # where the step under way ends
@@ -566,6 +567,7 @@ class TieredCache(offload.HostCache):
                 self.host.register(place, page.prefix)
             self.counts["pages_written"] += len(pages)
         except links.TransferError:
+            copy.cancel()
             self.hold("save", [copy], (self.host, places))  # a late one still writes there
             self.counts["pages_lost"] += len(pages)
         self.host.release(places)
@@ -584,6 +586,12 @@ class TieredCache(offload.HostCache):
         if request.kept:
             self.prefetcher.end_prefetch(request.kept)
         request.kept = None
+
+    def probe(self, request, match):
+        if match.blocks:
+            return super().probe(request, match)
+        keys = [prefix.key for prefix in request.kept.chain[request.kept.first :][: self.pages_at_once]]
+        return [self.storage.get(keys, [self.array[:, 0].copy() for _ in keys], "probe")]
 
     def idle(self):
         self.measure_storage()

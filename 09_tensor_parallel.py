@@ -132,6 +132,7 @@ class Shared(links.Transfer):
         self.own, self.cache, self.number, self.state = own, cache, number, ON_ITS_WAY
         self.lane, self.label, self.bytes = own.lane, own.label, own.bytes
         self.restoration, self.last = None, False  # whose it is, and whether it brings the last layer
+        self.cancel = own.cancel
         self.issued = 0.0  # only the restoration's deadline counts: the ranks agree on that
 
     def seen_here(self) -> int:

@@ -121,7 +121,7 @@ class Bench:
     def use(self, speed: float):
         """Let storage be so fast from now on, in bytes/s."""
         self.modelled.bandwidth = links.Bandwidth(speed)
-        self.modelled.measured.forget()
+        self.modelled.reader.forget()
 
 
 # 1. The grid ------------------------------------------------------------------------------------------------

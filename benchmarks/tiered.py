@@ -221,15 +221,15 @@ def ask_from(bench, engine, way: str, history: list[int], speeds: dict, question
         engine.cache.storage = None
     elif way == SLOWER:
         link.bandwidth = links.Bandwidth(bandwidth.value / 50)
-        link.measured.forget()
+        link.forget()
     elif way != "host":
         storage.bandwidth = links.Bandwidth(speeds[way.removeprefix("storage, ")])
-        storage.measured.forget()
+        storage.reader.forget()
         storage.measured.note(storage.bandwidth.value, 1.0)
     request = lesson.ask(engine, history + question, 1)
     engine.cache.storage, storage.bandwidth, link.bandwidth = storage, None, bandwidth
     if way == SLOWER:
-        link.measured.forget()
+        link.forget()
     if way == "computed":  # what others are about to find there
         lesson.ask(engine, history + bench.draw(1), 1)
         lesson.settle(engine)

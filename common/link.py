@@ -29,6 +29,7 @@ from common.speed import Speed
 
 LATENCY = 10e-6     # seconds, of a modelled transfer
 PIECE = 1e-6        # of each of its pieces; batched, 4 to 8 KiB take 0.6 to 1.6 us (H100; vLLM, PR 42212)
+PROBE = 1 << 20     # bytes of a probe, at most
 HANGING = 1.0       # seconds after which a job hangs: its lane is given nothing that somebody waits for
 
 
@@ -48,7 +49,7 @@ class Transfer:
 
     def cancel(self):
         """Let it fail, unless it has begun: nobody needs it any more."""
-        self.cancelled = True
+        self.cancelled |= self.start is None
 
     @property
     def ready(self) -> bool:
@@ -77,6 +78,12 @@ class Transfer:
     def span(self) -> tuple[float, float]:
         """Return start and end in seconds of time.perf_counter(), once it is ready."""
         return self.start, self.end
+
+
+def cancel(transfers):
+    """Nobody waits for these any more."""
+    for transfer in transfers:
+        transfer.cancel()
 
 
 class CudaTransfer(Transfer):
@@ -112,6 +119,7 @@ class Lane:
         self.name, self.wake = name, wake
         self.on_their_way: deque[Transfer] = deque()
         self.measured = Speed(math.inf)     # bytes/s, of the last transfers
+        self.forgot = -math.inf             # when `measured` was; what was issued before is not noted
         self.jobs, self.closed = queue.SimpleQueue(), threading.Event()
         self.began = [math.inf]             # when what it does now did; infinite while it does nothing
         arguments = self.jobs, self.closed, self.began, wake, background   # not the lane: it may be forgotten
@@ -133,12 +141,17 @@ class Lane:
     def hangs(self) -> bool:
         return time.perf_counter() - self.began[0] > HANGING
 
+    def forget(self):
+        """Forget how fast it was: also what is on its way says nothing."""
+        self.measured.forget()
+        self.forgot = time.perf_counter()
+
     def settle(self) -> int:
-        """Forget what is over, note how fast it was, and return the bytes that are on their way."""
+        """Drop what is over, note how fast it was, and return the bytes that are on their way."""
         while self.on_their_way and self.on_their_way[0].ready:
             transfer = self.on_their_way.popleft()
-            start, end = transfer.span()
-            if transfer.error is None and transfer.bytes >= self.measured_from and end > start:
+            (start, end), counts = transfer.span(), transfer.bytes >= self.measured_from
+            if counts and transfer.error is None and end > start and transfer.issued > self.forgot:
                 self.measured.note(transfer.bytes, end - start)
         return sum(transfer.bytes for transfer in self.on_their_way if not transfer.cancelled)
 
@@ -153,7 +166,7 @@ def work(jobs: queue.SimpleQueue, closed: threading.Event, began: list, wake, ba
         transfer, bandwidth, function, arguments = job
         start, error = max(transfer.issued, free), TransferError("cancelled")
         if not transfer.cancelled:
-            began[0] = time.perf_counter()
+            transfer.start, began[0] = start, time.perf_counter()
             try:
                 transfer.value, error = function(*arguments), None
             except Exception as raised:
@@ -259,10 +272,16 @@ class Link(Lane):
         """Estimate the seconds until `size` bytes would be there, behind what is queued now."""
         return transfers * self.latency + (self.settle() + size) / self.speed()
 
+    def probe(self, size: int) -> Transfer:
+        """Copy about so many bytes, enough to be noted, from nowhere to nowhere."""
+        size = min(max(size, self.measured_from), PROBE)
+        host = torch.zeros(size, dtype=torch.uint8, pin_memory=not self.modelled)
+        device = torch.zeros(size, dtype=torch.uint8, device=self.clock.device)
+        return self.copy(*((host, device) if self.name == "save" else (device, host)), "probe")
+
     def measure(self, interrupt=lambda: None) -> float:
         """Forget what was noted, measure again, and return bytes/s. `interrupt` may raise."""
-        self.settle()
-        self.measured.forget()
+        self.forget()
         if self.modelled:
             return self.bandwidth.measure(interrupt)
         device = torch.zeros(1 << 26, dtype=torch.uint8, device=self.clock.device)

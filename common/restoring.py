@@ -189,6 +189,11 @@ class Cache:
     def finished(self, request):
         """The request is over, cancelled or preempted: forget it."""
 
+    def probe(self, request, match: Match) -> list:
+        """A match is not loaded, so it does not show how fast loading is by now: begin to load a little the
+        same way, to nowhere -> the Transfers."""
+        return []
+
     def idle(self) -> float | None:
         """Nothing runs: measure again how fast it loads -> a speed in any unit; None if it never loads."""
 
@@ -222,7 +227,14 @@ class Estimates:
         if not chosen:
             self.doubtful = True  # a bad measurement may have refused it
             self.engine.counts["declined"] += 1
+            if not self.cache.under_way[lane := f"probe {match.source}"]:
+                self.cache.hold(lane, self.cache.probe(request, match), then=self.probed)
         return chosen
+
+    def probed(self, arrived: bool):
+        """A probe is over, and its speed is noted. Forget a pace for it: refused restorations add none."""
+        if arrived:
+            self.paces.append(1.0)
 
     @property
     def pace(self) -> float:
@@ -453,7 +465,9 @@ class Restorer:
             request.timeline.add(transfer.lane, transfer.label, *transfer.span())
 
     def close(self, restoration: Restoration):
-        """End the generator."""
+        """End the generator; nobody waits for what it awaits any more."""
         if restoration.steps:
             restoration.steps.close()
             restoration.steps = None
+        if restoration.awaited:
+            restoration.awaited.cancel()

@@ -144,7 +144,7 @@ class Storage:
         """Read so many bytes of nobody's, to know how fast that is."""
         key, contents = hashlib.sha256(b"measure %d" % size).digest(), numpy.arange(size).astype(numpy.uint8)
         self.reader.submit("measure", 0, self.noting, self.write, [key], [contents])
-        self.measured.forget()
+        self.reader.forget()
         return self.get([key], [contents], "measure")
 
     @property

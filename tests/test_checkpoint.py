@@ -304,6 +304,25 @@ def test_where_there_is_no_glibc_memory_is_left_alone(monkeypatch, error):
     checkpoint.keep_freed_memory()
 
 
+KERNELS = """
+import os, torch
+from shell import checkpoint
+project = checkpoint.load("classroom", "float32", "cpu")[0].layers[0].down_proj
+pages = lambda: int(open("/proc/self/statm").read().split()[1])
+before = pages()
+for rows in range(5, 513):
+    project(torch.zeros(rows, 384))
+print((pages() - before) * os.sysconf("SC_PAGE_SIZE"))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_kernels_for_ever_new_numbers_of_rows_end_to_take_memory():
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("CACHE_CAPACITY")}
+    ran = subprocess.run([sys.executable, "-c", KERNELS], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    assert int(ran.stdout) < 110e6, "215 MB where all are kept"
+
+
 MEASURE = """
 import json, sys, torch
 from pathlib import Path

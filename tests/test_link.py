@@ -239,6 +239,17 @@ def test_seconds_count_what_is_queued():
     assert held.link.seconds(500) == LATENCY + 500 / FAST
 
 
+def test_what_was_issued_before_a_link_was_forgotten_says_nothing_of_how_fast_it_is():
+    held = Held()
+    before, _ = held.link.copy(*numbered(1 << 16), "before"), held.link.forget()
+    after = held.link.copy(*numbered(1 << 17), "after")
+    held.gate.set()
+    for transfer in (before, after):
+        transfer.wait(30)
+    held.link.settle()
+    assert len(held.link.measured.passes) == 1
+
+
 # 6. How fast the model is ----------------------------------------------------------------------
 
 

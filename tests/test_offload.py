@@ -239,7 +239,7 @@ def test_offload_after_false_keeps_nothing_of_this_request():
 def test_a_copy_out_that_would_take_longer_than_its_blocks_may_be_held_is_not_begun(monkeypatch):
     engine = make(cache := offload.HostCache(64, 1000.0))
     ask(engine, PROMPT)
-    assert not any(cache.under_way.values()) and not engine.counts["swap_outs"]
+    assert not engine.counts["swap_outs"]
     monkeypatch.setattr(offload, "LONGEST_SAVE", 1e6)
     ask(engine, PROMPT)
     assert engine.counts["swap_outs"] == 6 and cache.save_link.seconds(0) > 60
@@ -317,10 +317,9 @@ def test_what_raises_ends_neither_what_follows_other_copies_nor_closing(caplog):
 def test_a_link_that_was_slow_while_the_processor_was_busy_is_measured_again():
     engine = make(cache := offload.HostCache(64, 1e9))
     cache.save_link.measured.note(1.0, 1.0)
-    engine.estimates.doubtful, engine.estimates.due = False, 0.0
     ask(engine, PROMPT)
     assert not engine.counts["swap_outs"]
-    engine.estimates.idle()
+    settle(engine)
     ask(engine, PROMPT + PROMPT)
     assert kept(engine, PROMPT) == 6
     engine.close()

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.engines import ask, both_ends, draw, evict, make, offload, settle, tiny_model
+from support.engines import ask, both_ends, check_pools, draw, evict, make, offload, settle, tiny_model
 
 from common import restoring, speed
 from common.link import Bandwidth
-from common.requests import Request
+from common.requests import HungUp, Request
 from common.restoring import Match, Restoration
 from common.speed import LAST, Speed, fastest_layer, flops
 
@@ -213,3 +213,54 @@ def test_a_real_restoration_is_noted():
     assert ask(engine, prompt).found == {"cpu": 192}
     settle(engine)
     assert engine.estimates.paces[-1] >= 1.0
+
+
+# Beliefs that refuse -----------------------------------------------------------------------------
+
+BELIEFS = {  # what was slow for two restorations -> of an engine, where that is noted
+    "link": lambda engine: engine.cache.load_link.measured,
+    "projecting": lambda engine: engine.cache.projecting,
+    "reading": lambda engine: getattr(engine.cache.storage, "storages", [engine.cache.storage])[0].measured,
+    "pace": lambda engine: SimpleNamespace(note=lambda *slow: engine.estimates.paces.append(1e9)),
+}
+
+
+@pytest.mark.parametrize("name, belief", [
+    ("host", "link"), ("hidden", "link"), ("planned", "link"), ("tiered", "link"), ("hidden", "projecting"), ("files", "reading"),
+    ("both", "reading"), ("tiered", "reading"), ("tiered, both ends", "reading"), ("host", "pace"), ("both", "pace")])  # fmt: skip
+def test_what_was_slow_is_loaded_again_within_ten_asks_though_the_engine_is_never_idle(name, belief):
+    engine, prompt = make(name, always_restore=False), draw(random.Random(1), 450)
+    engine.estimates.learn = engine.estimates.idle = lambda *work: None  # as it is under load
+    engine.estimates.computing.forget()
+    engine.estimates.computing.note(flops(engine.model.config, 0, 450), 10.0)
+    ask(engine, prompt, 1)
+    settle(engine)
+    for _ in range(8):
+        BELIEFS[belief](engine).note(1.0, 1e3)
+    tiers = []
+    for _ in range(10):
+        evict(engine)
+        if belief == "reading" and "host" in engine.pools:
+            engine.evict("host")
+        tiers.append(set(ask(engine, prompt, 1).found) - {"gpu"})
+    check_pools(engine)
+    assert not tiers[0] and tiers[-1], "refused at first"
+    engine.close()
+
+
+@pytest.mark.parametrize("name", ["host", "hidden", "planned", "tiered"])
+def test_copies_that_nobody_waits_for_any_more_are_in_no_estimate(name):
+    engine, prompt = make(name), draw(random.Random(1), 450)
+    ask(engine, prompt, 1)
+    evict(engine)
+    link = engine.cache.load_link
+    link.bandwidth = Bandwidth(1e5)  # a copy takes a second
+    engine.submit(request := Request(prompt, 1))
+    engine.take_arrivals()
+    engine.admit(request)
+    every = link.settle()
+    engine.finish(request, HungUp("gone"))
+    assert link.settle() <= every / 2, "the one that has begun"
+    link.close()
+    check_pools(engine)
+    engine.close()
