@@ -458,7 +458,8 @@ class HiddenCache(Cache):
         rows, clock, store = min(FULL_SPEED, match.tokens), self.engine.clock, match.store
         hidden = self.model.embed(upload(request.tokens[:rows], self.model.device))  # [T, D]
         began = clock.mark()
-        self.model.layers[-1].project_kv(hidden, torch.arange(rows, device=self.model.device))
+        rotation = self.model.rotary(torch.arange(rows, device=self.model.device))
+        self.model.layers[-1].project_kv(hidden, rotation)
         self.spans.append((request, rows, "probe", began, clock.mark()))
         stored, size = store.stored(match.blocks), len(match.blocks) * store.pool.block_bytes
         reads = self.storage.read(stored, [store.arrays[0][0].copy() for _ in stored]) if stored else []
