@@ -47,8 +47,7 @@ from shell import charts, lesson
 from shell.frontend import Frontend
 
 baseline = importlib.import_module("01_baseline")
-# A context with as many bytes of K and V in a layer is read alone: to pad others to it costs more than a call
-# (on a GPU about five launches of 5 us, in which 2 TB/s read, write and read 16 MiB)
+# Longer contexts, in bytes of K and V of a layer, are read alone: padding others to them costs more
 ALONE = {"cpu": 1 << 20, "cuda": 1 << 24}
 SALT = ((lambda v: isinstance(v, str) and len(v) <= 256), "a string of at most 256 characters")  # test, words
 IN, FULL = "in", "full"  # answers of Engine.admit, beside LATER
@@ -204,8 +203,7 @@ class Batch:
         for table in tables[: self.together]:
             table += table[:1] * (longest - len(table))
         lists = [tokens, positions, slots, last, *tables]  # in one upload: on a GPU each costs the host 10 us
-        numbers = upload(list(chain.from_iterable(lists)), self.device)
-        numbers = numbers.split_with_sizes([len(each) for each in lists])
+        numbers = upload(list(chain.from_iterable(lists)), self.device).split_with_sizes([*map(len, lists)])
         self.tokens, self.positions, self.slots, self.last_rows = numbers[:4]  # [T], and [R] to draw from
         self.reads = self.plan_reads(tables, numbers[4:])
 
@@ -292,8 +290,7 @@ class Runner:
 # 4. The engine ---------------------------------------------------------------------------------
 
 class Engine(Line):
-    """Answers many requests at once. The calls to `cache`, `estimates` and `restorer` are for later chapters:
-    in this one nothing is kept but on the device, and they do nothing."""
+    """Answers many requests at once. `cache`, `estimates` and `restorer` do nothing before chapter 03."""
 
     def __init__(self, runner, cache=None, token_budget=512, max_running=64, always_restore=False):
         self.runner, self.cache = runner, cache or Cache()
@@ -592,8 +589,7 @@ def make_engine(model, arguments, cache: Cache | None = None) -> Engine:
     useful = arguments.max_running * -(-config.max_position_embeddings // size)
     block_bytes = size * config.kv_numbers_per_token * model.dtype.itemsize
     blocks = cli.blocks_that_fit(arguments.gpu_blocks, useful, block_bytes, model.device, "--gpu-blocks")
-    megabytes = blocks * block_bytes / 1e6
-    print(f"Device: {blocks} KV blocks of {size} tokens, {megabytes:.1f} MB", file=sys.stderr)
+    print(f"Device: {blocks} blocks of {size} tokens, {block_bytes * blocks / 1e6:.1f} MB", file=sys.stderr)
     options = arguments.token_budget, arguments.max_running, arguments.always_restore
     engine = Engine(Runner(model, blocks, size), cache, *options)
     engine.explain = arguments.explain
