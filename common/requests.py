@@ -107,6 +107,7 @@ class Request:
     def __post_init__(self):
         self.tokens = list(self.tokens)                         # it grows, and is nobody else's
         self.prompt_tokens = len(self.tokens)
+        self.timeline.began = self.received
         self.generator = torch.Generator()
         self.generator.manual_seed(random.getrandbits(63) if self.seed is None else self.seed)
 
