@@ -113,6 +113,7 @@ class Request:
     def __post_init__(self):
         self.tokens = list(self.tokens)                         # it grows, and is nobody else's
         self.prompt_tokens = len(self.tokens)
+        self.timeline.began = self.received
         self.generator = torch.Generator()
         self.seed = random.randrange(sampling.OWN, 1 << 64) if self.seed is None else self.seed
         self.generator.manual_seed(self.seed)

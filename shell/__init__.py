@@ -14,6 +14,7 @@ def tell(kind, error, trace, others=sys.excepthook):
 
 
 sys.excepthook = tell
+import numpy  # noqa: E402, F401  (else PyTorch does it, in C, where Ctrl-C is lost)
 
 
 def end(code: int, words: str = "\nInterrupted."):

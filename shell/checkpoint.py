@@ -60,7 +60,8 @@ def load(name: str, dtype: str = "auto", device: str = "auto", on_host: bool = F
         raise
     except Exception as error:              # the libraries raise whatever their parsers raise
         words = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        raise ModelError(f"{name} cannot be loaded ({words}); is it whole? {OFFLINE}") from error
+        hint = "the hub was not reached." if words.startswith("LocalEntryNotFoundError") else "is it whole?"
+        raise ModelError(f"{name} cannot be loaded ({words}); {hint} {OFFLINE}") from error
 
 
 def read_model(name: str, dtype: str, device: str, on_host: bool, division):
@@ -90,7 +91,7 @@ def read_model(name: str, dtype: str, device: str, on_host: bool, division):
     else:
         tensors = read_tensors(places, whole, find_tensors(name, folder, whole), config, digest)
     fill = division.fill if division else lambda place, key, tensor: place.copy_(tensor)
-    for key, tensor in tqdm(tensors, "loading", len(places), delay=1, leave=False, disable=None):
+    for key, tensor in tqdm(tensors, "loading", len(places), delay=1, disable=None):
         fill(places[key], key, tensor)
     model.digest = digest.digest()
     model.eval().requires_grad_(False)

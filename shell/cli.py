@@ -11,7 +11,7 @@ import torch
 
 from common.requests import Request, RequestError, Result
 from shell import charts, checkpoint, end
-from shell.frontend import Frontend
+from shell.frontend import Frontend, check_messages
 
 
 def bounded(kind, low, high):
@@ -57,7 +57,12 @@ def main(doc, chapter: str, add_arguments, make_engine, demo, load=checkpoint.lo
     parser = parser_for(doc)
     add_arguments(parser)
     arguments = parser.parse_args()
+
+    def interrupt(number: int, frame):              # as with Ctrl-C, but with the status of another signal
+        raise KeyboardInterrupt(number)
     signal.signal(signal.SIGTERM, interrupt)        # what is told to end leaves nothing behind
+    for name in "stdout", "stderr":                 # None where the shell has closed it
+        setattr(sys, name, getattr(sys, name) or open(os.devnull, "w"))
     sys.stdout.reconfigure(errors="replace")        # a terminal without UTF-8 shows ?, and the answer goes on
     try:
         run(doc, chapter, arguments, make_engine, demo, load)
@@ -69,16 +74,16 @@ def main(doc, chapter: str, add_arguments, make_engine, demo, load=checkpoint.lo
         end(128 + (error.args or (signal.SIGINT,))[0])
 
 
-def interrupt(number: int, frame):
-    """End as with Ctrl-C, but with the status of another signal."""
-    raise KeyboardInterrupt(number)
-
-
 def run(doc: str | None, chapter: str, arguments, make_engine, demo, load):
     # 1. What cannot work fails now, not after a minute of work
     for path in filter(None, (arguments.json, arguments.trace)):
+        there = os.path.lexists(path)
         path.open("a").close()
+        if not there:           # an answer that fails leaves no empty file
+            path.unlink()
     serving = not arguments.demo and arguments.prompt is None
+    if arguments.prompt is not None:
+        check_messages([dict(role="user", content=arguments.prompt)])
     if serving:
         from shell import server  # here, since only a server needs Flask
         listener = server.listen(arguments.host, arguments.port)
@@ -100,7 +105,8 @@ def run(doc: str | None, chapter: str, arguments, make_engine, demo, load):
                 info["title"] = (doc or chapter).partition("\n")[0]
                 return server.serve(listener, server.Server(engine, frontend, info))
             result = answer(engine, frontend.request(arguments.prompt, max_tokens=arguments.max_tokens))
-            print(f"\n\n{summary(result)}")
+            explained = result.text if engine.explain else ""   # no line of a step stands within it
+            print(f"{explained}\n\n{summary(result)}")
         finally:
             engine.close()
         report, timelines = result.as_json(), [result.timeline]
@@ -120,7 +126,7 @@ def answer(engine, request: Request) -> Result:
             engine.step()
         elif isinstance(piece := request.pieces.get(), Exception):
             raise piece
-        elif isinstance(piece, str):
+        elif isinstance(piece, str) and not engine.explain:
             print(piece, end="", flush=True)
     return request.outcome
 

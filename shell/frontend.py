@@ -30,11 +30,11 @@ def text_parts(value) -> bool:
 
 # name -> (test, what it must be)
 SAMPLING = {
-    "max_tokens": (number(1, 1 << 20), "a whole number from 1 up"),
+    "max_tokens": (number(1, 1 << 20), f"a whole number from 1 to {1 << 20}"),
     "temperature": (number(0, 100, (int, float)), "a number from 0 (greedy) to 100"),
     "top_p": (number(0, 1, (int, float)), "a number from 0 (the likeliest token only) to 1"),
-    "top_k": (number(0, 1 << 20), "a whole number, 0 for no limit"),
-    "seed": (number(0, (1 << 63) - 1), "a whole number from 0 up"),
+    "top_k": (number(0, 1 << 20), f"a whole number from 0 (no limit) to {1 << 20}"),
+    "seed": (number(0, (1 << 63) - 1), f"a whole number from 0 to {(1 << 63) - 1}"),
     "stop": (stop_strings, "a string of 1 to 256 characters or a list of at most 16 of them"),
 }
 PROMPT = {
@@ -108,9 +108,10 @@ class Writer:
         if ends:
             self.text, self.stopped = self.text[:min(ends)], True
             return self.release(len(self.text))
-        beginnings = (stop[:size] for stop in self.stop for size in range(1, len(stop)))
-        held = max((len(start) for start in beginnings if self.text.endswith(start)), default=0)
-        return self.release(len(self.text) - held)
+        text, certain = self.text, self.sent        # what begins no stop string never will: it is passed once
+        while certain < len(text) and not any(stop.startswith(text[certain:]) for stop in self.stop):
+            certain += 1
+        return self.release(certain)
 
     def release(self, end: int) -> str:
         """Return the text up to `end` that was not released before."""
@@ -127,6 +128,7 @@ class Frontend:
         self.model, self.tokenizer, self.end_tokens = model, tokenizer, frozenset(end_tokens)
         self.fields = fields or {}
         self.context = model.config.max_position_embeddings     # tokens, answer included
+        self.longest = max(map(len, tokenizer.backend_tokenizer.get_vocab()))   # characters of a token
 
     def request(self, prompt=None, messages=None, raw: bool = False, received=None, **asked) -> Request:
         """Make a Request. `prompt`: one user's message as a string, or a list of token ids taken as they are,
@@ -158,7 +160,13 @@ class Frontend:
         else:
             said = check_messages([dict(role="user", content=prompt)] if messages is None else messages)
             plain = messages is None and (raw or self.tokenizer.chat_template is None)
+            characters = sum(len(message["content"]) for message in said)
+            if characters > self.context * self.longest:        # what cannot fit is not encoded
+                raise BadRequest(f"The prompt is {characters} characters, more than the {self.context} "
+                                 "tokens of this model's context can hold; shorten the prompt.")
             tokens = self.tokenizer.encode(prompt) if plain else self.converse(said)
+            if tokens[:2] == [self.tokenizer.bos_token_id] * 2:
+                tokens = tokens[1:]             # the prompt has its own
         top = self.model.config.vocab_size - 1
         if not tokens or not all(map(number(0, top), tokens)):
             raise BadRequest(f"Token ids must be from 0 to {top}, one at least.")

@@ -2,7 +2,7 @@
 from dataclasses import asdict
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, logging
 
 from common.llama import Llama
 from shell import checkpoint
@@ -13,6 +13,7 @@ def reference_model(name: str, dtype: torch.dtype, device: str = "cpu"):
     if name.startswith("random:"):      # on the host, where no weight is copied for products
         return as_transformers(checkpoint.load(name, str(dtype)[6:], device, on_host=True)[0]).to(device)
     folder = str(checkpoint.find_folder(name))
+    logging.disable_progress_bar()      # of reading, in a demo's output
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation="sdpa", use_safetensors=True).to(device).eval()
     model.generation_config = GenerationConfig()    # not the folder's: it may sample, or punish repetition

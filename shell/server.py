@@ -9,6 +9,7 @@ import json
 import logging
 import queue
 import re
+import resource
 import select
 import signal
 import socket
@@ -29,6 +30,7 @@ from shell.frontend import PROMPT, SAMPLING, check_fields
 
 MAX_BODY = 1 << 20                 # bytes of an HTTP request; a full context fits many times
 KNOWN = 26                         # conversations whose blocks the page tells apart: a letter each
+MOST = min(256, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)     # requests at a time; files need some
 SILENCE = 0.5                      # seconds between two looks of a waiting thread: closing? hung up?
 ENDING = 5.0                       # seconds from closing, after which the process ends
 SHUTTING = "The server is shutting down; ask again when it is back."
@@ -42,7 +44,7 @@ class Server:
 
     info: chapter, model, device and dtype. most: requests at a time, beyond which others are refused."""
 
-    def __init__(self, engine, frontend, info: dict, most: int = 256):
+    def __init__(self, engine, frontend, info: dict, most: int = MOST):
         self.engine, self.frontend, self.info = engine, frontend, info
         self.most = most
         self.lock = threading.Lock()            # for one prompt at a time: a tokenizer may take much memory
@@ -140,14 +142,14 @@ def check_sender():
     origin = request.headers.get("Origin")
     if origin and origin.partition("://")[2] != request.host:
         raise BadRequest("Pages from elsewhere may not ask this server.", 403)
-    if request.path in ("/evict", "/storage") and not loopback(request.remote_addr):
-        raise BadRequest(f"{request.path} is for this machine only.", 403)
+    if request.path in ("/evict", "/storage") and not (loopback(request.remote_addr) and loopback(host)):
+        raise BadRequest(f"{request.path} is for this machine only, asked as localhost.", 403)
 
 
 def body():
     """Return the JSON of the HTTP request. Raises BadRequest at what is not JSON in UTF-8."""
     raw = request.get_data()
-    if len(raw) == MAX_BODY:                    # it came in chunks, and Flask has cut it here
+    if len(raw) > MAX_BODY:                     # it came in chunks, and Flask has cut it here
         abort(413)
     try:
         asked = json.loads(raw)
@@ -168,22 +170,21 @@ def explain(error: Exception) -> tuple[dict, int, dict]:
         logging.getLogger("kv").error("unexpected error", exc_info=error)
         error = RequestError(DEFECT)
     kind = "server_error" if error.status >= 500 else "invalid_request_error"
-    body = dict(error=dict(message=str(error), type=kind))
-    return body, error.status, {"Allow": ", ".join(methods)} if methods else {}
+    headers = {"Allow": ", ".join(methods)} if methods else {}
+    return dict(error=dict(message=str(error), type=kind)), error.status, headers
 
 
 def make_app(server: Server) -> Flask:
     app = Flask("kv", static_folder=None)
-    app.config["MAX_CONTENT_LENGTH"] = MAX_BODY
+    app.config["MAX_CONTENT_LENGTH"] = MAX_BODY + 1
     app.json.sort_keys = False
     app.before_request(check_sender)
     app.register_error_handler(Exception, explain)
+    # Another page could show ours and lead a click
+    app.after_request(lambda reply: reply.headers.set("X-Frame-Options", "DENY") or reply)
     add_answers(app, server)
     add_page(app, server)
     add_storage(app, server)
-
-    # Another page could show ours and lead a click
-    app.after_request(lambda reply: reply.headers.set("X-Frame-Options", "DENY") or reply)
     return app
 
 
@@ -216,7 +217,9 @@ def add_answers(app: Flask, server: Server):
     frontend, model = server.frontend, server.info["model"]
 
     def answer(fields: dict):
-        pieces = server.stream(partial(hung_up, request.environ["werkzeug.socket"]), **fields)
+        connection = request.environ["werkzeug.socket"]
+        connection.until = 0.0                  # from now on it is not dropped
+        pieces = server.stream(partial(hung_up, connection), **fields)
         next(pieces)                            # what is wrong is told before a stream begins
         return pieces
 
@@ -235,15 +238,13 @@ def add_answers(app: Flask, server: Server):
         replies = openai.replies(answer(fields), chat, model, streaming, with_usage)
         return events(replies) if streaming else next(replies)
 
-    @app.get("/v1/models")
-    def models():
-        return dict(object="list", data=[dict(id=model, object="model", created=0, owned_by="local")])
-
+    @app.get("/v1/models", defaults=dict(name=""))
     @app.get("/v1/models/<path:name>")          # Flask merges slashes, of a folder's name too
-    def one_model(name: str):
-        if name != model.lstrip("/"):
+    def models(name: str):
+        if name not in ("", model.lstrip("/")):
             raise BadRequest(f"The only model here is {model!r}; ask for that.", 404)
-        return models()["data"][0]
+        entry = dict(id=model, object="model", created=0, owned_by="local")
+        return entry if name else dict(object="list", data=[entry])
 
 
 # 4. Routes of the page --------------------------------------------------------------------------------------
@@ -361,21 +362,44 @@ def add_storage(app: Flask, server: Server):
 
 # 5. Connections ---------------------------------------------------------------------------------------------
 
+class Connection(socket.socket):
+    """A client's, whose request must be here at `until`: a byte now and then is not enough. 0: it is here."""
+    asks = False                                # its head is here
+
+    def recv_into(self, *buffer):
+        if time.monotonic() > self.until:
+            raise TimeoutError
+        return super().recv_into(*buffer)
+
+
 class Handler(WSGIRequestHandler):
     timeout = 20.0                              # seconds in which a client must send, or take, something
 
     def run_wsgi(self):
         self.protocol_version = min(self.protocol_version, self.request_version)    # 1.0 has no chunks
-        self.server.answering.add(self)
-        try:
-            super().run_wsgi()
-        finally:
-            self.server.answering.remove(self)
+        del self.headers["Expect"]              # it is answered
+        self.connection.asks = True
+        super().run_wsgi()
 
 
 class Listener(ThreadedWSGIServer):
-    answering = set()                           # handlers
     timeout = 0.1                               # seconds that `handle_request` waits for a connection
+    clients: list[Connection] = []              # oldest first
+
+    def get_request(self):
+        """Accept a connection. Of twice MOST, the oldest that asks for no answer yet gives way."""
+        self.clients = [client for client in self.clients if client.fileno() >= 0]
+        try:
+            if len(self.clients) >= 2 * MOST and (idle := [each for each in self.clients if each.until]):
+                self.clients.remove(idle[0])
+                idle[0].shutdown(socket.SHUT_RDWR)
+            accepted, address = super().get_request()
+        except OSError:
+            time.sleep(self.timeout)            # else this thread would try again at once, for ever
+            raise
+        self.clients.append(client := Connection(fileno=accepted.detach()))
+        client.until = time.monotonic() + 3 * Handler.timeout
+        return client, address
 
 
 def listen(host: str, port: int) -> Listener:
@@ -420,7 +444,8 @@ def serve(listener: Listener, server: Server):
                 if signal.getsignal(number) != signal.SIG_IGN}  # as a shell sets it in the background
     ended = threading.Event()
     threading.Thread(target=accept, args=(listener, server, ended), daemon=True).start()
-    host = f"[{listener.host}]" if ":" in listener.host else listener.host
+    host = listener.server_address[0]
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     said = f"{server.info['chapter']} serves {server.info['model']} on http://{host}:{listener.port}"
     try:
         print(f"{said}   (Ctrl-C ends it)", flush=True)
@@ -430,7 +455,8 @@ def serve(listener: Listener, server: Server):
         server.close()                          # clients are told within SILENCE
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        while listener.answering and time.monotonic() < server.closing + ENDING:
+        answering, until = [each for each in listener.clients if each.asks], server.closing + ENDING
+        while any(each.fileno() >= 0 for each in answering) and time.monotonic() < until:
             time.sleep(0.05)
     if server.reason:
         raise server.reason

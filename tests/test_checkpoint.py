@@ -180,6 +180,7 @@ def test_without_network_a_hub_model_is_taken_from_the_cache_or_refused_in_one_s
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     message = refusal("nobody/nothing")
     assert "nobody/nothing" in message and "classroom" in message and "random:tinyllama" in message
+    assert "the hub was not reached" in message and "whole" not in message
     commit, cached = "0123456789abcdef0123456789abcdef01234567", tmp_path / "models--owner--name"
     shutil.copytree(tiny_folder, cached / "snapshots" / commit)
     (cached / "refs").mkdir()

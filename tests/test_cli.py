@@ -63,13 +63,15 @@ def test_prompt_prints_the_answer_writes_its_numbers_and_closes_the_engine(
         monkeypatch, capsys, tiny_folder, tmp_path, explain):
     files, closed = {name: tmp_path / name for name in ("json", "trace")}, []
     monkeypatch.setattr(Engine, "close", lambda engine: closed.append(engine))
+    monkeypatch.setattr(sys, "stderr", sys.stdout)      # as on a terminal, where both are to be read
     said, _ = run_here(monkeypatch, capsys, "--model", tiny_folder, "--prompt", "Hello", "--max-tokens", 20,
                        *["--explain"] * explain, *(f"--{name}={path}" for name, path in files.items()))
     report = json.loads(files["json"].read_text())
     engine, = closed
     request, = engine.asked
     assert (request.temperature, request.max_tokens, engine.explain) == (0, 20, explain)
-    assert said.startswith(report["text"] + "\n\n") and "20 new; TTFT" in said
+    before, _, rest = said.partition(report["text"] + "\n\n")
+    assert {line[:5] for line in before.splitlines()} == {"KV po", *["step "] * explain} and "20 new; TTFT" in rest
     assert said.endswith("nothing was offered: the prompt is computed\n")
     assert (report["chapter"], report["model"], report["device"]) == ("stub", str(tiny_folder), "cpu")
     assert len(report["tokens"]) == 20 and report["finish_reason"] == "length" and report["source"] == "miss"
@@ -115,6 +117,16 @@ def test_who_reads_only_the_beginning_ends_it_quietly(monkeypatch, capsys):
     assert ends == [1]
 
 
+def test_without_a_terminal_and_without_files_for_its_words_it_answers(monkeypatch, capsys, tmp_path):
+    with monkeypatch.context() as patch:
+        for name in "stdout", "stderr":             # as `>&- 2>&-` leaves them
+            patch.setattr(sys, name, None)
+        patch.setattr(sys, "argv", [str(SCRIPT), *TINY, "--prompt", "Hello", "--json", str(tmp_path / "json")])
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+        assert sys.stdout.name == sys.stderr.name == os.devnull
+    assert json.loads((tmp_path / "json").read_text())["text"] and capsys.readouterr() == ("", "")
+
+
 # 2. What is asked wrongly -----------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("words,arguments", [
@@ -124,15 +136,19 @@ def test_who_reads_only_the_beginning_ends_it_quietly(monkeypatch, capsys):
     ("512", [*TINY, "--prompt", "x" * 600]), ("--demo", ["--demo", "--prompt", "Hello"]),
     ("'0'", ["--max-tokens", "0"]), ("'1.5'", ["--max-tokens", "1.5"]),
     ("'9" + "9" * 30, ["--max-tokens", "9" * 5000]), ("'nan'", ["--pause", "nan"]), ("'-1'", ["--pause", "-1"]),
-    ("must not be empty", [*TINY, "--prompt", ""]), ("UTF-8", [*TINY, "--prompt", "\udcff\udcfe"]),
+    ("must not be empty", ["--model", "nonsense", "--prompt", ""]), ("UTF-8", ["--model", "nonsense", "--prompt", "\udcff"]),
     ("cpu", ["--prompt", "Hello", "--device", "tpu"]),
     ("no.such.host.invalid", ["--host", "no.such.host.invalid"]), ("address is empty", ["--host", ""]), ("Cannot listen", ["--host", "x" * 99]),
     ("/no/such/x.json", [*TINY, "--json", "/no/such/x.json"]),
     ("'/'", [*TINY, "--prompt", "Hello", "--trace", "/"]),
 ], ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "")
-def test_wrong_input_ends_with_one_clear_line(monkeypatch, capsys, words, arguments):
-    line = refused_here(monkeypatch, capsys, *arguments)
+def test_wrong_input_ends_with_one_clear_line_leaves_no_empty_file_and_touches_none_that_is_there(
+        monkeypatch, capsys, tmp_path, words, arguments):
+    (tmp_path / "trace").write_text("before")
+    files = [f"--{name}={tmp_path / name}" for name in ("json", "trace")]
+    line = refused_here(monkeypatch, capsys, *files, *arguments)
     assert words in line and ("stub" in line or "chapter.py" in line)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["before"]
 
 
 def test_a_port_in_use_is_told_before_the_model_is_looked_for(monkeypatch, capsys):
@@ -144,23 +160,27 @@ def test_a_port_in_use_is_told_before_the_model_is_looked_for(monkeypatch, capsy
 
 # 3. Serving and Ctrl-C --------------------------------------------------------------------------------------
 
-def test_a_server_is_for_this_machine_only_knows_the_engines_fields_and_freezes_what_was_there(monkeypatch, capsys):
+@pytest.mark.parametrize("host,shown", [("", "127.0.0.1"), ("::", "[::1]"), ("::1", "[::1]"), ("0.0.0.0", "127.0.0.1")])
+def test_a_server_is_for_this_machine_only_knows_the_engines_fields_and_freezes_what_was_there(
+        monkeypatch, capsys, host, shown):
     served, frozen, ends, serve = [], [], [], server.serve
     monkeypatch.setattr(server, "serve", lambda *given: served.append(given) or serve(*given))
     monkeypatch.setattr(gc, "freeze", lambda: frozen.append(True))
     monkeypatch.setattr(server.Server, "run", Mock(side_effect=KeyboardInterrupt))
     monkeypatch.setattr(os, "_exit", ends.append)
-    said, complaint = run_here(monkeypatch, capsys, *TINY, "--port", "0")
+    said, complaint = run_here(monkeypatch, capsys, *TINY, "--port", "0", *["--host", host][:2 * bool(host)])
     (listener, made), = served
-    assert listener.host == "127.0.0.1" and made.info["chapter"] == "stub"
+    assert listener.host == (host or "127.0.0.1") and made.info["chapter"] == "stub"
     assert made.frontend.fields == Engine.fields
     assert frozen == [True] and ends == [130] and complaint.endswith("\nInterrupted.\n")
-    assert "stub serves random:tiny on http://127.0.0.1:" in said
+    assert f"stub serves random:tiny on http://{shown}:{listener.port} " in said    # works in a browser
 
 
+@pytest.mark.parametrize("module", ["torch", "numpy"])      # which PyTorch would import in C, where Ctrl-C is lost
 @pytest.mark.parametrize("chapter", sorted(path.name for path in ROOT.glob("0*.py")))
-def test_ctrl_c_while_pytorch_is_imported_ends_in_a_line(tmp_path, chapter):
-    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+def test_ctrl_c_while_pytorch_is_imported_ends_in_a_line(tmp_path, chapter, module):
+    (tmp_path / "torch.py").write_text("")
+    (tmp_path / f"{module}.py").write_text("raise KeyboardInterrupt")
     done = subprocess.run([sys.executable, ROOT / chapter], capture_output=True,
                           env={**ENVIRONMENT, "PYTHONPATH": str(tmp_path)})
     assert done.stderr == b"\nInterrupted.\n" and done.stdout == b""

@@ -7,7 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
 from common import sampling
 from common.requests import BadRequest, Request, Result, Unavailable
@@ -38,6 +39,9 @@ def test_the_bounds_themselves_are_taken_and_what_asks_for_nothing_under_any_nam
     assert check_fields(body, SAMPLING) == body
     for nothing in None, [], {}:
         assert check_fields(dict.fromkeys([*SAMPLING, "functions"], nothing), SAMPLING) == {}
+    for name in "max_tokens", "top_k", "seed":
+        with pytest.raises(BadRequest, match=f"^{name} must be .* to {body[name] or 1 << 20}[.]$"):
+            check_fields({name: (body[name] or 1 << 20) + 1}, SAMPLING)
     for something in False, 0, "", [None]:
         with pytest.raises(BadRequest, match="Unknown field 'functions'; the fields are .*temperature"):
             check_fields(dict(functions=something), SAMPLING)
@@ -110,6 +114,18 @@ def test_bytes_that_are_no_text_do_not_end_the_answer():
 def test_a_part_of_a_character_and_what_may_begin_a_stop_string_are_held_back(frontend, said, stop, expected, text):
     pieces, writer = written(frontend.tokenizer, said, stop)
     assert pieces == expected and writer.stopped == (text != said) and writer.text == text
+
+
+def test_a_stop_string_costs_the_new_text_only(frontend):
+    class Counted(str):
+        def __getitem__(self, which):
+            return looks.append(which) or str(self)[which]
+
+        def startswith(self, beginning):
+            return looks.append(beginning) or str(self).startswith(beginning)
+    looks, said = [], "a" * 300 + "abc" * 200
+    assert "".join(written(frontend.tokenizer, said, [Counted("a" * 255 + letter) for letter in "xyz"])[0]) == said
+    assert len(looks) <= 3 * 2 * len(said)      # once as a character comes, once as it goes
 
 
 # 3. Request and result --------------------------------------------------------------------------------------
@@ -209,11 +225,13 @@ def test_a_result_says_where_the_prompt_came_from_and_why(found, source):
     request.push(7)
     request.push(7)
     request.times[:] = 0.5, 0.75
+    request.timeline.add("compute", "prefill 64", 0.25, 0.5)
     request.finish()
     result = request.outcome
     assert (result.source, result.ttft_ms, result.tbt_ms) == (source, 500, 250)
     assert result.usage == dict(prompt_tokens=64, cached_tokens=sum(found.values()), completion_tokens=2)
-    assert result.as_json()["timeline"] == [] and result.as_json()["found"] == found
+    (span,) = result.as_json()["timeline"]      # on the clock of ttft_ms: from when it was received
+    assert span["end_ms"] == result.ttft_ms and result.as_json()["found"] == found
     first, second = summary(result).splitlines()
     assert f"({source})" in first and "TTFT 500.0 ms, TBT 250.0 ms" in first
     assert second == request.decisions[0]
@@ -251,8 +269,26 @@ def test_what_cannot_be_encoded_is_refused(frontend, asked, words):
 def with_tokenizer(frontend, backend, encode, template=None) -> Frontend:
     chat = lambda messages, **_: encode(messages[-1]["content"])  # noqa: E731
     tokenizer = SimpleNamespace(backend_tokenizer=backend, encode=encode, chat_template=template,
-                                apply_chat_template=chat)
+                                apply_chat_template=chat, bos_token_id=None)
     return Frontend(frontend.model, tokenizer, {1})
+
+
+def test_what_cannot_fit_is_refused_before_it_is_encoded(frontend):
+    seen, backend = [], Tokenizer(models.WordLevel({"abc": 0, "a": 1}, "a"))
+    plain = with_tokenizer(frontend, backend, lambda said: seen.append(said) or [1], "a template")
+    parts = [dict(role="user", content="a" * 400), dict(role="user", content="a" * 369)]
+    for asked in dict(prompt="a" * 769), dict(prompt="a" * 769, raw=True), dict(messages=parts):
+        with pytest.raises(BadRequest, match="769 characters, more than the 256 tokens .* shorten"):
+            plain.request(**asked)
+    assert not seen and plain.request("a" * 768).tokens == [1]
+
+
+def test_a_prompt_that_begins_as_the_tokenizer_does_begins_once(frontend):
+    backend = Tokenizer(models.WordLevel({"<s>": 0, "a": 1}, "a"))
+    backend.add_special_tokens(["<s>"])
+    backend.post_processor = processors.TemplateProcessing("<s> $0", special_tokens=[("<s>", 0)])
+    plain = Frontend(frontend.model, PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>"), {1})
+    assert plain.request("a", raw=True).tokens == plain.request("<s>a", raw=True).tokens == [0, 1]
 
 
 def test_an_answer_that_continues_text_begins_with_its_space_and_an_answer_in_a_chat_does_not(frontend):

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from unittest.mock import Mock
 
@@ -116,14 +116,14 @@ def test_wrong_routes_and_methods_are_told(client, method, path, status):
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-@pytest.mark.parametrize("size", [servers.MAX_BODY + 1, servers.MAX_BODY + 2, 20 << 20])
+@pytest.mark.parametrize("size", [servers.MAX_BODY, servers.MAX_BODY + 1, servers.MAX_BODY + 2, 20 << 20])
 def test_a_body_that_is_too_large_gets_its_answer(client, size, chunked):
     headers = {"Transfer-Encoding": "chunked"} if chunked else {"Content-Length": str(size)}
     with closing(http.client.HTTPConnection("127.0.0.1", client.port, timeout=TIMEOUT)) as connection:
         connection.request("POST", "/generate", iter([b"x" * size]), headers, encode_chunked=chunked)
         response = connection.getresponse()
-        assert response.status == 413
-        assert str(servers.MAX_BODY) in sentence(json.loads(response.read())["error"])
+        status, words = (413, f"larger than {servers.MAX_BODY}") if size > servers.MAX_BODY else (400, "not JSON")
+        assert response.status == status and words in sentence(json.loads(response.read())["error"])
     assert client.ask("/generate", ASK).status == 200
 
 
@@ -131,6 +131,7 @@ def test_a_body_that_is_too_large_gets_its_answer(client, size, chunked):
     b"GET /nothing HTTP/1.1\r\n\r\n", b"POST /generate HTTP/1.1\r\n\r\n",
     b"POST /generate HTTP/1.1\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n\r\n",
     b"POST /generate HTTP/1.1\r\nContent-Length: x\r\n\r\n",
+    b"POST /generate HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n{}",
     b"POST /generate HTTP/1.1\r\nContent-Length: 50\r\n\r\n{}"], ids=lambda sent: repr(sent[:60]))
 def test_broken_http_gets_a_json_error(client, sent):
     with socket.create_connection(("127.0.0.1", client.port), timeout=TIMEOUT) as connection:
@@ -138,7 +139,7 @@ def test_broken_http_gets_a_json_error(client, sent):
         connection.shutdown(socket.SHUT_WR)
         reply = b"".join(iter(lambda: connection.recv(65536), b""))
     sentence(json.loads(reply[reply.index(b"{"):])["error"])
-    assert b" 500 " not in reply.split(b"\r\n")[0]
+    assert b" 500 " not in reply.split(b"\r\n")[0] and reply.count(b"100 Continue") == sent.count(b"100-continue")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -151,12 +152,42 @@ def test_a_client_of_http_1_0_gets_no_chunks(client, stream):
     assert said.startswith(b"data: {" if stream else b"{")
 
 
-def test_a_request_that_is_sent_by_half_keeps_its_connection_for_a_while_only(frontend, monkeypatch, caplog):
+def half_open(client) -> socket.socket:
+    half = socket.create_connection(("127.0.0.1", client.port), timeout=TIMEOUT)
+    half.sendall(b"POST /generate HTTP/1.1\r\nContent-Length: 9\r\n")
+    return half
+
+
+@pytest.mark.parametrize("more", [b"", b"X", b"\r\n\r\n{", b"\r\n\r\n{}       "])
+def test_a_request_that_is_sent_by_half_keeps_its_connection_for_a_while_only(frontend, monkeypatch, caplog, more):
     monkeypatch.setattr(servers.Handler, "timeout", 0.1)
-    with serving(frontend) as client:
-        with socket.create_connection(("127.0.0.1", client.port), timeout=TIMEOUT) as half:
-            half.sendall(b"POST /generate HTTP/1.1\r\nContent-Length: 9\r\n")
-            assert half.recv(1) == b"" and not caplog.records
+    with serving(frontend) as client, half_open(client) as half, suppress(ConnectionError):
+        half.sendall(more)
+        eventually(lambda: half.sendall(more[-1:]) if more else half.recv(1) == b"")    # a byte now and then
+    assert not caplog.records
+
+
+def test_a_flood_of_halves_makes_room_for_others_and_ends_no_answer(frontend, monkeypatch):
+    monkeypatch.setattr(servers, "MOST", 2)
+    monkeypatch.setattr(servers.Handler, "timeout", 2 * TIMEOUT)
+    with serving(frontend) as client, ThreadPoolExecutor() as threads:
+        client.engine.hold()
+        stream = threads.submit(client.ask, "/generate", dict(ASK, stream=True))
+        eventually(lambda: client.engine.counters()["requests"] == 1)
+        halves = [half_open(client) for _ in range(12)]
+        assert client.ask("/health").status == 200
+        assert [half.recv(1) for half in halves[:8]] == [b""] * 8
+        client.engine.let()
+        assert "result" in stream.result().events[-1]
+
+
+def test_where_accepting_fails_it_waits(monkeypatch):
+    listener, waited = servers.listen("127.0.0.1", 0), []
+    monkeypatch.setattr(servers, "time", Mock(sleep=waited.append))
+    listener.socket.close()                     # as without descriptors: each attempt fails at once
+    with pytest.raises(OSError):
+        listener.get_request()
+    assert waited == [listener.timeout]
 
 
 def test_a_stream_is_not_cut_while_the_engine_computes_for_long(frontend, monkeypatch):
@@ -437,10 +468,12 @@ def test_evicting_drops_what_is_cached(client):
         assert words in client.ask("/evict", body).error(400)
 
 
-@pytest.mark.parametrize("address,status", [("127.0.0.1", 200), ("::1", 200), ("192.0.2.7", 403)])
-def test_other_machines_do_not_evict(client, address, status):
-    asking = servers.make_app(client.server).test_client()
-    reply = asking.post("/evict", json=dict(tier="host"), environ_base=dict(REMOTE_ADDR=address))
+@pytest.mark.parametrize("address,host,status", [
+    ("127.0.0.1", "localhost", 200), ("::1", "[::1]:5000", 200), ("192.0.2.7", "localhost", 403),
+    ("127.0.0.1", "elsewhere.example", 403)])   # a page's own name for this machine
+def test_other_machines_do_not_evict(client, address, host, status):
+    asking, where = servers.make_app(client.server).test_client(), dict(REMOTE_ADDR=address, SERVER_NAME="0.0.0.0")
+    reply = asking.post("/evict", json=dict(tier="host"), headers=dict(Host=host), environ_overrides=where)
     assert reply.status_code == status
     assert status == 200 or "this machine only" in sentence(reply.json["error"])
 
