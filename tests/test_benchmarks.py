@@ -1,13 +1,16 @@
 """What benchmarks measure, on small models: what is kept comes back, and rows are what they say."""
 
 import argparse
+import json
 import math
 import random
 import statistics
+import subprocess
+import sys
 
 import numpy
 import pytest
-from conftest import load, write_model
+from conftest import ROOT, load, write_model
 from support import engines
 from support.engines import BANDWIDTH, ask, check_pools, draw, evict, make, plain_model, settle, tiny_model
 
@@ -15,6 +18,7 @@ from benchmarks import both_ends, outside, ranks, variants
 from common import restoring
 from shell.ranks import Ranks
 from shell.reference import as_transformers
+from tools import soak
 
 # 1. Variants -----------------------------------------------------------------------------------
 
@@ -158,3 +162,14 @@ def test_a_rank_has_a_link_of_the_speed_that_its_rows_say(monkeypatch):
     rows = ranks.rank(Ranks(), argparse.Namespace(model=["random:tiny"], dtype="float32", device="cpu", rounds=1))
     assert [row["bytes_over_link"] for row in rows] == [pytest.approx(speed * row["link_ms"] / 1e3) for speed, row in zip(speeds, rows)]
     assert all(row["bytes_over_link"] for row in rows) and len(speeds) == 2
+
+
+# 4. The soak -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chapter", soak.OPTIONS)
+def test_a_short_soak_counts_its_answers_and_finds_nothing_wrong_or_left(chapter):
+    command = [sys.executable, "-m", "tools.soak", "--minutes", "0.05", "--prompts", "6", "--only", chapter]
+    said = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
+    seen = json.loads(said.splitlines()[-1])
+    assert seen["answered"] and not seen["wrong"] + seen["refused"] + seen["left"] and seen["MB at the end"] > 100
