@@ -5,11 +5,13 @@ import json
 import math
 import random
 import statistics
+import subprocess
+import sys
 
 import numpy
 import pytest
 import torch
-from conftest import load, write_model
+from conftest import ROOT, load, write_model
 from support import engines, streams
 from support.engines import BANDWIDTH, ask, check_pools, draw, evict, make, plain_model, settle, tiny_model
 
@@ -20,7 +22,7 @@ from common.timeline import Clock
 from shell import checkpoint
 from shell.ranks import Ranks
 from shell.reference import as_transformers
-from tools import gpu_report, report
+from tools import gpu_report, report, soak
 
 # 1. Variants -----------------------------------------------------------------------------------
 
@@ -170,12 +172,11 @@ def test_a_rank_has_a_link_of_the_speed_that_its_rows_say(monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real one")
 def test_every_part_of_the_report_of_a_gpu_runs_on_the_emulated_one(monkeypatch, tmp_path):
-    """One way fails; 07 has two ways of copying, the runner something that `--eager` goes without."""
+    """One way fails; 07 has two ways of copying."""
     eager, file, tiered, forward = set(), tmp_path / "gpu-emulated.json", engines.tiers.TieredCache, engines.paged.Runner.forward
     for owner, name, value in ((speed, "SPREAD", 0.0), *((gpu_report, *pair) for pair in dict(OTHERS=2, BATCH=4, NEW=2).items())):
         monkeypatch.setattr(owner, name, value)
     monkeypatch.setattr(engines.tiers, "TieredCache", lambda blocks, io_backend=None: tiered(blocks if io_backend == "kernel" else "x"))
-    monkeypatch.setattr(engines.paged.Runner, "pieces", object(), raising=False)
     monkeypatch.setattr(engines.paged.Runner, "forward", lambda own, *given: eager.add(own.pieces is None) or forward(own, *given))
     for part in ("--part papers --eager", "--part slower", "--part cake", "--part hybrid", "--only copies"):
         monkeypatch.setattr("sys.argv", f"_ --emulated --rounds 1 {part} --json {file}".split())
@@ -203,3 +204,14 @@ def test_a_gpu_makes_random_weights_itself_and_they_are_other_weights(on_host):
         assert all(size < 1 << 14 for way, size in gpu.copies if way == "to the device") and there.digest != model.digest
         assert all(torch.equal(tensor.cpu(), model.weights()[name]) for name, tensor in there.weights().items())
     assert there.config.max_position_embeddings == 64
+
+
+# 5. The soak -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chapter", soak.OPTIONS)
+def test_a_short_soak_counts_its_answers_and_finds_nothing_wrong_or_left(chapter):
+    command = [sys.executable, "-m", "tools.soak", "--minutes", "0.05", "--prompts", "6", "--only", chapter]
+    said = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
+    seen = json.loads(said.splitlines()[-1])
+    assert seen["answered"] and not seen["wrong"] + seen["refused"] + seen["left"] and seen["MB at the end"] > 100

@@ -55,7 +55,7 @@ def ask(port: int, answers: dict, seen: Counter, until: float, seed: int):
     rng = random.Random(seed)
     while time.monotonic() < until:
         prompt = rng.choice(list(answers))
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
         connection.request("POST", "/generate", json.dumps(dict(prompt=prompt, max_tokens=ANSWER, temperature=0)))
         if rng.random() < 1 / 3:
             time.sleep(rng.choice((0.0, 0.02, 0.2)))
@@ -96,13 +96,13 @@ def watch(serving: server.Server, port: int, answers: dict, seconds: float, seen
 
 def soak(chapter: str, minutes: float, prompts: int):
     """Run one server in this process, and print what was seen."""
-    module, seen, rng = importlib.import_module(chapter), Counter(), random.Random(0)
+    module, seen, rng = importlib.import_module(chapter), Counter(dict.fromkeys(COLUMNS, 0)), random.Random(0)
     model, tokenizer, end_tokens = checkpoint.load("classroom", "float32")
     frontend, parser = Frontend(model, tokenizer, end_tokens), cli.parser_for("")
     module.add_arguments(parser)
     with tempfile.TemporaryDirectory() as folder:
         arguments = parser.parse_args(f"--gpu-blocks 320 --cpu-blocks 160 {OPTIONS[chapter]}".format(folder).split())
-        talks = [lesson.conversation(frontend, rng, rng.randrange(30, 1500)) for _ in range(prompts // 2)]
+        talks = [lesson.conversation(frontend, rng, rng.randrange(30, 1200)) for _ in range(prompts // 2)]
         asked = [frontend.encode(None, talk[:end]) for talk in talks for end in (len(talk), len(talk) // 4 * 2 + 1)]
         requests = [Request(prompt, ANSWER, end_tokens=end_tokens) for prompt in asked]
         importlib.import_module("01_baseline").Engine(model).generate(requests)
