@@ -208,7 +208,6 @@ class Weights:
         count = len(self.host)
         self.kept = {number * count // resident: self.place(model) for number in range(resident)}
         for index, place in self.kept.items():
-            place.rotates = self.host[index].rotates
             for parameter, weight in zip(place.parameters(), self.host[index].parameters()):
                 parameter.data = weight.data.to(model.device)
         self.streamed = [index for index in range(count) if index not in self.kept]
@@ -248,7 +247,6 @@ class Weights:
         for transfer in self.transfers:
             arrive(transfer)
         self.places.reverse()
-        self.places[0].rotates = self.host[index].rotates
         self.expect(index)
         return self.places[0]
 
@@ -436,6 +434,7 @@ class HybridRunner:
         for (index, batch), following in zip(order, [*order[1:], None]):
             if batch is batches[0]:
                 layer = self.weights.layer(index)
+                layer.rotates = self.model.layers[index].rotates
             self.weights.fetch(batch.rows_used / total / self.weights.layers_left)
             coming = self.bring(*following) if following else None
             kv = self.rebuild(index, layer, *arrival)
