@@ -230,13 +230,12 @@ class Weights:
         """Issue the copy of a share of the rows of each weight that comes, or of the rows that are left."""
         if not self.streamed:
             return
-        first, self.sent, pieces = self.sent, min(1.0, self.sent + share), ([], [])
+        first, self.sent, pieces = self.sent, min(1.0, self.sent + share), []
         for pair in zip(self.places[1].parameters(), self.host[self.coming].parameters()):
             rows = slice(round(first * len(pair[0])), round(self.sent * len(pair[0])))
-            for side, weight in zip(pieces, pair):
-                side.append(weight[rows])
-        if any(map(len, pieces[0])):
-            self.transfers.append(self.link.copy(*pieces, "weights"))
+            pieces.append([weight[rows] for weight in pair])
+        if any(len(to) for to, _ in pieces):
+            self.transfers.append(self.link.copy(*zip(*pieces), "weights"))
             self.issued.append(self.transfers[-1])
 
     def layer(self, index: int) -> Layer:
@@ -530,8 +529,7 @@ class HybridRunner:
             seconds[label] += self.clock.seconds(ended) - self.clock.seconds(began)
         blocks = [sum(len(batch.context[kind].slots) for batch in self.last) / size for kind in KINDS]
         acts = layers * (blocks[ACT_HOST] + blocks[ACT_DEVICE])
-        rebuild = seconds["rebuild"] / acts if acts else 0.0
-        return sum(blocks), rebuild, seconds["forward"] / layers
+        return sum(blocks), seconds["rebuild"] / acts if acts else 0.0, seconds["forward"] / layers
 
 
 # 5. The engine, and what it is measured with ---------------------------------------------------
