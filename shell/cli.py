@@ -105,8 +105,7 @@ def run(doc: str | None, chapter: str, arguments, make_engine, demo, load):
                 info["title"] = (doc or chapter).partition("\n")[0]
                 return server.serve(listener, server.Server(engine, frontend, info))
             result = answer(engine, frontend.request(arguments.prompt, max_tokens=arguments.max_tokens))
-            explained = result.text if engine.explain else ""   # no line of a step stands within it
-            print(f"{explained}\n\n{summary(result)}")
+            print(f"{result.text * engine.explain}\n\n{summary(result)}")     # behind the lines of steps
         finally:
             engine.close()
         report, timelines = result.as_json(), [result.timeline]

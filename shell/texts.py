@@ -2,27 +2,10 @@
 An answer repeats the words of the fact, so that anybody can see whether a model still holds it."""
 import random
 from dataclasses import dataclass
+from pathlib import Path
 
-OBJECTS = """lamp key book piano clock hat coat ring map letter camera guitar drum ball kite box bag cup plate
-    spoon knife pen candle mirror carpet chair table basket bottle phone radio ladder hammer rope umbrella
-    scarf blanket pillow violin suitcase""".split()
-PLACES = """attic garden kitchen cellar garage office library hall bedroom bathroom barn shed tower closet
-    pantry studio balcony porch basement workshop museum stable chapel tent""".split()
-COLORS = "red blue green yellow black white brown pink purple orange grey gold".split()
-NAMES = """Anna Ben Clara David Emma Felix Grace Henry Ida Jack Kate Leo Mia Noah Olga Paul Rosa Sam Tina
-    Victor Wendy Oscar Lucy Max Nora Peter Ruth Simon Vera Walter Alice Bruno""".split()
-CITIES = """Paris Rome London Berlin Madrid Vienna Oslo Tokyo Cairo Lima Boston Dublin Prague Athens Lisbon
-    Delhi Sydney Moscow Geneva Warsaw""".split()
-JOBS = """baker doctor teacher pilot farmer painter nurse lawyer singer writer tailor sailor dentist
-    plumber""".split()
-FOODS = "apples bread cheese soup rice fish honey pasta pears cake olives nuts".split()
-WORDS = "tiger eagle wolf fox bear lion otter raven whale horse snake falcon panda zebra camel river".split()
-LOCKS = "safe gate door vault laptop locker website printer alarm server".split()
-PETS = "cat dog parrot hamster goldfish pony turtle rabbit".split()
-PET_NAMES = """Pip Rex Coco Luna Milo Bella Rocky Daisy Simba Lucky Shadow Pepper Ginger Biscuit Ziggy
-    Toby""".split()
-EVENTS = "meeting concert exam party lesson match wedding lecture picnic interview".split()
-DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
+OBJECTS, PLACES, COLORS, NAMES, CITIES, JOBS, FOODS, WORDS, LOCKS, PETS, PET_NAMES, EVENTS, DAYS = (
+    line.split()[1:] for line in Path(__file__).with_name("words.txt").read_text().splitlines())
 FAVORITES = {"color": COLORS, "city": CITIES, "food": FOODS, "day": DAYS, "place": PLACES}
 
 
