@@ -1,6 +1,4 @@
-"""Soak servers over HTTP, with eight clients of which a third hang up: what is wrong, and what is left at the end?
-
-    python -m tools.soak --minutes 10
+"""Soak servers over HTTP, with eight clients of which a third hang up: `python -m tools.soak --minutes 10`.
 
 First chapter 05 with files beyond its limit, then 07 with a storage that lies and hangs. Exits with 1 where a token is not chapter 01's, a
 client is refused, a reference, request or copy is left, or (from a minute on) memory at the end is 5 % above that after half of the time.
@@ -9,14 +7,12 @@ import argparse
 import http.client
 import importlib
 import json
-import os
 import random
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 
 from common.requests import Request
 from shell import checkpoint, cli, lesson, server
@@ -37,16 +33,15 @@ class Unreliable(dict):
         return [self.pop(key, None) if random.random() < 0.02 else dict.get(self, key) for key, _ in zip(keys, self.exists(keys))]
 
     def set(self, keys, values):
-        self.exists(keys)
         self.update(zip(keys, (value[random.random() < 0.01 :] for value in values)))
         for key in list(self)[:-600]:
             del self[key]
 
 
-def ask(port: int, answers: dict, seen: Counter, memory: list, until: float):
+def ask(address: tuple, answers: dict, seen: Counter, half: float, end: float):
     """Be one client until it is time: read an answer, or hang up in line, in the prefill or in the answer."""
-    while time.monotonic() < until:
-        prompt, connection = random.choice(list(answers)), http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+    while time.monotonic() < end:
+        prompt, connection = random.choice(list(answers)), http.client.HTTPConnection(*address, timeout=600)
         connection.request("POST", "/generate", json.dumps(dict(prompt=prompt, max_tokens=12, temperature=0)))
         if random.random() < 1 / 3:
             time.sleep(random.choice((0.0, 0.02, 0.2)))
@@ -58,11 +53,11 @@ def ask(port: int, answers: dict, seen: Counter, memory: list, until: float):
             seen["restored"] += result.get("source") not in ("miss", "gpu_hit", None)
         connection.close()
         with open("/proc/self/statm") as statm:
-            memory.append(int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6)
+            seen["MB at half" if time.monotonic() < half else "MB at the end"] = int(statm.read().split()[1]) // 256
 
 
-def soak(chapter: str, minutes: float) -> Counter:
-    module, parser, rng, seen, memory = importlib.import_module(chapter), cli.parser_for(""), random.Random(0), Counter(), []
+def soak(chapter: str, minutes: float, folder: str) -> Counter:
+    module, parser, rng, seen = importlib.import_module(chapter), cli.parser_for(""), random.Random(0), Counter()
     module.add_arguments(parser)
     model, tokenizer, end_tokens = checkpoint.load("classroom", "float32")
     frontend = Frontend(model, tokenizer, end_tokens)
@@ -70,40 +65,36 @@ def soak(chapter: str, minutes: float) -> Counter:
     requests = [Request(frontend.encode(None, talk[: rng.randrange(1, len(talk) + 1, 2)]), 12, end_tokens=end_tokens) for talk in talks * 2]
     importlib.import_module("01_baseline").Engine(model).generate(requests)
     answers = {tuple(request.tokens[: request.prompt_tokens]): request.new for request in requests}
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = parser.parse_args(f"--gpu-blocks 320 --cpu-blocks 160 {OPTIONS[chapter]}".format(folder).split())
-        engine, listener = module.make_engine(model, arguments), server.listen("127.0.0.1", 0)
-        serving = server.Server(engine, frontend, dict(chapter=chapter, model="classroom", device="cpu", dtype="float32"))
+    arguments = parser.parse_args(f"--gpu-blocks 320 --cpu-blocks 160 {OPTIONS[chapter]}".format(folder).split())
+    engine, listener, now = module.make_engine(model, arguments), server.listen("127.0.0.1", 0), time.monotonic()
+    serving = server.Server(engine, frontend, dict(chapter=chapter, model="classroom", device="cpu", dtype="float32"))
+    told = listener.server_address, answers, seen, now + 30 * minutes, now + 60 * minutes
+    clients = [threading.Thread(target=ask, args=told) for _ in range(8)]
 
-        def watch():
-            with ThreadPoolExecutor(8) as clients:
-                asking = [clients.submit(ask, listener.port, answers, seen, memory, time.monotonic() + 60 * minutes) for _ in range(8)]
-            until = time.monotonic() + 60
-            while engine.busy and time.monotonic() < until:
-                time.sleep(0.1)
-            lists = engine.running, engine.waiting, engine.filling, *engine.cache.under_way.values()
-            seen["left"] = sum(map(len, lists)) + sum(sum(pool.references) for pool in engine.pools.values())
-            serving.close(next((client.exception() for client in asking if client.exception()), None))
+    def watch():
+        for step in (threading.Thread.start, threading.Thread.join):
+            list(map(step, clients))
+        for _ in range(600):
+            time.sleep(0.1 * engine.busy)
+        lists = engine.running, engine.waiting, engine.filling, *engine.cache.under_way.values()
+        seen["left"] = sum(map(len, lists)) + sum(sum(pool.references) for pool in engine.pools.values())
+        serving.close()
 
-        threading.Thread(target=watch).start()
-        server.serve(listener, serving)
-        engine.close()
-    seen["MB at half"], seen["MB at the end"] = (sorted(part)[len(part) // 2] for part in (memory[len(memory) // 2 :][:20], memory[-20:]))
+    threading.Thread(target=watch).start()
+    server.serve(listener, serving)
+    engine.close()
     return seen
 
 
-def main() -> bool:
-    parser, failed = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter), False
-    parser.add_argument("--minutes", type=float, default=10.0, help="of each chapter (10)")
-    minutes = parser.parse_args().minutes
-    seen = {chapter: soak(chapter, minutes) for chapter in OPTIONS}
-    print("\n" + " " * 18 + "".join(f"{name:>15}" for name in COLUMNS))
-    for chapter, counts in seen.items():
-        print(f"{chapter:18}" + "".join(f"{counts[name]:15.0f}" for name in COLUMNS))
-        grown = minutes >= 1 and counts["MB at the end"] > 1.05 * counts["MB at half"]
-        failed |= bool(counts["wrong"] or counts["refused"] or counts["left"] or grown)
-    return failed
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    parser, failed = argparse.ArgumentParser(description=__doc__), False
+    parser.add_argument("--minutes", type=float, default=10.0, help="of each chapter (10)")
+    minutes, table = parser.parse_args().minutes, [" " * 18 + "".join(f"{name:>15}" for name in COLUMNS)]
+    for chapter in OPTIONS:
+        with tempfile.TemporaryDirectory() as folder:
+            seen = soak(chapter, minutes, folder)
+        table.append(f"{chapter:18}" + "".join(f"{seen[name]:15}" for name in COLUMNS))
+        grown = minutes >= 1 and seen["MB at the end"] > 1.05 * seen["MB at half"]
+        failed |= bool(seen["wrong"] or seen["refused"] or seen["left"] or grown)
+    print(*table, sep="\n")
+    sys.exit(failed)
