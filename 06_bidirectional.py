@@ -189,9 +189,6 @@ class BidirectionalCache(Cache):
         return self.storage.read([match.blocks[-1][1]], [self.arrays[0].copy()], label="probe")
 
     def idle(self):
-        """Forget how fast storage was: a try costs nothing."""
-        for storage in self.storage.storages:
-            storage.reader.forget()
         return self.storage.speed()
 
     # Loading, from the back

@@ -496,7 +496,8 @@ class TieredCache(offload.HostCache):
                 restoration.passed.append(copies.popleft())
             restoration.layers = 0 if copies else len(self.model.layers)
             if restoration.met and copies:
-                yield copies.popleft()
+                yield copies[0]
+                copies.popleft()
             elif not restoration.met:
                 if prefetch.ended and not copies and restoration.limit > front:
                     return  # storage brings no more

@@ -29,7 +29,6 @@ from common.speed import Speed
 
 LATENCY = 10e-6     # seconds, of a modelled transfer
 PIECE = 1e-6        # of each of its pieces; batched, 4 to 8 KiB take 0.6 to 1.6 us (H100; vLLM, PR 42212)
-PROBE = 1 << 20     # bytes of a probe, at most
 HANGING = 1.0       # seconds after which a job hangs: its lane is given nothing that somebody waits for
 
 
@@ -273,8 +272,8 @@ class Link(Lane):
         return transfers * self.latency + (self.settle() + size) / self.speed()
 
     def probe(self, size: int) -> Transfer:
-        """Copy about so many bytes, enough to be noted, from nowhere to nowhere."""
-        size = min(max(size, self.measured_from), PROBE)
+        """Copy about so many bytes, enough to be noted and 1 MiB at most, from nowhere to nowhere."""
+        size = min(max(size, self.measured_from), 1 << 20)
         host = torch.zeros(size, dtype=torch.uint8, pin_memory=not self.modelled)
         device = torch.zeros(size, dtype=torch.uint8, device=self.clock.device)
         return self.copy(*((host, device) if self.name == "save" else (device, host)), "probe")

@@ -190,8 +190,7 @@ class Cache:
         """The request is over, cancelled or preempted: forget it."""
 
     def probe(self, request, match: Match) -> list:
-        """A match is not loaded, so it does not show how fast loading is by now: begin to load a little the
-        same way, to nowhere -> the Transfers."""
+        """A match is refused, and so shows no speed: begin to load a little of it to nowhere -> Transfers."""
         return []
 
     def idle(self) -> float | None:
@@ -228,13 +227,9 @@ class Estimates:
             self.doubtful = True  # a bad measurement may have refused it
             self.engine.counts["declined"] += 1
             if not self.cache.under_way[lane := f"probe {match.source}"]:
-                self.cache.hold(lane, self.cache.probe(request, match), then=self.probed)
+                self.cache.hold(lane, self.cache.probe(request, match))
+                self.paces.append(1.0)  # else nothing would: one that is refused adds none
         return chosen
-
-    def probed(self, arrived: bool):
-        """A probe is over, and its speed is noted. Forget a pace for it: refused restorations add none."""
-        if arrived:
-            self.paces.append(1.0)
 
     @property
     def pace(self) -> float:
@@ -465,9 +460,7 @@ class Restorer:
             request.timeline.add(transfer.lane, transfer.label, *transfer.span())
 
     def close(self, restoration: Restoration):
-        """End the generator; nobody waits for what it awaits any more."""
+        """End the generator."""
         if restoration.steps:
             restoration.steps.close()
             restoration.steps = None
-        if restoration.awaited:
-            restoration.awaited.cancel()

@@ -1,7 +1,6 @@
 """What benchmarks measure, on small models: what is kept comes back, and rows are what they say."""
 
 import argparse
-import json
 import math
 import random
 import statistics
@@ -22,7 +21,7 @@ from common.timeline import Clock
 from shell import checkpoint
 from shell.ranks import Ranks
 from shell.reference import as_transformers
-from tools import gpu_report, report, soak
+from tools import gpu_report, report
 
 # 1. Variants -----------------------------------------------------------------------------------
 
@@ -209,9 +208,10 @@ def test_a_gpu_makes_random_weights_itself_and_they_are_other_weights(on_host):
 # 5. The soak -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chapter", soak.OPTIONS)
-def test_a_short_soak_counts_its_answers_and_finds_nothing_wrong_or_left(chapter):
-    command = [sys.executable, "-m", "tools.soak", "--minutes", "0.05", "--prompts", "6", "--only", chapter]
-    said = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
-    seen = json.loads(said.splitlines()[-1])
-    assert seen["answered"] and not seen["wrong"] + seen["refused"] + seen["left"] and seen["MB at the end"] > 100
+def test_a_short_soak_counts_its_answers_and_finds_nothing_wrong_or_left():
+    said = subprocess.run(
+        [sys.executable, "-m", "tools.soak", "--minutes", "0.05"], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+    ).stdout  # fmt: skip
+    for line in said.splitlines()[-2:]:
+        _, answered, _, _, wrong, refused, left, *_ = line.split()
+        assert int(answered) and wrong == refused == left == "0"
