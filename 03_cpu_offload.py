@@ -150,8 +150,9 @@ class HostCache(Cache):
         """Begin to copy out (prefix, device block) pairs, as far as there is room, and time -> how many."""
         soon = self.save_link.seconds(len(lacking) * self.host.block_bytes) < LONGEST_SAVE
         self.engine.estimates.doubtful |= not soon and bool(self.engine.running)
+        own = request.chain if self.last_tier or request.table else ()  # a running request keeps its end
         used = lacking[-1][0].used if self.last_tier else 0
-        fits = self.host.make_room(len(lacking), request.chain, used) if soon else 0
+        fits = self.host.make_room(len(lacking), own, used) if soon else 0
         if fits:
             prefixes, blocks = zip(*lacking[:fits])
             places = self.places_for(request, prefixes)
