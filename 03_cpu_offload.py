@@ -157,8 +157,9 @@ class HostCache(Cache):
             self.engine.estimates.doubtful = True
             if not self.under_way["save"]:
                 self.hold("save", [self.save_link.probe(self.host.block_bytes)])
+        own = request.chain if self.last_tier or request.table else ()  # a running request keeps its end
         used = lacking[-1][0].used if self.last_tier else 0
-        fits = self.host.make_room(len(lacking), request.chain, used) if soon else 0
+        fits = self.host.make_room(len(lacking), own, used) if soon else 0
         if fits:
             prefixes, blocks = zip(*lacking[:fits])
             places = self.places_for(request, prefixes)

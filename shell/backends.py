@@ -19,8 +19,8 @@ OWN_FILE = re.compile(r"[0-9a-f]{64}\.page(\.[0-9a-f]{32}\.tmp)?")
 
 class Directory:
     """A file for each value. Processes may share it: a file appears by being renamed. Beyond `limit_gb` the
-    least recently used go. Files with other names than those that are written here are left alone. The time
-    of a file says when it was used: now, but later than all that were set here or found: clocks err."""
+    least recently used go. A file's time says when that was, but later than all that were set here or found:
+    clocks err. Files with other names than those that are written here are left alone."""
 
     def __init__(self, url: str, limit_gb: float = 16.0):
         self.folder, self.limit = Path(url.removeprefix("file:")).expanduser(), 1e9 * limit_gb
@@ -164,4 +164,4 @@ def in_directories(directories: list[Path], limit_gb: float) -> StoredChunks:
     try:
         return StoredChunks(*(Storage(Directory(path, limit_gb / len(paths)), path) for path in paths))
     except OSError as error:
-        raise BadRequest(f"--disk takes folders to write in; {error.filename}: {error.strerror}") from None
+        raise BadRequest(f"--disk needs a folder to write in: {error.filename}: {error.strerror}.") from None

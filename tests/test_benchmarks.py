@@ -4,6 +4,7 @@ import argparse
 import math
 import random
 import statistics
+import json
 import subprocess
 import sys
 

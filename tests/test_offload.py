@@ -268,44 +268,35 @@ def test_behind_what_was_not_copied_nothing_is(blocks):
     engine.close()
 
 
-@pytest.mark.parametrize("why", ["no place", "slow"])
-def test_what_is_owed_is_copied_out_when_its_request_is_over_and_takes_no_newer_ones_place(why):
-    engine = make(cache := offload.HostCache(6, 1e9))
-    held, other = Transfer("load", "others"), draw(random.Random(9), 96)
-    if why == "slow":
-        cache.save_link.measured.note(1.0, 1.0)
-    else:
-        cache.hold("load", [held], given=[(cache.host, cache.host.allocate(6))])
-    for prompt in PROMPT, other:
+@pytest.mark.parametrize("slow", [False, True])
+def test_what_is_owed_is_copied_out_when_its_request_is_over_and_takes_no_newer_ones_place(slow):
+    engine, held = make(cache := offload.HostCache(6, 1e9)), Transfer("load", "others")
+    cache.save_link.measured.note(1.0, 1.0 if slow else 1e-12)
+    cache.hold("load", [held], given=[(cache.host, cache.host.allocate(0 if slow else 6))])
+    for prompt in PROMPT, (other := draw(random.Random(9), 96)):
         engine.generate([Request(prompt, 1)])
     assert not engine.counts["swap_outs"]
     held.finish(0.0, 0.0)
-    if why == "slow":
-        engine.estimates.due = engine.wake.clear() or 0.0
-        engine.estimates.idle()
-        assert engine.wake.is_set(), "it does not sleep over what it owes"
-    engine.step()
-    while engine.busy:
+    engine.estimates.due = engine.wake.clear() or 0.0
+    engine.estimates.idle()
+    assert engine.wake.is_set(), "it does not sleep over what it owes"
+    for newer, older in (6, 0), (0, 6):
         engine.step()
-    assert len(cache.host.find(engine.prefixes.extend([], other))) == 6 and kept(engine, PROMPT) == 0
-    cache.host.evict(list(cache.host.cached))
-    assert kept(engine, PROMPT) == 0
-    engine.wake.set()
-    engine.step()
-    assert kept(engine, PROMPT) == 6 and not cache.owed, "until the device loses it"
+        settle(engine)
+        assert kept(engine, PROMPT) == older and len(cache.host.find(engine.prefixes.extend([], other))) == newer
+        cache.host.evict(list(cache.host.cached))
+        engine.wake.set()
+    assert not cache.owed
 
 
 def test_what_raises_ends_neither_what_follows_other_copies_nor_closing(caplog):
-    engine = make(cache := offload.HostCache(6, 1e9))
-    over = Transfer("load", "nothing")
+    engine, over, seen = make(cache := offload.HostCache(6, 1e9)), Transfer("load", "nothing"), []
     over.finish(0.0, 0.0)
     for number in range(2):
-        given = [(engine.pool, engine.pool.allocate(1))]
-        cache.hold("load", [over], given=given, then=lambda arrived, number=number: seen.append(1 / number))
-    seen = []
-    engine.step()
-    assert seen == [1.0] and "ZeroDivisionError" in caplog.text
+        then = lambda arrived, number=number: seen.append(1 / number)  # noqa: E731
+        cache.hold("load", [over], given=[(engine.pool, engine.pool.allocate(1))], then=then)
     check_pools(engine)
+    assert seen == [1.0] and "ZeroDivisionError" in caplog.text
     for raises, closes in ("load_link", "save_link"), ("save_link", "load_link"):
         cache = make(offload.HostCache(6, 1e9)).cache
         getattr(cache, raises).close = lambda: 1 / 0

@@ -248,7 +248,7 @@ def test_a_copy_out_that_was_not_begun_is_begun_later_and_leaves_no_gap():
         assert len(engine.cache.host.find(request.chain)) == len(shelf) == 8
 
 
-@pytest.mark.parametrize("device, host, pages, held", [(54, 34, 20, 0), (54, 6, 6, 6)])
+@pytest.mark.parametrize("device, host, pages, held", [(54, 34, 20, 0), (54, 6, 6, 6), (54, 6, 20, 0)])
 def test_what_found_no_room_is_sent_down_when_there_is_though_its_request_is_over(device, host, pages, held):
     """Five prompts at once: storage has room for all, and what is newer in host memory goes for what is older."""
     shelf, rng, other = Shelf(), random.Random(0), Transfer("load", "another's")
@@ -687,48 +687,21 @@ def test_a_directory_touches_only_what_it_writes(tmp_path):
     assert others <= left and own.name not in left and len(left - others) <= 10
 
 
-def test_a_directory_in_a_files_place_gives_way_and_costs_no_other_value(tmp_path):
-    backend = backends.Directory(f"file:{tmp_path}")
+def test_a_file_that_cannot_be_written_read_or_deleted_costs_no_other(tmp_path, monkeypatch):
+    backend = backends.Directory(f"file:{tmp_path}", limit_gb=1e-6)
     for key in KEYS[:2]:
         (tmp_path / f"{key}.page").mkdir()
     (tmp_path / f"{KEYS[0]}.page" / "somebodys").write_bytes(b"1")
-    (tmp_path / f"{KEYS[3]}.page").symlink_to(f"{KEYS[3]}.page")  # which nobody can read
+    (tmp_path / f"{KEYS[3]}.page").symlink_to(f"{KEYS[3]}.page")
     with pytest.raises(OSError):
-        backend.set(KEYS[:3], [b"value"] * 3)
-    assert backend.get(KEYS[:4]) == [None, b"value", b"value", None] and len(backend.look()) == 2
-
-
-def test_a_file_that_cannot_be_deleted_leaves_the_limit_on(tmp_path, monkeypatch):
-    backend, unlink = backends.Directory(f"file:{tmp_path}", limit_gb=1e-6), backends.Path.unlink
-
-    def refuse(path, **options):
-        if path.name.startswith(KEYS[0]):
-            raise PermissionError(1, "not permitted")
-        unlink(path, **options)
-
-    backend.set(KEYS[:1], [bytes(100)])
+        backend.set(KEYS[:3], [bytes(100)] * 3)
+    assert backend.get(KEYS[:4]) == [None, bytes(100), bytes(100), None] and len(backend.look()) == 2
+    delete, refused = backends.Path.unlink, tmp_path / f"{KEYS[2]}.page"  # the oldest
+    refuse = lambda path, **options: os.rmdir(path) if path == refused else delete(path, **options)  # noqa: E731
     monkeypatch.setattr(backends.Path, "unlink", refuse)
-    with pytest.warns(UserWarning, match="not permitted"):
-        for key in KEYS[1:]:
-            backend.set([key], [bytes(100)])
-    assert len(backend.look()) <= 10 and all(backend.exists([KEYS[0], *KEYS[-5:]]))
-
-
-@pytest.mark.parametrize("ahead", [0, 3600])
-def test_a_clock_that_goes_back_turns_no_order_round(ahead, tmp_path, monkeypatch):
-    """Or that of another machine, which is ahead."""
-    now = [time.time_ns()]
-    monkeypatch.setattr(backends.time, "time_ns", lambda: now[0])
-    backend = backends.Directory(f"file:{tmp_path}", limit_gb=1e-6)
-    backend.set(KEYS[:5], [bytes(100)] * 5)
-    now[0] -= 10**9 * 86_400
-    if ahead:
-        for key in KEYS[:5]:
-            os.utime(tmp_path / f"{key}.page", (time.time() + ahead,) * 2)
-        backend = backends.Directory(f"file:{tmp_path}", limit_gb=1e-6)
-    for key in KEYS[5:15]:
-        backend.set([key], [bytes(100)])
-    assert backend.exists(KEYS[10:15]) == [True] * 5 and not any(backend.exists(KEYS[:4]))
+    with pytest.warns(UserWarning, match="Not a directory"):
+        [backend.set([key], [bytes(100)]) for key in KEYS[4:]]
+    assert len(backend.look()) <= 10 and all(backend.exists([KEYS[2], *KEYS[-5:]]))
 
 
 def cache_on(kind: str, folder, limit_gb: float):
@@ -802,19 +775,24 @@ def test_a_damaged_file_is_never_used_and_all_that_are_gone_are_written_again(ki
     engine.close()
 
 
+@pytest.mark.parametrize("back, ahead", [(0, 0), (86_400, 0), (86_400, 3600)])
 @pytest.mark.parametrize("apart", [1, 100, 10**9, 2 * 10**9])
-def test_of_a_chain_that_is_used_the_end_is_deleted_first(apart, tmp_path, monkeypatch):
-    """Though it is read beginning first, in parts, and by a file system of coarse times."""
-    coarse = lambda path, ns, utime=os.utime: utime(path, ns=(0, ns[1] // apart * apart))  # noqa: E731
-    monkeypatch.setattr(backends.os, "utime", coarse)
-    keys = [hashlib.sha256(bytes([number])).hexdigest() for number in range(9)]
-    backend = backends.Directory(f"file:{tmp_path}", limit_gb=1e-6)
+def test_of_a_chain_that_is_used_the_end_is_deleted_first(apart, back, ahead, tmp_path, monkeypatch):
+    """Though it is read in parts, the file system has coarse times, and a clock goes back, or another's is ahead."""
+    now, utime, new = [time.time_ns()], os.utime, partial(backends.Directory, f"file:{tmp_path}", limit_gb=1e-6)
+    monkeypatch.setattr(backends.time, "time_ns", lambda: now[0])
+    monkeypatch.setattr(backends.os, "utime", lambda path, ns: utime(path, ns=(0, ns[1] // apart * apart)))
+    keys, backend = [hashlib.sha256(bytes([number])).hexdigest() for number in range(9)], new()
     backend.set(keys, [bytes(100)] * 9)
+    for path in tmp_path.iterdir() if ahead else ():
+        utime(path, (time.time() + ahead,) * 2)
+    backend, now[0] = new() if ahead else backend, now[0] - 10**9 * back
     assert all(backend.exists(keys))
     assert all(backend.get(keys[:3]) + backend.get(keys[3:]))
-    backend = backends.Directory(f"file:{tmp_path}", limit_gb=1e-6)
     backend.set(["f" * 64], [bytes(200)])
     assert [(tmp_path / f"{key}.page").exists() for key in keys] == [True] * 7 + [False] * 2
+    new().set(["e" * 64], [bytes(100)])
+    assert [(tmp_path / f"{key}.page").exists() for key in ["f" * 64, *keys]] == [True] * 7 + [False] * 3
 
 
 def test_a_file_of_another_user_is_read(tmp_path, monkeypatch):
@@ -843,13 +821,13 @@ def test_what_cannot_be_used_is_one_sentence_without_secrets(url, words):
 
 def test_folders_begin_at_home_and_what_is_none_is_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "config").write_text("{}")
     backends.open_backend("file:~/a"), backends.in_directories(["~/b"], 1.0)
-    assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "config"}
-    assert backends.configuration("@~/config") == {}
+    (tmp_path / "config").write_text("{}")
     (tmp_path / "loop").symlink_to("loop")
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "config", "loop"}
+    assert backends.configuration("@~/config") == {}
     for name in "loop", "config":
-        with pytest.raises(BadRequest, match=f"^--disk takes folders to write in; {tmp_path / name}: File exists$"):
+        with pytest.raises(BadRequest, match=f"^--disk needs a folder to write in: {tmp_path / name}: File exists.$"):
             backends.in_directories([tmp_path / name], 1.0)
 
 
