@@ -1,10 +1,10 @@
 """What benchmarks measure, on small models: what is kept comes back, and rows are what they say."""
 
 import argparse
+import json
 import math
 import random
 import statistics
-import json
 import subprocess
 import sys
 
