@@ -5,6 +5,7 @@ from collections import defaultdict
 import numpy
 import torch
 
+RUN = 128          # tokens whose shares are added first
 OWN = 1 << 63      # seeds from here on are no user's: what they give is never asked for again
 
 
@@ -30,11 +31,10 @@ def sample(requests: list, logits, tokens: list[int]) -> list[int]:
     return tokens
 
 
-def weights(requests, logits):
-    """logits [B, V] -> exp((logit - the largest) / temperature)."""
+def cooled(requests, logits):
+    """-> logits [B, V] over the temperatures; none is so small that they overflow."""
     temperatures = [[max(request.temperature, 1e-30)] for request in requests]
-    temperatures = torch.tensor(temperatures, dtype=logits.dtype).to(logits.device)
-    return (logits - logits.amax(-1, True)).div_(temperatures).exp_()
+    return logits / torch.tensor(temperatures, dtype=logits.dtype).to(logits.device)
 
 
 def uniform(request, count: int):
@@ -43,11 +43,19 @@ def uniform(request, count: int):
 
 
 def by_share(requests, logits, _):
-    """Draw from all: a point on the sum of all weights lies in the share of one token. Nothing is sorted."""
-    sums = weights(requests, logits.float()).cumsum(-1, dtype=torch.double)         # [B, V]
-    points = torch.stack([uniform(request, 1) for request in requests]).to(sums)    # [B, 1]
-    found = torch.searchsorted(sums, points * sums[:, -1:], right=True)
-    return found.clamp_(max=sums.shape[1] - 1).flatten().tolist()
+    """Draw from all: a point on the sum of all shares lies in a run of tokens, and there in the share of one.
+    Nothing is sorted."""
+    shares = cooled(requests, logits.float()).softmax(-1)                           # [B, V]
+    if lacking := -shares.shape[1] % RUN:
+        shares = torch.nn.functional.pad(shares, (0, lacking))
+    runs = shares.unflatten(1, (-1, RUN))                                           # [B, V / RUN, RUN]
+    sums = runs.sum(-1).cumsum(-1, dtype=torch.double)                              # [B, V / RUN]
+    points = torch.stack([uniform(request, 1) for request in requests]).to(sums) * sums[:, -1:]     # [B, 1]
+    run = torch.searchsorted(sums, points, right=True).clamp_(max=sums.shape[1] - 1)
+    within = runs.take_along_dim(run[..., None], 1)[:, 0].cumsum(-1, dtype=torch.double)            # [B, RUN]
+    points = (points - sums.gather(1, run) + within[:, -1:]).clamp_(min=0)
+    found = run * RUN + torch.searchsorted(within, points, right=True)
+    return found.clamp_(max=logits.shape[1] - 1)[:, 0].tolist()
 
 
 def by_rank(requests, logits, _):
@@ -69,10 +77,11 @@ def among_likeliest(requests, logits, top_k, windows=(64, 1024)):
     """Draw among the top_k likeliest; for top_p alone, in a window of the likeliest that reaches it."""
     count = min(top_k or len(logits[0]), len(logits[0]))
     size = min(count, *windows[:1]) if not top_k and windows else count
-    totals = weights(requests, logits[:, : None if size < count else 1].float()).sum(-1, True)      # [B, 1]
+    some = logits if size < count else logits[:, :1]
+    totals = cooled(requests, some - some.amax(-1, True).float()).exp_().sum(-1, True)              # [B, 1]
     found = torch.cat([side.double() for side in (*logits.topk(size), totals)], 1).cpu()
     best, order, totals = found.split([size, size, 1], 1)                           # [B, size], and [B, 1]
-    shares = weights(requests, best)
+    shares = cooled(requests, best - best[:, :1]).exp_()
     shares /= totals if size < count else shares.sum(-1, True)
     for row, (request, share, sums) in enumerate(zip(requests, shares, shares.cumsum(-1))):
         if size < count and sums[-1] < request.top_p:
