@@ -249,12 +249,19 @@ def test_a_copy_out_that_would_take_longer_than_its_blocks_may_be_held_is_not_be
     assert kept(engine, PROMPT) == 6, "what is on its way when the links are closed arrives at once"
 
 
+def believed_slow(cache):
+    """A link out that was slow, of which probes say nothing new."""
+    cache.save_link.measured.note(1.0, 1.0)
+    (over := Transfer("save", "probe")).finish(0.0, 0.0)
+    cache.save_link.probe = lambda size: over
+
+
 @pytest.mark.parametrize("blocks", [2, 64])
 def test_behind_what_was_not_copied_nothing_is(blocks):
     """Nothing would find it: neither behind what has no room, nor behind a copy that is not begun."""
     engine = make(cache := offload.HostCache(blocks, 1e9))
     if blocks == 64:
-        cache.save_link.measured.note(1.0, 1.0)  # a prompt takes too long, and a block that fills later as well
+        believed_slow(cache)  # a prompt takes too long, and a block that fills later as well
     engine.submit(request := Request(PROMPT, 40))
     while len(request.new) < 2:
         engine.step()
@@ -271,7 +278,8 @@ def test_behind_what_was_not_copied_nothing_is(blocks):
 @pytest.mark.parametrize("slow", [False, True])
 def test_what_is_owed_is_copied_out_when_its_request_is_over_and_takes_no_newer_ones_place(slow):
     engine, held = make(cache := offload.HostCache(6, 1e9)), Transfer("load", "others")
-    cache.save_link.measured.note(1.0, 1.0 if slow else 1e-12)
+    if slow:
+        believed_slow(cache)
     cache.hold("load", [held], given=[(cache.host, cache.host.allocate(0 if slow else 6))])
     for prompt in PROMPT, (other := draw(random.Random(9), 96)):
         engine.generate([Request(prompt, 1)])
@@ -305,12 +313,11 @@ def test_what_raises_ends_neither_what_follows_other_copies_nor_closing(caplog):
         assert getattr(cache, closes).closed.is_set()
 
 
-def test_a_link_that_was_slow_while_the_processor_was_busy_is_measured_again():
+def test_a_link_that_was_slow_while_the_processor_was_busy_is_probed_at_once(monkeypatch):
     engine = make(cache := offload.HostCache(64, 1e9))
+    monkeypatch.setattr(cache, "idle", lambda: None)  # which would measure it, too
     cache.save_link.measured.note(1.0, 1.0)
-    ask(engine, PROMPT)
-    assert not engine.counts["swap_outs"]
+    ask(engine, PROMPT, 40)
     settle(engine)
-    ask(engine, PROMPT + PROMPT)
     assert kept(engine, PROMPT) == 6
     engine.close()
