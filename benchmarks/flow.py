@@ -143,7 +143,7 @@ class FlowCache(offload.HostCache):
             flow.transfers[flow.next].cancel()
         began = clock.mark()
         if last:
-            self.project(layer, flow.hidden, flow.batch.positions, flow.batch.slots)
+            self.project(layer, flow.hidden, flow.rotation, flow.batch.slots)
         else:
             flow.hidden = self.model.layers[layer](flow.hidden, flow.rotation, flow.batch.attend(layer))  # [T, D]
         span = clock.seconds(began), clock.seconds(clock.mark())

@@ -200,15 +200,15 @@ class TokenWise(PlannedCache):
         self.hold("load", [loading.transfers[layer]], (self.pool, table))
 
     @torch.inference_mode()
-    def project(self, layer, hidden, positions, slots):
+    def project(self, layer, hidden, rotation, slots):
         if self.first and layer + 1 < len(self.model.layers):
             attend = self.batch.attend(layer)
             self.front = self.model.layers[layer](self.front, self.rotation, attend)  # [first, D]
         elif self.first:
-            super().project(layer, self.front, positions[: self.first], slots[: self.first])
+            super().project(layer, self.front, self.rotation, slots[: self.first])
         rows = slice(self.first, self.last if layer else None)  # the embedding is there, of all tokens
         if len(hidden[rows]):
-            super().project(layer, hidden[rows], positions[rows], slots[rows])
+            super().project(layer, hidden[rows], [side[rows] for side in rotation], slots[rows])
 
 
 def divisions(model, arguments):

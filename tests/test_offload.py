@@ -249,19 +249,12 @@ def test_a_copy_out_that_would_take_longer_than_its_blocks_may_be_held_is_not_be
     assert kept(engine, PROMPT) == 6, "what is on its way when the links are closed arrives at once"
 
 
-def believed_slow(cache):
-    """A link out that was slow, of which probes say nothing new."""
-    cache.save_link.measured.note(1.0, 1.0)
-    (over := Transfer("save", "probe")).finish(0.0, 0.0)
-    cache.save_link.probe = lambda size: over
-
-
 @pytest.mark.parametrize("blocks", [2, 64])
 def test_behind_what_was_not_copied_nothing_is(blocks):
     """Nothing would find it: neither behind what has no room, nor behind a copy that is not begun."""
     engine = make(cache := offload.HostCache(blocks, 1e9))
     if blocks == 64:
-        believed_slow(cache)  # a prompt takes too long, and a block that fills later as well
+        engines.believe_slow(cache.save_link)  # a prompt takes too long, and a block that fills later as well
     engine.submit(request := Request(PROMPT, 40))
     while len(request.new) < 2:
         engine.step()
@@ -279,7 +272,7 @@ def test_behind_what_was_not_copied_nothing_is(blocks):
 def test_what_is_owed_is_copied_out_when_its_request_is_over_and_takes_no_newer_ones_place(slow):
     engine, held = make(cache := offload.HostCache(6, 1e9)), Transfer("load", "others")
     if slow:
-        believed_slow(cache)
+        engines.believe_slow(cache.save_link)
     cache.hold("load", [held], given=[(cache.host, cache.host.allocate(0 if slow else 6))])
     for prompt in PROMPT, (other := draw(random.Random(9), 96)):
         engine.generate([Request(prompt, 1)])

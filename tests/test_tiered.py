@@ -238,7 +238,7 @@ def test_a_copy_out_that_was_not_begun_is_begun_later_and_leaves_no_gap():
     shelf = Shelf()
     with engine_on(shelf) as engine:
         engine.submit(request := Request(draw(random.Random(0), 100), 40))
-        engine.cache.save_link.measured.note(1.0, 1.0)
+        engines.believe_slow(engine.cache.save_link)
         while len(request.new) < 2:
             engine.step()
         assert not engine.counts["swap_outs"]
