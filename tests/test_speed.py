@@ -227,7 +227,7 @@ BELIEFS = {  # what was slow for two restorations -> of an engine, where that is
 
 @pytest.mark.parametrize("name, belief", [
     ("host", "link"), ("hidden", "link"), ("planned", "link"), ("tiered", "link"), ("hidden", "projecting"), ("files", "reading"),
-    ("both", "reading"), ("tiered", "reading"), ("tiered, both ends", "reading"), ("host", "pace"), ("both", "pace")])  # fmt: skip
+    ("both", "reading"), ("tiered", "reading"), ("host", "pace"), ("both", "pace")])  # fmt: skip
 def test_what_was_slow_is_loaded_again_within_ten_asks_though_the_engine_is_never_idle(name, belief):
     engine, prompt = make(name, always_restore=False), draw(random.Random(1), 450)
     engine.estimates.learn = engine.estimates.idle = lambda *work: None  # as it is under load
