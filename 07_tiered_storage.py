@@ -36,7 +36,6 @@ import sys
 import tempfile
 import time
 from collections import deque
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, takewhile
@@ -337,9 +336,8 @@ class Writer:
         full = len(self.going) > cache.pool.size + cache.host.size  # copies take no more than these pools
         for page, place in owed:
             if not (full or cache.storage.writer.hangs or self.behind_gap(page)):
-                with suppress(MemoryError):
-                    contents[page] = cache.array[:, place].copy()
-                    self.going.add(page)
+                contents[page] = cache.array[:, place].copy()
+                self.going.add(page)
         if contents:
             self.write_l3(list(contents), list(contents.values()))
         self.count_lost(page for page, _ in owed if page not in contents)
