@@ -124,8 +124,9 @@ def test_who_may_not_compute_below_its_limit_waits_until_the_deadline_only():
     restoration.portion = 1
     assert not restorer.arrived(restoration, wait=False), "it computes, and nobody waits"
     restoration.portion = 0
+    restoration.awaited.issued += 60  # however long this takes
     assert not restorer.arrived(restoration, wait=False), "a copy that was just ordered is not late"
-    restoration.awaited.issued -= 1
+    restoration.awaited.issued -= 120
     with pytest.raises(TransferError, match="late"):
         restorer.arrived(restoration, wait=False)
 

@@ -20,10 +20,10 @@ WRONG = [  # chapter, what is in it, what a student writes instead, of what the 
      "chain = self.extend(request)\n        full = len(chain)", "not full was registered"),
     ("02", "full = request.computed // self.pool.block_size\n", "full = request.computed // self.pool.block_size - 1\n",
      "Not all full blocks"),
-    ("03", "            yield transfer\n            restoration.layers += 1", "            restoration.layers += 1\n"
-     "        yield transfer", "a layer is computed when its history is there"),
-    ("03", "            yield transfer\n            restoration.layers += 1", "            yield transfer\n"
-     "        restoration.layers = len(transfers)", "and late"),
+    ("03", "                yield transfer\n                restoration.layers += 1",
+     "                restoration.layers += 1\n            yield transfer", "a layer is computed when its history is there"),
+    ("03", "                yield transfer\n                restoration.layers += 1",
+     "                yield transfer\n            restoration.layers = len(transfers)", "and late"),
     ("03", "            self.saving.update(zip(prefixes, places))", "            self.saving.update(zip(prefixes, places))\n"
      "            [*map(self.host.register, places, prefixes)]", "nothing is registered before it has arrived"),
     ("04", "while ahead and len(loading.landing) < DEPTH:", "while ahead and not loading.landing:", "and late"),
