@@ -376,6 +376,7 @@ def test_the_emulated_host_waits_for_pageable_memory_and_for_numbers():
         assert gpu.waits == ["pageable copy"] * 2 and device.sum().item() == 16
         with pytest.raises(RuntimeError, match="same device"):
             device + torch.ones(4)
+        assert torch.Generator | None, "what PyTorch imports late says so in its types"
         torch.cuda.set_sync_debug_mode("error")
         with pytest.raises(RuntimeError, match="synchronizing"):
             device.nonzero()
