@@ -15,7 +15,7 @@ def test_without_its_guard_traffic_goes_wrong(monkeypatch, guard):
     without(monkeypatch, *{**GUARDS, **HYBRID}[guard])
     cache, seed, share = ("host", SEEDS.get(guard, 4), 0.2) if guard in GUARDS else ("hybrid", 0, 0.01)
     try:
-        counts = traffic.run(cache, 1500, seed, share, until_wrong=True)
+        counts = traffic.run(cache, 6000, seed, share, until_wrong=True)  # most show at once
         if counts["wrong"] or counts["failed"]:
             return
     except (AssertionError, IndexError, KeyError, ValueError, RuntimeError, AttributeError):
