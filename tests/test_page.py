@@ -183,7 +183,7 @@ def test_the_examples_are_answered_rightly_and_all_that_matters_is_legible_from_
         for number in range(3):
             for memory in memories.all()[:number]:
                 memory.get_by_text("Evict").click()
-                playwright.expect(memory.locator(".note")).to_contain_text("0 of")
+                playwright.expect(memory.locator(".note")).to_contain_text(re.compile(r"^\s*0 of"))  # not 20 of
             page.locator("#examples button").nth(number).click()
             playwright.expect(lines).to_have_count(number + 1)
         answers = ["I have read it.", "Clara lives in London.", "The password of the safe is tiger."]
