@@ -297,11 +297,13 @@ def test_nothing_between_the_first_layer_and_the_logits_makes_the_host_wait(gpu,
 
 
 @pytest.mark.skipif(REAL, reason="a real device counts no launches")
-@pytest.mark.parametrize("way, most", {"02": 6, "03": 6, "04": 12, "05": 10, "07": 6}.items())
-def test_launches_of_a_layer(way, most):
-    """For a question behind its history: kernels, and graphs that are launched as one."""
+@pytest.mark.parametrize("way, most, copied", [
+    ("02", 6, 0), ("03", 6, 1), ("04", 12, 1), ("05", 10, 1.5), ("07", 6, 0)])  # fmt: skip
+def test_launches_of_a_layer(way, most, copied):
+    """For a question behind its history: kernels, and graphs that are launched as one. What is adjacent on the
+    host comes by the copy engine: all but 07's pages."""
     launches, copies, _ = a_layer(way)
-    assert 4 <= launches <= most and copies <= 1.5
+    assert 4 <= launches <= most and copies == copied
 
 
 @pytest.mark.skipif(REAL, reason="a real device counts no copies")
