@@ -238,6 +238,20 @@ def test_two_engines_take_turns_and_a_pass_ends_between_two_pieces(gpu, oracle, 
 
 
 @pytest.mark.parametrize("gpu", ["real" if REAL else "late"], indirect=True)
+def test_while_nothing_runs_the_smaller_graphs_are_captured_until_a_request_comes(gpu):
+    engine = make("host")
+    ask(engine, draw(random.Random(13), 40), 1)
+    pieces, seen = engine.runner.pieces, max(engine.runner.pieces.graphs)
+    pieces.idle(lambda: len(pieces.graphs) >= 3)
+    assert len(pieces.graphs) == 3
+    settle(engine)
+    engine.wake.set()
+    engine.step()
+    assert sorted(pieces.graphs) == [size for size in pieces.sizes if size <= seen]
+    assert pieces.layers(max(pieces.sizes) + 1) is engine.model.layers, "more rows go without"
+
+
+@pytest.mark.parametrize("gpu", ["real" if REAL else "late"], indirect=True)
 def test_without_memory_for_graphs_kernels_are_launched_one_by_one(gpu, oracle, capsys, monkeypatch):
     def refuse(pieces):
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 20 GB")
