@@ -319,8 +319,9 @@ class Engine(Line):
         self.take_arrivals()
         self.cache.poll()
         for request in list(self.waiting):
-            if self.admit(request) == FULL:
-                break
+            with self.contain(request):
+                if self.admit(request) == FULL:
+                    break
         self.restorer.resume()
         ready = [one for one in self.running if not one.restoration or one.restoration.ready]
         # If none is ready, the oldest computes behind its history, layer by layer: see before_layer
@@ -448,8 +449,7 @@ class Engine(Line):
             work, self.work = self.work, []
         self.failures = 0
         if -1 in tokens:  # end these; what the step wrote may be NaN, and is not found: run it again
-            ended = [request for request, token in zip(requests, tokens) if token < 0]
-            return self.answer(ended, [-1] * len(ended))
+            return self.answer(*zip(*[pair for pair in zip(requests, tokens) if pair[1] == -1]))
         self.counts["steps"] += 1
         self.advance(work, self.clock.seconds(began), self.clock.seconds(self.clock.mark()))
         with self.contain():  # what could not be kept is computed again

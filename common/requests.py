@@ -217,7 +217,8 @@ class Line:
             if error is not None:
                 self.finish(request, error)
             elif request.outcome is None:                       # and was not cancelled before
-                self.enqueue(request)
+                with self.contain(request):
+                    self.enqueue(request)
 
     def enqueue(self, request: Request):
         self.waiting.append(request)
@@ -250,12 +251,12 @@ class Line:
 
     @contextmanager
     def contain(self, request: Request | None = None):
-        """Behind the forward pass: let what raises inside be the outcome of this request, if any, alone."""
+        """Around work for one request: what raises inside is the outcome of that one, if any, alone."""
         try:
             yield
         except Exception as error:
             if not isinstance(error, RequestError):
-                logging.getLogger("kv").error("work behind a step failed", exc_info=error)
+                logging.getLogger("kv").error("work for one request failed", exc_info=error)
                 error = RequestError(f"This answer could not go on ({in_words(error)}); ask again.")
             if request:
                 self.finish(request, error)
@@ -264,6 +265,8 @@ class Line:
         """Give each request its next token; end those that are complete, or get none."""
         for request, token in zip(requests, tokens):
             with self.contain(request):
+                if isinstance(token, Exception):                # none could be drawn
+                    raise token
                 request.push(token)
                 if request.finish_reason:
                     self.finish(request)

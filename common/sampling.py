@@ -26,8 +26,12 @@ def sample(requests: list, logits, tokens: list[int]) -> list[int]:
             draw = among_likeliest if request.top_k or request.top_p < 1 else draw
             alike[draw, request.top_k].append(row)
     for (draw, top_k), rows in alike.items():
-        for row, token in zip(rows, draw([requests[row] for row in rows], logits[rows], top_k)):
-            tokens[row] = int(token)
+        try:
+            drawn = [*map(int, draw([requests[row] for row in rows], logits[rows], top_k))]
+        except Exception as error:      # of these alone, whatever it is: see Line.answer
+            drawn = [error] * len(rows)
+        for row, token in zip(rows, drawn):
+            tokens[row] = token
     return tokens
 
 

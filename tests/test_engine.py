@@ -242,19 +242,22 @@ def test_logits_that_are_not_finite_end_their_request_and_no_other(chapter, monk
     assert [request.new for request in asked] == [request.new for request in alone]
 
 
-@pytest.mark.parametrize("broken", ["push", "finished", "save"])
-def test_what_fails_behind_the_forward_pass_ends_its_own_request_at_most(broken):
+@pytest.mark.parametrize("broken", ["submitted", "match", "draw", "push", "finished", "save"])
+def test_what_fails_in_work_for_one_request_ends_that_one_at_most(broken):
     engine, request, other = make(cache := RowCache()), Request(PROMPT, 6), Request(PROMPT[::-1], 6)
     if broken == "push":
         request.writer = SimpleNamespace(push=lambda token: 1 / 0)
-    else:  # 1 / 0 for this request, or in each step
-        setattr(cache, broken, lambda one: 1 / (broken == "finished" and one is not request))
+    elif broken == "draw":
+        request.temperature, request.generator = 1.0, property(lambda: 1 / 0)
+    else:  # for this request, or in each step
+        plain = getattr(cache, broken)
+        setattr(cache, broken, lambda one: 1 / 0 if one is request or broken == "save" else plain(one))
     for one in request, other:
         engine.submit(one)
     engines.until_over(engine, request, other)
     assert ORACLE.judge(other) == "equal" and engine.counts["failed"] == (broken != "save")
-    words = "This answer could not go on (ZeroDivisionError: division by zero); ask again."
-    assert str(request.outcome) == words or broken == "save" and ORACLE.judge(request) == "equal"
+    words = "This answer could not go on (" + ("TypeError: " if broken == "draw" else "ZeroDivisionError: division by zero); ask again.")
+    assert str(request.outcome).startswith(words) or broken == "save" and ORACLE.judge(request) == "equal"
     check_pools(engine)
 
 
