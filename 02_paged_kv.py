@@ -14,7 +14,7 @@ begin with the same prefixes points at the blocks that hold them. When no table 
 stays cached until the pool needs it. In every step one forward pass serves all running requests: one token
 for each that decodes, and portions of prefill for the rest of the budget.
 
-The later chapters are this engine with another Cache: what is kept behind the device, and how it comes back.
+The later chapters are this engine with something in the place of `Nothing`: what lies behind the device.
 
 Sources: PagedAttention (Kwon et al., SOSP '23, section 4); Orca (Yu et al., OSDI '22, section 3) for batching
 by the step; Sarathi-Serve (Agrawal et al., OSDI '24, section 4) for prefill under a token budget.
@@ -39,8 +39,7 @@ import torch
 from common.llama import attention, causal_mask, upload
 from common.pieces import Pieces
 from common.prefixes import Prefix, Prefixes
-from common.requests import Interrupted, Line, Request
-from common.restoring import LATER, Cache, Estimates, Restorer
+from common.requests import LATER, Interrupted, Line, Request
 from common.sampling import likeliest, sample
 from common.timeline import Clock
 from shell import charts, lesson
@@ -49,8 +48,7 @@ from shell.frontend import Frontend
 baseline = importlib.import_module("01_baseline")
 # Longer contexts, in bytes of K and V of a layer, are read alone: padding others to them costs more
 ALONE = {"cpu": 1 << 20, "cuda": 1 << 24}
-SALT = ((lambda v: isinstance(v, str) and len(v) <= 256), "a string of at most 256 characters")  # test, words
-IN, FULL = "in", "full"  # answers of Engine.admit, beside LATER
+FULL = "full"  # an answer of Engine.admit, beside LATER
 
 # 1. Blocks -------------------------------------------------------------------------------------
 
@@ -287,13 +285,35 @@ class Runner:
         return hidden
 
 
-# 4. The engine ---------------------------------------------------------------------------------
+# 4. What lies behind the device ----------------------------------------------------------------
+
+class Nothing:
+    """What lies behind the device: here, nothing. Chapter 03 puts a Restorer in its place. The engine calls
+    these verbs in the order of a step."""
+
+    busy = False  # whether anything is on its way, though no request waits for it
+
+    def attach(self, engine): ...  # begin; add to the engine's fields and pools
+    def idle(self): ...  # nothing runs: measure
+    def submitted(self, request): ...  # it stands in line, for the first time or again
+    def poll(self): ...  # a step begins: release what is over
+    def offer(self, request): ...  # -> what follows `request.computed`, None, or LATER
+    def begin(self, request, offered): ...  # it has blocks: begin to bring that back
+    def resume(self, running): return running  # go on -> the requests that this step may compute
+    def before_layer(self, index, hidden, batch): ...  # in the pass: wait for what it reads; see its input
+    def saved(self, batch, began, ended): return ()  # a pass is over: keep it -> spans in which it waited
+    def finished(self, request): ...  # it is over, cancelled or preempted: forget it
+    def close(self): ...
+
+
+# 5. The engine ---------------------------------------------------------------------------------
 
 class Engine(Line):
-    """Answers many requests at once. `cache`, `estimates` and `restorer` do nothing before chapter 03."""
+    """Answers many requests at once."""
 
-    def __init__(self, runner, cache=None, token_budget=512, max_running=64, always_restore=False):
-        self.runner, self.cache = runner, cache or Cache()
+    def __init__(self, runner, behind=None, token_budget=512, max_running=64):
+        """`behind`: what lies behind the device, with the verbs of `Nothing`."""
+        self.runner, self.behind = runner, behind or Nothing()
         self.model, self.pool = runner.model, runner.pool
         super().__init__(capacity=self.pool.size * self.pool.block_size)
         self.token_budget, self.max_running = token_budget, max_running
@@ -301,31 +321,27 @@ class Engine(Line):
         self.prefixes = Prefixes(f"{self.model.digest.hex()} {self.model.dtype} kv", self.pool.block_size)
         self.filling: dict[Prefix, Request] = {}  # contents that a running request is about to have
         self.work: list[tuple[Request, int]] = []  # of the step under way: requests, and how many tokens
-        self.fields = {"cache_salt": SALT, **self.cache.fields}
-        self.cache.attach(self)
-        self.pool.evicting, self.pools = self.cache.evicting, {"device": self.pool, **self.cache.pools}
-        self.estimates = Estimates(self, self.cache, always_restore)
-        self.restorer = Restorer(self, self.cache)
-        self.estimates.idle()  # nothing runs yet: measure
+        is_salt = lambda value: isinstance(value, str) and len(value) <= 256  # noqa: E731
+        self.fields = {"cache_salt": (is_salt, "a string of at most 256 characters")}
+        self.pools = {"device": self.pool}
+        self.behind.attach(self)
+        self.behind.idle()
 
     def step(self):
         """One step for all requests: poll, admit, restore, schedule, compute, save."""
         if not self.busy:
             if self.runner.pieces:
                 self.runner.pieces.idle(lambda: self.arrivals)
-            seconds = self.estimates.idle()  # measures, if that is due
-            self.wake.wait(seconds)  # until a request comes, or it is time to measure
+            self.behind.idle()
+            self.wake.wait()  # until a request comes
             self.wake.clear()
         self.take_arrivals()
-        self.cache.poll()
+        self.behind.poll()
         for request in list(self.waiting):
             with self.contain(request):
                 if self.admit(request) == FULL:
                     break
-        self.restorer.resume()
-        ready = [one for one in self.running if not one.restoration or one.restoration.ready]
-        # If none is ready, the oldest computes behind its history, layer by layer: see before_layer
-        self.work = self.schedule(ready or self.running[:1])
+        self.work = self.schedule(self.behind.resume(self.running))
         if self.work:
             self.compute()
         elif self.busy:
@@ -333,19 +349,18 @@ class Engine(Line):
 
     @property
     def busy(self) -> bool:
-        return super().busy or any(self.cache.under_way.values())
+        return super().busy or self.behind.busy
 
     def enqueue(self, request: Request):
         self.prefixes.use(self.extend(request))
-        request.patience = request.received + self.estimates.patience(len(request.tokens))
         super().enqueue(request)
-        self.cache.submitted(request)
+        self.behind.submitted(request)
 
     # Admitting
 
-    def admit(self, request: Request) -> str:
-        """Give the request blocks for all of its tokens, those that hold its prefix and empty ones -> IN; or
-        let it wait: LATER if others may pass, FULL if none may."""
+    def admit(self, request: Request) -> str | None:
+        """Give the request blocks for all of its tokens, those that hold its prefix and empty ones; or
+        let it wait -> LATER if others may pass, FULL if none may."""
         if len(self.running) == self.max_running:
             return FULL
         # 1. What does the device hold, and what is another request about to have?
@@ -363,14 +378,12 @@ class Engine(Line):
         if empty + len(self.running) > pool.available - unreferenced:
             return FULL
 
-        # 3. What does the Cache hold behind it?
+        # 3. What follows, behind the device?
         request.computed = len(hits) * pool.block_size
-        match = self.restorer.ask(request)
-        if match is LATER and time.perf_counter() < request.patience:
+        if (offered := self.behind.offer(request)) is LATER:
             return LATER
         self.give_blocks(request, hits, empty)
-        self.restorer.begin(request, match)
-        return IN
+        self.behind.begin(request, offered)
 
     def give_blocks(self, request: Request, hits: list[int], empty: int):
         """Let the request run, with the blocks that hold its prefix, and `empty` new ones."""
@@ -405,8 +418,7 @@ class Engine(Line):
             if full and (short or not self.append_block(request)):
                 short = True
                 continue
-            reach = request.restoration.reach if request.restoration else len(request.tokens)
-            if count := min(reach - request.next, budget):
+            if count := min(request.reach - request.next, budget):
                 work.append((request, count))
                 budget -= count
         return work
@@ -429,16 +441,15 @@ class Engine(Line):
         self.release(request)
         request.readmitted = True
         self.waiting.appendleft(request)
-        if not request.must_compute:
-            self.cache.submitted(request)
+        self.behind.submitted(request)
 
     # Computing
 
     def compute(self):
         """Run the forward pass of a step. If it raises, no request has moved on: it is run again."""
-        self.restorer.waits, began = [], self.clock.mark()
+        began = self.clock.mark()
         try:
-            batch, logits = self.runner.forward(self.work, self.before_layer)
+            batch, logits = self.runner.forward(self.work, self.behind.before_layer)
             requests = [request for request, count in batch.work if count == request.pending]  # a row each
             tokens = likeliest(logits)  # [R]
         except Interrupted:
@@ -446,33 +457,25 @@ class Engine(Line):
         except Exception as error:
             return self.step_failed(self.work, error)
         finally:
-            work, self.work = self.work, []
+            self.work = []
         self.failures = 0
         if -1 in tokens:  # end these; what the step wrote may be NaN, and is not found: run it again
             return self.answer(*zip(*[pair for pair in zip(requests, tokens) if pair[1] == -1]))
         self.counts["steps"] += 1
-        self.advance(work, self.clock.seconds(began), self.clock.seconds(self.clock.mark()))
-        with self.contain():  # what could not be kept is computed again
-            self.cache.save(batch)
+        self.computed(batch, self.clock.seconds(began), self.clock.seconds(self.clock.mark()))
         self.answer(requests, sample(requests, logits, tokens))
 
-    def advance(self, work: list[tuple[Request, int]], began: float, ended: float):
-        """Note what the step has computed: in the timelines, the estimates, the index of prefixes."""
-        self.tell("compute", [request for request, _ in work], sum(count for _, count in work))
-        self.estimates.learn(work, ended - began)
-        waits = [(self.clock.seconds(start), self.clock.seconds(end)) for start, end in self.restorer.waits]
-        for request, count in work:
-            label = "decode" if request.new and request.pending == 1 else f"prefill {count}"
-            request.timeline.add("compute", label, began, ended, waits)
+    def computed(self, batch: Batch, began: float, ended: float):
+        """Note what a step has computed: in the index of prefixes, behind the device, in the timelines."""
+        self.tell("compute", [request for request, _ in batch.work], sum(count for _, count in batch.work))
+        labels = []
+        for request, count in batch.work:
+            labels.append("decode" if request.new and request.pending == 1 else f"prefill {count}")
             request.computed = request.next + count
             self.register(request)
-
-    def before_layer(self, index: int, hidden: torch.Tensor, batch):
-        """Wait until this layer's history is there, and show the Cache the layer's input [T, D]."""
-        for request, _ in batch.work:
-            if request.restoration:
-                self.restorer.wait(request, index + 1)
-        self.cache.save_layer(index, hidden, batch)
+        waits = self.behind.saved(batch, began, ended)
+        for (request, _), label in zip(batch.work, labels):
+            request.timeline.add("compute", label, began, ended, waits)
 
     def register(self, request: Request):
         """Let others find the blocks that the request has filled."""
@@ -490,17 +493,15 @@ class Engine(Line):
 
     def finish(self, request: Request, error: Exception | None = None):
         if request in self.waiting:
-            self.cache.finished(request)
+            self.behind.finished(request)
         super().finish(request, error)
 
     def release(self, request: Request):
         """Take its blocks back. Registered ones stay cached; copies under way keep their own references."""
         self.running.remove(request)
-        if request.restoration:
-            self.restorer.end(request)
         try:
-            self.cache.finished(request)
-        finally:  # even if the chapter's Cache raises
+            self.behind.finished(request)
+        finally:  # even if that raises
             for prefix in request.chain[request.registered :]:
                 if self.filling.get(prefix) is request:
                     del self.filling[prefix]
@@ -508,22 +509,19 @@ class Engine(Line):
             request.table, request.computed = [], 0
 
     def close(self):
-        self.cache.close()
+        self.behind.close()
 
 
-# 5. The demo -----------------------------------------------------------------------------------
-
-CONVERSATIONS = 16
-
+# 6. The demo -----------------------------------------------------------------------------------
 
 def demo(model, frontend: Frontend, arguments):
     """Conversations behind one system prompt, in blocks, and how fast many requests are answered at once."""
     # 1. Ask: the first computes the system prompt, the others find it
-    rng, new = random.Random(0), max(2, min(arguments.max_tokens, 12))
+    rng, new, many = random.Random(0), max(2, min(arguments.max_tokens, 12)), 16  # conversations
     engine, size = make_engine(model, arguments), arguments.block_size
     context = min(frontend.context, engine.capacity)
     system = dict(role="system", content=lesson.document(frontend, rng, context // 4))
-    talks = [lesson.conversation(frontend, rng, context // (4 + n)) for n in range(CONVERSATIONS)]
+    talks = [lesson.conversation(frontend, rng, context // (4 + n)) for n in range(many)]
     asked = [frontend.request(messages=[system, *messages], max_tokens=new) for messages in talks]
     engine.generate(asked[:1])
     engine.generate(asked[1:])
@@ -534,11 +532,11 @@ def demo(model, frontend: Frontend, arguments):
     own = sum(engine.pool.num_blocks(request.history) for request in asked)
     found = sum(request.cached_tokens for request in asked) // size
     slots = {
-        f"{context} tokens reserved for each": CONVERSATIONS * context,
+        f"{context} tokens reserved for each": many * context,
         f"blocks of {size}, each its own": own * size,
         f"blocks of {size}, shared": (own - found) * size,
     }
-    print(f"Memory of {CONVERSATIONS} conversations, {tokens} tokens:")
+    print(f"Memory of {many} conversations, {tokens} tokens:")
     megabytes, rows = model.config.kv_numbers_per_token * model.dtype.itemsize / 1e6, []  # of one token
     for way, count in slots.items():
         rows.append(dict(memory=way, mb=count * megabytes, tokens_per_slot=tokens / count))
@@ -555,24 +553,24 @@ def demo(model, frontend: Frontend, arguments):
 
     def rate(engine, concurrent: int) -> float:
         began, salt = time.perf_counter(), dict(cache_salt=str(rng.random()))
-        for at in range(0, CONVERSATIONS, concurrent):
+        for at in range(0, many, concurrent):
             some = questions[at : at + concurrent]
             engine.generate([Request(question, new, options=salt) for question in some])
-        return CONVERSATIONS * new / (time.perf_counter() - began)
+        return many * new / (time.perf_counter() - began)
 
     ways = {"chapter 01, one by one": lambda: rate(baseline.Engine(model), 1)}
     ways.update({f"{number} at once": functools.partial(rate, engine, number) for number in (1, 4, 16)})
-    title = f"\n{CONVERSATIONS} questions, {new} tokens an answer"
+    title = f"\n{many} questions, {new} tokens an answer"
     rows += lesson.table(title, lesson.in_turn(ways), "tokens_per_second", "tokens/s")
     print(
-        f"\nOne of the {CONVERSATIONS} (p: prefill, d: decode)\n{charts.chart(asked[-1].timeline)}\n\n"
+        f"\nOne of the {many} (p: prefill, d: decode)\n{charts.chart(asked[-1].timeline)}\n\n"
         "One at a time, blocks save memory and not time. And a prefix that the pool has dropped is computed\n"
         "again. Where else could it have been kept? Chapter 03."
     )
     return dict(link=None, verified=verified, rows=rows, counters=engine.counters()), [asked[-1].timeline]
 
 
-# 6. Main ---------------------------------------------------------------------------------------
+# 7. Main ---------------------------------------------------------------------------------------
 
 def add_arguments(parser):
     number, add = functools.partial(cli.bounded, int, 1), parser.add_argument
@@ -580,18 +578,16 @@ def add_arguments(parser):
     add("--block-size", type=number(1 << 16), metavar="N", default=16, help="tokens per block (16)")
     add("--token-budget", type=number(1 << 20), metavar="N", default=512, help="tokens per step (512)")
     add("--max-running", type=number(1 << 12), metavar="N", default=64, help="requests that run at once (64)")
-    parser.set_defaults(always_restore=False)
 
 
-def make_engine(model, arguments, cache: Cache | None = None) -> Engine:
-    """The engine that the options ask for; any chapter's Cache fits in."""
+def make_engine(model, arguments, behind=None) -> Engine:
+    """The engine that the options ask for, with what a later chapter has `behind` the device."""
     config, size = model.config, arguments.block_size
     useful = arguments.max_running * -(-config.max_position_embeddings // size)
     block_bytes = size * config.kv_numbers_per_token * model.dtype.itemsize
     blocks = cli.blocks_that_fit(arguments.gpu_blocks, useful, block_bytes, model.device, "--gpu-blocks")
     print(f"Device: {blocks} blocks of {size} tokens, {block_bytes * blocks / 1e6:.1f} MB", file=sys.stderr)
-    options = arguments.token_budget, arguments.max_running, arguments.always_restore
-    engine = Engine(Runner(model, blocks, size), cache, *options)
+    engine = Engine(Runner(model, blocks, size), behind, arguments.token_budget, arguments.max_running)
     engine.explain = arguments.explain
     return engine
 

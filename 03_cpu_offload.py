@@ -17,7 +17,7 @@ the first token comes after the slower of the two, and not after their sum:
 Loading pays where a token's K and V travel faster than they are computed. Both speeds are measured, and a
 prefix is loaded if that takes at most 0.8 of the time to compute it.
 
-`HostCache` is a Cache (common/restoring.py): five verbs, and what they are written with. docs/my_cache.py is
+`HostCache` is a Cache (common/cache.py): five verbs, and what they are written with. docs/my_cache.py is
 the plainest one, without what makes this one fast: host blocks that lie side by side, and a limit for copies
 out. Two rules hold for both: whatever a copy still reads or writes is referenced in its pool
 (`hold`) until that copy is over, whatever becomes of the request; and nothing is found before it has arrived.
@@ -43,8 +43,10 @@ from functools import partial
 import torch
 
 from common import link as links
+from common.cache import Cache, Match
+from common.estimates import Estimates
 from common.requests import Request
-from common.restoring import Cache, Match
+from common.restoring import Restorer
 from shell import charts, lesson, modelled_link
 from shell.frontend import Frontend
 
@@ -59,7 +61,7 @@ class HostCache(Cache):
     fields = {"offload_after": (lambda value: isinstance(value, bool), "true or false")}
     last_tier = True  # nothing leaves the host for a block that was used before it
 
-    def __init__(self, blocks: int, bandwidth: links.Bandwidth | float | None = None):
+    def __init__(self, blocks: int, bandwidth: modelled_link.Bandwidth | float | None = None):
         """`blocks` in host memory; `bandwidth` of the modelled link, in bytes/s, where there is no GPU."""
         self.blocks, self.bandwidth = blocks, bandwidth
         self.saving: dict = {}  # prefix on its way out -> host block
@@ -71,8 +73,8 @@ class HostCache(Cache):
     def attach(self, engine):
         super().attach(engine)
         memory, bandwidth, wake = self.pool.memory, self.bandwidth, engine.wake.set
-        self.load_link = links.Link("load", engine.clock, bandwidth, wake)
-        self.save_link = links.Link("save", engine.clock, bandwidth, wake, background=True)
+        self.load_link = modelled_link.connect("load", engine.clock, bandwidth, wake)
+        self.save_link = modelled_link.connect("save", engine.clock, bandwidth, wake, background=True)
         # K and V of a block lie together: [L, blocks, 2, block_size, KVH, hd]
         shape = len(memory), self.blocks, 2, *memory.shape[3:]
         self.host = paged.BlockPool(self.blocks, self.pool.block_size, self.host_memory(shape))
@@ -81,10 +83,8 @@ class HostCache(Cache):
 
     def match(self, request):
         if found := self.host.find(self.missing(request)):
-            size = self.pool.block_size
-            end = (request.computed // size + len(found)) * size
             seconds = self.load_link.seconds(len(found) * self.host.block_bytes, len(self.model.layers))
-            return Match(end - request.computed, seconds, found)
+            return Match(self.tokens_in(request, found), seconds, found)
 
     def restore(self, request, restoration, match):
         transfers = self.copy_in(request, restoration.start, match.blocks)
@@ -118,7 +118,7 @@ class HostCache(Cache):
 
     def copy_in(self, request, start: int, places: list[int]) -> list[links.Transfer]:
         """Begin to copy host blocks into the request's, from token `start` on -> a Transfer a layer."""
-        table = request.table[start // self.pool.block_size :][: len(places)]
+        table = self.blocks_of(request, start, len(places))
         blocks, transfers = links.Places(table, places, apart=True), []
         for layer, (device, host) in enumerate(zip(self.pool.memory, self.host.memory)):
             device = device.transpose(0, 1)  # as on the host: [blocks, 2, block_size, KVH, hd]
@@ -154,7 +154,7 @@ class HostCache(Cache):
         """Begin to copy out (prefix, device block) pairs, as far as there is room, and time -> how many."""
         soon = self.save_link.seconds(len(lacking) * self.host.block_bytes) < LONGEST_SAVE
         if not soon and self.engine.running:  # a probe says whether the link is still as slow, or `idle`
-            self.engine.estimates.doubtful = True
+            self.estimates.doubtful = True
             if not self.under_way["save"]:
                 self.hold("save", [self.save_link.probe(self.host.block_bytes)])
         own = request.chain if self.last_tier or request.table else ()  # a running request keeps its end
@@ -203,7 +203,7 @@ class HostCache(Cache):
         self.save_link.forget()  # of when the processor was busy
         self.save_link.speed()
         self.engine.wake.set()  # for `poll`, to try again what seemed to take too long
-        return self.load_link.measure(self.engine.interrupt)
+        self.load_link.measure(self.engine.interrupt)
 
 
 # 2. The demo -----------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def demo(model, frontend: Frontend, arguments):
     blocks = arguments.gpu_blocks or -(-(frontend.context * 3 // 4) // size)
     options = argparse.Namespace(**{**vars(arguments), "gpu_blocks": blocks})
     engine = make_engine(model, options)
-    cache, link = engine.cache, engine.cache.load_link
+    cache, link = engine.behind.cache, engine.behind.cache.load_link
     rng, talks, length = random.Random(0), ([], [], []), frontend.context * 5 // 8
     document = partial(lesson.document_for, engine, frontend, rng, length, new=new)
     texts = [document([secret, lesson.QUESTION]) for secret in (lesson.SECRET, "", "")]
@@ -262,8 +262,8 @@ def measure(engine, slow, prompt: list[int]) -> tuple[dict[str, Request], dict[s
     if slow:
         ask("slow link", slow)  # which leaves it in host memory
         lesson.settle(slow)
-        link = slow.cache.load_link
-        link.bandwidth = links.Bandwidth(link.bandwidth.value / 100)
+        link = slow.behind.cache.load_link
+        link.bandwidth = modelled_link.Bandwidth(link.bandwidth.value / 100)
         link.forget()
         ways["slow link"] = lambda: ask("slow link", slow, "device")
     return last, lesson.in_turn(ways)
@@ -300,9 +300,9 @@ def make_engine(model, arguments) -> paged.Engine:
     block_bytes = arguments.block_size * model.config.kv_numbers_per_token * model.dtype.itemsize
     blocks = host_blocks(model, arguments, block_bytes)
     bandwidth = modelled_link.bandwidth(model, arguments.link)
-    engine = paged.make_engine(model, arguments, HostCache(blocks, bandwidth))
-    megabytes = blocks * block_bytes / 1e6
-    print(f"Host: {blocks} KV blocks, {megabytes:.1f} MB, over a {engine.cache.load_link}", file=sys.stderr)
+    cache, megabytes = HostCache(blocks, bandwidth), blocks * block_bytes / 1e6
+    engine = paged.make_engine(model, arguments, Restorer(cache, Estimates(arguments.always_restore)))
+    print(f"Host: {blocks} KV blocks, {megabytes:.1f} MB, over a {cache.load_link}", file=sys.stderr)
     return engine
 
 

@@ -43,11 +43,15 @@ from pathlib import Path
 import numpy
 import torch
 
+from common import lanes
 from common import link as links
+from common.cache import Cache, Match
+from common.estimates import FULL_SPEED, ROWS, Estimates
+from common.link import Speed
 from common.llama import upload
+from common.places import as_integers
 from common.requests import Request
-from common.restoring import FULL_SPEED, Cache, Match
-from common.speed import ROWS, Speed
+from common.restoring import Restorer
 from common.store import Stored, StoredChunks
 from shell import charts, checkpoint, lesson, modelled_link
 from shell.backends import in_directories
@@ -85,7 +89,7 @@ class BlockStore:
         memory = links.host_memory([numbers], model.dtype, model.device, "The host pool")
         parts = memory.split([blocks * size * width for _, width in rows])
         self.parts = [part.view(blocks, size, width) for part, (_, width) in zip(parts, rows)]
-        self.arrays = [links.as_integers(part) for part in self.parts]  # for NumPy
+        self.arrays = [as_integers(part) for part in self.parts]  # for NumPy
         self.row_bytes = sum(width for _, width in rows) * model.dtype.itemsize
         self.pool.block_bytes = size * self.row_bytes
         self.fillings: dict[Request, Filling] = {}
@@ -224,13 +228,13 @@ class Loading:
     """A restoration: its tokens' slots, the host blocks, and the copies under way."""
 
     def __init__(self, cache: "HiddenCache", request, restoration, match):
-        self.request, self.start, self.store = request, restoration.start, match.store
+        self.request, self.start, (self.store, places) = request, restoration.start, match.blocks
         pool, end, device = cache.pool, restoration.end, cache.model.device
         self.tokens = end - self.start
         self.rotation = cache.model.rotary(torch.arange(self.start, end, device=device))  # of all layers
         self.slots = pool.slots(upload(request.table, device))[self.start : end]  # [T]
         prefixes = request.chain[self.start // pool.block_size :]
-        self.blocks, self.reads = self.store.bring(prefixes, match.blocks)  # in host memory
+        self.blocks, self.reads = self.store.bring(prefixes, places)  # in host memory
         self.places = links.Places(range(len(self.blocks)), self.blocks, apart=True)
         self.landing = {}  # layer -> where its rows land, [n * block size, width]
         self.transfers = {}  # layer -> the Transfer
@@ -246,9 +250,9 @@ class HiddenCache(Cache):
     def attach(self, engine):
         super().attach(engine)
         wake = engine.wake.set
-        self.load_link = links.Link("load", engine.clock, self.bandwidth, wake)
-        self.save_link = links.Link("save", engine.clock, self.bandwidth, wake)
-        self.lanes = deque(links.Lane("scatter", wake) for _ in range(THREADS))
+        self.load_link = modelled_link.connect("load", engine.clock, self.bandwidth, wake)
+        self.save_link = modelled_link.connect("save", engine.clock, self.bandwidth, wake)
+        self.lanes = deque(lanes.Worker("scatter", wake) for _ in range(THREADS))
         if self.storage:
             self.storage.open(wake)
         self.projecting = Speed(math.inf)  # rows of a layer a second
@@ -278,11 +282,10 @@ class HiddenCache(Cache):
     def match(self, request):
         store, places = self.find(request)
         if places:
-            start, size = request.computed, self.pool.block_size
-            end = (start // size + len(places)) * size
+            tokens = self.tokens_in(request, places)
             source = "disk" if store.stored(places) else "cpu"
-            seconds = self.seconds(start, end, store, places)
-            return Match(end - start, seconds, places, source, end - start, store)
+            seconds = self.seconds(request.computed, request.computed + tokens, store, places)
+            return Match(tokens, seconds, (store, places), {source: tokens}, rows=tokens)
 
     def find(self, request) -> tuple[BlockStore, list]:
         """-> the store, and where it has what follows."""
@@ -437,7 +440,7 @@ class HiddenCache(Cache):
         """Stage two, on a thread: sort rows `out_of` the snapshot buffer `into` slots of blocks."""
         transfer.wait()
         for part, snapshot in zip(self.store.arrays, self.snapshot):  # [blocks, block size, D] and [rows, D]
-            part.reshape(-1, part.shape[-1])[into] = links.as_integers(snapshot)[out_of]
+            part.reshape(-1, part.shape[-1])[into] = as_integers(snapshot)[out_of]
 
     def on_saved(self, transfer, pieces: list[tuple], count: int, arrived: bool):
         """Stage two is over, for `count` rows of the snapshot buffer."""
@@ -455,13 +458,13 @@ class HiddenCache(Cache):
     @torch.inference_mode()
     def probe(self, request, match):
         """Read and copy about a layer, and project a few rows of one."""
-        rows, clock, store = min(FULL_SPEED, match.tokens), self.engine.clock, match.store
+        rows, clock, (store, places) = min(FULL_SPEED, match.tokens), self.engine.clock, match.blocks
         hidden = self.model.embed(upload(request.tokens[:rows], self.model.device))  # [T, D]
         began = clock.mark()
         rotation = self.model.rotary(torch.arange(rows, device=self.model.device))
         self.model.layers[-1].project_kv(hidden, rotation)
         self.spans.append((request, rows, "probe", began, clock.mark()))
-        stored, size = store.stored(match.blocks), len(match.blocks) * store.pool.block_bytes
+        stored, size = store.stored(places), len(places) * store.pool.block_bytes
         reads = self.storage.read(stored, [store.arrays[0][0].copy() for _ in stored]) if stored else []
         return [*reads, self.load_link.probe(size // len(store.parts))]
 
@@ -471,7 +474,6 @@ class HiddenCache(Cache):
         seconds = modelled_link.time_projecting(self.model, tokens, interrupt)
         self.projecting.forget()
         self.projecting.note(tokens, seconds)
-        return 1 / self.seconds(0, self.pool.block_size, self.store, [0])
 
     def close(self):
         if self.storage:
@@ -494,7 +496,7 @@ def demo(model, frontend: Frontend, arguments):
     verified = lesson.verify(paged.baseline.Engine(model), asked)
 
     # 2. Show
-    link, config = engine.cache.load_link, model.config
+    link, config = engine.behind.cache.load_link, model.config
     states, kv = bytes_per_token(model), config.kv_numbers_per_token * model.dtype.itemsize
     print(f"{link}\n\nA token takes {states} bytes as hidden states and {kv} as K and V.")
     print("The device is evicted before each turn:")
@@ -509,7 +511,8 @@ def demo(model, frontend: Frontend, arguments):
     prompt = [rng.randrange(300, larger.config.vocab_size) for _ in range(HISTORY)]
     blocks = -(-(HISTORY + 2 * ASKED) // 16)
     caches = HiddenCache(2 * blocks, 1e9), offload.HostCache(2 * blocks, 1e9)
-    engines = [paged.Engine(paged.Runner(larger, blocks), cache, always_restore=True) for cache in caches]
+    make = lambda cache: paged.Engine(paged.Runner(larger, blocks), Restorer(cache, Estimates(True)))  # noqa: E731
+    engines = [*map(make, caches)]
     names = "hidden states (04)", "K and V (03)"
     ways = {name: partial(ask_again, engine, prompt, rng) for name, engine in zip(names, engines)}
     computed = min(way() for way in ways.values())  # and kept
@@ -563,9 +566,10 @@ def make_engine(model, arguments, kind=HiddenCache) -> paged.Engine:
     blocks = offload.host_blocks(model, arguments, block_bytes)
     storage = in_directories(arguments.disk, arguments.disk_limit) if arguments.disk else None
     bandwidth = modelled_link.bandwidth(model, arguments.link)
-    engine = paged.make_engine(model, arguments, kind(blocks, bandwidth, storage))
+    cache = kind(blocks, bandwidth, storage)
+    engine = paged.make_engine(model, arguments, Restorer(cache, Estimates(arguments.always_restore)))
     words = f"{blocks} blocks of {size} tokens, {blocks * block_bytes / 1e6:.1f} MB"
-    print(f"Host: {words}, over a {engine.cache.load_link}", file=sys.stderr)
+    print(f"Host: {words}, over a {cache.load_link}", file=sys.stderr)
     times = config.hidden_size * config.num_hidden_layers / config.kv_numbers_per_token
     if times >= 1:
         words = f"Query heads share KV heads here: hidden states are {times:.1f} times as large as K and V,"

@@ -48,9 +48,10 @@ import numpy
 import torch
 
 from common import link as links
+from common.estimates import Estimates
 from common.llama import upload
 from common.requests import BadRequest, Request
-from common.restoring import PAUSE
+from common.restoring import Restorer
 from common.store import StoredChunks
 from shell import charts, checkpoint, lesson
 from shell.frontend import Frontend
@@ -211,7 +212,7 @@ class PlannedCache(hidden_states.HiddenCache):
         config, layers, tokens = self.model.config, len(self.model.layers), end - start
         states = tokens * config.hidden_size * self.model.dtype.itemsize
         kv = tokens * config.kv_numbers_per_token * self.model.dtype.itemsize // layers
-        compute = self.engine.estimates.seconds_to_compute(start, end) / layers
+        compute = self.engine.behind.estimates.seconds_to_compute(start, end) / layers
         speed = self.load_link.speed()
         if stored:
             speed = min(speed, self.storage.speed() / stored)
@@ -220,17 +221,18 @@ class PlannedCache(hidden_states.HiddenCache):
     # Bringing back
 
     def restore(self, request, restoration, match):
-        stored = len(match.store.stored(match.blocks)) / len(match.blocks)
+        store, places = match.blocks
+        stored = len(store.stored(places)) / len(places)
         costs = self.costs(restoration.start, restoration.end, stored)
         yield from super().restore(request, restoration, match)
-        request.timeline.plan = described(match.store.letters, costs, match.tokens)
+        request.timeline.plan = described(store.letters, costs, match.tokens)
 
     def order_layer(self, loading, layer):
         """Order K and V straight into the device's blocks, or states as chapter 04 does."""
         store, blocks = loading.store, loading.blocks
         if store.letters[layer] == "H":
             return super().order_layer(loading, layer)
-        table = loading.request.table[loading.start // self.pool.block_size :][: len(blocks)]
+        table = self.blocks_of(loading.request, loading.start, len(blocks))
         first = store.layers.index(layer)
         sides = list(self.kv[layer]), store.parts[first : first + 2]  # [blocks, block size, KVH * hd] each
         self.copy_layer(loading, layer, *sides, links.Places(table, blocks, apart=True))
@@ -257,7 +259,7 @@ class PlannedCache(hidden_states.HiddenCache):
             self.project(layers - 1, hidden, rotation, loading.slots[rows])
             self.spans.append((loading.request, 0, "recompute", began, self.engine.clock.mark()))
             if rows.stop < count:
-                yield PAUSE
+                yield
 
     @torch.inference_mode()
     def compute_portion(self, loading, layers: int, rows: slice):
@@ -282,7 +284,7 @@ class PlannedCache(hidden_states.HiddenCache):
 
     def idle(self):
         super().idle()
-        estimates, best = self.engine.estimates, self.asked == "best"
+        estimates, best = self.estimates, self.asked == "best"
         if not estimates.computing.passes:
             estimates.measure_computing()
         layers, tokens = len(self.model.layers), min(PLANNED, self.model.config.max_position_embeddings // 2)
@@ -292,7 +294,6 @@ class PlannedCache(hidden_states.HiddenCache):
         if self.asked in ("best", "paper") and math.isfinite(costs.recompute):
             letters = best_plan(layers, costs, shorter) if best else closed_form(layers, costs)
             self.consider(letters, costs)
-        return 1 / plan_seconds(self.store.letters, costs)
 
     def consider(self, letters: str, costs: LayerCosts):
         """Adopt a plan that two measurements find clearly better: a single one may come at a bad moment."""
@@ -303,8 +304,11 @@ class PlannedCache(hidden_states.HiddenCache):
             if first != self.store.letters:
                 self.adopt(first)
         better = seconds(letters) <= BETTER * seconds(self.store.letters)
-        if better and letters == self.proposed and letters != self.store.letters:
-            self.adopt(letters)
+        if better and letters != self.store.letters:
+            if letters == self.proposed:
+                self.adopt(letters)
+            else:
+                self.estimates.doubtful = True  # measure again
         self.proposed = letters
 
 
@@ -329,7 +333,7 @@ def demo(model, frontend: Frontend, arguments):
     engine = make_engine(model, options)
     asked = hidden_states.converse(engine, frontend, rng, max(2, min(arguments.max_tokens, 16)))
     verified = lesson.verify(paged.baseline.Engine(model), asked)
-    link, rows = engine.cache.load_link, [offload.describe(letters, request) for request in asked]
+    link, rows = engine.behind.cache.load_link, [offload.describe(letters, request) for request in asked]
     report = dict(link=dict(modelled=link.modelled, gbps=link.speed() / 1e9), counters=engine.counters())
     print(f"\nThe last turn (digits: layers)\n{charts.chart(asked[-1].timeline)}\n")
     engine.close()
@@ -339,7 +343,7 @@ def demo(model, frontend: Frontend, arguments):
     prompt = [rng.randrange(300, larger.config.vocab_size) for _ in range(PLANNED)]
     blocks = -(-(PLANNED + 2 * QUESTION) // 16)
     caches = [offload.HostCache(2 * blocks, 1e9), hidden_states.HiddenCache(2 * blocks, 1e9)]
-    make = lambda cache: paged.Engine(paged.Runner(larger, blocks), cache, always_restore=True)  # noqa: E731
+    make = lambda cache: paged.Engine(paged.Runner(larger, blocks), Restorer(cache, Estimates(True)))  # noqa: E731
     ask = partial(partial, hidden_states.ask_again, prompt=prompt, rng=rng)
     ways = dict(zip(["K and V (03)", "hidden states (04)"], map(ask, map(make, caches))))
     computed = min(way() for way in ways.values())  # and kept
@@ -392,7 +396,7 @@ def make_engine(model, arguments) -> paged.Engine:
         words = f"--plan has {len(arguments.plan)} letters, and this model {len(model.layers)} layers"
         raise BadRequest(f"{words}; give it one for each.")
     engine = hidden_states.make_engine(model, arguments, partial(PlannedCache, plan=arguments.plan))
-    print(f"Plan: {engine.cache.store.letters}", file=sys.stderr)
+    print(f"Plan: {engine.behind.cache.store.letters}", file=sys.stderr)
     return engine
 
 

@@ -46,60 +46,22 @@ from pathlib import Path
 import torch
 
 from common import link as links
+from common.cache import Cache, Match
+from common.estimates import Estimates
 from common.llama import upload
+from common.places import as_integers
 from common.requests import Request
-from common.restoring import PAUSE, Cache, Match, Restoration
+from common.restoring import Restorer
 from common.store import StoredChunks
-from shell import charts, lesson
+from shell import charts, lesson, modelled_link
 from shell.backends import in_directories
 from shell.frontend import Frontend
-from shell.modelled_link import Trace, speed
 from shell.modelled_storage import ModelledStorage
 
 paged = importlib.import_module("02_paged_kv")
 CHUNK = 64  # tokens
 
 # 1. Two pointers -------------------------------------------------------------------------------
-
-class BothEnds(Restoration):
-    """Tokens come back from the end, down to `limit`, while ordinary steps compute from the start, `portion`
-    tokens each. When they have met, all goes on as in chapter 03."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.limit, self.portion = self.end, 0
-
-    @property
-    def met(self) -> bool:
-        return self.request.computed >= self.limit
-
-    @property
-    def next(self) -> int:
-        return super().next if self.met else self.request.computed
-
-    @property
-    def reach(self) -> int:
-        return super().reach if self.met else min(self.limit, self.request.computed + self.portion)
-
-    @property
-    def computes(self) -> bool:
-        return not self.met and self.portion > 0
-
-    @property
-    def ready(self) -> bool:
-        return super().ready if self.met else self.computes
-
-    def has(self, layers: int) -> bool:
-        return self.met and super().has(layers)
-
-    def settle(self):
-        if self.met:
-            super().settle()
-
-    @property
-    def found(self) -> int:
-        return self.end - self.limit
-
 
 def meeting(load: float, compute: float) -> tuple[float, float]:
     """-> seconds until both ends meet, and the share that is computed by then, which falls with the length:
@@ -140,17 +102,18 @@ class BidirectionalCache(Cache):
         useful = 2 * (config.max_position_embeddings // CHUNK + 1)  # two requests of the longest kind
         shape = max(2, min(useful, int(self.memory // self.chunk_bytes))), CHUNK, width
         host = self.landed = links.host_memory(shape, dtype, device, "The memory for chunks on their way")
-        self.arrays, self.load_link = links.as_integers(host), None  # as NumPy's
+        self.arrays, self.load_link = as_integers(host), None  # as NumPy's
         if device.type == "cuda":
-            self.landed, self.load_link = host.to(device), links.Link("load", engine.clock)
-        self.save_link = links.Link("save", engine.clock, math.inf, engine.wake.set, background=True)
+            self.landed, self.load_link = host.to(device), modelled_link.connect("load", engine.clock)
+        wake = engine.wake.set
+        self.save_link = modelled_link.connect("save", engine.clock, math.inf, wake, background=True)
         self.places = paged.BlockPool(shape[0], CHUNK, host)
         self.pools = {"host": self.places}
         kind = f"kv {self.bits or 'exact'}"
         self.prefixes = paged.Prefixes(f"{self.model.digest.hex()} {self.model.dtype} {kind}", CHUNK)
         self.saving: set = set()  # prefixes on their way to storage
         self.sent: Counter = Counter()  # request -> leading chunks that were sent to storage, or that it had
-        self.storage.open(engine.wake.set)
+        self.storage.open(wake)
 
     # Finding
 
@@ -161,7 +124,7 @@ class BidirectionalCache(Cache):
 
     def match(self, request):
         """Offer the longest run of chunks that storage has; prefill computes what it lacks before them."""
-        run, start, estimates = self.longest_run(request), request.computed, self.engine.estimates
+        run, start, estimates = self.longest_run(request), request.computed, self.estimates
         end = min((run[-1][0] + 1) * CHUNK, request.history) if run else 0
         if end > start:
             queued = sum(other.restoration.limit - other.computed for other in self.unmet())
@@ -170,7 +133,7 @@ class BidirectionalCache(Cache):
                 share = self.share or 1e-9  # 0: it only loads
             seconds, _ = meeting(load, estimates.seconds_to_compute(start, end) / share)
             gap = estimates.seconds_to_compute(start, max(start, run[0][0] * CHUNK)) / share
-            return Match(end - start, max(seconds, gap), run, "storage", share=share, way=BothEnds)
+            return Match(end - start, max(seconds, gap), run, {"storage": end - start}, share=share)
 
     def longest_run(self, request) -> list[tuple]:
         """-> (number, where storage has it) of adjacent chunks, not all before what is computed."""
@@ -188,14 +151,12 @@ class BidirectionalCache(Cache):
         """Read the last chunk."""
         return self.storage.read([match.blocks[-1][1]], [self.arrays[0].copy()], label="probe")
 
-    def idle(self):
-        return self.storage.speed()
-
     # Loading, from the back
 
     def restore(self, request, restoration, match):
         """Lower the limit with each chunk that arrives, to where it begins or to where prefill is. Always
         [start, computed) is computed and [limit, end) is loaded. Resumed before each layer of a step."""
+        restoration.limit = restoration.end
         restoration.layers = len(self.model.layers)  # of all that is behind the limit
         slots = self.slots(request, 0, restoration.end)
         unread = list(match.blocks)  # the last one is read next
@@ -208,7 +169,7 @@ class BidirectionalCache(Cache):
                     yield from self.load_chunk(reading[0], request, slots)  # if it fails, `finally` follows
                     self.places.release([reading.popleft()[1]])
                 elif unread:
-                    yield PAUSE  # other requests have the places
+                    yield  # other requests have the places
                 else:
                     return  # storage has no more: prefill goes on to the limit
         finally:
@@ -269,7 +230,7 @@ class BidirectionalCache(Cache):
             restoration, most = request.restoration, budget
             if restoration.steps and time.perf_counter() < restoration.deadline:  # storage may bring more
                 left = restoration.limit - request.computed
-                compute = self.engine.estimates.seconds_to_compute(request.computed, restoration.limit)
+                compute = self.estimates.seconds_to_compute(request.computed, restoration.limit)
                 most = min(budget, portion(left, self.seconds_to_load(left), compute))
                 if self.leftover:
                     most = min(most, max(0, budget - others))
@@ -371,7 +332,7 @@ def demo(model, frontend: Frontend, arguments):
     rng, new = random.Random(0), max(2, min(arguments.max_tokens, 16))
     options = dict(max_running=2, always_restore=True, bits=None, compute="share")
     engine = make_engine(model, argparse.Namespace(**{**vars(arguments), **options}))
-    cache, talk, said = engine.cache, [], [lesson.SECRET, lesson.QUESTION]
+    cache, talk, said = engine.behind.cache, [], [lesson.SECRET, lesson.QUESTION]
     said[0] = lesson.document_for(engine, frontend, rng, min(frontend.context, 2048) * 7 // 8, said, new)
     asked = [lesson.say(engine, frontend, talk, words, new, "device") for words in said]
     prompt = asked[1].tokens[: asked[1].prompt_tokens]
@@ -384,9 +345,9 @@ def demo(model, frontend: Frontend, arguments):
         seconds = statistics.median(ways["only computing"]() for _ in range(lesson.ROUNDS)) / 1e3
         even = cache.chunk_bytes * len(prompt) / CHUNK / seconds  # bytes/s
         speeds = {
-            "as fast as computing": links.Bandwidth(even),
-            "four times slower and faster by turns": Trace([even / 4, 4 * even], seconds / 5),
-            "twenty times faster": links.Bandwidth(20 * even),
+            "as fast as computing": modelled_link.Bandwidth(even),
+            "four times slower and faster by turns": modelled_link.Trace([even / 4, 4 * even], seconds / 5),
+            "twenty times faster": modelled_link.Bandwidth(20 * even),
         }
     for words, storage.bandwidth in speeds.items():
         samples = lesson.in_turn(ways)
@@ -406,9 +367,9 @@ def ask_again(engine, prompt: list[int], way: str, last: dict) -> float:
     """Ask when only storage has the history, which comes back `way` -> TTFT in ms."""
     lesson.settle(engine)
     engine.evict("device")
-    engine.cache.share = 0.0 if way == "only loading" else 1.0
+    engine.behind.cache.share = 0.0 if way == "only loading" else 1.0
     last[way] = request = Request(prompt, 2, must_compute=way == "only computing")
-    if isinstance(trace := engine.cache.storage.storages[0].bandwidth, Trace):
+    if isinstance(trace := engine.behind.cache.storage.storages[0].bandwidth, modelled_link.Trace):
         trace.began = time.perf_counter()  # its first speed
     engine.generate([request])
     return request.outcome.ttft_ms
@@ -443,7 +404,7 @@ def add_arguments(parser):
     paged.add_arguments(parser)
     where, add, number = parser.add_mutually_exclusive_group(), parser.add_argument, cli.bounded
     words = "of modelled storage, in memory; several in turn; auto (default): as fast as computing"
-    where.add_argument("--storage", type=speed, metavar="GB/S[:GB/S...@SECONDS]", help=words)
+    where.add_argument("--storage", type=modelled_link.speed, metavar="GB/S[:GB/S...@SECONDS]", help=words)
     words = "keep chunks in files instead; may be repeated"
     where.add_argument("--disk", type=Path, action="append", metavar="DIR", help=words)
     size = number(float, 1e-6, 1e6)
@@ -462,12 +423,12 @@ def make_engine(model, arguments) -> paged.Engine:
     modelled = ModelledStorage(1e9 * limit, asked or 1e9)
     storage = in_directories(arguments.disk, limit) if arguments.disk else StoredChunks(modelled)
     cache = BidirectionalCache(storage, arguments.share, arguments.compute == "leftover", arguments.bits)
-    engine = paged.make_engine(model, arguments, cache)
+    engine = paged.make_engine(model, arguments, Restorer(cache, Estimates(arguments.always_restore)))
     tokens = model.config.max_position_embeddings // 2
-    seconds = engine.estimates.seconds_to_compute(0, tokens)
+    seconds = cache.estimates.seconds_to_compute(0, tokens)
     if not (arguments.disk or asked) and math.isfinite(seconds):
         size = tokens * model.config.kv_numbers_per_token * model.dtype.itemsize
-        modelled.bandwidth = links.Bandwidth(size / seconds)
+        modelled.bandwidth = modelled_link.Bandwidth(size / seconds)
     print(f"Chunks of {CHUNK} tokens, {cache.chunk_bytes / 1e6:.2f} MB, in {storage}", file=sys.stderr)
     return engine
 

@@ -41,10 +41,13 @@ from functools import partial
 from itertools import islice, takewhile
 from threading import Thread
 
+from common import lanes, store
 from common import link as links
-from common import store
-from common.requests import BadRequest, Request
-from common.restoring import LATER, PAUSE, Match, Restoration
+from common.cache import Match
+from common.estimates import Estimates
+from common.places import as_integers
+from common.requests import LATER, BadRequest, Request
+from common.restoring import Restorer
 from shell import backends, charts, lesson, modelled_link
 from shell.frontend import Frontend
 
@@ -270,8 +273,8 @@ class Prefetcher:
             tokens = len(prefetch.chain) * size - request.computed
             read = cache.storage.seconds(prefetch.unread * block_bytes)
             load = cache.load_link.seconds(tokens // size * block_bytes)
-            offer = Match(tokens, read + load, [], "storage")
-            prefetch.wait_pays = cache.engine.estimates.worth(request, offer)
+            offer = Match(tokens, read + load, prefetch, {"storage": tokens})
+            prefetch.wait_pays = cache.engine.behind.decide(request, offer)
             over = not prefetch.wait_pays
         if over:
             self.end_prefetch(prefetch)
@@ -393,7 +396,7 @@ class TieredCache(offload.HostCache):
         super().attach(engine)
         self.load_link.backend = self.save_link.backend = self.io_backend
         self.tree, self.host.evicting = HiRadixTree(), self.writer.evicting_l2
-        self.array = links.as_integers(self.host.memory)  # for NumPy
+        self.array = as_integers(self.host.memory)  # for NumPy
         self.pages_at_once = max(1, both_ends.CHUNK // self.pool.block_size)  # in a read or write of storage
         self.matched: list = []  # prefixes about to be loaded, and so not evicted for that same request
         if self.storage:
@@ -440,41 +443,46 @@ class TieredCache(offload.HostCache):
         """Offer what host memory has, and under both_ends what storage has behind that."""
         if self.prefetcher.waits(request):
             return LATER
-        size, prefetch, first = self.pool.block_size, request.kept, request.computed // self.pool.block_size
+        size, first, start = self.pool.block_size, request.computed // self.pool.block_size, request.computed
         known, _ = self.tree.match(request.chain[: request.history // size])
         places = self.host.find([page.prefix for page in known[first:]])
         self.matched = [page.prefix for page in known[first : first + len(places)]]
-        reached = (first + len(places)) * size
-        more = prefetch and prefetch.answered and len(prefetch.chain) * size > reached
-        from_both_ends = self.prefetcher.policy == "both_ends" and more
         if places:
-            tokens = reached - request.computed
+            tokens, prefetch = self.tokens_in(request, places), request.kept
             read = size * len(prefetch.pages_read.intersection(self.matched)) if prefetch else 0
-            parts = {"cpu": max(0, tokens - read), "storage": min(tokens, read)}
-            parts = {source: count for source, count in parts.items() if count}
+            found = {"cpu": max(0, tokens - read), "storage": min(tokens, read)}
+            found = {source: count for source, count in found.items() if count}
             seconds = self.load_link.seconds(len(places) * self.host.block_bytes)
-            # A step that computes behind these pages goes on to the end of the prompt, past what storage has
-            way = both_ends.BothEnds if from_both_ends else Restoration
-            return Match(tokens, seconds, places, " and ".join(parts), parts=parts, way=way)
-        if from_both_ends and (not prefetch.ended or prefetch.chain[-1] in self.host.block_of):
-            start, end = request.computed, len(prefetch.chain) * size
+            return Match(tokens, seconds, places, found)
+        prefetch = self.behind_in_storage(request, start)
+        if prefetch and (not prefetch.ended or prefetch.chain[-1] in self.host.block_of):
+            end = len(prefetch.chain) * size
             load = self.storage.seconds(prefetch.unread * self.host.block_bytes)
-            seconds, _ = both_ends.meeting(load, self.engine.estimates.seconds_to_compute(start, end))
-            return Match(end - start, seconds, [], "storage", store=prefetch, way=both_ends.BothEnds)
+            seconds, _ = both_ends.meeting(load, self.estimates.seconds_to_compute(start, end))
+            return Match(end - start, seconds, prefetch, {"storage": end - start})
+
+    def behind_in_storage(self, request, end: int) -> Prefetch | None:
+        """-> under both_ends, the Prefetch of what storage has behind token `end`."""
+        prefetch = request.kept if self.prefetcher.policy == "both_ends" else None
+        if prefetch and prefetch.answered and len(prefetch.chain) * self.pool.block_size > end:
+            return prefetch
 
     def restore(self, request, restoration, match):
         """Load what host memory has; or compute from the front, and load from the back (chapter 06)."""
-        if match.store is None:
+        if not isinstance(match.blocks, Prefetch):
+            if self.behind_in_storage(request, restoration.end):
+                restoration.limit = restoration.end  # no step computes behind these pages, past what is there
             yield from super().restore(request, restoration, match)
             restoration.limit = restoration.start
             return
+        restoration.limit = restoration.end
         copies = deque()  # to the request's blocks: until they are over, no page after the limit is used
         try:
-            yield from self.restore_from_back(request, restoration, match.store, copies)
+            yield from self.restore_from_back(request, restoration, match.blocks, copies)
         finally:
             links.cancel(copies)
             restoration.portion = restoration.end  # prefill goes on to the limit
-            self.prefetcher.end_prefetch(match.store)
+            self.prefetcher.end_prefetch(match.blocks)
             request.timeline.plan = both_ends.drawn(restoration)
 
     def restore_from_back(self, request, restoration, prefetch: Prefetch, copies: deque):
@@ -501,7 +509,7 @@ class TieredCache(offload.HostCache):
                     return  # storage brings no more
                 if not self.engine.work:  # between two steps: the next one computes so much
                     restoration.portion = self.portion(request)
-                yield PAUSE
+                yield
         restoration.layers = len(self.model.layers)
 
     def portion(self, request) -> int:
@@ -510,7 +518,7 @@ class TieredCache(offload.HostCache):
         tokens = left = restoration.limit - request.computed
         if self.storage and self.storage.measured.passes and time.perf_counter() < restoration.deadline:
             load = left / size * self.host.block_bytes / self.storage.speed()
-            compute = self.engine.estimates.seconds_to_compute(request.computed, restoration.limit)
+            compute = self.estimates.seconds_to_compute(request.computed, restoration.limit)
             tokens = both_ends.portion(left, load, compute)
         end = request.computed + min(tokens, self.engine.token_budget)
         return self.pool.num_blocks(end) * size - request.computed
@@ -561,7 +569,7 @@ class TieredCache(offload.HostCache):
         """Copy pages to host memory, and wait for that."""
         copy = self.copy_out(blocks, places := self.host.allocate(len(blocks)))
         try:
-            copy.wait(min(offload.LONGEST_SAVE, links.HANGING + self.save_link.seconds(0)))
+            copy.wait(min(offload.LONGEST_SAVE, lanes.HANGING + self.save_link.seconds(0)))
             for page, place in zip(pages, places):
                 self.host.register(place, page.prefix)
             self.counts["pages_written"] += len(pages)
@@ -587,14 +595,14 @@ class TieredCache(offload.HostCache):
         request.kept = None
 
     def probe(self, request, match):
-        if match.blocks:
+        if not isinstance(match.blocks, Prefetch):
             return super().probe(request, match)
         keys = [prefix.key for prefix in request.kept.chain[request.kept.first :][: self.pages_at_once]]
         return [self.storage.get(keys, [self.array[:, 0].copy() for _ in keys], "probe")]
 
     def idle(self):
         self.measure_storage()
-        return super().idle()
+        super().idle()
 
     def measure_storage(self):
         if self.storage:
@@ -672,7 +680,7 @@ def demo(model, frontend: Frontend, arguments):
         asked = policies(engine, frontend.request(messages=[dict(role="user", content=text)]).tokens)
         engine.close()
     verified = lesson.verify(paged.baseline.Engine(model), sum([*taken.values(), *asked.values()], []))
-    link = engine.cache.load_link
+    link = engine.behind.cache.load_link
 
     print(
         f"{TALKS} conversations of up to {pages} pages, each asked twice; L1 has {device} pages, L2 {host}\n"
@@ -696,9 +704,10 @@ def converse(engine, frontend: Frontend, talks: list, new: int) -> list[Request]
 def policies(engine, prompt: list[int]) -> dict[str, list[Request]]:
     """Ask the same, when only an L3 that is as slow as computing has it, under each policy."""
     engine.generate([Request(prompt, 1)])
-    cache, seconds = engine.cache, engine.estimates.seconds_to_compute(0, len(prompt))
+    cache, seconds = engine.behind.cache, engine.behind.estimates.seconds_to_compute(0, len(prompt))
     size = len(prompt) // cache.pool.block_size * cache.host.block_bytes
-    cache.storage.bandwidth, cache.prefetcher.timeout = links.Bandwidth(size / seconds), (seconds / 3, 0.0)
+    cache.storage.bandwidth = modelled_link.Bandwidth(size / seconds)
+    cache.prefetcher.timeout = seconds / 3, 0.0
     cache.measure_storage()
 
     def ask(policy: str) -> Request:
@@ -792,7 +801,7 @@ def make_engine(model, arguments) -> paged.Engine:
         arguments.write_policy, arguments.layout, arguments.prefetch_threshold,
         (arguments.prefetch_timeout, arguments.prefetch_timeout_per_1k), arguments.hicache_io_backend,
     )  # fmt: skip
-    engine = paged.make_engine(model, arguments, cache)
+    engine = paged.make_engine(model, arguments, Restorer(cache, Estimates(arguments.always_restore)))
     words = f"{blocks} pages of {size} tokens, {blocks * block_bytes / 1e6:.1f} MB, over a {cache.load_link}"
     print(f"Host: {words}; storage: {storage or 'none'}", file=sys.stderr)
     return engine

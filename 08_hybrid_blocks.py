@@ -199,7 +199,7 @@ class Weights:
     """Holds all layers in host memory, and `resident` of them on the device too, spread evenly. The others
     come into two places in turn, in portions, so that no context has to wait for a whole layer."""
 
-    def __init__(self, model: Llama, resident: int, link: links.Link):
+    def __init__(self, model: Llama, resident: int, link):
         self.link, self.host, self.issued = link, model.layers, []  # issued: copies of the step
         for parameter in model.layers.parameters():
             if model.device.type == "cuda" and not parameter.is_pinned():
@@ -383,6 +383,7 @@ class MiniBatch:
 
 class HybridRunner:
     """Runs the forward pass in mini-batches, over blocks of four kinds behind one pool of numbers."""
+
     pieces = None  # no graphs: each pass finds the layers' weights elsewhere
 
     def __init__(self, model: Llama, plan: Plan, bandwidth, block_size=16, rows=8192):
@@ -391,8 +392,8 @@ class HybridRunner:
         self.rows = max(rows, model.config.max_position_embeddings)
         self.pool = paged.BlockPool(sum(plan[1:]), block_size)
         self.clock = Clock(model.device)
-        self.load_link = links.Link("load", self.clock, bandwidth)
-        self.save_link = links.Link("save", self.clock, bandwidth)
+        self.load_link = modelled_link.connect("load", self.clock, bandwidth)
+        self.save_link = modelled_link.connect("save", self.clock, bandwidth)
         empty = partial(torch.empty, dtype=model.dtype, device=model.device)
         on_host = partial(links.host_memory, dtype=model.dtype, device=model.device, what="The host's blocks")
         config = model.config
@@ -589,13 +590,13 @@ def make_planner(model: Llama, arguments) -> tuple[Planner, object]:
         free = 0.8 * torch.cuda.mem_get_info()[0] - buffers
         device = min(device, free) if arguments.device_memory else free
     bandwidth = modelled_link.bandwidth(model, arguments.link)
-    speed = links.Link("load", Clock(model.device), bandwidth).speed()
+    speed = modelled_link.connect("load", Clock(model.device), bandwidth).speed()
     planner = Planner(arguments.policy, Costs(speed, 0.0, 0.0), sizes, layers, blocks, int(device), size)
     requests = max(1, min(arguments.max_running, blocks, PROBE // size))
     tokens = max(1, min(min(PROBE, blocks * size) // requests, model.config.max_position_embeddings) - 8)
     held = requests * (1 + -(-(tokens + 8) // size))  # 8: a few steps follow
     probe = planner._replace(policy="act-only", device=2 * sizes.weights, blocks=held)
-    unlimited = bandwidth and links.Bandwidth(math.inf)
+    unlimited = bandwidth and modelled_link.Bandwidth(math.inf)
     probe = measure(probe, model, unlimited, requests * [tokens], arguments.mini_batch)
     return planner._replace(costs=probe.costs), bandwidth
 
@@ -670,7 +671,7 @@ def demo(model: Llama, frontend: Frontend, arguments):
     )
     for f in FACTORS if model.device.type == "cpu" else (None,):
         if f:
-            bandwidth = links.Bandwidth(planner.speed_for(f, blocks))
+            bandwidth = modelled_link.Bandwidth(planner.speed_for(f, blocks))
             planner = planner._replace(costs=planner.costs._replace(speed=bandwidth.value))
         found, link, timeline = time_policies(measure(planner, big, bandwidth, CONTEXTS), big, bandwidth, f)
         rows += found

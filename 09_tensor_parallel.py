@@ -64,9 +64,12 @@ import torch
 
 from common import link as links
 from common import store
+from common.cache import Cache
+from common.estimates import Estimates
 from common.llama import Linear
-from common.requests import Request, RequestError
-from common.restoring import LATER, Cache
+from common.places import as_integers
+from common.requests import LATER, Request, RequestError
+from common.restoring import Restorer
 from shell import backends, charts, checkpoint, end, lesson, modelled_link
 from shell.frontend import Frontend
 from shell.ranks import ALONE, Everywhere, Ranks, join
@@ -172,7 +175,7 @@ class Shared(links.Transfer):
 
 class Together:
     """Has the Cache of another chapter do the same on all ranks. Four calls are collective: `poll`, `idle`,
-    `estimates.worth`, and the `queue_wait` of a restoration's last layer."""
+    `Estimates.weigh`, and the `queue_wait` of a restoration's last layer."""
 
     def __init__(self, inner: Cache, ranks: Ranks):
         self.inner, self.ranks, inner.ranks = inner, ranks, ranks
@@ -186,10 +189,11 @@ class Together:
         return getattr(self.inner, name)
 
     def attach(self, engine):
+        engine.behind.estimates.agree = self.ranks.all
         self.inner.attach(engine)
         if hasattr(self.inner, "load_link"):
             link = self.inner.load_link
-            link.copy = lambda *what: self.share(links.Link.copy(link, *what))
+            link.copy = lambda *what: self.share(type(link).copy(link, *what))
             self.inner.save_link.seconds = lambda size: 0.0  # no clock decides what is saved
 
     def poll(self):
@@ -254,14 +258,6 @@ class Together:
             did = request.id, count, request.computed, request.tokens[-1], request.table
             self.done = zlib.crc32(repr(did).encode(), self.done)
 
-    def idle(self):
-        """Measure once, all together: a rank that measures alone is alone."""
-        estimates = self.engine.estimates
-        if not estimates.computing.passes:
-            estimates.agree = self.ranks.all
-            self.inner.idle()
-            estimates.measure_computing()
-
 
 # 3. What a rank keeps --------------------------------------------------------------------------
 
@@ -303,7 +299,7 @@ class PageHeadCache(offload.HostCache):
 
     def memory(self, places) -> list:
         """-> the memory [L, 2, page size, hd] of each."""
-        array, heads = links.as_integers(self.host.memory), range(len(self.heads))  # [L, places, 2, ...]
+        array, heads = as_integers(self.host.memory), range(len(self.heads))  # [L, places, 2, ...]
         return [array[:, place, :, :, head] for place in places for head in heads]
 
     def is_near(self, prefix) -> bool:
@@ -410,7 +406,7 @@ def demo(model, frontend: Frontend, arguments):
     for keep in ("kv", "states"):
         one, each = carried[keep, 1] / 1e6, carried[keep, ranks.count] / 1e6
         print(f"  {KEEPS[keep]}: {one:.2f} MB over one rank's link, {each:.2f} over each of {ranks.count}")
-    link = engines["states"].cache.inner.load_link
+    link = engines["states"].behind.cache.inner.load_link
     found = [request.cached_tokens for request in lost]
     print(
         f"  {link}, for each rank\n\n"
@@ -436,7 +432,7 @@ def lose_a_page(model, arguments, prompt: list[int], new: int) -> list[Request]:
             lesson.settle(engine)
             engine.evict("host")
             if lost and ranks.rank == ranks.count - 1:
-                Path(f"{folder}/{engine.cache.keys(lost)[-1].hex()}.page").unlink(missing_ok=True)
+                Path(f"{folder}/{engine.behind.cache.keys(lost)[-1].hex()}.page").unlink(missing_ok=True)
             answered.append(lesson.ask(engine, prompt, new, "device"))
         lesson.settle(engine)
         engine.close()
@@ -471,7 +467,7 @@ def make_engine(model, arguments, keep: str | None = None) -> paged.Engine:
     # 2. A link each, as fast as for a model that is not divided
     bandwidth = modelled_link.bandwidth(model, arguments.link)
     if whole and arguments.link is None and bandwidth:
-        bandwidth = links.Bandwidth(bandwidth.value * config.num_key_value_heads / whole.kv_heads)
+        bandwidth = modelled_link.Bandwidth(bandwidth.value * config.num_key_value_heads / whole.kv_heads)
     # 3. The Cache
     if keep == "states":
         cache = ColumnsCache(on_host, bandwidth)
@@ -480,7 +476,8 @@ def make_engine(model, arguments, keep: str | None = None) -> paged.Engine:
         cache = PageHeadCache(on_host, bandwidth, storage, whole.own_kv_heads, whole.writes)
     else:
         cache = offload.HostCache(on_host, bandwidth) if keep == "kv" else Cache()
-    engine = paged.make_engine(model, options, Together(cache, ranks))
+    behind = Restorer(Together(cache, ranks), Estimates(arguments.always_restore))
+    engine = paged.make_engine(model, options, behind)
     engine.runner.pieces = None  # a graph has no sums over ranks in it
     return engine
 

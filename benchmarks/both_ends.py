@@ -19,9 +19,11 @@ from functools import partial
 from benchmarks import measure, tables
 from benchmarks.measure import draw, ratio, spread, ttft
 from common import link as links
+from common.estimates import Estimates
 from common.requests import HungUp, Request
+from common.restoring import Restorer
 from common.store import StoredChunks
-from shell import checkpoint, lesson
+from shell import checkpoint, lesson, modelled_link
 
 paged, both_ends = importlib.import_module("02_paged_kv"), importlib.import_module("06_bidirectional")
 CHUNK = both_ends.CHUNK
@@ -69,7 +71,7 @@ class Bench:
         self.storage, self.silent = StoredChunks(self.modelled), StoredChunks(silent)
         self.cache = Cache(self.storage, bits=bits, memory=1e9)
         blocks = -(-(tokens + 2 * QUESTION) // 16) + 256  # others' prompts, of 8 steps
-        self.engine = paged.Engine(paged.Runner(model, blocks), self.cache, always_restore=True)
+        self.engine = paged.Engine(paged.Runner(model, blocks), Restorer(self.cache, Estimates(always=True)))
         self.silent.open(self.engine.wake.set)
         self.once("compute")  # and kept
         lesson.settle(self.engine)
@@ -120,7 +122,7 @@ class Bench:
 
     def use(self, speed: float):
         """Let storage be so fast from now on, in bytes/s."""
-        self.modelled.bandwidth = links.Bandwidth(speed)
+        self.modelled.bandwidth = modelled_link.Bandwidth(speed)
         self.modelled.reader.forget()
 
 

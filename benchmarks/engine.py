@@ -19,7 +19,9 @@ from pathlib import Path
 from benchmarks import measure, tables
 from benchmarks.measure import draw, ratio, spread, ttft
 from benchmarks.planned import offload, paged
+from common.estimates import Estimates
 from common.requests import Request
+from common.restoring import Restorer
 from shell import lesson, modelled_link
 
 HISTORIES = {measure.TRAINED: [512, 1024]}  # else 512, 1,024 and 1,984
@@ -30,7 +32,7 @@ def engine_of(model, tokens: int, restoring: bool = True):
     """With room for `tokens`, and twice as much on the host, from where all that is found comes back."""
     blocks = -(-tokens // 16)
     cache = offload.HostCache(2 * blocks, modelled_link.bandwidth(model)) if restoring else None
-    return paged.Engine(paged.Runner(model, blocks), cache, always_restore=restoring)
+    return paged.Engine(paged.Runner(model, blocks), cache and Restorer(cache, Estimates(always=True)))
 
 
 def throughput(model, arguments):
@@ -68,7 +70,7 @@ def host(model, arguments):
         ways = {"host": partial(hit, "device"), "device": partial(hit, ""), "computed": computed}
         taken = lesson.in_turn(ways, arguments.rounds)
         spans = [[span for span in request.timeline.spans if span.lane == "load"] for request in taken["host"]]
-        link = engine.cache.load_link
+        link = engine.behind.cache.load_link
         speed = link.bandwidth.value if link.modelled else link.speed()
         link_ms, loaded, direct = 1e3 * size / speed, ttft(taken["host"]), ttft(taken["device"])
         computed_ms = ttft(taken["computed"])

@@ -26,7 +26,6 @@ from benchmarks.measure import draw, ratio, spread
 from benchmarks.planned import LINKS, QUESTION, hidden_states, offload, paged, planned
 from common.llama import upload
 from common.requests import Request
-from common.restoring import PAUSE
 from common.store import StoredChunks
 from shell import lesson
 
@@ -52,7 +51,7 @@ class Flow:
         self.match, self.restoration = match, restoration
         self.next, self.back = 1, cache.depth  # the layer behind the one that is computed next; the first one that loads
         self.transfers, self.landing, self.due = {}, {}, {}  # layer -> Transfer, [n, 2, block size, KVH, hd], seconds
-        self.layer = cache.engine.estimates.seconds_to_compute(start, end) / cache.depth  # seconds to compute one
+        self.layer = cache.estimates.seconds_to_compute(start, end) / cache.depth  # seconds to compute one
         self.copying = cache.load_link.latency + cache.host.block_bytes * len(table) / cache.depth / cache.load_link.speed()
 
 
@@ -70,7 +69,7 @@ class FlowCache(offload.HostCache):
     def match(self, request):
         if match := super().match(request):
             end = request.computed + match.tokens
-            compute = self.engine.estimates.seconds_to_compute(request.computed, end)
+            compute = self.estimates.seconds_to_compute(request.computed, end)
             match.seconds, match.rows = both_ends.meeting(match.seconds, compute)[0], match.tokens
             return match
 
@@ -80,11 +79,11 @@ class FlowCache(offload.HostCache):
         if order := self.order:  # whom the engine resumes and waits for first
             self.engine.running.sort(key=lambda one: order(self.flows[one]) if one in self.flows else -math.inf)
         try:
-            yield PAUSE  # until all that have come with it are in line
+            yield  # until all that have come with it are in line
             while not self.meet(flow):
                 if self.unmet()[0] is flow:
                     self.compute(flow)
-                yield PAUSE
+                yield
             del self.flows[request]
             self.compute(flow, last=True)
             for layer in range(restoration.layers, self.depth):
@@ -155,7 +154,7 @@ def layers(model, arguments):
     rng = random.Random(0)
     for words, share, slower in CELLS:
         engine, _ = behind.planned_engine(model, TOKENS, share)
-        plan, speed = engine.cache.store.letters, engine.cache.bandwidth / slower
+        plan, speed = engine.behind.cache.store.letters, engine.behind.cache.bandwidth / slower
         engine.close()
         storage = StoredChunks(both_ends.ModelledStorage(1e11, speed))
         caches = {"03": offload.HostCache(TOKENS // 8, speed), "layers": FlowCache(TOKENS // 8, speed),
@@ -172,7 +171,7 @@ def at_once(engine, order, histories: list, drawn: list[tuple]) -> dict:
     """Ask about all histories at once, in the order of `drawn`: (which one, question) -> figures."""
     lesson.settle(engine)
     engine.evict("device")
-    engine.cache.order, before = order, engine.counts["bytes_in"]
+    engine.behind.cache.order, before = order, engine.counts["bytes_in"]
     once = dict(offload_after=False)  # no question is found again
     asked = engine.generate([Request(histories[index] + question, 1, options=once) for index, question in drawn])
     ttft, labels = measure.ttft(asked), [span.label for one in asked for span in one.timeline.spans if span.lane == "compute"]

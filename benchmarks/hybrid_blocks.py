@@ -22,10 +22,9 @@ from functools import partial
 
 from benchmarks import measure, tables
 from benchmarks.measure import modelled, ratio, spread
-from common import link as links
 from common.requests import Request
 from common.timeline import Clock
-from shell import charts, lesson
+from shell import charts, lesson, modelled_link
 
 hybrid = importlib.import_module("08_hybrid_blocks")
 FACTORS, BATCHES, CONTEXTS = [1.0, 1.25, 2.0], [16], [128, 384]
@@ -37,10 +36,10 @@ def planner_for(f: float, model, contexts: list[int]):
     blocks, costs = sum(context // 16 + 3 for context in contexts), hybrid.Costs(1e9, 0.0, 0.0)
     layers, sizes = len(model.layers), hybrid.sizes_of(model, 16)
     planner = hybrid.Planner("act-only", costs, sizes, layers, blocks, (2 + layers // 2) * sizes.weights)
-    planner = hybrid.measure(planner, model, links.Bandwidth(1e9), contexts)
+    planner = hybrid.measure(planner, model, modelled_link.Bandwidth(1e9), contexts)
     even = planner.speed_for(1.0, sum(contexts) / 16)
-    bandwidth = modelled(model, 1.0) and links.Bandwidth(even / f)
-    speed = links.Link("load", Clock(model.device), bandwidth).speed()
+    bandwidth = modelled(model, 1.0) and modelled_link.Bandwidth(even / f)
+    speed = modelled_link.connect("load", Clock(model.device), bandwidth).speed()
     planner = planner._replace(costs=planner.costs._replace(speed=speed))
     for policy in ("act-only", "hybrid", "hybrid"):  # rebuilding some blocks costs more than their share of all
         planner = hybrid.measure(planner._replace(policy=policy), model, bandwidth, contexts)

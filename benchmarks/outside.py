@@ -35,8 +35,9 @@ from benchmarks.measure import draw, ratio, spread
 from benchmarks.planned import QUESTION, hidden_states, offload, paged, planned
 from benchmarks.tiered import tiers
 from common import store
+from common.estimates import Estimates
 from common.requests import HungUp, Request
-from common.restoring import Cache
+from common.restoring import Restorer
 from shell import backends, lesson, modelled_link
 from shell.reference import reference_model
 
@@ -63,7 +64,7 @@ class Bench:
         """Engines with room for so many tokens on the device, and for `kept` behind it; 06 and 07 too, with a
         `folder` for the files of 07."""
         blocks, behind = -(-device // 16), -(-kept // 16)
-        caches = {"no cache": Cache(), "02": Cache(), "03": offload.HostCache(behind, self.bandwidth),
+        caches = {"no cache": None, "02": None, "03": offload.HostCache(behind, self.bandwidth),
                   "04": hidden_states.HiddenCache(behind, self.bandwidth),
                   "05": planned.PlannedCache(3 * behind, self.bandwidth)}  # fmt: skip
         if folder is not None:
@@ -73,7 +74,8 @@ class Bench:
             caches["06"] = both_ends.BidirectionalCache(
                 store.StoredChunks(both_ends.ModelledStorage(size, self.bandwidth or 1e10)))
             caches["07"] = tiers.TieredCache(behind // 2, self.bandwidth, files)
-        return {name: paged.Engine(paged.Runner(self.model, blocks), cache) for name, cache in caches.items()}
+        return {name: paged.Engine(paged.Runner(self.model, blocks), cache and Restorer(cache, Estimates()))
+                for name, cache in caches.items()}
 
     def request(self, system: str, prompt: list[int], new: int) -> Request:
         """Where there is no cache, nothing is shared."""
@@ -103,8 +105,8 @@ def serving(engine):
     server = Server(engine, None, {})
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    until = time.monotonic() + 1.0
-    while engine.estimates.doubtful and time.monotonic() < until:
+    until, estimates = time.monotonic() + 1.0, getattr(engine.behind, "estimates", None)
+    while estimates and estimates.doubtful and time.monotonic() < until:
         time.sleep(0.05)
     try:
         yield server

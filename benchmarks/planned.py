@@ -19,6 +19,8 @@ from pathlib import Path
 
 from benchmarks import measure, tables
 from benchmarks.measure import AS_IT_IS, draw, modelled, ratio, spread
+from common.estimates import Estimates
+from common.restoring import Restorer
 from shell import lesson, modelled_link
 
 CHAPTERS = "02_paged_kv", "03_cpu_offload", "04_hidden_state_cache", "05_bubble_free"
@@ -38,7 +40,7 @@ def links_of(model) -> dict[str, float]:
 @contextmanager
 def engines_of(model, caches: dict, tokens: int):
     """An engine for each Cache. Of a history of so many tokens two fit: one may still be leaving."""
-    engines = {name: paged.Engine(paged.Runner(model, tokens // 8 + 32), cache, always_restore=True)
+    engines = {name: paged.Engine(paged.Runner(model, tokens // 8 + 32), Restorer(cache, Estimates(always=True)))
                for name, cache in caches.items()}
     yield engines
     for engine in engines.values():
@@ -47,7 +49,7 @@ def engines_of(model, caches: dict, tokens: int):
 
 def keep(engine, history: list[int]) -> float:
     """Compute a history, and keep all of it however slow the link is -> TTFT in ms."""
-    engine.cache.save_link.bandwidth, engine.cache.soon = offload.links.Bandwidth(1e15), lambda blocks: True
+    engine.behind.cache.save_link.bandwidth, engine.behind.cache.soon = modelled_link.Bandwidth(1e15), lambda blocks: True
     return lesson.ask(engine, history).outcome.ttft_ms
 
 
@@ -90,7 +92,7 @@ def planned_engine(model, tokens: int, share: float):
     as it measures that itself: within 10 %, or after five tries as it is -> its engine, and the costs."""
     for left in reversed(range(5)):
         cache = planned.PlannedCache(tokens // 8 + 64, modelled(model, even_speed(model, tokens) / share))
-        engine = paged.Engine(paged.Runner(model, tokens // 8 + 32), cache, always_restore=True)
+        engine = paged.Engine(paged.Runner(model, tokens // 8 + 32), Restorer(cache, Estimates(always=True)))
         costs = cache.costs(0, tokens)
         if not left or not cache.load_link.modelled or 0.9 < costs.load_states / costs.project / share < 1.1:
             return engine, costs
@@ -108,7 +110,7 @@ def behind_histories(model, arguments):
 
 def one_link(model, tokens: int, share: float, rounds: int, rng) -> dict:
     ours, costs = planned_engine(model, tokens, share)
-    plan, speed = ours.cache.store.letters, ours.cache.bandwidth
+    plan, speed = ours.behind.cache.store.letters, ours.behind.cache.bandwidth
     caches = {"03": offload.HostCache(tokens // 8, speed), "04": hidden_states.HiddenCache(tokens // 8 + 64, speed)}
     with engines_of(model, caches, tokens) as engines:
         engines["05"] = ours

@@ -22,9 +22,9 @@ import torch
 
 from benchmarks import measure, tables
 from benchmarks.measure import draw, modelled, spread
-from common.link import Bandwidth
 from shell import checkpoint, lesson
 from shell import ranks as processes
+from shell.modelled_link import Bandwidth
 
 ranked = importlib.import_module("09_tensor_parallel")
 HISTORY, QUESTION, SECONDS = 1024, 16, 0.5  # tokens, tokens; what one rank's link takes for all K and V

@@ -26,9 +26,10 @@ from functools import partial
 
 from benchmarks import measure, tables
 from benchmarks.measure import draw, ratio, spread, ttft
-from common import link as links
 from common import store
+from common.estimates import Estimates
 from common.requests import Request
+from common.restoring import Restorer
 from shell import backends, lesson, modelled_link
 
 paged, tiers = importlib.import_module("02_paged_kv"), importlib.import_module("07_tiered_storage")
@@ -47,7 +48,7 @@ class Bench(ExitStack):
 
     def engine(self, on_device: int, cache=None):
         """Chapter 02's, with room for so many tokens."""
-        engine = paged.Engine(paged.Runner(self.model, -(-on_device // self.size), self.size), cache)
+        engine = paged.Engine(paged.Runner(self.model, -(-on_device // self.size), self.size), cache and Restorer(cache, Estimates()))
         self.callback(engine.close)
         return engine
 
@@ -100,8 +101,8 @@ def mix(model, arguments):
         for document in documents:  # it has left them in the files
             lesson.ask(known, document + bench.draw(1), 1)
         lesson.settle(known)
-        known.cache.storage.close()
-        known.cache.storage = None  # it asks for no more
+        known.behind.cache.storage.close()
+        known.behind.cache.storage = None  # it asks for no more
         none = bench.engine(TALKS * longest // 3)
         ours = bench.engine(TALKS * longest // 3, bench.cache(TALKS * longest // 2))
         lesson.ask(ours, bench.draw(512), 1)  # how fast is prefill?
@@ -125,7 +126,7 @@ def mix(model, arguments):
 def mixed(engine, taken: dict, at_once: int, model) -> dict:
     """One round: TTFT, throughput and bound."""
     measure.check_alike(model, {name: [request.new for request in requests] for name, (requests, _) in taken.items()})
-    cache, (requests, seconds), (direct, at_best) = engine.cache, taken["ours"], taken["known"]
+    cache, (requests, seconds), (direct, at_best) = engine.behind.cache, taken["ours"], taken["known"]
     means = {name: statistics.mean(ttft(each)) for name, (each, _) in taken.items()}
     block, found = cache.host.block_bytes / cache.pool.block_size, [request.found for request in requests]
     read = [1e3 * block * where.get("storage", 0) / cache.storage.speed() for where in found]  # ms
@@ -147,7 +148,7 @@ def mixed(engine, taken: dict, at_once: int, model) -> dict:
 def policies(model, arguments, tokens: int = 512):
     with Bench(model) as bench:
         engine = bench.engine(2 * tokens, bench.cache(2 * tokens, prefetch="both_ends"))
-        cache, storage = engine.cache, engine.cache.storage
+        cache, storage = engine.behind.cache, engine.behind.cache.storage
         history = bench.draw(tokens)
         lesson.ask(engine, history + bench.draw(1), 1)
         size = tokens // bench.size * cache.host.block_bytes
@@ -163,9 +164,9 @@ def policies(model, arguments, tokens: int = 512):
             alone = once("computed", bench.draw(QUESTION)).outcome.ttft_ms
         for r, always in itertools.product((1.0, 2.0), (True, False)):
             alone = statistics.median(once("computed", bench.draw(QUESTION)).outcome.ttft_ms for _ in range(3))
-            storage.bandwidth = links.Bandwidth(size / (1e-3 * r * alone))
+            storage.bandwidth = modelled_link.Bandwidth(size / (1e-3 * r * alone))
             cache.prefetcher.timeout = 1e-3 * alone / 3, 0.0  # a third of what computing takes
-            engine.estimates.always = always
+            engine.behind.estimates.always = always
             cache.measure_storage()
             for row in measure.again_if_behind(partial(policy_cell, bench, once), arguments.rounds or 5):
                 yield dict(r=r, guard=not always, **row)
@@ -194,7 +195,7 @@ def admission(model, arguments, histories=(512, 1024, 1900)):
     longest = max(histories) + QUESTION + 16
     with Bench(model) as bench:
         engine = bench.engine(2 * longest, bench.cache(2 * longest))
-        slower = [SLOWER] if engine.cache.load_link.modelled else []
+        slower = [SLOWER] if engine.behind.cache.load_link.modelled else []
         ways = "computed", "host", *slower, *(f"storage, {speed}" for speed in SPEEDS)
         for tokens in histories:
             history = bench.draw(tokens)
@@ -211,23 +212,23 @@ def admission(model, arguments, histories=(512, 1024, 1900)):
 
 def ask_from(bench, engine, way: str, history: list[int], speeds: dict, question: list[int]) -> Request:
     """Ask when only that tier has the history, or none."""
-    storage, link = engine.cache.storage, engine.cache.load_link
+    storage, link = engine.behind.cache.storage, engine.behind.cache.load_link
     bandwidth = link.bandwidth
     lesson.settle(engine)
     engine.evict("device")
     if not way.startswith("host"):
         forget(engine)
     if way == "computed":
-        engine.cache.storage = None
+        engine.behind.cache.storage = None
     elif way == SLOWER:
-        link.bandwidth = links.Bandwidth(bandwidth.value / 50)
+        link.bandwidth = modelled_link.Bandwidth(bandwidth.value / 50)
         link.forget()
     elif way != "host":
-        storage.bandwidth = links.Bandwidth(speeds[way.removeprefix("storage, ")])
+        storage.bandwidth = modelled_link.Bandwidth(speeds[way.removeprefix("storage, ")])
         storage.reader.forget()
         storage.measured.note(storage.bandwidth.value, 1.0)
     request = lesson.ask(engine, history + question, 1)
-    engine.cache.storage, storage.bandwidth, link.bandwidth = storage, None, bandwidth
+    engine.behind.cache.storage, storage.bandwidth, link.bandwidth = storage, None, bandwidth
     if way == SLOWER:
         link.forget()
     if way == "computed":  # what others are about to find there
@@ -243,12 +244,12 @@ def layouts(model, arguments, tokens: int = 1024):
     for size, layout in itertools.product((1, 16, 64), tiers.LAYOUTS):
         with Bench(model, size) as bench:
             engine = bench.engine(2 * tokens, bench.cache(2 * tokens, prefetch="wait_complete", layout=layout))
-            history, engine.estimates.always, engine.cache.load_link.bandwidth = bench.draw(tokens), True, link
+            history, engine.behind.estimates.always, engine.behind.cache.load_link.bandwidth = bench.draw(tokens), True, link
             lesson.ask(engine, history + bench.draw(1), 1)
             ways = *(f"storage, {speed}" for speed in speeds), "host"
             asks = {way: partial(ask_from, bench, engine, way, history, speeds) for way in ways}
             taken = measure.same_question_in_turn(asks, arguments.rounds or 3, partial(bench.draw, QUESTION))
-            engine.cache.hold = partial(note, moved := {}, engine.cache.hold)
+            engine.behind.cache.hold = partial(note, moved := {}, engine.behind.cache.hold)
             asks["storage, 10 GB/s"](bench.draw(QUESTION))
             times = {way: spread(ttft(requests)) for way, requests in taken.items()}
             yield dict(layout=layout, page_tokens=size, moved=moved, ttft_ms=times)
@@ -269,7 +270,7 @@ def writes(model, arguments):
             order = random.Random(1).choices(range(12), [1 / (rank + 1) for rank in range(12)], k=60)
             engine = bench.engine(1400, bench.cache(1400, threshold=2 * bench.size, write=policy))
             requests, _ = go_on(engine, documents, [(number, bench.draw(24)) for number in order])
-            cache, counts = engine.cache, engine.cache.counts
+            cache, counts = engine.behind.cache, engine.behind.cache.counts
             pages = list(cache.tree.pages.values())
             yield dict(
                 policy=policy, **tiers.shares(requests), ttft_ms=spread(ttft(requests)), saved_bytes=counts["bytes_out"],

@@ -27,9 +27,9 @@ from benchmarks import measure, tables
 from benchmarks import planned as behind
 from benchmarks.measure import draw, ratio, spread
 from benchmarks.planned import hidden_states, links_of, offload, paged, planned
+from common.cache import Cache
 from common.places import runs as runs_of
 from common.requests import Request
-from common.restoring import Cache
 from shell import cli, lesson, modelled_link
 
 HiddenCache, PlannedCache = hidden_states.HiddenCache, planned.PlannedCache
@@ -215,9 +215,9 @@ def divisions(model, arguments):
     rng, layers = random.Random(0), len(model.layers)
     for tokens, (words, share) in product([tokens // 16 * 16 for tokens in arguments.histories], links_of(model).items()):
         ours, costs = behind.planned_engine(model, tokens, share)
-        blocks, speed = ours.cache.blocks, ours.cache.bandwidth
+        blocks, speed = ours.behind.cache.blocks, ours.behind.cache.bandwidth
         others = {"closed form": planned.closed_form(layers, costs), "naive": naive_plan(layers, costs)}
-        plans = {"05": ours.cache.store.letters, **others, "04": "R" + "H" * (layers - 1), "03": "K" * layers}
+        plans = {"05": ours.behind.cache.store.letters, **others, "04": "R" + "H" * (layers - 1), "03": "K" * layers}
         splits = {name: token_wise(costs, layers, tokens, step)
                   for name, step in {"tokens": 1, "tokens, rounded": TILE}.items()}
         caches = {name: PlannedCache(blocks, speed, plan=letters) for name, letters in others.items()}

@@ -14,28 +14,11 @@ The contract of that memory: the next pass, or capture, overwrites q, k, v and t
 keep one or send it to the host, copy it on the compute stream (chapter 04). A pass within a pass, such as
 chapter 05's recomputing, may begin before the first layer only, whose input is not in that memory yet."""
 import sys
+from functools import partial
 
 import torch
 
 SIZES = 1, 2, 4, 8, 16, 32, 64, 128, 256, 512   # rows; the kernels of more take longer than their launches
-
-
-class Piece:
-    """Called like a `llama.Layer`: attends, and replays all up to the next layer's attention."""
-
-    def __init__(self, pieces: "Pieces", index: int, rows: int, graphs: list):
-        self.pieces, self.index, self.rows, self.graphs = pieces, index, slice(0, rows), graphs
-
-    def __call__(self, hidden, rotation, attend):
-        memory, rows = self.pieces, self.rows
-        if self.index == 0:
-            memory.inputs[0, rows].copy_(hidden)                                 # [T, D]
-            for kept, turn in zip(memory.rotation, rotation):
-                kept[rows].copy_(turn)                                           # [T, 1, hd]
-            self.graphs[0].replay()
-        memory.out[rows].copy_(attend(memory.q[rows], memory.k[rows], memory.v[rows]))   # [T, H, hd]
-        self.graphs[self.index + 1].replay()
-        return memory.inputs[self.index + 1, rows]                               # [T, D]
 
 
 class Pieces:
@@ -51,7 +34,19 @@ class Pieces:
         size = next((size for size in self.sizes if size >= rows), None)
         if size is None or not self.capture(size):
             return self.model.layers
-        return [Piece(self, index, rows, self.graphs[size]) for index in range(len(self.model.layers))]
+        depth, graphs = len(self.model.layers), self.graphs[size]
+        return [partial(self.run, index, slice(0, rows), graphs) for index in range(depth)]
+
+    def run(self, index: int, rows: slice, graphs: list, hidden, rotation, attend):
+        """Called like a `llama.Layer`: attend, and replay all up to the next layer's attention."""
+        if index == 0:
+            self.inputs[0, rows].copy_(hidden)                                   # [T, D]
+            for kept, turn in zip(self.rotation, rotation):
+                kept[rows].copy_(turn)                                           # [T, 1, hd]
+            graphs[0].replay()
+        self.out[rows].copy_(attend(self.q[rows], self.k[rows], self.v[rows]))   # [T, H, hd]
+        graphs[index + 1].replay()
+        return self.inputs[index + 1, rows]                                      # [T, D]
 
     def idle(self, interrupted):
         """Capture the sizes below those that were seen: of requests that decode together, one ends first."""

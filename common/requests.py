@@ -17,6 +17,7 @@ from common import sampling
 from common.timeline import Timeline
 
 ATTEMPTS = 3                       # of a step that raises
+LATER = "later"                    # an answer: ask again in the next step, others may pass meanwhile
 
 # 1. Errors --------------------------------------------------------------------------------------------------
 
@@ -127,6 +128,11 @@ class Request:
     def next(self) -> int:
         """The first token that the next step computes."""
         return self.restoration.next if self.restoration else self.computed
+
+    @property
+    def reach(self) -> int:
+        """The token up to which the next step may compute."""
+        return self.restoration.reach if self.restoration else len(self.tokens)
 
     @property
     def pending(self) -> int:

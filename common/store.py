@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy
 
-from common.link import Bandwidth, Lane, Transfer, count_pieces
-from common.speed import Speed
+from common.lanes import Worker
+from common.link import Speed, Transfer
 
 BACKLOG = 256  # jobs that wait for a storage's writer; further ones are not kept there
 
@@ -96,15 +96,15 @@ class Storage:
     Its answers are believed until a read fails: then that read's missing and damaged keys are doubted until
     they are written again. While it does not answer (`silent`) nobody waits for it."""
 
-    def __init__(self, backend, name: str = "storage", bandwidth: Bandwidth | None = None):
-        """`bandwidth`: model reading that is slower than it is."""
+    def __init__(self, backend, name: str = "storage", bandwidth=None):
+        """`bandwidth`: model reading that is slower than it is (shell/modelled_link.py)."""
         self.backend, self.name, self.bandwidth, self.errors = backend, name, bandwidth, 0
         self.doubted: set[bytes] = set()  # keys whose last read failed: not read again until they are written
         self.failing: set[str] = set()  # verbs that raised the last time
 
     def open(self, wake):
-        self.reader, self.writer = Lane("storage", wake), Lane("save", wake, background=True)
-        self.asker = Lane("ask", wake)  # an answer stands behind no long reads
+        self.reader, self.writer = Worker("storage", wake), Worker("save", wake, background=True)
+        self.asker = Worker("ask", wake)  # an answer stands behind no long reads
 
     def exists(self, keys: list[bytes]) -> Transfer:
         """Use values -> a Transfer whose value says of each key whether it is there, and can be read."""
@@ -122,13 +122,13 @@ class Storage:
 
     def get(self, keys: list[bytes], into: list[numpy.ndarray], label: str = "") -> Transfer:
         """Read values. What is written to `into` is right, or the Transfer has failed."""
-        size, job = sum(place.nbytes for place in into), (self.noting, self.read, keys, into)
-        return self.reader.submit(label, size, *job, pieces=pieces(into), bandwidth=self.bandwidth)
+        size, model = sum(place.nbytes for place in into), self.bandwidth and self.bandwidth.of(into)
+        return self.reader.submit(label, size, self.noting, self.read, keys, into, model=model)
 
     def set(self, keys: list[bytes], values: list[numpy.ndarray]) -> Transfer:
         """Write the values that are not there -> a Transfer whose value is how many. Others are doubted."""
         size = sum(value.nbytes for value in values)
-        return self.writer.submit("write", size, self.noting, self.write, keys, values, pieces=pieces(values))
+        return self.writer.submit("write", size, self.noting, self.write, keys, values)
 
     @property
     def silent(self) -> bool:
@@ -226,11 +226,6 @@ class Storage:
 
 class Damaged(Exception):
     """Storage has answered, and a value is missing or not what was written."""
-
-
-def pieces(values: list[numpy.ndarray]) -> int:
-    """-> in how many pieces of memory values lie; each is one in storage."""
-    return sum(count_pieces(value.shape, value.strides, run=value.itemsize) for value in values)
 
 
 def checksum(key: bytes, contents) -> bytes:

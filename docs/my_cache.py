@@ -7,7 +7,8 @@ import importlib
 from functools import partial
 
 from common import link as links
-from common.restoring import Cache, Match
+from common.cache import Cache, Match
+from shell import modelled_link
 
 paged = importlib.import_module("02_paged_kv")
 
@@ -20,8 +21,8 @@ class MyCache(Cache):
     def attach(self, engine):
         super().attach(engine)
         memory, wake = self.pool.memory, engine.wake.set  # [L, 2, blocks, block_size, KVH, hd]
-        self.load_link = links.Link("load", engine.clock, self.bandwidth, wake)
-        self.save_link = links.Link("save", engine.clock, self.bandwidth, wake)
+        self.load_link = modelled_link.connect("load", engine.clock, self.bandwidth, wake)
+        self.save_link = modelled_link.connect("save", engine.clock, self.bandwidth, wake)
         shape = *memory.shape[:2], self.blocks, *memory.shape[3:]
         host = links.host_memory(shape, memory.dtype, memory.device, "My cache")
         self.host = paged.BlockPool(self.blocks, self.pool.block_size, host)
@@ -29,14 +30,11 @@ class MyCache(Cache):
 
     def match(self, request):
         if found := self.host.find(self.missing(request)):
-            size = self.pool.block_size
-            end = (request.computed // size + len(found)) * size
             seconds = self.load_link.seconds(len(found) * self.host.block_bytes)
-            return Match(end - request.computed, seconds, found)
+            return Match(self.tokens_in(request, found), seconds, found)
 
     def restore(self, request, restoration, match):
-        size, transfers = self.pool.block_size, []
-        table = request.table[restoration.start // size : restoration.end // size]
+        table, transfers = self.blocks_of(request, restoration.start, len(match.blocks)), []
         blocks = links.Places(table, match.blocks)
         for layer, sides in enumerate(zip(self.pool.memory, self.host.memory)):
             device, host = (side.transpose(0, 1) for side in sides)  # [blocks, 2, block_size, KVH, hd] each

@@ -1,7 +1,7 @@
 """Plug `Storage` into vLLM, as a KV connector: full blocks of K and V go to files, to Redis or to a class of
 your own, and come back after a loss, after a restart, and in another process (docs/production.md: how).
 
-The verbs of `Cache` (common/restoring.py), beside those that vLLM asks of one object in its scheduler and one
+The verbs of `Cache` (common/cache.py), beside those that vLLM asks of one object in its scheduler and one
 in its worker:
 
     submitted                       on_new_request

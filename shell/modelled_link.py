@@ -1,21 +1,96 @@
-"""The link of a machine without a GPU: `--link`, and how fast it is by default."""
+"""The link of a machine without a GPU: `--link`, and how fast it is by default.
+
+Both memories are ordinary memory, and the link is a model, of one that takes each piece by itself: a thread
+copies at once, and then sleeps until bandwidth and pieces say that the copy has arrived, so what is computed
+meanwhile really overlaps. Everything printed about it says `modelled link`."""
+import math
 import time
+from functools import partial
 
 import torch
 
-from common.link import LATENCY, PIECE, Bandwidth
-from common.speed import ROWS, fastest_layer
+from common.estimates import ROWS, fastest_layer
+from common.lanes import Worker
+from common.link import Link, Transfer, as_lists, shown
+from common.places import move
 from shell import cli
 from shell.checkpoint import ModelError
 
 # Seconds to project hidden states of Llama-2-7B on an A100, over seconds to move them: even at 24 GB/s
 # (HCache, EuroSys '25, section 6.1), and the link has 32
 A100 = 32 / 24
+LATENCY = 10e-6     # seconds, of a transfer
+PIECE = 1e-6        # of each of its pieces; batched, 4 to 8 KiB take 0.6 to 1.6 us (H100; vLLM, PR 42212)
 
 
 def add_option(parser):
     words = "without a GPU, the modelled link's speed; auto (default): what an A100's would be here"
     parser.add_argument("--link", type=speed, default="auto", metavar="GB/S", help=words)
+
+
+class ModelledLink(Worker):
+    """One direction of a link, with the verbs of `Link`."""
+
+    measured_from, modelled, latency = Link.measured_from, True, LATENCY
+    backend = None              # there is one way to copy
+    probe = Link.probe
+
+    def __init__(self, name: str, clock, bandwidth, wake=lambda: None, background=False):
+        """`bandwidth` in bytes/s, or a Bandwidth."""
+        super().__init__(name, wake, background)
+        self.clock = clock
+        self.bandwidth = Bandwidth(bandwidth) if isinstance(bandwidth, (int, float)) else bandwidth
+
+    def copy(self, dst, src, label: str, places=None) -> Transfer:
+        dst, src = as_lists(dst, src)
+        sides, runs = zip(written := shown(dst, places), src), len(places.runs) if places else 1
+        pieces = sum(count_pieces(to.shape, to.stride(), at.stride(), runs) for to, at in sides)
+        size = sum(to.nbytes for to in written)
+        model = partial(self.bandwidth.arrival, size=size, pieces=pieces)
+        return self.submit(label, size, move, dst, src, places, model=model)
+
+    def landing(self, shape, dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def speed(self) -> float:
+        self.settle()
+        return self.measured.value if self.measured.passes else self.bandwidth.value
+
+    def measure(self, interrupt=lambda: None) -> float:
+        self.forget()
+        return self.bandwidth.measure(interrupt)
+
+    def __str__(self):
+        return str(self.bandwidth)
+
+
+class Bandwidth:
+    """The speed of a modelled link, in bytes/s: as given."""
+
+    def __init__(self, value: float):
+        self.value = float(value)
+
+    def arrival(self, start: float, size: int, pieces: int = 0) -> float:
+        """Return when so many bytes and pieces have arrived that were on their way from `start` on."""
+        return start + LATENCY + pieces * PIECE + size / self.value
+
+    def of(self, values):
+        """-> a lane's model of reading so many arrays. Each is one piece in storage."""
+        pieces = sum(count_pieces(value.shape, value.strides, run=value.itemsize) for value in values)
+        return partial(self.arrival, size=sum(value.nbytes for value in values), pieces=pieces)
+
+    def measure(self, interrupt=lambda: None) -> float:
+        return self.value
+
+    def __str__(self):
+        return f"modelled link, {self.value / 1e9:.3g} GB/s"
+
+
+def connect(name: str, clock, bandwidth=None, wake=lambda: None, background=False) -> Link | ModelledLink:
+    """-> one direction of the link: the GPU's; where there is none, one of so many bytes/s."""
+    if clock.device.type == "cuda":
+        return Link(name, clock)
+    return ModelledLink(name, clock, bandwidth, wake, background)
 
 
 def bandwidth(model, asked: Bandwidth | None = None) -> Bandwidth | None:
@@ -104,3 +179,16 @@ class Trace(Bandwidth):
     def __str__(self):
         values = ":".join(f"{value / 1e9:.3g}" for value in self.values)
         return f"modelled link, {values} GB/s, {self.seconds:.3g} s each"
+
+
+def count_pieces(shape: tuple, to: tuple, at: tuple = (), runs: int = 1, run: int = 1) -> int:
+    """-> runs of bytes that are adjacent on both sides of a copy. `to`, `at`: strides of the sides; without
+    `at` that side is one piece. `runs`: of adjacent blocks, along axis 0. `run`: the stride of a number."""
+    at, count = at or [run * math.prod(shape[axis + 1 :]) for axis in range(len(shape))], 1
+    for step, other, axis in sorted(zip(to, at, range(len(shape)))):    # from the innermost axis out
+        if shape[axis] > 1 and step == other == run:    # both sides go on where the run ends
+            apart = runs if axis == 0 else 1
+            count, run = count * apart, run * shape[axis] if apart == 1 else 0
+        else:
+            count *= shape[axis]
+    return count

@@ -4,16 +4,16 @@ from contextlib import suppress
 
 import numpy
 
-from common import link as links
 from common.store import Storage
+from shell.modelled_link import Bandwidth
 
 
 class ModelledStorage(Storage):
     """At most `limit` bytes of values of one size, in ordinary memory. Reading takes as long as `bandwidth`
     says, and no processor."""
 
-    def __init__(self, limit: float, bandwidth: links.Bandwidth | float):
-        bandwidth = links.Bandwidth(bandwidth) if isinstance(bandwidth, (int, float)) else bandwidth
+    def __init__(self, limit: float, bandwidth: Bandwidth | float):
+        bandwidth = Bandwidth(bandwidth) if isinstance(bandwidth, (int, float)) else bandwidth
         super().__init__(None, bandwidth=bandwidth)
         self.limit, self.index = limit, OrderedDict()  # key -> value, least recently used first
 

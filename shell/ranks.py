@@ -93,7 +93,7 @@ class Everywhere:
     generate = Line.generate
 
     def __init__(self, engine, tokenizer=None):
-        self.engine, self.cache, self.tokenizer = engine, engine.cache, tokenizer
+        self.engine, self.cache, self.tokenizer = engine, engine.behind.cache, tokenizer
         self.ranks, self.closed, self.stepping = self.cache.ranks, False, False
         self.cache.command = self.do
         self.known = WeakValueDictionary()          # id() on rank 0 -> Request

@@ -16,7 +16,7 @@ from support import engines, streams
 from support.engines import BANDWIDTH, ask, check_pools, draw, evict, make, plain_model, settle, tiny_model
 
 from benchmarks import both_ends, outside, ranks, variants
-from common import restoring, speed
+from common import estimates, restoring
 from common.link import Link
 from common.timeline import Clock
 from shell import checkpoint
@@ -106,10 +106,10 @@ def bench(monkeypatch):
     for name, value in SHORT.items():
         monkeypatch.setattr(outside, name, value)
     monkeypatch.setattr(outside, "draw", lambda rng, model, tokens: draw(rng, tokens))
-    monkeypatch.setattr(restoring, "WORTH", math.inf)
+    monkeypatch.setattr(estimates, "WORTH", math.inf)
     monkeypatch.setattr(restoring, "GRACE", 60.0)
     at_rest = property(lambda estimates: False, lambda *_: None)  # no second of measuring before each window
-    monkeypatch.setattr(restoring.Estimates, "doubtful", at_rest, raising=False)
+    monkeypatch.setattr(estimates.Estimates, "doubtful", at_rest, raising=False)
     return outside.Bench(tiny_model(kv_heads=4), as_transformers(plain_model(kv_heads=4)))
 
 
@@ -174,7 +174,7 @@ def test_a_rank_has_a_link_of_the_speed_that_its_rows_say(monkeypatch):
 def test_every_part_of_the_report_of_a_gpu_runs_on_the_emulated_one(monkeypatch, tmp_path):
     """One way fails; 07 has two ways of copying."""
     eager, file, tiered, forward = set(), tmp_path / "gpu-emulated.json", engines.tiers.TieredCache, engines.paged.Runner.forward
-    for owner, name, value in ((speed, "SPREAD", 0.0), *((gpu_report, *pair) for pair in dict(OTHERS=2, BATCH=4, NEW=2).items())):
+    for owner, name, value in ((estimates, "SPREAD", 0.0), *((gpu_report, *pair) for pair in dict(OTHERS=2, BATCH=4, NEW=2).items())):
         monkeypatch.setattr(owner, name, value)
     monkeypatch.setattr(engines.tiers, "TieredCache", lambda blocks, io_backend=None: tiered(blocks if io_backend == "kernel" else "x"))
     monkeypatch.setattr(engines.paged.Runner, "forward", lambda own, *given: eager.add(own.pieces is None) or forward(own, *given))

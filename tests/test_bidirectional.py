@@ -12,9 +12,10 @@ from support import engines
 from support.engines import Oracle, ask, both_ends, check_pools, draw, evict, make, settle
 
 from common import store
-from common.link import LATENCY, PIECE, Bandwidth, Transfer, TransferError
+from common.link import Transfer, TransferError
 from common.requests import HungUp, Request
 from common.store import StoredChunks
+from shell.modelled_link import LATENCY, PIECE, Bandwidth
 
 ORACLE, CHUNK = Oracle(), both_ends.CHUNK
 PROMPT = draw(random.Random(0), 400)  # 6 chunks, 384 tokens, and 16 more
@@ -202,9 +203,9 @@ def test_what_a_late_read_writes_is_read_by_nobody():
 
 def slow_prefill(engine, storage, ratio: float):
     """Loading a history takes `ratio` times as long as computing it is estimated to."""
-    engine.estimates.computing.forget()
-    engine.estimates.computing.note(1.0, 1.0)
-    storage.bandwidth = Bandwidth(6 * BYTES / engine.estimates.seconds_to_compute(0, 384) / ratio)
+    engine.behind.estimates.computing.forget()
+    engine.behind.estimates.computing.note(1.0, 1.0)
+    storage.bandwidth = Bandwidth(6 * BYTES / engine.behind.estimates.seconds_to_compute(0, 384) / ratio)
 
 
 @pytest.mark.parametrize("ratio", [0.01, 0.5, 1.0, 3.0, 100.0])
@@ -228,24 +229,24 @@ def test_an_estimate_is_that_of_both_ends_and_no_longer_than_computing():
     alone = None
     for ratio in (0.1, 1.0, 10.0, 1e9):
         slow_prefill(engine, storage, ratio)
-        match, alone = cache.match(Request(PROMPT + [7], 1)), engine.estimates.seconds_to_compute(0, 384)
+        match, alone = cache.match(Request(PROMPT + [7], 1)), engine.behind.estimates.seconds_to_compute(0, 384)
         assert match.tokens == 384
         assert match.seconds == pytest.approx(alone * ratio / (1 + ratio)) and match.seconds <= alone
     del storage.index[keys_of(cache)[0]]  # the first chunk has to be computed, whatever storage does
     slow_prefill(engine, storage, 1e-9)
     match = cache.match(Request(PROMPT + [7], 1))
-    assert match.tokens == 384 and match.seconds == engine.estimates.seconds_to_compute(0, 64)
+    assert match.tokens == 384 and match.seconds == engine.behind.estimates.seconds_to_compute(0, 64)
 
 
 def test_what_is_computed_with_a_share_of_each_step_is_priced_at_that_share():
     engine, cache, storage = engine_for(share=0.1)
     slow_prefill(engine, storage, 8.0)  # loading takes eight times as long as computing
-    engine.estimates.always = False
+    engine.behind.estimates.always = False
     request = Request(PROMPT + [7], 1)
-    assert not engine.estimates.worth(request, cache.match(request)), "alone it takes all of each step"
+    assert not engine.behind.decide(request, cache.match(request)), "alone it takes all of each step"
     engine.running.append(Request([0], 1))
-    match, alone = cache.match(request), engine.estimates.seconds_to_compute(0, 384)
-    assert match.seconds == pytest.approx(alone * 8 * 10 / (8 + 10)) and engine.estimates.worth(request, match)
+    match, alone = cache.match(request), engine.behind.estimates.seconds_to_compute(0, 384)
+    assert match.seconds == pytest.approx(alone * 8 * 10 / (8 + 10)) and engine.behind.decide(request, match)
     cache.share = 0.0  # it only loads
     assert cache.match(request).seconds == pytest.approx(8 * alone)
     cache.share, cache.leftover = 0.1, True
@@ -310,7 +311,7 @@ def test_a_share_of_nothing_only_loads_unless_storage_is_late():
 def found(engine, tokens, wait=True, **options) -> int:
     if wait:
         settle(engine)
-    match = engine.cache.match(Request(list(tokens), 1, options=options))
+    match = engine.behind.cache.match(Request(list(tokens), 1, options=options))
     return match.tokens if match else 0
 
 
@@ -435,7 +436,7 @@ def test_8_bit_chunks_are_smaller_close_to_what_was_computed_and_not_found_by_th
 # 5. Modelled speeds ----------------------------------------------------------------------------
 
 def test_a_trace_changes_its_speed_in_the_middle_of_a_read():
-    trace = both_ends.Trace([100.0, 10.0], 1.0)
+    trace = both_ends.modelled_link.Trace([100.0, 10.0], 1.0)
     trace.began = 0.0
     cases = (0, 50, 0.5), (0, 105, 1.5), (0, 150, 2.4), (1.5, 5, 2.0), (0.9, 10 + 10 + 7, 2.07)
     for start, size, arrival in cases:
@@ -470,11 +471,11 @@ def test_reads_are_charged_back_to_back_and_those_that_were_called_off_neither_c
 
 @pytest.mark.parametrize("words, values", [("0.1", [1e8]), ("0.1:2:0.5@0.3", [1e8, 2e9, 5e8])])
 def test_speeds_are_read_from_the_command_line(words, values):
-    asked = both_ends.speed(words)
+    asked = both_ends.modelled_link.speed(words)
     assert getattr(asked, "values", [asked.value]) == values and getattr(asked, "seconds", 0.3) == 0.3
 
 
 @pytest.mark.parametrize("words", ["", "x", "0", "-1", "0.1:", ":0.1", "0.1:1@", "0.1:1@0", "nan", "inf"])
 def test_other_speeds_are_refused(words):
     with pytest.raises(Exception, match="is not a number"):
-        both_ends.speed(words)
+        both_ends.modelled_link.speed(words)

@@ -1,4 +1,4 @@
-"""What every Cache owes the engine (common/restoring.py): equal tokens, whatever fails, nothing left behind.
+"""What every Cache owes the engine (common/cache.py): equal tokens, whatever fails, nothing left behind.
 
     pytest tests/test_cache_contract.py                                # those of the chapters
     pytest tests/test_cache_contract.py --cache my_cache:MyCache       # your own: MyCache(blocks, bytes/s)
@@ -62,7 +62,7 @@ def blocks_in(pool, pieces: list[torch.Tensor]) -> set[int]:
 
 def test_what_a_copy_uses_is_referenced_and_found_only_when_it_is_there(cache):
     engine, rng, looked_at = make(cache, 40), random.Random(13), 0
-    documents, memory, before_layer = [draw(rng, 100) for _ in range(2)], engine.pool.memory, engine.before_layer
+    documents, memory, before_layer = [draw(rng, 100) for _ in range(2)], engine.pool.memory, engine.behind.before_layer
 
     def watched(index, hidden, batch):
         before_layer(index, hidden, batch)
@@ -73,7 +73,7 @@ def test_what_a_copy_uses_is_referenced_and_found_only_when_it_is_there(cache):
             if tables & blocks_in(engine.pool, layer) and not transfer.ready:
                 early.append(transfer)  # the engine would take an exception for a step that failed
 
-    engine.before_layer, early = watched, []
+    engine.behind.before_layer, early = watched, []
     with faulty(rng, late=1.0, delay=0.1) as copies:
         for number in range(10):
             if number % 2:
@@ -228,8 +228,9 @@ def test_an_idle_engine_that_measures_evicts_nothing(cache):
         ask(engine, draw(rng, 100), 2)
     settle(engine)
     kept = {name: dict(pool.block_of) for name, pool in engine.pools.items()}
-    engine.estimates.doubtful, engine.estimates.due = True, 0.0
-    engine.estimates.idle()
+    if cache != "none":
+        engine.behind.estimates.doubtful = True
+    engine.behind.idle()
     settle(engine)
     assert {name: pool.block_of for name, pool in engine.pools.items()} == kept, "measuring evicts nothing"
     assert engine.pool.free.count(1) < 8, "the test is to leave no room to measure in"

@@ -14,6 +14,7 @@ import torch.nn.attention.bias
 from common.link import Link, Places, TransferError
 from common.pieces import Pieces
 from common.requests import HungUp, Interrupted, Request
+from common.restoring import Restorer
 from common.timeline import Clock
 from shell import modelled_link
 from shell.ranks import Ranks
@@ -79,12 +80,12 @@ def make(cache: str, blocks: int = 40, size: int = 16, **options):
 
 def test_the_link_is_real_and_its_host_side_is_pinned(gpu):
     engine = make("host")
-    assert not engine.cache.load_link.modelled and engine.cache.host.memory.is_pinned()
+    assert not engine.behind.cache.load_link.modelled and engine.behind.cache.host.memory.is_pinned()
     assert modelled_link.bandwidth(engine.model) is None
     with pytest.raises(ValueError, match="leave it out"):
         modelled_link.bandwidth(engine.model, 1.0)
-    assert engine.cache.load_link.measure() > 1e8
-    assert str(engine.cache.load_link).startswith("link, ")
+    assert engine.behind.cache.load_link.measure() > 1e8
+    assert str(engine.behind.cache.load_link).startswith("link, ")
 
 
 def test_a_copy_begins_behind_what_is_queued_is_ordered_before_what_follows_and_has_its_error(gpu):
@@ -225,8 +226,8 @@ def test_two_engines_take_turns_and_a_pass_ends_between_two_pieces(gpu, oracle, 
             raise Interrupted
         return wait(restorer, index, *given)
 
-    monkeypatch.setattr(engines.paged.Engine, "before_layer",
-                        functools.partialmethod(functools.partial(interrupted, engines.paged.Engine.before_layer)))
+    monkeypatch.setattr(Restorer, "before_layer",
+                        functools.partialmethod(functools.partial(interrupted, Restorer.before_layer)))
     asked = [Request(draw(rng, length), 6) for length in (40, 3, 70, 9)]
     for engine, request in zip(both * 2, asked):
         engine.submit(request)
@@ -300,7 +301,7 @@ def test_nothing_between_the_first_layer_and_the_logits_makes_the_host_wait(gpu,
             seen.extend(gpu.waits[since.pop() :])
         return end(original, *args)
 
-    looped = (engine.runner.weights, "layer") if cache == "hybrid" else (engine, "before_layer")
+    looped = (engine.runner.weights, "layer") if cache == "hybrid" else (engine.behind, "before_layer")
     logits, forward = (engine.model, "logits"), (engine.runner, "forward")
     for (owner, name), function in (looped, first), (logits, note), (forward, end):
         original = getattr(owner, name)
@@ -356,16 +357,16 @@ def test_a_restoration_that_takes_longer_than_estimated_is_learned_from_its_even
     for speed in 1e15, 1.0:
         ask(engine, prompt, 1)
         evict(engine)
-        before = len(engine.estimates.paces)
-        engine.cache.load_link.measured.forget()
-        engine.cache.load_link.measured.note(speed, 1.0)  # bytes a second, believed
-        engine.cache.load_link.latency = 0.0
+        before = len(engine.behind.estimates.paces)
+        engine.behind.cache.load_link.measured.forget()
+        engine.behind.cache.load_link.measured.note(speed, 1.0)  # bytes a second, believed
+        engine.behind.cache.load_link.latency = 0.0
         if cache == "hidden":
-            engine.cache.projecting.note(1e15, 1.0)
+            engine.behind.cache.projecting.note(1e15, 1.0)
         ask(engine, prompt, 1)
         settle(engine)
-        assert len(engine.estimates.paces) == before + 1
-        assert (engine.estimates.paces[-1] > 1.5) == (speed == 1e15)
+        assert len(engine.behind.estimates.paces) == before + 1
+        assert (engine.behind.estimates.paces[-1] > 1.5) == (speed == 1e15)
 
 
 @pytest.mark.skipif(REAL, reason="a real device shows it sometimes")

@@ -1,4 +1,4 @@
-"""The engine's side of the contract in common/restoring.py, with small Caches and Runners made for it."""
+"""The engine's side of the contract in common/cache.py, with small Caches and Runners made for it."""
 
 import dataclasses
 import importlib
@@ -13,10 +13,9 @@ import torch
 from support import engines
 from support.engines import ask, ask_and_evict, check_pools, draw, make, paged, tiny_model
 
-from common import restoring
+from common.cache import Cache, Match, Restoration
 from common.link import Transfer, TransferError
-from common.requests import Request, RequestError, Unavailable
-from common.restoring import LATER, Cache, Match
+from common.requests import LATER, Interrupted, Request, RequestError, Unavailable
 
 ORACLE = engines.Oracle()
 
@@ -41,7 +40,7 @@ class RowCache(Cache):
             if same > request.computed and (best is None or same > best[0]):
                 best = same, rows
         if best:
-            return Match(best[0] - request.computed, self.seconds, [best[1]], "rows")
+            return Match(tokens := best[0] - request.computed, self.seconds, [best[1]], {"rows": tokens})
 
     def transfer(self, label: str) -> Transfer:
         transfer = Transfer("load", label)
@@ -112,16 +111,16 @@ def test_a_model_with_a_short_context_is_not_measured_and_keeps_its_blocks(monke
     short = dataclasses.replace(tiny_model().config, max_position_embeddings=96)
     monkeypatch.setattr(tiny_model(), "config", short)
     engine = make(engines.offload.HostCache(16, 1e9), 16)
-    engine.estimates.measure_computing()
-    assert engine.pool.free.count(1) == 16 and not engine.estimates.computing.passes
+    engine.behind.estimates.measure_computing()
+    assert engine.pool.free.count(1) == 16 and not engine.behind.estimates.computing.passes
 
 
 # 2. A limit that moves -------------------------------------------------------------------------
 
 def test_who_may_not_compute_below_its_limit_waits_until_the_deadline_only():
-    restorer, match = make(RowCache()).restorer, Match(2, 0.0, [])
-    restoration = engines.both_ends.BothEnds(Request([5, 6, 7], 1), match, 4, 0.0, awaited=Transfer("load", "a copy"))
-    restoration.portion = 1
+    restorer, match = make(RowCache()).behind, Match(2, 0.0, [])
+    restoration = Restoration(Request([5, 6, 7], 1), match, 4, 0.0, awaited=Transfer("load", "a copy"), portion=1)
+    restoration.limit = restoration.end
     assert not restorer.arrived(restoration, wait=False), "it computes, and nobody waits"
     restoration.portion = 0
     restoration.awaited.issued += 60  # however long this takes
@@ -275,43 +274,26 @@ def test_what_would_arrive_later_than_computed_is_computed_and_the_result_says_s
     assert again(always, PROMPT).found == {"rows": 205}
 
 
-def test_idle_measures_at_once_and_then_ever_more_rarely_until_two_agree(monkeypatch):
-    estimates, clock = make(RowCache()).estimates, SimpleNamespace(now=0.0)
-    monkeypatch.setattr(restoring, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    estimates.doubtful, estimates.due = True, 0.0
-    given = [[speed, 1.0] for speed in (6.0, 3.0, 3.2, 1.0, 2.0, 1.0, 2.0, 1.0)]
-    estimates.measure, pauses = lambda: given.pop(0), []
-    while given:
-        pauses.append(estimates.idle())
-        assert estimates.idle() == pytest.approx(pauses[-1]), "not before it is due"
-        clock.now += pauses[-1]
-    assert pauses == [1, 2, 4, 8, 16, 32, 32, 32]
-    given.append([1.04, 0.96])
-    assert estimates.idle() is None and estimates.idle() is None, "two agree: nothing is left to measure"
+def test_idle_measures_twice_at_the_start_and_once_for_each_doubt(monkeypatch):
+    engine, measured = make(RowCache()), []
+    estimates = engine.behind.estimates
+    assert not estimates.cold and estimates.doubtful, "measured once, before the first request"
+    estimates.measure_computing = lambda: measured.append(1)
+    assert estimates.idle() is None and len(measured) == 1
+    assert estimates.idle() is None and len(measured) == 1, "no doubt: nothing is left to measure"
     estimates.doubtful = True  # something was declined
-    given += [9.0, 1.0], [9.1, 1.0]
-    assert estimates.idle() == 1
-    clock.now += 1
-    assert estimates.idle() is None
+    assert estimates.idle() is None and len(measured) == 2
 
+    def interrupted():
+        raise Interrupted
 
-MEASURED = [(5.0, 3.0, [5.0, 3.0]), (5.0, None, [5.0, 1.0]), (None, 3.0, [])]
-
-
-@pytest.mark.parametrize("speed, rate, measured", MEASURED)
-def test_loading_and_computing_must_both_agree(speed, rate, measured):
-    engine = make(RowCache())
-    computing = engine.estimates.computing
-    computing.forget()
-    engine.cache.idle = lambda: speed
-    engine.estimates.measure_computing = lambda: rate and computing.note(rate, 1.0)
-    assert engine.estimates.measure() == measured
-    assert list(computing.passes) == ([rate] if measured and rate else [])
+    estimates.doubtful, estimates.measure_computing = True, interrupted
+    assert estimates.idle() == 0.0 and estimates.doubtful, "somebody has come: as soon as he is gone"
 
 
 def test_a_cache_that_raises_at_the_end_of_a_request_keeps_none_of_its_blocks():
     engine, request = make(RowCache()), Request(PROMPT, 4)
-    engine.cache.finished = lambda request: 1 / 0
+    engine.behind.cache.finished = lambda request: 1 / 0
     engine.submit(request)
     engine.step()
     with pytest.raises(ZeroDivisionError):
@@ -323,7 +305,7 @@ def test_a_cache_that_raises_at_the_end_of_a_request_keeps_none_of_its_blocks():
 
 def test_an_engine_without_requests_sleeps_until_somebody_comes():
     engine = make(RowCache())
-    engine.estimates.doubtful = False
+    engine.behind.estimates.doubtful = False
     slept, wait = [], engine.wake.wait
     engine.wake.wait = lambda seconds=None: slept.append(seconds) or wait(seconds)
     request = Request(PROMPT, 1)

@@ -29,10 +29,10 @@ def cache(monkeypatch) -> str:
 @pytest.mark.parametrize("bandwidth, seconds", MEETINGS)
 def test_layers_are_computed_from_the_front_until_they_meet_those_that_load(bandwidth, seconds):
     engine, ordered, (computed, loaded) = make(flow.FlowCache(64, bandwidth)), [], MEETINGS[bandwidth, seconds]
-    engine.estimates.seconds_to_compute = lambda start, end: seconds
+    engine.behind.estimates.seconds_to_compute = lambda start, end: seconds
     ask_and_evict(engine, PROMPT)
-    host, copy = engine.cache.host, engine.cache.load_link.copy
-    engine.cache.load_link.copy = lambda *what: ordered.append(what[2]) or copy(*what)
+    host, copy = engine.behind.cache.host, engine.behind.cache.load_link.copy
+    engine.behind.cache.load_link.copy = lambda *what: ordered.append(what[2]) or copy(*what)
     again = ask(engine, PROMPT + [3], 1)
     labels = [span.label for span in again.timeline.spans if span.lane == "compute" and "layer" in span.label]
     assert labels == [f"layer {layer}" for layer in range(computed)]
@@ -52,11 +52,11 @@ def test_layers_are_computed_from_the_front_until_they_meet_those_that_load(band
 @pytest.mark.parametrize("order, first", [("oldest", 72), ("shortest", 40), ("most saved", 136)])
 def test_link_and_processor_serve_first_whom_the_order_says(order, first):
     engine = make(flow.FlowCache(64, 1e6))
-    engine.estimates.seconds_to_compute = lambda start, end: float(end - start) ** 2  # long ones are the dearest
+    engine.behind.estimates.seconds_to_compute = lambda start, end: float(end - start) ** 2  # long ones are the dearest
     prompts = [draw(random.Random(length), length) for length in (72, 40, 136)]
     for prompt in prompts:
         ask_and_evict(engine, prompt, 1)
-    engine.cache.order = flow.ORDERS[order]
+    engine.behind.cache.order = flow.ORDERS[order]
     asked = engine.generate([Request(prompt + [3], 1) for prompt in prompts])
     assert min(asked, key=lambda request: request.times[0]).prompt_tokens == first + 1
 

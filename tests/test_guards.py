@@ -18,7 +18,7 @@ def test_without_its_guard_traffic_goes_wrong(monkeypatch, guard):
         counts = traffic.run(cache, 6000, seed, share, until_wrong=True)  # most show at once
         if counts["wrong"] or counts["failed"]:
             return
-    except (AssertionError, IndexError, KeyError, ValueError, RuntimeError, AttributeError):
+    except Exception:  # an engine that trips over what is left is noticed as well
         return
     pytest.fail(f"nobody noticed that this is not so any more: {guard}")
 

@@ -15,8 +15,7 @@ from support.engines import ask, ask_and_evict, check_pools, chunk_files, draw, 
 from support.faults import faulty
 
 from common.link import Transfer
-from common.requests import Request
-from common.restoring import Interrupted
+from common.requests import Interrupted, Request
 from common.store import Storage, StoredChunks
 from shell import cli
 from shell.backends import in_directories
@@ -33,7 +32,7 @@ def engine_for(host: int = 256, storage=None, bandwidth=2e9, **options):
 def found(engine, tokens) -> int:
     """How many of these tokens could come back."""
     settle(engine)
-    match = engine.cache.match(asked(engine, list(tokens) + [1]))
+    match = engine.behind.cache.match(asked(engine, list(tokens) + [1]))
     return match.tokens if match else 0
 
 
@@ -62,7 +61,7 @@ def test_rows_behind_the_last_block_that_can_become_full_go_nowhere(first):
 def test_rows_that_are_computed_again_are_kept_once():
     engine, _ = engine_for(always_restore=False)
     ask_and_evict(engine, PROMPT, 1)
-    engine.estimates.computing.note(1e18, 1.0)
+    engine.behind.estimates.computing.note(1e18, 1.0)
     moved = engine.counts["bytes_out"]
     assert ask(engine, PROMPT + [3], 1).outcome.source == "miss"
     settle(engine)
@@ -158,7 +157,8 @@ def test_whoever_comes_ends_a_measurement_which_leaves_what_wakes_the_engine():
     assert list(cache.projecting.passes) == before and engine.pool.available == engine.pool.size
     engine, cache = engine_for()
     engine.wake.set()  # a job between two steps, which ends none
-    assert cache.idle() and engine.wake.is_set()
+    cache.idle()
+    assert engine.wake.is_set()
 
 
 @pytest.mark.parametrize("heads", [1, 4])
@@ -202,34 +202,35 @@ def test_blocks_survive_the_process_and_what_was_read_is_in_host_memory_then():
 
 def test_a_block_is_held_while_it_is_written():
     engine, written = engine_for(storage=chunk_files())[0], []
-    engine.cache.storage.write = lambda *_: written.append(Transfer("save", "chunk", 1)) or written[-1]
+    engine.behind.cache.storage.write = lambda *_: written.append(Transfer("save", "chunk", 1)) or written[-1]
     ask(engine, PROMPT, 1)
     while len(written) < 9:
-        engine.cache.poll()
-    assert sum(engine.cache.store.pool.references) >= 9
+        engine.behind.cache.poll()
+    assert sum(engine.behind.cache.store.pool.references) >= 9
     for transfer in written:
         transfer.finish(0.0, 0.1)
     check_pools(engine)
-    engine.cache.poll()
-    assert not engine.cache.under_way, "lanes that are empty are forgotten"
+    engine.behind.cache.poll()
+    assert not engine.behind.cache.under_way, "lanes that are empty are forgotten"
 
 
 @pytest.mark.parametrize("budget, computed", [(16, 16), (5, 5)])
 def test_a_block_that_was_begun_between_two_restorations_is_let_go(budget, computed):
     """As where only some of the blocks find room: part is computed, and then more comes back."""
     engine = restart(saved(PROMPT * 2), token_budget=budget)
-    match, offered = engine.cache.match, []
+    match, offered = engine.behind.cache.match, []
 
     def first_blocks_first(request):
         offered.append(match(request))
         if len(offered) == 1:
-            offered[0] = replace(offered[0], tokens=64, blocks=offered[0].blocks[:4])
+            (store, places) = offered[0].blocks
+            offered[0] = replace(offered[0], tokens=64, blocks=(store, places[:4]), found={"disk": 64})
         return offered[-1]
 
-    engine.cache.match = first_blocks_first
+    engine.behind.cache.match = first_blocks_first
     request = ask(engine, PROMPT * 2 + [3], 8)
     assert request.found == {"disk": 288 - computed} and ORACLE.judge(request) == "equal"
-    engine.cache.match = match
+    engine.behind.cache.match = match
     assert found(engine, request.tokens[:-1]) == 304
     check_pools(engine)
     evict(engine)
@@ -268,11 +269,11 @@ def test_blocks_go_round_the_directories_and_each_is_read_on_its_own(tmp_path, m
     assert [len(list(path.iterdir())) for path in paths] == [18, 16, 16], "25 blocks of two parts"
     engine = restart(storage)
     request = asked(engine, draw(random.Random(3), 400))
-    reads = engine.cache.store.bring(request.chain, engine.cache.match(request).blocks)[1]
+    reads = engine.behind.cache.store.bring(request.chain, engine.behind.cache.match(request).blocks[1])[1]
     assert [len(read) for read in reads.values()] == [3, 3], "a transfer for each part and directory"
-    first, *_ = engine.cache.storage.storages
+    first, *_ = engine.behind.cache.storage.storages
     monkeypatch.setattr(Storage, "behind", property(lambda storage: storage is first))
-    written = [engine.cache.storage.write(bytes([number]) * 32, [numpy.zeros(8, "u1")]) for number in range(4)]
+    written = [engine.behind.cache.storage.write(bytes([number]) * 32, [numpy.zeros(8, "u1")]) for number in range(4)]
     assert all(written), "one that hangs leaves its turns to the others"
 
 
@@ -280,10 +281,10 @@ def test_blocks_go_round_the_directories_and_each_is_read_on_its_own(tmp_path, m
 def test_storage_that_fails_costs_what_it_would_have_kept_and_no_more(fault, monkeypatch):
     storage = saved()
     engine = restart(storage)
-    (inner,) = engine.cache.storage.storages
+    (inner,) = engine.behind.cache.storage.storages
     inner.measured.note(1e3, 1.0)
-    match = engine.cache.match(asked(engine, PROMPT + [3]))
-    assert match.seconds >= 9 * engine.cache.store.pool.block_bytes / 1e3, "reading is part of the estimate"
+    match = engine.behind.cache.match(asked(engine, PROMPT + [3]))
+    assert match.seconds >= 9 * engine.behind.cache.store.pool.block_bytes / 1e3, "reading is part of the estimate"
     if fault == "vanished":
         shutil.rmtree(folders(storage)[0])
     elif fault == "full":
@@ -296,7 +297,7 @@ def test_storage_that_fails_costs_what_it_would_have_kept_and_no_more(fault, mon
             lane.submit("hang", 0, lambda: (begun.wait(), release.wait()))
         begun.wait()
         time.sleep(0.02)
-        monkeypatch.setattr("common.link.HANGING", 0.01)
+        monkeypatch.setattr("common.lanes.HANGING", 0.01)
     for prompt in (PROMPT + [3], draw(random.Random(8), 200)):
         request = ask(engine, prompt)
         assert ORACLE.judge(request) == "equal"

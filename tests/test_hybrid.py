@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from support import engines, traffic
 from support.engines import BANDWIDTH, Oracle, ask, check_pools, draw, hybrid, settle, tiny_model
 
-from common.link import Link, TransferError
+from common.link import TransferError
 from common.requests import Request
 from shell import cli
 from shell.checkpoint import ModelError
+from shell.modelled_link import ModelledLink as Link
 
 MODEL, ORACLE = tiny_model(0, 4, on_host=True), Oracle(tiny_model(0, 4))
 Plan, Costs, Sizes, Planner = hybrid.Plan, hybrid.Costs, hybrid.Sizes, hybrid.Planner

@@ -16,19 +16,19 @@ from support.engines import tiers, tiny_model
 
 from common import link as links
 from common import places
-from common.link import LATENCY, PIECE, Bandwidth, Lane, Link, TransferError
+from common.lanes import Worker
+from common.link import TransferError
 from common.timeline import Clock
 from shell import modelled_link
-from shell.modelled_link import LikeA100
-from shell.modelled_storage import ModelledStorage
+from shell.modelled_link import LATENCY, PIECE, Bandwidth, LikeA100, ModelledLink
 from tests.support.unordered import pageable
 
 FAST = 1e12  # bytes/s: over at once
 HOURS = 1.0
 
 
-def make(bandwidth=FAST, lane="load", **options) -> Link:
-    return Link(lane, Clock("cpu"), bandwidth, **options)
+def make(bandwidth=FAST, lane="load", **options) -> ModelledLink:
+    return ModelledLink(lane, Clock("cpu"), bandwidth, **options)
 
 
 def pattern(*shape, dtype=torch.float32):
@@ -131,9 +131,9 @@ def test_back_to_back_transfers_take_the_sum_of_latency_and_bytes_over_bandwidth
 
 
 def test_a_lane_hangs_while_it_works_and_not_while_the_model_has_it_on_its_way(monkeypatch):
-    monkeypatch.setattr(links, "HANGING", 0.0)
-    lane, gate = Lane("storage"), threading.Event()
-    transfer = lane.submit("", 10_000, gate.wait, bandwidth=Bandwidth(HOURS))
+    monkeypatch.setattr("common.lanes.HANGING", 0.0)
+    lane, gate = Worker("storage"), threading.Event()
+    transfer = lane.submit("", 10_000, gate.wait, model=lambda start: start + 3600 * HOURS)
     until = time.monotonic() + 30
     while not lane.hangs:
         assert time.monotonic() < until
@@ -151,7 +151,7 @@ def test_an_idle_lane_begins_when_it_is_asked_and_is_not_there_before_the_model_
         transfer.wait(30)
         start, end = transfer.span()
         assert start == transfer.issued and end - start >= (LATENCY + size / 1e5) * (1 - 1e-9)
-        assert links.time.perf_counter() >= end
+        assert time.perf_counter() >= end
 
 
 def test_no_model_is_faster_than_the_copy_itself():
@@ -312,9 +312,9 @@ def test_without_a_gpu_host_memory_is_ordinary_memory_as_it_is_where_it_cannot_b
     ([7, 6, 5], [3, 2, 1], [(7, 3, 1), (6, 2, 1), (5, 1, 1)]),
 ])  # fmt: skip
 def test_a_run_is_adjacent_on_both_sides(to, at, runs):
-    assert links.Places(to, at).runs == runs
+    assert places.Places(to, at).runs == runs
     dst, src = torch.zeros(20, 3), torch.arange(1.0, 61.0).view(20, 3)
-    places.move([dst], [src], links.Places(to, at))
+    places.move([dst], [src], places.Places(to, at))
     assert dst[to].tolist() == src[at].tolist() and dst.count_nonzero() == 3 * len(to)
 
 
@@ -323,11 +323,12 @@ def test_pages_are_in_as_many_pieces_as_the_lesson_says(layout, order):
     shape, pages = (8, 6, 2, 16, 4, 8), [1, 2, 3, 4]  # layers, places, K and V, tokens, heads, head size
     host = torch.zeros([shape[axis] for axis in order]).permute([order.index(axis) for axis in range(6)])
     device = torch.zeros(2, 6, 16, 4, 8).transpose(0, 1)  # a layer of it
-    loads = [make().copy(device, host[0], "", links.Places(some, some)) for some in (pages[:1], pages, pages[::-1])]
-    storage, value = ModelledStorage(1e9, FAST), links.as_integers(host)[:, 0]
-    storage.open(lambda: None)
-    written, read = storage.set([b""], [value]).pieces, storage.get([b""] * 2, [value] * 2).pieces
-    page, adjacent, backwards = (load.pieces for load in loads)
+    counted, link, value = [], make(Bandwidth(FAST)), places.as_integers(host)[:, 0]
+    link.bandwidth.arrival = lambda start, size, pieces: counted.append(pieces) or start
+    for some in pages[:1], pages, pages[::-1]:
+        link.copy(device, host[0], "", places.Places(some, some)).wait()
+    page, adjacent, backwards = counted
+    written, read = (link.bandwidth.of([value] * count).keywords["pieces"] for count in (1, 2))
     assert backwards == 4 * page and read == 2 * written
     assert f"| `{layout}` | {page} | {adjacent} | {written} |" in (ROOT / "docs/lessons/07_tiered_storage.md").read_text()
 
@@ -366,7 +367,7 @@ def test_what_has_arrived_is_not_held_by_the_lane():
 
 EXIT = """
 import torch
-from common.link import Link
+from shell.modelled_link import ModelledLink as Link
 from common.timeline import Clock
 load, save = Link("load", Clock("cpu"), 1.0), Link("save", Clock("cpu"), 1.0)
 print([link.copy(torch.zeros(10000), torch.ones(10000), "").ready for link in (load, save, load)])

@@ -6,10 +6,10 @@ import pytest
 from support import engines
 from support.engines import ask, ask_and_evict, check_pools, draw, evict, make, offload, settle, tiny_model
 
-from common import restoring
+from common import estimates
+from common.cache import Match
 from common.link import Transfer
 from common.requests import Request
-from common.restoring import Match
 from shell.frontend import check_fields
 
 BLOCK = 16 * tiny_model().config.kv_numbers_per_token * 4  # bytes of a block
@@ -145,7 +145,7 @@ class Following(offload.HostCache):
 
 
 def test_the_question_follows_its_history_through_the_layers(monkeypatch):
-    monkeypatch.setattr(restoring, "PATIENCE", 5.0)  # where it does not follow, it waits for ever
+    monkeypatch.setattr(estimates, "PATIENCE", 5.0)  # where it does not follow, it waits for ever
     engine, cache, _, load = engine_for(load=False, cache=Following)
     cache.lane = load
     ask_and_evict(engine, PROMPT)
@@ -201,7 +201,7 @@ A, B, C = (draw(random.Random(seed), 65) for seed in (6, 7, 8))  # four blocks e
 def kept(engine, prompt) -> int:
     """Blocks of it that the host has."""
     settle(engine)
-    return len(engine.cache.host.find(engine.extend(Request(prompt, 1))))
+    return len(engine.behind.cache.host.find(engine.extend(Request(prompt, 1))))
 
 
 @pytest.mark.parametrize("asked, blocks", [([A, B, C], [2, 4, 4]), ([A, B, A, C], [4, 2, 4])])
@@ -278,8 +278,8 @@ def test_what_is_owed_is_copied_out_when_its_request_is_over_and_takes_no_newer_
         engine.generate([Request(prompt, 1)])
     assert not engine.counts["swap_outs"]
     held.finish(0.0, 0.0)
-    engine.estimates.due = engine.wake.clear() or 0.0
-    engine.estimates.idle()
+    engine.wake.clear()
+    engine.behind.estimates.idle()
     assert engine.wake.is_set(), "it does not sleep over what it owes"
     for newer, older in (6, 0), (0, 6):
         engine.step()
@@ -299,7 +299,7 @@ def test_what_raises_ends_neither_what_follows_other_copies_nor_closing(caplog):
     check_pools(engine)
     assert seen == [1.0] and "ZeroDivisionError" in caplog.text
     for raises, closes in ("load_link", "save_link"), ("save_link", "load_link"):
-        cache = make(offload.HostCache(6, 1e9)).cache
+        cache = make(offload.HostCache(6, 1e9)).behind.cache
         getattr(cache, raises).close = lambda: 1 / 0
         with pytest.raises(ZeroDivisionError):
             cache.close()

@@ -209,7 +209,7 @@ def test_the_examples_are_answered_rightly_and_all_that_matters_is_legible_from_
         page.click("#new")                          # another conversation behind the same document
         page.locator("#examples button").first.click()
         playwright.expect(lines).to_have_count(1)
-        engine.cache.storage.backend.exists = None  # it raises from now on
+        engine.behind.cache.storage.backend.exists = None  # it raises from now on
         say(page, "What is the job of Ben?")
         playwright.expect(lines.last).to_contain_text("tokens from device memory, TTFT ")
         playwright.expect(page.locator("#legend li").last).to_have_text("this conversation")

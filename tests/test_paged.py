@@ -14,8 +14,8 @@ from conftest import load
 from support.engines import Oracle, ask, baseline, check_pools, draw, make, paged, tiny_model, until_over
 
 from common import prefixes as prefixes_module
+from common.cache import Cache
 from common.requests import BadRequest, HungUp, Request, Unavailable
-from common.restoring import Cache
 
 ORACLE = Oracle()
 
@@ -285,7 +285,7 @@ def test_who_shares_most_of_what_is_missing_waits_for_it(shared, waits):
 
 def test_the_newest_are_preempted_the_oldest_never_and_their_dice_fall_the_same():
     engine, rng, came = make(Cache(), blocks=14), random.Random(10), []
-    engine.cache.submitted = lambda request: came.append(request.id)
+    engine.behind.cache.submitted = lambda request: came.append(request.id)
     options = [dict(temperature=1.0, seed=number, top_p=0.9) for number in range(6)]
     prompts = [draw(rng, 40) for _ in options]
     asked = [Request(list(prompt), 50, **one) for prompt, one in zip(prompts, options)]
@@ -321,7 +321,7 @@ def test_what_ends_one_request_is_raised_to_who_asked_and_no_other_notices():
     with pytest.raises(BadRequest, match="do not fit into a pool of 128 tokens"):
         engine.generate([Request(draw(rng, 100), 30)])
     kept, lost = Request(draw(rng, 20), 5), Request(draw(rng, 20), 5)
-    engine.cache.save = lambda batch: engine.cancel(lost, HungUp("gone"))  # in the step that computes it
+    engine.behind.cache.save = lambda batch: engine.cancel(lost, HungUp("gone"))  # in the step that computes it
     with pytest.raises(HungUp, match="gone"):
         engine.generate([kept, lost])
     assert ORACLE.judge(kept) == "equal" and len(lost.new) == 1

@@ -7,9 +7,9 @@ import pytest
 from support import engines
 from support.engines import Oracle, ask, ask_and_evict, check_pools, chunk_files, draw, evict, planned, settle
 
+from common.estimates import flops
 from common.link import Transfer
 from common.requests import BadRequest, Request
-from common.speed import flops
 from shell import cli
 
 Costs, best_plan, closed_form = planned.LayerCosts, planned.best_plan, planned.closed_form
@@ -192,9 +192,9 @@ def test_the_question_is_no_part_of_an_estimate():
 def test_reading_counts_once(share, source):
     """By estimates that are given, of an hour: what this machine takes is nothing beside it."""
     engine, cache = engine_for("RHK", chunk_files(), always_restore=False)
-    engine.estimates.measure_computing = engine.estimates.learn = lambda *work: None
-    engine.estimates.computing.forget()
-    engine.estimates.computing.note(flops(engine.model.config, 0, 144), 3600.0)
+    engine.behind.estimates.measure_computing = engine.behind.estimates.learn = lambda *work: None
+    engine.behind.estimates.computing.forget()
+    engine.behind.estimates.computing.note(flops(engine.model.config, 0, 144), 3600.0)
     ask_and_evict(engine, PROMPT, 1)
     engine.evict("host")
     (storage,) = cache.storage.storages
@@ -259,7 +259,7 @@ def test_what_is_there_is_projected_before_a_later_layer_is_waited_for(tmp_path)
             transfer.wait()
         return True
 
-    engine.restorer.arrived = arrived
+    engine.behind.arrived = arrived
     ask(engine, PROMPT + [3], 1)
     assert said == ["project 0", "part 0", "layer 1", "project 1", "part 1", "part 2", "layer 2"]
 

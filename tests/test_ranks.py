@@ -45,7 +45,7 @@ def test_all_ranks_write_the_same_text_so_that_all_find_the_same_stop_strings(fr
     submitted, places = [], []
     for rank in range(2):
         cache = SimpleNamespace(ranks=SimpleNamespace(rank=rank), commands=[])
-        engine = Mock(cache=cache, submit=submitted.append)
+        engine = Mock(behind=Mock(cache=cache), submit=submitted.append)
         places.append(ranks.Everywhere(engine, frontend.tokenizer))
     for asked in dict(prompt=[70, 71], stop="ab"), dict(prompt="Hello"):
         places[0].submit(frontend.request(**asked))
@@ -114,10 +114,10 @@ def test_what_is_held_is_released_when_the_ranks_have_agreed():
     (block,) = engine.pool.allocate(1)
     transfer = Transfer("load", "a copy", 0)
     transfer.finish(0.0, 0.0)
-    engine.cache.inner.hold("load", [transfer], (engine.pool, [block]))
-    engine.cache.inner.poll()
+    engine.behind.cache.inner.hold("load", [transfer], (engine.pool, [block]))
+    engine.behind.cache.inner.poll()
     assert engine.pool.references[block] == 2, "another rank may not see it yet"
-    engine.cache.poll()
+    engine.behind.cache.poll()
     assert engine.pool.references[block] == 1
 
 
@@ -144,7 +144,7 @@ def test_however_many_wait_all_copies_are_agreed_on():
         engine.submit(request)
     while asked[30].outcome is None:
         engine.step()
-    assert engine.cache.host.block_of, "what was saved has arrived"
+    assert engine.behind.cache.host.block_of, "what was saved has arrived"
     engine.generate([Request([7, 8, 9], 2)])
     engines.settle(engine)
     engines.check_pools(engine)
@@ -202,7 +202,7 @@ def test_host_memory_is_counted_in_what_is_kept(monkeypatch):
     model = engines.tiny_model(kv_heads=1)  # 384 bytes of K and V a token, and 512 of states
     arguments = parser.parse_args(["--gpu-blocks=50", "--cpu-blocks=100", "--link=1"])
     monkeypatch.setattr(checkpoint, "free_host_memory", lambda: 860_000.0)
-    assert ranked.make_engine(model, arguments, "kv").cache.host.size == 100
+    assert ranked.make_engine(model, arguments, "kv").behind.cache.host.size == 100
     with pytest.raises(checkpoint.ModelError, match="--cpu-blocks 94"):
         ranked.make_engine(model, arguments, "states")
 

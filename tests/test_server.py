@@ -481,7 +481,8 @@ def test_other_machines_do_not_evict(client, address, host, status):
 def test_storage_is_shown_attached_and_detached_from_this_machine_only(client, frontend, tmp_path):
     assert "no storage" in client.ask("/storage").error(404)
     engine = Engine()
-    engine.cache = cache = Mock(storage=None, open_storage=backends.open_storage)
+    cache = Mock(storage=None, open_storage=backends.open_storage)
+    engine.behind = Mock(cache=cache)
     cache.attach_storage = lambda kept: kept and kept.open(engine.wake.set) or setattr(cache, "storage", kept)
     with serving(frontend, engine) as client:
         put, url = partial(client.ask, "/storage", method="PUT"), f"file:{tmp_path}"

@@ -6,13 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.engines import ask, both_ends, check_pools, draw, evict, make, offload, settle, tiny_model
+from support.engines import ask, check_pools, draw, evict, make, offload, settle, tiny_model
 
-from common import restoring, speed
-from common.link import Bandwidth
+from common import estimates as module
+from common.cache import Match, Restoration
+from common.estimates import fastest_layer, flops
+from common.link import LAST, Speed
 from common.requests import HungUp, Request
-from common.restoring import Match, Restoration
-from common.speed import LAST, Speed, fastest_layer, flops
+from shell.modelled_link import Bandwidth
 
 LAYER = 0.01  # seconds, undisturbed
 
@@ -23,8 +24,7 @@ class Machine:
     def __init__(self, monkeypatch, slowness=lambda layer: 1.0):
         self.now, self.layers, self.slowness = 0.0, 0, slowness
         clock = SimpleNamespace(perf_counter=lambda: self.now, thread_time=lambda: self.now, sleep=self.sleep)
-        monkeypatch.setattr(speed, "time", clock)
-        monkeypatch.setattr(restoring, "time", clock)
+        monkeypatch.setattr(module, "time", clock)
 
     def sleep(self, seconds):
         self.now += seconds
@@ -62,7 +62,7 @@ def test_one_undisturbed_layer_is_enough(monkeypatch, slowness):
 
 def test_passes_are_spread_over_a_while_and_somebody_who_comes_ends_them(monkeypatch):
     machine = Machine(monkeypatch)
-    monkeypatch.setattr(speed, "SPREAD", 0.5)
+    monkeypatch.setattr(module, "SPREAD", 0.5)
     fastest_layer(lambda lap: machine.forward(lap, 1), "cpu")
     assert machine.now >= 0.5, "also those of a model of one layer"
     with pytest.raises(ZeroDivisionError):
@@ -80,13 +80,13 @@ class Changing:
 
     def __init__(self, monkeypatch, loading: float):
         self.now, self.busy = 100.0, 1.0  # how many times as long the processor takes
-        monkeypatch.setattr(restoring, "time", SimpleNamespace(perf_counter=lambda: self.now, sleep=None))
-        monkeypatch.setattr(restoring, "fastest_layer", lambda *given: self.busy * self.layer)
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: self.now, sleep=None))
+        monkeypatch.setattr(module, "fastest_layer", lambda *given: self.busy * self.layer)
         model = tiny_model()
         self.layer = self.computing * flops(model.config, 0, 200) / flops(model.config, 0, 192) / 3
-        monkeypatch.setattr(restoring, "ROWS", 200)
+        monkeypatch.setattr(module, "ROWS", 200)
         self.engine = make(cache := offload.HostCache(64, 1e9), always_restore=False)
-        self.estimates, self.link = self.engine.estimates, cache.load_link
+        self.estimates, self.link = self.engine.behind.estimates, cache.load_link
         self.bytes = 12 * cache.host.block_bytes
         self.link_takes(loading)
         self.estimates.idle()
@@ -100,10 +100,10 @@ class Changing:
             self.link.measured.note(self.bytes / 3, seconds / 3)
 
     def prefill(self, seconds: float):
-        self.estimates.learn([(Request([0] * 192, 1), 192)], seconds)
+        self.estimates.learn([(Request([0] * 192, 1, computed=192), 192)], seconds)
 
     def loads(self) -> bool:
-        return self.estimates.worth(Request([0] * 193, 1), Match(192, self.link.seconds(self.bytes), []))
+        return self.engine.behind.decide(Request([0] * 193, 1), Match(192, self.link.seconds(self.bytes), []))
 
     def rest(self):
         """Five idle seconds."""
@@ -171,16 +171,16 @@ def test_a_restoration_that_was_not_whole_or_not_alone_says_nothing_about_the_pa
     machine = Changing(monkeypatch, loading=0.5)
     machine.engine.running = [Request([0], 1)] * (1 if alone else 2)
     request = Request([0] * 193, 1)
-    restoration = both_ends.BothEnds(request, Match(192, 0.5, []), 3, 0.0, layers=layers, spent=9.0)
+    restoration = Restoration(request, Match(192, 0.5, []), 3, 0.0, layers=layers, spent=9.0)
     request.computed = restoration.limit = limit
     restoration.settle()
     machine.estimates.learn_pace(restoration)
-    assert machine.estimates.pace == 1.0
+    assert machine.estimates.seconds_to_load(restoration.match) == 0.5
 
 
 def test_on_a_gpu_a_pass_takes_its_launches_and_its_operations(monkeypatch):
     engine, rate = make(offload.HostCache(64, 1e9), token_budget=256), 1e9
-    config, estimates = engine.model.config, engine.estimates
+    config, estimates = engine.model.config, engine.behind.estimates
 
     def seconds(tokens):
         return 0.01 + flops(config, 0, tokens) / rate
@@ -189,14 +189,14 @@ def test_on_a_gpu_a_pass_takes_its_launches_and_its_operations(monkeypatch):
         ((request, rows),) = run.args[0]
         return seconds(rows) / 3
 
-    monkeypatch.setattr(restoring, "fastest_layer", layer)
+    monkeypatch.setattr(module, "fastest_layer", layer)
     monkeypatch.setattr(engine.model, "device", torch.device("cuda"))
     estimates.measure_computing()
     assert estimates.seconds_to_compute(0, 200) == pytest.approx(seconds(200))
     assert estimates.seconds_to_compute(0, 400) == pytest.approx(0.01 + seconds(400)), "two passes"
-    estimates.learn([(Request([0] * 150, 1), 150)], seconds(150) / 2)
+    estimates.learn([(Request([0] * 150, 1, computed=150), 150)], seconds(150) / 2)
     assert estimates.seconds_to_compute(0, 200) == pytest.approx(seconds(200))
-    monkeypatch.setattr(restoring, "fastest_layer", lambda *_: 0.01)  # nothing but launches
+    monkeypatch.setattr(module, "fastest_layer", lambda *_: 0.01)  # nothing but launches
     estimates.measure_computing()
     assert 0.03 <= estimates.seconds_to_compute(0, 256) <= 0.035
     assert engine.pool.free.count(1) == 64
@@ -204,24 +204,24 @@ def test_on_a_gpu_a_pass_takes_its_launches_and_its_operations(monkeypatch):
 
 def test_a_real_restoration_is_noted():
     engine = make(offload.HostCache(64, 1e7), always_restore=False)
-    engine.estimates.learn = lambda *work: None
-    engine.estimates.computing.forget()  # so it is tried
+    engine.behind.estimates.learn = lambda *work: None
+    engine.behind.estimates.computing.forget()  # so it is tried
     prompt = draw(random.Random(0), 200)
     ask(engine, prompt)
     evict(engine)
-    engine.estimates.paces.extend(8 * [0.0])
+    engine.behind.estimates.paces.extend(8 * [0.0])
     assert ask(engine, prompt).found == {"cpu": 192}
     settle(engine)
-    assert engine.estimates.paces[-1] >= 1.0
+    assert engine.behind.estimates.paces[-1] >= 1.0
 
 
 # Beliefs that refuse -----------------------------------------------------------------------------
 
 BELIEFS = {  # what was slow for two restorations -> of an engine, where that is noted
-    "link": lambda engine: engine.cache.load_link.measured,
-    "projecting": lambda engine: engine.cache.projecting,
-    "reading": lambda engine: getattr(engine.cache.storage, "storages", [engine.cache.storage])[0].measured,
-    "pace": lambda engine: SimpleNamespace(note=lambda *slow: engine.estimates.paces.append(1e9)),
+    "link": lambda engine: engine.behind.cache.load_link.measured,
+    "projecting": lambda engine: engine.behind.cache.projecting,
+    "reading": lambda engine: getattr(engine.behind.cache.storage, "storages", [engine.behind.cache.storage])[0].measured,
+    "pace": lambda engine: SimpleNamespace(note=lambda *slow: engine.behind.estimates.paces.append(1e9)),
 }
 
 
@@ -230,9 +230,9 @@ BELIEFS = {  # what was slow for two restorations -> of an engine, where that is
     ("both", "reading"), ("tiered", "reading"), ("host", "pace"), ("both", "pace")])  # fmt: skip
 def test_what_was_slow_is_loaded_again_within_ten_asks_though_the_engine_is_never_idle(name, belief):
     engine, prompt = make(name, always_restore=False), draw(random.Random(1), 450)
-    engine.estimates.learn = engine.estimates.idle = lambda *work: None  # as it is under load
-    engine.estimates.computing.forget()
-    engine.estimates.computing.note(flops(engine.model.config, 0, 450), 10.0)
+    engine.behind.estimates.learn = engine.behind.estimates.idle = lambda *work: None  # as it is under load
+    engine.behind.estimates.computing.forget()
+    engine.behind.estimates.computing.note(flops(engine.model.config, 0, 450), 10.0)
     ask(engine, prompt, 1)
     settle(engine)
     for _ in range(8):
@@ -254,7 +254,7 @@ def test_copies_that_nobody_waits_for_any_more_are_in_no_estimate(name):
     engine, prompt = make(name), draw(random.Random(1), 450)
     ask(engine, prompt, 1)
     evict(engine)
-    link = engine.cache.load_link
+    link = engine.behind.cache.load_link
     link.bandwidth = Bandwidth(1e5)  # a copy takes a second
     engine.submit(request := Request(prompt, 1))
     engine.take_arrivals()

@@ -19,10 +19,11 @@ from support.faults import faulty
 from support.redis_server import redis_server
 
 from common import store
-from common.link import Bandwidth, Transfer, TransferError
+from common.estimates import flops
+from common.link import Transfer, TransferError
 from common.requests import BadRequest, Request
-from common.speed import flops
 from shell import backends, cli
+from shell.modelled_link import Bandwidth
 from shell.ranks import Ranks
 
 paged, ranked = importlib.import_module("02_paged_kv"), importlib.import_module("09_tensor_parallel")
@@ -106,12 +107,12 @@ def only_stored(tokens: int = 200, prefetch="wait_complete", write="write_throug
 def forget_from(engine, prompt: list[int], page: int):
     """Host memory loses a prompt's pages from this one on."""
     for prefix in engine.prefixes.extend([], prompt)[page:]:
-        engine.cache.host.evict([engine.cache.host.block_of[prefix]])
+        engine.behind.cache.host.evict([engine.behind.cache.host.block_of[prefix]])
 
 
 def slow_storage(engine, tokens: int):
     """As far as the engine knows, computing so many tokens takes 1 s, and reading a page much longer."""
-    estimates, reader = engine.estimates, engine.cache.storage.reader
+    estimates, reader = engine.behind.estimates, engine.behind.cache.storage.reader
     estimates.always, estimates.doubtful = False, False
     estimates.computing.forget()
     estimates.computing.note(flops(engine.model.config, 0, tokens), 1.0)
@@ -195,7 +196,7 @@ def test_what_a_crash_costs(write):
 @pytest.mark.parametrize("fault", ["none", "set", "one", "host"])
 def test_what_leaves_all_tiers_is_counted(write, fault, monkeypatch):
     """Fourteen prompts on tiers that hold three: what is in none at the end, and was to be, was lost."""
-    monkeypatch.setattr("common.link.HANGING", 60.0)  # the machine may be busy
+    monkeypatch.setattr("common.lanes.HANGING", 60.0)  # the machine may be busy
     shelf, rng = Shelf(), random.Random(0)
     with engine_on(shelf, write=write, blocks=24, host=2 if fault == "host" else 30) as engine:
         keep = shelf.set
@@ -238,14 +239,14 @@ def test_a_copy_out_that_was_not_begun_is_begun_later_and_leaves_no_gap():
     shelf = Shelf()
     with engine_on(shelf) as engine:
         engine.submit(request := Request(draw(random.Random(0), 100), 40))
-        engines.believe_slow(engine.cache.save_link)
+        engines.believe_slow(engine.behind.cache.save_link)
         while len(request.new) < 2:
             engine.step()
         assert not engine.counts["swap_outs"]
-        engine.cache.save_link.measured.forget()
+        engine.behind.cache.save_link.measured.forget()
         until_over(engine, request)
         settle(engine)
-        assert len(engine.cache.host.find(request.chain)) == len(shelf) == 8
+        assert len(engine.behind.cache.host.find(request.chain)) == len(shelf) == 8
 
 
 @pytest.mark.parametrize("device, host, pages, held", [(54, 34, 20, 0), (54, 6, 6, 6), (54, 6, 20, 0)])
@@ -253,7 +254,7 @@ def test_what_found_no_room_is_sent_down_when_there_is_though_its_request_is_ove
     """Five prompts at once: storage has room for all, and what is newer in host memory goes for what is older."""
     shelf, rng, other = Shelf(), random.Random(0), Transfer("load", "another's")
     with engine_on(shelf, blocks=device, host=host) as engine:
-        cache = engine.cache
+        cache = engine.behind.cache
         cache.hold("load", [other], given=[(cache.host, cache.host.allocate(held))])
         engine.generate([Request(draw(rng, 16 * pages), 1) for _ in range(5)])
         other.finish(0.0, 0.0)
@@ -263,12 +264,12 @@ def test_what_found_no_room_is_sent_down_when_there_is_though_its_request_is_ove
 
 
 def test_where_storage_hangs_what_is_evicted_from_host_memory_is_lost_and_counted(monkeypatch):
-    monkeypatch.setattr("common.link.HANGING", 0.05)
+    monkeypatch.setattr("common.lanes.HANGING", 0.05)
     shelf, rng = Shelf(), random.Random(0)
     with engine_on(shelf, write="write_back", blocks=16, host=4) as engine:
         shelf.set = lambda keys, values: shelf.open.wait(60)
         shelf.open.clear()
-        while not engine.cache.storage.writer.hangs:
+        while not engine.behind.cache.storage.writer.hangs:
             right(engine, draw(rng, 100))
         right(engine, draw(rng, 100))
         assert engine.counts["pages_lost"] > 0
@@ -276,7 +277,7 @@ def test_where_storage_hangs_what_is_evicted_from_host_memory_is_lost_and_counte
 
 
 def test_a_copy_for_an_eviction_that_fails_or_is_late_is_lost_and_never_found(monkeypatch):
-    monkeypatch.setattr("common.link.HANGING", 0.05)
+    monkeypatch.setattr("common.lanes.HANGING", 0.05)
     rng = random.Random(0)
     with faulty(rng, failing=0.3, late=0.3, noisy=2, delay=0.2, lanes=["save"]) as faults, engine_on(
         Shelf(), write="write_back", blocks=16, host=32
@@ -290,12 +291,12 @@ def test_a_copy_for_an_eviction_that_fails_or_is_late_is_lost_and_never_found(mo
 
 
 def test_an_eviction_waits_as_long_as_its_copy_takes(monkeypatch):
-    monkeypatch.setattr("common.link.HANGING", 0.05)
+    monkeypatch.setattr("common.lanes.HANGING", 0.05)
     rng = random.Random(0)
     with engine_on(Shelf(), write="write_back", blocks=16, host=32) as engine:
         right(engine, draw(rng, 200))
         settle(engine)
-        engine.cache.save_link.bandwidth = Bandwidth(12 * engine.cache.host.block_bytes / 0.2)
+        engine.behind.cache.save_link.bandwidth = Bandwidth(12 * engine.behind.cache.host.block_bytes / 0.2)
         right(engine, draw(rng, 200))
         assert engine.counts["pages_written"] > 0 and not engine.counts["pages_lost"]
 
@@ -359,7 +360,7 @@ def test_who_stands_in_line_finds_what_another_engine_has_written_meanwhile(monk
             right(other, prompt)
             settle(other)
             for _ in range(500):
-                if len(engine.cache.host.block_of) < 12:
+                if len(engine.behind.cache.host.block_of) < 12:
                     engine.step()
         assert request.found == {"storage": 192}
 
@@ -381,7 +382,7 @@ def test_from_both_ends_prefill_and_storage_meet():
 def test_a_claimed_page_whose_copy_fails_at_once_is_computed():
     with only_stored(480, "both_ends") as (engine, shelf, prompt):
         engine.pool.memory.fill_(float("nan"))
-        copy_in, calls = engine.cache.copy_in, []
+        copy_in, calls = engine.behind.cache.copy_in, []
 
         def fail_later(request, start, places):
             calls.append(start)
@@ -391,7 +392,7 @@ def test_a_claimed_page_whose_copy_fails_at_once_is_computed():
             failed.finish(0.0, 0.0, RuntimeError("no"))
             return [failed]
 
-        engine.cache.copy_in = fail_later
+        engine.behind.cache.copy_in = fail_later
         engine.token_budget, shelf.get = 16, slower(shelf.get, 0.02)
         request = right(engine, prompt)
         assert len(calls) > 1 and engine.counts["failed_restorations"] == 1 and not request.found
@@ -432,7 +433,7 @@ def test_nobody_waits_for_storage_once_the_device_has_it():
         engine.step()
         while not waits.kept.reads:
             engine.step()
-        engine.cache.prefetcher.threshold = 1 << 20  # the next one asks storage for nothing
+        engine.behind.cache.prefetcher.threshold = 1 << 20  # the next one asks storage for nothing
         engine.generate([Request(prompt, 4)])
         for _ in range(20):
             engine.step()
@@ -472,7 +473,7 @@ def test_prefetches_hold_half_of_host_memory_at_most_and_the_second_waits_for_th
             engine.submit(request)
         for _ in range(20):
             engine.step()
-        assert 0 < sum(engine.cache.host.references) <= 5
+        assert 0 < sum(engine.behind.cache.host.references) <= 5
         shelf.open.set()
         until_over(engine, *asked)
         assert [request.found for request in asked] == [{"storage": 96}, {"storage": 64}]
@@ -535,7 +536,7 @@ def test_engines_of_different_layouts_share_storage(layout):
     for each, found in ("page_first", {}), (layout, {"storage": 192}):
         with engine_on(shelf, layout=each) as engine:
             assert right(engine, prompt).found == found
-            strides = engine.cache.host.memory.stride()
+            strides = engine.behind.cache.host.memory.stride()
             assert [strides[axis] for axis in tiers.LAYOUTS[each]] == sorted(strides, reverse=True)
             table = engine.pool.find(engine.prefixes.extend([], prompt))
             kept.append(engine.pool.memory[:, :, table].clone())
@@ -544,7 +545,7 @@ def test_engines_of_different_layouts_share_storage(layout):
 
 @pytest.mark.parametrize("verb", ["get", "exists"])
 def test_storage_that_hangs_delays_one_request_and_then_nobody(monkeypatch, verb):
-    monkeypatch.setattr("common.link.HANGING", 0.05)
+    monkeypatch.setattr("common.lanes.HANGING", 0.05)
     with only_stored(200, "timeout", timeout=(0.2, 0.0)) as (engine, shelf, prompt):
         does = getattr(shelf, verb)
         setattr(shelf, verb, lambda keys: shelf.open.wait(60) and does(keys))
@@ -559,7 +560,7 @@ def test_storage_that_hangs_delays_one_request_and_then_nobody(monkeypatch, verb
 @pytest.mark.parametrize("policy", ["wait_complete", "both_ends"])
 @pytest.mark.parametrize("verb", ["get", "exists"])
 def test_nobody_waits_for_storage_that_has_failed_until_it_has_answered_again(verb, policy, monkeypatch):
-    monkeypatch.setattr("common.link.HANGING", 1e9)  # it does not hang, it fails
+    monkeypatch.setattr("common.lanes.HANGING", 1e9)  # it does not hang, it fails
     monkeypatch.setattr(tiers, "AGAIN", 0.0)
     with only_stored(200, policy) as (engine, shelf, prompt):
         does, broken = getattr(shelf, verb), [True]
@@ -587,7 +588,7 @@ def test_nobody_waits_for_storage_that_has_failed_until_it_has_answered_again(ve
         settle(engine)
         forget(engine)
         assert right(engine, prompt).found == {"storage": 192} or policy == "both_ends"
-        assert not engine.cache.storage.silent
+        assert not engine.behind.cache.storage.silent
 
 
 @pytest.mark.parametrize("verb", ["exists", "get"])
@@ -605,7 +606,7 @@ def test_ranks_wait_once_for_pages_that_do_not_come(verb):
     for prompt, until in zip(prompts, (0.0, 1e9, 1e9)):  # those behind the first would wait for ever
         engine.submit(request := Request(prompt, 2))
         engine.step()
-        engine.cache.until[request] = until
+        engine.behind.cache.until[request] = until
         for _ in range(200):
             if request.outcome is None:
                 engine.step()
@@ -617,7 +618,7 @@ def test_ranks_wait_once_for_pages_that_do_not_come(verb):
     right(engine, prompt)
     settle(engine)
     forget(engine)
-    assert not engine.cache.late and right(engine, prompt).found == {"cpu": 192}, "which is where storage brings it"
+    assert not engine.behind.cache.late and right(engine, prompt).found == {"cpu": 192}, "which is where storage brings it"
     engine.close()
 
 
@@ -758,7 +759,7 @@ def test_a_damaged_file_is_never_used_and_all_that_are_gone_are_written_again(ki
     good, at = path.read_bytes(), rng.randrange(path.stat().st_size)
     engine = make(cache_on(kind, tmp_path, 1.0), 60)
     engine.extend(request := Request(prompt + [3], 4))
-    engine.cache.match(request)  # which finds the file
+    engine.behind.cache.match(request)  # which finds the file
     flipped = good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :]
     path.write_bytes(dict(flipped=flipped, cut=good[:100], another=other.read_bytes()).get(damage, b""))
     for gone in dict.fromkeys([path] * (damage == "gone") + [*tmp_path.glob("*.page")] * (damage == "all gone")):
@@ -839,7 +840,7 @@ def test_traffic_on_storages_that_fail_come_and_go():
 
     def make_one(name, blocks, size, **options):
         engine = make(tiered(blocks, "timeout", "write_through", shelves[0]), blocks, size, **options)
-        engine.step = partial(change_and_step, engine.cache, engine.step)
+        engine.step = partial(change_and_step, engine.behind.cache, engine.step)
         return engine
 
     def change_and_step(cache, step):
@@ -867,18 +868,18 @@ def test_a_storage_that_hangs_is_left_for_another_one_which_gets_what_is_owed():
         engine.submit(request := Request(prompt, 4))
         while not (request.kept and request.kept.reads):
             engine.step()
-        engine.cache.attach_storage(store.Storage(other))
+        engine.behind.cache.attach_storage(store.Storage(other))
         until_over(engine, request)
         assert request.found == {} and ORACLE.judge(request) != "wrong"
         while len(other) < 24:
             engine.step()
-        assert sum(engine.cache.host.references) and not closed.is_set(), "it may still write there"
+        assert sum(engine.behind.cache.host.references) and not closed.is_set(), "it may still write there"
         shelf.open.set()
         settle(engine)
         assert closed.wait(60)
-        for storage, found in (engine.cache.storage, {"storage": 192}), (None, {}):
+        for storage, found in (engine.behind.cache.storage, {"storage": 192}), (None, {}):
             forget(engine)
-            engine.cache.storage is storage or engine.cache.attach_storage(storage)
+            engine.behind.cache.storage is storage or engine.behind.cache.attach_storage(storage)
             assert right(engine, prompt).found == right(engine, new).found == found
 
 
@@ -893,9 +894,9 @@ def test_options_of_storage_and_of_host_memory(tmp_path, capsys):
         engine = made("--storage", f"{__name__}:Shelf", "--storage-config", config, "--hicache-ratio=1.5")
         right(engine, draw(random.Random(0), 200))
         engine.close()
-        shelf = engine.cache.storage.backend
-        assert shelf.secret == "sesame" and len(shelf) == 12 and engine.cache.host.size == 60
-    assert made("--hicache-size=0.01").cache.host.size == 10**7 // engine.cache.host.block_bytes
+        shelf = engine.behind.cache.storage.backend
+        assert shelf.secret == "sesame" and len(shelf) == 12 and engine.behind.cache.host.size == 60
+    assert made("--hicache-size=0.01").behind.cache.host.size == 10**7 // engine.behind.cache.host.block_bytes
     for options in ["--hicache-ratio=1"], ["--hicache-size=1", "--cpu-blocks=9"]:
         with pytest.raises(BadRequest, match="Give one of"):
             made(*options)

@@ -28,9 +28,11 @@ import torch.nn.attention.bias  # before a device is emulated
 from benchmarks import both_ends, hybrid_blocks, measure, tables
 from benchmarks.planned import hidden_states, offload, paged, planned
 from benchmarks.tiered import tiers
+from common.cache import Cache
+from common.estimates import Estimates
 from common.link import Link
 from common.requests import Request
-from common.restoring import Cache
+from common.restoring import Restorer
 from shell import checkpoint, lesson
 from tools import report
 
@@ -61,9 +63,9 @@ def behind(model, histories: list[int], arguments, only=()):
 def cell(model, make_cache, way: str, tokens: int, arguments):
     """TTFT of a question behind a history that the device has lost (`hit`: that it has). Then TBT of eight that decode while a
     short prompt is answered, and how many times as long while that question is. And what the last asking, or a step, has launched."""
-    engine = paged.Engine(paged.Runner(model, tokens // 16 + SPARE), make_cache(), always_restore=True)
-    if not engine.estimates.computing.passes:  # 02 loads nothing, and so measures nothing
-        engine.estimates.measure_computing()
+    engine = paged.Engine(paged.Runner(model, tokens // 16 + SPARE), Restorer(make_cache(), Estimates(always=True)))
+    if not engine.behind.estimates.computing.passes:  # 02 loads nothing, and so measures nothing
+        engine.behind.estimates.measure_computing()
     prompt = measure.draw(random.Random(tokens), model, tokens + QUESTION)
 
     def ask(evict="", eager=False):
@@ -75,7 +77,7 @@ def cell(model, make_cache, way: str, tokens: int, arguments):
         ways |= {f"{name}, eager": partial(work, eager=True) for name, work in ways.items()}
     ask()  # computed, and kept
     for name, taken in lesson.in_turn(ways, arguments.rounds).items():
-        yield dict(way=name, link=str(getattr(engine.cache, "load_link", "")), ttft_ms=measure.spread(measure.ttft(taken)),
+        yield dict(way=name, link=str(getattr(engine.behind.cache, "load_link", "")), ttft_ms=measure.spread(measure.ttft(taken)),
                    allowed_ms=1e3 * allowed(engine, name, tokens), found=taken[-1].found, **launched(ways[name]))  # fmt: skip
     for number in range(OTHERS):
         engine.submit(Request(prompt[number : number + 32], 400))
@@ -104,8 +106,8 @@ def tbt(engine, prompt: list[int], new: int) -> float:
 
 def allowed(engine, way: str, tokens: int) -> float:
     """Seconds of TTFT by arithmetic, of what this engine has measured: the link's bytes/s, FLOP/s, and a pass's launches."""
-    estimates, config, layers = engine.estimates, engine.model.config, len(engine.model.layers)
-    numbers, link = (config.hidden_size, config.kv_numbers_per_token // layers), getattr(engine.cache, "load_link", None)
+    estimates, config, layers = engine.behind.estimates, engine.model.config, len(engine.model.layers)
+    numbers, link = (config.hidden_size, config.kv_numbers_per_token // layers), getattr(engine.behind.cache, "load_link", None)
     speed = link.speed() if link and way[:3] != "hit" else math.inf
     states, kv = (tokens * count * engine.model.dtype.itemsize for count in numbers)  # bytes of a layer
     question, compute = (estimates.seconds_to_compute(*span) for span in ((tokens, tokens + QUESTION), (0, tokens)))
@@ -120,9 +122,9 @@ def allowed(engine, way: str, tokens: int) -> float:
 
 def slowed(times: int):
     """-> a context in which links send each byte so many times, on the lane's stream: as slow as an older one, and as real."""
-    def again(link, *given, queue=Link.queue):
-        return [queue(link, *given) for _ in range(times)][-1]
-    return mock.patch.object(Link, "queue", again)
+    def again(link, *given, copy=Link.copy):
+        return [copy(link, *given) for _ in range(times)][-1]
+    return mock.patch.object(Link, "copy", again)
 
 
 def slower(model, histories: list[int], arguments):

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import torch
 
+from common.estimates import Estimates
 from common.link import Transfer
 from common.llama import Llama, LlamaConfig
 from common.requests import Request
-from common.restoring import Cache
+from common.restoring import Restorer
 from common.store import Storage, StoredChunks
 from shell import checkpoint
 from shell.backends import in_directories, open_backend
@@ -28,7 +29,7 @@ CONTEXT = 512
 
 # name -> function(blocks of the device): a Cache. A chapter joins the contract with one line.
 CACHES = {
-    "none": lambda blocks: Cache(),
+    "none": lambda blocks: None,
     "host": lambda blocks: offload.HostCache(4 * blocks, BANDWIDTH),
     "hidden": lambda blocks: hidden_states.HiddenCache(4 * blocks, BANDWIDTH),
     "planned": lambda blocks: planned.PlannedCache(16 * blocks, BANDWIDTH, plan="RHK"),
@@ -120,7 +121,7 @@ def make(
         cache, runner = None, RUNNERS[cache](blocks, block_size)
     cache = CACHES[cache](blocks) if isinstance(cache, str) else cache
     runner = runner or paged.Runner(model, blocks, block_size)
-    return paged.Engine(runner, cache, always_restore=always_restore, **options)
+    return paged.Engine(runner, cache and Restorer(cache, Estimates(always_restore)), **options)
 
 
 def draw(rng: random.Random, count: int) -> list[int]:
@@ -226,7 +227,7 @@ checkpoint.keep_freed_memory()
 
 def wrong_rows(engine) -> list[tuple]:
     """Hidden states in host memory that can be found, and are not what the model computes."""
-    wrong, store = [], getattr(engine.cache, "store", None)
+    wrong, store = [], getattr(getattr(engine.behind, "cache", None), "store", None)
     for prefix, block in store.pool.block_of.items() if store else ():
         tokens = []
         while prefix.parent is not None:
@@ -234,8 +235,8 @@ def wrong_rows(engine) -> list[tuple]:
         runner, inputs = paged.Runner(engine.model, 32), []
         request = Request(tokens, 1, table=runner.pool.allocate(runner.pool.num_blocks(len(tokens))))
         runner.forward([(request, len(tokens))], lambda *given, inputs=inputs: inputs.append(given[1]))
-        for part, layer in zip(store.parts, engine.cache.layers):
-            rows = inputs[layer][-store.pool.block_size :].unflatten(1, (-1, engine.cache.width))
+        for part, layer in zip(store.parts, engine.behind.cache.layers):
+            rows = inputs[layer][-store.pool.block_size :].unflatten(1, (-1, engine.behind.cache.width))
             far = (part[block][:, None] - rows).abs().amax(-1).amin(-1)  # a rank has some columns
             wrong += [(block, layer, row) for row in (far > 1e-2).nonzero().flatten().tolist()]
     return wrong

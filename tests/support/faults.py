@@ -10,6 +10,7 @@ import torch
 
 from common.link import Link, Transfer
 from common.store import Storage
+from shell.modelled_link import ModelledLink
 
 from .engines import both_ends
 
@@ -37,7 +38,7 @@ class Faults:
         if places:
             dst = [side[int(block)] for side in dst for block in places.to]
             src = [side[int(block)] for side in src for block in places.at]
-        transfer = self.injected(link, dst, src, label) or COPY(link, *what)
+        transfer = self.injected(link, dst, src, label) or COPY[type(link)](link, *what)
         self.copies = [copy for copy in self.copies if not copy[0].ready] + [(transfer, dst, src)]
         return transfer
 
@@ -54,7 +55,7 @@ class Faults:
             self.broken[link.name] = self.rng.randrange(self.noisy + 1)
             transfer = Transfer(link.name, label, sum(piece.nbytes for piece in dst))
             transfer.finish(transfer.issued, transfer.issued, OSError("injected"))
-            link.wake()
+            getattr(link, "wake", bool)()
             return transfer
         if draw < self.failing + self.late:
             self.delayed += 1
@@ -74,7 +75,7 @@ class Faults:
                     piece.copy_(src[index])
             error = None if src is not None else OSError("injected, after noise")
             transfer.finish(transfer.issued, time.perf_counter(), error)
-            link.wake()
+            getattr(link, "wake", bool)()  # a GPU's wakes nobody
 
         timer = threading.Timer(self.delay * self.rng.random(), write)
         timer.daemon = True
@@ -104,21 +105,24 @@ class Faults:
         READ[type(storage)](storage, keys, into)
 
 
-COPY, READ = Link.copy, {kind: kind.read for kind in (Storage, both_ends.ModelledStorage)}
+COPY = {kind: kind.copy for kind in (Link, ModelledLink)}
+READ = {kind: kind.read for kind in (Storage, both_ends.ModelledStorage)}
 
 
 @contextmanager
 def faulty(*args, **shares):
     """-> Faults, in force for all links until the end of the block."""
     faults = Faults(*args, **shares)
-    Link.copy = lambda link, *what: faults.copy(link, *what)
+    for kind in COPY:
+        kind.copy = lambda link, *what: faults.copy(link, *what)
     if "storage" in faults.lanes:
         for kind in READ:
             kind.read = lambda storage, keys, into: faults.read(storage, keys, into)
     try:
         yield faults
     finally:
-        Link.copy = COPY
+        for kind, copy in COPY.items():
+            kind.copy = copy
         for kind, read in READ.items():
             kind.read = read
         for timer in faults.pending:

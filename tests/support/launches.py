@@ -22,7 +22,8 @@ def launched(way: str, depth: int, eager=False, scattered=False) -> tuple[int, i
     prompt = engines.draw(random.Random(8), HISTORY + 15)
     with streams.emulate("early") as gpu, unordered.measured_before():
         cache = engines.CACHES[WAYS[way]](BLOCKS)
-        cache.asked = "R" + "H" * (depth // 2) + "K" * (depth // 2)  # chapter 05's plan
+        if way == "05":
+            cache.asked = "R" + "H" * (depth // 2) + "K" * (depth // 2)
         engine = engines.make(cache, BLOCKS, model=engines.tiny_model(0, 2, "cuda", depth=depth))
         engine.runner.pieces = None if eager else engine.runner.pieces
         for pool in engine.pools.values() if scattered else ():

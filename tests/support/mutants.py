@@ -4,14 +4,14 @@ import inspect
 import sys
 import textwrap
 
-from common import restoring
+from common import cache, restoring
 
 from .engines import offload, paged
 
 # what it guarantees -> where, and what is there instead without it
 GUARDS = {
     "what a copy reads and writes is referenced": (
-        restoring.Cache, "hold", "        pool.share(blocks)\n",
+        cache.Cache, "hold", "        pool.share(blocks)\n",
         "        pass\n    [pool.release(blocks) for pool, blocks in given]\n    held = given = ()\n"),
     "nothing is found before it has arrived": (
         offload.HostCache, "save_blocks",
@@ -23,11 +23,11 @@ GUARDS = {
         restoring.Restorer, "give_up", "self.engine.requeue(request)", "self.end(request)"),
     "a preempted request is not scheduled": (
         paged.Engine, "schedule", "if request not in self.running:", "if False:"),
-    "a step that was given up is no step": (restoring.Restorer, "wait", "raise Interrupted", "pass"),
+    "a step that was given up is no step": (restoring.Restorer, "before_layer", "raise Interrupted", "pass"),
     "slots that were not written are not read": (
         paged.Batch, "read_padded", "slots.where(mask == 0, slots[:, :1])", "slots"),
     "layers are waited for in the pass": (
-        paged.Engine, "before_layer", "self.restorer.wait(request, index + 1)", "pass"),
+        restoring.Restorer, "before_layer", "self.advance(request, index + 1, wait=True)", "pass"),
     "blocks that are found were filled": (
         paged.Engine, "register",
         "full = request.computed // self.pool.block_size",

@@ -16,12 +16,13 @@ from functools import partial
 import torch
 
 from common import store
-from common.link import Link, Transfer
+from common.cache import Cache
+from common.link import Transfer
 from common.llama import Llama
 from common.requests import HungUp, Request
-from common.restoring import Cache
 from shell import backends
 from shell import ranks as processes
+from shell.modelled_link import ModelledLink as Link
 from tests.support import engines, traffic
 
 ranked = importlib.import_module("09_tensor_parallel")
@@ -175,7 +176,7 @@ def commands(ranks, arguments):
     everywhere, oracle = processes.Everywhere(engine), engines.Oracle(engines.tiny_model(kv_heads=arguments.kv_heads))
     if ranks.rank:
         everywhere.follow()
-        assert engine.cache.save_link.closed.is_set(), "what is on its way arrives, on every rank"
+        assert engine.behind.cache.save_link.closed.is_set(), "what is on its way arrives, on every rank"
         return
     rng, asked = random.Random(0), []
     for number in range(12):

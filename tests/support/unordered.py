@@ -15,9 +15,9 @@ from unittest import mock
 import torch
 
 from common import link as links
-from common.pieces import Piece
+from common.estimates import Estimates
+from common.pieces import Pieces
 from common.requests import Request, RequestError
-from common.restoring import Estimates
 from common.timeline import Clock
 
 from . import engines, streams
@@ -30,11 +30,10 @@ def hold_nothing(self, lane, transfers, *held, given=(), then=lambda arrived: No
     self.under_way[lane].append((transfers, (), then))
 
 
-def reads_padding(piece, *given, call=Piece.__call__):
+def reads_padding(pieces, index, rows, *given, run=Pieces.run):
     """A pass whose last layer's rows are read one row too late: the last one is nobody's."""
-    call(piece, *given)
-    rows = slice(piece.rows.start + 1, piece.rows.stop + 1)
-    return piece.pieces.inputs[piece.index + 1, rows]
+    run(pieces, index, rows, *given)
+    return pieces.inputs[index + 1, rows.start + 1 : rows.stop + 1]
 
 
 # guard -> (whose it is, what is there instead, what goes wrong without it)
@@ -46,7 +45,7 @@ GUARDS = {
         "torch.cuda.Stream", dict(wait_stream=lambda stream, other: None),
         "(Chapter 04.) Compute is late: states are copied out before the step has made them."),
     "hold": (
-        "common.restoring.Cache", dict(hold=hold_nothing),
+        "common.cache.Cache", dict(hold=hold_nothing),
         "Copies are late: the next document is written to blocks that a copy out has still to read."),
     "ready": (
         "common.link.CudaTransfer",  # and nobody waits for its span
@@ -62,10 +61,10 @@ GUARDS = {
         "torch.cuda.Stream", dict(wait_stream=lambda stream, other: None),
         "(Scattered blocks.) Compute is late: a kernel copies out what is not written yet."),
     "kernels' memory": (
-        "common.restoring.Cache", dict(hold=hold_nothing),
+        "common.cache.Cache", dict(hold=hold_nothing),
         "(Scattered blocks.) Copies are late: a kernel reads host blocks that are another document's by now."),
     "padding": (
-        "common.pieces.Piece", dict(__call__=reads_padding),
+        "common.pieces.Pieces", dict(run=reads_padding),
         "(Graphs.) Rows that nobody has computed in this pass are taken for its own."),
 }  # fmt: skip
 

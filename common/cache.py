@@ -1,0 +1,200 @@
+"""What a chapter keeps, and how it comes back: the Cache that every chapter from 03 on implements.
+
+A Cache says what it has (`match`) and brings it back (`restore`, a generator that yields each copy it must
+wait for). restoring.py decides whether that is worth it, when the generator goes on, what is computed
+meanwhile, and what happens if a copy fails."""
+
+import logging
+import time
+from collections import defaultdict, deque
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from common.requests import Request
+
+SOON = 5.0  # seconds that `drain` waits for what is on its way
+
+
+@dataclass(eq=False)
+class Match:
+    """What a Cache holds behind `request.computed`."""
+
+    tokens: int  # never a request's last one
+    seconds: float  # until all are there, on an undisturbed machine; `Estimates.pace` corrects it
+    blocks: object  # where they are: the Cache's own
+    found: dict | None = None  # source, as Request.found calls it -> tokens; by default all from "cpu"
+    rows: int = 0  # that it projects or computes in each layer (04, 05); 0: it only copies
+    share: float = 1.0  # of each step, that computing them would get (06)
+
+    def __post_init__(self):
+        self.found = self.found or {"cpu": self.tokens}
+
+
+@dataclass(eq=False)
+class Restoration:
+    """Tokens `start` to `end` of a request come back. Those from `limit` on are in its blocks, for the first
+    `layers` layers; those before are computed meanwhile, in ordinary steps of up to `portion` tokens.
+
+    By default `limit` is `start`, and the rows behind `end` are next at once: a pass waits before each layer
+    for that layer's history. Chapter 06 begins with `limit` at `end`, and lowers it until both ends meet."""
+
+    request: Request
+    match: Match
+    depth: int  # layers of the model
+    deadline: float  # in seconds of time.perf_counter(): nobody waits longer (but GRACE at least)
+    steps: object = None  # the Cache's generator, until it has ended
+    layers: int = 0  # whose history is there
+    awaited: object = None  # the Transfer that the generator yielded last, until that is over
+    passed: list = field(default_factory=list)  # the Transfers before
+    spent: float = 0.0  # seconds of work at it, and of waiting for it
+    portion: int = 0  # tokens before `limit` that the next step may compute
+
+    def __post_init__(self):
+        self.limit = self.start = self.request.computed
+        self.end = self.start + self.match.tokens
+
+    @property
+    def met(self) -> bool:
+        """Whether all before `limit` is computed."""
+        return self.request.computed >= self.limit
+
+    @property
+    def computes(self) -> bool:
+        """Whether its request computes some of these tokens: no step waits for it then."""
+        return not self.met and self.portion > 0
+
+    @property
+    def next(self) -> int:
+        """The first token that the next step computes."""
+        return max(self.end, self.request.computed) if self.met else self.request.computed
+
+    @property
+    def reach(self) -> int:
+        """The token up to which the next step may compute."""
+        return len(self.request.tokens) if self.met else min(self.limit, self.next + self.portion)
+
+    def has(self, layers: int) -> bool:
+        """Whether the next rows have all the history that they need in so many layers."""
+        return self.met and self.layers >= layers
+
+    @property
+    def ready(self) -> bool:
+        """Whether a step can compute the next rows without waiting."""
+        return self.has(self.depth) or self.computes
+
+    def settle(self):
+        """Raise `request.computed` over what has arrived."""
+        if self.has(self.depth):
+            self.request.computed = self.next
+
+    @property
+    def whole(self) -> bool:
+        """Whether all tokens up to `end` are in the blocks."""
+        return self.request.computed >= self.end
+
+    @property
+    def found(self) -> int:
+        """Of these tokens, those that were not computed."""
+        return self.end - self.limit
+
+
+class Cache:
+    """What a chapter keeps, and how it comes back; this one keeps nothing. A cache needs five verbs (attach,
+    match, restore, save, close); the docstring of each other verb says what it buys."""
+
+    # The five verbs that every cache needs, in the order of their use
+    def attach(self, engine):
+        """Begin."""
+        self.engine, self.model, self.pool = engine, engine.model, engine.pool
+        self.under_way = defaultdict(deque)  # lane -> (transfers, what they read and write, what to do then)
+        self.counts = engine.counts  # for /health
+        self.estimates = engine.behind.estimates  # of how fast this machine is
+
+    def match(self, request):
+        """-> a Match of what follows `request.computed` (maybe inside a block), None, or LATER (to ask again
+        in the next step, until `request.patience`)."""
+
+    def restore(self, request, restoration: Restoration, match: Match):
+        """Bring tokens start to end into `request.table`. A generator: issue copies, yield each Transfer that
+        must be over before it goes on (or nothing, where it has computed a portion: others may now), count
+        `restoration.layers` up, end by returning. `hold` what a copy reads and writes before the next yield.
+        It may be closed at any yield."""
+        yield from ()
+
+    def save(self, batch):
+        """Keep what the step has computed. Must not wait."""
+
+    def close(self):
+        """End threads, and what lies outside of this process."""
+
+    # What the five are written with
+    def missing(self, request) -> list:
+        """-> the prefixes of the full blocks behind `request.computed` that could come back."""
+        size = self.pool.block_size
+        return request.chain[request.computed // size : request.history // size]
+
+    def tokens_in(self, request, blocks: list) -> int:
+        """-> how many tokens of these blocks, the next ones, lie behind `request.computed`."""
+        size = self.pool.block_size
+        return (request.computed // size + len(blocks)) * size - request.computed
+
+    def blocks_of(self, request, start: int, count: int) -> list[int]:
+        """-> `count` of the request's blocks, from the one of token `start` on."""
+        return request.table[start // self.pool.block_size :][:count]
+
+    def hold(self, lane: str, transfers: list, *held, given=(), then=lambda arrived: None):
+        """Keep (pool, blocks) pairs referenced until all transfers are over, whatever becomes of the request;
+        then call `then(whether all have arrived)`. `held` get a reference more, `given` hand theirs over."""
+        for pool, blocks in held:
+            pool.share(blocks)
+        self.under_way[lane].append((transfers, (*held, *given), then))
+
+    def poll(self):
+        """Each step: release what is over, in order within each lane; a lane that hangs holds up no other."""
+        lanes = {name: lane for name, lane in self.under_way.items() if lane}
+        self.under_way = defaultdict(deque, lanes)  # without those that are empty
+        for lane in lanes.values():
+            while lane and all(transfer.ready for transfer in lane[0][0]):
+                transfers, held, then = lane.popleft()
+                try:
+                    then(all(transfer.error is None for transfer in transfers))
+                except Exception:  # of this one: the others go on, and its blocks are free
+                    logging.getLogger("kv").exception("what follows a copy has failed")
+                for pool, blocks in held:
+                    pool.release(blocks)
+
+    def close_each(self, *parts):
+        """Close those that there are, in this order, also past one that raises."""
+        with ExitStack() as each:
+            for part in reversed([*filter(None, parts)]):
+                each.callback(part.close)
+
+    def drain(self):
+        """At the end: let what is on its way arrive, if that is soon."""
+        until = time.perf_counter() + SOON
+        while any(self.under_way.values()) and time.perf_counter() < until:
+            self.poll()
+            time.sleep(1e-3)
+
+    # Optional: what each buys stands in its docstring
+    fields: dict = {}  # options of a request, this chapter's own: name -> (test, words)
+    pools: dict = {}  # name -> BlockPool, for the page
+
+    def submitted(self, request):
+        """The request stands in line, its chain is made: begin to bring something nearer (07)."""
+
+    def save_layer(self, layer: int, hidden, batch):
+        """See the input [T, D] of each layer (04)."""
+
+    def evicting(self, lost: list):
+        """The blocks of these (block, prefix) pairs are about to lose their contents: read them now (07)."""
+
+    def finished(self, request):
+        """The request is over, cancelled or preempted: forget it."""
+
+    def probe(self, request, match: Match) -> list:
+        """A match is refused, and so shows no speed: begin to load a little of it to nowhere -> Transfers."""
+        return []
+
+    def idle(self):
+        """Nothing runs: measure again how fast it loads."""
