@@ -241,8 +241,8 @@ def demo(model, frontend: Frontend, arguments):
     )
     if slow and last["slow link"].decisions:
         print(f"Over a link 100 times slower the same is {last['slow link'].decisions[-1].split(': ')[-1]}.")
-    said = dict(modelled=link.modelled, gbps=link.speed() / 1e9)
-    return dict(link=said, verified=verified, rows=rows, counters=engine.counters()), [back.timeline]
+    report = dict(link=lesson.described(link), verified=verified, rows=rows, counters=engine.counters())
+    return report, [back.timeline]
 
 
 def measure(engine, slow, prompt: list[int]) -> tuple[dict[str, Request], dict[str, list[float]]]:

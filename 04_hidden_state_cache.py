@@ -503,7 +503,7 @@ def demo(model, frontend: Frontend, arguments):
     rows = [offload.describe(f"turn {number}", request) for number, request in enumerate(asked, 1)]
     print(f"  {lesson.TURNS[-1]} - {asked[-1].outcome.text}\n")
     print(f"The last turn (digits: layers; p: prefill, d: decode)\n{charts.chart(asked[-1].timeline)}\n")
-    said = dict(link=dict(modelled=link.modelled, gbps=link.speed() / 1e9), counters=engine.counters())
+    said = dict(link=lesson.described(link), counters=engine.counters())
     engine.close()
 
     # 3. Time: on a model whose question costs less than its history
@@ -522,7 +522,7 @@ def demo(model, frontend: Frontend, arguments):
         for cache in caches if link.modelled else ():
             cache.load_link.bandwidth.value = even / share
         title = f"{LARGER}, TTFT behind {HISTORY} tokens, {words}"
-        rows += lesson.table(title, lesson.in_turn(ways, 3), "ttft_ms", "ms")
+        rows += lesson.table(title, lesson.in_turn(ways), "ttft_ms", "ms")
         ours, theirs = (row["ttft_ms"] for row in rows[-2:])
         print(f"  {ours / theirs:.2f} of chapter 03's, {ours / computed:.2f} of computing it again\n")
     print(

@@ -334,7 +334,7 @@ def demo(model, frontend: Frontend, arguments):
     asked = hidden_states.converse(engine, frontend, rng, max(2, min(arguments.max_tokens, 16)))
     verified = lesson.verify(paged.baseline.Engine(model), asked)
     link, rows = engine.behind.cache.load_link, [offload.describe(letters, request) for request in asked]
-    report = dict(link=dict(modelled=link.modelled, gbps=link.speed() / 1e9), counters=engine.counters())
+    report = dict(link=lesson.described(link), counters=engine.counters())
     print(f"\nThe last turn (digits: layers)\n{charts.chart(asked[-1].timeline)}\n")
     engine.close()
 
@@ -363,7 +363,7 @@ def demo(model, frontend: Frontend, arguments):
         predicted, bound = plan_seconds(letters, costs), bound_seconds(len(letters), costs)
         print(f"A layer, ms: {named}\nPlan {letters}: {1e3 * predicted:.0f} ms predicted, none below "
               f"{1e3 * bound:.0f}; the paper's closed form: {closed_form(len(letters), costs)}")  # fmt: skip
-        rows += lesson.table(title, lesson.in_turn(ways, 3), "ttft_ms", "ms")
+        rows += lesson.table(title, lesson.in_turn(ways), "ttft_ms", "ms")
         theirs, _, ours = (row["ttft_ms"] for row in rows[-3:])
         print(f"  {theirs / ours:.2f}x sooner than chapter 03, {computed / ours:.1f}x than computing it\n")
         engine.close()

@@ -688,8 +688,7 @@ def demo(model, frontend: Frontend, arguments):
     )
     rows = show_tiers(taken) + show_policies(asked)
     timelines = [asked[policy][-1].timeline for policy in ("both_ends", "wait_complete")]
-    said = dict(modelled=link.modelled, gbps=link.speed() / 1e9)
-    return dict(link=said, verified=verified, rows=rows, counters=counters), timelines
+    return dict(link=lesson.described(link), verified=verified, rows=rows, counters=counters), timelines
 
 
 def converse(engine, frontend: Frontend, talks: list, new: int) -> list[Request]:
@@ -717,7 +716,7 @@ def policies(engine, prompt: list[int]) -> dict[str, list[Request]]:
         cache.prefetcher.policy = policy
         return engine.generate([Request(prompt, 2, must_compute=policy == "computed")])[0]
 
-    return lesson.in_turn({name: partial(ask, name) for name in ("computed", *PREFETCH)}, 3)
+    return lesson.in_turn({name: partial(ask, name) for name in ("computed", *PREFETCH)})
 
 
 def show_tiers(taken: dict[str, list[Request]]) -> list[dict]:

@@ -680,7 +680,7 @@ def demo(model: Llama, frontend: Frontend, arguments):
         "alone counts. And where one device does not compute fast enough, or has too\nlittle link? Several "
         "may divide what each chapter keeps: chapter 09."
     )
-    report = dict(link=dict(modelled=link.modelled, gbps=link.speed() / 1e9), verified=verified, rows=rows)
+    report = dict(link=lesson.described(link), verified=verified, rows=rows)
     return report, [timeline, asked[0].timeline]
 
 

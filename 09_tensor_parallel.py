@@ -416,8 +416,7 @@ def demo(model, frontend: Frontend, arguments):
         "Ranks divide what is kept, what travels and what is projected, and agree on a few numbers. Where\n"
         "they share one processor, as here without GPUs, only the bytes are those of as many devices."
     )
-    said = dict(modelled=link.modelled, gbps=link.speed() / 1e9)
-    return dict(link=said, verified=verified, rows=rows, found=found), [timeline]
+    return dict(link=lesson.described(link), verified=verified, rows=rows, found=found), [timeline]
 
 
 def lose_a_page(model, arguments, prompt: list[int], new: int) -> list[Request]:
@@ -505,6 +504,7 @@ def main():
     try:
         model, tokenizer, end_tokens = begin(arguments.model, arguments.dtype, arguments.device)
         if arguments.demo:
+            lesson.ROUNDS = arguments.rounds
             demo(model, Frontend(model, tokenizer, end_tokens), arguments)
         else:
             Everywhere(make_engine(model, arguments), tokenizer).follow()

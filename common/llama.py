@@ -47,8 +47,9 @@ class LlamaConfig:
 
 class Linear(nn.Module):
     """y = x W^T + b. On a CPU many rows are multiplied with a copy of the weight in oneDNN's own layout
-    (`reorder`). A few rows only stream through the weight, faster if each thread does its part of it."""
+    (`reorder`). A few rows only stream through the weight."""
     FEW = 4                    # rows
+    in_parts = False           # each thread multiplies a part of the weight with them: checkpoint.load tries
 
     def __init__(self, inputs: int, outputs: int, bias: bool, **where):
         super().__init__()
@@ -58,13 +59,14 @@ class Linear(nn.Module):
 
     def forward(self, x):                                              # [T, inputs] -> [T, outputs]
         rows, on_cpu = len(x), x.device.type == "cpu"
-        if rows <= self.FEW and on_cpu and x.dtype == torch.float32:
+        few = rows <= self.FEW and on_cpu and x.dtype == torch.float32
+        if few and self.in_parts:
             count = math.gcd(len(self.weight), torch.get_num_threads())
             parts = self.weight.unflatten(0, (count, -1))              # [parts, outputs / parts, inputs]
             out = torch.bmm(parts, x.contiguous().t().expand(count, -1, -1))   # [parts, outputs / parts, T]
             out = out.flatten(0, 1).t().contiguous()                   # [T, outputs]
             return out if self.bias is None else out + self.bias
-        if self.reordered is not None:
+        if self.reordered is not None and not few:
             return torch.ops.mkldnn._linear_pointwise(x, self.reordered, self.bias, "none", [], "")
         slow = x.dtype == torch.bfloat16 and rows > 8 and on_cpu
         if slow and not torch.ops.mkldnn._is_mkldnn_bf16_supported():

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from common.requests import Request, RequestError, Result
-from shell import charts, checkpoint, end
+from shell import charts, checkpoint, end, lesson
 from shell.frontend import Frontend, check_messages
 
 
@@ -41,6 +41,7 @@ def parser_for(doc: str) -> argparse.ArgumentParser:
     add("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     add("--max-tokens", type=bounded(int, 1, 1 << 20), default=128, help="length of an answer (default 128)")
     add("--explain", action="store_true", help="print a line for each thing that a step does")
+    add("--rounds", type=bounded(int, 1, 1000), default=3, help="of what the demo times (default 3)")
     add("--json", type=Path, metavar="FILE", help="write the numbers of the demo or of the answer")
     add("--trace", type=Path, metavar="FILE", help="write the timeline, for Perfetto or chrome://tracing")
     return parser
@@ -96,6 +97,7 @@ def run(doc: str | None, chapter: str, arguments, make_engine, demo, load):
 
     # 3. The demo makes its own engines; otherwise one engine serves, or answers once
     if arguments.demo:
+        lesson.ROUNDS = arguments.rounds
         report, timelines = demo(model, frontend, arguments)
     else:
         engine = make_engine(model, arguments)

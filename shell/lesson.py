@@ -14,7 +14,7 @@ TURNS = [
     "food is honey.", "Where is the lamp?", "What is my cat called?", "What is the password of the safe?"]
 SECRET, QUESTION = "The password of the safe is tiger.", TURNS[-1]
 LONGEST_FACT = 16  # tokens, by which a document may be longer than asked
-ROUNDS = 3  # of everything that is timed, after a warm-up
+ROUNDS = 3  # of everything that a demo times, after a warm-up: --rounds
 
 
 def document(frontend: Frontend, rng, tokens: int, secret: str = "") -> str:
@@ -37,6 +37,11 @@ def document_for(engine, frontend: Frontend, rng, tokens: int, said: list[str], 
     check_room(rooms, -(-rest // size), size)
     room = size * min(rooms.values())
     return document(frontend, rng, min(tokens, room - rest), said[0])
+
+
+def described(link) -> dict:
+    """-> a link, for the report of a demo."""
+    return dict(modelled=link.modelled, gbps=link.speed() / 1e9)
 
 
 def check_room(pools: dict[str, int], needed: int, size: int):
@@ -108,8 +113,9 @@ def say(engine, frontend: Frontend, messages: list[dict], text: str, max_tokens:
     return request
 
 
-def in_turn(ways: dict, rounds: int = ROUNDS, warm_up: int = 1) -> dict[str, list]:
-    """Call each of `ways` in turn, `rounds` times after the rounds of a warm-up -> what they returned."""
+def in_turn(ways: dict, rounds: int = 0, warm_up: int = 1) -> dict[str, list]:
+    """Call each of `ways` in turn, `rounds` times (a demo's, if 0) after a warm-up -> what they returned."""
+    rounds = rounds or ROUNDS
     taken = [{name: way() for name, way in ways.items()} for _ in range(warm_up + rounds)]
     return {name: [each[name] for each in taken[warm_up:]] for name in ways}
 

@@ -5,13 +5,14 @@ import json
 import math
 from collections import namedtuple
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import TINY, load, write_model
-from support.engines import ask_and_evict, baseline, hybrid, hybrid_runner, make
+from support.engines import ask_and_evict, baseline, hybrid, hybrid_runner, make, tiny_model
 
 from common.llama import Linear, attention, causal_mask, rotary_frequencies
 from common.requests import Request
@@ -144,7 +145,7 @@ def test_bfloat16_stays_near_transformers(kind, tmp_path_factory):
 @pytest.mark.parametrize("outputs", [30, 31], ids=["divided", "in one piece"])
 @pytest.mark.parametrize("dtype, rtol, atol", [(torch.float32, 1e-5, 1e-5), (torch.bfloat16, 2e-2, 0.1)])
 @torch.inference_mode()
-def test_a_product_is_the_product_whatever_its_layout_and_rows(bias, outputs, dtype, rtol, atol):
+def test_a_product_is_the_product_whatever_its_layout_and_rows(bias, outputs, dtype, rtol, atol, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     linear, x = Linear(48, outputs, bias, dtype=dtype), torch.randn(33, 48, generator=generator).to(dtype)
     for parameter in linear.parameters():
@@ -155,11 +156,25 @@ def test_a_product_is_the_product_whatever_its_layout_and_rows(bias, outputs, dt
         if reordered:
             linear.reorder()
             assert linear.reordered is not None
-        for rows in (0, 1, 2, 3, 4, 5, 33):
+        for rows, in_parts in product((0, 1, 2, 3, 4, 5, 33), (False, True)):
+            monkeypatch.setattr(Linear, "in_parts", in_parts)
             for given in (x[:rows], transposed[:rows]):
                 out = linear(given)
                 assert out.is_contiguous()
                 torch.testing.assert_close(out.double(), expected[:rows], rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("faster", [False, True])
+def test_a_few_rows_are_multiplied_the_way_that_is_faster_here(faster, monkeypatch):
+    clock, model = SimpleNamespace(now=0.0), tiny_model()
+    monkeypatch.setattr(checkpoint.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(Linear, "in_parts", not faster)
+
+    def multiply(linear, x):
+        clock.now += 1.0 if linear.in_parts == faster else 2.0
+
+    monkeypatch.setattr(Linear, "forward", multiply)
+    assert checkpoint.parts_are_faster(model) == faster
 
 
 @torch.inference_mode()

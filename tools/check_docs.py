@@ -22,7 +22,7 @@ from shell import cli  # noqa: E402
 from tools import report  # noqa: E402
 
 LESSONS, REFERENCE = ROOT / "docs/lessons", ROOT / "docs/reference.md"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "models/classroom/README.md"]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "models/classroom/README.md"]
 CHAPTERS = sorted(path.stem for path in ROOT.glob("0[1-9]_*.py"))
 FENCE = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```$", re.M | re.S)
 
