@@ -10,8 +10,8 @@ numbers, and takes the next block when the last one is full:
     token at position p -> slot table[p // 16] * 16 + p % 16       table [12, 5, 3]: token 20 is in slot 84
 
 A full block is known by its prefix: its own tokens and all that come before them. A request whose tokens
-begin with the same prefixes points at the blocks that hold them. When no table holds a block any more, it
-stays cached until the pool needs it. In every step one forward pass serves all running requests: one token
+begin with the same prefixes points at the blocks that hold them. When no table holds a full block any more,
+it stays cached until the pool needs it. In every step one forward pass serves all running requests: one token
 for each that decodes, and portions of prefill for the rest of the budget.
 
 The later chapters are this engine with something in the place of `Nothing`: what lies behind the device.
@@ -46,7 +46,7 @@ from shell import charts, lesson
 from shell.frontend import Frontend
 
 baseline = importlib.import_module("01_baseline")
-# Longer contexts, in bytes of K and V of a layer, are read alone: padding others to them costs more
+# Longer contexts (bytes of a layer's K and V) get their own attention call; padding others to them costs more
 ALONE = {"cpu": 1 << 20, "cuda": 1 << 24}
 FULL = "full"  # an answer of Engine.admit, beside LATER
 
@@ -71,7 +71,7 @@ class BlockPool:
         self.by_use: list[tuple[int, int]] = []  # a heap of (use, block), checked when popped
         self.prefix_of: list[Prefix | None] = [None] * blocks
         self.block_of: dict[Prefix, int] = {}
-        self.evicting = lambda lost: None  # called with (block, prefix) of what is about to be lost
+        self.evicting = lambda lost: None  # called with a list of (block, prefix), about to be lost
         self.next = 0  # where the search for a run begins
         self.evictions = 0
 
@@ -93,8 +93,8 @@ class BlockPool:
         return (table[..., None] * self.block_size + offsets).flatten(-2)
 
     def allocate(self, count: int, after: int | None = None, room: int = 0) -> list[int]:
-        """Reference `count` blocks, at most `available`; evict the least recently used for it. Adjacent ones
-        are read and copied in one piece: look after block `after`, or for a run that can grow to `room`."""
+        """Reference `count` blocks, which must be `available`; evict the least recently used for it. Adjacent
+        ones are read and copied in one piece: look behind `after`, or for a run that may grow to `room`."""
         self.make_room(count)
         blocks = self.find_free(count, after, max(count, room))
         for block in blocks:
@@ -226,7 +226,7 @@ class Batch:
 
     def read_padded(self, tables: torch.Tensor):
         """Block tables [B, blocks] of requests that compute a token each -> slots [B, S] and mask
-        [B, 1, 1, S]. Padding reads the request's first slot, which is written."""
+        [B, 1, 1, S]. Padding points at a written slot: a masked NaN would still poison the sum."""
         slots = self.pool.slots(tables)[:, : self.work[len(tables) - 1][0].next + 1]  # [B, S]
         behind = torch.arange(slots.shape[1], device=self.device) > self.positions[: len(tables), None]
         mask = torch.zeros_like(behind, dtype=self.pool.memory.dtype).masked_fill_(behind, -math.inf)
@@ -294,7 +294,7 @@ class Nothing:
     busy = False  # whether anything is on its way, though no request waits for it
 
     def attach(self, engine): ...  # begin; add to the engine's fields and pools
-    def idle(self): ...  # nothing runs: measure
+    def idle(self): ...  # nothing runs: measure -> seconds until it wants to again, or None
     def submitted(self, request): ...  # it stands in line, for the first time or again
     def poll(self): ...  # a step begins: release what is over
     def offer(self, request): ...  # -> what follows `request.computed`, None, or LATER
@@ -332,8 +332,7 @@ class Engine(Line):
         if not self.busy:
             if self.runner.pieces:
                 self.runner.pieces.idle(lambda: self.arrivals)
-            self.behind.idle()
-            self.wake.wait()  # until a request comes
+            self.wake.wait(self.behind.idle())  # until a request comes, or it is time to measure again
             self.wake.clear()
         self.take_arrivals()
         self.behind.poll()
@@ -369,7 +368,7 @@ class Engine(Line):
         hits = pool.find(cacheable)
         missing = cacheable[len(hits) :]
         soon = len(list(takewhile(self.filling.__contains__, missing)))
-        if soon and 2 * soon >= len(missing):  # most of it, not a template's first block
+        if soon and 2 * soon >= len(missing):  # to share only a template's first block is no reason to wait
             return LATER
 
         # 2. Is there room? Each running request may need one more block
@@ -459,7 +458,7 @@ class Engine(Line):
         finally:
             self.work = []
         self.failures = 0
-        if -1 in tokens:  # end these; what the step wrote may be NaN, and is not found: run it again
+        if -1 in tokens:  # end these; nothing of this step is registered, the others compute it again
             return self.answer(*zip(*[pair for pair in zip(requests, tokens) if pair[1] == -1]))
         self.counts["steps"] += 1
         self.computed(batch, self.clock.seconds(began), self.clock.seconds(self.clock.mark()))

@@ -59,14 +59,14 @@ class HostCache(Cache):
     """Full blocks are copied to host memory as they fill, and come back layer by layer."""
 
     fields = {"offload_after": (lambda value: isinstance(value, bool), "true or false")}
-    last_tier = True  # nothing leaves the host for a block that was used before it
+    last_tier = True  # nothing leaves the host for a block that was used less recently
 
     def __init__(self, blocks: int, bandwidth: modelled_link.Bandwidth | float | None = None):
         """`blocks` in host memory; `bandwidth` of the modelled link, in bytes/s, where there is no GPU."""
         self.blocks, self.bandwidth = blocks, bandwidth
         self.saving: dict = {}  # prefix on its way out -> host block
         self.looked_at: dict = {}  # request -> leading blocks that `save` has looked at
-        self.owed: dict = {}  # request, maybe over -> prefixes of blocks that are still to be copied out
+        self.owed: dict = {}  # request, maybe over -> prefixes of blocks still to be copied out; oldest first
 
     # The five verbs
 
@@ -133,7 +133,7 @@ class HostCache(Cache):
 
     def save_owed(self):
         """Copy out what is owed, the latest request's first, as far as there is room. The rest is owed on,
-        though its request be over, until the device loses it. Nothing is copied behind a gap."""
+        though its request be over, until the device loses it; then what follows it is not owed either."""
         there, room = self.pool.block_of, True
         for request, owed in reversed([*self.owed.items()]):
             if owed and owed[0] in there and (self.behind_gap(owed[0]) or not room):
@@ -147,13 +147,13 @@ class HostCache(Cache):
                 del self.owed[request]
 
     def behind_gap(self, prefix) -> bool:
-        """Whether the host lacks what comes before."""
+        """Whether the host lacks what comes before. (A chain's first parent is its salt.)"""
         return prefix.parent.parent is not None and not self.keeps(prefix.parent)
 
     def save_blocks(self, request, lacking: list[tuple]) -> int:
         """Begin to copy out (prefix, device block) pairs, as far as there is room, and time -> how many."""
         soon = self.save_link.seconds(len(lacking) * self.host.block_bytes) < LONGEST_SAVE
-        if not soon and self.engine.running:  # a probe says whether the link is still as slow, or `idle`
+        if not soon and self.engine.running:  # a probe says whether the link is still as slow; else `idle`
             self.estimates.doubtful = True
             if not self.under_way["save"]:
                 self.hold("save", [self.save_link.probe(self.host.block_bytes)])

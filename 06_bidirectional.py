@@ -17,8 +17,8 @@ because they are the dear ones to compute: a token attends to all before it.
 
 A step computes the share of what is left that prefill will get if both go on as they last did, `left l / (l +
 c)`: a longer step would compute what storage could have brought, and in shorter ones a token costs more.
-Beside other requests a prefill takes a `--share` of each step, and is priced at that share when the engine
-decides whether to load; or, with `--compute leftover`, what the others leave (the paper's section 6).
+`--share` caps a prefill's part of each step beside other requests, and the estimate of computing assumes the
+same cap; with `--compute leftover` it takes what the others leave (the paper's section 6).
 
 With `--bits 8` K and V travel in 8 bits, and have keys of their own: they are not exact, nor is what is
 computed behind them.

@@ -19,8 +19,8 @@ while pages arrive from the back (chapter 06). But no policy waits longer than c
 take, or for a load that takes more than 0.8 of it (`--always-restore`: for any load, up to a minute).
 
 When does a page go down? `write_through`: as soon as it is full. `write_through_selective`: when a second
-request has it on the device. `write_back`: when it is evicted, one tier each time, unless a lower one has it:
-from the device, the engine waits for the copy; from host memory, it is copied aside and written later.
+request has it on the device. `write_back`: copied one tier down on eviction, unless a lower tier has it;
+evictions from the device block the engine, those from host memory do not.
 
 Source: HiCache of SGLang (design document); its tree is RadixAttention's (Zheng et al., 2024, section 3).
 
@@ -99,7 +99,8 @@ class HiRadixTree:
         self.pages: dict[object, Page] = {}  # by Prefix
 
     def match(self, chain: list) -> tuple[list[Page], Node]:
-        """-> the pages of the longest known beginning of `chain`, and the node that they end with."""
+        """-> the pages of the longest known beginning of `chain`, and the node that they end with. Splits the
+        node that the chain leaves."""
         node, pages = self.root, []
         while len(pages) < len(chain) and (child := node.children.get(chain[len(pages)])):
             ours, same = chain[len(pages) : len(pages) + len(child.pages)], 1
@@ -110,7 +111,7 @@ class HiRadixTree:
         return pages, node
 
     def split(self, node: Node, at: int) -> Node:
-        """Move the first `at` Page references to a new parent -> that; the pools have K, V and references."""
+        """Move the first `at` Pages to a new parent -> that. K, V and locks stay with the pools."""
         upper = Node(node.parent, node.pages[:at])
         upper.parent.children[upper.pages[0].prefix] = upper
         node.parent, node.pages = upper, node.pages[at:]
@@ -154,10 +155,10 @@ class Prefetch:
     """What storage may have of a request, on its way into host memory."""
 
     request: Request
-    chain: list  # prefixes of the request's full pages; once storage has answered, up to the last it has
+    chain: list  # prefixes of the request's full pages; once it has answered, up to the last worth reading
     first: int  # the first page that neither the device nor host memory has
     until: float  # seconds of time.perf_counter(): the policy waits no longer
-    ended: bool  # it reads no more: all is read, no place is left to read into, or nobody waits
+    ended: bool  # nothing to wait for: all is read, too little to read, no place left, or nobody waits
     asked_at: float = field(default_factory=time.perf_counter)
     answered: bool = False  # storage has said how many pages it has
     reads: list = field(default_factory=list)  # Transfers that it has begun
@@ -235,8 +236,8 @@ class Prefetcher:
             self.coming.update(run)
             then = partial(self.run_read, prefetch, run, places, read)
             cache.hold("read", [read], given=[(host, places)], then=then)
-        coming = not self.coming.isdisjoint(prefetch.chain[prefetch.first :])
-        prefetch.ended = not coming and not (prefetch.unread and self.coming)
+        none_comes = self.coming.isdisjoint(prefetch.chain[prefetch.first :])
+        prefetch.ended = none_comes and not (prefetch.unread and self.coming)
 
     def run_read(self, prefetch: Prefetch, prefixes: list, places: list[int], read, arrived: bool):
         """A read is over: register its pages in host memory, or note that storage lacks them."""
@@ -252,7 +253,7 @@ class Prefetcher:
             cache.counts["storage_pages_read"] += len(prefixes)
         else:
             self.end_prefetch(prefetch)  # cancelled, or storage was wrong about this chain, or hangs
-            cache.looked_at.pop(prefetch.request, None)  # what did not come is copied down
+            cache.looked_at.pop(prefetch.request, None)  # `save` took its pages for coming: look again
 
     def end_prefetch(self, prefetch: Prefetch):
         """Nobody waits for this prefetch any more: cancel its reads that have not begun."""
@@ -261,7 +262,8 @@ class Prefetcher:
         self.prefetches.pop(prefetch, None)
 
     def waits(self, request) -> bool:
-        """Whether the request waits for storage: as the policy says, and if that pays."""
+        """Whether the request waits for storage: as the policy says, and if that pays. If not, its prefetch
+        ends (but under both_ends)."""
         prefetch, cache, now = request.kept, self.cache, time.perf_counter()
         size, block_bytes = cache.pool.block_size, cache.host.block_bytes
         if not prefetch or request.computed >= len(prefetch.chain) * size:
@@ -398,7 +400,7 @@ class TieredCache(offload.HostCache):
         self.tree, self.host.evicting = HiRadixTree(), self.writer.evicting_l2
         self.array = as_integers(self.host.memory)  # for NumPy
         self.pages_at_once = max(1, both_ends.CHUNK // self.pool.block_size)  # in a read or write of storage
-        self.matched: list = []  # prefixes about to be loaded, and so not evicted for that same request
+        self.matched: list = []  # of the last match: giving that request blocks does not push these out
         if self.storage:
             self.storage.open(engine.wake.set)
 
@@ -440,7 +442,8 @@ class TieredCache(offload.HostCache):
         self.prefetcher.ask_l3(request)
 
     def match(self, request):
-        """Offer what host memory has, and under both_ends what storage has behind that."""
+        """Offer the next run in host memory; if there is none, under both_ends what storage has: `blocks`
+        of the Match are places, or the Prefetch."""
         if self.prefetcher.waits(request):
             return LATER
         size, first, start = self.pool.block_size, request.computed // self.pool.block_size, request.computed
@@ -471,7 +474,7 @@ class TieredCache(offload.HostCache):
         """Load what host memory has; or compute from the front, and load from the back (chapter 06)."""
         if not isinstance(match.blocks, Prefetch):
             if self.behind_in_storage(request, restoration.end):
-                restoration.limit = restoration.end  # no step computes behind these pages, past what is there
+                restoration.limit = restoration.end  # storage offers what follows: compute none of it
             yield from super().restore(request, restoration, match)
             restoration.limit = restoration.start
             return
@@ -481,7 +484,7 @@ class TieredCache(offload.HostCache):
             yield from self.restore_from_back(request, restoration, match.blocks, copies)
         finally:
             links.cancel(copies)
-            restoration.portion = restoration.end  # prefill goes on to the limit
+            restoration.portion = restoration.end  # enough: prefill goes on to the limit
             self.prefetcher.end_prefetch(match.blocks)
             request.timeline.plan = both_ends.drawn(restoration)
 
@@ -612,7 +615,8 @@ class TieredCache(offload.HostCache):
 
     def attach_storage(self, storage: store.Storage | None):
         """Between two steps: go on with another storage, or with none; close the one before on a thread, when
-        nothing of it is under way. What is being read does not come; what is written and not near is lost."""
+        nothing of it is under way. What is being read does not come; what is being written and not near is
+        lost."""
         before, self.storage, writer = self.storage, storage, self.writer
         for request in (*self.engine.waiting, *self.engine.running):
             self.finished(request)  # it goes on, without what was noted for the storage before

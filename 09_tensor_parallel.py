@@ -145,7 +145,7 @@ class Shared(links.Transfer):
 
     @property
     def ready(self) -> bool:
-        """Whether it is over on all ranks; a last copy also waits for those that a pass went on without."""
+        """Whether it is over on all ranks; the last layer's also waits for earlier ones that were skipped."""
         passed = self.restoration.passed if self.last else ()
         return self.state != ON_ITS_WAY and all(one.state != ON_ITS_WAY for one in passed)
 

@@ -23,6 +23,7 @@ import tempfile
 import time
 from contextlib import ExitStack
 from functools import partial
+from unittest import mock
 
 from benchmarks import measure, tables
 from benchmarks.measure import draw, ratio, spread, ttft
@@ -249,17 +250,22 @@ def layouts(model, arguments, tokens: int = 1024):
             ways = *(f"storage, {speed}" for speed in speeds), "host"
             asks = {way: partial(ask_from, bench, engine, way, history, speeds) for way in ways}
             taken = measure.same_question_in_turn(asks, arguments.rounds or 3, partial(bench.draw, QUESTION))
-            engine.behind.cache.hold = partial(note, moved := {}, engine.behind.cache.hold)
-            asks["storage, 10 GB/s"](bench.draw(QUESTION))
+            with counting(engine.behind.cache, moved := {}):
+                asks["storage, 10 GB/s"](bench.draw(QUESTION))
             times = {way: spread(ttft(requests)) for way, requests in taken.items()}
             yield dict(layout=layout, page_tokens=size, moved=moved, ttft_ms=times)
 
 
-def note(moved: dict, hold, lane: str, transfers: list, *held, **then):
-    """Hold, and count the bytes and pieces that the lane moves."""
-    hold(lane, transfers, *held, **then)
-    before = moved.get(lane, dict(bytes=0, pieces=0))
-    moved[lane] = {what: count + sum(getattr(each, what) for each in transfers) for what, count in before.items()}
+def counting(cache, moved: dict):
+    """-> a context that counts what is loaded from host memory, and read from storage."""
+    def arrival(model, start, size, pieces, arrival=modelled_link.Bandwidth.arrival):
+        for lane, other in ("load", cache.load_link.bandwidth), ("read", cache.storage.bandwidth):
+            if other is model:
+                before = moved.get(lane, dict(bytes=0, pieces=0))
+                moved[lane] = dict(bytes=before["bytes"] + size, pieces=before["pieces"] + pieces)
+        return arrival(model, start, size, pieces)
+
+    return mock.patch.object(modelled_link.Bandwidth, "arrival", arrival)
 
 
 def writes(model, arguments):
@@ -298,12 +304,13 @@ def match(model, arguments, pages: int = 100_000, prompt: int = 4096):
             tree.insert(chain[:end])
             tree.insert(prefixes.extend(list(chain[:end]), [*asked[: end * size], *[end] * size]))  # it branches here
         assert len(tree.match(chain)[0]) == len(chain)
-        taken = []
-        for _ in range(arguments.rounds or 200):
+        nodes, taken = len(tree.nodes()), {"match_ms": [], "chain_ms": []}  # by the tree, and by a look for each page
+        ways = dict(match_ms=tree.match, chain_ms=lambda chain, known=tree.pages: [*itertools.takewhile(known.__contains__, chain)])
+        for (way, find), _ in itertools.product(ways.items(), range(arguments.rounds or 200)):
             began = time.perf_counter()
-            tree.match(chain)
-            taken.append(1e3 * (time.perf_counter() - began))
-        yield dict(conversations=talks, pages=count, match_ms=spread(taken))
+            find(chain)
+            taken[way].append(1e3 * (time.perf_counter() - began))
+        yield dict(conversations=talks, pages=count, nodes=nodes, **{way: spread(times) for way, times in taken.items()})
 
 
 PARTS = {part.__name__: (part, ["random:long"]) for part in (mix, policies)}

@@ -116,7 +116,7 @@ class Cache:
 
     def restore(self, request, restoration: Restoration, match: Match):
         """Bring tokens start to end into `request.table`. A generator: issue copies, yield each Transfer that
-        must be over before it goes on (or nothing, where it has computed a portion: others may now), count
+        must be over before it goes on (or nothing: resume me later, others may go on), count
         `restoration.layers` up, end by returning. `hold` what a copy reads and writes before the next yield.
         It may be closed at any yield."""
         yield from ()

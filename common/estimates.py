@@ -19,7 +19,7 @@ FULL_SPEED = 128  # tokens: prefill from here on runs at its full speed, or near
 SHORT = 64  # tokens: a prompt that says what launches take on a GPU
 PACES = 1.0, 1.0  # believed at first, so that one bad restoration decides nothing
 DOUBT = 0.1  # a restoration that takes longer than estimated by more than this share: measure again
-AGAIN = 1.0  # seconds between two measurements
+AGAIN = 1.0  # seconds between two measurements of an idle engine that is still in doubt
 ROWS = 512  # of a pass: enough for full speed
 FEWEST, SPREAD = 8, 0.3  # layers of a measurement, and seconds over which they are spread
 BEFORE_LAYER = 5e-3  # seconds of pause, as a restoration waits for each; without it is a third faster
@@ -106,7 +106,7 @@ class Estimates:
         chosen, source = self.agree(mine) if self.agree else mine, " and ".join(match.found)
         if not chosen:
             self.doubtful = True  # a bad measurement may have refused it
-            self.paces.append(1.0)  # one that is refused adds none
+            self.paces.append(1.0)  # what is refused shows no pace: let old ones fade
         return chosen, (
             f"{match.tokens} tokens offered ({source}): loading {1e3 * load:.1f} ms, computing "
             f"{1e3 * compute:.1f} ms: " + ("loaded" if chosen else "computed")
@@ -128,8 +128,8 @@ class Estimates:
     # Learning from what happens
 
     def learn(self, work: list, seconds: float):
-        """Note how fast a step was that did not wait. `work`: as after the step. (A GPU's say nothing new:
-        launches are a part of each, and nobody else disturbs it.)"""
+        """Note how fast a step was that did not wait. `work`: as after the step. Skipped on
+        a GPU, where launch time distorts short steps."""
         waited = any(request.restoration for request, _ in work)
         if not (waited or self.launches) and sum(count for _, count in work) >= FULL_SPEED:
             spans = [(request.computed - count, request.computed) for request, count in work]
@@ -155,7 +155,7 @@ class Estimates:
 
     def idle(self) -> float | None:
         """Nothing runs: measure, if in doubt (at the start twice; after a refusal, a failure, a slow
-        restoration) -> seconds until this is to be called again, or None. Ranks measure once, together."""
+        restoration) -> seconds until the next measurement, or None. Ranks measure once, together."""
         if self.doubtful and (self.cold or not self.agree):
             self.doubtful = self.cold
             try:

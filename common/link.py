@@ -5,8 +5,8 @@
     link.copy(dst, src, "layer 1", Places(to, at))     # blocks: dst[to] = src[at], see places.py
 
 A lane is a stream of a GPU. A copy begins only after everything that was queued to compute when it was
-issued (or the first copy of the same `Places`, see there): so a load cannot overwrite what queued work still
-reads, and a copy out sees what queued work still writes. That is the first half of the contract; the second
+issued (with `Places(apart=True)`, when their first copy was): so a load cannot overwrite what queued work
+still reads, and a copy out sees what queued work still writes. That is half of the contract; the other half
 is the caller's (`Cache.hold`): no memory of a transfer may be used for anything else before `ready`.
 
 Where there is no GPU, shell/modelled_link.py has a link with the same verbs, and the same contract."""

@@ -3,7 +3,7 @@
 Shapes are ragged and flat. A batch is one row of T tokens that may belong to many requests:
     tokens [T]   positions [T]   hidden [T, D]   q [T, H, hd]   k, v [T, KVH, hd]
 Positions and caches are arguments; no module remembers a request. The loop over the layers is the
-engine's (`forward` of chapters 01 and 02), not the model's, because later chapters reorder it.
+engine's (chapters 01 and 02), not the model's, because later chapters reorder it.
 
 Source: Touvron et al., "LLaMA" (2023); RoFormer (Su et al., 2021) for rotary embedding; Llama 3.1's
 frequency scaling as published with its weights.
@@ -172,7 +172,7 @@ class Layer(nn.Module):
 
 def attention(q, k, v, mask):
     """q [T, H, hd] over k, v [S, KVH, hd], or each row over its own, [T, S, KVH, hd] -> [T, H, hd]. `mask` is
-    added to the scores; None: one row sees all, and of more row i the first i + 1. No KV head is copied."""
+    added to the scores; None: causal, and a single row sees everything. No KV head is copied."""
     if k.ndim == 4 or len(q) == 1:          # one token each: the heads of a group are as many queries
         shape = len(q), -1, *k.shape[-2:]
         k, v = (side.reshape(shape).transpose(1, 2) for side in (k, v))          # [T, KVH, S, hd] each
@@ -185,7 +185,7 @@ def attention(q, k, v, mask):
 
 
 def causal_mask(count: int, end: int, device, dtype):
-    """-> `mask` for the last `count` of `end` tokens: minus infinity for what lies behind a row's own
+    """-> `mask` for the last `count` of `end` tokens: minus infinity for what comes after a row's own
     position, else 0, [T, S]. None if each of them sees all, or is among the first."""
     if count == 1 or count == end:
         return None

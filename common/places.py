@@ -127,7 +127,7 @@ class OnDevice:
     """Shows pinned memory to PyTorch as the device's own: it has the same address there."""
 
     def __init__(self, host: torch.Tensor):
-        self.host = host        # for the view; for a queued kernel `Link.queue` keeps it
+        self.host = host        # for the view; for a queued kernel `Link.copy` keeps it
         self.__cuda_array_interface__ = host.numpy().__array_interface__
 
 

@@ -1,4 +1,4 @@
-"""Request and Result, sampling, and the line of an engine. An engine calls a Request's `sample`, `push` and
+"""Request and Result, and the line of an engine. An engine calls a Request's `sample`, `push` and
 `finish`; the client reads its `pieces`: text, and last the outcome, a `Result` or an exception."""
 import logging
 import math
@@ -104,7 +104,7 @@ class Request:
     table: list[int] = field(default_factory=list)              # its blocks, in the order of its tokens
     chain: list = field(default_factory=list)                   # its prefixes
     computed: int = 0              # tokens whose K and V are in the blocks of `table`
-    registered: int = 0            # leading blocks that are in the index
+    registered: int = 0            # leading blocks whose prefixes are in the index, held by these or others
     restoration: object = None     # what is on its way
     readmitted: bool = False       # preempted, or its restoration has failed: it had blocks before
     must_compute: bool = False     # a restoration has failed: nothing is asked for again

@@ -13,7 +13,7 @@ GRACE = 0.05  # seconds that a restoration may be late in any case: a busy host 
 
 
 class Restorer:
-    """A Cache behind the device. Of the engine it calls requeue, register, contain, interrupt, sleep."""
+    """A Cache behind the device. Of the engine it calls register, requeue, contain, interrupt, sleep."""
 
     def __init__(self, cache: Cache, estimates):
         """`estimates`: of what pays (common/estimates.py)."""
@@ -60,7 +60,7 @@ class Restorer:
         wait = max(self.estimates.seconds_to_wait(request, match), match.seconds + GRACE)
         restoration = Restoration(request, match, self.depth, time.perf_counter() + wait)
         request.restoration, restoration.steps = restoration, self.cache.restore(request, restoration, match)
-        self.advance(request, 1, wait=False)
+        self.advance(request, 1, wait=False)  # a generator: it begins here
 
     def resume(self, running: list) -> list:
         """Resume all between two steps, oldest first; together they compute no more rows than a step. -> the
@@ -156,7 +156,8 @@ class Restorer:
         return True
 
     def arrived(self, restoration: Restoration, wait: bool) -> bool:
-        """Whether what it awaits is over; in the pass, wait. Raises TransferError if failed or late."""
+        """Whether what it awaits is over, or, in the pass, is waited for or ordered before what is computed
+        next. Raises TransferError if it has failed or is late."""
         if (transfer := restoration.awaited) is None:
             return True
         if not transfer.ready:

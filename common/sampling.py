@@ -1,12 +1,13 @@
 """Draw the next token of each request in a step. A seed gives the same tokens whoever runs beside: noise is
-drawn as torch.multinomial does, over probabilities in falling order, and the largest p / noise wins."""
+drawn as torch.multinomial does, over probabilities in falling order, and the largest p / noise wins.
+Without a seed a single point on the sum of all shares decides."""
 from collections import defaultdict
 
 import numpy
 import torch
 
 RUN = 128          # tokens whose shares are added first
-OWN = 1 << 63      # seeds from here on are no user's: what they give is never asked for again
+OWN = 1 << 63      # seeds from here on are drawn by us: nobody can ask for the same tokens again
 
 
 def likeliest(logits) -> list[int]:

@@ -126,7 +126,7 @@ class Storage:
         return self.reader.submit(label, size, self.noting, self.read, keys, into, model=model)
 
     def set(self, keys: list[bytes], values: list[numpy.ndarray]) -> Transfer:
-        """Write the values that are not there -> a Transfer whose value is how many. Others are doubted."""
+        """Write the values not there yet -> a Transfer whose value is how many; what fails is doubted."""
         size = sum(value.nbytes for value in values)
         return self.writer.submit("write", size, self.noting, self.write, keys, values)
 
