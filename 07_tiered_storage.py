@@ -683,7 +683,8 @@ def demo(model, frontend: Frontend, arguments):
         text = lesson.document_for(engine, frontend, rng, length, [lesson.SECRET], 2)
         asked = policies(engine, frontend.request(messages=[dict(role="user", content=text)]).tokens)
         engine.close()
-    verified = lesson.verify(paged.baseline.Engine(model), sum([*taken.values(), *asked.values()], []))
+    last = [requests[-1] for requests in asked.values()]
+    verified = lesson.verify(paged.baseline.Engine(model), sum(taken.values(), last))
     link = engine.behind.cache.load_link
 
     print(

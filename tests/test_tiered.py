@@ -205,7 +205,7 @@ def test_what_leaves_all_tiers_is_counted(write, fault, monkeypatch):
         prompts = [draw(rng, 300) for _ in range(14)]
         for prompt in prompts:
             right(engine, prompt)
-        settle(engine)
+            settle(engine)  # however busy this machine is
         for tier in ("device", "host"):
             engine.evict(tier)
             settle(engine)
