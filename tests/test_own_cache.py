@@ -1,6 +1,7 @@
 """Write your own: what a student would do wrongly is caught by name. (The template is one of the contract's caches.)"""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -40,3 +41,9 @@ def test_a_mistake_is_caught(mistake, tmp_path):
     code, said = judged(tmp_path, source)
     assert code == 1, f"{mistake}: nobody noticed"
     assert f"AssertionError: {rule}" in said, said[-3000:]
+
+
+def test_the_lines_of_the_readme_that_use_the_engine_from_python_run():
+    code = re.search(r"## From Python\n\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert [line.split()[-1] for line in ran.stdout.splitlines()] == ["miss", "cpu_hit"] and "Pip" in ran.stdout, ran.stderr
