@@ -17,9 +17,8 @@ the first token comes after the slower of the two, and not after their sum:
 Loading pays where a token's K and V travel faster than they are computed. Both speeds are measured, and a
 prefix is loaded if that takes at most 0.8 of the time to compute it.
 
-`HostCache` is a Cache (common/cache.py): five verbs, and what they are written with. docs/my_cache.py is
-the plainest one, without what makes this one fast: host blocks that lie side by side, and a limit for copies
-out. Two rules hold for both: whatever a copy still reads or writes is referenced in its pool
+`HostCache` is a Cache (common/cache.py): five verbs, and what they are written with; docs/my_cache.py is the
+plainest one. Two rules hold for both: whatever a copy still reads or writes is referenced in its pool
 (`hold`) until that copy is over, whatever becomes of the request; and nothing is found before it has arrived.
 
 Sources: two tiers as in "KV Cache CPU Offloading" (part 12 of a series that rebuilds vLLM), from which the
@@ -31,7 +30,6 @@ words gpu_hit, cpu_hit and miss come; layer-by-layer loading as in CachedAttenti
     python 03_cpu_offload.py                               # the server, on http://127.0.0.1:5000
 """
 
-import argparse
 import importlib
 import itertools
 import random
@@ -75,8 +73,7 @@ class HostCache(Cache):
         memory, bandwidth, wake = self.pool.memory, self.bandwidth, engine.wake.set
         self.load_link = modelled_link.connect("load", engine.clock, bandwidth, wake)
         self.save_link = modelled_link.connect("save", engine.clock, bandwidth, wake, background=True)
-        # K and V of a block lie together: [L, blocks, 2, block_size, KVH, hd]
-        shape = len(memory), self.blocks, 2, *memory.shape[3:]
+        shape = len(memory), self.blocks, 2, *memory.shape[3:]  # of [block_size, KVH, hd]: K by V of a block
         self.host = paged.BlockPool(self.blocks, self.pool.block_size, self.host_memory(shape))
         self.pools = {"host": self.host}
         self.save_link.speed()  # a GPU's is measured now, so that no answer waits for it
@@ -196,8 +193,7 @@ class HostCache(Cache):
         self.looked_at.pop(request, None)
 
     def probe(self, request, match):
-        layer = len(match.blocks) * self.host.block_bytes // len(self.model.layers)
-        return [self.load_link.probe(layer)]
+        return [self.load_link.probe(len(match.blocks) * self.host.block_bytes // len(self.model.layers))]
 
     def idle(self):
         self.save_link.forget()  # of when the processor was busy
@@ -211,17 +207,18 @@ class HostCache(Cache):
 def demo(model, frontend: Frontend, arguments):
     """Conversations that push each other off a small device, and one that comes back from host memory."""
     size, new = arguments.block_size, max(2, min(arguments.max_tokens, 16))
-    blocks = arguments.gpu_blocks or -(-(frontend.context * 3 // 4) // size)
-    options = argparse.Namespace(**{**vars(arguments), "gpu_blocks": blocks})
-    engine = make_engine(model, options)
+    blocks = arguments.gpu_blocks = arguments.gpu_blocks or -(-(frontend.context * 3 // 4) // size)
+    engine = make_engine(model, arguments)
     cache, link = engine.behind.cache, engine.behind.cache.load_link
     rng, talks, length = random.Random(0), ([], [], []), frontend.context * 5 // 8
-    document = partial(lesson.document_for, engine, frontend, rng, length, new=new)
-    texts = [document([secret, lesson.QUESTION]) for secret in (lesson.SECRET, "", "")]
+    said = [[secret, lesson.QUESTION] for secret in (lesson.SECRET, "", "")]
+    texts = [lesson.document_for(engine, frontend, rng, length, each, new) for each in said]
     asked = [lesson.say(engine, frontend, talk, text, new) for talk, text in zip(talks, texts)]
     back = lesson.say(engine, frontend, talks[0], lesson.QUESTION, new)
-    slow = make_engine(model, options) if link.modelled else None
-    last, taken = measure(engine, slow, back.tokens[: back.prompt_tokens])
+    slow = make_engine(model, arguments) if link.modelled else None
+    again = ask_each_tier(engine, slow, back.tokens[: back.prompt_tokens])
+    last = {case: requests[-1] for case, requests in again.items()}
+    taken = {case: [one.outcome.ttft_ms for one in requests] for case, requests in again.items()}
     verified = lesson.verify(paged.baseline.Engine(model), [*asked, back, *last.values()])
 
     print(f"{link}\n\n{blocks} device blocks, and documents of {len(asked[0].chain)} blocks each:")
@@ -235,38 +232,30 @@ def demo(model, frontend: Frontend, arguments):
     moved = last["cpu_hit"].found.get("cpu", 0) * cache.host.block_bytes // size
     rows.append(dict(case="cpu_hit", bytes_in=moved))
     miss, hit, here = (statistics.median(taken[case]) for case in ("miss", "cpu_hit", "gpu_hit"))
-    print(
-        f"\n{moved / 1e6:.1f} MB came back: TTFT is {miss / hit:.1f} times shorter than by computing, and "
-        f"{hit / here:.1f} times longer than from the device."
-    )
+    words = f"TTFT is {miss / hit:.1f} times shorter than by computing, and {hit / here:.1f} times longer"
+    print(f"\n{moved / 1e6:.1f} MB came back: {words} than from the device.")
     if slow and last["slow link"].decisions:
         print(f"Over a link 100 times slower the same is {last['slow link'].decisions[-1].split(': ')[-1]}.")
     report = dict(link=lesson.described(link), verified=verified, rows=rows, counters=engine.counters())
     return report, [back.timeline]
 
 
-def measure(engine, slow, prompt: list[int]) -> tuple[dict[str, Request], dict[str, list[float]]]:
-    """Ask the same from each tier, and on `slow` over a link that is slower than computing -> the last
-    request of each case, and its times."""
-    last, salts = {}, itertools.count()
-
-    def ask(case: str, engine, evict: str = "", **options) -> float:
-        last[case] = lesson.ask(engine, prompt, 2, evict, **options)
-        return last[case].outcome.ttft_ms
-
+def ask_each_tier(engine, slow, prompt: list[int]) -> dict[str, list[Request]]:
+    """Ask the same from each tier, and on `slow` over a link too slow -> each case's requests."""
+    ask, salts = partial(lesson.ask, tokens=prompt, max_tokens=2), itertools.count()
     ways = {
-        "miss": lambda: ask("miss", engine, "device", cache_salt=str(next(salts)), offload_after=False),
-        "cpu_hit": lambda: ask("cpu_hit", engine, "device"),
-        "gpu_hit": lambda: ask("gpu_hit", engine),
+        "miss": lambda: ask(engine, evict="device", cache_salt=str(next(salts)), offload_after=False),
+        "cpu_hit": lambda: ask(engine, evict="device"),
+        "gpu_hit": lambda: ask(engine),
     }
     if slow:
-        ask("slow link", slow)  # which leaves it in host memory
+        ask(slow)  # which leaves it in host memory
         lesson.settle(slow)
         link = slow.behind.cache.load_link
         link.bandwidth = modelled_link.Bandwidth(link.bandwidth.value / 100)
         link.forget()
-        ways["slow link"] = lambda: ask("slow link", slow, "device")
-    return last, lesson.in_turn(ways)
+        ways["slow link"] = lambda: ask(slow, evict="device")
+    return lesson.in_turn(ways)
 
 
 def describe(what: str, request: Request) -> dict:

@@ -10,7 +10,9 @@ from collections import defaultdict, deque
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from common.requests import Request
+import torch
+
+from common.requests import Line, Request
 
 SOON = 5.0  # seconds that `drain` waits for what is on its way
 
@@ -103,46 +105,46 @@ class Cache:
     match, restore, save, close); the docstring of each other verb says what it buys."""
 
     # The five verbs that every cache needs, in the order of their use
-    def attach(self, engine):
+    def attach(self, engine: Line):
         """Begin."""
         self.engine, self.model, self.pool = engine, engine.model, engine.pool
         self.under_way = defaultdict(deque)  # lane -> (transfers, what they read and write, what to do then)
         self.counts = engine.counts  # for /health
         self.estimates = engine.behind.estimates  # of how fast this machine is
 
-    def match(self, request):
+    def match(self, request: Request):
         """-> a Match of what follows `request.computed` (maybe inside a block), None, or LATER (to ask again
         in the next step, until `request.patience`)."""
 
-    def restore(self, request, restoration: Restoration, match: Match):
+    def restore(self, request: Request, restoration: Restoration, match: Match):
         """Bring tokens start to end into `request.table`. A generator: issue copies, yield each Transfer that
         must be over before it goes on (or nothing: resume me later, others may go on), count
         `restoration.layers` up, end by returning. `hold` what a copy reads and writes before the next yield.
         It may be closed at any yield."""
         yield from ()
 
-    def save(self, batch):
+    def save(self, batch: object):
         """Keep what the step has computed. Must not wait."""
 
     def close(self):
         """End threads, and what lies outside of this process."""
 
     # What the five are written with
-    def missing(self, request) -> list:
+    def missing(self, request: Request) -> list:
         """-> the prefixes of the full blocks behind `request.computed` that could come back."""
         size = self.pool.block_size
         return request.chain[request.computed // size : request.history // size]
 
-    def tokens_in(self, request, blocks: list) -> int:
+    def tokens_in(self, request: Request, blocks: list) -> int:
         """-> how many tokens of these blocks, the next ones, lie behind `request.computed`."""
         size = self.pool.block_size
         return (request.computed // size + len(blocks)) * size - request.computed
 
-    def blocks_of(self, request, start: int, count: int) -> list[int]:
+    def blocks_of(self, request: Request, start: int, count: int) -> list[int]:
         """-> `count` of the request's blocks, from the one of token `start` on."""
         return request.table[start // self.pool.block_size :][:count]
 
-    def hold(self, lane: str, transfers: list, *held, given=(), then=lambda arrived: None):
+    def hold(self, lane: str, transfers: list, *held, given: tuple = (), then: object = lambda arrived: None):
         """Keep (pool, blocks) pairs referenced until all transfers are over, whatever becomes of the request;
         then call `then(whether all have arrived)`. `held` get a reference more, `given` hand theirs over."""
         for pool, blocks in held:
@@ -180,19 +182,19 @@ class Cache:
     fields: dict = {}  # options of a request, this chapter's own: name -> (test, words)
     pools: dict = {}  # name -> BlockPool, for the page
 
-    def submitted(self, request):
+    def submitted(self, request: Request):
         """The request stands in line, its chain is made: begin to bring something nearer (07)."""
 
-    def save_layer(self, layer: int, hidden, batch):
+    def save_layer(self, layer: int, hidden: torch.Tensor, batch: object):
         """See the input [T, D] of each layer (04)."""
 
     def evicting(self, lost: list):
         """The blocks of these (block, prefix) pairs are about to lose their contents: read them now (07)."""
 
-    def finished(self, request):
+    def finished(self, request: Request):
         """The request is over, cancelled or preempted: forget it."""
 
-    def probe(self, request, match: Match) -> list:
+    def probe(self, request: Request, match: Match) -> list:
         """A match is refused, and so shows no speed: begin to load a little of it to nowhere -> Transfers."""
         return []
 

@@ -9,8 +9,9 @@ import time
 from collections import deque
 from functools import partial
 
+from common.cache import Cache, Match, Restoration
 from common.link import Speed
-from common.requests import Interrupted, Request
+from common.requests import Interrupted, Line, Request
 from common.timeline import Clock
 
 WORTH = 0.8  # load what takes at most this share of computing: a load that turns out late costs both
@@ -87,10 +88,10 @@ class Estimates:
         self.doubtful = True  # what was measured may be wrong: measure again when idle
         self.cold = True  # nothing was measured yet
 
-    def attach(self, engine, cache):
+    def attach(self, engine: Line, cache: Cache):
         self.engine, self.cache = engine, cache
 
-    def seconds_to_load(self, match) -> float:
+    def seconds_to_load(self, match: Match) -> float:
         """Estimate for what a Cache has offered, as things go now."""
         return statistics.median(self.paces) * match.seconds
 
@@ -99,7 +100,7 @@ class Estimates:
         passes = -(-(end - start) // self.engine.token_budget)
         return passes * self.launches + self.computing.seconds(flops(self.engine.model.config, start, end))
 
-    def weigh(self, request, match) -> tuple[bool, str]:
+    def weigh(self, request: Request, match: Match) -> tuple[bool, str]:
         """-> whether to load what was offered, and why."""
         load, compute = self.seconds_to_load(match), self.seconds_at_least(request, match)
         mine = self.always or load <= WORTH * compute
@@ -112,11 +113,11 @@ class Estimates:
             f"{1e3 * compute:.1f} ms: " + ("loaded" if chosen else "computed")
         )
 
-    def seconds_at_least(self, request, match) -> float:
+    def seconds_at_least(self, request: Request, match: Match) -> float:
         """Estimate for computing what was offered, at its share of each step."""
         return self.seconds_to_compute(request.computed, request.computed + match.tokens) / match.share
 
-    def seconds_to_wait(self, request, match) -> float:
+    def seconds_to_wait(self, request: Request, match: Match) -> float:
         """At most, for what was offered: as long as computing would take."""
         compute = self.seconds_at_least(request, match)
         return compute if compute < math.inf and not self.always else PATIENCE
@@ -135,7 +136,7 @@ class Estimates:
             spans = [(request.computed - count, request.computed) for request, count in work]
             self.computing.note(sum(flops(self.engine.model.config, *span) for span in spans), seconds)
 
-    def learn_pace(self, restoration):
+    def learn_pace(self, restoration: Restoration):
         """Note how long a restoration took that was whole, and alone in the engine."""
         match = restoration.match
         all_came = restoration.whole and restoration.found == match.tokens >= FULL_SPEED
@@ -143,7 +144,7 @@ class Estimates:
             self.paces.append(max(1.0, self.seconds_taken(restoration) / match.seconds))
             self.doubtful |= self.paces[-1] > 1 + DOUBT
 
-    def seconds_taken(self, restoration) -> float:
+    def seconds_taken(self, restoration: Restoration) -> float:
         """Of work at it and of waiting for it. A GPU's host does not wait: there, from the first copy's start
         to the last one's end."""
         spans = [transfer.span() for transfer in restoration.passed]

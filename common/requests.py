@@ -148,7 +148,7 @@ class Request:
         tiers = [f"{tier}_hit" for tier, tokens in self.found.items() if tokens]
         return "mixed" if len(tiers) > 1 else (tiers or ["miss"])[0]
 
-    def sample(self, logits) -> int:
+    def sample(self, logits: torch.Tensor) -> int:
         """Draw the next token from logits [V], as `sampling.sample` does for many."""
         return sampling.sample([self], logits[None], sampling.likeliest(logits[None]))[0]
 

@@ -5,9 +5,11 @@ was to come back is computed."""
 
 import time
 
-from common.cache import Cache, Restoration
+import torch
+
+from common.cache import Cache, Match, Restoration
 from common.link import TransferError
-from common.requests import LATER, Interrupted
+from common.requests import LATER, Interrupted, Line, Request
 
 GRACE = 0.05  # seconds that a restoration may be late in any case: a busy host is no failure
 
@@ -15,14 +17,14 @@ GRACE = 0.05  # seconds that a restoration may be late in any case: a busy host 
 class Restorer:
     """A Cache behind the device. Of the engine it calls register, requeue, contain, interrupt, sleep."""
 
-    def __init__(self, cache: Cache, estimates):
+    def __init__(self, cache: Cache, estimates: object):
         """`estimates`: of what pays (common/estimates.py)."""
         self.cache, self.estimates = cache, estimates
         self.waits = []  # (start, end) marks of what the pass under way has waited for
 
     # What the engine calls, in the order of a step
 
-    def attach(self, engine):
+    def attach(self, engine: Line):
         self.engine, self.depth = engine, len(engine.model.layers)
         self.estimates.attach(engine, self.cache)
         self.cache.attach(engine)
@@ -37,7 +39,7 @@ class Restorer:
     def idle(self) -> float | None:
         return self.estimates.idle()
 
-    def submitted(self, request):
+    def submitted(self, request: Request):
         """Let the Cache begin to bring something nearer. A request whose restoration has failed asks for
         nothing more."""
         if not request.readmitted:
@@ -48,12 +50,12 @@ class Restorer:
     def poll(self):
         self.cache.poll()
 
-    def offer(self, request):
+    def offer(self, request: Request):
         """-> what the Cache has behind `request.computed`: a Match, None, or LATER while it is patient."""
         match = None if request.must_compute else self.cache.match(request)
         return None if match is LATER and time.perf_counter() >= request.patience else match
 
-    def begin(self, request, match):
+    def begin(self, request: Request, match: Match):
         """Begin to bring back what was offered, if that pays: the first copies are issued here."""
         if match in (None, LATER) or not self.decide(request, match):
             return
@@ -81,7 +83,7 @@ class Restorer:
                 self.begin(request, self.offer(request))  # what follows may be elsewhere, or saved since
         return [one for one in running if not one.restoration or one.restoration.ready] or running[:1]
 
-    def before_layer(self, index: int, hidden, batch):
+    def before_layer(self, index: int, hidden: torch.Tensor, batch: object):
         """In the pass: wait for this layer's history, and show the Cache the layer's input [T, D]. Raises
         Interrupted if other rows are next by now, or if a request has come that can compute meanwhile."""
         if index == 0:
@@ -94,14 +96,14 @@ class Restorer:
                     raise Interrupted
         self.cache.save_layer(index, hidden, batch)
 
-    def saved(self, batch, began: float, ended: float) -> list[tuple[float, float]]:
+    def saved(self, batch: object, began: float, ended: float) -> list[tuple[float, float]]:
         """Let the Cache keep what a pass has computed -> the spans in which it waited."""
         self.estimates.learn(batch.work, ended - began)
         with self.engine.contain():  # what could not be kept is computed again
             self.cache.save(batch)
         return [tuple(map(self.engine.clock.seconds, marks)) for marks in self.waits]
 
-    def finished(self, request):
+    def finished(self, request: Request):
         if request.restoration:
             self.end(request)
         self.cache.finished(request)
@@ -111,7 +113,7 @@ class Restorer:
 
     # What these are written with
 
-    def decide(self, request, match) -> bool:
+    def decide(self, request: Request, match: Match) -> bool:
         """Decide whether to load what was offered, and have the request say why. What is refused shows no
         speed, so a little of it is loaded to nowhere."""
         pays, words = self.estimates.weigh(request, match)
@@ -123,7 +125,7 @@ class Restorer:
                 self.cache.hold(lane, self.cache.probe(request, match))
         return pays
 
-    def advance(self, request, layers: int, wait: bool):
+    def advance(self, request: Request, layers: int, wait: bool):
         """Go on until so many layers are there, or until a copy is awaited that has not arrived. If anything
         raises (a copy that failed or is late, a Cache that ends early), the rest is computed."""
         restoration, began = request.restoration, time.perf_counter()
@@ -202,7 +204,7 @@ class Restorer:
             request.must_compute = True
             self.engine.requeue(request)
 
-    def end(self, request):
+    def end(self, request: Request):
         """Take the restoration from the request, however it ended. The Cache holds what is under way."""
         restoration, request.restoration = request.restoration, None
         self.stop(restoration)

@@ -10,7 +10,7 @@ FRESH = 10.0    # seconds for which a pair of times holds: clocks drift, and flo
 class Clock:
     """Mark points in time where a device computes or copies, in seconds of time.perf_counter()."""
 
-    def __init__(self, device):
+    def __init__(self, device: torch.device | str):
         self.device = torch.device(device)
         if self.device.type == "cuda":
             self.stream = torch.cuda.Stream(priority=-1)    # not one of the copies': nothing else is queued
@@ -31,7 +31,7 @@ class Clock:
         event.record()
         return event
 
-    def seconds(self, mark) -> float:
+    def seconds(self, mark: object) -> float:
         """Wait on the host until the point has passed; return its seconds."""
         if self.device.type != "cuda":
             return mark
@@ -54,7 +54,7 @@ class Timeline:
         self.spans: list[Span] = []
         self.plan: dict | None = None       # {"title", "rows": [[label, letters]], "legend": {letter: words}}
 
-    def add(self, lane: str, label: str, start: float, end: float, idle=()):
+    def add(self, lane: str, label: str, start: float, end: float, idle: tuple = ()):
         """Add a span of time.perf_counter(), without the (start, end) in `idle` and what came before."""
         for stop, resume in (*idle, (end, end)):
             if stop >= self.began:
