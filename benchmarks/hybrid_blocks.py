@@ -7,7 +7,8 @@ grid        decode steps at full depth behind contexts that were filled in. The 
             and all K and V over it, over rebuilding everything and the rest of the layers; a GPU's is as it is. The device
             has room for half of the layers beside two that come and go, or for as many bytes of blocks. `allowed` is what
             the costs of these steps let hybrid win; the bound is the slower lane of its plan with these.
-steps       the paper's Table III: activations only; as many blocks of each kind; Algorithm 1; its mini-batches. Then
+steps       the paper's Table III: activations only; as many blocks of each kind (the paper's 1:1 is
+            as much memory, and ACT first); Algorithm 1; its mini-batches. Then
             ours, and this engine's plan. Contexts are of all lengths, and more than the buffers hold.
 whole       a batch from its prompts to its last token under each policy in turn, in a third of the rounds.
 room        tokens of context that a GB of host memory holds: as K and V, as activations, as hybrid's plan divides it.
