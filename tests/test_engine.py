@@ -304,19 +304,21 @@ def test_a_cache_that_raises_at_the_end_of_a_request_keeps_none_of_its_blocks():
 # 6. Sleeping -----------------------------------------------------------------------------------
 
 def test_an_engine_without_requests_measures_once_more_and_sleeps_until_somebody_comes():
-    engine = make(RowCache())
-    slept, wait = [], engine.wake.wait
+    engine, request, slept = make(RowCache()), Request(PROMPT, 1), []
+    wait, idle = engine.wake.wait, engine.behind.estimates.idle
     engine.wake.wait = lambda seconds=None: slept.append(seconds)
     engine.behind.estimates.idle = lambda: 0.25  # in doubt
     engine.step()
     assert slept == [0.25], "until it is to measure again"
-    del engine.behind.estimates.idle
-    slept.clear()
-    engine.wake.wait = lambda seconds=None: slept.append(seconds) or wait(seconds)
-    request = Request(PROMPT, 1)
-    threading.Timer(0.05, engine.submit, (request,)).start()
+
+    def come(seconds=None):
+        slept.append(seconds)
+        threading.Timer(0.05, engine.submit, (request,)).start()
+        return wait(seconds)
+
+    engine.wake.wait, engine.behind.estimates.idle = come, idle
     engines.until_over(engine, request)
-    assert slept == [None] and not engine.behind.estimates.doubtful, "no timeout, and nothing polled"
+    assert slept == [0.25, None] and not engine.behind.estimates.doubtful, "no timeout, and nothing polled"
 
 
 def test_an_engine_that_waits_for_a_copy_sleeps_too():
