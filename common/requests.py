@@ -181,7 +181,8 @@ class Request:
 
 class Line:
     """The requests of an engine: those that wait, run and are over. Any thread may submit and cancel; one
-    thread calls `step`, which takes arrivals in and ends a request with `finish`."""
+    thread calls `step`, which takes arrivals in and ends a request with `finish`. An engine has a `model`,
+    and says how to `step` and to `release` a running request."""
 
     fields, pools = {}, {}         # of a request, the chapter's own; memories in blocks, for the page
     explain = False                # whether to print what happens
