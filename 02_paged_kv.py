@@ -48,6 +48,7 @@ from shell.frontend import Frontend
 baseline = importlib.import_module("01_baseline")
 # Longer contexts (bytes of a layer's K and V) get their own attention call; padding others to them costs more
 ALONE = {"cpu": 1 << 20, "cuda": 1 << 24}
+SALT = ((lambda v: isinstance(v, str) and len(v) <= 256), "a string of at most 256 characters")  # test, words
 FULL = "full"  # an answer of Engine.admit, beside LATER
 
 # 1. Blocks -------------------------------------------------------------------------------------
@@ -321,9 +322,7 @@ class Engine(Line):
         self.prefixes = Prefixes(f"{self.model.digest.hex()} {self.model.dtype} kv", self.pool.block_size)
         self.filling: dict[Prefix, Request] = {}  # contents that a running request is about to have
         self.work: list[tuple[Request, int]] = []  # of the step under way: requests, and how many tokens
-        is_salt = lambda value: isinstance(value, str) and len(value) <= 256  # noqa: E731
-        self.fields = {"cache_salt": (is_salt, "a string of at most 256 characters")}
-        self.pools = {"device": self.pool}
+        self.fields, self.pools = {"cache_salt": SALT}, {"device": self.pool}
         self.behind.attach(self)
         self.behind.idle()
 
@@ -459,7 +458,8 @@ class Engine(Line):
             self.work = []
         self.failures = 0
         if -1 in tokens:  # end these; nothing of this step is registered, the others compute it again
-            return self.answer(*zip(*[pair for pair in zip(requests, tokens) if pair[1] == -1]))
+            ended = [request for request, token in zip(requests, tokens) if token == -1]
+            return self.answer(ended, [-1] * len(ended))
         self.counts["steps"] += 1
         self.computed(batch, self.clock.seconds(began), self.clock.seconds(self.clock.mark()))
         self.answer(requests, sample(requests, logits, tokens))

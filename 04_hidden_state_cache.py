@@ -511,8 +511,8 @@ def demo(model, frontend: Frontend, arguments):
     prompt = [rng.randrange(300, larger.config.vocab_size) for _ in range(HISTORY)]
     blocks = -(-(HISTORY + 2 * ASKED) // 16)
     caches = HiddenCache(2 * blocks, 1e9), offload.HostCache(2 * blocks, 1e9)
-    make = lambda cache: paged.Engine(paged.Runner(larger, blocks), Restorer(cache, Estimates(True)))  # noqa: E731
-    engines = [*map(make, caches)]
+    behind = [Restorer(cache, Estimates(always=True)) for cache in caches]
+    engines = [paged.Engine(paged.Runner(larger, blocks), each) for each in behind]
     names = "hidden states (04)", "K and V (03)"
     ways = {name: partial(ask_again, engine, prompt, rng) for name, engine in zip(names, engines)}
     computed = min(way() for way in ways.values())  # and kept

@@ -212,7 +212,7 @@ class PlannedCache(hidden_states.HiddenCache):
         config, layers, tokens = self.model.config, len(self.model.layers), end - start
         states = tokens * config.hidden_size * self.model.dtype.itemsize
         kv = tokens * config.kv_numbers_per_token * self.model.dtype.itemsize // layers
-        compute = self.engine.behind.estimates.seconds_to_compute(start, end) / layers
+        compute = self.estimates.seconds_to_compute(start, end) / layers
         speed = self.load_link.speed()
         if stored:
             speed = min(speed, self.storage.speed() / stored)
@@ -343,7 +343,10 @@ def demo(model, frontend: Frontend, arguments):
     prompt = [rng.randrange(300, larger.config.vocab_size) for _ in range(PLANNED)]
     blocks = -(-(PLANNED + 2 * QUESTION) // 16)
     caches = [offload.HostCache(2 * blocks, 1e9), hidden_states.HiddenCache(2 * blocks, 1e9)]
-    make = lambda cache: paged.Engine(paged.Runner(larger, blocks), Restorer(cache, Estimates(True)))  # noqa: E731
+
+    def make(cache):
+        return paged.Engine(paged.Runner(larger, blocks), Restorer(cache, Estimates(always=True)))
+
     ask = partial(partial, hidden_states.ask_again, prompt=prompt, rng=rng)
     ways = dict(zip(["K and V (03)", "hidden states (04)"], map(ask, map(make, caches))))
     computed = min(way() for way in ways.values())  # and kept

@@ -383,7 +383,6 @@ class MiniBatch:
 
 class HybridRunner:
     """Runs the forward pass in mini-batches, over blocks of four kinds behind one pool of numbers."""
-
     pieces = None  # no graphs: each pass finds the layers' weights elsewhere
 
     def __init__(self, model: Llama, plan: Plan, bandwidth, block_size=16, rows=8192):

@@ -101,13 +101,13 @@ class Estimates:
         return passes * self.launches + self.computing.seconds(flops(self.engine.model.config, start, end))
 
     def weigh(self, request: Request, match: Match) -> tuple[bool, str]:
-        """-> whether to load what was offered, and why."""
+        """-> whether to load what was offered, and why. A refusal is doubt, and lets old paces fade."""
         load, compute = self.seconds_to_load(match), self.seconds_at_least(request, match)
         mine = self.always or load <= WORTH * compute
         chosen, source = self.agree(mine) if self.agree else mine, " and ".join(match.found)
         if not chosen:
             self.doubtful = True  # a bad measurement may have refused it
-            self.paces.append(1.0)  # what is refused shows no pace: let old ones fade
+            self.paces.append(1.0)
         return chosen, (
             f"{match.tokens} tokens offered ({source}): loading {1e3 * load:.1f} ms, computing "
             f"{1e3 * compute:.1f} ms: " + ("loaded" if chosen else "computed")

@@ -278,11 +278,14 @@ def test_idle_measures_twice_at_the_start_and_once_for_each_doubt(monkeypatch):
     engine, measured = make(RowCache()), []
     estimates = engine.behind.estimates
     assert not estimates.cold and estimates.doubtful, "measured once, before the first request"
-    estimates.measure_computing = lambda: measured.append(1)
-    assert estimates.idle() is None and len(measured) == 1
-    assert estimates.idle() is None and len(measured) == 1, "no doubt: nothing is left to measure"
+    engine.behind.cache.idle = lambda: measured.append("loading")
+    estimates.measure_computing = lambda: measured.append("computing")
+    estimates.paces.extend(8 * [9.0])
+    assert estimates.idle() is None and measured == ["loading", "computing"], "both"
+    assert estimates.seconds_to_load(Match(1, 1.0, [])) == 1.0, "the old pace was of what was believed before"
+    assert estimates.idle() is None and len(measured) == 2, "no doubt: nothing is left to measure"
     estimates.doubtful = True  # something was declined
-    assert estimates.idle() is None and len(measured) == 2
+    assert estimates.idle() is None and len(measured) == 4
 
     def interrupted():
         raise Interrupted
