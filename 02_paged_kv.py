@@ -39,7 +39,7 @@ import torch
 from common.llama import attention, causal_mask, upload
 from common.pieces import Pieces
 from common.prefixes import Prefix, Prefixes
-from common.requests import LATER, Interrupted, Line, Request
+from common.requests import Interrupted, Line, Request
 from common.sampling import likeliest, sample
 from common.timeline import Clock
 from shell import charts, lesson
@@ -49,7 +49,7 @@ baseline = importlib.import_module("01_baseline")
 # Longer contexts (bytes of a layer's K and V) get their own attention call; padding others to them costs more
 ALONE = {"cpu": 1 << 20, "cuda": 1 << 24}
 SALT = ((lambda v: isinstance(v, str) and len(v) <= 256), "a string of at most 256 characters")  # test, words
-FULL = "full"  # an answer of Engine.admit, beside LATER
+LATER, FULL = "later", "full"  # answers of Engine.admit: others may pass, or none may
 
 # 1. Blocks -------------------------------------------------------------------------------------
 
@@ -296,11 +296,9 @@ class Nothing:
 
     def attach(self, engine): ...  # begin; add to the engine's fields and pools
     def idle(self): ...  # nothing runs: measure -> seconds until it wants to again, or None
-    def submitted(self, request): ...  # it stands in line, for the first time or again
-    def poll(self): ...  # a step begins: release what is over
-    def offer(self, request): ...  # -> what follows `request.computed`, None, or LATER
-    def begin(self, request, offered): ...  # it has blocks: begin to bring that back
-    def resume(self, running): return running  # go on -> the requests that this step may compute
+    def poll(self, waiting): ...  # a step begins: release what is over; see who stands in line
+    def waits(self, request): ...  # -> whether it stands there on: what it lacks is on its way nearer
+    def resume(self, running): return running  # bring back what they lack -> those that can compute now
     def before_layer(self, index, hidden, batch): ...  # in the pass: wait for what it reads; see its input
     def saved(self, batch, began, ended): return ()  # a pass is over: keep it -> spans in which it waited
     def finished(self, request): ...  # it is over, cancelled or preempted: forget it
@@ -334,7 +332,7 @@ class Engine(Line):
             self.wake.wait(self.behind.idle())  # until a request comes, or it is time to measure again
             self.wake.clear()
         self.take_arrivals()
-        self.behind.poll()
+        self.behind.poll(self.waiting)
         for request in list(self.waiting):
             with self.contain(request):
                 if self.admit(request) == FULL:
@@ -352,7 +350,6 @@ class Engine(Line):
     def enqueue(self, request: Request):
         self.prefixes.use(self.extend(request))
         super().enqueue(request)
-        self.behind.submitted(request)
 
     # Admitting
 
@@ -376,12 +373,11 @@ class Engine(Line):
         if empty + len(self.running) > pool.available - unreferenced:
             return FULL
 
-        # 3. What follows, behind the device?
+        # 3. Is it worth waiting for what lies behind the device?
         request.computed = len(hits) * pool.block_size
-        if (offered := self.behind.offer(request)) is LATER:
+        if self.behind.waits(request):
             return LATER
         self.give_blocks(request, hits, empty)
-        self.behind.begin(request, offered)
 
     def give_blocks(self, request: Request, hits: list[int], empty: int):
         """Let the request run, with the blocks that hold its prefix, and `empty` new ones."""
@@ -439,7 +435,6 @@ class Engine(Line):
         self.release(request)
         request.readmitted = True
         self.waiting.appendleft(request)
-        self.behind.submitted(request)
 
     # Computing
 

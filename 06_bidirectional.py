@@ -129,7 +129,7 @@ class BidirectionalCache(Cache):
         if end > start:
             queued = sum(other.restoration.limit - other.computed for other in self.unmet())
             load, share = self.seconds_to_load(queued + end - start), 1.0
-            if self.engine.running and not self.leftover:
+            if len({request, *self.engine.running}) > 1 and not self.leftover:
                 share = self.share or 1e-9  # 0: it only loads
             seconds, _ = meeting(load, estimates.seconds_to_compute(start, end) / share)
             gap = estimates.seconds_to_compute(start, max(start, run[0][0] * CHUNK)) / share

@@ -46,7 +46,7 @@ from common import link as links
 from common.cache import Match
 from common.estimates import Estimates
 from common.places import as_integers
-from common.requests import LATER, BadRequest, Request
+from common.requests import BadRequest, Request
 from common.restoring import Restorer
 from shell import backends, charts, lesson, modelled_link
 from shell.frontend import Frontend
@@ -400,7 +400,7 @@ class TieredCache(offload.HostCache):
         self.tree, self.host.evicting = HiRadixTree(), self.writer.evicting_l2
         self.array = as_integers(self.host.memory)  # for NumPy
         self.pages_at_once = max(1, both_ends.CHUNK // self.pool.block_size)  # in a read or write of storage
-        self.matched: list = []  # of the last match: giving that request blocks does not push these out
+        self.step_began = 0  # of all uses: what was used since does not leave host memory for another page
         if self.storage:
             self.storage.open(engine.wake.set)
 
@@ -441,18 +441,19 @@ class TieredCache(offload.HostCache):
     def submitted(self, request):
         self.prefetcher.ask_l3(request)
 
+    def waits(self, request):
+        return self.prefetcher.waits(request)
+
     def match(self, request):
         """Offer the next run in host memory; if there is none, under both_ends what storage has: `blocks`
         of the Match are places, or the Prefetch."""
-        if self.prefetcher.waits(request):
-            return LATER
         size, first, start = self.pool.block_size, request.computed // self.pool.block_size, request.computed
         known, _ = self.tree.match(request.chain[: request.history // size])
         places = self.host.find([page.prefix for page in known[first:]])
-        self.matched = [page.prefix for page in known[first : first + len(places)]]
         if places:
             tokens, prefetch = self.tokens_in(request, places), request.kept
-            read = size * len(prefetch.pages_read.intersection(self.matched)) if prefetch else 0
+            offered = [page.prefix for page in known[first : first + len(places)]]
+            read = size * len(prefetch.pages_read.intersection(offered)) if prefetch else 0
             found = {"cpu": max(0, tokens - read), "storage": min(tokens, read)}
             found = {source: count for source, count in found.items() if count}
             seconds = self.load_link.seconds(len(places) * self.host.block_bytes)
@@ -562,8 +563,10 @@ class TieredCache(offload.HostCache):
         if self.write_policy == "write_back":
             dirty.sort(key=lambda pair: -pair[0].prefix.used)
             self.counts["dirty_evicted"] += len(dirty)
-            own = self.matched + ([] if self.storage else [page.prefix for page, _ in dirty])
-            while dirty and not self.save_link.hangs and (fits := self.host.make_room(len(dirty), own)):
+            own = () if self.storage else [page.prefix for page, _ in dirty]
+            while dirty and not self.save_link.hangs:
+                if not (fits := self.host.make_room(len(dirty), own, self.step_began)):
+                    break
                 self.copy_to_l2(*zip(*dirty[:fits]))
                 dirty = dirty[fits:]
         self.counts["pages_lost"] += len(dirty)
@@ -586,7 +589,7 @@ class TieredCache(offload.HostCache):
 
     def poll(self):
         super().poll()
-        self.matched = []
+        self.step_began = next(self.engine.prefixes.uses)
         self.prefetcher.poll()
         self.writer.send_l3()
         self.counts["storage_errors"] = self.storage.errors if self.storage else 0

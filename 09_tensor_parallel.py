@@ -68,7 +68,7 @@ from common.cache import Cache
 from common.estimates import Estimates
 from common.llama import Linear
 from common.places import as_integers
-from common.requests import LATER, Request, RequestError
+from common.requests import Request, RequestError
 from common.restoring import Restorer
 from shell import backends, charts, checkpoint, end, lesson, modelled_link
 from shell.frontend import Frontend
@@ -336,13 +336,11 @@ class PageHeadCache(offload.HostCache):
         for prefix, place in zip(prefixes, places) if arrived else ():
             self.host.register(place, prefix)
 
-    def match(self, request):
+    def waits(self, request):
         asking = request.kept and not request.kept.ready
         waits = asking or not self.coming.isdisjoint(self.missing(request))
-        if waits and request.patience > 0 and not self.late:
-            return LATER
-        self.late |= waits
-        return super().match(request)
+        self.late |= waits and request.patience <= 0
+        return waits and not self.late
 
     def finished(self, request):
         super().finished(request)

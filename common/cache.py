@@ -113,8 +113,7 @@ class Cache:
         self.estimates = engine.behind.estimates  # of how fast this machine is
 
     def match(self, request: Request):
-        """-> a Match of what follows `request.computed` (maybe inside a block), None, or LATER (to ask again
-        in the next step, until `request.patience`)."""
+        """-> a Match of what follows `request.computed` (maybe inside a block), or None."""
 
     def restore(self, request: Request, restoration: Restoration, match: Match):
         """Bring tokens start to end into `request.table`. A generator: issue copies, yield each Transfer that
@@ -184,6 +183,10 @@ class Cache:
 
     def submitted(self, request: Request):
         """The request stands in line, its chain is made: begin to bring something nearer (07)."""
+
+    def waits(self, request: Request) -> bool:
+        """-> whether it is worth while to stand there on: something comes nearer, or is asked for (07)."""
+        return False
 
     def save_layer(self, layer: int, hidden: torch.Tensor, batch: object):
         """See the input [T, D] of each layer (04)."""

@@ -17,7 +17,6 @@ from common import sampling
 from common.timeline import Timeline
 
 ATTEMPTS = 3                       # of a step that raises
-LATER = "later"                    # an answer: ask again in the next step, others may pass meanwhile
 
 # 1. Errors --------------------------------------------------------------------------------------------------
 
@@ -108,7 +107,7 @@ class Request:
     restoration: object = None     # what is on its way
     readmitted: bool = False       # preempted, or its restoration has failed: it had blocks before
     must_compute: bool = False     # a restoration has failed: nothing is asked for again
-    patience: float = 0.0          # until when its Cache may say LATER: seconds of time.perf_counter()
+    patience: float = 0.0          # until when it may wait for its Cache: seconds of time.perf_counter()
     kept: object = None            # whatever the Cache remembers of it
 
     def __post_init__(self):

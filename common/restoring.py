@@ -4,12 +4,13 @@
 was to come back is computed."""
 
 import time
+from collections.abc import Iterable
 
 import torch
 
 from common.cache import Cache, Match, Restoration
 from common.link import TransferError
-from common.requests import LATER, Interrupted, Line, Request
+from common.requests import Interrupted, Line, Request
 
 GRACE = 0.05  # seconds that a restoration may be late in any case: a busy host is no failure
 
@@ -20,7 +21,8 @@ class Restorer:
     def __init__(self, cache: Cache, estimates: object):
         """`estimates`: of what pays (common/estimates.py)."""
         self.cache, self.estimates = cache, estimates
-        self.waits = []  # (start, end) marks of what the pass under way has waited for
+        self.in_line: set[Request] = set()  # requests whose Cache knows that they stand there
+        self.waited = []  # (start, end) marks of what the pass under way has waited for
 
     # What the engine calls, in the order of a step
 
@@ -39,55 +41,55 @@ class Restorer:
     def idle(self) -> float | None:
         return self.estimates.idle()
 
-    def submitted(self, request: Request):
-        """Let the Cache begin to bring something nearer. A request whose restoration has failed asks for
-        nothing more."""
-        if not request.readmitted:
-            request.patience = request.received + self.estimates.patience(len(request.tokens))
-        if not request.must_compute:
-            self.cache.submitted(request)
-
-    def poll(self):
+    def poll(self, waiting: Iterable[Request]):
+        """Release what is over; have the Cache bring nearer what a request needs that is new in line."""
+        for request in [one for one in waiting if one not in self.in_line]:
+            self.in_line.add(request)
+            if not request.readmitted:
+                request.patience = request.received + self.estimates.patience(len(request.tokens))
+            if not request.must_compute:
+                with self.engine.contain(request):
+                    self.cache.submitted(request)
         self.cache.poll()
 
-    def offer(self, request: Request):
-        """-> what the Cache has behind `request.computed`: a Match, None, or LATER while it is patient."""
-        match = None if request.must_compute else self.cache.match(request)
-        return None if match is LATER and time.perf_counter() >= request.patience else match
-
-    def begin(self, request: Request, match: Match):
-        """Begin to bring back what was offered, if that pays: the first copies are issued here."""
-        if match in (None, LATER) or not self.decide(request, match):
-            return
-        wait = max(self.estimates.seconds_to_wait(request, match), match.seconds + GRACE)
-        restoration = Restoration(request, match, self.depth, time.perf_counter() + wait)
-        request.restoration, restoration.steps = restoration, self.cache.restore(request, restoration, match)
-        self.advance(request, 1, wait=False)  # a generator: it begins here
+    def waits(self, request: Request) -> bool:
+        """-> whether something comes nearer that it waits for, while it is patient."""
+        waits = not request.must_compute and self.cache.waits(request)
+        return waits and time.perf_counter() < request.patience
 
     def resume(self, running: list) -> list:
-        """Resume all between two steps, oldest first; together they compute no more rows than a step. -> the
-        requests that the step may compute: those that need not wait. If all must, the oldest computes behind
-        its history, layer by layer."""
-        budget, first = self.engine.token_budget * self.depth, True
+        """Between two steps: begin with requests that are new, and go on with all, oldest first; together
+        they compute no more rows than a step. -> the requests that the step may compute: those that need not
+        wait. If all must, the oldest computes behind its history, layer by layer."""
+        left = self.engine.token_budget * self.depth  # rows of a layer
         for request in list(running):
-            if restoration := request.restoration:
-                before, rows, layers = restoration.layers, restoration.match.rows, self.depth
-                if rows:
-                    least = 1 if first else 0  # the oldest always makes progress
-                    layers = min(self.depth, before + max(budget // rows, least))
-                self.advance(request, layers, wait=False)
-                budget, first = budget - (restoration.layers - before) * rows, False
-            if request.restoration and request.restoration.whole:
-                self.end(request)
-                self.engine.register(request)
-                self.begin(request, self.offer(request))  # what follows may be elsewhere, or saved since
+            with self.engine.contain(request):
+                if request in self.in_line:  # it has blocks now
+                    self.in_line.remove(request)
+                    self.begin(request)
+                if request.restoration:
+                    left -= self.resume_one(request, left)
         return [one for one in running if not one.restoration or one.restoration.ready] or running[:1]
+
+    def resume_one(self, request: Request, left: int) -> int:
+        """Go on with a restoration as far as `left` rows allow -> rows that it has computed."""
+        restoration, layers = request.restoration, self.depth
+        before, rows = restoration.layers, restoration.match.rows
+        if rows:
+            least = int(left == self.engine.token_budget * self.depth)  # the oldest always makes progress
+            layers = min(layers, before + max(left // rows, least))
+        self.advance(request, layers, wait=False)
+        if request.restoration and restoration.whole:
+            self.end(request)
+            self.engine.register(request)
+            self.begin(request)  # what follows may be elsewhere, or saved since
+        return (restoration.layers - before) * rows
 
     def before_layer(self, index: int, hidden: torch.Tensor, batch: object):
         """In the pass: wait for this layer's history, and show the Cache the layer's input [T, D]. Raises
         Interrupted if other rows are next by now, or if a request has come that can compute meanwhile."""
         if index == 0:
-            self.waits = []
+            self.waited = []
         for request, _ in batch.work:
             if request.restoration:
                 before = request.next
@@ -101,9 +103,10 @@ class Restorer:
         self.estimates.learn(batch.work, ended - began)
         with self.engine.contain():  # what could not be kept is computed again
             self.cache.save(batch)
-        return [tuple(map(self.engine.clock.seconds, marks)) for marks in self.waits]
+        return [tuple(map(self.engine.clock.seconds, marks)) for marks in self.waited]
 
     def finished(self, request: Request):
+        self.in_line.discard(request)
         if request.restoration:
             self.end(request)
         self.cache.finished(request)
@@ -112,6 +115,16 @@ class Restorer:
         self.cache.close()
 
     # What these are written with
+
+    def begin(self, request: Request):
+        """Begin to bring back what the Cache has, if that pays: the first copies are issued here."""
+        match = None if request.must_compute else self.cache.match(request)
+        if match and self.decide(request, match):
+            wait = max(self.estimates.seconds_to_wait(request, match), match.seconds + GRACE)
+            restoration = Restoration(request, match, self.depth, time.perf_counter() + wait)
+            request.restoration = restoration
+            restoration.steps = self.cache.restore(request, restoration, match)
+            self.advance(request, 1, wait=False)  # a generator: it begins here
 
     def decide(self, request: Request, match: Match) -> bool:
         """Decide whether to load what was offered, and have the request say why. What is refused shows no
@@ -182,7 +195,7 @@ class Restorer:
             left = self.seconds_left(restoration)
             engine.interrupt()
             engine.sleep(left)
-        self.waits.append((began, engine.clock.mark()))
+        self.waited.append((began, engine.clock.mark()))
 
     def seconds_left(self, restoration: Restoration) -> float:
         """-> until the awaited transfer is late. Raises TransferError if it is."""

@@ -5,7 +5,7 @@ The verbs of `Cache` (common/cache.py), beside those that vLLM asks of one objec
 in its worker:
 
     submitted                       on_new_request
-    match -> Match, None or LATER   get_num_new_matched_tokens -> tokens, 0 or None
+    waits, match -> Match or None   get_num_new_matched_tokens -> None (wait), or tokens
     restore, a generator            update_state_after_alloc, start_load_kv
     poll                            get_transfer_results, get_block_ids_with_load_errors
     save                            build_connector_meta plans it, wait_for_save does it

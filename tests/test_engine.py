@@ -15,7 +15,7 @@ from support.engines import ask, ask_and_evict, check_pools, draw, make, paged, 
 
 from common.cache import Cache, Match, Restoration
 from common.link import Transfer, TransferError
-from common.requests import LATER, Interrupted, Request, RequestError, Unavailable
+from common.requests import Interrupted, Request, RequestError, Unavailable
 
 ORACLE = engines.Oracle()
 
@@ -79,31 +79,29 @@ def test_a_match_may_end_and_begin_inside_a_block():
     assert tail.found["gpu"] % 16 == 0 and ORACLE.judge(tail) == "equal"
 
 
-# 1. LATER --------------------------------------------------------------------------------------
+# 1. Waiting for the Cache ----------------------------------------------------------------------
 
 class Hesitant(RowCache):
-    """Answers LATER `times` times."""
+    """Lets a request wait `times` times."""
 
     times = 0
 
-    def match(self, request):
-        match = super().match(request)
-        if match and self.times:
-            self.times -= 1
-            return LATER
-        return match
+    def waits(self, request):
+        waits = self.times > 0 and self.match(request) is not None
+        self.times -= waits
+        return waits
 
 
-@pytest.mark.parametrize("times, patience, found", [(5, 1e6, {"rows": 205}), (1 << 60, -1e6, {})])
-def test_later_is_asked_again_while_the_request_is_patient_and_lets_others_pass(times, patience, found):
+@pytest.mark.parametrize("times, patience", [(5, 1e6), (1 << 60, -1e6)])
+def test_who_waits_for_its_cache_is_asked_again_while_it_is_patient_and_lets_others_pass(times, patience):
     engine = make(cache := Hesitant())
     ask_and_evict(engine, PROMPT)
     cache.times = times
     back, other = Request(PROMPT + [5, 6, 7], 4), Request([9, 8, 7], 4)
     back.received += patience
     engine.generate([back, other])
-    assert back.found == found and (cache.times == 0) == bool(found)
-    assert other.times[0] < back.times[0] or not found, "others pass"
+    assert back.found == {"rows": 205} and (cache.times == 0) == (patience > 0)
+    assert other.times[0] < back.times[0] or patience < 0, "others pass"
     assert ORACLE.judge(back) == ORACLE.judge(other) == "equal"
 
 
