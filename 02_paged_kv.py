@@ -27,12 +27,13 @@ by the step; Sarathi-Serve (Agrawal et al., OSDI '24, section 4) for prefill und
 import functools
 import heapq
 import importlib
+import itertools
 import math
 import random
 import shell.cli as cli
 import sys
 import time
-from itertools import chain, takewhile
+from itertools import takewhile
 
 import torch
 
@@ -202,7 +203,8 @@ class Batch:
         for table in tables[: self.together]:
             table += table[:1] * (longest - len(table))
         lists = [tokens, positions, slots, last, *tables]  # in one upload: on a GPU each costs the host 10 us
-        numbers = upload(list(chain.from_iterable(lists)), self.device).split_with_sizes([*map(len, lists)])
+        flat = list(itertools.chain.from_iterable(lists))
+        numbers = upload(flat, self.device).split_with_sizes([*map(len, lists)])
         self.tokens, self.positions, self.slots, self.last_rows = numbers[:4]  # [T], and [R] to draw from
         self.reads = self.plan_reads(tables, numbers[4:])
 

@@ -179,7 +179,7 @@ class Together:
 
     def __init__(self, inner: Cache, ranks: Ranks):
         self.inner, self.ranks, inner.ranks = inner, ranks, ranks
-        inner.hold, inner.share = self.hold, self.share
+        inner.hold, inner.agree_on = self.hold, self.agree_on
         self.commands: deque = deque()  # of rank 0: what all are to `command`; a Request goes as its id()
         self.shared: list[Shared] = []  # those that may be under way, oldest first
         self.until = WeakKeyDictionary()  # restoration, or request in line -> its deadline here; 0: failed
@@ -193,7 +193,7 @@ class Together:
         self.inner.attach(engine)
         if hasattr(self.inner, "load_link"):
             link = self.inner.load_link
-            link.copy = lambda *what: self.share(type(link).copy(link, *what))
+            link.copy = lambda *what: self.agree_on(type(link).copy(link, *what))
             self.inner.save_link.seconds = lambda size: 0.0  # no clock decides what is saved
 
     def poll(self):
@@ -224,7 +224,7 @@ class Together:
         for words in json.loads(self.ranks.tell(message, size)) if size else ():
             self.command(*words)
 
-    def share(self, transfer, number=lambda value: 0) -> Shared:
+    def agree_on(self, transfer, number=lambda value: 0) -> Shared:
         """Agree on a transfer, and on a `number` that its value says here."""
         if not isinstance(transfer, Shared):
             transfer = Shared(transfer, self, number)
@@ -233,7 +233,7 @@ class Together:
 
     def hold(self, lane: str, transfers: list, *held, **options):
         """Release what the other Cache holds on all ranks in the same step."""
-        Cache.hold(self.inner, lane, [self.share(transfer) for transfer in transfers], *held, **options)
+        Cache.hold(self.inner, lane, [self.agree_on(transfer) for transfer in transfers], *held, **options)
 
     def submitted(self, request):
         if request.patience < math.inf:
@@ -310,7 +310,7 @@ class PageHeadCache(offload.HostCache):
         pages = list(dropwhile(self.is_near, self.missing(request)))
         if len(pages) * self.pool.block_size >= self.threshold and not (self.late and self.under_way["ask"]):
             count = lambda there: len(list(takewhile(bool, there))) // len(self.heads)  # noqa: E731
-            request.kept = self.share(self.storage.exists(self.keys(pages)), count)
+            request.kept = self.agree_on(self.storage.exists(self.keys(pages)), count)
             self.hold("ask", [request.kept], then=partial(self.answered, request, pages, request.kept))
 
     def answered(self, request, pages: list, answer: Shared, arrived: bool):

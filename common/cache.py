@@ -84,7 +84,7 @@ class Restoration:
         """Whether a step can compute the next rows without waiting."""
         return self.has(self.depth) or self.computes
 
-    def settle(self):
+    def raise_computed(self):
         """Raise `request.computed` over what has arrived."""
         if self.has(self.depth):
             self.request.computed = self.next

@@ -101,17 +101,19 @@ class Estimates:
         return passes * self.launches + self.computing.seconds(flops(self.engine.model.config, start, end))
 
     def weigh(self, request: Request, match: Match) -> tuple[bool, str]:
-        """-> whether to load what was offered, and why. A refusal is doubt, and lets old paces fade."""
+        """-> whether to load what was offered, and why."""
         load, compute = self.seconds_to_load(match), self.seconds_at_least(request, match)
         mine = self.always or load <= WORTH * compute
         chosen, source = self.agree(mine) if self.agree else mine, " and ".join(match.found)
-        if not chosen:
-            self.doubtful = True  # a bad measurement may have refused it
-            self.paces.append(1.0)
         return chosen, (
             f"{match.tokens} tokens offered ({source}): loading {1e3 * load:.1f} ms, computing "
             f"{1e3 * compute:.1f} ms: " + ("loaded" if chosen else "computed")
         )
+
+    def refused(self):
+        """What was offered is not loaded: a bad measurement or an old pace may be the reason."""
+        self.doubtful = True
+        self.paces.append(1.0)
 
     def seconds_at_least(self, request: Request, match: Match) -> float:
         """Estimate for computing what was offered, at its share of each step."""

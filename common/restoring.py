@@ -133,6 +133,7 @@ class Restorer:
         request.decisions.append(words)
         self.engine.tell("restore", [request], match.tokens, words=words)
         if not pays:
+            self.estimates.refused()
             self.engine.counts["declined"] += 1
             if not self.cache.under_way[lane := f"probe {[*match.found]}"]:
                 self.cache.hold(lane, self.cache.probe(request, match))
@@ -151,7 +152,7 @@ class Restorer:
         except Exception as error:
             self.give_up(restoration, error)
         restoration.spent += time.perf_counter() - began
-        restoration.settle()
+        restoration.raise_computed()
 
     def go_on(self, restoration: Restoration, wait: bool) -> bool:
         """Run the Cache's generator to its next yield -> whether to go on at once. Where it has computed a

@@ -124,7 +124,7 @@ def test_what_is_held_is_released_when_the_ranks_have_agreed():
 def test_what_a_rank_knows_and_what_all_learn_behind_the_last_layer():
     engine, copies = engines.make(cache := ranked.Together(ranked.offload.HostCache(64, 1e9), ranks.Ranks())), []
     for error, *number in (None, lambda value: 7), (OSError(),), (None,):
-        copies.append(cache.share(Transfer("load", "layer 2"), *number))
+        copies.append(cache.agree_on(Transfer("load", "layer 2"), *number))
         assert copies[-1].seen_here() == ranked.ON_ITS_WAY
         copies[-1].own.finish(0.0, 0.0, error)
         copies[-1].restoration, cache.until[engine] = engine, 1e12  # which stands for a restoration

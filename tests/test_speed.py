@@ -157,7 +157,7 @@ def test_the_pace_corrects_every_estimate_until_the_engine_has_measured_again(mo
     machine.rest()
     for _ in range(3):  # twice as long as estimated, alone
         restoration = Restoration(Request([0] * 193, 1), Match(192, 0.5, []), 3, 0.0, layers=3, spent=1.0)
-        restoration.settle()
+        restoration.raise_computed()
         machine.engine.running = [Request([0], 1)]
         machine.estimates.learn_pace(restoration)
     machine.engine.running = []
@@ -173,7 +173,7 @@ def test_a_restoration_that_was_not_whole_or_not_alone_says_nothing_about_the_pa
     request = Request([0] * 193, 1)
     restoration = Restoration(request, Match(192, 0.5, []), 3, 0.0, layers=layers, spent=9.0)
     request.computed = restoration.limit = limit
-    restoration.settle()
+    restoration.raise_computed()
     machine.estimates.learn_pace(restoration)
     assert machine.estimates.seconds_to_load(restoration.match) == 0.5
 
