@@ -299,10 +299,10 @@ class Nothing:
     def attach(self, engine): ...  # begin; add to the engine's fields and pools
     def idle(self): ...  # nothing runs: measure -> seconds until it wants to again, or None
     def poll(self, waiting): ...  # a step begins: release what is over; see who stands in line
-    def waits(self, request): ...  # -> whether it stands there on: what it lacks is on its way nearer
-    def resume(self, running): return running  # bring back what they lack -> those that can compute now
+    def waits(self, request): ...  # -> whether it stays in line: what it lacks is on its way nearer
+    def resume(self, running): return running  # bring back what they lack -> those to compute in this step
     def before_layer(self, index, hidden, batch): ...  # in the pass: wait for what it reads; see its input
-    def saved(self, batch, began, ended): return ()  # a pass is over: keep it -> spans in which it waited
+    def after_pass(self, batch, began, ended): return ()  # keep what it has computed -> when it waited
     def finished(self, request): ...  # it is over, cancelled or preempted: forget it
     def close(self): ...
 
@@ -375,7 +375,7 @@ class Engine(Line):
         if empty + len(self.running) > pool.available - unreferenced:
             return FULL
 
-        # 3. Is it worth waiting for what lies behind the device?
+        # 3. Is what it lacks on its way nearer? (Whether that is brought back is decided in `resume`)
         request.computed = len(hits) * pool.block_size
         if self.behind.waits(request):
             return LATER
@@ -437,6 +437,7 @@ class Engine(Line):
         self.release(request)
         request.readmitted = True
         self.waiting.appendleft(request)
+        self.wake.set()  # if nobody can compute, this one is admitted at once
 
     # Computing
 
@@ -469,7 +470,7 @@ class Engine(Line):
             labels.append("decode" if request.new and request.pending == 1 else f"prefill {count}")
             request.computed = request.next + count
             self.register(request)
-        waits = self.behind.saved(batch, began, ended)
+        waits = self.behind.after_pass(batch, began, ended)
         for (request, _), label in zip(batch.work, labels):
             request.timeline.add("compute", label, began, ended, waits)
 

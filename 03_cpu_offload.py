@@ -129,8 +129,8 @@ class HostCache(Cache):
         return prefix in self.host.block_of or prefix in self.saving
 
     def save_owed(self):
-        """Copy out what is owed, the latest request's first, as far as there is room. The rest is owed on,
-        though its request be over, until the device loses it; then what follows it is not owed either."""
+        """Copy out what is owed, the latest request's first, as far as there is room. The rest stays owed,
+        also after its request is over, until the device loses it; then what follows it is not owed either."""
         there, room = self.pool.block_of, True
         for request, owed in reversed([*self.owed.items()]):
             if owed and owed[0] in there and (self.behind_gap(owed[0]) or not room):

@@ -95,7 +95,7 @@ class Restoration:
         return self.request.computed >= self.end
 
     @property
-    def found(self) -> int:
+    def restored(self) -> int:
         """Of these tokens, those that were not computed."""
         return self.end - self.limit
 
@@ -185,7 +185,7 @@ class Cache:
         """The request stands in line, its chain is made: begin to bring something nearer (07)."""
 
     def waits(self, request: Request) -> bool:
-        """-> whether it is worth while to stand there on: something comes nearer, or is asked for (07)."""
+        """-> whether it stays in line: what it lacks comes nearer, and that is worth waiting for (07)."""
         return False
 
     def save_layer(self, layer: int, hidden: torch.Tensor, batch: object):

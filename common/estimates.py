@@ -141,8 +141,9 @@ class Estimates:
     def learn_pace(self, restoration: Restoration):
         """Note how long a restoration took that was whole, and alone in the engine."""
         match = restoration.match
-        all_came = restoration.whole and restoration.found == match.tokens >= FULL_SPEED
-        if all_came and match.seconds and len(self.engine.running) == 1:
+        all_came = restoration.whole and restoration.restored == match.tokens >= FULL_SPEED
+        alone = all(request is restoration.request for request in self.engine.running)
+        if all_came and match.seconds and alone:
             self.paces.append(max(1.0, self.seconds_taken(restoration) / match.seconds))
             self.doubtful |= self.paces[-1] > 1 + DOUBT
 

@@ -1,7 +1,7 @@
 """What drives a Cache: when a restoration begins, goes on, waits, fails and ends; for all chapters, once.
 
-`Restorer` stands in the place of chapter 02's `Nothing`. The rule for every failure, lateness included: what
-was to come back is computed."""
+`Restorer` stands in the place of chapter 02's `Nothing`. The rule for each restoration that fails or is late:
+what was to come back is computed. (What raises before it has begun ends its request: `Line.contain`.)"""
 
 import time
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ class Restorer:
     def __init__(self, cache: Cache, estimates: object):
         """`estimates`: of what pays (common/estimates.py)."""
         self.cache, self.estimates = cache, estimates
-        self.in_line: set[Request] = set()  # requests whose Cache knows that they stand there
+        self.not_begun: set[Request] = set()  # the Cache knows them; `resume` has not seen them since
         self.waited = []  # (start, end) marks of what the pass under way has waited for
 
     # What the engine calls, in the order of a step
@@ -43,8 +43,8 @@ class Restorer:
 
     def poll(self, waiting: Iterable[Request]):
         """Release what is over; have the Cache bring nearer what a request needs that is new in line."""
-        for request in [one for one in waiting if one not in self.in_line]:
-            self.in_line.add(request)
+        for request in [one for one in waiting if one not in self.not_begun]:
+            self.not_begun.add(request)
             if not request.readmitted:
                 request.patience = request.received + self.estimates.patience(len(request.tokens))
             if not request.must_compute:
@@ -64,8 +64,8 @@ class Restorer:
         left = self.engine.token_budget * self.depth  # rows of a layer
         for request in list(running):
             with self.engine.contain(request):
-                if request in self.in_line:  # it has blocks now
-                    self.in_line.remove(request)
+                if request in self.not_begun:  # it has just got blocks
+                    self.not_begun.remove(request)
                     self.begin(request)
                 if request.restoration:
                     left -= self.resume_one(request, left)
@@ -75,9 +75,9 @@ class Restorer:
         """Go on with a restoration as far as `left` rows allow -> rows that it has computed."""
         restoration, layers = request.restoration, self.depth
         before, rows = restoration.layers, restoration.match.rows
-        if rows:
-            least = int(left == self.engine.token_budget * self.depth)  # the oldest always makes progress
-            layers = min(layers, before + max(left // rows, least))
+        if rows:  # it projects (04) or computes (05); a copy takes no processor
+            oldest = left == self.engine.token_budget * self.depth  # which always makes progress
+            layers = min(layers, before + max(left // rows, int(oldest)))
         self.advance(request, layers, wait=False)
         if request.restoration and restoration.whole:
             self.end(request)
@@ -98,7 +98,7 @@ class Restorer:
                     raise Interrupted
         self.cache.save_layer(index, hidden, batch)
 
-    def saved(self, batch: object, began: float, ended: float) -> list[tuple[float, float]]:
+    def after_pass(self, batch: object, began: float, ended: float) -> list[tuple[float, float]]:
         """Let the Cache keep what a pass has computed -> the spans in which it waited."""
         self.estimates.learn(batch.work, ended - began)
         with self.engine.contain():  # what could not be kept is computed again
@@ -106,7 +106,7 @@ class Restorer:
         return [tuple(map(self.engine.clock.seconds, marks)) for marks in self.waited]
 
     def finished(self, request: Request):
-        self.in_line.discard(request)
+        self.not_begun.discard(request)
         if request.restoration:
             self.end(request)
         self.cache.finished(request)
@@ -123,8 +123,8 @@ class Restorer:
             wait = max(self.estimates.seconds_to_wait(request, match), match.seconds + GRACE)
             restoration = Restoration(request, match, self.depth, time.perf_counter() + wait)
             request.restoration = restoration
-            restoration.steps = self.cache.restore(request, restoration, match)
-            self.advance(request, 1, wait=False)  # a generator: it begins here
+            restoration.steps = self.cache.restore(request, restoration, match)  # which runs nothing yet
+            self.advance(request, 1, wait=False)
 
     def decide(self, request: Request, match: Match) -> bool:
         """Decide whether to load what was offered, and have the request say why. What is refused shows no
@@ -151,12 +151,13 @@ class Restorer:
             raise
         except Exception as error:
             self.give_up(restoration, error)
-        restoration.spent += time.perf_counter() - began
-        restoration.raise_computed()
+        finally:
+            restoration.spent += time.perf_counter() - began
+            restoration.raise_computed()
 
     def go_on(self, restoration: Restoration, wait: bool) -> bool:
-        """Run the Cache's generator to its next yield -> whether to go on at once. Where it has computed a
-        portion others are next, and in a pass, where none are, whoever has come meanwhile."""
+        """Run the Cache's generator to its next yield -> whether to go on at once. A bare yield means that it
+        has computed a portion: between two steps let others run; in a pass stop if a request has come."""
         try:
             restoration.awaited = next(restoration.steps)
         except StopIteration:
@@ -172,8 +173,8 @@ class Restorer:
         return True
 
     def arrived(self, restoration: Restoration, wait: bool) -> bool:
-        """Whether what it awaits is over, or, in the pass, is waited for or ordered before what is computed
-        next. Raises TransferError if it has failed or is late."""
+        """-> whether the awaited copy is over. In a pass (`wait`) make that so first, but for a request that
+        computes meanwhile. Raises TransferError if it has failed or is late."""
         if (transfer := restoration.awaited) is None:
             return True
         if not transfer.ready:
@@ -223,11 +224,11 @@ class Restorer:
         restoration, request.restoration = request.restoration, None
         self.stop(restoration)
         self.estimates.learn_pace(restoration)
-        if restoration.whole and restoration.found:
-            self.engine.counts["restored_tokens"] += restoration.found
-            for source, tokens in restoration.match.found.items() if not request.readmitted else ():
-                tokens = min(tokens, restoration.found)  # of one that was readmitted it had some itself
-                request.found[source] = request.found.get(source, 0) + tokens
+        if restoration.whole and (restored := restoration.restored):
+            self.engine.counts["restored_tokens"] += restored
+            if not request.readmitted:  # which had some of it itself
+                for source, tokens in restoration.match.found.items():
+                    request.found[source] = request.found.get(source, 0) + min(tokens, restored)
         for transfer in restoration.passed:
             request.timeline.add(transfer.lane, transfer.label, *transfer.span())
 

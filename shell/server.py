@@ -106,7 +106,8 @@ class Server:
             self.engine.submit(asked)
             self.open.append(asked)
         try:
-            piece = yield
+            yield
+            piece = None
             while not isinstance(piece, Result):
                 piece = self.take(asked.pieces, gone)
                 yield piece

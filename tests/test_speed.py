@@ -158,7 +158,7 @@ def test_the_pace_corrects_every_estimate_until_the_engine_has_measured_again(mo
     for _ in range(3):  # twice as long as estimated, alone
         restoration = Restoration(Request([0] * 193, 1), Match(192, 0.5, []), 3, 0.0, layers=3, spent=1.0)
         restoration.raise_computed()
-        machine.engine.running = [Request([0], 1)]
+        machine.engine.running = [restoration.request]
         machine.estimates.learn_pace(restoration)
     machine.engine.running = []
     assert not machine.loads() and machine.estimates.doubtful
@@ -169,8 +169,8 @@ def test_the_pace_corrects_every_estimate_until_the_engine_has_measured_again(mo
 @pytest.mark.parametrize("layers, limit, alone", [(2, 0, True), (3, 128, True), (3, 0, False)])
 def test_a_restoration_that_was_not_whole_or_not_alone_says_nothing_about_the_pace(monkeypatch, layers, limit, alone):
     machine = Changing(monkeypatch, loading=0.5)
-    machine.engine.running = [Request([0], 1)] * (1 if alone else 2)
-    request = Request([0] * 193, 1)
+    request, other = Request([0] * 193, 1), Request([0], 1)
+    machine.engine.running = [request] if alone else [other]  # as when it ends with its first token
     restoration = Restoration(request, Match(192, 0.5, []), 3, 0.0, layers=layers, spent=9.0)
     request.computed = restoration.limit = limit
     restoration.raise_computed()
