@@ -29,8 +29,8 @@ def chart(timeline: Timeline, width: int = 64) -> str:
     for lane, spans in lanes(timeline).items():
         row = "." * width
         for span in spans:
-            first, last = (int(at / timeline.end * width + 1e-9) for at in (span.start, span.end))
-            first, last = min(first, width - 1), max(last, first + 1)
+            first = min(int(span.start / timeline.end * width + 1e-9), width - 1)
+            last = max(int(span.end / timeline.end * width + 1e-9), first + 1)
             letter = span.label[-1 if span.label.startswith(("layer ", "chunk ")) else 0]
             row = row[:first] + letter * (last - first) + row[last:]
         lines.append(f"{lane:>8} |{row}| idle {bubble(timeline, lane):.0%}")

@@ -3,8 +3,8 @@
     python -m tools.check_docs          name what is not, and exit with 1
 
 Checked: the generated tables; every option of every chapter, with its default; that each chapter takes the commands that
-are shown; links and files; names of code, where a page says in which file they are. What a lesson shows of a demo is
-compared by tests/test_demos.py, which runs them.
+are shown, and what a lesson shows of tools.by_hand; links and files; names of code, where a page says in which file they
+are. What a lesson shows of a demo is compared by tests/test_demos.py, which runs them.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from shell import cli  # noqa: E402
-from tools import report  # noqa: E402
+from tools import by_hand, report  # noqa: E402
 
 LESSONS, REFERENCE = ROOT / "docs/lessons", ROOT / "docs/reference.md"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "models/classroom/README.md"]
@@ -135,6 +135,11 @@ def shown_commands(page: Path, text: str):
                 parser(program[:-3]).parse_args(words)
             except (SystemExit, ImportError, argparse.ArgumentError) as error:
                 yield f"{said}: {error}"
+        elif words[:1] == ["tools.by_hand"]:
+            try:
+                by_hand.printed(words[1:])
+            except SystemExit as error:
+                yield f"{said}: {error}"
         elif program == "-m" and re.match(r"(benchmarks|tests|tools)\.(?!NAME)", words[0]):
             path = ROOT / f"{words[0].replace('.', '/')}.py"
             files = (path, ROOT / "benchmarks" / "measure.py") if path.is_file() else ()  # the second has options of all
@@ -171,6 +176,15 @@ def names(page: Path, text: str):
             yield f"{word} is defined nowhere"
 
 
+def numbers_by_hand(page: Path, text: str):
+    """What stands behind a command of tools.by_hand is what it prints; a line `...` stands for any lines."""
+    for block in re.findall(r"^```console\n(\$ python -m tools\.by_hand .*?)^```$", text, re.M | re.S):
+        for command, shown in re.findall(r"^\$ python -m tools\.by_hand (.*)\n((?:[^$].*\n|\n)*)", block, re.M):
+            pattern = ".*".join(map(re.escape, re.split(r"^\.\.\.\n", shown, flags=re.M)))
+            if not re.fullmatch(pattern, by_hand.printed(command.split()) + "\n", re.S):
+                yield f"tools.by_hand {command} prints something else"
+
+
 def pasted() -> dict[str, str]:
     """Chapter -> what its lesson shows of its demo."""
     text = "".join(page.read_text(encoding="utf-8") for page in LESSONS.glob("*.md"))
@@ -184,7 +198,7 @@ def lessons(page: Path, text: str):
             yield f"{len(lines)} lines of {page.stem} are pasted, and not 1 to 15"
 
 
-CHECKS = generated, described_options, shown_commands, links_and_files, names, lessons
+CHECKS = generated, described_options, shown_commands, numbers_by_hand, links_and_files, names, lessons
 
 
 def main():
