@@ -2,50 +2,18 @@
 for them later, mixed with questions about the world and small talk. No key gets two values, except where it is corrected."""
 import random
 from dataclasses import dataclass
+from pathlib import Path
 
 from shell.texts import PLACES, Fact, Level, draw_fact
 
-CAPITALS = dict(zip("France Italy England Germany Spain Austria Norway Japan Egypt Peru Ireland Greece Portugal "
-                    "India Russia Poland".split(),
-                    "Paris Rome London Berlin Madrid Vienna Oslo Tokyo Cairo Lima Dublin Athens Lisbon "
-                    "Delhi Moscow Warsaw".split()))
-WORLD = [
-    ("Explain gravity in one sentence.", "Gravity is the force that pulls things toward each other."),
-    ("Name three colors.", "Red, green and blue."),
-    ("Name three animals.", "Cat, dog and horse."),
-    ("Name three planets.", "Earth, Mars and Venus."),
-    ("What is a KV cache?", "A KV cache keeps the keys and values of past tokens, so that they are not computed again."),
-    ("What is a token?", "A token is a small piece of text."),
-    ("What is attention?", "Attention lets each token look at the tokens before it."),
-    ("What is a language model?", "A language model predicts the next token of a text."),
-    ("What is a GPU?", "A GPU is a processor that does many sums at once."),
-    ("What is prefill?", "Prefill reads the whole prompt and fills the KV cache."),
-    ("What is decode?", "Decode writes the answer one token at a time."),
-    ("How many days are in a week?", "A week has seven days."),
-    ("How many months are in a year?", "A year has twelve months."),
-    ("What color is the sky?", "The sky is blue."),
-    ("What color is grass?", "Grass is green."),
-    ("What color is snow?", "Snow is white."),
-    ("What do bees make?", "Bees make honey."),
-    ("What do cows give?", "Cows give milk."),
-    ("What is water made of?", "Water is made of hydrogen and oxygen."),
-    ("What is the sun?", "The sun is a star."),
-    ("What is the moon?", "The moon goes around the Earth."),
-    ("What is ice?", "Ice is frozen water."),
-    ("What is the largest ocean?", "The largest ocean is the Pacific."),
-    ("What is the opposite of hot?", "The opposite of hot is cold."),
-    ("What is the opposite of big?", "The opposite of big is small."),
-    ("Explain rain in one sentence.", "Rain is water that falls from clouds."),
-    ("Explain time in one sentence.", "Time is what a clock measures."),
-    ("Explain memory in one sentence.", "Memory is what we keep of the past."),
-]
-SMALL_TALK = [
-    ("Hello!", "Hello! How can I help you?"), ("Good morning.", "Good morning! How can I help you?"),
-    ("How are you?", "I am well, thank you."), ("Who are you?", "I am a small model made for a classroom."),
-    ("What can you do?", "I can remember what you tell me and answer questions about it."),
-    ("Thank you.", "You are welcome."), ("Tell me a joke.", "Why did the token wait? It had no cache."),
-    ("Goodbye.", "Goodbye!"),
-]
+
+def pairs(title: str) -> list[tuple[str, str]]:
+    """The lines under `title` in classroom_text.txt, each split at its |."""
+    lines = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").partition(f"{title}\n")[2].split("\n\n")[0]
+    return [tuple(line.split(" | ")) for line in lines.splitlines()]
+
+
+CAPITALS, WORLD, SMALL_TALK = dict(pairs("capitals")), pairs("the world"), pairs("small talk")
 SYSTEM_PROMPTS = ["You are a friendly assistant.", "You are a helpful assistant."]
 DOCUMENT_LEADS = ["Read this:", "Here is a document:", "Remember this:"]
 ACKNOWLEDGEMENT, READ = "I will remember that.", "I have read it."
