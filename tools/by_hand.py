@@ -126,7 +126,6 @@ def printed(words: list[str]) -> str:
     chapters = parser.add_subparsers(dest="chapter", required=True)
     for function in chapter_03, chapter_04, chapter_05, chapter_06, chapter_07, chapter_08:
         one = chapters.add_parser(function.__name__[-2:], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-        one.set_defaults(function=function)
         for name, option in inspect.signature(function).parameters.items():
             most = 80 if name in ("layers", "chunks") else 10**6  # what is drawn one by one
             kinds = {int: cli.bounded(int, 1, most), float: cli.bounded(float, 0.001, most), str: planned.plan}
@@ -135,9 +134,9 @@ def printed(words: list[str]) -> str:
     for one in parser, *chapters.choices.values():
         one.error = lambda message: sys.exit(f"by_hand: {message}; --help lists the options")
     arguments = vars(parser.parse_args(words))
-    chapter, function, draw = (arguments.pop(name) for name in ("chapter", "function", "draw"))
+    chapter, draw = arguments.pop("chapter"), arguments.pop("draw")
     try:
-        made, tables, lanes = function(**arguments)
+        made, tables, lanes = globals()[f"chapter_{chapter}"](**arguments)
         drawn = (f"{title}\n{paper.chart(spans)}".strip("\n") for title, spans in lanes)
         text = "\n\n".join(["\n".join(paper.formulas(chapter, arguments | made)), *map(paper.aligned, tables), *drawn])
         if draw:
