@@ -130,15 +130,11 @@ def described_options(page: Path, text: str):
 def shown_commands(page: Path, text: str):
     for program, *words in commands(text):
         said = f"python {program} {' '.join(words)}"
-        if re.fullmatch(r"0[1-9]\w*\.py", program):
+        chapter, hand = re.fullmatch(r"(0[1-9]\w*)\.py", program), words[:1] == ["tools.by_hand"]
+        if chapter or hand:
             try:
-                parser(program[:-3]).parse_args(words)
+                by_hand.printed(words[1:]) if hand else parser(chapter[1]).parse_args(words)
             except (SystemExit, ImportError, argparse.ArgumentError) as error:
-                yield f"{said}: {error}"
-        elif words[:1] == ["tools.by_hand"]:
-            try:
-                by_hand.printed(words[1:])
-            except SystemExit as error:
                 yield f"{said}: {error}"
         elif program == "-m" and re.match(r"(benchmarks|tests|tools)\.(?!NAME)", words[0]):
             path = ROOT / f"{words[0].replace('.', '/')}.py"
