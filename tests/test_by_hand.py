@@ -23,7 +23,7 @@ def test_a_lesson_shows_word_for_word_what_its_commands_print(lesson, right):
 
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @given(st.integers(1, 7), st.lists(costs, min_size=5, max_size=5), st.data())
-def test_lanes_end_with_the_plan_do_one_thing_at_a_time_and_formulas_are_what_chapters_count(layers, times, data):
+def test_lanes_end_with_the_plan_and_do_one_thing_at_a_time_and_formulas_hold(layers, times, data):
     plan, (one, other, *_) = data.draw(st.sampled_from(planned.divisions(layers))), times
     through, spans = by_hand.restored(plan, planned.LayerCosts(*times))
     ends = through[-1], max(span[3] for span in spans)
@@ -35,9 +35,6 @@ def test_lanes_end_with_the_plan_do_one_thing_at_a_time_and_formulas_are_what_ch
     assert by_hand.chapter_03(layers, one, other)[0]["ttft"] == max(layers * one, layers * other) + min(one, other)
     alike = by_hand.chapter_06(layers, one, other, more=0.0)[0]["alike"]
     assert alike == pytest.approx(layers * one * other / (one + other))
-    made, *_ = by_hand.chapter_08(weights=one, rebuild=other, device=0, room=400)
-    assert made["link"] == pytest.approx(made["processor"]) and made["act"] + 2 * made["kvs"] == pytest.approx(400)
-    assert by_hand.chapter_04(T=512 * layers, D=128 * layers)[0]["ratio"] == pytest.approx(7)
 
 
 @pytest.mark.parametrize("words", [
