@@ -172,8 +172,9 @@ def demo(model, frontend: Frontend, arguments):
     history."""
     # 1. The conversation: every turn sends all that was said before
     engine, messages, requests = make_engine(model, arguments), [], []
+    new, context = min(arguments.max_tokens, 32), lesson.context(model, frontend)
     for turn in lesson.TURNS:
-        requests.append(lesson.say(engine, frontend, messages, turn, arguments.max_tokens))
+        requests.append(lesson.say(engine, frontend, messages, turn, new))
         print(f"user       {turn}\nassistant  {requests[-1].outcome.text}\n")
 
     # 2. Are these the right tokens? No time is printed before that is known
@@ -192,10 +193,7 @@ def demo(model, frontend: Frontend, arguments):
 
     # 4. The longer the history, the longer the wait
     filler = frontend.encode(" ".join(lesson.TURNS), None) * (HISTORIES[-1] // 64)
-    engine.generate([Request(filler[:512], 1)])
-    (probe,) = engine.generate([Request(filler[:512], 1)])  # behind a warm-up
-    affordable = 4000 / probe.outcome.ttft_ms * 512  # tokens, in 4 s
-    lengths = [length for length in HISTORIES if length < min(frontend.context, max(65, affordable))]
+    lengths = [length for length in HISTORIES if length < context]
     ways = {
         f"{length} tokens": lambda length=length: lesson.ask(engine, filler[:length]).outcome.ttft_ms
         for length in lengths

@@ -516,7 +516,7 @@ def demo(model, frontend: Frontend, arguments):
     # 1. Ask: the first computes the system prompt, the others find it
     rng, new, many = random.Random(0), max(2, min(arguments.max_tokens, 12)), 16  # conversations
     engine, size = make_engine(model, arguments), arguments.block_size
-    context = min(frontend.context, engine.capacity)
+    context = min(lesson.context(model, frontend), engine.capacity)
     system = dict(role="system", content=lesson.document(frontend, rng, context // 4))
     talks = [lesson.conversation(frontend, rng, context // (4 + n)) for n in range(many)]
     asked = [frontend.request(messages=[system, *messages], max_tokens=new) for messages in talks]

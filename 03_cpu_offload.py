@@ -207,10 +207,11 @@ class HostCache(Cache):
 def demo(model, frontend: Frontend, arguments):
     """Conversations that push each other off a small device, and one that comes back from host memory."""
     size, new = arguments.block_size, max(2, min(arguments.max_tokens, 16))
-    blocks = arguments.gpu_blocks = arguments.gpu_blocks or -(-(frontend.context * 3 // 4) // size)
+    context = lesson.context(model, frontend)
+    blocks = arguments.gpu_blocks = arguments.gpu_blocks or -(-(context * 3 // 4) // size)
     engine = make_engine(model, arguments)
     cache, link = engine.behind.cache, engine.behind.cache.load_link
-    rng, talks, length = random.Random(0), ([], [], []), frontend.context * 5 // 8
+    rng, talks, length = random.Random(0), ([], [], []), context * 5 // 8
     said = [[secret, lesson.QUESTION] for secret in (lesson.SECRET, "", "")]
     texts = [lesson.document_for(engine, frontend, rng, length, each, new) for each in said]
     asked = [lesson.say(engine, frontend, talk, text, new) for talk, text in zip(talks, texts)]
@@ -221,7 +222,8 @@ def demo(model, frontend: Frontend, arguments):
     taken = {case: [one.outcome.ttft_ms for one in requests] for case, requests in again.items()}
     verified = lesson.verify(paged.baseline.Engine(model), [*asked, back, *last.values()])
 
-    print(f"{link}\n\n{blocks} device blocks, and documents of {len(asked[0].chain)} blocks each:")
+    report = dict(link=lesson.described(link), verified=verified)
+    print(f"{blocks} device blocks, and documents of {len(asked[0].chain)} blocks each:")
     rows = [describe("document", request) for request in asked] + [describe("the first goes on", back)]
     print(f"  {lesson.QUESTION} - {back.outcome.text}\n\nThis return (digits: layers; p: prefill, d: decode)")
     print(f"{charts.chart(back.timeline)}\n")
@@ -236,8 +238,7 @@ def demo(model, frontend: Frontend, arguments):
     print(f"\n{moved / 1e6:.1f} MB came back: {words} than from the device.")
     if slow and last["slow link"].decisions:
         print(f"Over a link 100 times slower the same is {last['slow link'].decisions[-1].split(': ')[-1]}.")
-    report = dict(link=lesson.described(link), verified=verified, rows=rows, counters=engine.counters())
-    return report, [back.timeline]
+    return dict(report, rows=rows, counters=engine.counters()), [back.timeline]
 
 
 def ask_each_tier(engine, slow, prompt: list[int]) -> dict[str, list[Request]]:

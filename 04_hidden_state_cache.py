@@ -53,7 +53,7 @@ from common.places import as_integers
 from common.requests import Request
 from common.restoring import Restorer
 from common.store import Stored, StoredChunks
-from shell import charts, checkpoint, lesson, modelled_link
+from shell import charts, lesson, modelled_link
 from shell.backends import in_directories
 from shell.frontend import Frontend
 
@@ -483,45 +483,35 @@ class HiddenCache(Cache):
 
 # 3. The demo -----------------------------------------------------------------------------------
 
-LARGER, HISTORY, ASKED = "random:long", 1024, 32  # for times: model, tokens, tokens
-LINKS = {"the link is the bottleneck": 2.0, "computing is the bottleneck": 0.5}  # transfer over projecting
-
-
 def demo(model, frontend: Frontend, arguments):
     """A conversation that comes back from hidden states in each turn, then TTFT beside chapter 03's."""
     # 1. Ask: the device loses everything between two turns
     arguments.always_restore = True
-    engine, rng = make_engine(model, arguments), random.Random(0)
-    asked = converse(engine, frontend, rng, max(2, min(arguments.max_tokens, 16)))
+    engine, new = make_engine(model, arguments), max(2, min(arguments.max_tokens, 16))
+    length, said = lesson.context(model, frontend) // 2, [lesson.SECRET, *lesson.TURNS[1:]]
+    asked = lesson.converse(engine, frontend, length, said, new)
     verified = lesson.verify(paged.baseline.Engine(model), asked)
 
     # 2. Show
-    link, config = engine.behind.cache.load_link, model.config
-    states, kv = bytes_per_token(model), config.kv_numbers_per_token * model.dtype.itemsize
-    print(f"{link}\n\nA token takes {states} bytes as hidden states and {kv} as K and V.")
+    report = dict(link=lesson.described(engine.behind.cache.load_link), verified=verified)
+    states, kv = bytes_per_token(model), model.config.kv_numbers_per_token * model.dtype.itemsize
+    print(f"A token takes {states} bytes as hidden states and {kv} as K and V.")
+    if states >= kv:
+        print("Query heads share KV heads: more bytes, and a projection besides. On this model chapter 03 is")
+        print("the better choice, and the times below are of a model whose heads share nothing.")
     print("The device is evicted before each turn:")
     rows = [offload.describe(f"turn {number}", request) for number, request in enumerate(asked, 1)]
     print(f"  {lesson.TURNS[-1]} - {asked[-1].outcome.text}\n")
     print(f"The last turn (digits: layers; p: prefill, d: decode)\n{charts.chart(asked[-1].timeline)}\n")
-    said = dict(link=lesson.described(link), counters=engine.counters())
+    report["counters"] = engine.counters()
     engine.close()
 
     # 3. Time: on a model whose question costs less than its history
-    larger, *_ = checkpoint.load(LARGER, arguments.dtype, arguments.device)
-    prompt = [rng.randrange(300, larger.config.vocab_size) for _ in range(HISTORY)]
-    blocks = -(-(HISTORY + 2 * ASKED) // 16)
-    caches = HiddenCache(2 * blocks, 1e9), offload.HostCache(2 * blocks, 1e9)
-    behind = [Restorer(cache, Estimates(always=True)) for cache in caches]
-    engines = [paged.Engine(paged.Runner(larger, blocks), each) for each in behind]
-    names = "hidden states (04)", "K and V (03)"
-    ways = {name: partial(ask_again, engine, prompt, rng) for name, engine in zip(names, engines)}
+    larger = lesson.Larger(arguments, random.Random(0), paged)
+    caches = HiddenCache(2 * larger.blocks, 1e9), offload.HostCache(2 * larger.blocks, 1e9)
+    ways = dict(zip(("hidden states (04)", "K and V (03)"), map(larger.way, caches)))
     computed = min(way() for way in ways.values())  # and kept
-    states = HISTORY * larger.config.hidden_size * larger.dtype.itemsize  # bytes of a layer
-    even = states / caches[0].seconds_to_project(HISTORY)  # bytes/s
-    for words, share in LINKS.items() if link.modelled else [("the link as it is", 1.0)]:
-        for cache in caches if link.modelled else ():
-            cache.load_link.bandwidth.value = even / share
-        title = f"{LARGER}, TTFT behind {HISTORY} tokens, {words}"
+    for title, _ in larger.over_links(caches, caches[0].seconds_to_project(lesson.HISTORY)):
         rows += lesson.table(title, lesson.in_turn(ways), "ttft_ms", "ms")
         ours, theirs = (row["ttft_ms"] for row in rows[-2:])
         print(f"  {ours / theirs:.2f} of chapter 03's, {ours / computed:.2f} of computing it again\n")
@@ -529,20 +519,7 @@ def demo(model, frontend: Frontend, arguments):
         "Half of the bytes help where the link is the slower one. Where it is not, projecting takes the\n"
         "time, and chapter 03 needs none. Both ways, each for some of the layers? Chapter 05."
     )
-    return dict(said, verified=verified, rows=rows), [asked[-1].timeline]
-
-
-def converse(engine, frontend: Frontend, rng, new: int) -> list[Request]:
-    """Ask about a document, turn by turn; the device loses everything before each."""
-    messages, said = [], [lesson.SECRET, *lesson.TURNS[1:]]
-    said[0] = lesson.document_for(engine, frontend, rng, frontend.context // 2, said, new)
-    return [lesson.say(engine, frontend, messages, text, new, "device") for text in said]
-
-
-def ask_again(engine, prompt: list[int], rng) -> float:
-    """-> TTFT of another question behind the same history, in ms."""
-    question = [rng.randrange(300, engine.model.config.vocab_size) for _ in range(ASKED)]
-    return lesson.ask(engine, prompt + question, 1, "device").outcome.ttft_ms
+    return dict(report, rows=rows), [asked[-1].timeline]
 
 
 # 4. Main ---------------------------------------------------------------------------------------

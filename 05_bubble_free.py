@@ -48,12 +48,10 @@ import numpy
 import torch
 
 from common import link as links
-from common.estimates import Estimates
 from common.llama import upload
 from common.requests import BadRequest, Request
-from common.restoring import Restorer
 from common.store import StoredChunks
-from shell import charts, checkpoint, lesson
+from shell import charts, lesson
 from shell.frontend import Frontend
 
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
@@ -327,54 +325,44 @@ def described(letters: str, costs: LayerCosts, tokens: int) -> dict:
 def demo(model, frontend: Frontend, arguments):
     """Answers on the model, then plans and times on a larger one, over three links."""
     # 1. Are the tokens right, with all three ways in one plan?
-    rng, third = random.Random(0), len(model.layers) // 3
+    new, third = max(2, min(arguments.max_tokens, 16)), len(model.layers) // 3
     letters = "R" * third + "H" * third + "K" * (len(model.layers) - 2 * third)
     options = argparse.Namespace(**{**vars(arguments), "plan": letters, "always_restore": True})
     engine = make_engine(model, options)
-    asked = hidden_states.converse(engine, frontend, rng, max(2, min(arguments.max_tokens, 16)))
+    length, said = lesson.context(model, frontend) // 2, [lesson.SECRET, *lesson.TURNS[1:]]
+    asked, cache = lesson.converse(engine, frontend, length, said, new), engine.behind.cache
     verified = lesson.verify(paged.baseline.Engine(model), asked)
-    link, rows = engine.behind.cache.load_link, [offload.describe(letters, request) for request in asked]
-    report = dict(link=lesson.described(link), counters=engine.counters())
+    report = dict(link=lesson.described(cache.load_link), verified=verified, counters=engine.counters())
+    rows = [offload.describe(letters, request) for request in asked]
     print(f"\nThe last turn (digits: layers)\n{charts.chart(asked[-1].timeline)}\n")
+    if hidden_states.bytes_per_token(model) >= model.config.kv_numbers_per_token * model.dtype.itemsize:
+        best = best_plan(len(letters), cache.costs(0, length))
+        print(f"Query heads share KV heads: the best plan on this model has no H, {best}\n")
     engine.close()
 
     # 2. Time: on a model whose question costs less than its history
-    larger, *_ = checkpoint.load(hidden_states.LARGER, arguments.dtype, arguments.device)
-    prompt = [rng.randrange(300, larger.config.vocab_size) for _ in range(PLANNED)]
-    blocks = -(-(PLANNED + 2 * QUESTION) // 16)
-    caches = [offload.HostCache(2 * blocks, 1e9), hidden_states.HiddenCache(2 * blocks, 1e9)]
-
-    def make(cache):
-        return paged.Engine(paged.Runner(larger, blocks), Restorer(cache, Estimates(always=True)))
-
-    ask = partial(partial, hidden_states.ask_again, prompt=prompt, rng=rng)
-    ways = dict(zip(["K and V (03)", "hidden states (04)"], map(ask, map(make, caches))))
+    larger, length = lesson.Larger(arguments, random.Random(0), paged), lesson.HISTORY
+    caches = offload.HostCache(2 * larger.blocks, 1e9), hidden_states.HiddenCache(2 * larger.blocks, 1e9)
+    ways = dict(zip(("K and V (03)", "hidden states (04)"), map(larger.way, caches)))
     computed = min(way() for way in ways.values())  # and kept
-    states = PLANNED * larger.config.hidden_size * larger.dtype.itemsize  # bytes of a layer
-    even = states / caches[1].seconds_to_project(PLANNED)  # bytes/s
-    cases = {"the link is the bottleneck": 2.0, "balanced": 1.0, "computing is the bottleneck": 0.5}
-    for words, share in cases.items() if link.modelled else [("the link as it is", 1.0)]:
-        bandwidth = even / share if link.modelled else None
-        for cache in caches if link.modelled else ():
-            cache.load_link.bandwidth.value = bandwidth
-        cache = PlannedCache(4 * blocks, bandwidth)
-        ways["planned (05)"] = ask(engine := make(cache))
+    for title, speed in larger.over_links(caches, caches[1].seconds_to_project(length)):
+        cache = PlannedCache(4 * larger.blocks, speed)
+        ways["planned (05)"] = larger.way(cache)
         ways["planned (05)"]()  # it keeps what its plan says
-        costs, letters = cache.costs(0, PLANNED), cache.store.letters
+        costs, letters = cache.costs(0, length), cache.store.letters
         named = ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in costs._asdict().items())
-        title = f"{hidden_states.LARGER}, TTFT behind {PLANNED} tokens, {words}"
         predicted, bound = plan_seconds(letters, costs), bound_seconds(len(letters), costs)
         print(f"A layer, ms: {named}\nPlan {letters}: {1e3 * predicted:.0f} ms predicted, none below "
               f"{1e3 * bound:.0f}; the paper's closed form: {closed_form(len(letters), costs)}")  # fmt: skip
         rows += lesson.table(title, lesson.in_turn(ways), "ttft_ms", "ms")
         theirs, _, ours = (row["ttft_ms"] for row in rows[-3:])
         print(f"  {theirs / ours:.2f}x sooner than chapter 03, {computed / ours:.1f}x than computing it\n")
-        engine.close()
+        cache.close()
     print(
         "The slower the link, the more is recomputed and projected; the faster, the more is loaded as is.\n"
         "All of this had to be in host memory. What if it is in storage, slower by far? Chapter 06."
     )
-    return dict(report, verified=verified, rows=rows), [asked[-1].timeline]
+    return dict(report, rows=rows), [asked[-1].timeline]
 
 
 # 4. Main ---------------------------------------------------------------------------------------

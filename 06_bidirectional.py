@@ -34,7 +34,6 @@ and B.
 import argparse
 import importlib
 import math
-import random
 import shell.cli as cli
 import statistics
 import sys
@@ -329,12 +328,11 @@ WAYS = "only computing", "only loading", "both"
 def demo(model, frontend: Frontend, arguments):
     """A conversation that comes back from storage; TTFT of both ends and of either on three storages."""
     # 1. Ask: about a document, and again when only storage has it
-    rng, new = random.Random(0), max(2, min(arguments.max_tokens, 16))
+    new, said = max(2, min(arguments.max_tokens, 16)), [lesson.SECRET, lesson.QUESTION]
     options = dict(max_running=2, always_restore=True, bits=None, compute="share")
     engine = make_engine(model, argparse.Namespace(**{**vars(arguments), **options}))
-    cache, talk, said = engine.behind.cache, [], [lesson.SECRET, lesson.QUESTION]
-    said[0] = lesson.document_for(engine, frontend, rng, min(frontend.context, 2048) * 7 // 8, said, new)
-    asked = [lesson.say(engine, frontend, talk, words, new, "device") for words in said]
+    cache, length = engine.behind.cache, min(lesson.context(model, frontend), 2048) * 7 // 8
+    asked = lesson.converse(engine, frontend, length, said, new)
     prompt = asked[1].tokens[: asked[1].prompt_tokens]
 
     # 2. Time, on storage of several speeds

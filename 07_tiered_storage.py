@@ -659,7 +659,8 @@ def demo(model, frontend: Frontend, arguments):
     with an L3 that another engine has filled; then the policies on an L3 that is as slow as computing."""
     rng, new, taken = random.Random(0), max(2, min(arguments.max_tokens, 12)), {}
     size, device, host = arguments.block_size, arguments.gpu_blocks, arguments.cpu_blocks
-    context = min([frontend.context, *(size * blocks for blocks in (device, host) if blocks)])
+    most = lesson.context(model, frontend)
+    context = min([most, *(size * blocks for blocks in (device, host) if blocks)])
     system = dict(role="system", content=lesson.document(frontend, rng, context // 16))
     talks = [[system, *lesson.conversation(frontend, rng, context // 4)] for _ in range(TALKS)]
     longest = max(len(frontend.encode(None, talk)) for talk in talks) + 3 * new + 32
@@ -682,21 +683,21 @@ def demo(model, frontend: Frontend, arguments):
             engine.close()
         # 2. Time one long history that only storage has, under each policy
         engine = engine_with(storage=url, prefetch="both_ends", always_restore=True)
-        length = min(frontend.context, 2048) * 7 // 8
+        length = min(most, 2048) * 7 // 8
         text = lesson.document_for(engine, frontend, rng, length, [lesson.SECRET], 2)
         asked = policies(engine, frontend.request(messages=[dict(role="user", content=text)]).tokens)
         engine.close()
     last = [requests[-1] for requests in asked.values()]
     verified = lesson.verify(paged.baseline.Engine(model), sum(taken.values(), last))
-    link = engine.behind.cache.load_link
 
+    report = dict(link=lesson.described(engine.behind.cache.load_link), verified=verified, counters=counters)
     print(
         f"{TALKS} conversations of up to {pages} pages, each asked twice; L1 has {device} pages, L2 {host}\n"
-        f"{arguments.write_policy}, {arguments.prefetch}; {link}\n"
+        f"{arguments.write_policy}, {arguments.prefetch}\n"
     )
     rows = show_tiers(taken) + show_policies(asked)
     timelines = [asked[policy][-1].timeline for policy in ("both_ends", "wait_complete")]
-    return dict(link=lesson.described(link), verified=verified, rows=rows, counters=counters), timelines
+    return dict(report, rows=rows), timelines
 
 
 def converse(engine, frontend: Frontend, talks: list, new: int) -> list[Request]:

@@ -679,8 +679,7 @@ def demo(model: Llama, frontend: Frontend, arguments):
         "alone counts. And where one device does not compute fast enough, or has too\nlittle link? Several "
         "may divide what each chapter keeps: chapter 09."
     )
-    report = dict(link=lesson.described(link), verified=verified, rows=rows)
-    return report, [timeline, asked[0].timeline]
+    return dict(link=link, verified=verified, rows=rows), [timeline, asked[0].timeline]
 
 
 def time_policies(planner: Planner, model: Llama, bandwidth, f: float | None) -> tuple:
@@ -689,9 +688,9 @@ def time_policies(planner: Planner, model: Llama, bandwidth, f: float | None) ->
     engines = {policy: ready(runner, CONTEXTS) for policy, runner in runners.items()}
     taken = lesson.in_turn({policy: partial(one_step, each) for policy, each in engines.items()}, warm_up=0)
     rates = {policy: [len(CONTEXTS) / seconds for seconds, _ in steps] for policy, steps in taken.items()}
-    link = runners["hybrid"].load_link
     print()
-    rows = lesson.table(f"Decode, f = {f or 'as it is'}, {link}", rates, "tokens_per_second", "tokens/s")
+    link = lesson.described(runners["hybrid"].load_link)
+    rows = lesson.table(f"Decode, f = {f or 'as it is'}", rates, "tokens_per_second", "tokens/s")
     for row in rows:
         plan, steps = runners[row["case"]].plan, sorted(taken[row["case"]], key=lambda step: step[0])
         _, timeline = steps[len(steps) // 2]

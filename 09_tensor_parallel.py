@@ -44,7 +44,6 @@ import importlib
 import json
 import math
 import os
-import random
 import shell.cli as cli
 import signal
 import sys
@@ -371,19 +370,20 @@ def demo(model, frontend: Frontend, arguments):
     ranks, new = model.division.ranks, max(2, min(arguments.max_tokens, 8))
     arguments.always_restore, arguments.storage = True, None
     # 1. Ask on all ranks: each keeps its part, the device loses everything, and it comes back
-    engines, asked = {keep: make_engine(model, arguments, keep) for keep in KEEPS}, []
-    said, rng, length = [lesson.SECRET, lesson.QUESTION], random.Random(0), frontend.context // 2
-    said[0] = lesson.document_for(engines["kv"], frontend, rng, length, said, new)
-    for engine in engines.values():
-        talk = []
-        asked += [lesson.say(engine, frontend, talk, text, new, "device") for text in said]
+    engines, asked, length, said = {}, [], frontend.context, [lesson.SECRET, lesson.QUESTION]
+    if ranks.rank == 0:
+        whole, *_ = checkpoint.load(arguments.model, arguments.dtype, arguments.device)
+        length = lesson.context(whole, frontend)
+    (length,) = ranks.least([length // 2])
+    for keep in KEEPS:
+        engines[keep] = make_engine(model, arguments, keep)
+        asked += lesson.converse(engines[keep], frontend, length, said, new)
     prompt, timeline = asked[-1].tokens[: asked[-1].prompt_tokens], asked[-1].timeline
     # 2. Ask again when one rank has lost a page in storage
     lost = lose_a_page(model, arguments, prompt, new)
     # 3. Compare with chapter 01, and time beside one rank that has it all
     single, verified, taken, carried = {}, True, {}, {}
     if ranks.rank == 0:
-        whole, *_ = checkpoint.load(arguments.model, arguments.dtype, arguments.device)
         verified = lesson.verify(paged.baseline.Engine(whole), asked + lost)
         single = {keep: make_engine(whole, arguments, keep) for keep in KEEPS}
     for count, ways in (1, single), (ranks.count, engines):
@@ -398,23 +398,22 @@ def demo(model, frontend: Frontend, arguments):
     if ranks.rank:
         return
     # 4. Show
+    link = lesson.described(engines["states"].behind.cache.inner.load_link)  # of each rank
     rows = lesson.table(f"TTFT behind {len(prompt)} tokens", taken, "ttft_ms", "ms")
     for row, size in zip(rows, carried.values()):
         row["bytes_over_link"] = size
     for keep in ("kv", "states"):
         one, each = carried[keep, 1] / 1e6, carried[keep, ranks.count] / 1e6
         print(f"  {KEEPS[keep]}: {one:.2f} MB over one rank's link, {each:.2f} over each of {ranks.count}")
-    link = engines["states"].behind.cache.inner.load_link
     found = [request.cached_tokens for request in lost]
     print(
-        f"  {link}, for each rank\n\n"
-        f"Of {len(prompt)} tokens {found[0]} come from storage. When rank {ranks.count - 1} has lost "
+        f"\nOf {len(prompt)} tokens {found[0]} come from storage. When rank {ranks.count - 1} has lost "
         f"a page of one head there,\n{found[1]} do, on all ranks alike, and the rest is computed.\n\n"
         f"The last turn from hidden states, on rank 0\n{charts.chart(timeline)}\n\n"
         "Ranks divide what is kept, what travels and what is projected, and agree on a few numbers. Where\n"
         "they share one processor, as here without GPUs, only the bytes are those of as many devices."
     )
-    return dict(link=lesson.described(link), verified=verified, rows=rows, found=found), [timeline]
+    return dict(link=link, verified=verified, rows=rows, found=found), [timeline]
 
 
 def lose_a_page(model, arguments, prompt: list[int], new: int) -> list[Request]:

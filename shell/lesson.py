@@ -1,11 +1,16 @@
 """What demos and benchmarks share: what is asked, "equal to chapter 01 or end", timing in turn, tables."""
+import random
 import statistics
 import time
+from functools import partial
 
 import torch
 
+from common.estimates import ROWS, Estimates, fastest_layer, flops
+from common.llama import attention
 from common.requests import BadRequest, Request
-from shell import texts
+from common.restoring import Restorer
+from shell import checkpoint, texts
 from shell.frontend import Frontend
 
 TURNS = [
@@ -15,6 +20,32 @@ TURNS = [
 SECRET, QUESTION = "The password of the safe is tiger.", TURNS[-1]
 LONGEST_FACT = 16  # tokens, by which a document may be longer than asked
 ROUNDS = 3  # of everything that a demo times, after a warm-up: --rounds
+SECONDS = 4.0  # that a prefill of a demo takes at most
+
+LARGER, HISTORY, ASKED = "random:long", 1024, 32  # for times: a model; tokens of a history and of a question
+LINKS = {"the link is the bottleneck": 2.0, "balanced": 1.0, "computing is the bottleneck": 0.5}
+
+
+@torch.inference_mode()
+def context(model, frontend: Frontend) -> int:
+    """-> tokens of the model's context that a demo uses: all, or half of them, and half again, until a
+    prefill takes SECONDS at most, by the speed of a layer that is measured now. Say where it is not all."""
+    tokens, config, rows = frontend.context, model.config, min(ROWS, frontend.context)
+    positions = torch.arange(rows, device=model.device)  # [T]
+    hidden, rotation = model.embed(0 * positions), model.rotary(positions)  # [T, D]; [T, 1, hd] each
+
+    def run(lap):
+        for layer in model.layers:
+            lap()
+            layer(hidden, rotation, lambda q, k, v: attention(q, k, v, None))
+
+    seconds = len(model.layers) * fastest_layer(run, model.device) / flops(config, 0, rows)
+    while tokens > ROWS and seconds * flops(config, 0, tokens) > SECONDS:
+        tokens //= 2
+    if tokens < frontend.context:
+        print(f"Of {frontend.context} tokens of context {tokens} are used: this machine computes them in "
+              f"{SECONDS:g} s at most, as was measured now.\n")
+    return tokens
 
 
 def document(frontend: Frontend, rng, tokens: int, secret: str = "") -> str:
@@ -40,7 +71,8 @@ def document_for(engine, frontend: Frontend, rng, tokens: int, said: list[str], 
 
 
 def described(link) -> dict:
-    """-> a link, for the report of a demo."""
+    """Print the line about a link -> the same for the report of a demo."""
+    print(f"{link}\n")
     return dict(modelled=link.modelled, gbps=link.speed() / 1e9)
 
 
@@ -113,11 +145,44 @@ def say(engine, frontend: Frontend, messages: list[dict], text: str, max_tokens:
     return request
 
 
+def converse(engine, frontend: Frontend, tokens: int, said: list[str], new: int) -> list[Request]:
+    """Tell a document of so many tokens that holds said[0], then say said[1:], turn by turn, for answers of
+    `new` tokens; the device loses everything before each -> the requests."""
+    text, talk = document_for(engine, frontend, random.Random(0), tokens, said, new), []
+    return [say(engine, frontend, talk, words, new, "device") for words in (text, *said[1:])]
+
+
 def in_turn(ways: dict, rounds: int = 0, warm_up: int = 1) -> dict[str, list]:
     """Call each of `ways` in turn, `rounds` times (a demo's, if 0) after a warm-up -> what they returned."""
     rounds = rounds or ROUNDS
     taken = [{name: way() for name, way in ways.items()} for _ in range(warm_up + rounds)]
     return {name: [each[name] for each in taken[warm_up:]] for name in ways}
+
+
+class Larger:
+    """A model whose question costs less than its history, for times: engines of 02 over one link."""
+
+    def __init__(self, arguments, rng, paged):
+        self.model, *_ = checkpoint.load(LARGER, arguments.dtype, arguments.device)
+        self.draw = partial(rng.choices, range(300, self.model.config.vocab_size))
+        self.history, self.paged, self.blocks = self.draw(k=HISTORY), paged, -(-(HISTORY + 2 * ASKED) // 16)
+
+    def way(self, cache):
+        """-> what asks a question behind the history that `cache` has kept, and gives TTFT in ms."""
+        runner, behind = self.paged.Runner(self.model, self.blocks), Restorer(cache, Estimates(always=True))
+        engine = self.paged.Engine(runner, behind)
+        return lambda: ask(engine, self.history + self.draw(k=ASKED), 1, "device").outcome.ttft_ms
+
+    def over_links(self, caches: list, project: float):
+        """Give `caches` one link after the other: a layer's states travel LINKS times as long as the
+        `project` seconds of their projection; a GPU's stays. Yield a table's title, and bytes/s."""
+        states = HISTORY * self.model.config.hidden_size * self.model.dtype.itemsize  # bytes of a layer
+        modelled = caches[0].load_link.modelled
+        for words, share in LINKS.items() if modelled else [("the link as it is", 1.0)]:
+            speed = states / project / share if modelled else None
+            for cache in caches if modelled else ():
+                cache.load_link.bandwidth.value = speed
+            yield f"{LARGER}, TTFT behind {HISTORY} tokens, {words}", speed
 
 
 def table(title: str, taken: dict[str, list[float]], name: str, unit: str) -> list[dict]:
