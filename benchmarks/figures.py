@@ -1,4 +1,4 @@
-"""One picture for each chapter, drawn from what its benchmark has found. Needs matplotlib (requirements-dev.txt).
+"""Lanes of single requests, and a picture for each chapter, drawn from what its benchmark has found. Needs matplotlib (requirements-dev.txt).
 
     python -m benchmarks.figures            benchmarks/results -> docs/figures
 """
@@ -46,26 +46,67 @@ def of_longest(found: list[dict], claim: str) -> dict[str, list[dict]]:
             for model, longest in each.items()}  # fmt: skip
 
 
-def lone(axes, each: list[dict]):
-    what = axes.get_title().lower()
-    bars(axes, each, "{model}\n{dtype}", ("01", "02"), lambda row, chapter: row["times_as_fast"][chapter]["dynamic"][what],
-         f"{axes.get_title()}, times as fast")  # fmt: skip
-    axes.axhline(1, color="#222222", linewidth=1)
+LANES = {  # of a timeline, from the top -> what it is called, and its color
+    "storage": ("storage", "#a3201b"), "load": ("link", "#b3500f"), "compute": ("processor", "#1f5fbf"),
+    "save": ("link, back", "#1c7c3c"), "sort": ("a thread", "#8b5fd3")}  # fmt: skip
+ANSWERS = {"02": "02: computed again", "03": "03: K and V", "04": "04: hidden states", "05": "05: a plan, {plan}",
+           "06": "06: both ends"}  # fmt: skip
+PROJECTED = "#8b5fd3"
 
 
-def many(axes, each: list[dict]):
-    bars(axes, each, "{model}", ("01", "02"), lambda row, chapter: row["tokens_per_second"][chapter], "tokens a second")
-
-
-def host(axes, each: list[dict]):
-    names = {"on the device": "device_hit_ms", "in host memory": "ttft_ms", "bytes over the link": "link_ms"}
-    bars(axes, each, "{history:,}", names, lambda row, name: row[names[name]], "ms")
-
-
-def planned(axes, each: list[dict], names: tuple[str, ...] = ("03", "04", "05")):
+def lanes(axes, each: list[dict]):
+    """For each row its lanes, the link's above the processor's, until the first token; what waits is hatched. A row that takes
+    far longer than the others leaves the picture on the right."""
+    *_, second, longest = sorted([each[0]["end_ms"], *(row["end_ms"] for row in each)])
+    most, place, ticks = 1.25 * min(longest, 1.5 * second), 0.0, {}
     for row in each:
-        row["group"] = f"{LINKS[row['link']]:g}\n" + row["plan"] * ("05" in names and len(row["plan"]) < 9)
-    bars(axes, each, "{group}", names, lambda row, name: row["ttft_ms"][name], "TTFT, ms", "a layer's states: transfer / projecting")
+        end, begin = min(row["end_ms"], most), row.get("begin_ms", 0.0)
+        axes.text(0, place - 0.25, row["said"], fontsize=9, fontweight="bold")
+        for lane, (name, color) in LANES.items():
+            spans = [(span, span["start_ms"] - begin, min(span["end_ms"] - begin, end)) for span in row["spans"] if span["lane"] == lane]
+            if not (spans := [span for span in spans if -1 < span[1] < end]):
+                continue
+            axes.broken_barh([(0, end)], (place, 0.8), facecolor="white", edgecolor="#b9c0ca", hatch="////", linewidth=0.5)
+            for span, start, stop in sorted(spans, key=lambda one: one[1] - one[2]):  # what lies within another is above it
+                kind = PROJECTED if lane == "compute" and span["label"].startswith("layer") else color
+                axes.broken_barh([(start, stop - start)], (place, 0.8), facecolor=kind, edgecolor="white", linewidth=0.4)
+            ticks[place + 0.4] = name
+            place += 1
+        words = f" first token at {row['end_ms']:.0f} ms" if "ttft_ms" in row else ""
+        style = dict(ha="left") if row["end_ms"] <= most else dict(ha="right", color="white")
+        axes.text(end, place - 0.6, words, fontsize=9, va="center", **style)
+        place += 0.9
+    axes.set_yticks(list(ticks), list(ticks.values()))
+    axes.set(xlim=(0, most), ylim=(place - 0.8, -0.9), xlabel="ms (hatched: waits; violet on the processor: projects states)")
+    axes.figure.set_figheight(0.9 + 0.22 * place)
+
+
+def asked(found: list[dict], chapters=tuple(ANSWERS)) -> dict[str, list[dict]]:
+    each = [row for row in rows(found, "lanes") if row["chapter"] in chapters]
+    return {"": [dict(row, said=ANSWERS[row["chapter"]].format_map(row), end_ms=median(row["ttft_ms"])) for row in each]}
+
+
+def of(*chapters: str):
+    return partial(asked, chapters=chapters)
+
+
+def prefetched(found: list[dict]) -> dict[str, list[dict]]:
+    row = next(row for row in rows(found, "policies", "random:long") if row["spans"])
+    return {"": [dict(row, said=way, spans=spans, end_ms=median(row["ttft_ms"][way])) for way, spans in row["spans"].items()]}
+
+
+def saved(found: list[dict]) -> dict[str, list[dict]]:
+    """From the second transfer of states behind the prefills on, for three of them."""
+    (row,) = rows(found, "saving")
+    decoded = min(span["start_ms"] for span in row["spans"] if span["label"] == "decode")
+    sent = [span["start_ms"] for span in row["spans"] if span["lane"] == "save" and span["start_ms"] > decoded]
+    return {"": [dict(row, said="", begin_ms=sent[1], end_ms=sent[4] - sent[1])]}
+
+
+def planned(axes, each: list[dict]):
+    for row in each:
+        row["group"] = f"{LINKS[row['link']]:g}\n" + row["plan"] * (len(row["plan"]) < 9)
+    bars(axes, each, "{group}", ("03", "04", "05"), lambda row, name: row["ttft_ms"][name], "TTFT, ms", "a layer's states: transfer / projecting")
 
 
 def both_ends(axes, each: list[dict]):
@@ -103,17 +144,13 @@ def ranks(axes, each: list[dict]):
 
 
 PICTURES = {  # of which benchmark; its title; what it has found -> the panels, title -> rows; what draws one; inches
-    "01_baseline": (
-        "baseline", "01: a lone request, times as fast as generate of transformers",
-        lambda found: dict.fromkeys(("TTFT", "TBT"), rows(found, "lone")), lone, 9),
-    "02_paged_kv": (
-        "engine", "02: 16 requests at once, against one after the other",
-        lambda found: {"": rows(found, "throughput")}, many, 5),
-    "03_cpu_offload": (
-        "engine", "03: TTFT of a question whose history is in host memory", partial(by_model, claim="host"), host, 9),
-    "04_hidden_state_cache": (
-        "planned", "04: TTFT with K and V (03) and with hidden states (04)",
-        partial(of_longest, claim="ttft"), partial(planned, names=("03", "04")), 11),
+    "lanes": ("planned", "One question behind 1,024 tokens that the device has lost, over one link", asked, lanes, 9),
+    "03_lanes": ("planned", "03: layer by layer, the question behind it", of("02", "03"), lanes, 9),
+    "04_lanes": ("planned", "04: half of the bytes, and a projection of each layer", of("03", "04"), lanes, 9),
+    "04_saving": ("planned", "04: sixteen decode, and their states leave", saved, lanes, 9),
+    "05_lanes": ("planned", "05: neither lane waits", of("04", "05"), lanes, 9),
+    "06_lanes": ("planned", "06: from both ends", of("02", "03", "06"), lanes, 9),
+    "07_lanes": ("tiered", "07: storage as fast as computing, under two policies", prefetched, lanes, 9),
     "05_bubble_free": (
         "planned", "05: TTFT with K and V (03), hidden states (04), and the plan (05)",
         partial(of_longest, claim="ttft"), planned, 11),

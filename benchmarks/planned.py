@@ -5,7 +5,7 @@
 
 TTFT of a question of 32 tokens behind a history that has left the device, over three modelled links: a layer's states take
 twice as long to transfer as to project, as long, and half as long; with a GPU, over its own. The row has what was restored,
-the plan and its bound.
+the plan and its bound. `lanes` and `saving` are for pictures: who was busy when.
 """
 
 import gc
@@ -20,11 +20,13 @@ from pathlib import Path
 from benchmarks import measure, tables
 from benchmarks.measure import AS_IT_IS, draw, modelled, ratio, spread
 from common.estimates import Estimates
+from common.requests import Request
 from common.restoring import Restorer
+from common.store import StoredChunks
 from shell import lesson, modelled_link
 
-CHAPTERS = "02_paged_kv", "03_cpu_offload", "04_hidden_state_cache", "05_bubble_free"
-paged, offload, hidden_states, planned = map(importlib.import_module, CHAPTERS)
+CHAPTERS = "02_paged_kv", "03_cpu_offload", "04_hidden_state_cache", "05_bubble_free", "06_bidirectional"
+paged, offload, hidden_states, planned, both_ends = map(importlib.import_module, CHAPTERS)
 HISTORIES = {"classroom": [512, 1024, 1900], measure.TRAINED: [1024]}
 LINKS = {"the link is the bottleneck": 2.0, "balanced": 1.0, "computing is the bottleneck": 0.5}
 QUESTION = 32  # tokens
@@ -60,7 +62,7 @@ def once(engine, prompt: list[int]) -> dict:
     time.sleep(0.02)  # as a request that comes after a pause
     before = engine.counts["bytes_in"]
     request = lesson.ask(engine, prompt)
-    return dict(ttft_ms=request.outcome.ttft_ms, new=request.new,
+    return dict(ttft_ms=request.outcome.ttft_ms, new=request.new, spans=request.timeline.as_json(),
                 projected=sum(span.lane == "compute" and span.label[:5] == "layer" for span in request.timeline.spans),
                 tokens=request.cached_tokens - request.found.get("gpu", 0),
                 bytes=engine.counts["bytes_in"] - before)
@@ -124,7 +126,53 @@ def one_link(model, tokens: int, share: float, rounds: int, rng) -> dict:
         bound_ms=1e3 * planned.bound_seconds(len(model.layers), costs))  # fmt: skip
 
 
-PARTS = {"ttft": (behind_histories, ["classroom", "random:long", measure.TRAINED])}
+# 3. Who was busy when -----------------------------------------------------------------------------------------
+
+def lanes(model, arguments, tokens: int = 1024):
+    """The same question by 02 to 06, over a link on which a layer's states travel as long as they are projected, and storage
+    as fast -> of each chapter the spans of its round in the middle."""
+    ours, _ = planned_engine(model, tokens, 1.0)
+    rng, speed = random.Random(0), ours.behind.cache.bandwidth
+    caches = {"03": offload.HostCache(tokens // 8, speed), "04": hidden_states.HiddenCache(tokens // 8 + 64, speed),
+              "06": both_ends.BidirectionalCache(StoredChunks(both_ends.ModelledStorage(1e10, speed)), memory=1e9)}  # fmt: skip
+    with engines_of(model, caches, tokens) as engines:
+        history, engines["05"] = draw(rng, model, tokens), ours
+        for engine in engines.values():
+            keep(engine, history)
+        engines["02"] = paged.Engine(paged.Runner(model, tokens // 8 + 32))
+        asks = {name: lambda question, engine=engine: once(engine, history + question) for name, engine in engines.items()}
+        taken = measure.same_question_in_turn(asks, arguments.rounds, partial(draw, rng, model, QUESTION))
+    for name, found in sorted(taken.items()):
+        found.sort(key=lambda one: one["ttft_ms"])
+        ttft_ms, plan = spread([one["ttft_ms"] for one in found]), ours.behind.cache.store.letters * (name == "05")
+        yield dict(chapter=name, history_tokens=tokens, plan=plan, ttft_ms=ttft_ms, spans=found[len(found) // 2]["spans"])
+
+
+class Watched(hidden_states.HiddenCache):
+    """Notes when its thread sorts rows into blocks."""
+
+    def scatter(self, transfer, *rows):
+        transfer.wait()
+        began = time.perf_counter()
+        super().scatter(transfer, *rows)
+        self.engine.sorted.append((began, time.perf_counter()))
+
+
+def saving(model, arguments, at_once: int = 16, tokens: int = 48):
+    """So many decode at once, and their states are kept -> the spans of one of them, and of the thread that sorts."""
+    rng = random.Random(0)
+    with engines_of(model, {"04": Watched(32 * at_once, modelled(model, even_speed(model, 512)))}, 256 * at_once) as engines:
+        engine = engines["04"]
+        engine.sorted = []
+        one, *_ = engine.generate([Request(draw(rng, model, 64), tokens) for _ in range(at_once)])
+        lesson.settle(engine)
+    for began, ended in engine.sorted:
+        one.timeline.add("sort", "rows", began, ended)
+    yield dict(at_once=at_once, tbt_ms=one.outcome.tbt_ms, spans=one.timeline.as_json())
+
+
+PARTS = {"ttft": (behind_histories, ["classroom", "random:long", measure.TRAINED]),
+         "lanes": (lanes, ["random:long"]), "saving": (saving, ["random:long"])}  # fmt: skip
 
 
 def report(found: list[dict]) -> str:

@@ -153,7 +153,7 @@ def test_the_page_shows_pools_requests_and_why_each_finished_one_was_restored_or
             playwright.expect(grid).to_have_attribute(
                 "aria-label", "device memory: free 35, cached 0, reserved 4, in use 1, shared 0, in flight 0")
             colors = grid.evaluate("""canvas => { const seen = new Set(), context = canvas.getContext('2d');
-                for (const x of [7, 21]) seen.add(context.getImageData(x, 7, 1, 1).data.join());
+                for (const x of [.15, .65]) seen.add(context.getImageData(x * canvas.offsetHeight, 7, 1, 1).data.join());
                 return seen.size }""")
             assert colors == 2, "in use and reserved look alike"
         client.engine.let()
@@ -199,8 +199,8 @@ def test_the_examples_are_answered_rightly_and_all_that_matters_is_legible_from_
         lane, mark = lanes.first.bounding_box(), marks.first.bounding_box()
         ttft, end = (float(re.findall(r"([\d.]+) ms", words)[-1]) for words in
                      (third, lanes.first.get_attribute("aria-label")))
-        assert mark["x"] - lane["x"] == pytest.approx(lane["width"] * ttft / end, abs=9)
-        sizes = page.locator(".turn span, .from, summary, button, h3").evaluate_all(
+        assert mark["x"] - lane["x"] == pytest.approx(lane["width"] * ttft / end, abs=9) and lane["height"] >= 30
+        sizes = page.locator(".turn span, .from, summary, button, h3, .lane, .axis span").evaluate_all(
             "all => all.map(one => parseFloat(getComputedStyle(one).fontSize))")
         assert min(sizes) >= 18 and max(sizes) >= 26
         for shown in [*memories.locator("canvas").all(), *lanes.all(), lines.last, page.locator("#ask")]:
