@@ -48,7 +48,7 @@ def of_longest(found: list[dict], claim: str) -> dict[str, list[dict]]:
 
 LANES = {  # of a timeline, from the top -> what it is called, and its color
     "storage": ("storage", "#a3201b"), "load": ("link", "#b3500f"), "compute": ("processor", "#1f5fbf"),
-    "save": ("link, back", "#1c7c3c"), "sort": ("a thread", "#8b5fd3")}  # fmt: skip
+    "save": ("link, out", "#1c7c3c"), "sort": ("a thread sorts", "#8b5fd3")}  # fmt: skip
 ANSWERS = {"02": "02: computed again", "03": "03: K and V", "04": "04: hidden states", "05": "05: a plan, {plan}",
            "06": "06: both ends"}  # fmt: skip
 PROJECTED = "#8b5fd3"
@@ -86,21 +86,20 @@ def asked(found: list[dict], chapters=tuple(ANSWERS)) -> dict[str, list[dict]]:
     return {"": [dict(row, said=ANSWERS[row["chapter"]].format_map(row), end_ms=median(row["ttft_ms"])) for row in each]}
 
 
-def of(*chapters: str):
-    return partial(asked, chapters=chapters)
-
-
 def prefetched(found: list[dict]) -> dict[str, list[dict]]:
-    row = next(row for row in rows(found, "policies", "random:long") if row["spans"])
-    return {"": [dict(row, said=way, spans=spans, end_ms=median(row["ttft_ms"][way])) for way, spans in row["spans"].items()]}
+    each = [row for row in rows(found, "policies", "random:long") if row.get("spans")]
+    return {"": [dict(row, said=way, spans=spans, end_ms=median(row["ttft_ms"][way]))
+                 for row in each[-1:] for way, spans in row["spans"].items()]}  # fmt: skip
 
 
 def saved(found: list[dict]) -> dict[str, list[dict]]:
-    """From the second transfer of states behind the prefills on, for three of them."""
-    (row,) = rows(found, "saving")
-    decoded = min(span["start_ms"] for span in row["spans"] if span["label"] == "decode")
-    sent = [span["start_ms"] for span in row["spans"] if span["lane"] == "save" and span["start_ms"] > decoded]
-    return {"": [dict(row, said="", begin_ms=sent[1], end_ms=sent[4] - sent[1])]}
+    """Of the steps that only decode, those from the second transfer of states on, for three of them."""
+    each = rows(found, "saving")
+    for row in each:
+        decoded = max(span["end_ms"] for span in row["spans"] if span["label"].startswith("prefill"))
+        sent = [span["start_ms"] for span in row["spans"] if span["lane"] == "save" and span["start_ms"] > decoded]
+        row.update(said=f"{row['at_once']} requests", begin_ms=sent[1], end_ms=sent[-1] - sent[1])
+    return {"": each}
 
 
 def planned(axes, each: list[dict]):
@@ -120,36 +119,19 @@ def both_ends(axes, each: list[dict]):
     axes.legend(fontsize=8, frameon=False)
 
 
-def tiered(axes, each: list[dict]):
-    cells = {row["r"]: row for row in each if not row["guard"]}  # as it was measured last
-    ways = "computed", "best_effort", "wait_complete", "timeout", "both_ends"
-    bars(axes, list(cells.values()), "{r:g}", ways, lambda row, way: row["ttft_ms"][way], "TTFT, ms", "reading / computing")
-
-
 def hybrid(axes, each: list[dict]):
     cells = {(row["batch"], row["context"]): row for row in each}  # as it was measured last
     bars(axes, list(cells.values()), "{batch}\n{context}", ("kv-only", "act-only", "paper", "hybrid"),
          lambda row, policy: 1 / median(row["policies"][policy]["over"]), "of hybrid's tokens a second", "batch, context")  # fmt: skip
 
 
-def ranks(axes, each: list[dict]):
-    for keep, label, colour in zip(("kv", "states"), ("K and V", "hidden states"), COLOURS[1:]):
-        kept = sorted((row for row in each if row["keep"] == keep), key=lambda row: row["ranks"])
-        counts = [row["ranks"] for row in kept]
-        axes.plot(counts, [median(row["ttft_ms"]) for row in kept], marker="o", color=colour, label=f"{label}: TTFT")
-        axes.plot(counts, [row["link_ms"] for row in kept], linestyle=":", color=colour, label=f"{label}: link")
-    axes.set_xticks(counts)
-    axes.set(xlabel="ranks on two cores", ylabel="ms")
-    axes.legend(fontsize=8, frameon=False)
-
-
 PICTURES = {  # of which benchmark; its title; what it has found -> the panels, title -> rows; what draws one; inches
     "lanes": ("planned", "One question behind 1,024 tokens that the device has lost, over one link", asked, lanes, 9),
-    "03_lanes": ("planned", "03: layer by layer, the question behind it", of("02", "03"), lanes, 9),
-    "04_lanes": ("planned", "04: half of the bytes, and a projection of each layer", of("03", "04"), lanes, 9),
+    "03_lanes": ("planned", "03: layer by layer, the question behind it", partial(asked, chapters=("02", "03")), lanes, 9),
+    "04_lanes": ("planned", "04: half of the bytes, and a projection of each layer", partial(asked, chapters=("03", "04")), lanes, 9),
     "04_saving": ("planned", "04: sixteen decode, and their states leave", saved, lanes, 9),
-    "05_lanes": ("planned", "05: neither lane waits", of("04", "05"), lanes, 9),
-    "06_lanes": ("planned", "06: from both ends", of("02", "03", "06"), lanes, 9),
+    "05_lanes": ("planned", "05: neither lane waits", partial(asked, chapters=("04", "05")), lanes, 9),
+    "06_lanes": ("planned", "06: from both ends", partial(asked, chapters=("02", "03", "06")), lanes, 9),
     "07_lanes": ("tiered", "07: storage as fast as computing, under two policies", prefetched, lanes, 9),
     "05_bubble_free": (
         "planned", "05: TTFT with K and V (03), hidden states (04), and the plan (05)",
@@ -157,22 +139,19 @@ PICTURES = {  # of which benchmark; its title; what it has found -> the panels, 
     "06_bidirectional": (
         "both_ends", "06: TTFT over the bound, against how long loading takes, behind 1,024 tokens",
         partial(by_model, claim="grid", history_tokens=1024), both_ends, 9),
-    "07_tiered_storage": (
-        "tiered", "07: one history in slow storage alone, the guard off", partial(by_model, claim="policies"), tiered, 9),
     "08_hybrid_blocks": (
         "hybrid_blocks", "08: throughput of each policy over hybrid's",
         lambda found: {f"f = {f:g}": [row for row in rows(found, "grid") if row["f"] == f] for f in FACTORS},
         hybrid, 12),
-    "09_tensor_parallel": (
-        "ranks", "09: what each rank's link takes, and TTFT, against ranks", partial(of_longest, claim="ranks"), ranks, 9),
 }  # fmt: skip
 
 
 def drawn(results: list[dict], title: str, panels, draw, width: float):
-    """-> a figure with a panel for each of panels(results)."""
+    """-> a figure with a panel for each of panels(results), if there are any."""
     import matplotlib.pyplot as plot
 
-    each = panels(results)
+    if not any((each := panels(results)).values()):
+        return None
     figure, axes = plot.subplots(1, len(each), figsize=(width, 3.6), squeeze=False, layout="constrained")
     figure.suptitle(title, fontsize=11)
     for one, (name, found) in zip(axes[0], each.items()):
@@ -190,12 +169,11 @@ def main():
     FOLDER.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, "backend": "agg", **STYLE}):
         for name, (benchmark, *how) in PICTURES.items():
-            if f"{benchmark}-cpu" not in results:
-                print(f"{name}: nothing to draw; run python -m benchmarks.{benchmark} first")
-                continue
-            metadata = {"Date": None, "Creator": None}
-            drawn(results[f"{benchmark}-cpu"]["found"], *how).savefig(FOLDER / f"{name}.svg", facecolor="white", metadata=metadata)
-            print(f"written: docs/figures/{name}.svg")
+            figure = drawn(results.get(f"{benchmark}-cpu", {"found": []})["found"], *how)
+            if figure:
+                figure.savefig(FOLDER / f"{name}.svg", facecolor="white", metadata={"Date": None, "Creator": None})
+            said = f"docs/figures/{name}.svg is written" if figure else f"python -m benchmarks.{benchmark} has not been run"
+            print(f"{name}: {said}")
 
 
 if __name__ == "__main__":

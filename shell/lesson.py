@@ -20,7 +20,7 @@ TURNS = [
 SECRET, QUESTION = "The password of the safe is tiger.", TURNS[-1]
 LONGEST_FACT = 16  # tokens, by which a document may be longer than asked
 ROUNDS = 3  # of everything that a demo times, after a warm-up: --rounds
-SECONDS = 4.0  # that a prefill of a demo takes at most
+SECONDS = 2.0  # that a prefill of a demo takes at most
 
 LARGER, HISTORY, ASKED = "random:long", 1024, 32  # for times: a model; tokens of a history and of a question
 LINKS = {"the link is the bottleneck": 2.0, "balanced": 1.0, "computing is the bottleneck": 0.5}
