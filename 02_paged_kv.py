@@ -514,9 +514,10 @@ class Engine(Line):
 def demo(model, frontend: Frontend, arguments):
     """Conversations behind one system prompt, in blocks, and how fast many requests are answered at once."""
     # 1. Ask: the first computes the system prompt, the others find it
-    rng, new, many = random.Random(0), max(2, min(arguments.max_tokens, 12)), 16  # conversations
+    rng, many, context = random.Random(0), 16, lesson.context(model, frontend)  # conversations; tokens
+    new = max(4, min(arguments.max_tokens, 12) * context // frontend.context)
     engine, size = make_engine(model, arguments), arguments.block_size
-    context = min(lesson.context(model, frontend), engine.capacity)
+    context = min(context, engine.capacity)
     system = dict(role="system", content=lesson.document(frontend, rng, context // 4))
     talks = [lesson.conversation(frontend, rng, context // (4 + n)) for n in range(many)]
     asked = [frontend.request(messages=[system, *messages], max_tokens=new) for messages in talks]

@@ -657,9 +657,9 @@ TALKS, ON_DEVICE, ON_HOST = 8, 2, 4
 def demo(model, frontend: Frontend, arguments):
     """Conversations behind one system prompt, more than L1 and L2 hold, with one, two and three tiers, and
     with an L3 that another engine has filled; then the policies on an L3 that is as slow as computing."""
-    rng, new, taken = random.Random(0), max(2, min(arguments.max_tokens, 12)), {}
+    rng, taken, most = random.Random(0), {}, lesson.context(model, frontend)
+    new = max(4, min(arguments.max_tokens, 12) * most // frontend.context)
     size, device, host = arguments.block_size, arguments.gpu_blocks, arguments.cpu_blocks
-    most = lesson.context(model, frontend)
     context = min([most, *(size * blocks for blocks in (device, host) if blocks)])
     system = dict(role="system", content=lesson.document(frontend, rng, context // 16))
     talks = [[system, *lesson.conversation(frontend, rng, context // 4)] for _ in range(TALKS)]

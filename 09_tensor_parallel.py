@@ -405,6 +405,8 @@ def demo(model, frontend: Frontend, arguments):
     for keep in ("kv", "states"):
         one, each = carried[keep, 1] / 1e6, carried[keep, ranks.count] / 1e6
         print(f"  {KEEPS[keep]}: {one:.2f} MB over one rank's link, {each:.2f} over each of {ranks.count}")
+    if carried["states", 1] > carried["kv", 1]:
+        print("  Query heads share KV heads: K and V are fewer bytes than hidden states, and better here")
     found = [request.cached_tokens for request in lost]
     print(
         f"\nOf {len(prompt)} tokens {found[0]} come from storage. When rank {ranks.count - 1} has lost "

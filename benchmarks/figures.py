@@ -48,7 +48,7 @@ def of_longest(found: list[dict], claim: str) -> dict[str, list[dict]]:
 
 LANES = {  # of a timeline, from the top -> what it is called, and its color
     "storage": ("storage", "#a3201b"), "load": ("link", "#b3500f"), "compute": ("processor", "#1f5fbf"),
-    "save": ("link, out", "#1c7c3c"), "sort": ("a thread sorts", "#8b5fd3")}  # fmt: skip
+    "save": ("link, out", "#1c7c3c"), "sort": ("a thread sorts", "#a3201b")}  # fmt: skip
 ANSWERS = {"02": "02: computed again", "03": "03: K and V", "04": "04: hidden states", "05": "05: a plan, {plan}",
            "06": "06: both ends"}  # fmt: skip
 PROJECTED = "#8b5fd3"
@@ -64,7 +64,7 @@ def lanes(axes, each: list[dict]):
         axes.text(0, place - 0.25, row["said"], fontsize=9, fontweight="bold")
         for lane, (name, color) in LANES.items():
             spans = [(span, span["start_ms"] - begin, min(span["end_ms"] - begin, end)) for span in row["spans"] if span["lane"] == lane]
-            if not (spans := [span for span in spans if -1 < span[1] < end]):
+            if not (spans := [span for span in spans if -1 < span[1] < end]):  # none that began before
                 continue
             axes.broken_barh([(0, end)], (place, 0.8), facecolor="white", edgecolor="#b9c0ca", hatch="////", linewidth=0.5)
             for span, start, stop in sorted(spans, key=lambda one: one[1] - one[2]):  # what lies within another is above it
@@ -93,12 +93,12 @@ def prefetched(found: list[dict]) -> dict[str, list[dict]]:
 
 
 def saved(found: list[dict]) -> dict[str, list[dict]]:
-    """Of the steps that only decode, those from the second transfer of states on, for three of them."""
+    """The last three transfers of states, and the steps beside them."""
     each = rows(found, "saving")
     for row in each:
-        decoded = max(span["end_ms"] for span in row["spans"] if span["label"].startswith("prefill"))
-        sent = [span["start_ms"] for span in row["spans"] if span["lane"] == "save" and span["start_ms"] > decoded]
-        row.update(said=f"{row['at_once']} requests", begin_ms=sent[1], end_ms=sent[-1] - sent[1])
+        begin, *_, last = [span for span in row["spans"] if span["lane"] == "save"][-3:]
+        begin_ms = begin["start_ms"] - 2 * row["tbt_ms"]
+        row.update(said=f"{row['at_once']} requests", begin_ms=begin_ms, end_ms=last["end_ms"] + row["tbt_ms"] - begin_ms)
     return {"": each}
 
 

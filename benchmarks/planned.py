@@ -129,9 +129,9 @@ def one_link(model, tokens: int, share: float, rounds: int, rng) -> dict:
 # 3. Who was busy when -----------------------------------------------------------------------------------------
 
 def lanes(model, arguments, tokens: int = 1024):
-    """The same question by 02 to 06, over a link on which a layer's states travel as long as they are projected, and storage
-    as fast -> of each chapter the spans of its round in the middle."""
-    ours, _ = planned_engine(model, tokens, 1.0)
+    """The same question by 02 to 06, over a link on which a layer's states travel half as long again as they are projected, and
+    storage as fast -> of each chapter the spans of its round in the middle."""
+    ours, _ = planned_engine(model, tokens, 1.5)
     rng, speed = random.Random(0), ours.behind.cache.bandwidth
     caches = {"03": offload.HostCache(tokens // 8, speed), "04": hidden_states.HiddenCache(tokens // 8 + 64, speed),
               "06": both_ends.BidirectionalCache(StoredChunks(both_ends.ModelledStorage(1e10, speed)), memory=1e9)}  # fmt: skip
@@ -158,7 +158,7 @@ class Watched(hidden_states.HiddenCache):
         self.engine.sorted.append((began, time.perf_counter()))
 
 
-def saving(model, arguments, at_once: int = 16, tokens: int = 48):
+def saving(model, arguments, at_once: int = 16, tokens: int = 64):
     """So many decode at once, and their states are kept -> the spans of one of them, and of the thread that sorts."""
     rng = random.Random(0)
     with engines_of(model, {"04": Watched(32 * at_once, modelled(model, even_speed(model, 512)))}, 256 * at_once) as engines:

@@ -30,17 +30,16 @@ LINKS = {"the link is the bottleneck": 2.0, "balanced": 1.0, "computing is the b
 def context(model, frontend: Frontend) -> int:
     """-> tokens of the model's context that a demo uses: all, or half of them, and half again, until a
     prefill takes SECONDS at most, by the speed of a layer that is measured now. Say where it is not all."""
-    tokens, config, rows = frontend.context, model.config, min(ROWS, frontend.context)
-    positions = torch.arange(rows, device=model.device)  # [T]
-    hidden, rotation = model.embed(0 * positions), model.rotary(positions)  # [T, D]; [T, 1, hd] each
+    tokens, rows = frontend.context, torch.arange(min(ROWS, frontend.context), device=model.device)  # [T]
+    hidden, rotation = model.embed(0 * rows), model.rotary(rows)  # [T, D]; [T, 1, hd] each
 
     def run(lap):
         for layer in model.layers:
             lap()
             layer(hidden, rotation, lambda q, k, v: attention(q, k, v, None))
 
-    seconds = len(model.layers) * fastest_layer(run, model.device) / flops(config, 0, rows)
-    while tokens > ROWS and seconds * flops(config, 0, tokens) > SECONDS:
+    speed = flops(model.config, 0, len(rows)) / len(model.layers) / fastest_layer(run, model.device)
+    while tokens > ROWS and flops(model.config, 0, tokens) > SECONDS * speed:
         tokens //= 2
     if tokens < frontend.context:
         print(f"Of {frontend.context} tokens of context {tokens} are used: this machine computes them in "

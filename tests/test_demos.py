@@ -75,9 +75,10 @@ def plain_folder(request, tmp_path_factory):
     *(("no chat template", chapter) for chapter in check_docs.CHAPTERS[:-1]),
     ("no system role", "02_paged_kv"), ("no system role", "07_tiered_storage"),  # which have one
 ], indirect=["plain_folder"])  # fmt: skip
-def test_a_demo_asks_a_model_that_knows_no_conversations_or_no_system_role(chapter, plain_folder, monkeypatch):
-    with pytest.raises(RuntimeError, match="^compared$"):
-        run_until_compared(chapter, monkeypatch, "--model", str(plain_folder))
+def test_a_demo_asks_a_model_that_knows_no_roles_and_a_slow_one_about_less(chapter, plain_folder, monkeypatch, capsys):
+    monkeypatch.setattr(lesson, "SECONDS", 1e-6)
+    run_until_compared(chapter, monkeypatch, "--model", str(plain_folder))
+    assert ("Of 2048 tokens of context 512 are used" in capsys.readouterr().out) == (chapter[:2] != "08"), "all are short"
 
 
 @pytest.mark.parametrize("chapter", ["03_cpu_offload", "04_hidden_state_cache", "06_bidirectional", "07_tiered_storage"])
@@ -87,8 +88,7 @@ def test_a_demo_takes_small_pools_as_they_are_and_says_which_one_is_too_small(ch
         with pytest.raises(SystemExit) as ended:
             run_until_compared(chapter, monkeypatch, *[f"{pool}={2 if pool == small else 64}" for pool in pools])
         assert "needs" in str(ended.value) and f"'{dict(zip(pools, ('device', 'host')))[small]}' has 2" in str(ended.value)
-    with pytest.raises(RuntimeError, match="^compared$"):
-        run_until_compared(chapter, monkeypatch, *[f"{pool}=12" for pool in pools])
+    run_until_compared(chapter, monkeypatch, *[f"{pool}=12" for pool in pools])
 
 
 def run_until_compared(chapter: str, monkeypatch, *options):
@@ -101,7 +101,8 @@ def run_until_compared(chapter: str, monkeypatch, *options):
     monkeypatch.setattr(lesson, "in_turn", lambda ways, *_: {name: [way()] for name, way in ways.items()})
     monkeypatch.setattr(sys, "argv", [chapter, "--demo", "--device=cpu", "--max-tokens=4", *options])
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    runpy.run_path(str(ROOT / f"{chapter}.py"), run_name="__main__")
+    with pytest.raises(RuntimeError, match="^compared$"):
+        runpy.run_path(str(ROOT / f"{chapter}.py"), run_name="__main__")
 
 
 def test_a_wrong_count_in_a_lesson_is_noticed():
@@ -133,8 +134,7 @@ def chapter_02_is_ahead(said: str, report: dict):
 
 def chapter_03_is_ahead(said: str, report: dict):
     taken = times(report)
-    assert taken["miss"] > 1.5 * taken["cpu_hit"] > taken["gpu_hit"]
-    assert taken["slow link"] > 1.5 * taken["cpu_hit"]
+    assert min(taken["miss"], taken["slow link"]) > 1.5 * taken["cpu_hit"] > taken["gpu_hit"]
     assert any(row.get("bytes_in") for row in report["rows"])
 
 
