@@ -50,7 +50,7 @@ LANES = {  # of a timeline, from the top -> what it is called, and its color
     "storage": ("storage", "#a3201b"), "load": ("link", "#b3500f"), "compute": ("processor", "#1f5fbf"),
     "save": ("link, out", "#1c7c3c"), "sort": ("a thread sorts", "#a3201b")}  # fmt: skip
 ANSWERS = {"02": "02: computed again", "03": "03: K and V", "04": "04: hidden states", "05": "05: a plan, {plan}",
-           "06": "06: both ends"}  # fmt: skip
+           "06": "06: both ends, storage as fast as computing"}  # fmt: skip
 PROJECTED = "#8b5fd3"
 
 
@@ -77,7 +77,7 @@ def lanes(axes, each: list[dict]):
         axes.text(end, place - 0.6, words, fontsize=9, va="center", **style)
         place += 0.9
     axes.set_yticks(list(ticks), list(ticks.values()))
-    axes.set(xlim=(0, most), ylim=(place - 0.8, -0.9), xlabel="ms (hatched: waits; violet on the processor: projects states)")
+    axes.set(xlim=(0, most), ylim=(place - 0.8, -0.9), xlabel="ms (hatched: waits; violet: projects hidden states)")
     axes.figure.set_figheight(0.9 + 0.22 * place)
 
 
@@ -126,12 +126,12 @@ def hybrid(axes, each: list[dict]):
 
 
 PICTURES = {  # of which benchmark; its title; what it has found -> the panels, title -> rows; what draws one; inches
-    "lanes": ("planned", "One question behind 1,024 tokens that the device has lost, over one link", asked, lanes, 9),
+    "lanes": ("planned", "One question behind 1,024 tokens that the device has lost", asked, lanes, 9),
     "03_lanes": ("planned", "03: layer by layer, the question behind it", partial(asked, chapters=("02", "03")), lanes, 9),
     "04_lanes": ("planned", "04: half of the bytes, and a projection of each layer", partial(asked, chapters=("03", "04")), lanes, 9),
     "04_saving": ("planned", "04: sixteen decode, and their states leave", saved, lanes, 9),
     "05_lanes": ("planned", "05: neither lane waits", partial(asked, chapters=("04", "05")), lanes, 9),
-    "06_lanes": ("planned", "06: from both ends", partial(asked, chapters=("02", "03", "06")), lanes, 9),
+    "06_lanes": ("planned", "06: from both ends", partial(asked, chapters=("02", "06")), lanes, 9),
     "07_lanes": ("tiered", "07: storage as fast as computing, under two policies", prefetched, lanes, 9),
     "05_bubble_free": (
         "planned", "05: TTFT with K and V (03), hidden states (04), and the plan (05)",
