@@ -507,7 +507,7 @@ def demo(model, frontend: Frontend, arguments):
     engine.close()
 
     # 3. Time: on a model whose question costs less than its history
-    larger = lesson.Larger(arguments, random.Random(0), paged)
+    larger = lesson.Larger(arguments, random.Random(0), engine_of)
     caches = HiddenCache(2 * larger.blocks, 1e9), offload.HostCache(2 * larger.blocks, 1e9)
     ways = dict(zip(("hidden states (04)", "K and V (03)"), map(larger.way, caches)))
     computed = min(way() for way in ways.values())  # and kept
@@ -520,6 +520,11 @@ def demo(model, frontend: Frontend, arguments):
         "time, and chapter 03 needs none. Both ways, each for some of the layers? Chapter 05."
     )
     return dict(report, rows=rows), [asked[-1].timeline]
+
+
+def engine_of(model, blocks: int, cache) -> paged.Engine:
+    """-> an engine with so many device blocks that restores whatever `cache` offers."""
+    return paged.Engine(paged.Runner(model, blocks), Restorer(cache, Estimates(always=True)))
 
 
 # 4. Main ---------------------------------------------------------------------------------------

@@ -341,7 +341,7 @@ def demo(model, frontend: Frontend, arguments):
     engine.close()
 
     # 2. Time: on a model whose question costs less than its history
-    larger, length = lesson.Larger(arguments, random.Random(0), paged), lesson.HISTORY
+    larger, length = lesson.Larger(arguments, random.Random(0), hidden_states.engine_of), lesson.HISTORY
     caches = offload.HostCache(2 * larger.blocks, 1e9), hidden_states.HiddenCache(2 * larger.blocks, 1e9)
     ways = dict(zip(("K and V (03)", "hidden states (04)"), map(larger.way, caches)))
     computed = min(way() for way in ways.values())  # and kept

@@ -6,10 +6,9 @@ from functools import partial
 
 import torch
 
-from common.estimates import ROWS, Estimates, fastest_layer, flops
 from common.llama import attention
 from common.requests import BadRequest, Request
-from common.restoring import Restorer
+from common.timeline import Clock
 from shell import checkpoint, texts
 from shell.frontend import Frontend
 
@@ -28,19 +27,21 @@ LINKS = {"the link is the bottleneck": 2.0, "balanced": 1.0, "computing is the b
 
 @torch.inference_mode()
 def context(model, frontend: Frontend) -> int:
-    """-> tokens of the model's context that a demo uses: all, or half of them, and half again, until a
-    prefill takes SECONDS at most, by the speed of a layer that is measured now. Say where it is not all."""
-    tokens, rows = frontend.context, torch.arange(min(ROWS, frontend.context), device=model.device)  # [T]
-    hidden, rotation = model.embed(0 * rows), model.rotary(rows)  # [T, D]; [T, 1, hd] each
+    """-> tokens of the model's context that a demo uses: 512, doubled as long as a prefill takes SECONDS at
+    most, all layers as long as one that is measured now. Print a line where that is not all."""
+    tokens, clock, layers = min(512, frontend.context), Clock(model.device), model.layers
 
-    def run(lap):
-        for layer in model.layers:
-            lap()
-            layer(hidden, rotation, lambda q, k, v: attention(q, k, v, None))
+    def seconds(count: int) -> float:
+        rows, marks = torch.arange(count, device=model.device), []  # [T]
+        hidden, rotation = model.embed(0 * rows), model.rotary(rows)  # [T, D]; [T, 1, hd] each
+        for _ in range(4):
+            marks.append(clock.mark())
+            layers[0](hidden, rotation, lambda q, k, v: attention(q, k, v, None))
+        times = [clock.seconds(mark) for mark in marks]
+        return len(layers) * min(end - begin for begin, end in zip(times, times[1:]))
 
-    speed = flops(model.config, 0, len(rows)) / len(model.layers) / fastest_layer(run, model.device)
-    while tokens > ROWS and flops(model.config, 0, tokens) > SECONDS * speed:
-        tokens //= 2
+    while tokens < frontend.context and seconds(more := min(2 * tokens, frontend.context)) <= SECONDS:
+        tokens = more
     if tokens < frontend.context:
         print(f"Of {frontend.context} tokens of context {tokens} are used: this machine computes them in "
               f"{SECONDS:g} s at most, as was measured now.\n")
@@ -159,17 +160,17 @@ def in_turn(ways: dict, rounds: int = 0, warm_up: int = 1) -> dict[str, list]:
 
 
 class Larger:
-    """A model whose question costs less than its history, for times: engines of 02 over one link."""
+    """A model whose question costs less than its history, for times: engines over one link."""
 
-    def __init__(self, arguments, rng, paged):
+    def __init__(self, arguments, rng, make):
+        """make(model, blocks, cache) -> an engine."""
         self.model, *_ = checkpoint.load(LARGER, arguments.dtype, arguments.device)
         self.draw = partial(rng.choices, range(300, self.model.config.vocab_size))
-        self.history, self.paged, self.blocks = self.draw(k=HISTORY), paged, -(-(HISTORY + 2 * ASKED) // 16)
+        self.history, self.make, self.blocks = self.draw(k=HISTORY), make, -(-(HISTORY + 2 * ASKED) // 16)
 
     def way(self, cache):
         """-> what asks a question behind the history that `cache` has kept, and gives TTFT in ms."""
-        runner, behind = self.paged.Runner(self.model, self.blocks), Restorer(cache, Estimates(always=True))
-        engine = self.paged.Engine(runner, behind)
+        engine = self.make(self.model, self.blocks, cache)
         return lambda: ask(engine, self.history + self.draw(k=ASKED), 1, "device").outcome.ttft_ms
 
     def over_links(self, caches: list, project: float):
