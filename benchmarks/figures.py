@@ -87,9 +87,8 @@ def asked(found: list[dict], chapters=tuple(ANSWERS)) -> dict[str, list[dict]]:
 
 
 def prefetched(found: list[dict]) -> dict[str, list[dict]]:
-    each = [row for row in rows(found, "policies", "random:long") if row.get("spans")]
-    return {"": [dict(row, said=way, spans=spans, end_ms=median(row["ttft_ms"][way]))
-                 for row in each[-1:] for way, spans in row["spans"].items()]}  # fmt: skip
+    each = [row for row in rows(found, "policies", "random:long") if row["r"] == 1 and not row["guard"] and "lanes" in row]
+    return {"": [dict(one, said=way, end_ms=one["ttft_ms"]) for row in each[-1:] for way, one in row["lanes"].items()]}
 
 
 def saved(found: list[dict]) -> dict[str, list[dict]]:

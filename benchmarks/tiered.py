@@ -170,7 +170,6 @@ def policies(model, arguments, tokens: int = 512):
             engine.behind.estimates.always = always
             cache.measure_storage()
             for row in measure.again_if_behind(partial(policy_cell, bench, once), arguments.rounds or 5):
-                row["spans"] = row["spans"] if r == 1 and always else {}
                 yield dict(r=r, guard=not always, **row)
 
 
@@ -183,8 +182,9 @@ def policy_cell(bench: Bench, once, rounds: int) -> dict:
     best = min(ways[1:4], key=lambda way: statistics.median(times[way]))
     behind = [way for way in ways[:4] if measure.is_behind(ratio(times["both_ends"], times[way])["samples"])]
     found = {way: tiers.shares(requests)["storage"] for way, requests in taken.items()}
-    spans = {way: requests[-1].timeline.as_json() for way, requests in taken.items() if way in ("wait_complete", "both_ends")}
-    return dict(rounds=rounds, ttft_ms={way: spread(samples) for way, samples in times.items()}, from_storage=found, spans=spans,
+    last = {way: taken[way][-1] for way in ("wait_complete", "both_ends")}
+    lanes = {way: dict(ttft_ms=one.outcome.ttft_ms, spans=one.timeline.as_json()) for way, one in last.items()}
+    return dict(rounds=rounds, ttft_ms={way: spread(samples) for way, samples in times.items()}, from_storage=found, lanes=lanes,
                 best=best, over_both_ends={way: ratio(times[way], times["both_ends"]) for way in ways}, behind=behind)  # fmt: skip
 
 
