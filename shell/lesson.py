@@ -30,14 +30,15 @@ def context(model, frontend: Frontend) -> int:
     """-> tokens of the model's context that a demo uses: 512, doubled as long as a prefill takes SECONDS at
     most, all layers as long as one that is measured now. Print a line where that is not all."""
     tokens, clock, layers = min(512, frontend.context), Clock(model.device), model.layers
+    mark = clock.mark if model.device.type == "cuda" else time.thread_time  # others' work does not count
 
     def seconds(count: int) -> float:
         rows, marks = torch.arange(count, device=model.device), []  # [T]
         hidden, rotation = model.embed(0 * rows), model.rotary(rows)  # [T, D]; [T, 1, hd] each
         for _ in range(4):
-            marks.append(clock.mark())
+            marks.append(mark())
             layers[0](hidden, rotation, lambda q, k, v: attention(q, k, v, None))
-        times = [clock.seconds(mark) for mark in marks]
+        times = list(map(clock.seconds, marks))
         return len(layers) * min(end - begin for begin, end in zip(times, times[1:]))
 
     while tokens < frontend.context and seconds(more := min(2 * tokens, frontend.context)) <= SECONDS:
