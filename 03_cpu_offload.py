@@ -264,7 +264,7 @@ def describe(what: str, request: Request) -> dict:
     result = request.outcome
     row = dict(phase=what, source=result.source, found=result.found, ttft_ms=result.ttft_ms)
     found = f"{request.cached_tokens:5} of {request.prompt_tokens} tokens found"
-    print(f"  {what:18}{result.source:8} {found}, TTFT {result.ttft_ms:.1f} ms")
+    print(f"  {what:17} {result.source:8} {found}, TTFT {result.ttft_ms:.1f} ms")
     return row
 
 

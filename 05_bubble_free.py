@@ -337,7 +337,7 @@ def demo(model, frontend: Frontend, arguments):
     print(f"\nThe last turn (digits: layers)\n{charts.chart(asked[-1].timeline)}\n")
     if hidden_states.bytes_per_token(model) >= model.config.kv_numbers_per_token * model.dtype.itemsize:
         best = best_plan(len(letters), cache.costs(0, length))
-        print(f"Query heads share KV heads: the best plan on this model has no H, {best}\n")
+        print(f"Query heads share KV heads: the best plan on this model is {best}\n")
     engine.close()
 
     # 2. Time: on a model whose question costs less than its history
