@@ -8,19 +8,19 @@ conversations   conversations of several turns that do not fit into the device t
 beside          TBT of eight that decode while a history comes back every two seconds, or as soon after as it can,
                 over that with the history on the device; and the share of the time in which layers are projected
                 or recomputed: nobody decodes then.
-sessions        TTFT and TBT of later rounds, once: sessions begin at random and think between their rounds, which
-                come at 0.5 and 2 times the rate that saturates no cache (HCache, Figure 9).
+sessions        TTFT and TBT of later rounds, in three runs: sessions begin at random and think between their rounds, which
+                come at 0.25, 0.5 and 1 times the rate that saturates no cache (HCache, Figure 9).
 
-All are in one process, over one link. "no cache" is chapter 02 where nothing is ever found.
+All are in one process, over one link; engines step on the thread that loaded the weights, and clients ask from another.
+"no cache" is chapter 02 where nothing is ever found.
 """
 
 import random
 import statistics
 import tempfile
-import threading
 import time
 from collections import OrderedDict
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import accumulate, count
 from typing import NamedTuple
@@ -36,7 +36,7 @@ from benchmarks.planned import QUESTION, hidden_states, offload, paged, planned
 from benchmarks.tiered import tiers
 from common import store
 from common.estimates import Estimates
-from common.requests import HungUp, Request
+from common.requests import Request
 from common.restoring import Restorer
 from shell import backends, lesson, modelled_link
 from shell.reference import reference_model
@@ -44,8 +44,9 @@ from shell.reference import reference_model
 TALKS, TURNS, SAID, ANSWER = 8, 5, (100, 1100), 8  # conversations, turns, tokens at first, of an answer
 DOCUMENTS, LENGTH, ASKS = 8, 800, 32  # documents, tokens of one, questions about all
 DECODING, EVERY, WINDOW = 8, 2.0, 3.0  # requests, seconds, seconds of one measurement
-RATES = {0.5: 4, 2.0: 12}  # share of saturation -> sessions
-ROUNDS, THINK, DRAIN = 3, 1.0, 3.0  # of a session; seconds between two (in the paper 30), and behind the last one
+SESSIONS, RUNS = {0.25: 2, 0.5: 3, 1.0: 6}, 3  # share of saturation -> in a run
+BEGINS, ROUNDS = 640, 6  # tokens of the first round; rounds
+THINK, DRAIN = 0.25, 3.0  # seconds between two rounds (in the paper 30), and behind the last one
 
 
 # 1. Engines, and asking them --------------------------------------------------------------------------------
@@ -84,10 +85,11 @@ class Bench:
 
     def submit(self, server, system: str, prompt: list[int], new: int, evict: bool = False) -> Request:
         """Ask an engine that is served, or first `evict` all from its device; 02, the ideal, keeps it there."""
+        request = self.request(system, prompt, new)  # received now: it waits for the step under way
         if evict and system != "02":
             server.between_steps(partial(server.engine.evict, "device"))
-        request = self.request(system, prompt, new)
         server.engine.submit(request)
+        server.open.append(request)  # its end cancels it
         return request
 
     def answer(self, engine, system: str, prompt: list[int], new: int) -> Request:
@@ -96,25 +98,26 @@ class Bench:
         return engine.generate([self.request(system, prompt, new)])[0]
 
 
-@contextmanager
-def serving(engine):
-    """A thread steps an engine, at rest; at the end, those that are not answered are cancelled. (Chapters step
-    on the main thread, where here the measurement waits and asks.)"""
+def served(engine, client=lambda server: None):
+    """Step an engine here, on the thread that has loaded the weights, as the product does; `client` asks from a thread of
+    its own, once the engine is at rest -> what it returns. Those that are not answered then are cancelled."""
     from shell.server import Server  # here, since only this needs Flask
 
-    server = Server(engine, None, {})
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    until, estimates = time.monotonic() + 1.0, getattr(engine.behind, "estimates", None)
-    while estimates and estimates.doubtful and time.monotonic() < until:
-        time.sleep(0.05)
-    try:
-        yield server
-    finally:
-        for request in [*engine.running, *engine.waiting]:
-            engine.cancel(request, HungUp("The measurement is over."))
-        server.close()
-        thread.join()
+    server, estimates = Server(engine, None, {}), getattr(engine.behind, "estimates", None)
+
+    def ask():
+        until = time.monotonic() + 1.0
+        while estimates and estimates.doubtful and time.monotonic() < until:
+            time.sleep(0.05)
+        try:
+            return client(server)
+        finally:
+            server.close()
+
+    with ThreadPoolExecutor(1) as pool:
+        told = pool.submit(ask)
+        server.run()
+        return told.result()
 
 
 def percentiles(samples: list[float], *shares: int) -> dict:
@@ -161,7 +164,7 @@ class Transformers:
         return Answer(ttft_ms, len(prompt), found, 0, tokens)
 
 
-def conversations(bench: Bench, rounds: int):
+def conversations(bench: Bench, _):
     for what, exponent in {
         f"{TALKS} conversations of {TURNS} turns": None,
         f"{DOCUMENTS} documents, Zipf 1": 1.0,
@@ -206,8 +209,7 @@ def asked_in_turn(bench: Bench, texts: list, order: list[int], room: tuple[int, 
             for number in reversed(range(len(texts))):
                 theirs.ask(number, texts[number], 1)
         for engine in engines.values():
-            with serving(engine):
-                pass  # it measures what it measures while idle
+            served(engine)  # it measures what it measures while idle
         for number in order:
             before = len(texts[number])
             if number in begun or not grows:
@@ -253,24 +255,26 @@ def beside(bench: Bench, rounds: int):
 def window(bench: Bench, name: str, engine, history: list[int]) -> dict:
     """Eight decode for a while; the history comes back meanwhile."""
     over, back, bytes_before = [], [], engine.counts["bytes_in"]
-    with serving(engine) as server:
 
-        def decode():
-            for _ in range(DECODING - sum(request.outcome is None for request in over)):
-                new = 300 + 20 * (len(over) % DECODING)  # they do not end together
-                over.append(bench.submit(server, name, bench.prompt(QUESTION), new))
+    def decode(server):
+        for _ in range(DECODING - sum(request.outcome is None for request in over)):
+            new = 300 + 20 * (len(over) % DECODING)  # they do not end together
+            over.append(bench.submit(server, name, bench.prompt(QUESTION), new))
 
-        decode()
+    def client(server) -> tuple[float, float]:
+        decode(server)
         while not all(request.new for request in over):
             time.sleep(0.01)
         began = due = time.perf_counter()
         while (now := time.perf_counter()) < began + WINDOW or not any(request.new for request in back):
-            decode()
+            decode(server)
             if now >= due and (not back or back[-1].outcome is not None):
                 back.append(bench.submit(server, name, history + bench.prompt(QUESTION), 1, evict=True))
                 due += EVERY * (1 + (now - due) // EVERY)
             time.sleep(0.01)
-        ended = time.perf_counter()
+        return began, time.perf_counter()
+
+    began, ended = served(engine, client)
     spans = [[at for at in request.times if began <= at <= ended] for request in over]
     gaps = [1e3 * (b - a) for times in spans for a, b in zip(times, times[1:])]
     answered = [request for request in back if request.new and request.times[0] <= ended]
@@ -285,45 +289,54 @@ def window(bench: Bench, name: str, engine, history: list[int]) -> dict:
 
 # 4. Under load ----------------------------------------------------------------------------------------------
 
-def sessions(bench: Bench, rounds: int):
-    rng, room = bench.rng, 4 * DOCUMENTS * LENGTH
-    engines = bench.engines(room, room)
-    requests, began = [bench.request("no cache", bench.prompt(LENGTH), ANSWER) for _ in range(24)], time.perf_counter()
-    engines["no cache"].generate(requests)
+def sessions(bench: Bench, runs: int):
+    requests = [bench.request("no cache", bench.prompt(BEGINS), ANSWER) for _ in range(16)]
+    room = len(requests) * (BEGINS + ROUNDS * QUESTION)
+    engines, began = bench.engines(room, 2 * room), time.perf_counter()
+    engines.pop("no cache").generate(requests)
     service = (time.perf_counter() - began) / len(requests)  # seconds of a round that is computed
-    for share, number in RATES.items():
-        rate = share / service / ROUNDS  # sessions a second
-        starts = [*accumulate(rng.expovariate(rate) for _ in range(number))]
-        said = [[bench.prompt(QUESTION // 2 if later else LENGTH) for later in range(ROUNDS)] for _ in starts]
-        for name, engine in engines.items():
-            asked, ended = talk(bench, name, engine, starts, said)
-            later = [request for requests in asked for request in requests[1:]]
-            tbt = [(one.times[-1] - one.times[0]) / (len(one.times) - 1) for one in later if len(one.times) > 1]
-            yield dict(
-                system=name, of_saturation=share, sessions_per_second=rate, requests=number * (ROUNDS - 1),
-                unanswered=number * (ROUNDS - 1) - sum(bool(one.new) for one in later),
-                ttft_ms=percentiles([1e3 * ([*one.times, ended][0] - one.received) for one in later], 50, 90),
-                tbt_ms=percentiles([1e3 * seconds for seconds in tbt], 50, 90),
-                restored=sum(one.found.get("cpu", 0) for one in later))  # fmt: skip
+    for share, number in SESSIONS.items():
+        asked = {name: [] for name in engines}  # the later rounds of each session, of all runs
+        for _ in range(runs):
+            starts = [*accumulate(bench.rng.expovariate(share / service / ROUNDS) for _ in range(number))]
+            said = [[bench.prompt(QUESTION // 2 if later else BEGINS) for later in range(ROUNDS)] for _ in starts]
+            for name, engine in engines.items():
+                asked[name] += served(engine, partial(talk, bench, name, starts, said))
+        for name, later in asked.items():
+            yield dict(system=name, of_saturation=share, rounds_per_second=share / service, **of_load(later, asked["03"]))
     for engine in engines.values():
         engine.close()
 
 
-def talk(bench: Bench, name: str, engine, starts: list[float], said: list[list]) -> tuple[list[list[Request]], float]:
-    """Begin each session at its time, and go on THINK seconds after each answer -> the requests of each, and the end."""
-    asked = [[] for _ in starts]
-    with serving(engine) as server:
-        began = time.perf_counter()
-        until = began + starts[-1] + (ROUNDS - 1) * THINK + DRAIN
-        while (now := time.perf_counter()) < until and not all(len(one) == ROUNDS and one[-1].outcome for one in asked):
-            for start, texts, requests in zip(starts, said, asked):
-                last = requests[-1] if requests else None
-                due = began + start if last is None else last.times[-1] + THINK if last.outcome else until
-                if due <= now and len(requests) < ROUNDS:
-                    prompt = (last.tokens if last else []) + texts[len(requests)]
-                    requests.append(bench.submit(server, name, prompt, ANSWER, evict=True))
-            time.sleep(0.002)
-    return asked, now
+def of_load(asked: list[list[Request]], theirs: list[list[Request]]) -> dict:
+    """What became of the later rounds of each session, and their TTFT over that of the same rounds of `theirs`."""
+    every, pairs = sum(asked, []), [pair for both in zip(asked, theirs) for pair in zip(*both)]
+    tbt = [(one.times[-1] - one.times[0]) / (len(one.times) - 1) for one in every if len(one.times) > 1]
+    return dict(
+        requests=len(asked) * (ROUNDS - 1), unanswered=len(asked) * (ROUNDS - 1) - sum(bool(one.new) for one in every),
+        ttft_ms=percentiles([waited(one) for one in every], 50, 90), tbt_ms=percentiles([1e3 * each for each in tbt], 50, 90),
+        over_03=ratio(*zip(*(map(waited, pair) for pair in pairs))),
+        restored=sum(one.found.get("cpu", 0) for one in every))  # fmt: skip
+
+
+def waited(request: Request) -> float:
+    """-> ms to its first token, or until the measurement was over."""
+    return 1e3 * ([*request.times, time.perf_counter()][0] - request.received)
+
+
+def talk(bench: Bench, name: str, starts: list[float], said: list[list], server) -> list[list[Request]]:
+    """Begin each session at its time, and go on THINK seconds after each answer -> the later rounds of each."""
+    asked, began = [[] for _ in starts], time.perf_counter()
+    until = began + starts[-1] + (ROUNDS - 1) * THINK + DRAIN
+    while (now := time.perf_counter()) < until and not all(len(one) == ROUNDS and one[-1].outcome for one in asked):
+        for start, texts, requests in zip(starts, said, asked):
+            last = requests[-1] if requests else None
+            due = began + start if last is None else last.times[-1] + THINK if last.outcome else until
+            if due <= now and len(requests) < ROUNDS:
+                prompt = (last.tokens if last else []) + texts[len(requests)]
+                requests.append(bench.submit(server, name, prompt, ANSWER, evict=True))
+        time.sleep(0.002)
+    return [requests[1:] for requests in asked]
 
 
 # 5. The tables and main --------------------------------------------------------------------------------------
@@ -338,7 +351,7 @@ def report(found: list[dict]) -> str:
             systems.append(dict(own, system=system, over=row["of_03"][system], header=header,
                                 differ=f"; {differ} answers differ" if differ else ""))  # fmt: skip
     systems = tables.grouped(systems, ("system",), "header")
-    sessions = tables.grouped(sessions, ("of_saturation",), "system")
+    sessions = tables.grouped(sessions, ("model", "of_saturation"), "system")
     beside = tables.grouped(beside, ("system",), "model")
     return tables.paragraphs(
         tables.table(
@@ -348,10 +361,12 @@ def report(found: list[dict]) -> str:
                 **tables.across(systems, {"": "{found:%}; {ttft_ms[p50]:ms}, {ttft_ms[p99]:ms}; {over:n}{differ}"}),
             }, systems),
         tables.table(
-            "**Sessions under load** (HCache, Figure 9; classroom), their later rounds: TTFT p50 and p90, TBT p50, and how many "
-            "are not answered in the end.", {
-                "sessions a second (of saturation)": "{sessions_per_second:n} ({of_saturation:g})", "later rounds": "{requests}",
-                **tables.across(sessions, {"": "{ttft_ms[p50]:ms}, {ttft_ms[p90]:ms}; {tbt_ms[p50]:ms}; {unanswered}"}),
+            "**Sessions under load** (HCache, Figure 9), their later rounds: TTFT p50 and p90, TTFT over 03's in the same round, TBT "
+            "p50, and how many are not answered in the end.", {
+                "model, of saturation": "{model}, {of_saturation:g}", "rounds a second": "{rounds_per_second:n}",
+                "later rounds": "{requests}",
+                **tables.across(sessions, {
+                    "": "{ttft_ms[p50]:ms}, {ttft_ms[p90]:ms}; {over_03:n}; {tbt_ms[p50]:ms}; {unanswered}"}),
             }, sessions),
         tables.table("**Beside eight that decode**, and TTFT of a history that comes back:", {
             "system": "{system}",
@@ -364,13 +379,13 @@ def report(found: list[dict]) -> str:
 def on_a_bench(part):
     def measured(model, arguments):
         theirs = reference_model(arguments.name, model.dtype, model.device.type) if part is conversations else None
-        yield from part(Bench(model, theirs), arguments.rounds if part is beside else 1)
+        yield from part(Bench(model, theirs), arguments.rounds if part is beside else RUNS)
     return measured
 
 
 PARTS = {
     "conversations": (on_a_bench(conversations), ["classroom"]),
-    "sessions": (on_a_bench(sessions), ["classroom"]),
+    "sessions": (on_a_bench(sessions), ["classroom", "random:long"]),
     "beside": (on_a_bench(beside), ["random:long"]),
 }
 
