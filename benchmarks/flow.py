@@ -169,8 +169,7 @@ def layers(model, arguments):
 
 def at_once(engine, order, histories: list, drawn: list[tuple]) -> dict:
     """Ask about all histories at once, in the order of `drawn`: (which one, question) -> figures."""
-    lesson.settle(engine)
-    engine.evict("device")
+    lesson.settle(engine, "device")
     engine.behind.cache.order, before = order, engine.counts["bytes_in"]
     once = dict(offload_after=False)  # no question is found again
     asked = engine.generate([Request(histories[index] + question, 1, options=once) for index, question in drawn])

@@ -44,8 +44,8 @@ from shell.reference import reference_model
 TALKS, TURNS, SAID, ANSWER = 8, 5, (100, 1100), 8  # conversations, turns, tokens at first, of an answer
 DOCUMENTS, LENGTH, ASKS = 8, 800, 32  # documents, tokens of one, questions about all
 DECODING, EVERY, WINDOW = 8, 2.0, 3.0  # requests, seconds, seconds of one measurement
-SESSIONS, RUNS = {0.25: 2, 0.5: 3, 1.0: 6}, 3  # share of saturation -> in a run
-BEGINS, ROUNDS = 640, 6  # tokens of the first round; rounds
+SESSIONS, RUNS = {0.25: 2, 0.5: 3, 1.0: 4}, 3  # share of saturation -> in a run
+BEGINS, ROUNDS = 800, 6  # tokens of the first round; rounds
 THINK, DRAIN = 0.25, 3.0  # seconds between two rounds (in the paper 30), and behind the last one
 
 
