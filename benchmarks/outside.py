@@ -23,7 +23,6 @@ from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import accumulate, count
-from typing import NamedTuple
 
 import numpy
 from transformers import DynamicCache
@@ -134,14 +133,7 @@ def read(bench: Bench, engines: dict, documents: list[list[int]]):
 
 # 2. In conversations ----------------------------------------------------------------------------------------
 
-class Answer(NamedTuple):
-    ttft_ms: float
-    length: int  # tokens of the prompt
-    found: int  # of them
-    restored: int  # of them, in host memory or in storage
-    tokens: list[int]
-
-
+# An answer: TTFT in ms; tokens of the prompt, of these found, of these in host memory or in storage; and the answer's
 class Transformers:
     """`transformers` with a DynamicCache for each text, cut to what the next prompt shares with it."""
 
@@ -150,7 +142,7 @@ class Transformers:
         model.generation_config.eos_token_id = None  # all answers are as long
         self.caches: OrderedDict[int, tuple] = OrderedDict()  # text -> (cache, tokens in it), least recently used first
 
-    def ask(self, text: int, prompt: list[int], new: int) -> Answer:
+    def ask(self, text: int, prompt: list[int], new: int) -> tuple:
         cache, known = self.caches.pop(text, (None, []))
         found = next((at for at, (a, b) in enumerate(zip(known, prompt[:-1])) if a != b), min(len(known), len(prompt) - 1))
         if not found:
@@ -161,7 +153,7 @@ class Transformers:
         self.caches[text] = cache, (prompt + tokens)[:-1]
         while sum(len(tokens) for _, tokens in self.caches.values()) > self.device and len(self.caches) > 1:
             self.caches.popitem(last=False)
-        return Answer(ttft_ms, len(prompt), found, 0, tokens)
+        return ttft_ms, len(prompt), found, 0, tokens
 
 
 def conversations(bench: Bench, _):
@@ -184,16 +176,15 @@ def conversations(bench: Bench, _):
         yield dict(what=what, tokens=tokens, device_tokens=device, **summary(asked, could))
 
 
-def summary(asked: dict[str, list[Answer]], could: int) -> dict:
+def summary(asked: dict[str, list[tuple]], could: int) -> dict:
     """`asked`: system -> its answers."""
-    prompts, expected = sum(answer.length for answer in asked["02"]), [answer.tokens for answer in asked["no cache"]]
-    times = {name: [answer.ttft_ms for answer in each] for name, each in asked.items()}
-    systems = {name: dict(
-        found=sum(answer.found for answer in each) / prompts, restored=sum(answer.restored for answer in each),
-        equal=sum(answer.tokens == tokens for answer, tokens in zip(each, expected)),
-        ttft_ms=percentiles(times[name], 50, 99)) for name, each in asked.items()}  # fmt: skip
-    return dict(requests=len(expected), could_be_found=could / prompts, systems=systems,
-                of_03={name: ratio(times[name], times["03"]) for name in times})  # fmt: skip
+    systems, over, (times, prompts, *_), (*_, expected) = {}, {}, zip(*asked["03"]), zip(*asked["no cache"])
+    for name, each in asked.items():
+        ttft, _, found, restored, tokens = zip(*each)
+        systems[name] = dict(found=sum(found) / sum(prompts), restored=sum(restored), equal=sum(map(list.__eq__, tokens, expected)),
+                             ttft_ms=percentiles(ttft, 50, 99))  # fmt: skip
+        over[name] = ratio(ttft, times)
+    return dict(requests=len(expected), could_be_found=could / sum(prompts), systems=systems, of_03=over)
 
 
 def asked_in_turn(bench: Bench, texts: list, order: list[int], room: tuple[int, int], grows: bool) -> tuple[dict, int]:
@@ -220,10 +211,10 @@ def asked_in_turn(bench: Bench, texts: list, order: list[int], room: tuple[int, 
             for name, engine in engines.items():
                 request = bench.answer(engine, name, prompt, new)
                 restored = sum(request.found.get(tier, 0) for tier in ("cpu", "storage"))
-                answer = Answer(request.outcome.ttft_ms, len(prompt), request.cached_tokens, restored, request.new)
+                answer = request.outcome.ttft_ms, len(prompt), request.cached_tokens, restored, request.new
                 asked.setdefault(name, []).append(answer)
             asked.setdefault("transformers", []).append(theirs.ask(number, prompt, new))
-            texts[number] = prompt + asked["no cache"][-1].tokens if grows else prompt[:before]
+            texts[number] = prompt + asked["no cache"][-1][-1] if grows else prompt[:before]
         for engine in engines.values():
             engine.close()
     return asked, could
