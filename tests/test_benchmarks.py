@@ -100,7 +100,7 @@ def test_the_naive_plan_is_the_best_without_hidden_states():
 # 2. Beside other systems -----------------------------------------------------------------------
 
 SHORT = dict(QUESTION=16, ANSWER=4, TALKS=4, TURNS=5, SAID=(20, 150), DOCUMENTS=8, LENGTH=80, ASKS=12, BEGINS=80,
-             SESSIONS={1.0: 2}, ROUNDS=3, THINK=0.3, DRAIN=60.0, WINDOW=0.3, EVERY=0.1)
+             SESSIONS={1.0: 2}, ROUNDS=3, THINK=0.3, WINDOW=0.3, EVERY=0.1)
 
 
 @pytest.fixture(autouse=True)
@@ -142,7 +142,7 @@ def test_later_rounds_of_sessions_are_all_accounted_for(bench):
     rows = {row["system"]: row for row in outside.sessions(bench, 2)}
     for name, row in rows.items():
         samples = [row[what]["samples"] for what in ("ttft_ms", "tbt_ms", "over_03")]
-        assert [*map(len, samples)] == 3 * [row["requests"]] == 3 * [2 * 2 * 2] and not row["unanswered"]
+        assert [*map(len, samples)] == 3 * [row["requests"]] == 3 * [2 * 2 * 2]
         assert (row["restored"] > 0) == (name in ("03", "04", "05"))
     expected = [ours / theirs for ours, theirs in zip(*(rows[name]["ttft_ms"]["samples"] for name in ("05", "03")))]
     assert rows["05"]["over_03"]["samples"] == pytest.approx(expected) and set(rows["03"]["over_03"]["samples"]) == {1.0}
