@@ -291,7 +291,7 @@ def window(bench: Bench, name: str, engine, history: list[int]) -> dict:
 # 4. Under load ----------------------------------------------------------------------------------------------
 
 def sessions(bench: Bench, runs: int):
-    requests = [bench.request("no cache", bench.prompt(BEGINS), ANSWER) for _ in range(16)]
+    requests = [bench.request("no cache", bench.prompt(BEGINS), ANSWER) for _ in range(8)]
     room = len(requests) * (BEGINS + ROUNDS * QUESTION)
     engines, began = bench.engines(room, 2 * room), time.perf_counter()
     engines.pop("no cache").generate(requests)
