@@ -79,7 +79,8 @@ class FlowCache(offload.HostCache):
         if order := self.order:  # whom the engine resumes and waits for first
             self.engine.running.sort(key=lambda one: order(self.flows[one]) if one in self.flows else -math.inf)
         try:
-            yield  # until all that have come with it are in line
+            for _ in range(2):  # it begins, and is resumed, before the next one begins
+                yield  # until all that have come with it are in line
             while not self.meet(flow):
                 if self.unmet()[0] is flow:
                     self.compute(flow)
