@@ -115,7 +115,7 @@ def served(engine, client=lambda server: None):
     server, estimates = Server(engine, None, {}), getattr(engine.behind, "estimates", None)
 
     def ask():
-        until = time.monotonic() + 1.0
+        until = time.monotonic() + 2.0
         while estimates and estimates.doubtful and time.monotonic() < until:
             time.sleep(0.05)
         try:
