@@ -122,8 +122,7 @@ class Bench:
 
     def use(self, speed: float):
         """Let storage be so fast from now on, in bytes/s."""
-        self.modelled.bandwidth = modelled_link.Bandwidth(speed)
-        self.modelled.reader.forget()
+        measure.change_speed(self.engine, self.modelled, self.modelled.reader, modelled_link.Bandwidth(speed))
 
 
 # 1. The grid ------------------------------------------------------------------------------------------------

@@ -68,6 +68,12 @@ def beside(share: Callable) -> Callable:
                  lambda row: row["bytes_in"] * (row["system"] in ("03", "04", "05")), model="random:long")
 
 
+def sessions(**wanted) -> Callable:
+    """TTFT over 03's in the same later round."""
+    return cells("sessions", "{model}, {of_saturation:g} of saturation", lambda row: median(row["over_03"]),
+                 lambda row: row["restored"], lambda row: is_behind(row["over_03"]["samples"]), system="05", **wanted)
+
+
 def grid(value: Callable, **wanted) -> Callable:
     return cells("grid", "{model} {history_tokens}, r {r:g}, share {share:g}", value,
                  lambda row: min(row["loaded_chunks"], row["computed_chunks"]), **wanted)
@@ -134,6 +140,9 @@ CLAIMS = [
           "HCache, figure 15: 0.6", ("behind", 0), "outside",
           cells("conversations", "{model}, {what}", lambda row: median(row["of_03"]["05"]),
                 lambda row: row["systems"]["05"]["restored"], lambda row: is_behind(row["of_03"]["05"]["samples"]))),
+    Claim("05", "sessions at half of saturation, later rounds: TTFT over that of K and V",
+          "HCache, figure 9: 0.53 to 0.79", ("<=", 0.9), "outside", sessions(of_saturation=0.5)),
+    Claim("05", "the same at each load", "-", ("behind", 0), "outside", sessions()),
     Claim("04", "TBT of 1, 4 and 16 while their states are saved in two stages, over that of nothing kept",
           "HCache, figure 14: 1", ("<=", 1.06), "variants",
           cells("saving", "{model}, {running} running", lambda row: median(row["ways"]["two stages"]["tbt_over_nothing"]),

@@ -89,10 +89,8 @@ def burst(model, arguments):
         engine, document = engine_of(model, room, restoring=chapter == "03"), draw(rng, model, DOCUMENT)
         lesson.ask(engine, document)
 
-        def crowd(evict: bool, engine=engine, document=document) -> tuple[float, int]:
-            lesson.settle(engine)
-            if evict:
-                engine.evict("device")
+        def crowd(evict: str, engine=engine, document=document) -> tuple[float, int]:
+            lesson.settle(engine, evict)
             before = engine.counts["bytes_in"]
             asked = engine.generate([Request(document + draw(rng, model, QUESTION), 1) for _ in range(CROWD)])
             return statistics.mean(ttft(asked)), engine.counts["bytes_in"] - before
@@ -100,7 +98,7 @@ def burst(model, arguments):
         def alone(engine=engine, document=document) -> tuple[float, int]:
             return lesson.ask(engine, document + draw(rng, model, 1), 1, "device").outcome.ttft_ms, 0
 
-        ways = {"evicted": partial(crowd, True), "device": partial(crowd, False), "one": alone}
+        ways = {"evicted": partial(crowd, "device"), "device": partial(crowd, ""), "one": alone}
         taken = lesson.in_turn(ways, arguments.rounds)
         evicted, device, one = ([ms for ms, _ in each] for each in taken.values())
         yield dict(chapter=chapter, bytes_restored=taken["evicted"][-1][1], ratio=ratio(evicted, list(map(sum, zip(device, one)))))

@@ -79,7 +79,8 @@ class FlowCache(offload.HostCache):
         if order := self.order:  # whom the engine resumes and waits for first
             self.engine.running.sort(key=lambda one: order(self.flows[one]) if one in self.flows else -math.inf)
         try:
-            yield  # until all that have come with it are in line
+            for _ in range(2):  # it begins, and is resumed, before the next one begins
+                yield  # until all that have come with it are in line
             while not self.meet(flow):
                 if self.unmet()[0] is flow:
                     self.compute(flow)
@@ -169,8 +170,7 @@ def layers(model, arguments):
 
 def at_once(engine, order, histories: list, drawn: list[tuple]) -> dict:
     """Ask about all histories at once, in the order of `drawn`: (which one, question) -> figures."""
-    lesson.settle(engine)
-    engine.evict("device")
+    lesson.settle(engine, "device")
     engine.behind.cache.order, before = order, engine.counts["bytes_in"]
     once = dict(offload_after=False)  # no question is found again
     asked = engine.generate([Request(histories[index] + question, 1, options=once) for index, question in drawn])

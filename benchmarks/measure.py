@@ -21,6 +21,7 @@ from common.link import Link
 from common.requests import Request
 from common.timeline import Clock
 from shell import checkpoint, cli, lesson
+from shell.modelled_link import Bandwidth
 
 RESULTS = Path(__file__).resolve().parent / "results"
 AS_IT_IS = "the link as it is"
@@ -69,6 +70,14 @@ def same_question_in_turn(ways: dict, rounds: int, question) -> dict[str, list]:
     """`lesson.in_turn`, where in each round all ways are called with what `question()` draws for it."""
     drawn = [question() for _ in range(rounds + 1)]
     return lesson.in_turn({name: map(way, drawn).__next__ for name, way in ways.items()}, rounds)  # each asks the next one
+
+
+def change_speed(engine, slowed, lane, bandwidth: Bandwidth | None):
+    """Have a link or a storage be so fast from now on, and its lane know nothing of before. What is under way ends first: it
+    is no sign of the new speed."""
+    lesson.settle(engine)
+    slowed.bandwidth = bandwidth
+    lane.forget()
 
 
 def check_alike(model, answers: dict[str, list[list[int]]]):

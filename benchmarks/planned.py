@@ -57,8 +57,7 @@ def keep(engine, history: list[int]) -> float:
 
 def once(engine, prompt: list[int]) -> dict:
     """Ask when the device has lost all -> what was restored."""
-    lesson.settle(engine)
-    engine.evict("device")
+    lesson.settle(engine, "device")
     time.sleep(0.02)  # as a request that comes after a pause
     before = engine.counts["bytes_in"]
     request = lesson.ask(engine, prompt)

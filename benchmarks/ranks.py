@@ -48,8 +48,7 @@ def rank(ranks, arguments) -> list[dict]:
         lesson.ask(engine, history + [1])
 
         def ask(engine=engine) -> list[float]:
-            lesson.settle(engine)
-            engine.evict("device")
+            lesson.settle(engine, "device")
             before, agreements = engine.counts.copy(), ranks.agreements
             ttft = lesson.ask(engine, history + draw(rng, model, QUESTION)).outcome.ttft_ms
             return [ttft, ranks.agreements - agreements, *(engine.counts[what] - before[what] for what in ("bytes_in", "steps"))]

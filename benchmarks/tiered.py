@@ -165,7 +165,7 @@ def policies(model, arguments, tokens: int = 512):
             alone = once("computed", bench.draw(QUESTION)).outcome.ttft_ms
         for r, always in itertools.product((1.0, 2.0), (True, False)):
             alone = statistics.median(once("computed", bench.draw(QUESTION)).outcome.ttft_ms for _ in range(3))
-            storage.bandwidth = modelled_link.Bandwidth(size / (1e-3 * r * alone))
+            measure.change_speed(engine, storage, storage.reader, modelled_link.Bandwidth(size / (1e-3 * r * alone)))
             cache.prefetcher.timeout = 1e-3 * alone / 3, 0.0  # a third of what computing takes
             engine.behind.estimates.always = always
             cache.measure_storage()
@@ -190,7 +190,7 @@ def policy_cell(bench: Bench, once, rounds: int) -> dict:
 
 # 3. Every tier beside computing -----------------------------------------------------------------------------
 
-SPEEDS = {"1 MB/s": 1e6, "10 MB/s": 1e7, "100 MB/s": 1e8, "1 GB/s": 1e9}  # bytes/s
+SPEEDS = {"1 MB/s": 1e6, "10 MB/s": 1e7, "0.1 GB/s": 1e8, "1 GB/s": 1e9, "10 GB/s": 1e10}  # bytes/s
 SLOWER = "host, link 50 times slower"
 
 
@@ -199,12 +199,12 @@ def admission(model, arguments, histories=(512, 1024, 1900)):
     with Bench(model) as bench:
         engine = bench.engine(2 * longest, bench.cache(2 * longest))
         slower = [SLOWER] if engine.behind.cache.load_link.modelled else []
-        ways = "computed", "host", *slower, *(f"storage, {speed}" for speed in SPEEDS)
+        ways = "computed", "host", *slower, *(f"storage, {speed}" for speed in [*SPEEDS][:4])
         for tokens in histories:
             history = bench.draw(tokens)
             lesson.ask(engine, history + bench.draw(1), 1)
-            asks = {way: partial(ask_from, bench, engine, way, history, SPEEDS) for way in ways}
-            taken = measure.same_question_in_turn(asks, arguments.rounds or 5, partial(bench.draw, QUESTION))
+            asks = {way: partial(ask_from, bench, engine, way, history) for way in ways}
+            taken = lesson.in_turn(asks, arguments.rounds or 5)
             alone = ttft(taken["computed"])
             for way, requests in taken.items():
                 over = ratio(ttft(requests), alone)
@@ -213,27 +213,26 @@ def admission(model, arguments, histories=(512, 1024, 1900)):
                     found={tier: sum(one.found.get(tier, 0) for one in requests) / len(requests) for tier in TIERS})
 
 
-def ask_from(bench, engine, way: str, history: list[int], speeds: dict, question: list[int]) -> Request:
-    """Ask when only that tier has the history, or none."""
+def ask_from(bench, engine, way: str, history: list[int]) -> Request:
+    """Ask something new when only that tier has the history, or none."""
     storage, link = engine.behind.cache.storage, engine.behind.cache.load_link
-    bandwidth = link.bandwidth
-    lesson.settle(engine)
-    engine.evict("device")
+    change, bandwidth = partial(measure.change_speed, engine), link.bandwidth
+    lesson.settle(engine, "device")
     if not way.startswith("host"):
         forget(engine)
     if way == "computed":
         engine.behind.cache.storage = None
     elif way == SLOWER:
-        link.bandwidth = modelled_link.Bandwidth(bandwidth.value / 50)
-        link.forget()
+        change(link, link, modelled_link.Bandwidth(bandwidth.value / 50))
     elif way != "host":
-        storage.bandwidth = modelled_link.Bandwidth(speeds[way.removeprefix("storage, ")])
-        storage.reader.forget()
+        change(storage, storage.reader, modelled_link.Bandwidth(SPEEDS[way.removeprefix("storage, ")]))
         storage.measured.note(storage.bandwidth.value, 1.0)
-    request = lesson.ask(engine, history + question, 1)
-    engine.behind.cache.storage, storage.bandwidth, link.bandwidth = storage, None, bandwidth
+    request = lesson.ask(engine, history + bench.draw(QUESTION), 1)
+    engine.behind.cache.storage = storage
     if way == SLOWER:
-        link.forget()
+        change(link, link, bandwidth)
+    elif way != "host":
+        change(storage, storage.reader, None)
     if way == "computed":  # what others are about to find there
         lesson.ask(engine, history + bench.draw(1), 1)
         lesson.settle(engine)
@@ -243,17 +242,16 @@ def ask_from(bench, engine, way: str, history: list[int], speeds: dict, question
 # 4. Trade-offs ----------------------------------------------------------------------------------------------
 
 def layouts(model, arguments, tokens: int = 1024):
-    link, speeds = modelled_link.bandwidth(model), {"0.1 GB/s": 1e8, "10 GB/s": 1e10}
+    link, ways = modelled_link.bandwidth(model), ("storage, 0.1 GB/s", "storage, 10 GB/s", "host")
     for size, layout in itertools.product((1, 16, 64), tiers.LAYOUTS):
         with Bench(model, size) as bench:
             engine = bench.engine(2 * tokens, bench.cache(2 * tokens, prefetch="wait_complete", layout=layout))
             history, engine.behind.estimates.always, engine.behind.cache.load_link.bandwidth = bench.draw(tokens), True, link
             lesson.ask(engine, history + bench.draw(1), 1)
-            ways = *(f"storage, {speed}" for speed in speeds), "host"
-            asks = {way: partial(ask_from, bench, engine, way, history, speeds) for way in ways}
-            taken = measure.same_question_in_turn(asks, arguments.rounds or 3, partial(bench.draw, QUESTION))
+            asks = {way: partial(ask_from, bench, engine, way, history) for way in ways}
+            taken = lesson.in_turn(asks, arguments.rounds or 3)
             with counting(engine.behind.cache, moved := {}):
-                asks["storage, 10 GB/s"](bench.draw(QUESTION))
+                asks["storage, 10 GB/s"]()
             times = {way: spread(ttft(requests)) for way, requests in taken.items()}
             yield dict(layout=layout, page_tokens=size, moved=moved, ttft_ms=times)
 

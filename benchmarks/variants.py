@@ -116,8 +116,7 @@ def saving(model, arguments, new: int = 32):
         with behind.engines_of(model, {"nothing": Cache(), **caches}, 256 * running) as engines:
 
             def tbt(engine, running=running) -> float:
-                lesson.settle(engine)
-                engine.evict("device")
+                lesson.settle(engine, "device")
                 requests = engine.generate([Request(draw(rng, model, 32), new) for _ in range(running)])
                 return statistics.mean(request.outcome.tbt_ms for request in requests)
 

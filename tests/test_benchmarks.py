@@ -7,6 +7,7 @@ import random
 import statistics
 import subprocess
 import sys
+import threading
 
 import numpy
 import pytest
@@ -15,11 +16,13 @@ from conftest import ROOT, load, write_model
 from support import engines, streams
 from support.engines import BANDWIDTH, ask, check_pools, draw, evict, make, plain_model, settle, tiny_model
 
-from benchmarks import both_ends, outside, ranks, variants
+from benchmarks import both_ends, outside, ranks, tiered, variants
 from common import estimates, restoring
 from common.link import Link
+from common.requests import Unavailable
 from common.timeline import Clock
 from shell import checkpoint
+from shell.modelled_link import Bandwidth
 from shell.ranks import Ranks
 from shell.reference import as_transformers
 from tools import gpu_report, report
@@ -96,8 +99,17 @@ def test_the_naive_plan_is_the_best_without_hidden_states():
 
 # 2. Beside other systems -----------------------------------------------------------------------
 
-SHORT = dict(QUESTION=16, ANSWER=4, TALKS=4, TURNS=5, SAID=(20, 150), DOCUMENTS=8, LENGTH=80, ASKS=12,
-             RATES={1.0: 3}, THINK=0.5, DRAIN=60.0, WINDOW=0.3, EVERY=0.1)
+SHORT = dict(QUESTION=16, ANSWER=4, TALKS=4, TURNS=5, SAID=(20, 150), DOCUMENTS=8, LENGTH=80, ASKS=12, BEGINS=80,
+             SESSIONS={1.0: 2}, ROUNDS=3, THINK=0.3, WINDOW=0.3, EVERY=0.1)
+
+
+@pytest.fixture(autouse=True)
+def threads(monkeypatch):
+    """Engines step on the thread that loads the weights, as the product does it: else PyTorch starts its threads twice."""
+    plain, stepped = engines.paged.Engine.step, set()
+    monkeypatch.setattr(engines.paged.Engine, "step", lambda own: stepped.add(threading.current_thread()) or plain(own))
+    yield stepped
+    assert stepped <= {threading.main_thread()}
 
 
 @pytest.fixture
@@ -127,9 +139,20 @@ def test_in_conversations_almost_all_that_was_there_is_found(bench):
 
 def test_later_rounds_of_sessions_are_all_accounted_for(bench):
     bench.bandwidth = BANDWIDTH  # what is kept has left before the next round
-    for row in outside.sessions(bench, 1):
-        assert len(row["ttft_ms"]["samples"]) == len(row["tbt_ms"]["samples"]) == row["requests"] == 3 * 2
-        assert not row["unanswered"] and (row["restored"] > 0) == (row["system"] in ("03", "04", "05"))
+    rows = {row["system"]: row for row in outside.sessions(bench, 2)}
+    for name, row in rows.items():
+        samples = [row[what]["samples"] for what in ("ttft_ms", "tbt_ms", "over_03")]
+        assert [*map(len, samples)] == 3 * [row["requests"]] == 3 * [2 * 2 * 2]
+        assert (row["restored"] > 0) == (name in ("03", "04", "05"))
+    expected = [ours / theirs for ours, theirs in zip(*(rows[name]["ttft_ms"]["samples"] for name in ("05", "03")))]
+    assert rows["05"]["over_03"]["samples"] == pytest.approx(expected) and set(rows["03"]["over_03"]["samples"]) == {1.0}
+
+
+def test_what_a_client_raises_is_raised_and_its_requests_are_cancelled(bench):
+    asked, engine = [], bench.engines(600, 600)["02"]
+    with pytest.raises(IndexError):
+        outside.served(engine, lambda server: asked.append(bench.submit(server, "02", bench.prompt(40), 400)) or asked[1])
+    assert isinstance(asked[0].outcome, Unavailable)
 
 
 def test_beside_others_the_history_comes_back(bench):
@@ -155,6 +178,16 @@ def test_a_cell_of_the_grid_says_what_was_loaded_and_how_far_the_bound_is(wider)
     assert row["bound_ms"] == pytest.approx(hit + load * compute / (load + compute))
     over = [both / row["bound_ms"] for both in row["ttft_ms"]["both"]["samples"]]
     assert row["over_bound"]["median"] == pytest.approx(statistics.median(over))
+
+
+def test_a_hit_in_host_memory_is_found_whole_also_after_a_slow_link(wider, monkeypatch):
+    """A link 50 times slower is declined, and then nobody believes any more that it is slow."""
+    monkeypatch.setattr(tiered.modelled_link, "bandwidth", lambda model: Bandwidth(1e7))
+    monkeypatch.setattr(estimates.Estimates, "seconds_to_compute", lambda own, start, end: 2e-3 * (end - start))
+    rows = tiered.admission(wider, argparse.Namespace(rounds=3), histories=(128,))
+    found = {row["way"]: row["found"] for row in rows}
+    assert found["host"] == dict(gpu=0, cpu=128, storage=0)
+    assert found[tiered.SLOWER] == found["computed"] == dict(gpu=0, cpu=0, storage=0)
 
 
 def test_a_rank_has_a_link_of_the_speed_that_its_rows_say(monkeypatch):
