@@ -9,10 +9,9 @@ K and V (KV blocks). With multi-head attention an ACT block has half the bytes o
 rebuilt from it while the link brings the next weights and blocks. With the right share of ACT blocks both
 lanes take equally long:
 
-    link          weights + KV blocks + ACT blocks of the host
-    processor     K and V rebuilt from ACT blocks + attention + the rest of the layer, for the new tokens
-
-    one layer:  link  W + K - aK/2 - M      processor  B + aR      a: the share of the context that is ACT
+    one layer                     link                  processor
+    equations 2 and 3             W + (1 - a) K         aR              a: the share of the context that is ACT
+    with all that takes time      W + K - aK/2 - M      B + aR
 
     seconds to load  W the weights, K all of the context as K and V, M what the device keeps
     seconds to       B compute the layer for the new tokens, R rebuild K and V of all of the context
@@ -300,8 +299,9 @@ class Deal:
 
 def form_as_paper(planner: Planner, deal: Deal, items: list[Item], rows: int) -> list[list[Item]]:
     """Form the paper's mini-batches (section IV-C-3). The first request that has room in the current one and
-    lessens its imbalance joins it. When none does, the first of all begins the next one, whatever its size.
-    Its limits of ACT and of KV blocks never count: the attention buffer is as long, and holds both kinds."""
+    does not worsen its imbalance joins it; a tie joins, since equation 5 makes ties the rule, and the paper
+    wants few. When none does, the first of all begins the next one, whatever its size. Limits of ACT and of
+    KV blocks never count: the attention buffer is as long, and holds both kinds."""
     costs, most = planner.costs, rows // deal.block_size
     kv_per_act = costs.rebuild / (planner.sizes.kv / planner.layers / costs.speed)
 
@@ -314,7 +314,7 @@ def form_as_paper(planner: Planner, deal: Deal, items: list[Item], rows: int) ->
     formed, left, held = [], list(range(len(items))), torch.tensor((most, most))
     while left:
         both = held + own[left]  # [left, 2]
-        joins = (both.sum(1) <= most) & (imbalance(both) < imbalance(held))
+        joins = (both.sum(1) <= most) & (imbalance(both) <= imbalance(held))
         if not joins.any():
             formed.append([])
             held = 0

@@ -7,11 +7,13 @@ grid        decode steps at full depth behind contexts that were filled in. The 
             and all K and V over it, over rebuilding everything and the rest of the layers; a GPU's is as it is. The device
             has room for half of the layers beside two that come and go, or for as many bytes of blocks. `allowed` is what
             the costs of these steps let hybrid win; the bound is the slower lane of its plan with these.
-steps       the paper's Table III: activations only; as many blocks of each kind (the paper's 1:1 is
-            as much memory, and ACT first); Algorithm 1; its mini-batches. Then
-            ours, and this engine's plan. Contexts are of all lengths, and more than the buffers hold.
-whole       a batch from its prompts to its last token under each policy in turn, in a third of the rounds.
-room        tokens of context that a GB of host memory holds: as K and V, as activations, as hybrid's plan divides it.
+steps       the paper's Table III, of decode steps: activations only; the host's memory in halves, ACT filled first;
+            Algorithm 1; its mini-batches. Then ours, and this engine's plan. Contexts are of all lengths, and three times
+            what the buffers hold.
+whole       a batch from its prompts to its last token, as in the paper's Figure 8, under each policy in turn.
+
+All on one code path, each policy with the device's memory as it serves it best: `kv-only` stands for FlexGen, `naive` for
+DeepSpeed-Inference, `act-only` for CAPTURE-Act-Cache, `1:1` for its hybrid before Algorithm 1, `paper` for all of it.
 """
 
 import importlib
@@ -21,6 +23,8 @@ import time
 from collections import Counter
 from functools import partial
 
+import torch
+
 from benchmarks import measure, tables
 from benchmarks.measure import modelled, ratio, spread
 from common.requests import Request
@@ -29,6 +33,8 @@ from shell import charts, lesson, modelled_link
 
 hybrid = importlib.import_module("08_hybrid_blocks")
 FACTORS, BATCHES, CONTEXTS = [1.0, 1.25, 2.0], [16], [128, 384]
+OPPONENTS = "kv-only", "act-only", "1:1", "paper", "naive"
+GROUPS = 4  # in which `naive` divides a batch; the paper does not say how small DeepSpeed's batches are
 
 
 def planner_for(f: float, model, contexts: list[int]):
@@ -48,38 +54,80 @@ def planner_for(f: float, model, contexts: list[int]):
 
 
 def one_step(engine) -> dict:
-    """Of a decode step: seconds, those that the processor was busy, bytes over the link by kind."""
+    """Of a decode step: seconds, shares of them that each lane was busy, bytes over the link by kind."""
     seconds, timeline = hybrid.one_step(engine)
     moved = Counter()
     for transfer in engine.runner.transfers:
         moved[transfer.label] += transfer.bytes
-    compute = sum(span.end - span.start for span in charts.lanes(timeline).get("compute", ()))
-    return dict(seconds=seconds, compute=compute, bytes=dict(moved), cost=engine.runner.cost())
+    busy = {lane: 1 - charts.bubble(timeline, lane) for lane in ("load", "compute")}
+    return dict(seconds=seconds, bytes=dict(moved), busy=busy, cost=engine.runner.cost())
 
 
-# 1. The grid ------------------------------------------------------------------------------------------------
+def decode(runners: dict, contexts: list[int], rounds: int) -> tuple[dict, dict, dict]:
+    """Decode with all runners in turn -> of each a row, the seconds of its steps, and what they say of the costs."""
+    engines = {name: hybrid.ready(runner, contexts) for name, runner in runners.items()}
+    taken = lesson.in_turn({name: partial(one_step, engine) for name, engine in engines.items()}, rounds)
+    seconds = {name: [step["seconds"] for step in steps] for name, steps in taken.items()}
+    rows = {}
+    for name, steps in taken.items():
+        step = sorted(steps, key=lambda one: one["seconds"])[len(steps) // 2]
+        rows[name] = dict(
+            tokens_per_second=spread([len(contexts) / each for each in seconds[name]]), plan=runners[name].plan._asdict(),
+            mini_batches=len(runners[name].last), bytes=step["bytes"], busy=step["busy"])  # fmt: skip
+    return rows, seconds, {name: [step["cost"] for step in steps] for name, steps in taken.items()}
+
+
+# 1. Opponents -----------------------------------------------------------------------------------------------
+
+class Naive(hybrid.HybridRunner):
+    """A part of the batch at a time passes through all layers, and for each part all weights come again."""
+
+    def step(self, work: list) -> tuple:
+        size = -(-len(work) // GROUPS)
+        steps = [hybrid.HybridRunner.step(self, work[at : at + size]) for at in range(0, len(work), size)]
+        return [batch for batches, _ in steps for batch in batches], torch.cat([logits for _, logits in steps])
+
+
+def in_halves(planner, model, bandwidth):
+    """-> a runner whose host has as many bytes of ACT as of KV blocks in use, two for one, the ACT blocks filled first;
+    the device's are ACT blocks, as in the paper."""
+    on_device = planner.paper_plan().act_device
+    acts = round(2 / 3 * max(0.0, planner.fill * planner.blocks - on_device))
+    plan = hybrid.Plan(0, planner.blocks - on_device - acts, acts, 0, on_device)
+    runner = hybrid.HybridRunner(model, plan, bandwidth)
+    first = (runner.deal.kinds % 2 == 0).sort(stable=True).indices  # numbers of ACT blocks, then of KV blocks
+    runner.deal.kinds, runner.deal.numbers = runner.deal.kinds[first], runner.deal.numbers[first]
+    return runner
+
+
+def all_runners(planner, model, bandwidth) -> dict:
+    made = {policy: hybrid.make_runner(planner._replace(policy=policy), model, bandwidth) for policy in hybrid.POLICIES}
+    made["1:1"] = in_halves(planner, model, bandwidth)
+    return made | dict(naive=Naive(model, made["kv-only"].plan, bandwidth))
+
+
+def bounds(planner, runners: dict, costs: dict) -> dict[str, float]:
+    """-> the slower lane of each policy's plan in a decode step, with the costs of steps that were formed in one way."""
+    planner = planner.after([cost for policy in hybrid.POLICIES[:3] for cost in costs[policy]])
+    return {policy: max(planner.lanes(runners[policy].plan)) for policy in hybrid.POLICIES}
+
+
+# 2. The grid ------------------------------------------------------------------------------------------------
 
 def cell(model, f: float, batch: int, context: int, rounds: int) -> dict:
     contexts = batch * [context]
     planner, bandwidth, f = planner_for(f, model, contexts)
-    runners = {policy: hybrid.make_runner(planner._replace(policy=policy), model, bandwidth) for policy in hybrid.POLICIES}
-    engines = {policy: hybrid.ready(runner, contexts) for policy, runner in runners.items()}
-    taken = lesson.in_turn({policy: partial(one_step, each) for policy, each in engines.items()}, rounds)
-    seconds = {policy: [step["seconds"] for step in steps] for policy, steps in taken.items()}
-    planner = planner.after([step["cost"] for policy in hybrid.POLICIES[:3] for step in taken[policy]])  # one way to form
-    lanes = {policy: planner.lanes(each.runner.plan) for policy, each in engines.items()}
-    link, rows = engines["hybrid"].runner.load_link.speed(), {}
-    for policy, steps in taken.items():
-        plan, step = engines[policy].runner.plan, sorted(steps, key=lambda one: one["seconds"])[len(steps) // 2]
-        rows[policy] = dict(
-            tokens_per_second=spread([batch / each for each in seconds[policy]]), plan=plan._asdict(),
-            bytes=step["bytes"], link_busy=sum(step["bytes"].values()) / link / step["seconds"],
-            compute_busy=step["compute"] / step["seconds"], over=ratio(seconds[policy], seconds["hybrid"]),
-            allowed=max(lanes[policy]) / max(lanes["hybrid"]))  # fmt: skip
+    runners = all_runners(planner, model, bandwidth)
+    rows, seconds, costs = decode(runners, contexts, rounds)
+    least = bounds(planner, runners, costs)
+    for name, row in rows.items():
+        row["over"] = ratio(seconds[name], seconds["hybrid"])
+    for name, slower in least.items():
+        rows[name]["allowed"] = slower / least["hybrid"]
     return dict(
         f=f, batch=batch, context=context, rounds=rounds, policies=rows,
-        of_bound=spread([max(lanes["hybrid"]) / each for each in seconds["hybrid"]]),
-        behind=[policy for policy in hybrid.POLICIES[1:] if measure.is_behind(ratio(seconds["hybrid"], seconds[policy])["samples"])])  # fmt: skip
+        of_bound=spread([least["hybrid"] / each for each in seconds["hybrid"]]),
+        behind=[name for name in OPPONENTS if measure.is_behind(ratio(seconds["hybrid"], seconds[name])["samples"])])  # fmt: skip
 
 
 def grid(model, arguments):
@@ -88,7 +136,7 @@ def grid(model, arguments):
         yield from measure.again_if_behind(partial(cell, model, *one), arguments.rounds)
 
 
-# 2. Table III -----------------------------------------------------------------------------------------------
+# 3. Table III -----------------------------------------------------------------------------------------------
 
 def in_order(items: list, rows: int) -> list[list]:
     """Mini-batches as full as the buffers allow, in the order of arrival."""
@@ -106,24 +154,21 @@ def steps(model, arguments, batch: int = 32, longest: int = 384, f: float = 1.25
     planner, bandwidth, f = planner_for(f, model, contexts)
     paper, only = planner._replace(policy="paper").plan(), planner._replace(policy="act-only").plan()
     only = only._replace(resident=0, act_device=paper.act_device, act_host=planner.blocks - paper.act_device)
-    half = only._replace(kv_host=only.act_host // 2, act_host=only.act_host - only.act_host // 2)
     theirs = partial(hybrid.form_as_paper, planner, hybrid.Deal(paper, 16))
-    ways = {"act-only": (only, in_order), "+ hybrid blocks, 1:1": (half, in_order),
-            "+ Algorithm 1": (paper, in_order), "+ mini-batches (paper's)": (paper, theirs),
-            "+ mini-batches (ours)": (paper, hybrid.form), "this engine's plan": (planner.plan(), hybrid.form)}  # fmt: skip
-    engines = {name: hybrid.ready(hybrid.HybridRunner(model, plan, bandwidth), contexts) for name, (plan, _) in ways.items()}
-    for name, engine in engines.items():
-        engine.runner.form = ways[name][1]
-    taken = lesson.in_turn({name: partial(one_step, engine) for name, engine in engines.items()}, arguments.rounds)
-    seconds = {name: [step["seconds"] for step in found] for name, found in taken.items()}
-    for name, found in taken.items():
-        yield dict(
-            f=f, batch=batch, contexts=[min(contexts), max(contexts)], step=name,
-            mini_batches=len(engines[name].runner.last), tokens_per_second=spread([batch / one for one in seconds[name]]),
-            over_act_only=ratio(seconds["act-only"], seconds[name]))  # fmt: skip
+    ways = {"act-only": (only, in_order), "+ hybrid blocks, 1:1": (None, in_order), "+ Algorithm 1": (paper, in_order),
+            "+ mini-batches (paper's)": (paper, theirs), "+ mini-batches (ours)": (paper, hybrid.form),
+            "this engine's plan": (planner.plan(), hybrid.form)}  # fmt: skip
+    runners = {}
+    for name, (plan, form) in ways.items():
+        runners[name] = hybrid.HybridRunner(model, plan, bandwidth) if plan else in_halves(planner, model, bandwidth)
+        runners[name].form, runners[name].rows = form, sum(contexts) // 3
+    rows, seconds, _ = decode(runners, contexts, arguments.rounds)
+    for name, row in rows.items():
+        yield dict(f=f, batch=batch, contexts=[min(contexts), max(contexts)], step=name, **row,
+                   over_act_only=ratio(seconds["act-only"], seconds[name]))  # fmt: skip
 
 
-# 3. Whole answers, and room ---------------------------------------------------------------------------------
+# 4. Whole answers --------------------------------------------------------------------------------------
 
 def answer(engine, prompts: list[list[int]], new: int) -> dict:
     """Of a batch: seconds, the share of them until all have their first token, and the answers."""
@@ -131,90 +176,91 @@ def answer(engine, prompts: list[list[int]], new: int) -> dict:
     requests = engine.generate([Request(prompt, new) for prompt in prompts])
     seconds = time.perf_counter() - began
     first = max(request.times[0] for request in requests) - began
-    return dict(seconds=seconds, prefill=first / seconds, new=[request.new for request in requests])
+    return dict(seconds=seconds, prefill=first / seconds, new=[request.new for request in requests], cost=engine.runner.cost())
 
 
-def whole(model, arguments, batch: int = 16, context: int = 256, new: int = 16, f: float = 1.25):
-    planner, bandwidth, f = planner_for(f, model, batch * [context + new])  # measured just now: no warm-up
-    runners = {policy: hybrid.make_runner(planner._replace(policy=policy), model, bandwidth) for policy in hybrid.POLICIES}
-    engines = {policy: hybrid.paged.Engine(runner, None, batch * context, batch) for policy, runner in runners.items()}
-    rng, taken = random.Random(0), {policy: [] for policy in engines}
-    for _ in range(max(1, arguments.rounds // 3)):
-        prompts = [measure.draw(rng, model, context) for _ in range(batch)]
-        for policy, engine in engines.items():
-            taken[policy].append(answer(engine, prompts, new))
-    measure.check_alike(model, {policy: [each["new"] for each in found] for policy, found in taken.items()})
-    seconds = {policy: [each["seconds"] for each in found] for policy, found in taken.items()}
-    for policy, found in taken.items():
+def whole(model, arguments, batch: int = 16, context: int = 128, new: int = 16, f: float = 1.25):
+    """`allowed`: with the least prefill of all, since they compute the same in it, and as many steps of the slower lane."""
+    planner, bandwidth, f = planner_for(f, model, batch * [context + new // 2])
+    runners = all_runners(planner, model, bandwidth)
+    engines = {name: hybrid.paged.Engine(runner, None, batch * context, batch) for name, runner in runners.items()}
+    rng, ways = random.Random(0), {name: partial(answer, engine, new=new) for name, engine in engines.items()}
+    taken = measure.same_question_in_turn(ways, arguments.rounds, lambda: [measure.draw(rng, model, context) for _ in range(batch)])
+    measure.check_alike(model, {name: [each["new"] for each in found] for name, found in taken.items()})
+    seconds = {name: [each["seconds"] for each in found] for name, found in taken.items()}
+    prefill = {name: spread([each["seconds"] * each["prefill"] for each in found]) for name, found in taken.items()}
+    least = bounds(planner, runners, {name: [each["cost"] for each in found] for name, found in taken.items()})
+    total = {name: min(each["median"] for each in prefill.values()) + (new - 1) * step for name, step in least.items()}
+    for name in runners:
         yield dict(
-            f=f, batch=batch, context=context, new=new, policy=policy, over=ratio(seconds[policy], seconds["hybrid"]),
-            tokens_per_second=spread([batch * new / each for each in seconds[policy]]),
-            prefill=spread([each["prefill"] for each in found]))  # fmt: skip
+            f=f, batch=batch, context=context, new=new, policy=name, over=ratio(seconds[name], seconds["hybrid"]),
+            tokens_per_second=spread([batch * new / each for each in seconds[name]]), prefill_seconds=prefill[name],
+            plan=runners[name].plan._asdict(), behind=measure.is_behind(ratio(seconds["hybrid"], seconds[name])["samples"]),
+            **({"allowed": total[name] / total["hybrid"]} if name in total else {}))  # fmt: skip
 
 
-def room(model, arguments, f: float = 1.25):
-    planner, _, f = planner_for(f, model, 16 * [128])
-    config, (_, act, kv), plan = model.config, planner.sizes, planner._replace(policy="hybrid").plan()
-    share = (plan.act_host + plan.act_device) / planner.blocks
-    yield dict(f=f, heads=config.num_attention_heads, kv_heads=config.num_key_value_heads, kv=kv / 16, act=act / 16,
-               kv_only=16e9 / kv, act_only=16e9 / act, share=share, hybrid=16e9 / (share * act + (1 - share) * kv))  # fmt: skip
+PARTS = {name: (part, ["random:long"]) for name, part in (("grid", grid), ("steps", steps), ("whole", whole))}
 
 
-PARTS = {"grid": (grid, ["random:long"]), "steps": (steps, ["random:long"]), "whole": (whole, ["random:long"]),
-         "room": (room, ["random:long"])}  # fmt: skip
-
-
-# 4. The tables ----------------------------------------------------------------------------------------------
+# 5. The tables ----------------------------------------------------------------------------------------------
 
 def report(found: list[dict]) -> str:
     steps = tables.rows(found, "steps")
     for row in steps:
         row["lengths"] = tables.between(row["contexts"], "{:,}".format)
+        row["moved"] = megabytes(row)
     return tables.paragraphs(
         report_grid(tables.rows(found, "grid")),
-        tables.table("**Table III** ({model}, {batch} contexts of {lengths} tokens, f = {f:g}):", {
+        tables.table("**Table III**, of decode steps ({model}, {batch} contexts of {lengths} tokens, f = {f:g}):", {
             "step": "{step}", "mini-batches": "{mini_batches}", "tokens/s": "{tokens_per_second:spread}",
-            "over act-only": "{over_act_only:spread}",
+            "over act-only": "{over_act_only:spread}", "busy: link, processor": BUSY, "MB: weights/KV/ACT": "{moved}",
         }, steps),
         tables.table(
             "**Prefill and decode** ({model}, {batch} prompts of {context} tokens, {new} new ones each, f = {f:g}), new tokens over "
             "all of the time:", {
-                "policy": "`{policy}`", "tokens/s": "{tokens_per_second:spread}", "of it prefill": "{prefill:%}",
-                "hybrid's throughput over it": "{over:spread}",
-            }, tables.rows(found, "whole")),
-        tables.table("**Tokens of context that a GB of host memory holds**, beside the weights:", {
-            "model": "{model}", "heads: queries, KV": "{heads}, {kv_heads}", "bytes of a token: KV, ACT": "{kv:,.0f}, {act:,.0f}",
-            "`kv-only`": "{kv_only:,.0f}", "`act-only`": "{act_only:,.0f}",
-            "`hybrid`, 16 x 128, f = 1.25": "{hybrid:,.0f}, {share:%} of the blocks ACT",
-        }, tables.rows(found, "room")))  # fmt: skip
+                "policy": "`{policy}`", "tokens/s": "{tokens_per_second:spread}", "prefill, s": "{prefill_seconds:spread}",
+                "hybrid's throughput over it": "{over:spread}", "allowed": "{allowed:n}",
+            }, tables.rows(found, "whole")))  # fmt: skip
+
+
+BUSY = "{busy[load]:%}, {busy[compute]:%}"
+
+
+def megabytes(row: dict) -> str:
+    return "/".join(f"{row['bytes'].get(kind, 0) / 1e6:,.0f}" for kind in ("weights", "kv", "act"))
+
+
+def traffic(row: dict, policy: str, *besides: str) -> float:
+    """A policy's bytes of context, and `besides`, over hybrid's, from the host in a decode step."""
+    of, least = (sum(row["policies"][name]["bytes"].get(kind, 0) for kind in ("kv", "act", *besides)) for name in (policy, "hybrid"))
+    return of / least
 
 
 def report_grid(rows: list[dict]) -> str:
     if not rows:
         return ""
     for row in rows:
-        moved, row["factor"] = row["policies"]["hybrid"]["bytes"], row.get("link", f"f = {row['f']:g}")
-        row["moved"] = "/".join(f"{moved.get(kind, 0) / 1e6:,.0f}" for kind in ("weights", "kv", "act"))
+        row["factor"] = row.get("link", f"f = {row['f']:g}")
     behind = [f"{', '.join(row['behind'])} ({row['factor']}, {row['batch']} x {row['context']:,}, {row['rounds']} rounds)"
               for row in rows if row["behind"]]  # fmt: skip
     gains = tables.grouped(rows, ("model", "batch", "context"), "factor")
     middle = [row for row in rows if row["f"] == FACTORS[1]] or rows
-    where = {"model, batch x context": "{model}, {batch} x {context:,}"}
+    each = [dict(row, policy=name, **one, moved=megabytes(one), context_bytes=traffic(row, name), all_bytes=traffic(row, name, "weights"))
+            for row in middle for name, one in row["policies"].items()]  # fmt: skip
     return tables.paragraphs(
         tables.table("**hybrid's throughput over that of other policies**, and what the costs of these steps allow:", {
-            **where,
+            "model, batch x context": "{model}, {batch} x {context:,}",
             **tables.across(gains, {
                 "`kv-only`": "{policies[kv-only][over]:spread} of {policies[kv-only][allowed]:n}",
                 "`act-only`": "{policies[act-only][over]:spread} of {policies[act-only][allowed]:n}"}),
         }, gains),
         f"It is {tables.between(row['of_bound']['median'] for row in rows)} of the bound, and was behind "
         f"{tables.listed(behind) if behind else 'nothing'}.",
-        tables.table("**Both lanes**, {factor}:", {
-            **where, "tokens/s": "{policies[hybrid][tokens_per_second]:n}", "of the bound": "{of_bound:spread}",
-            "over `paper`": "{policies[paper][over]:spread}",
-            "busy: link, processor": "{policies[hybrid][link_busy]:%}, {policies[hybrid][compute_busy]:%}",
-            "MB: weights/KV/ACT": "{moved}",
-        }, middle))  # fmt: skip
+        tables.table("**Both lanes**, {factor}; bytes from the host over hybrid's, of the context and with the weights:", {
+            "batch x context": "{batch} x {context:,}", "policy": "`{policy}`", "tokens/s": "{tokens_per_second:n}",
+            "hybrid's over it": "{over:spread}", "mini-batches": "{mini_batches}", "busy: link, processor": BUSY,
+            "MB: weights/KV/ACT": "{moved}", "bytes over hybrid's": "{context_bytes:n}, {all_bytes:n}",
+        }, each))  # fmt: skip
 
 
 if __name__ == "__main__":
