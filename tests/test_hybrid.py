@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from support import engines, traffic
 from support.engines import BANDWIDTH, Oracle, ask, check_pools, draw, hybrid, settle, tiny_model
 
+from benchmarks import hybrid_blocks
 from common.link import TransferError
 from common.requests import Request
 from shell import cli
@@ -177,10 +178,18 @@ def test_mini_batches_fit_and_hold_everybody_once(decoding, chunks):
         assert sorted(map(id, items)) == sorted(id(item) for batch in formed for item in batch)
 
 
+@pytest.mark.parametrize("kv, act", [(0, 96), (96, 0), (48, 48)])
+def test_of_equal_requests_the_papers_mini_batches_are_as_few_as_the_room_allows(kv, act):
+    """Equation 5 makes ties the rule: of 6 blocks each five fit into 32."""
+    items = [hybrid.Item(Request([0], 1, table=list(range(at, at + 6))), 95, 96) for at in range(0, 96, 6)]
+    formed = hybrid.form_as_paper(PAPER, hybrid.Deal(Plan(0, kv, act, 0, 0), 16), items, 32 * 16)
+    assert list(map(len, formed)) == [5, 5, 5, 1]
+
+
 def test_the_papers_mini_batches_by_hand():
     """Of (ACT, KV) blocks 12 fit, and to load one takes as long as to rebuild two. p's imbalance is 4 / 2. With q it
-    would stay, 8 / 4, and with t grow, 5 / 2; r makes it 6 / 5, and then t 6 / 6; for q there is no room. So q begins
-    the next, 4 / 2; s makes it 5 / 4. u alone is more than fits, and v is left."""
+    stays, 8 / 4, with t it would grow, 9 / 4, and for r there is no room; s makes it 9 / 6. So t begins the next, which
+    r makes 4 / 2, and then v 4 / 3. u alone is more than fits."""
     deal = hybrid.Deal(Plan(0, 11, 12, 0, 8), 16)
     kvs, acts = ([at for at, kind in enumerate(deal.kinds.tolist()) if kind % 2 == odd] for odd in (0, 1))
     items, names = [], "pqtrsuv"
@@ -189,7 +198,16 @@ def test_the_papers_mini_batches_by_hand():
         items.append(hybrid.Item(Request([0], 1, table=table), 0, 16 * len(table) - 3))
     items[0].request.table.append(kvs.pop())  # not in use yet
     formed = hybrid.form_as_paper(PAPER, deal, items, 12 * 16 + 7)
-    assert ["".join(names[items.index(item)] for item in batch) for batch in formed] == ["prt", "qs", "u", "v"]
+    assert ["".join(names[items.index(item)] for item in batch) for batch in formed] == ["pqs", "trv", "u"]
+
+
+def test_one_to_one_is_as_much_memory_of_each_kind_and_the_first_requests_are_all_activations():
+    sizes = hybrid.sizes_of(MODEL, 16)
+    planner = Planner("hybrid", Costs(BANDWIDTH, 1.0, 0.1), sizes, 3, 60, 2 * sizes.weights + 4 * sizes.act, 16, 40 / 60)
+    engine = hybrid.ready(hybrid_blocks.in_halves(planner, MODEL, BANDWIDTH), 5 * [127])  # 8 blocks each
+    kinds = [hybrid.KINDS[kind] for one in engine.running for kind in engine.runner.deal.kinds[one.table]]
+    assert [kind % 2 for kind in kinds] == 28 * [1] + 12 * [0]
+    assert kinds.count(hybrid.ACT_HOST) * sizes.act == kinds.count(hybrid.KV_HOST) * sizes.kv == 24 * sizes.act
 
 
 # 3. The forward pass ---------------------------------------------------------------------------
@@ -248,6 +266,15 @@ def test_one_fetch_of_the_weights_serves_all_mini_batches():
     assert moved["act"] and moved["kv"] and moved["store"]
     engines.until_over(engine, *requests)
     assert_equal(engine, requests)
+
+
+def test_without_mini_batches_all_weights_come_for_each_part_of_the_batch():
+    engine, requests = engines.paged.Engine(hybrid_blocks.Naive(MODEL, PLANS["kv"], BANDWIDTH)), some_requests(random.Random(9))
+    engine.generate(requests)
+    assert_equal(engine, requests)
+    runners = [kind(MODEL, PLANS["kv"], BANDWIDTH) for kind in (hybrid.HybridRunner, hybrid_blocks.Naive)]
+    once, often = (hybrid_blocks.one_step(hybrid.ready(runner, 8 * [40]))["bytes"] for runner in runners)
+    assert often["weights"] == pytest.approx(hybrid_blocks.GROUPS * once["weights"]) and often["kv"] == once["kv"] > 0
 
 
 # 4. What fails ---------------------------------------------------------------------------------

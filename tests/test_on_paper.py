@@ -109,6 +109,8 @@ def test_two_pointers_meet_where_both_take_as_long():
 def test_captures_ratio_grows_with_the_width_and_both_lanes_end_together():
     ratios = {name: on_paper.capture_ratio(name) for name in on_paper.OPT}
     assert ratios["6.7B"] < ratios["30B"] < ratios["66B"], "the printed ones fall"
+    alone, halves, best = (on_paper.capture_gains("30B", 1920, mixes)[1] for mixes in ([1000], [667], range(1001)))
+    assert alone == 1 < halves < best
     lanes = dict(W=25.0, K=100.0, R=92.0, B=8.0, M=12.5)
     share = (25 + 100 - 12.5 - 8) / (92 + 50)
     least = on_paper.capture_seconds(**lanes, act=share)
