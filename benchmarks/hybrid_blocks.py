@@ -52,7 +52,9 @@ def planner_for(f: float, model, contexts: list[int]):
 def one_step(engine) -> dict:
     """Of a decode step: seconds, bytes over the link by kind, shares of the time that each lane was busy."""
     seconds, timeline = hybrid.one_step(engine)
-    moved = {kind: sum(each.bytes for each in engine.runner.transfers if each.label == kind) for kind in ("weights", "kv", "act")}
+    moved = dict(weights=0, kv=0, act=0, store=0)
+    for transfer in engine.runner.transfers:
+        moved[transfer.label] += transfer.bytes
     busy = {lane: 1 - charts.bubble(timeline, lane) for lane in ("load", "compute")}
     return dict(seconds=seconds, bytes=moved, busy=busy, cost=engine.runner.cost())
 
@@ -73,8 +75,7 @@ def in_halves(planner, model, bandwidth):
     the device's are ACT blocks, as in the paper."""
     on_device = planner.paper_plan().act_device
     acts = round(2 / 3 * max(0.0, planner.fill * planner.blocks - on_device))
-    plan = hybrid.Plan(0, planner.blocks - on_device - acts, acts, 0, on_device)
-    runner = hybrid.HybridRunner(model, plan, bandwidth)
+    runner = hybrid.HybridRunner(model, hybrid.Plan(0, planner.blocks - on_device - acts, acts, 0, on_device), bandwidth)
     first = (runner.deal.kinds % 2 == 0).sort(stable=True).indices  # numbers of ACT blocks, then of KV blocks
     runner.deal.kinds, runner.deal.numbers = runner.deal.kinds[first], runner.deal.numbers[first]
     return runner
@@ -95,17 +96,12 @@ def bounds(planner, runners: dict, costs: dict) -> dict[str, float]:
     return {policy: max(planner.lanes(runners[policy].plan)) for policy in hybrid.POLICIES}
 
 
-def allowed(name: str, least: dict[str, float]) -> dict:
-    return dict(allowed=least[name] / least["hybrid"]) if name in least else {}
-
-
 # 2. Decode steps --------------------------------------------------------------------------------------------
 
 def cell(model, f: float, contexts: list[int], parts: int, rounds: int) -> dict:
     """Decode under each policy in turn, with buffers for one of so many parts of the contexts."""
-    others = () if f in FACTORS[::2] else OTHERS
     planner, bandwidth, f = planner_for(f, model, contexts)
-    runners = runners_of(planner, model, bandwidth, *others)
+    runners = runners_of(planner, model, bandwidth, *(() if f in FACTORS[::2] else OTHERS))
     engines = {name: hybrid.ready(runner, contexts) for name, runner in runners.items()}
     for runner in runners.values():
         runner.rows = sum(contexts) // parts if parts > 1 else runner.rows
@@ -119,7 +115,10 @@ def cell(model, f: float, contexts: list[int], parts: int, rounds: int) -> dict:
             tokens_per_second=spread([len(contexts) / each for each in seconds[name]]), plan=runners[name].plan._asdict(),
             mini_batches=len(runners[name].last), bytes=step["bytes"], busy=step["busy"],
             over=ratio(seconds[name], seconds["hybrid"]), over_act_only=ratio(seconds["act-only"], seconds[name]),
-            context_bytes=step["bytes"]["kv"] + step["bytes"]["act"], **allowed(name, least))  # fmt: skip
+            context_bytes=step["bytes"]["kv"] + step["bytes"]["act"])  # fmt: skip
+    for name, row in rows.items():
+        row["traffic"] = row["context_bytes"] / max(1, rows["hybrid"]["context_bytes"])
+        row |= {"allowed": least[name] / least["hybrid"]} if name in least else {}
     return dict(
         f=f, batch=len(contexts), context=max(contexts), rounds=rounds, policies=rows,
         of_bound=spread([least["hybrid"] / each for each in seconds["hybrid"]]),
@@ -133,9 +132,8 @@ def grid(model, arguments):
 
 
 def lengths(model, arguments, batch: int = 32, longest: int = 384, f: float = 1.25):
-    rng = random.Random(0)
-    contexts = [rng.randrange(longest // 16, longest) for _ in range(batch)]
-    yield cell(model, f, contexts, 3, arguments.rounds)
+    drawn = partial(random.Random(0).randrange, longest // 16, longest)
+    yield cell(model, f, [drawn() for _ in range(batch)], 3, arguments.rounds)
 
 
 # 3. Whole answers --------------------------------------------------------------------------------------
@@ -167,7 +165,7 @@ def whole(model, arguments, batch: int = 16, context: int = 128, new: int = 12, 
             f=f, batch=batch, context=context, new=new, policy=name, over=ratio(seconds[name], seconds["hybrid"]),
             tokens_per_second=spread([batch * new / each for each in seconds[name]]), prefill_seconds=prefill[name],
             plan=runners[name].plan._asdict(), behind=measure.is_behind(ratio(seconds["hybrid"], seconds[name])["samples"]),
-            **allowed(name, total))  # fmt: skip
+            **({"allowed": total[name] / total["hybrid"]} if name in total else {}))  # fmt: skip
 
 
 PARTS = {name: (part, ["random:long"]) for name, part in dict(grid=grid, lengths=lengths, whole=whole).items()}
@@ -180,11 +178,11 @@ def report(found: list[dict]) -> str:
     for row in (every := [*rows, *mixed]):
         row["factor"] = row.get("link", f"f = {row['f']:g}")
         row["cell"] = f"{row['batch']} {'of up to' if row in mixed else 'x'} {row['context']:,}"
-    behind = [f"{', '.join(row['behind'])} ({row['factor']}, {row['cell']}, {row['rounds']} rounds)" for row in every if row["behind"]]
+    behind = [f"{', '.join(row['behind'])} ({row['factor']}, {row['cell']}, {row['rounds']} rounds)"
+              for row in every if row["behind"]]  # fmt: skip
     gains = tables.grouped(rows, ("model", "cell"), "factor")
     for row in tables.grouped([row for row in every if "naive" in row["policies"]], ("model", "cell"), "factor"):
-        least = max(1, row["policies"]["hybrid"]["context_bytes"])
-        each += [dict(row, policy=name, traffic=one["context_bytes"] / least, **one) for name, one in row["policies"].items()]
+        each += [dict(row, policy=name, **one) for name, one in row["policies"].items()]
     return tables.paragraphs(
         tables.table("**hybrid's throughput over that of other policies**, and what the costs of these steps allow:", {
             "model, batch x context": "{model}, {cell}",
@@ -197,7 +195,7 @@ def report(found: list[dict]) -> str:
         tables.table("**Both lanes**, {factor}:", {
             "contexts": "{cell}", "policy": "{policy}", "mini-batches": "{mini_batches}", "tokens/s": "{tokens_per_second:n}",
             "over act-only": "{over_act_only:n}", "hybrid's over it": "{over:spread}",
-            "from the host: weights, KV, ACT": "{bytes[weights]:MB}, {bytes[kv]:MB}, {bytes[act]:MB}",
+            "weights, KV, ACT come": "{bytes[weights]:MB}, {bytes[kv]:MB}, {bytes[act]:MB}",
             "KV and ACT over hybrid's": "{traffic:n}", "busy: link, processor": "{busy[load]:%}, {busy[compute]:%}",
         }, each),
         tables.table(
