@@ -9,9 +9,9 @@ K and V (KV blocks). With multi-head attention an ACT block has half the bytes o
 rebuilt from it while the link brings the next weights and blocks. With the right share of ACT blocks both
 lanes take equally long:
 
-    one layer                     link                  processor
-    equations 2 and 3             W + (1 - a) K         aR              a: the share of the context that is ACT
-    with all that takes time      W + K - aK/2 - M      B + aR
+    one layer                    link                processor
+    equations 2 and 3            W + (1 - a) K       aR              a: the share of the context that is ACT
+    with all that takes time     W + K - aK/2 - M    B + aR
 
     seconds to load  W the weights, K all of the context as K and V, M what the device keeps
     seconds to       B compute the layer for the new tokens, R rebuild K and V of all of the context

@@ -66,7 +66,7 @@ class Naive(hybrid.HybridRunner):
 
     def step(self, work: list) -> tuple:
         size = -(-len(work) // GROUPS)
-        steps = [hybrid.HybridRunner.step(self, work[at : at + size]) for at in range(0, len(work), size)]
+        steps = [super(Naive, self).step(work[at : at + size]) for at in range(0, len(work), size)]
         return [batch for batches, _ in steps for batch in batches], torch.cat([logits for _, logits in steps])
 
 
