@@ -12,11 +12,11 @@ request stands in line, storage is asked for all of its pages, and those after t
     pages    |== L1 ====|==== L2 ======|:::::: L3 ::::::::::::::::|
              found      | by layers    | prefetched into L2, then by layers
 
-How long does a request wait for storage? `best_effort`: not at all, it takes the pages that have come when
-its turn is there. `wait_complete`: to the end. `timeout`: a fixed time and some more for each 1,024 tokens,
-from its arrival on. `both_ends`: only until storage has said what it has; then it computes from the front
-while pages arrive from the back (chapter 06). But no policy waits longer than computing the prompt would
-take, or for a load that takes more than 0.8 of it (`--always-restore`: for any load, up to a minute).
+How long does a request wait for storage? `best_effort`: not at all, it takes what has come when its turn is
+there. `wait_complete`: to the end. `timeout`: so many seconds from its arrival on, and some for each 1,024
+tokens. `both_ends`: until storage has said what it has; then it computes from the front while pages arrive
+from the back (chapter 06). But no policy waits longer than computing the prompt would take, or for a load
+that takes more than 0.8 of it (`--always-restore`: for any load, up to a minute).
 
 When does a page go down? `write_through`: as soon as it is full. `write_through_selective`: when a second
 request has it on the device. `write_back`: copied one tier down on eviction, unless a lower tier has it;
@@ -104,8 +104,8 @@ class HiRadixTree:
     def spans(self, run: list) -> list[tuple[Node, slice]]:
         """-> where the known beginning of `run` is, pages that follow each other: nodes, from the root down,
         and which of a node's pages are the run's."""
-        chain, (node, at, spans) = from_root(run), (self.root, 0, [])
-        first = len(chain) - len(run)
+        chain = before(run) + run
+        node, at, first, spans = self.root, 0, len(chain) - len(run), []
         while at < len(chain) and (node := node.children.get(chain[at])):
             ours = chain[at : at + len(node.pages)]
             same = len(ours)
@@ -120,45 +120,45 @@ class HiRadixTree:
 
     def take(self, run: list) -> list[Node]:
         """-> the nodes of `run`, which have no other pages: split at both of its ends, or new."""
-        taken, known = [], 0
-        for node, part in self.spans(run):
-            if part.stop < len(node.pages):
-                node = self.split(node, part.stop)
-            if part.start:
-                self.split(node, part.start)
-            taken.append(node)
-            known += part.stop - part.start
-        if known < len(run):
-            before = taken or self.take(from_root(run)[: -len(run)])
-            parent = before[-1] if before else self.root
-            node = parent.children[run[known]] = Node(parent, run[known:])
-            self.size += len(node.pages)
-            taken.append(node)
+        taken = [self.split(*span) for span in self.spans(run)]
+        if new := run[sum(len(node.pages) for node in taken) :]:
+            (*_, upper) = self.root, *(taken or self.take(before(run)))
+            upper.children[new[0]] = Node(upper, new)
+            taken.append(upper.children[new[0]])
+            self.size += len(new)
         return taken
 
-    def split(self, node: Node, at: int) -> Node:
-        """Move the first `at` pages to a new parent, in the same tiers -> that. K and V stay."""
-        upper = replace(node, pages=node.pages[:at], places=node.places[:at], children={})
-        upper.parent.children[upper.pages[0]] = upper
-        node.parent, node.pages, node.places = upper, node.pages[at:], node.places[at:]
-        upper.children[node.pages[0]] = node
-        return upper
+    def split(self, node: Node, part: slice) -> Node:
+        """Split a node at both ends of a part of it -> the part. All are in the same tiers; K and V stay."""
+        for at in filter(range(1, len(node.pages)).__contains__, (part.stop, part.start)):
+            upper = replace(node, pages=node.pages[:at], places=node.places[:at], children={})
+            upper.parent.children[upper.pages[0]] = upper
+            node.parent, node.pages, node.places = upper, node.pages[at:], node.places[at:]
+            upper.children[node.pages[0]] = node
+            node = upper if at == part.stop else node
+        return node
 
     def join(self, nodes: list[Node]):
         """Join each of these, and what follows the last, with what comes before it, where both are in the
         same tiers, and no other conversation parts from it there."""
         for node in (*nodes, *nodes[-1].children.values()) if nodes else ():
-            before = node.parent
-            if before.pages and len(before.children) == 1 and before.state == node.state:
-                node.pages, node.places = before.pages + node.pages, before.places + node.places
-                node.parent = before.parent
+            upper = node.parent
+            if upper.pages and len(upper.children) == 1 and upper.state == node.state:
+                node.pages, node.places = upper.pages + node.pages, upper.places + node.places
+                node.parent = upper.parent
                 node.parent.children[node.pages[0]] = node
 
     def change(self, pages):
-        """Yield the nodes of these pages, of any chains, which have no others: to be changed meanwhile."""
-        for run in runs(pages):
-            nodes = self.take(run)
-            yield from nodes
+        """Yield nodes that have these pages, of any chains, and no others; beginnings, used later, first. The
+        caller changes each, then it is joined with its neighbours."""
+        runs = []
+        for page in sorted(pages, key=lambda page: -page.used):
+            if runs and runs[-1][-1] is page.parent:
+                runs[-1].append(page)
+            else:
+                runs.append([page])
+        for run in runs:
+            yield from (nodes := self.take(run))
             self.join(nodes)
 
     def nodes(self) -> list[Node]:
@@ -168,33 +168,22 @@ class HiRadixTree:
             found += node.children.values()
         return found[1:]
 
-    def forget(self, keep):
-        """Drop spans at the ends of branches that no tier near has, and that `keep` does not want."""
+    def forget(self, keep: set):
+        """Drop spans at the ends of branches that are near no more, and of which `keep` has no page."""
         for node in reversed(self.nodes()):
-            if not (node.children or node.near or any(map(keep, node.pages))):
+            if not node.children and not node.near and keep.isdisjoint(node.pages):
                 del node.parent.children[node.pages[0]]
                 self.size -= len(node.pages)
         self.join(self.nodes())
 
 
-def from_root(run: list) -> list:
-    """-> `run`, behind all pages that come before it. (A chain's first parent is its salt.)"""
-    before, page = [], run[0].parent if run else None
+def before(run: list) -> list:
+    """-> all pages that come before a run, the first one first. (A chain's first parent is its salt.)"""
+    pages, page = [], run[0].parent if run else None
     while page and page.parent:
-        before.append(page)
+        pages.append(page)
         page = page.parent
-    return before[::-1] + run if before else run
-
-
-def runs(pages) -> list[list]:
-    """-> the pages, of any chains, in runs of such that follow each other; beginnings, used later, first."""
-    found = []
-    for page in sorted(pages, key=lambda page: -page.used):
-        if found and found[-1][-1] is page.parent:
-            found[-1].append(page)
-        else:
-            found.append([page])
-    return found
+    return pages[::-1]
 
 
 # 2. From storage to host memory ----------------------------------------------------------------
@@ -230,7 +219,7 @@ class Prefetcher:
         neither pool has. Where storage is silent, only find out whether it answers again."""
         cache, storage, now = self.cache, self.cache.storage, time.perf_counter()
         size = cache.pool.block_size
-        chain, before = request.chain[: request.history // size], request.kept
+        chain, earlier = request.chain[: request.history // size], request.kept
         if storage is None or not chain:
             return
         if storage.silent:
@@ -239,30 +228,23 @@ class Prefetcher:
                 cache.hold("ask", [storage.exists([bytes(32)])])
                 cache.measure_storage()
             return
-        near = takewhile(lambda span: span[0].near, cache.tree.spans(chain))
-        first = sum(len(node.pages[part]) for node, part in near)
+        first = sum(part.stop for _, part in takewhile(lambda span: span[0].near, cache.tree.spans(chain)))
         tokens = (len(chain) - first) * size
-        until = self.until(request, tokens)
+        timeout = request.received + self.timeout[0] + self.timeout[1] * tokens / 1024
+        until = dict(best_effort=0.0, timeout=timeout).get(self.policy, request.patience)  # is the policy
         request.kept = prefetch = Prefetch(request, chain, first, until, ended=tokens < self.threshold)
-        if before:
-            prefetch.pages_read = before.pages_read
-            self.end_prefetch(before)
+        if earlier:
+            prefetch.pages_read = earlier.pages_read
+            self.end_prefetch(earlier)
         answer = storage.exists([prefix.key for prefix in chain])
         cache.hold("ask", [answer], then=partial(self.answered, prefetch, answer))
-
-    def until(self, request, tokens: int) -> float:
-        """-> when the request waits no longer for so many `tokens`, in seconds of time.perf_counter(). This
-        number is the policy; under both_ends it does not wait any more once storage has answered, either."""
-        fixed, each = self.timeout
-        timeout = request.received + fixed + each * tokens / 1024
-        return dict(best_effort=0.0, timeout=timeout).get(self.policy, request.patience)
 
     def answered(self, prefetch: Prefetch, answer, arrived: bool):
         """Storage has said which pages it has: believe that, and let the reads begin."""
         tree, chain, first = self.cache.tree, prefetch.chain, prefetch.first
         stored = answer.value if arrived else []
         end = first + len(list(takewhile(bool, stored[first:])))
-        known = max(end, sum(len(node.pages[part]) for node, part in tree.spans(chain)))
+        known = max(end, sum(part.stop for _, part in tree.spans(chain)))
         there = {page for page, has in zip(chain[:end], stored) if has}  # what follows `end`: written again
         for pages in (there, set(chain[:known]) - there) if arrived else ():
             for node in tree.change(pages):
@@ -327,23 +309,31 @@ class Prefetcher:
 
     def waits(self, request) -> bool:
         """Whether storage may bring more of what the request lacks, and the policy lets it wait for that."""
-        prefetch, size = request.kept, self.cache.pool.block_size
-        if not prefetch or prefetch.ended or request.computed >= len(prefetch.chain) * size:
+        prefetch = request.kept
+        if not prefetch or prefetch.ended or self.cache.storage.silent:
             return False
-        if self.cache.storage.silent or prefetch.answered and self.policy == "both_ends":
-            return False
-        return time.perf_counter() < min(prefetch.until, request.patience)
+        lacks = request.computed < len(prefetch.chain) * self.cache.pool.block_size
+        both = prefetch.answered and self.policy == "both_ends"  # it computes meanwhile
+        return lacks and not both and time.perf_counter() < min(prefetch.until, request.patience)
 
     def pays(self, request) -> bool:
         """Decide, once storage has answered, whether waiting for it takes less time than computing."""
-        prefetch, cache = request.kept, self.cache
+        prefetch = request.kept
         if prefetch.answered and not prefetch.wait_pays:
-            tokens = len(prefetch.chain) * cache.pool.block_size - request.computed
-            read = cache.storage.seconds(prefetch.unread * cache.host.block_bytes)
-            load = cache.load_link.seconds(tokens // cache.pool.block_size * cache.host.block_bytes)
-            offer = Match(tokens, read + load, prefetch, {"storage": tokens})
-            prefetch.wait_pays = cache.engine.behind.decide(request, offer)
+            prefetch.wait_pays = self.cache.engine.behind.decide(request, self.offer(request))
         return prefetch.wait_pays or not prefetch.answered
+
+    def offer(self, request) -> Match:
+        """What storage has said it has: read first and then loaded, or under both_ends computed meanwhile."""
+        cache, start, prefetch = self.cache, request.computed, request.kept
+        end = len(prefetch.chain) * cache.pool.block_size
+        seconds = cache.storage.seconds(prefetch.unread * cache.host.block_bytes)
+        if self.policy == "both_ends":
+            seconds, _ = both_ends.meeting(seconds, cache.estimates.seconds_to_compute(start, end))
+        else:
+            pages = (end - start) // cache.pool.block_size
+            seconds += cache.load_link.seconds(pages * cache.host.block_bytes)
+        return Match(end - start, seconds, prefetch, {"storage": end - start})
 
     def poll(self):
         """Each step: end what nobody waits for, ask again, as another engine may have written, and read."""
@@ -371,49 +361,43 @@ class Writer:
         self.going: set = set()  # pages that are being written
         self.fresh: set = set()  # what was written lately, and what comes before it
 
-    def owed(self, node: Node, part: slice = slice(None)) -> list:
+    def owed(self, node: Node) -> list:
         """-> the pages of a span that are still to be written."""
-        owed = self.cache.storage and node.wanted and not node.stored
-        return [page for page in node.pages[part] if page not in self.going] if owed else []
-
-    def behind_gap(self, node: Node) -> bool:
-        """Whether the page before is in no tier, so that no lookup would reach this span."""
-        before = node.parent
-        return bool(before.pages) and not (before.device or self.cache.is_below(before.pages[-1]))
+        owed = node.wanted and not node.stored and self.cache.storage
+        return [page for page in node.pages if page not in self.going] if owed else []
 
     def send_l3(self, pages=()):
         """Write pages from where they lie in host memory, about a quarter of it at once; the others wait."""
-        cache, host, tree = self.cache, self.cache.host, self.cache.tree
+        cache, host = self.cache, self.cache.host
         self.unwritten.update(dict.fromkeys(pages if cache.storage else ()))
         while self.unwritten and not cache.storage.writer.hangs and len(self.going) < max(1, host.size // 4):
-            some, place_of = list(islice(self.unwritten, cache.pages_at_once)), {}
+            some, owed = list(islice(self.unwritten, cache.pages_at_once)), []
             for page in some:
                 del self.unwritten[page]
-            for node, part in [span for run in runs(some) for span in tree.spans(run) if span[0].places]:
-                if part.start or not self.behind_gap(node):
-                    here = dict(zip(node.pages[part], node.places[part]))
-                    place_of |= {page: here[page] for page in self.owed(node, part)}
-            if place_of:
-                places = list(place_of.values())
-                self.write_l3(list(place_of), [cache.array[:, place] for place in places], (host, places))
+            for node in cache.tree.change(some):
+                gap = cache.behind_gap(node.pages[0]) and not node.parent.device
+                owed += self.owed(node) if node.places and not gap else []
+            if owed:
+                places = [host.block_of[page] for page in owed]
+                self.write_l3(owed, [cache.array[:, place] for place in places], (host, places))
 
     def evicting_l2(self, leaving: list):
         """Write copies of owed pages that leave host memory. Count those that cannot be written as lost."""
-        cache, contents, lost = self.cache, {}, []
+        cache, contents = self.cache, {}
         place_of = {page: place for place, page in leaving}
         full = len(self.going) > cache.pool.size + cache.host.size  # copies take no more than these pools
         for node in cache.tree.change(place_of):
             node.places, owed = [], self.owed(node)
             if cache.write_policy == "write_back":
                 cache.counts["dirty_evicted"] += len(owed)
-            if owed and (full or cache.storage.writer.hangs or self.behind_gap(node)):
-                lost += owed
+            gap = cache.behind_gap(node.pages[0]) and not node.parent.device
+            if owed and (gap or full or cache.storage.writer.hangs):
+                cache.counts["pages_lost"] += 0 if node.device else len(owed)
             else:
                 contents.update((page, cache.array[:, place_of[page]].copy()) for page in owed)
                 self.going.update(owed)
         if contents:
             self.write_l3(list(contents), list(contents.values()))
-        self.count_lost(lost)
 
     def write_l3(self, pages: list, contents: list, *held):
         write = self.cache.storage.set([page.key for page in pages], contents)
@@ -441,9 +425,8 @@ class Writer:
 
     def count_lost(self, pages):
         """Count those of these pages that no tier has any more."""
-        for node, part in [span for run in runs(pages) for span in self.cache.tree.spans(run)]:
-            if not (node.near or node.stored):
-                self.cache.counts["pages_lost"] += len(node.pages[part])
+        for node in self.cache.tree.change(pages):
+            self.cache.counts["pages_lost"] += 0 if node.near or node.stored else len(node.pages)
 
 
 # 4. The Cache ----------------------------------------------------------------------------------
@@ -520,8 +503,8 @@ class TieredCache(offload.HostCache):
     def match(self, request):
         """Offer the next run in host memory; if there is none, under both_ends what storage has: `blocks`
         of the Match are places, or the Prefetch."""
-        prefetch, waits = request.kept, self.prefetcher.waits(request)
-        if waits and self.prefetcher.pays(request):
+        prefetch = request.kept
+        if self.prefetcher.waits(request) and self.prefetcher.pays(request):
             return LATER
         if prefetch and (self.storage.silent or self.prefetcher.policy != "both_ends"):
             self.prefetcher.end_prefetch(prefetch)
@@ -539,10 +522,7 @@ class TieredCache(offload.HostCache):
             return Match(tokens, seconds, places, found)
         prefetch = self.behind_in_storage(request, request.computed)
         if prefetch and (not prefetch.ended or prefetch.chain[-1] in self.host.block_of):
-            start, end = request.computed, len(prefetch.chain) * self.pool.block_size
-            load = self.storage.seconds(prefetch.unread * self.host.block_bytes)
-            seconds, _ = both_ends.meeting(load, self.estimates.seconds_to_compute(start, end))
-            return Match(end - start, seconds, prefetch, {"storage": end - start})
+            return self.prefetcher.offer(request)
 
     def behind_in_storage(self, request, end: int) -> Prefetch | None:
         """-> under both_ends, the Prefetch of what storage has behind token `end`."""
@@ -616,8 +596,7 @@ class TieredCache(offload.HostCache):
         self.save_owed()
         if self.tree.size > 2 * (self.pool.size + self.host.size):
             chains = [request.kept.chain for request in self.engine.waiting if request.kept]
-            keep = set().union(self.saving, self.prefetcher.coming, self.writer.going, *chains)
-            self.tree.forget(keep.__contains__)
+            self.tree.forget(set().union(self.saving, self.prefetcher.coming, self.writer.going, *chains))
 
     def note(self, request):
         """Note which pages the request has on the device, and which of them the write policy wants below."""
@@ -649,9 +628,9 @@ class TieredCache(offload.HostCache):
         block_of, dirty = {prefix: block for block, prefix in leaving}, []
         for node in self.tree.change(block_of):
             node.device = False
-            if node.wanted and not (node.places or node.stored):
-                going = self.writer.going
-                dirty += [page for page in node.pages if not (self.keeps(page) or page in going)]
+            if node.wanted and not node.stored:
+                dirty += [prefix for prefix in node.pages if not self.keeps(prefix)]
+        dirty = [prefix for prefix in dirty if prefix not in self.writer.going]
         if self.write_policy == "write_back":
             self.counts["dirty_evicted"] += len(dirty)
             own = () if self.storage else dirty
@@ -780,10 +759,8 @@ def demo(model, frontend: Frontend, arguments):
     verified = lesson.verify(paged.baseline.Engine(model), sum(taken.values(), last))
     link = engine.behind.cache.load_link
 
-    print(
-        f"{TALKS} conversations of up to {pages} pages, each asked twice; L1 has {device} pages, L2 {host}\n"
-        f"{arguments.write_policy}, {arguments.prefetch}; {link}\n"
-    )
+    print(f"{TALKS} conversations of up to {pages} pages, each asked twice; L1 has {device} pages, L2 {host}")
+    print(f"{arguments.write_policy}, {arguments.prefetch}; {link}\n")
     rows = show_tiers(taken) + show_policies(asked)
     timelines = [asked[policy][-1].timeline for policy in ("both_ends", "wait_complete")]
     return dict(link=lesson.described(link), verified=verified, rows=rows, counters=counters), timelines
@@ -791,11 +768,10 @@ def demo(model, frontend: Frontend, arguments):
 
 def converse(engine, frontend: Frontend, talks: list, new: int) -> list[Request]:
     """Ask all conversations, in any order, then each again with one more question -> the requests."""
-    rng, talks, asked = random.Random(1), [list(talk) for talk in talks], []
-    for question in ("", lesson.TURNS[2]):
-        for talk in rng.sample(talks, len(talks)):
-            asked.append(lesson.say(engine, frontend, talk, question or talk.pop()["content"], new))
-    return asked
+    rng, talks = random.Random(1), [list(talk) for talk in talks]
+    order = [*rng.sample(talks, len(talks)), *rng.sample(talks, len(talks))]
+    texts = [talk.pop()["content"] for talk in order[: len(talks)]] + [lesson.TURNS[2]] * len(talks)
+    return [lesson.say(engine, frontend, talk, text, new) for talk, text in zip(order, texts)]
 
 
 def policies(engine, prompt: list[int]) -> dict[str, list[Request]]:

@@ -166,7 +166,7 @@ def test_the_tree_says_of_each_page_what_a_dictionary_says():
         if rng.random() < 0.1:  # what no tier near has is forgotten, from the ends
             keep = set(rng.sample(sorted(known, key=lambda page: page.key), len(known) // 2))
             before = set(known)
-            tree.forget(keep.__contains__)
+            tree.forget(keep)
             left = {page for node in tree.nodes() for page in node.pages}
             gone = before - left
             assert not any(known[page]['device'] or known[page]['places'] is not None or page in keep for page in gone)
