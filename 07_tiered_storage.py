@@ -840,7 +840,7 @@ def add_arguments(parser):
     add("--write-policy", choices=WRITE, default="write_through", help="when pages go down (write_through)")
     add("--hicache-io-backend", choices=("direct", "kernel"), help="what copies on a GPU (by a rule)")
     add("--storage", metavar="URL", help="shared tier: file:DIR, redis://HOST:PORT/N, or module:Class")
-    add("--storage-config", type=backends.configuration, metavar="JSON or @FILE", help="its own arguments")
+    add("--storage-config", type=backends.configuration, metavar="JSON or @FILE", help="its settings")
     add("--storage-bandwidth", type=modelled_link.speed, metavar="GB/S[:GB/S...@SECONDS]", help="modelled")
     add("--prefetch", choices=PREFETCH, default="timeout", help="how long to wait for storage (timeout)")
     add("--prefetch-threshold", type=whole, default=256, metavar="TOKENS", help="at least to read (256)")
@@ -866,13 +866,13 @@ def make_engine(model, arguments) -> paged.Engine:
     size, url = arguments.block_size, arguments.storage or None
     block_bytes = size * model.config.kv_numbers_per_token * model.dtype.itemsize
     blocks = host_pages(model, arguments, block_bytes)
-    storage = url and backends.open_storage(url, arguments.storage_config, arguments.storage_bandwidth)
+    config, (threshold, *timeout) = backends.settings(arguments.storage_config, arguments)
+    storage = url and backends.open_storage(url, config, arguments.storage_bandwidth)
     if arguments.hicache_io_backend and model.device.type != "cuda":
         raise BadRequest("--hicache-io-backend chooses what copies on a GPU, and here is none: leave it out.")
     cache = TieredCache(
         blocks, modelled_link.bandwidth(model, arguments.link), storage, arguments.prefetch,
-        arguments.write_policy, arguments.layout, arguments.prefetch_threshold,
-        (arguments.prefetch_timeout, arguments.prefetch_timeout_per_1k), arguments.hicache_io_backend,
+        arguments.write_policy, arguments.layout, threshold, tuple(timeout), arguments.hicache_io_backend,
     )  # fmt: skip
     engine = paged.make_engine(model, arguments, Restorer(cache, Estimates(arguments.always_restore)))
     words = f"{blocks} pages of {size} tokens, {blocks * block_bytes / 1e6:.1f} MB, over a {cache.load_link}"

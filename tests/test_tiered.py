@@ -4,6 +4,7 @@ import hashlib
 import importlib
 import os
 import random
+import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -943,20 +944,34 @@ def test_options_of_storage_and_of_host_memory(tmp_path, capsys):
     def made(*options):
         return tiers.make_engine(engines.tiny_model(), parser.parse_args(["--gpu-blocks=40", "--link=2", *options]))
 
-    (tmp_path / "config").write_text('{"secret": "sesame"}')
-    for config in '{"secret": "sesame"}', f"@{tmp_path / 'config'}":
+    for name, text in {"config": '{"secret": "sesame"}', "a.toml": 'secret = "sesame"\nprefetch_threshold = 7\nprefetch_timeout = 3',
+                       "wrong.toml": "secret sesame", "list": '["sesame"]'}.items():  # fmt: skip
+        (tmp_path / name).write_text(text)
+    for config in '{"secret": "sesame"}', f"@{tmp_path / 'config'}", f"@{tmp_path / 'a.toml'}":
         engine = made("--storage", f"{__name__}:Shelf", "--storage-config", config, "--hicache-ratio=1.5")
         right(engine, draw(random.Random(0), 200))
         engine.close()
         shelf = engine.behind.cache.storage.backend
         assert shelf.secret == "sesame" and len(shelf) == 12 and engine.behind.cache.host.size == 60
+    prefetcher = engine.behind.cache.prefetcher
+    assert (prefetcher.threshold, prefetcher.timeout) == (7, (3, 0.25)), "the others are the command line's"
     assert made("--hicache-size=0.01").behind.cache.host.size == 10**7 // engine.behind.cache.host.block_bytes
     for options in ["--hicache-ratio=1"], ["--hicache-size=1", "--cpu-blocks=9"]:
         with pytest.raises(BadRequest, match="Give one of"):
             made(*options)
     with pytest.raises(BadRequest, match="here is none: leave it out"):
         made("--hicache-io-backend=kernel")
-    for config in "sesame", '["sesame"]', "@sesame":
-        with pytest.raises(SystemExit):
+    for config, words in {"file:pages": "limit_gb", f"{__name__}:Shelf": "secret"}.items():
+        with pytest.raises(BadRequest, match=f"has no setting 'sesam'; it has {words}.$"):
+            made("--storage", config, "--storage-config", '{"sesam": 1}')
+    with pytest.raises(BadRequest, match="prefetch_timeout in --storage-config must be a number from 0"):
+        made("--storage-config", '{"prefetch_timeout": "long"}')
+    for config, words in {
+        "sesame": "give a JSON object, or", '["sesame"]': "give a JSON object, or", "@sesame": "no such file can be read",
+        f"@{tmp_path}/list": "give a JSON object in", "@no.toml": "no such file", f"@{tmp_path}/wrong.toml": "is not TOML",
+        f"@{tmp_path}/a.toml": "TOML needs Python 3.11",
+    }.items():  # fmt: skip
+        with pytest.raises(SystemExit), pytest.MonkeyPatch.context() as patch:
+            "needs" in words and patch.setitem(sys.modules, "tomllib", None)
             made("--storage-config", config)
-    assert "sesame" not in (said := capsys.readouterr().err) and "give a JSON object" in said
+        assert "sesame" not in (said := capsys.readouterr().err) and words in said
