@@ -454,6 +454,7 @@ class TieredCache(offload.HostCache):
         self.tree, self.host.evicting = HiRadixTree(), self.writer.evicting_l2
         self.array = as_integers(self.host.memory)  # for NumPy
         self.pages_at_once = max(1, both_ends.CHUNK // self.pool.block_size)  # in a read or write of storage
+        self.step_began = 0  # of all uses: what was used since does not leave host memory for another page
         if self.storage:
             self.storage.open(engine.wake.set)
 
@@ -498,23 +499,21 @@ class TieredCache(offload.HostCache):
         self.prefetcher.ask_l3(request)
 
     def waits(self, request):
-        return self.prefetcher.waits(request)
+        if self.prefetcher.waits(request) and self.prefetcher.pays(request):
+            return True
+        if request.kept and (self.storage.silent or self.prefetcher.policy != "both_ends"):
+            self.prefetcher.end_prefetch(request.kept)
+        return False
 
     def match(self, request):
         """Offer the next run in host memory; if there is none, under both_ends what storage has: `blocks`
         of the Match are places, or the Prefetch."""
-        prefetch = request.kept
-        if self.prefetcher.waits(request) and self.prefetcher.pays(request):
-            return LATER
-        if prefetch and (self.storage.silent or self.prefetcher.policy != "both_ends"):
-            self.prefetcher.end_prefetch(prefetch)
         pages, places = [], []
         for node, part in takewhile(lambda span: span[0].places, self.tree.spans(self.missing(request))):
             pages += node.pages[part]
             places += node.places[part]
         if places:
-            self.hold("match", [], (self.host, places))  # to the next step: blocks for it evict others
-            tokens = self.tokens_in(request, places)
+            tokens, prefetch = self.tokens_in(request, places), request.kept
             read = self.pool.block_size * len(prefetch.pages_read.intersection(pages)) if prefetch else 0
             found = {"cpu": max(0, tokens - read), "storage": min(tokens, read)}
             found = {source: count for source, count in found.items() if count}
@@ -634,7 +633,9 @@ class TieredCache(offload.HostCache):
         if self.write_policy == "write_back":
             self.counts["dirty_evicted"] += len(dirty)
             own = () if self.storage else dirty
-            while dirty and not self.save_link.hangs and (fits := self.host.make_room(len(dirty), own)):
+            while dirty and not self.save_link.hangs:
+                if not (fits := self.host.make_room(len(dirty), own, self.step_began)):
+                    break
                 self.copy_to_l2(dirty[:fits], [block_of[prefix] for prefix in dirty[:fits]])
                 dirty = dirty[fits:]
         self.counts["pages_lost"] += len(dirty)
@@ -656,6 +657,7 @@ class TieredCache(offload.HostCache):
 
     def poll(self):
         super().poll()
+        self.step_began = next(self.engine.prefixes.uses)
         self.prefetcher.poll()
         self.writer.send_l3()
         self.counts["storage_errors"] = self.storage.errors if self.storage else 0

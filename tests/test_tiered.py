@@ -160,17 +160,16 @@ def test_the_tree_says_of_each_page_what_a_dictionary_says():
             state = {page: number + at if tier == "places" else True for at, page in enumerate(run) if has}
             for node in tree.change(set(run)):
                 setattr(node, tier, [state[page] for page in node.pages if has] if tier == "places" else has)
-            for page in chain[: -len(run)] + run:
-                was = known.setdefault(page, dict(device=False, places=None, stored=False))
+            for page in chain:
+                known.setdefault(page, dict(device=False, places=None, stored=False))
                 if page in run:
-                    was[tier] = state.get(page, None if tier == "places" else False)
+                    known[page][tier] = state.get(page, None if tier == "places" else False)
         if rng.random() < 0.1:  # what no tier near has is forgotten, from the ends
             keep = set(rng.sample(sorted(known, key=lambda page: page.key), len(known) // 2))
-            before = set(known)
             tree.forget(keep)
             left = {page for node in tree.nodes() for page in node.pages}
-            gone = before - left
-            assert not any(known[page]['device'] or known[page]['places'] is not None or page in keep for page in gone)
+            gone = [state for page, state in known.items() if page not in left]
+            assert not keep - left and not any(state["device"] or state["places"] is not None for state in gone)
             ends = [node for node in tree.nodes() if not node.children]
             assert all(node.near or keep & {*node.pages} for node in ends), "an end that nobody wants"
             known = {page: known[page] for page in left}
@@ -365,6 +364,16 @@ def test_what_is_matched_does_not_go_for_its_own_requests_blocks():
         right(engine, draw(rng, 200))  # which is dirty, and in the way
         assert right(engine, prompt).found == {"cpu": 96}
         assert engine.counts["pages_lost"] > 0
+
+
+def test_a_match_ends_at_a_gap_in_host_memory_though_the_device_has_that_page():
+    with engine_on(Shelf(), "best_effort", threshold=512) as engine:
+        right(engine, prompt := draw(random.Random(0), 100))
+        settle(engine)
+        first, second, *_ = engine.prefixes.extend([], prompt)
+        engine.pool.evict([engine.pool.block_of[first]])
+        engine.behind.cache.host.evict([engine.behind.cache.host.block_of[second]])
+        assert right(engine, prompt).found == {"cpu": 16}
 
 
 # 3. Coming up ----------------------------------------------------------------------------------
