@@ -357,7 +357,7 @@ class Writer:
 
     def __init__(self, cache: "TieredCache"):
         self.cache = cache
-        self.unwritten: dict = {}  # pages that may have to be written from host memory, in their order
+        self.unwritten: dict = {}  # pages that may have to be written, once they are in host memory
         self.going: set = set()  # pages that are being written
         self.fresh: set = set()  # what was written lately, and what comes before it
 
@@ -365,6 +365,10 @@ class Writer:
         """-> the pages of a span that are still to be written."""
         owed = node.wanted and not node.stored and self.cache.storage
         return [page for page in node.pages if page not in self.going] if owed else []
+
+    def behind_gap(self, node: Node) -> bool:
+        """Whether the page before is in no tier, so that no lookup would reach this span."""
+        return not node.parent.device and self.cache.behind_gap(node.pages[0])
 
     def send_l3(self, pages=()):
         """Write pages from where they lie in host memory, about a quarter of it at once; the others wait."""
@@ -375,8 +379,7 @@ class Writer:
             for page in some:
                 del self.unwritten[page]
             for node in cache.tree.change(some):
-                gap = cache.behind_gap(node.pages[0]) and not node.parent.device
-                owed += self.owed(node) if node.places and not gap else []
+                owed += self.owed(node) if node.places and not self.behind_gap(node) else []
             if owed:
                 places = [host.block_of[page] for page in owed]
                 self.write_l3(owed, [cache.array[:, place] for place in places], (host, places))
@@ -390,8 +393,7 @@ class Writer:
             node.places, owed = [], self.owed(node)
             if cache.write_policy == "write_back":
                 cache.counts["dirty_evicted"] += len(owed)
-            gap = cache.behind_gap(node.pages[0]) and not node.parent.device
-            if owed and (gap or full or cache.storage.writer.hangs):
+            if owed and (full or cache.storage.writer.hangs or self.behind_gap(node)):
                 cache.counts["pages_lost"] += 0 if node.device else len(owed)
             else:
                 contents.update((page, cache.array[:, place_of[page]].copy()) for page in owed)
@@ -520,7 +522,8 @@ class TieredCache(offload.HostCache):
             seconds = self.load_link.seconds(len(places) * self.host.block_bytes)
             return Match(tokens, seconds, places, found)
         prefetch = self.behind_in_storage(request, request.computed)
-        if prefetch and (not prefetch.ended or prefetch.chain[-1] in self.host.block_of):
+        come = prefetch and any(node.places for node, _ in self.tree.spans(prefetch.chain[-1:]))
+        if prefetch and (come or not prefetch.ended):
             return self.prefetcher.offer(request)
 
     def behind_in_storage(self, request, end: int) -> Prefetch | None:
@@ -594,7 +597,8 @@ class TieredCache(offload.HostCache):
             self.note(request)
         self.save_owed()
         if self.tree.size > 2 * (self.pool.size + self.host.size):
-            chains = [request.kept.chain for request in self.engine.waiting if request.kept]
+            line = (request for request in (*self.engine.waiting, *self.engine.running) if request.kept)
+            chains = [request.kept.chain for request in line]
             self.tree.forget(set().union(self.saving, self.prefetcher.coming, self.writer.going, *chains))
 
     def note(self, request):
@@ -611,7 +615,7 @@ class TieredCache(offload.HostCache):
         owed = self.owed.pop(request, []) if first else []
         if self.write_policy != "write_back":
             self.owed[request] = owed + wanted
-            self.writer.send_l3(prefix for prefix in wanted if prefix in self.host.block_of)
+            self.writer.send_l3(wanted)
 
     def saved(self, request, transfer, prefixes, places, arrived: bool):
         super().saved(request, transfer, prefixes, places, arrived)
