@@ -12,11 +12,11 @@ request stands in line, storage is asked for all of its pages, and those after t
     pages    |== L1 ====|==== L2 ======|:::::: L3 ::::::::::::::::|
              found      | by layers    | prefetched into L2, then by layers
 
-How long does a request wait for storage? `best_effort`: not at all, it takes the pages that have come when
-its turn is there. `wait_complete`: to the end. `timeout`: a fixed time and some more for each 1,024 tokens,
-from its arrival on. `both_ends`: only until storage has said what it has; then it computes from the front
-while pages arrive from the back (chapter 06). But no policy waits longer than computing the prompt would
-take, or for a load that takes more than 0.8 of it (`--always-restore`: for any load, up to a minute).
+How long does a request wait for storage? `best_effort`: not at all, it takes what has come when its turn is
+there. `wait_complete`: to the end. `timeout`: so many seconds from its arrival on, and some for each 1,024
+tokens. `both_ends`: until storage has said what it has; then it computes from the front while pages arrive
+from the back (chapter 06). But no policy waits longer than computing the prompt would take, or for a load
+that takes more than 0.8 of it (`--always-restore`: for any load, up to a minute).
 
 When does a page go down? `write_through`: as soon as it is full. `write_through_selective`: when a second
 request has it on the device. `write_back`: copied one tier down on eviction, unless a lower tier has it;
@@ -36,7 +36,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice, takewhile
 from threading import Thread
@@ -65,71 +65,101 @@ LAYOUTS = {
 
 # 1. The tree -----------------------------------------------------------------------------------
 
-# Where a page is, and where that is noted (`hold` references what a copy, a read or a write still uses):
+# Which tier has a page, and what is on its way between two of them:
 #
-#     on the device            in host memory              in storage
-#     pool.block_of            host.block_of               page.stored
+#     node.device              node.places                 node.stored
 #        HostCache.saving, down ->      Writer.going, down ->
 #                                    <- Prefetcher.coming, up
 
 @dataclass(eq=False, slots=True)
-class Page:
-    """What is known of a page, except its places on the device and in host memory: the pools know those."""
-
-    prefix: object
-    stored: bool = False  # storage has it
-    first_request: int = 0  # id of the first request that had it on the device
-    wanted: bool = False  # the write policy wants it in the tiers below the device
-
-
-@dataclass(eq=False, slots=True)
 class Node:
-    """A run of pages. It is split where two conversations part, or where one ends."""
+    """A span: pages that follow each other, all of which are in the same tiers. The device's and host
+    memory's pools say, page by page, what they take and drop; a node is split and joined as they do."""
 
     parent: "Node | None"
-    pages: list[Page]
-    children: dict = field(default_factory=dict)  # Prefix of their first page -> Node
+    pages: list  # their prefixes
+    children: dict = field(default_factory=dict)  # first page of a child -> the child
+    device: bool = False
+    places: list[int] = field(default_factory=list)  # in host memory, one a page, or none
+    stored: bool = False
+    wanted: bool = False  # the write policy wants it in the tiers below the device
+    first_request: int = 0  # until it is wanted: id of the first request that had it on the device
+
+    @property
+    def near(self) -> bool:
+        """Whether the device or host memory has it."""
+        return self.device or bool(self.places)
+
+    @property
+    def state(self) -> tuple:
+        return self.device, bool(self.places), self.stored, self.wanted, self.first_request
 
 
 class HiRadixTree:
-    """All known pages. The pools find them, reference them, and know which were used last."""
+    """All known pages, in spans, and which tiers have them."""
 
     def __init__(self):
-        self.root = Node(None, [])
-        self.pages: dict[object, Page] = {}  # by Prefix
+        self.root, self.size = Node(None, []), 0  # size: pages
 
-    def match(self, chain: list) -> tuple[list[Page], Node]:
-        """-> the pages of the longest known beginning of `chain`, and the node that they end with. Splits the
-        node that the chain leaves."""
-        node, pages = self.root, []
-        while len(pages) < len(chain) and (child := node.children.get(chain[len(pages)])):
-            ours, same = chain[len(pages) : len(pages) + len(child.pages)], 1
-            while same < len(ours) and child.pages[same].prefix is ours[same]:
-                same += 1
-            node = child if same == len(child.pages) else self.split(child, same)  # the chain leaves it
-            pages += node.pages
-        return pages, node
+    def spans(self, run: list) -> list[tuple[Node, slice]]:
+        """-> where the known beginning of `run` is, pages that follow each other: nodes, from the root down,
+        and which of a node's pages are the run's."""
+        chain = before(run) + run
+        node, at, first, spans = self.root, 0, len(chain) - len(run), []
+        while at < len(chain) and (node := node.children.get(chain[at])):
+            ours = chain[at : at + len(node.pages)]
+            same = len(ours)
+            if ours != node.pages[:same]:  # the chain leaves it
+                same = next(n for n, page in enumerate(ours) if page is not node.pages[n])
+            if at + same > first:
+                spans.append((node, slice(max(0, first - at), same)))
+            at += same
+            if same < len(node.pages):
+                break
+        return spans
 
-    def split(self, node: Node, at: int) -> Node:
-        """Move the first `at` Pages to a new parent -> that. K, V and locks stay with the pools."""
-        upper = Node(node.parent, node.pages[:at])
-        upper.parent.children[upper.pages[0].prefix] = upper
-        node.parent, node.pages = upper, node.pages[at:]
-        upper.children[node.pages[0].prefix] = node
-        return upper
+    def take(self, run: list) -> list[Node]:
+        """-> the nodes of `run`, which have no other pages: split at both of its ends, or new."""
+        taken = [self.split(*span) for span in self.spans(run)]
+        if new := run[sum(len(node.pages) for node in taken) :]:
+            (*_, upper) = self.root, *(taken or self.take(before(run)))
+            upper.children[new[0]] = Node(upper, new)
+            taken.append(upper.children[new[0]])
+            self.size += len(new)
+        return taken
 
-    def insert(self, chain: list) -> list[Page]:
-        """-> the pages of `chain`, new ones where there are none."""
-        pages, node = self.match(chain)
-        if len(pages) < len(chain):
-            new = [Page(prefix) for prefix in chain[len(pages) :]]
-            self.pages.update((page.prefix, page) for page in new)
-            if node is self.root or node.children:
-                node.children[chain[len(pages)]] = Node(node, new)
+    def split(self, node: Node, part: slice) -> Node:
+        """Split a node at both ends of a part of it -> the part. All are in the same tiers; K and V stay."""
+        for at in filter(range(1, len(node.pages)).__contains__, (part.stop, part.start)):
+            upper = replace(node, pages=node.pages[:at], places=node.places[:at], children={})
+            upper.parent.children[upper.pages[0]] = upper
+            node.parent, node.pages, node.places = upper, node.pages[at:], node.places[at:]
+            upper.children[node.pages[0]] = node
+            node = upper if at == part.stop else node
+        return node
+
+    def join(self, nodes: list[Node]):
+        """Join each of these, and what follows the last, with what comes before it, where both are in the
+        same tiers, and no other conversation parts from it there."""
+        for node in (*nodes, *nodes[-1].children.values()) if nodes else ():
+            upper = node.parent
+            if upper.pages and len(upper.children) == 1 and upper.state == node.state:
+                node.pages, node.places = upper.pages + node.pages, upper.places + node.places
+                node.parent = upper.parent
+                node.parent.children[node.pages[0]] = node
+
+    def change(self, pages):
+        """Yield nodes that have these pages, of any chains, and no others; beginnings, used later, first. The
+        caller changes each, then it is joined with its neighbours."""
+        runs = []
+        for page in sorted(pages, key=lambda page: -page.used):
+            if runs and runs[-1][-1] is page.parent:
+                runs[-1].append(page)
             else:
-                node.pages += new  # a conversation goes on
-            pages += new
-        return pages
+                runs.append([page])
+        for run in runs:
+            yield from (nodes := self.take(run))
+            self.join(nodes)
 
     def nodes(self) -> list[Node]:
         """-> all nodes below the root, parents before their children."""
@@ -138,14 +168,22 @@ class HiRadixTree:
             found += node.children.values()
         return found[1:]
 
-    def forget(self, near):
-        """Drop pages at the ends of branches that are not `near` any more."""
+    def forget(self, keep: set):
+        """Drop spans at the ends of branches that are near no more, and of which `keep` has no page."""
         for node in reversed(self.nodes()):
-            first = node.pages[0].prefix
-            while node.pages and not node.children and not near(node.pages[-1]):
-                del self.pages[node.pages.pop().prefix]
-            if not node.pages:
-                del node.parent.children[first]
+            if not node.children and not node.near and keep.isdisjoint(node.pages):
+                del node.parent.children[node.pages[0]]
+                self.size -= len(node.pages)
+        self.join(self.nodes())
+
+
+def before(run: list) -> list:
+    """-> all pages that come before a run, the first one first. (A chain's first parent is its salt.)"""
+    pages, page = [], run[0].parent if run else None
+    while page and page.parent:
+        pages.append(page)
+        page = page.parent
+    return pages[::-1]
 
 
 # 2. From storage to host memory ----------------------------------------------------------------
@@ -181,7 +219,7 @@ class Prefetcher:
         neither pool has. Where storage is silent, only find out whether it answers again."""
         cache, storage, now = self.cache, self.cache.storage, time.perf_counter()
         size = cache.pool.block_size
-        chain, before = request.chain[: request.history // size], request.kept
+        chain, earlier = request.chain[: request.history // size], request.kept
         if storage is None or not chain:
             return
         if storage.silent:
@@ -190,47 +228,56 @@ class Prefetcher:
                 cache.hold("ask", [storage.exists([bytes(32)])])
                 cache.measure_storage()
             return
-        first = len(list(takewhile(cache.is_near, chain)))
+        first = sum(part.stop for _, part in takewhile(lambda span: span[0].near, cache.tree.spans(chain)))
         tokens = (len(chain) - first) * size
         timeout = request.received + self.timeout[0] + self.timeout[1] * tokens / 1024
-        until = dict(best_effort=0.0, timeout=timeout).get(self.policy, request.patience)
+        until = dict(best_effort=0.0, timeout=timeout).get(self.policy, request.patience)  # is the policy
         request.kept = prefetch = Prefetch(request, chain, first, until, ended=tokens < self.threshold)
-        if before:
-            prefetch.pages_read = before.pages_read
-            self.end_prefetch(before)
+        if earlier:
+            prefetch.pages_read = earlier.pages_read
+            self.end_prefetch(earlier)
         answer = storage.exists([prefix.key for prefix in chain])
         cache.hold("ask", [answer], then=partial(self.answered, prefetch, answer))
 
     def answered(self, prefetch: Prefetch, answer, arrived: bool):
         """Storage has said which pages it has: believe that, and let the reads begin."""
         tree, chain, first = self.cache.tree, prefetch.chain, prefetch.first
-        known = answer.value if arrived else []
-        end = first + len(list(takewhile(bool, known[first:])))
-        tree.insert(chain[:end])
-        for number, (prefix, stored) in enumerate(zip(chain, known)):
-            if page := tree.pages.get(prefix):
-                page.stored = stored and number < end  # behind a missing page: write it when that is there
+        stored = answer.value if arrived else []
+        end = first + len(list(takewhile(bool, stored[first:])))
+        known = max(end, sum(part.stop for _, part in tree.spans(chain)))
+        there = {page for page, has in zip(chain[:end], stored) if has}  # what follows `end`: written again
+        for pages in (there, set(chain[:known]) - there) if arrived else ():
+            for node in tree.change(pages):
+                node.stored = pages is there
         if (end - first) * self.cache.pool.block_size < self.threshold:
             end = first  # too few to be worth it
         prefetch.answered, prefetch.unread, prefetch.chain = True, end - first, chain[:end]
         if not prefetch.ended:
             self.prefetches[prefetch] = None
 
+    def lacking(self, prefetch: Prefetch) -> list:
+        """-> the pages to read: what storage has, and is not near or about to be, up to the first that
+        storage has not; under both_ends the last ones first."""
+        step, lacking = -1 if self.policy == "both_ends" else 1, []
+        here = self.coming | self.cache.saving.keys()
+        for node, part in self.cache.tree.spans(prefetch.chain)[::step]:
+            away = [] if node.near else [page for page in node.pages[part] if page not in here]
+            if away and not node.stored:
+                break
+            lacking += away[::step]
+        return lacking
+
     def read_l3(self, prefetch: Prefetch, lately: set):
-        """Begin to read what is not near, as far as there are places: reads under way hold at most half of
-        host memory. The last pages come first under both_ends. `lately`: what all prefetches have read."""
-        cache, host = self.cache, self.cache.host
-        pages = prefetch.chain[::-1] if self.policy == "both_ends" else prefetch.chain
-        known, here = cache.tree.pages, (self.coming, cache.saving, cache.pool.block_of, host.block_of)
-        lacking = [prefix for prefix in pages if not any(prefix in place for place in here)]
-        lacking = list(takewhile(lambda prefix: prefix in known and known[prefix].stored, lacking))
+        """Begin to read what is lacking, as far as there are places: reads under way hold at most half of
+        host memory. `lately`: what all prefetches have read."""
+        cache, host, lacking = self.cache, self.cache.host, self.lacking(prefetch)
         fits = min(len(lacking), max(0, host.size // 2 - len(self.coming)))
-        fits = host.make_room(fits, lately.union(pages)) if fits else 0
+        fits = host.make_room(fits, lately.union(prefetch.chain)) if fits else 0
         lacking, prefetch.unread = lacking[:fits], len(lacking) - fits
         for at in range(0, fits, cache.pages_at_once):
             run = lacking[at : at + cache.pages_at_once]
             places = host.allocate(len(run))
-            keys, into = [prefix.key for prefix in run], [cache.array[:, place] for place in places]
+            keys, into = [page.key for page in run], [cache.array[:, place] for place in places]
             read = cache.storage.get(keys, into, f"page {prefetch.chain.index(run[0])}")
             prefetch.reads.append(read)
             self.coming.update(run)
@@ -239,19 +286,18 @@ class Prefetcher:
         none_comes = self.coming.isdisjoint(prefetch.chain[prefetch.first :])
         prefetch.ended = none_comes and not (prefetch.unread and self.coming)
 
-    def run_read(self, prefetch: Prefetch, prefixes: list, places: list[int], read, arrived: bool):
-        """A read is over: register its pages in host memory, or note that storage lacks them."""
+    def run_read(self, prefetch: Prefetch, pages: list, places: list[int], read, arrived: bool):
+        """A read is over: its pages are in host memory, or storage is doubted."""
         cache = self.cache
-        self.coming.difference_update(prefixes)
-        for page in cache.tree.insert(prefetch.chain):
-            page.stored &= page.prefix.key not in cache.storage.doubted
+        self.coming.difference_update(pages)
         if arrived:
-            for prefix, place in zip(prefixes, places):
-                cache.host.register(place, prefix)
-            prefetch.pages_read.update(prefixes)
+            cache.in_l2(pages, places)
+            prefetch.pages_read.update(pages)
             prefetch.request.timeline.add("storage", read.label, *read.span())
-            cache.counts["storage_pages_read"] += len(prefixes)
+            cache.counts["storage_pages_read"] += len(pages)
         else:
+            for node in cache.tree.change(page for page in pages if page.key in cache.storage.doubted):
+                node.stored = False
             self.end_prefetch(prefetch)  # cancelled, or storage was wrong about this chain, or hangs
             cache.looked_at.pop(prefetch.request, None)  # `save` took its pages for coming: look again
 
@@ -262,25 +308,32 @@ class Prefetcher:
         self.prefetches.pop(prefetch, None)
 
     def waits(self, request) -> bool:
-        """Whether the request waits for storage: as the policy says, and if that pays. If not, its prefetch
-        ends (but under both_ends)."""
-        prefetch, cache, now = request.kept, self.cache, time.perf_counter()
-        size, block_bytes = cache.pool.block_size, cache.host.block_bytes
-        if not prefetch or request.computed >= len(prefetch.chain) * size:
+        """Whether storage may bring more of what the request lacks, and the policy lets it wait for that."""
+        prefetch = request.kept
+        if not prefetch or prefetch.ended or self.cache.storage.silent:
             return False
-        if self.policy == "both_ends" and not cache.storage.silent:
-            return not (prefetch.answered or prefetch.ended) and now < request.patience
-        over = prefetch.ended or now > min(prefetch.until, request.patience) or cache.storage.silent
-        if prefetch.answered and not (over or prefetch.wait_pays):
-            tokens = len(prefetch.chain) * size - request.computed
-            read = cache.storage.seconds(prefetch.unread * block_bytes)
-            load = cache.load_link.seconds(tokens // size * block_bytes)
-            offer = Match(tokens, read + load, prefetch, {"storage": tokens})
-            prefetch.wait_pays = cache.engine.behind.decide(request, offer)
-            over = not prefetch.wait_pays
-        if over:
-            self.end_prefetch(prefetch)
-        return not prefetch.ended
+        lacks = request.computed < len(prefetch.chain) * self.cache.pool.block_size
+        both = prefetch.answered and self.policy == "both_ends"  # it computes meanwhile
+        return lacks and not both and time.perf_counter() < min(prefetch.until, request.patience)
+
+    def pays(self, request) -> bool:
+        """Decide, once storage has answered, whether waiting for it takes less time than computing."""
+        prefetch = request.kept
+        if prefetch.answered and not prefetch.wait_pays:
+            prefetch.wait_pays = self.cache.engine.behind.decide(request, self.offer(request))
+        return prefetch.wait_pays or not prefetch.answered
+
+    def offer(self, request) -> Match:
+        """What storage has said it has: read first and then loaded, or under both_ends computed meanwhile."""
+        cache, start, prefetch = self.cache, request.computed, request.kept
+        end = len(prefetch.chain) * cache.pool.block_size
+        seconds = cache.storage.seconds(prefetch.unread * cache.host.block_bytes)
+        if self.policy == "both_ends":
+            seconds, _ = both_ends.meeting(seconds, cache.estimates.seconds_to_compute(start, end))
+        else:
+            pages = (end - start) // cache.pool.block_size
+            seconds += cache.load_link.seconds(pages * cache.host.block_bytes)
+        return Match(end - start, seconds, prefetch, {"storage": end - start})
 
     def poll(self):
         """Each step: end what nobody waits for, ask again, as another engine may have written, and read."""
@@ -304,75 +357,78 @@ class Writer:
 
     def __init__(self, cache: "TieredCache"):
         self.cache = cache
-        self.unwritten: dict[Page, None] = {}  # in host memory, to be written
-        self.going: set[Page] = set()  # being written
-        self.fresh: set = set()  # prefixes of what was written lately, and of what comes before it
+        self.unwritten: dict = {}  # pages that may have to be written, once they are in host memory
+        self.going: set = set()  # pages that are being written
+        self.fresh: set = set()  # what was written lately, and what comes before it
 
-    def owed(self, page: Page) -> bool:
-        """Whether a page is still to be written."""
-        return bool(self.cache.storage) and page.wanted and not (page.stored or page in self.going)
+    def owed(self, node: Node) -> list:
+        """-> the pages of a span that are still to be written."""
+        owed = node.wanted and not node.stored and self.cache.storage
+        return [page for page in node.pages if page not in self.going] if owed else []
 
-    def behind_gap(self, page: Page) -> bool:
-        """Whether the page before is in no tier, so that no lookup would reach this one."""
-        cache, prefix = self.cache, page.prefix
-        return prefix.parent not in cache.pool.block_of and cache.behind_gap(prefix)
+    def behind_gap(self, node: Node) -> bool:
+        """Whether the page before is in no tier, so that no lookup would reach this span."""
+        return not node.parent.device and self.cache.behind_gap(node.pages[0])
 
     def send_l3(self, pages=()):
         """Write pages from where they lie in host memory, about a quarter of it at once; the others wait."""
         cache, host = self.cache, self.cache.host
-        self.unwritten.update((page, None) for page in pages if self.owed(page))
+        self.unwritten.update(dict.fromkeys(pages if cache.storage else ()))
         while self.unwritten and not cache.storage.writer.hangs and len(self.going) < max(1, host.size // 4):
-            run = list(islice(self.unwritten, cache.pages_at_once))
-            for page in run:
+            some, owed = list(islice(self.unwritten, cache.pages_at_once)), []
+            for page in some:
                 del self.unwritten[page]
-            pages = [page for page in run if page.prefix in host.block_of and self.owed(page)]
-            pages = [page for page in pages if not self.behind_gap(page)]
-            if pages:
-                places = [host.block_of[page.prefix] for page in pages]
-                self.write_l3(pages, [cache.array[:, place] for place in places], (host, places))
+            for node in cache.tree.change(some):
+                owed += self.owed(node) if node.places and not self.behind_gap(node) else []
+            if owed:
+                places = [host.block_of[page] for page in owed]
+                self.write_l3(owed, [cache.array[:, place] for place in places], (host, places))
 
     def evicting_l2(self, leaving: list):
         """Write copies of owed pages that leave host memory. Count those that cannot be written as lost."""
         cache, contents = self.cache, {}
-        leaving = sorted(leaving, key=lambda pair: -pair[1].used)  # beginnings first
-        owed = [(page, place) for place, prefix in leaving if self.owed(page := cache.tree.pages[prefix])]
-        if cache.write_policy == "write_back":
-            cache.counts["dirty_evicted"] += len(owed)
+        place_of = {page: place for place, page in leaving}
         full = len(self.going) > cache.pool.size + cache.host.size  # copies take no more than these pools
-        for page, place in owed:
-            if not (full or cache.storage.writer.hangs or self.behind_gap(page)):
-                contents[page] = cache.array[:, place].copy()
-                self.going.add(page)
+        for node in cache.tree.change(place_of):
+            node.places, owed = [], self.owed(node)
+            if cache.write_policy == "write_back":
+                cache.counts["dirty_evicted"] += len(owed)
+            if owed and (full or cache.storage.writer.hangs or self.behind_gap(node)):
+                cache.counts["pages_lost"] += 0 if node.device else len(owed)
+            else:
+                contents.update((page, cache.array[:, place_of[page]].copy()) for page in owed)
+                self.going.update(owed)
         if contents:
             self.write_l3(list(contents), list(contents.values()))
-        self.count_lost(page for page, _ in owed if page not in contents)
 
-    def write_l3(self, pages: list[Page], contents: list, *held):
-        write = self.cache.storage.set([page.prefix.key for page in pages], contents)
+    def write_l3(self, pages: list, contents: list, *held):
+        write = self.cache.storage.set([page.key for page in pages], contents)
         self.going.update(pages)
         self.cache.hold("write", [write], *held, then=partial(self.written_l3, pages, write))
 
-    def written_l3(self, pages: list[Page], write, arrived: bool):
+    def written_l3(self, pages: list, write, arrived: bool):
         """A write is over: note what storage has, and use it there: the ends are to be deleted first."""
         cache = self.cache
         self.going.difference_update(pages)
         cache.counts["storage_pages_written"] += write.value or 0
+        there = [page for page in pages if arrived and page.key not in cache.storage.doubted]
+        for node in cache.tree.change(there):
+            node.stored = True
         for page in pages:
-            prefix = page.prefix
-            page.stored |= arrived and prefix.key not in cache.storage.doubted
-            while prefix.parent is not None and prefix not in self.fresh:
-                self.fresh.add(prefix)
-                prefix = prefix.parent
+            while page.parent is not None and page not in self.fresh:
+                self.fresh.add(page)
+                page = page.parent
         if not self.going or len(self.fresh) > cache.host.size:
-            cache.storage.use([prefix.key for prefix in sorted(self.fresh, key=lambda prefix: -prefix.used)])
+            cache.storage.use([page.key for page in sorted(self.fresh, key=lambda page: -page.used)])
             self.fresh.clear()
         if cache.write_policy == "write_back":
-            cache.counts["pages_written"] += sum(page.stored for page in pages)
-        self.count_lost(page for page in pages if not page.stored)
+            cache.counts["pages_written"] += len(there)
+        self.count_lost(set(pages).difference(there))
 
     def count_lost(self, pages):
-        """Count the pages that are in no tier any more."""
-        self.cache.counts["pages_lost"] += sum(not self.cache.is_near(page.prefix) for page in pages)
+        """Count those of these pages that no tier has any more."""
+        for node in self.cache.tree.change(pages):
+            self.cache.counts["pages_lost"] += 0 if node.near or node.stored else len(node.pages)
 
 
 # 4. The Cache ----------------------------------------------------------------------------------
@@ -412,28 +468,31 @@ class TieredCache(offload.HostCache):
 
     # What is where
 
-    def is_near(self, prefix) -> bool:
-        """Whether the device or host memory has a page."""
-        return prefix in self.pool.block_of or prefix in self.host.block_of
-
     def keeps(self, prefix) -> bool:
         """Whether host memory has a page, or is about to."""
         return super().keeps(prefix) or prefix in self.prefetcher.coming and not self.storage.reader.hangs
 
-    def is_below(self, page: Page) -> bool:
+    def is_below(self, prefix) -> bool:
         """Whether a tier below the device has a page, or is about to."""
-        return self.keeps(page.prefix) or page.stored or page in self.writer.going
+        spans = self.tree.spans([prefix])
+        return self.keeps(prefix) or prefix in self.writer.going or any(node.stored for node, _ in spans)
 
     def behind_gap(self, prefix) -> bool:
-        before = self.tree.pages.get(prefix.parent)
-        return super().behind_gap(prefix) and not (before and self.is_below(before))
+        return super().behind_gap(prefix) and not self.is_below(prefix.parent)
+
+    def in_l2(self, prefixes, places: list[int]):
+        """These pages have arrived in host memory. (If another copy had, its places stay.)"""
+        for prefix, place in zip(prefixes, places):
+            self.host.register(place, prefix)
+        for node in self.tree.change(prefixes):
+            node.places = [self.host.block_of[prefix] for prefix in node.pages]
 
     @property
     def last_tier(self) -> bool:
         return not self.storage or self.storage.behind
 
     def in_storage(self) -> tuple[list, int, int]:  # for GET /state
-        stored = [prefix for prefix, page in list(self.tree.pages.items()) if page.stored]
+        stored = [prefix for node in self.tree.nodes() if node.stored for prefix in node.pages]
         return stored, len(self.prefetcher.coming), len(self.writer.going)
 
     # Coming up
@@ -442,28 +501,30 @@ class TieredCache(offload.HostCache):
         self.prefetcher.ask_l3(request)
 
     def waits(self, request):
-        return self.prefetcher.waits(request)
+        if self.prefetcher.waits(request) and self.prefetcher.pays(request):
+            return True
+        if request.kept and (self.storage.silent or self.prefetcher.policy != "both_ends"):
+            self.prefetcher.end_prefetch(request.kept)
+        return False
 
     def match(self, request):
         """Offer the next run in host memory; if there is none, under both_ends what storage has: `blocks`
         of the Match are places, or the Prefetch."""
-        size, first, start = self.pool.block_size, request.computed // self.pool.block_size, request.computed
-        known, _ = self.tree.match(request.chain[: request.history // size])
-        places = self.host.find([page.prefix for page in known[first:]])
+        pages, places = [], []
+        for node, part in takewhile(lambda span: span[0].places, self.tree.spans(self.missing(request))):
+            pages += node.pages[part]
+            places += node.places[part]
         if places:
             tokens, prefetch = self.tokens_in(request, places), request.kept
-            offered = [page.prefix for page in known[first : first + len(places)]]
-            read = size * len(prefetch.pages_read.intersection(offered)) if prefetch else 0
+            read = self.pool.block_size * len(prefetch.pages_read.intersection(pages)) if prefetch else 0
             found = {"cpu": max(0, tokens - read), "storage": min(tokens, read)}
             found = {source: count for source, count in found.items() if count}
             seconds = self.load_link.seconds(len(places) * self.host.block_bytes)
             return Match(tokens, seconds, places, found)
-        prefetch = self.behind_in_storage(request, start)
-        if prefetch and (not prefetch.ended or prefetch.chain[-1] in self.host.block_of):
-            end = len(prefetch.chain) * size
-            load = self.storage.seconds(prefetch.unread * self.host.block_bytes)
-            seconds, _ = both_ends.meeting(load, self.estimates.seconds_to_compute(start, end))
-            return Match(end - start, seconds, prefetch, {"storage": end - start})
+        prefetch = self.behind_in_storage(request, request.computed)
+        come = prefetch and any(node.places for node, _ in self.tree.spans(prefetch.chain[-1:]))
+        if prefetch and (come or not prefetch.ended):
+            return self.prefetcher.offer(request)
 
     def behind_in_storage(self, request, end: int) -> Prefetch | None:
         """-> under both_ends, the Prefetch of what storage has behind token `end`."""
@@ -497,7 +558,8 @@ class TieredCache(offload.HostCache):
             super().poll()  # takes in what has been read meanwhile
             front = request.computed + dict(self.engine.work).get(request, 0)  # where the step under way ends
             unclaimed = prefetch.chain[self.pool.num_blocks(front) : restoration.limit // size]
-            if places := self.host.find(unclaimed[::-1])[::-1]:
+            come = list(takewhile(lambda span: span[0].places, reversed(self.tree.spans(unclaimed))))
+            if places := [place for node, part in reversed(come) for place in node.places[part]]:
                 restoration.limit -= len(places) * size
                 restoration.layers = 0  # of what is claimed, until it has been copied
                 copies.extend(self.copy_in(request, restoration.limit, places))
@@ -531,58 +593,68 @@ class TieredCache(offload.HostCache):
 
     def save(self, batch):
         """Put what was computed into the tree, and send down what the write policy wants there."""
-        selective = self.write_policy == "write_through_selective"
         for request, _ in batch.work:
-            first, full = self.looked_at.get(request, 0), request.registered
-            if first == full:
-                continue
-            self.looked_at[request], pages = full, self.tree.insert(request.chain[:full])[first:]
-            for page in pages:
-                page.first_request = page.first_request or request.id
-                page.wanted |= not selective or page.first_request != request.id
-            owed = self.owed.pop(request, []) if first else []
-            if self.write_policy != "write_back":
-                self.owed[request] = owed + [page.prefix for page in pages if page.wanted]
-                self.writer.send_l3(page for page in pages if page.prefix in self.host.block_of)
+            self.note(request)
         self.save_owed()
-        if len(self.tree.pages) > 2 * (self.pool.size + self.host.size):
-            device, going = self.pool.block_of, self.writer.going
-            self.tree.forget(lambda page: page.prefix in device or self.keeps(page.prefix) or page in going)
+        if self.tree.size > 2 * (self.pool.size + self.host.size):
+            line = (request for request in (*self.engine.waiting, *self.engine.running) if request.kept)
+            chains = [request.kept.chain for request in line]
+            self.tree.forget(set().union(self.saving, self.prefetcher.coming, self.writer.going, *chains))
+
+    def note(self, request):
+        """Note which pages the request has on the device, and which of them the write policy wants below."""
+        first, full = self.looked_at.get(request, 0), request.registered
+        if first == full:
+            return
+        self.looked_at[request], wanted = full, []
+        for node in self.tree.change(filter(self.pool.block_of.__contains__, request.chain[first:full])):
+            node.device, second = True, node.first_request not in (0, request.id)
+            node.wanted |= second or self.write_policy != "write_through_selective"
+            node.first_request = 0 if node.wanted else request.id
+            wanted += node.pages if node.wanted else []
+        owed = self.owed.pop(request, []) if first else []
+        if self.write_policy != "write_back":
+            self.owed[request] = owed + wanted
+            self.writer.send_l3(wanted)
 
     def saved(self, request, transfer, prefixes, places, arrived: bool):
         super().saved(request, transfer, prefixes, places, arrived)
-        self.writer.send_l3([self.tree.pages[prefix] for prefix in prefixes])
-        if not arrived:
+        if arrived:
+            self.in_l2(prefixes, places)
+            self.writer.send_l3(prefixes)
+        else:
             self.looked_at.pop(request, None)  # look at all of them again
 
     def evicting(self, leaving: list):
         """Under write_back: copy dirty pages to host memory, beginnings first, while the engine waits. Count
         pages that no tier below has as lost."""
-        pages = [(self.tree.pages.get(prefix), block) for block, prefix in leaving]
-        dirty = [pair for pair in pages if pair[0] and pair[0].wanted and not self.is_below(pair[0])]
+        block_of, dirty = {prefix: block for block, prefix in leaving}, []
+        for node in self.tree.change(block_of):
+            node.device = False
+            if node.wanted and not node.stored:
+                dirty += [prefix for prefix in node.pages if not self.keeps(prefix)]
+        dirty = [prefix for prefix in dirty if prefix not in self.writer.going]
         if self.write_policy == "write_back":
-            dirty.sort(key=lambda pair: -pair[0].prefix.used)
             self.counts["dirty_evicted"] += len(dirty)
-            own = () if self.storage else [page.prefix for page, _ in dirty]
+            own = () if self.storage else dirty
             while dirty and not self.save_link.hangs:
                 if not (fits := self.host.make_room(len(dirty), own, self.step_began)):
                     break
-                self.copy_to_l2(*zip(*dirty[:fits]))
+                self.copy_to_l2(dirty[:fits], [block_of[prefix] for prefix in dirty[:fits]])
                 dirty = dirty[fits:]
         self.counts["pages_lost"] += len(dirty)
 
-    def copy_to_l2(self, pages: list[Page], blocks: list[int]):
+    def copy_to_l2(self, prefixes: list, blocks: list[int]):
         """Copy pages to host memory, and wait for that."""
         copy = self.copy_out(blocks, places := self.host.allocate(len(blocks)))
         try:
             copy.wait(min(offload.LONGEST_SAVE, lanes.HANGING + self.save_link.seconds(0)))
-            for page, place in zip(pages, places):
-                self.host.register(place, page.prefix)
-            self.counts["pages_written"] += len(pages)
+            self.in_l2(prefixes, places)
+            self.counts["pages_written"] += len(prefixes)
         except links.TransferError:
             copy.cancel()
             self.hold("save", [copy], (self.host, places))  # a late one still writes there
-            self.counts["pages_lost"] += len(pages)
+            self.counts["pages_lost"] += len(prefixes)
         self.host.release(places)
 
     # In every step, when idle, and at the end
@@ -595,6 +667,7 @@ class TieredCache(offload.HostCache):
         self.counts["storage_errors"] = self.storage.errors if self.storage else 0
 
     def finished(self, request):
+        self.note(request)
         super().finished(request)
         if request.kept:
             self.prefetcher.end_prefetch(request.kept)
@@ -620,14 +693,16 @@ class TieredCache(offload.HostCache):
         """Between two steps: go on with another storage, or with none; close the one before on a thread, when
         nothing of it is under way. What is being read does not come; what is being written and not near is
         lost."""
-        before, self.storage, writer = self.storage, storage, self.writer
+        before, writer = self.storage, self.writer
         for request in (*self.engine.waiting, *self.engine.running):
             self.finished(request)  # it goes on, without what was noted for the storage before
+        self.storage = storage
         writer.count_lost(writer.going)
         for known in self.prefetcher.coming, writer.going, writer.unwritten, writer.fresh:
             known.clear()
-        for page in self.tree.pages.values():
-            page.stored = False
+        for node in self.tree.nodes():
+            node.stored = False
+        self.tree.join(self.tree.nodes())
         if before:
             for lane in ("ask", "read", "measure", "write"):
                 for transfers, held, _ in self.under_way.pop(lane, ()):
@@ -637,7 +712,7 @@ class TieredCache(offload.HostCache):
             storage.open(self.engine.wake.set)
             self.measure_storage()
             if self.write_policy != "write_back":
-                writer.send_l3(self.tree.pages.values())
+                writer.send_l3([page for node in self.tree.nodes() if node.places for page in node.pages])
 
     def close(self):
         """Let what is on its way arrive, and under write_back send down all that there is time for."""
@@ -702,11 +777,10 @@ def demo(model, frontend: Frontend, arguments):
 
 def converse(engine, frontend: Frontend, talks: list, new: int) -> list[Request]:
     """Ask all conversations, in any order, then each again with one more question -> the requests."""
-    rng, talks, asked = random.Random(1), [list(talk) for talk in talks], []
-    for question in ("", lesson.TURNS[2]):
-        for talk in rng.sample(talks, len(talks)):
-            asked.append(lesson.say(engine, frontend, talk, question or talk.pop()["content"], new))
-    return asked
+    rng, talks = random.Random(1), [list(talk) for talk in talks]
+    order = [*rng.sample(talks, len(talks)), *rng.sample(talks, len(talks))]
+    texts = [talk.pop()["content"] for talk in order[: len(talks)]] + [lesson.TURNS[2]] * len(talks)
+    return [lesson.say(engine, frontend, talk, text, new) for talk, text in zip(order, texts)]
 
 
 def policies(engine, prompt: list[int]) -> dict[str, list[Request]]:
@@ -775,7 +849,7 @@ def add_arguments(parser):
     add("--write-policy", choices=WRITE, default="write_through", help="when pages go down (write_through)")
     add("--hicache-io-backend", choices=("direct", "kernel"), help="what copies on a GPU (by a rule)")
     add("--storage", metavar="URL", help="shared tier: file:DIR, redis://HOST:PORT/N, or module:Class")
-    add("--storage-config", type=backends.configuration, metavar="JSON or @FILE", help="its own arguments")
+    add("--storage-config", type=backends.configuration, metavar="JSON or @FILE", help="its settings")
     add("--storage-bandwidth", type=modelled_link.speed, metavar="GB/S[:GB/S...@SECONDS]", help="modelled")
     add("--prefetch", choices=PREFETCH, default="timeout", help="how long to wait for storage (timeout)")
     add("--prefetch-threshold", type=whole, default=256, metavar="TOKENS", help="at least to read (256)")
@@ -801,13 +875,13 @@ def make_engine(model, arguments) -> paged.Engine:
     size, url = arguments.block_size, arguments.storage or None
     block_bytes = size * model.config.kv_numbers_per_token * model.dtype.itemsize
     blocks = host_pages(model, arguments, block_bytes)
-    storage = url and backends.open_storage(url, arguments.storage_config, arguments.storage_bandwidth)
+    config, (threshold, *timeout) = backends.settings(arguments.storage_config, arguments)
+    storage = url and backends.open_storage(url, config, arguments.storage_bandwidth)
     if arguments.hicache_io_backend and model.device.type != "cuda":
         raise BadRequest("--hicache-io-backend chooses what copies on a GPU, and here is none: leave it out.")
     cache = TieredCache(
         blocks, modelled_link.bandwidth(model, arguments.link), storage, arguments.prefetch,
-        arguments.write_policy, arguments.layout, arguments.prefetch_threshold,
-        (arguments.prefetch_timeout, arguments.prefetch_timeout_per_1k), arguments.hicache_io_backend,
+        arguments.write_policy, arguments.layout, threshold, tuple(timeout), arguments.hicache_io_backend,
     )  # fmt: skip
     engine = paged.make_engine(model, arguments, Restorer(cache, Estimates(arguments.always_restore)))
     words = f"{blocks} pages of {size} tokens, {blocks * block_bytes / 1e6:.1f} MB, over a {cache.load_link}"

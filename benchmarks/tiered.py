@@ -12,7 +12,8 @@ policies    one history in slow storage alone, reading takes r times as long as 
 admission   a hit in host memory or in storage of 1 MB/s to 1 GB/s over computing it, and the tier of each token.
 layouts     a hit in host memory, and in storage of 0.1 and 10 GB/s, by order of host memory and page size; and its pieces.
 writes      what each write policy finds, writes, and would lose by a kill.
-match       finding 4,096 tokens in a tree of 100,000 pages.
+match       finding 4,096 tokens in a tree of 100,000 pages, and in a dictionary of them; the entries of both.
+sizes       of one mix of conversations, the share of the prompts that is found, by host memory and page size: counted.
 """
 
 import importlib
@@ -36,6 +37,7 @@ from shell import backends, lesson, modelled_link
 paged, tiers = importlib.import_module("02_paged_kv"), importlib.import_module("07_tiered_storage")
 TALKS, TURNS, DOCUMENT, QUESTION, ANSWER = 6, 2, 1024, 64, 4  # conversations; tokens
 TIERS = "gpu", "cpu", "storage"
+HELD = 32_768  # tokens, about those of all conversations of `sizes` together, shared ones once
 
 
 class Bench(ExitStack):
@@ -277,12 +279,12 @@ def writes(model, arguments):
             engine = bench.engine(1400, bench.cache(1400, threshold=2 * bench.size, write=policy))
             requests, _ = go_on(engine, documents, [(number, bench.draw(24)) for number in order])
             cache, counts = engine.behind.cache, engine.behind.cache.counts
-            pages = list(cache.tree.pages.values())
+            stored = [node.stored for node in cache.tree.nodes() for _ in node.pages]
             yield dict(
                 policy=policy, **tiers.shares(requests), ttft_ms=spread(ttft(requests)), saved_bytes=counts["bytes_out"],
                 storage_bytes=counts["storage_pages_written"] * cache.host.block_bytes,
                 dirty_evicted=counts["dirty_evicted"], pages_written=counts["pages_written"],
-                pages=len(pages), lost_by_a_kill=sum(not page.stored for page in pages))  # fmt: skip
+                pages=len(stored), lost_by_a_kill=stored.count(False))  # fmt: skip
 
 
 def match(model, arguments, pages: int = 100_000, prompt: int = 4096):
@@ -297,24 +299,48 @@ def match(model, arguments, pages: int = 100_000, prompt: int = 4096):
 
         system = tokens(common)
         for _ in range(talks):
-            tree.insert(prefixes.extend([], system + tokens(pages // talks)))
-        count, asked = len(tree.pages), system + tokens(prompt // size - common)
+            tree.take(prefixes.extend([], system + tokens(pages // talks)))
+        count, nodes, asked = tree.size, len(tree.nodes()), system + tokens(prompt // size - common)
         chain = prefixes.extend([], asked)
         for end in range(common, len(chain) + 1):
-            tree.insert(chain[:end])
-            tree.insert(prefixes.extend(list(chain[:end]), [*asked[: end * size], *[end] * size]))  # it branches here
-        assert len(tree.match(chain)[0]) == len(chain)
-        nodes, taken = len(tree.nodes()), {"match_ms": [], "chain_ms": []}  # by the tree, and by a look for each page
-        ways = dict(match_ms=tree.match, chain_ms=lambda chain, known=tree.pages: [*itertools.takewhile(known.__contains__, chain)])
+            tree.take(chain[:end])
+            tree.take(prefixes.extend(list(chain[:end]), [*asked[: end * size], *[end] * size]))  # it branches here
+        assert [page for node, part in tree.spans(chain) for page in node.pages[part]] == chain
+        known = {page for node in tree.nodes() for page in node.pages}
+        alone = tiers.HiRadixTree()
+        alone.take(chain)
+        ways = dict(match_ms=tree.spans, match_one_ms=alone.spans, chain_ms=lambda chain, known=known: [*itertools.takewhile(known.__contains__, chain)])
+        taken = {way: [] for way in ways}
         for (way, find), _ in itertools.product(ways.items(), range(arguments.rounds or 200)):
             began = time.perf_counter()
             find(chain)
             taken[way].append(1e3 * (time.perf_counter() - began))
-        yield dict(conversations=talks, pages=count, nodes=nodes, **{way: spread(times) for way, times in taken.items()})
+        times = {way: spread(each) for way, each in taken.items()}
+        yield dict(conversations=talks, pages=count, nodes=nodes, **times)
+
+
+def sizes(model, arguments):
+    """400 turns of 60 conversations behind 6 documents, the n-th about as often as 1/n. What is found is what chapter
+    02's pool still has of the chain, as host memory holds all that the device does under write_through."""
+    for size, share in itertools.product((16, 64, 256), (0.125, 0.25, 0.5, 1.0)):
+        rng, prefixes = random.Random(0), paged.Prefixes("", size)
+        documents = [[rng.randrange(1 << 15) for _ in range(rng.randrange(300, 1500))] for _ in range(6)]
+        talks, found, asked = [list(rng.choice(documents)) for _ in range(60)], 0, 0
+        pool = paged.BlockPool(int(share * HELD) // size, size)
+        for number in rng.choices(range(60), [1 / (1 + number) for number in range(60)], k=400):
+            talks[number] += [rng.randrange(1 << 15) for _ in range(rng.randrange(20, 90))]
+            prefixes.use(chain := prefixes.extend([], talks[number]))
+            pool.share(hits := pool.find(chain))
+            found, asked = found + len(hits) * size, asked + len(talks[number])
+            new = pool.allocate(min(len(chain) - len(hits), pool.available))
+            for block, prefix in zip(new, chain[len(hits) :]):
+                pool.register(block, prefix)
+            pool.release(hits + new)
+        yield dict(page_tokens=size, host=share, found=found / asked)
 
 
 PARTS = {part.__name__: (part, ["random:long"]) for part in (mix, policies)}
-PARTS |= {part.__name__: (part, ["classroom"]) for part in (admission, layouts, writes, match)}
+PARTS |= {part.__name__: (part, ["classroom"]) for part in (admission, layouts, writes, match, sizes)}
 
 
 # 5. The tables ----------------------------------------------------------------------------------------------
@@ -332,7 +358,8 @@ def report(found: list[dict]) -> str:
     policies = tables.grouped(policies, ("model", "r"), "guard")
     hits = tables.grouped([row for row in hits if row["way"] != "computed"], ("way",), "length")
     ways, matched = ("computed", *tiers.PREFETCH), tables.rows(found, "match")
-    times = [row["match_ms"]["median"] for row in matched]
+    sizes = [{**row, "host": f"host memory {row['host']:.1%}"} for row in tables.rows(found, "sizes")]
+    sizes = tables.grouped(sizes, ("page_tokens",), "host")
     return tables.paragraphs(
         tables.table("**Conversations behind documents that fit in no single tier:**", {
             "model, at once": "{model}, {at_once}", "TTFT, device alone": "{device_alone_ms:ms}",
@@ -358,8 +385,13 @@ def report(found: list[dict]) -> str:
             "to L3": "{storage_bytes:MB}", "dirty evicted": "{dirty_evicted}", "pages written": "{pages_written}",
             "lost by a kill, of pages": "{lost_by_a_kill} of {pages}",
         }, tables.rows(found, "writes")),
-        *(f"Finding 4,096 tokens, each page of which is a node, takes {tables.between(times, '{:.3f}'.format)} ms among "
-          f"{row['pages']:,} pages, of 100 to 10,000 conversations." for row in matched[:1]))  # fmt: skip
+        tables.table("**Host memory and page size**: of the prompts of one mix of conversations, the share found:", {
+            "tokens a page": "{page_tokens}", **tables.across(sizes, {"": "{found:%}"}),
+        }, sizes),
+        tables.table("**Finding 4,096 tokens among 100,000 pages**: by the tree, and by a look for each page:", {
+            "conversations": "{conversations:,}", "nodes, pages": "{nodes:,}, {pages:,}",
+            "tree, one node": "{match_one_ms[median]:.3f} ms", "each page a node": "{match_ms[median]:.3f} ms", "a look for each page": "{chain_ms[median]:.3f} ms",
+        }, matched))  # fmt: skip
 
 
 if __name__ == "__main__":

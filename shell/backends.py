@@ -1,6 +1,7 @@
 """Back ends of storage, and what opens them: a directory of files, Redis, a class of one's own."""
 import argparse
 import importlib
+import inspect
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 from common.requests import BadRequest
 from common.store import Storage, StoredChunks
 
+PREFETCHING = "prefetch_threshold", "prefetch_timeout", "prefetch_timeout_per_1k"
 OWN_FILE = re.compile(r"[0-9a-f]{64}\.page(\.[0-9a-f]{32}\.tmp)?")
 
 
@@ -125,14 +127,18 @@ def open_backend(url: str, config: dict | None = None):
     if re.match(r"file:(\s*$|//(?!/))", url):
         raise BadRequest(f"'{label(url)}' names no folder; write file:pages (here), or file:/srv/pages.")
     try:
-        if module == "file":
-            backend = Directory(url, **config or {})
-        elif url.startswith(("redis://", "rediss://", "unix://")):
-            backend = RedisBackend(url, **config or {})
-        else:
-            backend = getattr(importlib.import_module(module), name)(**config or {})
+        known = dict(file=Directory, redis=RedisBackend, rediss=RedisBackend, unix=RedisBackend)
+        kind = known.get(module) or getattr(importlib.import_module(module), name)
+        takes = inspect.signature(kind).parameters if config else {}
+        wrong = [key for key in config or () if key not in takes or key == "url"]
+        if wrong and not any(each.kind is each.VAR_KEYWORD for each in takes.values()):
+            names = ", ".join(key for key in takes if key != "url") or "nothing"
+            raise BadRequest(f"The storage '{label(url)}' has no setting {wrong[0]!r:.40}; it has {names}.")
+        backend = kind(*[url] * (module in known), **config or {})
         backend.exists(["0" * 64])
         return backend
+    except BadRequest:
+        raise
     except Exception as error:
         # With a user, a password or a configuration the error may quote what is secret
         words = "" if config or "@" in url else f": {' '.join(str(error).split()).replace('. ', ', ')[:200]}"
@@ -147,10 +153,33 @@ def open_storage(url: str, config: dict | None = None, bandwidth=None) -> Storag
 
 
 def configuration(text: str) -> dict:
-    """An argparse type: a JSON object, or @FILE, which holds one. No error quotes it: it may be secret."""
-    with suppress(OSError, TypeError, ValueError, RuntimeError):
-        return dict(**json.loads(Path(text[1:]).expanduser().read_text() if text.startswith("@") else text))
-    raise argparse.ArgumentTypeError("give a JSON object, or @FILE with one that can be read")
+    """An argparse type: a JSON object, or @FILE.toml, or @FILE with JSON. No error quotes it."""
+    toml, advice = text.startswith("@") and text.endswith(".toml"), "give a JSON object, or @FILE with one"
+    try:
+        if text.startswith("@"):
+            advice = "no such file can be read: correct the path behind @"
+            text = Path(text[1:]).expanduser().read_text()
+            wrong = "the file is not TOML: write lines such as limit_gb = 4", "give a JSON object in the file"
+            advice = wrong[0 if toml else 1]
+        if toml:
+            import tomllib
+        return dict(**(tomllib if toml else json).loads(text))
+    except ImportError:
+        advice = "TOML needs Python 3.11 or newer: give a JSON object, or @FILE with one"
+    except (OSError, TypeError, ValueError, RuntimeError):
+        pass
+    raise argparse.ArgumentTypeError(advice)
+
+
+def settings(config: dict | None, arguments) -> tuple[dict, list[float]]:
+    """-> a configuration without what it says of prefetching, and the threshold, the time, and the time for
+    each 1,024 tokens, from there or from the command line. Raises BadRequest."""
+    config, found = dict(config or {}), []
+    for name in PREFETCHING:
+        found.append(value := config.pop(name, getattr(arguments, name)))
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= 1e8:
+            raise BadRequest(f"{name} in --storage-config must be a number from 0 to 1e8.")
+    return config, found
 
 
 def label(url: str) -> str:

@@ -1,4 +1,4 @@
-"""docs/reference.md, "Prefill here, decode there": its two commands, as two processes on one storage."""
+"""docs/reference.md, "Prefill here, decode there": its two commands, as two processes on one storage, both ways."""
 
 import json
 import re
@@ -17,18 +17,26 @@ def ask(url: str, **body) -> dict:
 
 def test_one_process_prefills_and_another_one_decodes(tmp_path):
     section = (ROOT / "docs/reference.md").read_text().partition("### Prefill here, decode there")[2]
-    prompt, servers = "Anna lives in Rome. The code of the gate is 4821. " * 16 + "The code of the gate is", []
+    text, servers = "Read this:" + 20 * " Anna lives in Rome. The code of the gate is 4821.", []
+    talk = [dict(role="user", content=f"{text} What is the code of the gate?")]
     try:
         for chapter, options in re.findall(r"^python (\S+)( --storage file:pages .*?) *#.*$", section, re.M):
             words = [sys.executable, ROOT / chapter, *options.split(), "--port", "0"]
             servers.append(Popen(words, cwd=tmp_path, stdout=PIPE, stderr=DEVNULL, text=True))
         here, there = (re.search(r"http://\S+:\d+", server.stdout.readline())[0] for server in servers)
-        first = ask(f"{here}/generate", prompt=prompt, max_tokens=1)
+        first, written = ask(f"{here}/generate", messages=talk, max_tokens=1), "storage_pages_written"
         pages = (first["usage"]["prompt_tokens"] - 1) // 16
-        eventually(lambda: ask(f"{here}/health")["counters"].get("storage_pages_written", 0) >= pages)
-        second, alone = (ask(f"{url}/generate", prompt=prompt, max_tokens=8) for url in (there, here))
+        eventually(lambda: ask(f"{here}/health")["counters"].get(written, 0) >= pages)
+        second = ask(f"{there}/generate", messages=talk, max_tokens=16)
+        alone = ask(f"{here}/generate", messages=talk, max_tokens=16, cache_salt="another's")
         assert first["source"] == "miss" and second["found"] == {"storage": pages * 16}
         assert second["tokens"] == alone["tokens"] and second["tokens"][:1] == first["tokens"]
+        # And back: the first process finds what the second one has decoded
+        eventually(lambda: ask(f"{there}/health")["counters"].get(written, 0) >= 1)
+        talk += [dict(role="assistant", content=second["text"]), dict(role="user", content="Who lives in Rome?")]
+        third = ask(f"{here}/generate", messages=talk, max_tokens=16)
+        alone = ask(f"{here}/generate", messages=talk, max_tokens=16, cache_salt="a third one's")
+        assert third["found"] == {"gpu": pages * 16, "storage": 16} and third["tokens"] == alone["tokens"]
     finally:
         for server in servers:
             server.kill()

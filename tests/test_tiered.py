@@ -4,6 +4,7 @@ import hashlib
 import importlib
 import os
 import random
+import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -63,7 +64,7 @@ def engine_on(
     yield engine
     settle(engine)
     check_pools(engine)
-    check_tree(cache.tree)
+    check_tree(cache.tree, cache)
     engine.close()
 
 
@@ -123,44 +124,97 @@ def slow_storage(engine, tokens: int):
 
 # 1. The tree -----------------------------------------------------------------------------------
 
-def check_tree(tree):
-    """The tree agrees with itself."""
+def check_tree(tree, cache=None):
+    """The tree agrees with itself, and with the pools of a cache."""
     for node in (tree.root, *tree.nodes()):
         for first, child in node.children.items():
-            assert child.parent is node and child.pages and child.pages[0].prefix is first
-            chain = [page.prefix for page in child.pages]
-            assert all(later.parent is earlier for earlier, later in zip(chain, chain[1:])), "a gap"
-            assert node is tree.root or first.parent is node.pages[-1].prefix, "a gap between two nodes"
-            assert all(tree.pages[page.prefix] is page for page in child.pages)
-    assert sum(len(node.pages) for node in tree.nodes()) == len(tree.pages), "pages that nobody finds"
+            assert child.parent is node and child.pages and child.pages[0] is first
+            assert all(later.parent is earlier for earlier, later in zip(child.pages, child.pages[1:])), "a gap"
+            assert node is tree.root or first.parent is node.pages[-1], "a gap between two nodes"
+            assert len(child.places) in (0, len(child.pages)), "a place for each page, or none"
+            assert len(node.children) > 1 or child.state != node.state or node is tree.root, "one span, not two"
+    assert sum(len(node.pages) for node in tree.nodes()) == tree.size, "pages that nobody finds"
+    if cache:
+        near = {page for node in tree.nodes() if node.device for page in node.pages}
+        assert near == set(cache.pool.block_of), "what the device has"
+        places = {page: place for node in tree.nodes() for page, place in zip(node.pages, node.places)}
+        assert places == cache.host.block_of, "what host memory has, and where"
 
 
-def test_the_tree_does_what_a_set_of_prefixes_does():
-    rng, prefixes, tree, known = random.Random(0), paged.Prefixes("", 1), tiers.HiRadixTree(), set()
-    for _ in range(400):
+def test_the_tree_says_of_each_page_what_a_dictionary_says():
+    rng, prefixes, tree, known = random.Random(0), paged.Prefixes("", 1), tiers.HiRadixTree(), {}
+    for number in range(600):
         chain = prefixes.extend([], [rng.randrange(3) for _ in range(rng.randrange(1, 12))])
         expected = 0
         while expected < len(chain) and chain[expected] in known:
             expected += 1
-        assert [page.prefix for page in tree.match(chain)[0]] == chain[:expected]
-        if rng.random() < 0.6:
-            assert [page.prefix for page in tree.insert(chain)] == chain
-            known.update(chain)
-        if rng.random() < 0.1:  # what is near nowhere is forgotten, from the ends
-            tree.forget(lambda page: rng.random() < 0.5)
-            known = set(tree.pages)
+        first = rng.randrange(expected + 1)  # a run may begin anywhere that is known
+        found = [(node, page, place) for node, part in tree.spans(chain[first:])
+                 for page, place in zip(node.pages[part], (node.places or [None] * len(node.pages))[part])]  # fmt: skip
+        assert [page for _, page, _ in found] == chain[first:expected]
+        assert [dict(device=node.device, places=place, stored=node.stored) for node, _, place in found] == [known[page] for _, page, _ in found]
+        run, tier = chain[rng.randrange(expected + 1) :] or chain, rng.choice(["device", "places", "stored"])
+        prefixes.use(chain)
+        if rng.random() < 0.7:
+            has = rng.random() < 0.6
+            state = {page: number + at if tier == "places" else True for at, page in enumerate(run) if has}
+            for node in tree.change(set(run)):
+                setattr(node, tier, [state[page] for page in node.pages if has] if tier == "places" else has)
+            for page in chain:
+                known.setdefault(page, dict(device=False, places=None, stored=False))
+                if page in run:
+                    known[page][tier] = state.get(page, None if tier == "places" else False)
+        if rng.random() < 0.1:  # what no tier near has is forgotten, from the ends
+            keep = set(rng.sample(sorted(known, key=lambda page: page.key), len(known) // 2))
+            tree.forget(keep)
+            left = {page for node in tree.nodes() for page in node.pages}
+            gone = [state for page, state in known.items() if page not in left]
+            assert not keep - left and not any(state["device"] or state["places"] is not None for state in gone)
+            ends = [node for node in tree.nodes() if not node.children]
+            assert all(node.near or keep & {*node.pages} for node in ends), "an end that nobody wants"
+            known = {page: known[page] for page in left}
         check_tree(tree)
-    assert len(tree.nodes()) < len(tree.pages), "pages that follow each other share a node"
+    assert len(tree.nodes()) < tree.size, "pages that follow each other share a node"
+
+
+def test_pages_in_the_same_tiers_are_one_node_again_and_those_that_are_not_are_split():
+    prefixes, tree = paged.Prefixes("", 1), tiers.HiRadixTree()
+    chain, other = prefixes.extend([], [*range(8)]), prefixes.extend([], [0, 1, 2, 9])
+
+    def shape() -> list:
+        return [(len(node.pages), node.device, node.places, node.stored) for node in tree.nodes()]
+
+    def mark(pages, places=(), **state):
+        for node in tree.change(pages):
+            [setattr(node, name, value) for name, value in state.items()]
+            node.places = [dict(zip(pages, places))[page] for page in node.pages if places]
+
+    prefixes.use(chain)
+    mark(chain, device=True)
+    assert shape() == [(8, True, [], False)]
+    mark(chain[2:5], [7, 8, 9])
+    assert shape() == [(2, True, [], False), (3, True, [7, 8, 9], False), (3, True, [], False)]
+    mark(chain[5:], device=False)
+    mark([chain[3]], [8], stored=True)
+    assert shape() == [(2, True, [], False), (1, True, [7], False), (1, True, [8], True), (1, True, [9], False),
+                       (3, False, [], False)]  # fmt: skip
+    mark(chain[5:], device=True)
+    mark(chain[2:5], stored=False)
+    assert shape() == [(8, True, [], False)]
+    prefixes.use(other)
+    mark(other, device=True)
+    assert sorted(size for size, *_ in shape()) == [1, 3, 5], "two conversations part, in the same tiers"
 
 
 def test_a_match_looks_at_the_nodes_on_its_path_only():
     prefixes, tree = paged.Prefixes("", 1), tiers.HiRadixTree()
     for number in range(400):
-        tree.insert(prefixes.extend([], [7, 7, number, *range(number, number + 47)]))
-    assert len(tree.pages) > 18_000
+        tree.take(prefixes.extend([], [7, 7, number, *range(number, number + 47)]))
+    assert tree.size > 18_000
     for node in (nodes := [tree.root, *tree.nodes()]):
         node.children = Mock(wraps=node.children)
-    assert len(tree.match(prefixes.extend([], [7, 7, 5, *range(5, 52)]))[0]) == 50
+    found = tree.spans(prefixes.extend([], [7, 7, 5, *range(5, 52)]))
+    assert sum(len(node.pages[part]) for node, part in found) == 50
     assert sum(node.children.get.call_count for node in nodes) == 2
 
 
@@ -259,7 +313,7 @@ def test_what_found_no_room_is_sent_down_when_there_is_though_its_request_is_ove
         engine.generate([Request(draw(rng, 16 * pages), 1) for _ in range(5)])
         other.finish(0.0, 0.0)
         settle(engine)
-        assert all(cache.is_below(cache.tree.pages[prefix]) for prefix in engine.pool.block_of) and not cache.owed
+        assert all(map(cache.is_below, engine.pool.block_of)) and not cache.owed
         assert len(shelf) + engine.counts["pages_lost"] == 5 * pages
 
 
@@ -310,6 +364,16 @@ def test_what_is_matched_does_not_go_for_its_own_requests_blocks():
         right(engine, draw(rng, 200))  # which is dirty, and in the way
         assert right(engine, prompt).found == {"cpu": 96}
         assert engine.counts["pages_lost"] > 0
+
+
+def test_a_match_ends_at_a_gap_in_host_memory_though_the_device_has_that_page():
+    with engine_on(Shelf(), "best_effort", threshold=512) as engine:
+        right(engine, prompt := draw(random.Random(0), 100))
+        settle(engine)
+        first, second, *_ = engine.prefixes.extend([], prompt)
+        engine.pool.evict([engine.pool.block_of[first]])
+        engine.behind.cache.host.evict([engine.behind.cache.host.block_of[second]])
+        assert right(engine, prompt).found == {"cpu": 16}
 
 
 # 3. Coming up ----------------------------------------------------------------------------------
@@ -845,7 +909,7 @@ def test_traffic_on_storages_that_fail_come_and_go():
 
     def change_and_step(cache, step):
         if rng.random() < 0.16:
-            known = {page.prefix.key.hex() for page in cache.tree.pages.values() if page.stored}
+            known = {page.key.hex() for node in cache.tree.nodes() if node.stored for page in node.pages}
             assert known <= set(cache.storage.backend.pages if cache.storage else ()), "it has what it says"
             cache.attach_storage(rng.choice([None, *map(store.Storage, shelves)]))
             cache.prefetcher.policy, cache.write_policy = rng.choice(tiers.PREFETCH), rng.choice(tiers.WRITE)
@@ -889,20 +953,34 @@ def test_options_of_storage_and_of_host_memory(tmp_path, capsys):
     def made(*options):
         return tiers.make_engine(engines.tiny_model(), parser.parse_args(["--gpu-blocks=40", "--link=2", *options]))
 
-    (tmp_path / "config").write_text('{"secret": "sesame"}')
-    for config in '{"secret": "sesame"}', f"@{tmp_path / 'config'}":
+    for name, text in {"config": '{"secret": "sesame"}', "a.toml": 'secret = "sesame"\nprefetch_threshold = 7\nprefetch_timeout = 3',
+                       "wrong.toml": "secret sesame", "list": '["sesame"]'}.items():  # fmt: skip
+        (tmp_path / name).write_text(text)
+    for config in '{"secret": "sesame"}', f"@{tmp_path / 'config'}", f"@{tmp_path / 'a.toml'}":
         engine = made("--storage", f"{__name__}:Shelf", "--storage-config", config, "--hicache-ratio=1.5")
         right(engine, draw(random.Random(0), 200))
         engine.close()
         shelf = engine.behind.cache.storage.backend
         assert shelf.secret == "sesame" and len(shelf) == 12 and engine.behind.cache.host.size == 60
+    prefetcher = engine.behind.cache.prefetcher
+    assert (prefetcher.threshold, prefetcher.timeout) == (7, (3, 0.25)), "the others are the command line's"
     assert made("--hicache-size=0.01").behind.cache.host.size == 10**7 // engine.behind.cache.host.block_bytes
     for options in ["--hicache-ratio=1"], ["--hicache-size=1", "--cpu-blocks=9"]:
         with pytest.raises(BadRequest, match="Give one of"):
             made(*options)
     with pytest.raises(BadRequest, match="here is none: leave it out"):
         made("--hicache-io-backend=kernel")
-    for config in "sesame", '["sesame"]', "@sesame":
-        with pytest.raises(SystemExit):
+    for config, words in {"file:pages": "limit_gb", f"{__name__}:Shelf": "secret"}.items():
+        with pytest.raises(BadRequest, match=f"has no setting 'sesam'; it has {words}.$"):
+            made("--storage", config, "--storage-config", '{"sesam": 1}')
+    with pytest.raises(BadRequest, match="prefetch_timeout in --storage-config must be a number from 0"):
+        made("--storage-config", '{"prefetch_timeout": "long"}')
+    for config, words in {
+        "sesame": "give a JSON object, or", '["sesame"]': "give a JSON object, or", "@sesame": "no such file can be read",
+        f"@{tmp_path}/list": "give a JSON object in", "@no.toml": "no such file", f"@{tmp_path}/wrong.toml": "is not TOML",
+        f"@{tmp_path}/a.toml": "TOML needs Python 3.11",
+    }.items():  # fmt: skip
+        with pytest.raises(SystemExit), pytest.MonkeyPatch.context() as patch:
+            "needs" in words and patch.setitem(sys.modules, "tomllib", None)
             made("--storage-config", config)
-    assert "sesame" not in (said := capsys.readouterr().err) and "give a JSON object" in said
+        assert "sesame" not in (said := capsys.readouterr().err) and words in said
