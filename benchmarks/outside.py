@@ -164,6 +164,7 @@ class Transformers:
 def conversations(bench: Bench, rounds: int):
     for what, exponent in {
         f"{TALKS} conversations of {TURNS} turns": None,
+        f"{DOCUMENTS} documents, Zipf 2": 2.0,
         f"{DOCUMENTS} documents, Zipf 1": 1.0,
         f"{DOCUMENTS} documents, all alike": 0.0,
     }.items():
