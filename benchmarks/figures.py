@@ -1,4 +1,4 @@
-"""One picture for each chapter, drawn from what its benchmark has found. Needs matplotlib (requirements-dev.txt).
+"""One picture for each chapter from 03 on, drawn from what its benchmark has found. Needs matplotlib (requirements-dev.txt).
 
     python -m benchmarks.figures            benchmarks/results -> docs/figures
 """
@@ -44,17 +44,6 @@ def of_longest(found: list[dict], claim: str) -> dict[str, list[dict]]:
     each = {model: max(row["history_tokens"] for row in of_model) for model, of_model in by_model(found, claim).items()}
     return {f"{model}, {longest:,} tokens": [row for row in rows(found, claim, model) if row["history_tokens"] == longest]
             for model, longest in each.items()}  # fmt: skip
-
-
-def lone(axes, each: list[dict]):
-    what = axes.get_title().lower()
-    bars(axes, each, "{model}\n{dtype}", ("01", "02"), lambda row, chapter: row["times_as_fast"][chapter]["dynamic"][what],
-         f"{axes.get_title()}, times as fast")  # fmt: skip
-    axes.axhline(1, color="#222222", linewidth=1)
-
-
-def many(axes, each: list[dict]):
-    bars(axes, each, "{model}", ("01", "02"), lambda row, chapter: row["tokens_per_second"][chapter], "tokens a second")
 
 
 def host(axes, each: list[dict]):
@@ -103,12 +92,6 @@ def ranks(axes, each: list[dict]):
 
 
 PICTURES = {  # of which benchmark; its title; what it has found -> the panels, title -> rows; what draws one; inches
-    "01_baseline": (
-        "baseline", "01: a lone request, times as fast as generate of transformers",
-        lambda found: dict.fromkeys(("TTFT", "TBT"), rows(found, "lone")), lone, 9),
-    "02_paged_kv": (
-        "engine", "02: 16 requests at once, against one after the other",
-        lambda found: {"": rows(found, "throughput")}, many, 5),
     "03_cpu_offload": (
         "engine", "03: TTFT of a question whose history is in host memory", partial(by_model, claim="host"), host, 9),
     "04_hidden_state_cache": (

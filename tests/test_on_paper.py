@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from benchmarks import variants
-from tools import on_paper
+from benchmarks import claims, measure, tables, variants
+from tools import headlines, on_paper
 
 planned = on_paper.planned
 SEVEN, THIRTEEN, THIRTY = on_paper.MODELS
@@ -113,3 +113,33 @@ def test_captures_ratio_grows_with_the_width_and_both_lanes_end_together():
     share = (25 + 100 - 12.5 - 8) / (92 + 50)
     least = on_paper.capture_seconds(**lanes, act=share)
     assert least <= min(on_paper.capture_seconds(**lanes, act=share + more) for more in (-0.01, 0.01))
+
+
+def test_each_headline_has_numbers_or_a_reason_in_every_column_and_they_follow_the_results():
+    results = claims.read()
+    batch = tables.rows(results["flow-cpu"]["found"], "batch")
+    if not any("rate_over_03" in row for row in batch):  # results that are older than this part
+        results["flow-cpu"]["found"] += [dict(claim="batch", model="m", rows=[dict(way="05", rate_over_03=measure.spread([1.2]))])]
+    (_, _, *lines) = headlines.table(results).splitlines()
+    for line, headline in zip(lines, headlines.HEADLINES, strict=True):
+        text, where, claimed, allowed, processor, gpu = line.strip("| ").split(" | ")
+        assert text and where.startswith(("HCache, ", "Cake, ", "HiCache, ", "CAPTURE, ", "KV Cache CPU Offloading, ")) and claimed[-1] in "0123456789%)"
+        assert headlines.ABSENT not in allowed + processor, text
+        for cell in (allowed, processor):
+            assert any(map(str.isdigit, cell)) or len(cell.split()) > 3, text
+        assert gpu == headlines.ABSENT or "(" in gpu or isinstance(headline.gpu, str)
+    names = " ".join(where for _, where, *_ in headlines.HEADLINES)
+    assert all(figure in names for figure in ("figure 9 a-c", "figure 9 d-f", "figure 10", "figure 15", "table 3", "5.3", "figure 8", "figure 9", "figure 10"))
+    for entry in results["both_ends-cpu"]["found"]:
+        for row in entry["rows"]:
+            row.get("ttft_ms", {})["both"] = 0.0
+    assert headlines.table(results).count("| 100% |") == 4, "Cake's"
+
+
+def test_a_headline_of_a_gpu_is_of_the_papers_size_where_that_was_asked():
+    times = dict(tinyllama=(40, 50), llama2=(30, 20))
+    rows = [dict(model=f"{model}-7b" if model == "llama2" else model, history=4096, way=way, ttft_ms=measure.spread([ms]))
+            for model, each in times.items() for way, ms in zip(("03", "05"), each)]  # fmt: skip
+    headline = next(one for one in headlines.HEADLINES if one.gpu == ("03", "05"))
+    assert headlines.on_gpu({"gpu-x": dict(papers=dict(rows=rows[:2]))}, headline) == "0.80 (tinyllama, 4,096)"
+    assert headlines.on_gpu({"gpu-x": dict(papers=dict(rows=rows)), "gpu-y": dict(papers=dict(rows=[]))}, headline) == "1.50 (llama2-7b, 4,096)"

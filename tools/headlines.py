@@ -25,7 +25,7 @@ class Headline(NamedTuple):
     claimed: str
     allowed: READ
     measured: READ  # on a processor
-    gpu: tuple[str, ...] | str = ""  # whose time over whose, of what tools/gpu_report.py asks; or why there is none
+    gpu: tuple[str, ...] | str = ""  # whose time over whose, of what tools/gpu_report.py asks; one: TBT beside it; or why none
     show: Callable = number
 
 
@@ -77,14 +77,14 @@ def busy(policy: dict) -> float:
 
 def on_cake(way: int, of: Callable) -> READ:
     """Over 2, 5 and 10 Gbit/s, 10, 50 and 90 % of an A100, 9K and 14K tokens; `way` 0: less than computing; 1: than loading."""
-    every = product((9e3, 14e3), (2, 5, 10), (0.1, 0.5, 0.9))
-    return lambda results, made=[on_paper.less(*cell)[way] for cell in every]: [of(made)]
+    less = [on_paper.less(*cell)[way] for cell in product((9e3, 14e3), (2, 5, 10), (0.1, 0.5, 0.9))]
+    return lambda results: [of(less)]
 
 
 def on_capture(way: int) -> READ:
     """The geometric mean over models and prompts; `way` 0: over K and V only; 1: over activations only."""
-    every = product(on_paper.OPT, (512, 1024, 1920))
-    return lambda results, made=[on_paper.capture_gains(*cell)[way] for cell in every]: [statistics.geometric_mean(made)]
+    every = list(product(on_paper.OPT, (512, 1024, 1920)))
+    return lambda results: [statistics.geometric_mean(on_paper.capture_gains(*cell)[way] for cell in every)]
 
 
 def stored(results: dict) -> list[float]:
@@ -118,10 +118,10 @@ HEADLINES = [
              cells("planned", "ttft", lambda row: row["computed_ms"] / median(row["ttft_ms"]["05"]), link=EVEN, states_over_kv=0.5),
              ("02", "05")),
     Headline("bytes of a token, K and V over HCache's plan", "HCache, 6.1.3, table 3", "1.92 to 2.40", stored,
-             over_05("flow", "layers", lambda row: row["bytes"], link=LINK), "the plan's; no time"),
+             over_05("flow", "layers", lambda row: row["bytes"], link=LINK), "a size: as planned"),
     Headline("TBT in sessions, over a system that restores nothing", "HCache, 6.1.1, figure 9 d-f", "at most 1.04",
              here(cells("outside", "beside", lambda row: 1 / (1 - row["projecting"]), system="05")),
-             cells("outside", "beside", lambda row: median(row["over_02"]), system="05"), "single restorations only: see below"),
+             cells("outside", "beside", lambda row: median(row["over_02"]), system="05"), ("05",)),
     Headline("requests a second that are sustained, over K and V; 7B and 30B", "HCache, 6.1.1, figure 9", "up to 1.11", here(sustained),
              cells("flow", "batch", lambda row: median(row["rate_over_03"]), way="05")),
     Headline("TTFT with K and V over HCache's, beside a cache on the GPU, 7B; uniform, and Zipf 2", "HCache, 6.4, figure 15",
@@ -167,15 +167,20 @@ def shown(made: list[float] | str, show=number) -> str:
 
 
 def pairs(every: list[dict], headline: Headline) -> Iterator[tuple[dict, list[dict]]]:
-    """Yield (model and history, both rows) of what a GPU was asked in both ways, over its own link."""
+    """Yield (model and history, both rows) of what a GPU was asked in both ways, over its own link; of TBT, the ratio."""
     ways = headline.gpu if isinstance(headline.gpu, tuple) else ()
+    if len(ways) == 1:  # TBT of eight, while a history comes back, over that while a short prompt is answered
+        yield from ((row, row["over_alone"]) for row in every if row.get("way") in ways and "over_alone" in row)
+        return
     asked = [row for row in every if ways and "way" in row and {"ttft_ms", "answers_ms"} & row.keys() and "," not in row["model"]]
     for group in grouped(asked, ("model", "history"), "way"):
         if set(ways) <= group["at"].keys():
             yield group, [group["at"][way] for way in ways]
 
 
-def gained(headline: Headline, two: list[dict], value: Callable = lambda row: median(row.get("ttft_ms") or row["answers_ms"])) -> str:
+def gained(headline: Headline, two: list[dict] | dict, value: Callable = lambda row: median(row.get("ttft_ms") or row["answers_ms"])) -> str:
+    if isinstance(two, dict):
+        return headline.show(median(two))
     over, under = map(value, two)
     return headline.show(1 - under / over if headline.show is percent else over / under)
 
@@ -192,5 +197,5 @@ def on_gpu(results: dict, headline: Headline) -> str:
 
 def table(results: dict) -> str:
     lines = [[one.text, one.where, one.claimed, shown(one.allowed(results), one.show), shown(one.measured(results), one.show),
-              on_gpu(results, one) or (one.gpu if isinstance(one.gpu, str) else "") or ABSENT] for one in HEADLINES]  # fmt: skip
+              on_gpu(results, one) or (isinstance(one.gpu, str) and one.gpu) or ABSENT] for one in HEADLINES]  # fmt: skip
     return markdown(["headline", "where", "claimed", "by arithmetic", "on a processor", "on a GPU"], lines)

@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "docs" / "measured.md"]
 PART = re.compile(r"^<!-- begin ([\w-]+) -->\n(.*?)^<!-- end \1 -->$", re.M | re.S)
 NUMBER = re.compile(r"<!--(\w+)-->([^<]*)<!---->")
+OLDER = "-page-by-page"  # of a way of copying that there is no longer
 BENCHMARKS = "baseline", "engine", "planned", "variants", "flow", "outside", "both_ends", "tiered", "hybrid_blocks", "ranks"
 
 
@@ -85,10 +86,10 @@ def conditions(results: dict) -> str:
     return "\n".join(f"Measured{' in one run' * whole} by `{words}`, {run}." for run, words in by.items())
 
 
-def gpu(results: dict) -> str:
-    """Of each GPU what `python -m tools.gpu_report` has found."""
+def gpu(results: dict, everything: bool = True) -> str:
+    """Of each GPU what `python -m tools.gpu_report` has found; of docs/measured.md, what comes back."""
     parts = []
-    for name, found in ((name, found) for name, found in results.items() if name.startswith("gpu-")):
+    for name, found in ((name, found) for name, found in results.items() if name.startswith("gpu-") and not name.endswith(OLDER)):
         every = [row for job in found.values() for row in job["rows"] if {"kernels", "allowed_ms"} & row.keys()]
         every = [dict(row, column=f"{row['model']}, {row['history']:,}",
                       least=f" of {tables.milliseconds(row['allowed_ms'])}" if "allowed_ms" in row else "") for row in every]  # fmt: skip
@@ -100,10 +101,12 @@ def gpu(results: dict) -> str:
             tables.table("The papers' headlines: what arithmetic allows here, with this link, these FLOP/s and launches; what was measured.",
                    {"headline": "{headline}", "paper": "{paper}", **across(heads, {"": "{allowed}; {measured}"})}, heads),
             tables.table("TTFT of a question behind a history that the device has lost, of what is allowed; kernels that were launched.",
-                   {"way": "{way}", **across(back, {"": "{ttft_ms:ms}{least}; {kernels:,}"})}, back),
-            tables.table("TBT of eight while a short prompt is answered beside them, and how many times as long while that question is.",
-                   {"way": "{way}", **across(beside, {"": "{tbt_ms:ms}; {over_alone:spread}"})}, beside),
-            tables.table("GB/s of 64 MiB.", {"host memory": "{memory}", **across(copies, {"": "{gbps:spread}"})}, copies)]  # fmt: skip
+                   {"way": "{way}", **across(back, {"": "{ttft_ms:ms}{least}; {kernels:,}"})}, back)]  # fmt: skip
+        if everything:
+            parts += [
+                tables.table("TBT of eight while a short prompt is answered beside them, and how many times as long while that question is.",
+                       {"way": "{way}", **across(beside, {"": "{tbt_ms:ms}; {over_alone:spread}"})}, beside),
+                tables.table("GB/s of 64 MiB.", {"host memory": "{memory}", **across(copies, {"": "{gbps:spread}"})}, copies)]  # fmt: skip
     return tables.paragraphs(*parts)
 
 
@@ -119,7 +122,7 @@ def measured(benchmark: str, results: dict) -> str:
     return importlib.import_module(f"benchmarks.{benchmark}").report(results[f"{benchmark}-cpu"]["found"])
 
 
-PARTS = {"conditions": conditions, "headlines": papers.table, "claims": claims, "gpu": gpu,
+PARTS = {"conditions": conditions, "headlines": papers.table, "claims": claims, "gpu": partial(gpu, everything=False),
          **{name.replace("_", "-"): partial(measured, name) for name in BENCHMARKS}}
 
 
