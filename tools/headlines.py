@@ -41,10 +41,10 @@ def cells(benchmark: str, part: str, value: Callable, **wanted) -> READ:
 
 
 def over_05(benchmark: str, part: str, value: Callable, **wanted) -> READ:
-    """The value of 03 over that of 05, where a row is of one of them."""
+    """The value of 03 over that of 05, of each model, where a row is of one of them."""
     def read(results: dict) -> list[float]:
-        by = {row.get("system") or row["way"]: value(row) for row in found(results, benchmark, part, **wanted)}
-        return [by["03"] / by["05"]] if by else []
+        by = {(row["model"], row.get("system") or row["way"]): value(row) for row in found(results, benchmark, part, **wanted)}
+        return [by[model, "03"] / of_05 for (model, way), of_05 in by.items() if way == "05"]
     return read
 
 
