@@ -172,7 +172,7 @@ def cell(bench: Bench, r: float, share: float, alone: float, hit: float, rounds:
 # 2. Steps, and 8 bits ---------------------------------------------------------------------------------------
 
 def steps(model, arguments):
-    bench = Bench(model, 7 * STEP)
+    bench = Bench(model, min(7, (model.config.max_position_embeddings - 2 * QUESTION) // STEP) * STEP)
     bench.engine.token_budget = STEP
     asked = [bench.once("compute") for _ in range(1 + arguments.rounds)][1:]
     spans = [[span for span in request.timeline.spans if span.lane == "compute"][: bench.tokens // STEP] for request in asked]
