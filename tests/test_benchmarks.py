@@ -157,14 +157,6 @@ def test_a_cell_of_the_grid_says_what_was_loaded_and_how_far_the_bound_is(wider)
     assert row["over_bound"]["median"] == pytest.approx(statistics.median(over))
 
 
-def test_steps_of_a_computed_history_are_timed_one_by_one_beside_what_brings_its_bytes(wider, monkeypatch):
-    monkeypatch.setattr(both_ends, "STEP", 32)
-    (row,) = both_ends.steps(wider, argparse.Namespace(rounds=2))
-    assert row["history_tokens"] == 224 and len(row["steps_ms"]) == 7 and len(row["mbps"]) == 3
-    for step, total in zip(zip(*(step["samples"] for step in row["steps_ms"])), row["mbps"]["computing"]["samples"]):
-        assert sum(step) <= row["bytes"] / 1e3 / total * 1.001, "all of them, and what is between two"
-
-
 def test_a_rank_has_a_link_of_the_speed_that_its_rows_say(monkeypatch):
     plain, speeds = ranks.ranked.make_engine, []
     monkeypatch.setattr(ranks.ranked, "make_engine", lambda model, options, keep:
@@ -174,6 +166,14 @@ def test_a_rank_has_a_link_of_the_speed_that_its_rows_say(monkeypatch):
     rows = ranks.rank(Ranks(), argparse.Namespace(model=["random:tiny"], dtype="float32", device="cpu", rounds=1))
     assert [row["bytes_over_link"] for row in rows] == [pytest.approx(speed * row["link_ms"] / 1e3) for speed, row in zip(speeds, rows)]
     assert all(row["bytes_over_link"] for row in rows) and len(speeds) == 2
+
+
+def test_steps_of_a_computed_history_are_timed_one_by_one_beside_what_brings_its_bytes(wider, monkeypatch):
+    monkeypatch.setattr(both_ends, "STEP", 32)
+    (row,) = both_ends.steps(wider, argparse.Namespace(rounds=2))
+    assert row["history_tokens"] == 224 and len(row["steps_ms"]) == 7 and len(row["mbps"]) == 3
+    for step, total in zip(zip(*(step["samples"] for step in row["steps_ms"])), row["mbps"]["computing"]["samples"]):
+        assert sum(step) <= row["bytes"] / 1e3 / total * 1.001, "all of them, and what is between two"
 
 
 # 4. A GPU --------------------------------------------------------------------------------------

@@ -60,8 +60,10 @@ def test_every_figure_is_judged_once_and_printed(capsys):
     assert len({(each["table"], each["name"]) for each in rows}) == len(rows)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 120
-    for title in ("Table 3", "Section 3.2", "Figure 11 a-c", "Figure 11 d-f", "Figure 11 g-i", "Figure 12", "Figure 5a",
-                  "Figures 3 and 5b", "Figures 6 and 8", "Section V-E", "Figure 8", "Table III"):  # fmt: skip
+    for title in (
+        "Table 3", "Section 3.2", "Figure 11 a-c", "Figure 11 d-f", "Figure 11 g-i", "Figure 12", "Figure 5a",
+        "Figures 3 and 5b", "Figures 6 and 8", "Section V-E", "Figure 8", "Table III",
+    ):  # fmt: skip
         assert any(line.startswith(f"{title}.") for line in lines), title
     agree = sum(each["verdict"] == "yes" for each in rows)
     assert sum(int(words.split()[0]) for words in lines[-1].split(": ")[1].split(", ")) == agree < len(rows)
