@@ -28,7 +28,7 @@ PARTS = {
     "variants": (3, None),
     "flow": (2, None),
     "outside": (12, None),
-    "both_ends": (3, "--only grid --model classroom --histories 1024 --r 4 1 0.5 --share --rounds 2"),
+    "both_ends": (5, "--only grid --model classroom --histories 1024 --r 4 1 0.5 --share --rounds 2"),
     "tiered": (6, "--only policies match --model classroom --rounds 1"),
     "hybrid_blocks": (6, "--only grid --model classroom --f 1.25 --context 128 --rounds 1"),
     "ranks": (1, "--model classroom --ranks 1 2 --rounds 2"),

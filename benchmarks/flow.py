@@ -6,7 +6,8 @@ layers    TTFT of a question of 32 tokens behind 1,024: layers are computed from
           the last one down, until both meet; only loading (03), chapter 05's plan, two pointers over tokens (06). Over
           three links, and over one that is four times slower than the one that chapter 05 has planned for.
 batch     Eight histories come back at once over one link: mean and 90th percentile of TTFT. First comes the oldest one,
-          the one that saves most seconds of computing for each second that it takes, or the shortest one.
+          the one that saves most seconds of computing for each second that it takes, or the shortest one. And the rounds
+          a second that 03 and 05 answer so, where the next one always waits.
 
 Each row says what was restored and computed; all ways must answer alike. All links are modelled, so all is on the CPU.
 """
@@ -175,7 +176,7 @@ def at_once(engine, order, histories: list, drawn: list[tuple]) -> dict:
     once = dict(offload_after=False)  # no question is found again
     asked = engine.generate([Request(histories[index] + question, 1, options=once) for index, question in drawn])
     ttft, labels = measure.ttft(asked), [span.label for one in asked for span in one.timeline.spans if span.lane == "compute"]
-    return dict(mean=statistics.mean(ttft), p90=statistics.quantiles(ttft, n=10, method="inclusive")[-1],
+    return dict(mean=statistics.mean(ttft), all=max(ttft), p90=statistics.quantiles(ttft, n=10, method="inclusive")[-1],
                 new=[one.new for one in asked], tokens=sum(one.found.get("cpu", 0) for one in asked),
                 bytes=engine.counts["bytes_in"] - before, computed=sum(label.startswith("layer") for label in labels))
 
@@ -183,18 +184,21 @@ def at_once(engine, order, histories: list, drawn: list[tuple]) -> dict:
 def batch(model, arguments):
     rng, total = random.Random(0), sum(LENGTHS)
     histories, speed = [draw(rng, model, tokens) for tokens in LENGTHS], behind.even_speed(model, max(LENGTHS))
-    caches = {"03": offload.HostCache(total // 16 + 64, speed), "layers": FlowCache(total // 16 + 64, speed)}
+    caches = {"03": offload.HostCache(total // 16 + 64, speed), "layers": FlowCache(total // 16 + 64, speed),
+              "05": planned.PlannedCache(total // 8 + 128, speed)}  # fmt: skip
     with behind.engines_of(model, caches, total // 2 + 512) as engines:
         for engine in engines.values():
             for history in histories:
                 behind.keep(engine, history)
-        asks = {name: partial(at_once, engines["03" if name == "03" else "layers"], ORDERS.get(name), histories)
-                for name in ("03", *ORDERS)}  # fmt: skip
+        asks = {name: partial(at_once, engines[name if name in engines else "layers"], ORDERS.get(name), histories)
+                for name in ("03", "05", *ORDERS)}  # fmt: skip
         taken = measure.same_question_in_turn(asks, arguments.rounds, lambda: [
             (index, draw(rng, model, QUESTION)) for index in rng.sample(range(len(LENGTHS)), len(LENGTHS))])  # fmt: skip
     measure.check_alike(model, {name: [found["new"] for found in each] for name, each in taken.items()})
     for name, each in taken.items():
         row = {what: min(found[what] for found in each) for what in ("tokens", "bytes", "computed")}
+        row["rounds_per_second"] = spread([1e3 * len(LENGTHS) / found["all"] for found in each])
+        row["rate_over_03"] = ratio([found["all"] for found in taken["03"]], [found["all"] for found in each])
         for what in "mean", "p90":
             samples, oldest = ([found[what] for found in taken[way]] for way in (name, "oldest"))
             row |= {f"{what}_ms": spread(samples), f"{what}_over": ratio(samples, oldest)}
@@ -213,6 +217,7 @@ def report(found: list[dict]) -> str:
         }, alone),
         tables.table("**Eight at once**: layers that are computed, what is loaded, TTFT, and that over the oldest first:", {
             "model, first": "{model}, {way}", "computed": "{computed}", "loaded": "{bytes:MB}",
+            "rounds a second, over 03's": "{rounds_per_second:n}, {rate_over_03:spread}",
             "mean": "{mean_ms:ms}, {mean_over:spread}", "90th percentile": "{p90_ms:ms}, {p90_over:spread}",
         }, tables.rows(found, "batch")))  # fmt: skip
 

@@ -169,6 +169,7 @@ class Transformers:
 def conversations(bench: Bench, _):
     for what, exponent in {
         f"{TALKS} conversations of {TURNS} turns": None,
+        f"{DOCUMENTS} documents, Zipf 2": 2.0,
         f"{DOCUMENTS} documents, Zipf 1": 1.0,
         f"{DOCUMENTS} documents, all alike": 0.0,
     }.items():

@@ -374,12 +374,6 @@ def report(found: list[dict]) -> str:
         tables.table("**A hit in each tier** (classroom): TTFT over that of computing, and the tokens found there:", {
             "found in": "{way}", **tables.across(hits, {"": "{over_computing:spread}; {where}"}),
         }, hits),
-        tables.table("**Layouts of host memory** (classroom): one history of 1,024 tokens; pieces, and TTFT of a hit:", {
-            "page, layout": "{page_tokens}, {layout}",
-            "storage to host": "{moved[read][pieces]:,} of {moved[read][bytes]:MB}",
-            "host to device": "{moved[load][pieces]:,} of {moved[load][bytes]:MB}",
-            **{f"in {way}": f"{{ttft_ms[{way}]:ms}}" for way in ("host", "storage, 10 GB/s", "storage, 0.1 GB/s")},
-        }, tables.rows(found, "layouts")),
         tables.table("**Write policies** (classroom), 60 questions about 12 documents (Zipf):", {
             "policy": "{policy}", "found in L1, L2, L3": shares, "TTFT": "{ttft_ms:ms}", "to L2": "{saved_bytes:MB}",
             "to L3": "{storage_bytes:MB}", "dirty evicted": "{dirty_evicted}", "pages written": "{pages_written}",

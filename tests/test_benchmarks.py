@@ -25,7 +25,7 @@ from shell import checkpoint
 from shell.modelled_link import Bandwidth
 from shell.ranks import Ranks
 from shell.reference import as_transformers
-from tools import gpu_report, report
+from tools import gpu_report, headlines
 
 # 1. Variants -----------------------------------------------------------------------------------
 
@@ -201,6 +201,14 @@ def test_a_rank_has_a_link_of_the_speed_that_its_rows_say(monkeypatch):
     assert all(row["bytes_over_link"] for row in rows) and len(speeds) == 2
 
 
+def test_steps_of_a_computed_history_are_timed_one_by_one_beside_what_brings_its_bytes(wider, monkeypatch):
+    monkeypatch.setattr(both_ends, "STEP", 32)
+    (row,) = both_ends.steps(wider, argparse.Namespace(rounds=2))
+    assert row["history_tokens"] == 224 and len(row["steps_ms"]) == 7 and len(row["mbps"]) == 3
+    for step, total in zip(zip(*(step["samples"] for step in row["steps_ms"])), row["mbps"]["computing"]["samples"]):
+        assert sum(step) <= row["bytes"] / 1e3 / total * 1.001, "all of them, and what is between two"
+
+
 # 4. A GPU --------------------------------------------------------------------------------------
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real one")
@@ -222,7 +230,7 @@ def test_every_part_of_the_report_of_a_gpu_runs_on_the_emulated_one(monkeypatch,
     assert eager == {True, False} and [row["way"] for row in found["papers"] if "failed" in row] == ["07, direct"]
     assert {row["way"] for row in found["papers"] if "tbt_ms" in row} == {*ways, "02"} - {"hit"}
     shown = file.with_suffix(".md").read_text()
-    assert all(headline in shown for headline, *_ in report.HEADLINES if "HiCache" not in headline)
+    assert all(one.text in shown for one in headlines.HEADLINES if one.gpu[1:] and isinstance(one.gpu, tuple) and "07" not in one.gpu[0])
     with streams.emulate("early") as gpu, gpu_report.slowed(3):
         transfer = Link("load", Clock("cuda")).copy(torch.zeros(9, device="cuda"), torch.ones(9, pin_memory=True), "nine")
         assert transfer.queue_wait() and gpu.copies == 3 * [("to the device", 36)]

@@ -68,4 +68,4 @@ def test_rows_say_what_was_loaded_and_computed(monkeypatch, tmp_path):
     rows, size = {row["way"]: row for row in flow.layers(model, options)}, 128 * 2 * 32 * 4  # of a layer
     assert rows["03"]["bytes"] == rows["layers"]["bytes"] + rows["layers"]["projected"] * size == 3 * size
     rows = {row["way"]: row for row in flow.batch(model, options)}
-    assert list(rows) == ["03", *flow.ORDERS] and {row["tokens"] for row in rows.values()} == {192}
+    assert list(rows) == ["03", "05", *flow.ORDERS] and {row["tokens"] for row in rows.values()} == {192}

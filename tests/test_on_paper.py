@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from benchmarks import variants
-from tools import on_paper
+from benchmarks import measure, variants
+from tools import headlines, on_paper
 
 planned = on_paper.planned
 SEVEN, THIRTEEN, THIRTY = on_paper.MODELS
@@ -40,9 +40,7 @@ def test_balance(model, balance):
 def test_closed_form(tokens):
     """At 27.6 GB/s the paper's formula gives 30 + 2 and 35 + 5 layers, each one from Table 3, and 46 for 30B,
     six from it; and so at any length, of which the paper does not say which it was."""
-    plans = [
-        planned.closed_form(model.layers, on_paper.on_ssds(model, None, tokens)) for model in on_paper.MODELS
-    ]
+    plans = [planned.closed_form(model.layers, on_paper.on_ssds(model, None, tokens)) for model in on_paper.MODELS]
     assert [tuple(map(plan.count, "RHK")) for plan in plans] == [(0, 30, 2), (0, 35, 5), (2, 46, 0)]
 
 
@@ -113,3 +111,37 @@ def test_captures_ratio_grows_with_the_width_and_both_lanes_end_together():
     share = (25 + 100 - 12.5 - 8) / (92 + 50)
     least = on_paper.capture_seconds(**lanes, act=share)
     assert least <= min(on_paper.capture_seconds(**lanes, act=share + more) for more in (-0.01, 0.01))
+
+
+def test_each_headline_has_numbers_or_a_reason_in_every_column_and_they_follow_the_results():
+    def of(**parts) -> dict:
+        return dict(found=[dict(claim=part, model="m", rows=rows) for part, rows in parts.items()])
+
+    one, both = measure.spread, (("03", 50), ("05", 40))
+    policies = {"kv-only": dict(bytes=dict(kv=30), busy=dict(compute=0.2)), "hybrid": dict(bytes=dict(kv=5, act=10), busy=dict(compute=0.8))}
+    results = {
+        "outside-cpu": of(sessions=[dict(system=way, of_saturation=0.5, ttft_ms=dict(p50=ms)) for way, ms in both],
+                          beside=[dict(system="05", projecting=0.2, over_02=one([1.3]))], conversations=[dict(of_03={"05": one([0.8])})]),
+        "planned-cpu": of(ttft=[dict(link=headlines.EVEN, states_over_kv=0.5, over_03={"05": one([1.6])}, computed_ms=300, ttft_ms={"05": 100})]),
+        "flow-cpu": of(layers=[dict(way=way, link=headlines.LINK, bytes=size) for way, size in both], batch=[dict(way="05", rate_over_03=1.2)]),
+        "both_ends-cpu": of(grid=[dict(loaded_chunks=1, computed_chunks=1, ttft_ms=dict(both=30, compute=60, load=120))]),
+        "tiered-cpu": of(mix=[dict(at_once=number, lower=0.7, throughput=3, of_bound=0.5) for number in (1, 2)]),
+        "hybrid_blocks-cpu": of(whole=[dict(policy=way, over=over) for way, over in (("kv-only", 1.4), ("act-only", 1.1))],
+                                grid=[dict(f=1.25, policies=policies)]),
+        "engine-cpu": of(host=[dict(over_computing=0.25)])}  # fmt: skip
+    _, _, *lines = [line.strip("| ").split(" | ") for line in headlines.table(results).splitlines()]
+    texts, where, claimed, allowed, processor, gpu = zip(*lines)
+    assert processor == (*"1.25 1.60 3.00 1.25 1.30 1.20 1.25 50% 75% 50% 75% 70% 3.00".split(), "a processor has none", *"1.40 1.10 2.00 4.00 4.00".split())
+    assert [cell for cell in allowed if cell.endswith(" here")] == ["1.25 here", "1.60 here", "85% here", "6.00 here"]
+    assert all(any(map(str.isdigit, cell)) or len(cell.split()) > 3 for cell in allowed) and all(map(str.strip, gpu))
+    assert {words.split(",")[0] for words in where} == {"HCache", "Cake", "HiCache", "CAPTURE", "KV Cache CPU Offloading"}
+    assert len(set(texts)) == len(headlines.HEADLINES) and all(any(map(str.isdigit, cell)) for cell in claimed)
+
+
+def test_a_headline_of_a_gpu_is_of_the_papers_size_where_that_was_asked():
+    times = dict(tinyllama=(40, 50), llama2=(30, 20))
+    rows = [dict(model=f"{model}-7b" if model == "llama2" else model, history=4096, way=way, ttft_ms=measure.spread([ms]))
+            for model, each in times.items() for way, ms in zip(("03", "05"), each)]  # fmt: skip
+    headline = next(one for one in headlines.HEADLINES if one.gpu == ("03", "05"))
+    assert headlines.on_gpu({"gpu-x": dict(papers=dict(rows=rows[:2]))}, headline) == "0.80 (tinyllama, 4,096)"
+    assert headlines.on_gpu({"gpu-x": dict(papers=dict(rows=rows)), "gpu-y": dict(papers=dict(rows=[]))}, headline) == "1.50 (llama2-7b, 4,096)"

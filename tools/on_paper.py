@@ -12,7 +12,7 @@ Sources: HCache, Tables 2 and 3, sections 3.2, 4.1 and 6; Cake, sections 2.3 and
 
 import importlib
 import math
-from itertools import chain
+from itertools import chain, product
 from typing import NamedTuple
 
 planned, hybrid = importlib.import_module("05_bubble_free"), importlib.import_module("08_hybrid_blocks")
@@ -90,6 +90,17 @@ def restorations(layers: int, costs: Costs) -> tuple[str, dict[str, float]]:
     mixes = ["R" * recompute + "K" * (layers - recompute) for recompute in range(layers + 1)]
     seconds = {name: paper_seconds(each, costs) for name, each in plans.items()}
     return plan, dict(seconds, naive=min(paper_seconds(mix, costs) for mix in mixes))
+
+
+def ttft_gains(other: str, histories: list[int], new: int) -> list[float]:
+    """TTFT over HCache's, of each model behind each history on the paper's server: what comes back, then `new` tokens."""
+    gains = []
+    for model, tokens in product(MODELS, histories):
+        _, seconds = restorations(model.layers, on_ssds(model, None, tokens))
+        flops = model.layers * (24 * new * model.width**2 + 4 * new * tokens * model.width)
+        question = flops / (model.efficiency * PEAK * model.gpus)
+        gains.append((seconds[other] + question) / (seconds["HCache"] + question))
+    return gains
 
 
 # 2. What HCache prints: each yields titles, and (name, the paper's number or range, ours) -------
@@ -226,6 +237,13 @@ def capture_gains(name: str, prompt: int, mixes=range(1001)) -> tuple[float, flo
     none, every, best = (prefill + NEW * min(capture_seconds(**lanes, act=share / 1000) for share in some)
                          for some in ([0], [1000], mixes))  # fmt: skip
     return none / best, every / best
+
+
+def capture_traffic(name: str, tokens: int) -> float:
+    """Bytes of K and V over those of the best share of activations and K and V, decoding; weights left out, as in Figure 9."""
+    lanes = capture_lanes(name, tokens)
+    best = min(range(1001), key=lambda share: capture_seconds(**lanes, act=share / 1000))
+    return 1 / (1 - best / 2000)
 
 
 def capture_ratio(name: str) -> float:

@@ -17,11 +17,13 @@ from benchmarks import tables
 from benchmarks.claims import HEADER, read, table
 from benchmarks.measure import TRAINED
 from benchmarks.tables import across, grouped, markdown, median, number, rows
+from tools import headlines as papers
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "docs" / "measured.md"]
 PART = re.compile(r"^<!-- begin ([\w-]+) -->\n(.*?)^<!-- end \1 -->$", re.M | re.S)
 NUMBER = re.compile(r"<!--(\w+)-->([^<]*)<!---->")
+OLDER = "-page-by-page"  # of a way of copying that there is no longer
 BENCHMARKS = "baseline", "engine", "planned", "variants", "flow", "outside", "both_ends", "tiered", "hybrid_blocks", "ranks"
 
 
@@ -84,10 +86,10 @@ def conditions(results: dict) -> str:
     return "\n".join(f"Measured{' in one run' * whole} by `{words}`, {run}." for run, words in by.items())
 
 
-def gpu(results: dict) -> str:
-    """Of each GPU what `python -m tools.gpu_report` has found."""
+def gpu(results: dict, everything: bool = True) -> str:
+    """Of each GPU what `python -m tools.gpu_report` has found; of docs/measured.md, what comes back."""
     parts = []
-    for name, found in ((name, found) for name, found in results.items() if name.startswith("gpu-")):
+    for name, found in ((name, found) for name, found in results.items() if name.startswith("gpu-") and not name.endswith(OLDER)):
         every = [row for job in found.values() for row in job["rows"] if {"kernels", "allowed_ms"} & row.keys()]
         every = [dict(row, column=f"{row['model']}, {row['history']:,}",
                       least=f" of {tables.milliseconds(row['allowed_ms'])}" if "allowed_ms" in row else "") for row in every]  # fmt: skip
@@ -97,35 +99,22 @@ def gpu(results: dict) -> str:
         parts += [
             f"`{name}`:",
             tables.table("The papers' headlines: what arithmetic allows here, with this link, these FLOP/s and launches; what was measured.",
-                   {"headline": "{headline}", "paper": "{paper}", **across(heads, {"": "{allowed:n}; {measured:n}"})}, heads),
+                   {"headline": "{headline}", "paper": "{paper}", **across(heads, {"": "{allowed}; {measured}"})}, heads),
             tables.table("TTFT of a question behind a history that the device has lost, of what is allowed; kernels that were launched.",
-                   {"way": "{way}", **across(back, {"": "{ttft_ms:ms}{least}; {kernels:,}"})}, back),
-            tables.table("TBT of eight while a short prompt is answered beside them, and how many times as long while that question is.",
-                   {"way": "{way}", **across(beside, {"": "{tbt_ms:ms}; {over_alone:spread}"})}, beside),
-            tables.table("GB/s of 64 MiB.", {"host memory": "{memory}", **across(copies, {"": "{gbps:spread}"})}, copies)]  # fmt: skip
+                   {"way": "{way}", **across(back, {"": "{ttft_ms:ms}{least}; {kernels:,}"})}, back)]  # fmt: skip
+        if everything:
+            parts += [
+                tables.table("TBT of eight while a short prompt is answered beside them, and how many times as long while that question is.",
+                       {"way": "{way}", **across(beside, {"": "{tbt_ms:ms}; {over_alone:spread}"})}, beside),
+                tables.table("GB/s of 64 MiB.", {"host memory": "{memory}", **across(copies, {"": "{gbps:spread}"})}, copies)]  # fmt: skip
     return tables.paragraphs(*parts)
 
 
-HEADLINES = [  # the paper's number, and which way's time it is over which other's
-    ("HCache, figure 10: TTFT of 03 over 05", "1.62 to 1.93", "03", "05"), ("HCache, figure 10: 02 over 05", "2.66 to 5.73", "02", "05"),
-    ("HCache: 03 over 04, states alone", "", "03", "04"), ("KV cache CPU offloading: 02 over 03", "10 to 50, of 70B", "02", "03"),
-    ("HiCache: 07 by direct copies over kernels", "up to 3", "07, direct", "07, kernel"),
-    *((f"Cake: only to {way} over both, r = {r}", mean, f"06, r = {r}, {way}", f"06, r = {r}, both") for r in ("1", "0.25", "4")
-      for way, mean in (("compute", "1.58, the mean"), ("load", "2.53, the mean"))),
-    ("CAPTURE: 08's throughput over kv-only", "2.19, FlexGen", "08, kv-only", "08, hybrid"),
-    ("CAPTURE: over act-only", "1.35", "08, act-only", "08, hybrid"),
-]  # fmt: skip
-
-
 def on_gpu(rows: list[dict]) -> list[dict]:
-    """The papers' numbers that are made of two rows of the same column, which say what arithmetic allows."""
-    made = []
-    for group in grouped([row for row in rows if "allowed_ms" in row], ("column",), "way"):
-        for headline, paper, *ways in HEADLINES:
-            if all(way in group["at"] for way in ways):
-                (over, most), (under, least) = ((median(row.get("ttft_ms") or row["answers_ms"]), row["allowed_ms"])
-                                                for row in map(group["at"].get, ways))  # fmt: skip
-                made.append(dict(headline=headline, paper=paper, column=group["column"], allowed=most / least, measured=over / under))
+    """The papers' headlines that are made of two rows of the same column, which say what arithmetic allows."""
+    made = [dict(headline=one.text, paper=one.claimed, column=group["column"], measured=papers.gained(one, two),
+                 allowed=papers.gained(one, two, lambda row: row["allowed_ms"]))
+            for one in papers.HEADLINES for group, two in papers.pairs([row for row in rows if "allowed_ms" in row], one)]  # fmt: skip
     return grouped(made, ("headline", "paper"), "column")
 
 
@@ -133,7 +122,7 @@ def measured(benchmark: str, results: dict) -> str:
     return importlib.import_module(f"benchmarks.{benchmark}").report(results[f"{benchmark}-cpu"]["found"])
 
 
-PARTS = {"conditions": conditions, "claims": claims, "gpu": gpu,
+PARTS = {"conditions": conditions, "headlines": papers.table, "claims": claims, "gpu": partial(gpu, everything=False),
          **{name.replace("_", "-"): partial(measured, name) for name in BENCHMARKS}}
 
 
