@@ -88,6 +88,8 @@ def test_a_chunk_a_step_and_a_chunk_from_storage_meet_in_the_middle():
         engine.step()
         assert request.computed == computed and request.restoration.limit == 384 - computed + 64
         storage.deliver()
+    engine.step()
+    assert [transfer.cancelled for transfer in storage.log] == [False] * 3 + [True] * 3, "overtaken by prefill"
     finish(engine, storage, request)
     assert request.found == {"storage": 192}
     assert [transfer.label for transfer in storage.log] == [f"chunk {number}" for number in range(5, -1, -1)]
@@ -168,17 +170,6 @@ def test_read_ahead_is_bounded_in_bytes():
         storage.deliver()
     finish(engine, storage, request)
     assert request.found == {"storage": 192}
-
-
-def test_what_prefill_has_overtaken_is_called_off():
-    engine, cache, storage = engine_for()
-    request = submit(engine)
-    for _ in range(3):
-        engine.step()
-        storage.deliver()
-    engine.step()
-    assert [transfer.cancelled for transfer in storage.log] == [False] * 3 + [True] * 3
-    finish(engine, storage, request)
 
 
 def test_what_a_late_read_writes_is_read_by_nobody():
@@ -469,13 +460,9 @@ def test_reads_are_charged_back_to_back_and_those_that_were_called_off_neither_c
     assert [start for start, _ in spans[1:]] == [end for _, end in spans[:-1]]
 
 
-@pytest.mark.parametrize("words, values", [("0.1", [1e8]), ("0.1:2:0.5@0.3", [1e8, 2e9, 5e8])])
-def test_speeds_are_read_from_the_command_line(words, values):
-    asked = both_ends.modelled_link.speed(words)
-    assert getattr(asked, "values", [asked.value]) == values and getattr(asked, "seconds", 0.3) == 0.3
-
-
-@pytest.mark.parametrize("words", ["", "x", "0", "-1", "0.1:", ":0.1", "0.1:1@", "0.1:1@0", "nan", "inf"])
-def test_other_speeds_are_refused(words):
-    with pytest.raises(Exception, match="is not a number"):
-        both_ends.modelled_link.speed(words)
+def test_speeds_are_read_from_the_command_line_and_others_refused():
+    one, trace = map(both_ends.modelled_link.speed, ("0.1", "0.1:2:0.5@0.3"))
+    assert one.value == 1e8 and (trace.values, trace.seconds) == ([1e8, 2e9, 5e8], 0.3)
+    for words in "", "x", "0", "-1", "0.1:", ":0.1", "0.1:1@", "0.1:1@0", "nan", "inf":
+        with pytest.raises(Exception, match="is not a number"):
+            both_ends.modelled_link.speed(words)
