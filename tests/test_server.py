@@ -308,24 +308,30 @@ def test_a_request_that_the_engine_has_lost_is_answered_and_the_engine_goes_on(f
             assert "log" in client.ask("/generate", ASK).error(500, "server_error")
 
 
-def test_pages_from_elsewhere_may_not_ask(client):
-    asking = servers.make_app(client.server).test_client()
-    for origin, status in (("http://localhost", 200), ("http://elsewhere.example", 403), ("null", 403), ("http://[", 403)):
-        reply = asking.post("/evict", json=dict(tier="host"), headers=dict(Origin=origin))
-        assert reply.status_code == status
-        assert reply.headers["X-Frame-Options"] == "DENY"
+HERE = "127.0.0.1"
 
 
-@pytest.mark.parametrize("bound,host,status", [
-    ("127.0.0.1", "LocalHost", 200), ("127.0.0.1", "127.9.0.1:80", 200), ("::1", "[::1]:5000", 200), ("::1", "[::1]", 200),
-    ("127.0.0.1", "elsewhere.example:5000", 403), ("::1", "192.0.2.7", 403), ("127.0.0.1", "localhost.example", 403),
-    ("127.0.0.1", "", 403), ("0.0.0.0", "elsewhere.example", 200)])
-def test_bound_to_this_machine_it_answers_to_its_own_names_only(client, bound, host, status):
-    asking = servers.make_app(client.server).test_client()
-    for route in "/", "/state", "/nothing":
-        reply = asking.get(route, headers=dict(Host=host), environ_overrides=dict(SERVER_NAME=bound))
-        assert reply.status_code == (404 if status == 200 and route == "/nothing" else status)
-        assert status == 200 or "--host" in sentence(reply.json["error"])
+@pytest.mark.parametrize("bound,host,asking,changes,reads", [  # the statuses of /evict, and of the others
+    (HERE, "localhost", {}, 200, 200), (HERE, "LocalHost", {}, 200, 200), (HERE, "127.9.0.1:80", {}, 200, 200),
+    ("::1", "[::1]:5000", dict(REMOTE_ADDR="::1"), 200, 200), ("::1", "[::1]", {}, 200, 200),
+    (HERE, "elsewhere.example:5000", {}, 403, 403), ("::1", "192.0.2.7", {}, 403, 403), (HERE, "", {}, 403, 403),
+    (HERE, "localhost.example", {}, 403, 403), ("0.0.0.0", "[::1]:5000", dict(REMOTE_ADDR="::1"), 200, 200),
+    ("0.0.0.0", "elsewhere.example", {}, 403, 200),  # a page's own name for this machine
+    ("0.0.0.0", "localhost", dict(REMOTE_ADDR="192.0.2.7"), 403, 200),
+    (HERE, "localhost", dict(HTTP_ORIGIN="http://localhost"), 200, 200),
+    (HERE, "localhost", dict(HTTP_ORIGIN="http://elsewhere.example"), 403, 403),
+    (HERE, "localhost", dict(HTTP_ORIGIN="null"), 403, 403), (HERE, "localhost", dict(HTTP_ORIGIN="http://["), 403, 403)])
+def test_who_may_ask_and_who_may_change_something(client, bound, host, asking, changes, reads):
+    where = dict(REMOTE_ADDR=HERE, SERVER_NAME=bound) | asking
+    options = dict(headers=dict(Host=host), environ_overrides=where)
+    app = servers.make_app(client.server).test_client()
+    replies = {route: app.get(route, **options) for route in ("/", "/state", "/nothing")}
+    expected = {"/": reads, "/state": reads, "/nothing": 404 if reads == 200 else reads, "/evict": changes}
+    replies["/evict"] = app.post("/evict", json=dict(tier="host"), **options)
+    assert {route: reply.status_code for route, reply in replies.items()} == expected
+    assert all(reply.headers["X-Frame-Options"] == "DENY" for reply in replies.values())
+    words = "Pages from elsewhere" if "HTTP_ORIGIN" in asking else "this machine only" if reads == 200 else "--host"
+    assert changes == 200 or words in sentence(replies["/evict"].json["error"])
 
 
 def test_whoever_waits_is_told_while_a_step_goes_on(frontend):
@@ -456,16 +462,6 @@ def test_evicting_drops_what_is_cached(client):
     for body, words in ((dict(tier="moon"), "one of device, host"), ({}, "needs tier"),
                         (dict(tier=[]), "tier")):
         assert words in client.ask("/evict", body).error(400)
-
-
-@pytest.mark.parametrize("address,host,status", [
-    ("127.0.0.1", "localhost", 200), ("::1", "[::1]:5000", 200), ("192.0.2.7", "localhost", 403),
-    ("127.0.0.1", "elsewhere.example", 403)])   # a page's own name for this machine
-def test_other_machines_do_not_evict(client, address, host, status):
-    asking, where = servers.make_app(client.server).test_client(), dict(REMOTE_ADDR=address, SERVER_NAME="0.0.0.0")
-    reply = asking.post("/evict", json=dict(tier="host"), headers=dict(Host=host), environ_overrides=where)
-    assert reply.status_code == status
-    assert status == 200 or "this machine only" in sentence(reply.json["error"])
 
 
 def test_storage_is_shown_attached_and_detached_from_this_machine_only(client, frontend, tmp_path):
