@@ -66,8 +66,10 @@ def engine_for(storage=None, budget: int = 64, blocks: int = 96, memory=1e6, **o
     return engine, cache, storage
 
 
-def submit(engine, prompt=PROMPT, new: int = 4) -> Request:
+def submit(engine, prompt=PROMPT, new: int = 4, steps: int = 0) -> Request:
     engine.submit(request := Request(list(prompt) + [7], new))
+    for _ in range(steps):
+        engine.step()
     return request
 
 
@@ -99,8 +101,7 @@ def test_a_chunk_a_step_and_a_chunk_from_storage_meet_in_the_middle():
 
 def test_they_meet_inside_a_chunk_and_inside_a_block():
     engine, cache, storage = engine_for(budget=40)
-    request = submit(engine)
-    engine.step()
+    request = submit(engine, steps=1)
     storage.deliver(6)
     finish(engine, storage, request)
     assert request.found == {"storage": 344} and request.timeline.plan["rows"] == [["chunks", "BLLLLL"]]
@@ -108,8 +109,7 @@ def test_they_meet_inside_a_chunk_and_inside_a_block():
 
 def test_what_arrives_during_a_step_is_taken_at_its_next_layer_and_a_step_that_is_overtaken_is_given_up():
     engine, cache, storage = engine_for()
-    request, seen = submit(engine), []
-    engine.step()
+    request, seen = submit(engine, steps=1), []
 
     def save_layer(layer, hidden, batch):
         seen.append((layer, request.restoration.limit if request.restoration else None))
@@ -128,8 +128,7 @@ def test_what_arrives_during_a_step_is_taken_at_its_next_layer_and_a_step_that_i
 
 def test_a_step_of_two_requests_is_not_given_up():
     engine, cache, storage = engine_for(budget=96)
-    request, other = submit(engine), submit(engine, draw(random.Random(1), 200))
-    engine.step()
+    request, other = submit(engine), submit(engine, draw(random.Random(1), 200), steps=1)
     computed = request.computed
     cache.save_layer = lambda *_: storage.deliver(6)
     engine.step()
@@ -141,8 +140,7 @@ def test_a_step_of_two_requests_is_not_given_up():
 
 def test_what_has_come_stays_when_storage_fails():
     engine, cache, storage = engine_for()
-    request = submit(engine)
-    engine.step()
+    request = submit(engine, steps=1)
     storage.deliver(2)
     engine.step()
     storage.deliver(1, OSError("missing"))
@@ -175,14 +173,12 @@ def test_read_ahead_is_bounded_in_bytes():
 def test_what_a_late_read_writes_is_read_by_nobody():
     storage = engine_for()[2]
     engine, cache, _ = engine_for(storage, memory=2 * BYTES)
-    gone = submit(engine)
-    engine.step()
+    gone = submit(engine, steps=1)
     late, storage.reads = storage.reads, []
     engine.cancel(gone, HungUp("gone"))
     engine.step()
     assert late and all(transfer.cancelled for transfer, *_ in late)
-    request = submit(engine)
-    engine.step()
+    request = submit(engine, steps=1)
     storage.deliver(2)
     for transfer, _, into in late:
         into.fill(-1)  # NaN
@@ -203,8 +199,7 @@ def slow_prefill(engine, storage, ratio: float):
 def test_a_step_takes_what_prefill_will_get_if_both_go_on(ratio):
     engine, cache, storage = engine_for(budget=512)
     slow_prefill(engine, storage, ratio)
-    request = submit(engine)
-    engine.step()
+    request = submit(engine, steps=1)
     share = max(CHUNK, 384 * ratio / (1 + ratio))
     assert request.computed == pytest.approx(384 if share > 320 else share, abs=1)
     finish(engine, storage, request)
@@ -249,11 +244,9 @@ def test_what_is_computed_with_a_share_of_each_step_is_priced_at_that_share():
 def test_beside_others_prefill_takes_its_share_and_alone_all_also_when_storage_is_late(late):
     engine, cache, storage = engine_for(budget=100, share=0.25)
     storage.bandwidth = Bandwidth(1e-9)  # storage brings nothing: prefill takes all that it may
-    request = submit(engine)
-    engine.step()
+    request = submit(engine, steps=1)
     assert request.computed == 100
-    other = submit(engine, draw(random.Random(1), 150), 9)
-    engine.step()
+    other = submit(engine, draw(random.Random(1), 150), 9, steps=1)
     if late:
         request.restoration.deadline = 0.0
     engine.step()
@@ -263,10 +256,8 @@ def test_beside_others_prefill_takes_its_share_and_alone_all_also_when_storage_i
 
 def test_leftover_takes_only_what_others_leave():
     engine, cache, storage = engine_for(budget=64, leftover=True)
-    other = submit(engine, draw(random.Random(1), 180), 30)
-    engine.step()
-    request = submit(engine)
-    engine.step()
+    other = submit(engine, draw(random.Random(1), 180), 30, steps=1)
+    request = submit(engine, steps=1)
     assert other.computed == 128 and request.computed == 0, "the other's prefill comes first"
     engine.step()
     assert other.new and request.computed == 64 - 53
@@ -288,8 +279,7 @@ def test_a_share_of_nothing_only_loads_unless_storage_is_late():
     finish(engine, storage, request)
     assert request.found == {"storage": 384} and request.timeline.plan["rows"] == [["chunks", "LLLLLL"]]
     evict(engine)
-    request = submit(engine)
-    engine.step()
+    request = submit(engine, steps=1)
     assert request.computed == 0
     request.restoration.deadline = 0.0
     engine.step()
@@ -326,8 +316,7 @@ def test_what_storage_lacks_in_front_is_computed_and_the_longest_run_is_loaded()
         for number in lacking:
             del storage.index[keys[number]]
         assert found(engine, PROMPT) == tokens
-        request = submit(engine)
-        engine.step()
+        request = submit(engine, steps=1)
         storage.deliver(6)
         while request.restoration and request.restoration.start == 0:
             engine.step()

@@ -12,10 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import TINY, load, write_model
-from support.engines import ask_and_evict, baseline, hybrid, hybrid_runner, make, tiny_model
+from support.engines import answer, ask_and_evict, baseline, hybrid, hybrid_runner, make, tiny_model
 
 from common.llama import Linear, attention, causal_mask, rotary_frequencies
-from common.requests import Request
 from shell import checkpoint, cli
 from shell.config import ModelError, read_config
 from shell.reference import reference_model
@@ -78,13 +77,6 @@ def logits_of(model, tokens: list[int], chunk: int):
     """Logits [T/chunk, V] after every chunk of the tokens."""
     cache, starts = baseline.KVCache(model, len(tokens)), range(0, len(tokens), chunk)
     return torch.stack([baseline.forward(model, cache, tokens[start : start + chunk], start) for start in starts])
-
-
-def answer(model, prompt: list[int], count: int, chunk: int = baseline.PREFILL) -> Request:
-    request = Request(prompt, count)
-    for _ in baseline.generate(model, request, chunk):
-        pass
-    return request
 
 
 @torch.inference_mode()
