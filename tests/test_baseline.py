@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 from conftest import TINY, load, write_model
-from support.engines import baseline, until_over
+from support.engines import answer, baseline, until_over
 
 from common.requests import HungUp, Request
 
@@ -18,13 +18,6 @@ def model(frontend):
     return frontend.model
 
 
-def answer(model, prompt, new: int = 12, chunk: int = baseline.PREFILL, **sampling) -> Request:
-    request = Request(prompt, new, **sampling)
-    for _ in baseline.generate(model, request, chunk):
-        pass
-    return request
-
-
 def labels(request) -> list[str]:
     return [span.label for span in request.timeline.spans]
 
@@ -33,8 +26,8 @@ def labels(request) -> list[str]:
 
 @pytest.mark.parametrize("chunk", [1, 37, 149, 150, 151])
 def test_chunks_of_any_size_give_the_same_tokens(model, chunk):
-    request = answer(model, PROMPT, chunk=chunk)
-    assert request.new == answer(model, PROMPT).new
+    request = answer(model, PROMPT, 12, chunk=chunk)
+    assert request.new == answer(model, PROMPT, 12).new
     sizes = [min(chunk, 150 - start) for start in range(0, 150, chunk)]
     assert labels(request) == [f"prefill {size}" for size in sizes] + ["decode"] * 11
 
@@ -48,16 +41,16 @@ def test_life_without_a_cache_gives_the_same_tokens_and_computes_everything_for_
 
 
 def test_what_was_in_memory_before_is_never_read(model, monkeypatch):
-    right, empty = answer(model, PROMPT).new, torch.empty_like
+    right, empty = answer(model, PROMPT, 12).new, torch.empty_like
     monkeypatch.setattr(torch, "empty", lambda shape, **kind: torch.full(shape, torch.nan, **kind))
     monkeypatch.setattr(torch, "empty_like", lambda tensor, **kind: empty(tensor, **kind).fill_(torch.nan))
     assert baseline.KVCache(model, 3).v.isnan().all()
-    assert answer(model, PROMPT, chunk=37).new == right
+    assert answer(model, PROMPT, 12, chunk=37).new == right
 
 
 def test_the_comparison_decodes_greedily_whatever_generation_config_says(tmp_path):
     frontend = load(folder := write_model(tmp_path))
-    request = answer(frontend.model, PROMPT[:20], end_tokens=frontend.end_tokens)
+    request = answer(frontend.model, PROMPT[:20], 12, end_tokens=frontend.end_tokens)
     odd = dict(repetition_penalty=1.5, no_repeat_ngram_size=1, suppress_tokens=request.new[:1], do_sample=True, top_k=5,
                max_length=21, min_new_tokens=2, bad_words_ids=[request.new[1:2]], eos_token_id=request.new[2])
     (folder / "generation_config.json").write_text(json.dumps(odd))
@@ -76,7 +69,7 @@ def test_requests_are_answered_in_their_order_and_one_at_a_time(model):
 
 
 def test_the_answer_ends_with_an_end_token(model):
-    tokens = answer(model, PROMPT).new
+    tokens = answer(model, PROMPT, 12).new
     end = next(at for at in range(1, 12) if tokens[at] not in tokens[:at])
     (request,) = baseline.Engine(model).generate([Request(PROMPT, 12, end_tokens=frozenset([tokens[end]]))])
     assert request.new == tokens[: end + 1] and request.outcome.finish_reason == "stop"

@@ -66,8 +66,10 @@ def engine_for(storage=None, budget: int = 64, blocks: int = 96, memory=1e6, **o
     return engine, cache, storage
 
 
-def submit(engine, prompt=PROMPT, new: int = 4) -> Request:
+def submit(engine, prompt=PROMPT, new: int = 4, steps: int = 0) -> Request:
     engine.submit(request := Request(list(prompt) + [7], new))
+    for _ in range(steps):
+        engine.step()
     return request
 
 
@@ -88,6 +90,8 @@ def test_a_chunk_a_step_and_a_chunk_from_storage_meet_in_the_middle():
         engine.step()
         assert request.computed == computed and request.restoration.limit == 384 - computed + 64
         storage.deliver()
+    engine.step()
+    assert [transfer.cancelled for transfer in storage.log] == [False] * 3 + [True] * 3, "overtaken by prefill"
     finish(engine, storage, request)
     assert request.found == {"storage": 192}
     assert [transfer.label for transfer in storage.log] == [f"chunk {number}" for number in range(5, -1, -1)]
@@ -97,8 +101,7 @@ def test_a_chunk_a_step_and_a_chunk_from_storage_meet_in_the_middle():
 
 def test_they_meet_inside_a_chunk_and_inside_a_block():
     engine, cache, storage = engine_for(budget=40)
-    request = submit(engine)
-    engine.step()
+    request = submit(engine, steps=1)
     storage.deliver(6)
     finish(engine, storage, request)
     assert request.found == {"storage": 344} and request.timeline.plan["rows"] == [["chunks", "BLLLLL"]]
@@ -106,8 +109,7 @@ def test_they_meet_inside_a_chunk_and_inside_a_block():
 
 def test_what_arrives_during_a_step_is_taken_at_its_next_layer_and_a_step_that_is_overtaken_is_given_up():
     engine, cache, storage = engine_for()
-    request, seen = submit(engine), []
-    engine.step()
+    request, seen = submit(engine, steps=1), []
 
     def save_layer(layer, hidden, batch):
         seen.append((layer, request.restoration.limit if request.restoration else None))
@@ -126,8 +128,7 @@ def test_what_arrives_during_a_step_is_taken_at_its_next_layer_and_a_step_that_i
 
 def test_a_step_of_two_requests_is_not_given_up():
     engine, cache, storage = engine_for(budget=96)
-    request, other = submit(engine), submit(engine, draw(random.Random(1), 200))
-    engine.step()
+    request, other = submit(engine), submit(engine, draw(random.Random(1), 200), steps=1)
     computed = request.computed
     cache.save_layer = lambda *_: storage.deliver(6)
     engine.step()
@@ -139,8 +140,7 @@ def test_a_step_of_two_requests_is_not_given_up():
 
 def test_what_has_come_stays_when_storage_fails():
     engine, cache, storage = engine_for()
-    request = submit(engine)
-    engine.step()
+    request = submit(engine, steps=1)
     storage.deliver(2)
     engine.step()
     storage.deliver(1, OSError("missing"))
@@ -170,28 +170,15 @@ def test_read_ahead_is_bounded_in_bytes():
     assert request.found == {"storage": 192}
 
 
-def test_what_prefill_has_overtaken_is_called_off():
-    engine, cache, storage = engine_for()
-    request = submit(engine)
-    for _ in range(3):
-        engine.step()
-        storage.deliver()
-    engine.step()
-    assert [transfer.cancelled for transfer in storage.log] == [False] * 3 + [True] * 3
-    finish(engine, storage, request)
-
-
 def test_what_a_late_read_writes_is_read_by_nobody():
     storage = engine_for()[2]
     engine, cache, _ = engine_for(storage, memory=2 * BYTES)
-    gone = submit(engine)
-    engine.step()
+    gone = submit(engine, steps=1)
     late, storage.reads = storage.reads, []
     engine.cancel(gone, HungUp("gone"))
     engine.step()
     assert late and all(transfer.cancelled for transfer, *_ in late)
-    request = submit(engine)
-    engine.step()
+    request = submit(engine, steps=1)
     storage.deliver(2)
     for transfer, _, into in late:
         into.fill(-1)  # NaN
@@ -212,8 +199,7 @@ def slow_prefill(engine, storage, ratio: float):
 def test_a_step_takes_what_prefill_will_get_if_both_go_on(ratio):
     engine, cache, storage = engine_for(budget=512)
     slow_prefill(engine, storage, ratio)
-    request = submit(engine)
-    engine.step()
+    request = submit(engine, steps=1)
     share = max(CHUNK, 384 * ratio / (1 + ratio))
     assert request.computed == pytest.approx(384 if share > 320 else share, abs=1)
     finish(engine, storage, request)
@@ -258,11 +244,9 @@ def test_what_is_computed_with_a_share_of_each_step_is_priced_at_that_share():
 def test_beside_others_prefill_takes_its_share_and_alone_all_also_when_storage_is_late(late):
     engine, cache, storage = engine_for(budget=100, share=0.25)
     storage.bandwidth = Bandwidth(1e-9)  # storage brings nothing: prefill takes all that it may
-    request = submit(engine)
-    engine.step()
+    request = submit(engine, steps=1)
     assert request.computed == 100
-    other = submit(engine, draw(random.Random(1), 150), 9)
-    engine.step()
+    other = submit(engine, draw(random.Random(1), 150), 9, steps=1)
     if late:
         request.restoration.deadline = 0.0
     engine.step()
@@ -272,10 +256,8 @@ def test_beside_others_prefill_takes_its_share_and_alone_all_also_when_storage_i
 
 def test_leftover_takes_only_what_others_leave():
     engine, cache, storage = engine_for(budget=64, leftover=True)
-    other = submit(engine, draw(random.Random(1), 180), 30)
-    engine.step()
-    request = submit(engine)
-    engine.step()
+    other = submit(engine, draw(random.Random(1), 180), 30, steps=1)
+    request = submit(engine, steps=1)
     assert other.computed == 128 and request.computed == 0, "the other's prefill comes first"
     engine.step()
     assert other.new and request.computed == 64 - 53
@@ -297,8 +279,7 @@ def test_a_share_of_nothing_only_loads_unless_storage_is_late():
     finish(engine, storage, request)
     assert request.found == {"storage": 384} and request.timeline.plan["rows"] == [["chunks", "LLLLLL"]]
     evict(engine)
-    request = submit(engine)
-    engine.step()
+    request = submit(engine, steps=1)
     assert request.computed == 0
     request.restoration.deadline = 0.0
     engine.step()
@@ -335,8 +316,7 @@ def test_what_storage_lacks_in_front_is_computed_and_the_longest_run_is_loaded()
         for number in lacking:
             del storage.index[keys[number]]
         assert found(engine, PROMPT) == tokens
-        request = submit(engine)
-        engine.step()
+        request = submit(engine, steps=1)
         storage.deliver(6)
         while request.restoration and request.restoration.start == 0:
             engine.step()
@@ -469,13 +449,9 @@ def test_reads_are_charged_back_to_back_and_those_that_were_called_off_neither_c
     assert [start for start, _ in spans[1:]] == [end for _, end in spans[:-1]]
 
 
-@pytest.mark.parametrize("words, values", [("0.1", [1e8]), ("0.1:2:0.5@0.3", [1e8, 2e9, 5e8])])
-def test_speeds_are_read_from_the_command_line(words, values):
-    asked = both_ends.modelled_link.speed(words)
-    assert getattr(asked, "values", [asked.value]) == values and getattr(asked, "seconds", 0.3) == 0.3
-
-
-@pytest.mark.parametrize("words", ["", "x", "0", "-1", "0.1:", ":0.1", "0.1:1@", "0.1:1@0", "nan", "inf"])
-def test_other_speeds_are_refused(words):
-    with pytest.raises(Exception, match="is not a number"):
-        both_ends.modelled_link.speed(words)
+def test_speeds_are_read_from_the_command_line_and_others_refused():
+    one, trace = map(both_ends.modelled_link.speed, ("0.1", "0.1:2:0.5@0.3"))
+    assert one.value == 1e8 and (trace.values, trace.seconds) == ([1e8, 2e9, 5e8], 0.3)
+    for words in "", "x", "0", "-1", "0.1:", ":0.1", "0.1:1@", "0.1:1@0", "nan", "inf":
+        with pytest.raises(Exception, match="is not a number"):
+            both_ends.modelled_link.speed(words)

@@ -25,11 +25,6 @@ ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONIOENCODING": "utf-8"}
 needs_signals = pytest.mark.skipif(os.name != "posix", reason="sends POSIX signals")
 
 
-def heed_ctrl_c():
-    """A shell may have had Ctrl-C ignored for what it runs in the background, and children inherit that."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 def run_here(monkeypatch, capsys, *arguments) -> tuple[str, str]:
     """Run it in this process, since importing PyTorch takes longer than all of it. Returns what it said."""
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), *map(str, arguments)])
@@ -193,7 +188,7 @@ class Process:
     def __init__(self, *arguments):
         self.process = subprocess.Popen(
             [sys.executable, SCRIPT, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            env=ENVIRONMENT, preexec_fn=heed_ctrl_c)
+            env=ENVIRONMENT)
         self.output = b""
 
     def __enter__(self):

@@ -22,10 +22,12 @@ ORACLE = engines.Oracle()
 
 class RowCache(Cache):
     """Keeps the rows of every finished prompt, and brings any number of them back: from the front, layer by
-    layer. Tests change what `deliver` does with a Transfer."""
+    layer. Tests change what `deliver` does with a Transfer, and with `later` how often a request waits; with
+    `computes` its rows count as computed, and `broken` is called in place of all layers but the first."""
 
-    def __init__(self, deliver=lambda transfer: transfer.finish(0.0, 0.0), seconds=0.0):
-        self.deliver, self.seconds, self.known = deliver, seconds, []
+    def __init__(self, deliver=lambda transfer: transfer.finish(0.0, 0.0), seconds=0.0, computes=False, broken=None):
+        self.deliver, self.seconds, self.computes, self.broken = deliver, seconds, computes, broken
+        self.known, self.later = [], 0
 
     def finished(self, request):
         if request.computed >= request.prompt_tokens:
@@ -40,7 +42,13 @@ class RowCache(Cache):
             if same > request.computed and (best is None or same > best[0]):
                 best = same, rows
         if best:
-            return Match(tokens := best[0] - request.computed, self.seconds, [best[1]], {"rows": tokens})
+            tokens = best[0] - request.computed
+            return Match(tokens, self.seconds, [best[1]], {"rows": tokens}, rows=tokens * self.computes)
+
+    def waits(self, request):
+        waits = self.later > 0 and self.match(request) is not None
+        self.later -= waits
+        return waits
 
     def transfer(self, label: str) -> Transfer:
         transfer = Transfer("load", label)
@@ -54,6 +62,8 @@ class RowCache(Cache):
             slots = slots_of(request, restoration.start, restoration.end)
             self.pool.memory[layer].flatten(1, 2)[:, slots] = rows
             restoration.layers += 1
+            if self.broken:
+                return self.broken()
 
 
 def slots_of(request, start: int, end: int) -> torch.Tensor:
@@ -81,26 +91,15 @@ def test_a_match_may_end_and_begin_inside_a_block():
 
 # 1. Waiting for the Cache ----------------------------------------------------------------------
 
-class Hesitant(RowCache):
-    """Lets a request wait `times` times."""
-
-    times = 0
-
-    def waits(self, request):
-        waits = self.times > 0 and self.match(request) is not None
-        self.times -= waits
-        return waits
-
-
 @pytest.mark.parametrize("times, patience", [(5, 1e6), (1 << 60, -1e6)])
 def test_who_waits_for_its_cache_is_asked_again_while_it_is_patient_and_lets_others_pass(times, patience):
-    engine = make(cache := Hesitant())
+    engine = make(cache := RowCache())
     ask_and_evict(engine, PROMPT)
-    cache.times = times
+    cache.later = times
     back, other = Request(PROMPT + [5, 6, 7], 4), Request([9, 8, 7], 4)
     back.received += patience
     engine.generate([back, other])
-    assert back.found == {"rows": 205} and (cache.times == 0) == (patience > 0)
+    assert back.found == {"rows": 205} and (cache.later == 0) == (patience > 0)
     assert other.times[0] < back.times[0] or patience < 0, "others pass"
     assert ORACLE.judge(back) == ORACLE.judge(other) == "equal"
 
@@ -130,18 +129,8 @@ def test_who_may_not_compute_below_its_limit_waits_until_the_deadline_only():
 
 # 3. Rows of a step -----------------------------------------------------------------------------
 
-class Portions(RowCache):
-    """Computes what it brings back."""
-
-    def match(self, request):
-        match = super().match(request)
-        if match:
-            match.rows = match.tokens
-        return match
-
-
 def test_rows_of_compute_are_bounded_by_the_budget_of_a_step():
-    engine, layers = make(Portions(), token_budget=64), []
+    engine, layers = make(RowCache(computes=True), token_budget=64), []
     ask_and_evict(engine, PROMPT)
     engine.submit(Request([9, 8, 7], 12))
     engine.step()
@@ -156,31 +145,12 @@ def test_rows_of_compute_are_bounded_by_the_budget_of_a_step():
 
 # 4. Failures -----------------------------------------------------------------------------------
 
-class Broken(RowCache):
-    """Restores one layer, and then does what a test says."""
-
-    def restore(self, request, restoration, match):
-        yield self.transfer("layer 0")
-        restoration.layers += 1
-        self.then()
-
-
-def refuse():
-    raise RuntimeError("a defect of the cache")
-
-
-@pytest.mark.parametrize("then, words", [(lambda: None, "gave up"), (refuse, "a defect of the cache")])
-def test_a_generator_that_ends_too_early_costs_time_only(then, words):
-    engine = make(cache := Broken())
-    cache.then = then
-    request = again(engine, PROMPT)
-    assert not request.found and words in request.decisions[-1] and request.decisions[-1].endswith("computed")
-
-
-def test_a_copy_that_never_comes_is_computed_instead():
-    engine = make(RowCache(deliver=lambda transfer: None), always_restore=False)
-    request = again(engine, PROMPT)
-    assert not request.found and "layer 0 is late: computed" in request.decisions
+@pytest.mark.parametrize("options, words", [
+    (dict(broken=lambda: None), "gave up: computed"), (dict(broken=lambda: 1 / 0), "by zero: computed"),
+    (dict(deliver=lambda transfer: None), "layer 0 is late: computed")])  # fmt: skip
+def test_a_generator_that_ends_too_early_and_a_copy_that_never_comes_cost_time_only(options, words):
+    request = again(make(RowCache(**options), always_restore=False), PROMPT)
+    assert not request.found and request.decisions[-1].endswith(words)
 
 
 class FailingRunner(paged.Runner):
@@ -290,16 +260,6 @@ def test_idle_measures_twice_at_the_start_and_once_for_each_doubt(monkeypatch):
 
     estimates.doubtful, estimates.measure_computing = True, interrupted
     assert estimates.idle() == 0.0 and estimates.doubtful, "somebody has come: as soon as he is gone"
-
-
-def test_a_cache_that_raises_at_the_end_of_a_request_keeps_none_of_its_blocks():
-    engine, request = make(RowCache()), Request(PROMPT, 4)
-    engine.behind.cache.finished = lambda request: 1 / 0
-    engine.submit(request)
-    engine.step()
-    with pytest.raises(ZeroDivisionError):
-        engine.finish(request)
-    check_pools(engine)
 
 
 # 6. Sleeping -----------------------------------------------------------------------------------

@@ -26,10 +26,21 @@ WRONG = [  # chapter, what is in it, what a student writes instead, of what the 
      "                yield transfer\n            restoration.layers = len(transfers)", "and late"),
     ("03", "            self.saving.update(zip(prefixes, places))", "            self.saving.update(zip(prefixes, places))\n"
      "            [*map(self.host.register, places, prefixes)]", "nothing is registered before it has arrived"),
+    ("03", "make_room(len(lacking), own, used) if soon else 0", "make_room(len(lacking), own, used)", "hold its blocks for too long"),
+    ("03", "        request.timeline.add(\"save\", transfer.label, *transfer.span())\n", "", "a save is in its request's timeline"),
+    ("03", "        return fits\n", "        return fits == len(lacking)\n", "says how many fit"),
     ("04", "while ahead and len(loading.landing) < DEPTH:", "while ahead and not loading.landing:", "and late"),
     ("04", "        values.index_copy_(0, slots, v)\n\n    def draw_spans", "        values.index_copy_(0, slots, k)\n\n    def draw_spans",
      "what comes back is what was lost"),
     ("04", "            given = [(loading.store.pool, loading.blocks)]\n", "            given = []\n", "references are left"),
+    ("04", "        finally:\n            links.cancel(", "        except ZeroDivisionError:\n            pass\n        if True:\n"
+     "            links.cancel(", "may be closed at any yield"),
+    ("04", '            self.hold("load", list(loading.transfers.values()), given=given)\n', "            [pool.release(blocks) for "
+     "pool, blocks in given]\n", "may be closed at any yield"),
+    ("04-saving", '        self.hold("save", [job], ', '        self.hold("save", [transfer], ', "until their rows are there"),
+    ("04-saving", "(self.head + numpy.array(kept)) % self.ring", "self.head + numpy.array(kept)", "the buffer is a ring"),
+    ("04-saving", "        transfer = self.take_snapshot(states)\n", "        transfer = self.take_snapshot(states)\n"
+     "        transfer.wait()\n", "a step waits for no save"),
     ("05", '("H", costs.load_states), ("K", costs.load_kv)', '("K", costs.load_kv), ("H", costs.load_states)', "all H, then all K"),
     ("05", " else 0.0) + costs.question", " else 0.0)", "the question passes that layer"),
     ("05", "            yield loading.transfers[layer]\n        elif", "            pass\n        elif", "waited for"),
@@ -90,7 +101,7 @@ def test_the_command_says_what_is_there_and_what_is_not(tmp_path, monkeypatch, c
     (tmp_path / "docs").symlink_to(exercise.ROOT / "docs")
     monkeypatch.setattr(exercise, "ROOT", tmp_path)
     assert said().startswith("Choose one of 01_baseline, 02_paged_kv, ")
-    assert "no chapter 12" in said("12") and "no exercises/03_cpu_offload.py yet" in said("03", "--check")
+    assert "no chapter 12" in said("12") and "04_hidden_state_cache-saving" in said("12-saving") and "no exercises/03_cpu_offload.py yet" in said("03", "--check")
     monkeypatch.setattr("sys.argv", ["exercise", "3"])
     exercise.main()
     assert "--again" in said("03") and said("03", "--check") == "TrueHostCache.restore is still empty.\n"

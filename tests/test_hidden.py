@@ -15,7 +15,7 @@ from support.engines import ask, ask_and_evict, check_pools, chunk_files, draw, 
 from support.faults import faulty
 
 from common.link import Transfer
-from common.requests import Interrupted, Request
+from common.requests import HungUp, Interrupted, Request
 from common.store import Storage, StoredChunks
 from shell import cli
 from shell.backends import in_directories
@@ -84,23 +84,44 @@ def test_a_block_that_begins_as_a_copy_fails_is_not_found_when_the_rest_arrives(
     check_pools(engine)
 
 
-def test_without_room_in_the_snapshot_buffer_rows_are_dropped_and_nobody_waits(monkeypatch):
-    monkeypatch.setattr(hidden_states, "STEPS", 8)  # room for all, if nobody has it
-    engine, cache = engine_for(token_budget=64)
-    held, cache.free = cache.free, 0
-    request = Request(PROMPT + PROMPT, 4)
-    engine.submit(request)
-    while request.computed < 64:
-        engine.step()
-    assert engine.counts["drops"] == 1
-    cache.free += held
-    engine.generate([])
-    engines.until_over(engine, request)
-    assert ORACLE.judge(request) == "equal" and found(engine, request.tokens) == 0, "nor is what is behind"
+def test_without_room_in_the_snapshot_buffer_rows_are_dropped_and_no_step_waits_for_a_save(monkeypatch):
+    engine, cache = engine_for(token_budget=64)  # hence 256 rows in the buffer
+    prompt, sorting, waited = draw(random.Random(4), 400), threading.Event(), []
+    wait, scatter = Transfer.wait, cache.scatter
+
+    def noted(transfer, *given):
+        if threading.current_thread() is threading.main_thread():
+            waited.append(transfer.label)
+            sorting.set()
+            copies.arrive()
+        return wait(transfer, *given)
+
+    monkeypatch.setattr(Transfer, "wait", noted)
+    cache.scatter = lambda *given: sorting.wait() and scatter(*given)
+    with faulty(random.Random(1), late=1.0, delay=3600.0, lanes=("save",)) as copies:
+        engine.submit(request := Request(prompt, 4))
+        while request.computed < 320:
+            engine.step()
+        late, drops = list(waited), engine.counts["drops"]
+        copies.arrive()
+        cache.poll()
+        early, held = dict(cache.store.pool.block_of), sum(map(bool, cache.store.pool.references))
+        sorting.set()  # and only then a test may fail
+        engines.until_over(engine, request)
+    assert not late, "a step waits for no save"
+    assert held == 16, "blocks are referenced until their rows are there"
+    assert not early, "nothing is found before it has been sorted"
+    assert drops == 1, "rows of the buffer are free when they have been sorted, and not before"
+    assert ORACLE.judge(request) == "equal" and found(engine, prompt) == 256, "nor is what is behind"
     assert engine.counts["drops"] == 1
     evict(engine)
-    assert ask(engine, PROMPT + PROMPT, 1).outcome.source == "miss"
-    assert found(engine, PROMPT + PROMPT) == 288, "until it is computed again"
+    assert ask(engine, prompt, 1).found == {"cpu": 256}
+    assert found(engine, prompt) == 400, "until it is computed again"
+    for seed in range(5, 9):
+        ask(engine, prompt := draw(random.Random(seed), 100), 1)
+        assert found(engine, prompt) == 96, "the buffer is a ring"
+    assert not engines.wrong_rows(engine), "each row goes to its slot, in each layer"
+    check_pools(engine)
 
 
 def test_a_full_host_evicts_the_end_of_others_and_never_its_own_beginning():
@@ -131,6 +152,24 @@ def test_only_so_many_layers_travel_while_one_is_projected(depth, expected, monk
     cache.project = lambda layer, *rest: order.append(f"project {layer}") or project(layer, *rest)
     assert ORACLE.judge(ask(engine, PROMPT + [3], 1)) == "equal"
     assert order == expected
+
+
+def test_what_a_cancelled_restoration_still_reads_is_held_until_its_copies_are_over():
+    engine, cache = engine_for()
+    chain = ask_and_evict(engine, PROMPT, 1).chain
+    engine.submit(other := Request(draw(random.Random(5), 20), 40))
+    engine.step()
+    with faulty(random.Random(1), late=1.0, delay=3600.0, lanes=("load",)) as copies:
+        engine.submit(back := Request(PROMPT + [3], 1))
+        engine.step()
+        engine.cancel(back, HungUp("gone"))
+        engine.step()
+        references = [cache.store.pool.references[block] for block in cache.store.pool.find(chain)]
+        copies.arrive()  # and only then a test may fail
+        engines.until_over(engine, other)
+    assert isinstance(back.outcome, HungUp) and copies.delayed
+    assert len(references) == 9 and all(references), "copies read these blocks"
+    check_pools(engine)
 
 
 def test_estimates_are_the_slower_of_link_and_processor_and_are_learned():

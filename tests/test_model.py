@@ -7,15 +7,15 @@ from collections import namedtuple
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import TINY, load, write_model
-from support.engines import ask_and_evict, baseline, hybrid, hybrid_runner, make, tiny_model
+from support.engines import answer, ask_and_evict, baseline, hybrid, hybrid_runner, make, tiny_model
 
 from common.llama import Linear, attention, causal_mask, rotary_frequencies
-from common.requests import Request
 from shell import checkpoint, cli
 from shell.config import ModelError, read_config
 from shell.reference import reference_model
@@ -41,9 +41,6 @@ def reorders(dtype: torch.dtype) -> bool:
     except (AttributeError, RuntimeError):
         return False
     return True
-
-
-needs_reorder = pytest.mark.skipif(not reorders(torch.float32), reason="weights cannot be reordered here")
 
 
 Pair = namedtuple("Pair", "ours, theirs, name")  # the model, that of transformers, and for --model
@@ -78,13 +75,6 @@ def logits_of(model, tokens: list[int], chunk: int):
     """Logits [T/chunk, V] after every chunk of the tokens."""
     cache, starts = baseline.KVCache(model, len(tokens)), range(0, len(tokens), chunk)
     return torch.stack([baseline.forward(model, cache, tokens[start : start + chunk], start) for start in starts])
-
-
-def answer(model, prompt: list[int], count: int, chunk: int = baseline.PREFILL) -> Request:
-    request = Request(prompt, count)
-    for _ in baseline.generate(model, request, chunk):
-        pass
-    return request
 
 
 @torch.inference_mode()
@@ -179,6 +169,7 @@ def test_a_few_rows_are_multiplied_the_way_that_is_faster_here(faster, monkeypat
 
 @torch.inference_mode()
 def test_where_the_operator_is_missing_or_declines_there_is_no_copy(monkeypatch):
+    declines = Mock(side_effect=RuntimeError("no kernel"))
     for broken in (SimpleNamespace(), SimpleNamespace(_reorder_linear_weight=declines)):
         linear = Linear(48, 30, True, dtype=torch.float32)
         for parameter in linear.parameters():
@@ -190,7 +181,7 @@ def test_where_the_operator_is_missing_or_declines_there_is_no_copy(monkeypatch)
             assert torch.equal(linear(torch.ones(9, 48)), torch.full((9, 30), 49.0))
 
 
-@needs_reorder
+@pytest.mark.skipif(not reorders(torch.float32), reason="weights cannot be reordered here")
 def test_there_is_no_copy_where_memory_is_short(tmp_path, monkeypatch):
     folder = write_model(tmp_path / "model")
     size = checkpoint.weight_bytes(load(folder).model)
@@ -217,10 +208,6 @@ def test_each_row_of_a_chunk_sees_what_comes_before_it(count, end, device, dtype
     alone = [attention(row[None], k[:tokens], v[:tokens], None) for row, tokens in zip(q, seen)]
     mask = causal_mask(count, end, torch.device(device), dtype)
     torch.testing.assert_close(attention(q, k, v, mask), torch.cat(alone), atol=0.02, rtol=0.02)
-
-
-def declines(*_):
-    raise RuntimeError("no kernel")
 
 
 # What restoration rests on ---------------------------------------------------------------------

@@ -68,6 +68,8 @@ def test_blocks_are_copied_out_as_they_fill_and_not_when_the_request_is_over():
     assert save.labels == ["save 2", "save 3", "save 1", "save 1", "save 1"], "of 40, 80, 100, 112 and 128 tokens"
     settle(engine)
     assert len(cache.host.find(request.chain)) == 8
+    saves = [span.label for span in request.timeline.spans if span.lane == "save"]
+    assert saves == save.labels, "a save is in its request's timeline"
     check_pools(engine)
     cache.host.make_room(cache.host.size - 2)
     assert len(cache.host.find(request.chain)) == 2, "what was saved in pieces leaves from its end, too"
@@ -236,10 +238,21 @@ def test_offload_after_false_keeps_nothing_of_this_request():
         check_fields(dict(offload_after="no"), engine.fields)
 
 
+def test_what_several_requests_have_filled_leaves_in_the_same_step():
+    engine, _, save, _ = engine_for(save=False)
+    for prompt in A, B:
+        engine.submit(Request(prompt, 1))
+    engine.step()
+    assert save.labels == ["save 4", "save 4"]
+    save.deliver()
+    check_pools(engine)
+
+
 def test_a_copy_out_that_would_take_longer_than_its_blocks_may_be_held_is_not_begun(monkeypatch):
     engine = make(cache := offload.HostCache(64, 1000.0))
+    engine.behind.estimates.doubtful = False
     ask(engine, PROMPT)
-    assert not engine.counts["swap_outs"]
+    assert not engine.counts["swap_outs"] and engine.behind.estimates.doubtful, "it is measured again"
     monkeypatch.setattr(offload, "LONGEST_SAVE", 1e6)
     ask(engine, PROMPT)
     assert engine.counts["swap_outs"] == 6 and cache.save_link.seconds(0) > 60

@@ -66,17 +66,6 @@ def test_a_stream_says_what_the_plain_answer_says(client, body):
         assert last["result"][name] == plain[name]
 
 
-def test_a_stream_is_read_while_it_is_written(frontend):
-    with serving(frontend) as client:
-        client.engine.hold_after(3)
-        with closing(client.send("/generate", dict(ASK, stream=True))) as connection:
-            response = connection.getresponse()
-            assert response.readline().startswith(b'data: {"text"')
-            assert client.engine.counters()["finished"] == 0
-            client.engine.let()
-            assert b'"result"' in response.read()
-
-
 def test_many_clients_get_answers_of_their_own_and_health_says_what_runs_and_counts(frontend):
     with serving(frontend) as client, ThreadPoolExecutor(16) as threads:
         bodies = [dict(prompt=f"Number {number}", max_tokens=30, stream=bool(number % 2))
@@ -159,11 +148,18 @@ def half_open(client) -> socket.socket:
 
 
 @pytest.mark.parametrize("more", [b"", b"X", b"\r\n\r\n{", b"\r\n\r\n{}       "])
-def test_a_request_that_is_sent_by_half_keeps_its_connection_for_a_while_only(frontend, monkeypatch, caplog, more):
+def test_a_request_that_is_sent_by_half_keeps_its_connection_for_a_while_and_no_stream_is_cut_meanwhile(
+        frontend, monkeypatch, caplog, more):
     monkeypatch.setattr(servers.Handler, "timeout", 0.1)
-    with serving(frontend) as client, half_open(client) as half, suppress(ConnectionError):
-        half.sendall(more)
-        eventually(lambda: half.sendall(more[-1:]) if more else half.recv(1) == b"")    # a byte now and then
+    with serving(frontend) as client, ThreadPoolExecutor() as threads:
+        client.engine.hold()                    # as while it computes for long
+        stream = threads.submit(client.ask, "/generate", dict(ASK, stream=True))
+        eventually(lambda: client.engine.counters()["requests"] == 1)
+        with half_open(client) as half, suppress(ConnectionError):
+            half.sendall(more)
+            eventually(lambda: half.sendall(more[-1:]) if more else half.recv(1) == b"")    # a byte now and then
+        client.engine.let()
+        assert "result" in stream.result().events[-1]
     assert not caplog.records
 
 
@@ -188,17 +184,6 @@ def test_where_accepting_fails_it_waits(monkeypatch):
     with pytest.raises(OSError):
         listener.get_request()
     assert waited == [listener.timeout]
-
-
-def test_a_stream_is_not_cut_while_the_engine_computes_for_long(frontend, monkeypatch):
-    monkeypatch.setattr(servers.Handler, "timeout", 0.1)
-    with serving(frontend) as client, ThreadPoolExecutor() as threads:
-        client.engine.hold()
-        reply = threads.submit(client.ask, "/generate", dict(ASK, stream=True))
-        eventually(lambda: client.engine.counters()["requests"] == 1)
-        time.sleep(0.3)
-        client.engine.let()
-        assert "result" in reply.result().events[-1]
 
 
 ANYTHING = st.recursive(
@@ -251,8 +236,9 @@ def test_a_client_that_hangs_up_in_the_middle_of_its_answer_is_cancelled(
         frontend, caplog, route, body, stream):
     with serving(frontend) as client:
         client.engine.hold_after(3)
-        with closing(client.send(route, dict(body, max_tokens=200, stream=stream))):
+        with closing(client.send(route, dict(body, max_tokens=200, stream=stream))) as connection:
             eventually(lambda: client.engine.held)
+            assert not stream or connection.getresponse().readline().startswith(b"data: {"), "while it is written"
         eventually(lambda: client.engine.arrivals)             # noticed while no token comes
         client.engine.let()
         eventually(lambda: client.engine.counters()["cancelled"] == 1)
@@ -318,24 +304,30 @@ def test_a_request_that_the_engine_has_lost_is_answered_and_the_engine_goes_on(f
             assert "log" in client.ask("/generate", ASK).error(500, "server_error")
 
 
-def test_pages_from_elsewhere_may_not_ask(client):
-    asking = servers.make_app(client.server).test_client()
-    for origin, status in (("http://localhost", 200), ("http://elsewhere.example", 403), ("null", 403), ("http://[", 403)):
-        reply = asking.post("/evict", json=dict(tier="host"), headers=dict(Origin=origin))
-        assert reply.status_code == status
-        assert reply.headers["X-Frame-Options"] == "DENY"
+HERE = "127.0.0.1"
 
 
-@pytest.mark.parametrize("bound,host,status", [
-    ("127.0.0.1", "LocalHost", 200), ("127.0.0.1", "127.9.0.1:80", 200), ("::1", "[::1]:5000", 200), ("::1", "[::1]", 200),
-    ("127.0.0.1", "elsewhere.example:5000", 403), ("::1", "192.0.2.7", 403), ("127.0.0.1", "localhost.example", 403),
-    ("127.0.0.1", "", 403), ("0.0.0.0", "elsewhere.example", 200)])
-def test_bound_to_this_machine_it_answers_to_its_own_names_only(client, bound, host, status):
-    asking = servers.make_app(client.server).test_client()
-    for route in "/", "/state", "/nothing":
-        reply = asking.get(route, headers=dict(Host=host), environ_overrides=dict(SERVER_NAME=bound))
-        assert reply.status_code == (404 if status == 200 and route == "/nothing" else status)
-        assert status == 200 or "--host" in sentence(reply.json["error"])
+@pytest.mark.parametrize("bound,host,asking,changes,reads", [  # the statuses of /evict, and of the others
+    (HERE, "localhost", {}, 200, 200), (HERE, "LocalHost", {}, 200, 200), (HERE, "127.9.0.1:80", {}, 200, 200),
+    ("::1", "[::1]:5000", dict(REMOTE_ADDR="::1"), 200, 200), ("::1", "[::1]", {}, 200, 200),
+    (HERE, "elsewhere.example:5000", {}, 403, 403), ("::1", "192.0.2.7", {}, 403, 403), (HERE, "", {}, 403, 403),
+    (HERE, "localhost.example", {}, 403, 403), ("0.0.0.0", "[::1]:5000", dict(REMOTE_ADDR="::1"), 200, 200),
+    ("0.0.0.0", "elsewhere.example", {}, 403, 200),  # a page's own name for this machine
+    ("0.0.0.0", "localhost", dict(REMOTE_ADDR="192.0.2.7"), 403, 200),
+    (HERE, "localhost", dict(HTTP_ORIGIN="http://localhost"), 200, 200),
+    (HERE, "localhost", dict(HTTP_ORIGIN="http://elsewhere.example"), 403, 403),
+    (HERE, "localhost", dict(HTTP_ORIGIN="null"), 403, 403), (HERE, "localhost", dict(HTTP_ORIGIN="http://["), 403, 403)])
+def test_who_may_ask_and_who_may_change_something(client, bound, host, asking, changes, reads):
+    where = dict(REMOTE_ADDR=HERE, SERVER_NAME=bound) | asking
+    options = dict(headers=dict(Host=host), environ_overrides=where)
+    app = servers.make_app(client.server).test_client()
+    replies = {route: app.get(route, **options) for route in ("/", "/state", "/nothing")}
+    expected = {"/": reads, "/state": reads, "/nothing": 404 if reads == 200 else reads, "/evict": changes}
+    replies["/evict"] = app.post("/evict", json=dict(tier="host"), **options)
+    assert {route: reply.status_code for route, reply in replies.items()} == expected
+    assert all(reply.headers["X-Frame-Options"] == "DENY" for reply in replies.values())
+    words = "Pages from elsewhere" if "HTTP_ORIGIN" in asking else "this machine only" if reads == 200 else "--host"
+    assert changes == 200 or words in sentence(replies["/evict"].json["error"])
 
 
 def test_whoever_waits_is_told_while_a_step_goes_on(frontend):
@@ -466,16 +458,6 @@ def test_evicting_drops_what_is_cached(client):
     for body, words in ((dict(tier="moon"), "one of device, host"), ({}, "needs tier"),
                         (dict(tier=[]), "tier")):
         assert words in client.ask("/evict", body).error(400)
-
-
-@pytest.mark.parametrize("address,host,status", [
-    ("127.0.0.1", "localhost", 200), ("::1", "[::1]:5000", 200), ("192.0.2.7", "localhost", 403),
-    ("127.0.0.1", "elsewhere.example", 403)])   # a page's own name for this machine
-def test_other_machines_do_not_evict(client, address, host, status):
-    asking, where = servers.make_app(client.server).test_client(), dict(REMOTE_ADDR=address, SERVER_NAME="0.0.0.0")
-    reply = asking.post("/evict", json=dict(tier="host"), headers=dict(Host=host), environ_overrides=where)
-    assert reply.status_code == status
-    assert status == 200 or "this machine only" in sentence(reply.json["error"])
 
 
 def test_storage_is_shown_attached_and_detached_from_this_machine_only(client, frontend, tmp_path):

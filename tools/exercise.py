@@ -2,6 +2,7 @@
 
     python -m tools.exercise 03             copy chapter 03 to exercises/, without these bodies
     python -m tools.exercise 03 --check     say which rule is broken, and exit with 1; or with 0 if all hold
+    python -m tools.exercise 04-saving      a second exercise on chapter 04
 
 The judge runs tests of this project on the reader's file, in a process that ends when its time is up.
 """
@@ -14,19 +15,21 @@ import multiprocessing
 import os
 import re
 import sys
+import textwrap
 import traceback
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 CHAPTERS = {path.stem[:2]: path for path in sorted(ROOT.glob("0[1-9]_*.py"))}
+CHAPTERS["04-saving"] = CHAPTERS["04"]
 SLIPS = ArithmeticError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError
 
 
 def rows(number: str, columns: int) -> list[list[str]]:
     """-> rows of exercises.txt on a chapter: 3 columns on a method to write, 2 on a test."""
     lines = Path(__file__).with_name("exercises.txt").read_text(encoding="utf-8").splitlines()
-    found = [line[3:].split(" | ") for line in lines if line.startswith(f"{number} ")]
+    found = [line.partition(" ")[2].split(" | ") for line in lines if line.startswith(f"{number} ")]
     return [row for row in found if len(row) == columns]
 
 
@@ -54,7 +57,8 @@ def emptied(number: str) -> str:
     for name, words, task in sorted(rows(number, 3), key=lambda row: -found[row[0]].lineno):  # the last one first
         first = found[name].body[0]
         begin = first.end_lineno if ast.get_docstring(found[name]) else first.lineno - 1
-        body = f"# To write: {task}", f"# Why: {place_in_lesson(number, words)}", f"raise NotImplementedError({name!r})"
+        notes = *textwrap.wrap(f"To write: {task}", 100), f"Why: {place_in_lesson(number, words)}"
+        body = *(f"# {note}" for note in notes), f"raise NotImplementedError({name!r})"
         lines[begin : found[name].end_lineno] = [" " * first.col_offset + line for line in body]
     return "\n".join(lines) + "\n"
 
@@ -175,15 +179,16 @@ class Judging:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("chapter", nargs="?", default="", help="01 to 09")
+    parser.add_argument("chapter", nargs="?", default="", help="01 to 09, or 04-saving")
     parser.add_argument("--check", action="store_true", help="judge what was written in exercises/")
     parser.add_argument("--again", action="store_true", help="begin again: what was written there is lost")
     arguments = parser.parse_args()
-    number = arguments.chapter.zfill(2)[:2]
+    chapter, *part = arguments.chapter.partition("-")
+    number = chapter.zfill(2)[:2] + "".join(part)
     if number not in CHAPTERS:
         there = f"There is no chapter {arguments.chapter}: choose" if arguments.chapter else "Choose"
-        sys.exit(f"{there} one of {', '.join(path.stem for path in CHAPTERS.values())}.")
-    path = ROOT / (name := f"exercises/{CHAPTERS[number].name}")
+        sys.exit(f"{there} one of {', '.join(path.stem + number[2:] for number, path in CHAPTERS.items())}.")
+    path = ROOT / (name := f"exercises/{CHAPTERS[number].stem}{number[2:]}.py")
     if arguments.check:
         if not path.is_file():
             sys.exit(f"There is no {name} yet: python -m tools.exercise {number} makes it.")

@@ -133,6 +133,14 @@ def ask(engine, prompt: list[int], new: int = 6, **options) -> Request:
     return engine.generate([Request(list(prompt), new, options=options)])[0]
 
 
+def answer(model, prompt: list[int], new: int, chunk: int = baseline.PREFILL, **sampling) -> Request:
+    """Chapter 01's loop."""
+    request = Request(prompt, new, **sampling)
+    for _ in baseline.generate(model, request, chunk):
+        pass
+    return request
+
+
 def believe_slow(link):
     """It was slow, and probes say nothing new."""
     link.measured.note(1.0, 1.0)

@@ -4,27 +4,14 @@ It answers with the prompt's tokens in circles, one per request in each step. `h
 beginning a step until `let()`; `hold_after(n)` lets it compute in n more steps; `error` is raised by the
 next step. With `explain` it prints the thread of each step, and whether it was closed in one.
 """
+import importlib
 import threading
 import time
-from collections import OrderedDict
 
+from common.prefixes import Prefix
 from common.requests import Line
 
-
-class Pool:
-    """Numbers of blocks; nothing is in them."""
-    block_bytes, block_size, evictions = 1024, 16, 0
-
-    def __init__(self, blocks: int):
-        self.size, self.free = blocks, bytearray(b"\1" * blocks)
-        self.references = [0] * blocks
-        self.prefix_of, self.block_of = [None] * blocks, {}
-        self.cached = OrderedDict()
-
-    def evict(self, blocks: list[int]):
-        for block in blocks:
-            del self.cached[block]
-            self.prefix_of[block] = None
+paged = importlib.import_module("02_paged_kv")
 
 
 class Engine(Line):
@@ -33,7 +20,9 @@ class Engine(Line):
     def __init__(self, model=None, blocks: int = 64, max_running: int = 4, pause: float = 0.0):
         super().__init__(capacity=16 * blocks or None)
         self.model, self.max_running, self.pause = model, max_running, pause
-        self.pools = {"device": Pool(blocks), "host": Pool(blocks)} if blocks else {}
+        self.pools = {name: paged.BlockPool(blocks, 16) for name in ("device", "host") if blocks}
+        for pool in self.pools.values():
+            pool.block_bytes = 1024  # though nothing is in them
         self.gate, self.error, self.closed = threading.Event(), None, False
         self.left, self.asleep, self.asked = None, False, []
         self.stepping = False
@@ -92,21 +81,18 @@ class Engine(Line):
         self.stepping = False
 
     def admit(self, request):
-        pool = self.pools.get("device")
-        for block in [block for block, count in enumerate(pool.references) if not count] if pool else ():
-            if 16 * len(request.table) < request.prompt_tokens + request.max_tokens:
-                pool.cached.pop(block, None)
-                pool.references[block] = 1
-                request.table.append(block)
+        if pool := self.pools.get("device"):
+            pool.evict(list(pool.cached))
+            blocks = pool.num_blocks(request.prompt_tokens + request.max_tokens)
+            request.table = pool.allocate(min(blocks, pool.available), after=-1)  # the first ones
         request.decisions.append("nothing was offered: the prompt is computed")
         self.running.append(request)
 
     def release(self, request):
         self.running.remove(request)
         for block in request.table:
-            pool = self.pools["device"]
-            pool.references[block] = 0
-            pool.prefix_of[block] = pool.cached[block] = "a prefix"
+            self.pools["device"].register(block, Prefix(None, (), b""))
+            self.pools["device"].release([block])
 
     def close(self):
         self.closed = True
