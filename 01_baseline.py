@@ -12,8 +12,8 @@ of history,
     TTFT = n * (2 * weights + attention) / FLOP/s          and nothing of it is new work
 
 What it costs is what chapters 02 to 09 win back, each in its own way, with the same tokens: this file is
-their oracle, and shares no engine with them. The papers behind them call it recomputation: HCache
-(EuroSys '25, section 2.3), Cake (section 2), HiCache.
+their oracle, and shares no engine with them. The papers behind them compare with it: HCache
+(EuroSys '25, section 2.4: recomputation), Cake (sections 3 and 5.1: compute-only).
 
     python 01_baseline.py --demo
     python 01_baseline.py --prompt "What is a KV cache?"

@@ -4,7 +4,7 @@ The problem. A disk or a network holds far more K and V than host memory, but to
 take as long as to compute it. An engine that picks one of the two leaves the other idle.
 
 The mechanism. Two pointers over one history. The engine prefills from the front, in its ordinary steps.
-Storage reads chunks of 64 tokens from the back, ahead of need; each chunk that has arrived lowers the limit
+Storage reads chunks of 64 tokens (the paper: as many as a step has) from the back, ahead of need; each chunk that has arrived lowers the limit
 up to which the engine computes. Where the two meet, the history is whole:
 
     computed                  meeting                    loaded        l, c: seconds to load or to compute all
@@ -16,7 +16,8 @@ chunk is missing or damaged, what has come stays, and prefill computes the rest.
 because they are the dear ones to compute: a token attends to all before it.
 
 A step computes the share of what is left that prefill will get if both go on as they last did, `left l / (l +
-c)`: a longer step would compute what storage could have brought, and in shorter ones a token costs more.
+c)`, at measured rates (the paper measures none): a longer step would compute what storage could have brought,
+and in shorter ones a token costs more.
 `--share` caps a prefill's part of each step beside other requests, and the estimate of computing assumes the
 same cap; with `--compute leftover` it takes what the others leave (the paper's section 6).
 
