@@ -22,8 +22,9 @@ where two measurements find it 10 % better; blocks that the plan before has kept
 
 The paper divides in closed form, for a history alone. With C the seconds to project (H) or recompute (token)
 a layer and IO those to move it, L layers: where projecting is slower, L_H = L IO_KV / (IO_KV + C_H - IO_H)
-and the others are K; else L_H = L C_token / (C_token + IO_H - C_H) and the others are R; rounded up. That of the last R layer only K and V are needed is beyond the paper;
-so a single R costs what an H costs, and chapter 04 is the plan RHHH...
+and the others are K; else L_H = L C_token / (C_token + IO_H - C_H) and the others are R; rounded up. That of
+the last R layer only K and V are needed is beyond the paper; so a single R costs what an H costs, and chapter
+04 is the plan RHHH...
 
 Source: HCache (Gao et al., EuroSys '25), sections 4.1, 6.2 and 6.3.
 

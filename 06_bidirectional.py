@@ -4,8 +4,8 @@ The problem. A disk or a network holds far more K and V than host memory, but to
 take as long as to compute it. An engine that picks one of the two leaves the other idle.
 
 The mechanism. Two pointers over one history. The engine prefills from the front, in its ordinary steps.
-Storage reads chunks of 64 tokens (the paper: as many as a step has) from the back, ahead of need; each chunk that has arrived lowers the limit
-up to which the engine computes. Where the two meet, the history is whole:
+Storage reads chunks of 64 tokens (the paper: as many as a step has) from the back, ahead of need; each chunk
+that has arrived lowers the limit up to which the engine computes. Where the two meet, the history is whole:
 
     computed                  meeting                    loaded        l, c: seconds to load or to compute all
     |#########################|==========================|             both: l c / (l + c), if neither waits
