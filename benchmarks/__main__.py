@@ -27,7 +27,7 @@ PARTS = {
     "planned": (3, "--model classroom --histories 1024 --rounds 2"),
     "variants": (3, None),
     "flow": (2, None),
-    "outside": (12, None),
+    "outside": (13, None),
     "both_ends": (5, "--only grid --model classroom --histories 1024 --r 4 1 0.5 --share --rounds 2"),
     "tiered": (6, "--only policies match --model classroom --rounds 1"),
     "hybrid_blocks": (6, "--only grid --model classroom --f 1.25 --context 128 --rounds 1"),
