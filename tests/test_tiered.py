@@ -376,6 +376,32 @@ def test_a_match_ends_at_a_gap_in_host_memory_though_the_device_has_that_page():
         assert right(engine, prompt).found == {"cpu": 16}
 
 
+def test_the_writer_writes_what_is_wanted_and_not_stored_and_nothing_behind_a_gap():
+    with engine_on(Shelf()) as engine:
+        right(engine, prompt := draw(random.Random(0), 70))
+        settle(engine)
+        cache, (first, gone, *rest) = engine.behind.cache, engine.prefixes.extend([], prompt)
+        cache.storage.set = Mock(wraps=cache.storage.set)
+
+        def written(**state) -> list:
+            for node in cache.tree.change(rest):
+                [setattr(node, name, value) for name, value in state.items()]
+            cache.storage.set.reset_mock()
+            cache.writer.send_l3([first, gone, *rest])
+            settle(engine)
+            return [key for call in cache.storage.set.call_args_list for key in call.args[0]]
+
+        engine.pool.evict([engine.pool.block_of[page] for page in (gone, *rest)])
+        cache.host.evict([cache.host.block_of[gone]])
+        assert written(stored=True) == [] and written(stored=False, wanted=False) == []
+        assert written(wanted=True) == [page.key for page in rest]
+        for node in cache.tree.change([gone]):
+            node.stored = False
+        assert written(stored=False) == [], "the page before them is in no tier"
+        cache.host.evict([cache.host.block_of[page] for page in rest])
+        assert not cache.storage.set.called and engine.counts["pages_lost"] == len(rest)
+
+
 # 3. Coming up ----------------------------------------------------------------------------------
 
 def test_best_effort_waits_for_nothing_and_timeout_takes_what_has_come_by_then():
