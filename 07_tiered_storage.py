@@ -74,7 +74,7 @@ LAYOUTS = {
 @dataclass(eq=False, slots=True)
 class Node:
     """A span: pages that follow each other, all of which are in the same tiers. The device's and host
-    memory's pools say, page by page, what they take and drop; a node is split and joined as they do."""
+    memory's pools say, page by page, what they take and drop; nodes are split, and joined, as they do."""
 
     parent: "Node | None"
     pages: list  # their prefixes
@@ -102,8 +102,8 @@ class HiRadixTree:
         self.root, self.size = Node(None, []), 0  # size: pages
 
     def spans(self, run: list) -> list[tuple[Node, slice]]:
-        """-> where the known beginning of `run` is, pages that follow each other: nodes, from the root down,
-        and which of a node's pages are the run's."""
+        """-> where the known beginning of `run` is (pages that follow each other, from anywhere in a chain):
+        nodes, upper ones first, and which of a node's pages are the run's."""
         chain = before(run) + run
         node, at, first, spans = self.root, 0, len(chain) - len(run), []
         while at < len(chain) and (node := node.children.get(chain[at])):
@@ -119,7 +119,7 @@ class HiRadixTree:
         return spans
 
     def take(self, run: list) -> list[Node]:
-        """-> the nodes of `run`, which have no other pages: split at both of its ends, or new."""
+        """-> nodes that have the pages of `run` and no others: known ones, split at its ends, or new."""
         taken = [self.split(*span) for span in self.spans(run)]
         if new := run[sum(len(node.pages) for node in taken) :]:
             (*_, upper) = self.root, *(taken or self.take(before(run)))
@@ -149,8 +149,8 @@ class HiRadixTree:
                 node.parent.children[node.pages[0]] = node
 
     def change(self, pages):
-        """Yield nodes that have these pages, of any chains, and no others; beginnings, used later, first. The
-        caller changes each, then it is joined with its neighbours."""
+        """Yield nodes that have these pages, of any chains, and no others; beginnings first, since they were
+        used later than ends. The caller changes each, then it is joined with its neighbours."""
         runs = []
         for page in sorted(pages, key=lambda page: -page.used):
             if runs and runs[-1][-1] is page.parent:
@@ -193,14 +193,14 @@ class Prefetch:
     """What storage may have of a request, on its way into host memory."""
 
     request: Request
-    chain: list  # prefixes of the request's full pages; once it has answered, up to the last worth reading
+    chain: list  # prefixes of the request's full pages; when storage has answered, up to the last to read
     first: int  # the first page that neither the device nor host memory has
     until: float  # seconds of time.perf_counter(): the policy waits no longer
-    ended: bool  # nothing to wait for: all is read, too little to read, no place left, or nobody waits
+    ended: bool  # nothing more will come: all is read, it was too little, no place is left, or nobody waits
     asked_at: float = field(default_factory=time.perf_counter)
     answered: bool = False  # storage has said how many pages it has
-    reads: list = field(default_factory=list)  # Transfers that it has begun
-    unread: int = 0  # pages that no read has begun for
+    reads: list = field(default_factory=list)  # Transfers of the reads that were begun
+    unread: int = 0  # pages to read, for which no read has begun
     pages_read: set = field(default_factory=set)  # their prefixes
     wait_pays: bool = False  # the engine has decided that it is worth waiting for
 
@@ -231,7 +231,7 @@ class Prefetcher:
         first = sum(part.stop for _, part in takewhile(lambda span: span[0].near, cache.tree.spans(chain)))
         tokens = (len(chain) - first) * size
         timeout = request.received + self.timeout[0] + self.timeout[1] * tokens / 1024
-        until = dict(best_effort=0.0, timeout=timeout).get(self.policy, request.patience)  # is the policy
+        until = dict(best_effort=0.0, timeout=timeout).get(self.policy, request.patience)  # 0: no wait
         request.kept = prefetch = Prefetch(request, chain, first, until, ended=tokens < self.threshold)
         if earlier:
             prefetch.pages_read = earlier.pages_read
@@ -240,12 +240,12 @@ class Prefetcher:
         cache.hold("ask", [answer], then=partial(self.answered, prefetch, answer))
 
     def answered(self, prefetch: Prefetch, answer, arrived: bool):
-        """Storage has said which pages it has: believe that, and let the reads begin."""
+        """Storage has said which pages it has: note that in the tree, and let the reads begin."""
         tree, chain, first = self.cache.tree, prefetch.chain, prefetch.first
         stored = answer.value if arrived else []
         end = first + len(list(takewhile(bool, stored[first:])))
         known = max(end, sum(part.stop for _, part in tree.spans(chain)))
-        there = {page for page, has in zip(chain[:end], stored) if has}  # what follows `end`: written again
+        there = {page for page, has in zip(chain[:end], stored) if has}  # past a gap: no
         for pages in (there, set(chain[:known]) - there) if arrived else ():
             for node in tree.change(pages):
                 node.stored = pages is there
@@ -256,8 +256,8 @@ class Prefetcher:
             self.prefetches[prefetch] = None
 
     def lacking(self, prefetch: Prefetch) -> list:
-        """-> the pages to read: what storage has, and is not near or about to be, up to the first that
-        storage has not; under both_ends the last ones first."""
+        """-> the pages to read: those in storage that are not near, nor on their way, up to the first that is
+        nowhere; under both_ends from the last page back."""
         step, lacking = -1 if self.policy == "both_ends" else 1, []
         here = self.coming | self.cache.saving.keys()
         for node, part in self.cache.tree.spans(prefetch.chain)[::step]:
@@ -359,10 +359,10 @@ class Writer:
         self.cache = cache
         self.unwritten: dict = {}  # pages that may have to be written, once they are in host memory
         self.going: set = set()  # pages that are being written
-        self.fresh: set = set()  # what was written lately, and what comes before it
+        self.fresh: set = set()  # what was written, and what comes before: to be marked as used in storage
 
     def owed(self, node: Node) -> list:
-        """-> the pages of a span that are still to be written."""
+        """-> the pages of a span that storage is owed. (The Cache's `owed` is what host memory is.)"""
         owed = node.wanted and not node.stored and self.cache.storage
         return [page for page in node.pages if page not in self.going] if owed else []
 
@@ -407,7 +407,7 @@ class Writer:
         self.cache.hold("write", [write], *held, then=partial(self.written_l3, pages, write))
 
     def written_l3(self, pages: list, write, arrived: bool):
-        """A write is over: note what storage has, and use it there: the ends are to be deleted first."""
+        """A write is over: note what storage has; mark it as used there, so that ends are deleted first."""
         cache = self.cache
         self.going.difference_update(pages)
         cache.counts["storage_pages_written"] += write.value or 0
@@ -536,7 +536,7 @@ class TieredCache(offload.HostCache):
         """Load what host memory has; or compute from the front, and load from the back (chapter 06)."""
         if not isinstance(match.blocks, Prefetch):
             if self.behind_in_storage(request, restoration.end):
-                restoration.limit = restoration.end  # storage offers what follows: compute none of it
+                restoration.limit = restoration.end  # no step goes on behind it: storage offers what follows
             yield from super().restore(request, restoration, match)
             restoration.limit = restoration.start
             return
