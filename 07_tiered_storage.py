@@ -558,7 +558,10 @@ class TieredCache(offload.HostCache):
             super().poll()  # takes in what has been read meanwhile
             front = request.computed + dict(self.engine.work).get(request, 0)  # where the step under way ends
             unclaimed = prefetch.chain[self.pool.num_blocks(front) : restoration.limit // size]
-            come = list(takewhile(lambda span: span[0].places, reversed(self.tree.spans(unclaimed))))
+            spans = self.tree.spans(unclaimed)
+            if sum(len(node.pages[part]) for node, part in spans) < len(unclaimed):
+                spans = []  # the tree has forgotten the last page: nothing comes from the back
+            come = list(takewhile(lambda span: span[0].places, reversed(spans)))
             if places := [place for node, part in reversed(come) for place in node.places[part]]:
                 restoration.limit -= len(places) * size
                 restoration.layers = 0  # of what is claimed, until it has been copied
@@ -597,8 +600,7 @@ class TieredCache(offload.HostCache):
             self.note(request)
         self.save_owed()
         if self.tree.size > 2 * (self.pool.size + self.host.size):
-            line = (request for request in (*self.engine.waiting, *self.engine.running) if request.kept)
-            chains = [request.kept.chain for request in line]
+            chains = [one.kept.chain for one in (*self.engine.waiting, *self.engine.running) if one.kept]
             self.tree.forget(set().union(self.saving, self.prefetcher.coming, self.writer.going, *chains))
 
     def note(self, request):

@@ -488,6 +488,20 @@ def test_a_claimed_page_whose_copy_fails_at_once_is_computed():
         assert len(calls) > 1 and engine.counts["failed_restorations"] == 1 and not request.found
 
 
+def test_behind_a_page_that_the_tree_has_forgotten_both_ends_claims_nothing():
+    with only_stored(480, "both_ends") as (engine, shelf, prompt):
+        tree, chain = engine.behind.cache.tree, engine.prefixes.extend([], prompt)
+        engine.token_budget, shelf.get, spans = 16, slower(shelf.get, 0.02), tree.spans
+
+        def forgetful(run):  # lacks the last page that is to come back, as far as `restore_from_back` can see
+            hides = sys._getframe(1).f_code.co_name == "restore_from_back"
+            return spans([page for page in run if not hides or page is not chain[28]])
+
+        tree.spans = forgetful
+        request = right(engine, prompt)
+        assert not request.found, "what lies before it would come into its place"
+
+
 def test_both_ends_begins_with_what_host_memory_has_however_slow_storage_is():
     shelf, prompt = Shelf(), draw(random.Random(0), 480)
     with engine_on(shelf, "both_ends") as engine:
