@@ -122,7 +122,7 @@ class HiRadixTree:
         """-> nodes that have the pages of `run` and no others: known ones, split at its ends, or new."""
         taken = [self.split(*span) for span in self.spans(run)]
         if new := run[sum(len(node.pages) for node in taken) :]:
-            (*_, upper) = self.root, *(taken or self.take(before(run)))
+            upper = (taken or self.take(before(run)) or [self.root])[-1]
             upper.children[new[0]] = Node(upper, new)
             taken.append(upper.children[new[0]])
             self.size += len(new)
@@ -130,12 +130,13 @@ class HiRadixTree:
 
     def split(self, node: Node, part: slice) -> Node:
         """Split a node at both ends of a part of it -> the part. All are in the same tiers; K and V stay."""
-        for at in filter(range(1, len(node.pages)).__contains__, (part.stop, part.start)):
-            upper = replace(node, pages=node.pages[:at], places=node.places[:at], children={})
-            upper.parent.children[upper.pages[0]] = upper
-            node.parent, node.pages, node.places = upper, node.pages[at:], node.places[at:]
-            upper.children[node.pages[0]] = node
-            node = upper if at == part.stop else node
+        for at in part.stop, part.start:
+            if 0 < at < len(node.pages):
+                upper = replace(node, pages=node.pages[:at], places=node.places[:at], children={})
+                upper.parent.children[upper.pages[0]] = upper
+                node.parent, node.pages, node.places = upper, node.pages[at:], node.places[at:]
+                upper.children[node.pages[0]] = node
+                node = upper if at == part.stop else node
         return node
 
     def join(self, nodes: list[Node]):
@@ -634,8 +635,7 @@ class TieredCache(offload.HostCache):
         for node in self.tree.change(block_of):
             node.device = False
             if node.wanted and not node.stored:
-                dirty += [prefix for prefix in node.pages if not self.keeps(prefix)]
-        dirty = [prefix for prefix in dirty if prefix not in self.writer.going]
+                dirty += [page for page in node.pages if not (self.keeps(page) or page in self.writer.going)]
         if self.write_policy == "write_back":
             self.counts["dirty_evicted"] += len(dirty)
             own = () if self.storage else dirty

@@ -5,6 +5,7 @@ import importlib
 import os
 import random
 import threading
+import time
 from shell.cli import summary
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from support.engines import ask, ask_and_evict, check_pools, draw, make, paged, 
 
 from common.cache import Cache, Match, Restoration
 from common.link import Transfer, TransferError
-from common.requests import Interrupted, Request, RequestError, Unavailable
+from common.requests import HungUp, Interrupted, Request, RequestError, Unavailable
 
 ORACLE = engines.Oracle()
 
@@ -151,6 +152,33 @@ def test_rows_of_compute_are_bounded_by_the_budget_of_a_step():
 def test_a_generator_that_ends_too_early_and_a_copy_that_never_comes_cost_time_only(options, words):
     request = again(make(RowCache(**options), always_restore=False), PROMPT)
     assert not request.found and request.decisions[-1].endswith(words)
+
+
+def test_what_fails_between_two_steps_is_computed_without_a_pause():
+    engine, woken = make(RowCache(deliver=lambda transfer: transfer.finish(0.0, 0.0, RuntimeError("no")))), []
+    ask_and_evict(engine, PROMPT)
+    engine.submit(request := Request(PROMPT + [5, 6, 7], 4))
+    engine.wake.clear()  # nobody else comes
+    engine.wake.wait = lambda seconds=None: woken.append(engine.wake.is_set())
+    engines.until_over(engine, request)
+    assert "failed (no): computed" in request.decisions[-1] and woken and all(woken)
+
+
+def test_a_wait_that_a_request_interrupts_counts_as_time_that_the_restoration_took():
+    engine, transfers = make(RowCache(deliver=lambda transfer: transfers.append(transfer))), []
+    ask_and_evict(engine, PROMPT)
+    engine.submit(back := Request(PROMPT + [5, 6, 7], 4))
+
+    def sleep(seconds):
+        time.sleep(0.05)
+        engine.submit(other)
+
+    engine.sleep, other = sleep, Request([9, 8, 7], 4)
+    engine.step()
+    assert len(transfers) == 1 and back.restoration.spent >= 0.05
+    for request in back, other:
+        engine.cancel(request, HungUp("gone"))
+    engine.step()
 
 
 class FailingRunner(paged.Runner):

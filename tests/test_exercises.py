@@ -47,7 +47,7 @@ WRONG = [  # chapter, what is in it, what a student writes instead, of what the 
     ("06", "unread.pop()", "unread.pop(0)", "Chunks come from the back"),
     ("06", "front = max(first, self.front(request))", "front = first", "what prefill has computed is not loaded"),
     ("06", "        yield read\n", "", "when it has arrived"),
-    ("07", "            upper.parent.children[upper.pages[0]] = upper\n", "", "dictionary of pages"),
+    ("07", "                upper.parent.children[upper.pages[0]] = upper\n", "", "dictionary of pages"),
     ("07", "slice(max(0, first - at), same)", "slice(0, same)", "dictionary of pages"),
     ("07", "upper.places + node.places", "node.places + upper.places", "dictionary of pages"),
     ("07", "upper.pages and len(upper.children) == 1 and upper.state == node.state", "False", "one span, not two"),

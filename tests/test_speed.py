@@ -155,10 +155,10 @@ def test_a_link_that_is_throttled_for_a_while(monkeypatch):
 def test_the_pace_corrects_every_estimate_until_the_engine_has_measured_again(monkeypatch):
     machine = Changing(monkeypatch, loading=0.5)
     machine.rest()
-    for _ in range(3):  # twice as long as estimated, alone
+    for number in range(3):  # twice as long as estimated, alone
         restoration = Restoration(Request([0] * 193, 1), Match(192, 0.5, []), 3, 0.0, layers=3, spent=1.0)
         restoration.raise_computed()
-        machine.engine.running = [restoration.request]
+        machine.engine.running = [restoration.request][number % 2 :]  # none: it ends with its first token
         machine.estimates.learn_pace(restoration)
     machine.engine.running = []
     assert not machine.loads() and machine.estimates.doubtful
@@ -174,7 +174,8 @@ def test_a_restoration_that_was_not_whole_or_not_alone_says_nothing_about_the_pa
     restoration = Restoration(request, Match(192, 0.5, []), 3, 0.0, layers=layers, spent=9.0)
     request.computed = restoration.limit = limit
     restoration.raise_computed()
-    machine.estimates.learn_pace(restoration)
+    for _ in range(8):  # one alone would decide nothing
+        machine.estimates.learn_pace(restoration)
     assert machine.estimates.seconds_to_load(restoration.match) == 0.5
 
 

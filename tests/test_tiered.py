@@ -22,7 +22,7 @@ from support.redis_server import redis_server
 from common import store
 from common.estimates import flops
 from common.link import Transfer, TransferError
-from common.requests import BadRequest, Request
+from common.requests import BadRequest, Request, RequestError
 from shell import backends, cli
 from shell.modelled_link import Bandwidth
 from shell.ranks import Ranks
@@ -528,6 +528,22 @@ def test_both_ends_uses_what_came_though_host_memory_had_no_place_for_all():
             while not request.kept.ended:
                 engine.step()
         assert request.found == {"storage": 320}
+
+
+def test_the_tree_knows_what_came_back_to_a_request_that_ends_before_it_computes():
+    with engine_on(Shelf()) as engine:
+        right(engine, prompt := draw(random.Random(0), 200))
+        evict(engine)
+        engine.submit(other := Request(draw(random.Random(1), 20), 40))
+        engine.step()
+        engine.submit(back := Request(prompt, 4))
+        forward = engine.runner.forward
+        engine.runner.forward = lambda work, *given: 1 / 0 if back in dict(work) else forward(work, *given)
+        while not back.registered or engine.failures == 0:
+            engine.step()
+        engine.runner.forward = forward
+        engine.cancel(back, RequestError("gone"))
+        until_over(engine, back, other)
 
 
 def test_nobody_waits_for_storage_once_the_device_has_it():
