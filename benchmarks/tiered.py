@@ -357,7 +357,7 @@ def report(found: list[dict]) -> str:
         row["where"] = ", ".join(f"{tokens:.0f} {tier}" for tier, tokens in row["found"].items() if tokens) or "none"
     policies = tables.grouped(policies, ("model", "r"), "guard")
     hits = tables.grouped([row for row in hits if row["way"] != "computed"], ("way",), "length")
-    ways, matched = ("computed", *tiers.PREFETCH), tables.rows(found, "match")
+    ways = ("computed", *tiers.PREFETCH)
     sizes = [{**row, "host": f"host memory {row['host']:.1%}"} for row in tables.rows(found, "sizes")]
     sizes = tables.grouped(sizes, ("page_tokens",), "host")
     return tables.paragraphs(
@@ -381,11 +381,7 @@ def report(found: list[dict]) -> str:
         }, tables.rows(found, "writes")),
         tables.table("**Host memory and page size**: of the prompts of one mix of conversations, the share found:", {
             "tokens a page": "{page_tokens}", **tables.across(sizes, {"": "{found:%}"}),
-        }, sizes),
-        tables.table("**Finding 4,096 tokens among 100,000 pages**: by the tree, and by a look for each page:", {
-            "conversations": "{conversations:,}", "nodes, pages": "{nodes:,}, {pages:,}",
-            "tree, one node": "{match_one_ms[median]:.3f} ms", "each page a node": "{match_ms[median]:.3f} ms", "a look for each page": "{chain_ms[median]:.3f} ms",
-        }, matched))  # fmt: skip
+        }, sizes))  # fmt: skip
 
 
 if __name__ == "__main__":
