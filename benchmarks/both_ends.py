@@ -11,7 +11,7 @@ steps     What each step of 256 tokens takes, computing alone (Figure 3), and K 
           reading them from a file and copying them in memory (Figure 2).
 bits      16 and 8 bits in a 16-bit model: TTFT, tokens that agree, and the largest error of K and V.
 
-Shares are the paper's, 10, 50 and 90 %, at three r: 2, 5 and 10 Gbit/s make r = 16, 6.6 and 3.3 on its A100 (14K tokens).
+Shares are the paper's (appendix C), 10, 50 and 90 %, at three r: 2, 5 and 10 Gbit/s make r = 16, 6.6 and 3.3 on an A100 (14K tokens).
 """
 
 import importlib

@@ -6,7 +6,7 @@
 grid        decode steps behind contexts that were filled in. The modelled link is given as f, all weights and all K and V
             over it, over rebuilding everything and the rest of the layers; a GPU's is as it is. The device has room for half
             of the layers beside two that come and go. `allowed` is what the costs of these steps let hybrid win.
-lengths     the same of contexts of all lengths, in about four mini-batches: the paper's Table III is act-only, 1:1, paper.
+lengths     the same of contexts of all lengths, in about four mini-batches: Table III (prompts of 1,920 there) is act-only, 1:1, paper.
 whole       a batch from its prompts to its last token, as in the paper's Figure 8.
 
 All on one code path: `kv-only` stands for FlexGen, `naive` for DeepSpeed-Inference, `act-only` for CAPTURE-Act-Cache, `1:1` for

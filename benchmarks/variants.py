@@ -47,7 +47,7 @@ class EachStep(HiddenCache):
 
 
 class EachLayer(EachStep):
-    """The paper's stage one (section 4.2.2): each layer's rows leave for the snapshot buffer while that layer
+    """The paper's stage one (sections 4.2.2 and 5): each layer's rows leave for the snapshot buffer while that layer
     is computed. Stage two follows when the step is over."""
 
     def save_layer(self, layer, hidden, batch):
@@ -255,7 +255,7 @@ def report(found: list[dict]) -> str:
     divided = tables.grouped(divided, ("way",), "column")
     return tables.paragraphs(
         tables.table(
-            "**Other ways to save** (Figure 14; the paper: two stages cost nothing, directly TBT is up to 1.34 times as long where "
+            "**Other ways to save** (Figure 14; the paper: two stages cost nothing, a 7B's TBT directly to SSDs is up to 1.34 times as long where "
             "16 decode), TBT over that of nothing kept:", {
                 "running": "{running}",
                 **tables.across(saved, {

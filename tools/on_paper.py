@@ -4,10 +4,10 @@
 
 Costs follow from sizes, bandwidth and FLOP/s, and what they give stands beside what the paper prints. The share of a peak
 that products reach is calibrated: in HCache by the bandwidth at which projecting takes as long as loading hidden states
-(section 6.1.3), in Cake by what 14K tokens take (5.3), in CAPTURE as in HCache's 7B; other GPUs, and recomputing, are taken
-to reach the same. Of the bars of HCache's Figure 11 the text has ranges only; which GPU runs which model is our choice.
+(section 6.1.3), in Cake by what 14K tokens take (5.3; on an A100, as we take it), in CAPTURE as in HCache's 7B; others, and
+recomputing, are taken to reach the same. Of HCache's Figure 11 the text has ranges only; which GPU runs what is our choice.
 
-Sources: HCache, Tables 2 and 3, sections 3.2, 4.1 and 6; Cake, sections 2.3 and 5; CAPTURE, IV and V; NVIDIA's data sheets.
+Sources: HCache, Tables 2 and 3, sections 3.2, 4.1 and 6; Cake, sections 2.3, 3 and 5; CAPTURE, IV and V; NVIDIA's data sheets.
 """
 
 import importlib
@@ -166,7 +166,7 @@ def lengths():
 # 3. Cake ---------------------------------------------------------------------------------------
 
 TOKEN_BYTES = 2 * 2 * SEVEN.layers * SEVEN.width  # 16 bits; section 5.1 rounds it to 0.5 MB
-# Section 5.3: from 90 to 10 % of an A100, 14K tokens take 8.22 times as long, and 14.34 s longer
+# Section 5.3: from 90 to 10 % of the GPU (an A100, as we take it), 14K tokens take 8.22 times as long, and 14.34 s longer
 SECONDS_14K = 0.9 * 14.34 / (8.22 - 1)
 
 
@@ -201,10 +201,10 @@ def cake():
         yield f"{gpu}, only computing, 10 Gbit/s", papers[2], computing
     yield "Figures 3 and 5b. 10 Gbit/s, all of an A100"
     short, long = cake_seconds(2e3, 10), cake_seconds(32e3, 10)
-    yield "32K tokens: share computed", 0.75, long[3]
+    yield "32K tokens (5.2 names no length): share computed", 0.75, long[3]
     yield "share computed, less at 32K than at 2K by", 0.10, short[3] - long[3]
     yield "TTFT over only computing, less at 32K by", 0.15, short[2] / short[0] - long[2] / long[0]
-    yield "Figures 6 and 8. 14K tokens, 10 to 90 % of an A100, 2 to 10 Gbit/s: TTFT of both is less by"
+    yield "Figures 6 and 8. 14K tokens, 10 to 90 % of a GPU (an A100, as we take it), 2 to 10 Gbit/s: TTFT of both is less by"
     computing, loading = zip(*(less(14e3, gbps, share) for gbps in (2, 10) for share in (0.1, 0.9)))
     yield "only computing, least", 0.053, min(computing)
     yield "only computing, most", 0.681, max(computing)
@@ -259,7 +259,7 @@ def capture():
     yield "Section V-E. Bytes of KV to ACT in host memory by Algorithm 1. It grows with the width; the printed one falls"
     for name, paper in ("30B", 2.0), ("66B", 1.78):
         yield f"OPT-{name}", paper, 2 * capture_ratio(name)
-    yield "Figure 8. Prompts of 512 to 1,920: over K and V only (the paper: over FlexGen), and activations only"
+    yield "Figure 8. Our prompts, 512 to 1,920: over K and V only (the paper: over FlexGen), and activations only"
     for name, over_kv, over_act in ("6.7B", 2.05, 1.23), ("66B", 2.33, 1.40):
         kv, act = zip(*(capture_gains(name, prompt) for prompt in (512, 1024, 1920)))
         for what, paper, ours in ("K and V", over_kv, kv), ("activations", over_act, act):
