@@ -215,13 +215,13 @@ def cake():
 
 # 4. CAPTURE ------------------------------------------------------------------------------------
 
-def capture_lanes(name: str, tokens: int) -> dict[str, float]:
-    """Seconds of a layer in a decode step with `tokens` of context in all, on a 4090, as letters of `capture_seconds`."""
+def capture_lanes(name: str, tokens: int, batch: int = BATCH) -> dict[str, float]:
+    """Seconds of a layer in a decode step of a `batch` with `tokens` of context in all, on a 4090, as letters of `capture_seconds`."""
     (layers, width), (peak, pcie) = OPT[name], PLATFORMS["4090"]
     rate, weights, kv = SHARE_OF_PEAK * peak, 2 * 12 * width**2, tokens * 4 * width
     device = max(0.0, DEVICE - 2 * weights) / layers  # beside two layers that come and go
     link = dict(W=weights / pcie, K=kv / pcie, M=min(device, weights + kv) / pcie)
-    return dict(link, R=4 * tokens * width**2 / rate, B=2 * BATCH * 12 * width**2 / rate)
+    return dict(link, R=4 * tokens * width**2 / rate, B=2 * batch * 12 * width**2 / rate)
 
 
 def capture_seconds(W, K, R, B, M, act: float) -> float:
@@ -239,9 +239,9 @@ def capture_gains(name: str, prompt: int, mixes=range(1001)) -> tuple[float, flo
     return none / best, every / best
 
 
-def capture_traffic(name: str, tokens: int) -> float:
+def capture_traffic(name: str, requests: int, context: int = 1024) -> float:
     """Bytes of K and V over those of the best share of activations and K and V, decoding; weights left out, as in Figure 9."""
-    lanes = capture_lanes(name, tokens)
+    lanes = capture_lanes(name, requests * context, requests)
     best = min(range(1001), key=lambda share: capture_seconds(**lanes, act=share / 1000))
     return 1 / (1 - best / 2000)
 
