@@ -31,7 +31,7 @@ def parser_for(doc: str) -> argparse.ArgumentParser:
     parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}; --help lists the options\n")
     add = parser.add_argument
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--demo", action="store_true", help="the lesson, in under a minute")
+    what.add_argument("--demo", action="store_true", help="the lesson, in about a minute")
     what.add_argument("--prompt", metavar="TEXT", help="answer TEXT once and end")
     add("--host", default="127.0.0.1", help="address of the server (default: this machine only)")
     add("--port", type=bounded(int, 0, 65535), default=5000, help="of the server (default 5000, 0: any)")
