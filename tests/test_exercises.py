@@ -17,7 +17,7 @@ WRONG = [  # chapter, what is in it, what a student writes instead, of what the 
     ("01", "= v.transpose(0, 1)  # [KVH, T, hd]", "= k.transpose(0, 1)", "not with `transformers`"),
     ("02", "self.block_size] * self.block_size + position", "self.block_size] + position", "not in the slot"),
     ("02", "range(request.registered, full):", "range(request.registered, len(chain)):", "not full was registered"),
-    ("02", "range(request.registered, full):", "range(request.registered, full - 1):", "Not all full blocks"),
+    ("02", "= request.computed // self.pool.block_size\n", "= request.computed // self.pool.block_size - 1\n", "Not all full blocks"),
     ("02", "            self.prefixes.use(chain)\n        for", "            pass\n        for", "An answer's blocks are not"),
     ("03", "                yield transfer\n                restoration.layers += 1",
      "                restoration.layers += 1\n            yield transfer", "a layer is computed when its history is there"),
