@@ -311,8 +311,6 @@ class HiddenCache(Cache):
         loading = Loading(self, request, restoration, match)
         ahead = deque(loading.reads)  # layers whose copies are not ordered yet
         try:
-            if request in self.rows:
-                self.flush()  # its noted rows must follow each other
             while (layer := restoration.layers) < len(self.model.layers):
                 # 1. Order the next layers; stop at one that is not read yet, unless it is the next to project
                 while ahead and len(loading.landing) < DEPTH:
@@ -547,8 +545,7 @@ def make_engine(model, arguments, kind=HiddenCache) -> paged.Engine:
     block_bytes = size * bytes_per_token(model)
     blocks = offload.host_blocks(model, arguments, block_bytes)
     storage = in_directories(arguments.disk, arguments.disk_limit) if arguments.disk else None
-    bandwidth = modelled_link.bandwidth(model, arguments.link)
-    cache = kind(blocks, bandwidth, storage)
+    cache = kind(blocks, modelled_link.bandwidth(model, arguments.link), storage)
     engine = paged.make_engine(model, arguments, Restorer(cache, Estimates(arguments.always_restore)))
     words = f"{blocks} blocks of {size} tokens, {blocks * block_bytes / 1e6:.1f} MB"
     print(f"Host: {words}, over a {cache.load_link}", file=sys.stderr)

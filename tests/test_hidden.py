@@ -154,8 +154,9 @@ def test_only_so_many_layers_travel_while_one_is_projected(depth, expected, monk
     assert order == expected
 
 
-def test_what_a_cancelled_restoration_still_reads_is_held_until_its_copies_are_over():
-    engine, cache = engine_for()
+@pytest.mark.parametrize("cache", ["host", "hidden"])
+def test_a_cancelled_restoration_calls_off_what_has_not_begun_and_holds_what_is_read_until_it_is_over(cache):
+    engine = engines.make(cache, 64)
     chain = ask_and_evict(engine, PROMPT, 1).chain
     engine.submit(other := Request(draw(random.Random(5), 20), 40))
     engine.step()
@@ -164,10 +165,11 @@ def test_what_a_cancelled_restoration_still_reads_is_held_until_its_copies_are_o
         engine.step()
         engine.cancel(back, HungUp("gone"))
         engine.step()
-        references = [cache.store.pool.references[block] for block in cache.store.pool.find(chain)]
+        host, called_off = engine.pools["host"], [transfer.cancelled for transfer, *_ in copies.copies]
+        references = [host.references[block] for block in host.find(chain)]
         copies.arrive()  # and only then a test may fail
         engines.until_over(engine, other)
-    assert isinstance(back.outcome, HungUp) and copies.delayed
+    assert isinstance(back.outcome, HungUp) and copies.delayed and all(called_off)
     assert len(references) == 9 and all(references), "copies read these blocks"
     check_pools(engine)
 
