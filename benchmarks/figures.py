@@ -35,15 +35,14 @@ def bars(axes, each: list[dict], group: str, names, value, unit: str, xlabel: st
 
 
 def by_model(found: list[dict], claim: str, **wanted) -> dict[str, list[dict]]:
-    every = [row for row in rows(found, claim) if all(row[key] == want for key, want in wanted.items())]
+    every = rows(found, claim, **wanted)
     return {model: [row for row in every if row["model"] == model] for model in dict.fromkeys(row["model"] for row in every)}
 
 
 def of_longest(found: list[dict], claim: str) -> dict[str, list[dict]]:
     """Of each model the rows of its longest history."""
     each = {model: max(row["history_tokens"] for row in of_model) for model, of_model in by_model(found, claim).items()}
-    return {f"{model}, {longest:,} tokens": [row for row in rows(found, claim, model) if row["history_tokens"] == longest]
-            for model, longest in each.items()}  # fmt: skip
+    return {f"{model}, {longest:,} tokens": rows(found, claim, model=model, history_tokens=longest) for model, longest in each.items()}
 
 
 LANES = {  # of a timeline, from the top -> what it is called, and its color
@@ -87,7 +86,7 @@ def asked(found: list[dict], chapters=tuple(ANSWERS)) -> dict[str, list[dict]]:
 
 
 def prefetched(found: list[dict]) -> dict[str, list[dict]]:
-    each = [row for row in rows(found, "policies", "random:long") if row["r"] == 1 and not row["guard"] and "lanes" in row]
+    each = [row for row in rows(found, "policies", model="random:long", r=1, guard=False) if "lanes" in row]
     return {"": [dict(one, said=way, end_ms=one["ttft_ms"]) for row in each[-1:] for way, one in row["lanes"].items()]}
 
 
@@ -140,8 +139,7 @@ PICTURES = {  # of which benchmark; its title; what it has found -> the panels, 
         partial(by_model, claim="grid", history_tokens=1024), both_ends, 9),
     "08_hybrid_blocks": (
         "hybrid_blocks", "08: throughput of each policy over hybrid's",
-        lambda found: {f"f = {f:g}": [row for row in rows(found, "grid") if row["f"] == f] for f in FACTORS},
-        hybrid, 12),
+        lambda found: {f"f = {f:g}": rows(found, "grid", f=f) for f in FACTORS}, hybrid, 12),
 }  # fmt: skip
 
 

@@ -32,8 +32,7 @@ class Headline(NamedTuple):
 # 1. Reading results -----------------------------------------------------------------------------------------
 
 def found(results: dict, benchmark: str, part: str, **wanted) -> list[dict]:
-    every = rows(results.get(f"{benchmark}-cpu", {}).get("found", []), part)
-    return [row for row in every if all(row.get(key) == want for key, want in wanted.items())]
+    return rows(results.get(f"{benchmark}-cpu", {}).get("found", []), part, **wanted)
 
 
 def cells(benchmark: str, part: str, value: Callable, **wanted) -> READ:
