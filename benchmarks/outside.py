@@ -26,14 +26,11 @@ from itertools import accumulate, count
 import numpy
 
 from benchmarks import measure, tables
-from benchmarks.both_ends import both_ends
 from benchmarks.measure import draw, ratio, spread, ttft
-from benchmarks.planned import QUESTION, hidden_states, offload, paged, planned
+from benchmarks.planned import QUESTION, both_ends, engine_of, hidden_states, offload, planned
 from benchmarks.tiered import tiers
 from common import store
-from common.estimates import Estimates
 from common.requests import Request
-from common.restoring import Restorer
 from shell import backends, lesson, modelled_link
 
 TALKS, TURNS, SAID, ANSWER = 8, 5, (100, 1100), 8  # conversations, turns, tokens at first, of an answer
@@ -70,8 +67,7 @@ class Bench:
             caches["06"] = both_ends.BidirectionalCache(
                 store.StoredChunks(both_ends.ModelledStorage(size, self.bandwidth or 1e10)))
             caches["07"] = tiers.TieredCache(behind // 2, self.bandwidth, files)
-        made = {name: paged.Engine(paged.Runner(self.model, blocks), cache and Restorer(cache, Estimates()))
-                for name, cache in caches.items()}
+        made = {name: engine_of(self.model, blocks, cache) for name, cache in caches.items()}
         for engine in made.values():
             engine.enqueue = partial(self.lose, engine)
         return made

@@ -26,13 +26,11 @@ from unittest import mock
 import torch.nn.attention.bias  # before a device is emulated
 
 from benchmarks import both_ends, hybrid_blocks, measure, tables
-from benchmarks.planned import hidden_states, offload, paged, planned
+from benchmarks.planned import engine_of, hidden_states, offload, paged, planned
 from benchmarks.tiered import tiers
 from common.cache import Cache
-from common.estimates import Estimates
 from common.link import Link
 from common.requests import Request
-from common.restoring import Restorer
 from shell import checkpoint, lesson
 from tools import report
 
@@ -63,7 +61,7 @@ def behind(model, histories: list[int], arguments, only=()):
 def cell(model, make_cache, way: str, tokens: int, arguments):
     """TTFT of a question behind a history that the device has lost (`hit`: that it has). Then TBT of eight that decode while a
     short prompt is answered, and how many times as long while that question is. And what the last asking, or a step, has launched."""
-    engine = paged.Engine(paged.Runner(model, tokens // 16 + SPARE), Restorer(make_cache(), Estimates(always=True)))
+    engine = engine_of(model, tokens // 16 + SPARE, make_cache(), always=True)
     if not engine.behind.estimates.computing.passes:  # 02 loads nothing, and so measures nothing
         engine.behind.estimates.measure_computing()
     prompt = measure.draw(random.Random(tokens), model, tokens + QUESTION)
