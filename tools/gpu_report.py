@@ -8,7 +8,6 @@ begins with the papers' headlines and ends with what failed: benchmarks/results/
 import argparse
 import gc
 import importlib
-import inspect
 import json
 import math
 import random
@@ -41,12 +40,11 @@ BATCH, NEW, DEVICE = 32, 12, 6e9  # of 08: requests, tokens of an answer, bytes 
 
 
 def caches(model, blocks: int) -> dict:
-    """Way -> what makes a Cache with room for so many blocks of K and V; 07 by each way of copying that it has."""
-    size, tiered = 16 * blocks * model.config.kv_numbers_per_token * model.dtype.itemsize, partial(tiers.TieredCache, blocks)
-    ways = ("direct", "kernel") if "io_backend" in inspect.signature(tiers.TieredCache).parameters else ()
+    """Way -> what makes a Cache with room for so many blocks of K and V; 07 by each way of copying."""
+    size = 16 * blocks * model.config.kv_numbers_per_token * model.dtype.itemsize
     return {"03": partial(offload.HostCache, blocks), "04": partial(hidden_states.HiddenCache, blocks),
             "05": partial(planned.PlannedCache, 3 * blocks), "02": Cache,
-            **({f"07, {way}": partial(tiered, io_backend=way) for way in ways} or {"07": tiered}),
+            **{f"07, {way}": partial(tiers.TieredCache, blocks, io_backend=way) for way in ("direct", "kernel")},
             "06": lambda: cake.BidirectionalCache(cake.StoredChunks(cake.ModelledStorage(size, STORAGE)))}  # fmt: skip
 
 
