@@ -43,9 +43,8 @@ def cells(part: str, label: str, value: Callable, exercised: Callable = lambda r
     """What to read of each row of a part, if it is as wanted: `model`, or any of its keys. A cell that was measured
     again counts once, as it was then."""
     def read(found: list) -> list[Cell]:
-        every = [row for row in rows(found, part) if all(row[key] == want for key, want in wanted.items())]
-        return list({label.format_map(row): Cell(label.format_map(row), value(row), exercised(row), bool(behind(row)))
-                     for row in every}.values())
+        each = [(label.format_map(row), row) for row in rows(found, part, **wanted)]
+        return list({name: Cell(name, value(row), exercised(row), bool(behind(row))) for name, row in each}.values())
     return read
 
 
@@ -81,7 +80,7 @@ def grid(value: Callable, **wanted) -> Callable:
 
 def kept(found: list) -> list[Cell]:
     """Bytes that came back as K and V over those by the plan, of as many tokens."""
-    ways = {(row["model"], row["way"]): row for row in rows(found, "layers") if row["link"] == LINK}
+    ways = {(row["model"], row["way"]): row for row in rows(found, "layers", link=LINK)}
     return [Cell(model, ways[model, "03"]["bytes"] / row["bytes"], row["tokens"]) for (model, way), row in ways.items() if way == "05"]
 
 

@@ -16,12 +16,10 @@ import time
 from functools import partial
 from pathlib import Path
 
-from benchmarks import measure, tables
+from benchmarks import measure, planned, tables
 from benchmarks.measure import draw, ratio, spread, ttft
 from benchmarks.planned import offload, paged
-from common.estimates import Estimates
 from common.requests import Request
-from common.restoring import Restorer
 from shell import lesson, modelled_link
 
 HISTORIES = {measure.TRAINED: [512, 1024]}  # else 512, 1,024 and 1,984
@@ -32,7 +30,7 @@ def engine_of(model, tokens: int, restoring: bool = True):
     """With room for `tokens`, and twice as much on the host, from where all that is found comes back."""
     blocks = -(-tokens // 16)
     cache = offload.HostCache(2 * blocks, modelled_link.bandwidth(model)) if restoring else None
-    return paged.Engine(paged.Runner(model, blocks), cache and Restorer(cache, Estimates(always=True)))
+    return planned.engine_of(model, blocks, cache, always=True)
 
 
 def throughput(model, arguments):

@@ -1,4 +1,4 @@
-"""Lanes of single requests, and a picture for each chapter, drawn from what its benchmark has found. Needs matplotlib (requirements-dev.txt).
+"""Lanes of single requests, and chapter 06's grid, drawn from what benchmarks have found. Needs matplotlib (requirements-dev.txt).
 
     python -m benchmarks.figures            benchmarks/results -> docs/figures
 """
@@ -8,42 +8,11 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import claims
-from benchmarks.hybrid_blocks import FACTORS
-from benchmarks.planned import LINKS
 from benchmarks.tables import median, rows
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs/figures"
-COLOURS = ["#707070", "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9"]
 STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 10, "svg.fonttype": "none",
          "svg.hashsalt": "0"}  # fmt: skip
-
-
-def bars(axes, each: list[dict], group: str, names, value, unit: str, xlabel: str = ""):
-    """For each row bars side by side, with their spread: value(row, name) of each name, over what `group` makes of the row."""
-    width = 0.8 / len(names)
-    for at, (name, colour) in enumerate(zip(names, COLOURS)):
-        values = [value(row, name) for row in each]
-        middle, places = list(map(median, values)), [place + (at - (len(names) - 1) / 2) * width for place in range(len(each))]
-        axes.bar(places, middle, width, label=name, color=colour)
-        if all(isinstance(value, dict) for value in values):
-            ends = [[abs(one - value[end]) for one, value in zip(middle, values)] for end in ("min", "max")]
-            axes.errorbar(places, middle, ends, fmt="none", ecolor="#222222", elinewidth=0.8)
-    axes.set_xticks(range(len(each)), [group.format_map(row) for row in each])
-    axes.set(xlabel=xlabel, ylabel=unit)
-    if not axes.figure.legends:  # one for all panels
-        axes.figure.legend(loc="outside lower center", ncols=len(names), fontsize=8, frameon=False)
-
-
-def by_model(found: list[dict], claim: str, **wanted) -> dict[str, list[dict]]:
-    every = [row for row in rows(found, claim) if all(row[key] == want for key, want in wanted.items())]
-    return {model: [row for row in every if row["model"] == model] for model in dict.fromkeys(row["model"] for row in every)}
-
-
-def of_longest(found: list[dict], claim: str) -> dict[str, list[dict]]:
-    """Of each model the rows of its longest history."""
-    each = {model: max(row["history_tokens"] for row in of_model) for model, of_model in by_model(found, claim).items()}
-    return {f"{model}, {longest:,} tokens": [row for row in rows(found, claim, model) if row["history_tokens"] == longest]
-            for model, longest in each.items()}  # fmt: skip
 
 
 LANES = {  # of a timeline, from the top -> what it is called, and its color
@@ -87,7 +56,7 @@ def asked(found: list[dict], chapters=tuple(ANSWERS)) -> dict[str, list[dict]]:
 
 
 def prefetched(found: list[dict]) -> dict[str, list[dict]]:
-    each = [row for row in rows(found, "policies", "random:long") if row["r"] == 1 and not row["guard"] and "lanes" in row]
+    each = [row for row in rows(found, "policies", model="random:long", r=1, guard=False) if "lanes" in row]
     return {"": [dict(one, said=way, end_ms=one["ttft_ms"]) for row in each[-1:] for way, one in row["lanes"].items()]}
 
 
@@ -101,15 +70,14 @@ def saved(found: list[dict]) -> dict[str, list[dict]]:
     return {"": each}
 
 
-def planned(axes, each: list[dict]):
-    for row in each:
-        row["group"] = f"{LINKS[row['link']]:g}\n" + row["plan"] * (len(row["plan"]) < 9)
-    bars(axes, each, "{group}", ("03", "04", "05"), lambda row, name: row["ttft_ms"][name], "TTFT, ms", "a layer's states: transfer / projecting")
+def by_model(found: list[dict]) -> dict[str, list[dict]]:
+    every = rows(found, "grid", history_tokens=1024)
+    return {model: [row for row in every if row["model"] == model] for model in dict.fromkeys(row["model"] for row in every)}
 
 
 def both_ends(axes, each: list[dict]):
     cells = {row["r"]: row for row in each if row["share"] == 1.0}
-    for way, colour in zip(("compute", "load", "both"), COLOURS):
+    for way, colour in dict(compute="#707070", load="#0072B2", both="#E69F00").items():
         over = [median(cells[ratio]["ttft_ms"][way]) / cells[ratio]["bound_ms"] for ratio in sorted(cells)]
         axes.plot(sorted(cells), over, marker="o", markersize=4, label=way, color=colour)
     axes.axhline(1, color="#222222", linewidth=1)
@@ -118,40 +86,26 @@ def both_ends(axes, each: list[dict]):
     axes.legend(fontsize=8, frameon=False)
 
 
-def hybrid(axes, each: list[dict]):
-    cells = {(row["batch"], row["context"]): row for row in each}  # as it was measured last
-    bars(axes, list(cells.values()), "{batch}\n{context}", ("kv-only", "act-only", "paper", "hybrid"),
-         lambda row, policy: 1 / median(row["policies"][policy]["over"]), "of hybrid's tokens a second", "batch, context")  # fmt: skip
-
-
-PICTURES = {  # of which benchmark; its title; what it has found -> the panels, title -> rows; what draws one; inches
-    "lanes": ("planned", "One question behind 1,024 tokens that the device has lost", asked, lanes, 9),
-    "03_lanes": ("planned", "03: layer by layer, the question behind it", partial(asked, chapters=("02", "03")), lanes, 9),
-    "04_lanes": ("planned", "04: half of the bytes, and a projection of each layer", partial(asked, chapters=("03", "04")), lanes, 9),
-    "04_saving": ("planned", "04: sixteen decode, and their states leave", saved, lanes, 9),
-    "05_lanes": ("planned", "05: neither lane waits", partial(asked, chapters=("04", "05")), lanes, 9),
-    "06_lanes": ("planned", "06: from both ends", partial(asked, chapters=("02", "06")), lanes, 9),
-    "07_lanes": ("tiered", "07: storage as fast as computing, under two policies", prefetched, lanes, 9),
-    "05_bubble_free": (
-        "planned", "05: TTFT with K and V (03), hidden states (04), and the plan (05)",
-        partial(of_longest, claim="ttft"), planned, 11),
+PICTURES = {  # of which benchmark; its title; what it has found -> the panels, title -> rows; what draws one
+    "lanes": ("planned", "One question behind 1,024 tokens that the device has lost", asked, lanes),
+    "03_lanes": ("planned", "03: layer by layer, the question behind it", partial(asked, chapters=("02", "03")), lanes),
+    "04_lanes": ("planned", "04: half of the bytes, and a projection of each layer", partial(asked, chapters=("03", "04")), lanes),
+    "04_saving": ("planned", "04: sixteen decode, and their states leave", saved, lanes),
+    "05_lanes": ("planned", "05: neither lane waits", partial(asked, chapters=("04", "05")), lanes),
+    "06_lanes": ("planned", "06: from both ends", partial(asked, chapters=("02", "06")), lanes),
+    "07_lanes": ("tiered", "07: storage as fast as computing, under two policies", prefetched, lanes),
     "06_bidirectional": (
-        "both_ends", "06: TTFT over the bound, against how long loading takes, behind 1,024 tokens",
-        partial(by_model, claim="grid", history_tokens=1024), both_ends, 9),
-    "08_hybrid_blocks": (
-        "hybrid_blocks", "08: throughput of each policy over hybrid's",
-        lambda found: {f"f = {f:g}": [row for row in rows(found, "grid") if row["f"] == f] for f in FACTORS},
-        hybrid, 12),
+        "both_ends", "06: TTFT over the bound, against how long loading takes, behind 1,024 tokens", by_model, both_ends),
 }  # fmt: skip
 
 
-def drawn(results: list[dict], title: str, panels, draw, width: float):
+def drawn(results: list[dict], title: str, panels, draw):
     """-> a figure with a panel for each of panels(results), if there are any."""
     import matplotlib.pyplot as plot
 
     if not any((each := panels(results)).values()):
         return None
-    figure, axes = plot.subplots(1, len(each), figsize=(width, 3.6), squeeze=False, layout="constrained")
+    figure, axes = plot.subplots(1, len(each), figsize=(9, 3.6), squeeze=False, layout="constrained")
     figure.suptitle(title, fontsize=11)
     for one, (name, found) in zip(axes[0], each.items()):
         one.set_title(name)

@@ -114,10 +114,10 @@ def cell(model, f: float, contexts: list[int], parts: int, rounds: int) -> dict:
         rows[name] = dict(
             tokens_per_second=spread([len(contexts) / each for each in seconds[name]]), plan=runners[name].plan._asdict(),
             mini_batches=len(runners[name].last), bytes=step["bytes"], busy=step["busy"],
-            over=ratio(seconds[name], seconds["hybrid"]), over_act_only=ratio(seconds["act-only"], seconds[name]),
-            context_bytes=step["bytes"]["kv"] + step["bytes"]["act"])  # fmt: skip
+            over=ratio(seconds[name], seconds["hybrid"]), over_act_only=ratio(seconds["act-only"], seconds[name]))  # fmt: skip
+    context = {name: row["bytes"]["kv"] + row["bytes"]["act"] for name, row in rows.items()}  # bytes
     for name, row in rows.items():
-        row["traffic"] = row["context_bytes"] / max(1, rows["hybrid"]["context_bytes"])
+        row["traffic"] = context[name] / max(1, context["hybrid"])
         row |= {"allowed": least[name] / least["hybrid"]} if name in least else {}
     return dict(
         f=f, batch=len(contexts), context=max(contexts), rounds=rounds, policies=rows,

@@ -19,26 +19,19 @@ import random
 import statistics
 import tempfile
 import time
-from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import accumulate, count
 
 import numpy
-from transformers import DynamicCache
 
 from benchmarks import measure, tables
-from benchmarks.baseline import ask_theirs
-from benchmarks.both_ends import both_ends
 from benchmarks.measure import draw, ratio, spread, ttft
-from benchmarks.planned import QUESTION, hidden_states, offload, paged, planned
+from benchmarks.planned import QUESTION, both_ends, engine_of, hidden_states, offload, planned
 from benchmarks.tiered import tiers
 from common import store
-from common.estimates import Estimates
 from common.requests import Request
-from common.restoring import Restorer
 from shell import backends, lesson, modelled_link
-from shell.reference import reference_model
 
 TALKS, TURNS, SAID, ANSWER = 8, 5, (100, 1100), 8  # conversations, turns, tokens at first, of an answer
 DOCUMENTS, LENGTH, ASKS = 8, 800, 32  # documents, tokens of one, questions about all
@@ -46,6 +39,7 @@ DECODING, EVERY, WINDOW = 8, 2.0, 3.0  # requests, seconds, seconds of one measu
 SESSIONS, RUNS = {0.25: 2, 0.5: 3, 1.0: 4}, 3  # share of saturation -> in a run
 BEGINS, ROUNDS = 800, 6  # tokens of the first round; rounds
 THINK = 0.25  # seconds between two rounds (in the paper 30)
+SYSTEMS = "no cache", "02", "03", "04", "05", "06", "07"
 
 
 # 1. Engines, and asking them --------------------------------------------------------------------------------
@@ -53,9 +47,8 @@ THINK = 0.25  # seconds between two rounds (in the paper 30)
 class Bench:
     """A model, and one link for all engines on it."""
 
-    def __init__(self, model, reference=None):
-        """`reference`: the same model in `transformers`, for `conversations`."""
-        self.model, self.reference, self.rng, self.salts, self.evicting = model, reference, random.Random(0), count(), set()
+    def __init__(self, model):
+        self.model, self.rng, self.salts, self.evicting = model, random.Random(0), count(), set()
         self.prompt = partial(draw, self.rng, model)  # (tokens)
         link = modelled_link.bandwidth(model)
         self.bandwidth = link and link.value
@@ -74,8 +67,7 @@ class Bench:
             caches["06"] = both_ends.BidirectionalCache(
                 store.StoredChunks(both_ends.ModelledStorage(size, self.bandwidth or 1e10)))
             caches["07"] = tiers.TieredCache(behind // 2, self.bandwidth, files)
-        made = {name: paged.Engine(paged.Runner(self.model, blocks), cache and Restorer(cache, Estimates()))
-                for name, cache in caches.items()}
+        made = {name: engine_of(self.model, blocks, cache) for name, cache in caches.items()}
         for engine in made.values():
             engine.enqueue = partial(self.lose, engine)
         return made
@@ -143,29 +135,6 @@ def read(bench: Bench, engines: dict, documents: list[list[int]]):
 
 # 2. In conversations ----------------------------------------------------------------------------------------
 
-# An answer: TTFT in ms; tokens of the prompt, of these found, of these in host memory or in storage; and the answer's
-class Transformers:
-    """`transformers` with a DynamicCache for each text, cut to what the next prompt shares with it."""
-
-    def __init__(self, model, device: int):
-        self.model, self.device = model, device
-        model.generation_config.eos_token_id = None  # all answers are as long
-        self.caches: OrderedDict[int, tuple] = OrderedDict()  # text -> (cache, tokens in it), least recently used first
-
-    def ask(self, text: int, prompt: list[int], new: int) -> tuple:
-        cache, known = self.caches.pop(text, (None, []))
-        found = next((at for at, (a, b) in enumerate(zip(known, prompt[:-1])) if a != b), min(len(known), len(prompt) - 1))
-        if not found:
-            cache = DynamicCache(config=self.model.config)
-        elif found < len(known):
-            cache.crop(found - len(known))
-        ttft_ms, _, tokens = ask_theirs(self.model, prompt, new, past_key_values=cache)
-        self.caches[text] = cache, (prompt + tokens)[:-1]
-        while sum(len(tokens) for _, tokens in self.caches.values()) > self.device and len(self.caches) > 1:
-            self.caches.popitem(last=False)
-        return ttft_ms, len(prompt), found, 0, tokens
-
-
 def conversations(bench: Bench, _):
     for what, exponent in {
         f"{TALKS} conversations of {TURNS} turns": None,
@@ -187,15 +156,17 @@ def conversations(bench: Bench, _):
         yield dict(what=what, tokens=tokens, device_tokens=device, **summary(asked, could))
 
 
-def summary(asked: dict[str, list[tuple]], could: int) -> dict:
-    """`asked`: system -> its answers."""
-    systems, over, (times, prompts, *_), (*_, expected) = {}, {}, zip(*asked["03"]), zip(*asked["no cache"])
+def summary(asked: dict[str, list[Request]], could: int) -> dict:
+    """`asked`: system -> its requests."""
+    systems, over, expected = {}, {}, [one.new for one in asked["no cache"]]
+    prompts = sum(one.prompt_tokens for one in asked["03"])
     for name, each in asked.items():
-        taken, _, found, restored, tokens = zip(*each)
-        systems[name] = dict(found=sum(found) / sum(prompts), restored=sum(restored), equal=sum(map(list.__eq__, tokens, expected)),
-                             ttft_ms=percentiles(taken, 50, 99))  # fmt: skip
-        over[name] = ratio(taken, times)
-    return dict(requests=len(expected), could_be_found=could / sum(prompts), systems=systems, of_03=over)
+        systems[name] = dict(
+            found=sum(one.cached_tokens for one in each) / prompts, ttft_ms=percentiles(ttft(each), 50, 99),
+            restored=sum(one.found.get("cpu", 0) + one.found.get("storage", 0) for one in each),
+            equal=sum(one.new == tokens for one, tokens in zip(each, expected)))  # fmt: skip
+        over[name] = ratio(ttft(each), ttft(asked["03"]))
+    return dict(requests=len(expected), could_be_found=could / prompts, systems=systems, of_03=over)
 
 
 def asked_in_turn(bench: Bench, texts: list, order: list[int], room: tuple[int, int], grows: bool) -> tuple[dict, int]:
@@ -205,11 +176,8 @@ def asked_in_turn(bench: Bench, texts: list, order: list[int], room: tuple[int, 
     asked, could, begun, texts = {}, 0, set(), [list(text) for text in texts]
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         engines = bench.engines(device, tokens + len(order) * (QUESTION + ANSWER + 64), folder)
-        theirs = Transformers(bench.reference, device)
         if not grows:
             read(bench, engines, texts)
-            for number in reversed(range(len(texts))):
-                theirs.ask(number, texts[number], 1)
         for engine in engines.values():
             served(engine)  # it measures what it measures while idle
         for number in order:
@@ -220,12 +188,8 @@ def asked_in_turn(bench: Bench, texts: list, order: list[int], room: tuple[int, 
             begun.add(number)
             prompt, new = list(texts[number]), ANSWER if grows else 2
             for name, engine in engines.items():
-                request = bench.answer(engine, name, prompt, new)
-                restored = sum(request.found.get(tier, 0) for tier in ("cpu", "storage"))
-                answer = request.outcome.ttft_ms, len(prompt), request.cached_tokens, restored, request.new
-                asked.setdefault(name, []).append(answer)
-            asked.setdefault("transformers", []).append(theirs.ask(number, prompt, new))
-            texts[number] = prompt + asked["no cache"][-1][-1] if grows else prompt[:before]
+                asked.setdefault(name, []).append(bench.answer(engine, name, prompt, new))
+            texts[number] = prompt + asked["no cache"][-1].new if grows else prompt[:before]
         for engine in engines.values():
             engine.close()
     return asked, could
@@ -337,8 +301,8 @@ def report(found: list[dict]) -> str:
     systems = []
     for row in asked:
         header = f"{row['what']}: {row['device_tokens']:,} of {row['tokens']:,} tokens, {row['could_be_found']:.0%}"
-        for system, own in row["systems"].items():
-            differ = row["requests"] - own["equal"]
+        for system in SYSTEMS:
+            own, differ = row["systems"][system], row["requests"] - row["systems"][system]["equal"]
             systems.append(dict(own, system=system, over=row["of_03"][system], header=header,
                                 differ=f"; {differ} answers differ" if differ else ""))  # fmt: skip
     systems = tables.grouped(systems, ("system",), "header")
@@ -367,8 +331,7 @@ def report(found: list[dict]) -> str:
 
 def on_a_bench(part):
     def measured(model, arguments):
-        theirs = reference_model(arguments.name, model.dtype, model.device.type) if part is conversations else None
-        yield from part(Bench(model, theirs), arguments.rounds if part is beside else RUNS)
+        yield from part(Bench(model), arguments.rounds if part is beside else RUNS)
     return measured
 
 

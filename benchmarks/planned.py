@@ -28,8 +28,7 @@ from shell import lesson, modelled_link
 CHAPTERS = "02_paged_kv", "03_cpu_offload", "04_hidden_state_cache", "05_bubble_free", "06_bidirectional"
 paged, offload, hidden_states, planned, both_ends = map(importlib.import_module, CHAPTERS)
 HISTORIES = {"classroom": [512, 1024, 1900], measure.TRAINED: [1024]}
-LINKS = {"the link is the bottleneck": 2.0, "balanced": 1.0, "computing is the bottleneck": 0.5}
-QUESTION = 32  # tokens
+LINKS, QUESTION = lesson.LINKS, lesson.ASKED  # words -> how long states travel over their projection; tokens
 
 
 def links_of(model) -> dict[str, float]:
@@ -39,11 +38,15 @@ def links_of(model) -> dict[str, float]:
 
 # 1. Asking behind one history, and what was restored --------------------------------------------------------
 
+def engine_of(model, blocks: int, cache=None, always: bool = False):
+    """Chapter 02's engine over a Cache. `always`: whatever is offered is restored, however fast computing is."""
+    return paged.Engine(paged.Runner(model, blocks), cache and Restorer(cache, Estimates(always=always)))
+
+
 @contextmanager
 def engines_of(model, caches: dict, tokens: int):
     """An engine for each Cache. Of a history of so many tokens two fit: one may still be leaving."""
-    engines = {name: paged.Engine(paged.Runner(model, tokens // 8 + 32), Restorer(cache, Estimates(always=True)))
-               for name, cache in caches.items()}
+    engines = {name: engine_of(model, tokens // 8 + 32, cache, always=True) for name, cache in caches.items()}
     yield engines
     for engine in engines.values():
         engine.close()
@@ -93,7 +96,7 @@ def planned_engine(model, tokens: int, share: float):
     as it measures that itself: within 10 %, or after five tries as it is -> its engine, and the costs."""
     for left in reversed(range(5)):
         cache = planned.PlannedCache(tokens // 8 + 64, modelled(model, even_speed(model, tokens) / share))
-        engine = paged.Engine(paged.Runner(model, tokens // 8 + 32), Restorer(cache, Estimates(always=True)))
+        engine = engine_of(model, tokens // 8 + 32, cache, always=True)
         costs = cache.costs(0, tokens)
         if not left or not cache.load_link.modelled or 0.9 < costs.load_states / costs.project / share < 1.1:
             return engine, costs
@@ -138,7 +141,7 @@ def lanes(model, arguments, tokens: int = 1024):
         history, engines["05"] = draw(rng, model, tokens), ours
         computed = min(keep(engine, history) for engine in engines.values()) / 1e3  # seconds
         stored.bandwidth = modelled_link.Bandwidth(tokens * model.config.kv_numbers_per_token * model.dtype.itemsize / computed)
-        engines["02"] = paged.Engine(paged.Runner(model, tokens // 8 + 32))
+        engines["02"] = engine_of(model, tokens // 8 + 32)
         asks = {name: lambda question, engine=engine: once(engine, history + question) for name, engine in engines.items()}
         taken = measure.same_question_in_turn(asks, arguments.rounds, partial(draw, rng, model, QUESTION))
     for name, found in sorted(taken.items()):

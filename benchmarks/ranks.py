@@ -67,11 +67,11 @@ def rank(ranks, arguments) -> list[dict]:
     return [dict(row, agreement_us=agreement) for row in rows]
 
 
-def run(model: str, arguments) -> list[dict]:
-    """Start the ranks, for each number of them -> rows."""
+def started(model, arguments):
+    """Start the ranks, for each number of them -> rows. They read the model themselves."""
     rows = []
     for count in map(str, arguments.ranks):
-        words = ["--model", model, "--dtype", arguments.dtype, "--device", arguments.device]
+        words = ["--model", arguments.name, "--dtype", arguments.dtype, "--device", arguments.device]
         words += ["--rounds", str(arguments.rounds), "--ranks", count, "--joined"]
         done = subprocess.run([sys.executable, "-m", "benchmarks.ranks", *words], stdout=subprocess.PIPE)
         if done.returncode:
@@ -79,16 +79,17 @@ def run(model: str, arguments) -> list[dict]:
         rows += json.loads(done.stdout.splitlines()[-1])
     one = {row["keep"]: row["bytes_over_link"] for row in rows if row["ranks"] == 1}
     for row in rows:
-        row["share_of_one_rank"] = row["bytes_over_link"] / one[row["keep"]] if one.get(row["keep"]) else None
-        measure.progress("ranks", model, row)
-    return rows
+        yield dict(row, share_of_one_rank=row["bytes_over_link"] / one[row["keep"]] if one.get(row["keep"]) else None)
+
+
+PARTS = {"ranks": (started, ["classroom"])}
 
 
 def report(found: list[dict]) -> str:
     rows = tables.rows(found, "ranks")
     apart = [f"{row['agreement_us']:,.0f} us on {row['ranks']} ranks ({row['model']})"
              for row in rows if row["keep"] == "kv" and row["ranks"] > 1]  # fmt: skip
-    kept = tables.grouped([row for row in rows if row["keep"] != "nothing"], ("keep", "ranks"), "model")
+    kept = tables.grouped(rows, ("keep", "ranks"), "model")
     return tables.paragraphs(
         tables.table("**Behind 1,024 tokens:** what a rank's link carries, how long that takes, and TTFT:", {
             "kept": "{keep}", "ranks": "{ranks}", "of one rank's bytes": "{share_of_one_rank:.2f}",
@@ -99,7 +100,7 @@ def report(found: list[dict]) -> str:
 
 
 def main():
-    parser = measure.parser(__doc__, rounds=5)
+    parser = measure.parser(__doc__, PARTS, rounds=5)
     parser.set_defaults(device="cpu")
     parser.add_argument("--ranks", type=measure.count(64), nargs="+", default=[1, 2, 4])
     # One of the ranks, of which rank 0 prints the rows
@@ -113,10 +114,7 @@ def main():
     if device == "cuda" and (most := max(arguments.ranks)) > gpus:
         print(f"{most} ranks need as many GPUs, and here are {gpus}; add --device cpu for more than these.")
         arguments.ranks = [count for count in arguments.ranks if count <= gpus] or sys.exit(1)
-    found = [dict(claim="ranks", model=model, rows=run(model, arguments))
-             for model in arguments.model or ["classroom"]]  # fmt: skip
-    print(f"\n{report(found)}\n")
-    measure.write("ranks", device, arguments.json, found)
+    measure.run("ranks", PARTS, report, arguments)
 
 
 if __name__ == "__main__":

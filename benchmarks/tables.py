@@ -8,10 +8,10 @@ from collections.abc import Iterable
 
 # 1. Rows ----------------------------------------------------------------------------------------------------
 
-def rows(found: list[dict], claim: str, *models: str) -> list[dict]:
-    """What was found about this claim, in these models or in all; each row says its model."""
-    return [dict(row, model=entry["model"]) for entry in found for row in entry["rows"]
-            if entry["claim"] == claim and (not models or entry["model"] in models)]
+def rows(found: list[dict], claim: str, **wanted) -> list[dict]:
+    """What was found about this claim: rows that have the `wanted` values, `model` among them."""
+    every = [dict(row, model=entry["model"]) for entry in found if entry["claim"] == claim for row in entry["rows"]]
+    return [row for row in every if all(row.get(key) == want for key, want in wanted.items())]
 
 
 def grouped(rows: list[dict], same: tuple[str, ...], by: str) -> list[dict]:

@@ -10,7 +10,6 @@ mix         conversations go on behind documents of 1,024 tokens, in any order. 
 policies    one history in slow storage alone, reading takes r times as long as computing: each policy, without the
             engine's guard and with it.
 admission   a hit in host memory or in storage of 1 MB/s to 1 GB/s over computing it, and the tier of each token.
-layouts     a hit in host memory, and in storage of 0.1 and 10 GB/s, by order of host memory and page size; and its pieces.
 writes      what each write policy finds, writes, and would lose by a kill.
 match       finding 4,096 tokens in a tree of 100,000 pages, and in a dictionary of them; the entries of both.
 sizes       of one mix of conversations, the share of the prompts that is found, by host memory and page size: counted.
@@ -24,18 +23,16 @@ import tempfile
 import time
 from contextlib import ExitStack
 from functools import partial
-from unittest import mock
 
 from benchmarks import measure, tables
 from benchmarks.measure import draw, ratio, spread, ttft
+from benchmarks.planned import engine_of, paged
 from common import store
-from common.estimates import Estimates
 from common.requests import Request
-from common.restoring import Restorer
 from shell import backends, lesson, modelled_link
 
-paged, tiers = importlib.import_module("02_paged_kv"), importlib.import_module("07_tiered_storage")
-TALKS, TURNS, DOCUMENT, QUESTION, ANSWER = 6, 2, 1024, 64, 4  # conversations; tokens
+tiers = importlib.import_module("07_tiered_storage")
+TALKS, TURNS, DOCUMENT, QUESTION, ANSWER, PAGE = 6, 2, 1024, 64, 4, 16  # conversations; tokens
 TIERS = "gpu", "cpu", "storage"
 HELD = 32_768  # tokens, about those of all conversations of `sizes` together, shared ones once
 
@@ -43,22 +40,22 @@ HELD = 32_768  # tokens, about those of all conversations of `sizes` together, s
 class Bench(ExitStack):
     """Engines of one model, over one directory. At its end they are closed, and it is removed."""
 
-    def __init__(self, model, size: int = 16):
+    def __init__(self, model):
         super().__init__()
         self.folder = self.enter_context(tempfile.TemporaryDirectory(prefix="benchmark-"))
-        self.model, self.size, self.rng = model, size, random.Random(0)
+        self.model, self.rng = model, random.Random(0)
         self.draw = partial(draw, self.rng, model)  # (tokens)
 
     def engine(self, on_device: int, cache=None):
         """Chapter 02's, with room for so many tokens."""
-        engine = paged.Engine(paged.Runner(self.model, -(-on_device // self.size), self.size), cache and Restorer(cache, Estimates()))
+        engine = engine_of(self.model, -(-on_device // PAGE), cache)
         self.callback(engine.close)
         return engine
 
     def cache(self, on_host: int, **options):
         """Host memory for so many tokens, over the default link."""
         behind = store.Storage(backends.open_backend(f"file:{self.folder}/pages", {}), "files")
-        return tiers.TieredCache(-(-on_host // self.size), modelled_link.bandwidth(self.model), behind, **options)
+        return tiers.TieredCache(-(-on_host // PAGE), modelled_link.bandwidth(self.model), behind, **options)
 
 
 def forget(engine):
@@ -154,7 +151,7 @@ def policies(model, arguments, tokens: int = 512):
         cache, storage = engine.behind.cache, engine.behind.cache.storage
         history = bench.draw(tokens)
         lesson.ask(engine, history + bench.draw(1), 1)
-        size = tokens // bench.size * cache.host.block_bytes
+        size = tokens // PAGE * cache.host.block_bytes
 
         def once(policy: str, question: list[int]) -> Request:
             forget(engine)
@@ -192,7 +189,7 @@ def policy_cell(bench: Bench, once, rounds: int) -> dict:
 
 # 3. Every tier beside computing -----------------------------------------------------------------------------
 
-SPEEDS = {"1 MB/s": 1e6, "10 MB/s": 1e7, "0.1 GB/s": 1e8, "1 GB/s": 1e9, "10 GB/s": 1e10}  # bytes/s
+SPEEDS = {"1 MB/s": 1e6, "10 MB/s": 1e7, "0.1 GB/s": 1e8, "1 GB/s": 1e9}  # bytes/s
 SLOWER = "host, link 50 times slower"
 
 
@@ -201,7 +198,7 @@ def admission(model, arguments, histories=(512, 1024, 1900)):
     with Bench(model) as bench:
         engine = bench.engine(2 * longest, bench.cache(2 * longest))
         slower = [SLOWER] if engine.behind.cache.load_link.modelled else []
-        ways = "computed", "host", *slower, *(f"storage, {speed}" for speed in [*SPEEDS][:4])
+        ways = "computed", "host", *slower, *(f"storage, {speed}" for speed in SPEEDS)
         for tokens in histories:
             history = bench.draw(tokens)
             lesson.ask(engine, history + bench.draw(1), 1)
@@ -243,40 +240,13 @@ def ask_from(bench, engine, way: str, history: list[int]) -> Request:
 
 # 4. Trade-offs ----------------------------------------------------------------------------------------------
 
-def layouts(model, arguments, tokens: int = 1024):
-    link, ways = modelled_link.bandwidth(model), ("storage, 0.1 GB/s", "storage, 10 GB/s", "host")
-    for size, layout in itertools.product((1, 16, 64), tiers.LAYOUTS):
-        with Bench(model, size) as bench:
-            engine = bench.engine(2 * tokens, bench.cache(2 * tokens, prefetch="wait_complete", layout=layout))
-            history, engine.behind.estimates.always, engine.behind.cache.load_link.bandwidth = bench.draw(tokens), True, link
-            lesson.ask(engine, history + bench.draw(1), 1)
-            asks = {way: partial(ask_from, bench, engine, way, history) for way in ways}
-            taken = lesson.in_turn(asks, arguments.rounds or 3)
-            with counting(engine.behind.cache, moved := {}):
-                asks["storage, 10 GB/s"]()
-            times = {way: spread(ttft(requests)) for way, requests in taken.items()}
-            yield dict(layout=layout, page_tokens=size, moved=moved, ttft_ms=times)
-
-
-def counting(cache, moved: dict):
-    """-> a context that counts what is loaded from host memory, and read from storage."""
-    def arrival(model, start, size, pieces, arrival=modelled_link.Bandwidth.arrival):
-        for lane, other in ("load", cache.load_link.bandwidth), ("read", cache.storage.bandwidth):
-            if other is model:
-                before = moved.get(lane, dict(bytes=0, pieces=0))
-                moved[lane] = dict(bytes=before["bytes"] + size, pieces=before["pieces"] + pieces)
-        return arrival(model, start, size, pieces)
-
-    return mock.patch.object(modelled_link.Bandwidth, "arrival", arrival)
-
-
 def writes(model, arguments):
     """60 questions about 12 documents, about the n-th as often as 1/n (Zipf), to engines that begin with nothing."""
     for policy in tiers.WRITE:
         with Bench(model) as bench:
             documents = [bench.draw(256) for _ in range(12)]
             order = random.Random(1).choices(range(12), [1 / (rank + 1) for rank in range(12)], k=60)
-            engine = bench.engine(1400, bench.cache(1400, threshold=2 * bench.size, write=policy))
+            engine = bench.engine(1400, bench.cache(1400, threshold=2 * PAGE, write=policy))
             requests, _ = go_on(engine, documents, [(number, bench.draw(24)) for number in order])
             cache, counts = engine.behind.cache, engine.behind.cache.counts
             stored = [node.stored for node in cache.tree.nodes() for _ in node.pages]
@@ -340,7 +310,7 @@ def sizes(model, arguments):
 
 
 PARTS = {part.__name__: (part, ["random:long"]) for part in (mix, policies)}
-PARTS |= {part.__name__: (part, ["classroom"]) for part in (admission, layouts, writes, match, sizes)}
+PARTS |= {part.__name__: (part, ["classroom"]) for part in (admission, writes, match, sizes)}
 
 
 # 5. The tables ----------------------------------------------------------------------------------------------

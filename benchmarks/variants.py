@@ -4,20 +4,16 @@
     python -m benchmarks.variants --only divisions --model random:long --histories 1024
 
 saving       TBT of 1, 4 and 16 that decode, over nothing kept: in two stages (chapter 04), or each layer while it is
-             computed (the paper); directly, a copy for each run of rows and each layer; and so to a file too, before
-             the next step (Figure 14).
+             computed (the paper); or directly, a copy for each run of rows and each layer (Figure 14).
 divisions    TTFT over three links: chapter 05's plan; the paper's closed form; the naive hybrid, which knows no hidden
              states; hidden states alone (04); K and V alone (03); and tokens divided instead of layers, rounded to a
              tile or not (Figure 13a). All plans are made from the same costs.
-products     How long a layer takes to project 64 to 2,048 rows (Figure 13b), and 2,048 in such portions.
 
 Figures are HCache's (EuroSys '25). Each row says what was restored; all ways must answer alike.
 """
 
-import os
 import random
 import statistics
-import tempfile
 from functools import partial
 from itertools import product
 
@@ -71,7 +67,8 @@ class Direct(EachStep):
         self.forget_steps()
         pieces, kept, slots = self.store.fill(noted)
         runs = runs_of(kept, slots)
-        transfers = [self.copy_rows(part, slot, rows[at : at + count])  # [count, D]
+        slots_of = [part.flatten(0, 1) for part in self.store.parts]  # [slots, D] a layer
+        transfers = [self.save_link.copy(slots_of[part][slot : slot + count], rows[at : at + count], "states")
                      for part, rows in enumerate(states) for at, slot, count in runs]  # fmt: skip
         if pieces:
             given = [(self.store.pool, [block for _, block, _ in pieces])]
@@ -79,38 +76,11 @@ class Direct(EachStep):
         self.counts["copies_out"] += len(transfers)
         self.counts["bytes_out"] += sum(transfer.bytes for transfer in transfers)
 
-    def copy_rows(self, part: int, slot: int, rows):
-        """Order the copy of rows [n, D] of one layer to the slots from this one on -> its Transfer."""
-        return self.save_link.copy(self.store.parts[part].flatten(0, 1)[slot : slot + len(rows)], rows, "states")
-
-
-class DirectToFile(Direct):
-    """The same, and to a file as large as the host pool; the next step waits until it is on the disk."""
-
-    def attach(self, engine):
-        self.file, self.writes = tempfile.TemporaryFile(), []
-        super().attach(engine)
-
-    def copy_rows(self, part, slot, rows):
-        transfer = super().copy_rows(part, slot, rows)
-        part_rows = self.store.arrays[part].reshape(-1, self.width)  # [slots, D]
-        array = part_rows[slot : slot + len(rows)]
-        self.writes.append((transfer, array, (part * len(part_rows) + slot) * array[0].nbytes))
-        return transfer
-
-    def flush(self):
-        super().flush()
-        for transfer, array, at in self.writes:
-            transfer.wait()
-            os.pwrite(self.file.fileno(), array, at)
-        os.fdatasync(self.file.fileno())
-        self.writes.clear()
-
 
 def saving(model, arguments, new: int = 32):
     """The prompts are short: what is decoded is kept."""
     rng, link = random.Random(0), modelled_link.bandwidth(model)
-    kinds = {"two stages": HiddenCache, "each layer": EachLayer, "direct": Direct, "direct to a file": DirectToFile}
+    kinds = {"two stages": HiddenCache, "each layer": EachLayer, "direct": Direct}
     for running in (1, 4, 16):
         caches = {name: kind(16 * running + 32, link) for name, kind in kinds.items()}
         with behind.engines_of(model, {"nothing": Cache(), **caches}, 256 * running) as engines:
@@ -232,23 +202,14 @@ def divisions(model, arguments):
         yield dict(history_tokens=tokens, link=words, ways=ways, transfer_over_projecting=costs.load_states / costs.project)
 
 
-def products(model, arguments):
-    sizes = [64 << power for power in range(6)]
-    ways = {rows: partial(modelled_link.time_projecting, model, rows) for rows in sizes}
-    taken = lesson.in_turn(ways, arguments.rounds)
-    for rows, seconds in taken.items():
-        yield dict(rows=rows, ms=spread([1e3 * each for each in seconds]),
-                   over_one=ratio([sizes[-1] // rows * each for each in seconds], taken[sizes[-1]]))
-
-
 # 3. The tables and main ------------------------------------------------------------------------
 
-PARTS = {part.__name__: (part, ["classroom", "random:long"]) for part in (saving, divisions, products)}
+PARTS = {part.__name__: (part, ["classroom", "random:long"]) for part in (saving, divisions)}
 
 
 def report(found: list[dict]) -> str:
     saved = tables.grouped(tables.rows(found, "saving"), ("running",), "model")
-    products, divided = tables.grouped(tables.rows(found, "products"), ("rows",), "model"), []
+    divided = []
     for row in tables.rows(found, "divisions"):
         column = f"{row['model']}, {row['history_tokens']:,}, {row['link']} ({row['transfer_over_projecting']:.2f})"
         divided += [dict(way, way=name, column=column) for name, way in row["ways"].items()]
@@ -260,18 +221,13 @@ def report(found: list[dict]) -> str:
                 "running": "{running}",
                 **tables.across(saved, {
                     "nothing kept": "{ways[nothing][tbt_ms]:ms}",
-                    **{way: f"{{ways[{way}][tbt_over_nothing]:spread}}"
-                       for way in ("two stages", "each layer", "direct", "direct to a file")}}),
+                    **{way: f"{{ways[{way}][tbt_over_nothing]:spread}}" for way in ("two stages", "each layer", "direct")}}),
             }, saved),
         tables.table(
             "**Other divisions** (Figures 8, 12 and 13a; behind a link: how many projections a transfer took): plan, TTFT, and that "
             "over chapter 05's:", {
             "way": "{way}", **tables.across(divided, {"": "{plan:plan}: {ttft_ms:ms}, {ttft_over_05:spread}"}),
-        }, divided),
-        tables.table(
-            "**Rows that a product projects** (Figure 13b), and 2,048 in portions of so many, over one product:", {
-                "rows": "{rows:,}", **tables.across(products, {"a layer": "{ms:ms}", "2,048 rows": "{over_one:spread}"}),
-            }, products))  # fmt: skip
+        }, divided))  # fmt: skip
 
 
 if __name__ == "__main__":

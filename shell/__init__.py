@@ -1,4 +1,5 @@
 """A program around an engine: models, the command line, the server, demos. No lesson opens it."""
+import atexit
 import os
 import sys
 
@@ -9,8 +10,19 @@ if "OMP_WAIT_POLICY" not in os.environ:
 
 
 def tell(kind, error, trace, others=sys.excepthook):
-    """End with one line after Ctrl-C, also while PyTorch is imported."""
+    """End with one line after Ctrl-C, also while PyTorch is imported; with none where `| head` has enough."""
+    if kind is BrokenPipeError:
+        os._exit(1)
     print("\nInterrupted.", file=sys.stderr) if kind is KeyboardInterrupt else others(kind, error, trace)
+
+
+@atexit.register
+def flush():
+    """Python says it otherwise when the last words find nobody."""
+    try:
+        sys.stdout and sys.stdout.flush()
+    except BrokenPipeError:
+        os._exit(1)
 
 
 sys.excepthook = tell

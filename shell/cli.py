@@ -67,8 +67,8 @@ def main(doc, chapter: str, add_arguments, make_engine, demo, load=checkpoint.lo
     sys.stdout.reconfigure(errors="replace")        # a terminal without UTF-8 shows ?, and the answer goes on
     try:
         run(doc, chapter, arguments, make_engine, demo, load)
-    except BrokenPipeError:         # `... | head` has seen enough
-        os._exit(1)
+    except BrokenPipeError:         # which `shell.tell` knows
+        raise
     except (checkpoint.ModelError, RequestError, OSError) as error:
         sys.exit(f"{chapter}: {' '.join(str(error).split())}")         # in one line
     except KeyboardInterrupt as error:

@@ -45,8 +45,8 @@ class Server:
     info: chapter, model, device and dtype. most: requests at a time, beyond which others are refused."""
 
     def __init__(self, engine, frontend, info: dict, most: int = MOST):
-        self.engine, self.frontend, self.info = engine, frontend, info
-        self.most = most
+        self.engine, self.frontend, self.info, self.most = engine, frontend, info, most
+        self.cache = getattr(getattr(engine, "behind", None), "cache", None)    # behind the device, if any
         self.lock = threading.Lock()            # for one prompt at a time: a tokenizer may take much memory
         self.open: list[Request] = []           # submitted, and a thread reads their pieces
         self.jobs = queue.SimpleQueue()         # (function, queue of its answer), between two steps
@@ -269,7 +269,7 @@ def look(server: Server, numbers: WeakKeyDictionary, last: dict) -> dict:
     shown = "id", "source", "found", "decisions", "usage", "ttft_ms", "tbt_ms"
     finished = [dict({name: getattr(asked.outcome, name) for name in shown}, conversation=numbers[asked],
                      version=len(asked.timeline.spans)) for asked in over]
-    info, cache = dict(server.info, context=server.frontend.context), cache_of(engine)
+    info, cache = dict(server.info, context=server.frontend.context), server.cache
     storage = None
     if hasattr(cache, "in_storage"):            # chapter 07, with or without a storage
         kept, (pages, reading, writing) = cache.storage, cache.in_storage()
@@ -278,11 +278,6 @@ def look(server: Server, numbers: WeakKeyDictionary, last: dict) -> dict:
                        reading=reading, writing=writing)
     return dict(info=info, requests=requests, pools=pools, storage=storage, counters=engine.counters(),
                 finished=finished)
-
-
-def cache_of(engine):
-    """-> the Cache behind the device, if there is one."""
-    return getattr(getattr(engine, "behind", None), "cache", None)
 
 
 def owners(requests: list[Request], numbers: WeakKeyDictionary, last: dict) -> dict:
@@ -345,7 +340,7 @@ def add_page(app: Flask, server: Server):
 def add_storage(app: Flask, server: Server):
     """Add the route that shows, attaches and detaches the storage of a Cache that has any (07). It opens
     no module:Class, with which anybody who reaches the port could run code."""
-    cache = cache_of(server.engine)
+    cache = server.cache
     words = "file:DIR, redis://HOST:PORT/N or unix://PATH; give module:Class with --storage at the start"
     known = {"url": (lambda url: isinstance(url, str) and re.match(r"file:|(rediss?|unix)://", url), words),
              "config": openai.OBJECT}

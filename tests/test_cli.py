@@ -97,19 +97,16 @@ def test_a_terminal_without_utf8_shows_the_answer_all_the_same(monkeypatch, caps
     assert b"Gr??e" in said and b"TTFT" in said
 
 
-def test_who_reads_only_the_beginning_ends_it_quietly(monkeypatch, capsys):
-    class Closed(io.StringIO):                  # as `head` leaves it
-        def write(self, words):
-            raise BrokenPipeError
-
-        def reconfigure(self, **_):
-            pass
-    ends = []
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", Closed())
-        patch.setattr(os, "_exit", ends.append)
-        run_here(patch, capsys, *TINY, "--prompt", "Hello")
-    assert ends == [1]
+@pytest.mark.parametrize("words", [(SCRIPT, *TINY, "--prompt", "Hello"), ("-m", "tools.by_hand", "05")])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_who_reads_only_the_beginning_ends_it_quietly(words, unbuffered):
+    reading, writing = os.pipe()
+    os.close(reading)                           # as `head` leaves it
+    with open(writing, "w") as closed:
+        done = subprocess.run([sys.executable, *words], stdout=closed, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+                              env={**ENVIRONMENT, "PYTHONUNBUFFERED": unbuffered})
+    said = [line for line in done.stderr.splitlines() if not line.startswith("KV pool")]
+    assert done.returncode == 1 and said == []
 
 
 def test_without_a_terminal_and_without_files_for_its_words_it_answers(monkeypatch, capsys, tmp_path):

@@ -118,7 +118,7 @@ def test_each_headline_has_numbers_or_a_reason_in_every_column_and_they_follow_t
         return dict(found=[dict(claim=part, model="m", rows=rows) for part, rows in parts.items()])
 
     one, both = measure.spread, (("03", 50), ("05", 40))
-    policies = {"kv-only": dict(bytes=dict(kv=30), busy=dict(compute=0.2)), "hybrid": dict(bytes=dict(kv=5, act=10), busy=dict(compute=0.8))}
+    policies = {"kv-only": dict(traffic=2.0, busy=dict(compute=0.2)), "hybrid": dict(traffic=1.0, busy=dict(compute=0.8))}
     results = {
         "outside-cpu": of(sessions=[dict(system=way, of_saturation=0.5, ttft_ms=dict(p50=ms)) for way, ms in both],
                           beside=[dict(system="05", projecting=0.2, over_02=one([1.3]))], conversations=[dict(of_03={"05": one([0.8])})]),

@@ -16,11 +16,10 @@ import sys
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from shell import cli  # noqa: E402
-from tools import by_hand, report  # noqa: E402
+from shell import cli
+from tools import by_hand, report
 
+ROOT = Path(__file__).resolve().parent.parent
 LESSONS, REFERENCE = ROOT / "docs/lessons", ROOT / "docs/reference.md"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "models/classroom/README.md"]
 CHAPTERS = sorted(path.stem for path in ROOT.glob("0[1-9]_*.py"))

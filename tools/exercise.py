@@ -20,7 +20,6 @@ import traceback
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 CHAPTERS = {path.stem[:2]: path for path in sorted(ROOT.glob("0[1-9]_*.py"))}
 CHAPTERS["04-saving"] = CHAPTERS["04"]
 SLIPS = ArithmeticError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError

@@ -8,7 +8,6 @@ begins with the papers' headlines and ends with what failed: benchmarks/results/
 import argparse
 import gc
 import importlib
-import inspect
 import json
 import math
 import random
@@ -26,13 +25,11 @@ from unittest import mock
 import torch.nn.attention.bias  # before a device is emulated
 
 from benchmarks import both_ends, hybrid_blocks, measure, tables
-from benchmarks.planned import hidden_states, offload, paged, planned
+from benchmarks.planned import engine_of, hidden_states, offload, paged, planned
 from benchmarks.tiered import tiers
 from common.cache import Cache
-from common.estimates import Estimates
 from common.link import Link
 from common.requests import Request
-from common.restoring import Restorer
 from shell import checkpoint, lesson
 from tools import report
 
@@ -43,12 +40,11 @@ BATCH, NEW, DEVICE = 32, 12, 6e9  # of 08: requests, tokens of an answer, bytes 
 
 
 def caches(model, blocks: int) -> dict:
-    """Way -> what makes a Cache with room for so many blocks of K and V; 07 by each way of copying that it has."""
-    size, tiered = 16 * blocks * model.config.kv_numbers_per_token * model.dtype.itemsize, partial(tiers.TieredCache, blocks)
-    ways = ("direct", "kernel") if "io_backend" in inspect.signature(tiers.TieredCache).parameters else ()
+    """Way -> what makes a Cache with room for so many blocks of K and V; 07 by each way of copying."""
+    size = 16 * blocks * model.config.kv_numbers_per_token * model.dtype.itemsize
     return {"03": partial(offload.HostCache, blocks), "04": partial(hidden_states.HiddenCache, blocks),
             "05": partial(planned.PlannedCache, 3 * blocks), "02": Cache,
-            **({f"07, {way}": partial(tiered, io_backend=way) for way in ways} or {"07": tiered}),
+            **{f"07, {way}": partial(tiers.TieredCache, blocks, io_backend=way) for way in ("direct", "kernel")},
             "06": lambda: cake.BidirectionalCache(cake.StoredChunks(cake.ModelledStorage(size, STORAGE)))}  # fmt: skip
 
 
@@ -63,7 +59,7 @@ def behind(model, histories: list[int], arguments, only=()):
 def cell(model, make_cache, way: str, tokens: int, arguments):
     """TTFT of a question behind a history that the device has lost (`hit`: that it has). Then TBT of eight that decode while a
     short prompt is answered, and how many times as long while that question is. And what the last asking, or a step, has launched."""
-    engine = paged.Engine(paged.Runner(model, tokens // 16 + SPARE), Restorer(make_cache(), Estimates(always=True)))
+    engine = engine_of(model, tokens // 16 + SPARE, make_cache(), always=True)
     if not engine.behind.estimates.computing.passes:  # 02 loads nothing, and so measures nothing
         engine.behind.estimates.measure_computing()
     prompt = measure.draw(random.Random(tokens), model, tokens + QUESTION)

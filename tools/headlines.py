@@ -32,8 +32,7 @@ class Headline(NamedTuple):
 # 1. Reading results -----------------------------------------------------------------------------------------
 
 def found(results: dict, benchmark: str, part: str, **wanted) -> list[dict]:
-    every = rows(results.get(f"{benchmark}-cpu", {}).get("found", []), part)
-    return [row for row in every if all(row.get(key) == want for key, want in wanted.items())]
+    return rows(results.get(f"{benchmark}-cpu", {}).get("found", []), part, **wanted)
 
 
 def cells(benchmark: str, part: str, value: Callable, **wanted) -> READ:
@@ -63,14 +62,6 @@ def shorter(way: str, of: Callable) -> READ:
 def kv_only(value: Callable) -> READ:
     """Something of K and V only and of hybrid, in decode steps in which both lanes are nearly even."""
     return cells("hybrid_blocks", "grid", lambda row: value(row["policies"]["kv-only"], row["policies"]["hybrid"]), f=1.25)
-
-
-def context_bytes(policy: dict) -> int:
-    return sum(policy["bytes"].get(kind, 0) for kind in ("kv", "act"))
-
-
-def busy(policy: dict) -> float:
-    return policy["busy"]["compute"] if "busy" in policy else policy["compute_busy"]
 
 
 # 2. Arithmetic ----------------------------------------------------------------------------------------------
@@ -150,10 +141,10 @@ HEADLINES = [
              cells("hybrid_blocks", "whole", lambda row: median(row["over"]), policy="act-only"), ("08, act-only", "08, hybrid")),
     Headline("bytes of context that a decode step loads, FlexGen's over CAPTURE's; OPT-30B, 32 and 64 requests (on paper: of 1,024 tokens)",
              "CAPTURE, V-C, figure 9", "up to 1.27, 1.38", lambda results: [on_paper.capture_traffic("30B", many) for many in (32, 64)],
-             kv_only(lambda theirs, ours: context_bytes(theirs) / context_bytes(ours))),
+             kv_only(lambda theirs, ours: theirs["traffic"])),
     Headline("share of the time that the GPU is busy, over FlexGen's; OPT-30B, 32 to 128 requests", "CAPTURE, V-D, figure 10",
              "7.39 (mean), 13.39 (128)", lambda results: "its own ends, 35.6 / 8.2 and 78.2 / 12.6 %: 4.34, 6.21",
-             kv_only(lambda theirs, ours: busy(ours) / busy(theirs))),
+             kv_only(lambda theirs, ours: ours["busy"]["compute"] / theirs["busy"]["compute"])),
     Headline("computing 4,096 tokens of a 70B, over a copy from pinned memory; H100, 64 GB/s", "KV Cache CPU Offloading, benchmarks",
              "10 to 50", seventy_b, cells("engine", "host", lambda row: 1 / median(row["over_computing"])), ("02", "03")),
 ]  # fmt: skip

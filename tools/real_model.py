@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import models
+from transformers import AutoConfig
 
 from tools.train_classroom import byte_level, write
 
@@ -41,7 +42,8 @@ def convert(file: Path, folder: Path):
     if (said["general.architecture"], said.get("tokenizer.ggml.pre")) != ("llama", "smollm"):
         raise ValueError(f"{file} holds another model than SmolLM2.")
     # In the rows of q and k, ggml has the two that are rotated together side by side, and Hugging Face half a head apart
-    weights, heads = {}, dict(q=said["attention.head_count"], k=said["attention.head_count_kv"])
+    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name, dtype="bfloat16")
+    weights, heads = {}, dict(q=config.num_attention_heads, k=config.num_key_value_heads)
     for each in reader.tensors:
         tensor = torch.tensor(dequantize(each.data, each.tensor_type))
         if projection := re.search(r"attn_([qk])\.", each.name):
@@ -52,13 +54,8 @@ def convert(file: Path, folder: Path):
     numbers = {word: number for number, word in enumerate(words)}
     tokenizer = byte_level(models.BPE(numbers, [tuple(merge.split(" ")) for merge in merges]))
     tokenizer.add_special_tokens([word for word, kind in zip(words, kinds) if kind == 3])
-    config = dict(
-        architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=len(words), hidden_size=said["embedding_length"],
-        intermediate_size=said["feed_forward_length"], num_hidden_layers=said["block_count"], num_attention_heads=heads["q"],
-        num_key_value_heads=heads["k"], hidden_act="silu", max_position_embeddings=said["context_length"], dtype="bfloat16",
-        rms_norm_eps=said["attention.layer_norm_rms_epsilon"], rope_theta=said["rope.freq_base"], tie_word_embeddings=True,
-        bos_token_id=said["tokenizer.ggml.bos_token_id"], eos_token_id=said["tokenizer.ggml.eos_token_id"])  # fmt: skip
-    write(folder, config, weights, tokenizer, said["tokenizer.chat_template"])
+    fields = {name: value for name, value in config.to_dict().items() if name[0] != "_"}  # not where it was read
+    write(folder, fields, weights, tokenizer, said["tokenizer.chat_template"])
 
 
 def main():

@@ -32,8 +32,7 @@ BENCHMARKS = "baseline", "engine", "planned", "variants", "flow", "outside", "bo
 def headlines(results: dict) -> dict[str, str]:
     """The numbers in README.md's table: of each chapter the result that says most about it."""
     def only(file: str, claim: str, model: str, **wanted) -> list[dict]:
-        every = rows(results[f"{file}-cpu"]["found"], claim, model)
-        found = [row for row in every if all(row[key] == want for key, want in wanted.items())]
+        found = rows(results[f"{file}-cpu"]["found"], claim, model=model, **wanted)
         if not found:
             sys.exit(f"{file}-cpu.json has nothing of {claim}, {model}, {wanted}, for README.md; measure it with this code.")
         return found
