@@ -19,7 +19,7 @@ from common import store
 from common.link import Transfer, TransferError
 from common.requests import Request
 from shell import checkpoint, cli, ranks
-from tests.support import engines, serving
+from tests.support import engines, forked, serving
 from tests.support import ranks as rank_tests
 
 ranked = importlib.import_module("09_tensor_parallel")
@@ -34,8 +34,9 @@ def scenario(count: int, *arguments) -> subprocess.CompletedProcess:
     return subprocess.run(list(map(str, words)), **options)
 
 
-def passes(*arguments):
-    done = scenario(*arguments)
+def passes(folder, *arguments):
+    """Rank 0 is forked, and starts the others as it was not."""
+    done = forked.run(folder, "-m", "tests.support.ranks", *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -59,15 +60,15 @@ def test_all_ranks_write_the_same_text_so_that_all_find_the_same_stop_strings(fr
 
 
 @pytest.mark.parametrize("keep, kv_heads", [("kv", 2), ("states", 4), ("pages", 2)])
-def test_traffic_is_right_each_rank_loads_its_part_gives_up_what_hangs_on_one_and_does_what_rank_0_is_asked(keep, kv_heads):
+def test_traffic_is_right_each_rank_loads_its_part_gives_up_what_hangs_on_one_and_does_what_rank_0_is_asked(keep, kv_heads, tmp_path):
     more = ["lack"] if keep == "pages" else ["bytes", "hang", "commands"]
-    passes(2, "traffic", *more, "--keep", keep, "--kv-heads", kv_heads, "--requests", 20)
+    passes(tmp_path, 2, "traffic", *more, "--keep", keep, "--kv-heads", kv_heads, "--requests", 20)
 
 
 def test_another_number_of_ranks_finds_the_pages(tmp_path):
     asked = "share", "--keep", "pages", "--kv-heads", 1, "--storage", tmp_path
-    passes(2, *asked)  # both have the same head
-    passes(1, *asked, "--found")
+    passes(tmp_path, 2, *asked)  # both have the same head
+    passes(tmp_path, 1, *asked, "--found")
 
 
 # 2. The model's parts --------------------------------------------------------------------------
