@@ -27,16 +27,13 @@ posix = pytest.mark.skipif(os.name != "posix", reason="ranks are POSIX processes
 pytestmark = posix
 
 
-def scenario(count: int, *arguments) -> subprocess.CompletedProcess:
-    words = [sys.executable, "-m", "tests.support.ranks", count, *arguments]
-    buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
-    options = dict(cwd=ROOT, env=buffered, capture_output=True, text=True, timeout=300)
-    return subprocess.run(list(map(str, words)), **options)
+def scenario(folder, *arguments) -> subprocess.CompletedProcess:
+    """Rank 0 is forked, and starts the others as new processes."""
+    return forked.run(folder, "-m", "tests.support.ranks", *arguments, timeout=300)
 
 
-def passes(folder, *arguments):
-    """Rank 0 is forked, and starts the others as it was not."""
-    done = forked.run(folder, "-m", "tests.support.ranks", *arguments)
+def passes(*arguments):
+    done = scenario(*arguments)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -217,8 +214,8 @@ def test_host_memory_is_counted_in_what_is_kept(monkeypatch):
     ("failed", "Rank 1 has ended (AssertionError: something went wrong here); so have all."),
     ("diverge", "have not computed the same"),
 ])  # fmt: skip
-def test_when_a_rank_is_gone_or_computes_something_else_all_end_with_a_sentence(how, words):
-    done = scenario(2, how)
+def test_when_a_rank_is_gone_or_computes_something_else_all_end_with_a_sentence(how, words, tmp_path):
+    done = scenario(tmp_path, 2, how)
     assert done.returncode != 0 and words in done.stderr, done.stderr
     assert done.stdout == "ready\n", "what was printed before is not lost"
 

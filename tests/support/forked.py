@@ -1,5 +1,4 @@
-"""Scripts in processes that are forked from one that has imported what takes long: PyTorch and `transformers` take each
-new one some five seconds."""
+"""Scripts in processes forked from one that has imported PyTorch and `transformers`, which take some five seconds."""
 
 import multiprocessing
 import os
@@ -17,7 +16,7 @@ context.set_forkserver_preload([
 
 
 def run(folder: Path, *words, path: Path = ROOT, timeout: float = 600, **environment) -> subprocess.CompletedProcess:
-    """python `words`, which begin with a script or with -m and a module; `path` is looked in first, and `folder` has the output."""
+    """`python *words`: a script, or -m and a module, with options. `path` is looked in first; `folder` has the output."""
     words, outputs = list(map(str, words)), [folder / name for name in ("stdout", "stderr")]
     process = context.Process(target=execute, args=(words, outputs, str(path), environment))
     process.start()
@@ -34,7 +33,7 @@ def execute(words: list[str], outputs: list[Path], path: str, environment: dict)
     os.chdir(ROOT)
     for stream, output in zip((sys.stdout, sys.stderr), outputs):
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), stream.fileno())
-        stream.reconfigure(encoding="utf-8")
+        stream.reconfigure(encoding="utf-8", write_through=False, line_buffering=False)
     sys.path[:0] = [path]
     sys.argv, sys.orig_argv = words[words[0] == "-m" :], [sys.executable, *words]  # by which ranks start each other
     if words[0] == "-m":
