@@ -5,13 +5,11 @@ import json
 import math
 import random
 import statistics
-import subprocess
-import sys
 import threading
 
 import pytest
 import torch
-from conftest import ROOT, load, write_model
+from conftest import load, write_model
 from support import engines, streams
 from support.engines import BANDWIDTH, ask, check_pools, draw, evict, make, settle, tiny_model
 
@@ -23,6 +21,7 @@ from common.timeline import Clock
 from shell import checkpoint
 from shell.modelled_link import Bandwidth
 from shell.ranks import Ranks
+from tests.support import forked
 from tools import gpu_report, headlines
 
 # 1. Variants -----------------------------------------------------------------------------------
@@ -243,10 +242,9 @@ def test_a_gpu_makes_random_weights_itself_and_they_are_other_weights(on_host):
 # 5. The soak -----------------------------------------------------------------------------------
 
 
-def test_a_short_soak_counts_its_answers_and_finds_nothing_wrong_or_left():
-    said = subprocess.run(
-        [sys.executable, "-m", "tools.soak", "--minutes", "0.05"], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
-    ).stdout  # fmt: skip
-    for line in said.splitlines()[-2:]:
+def test_a_short_soak_counts_its_answers_and_finds_nothing_wrong_or_left(tmp_path):
+    done = forked.run(tmp_path, "-m", "tools.soak", "--minutes", 0.05)
+    assert done.returncode == 0, done.stderr
+    for line in done.stdout.splitlines()[-2:]:
         _, answered, _, _, wrong, refused, left, *_ = line.split()
         assert int(answered) and wrong == refused == left == "0"

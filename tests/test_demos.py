@@ -2,10 +2,8 @@
 mechanism."""
 
 import json
-import os
 import runpy
 import signal
-import subprocess
 import sys
 
 import pytest
@@ -13,6 +11,7 @@ from conftest import ROOT, write_model
 from support.pasted import first_difference
 
 from shell import lesson, random_models
+from tests.support import forked
 from tools import check_docs
 
 
@@ -30,9 +29,8 @@ def test_a_demo_verifies_its_tokens_and_then_shows_numbers(chapter, tmp_path):
 def demo(chapter: str, tmp_path, rounds: int) -> tuple[str, dict]:
     """Run a demo, and see that it shows what its lesson does -> its output and its report."""
     files = ["--json", tmp_path / "report.json", "--trace", tmp_path / "trace.json"]
-    command = [sys.executable, ROOT / f"{chapter}.py", "--demo", "--device", "cpu", "--rounds", str(rounds), *files]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONIOENCODING": "utf-8"}
-    done = subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", timeout=600)
+    words = ROOT / f"{chapter}.py", "--demo", "--device", "cpu", "--rounds", rounds, *files
+    done = forked.run(tmp_path, *words, HF_HUB_OFFLINE="1")  # also where ranks start each other
     assert done.returncode == 0 and "Loading" not in done.stderr, done.stdout + done.stderr     # of `transformers`
     report, trace = (json.loads((tmp_path / name).read_text()) for name in ("report.json", "trace.json"))
     what_a_demo_says(chapter, done.stdout, report, trace)

@@ -1,15 +1,10 @@
 """The exercises: the chapters solve them, and what a student would do wrongly is caught, with the right sentence."""
 
-import multiprocessing
-
 import pytest
 
+from tests.support import forked  # noqa: F401  judges are forked from a process that has imported what takes long
 from tools import exercise
 
-# Judges are forked from a process that has imported what takes long, and no chapter
-multiprocessing.get_context("forkserver").set_forkserver_preload(
-    ["torch", "transformers", "hypothesis", "pytest", "numpy", "shell.checkpoint", "shell.lesson", "shell.backends"]
-)  # fmt: skip
 SECONDS = 300  # the machine may be busy
 WRONG = [  # chapter, what is in it, what a student writes instead, of what the judge speaks
     ("01", "torch.arange(start, start + len(tokens), ", "torch.arange(len(tokens), ", "at its own position"),

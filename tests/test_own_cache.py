@@ -1,12 +1,11 @@
 """Write your own: what a student would do wrongly is caught by name. (The template is one of the contract's caches.)"""
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 from conftest import ROOT
+
+from tests.support import forked
 
 WRONG = {  # what is changed in docs/my_cache.py, and the rule that is broken then
     "registered too early": (
@@ -24,11 +23,9 @@ WRONG = {  # what is changed in docs/my_cache.py, and the rule that is broken th
 
 def judged(folder, source: str) -> tuple[int, str]:
     (folder / "judged_cache.py").write_text(source)
-    command = [sys.executable, "-m", "pytest", "tests/test_cache_contract.py", "--cache", "judged_cache:MyCache"]
-    command += ["-x", "-q", "-k", "what_a_copy_uses"]  # which watches each copy
-    path = os.pathsep.join([str(folder), str(ROOT)])
-    environment = {**os.environ, "PYTHONPATH": path, "PYTEST_XDIST_WORKER": ""}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    words = ["-m", "pytest", "tests/test_cache_contract.py", "--cache", "judged_cache:MyCache"]
+    words += ["-x", "-q", "-k", "what_a_copy_uses"]  # which watches each copy
+    done = forked.run(folder, *words, path=folder, PYTEST_XDIST_WORKER="")
     return done.returncode, done.stdout
 
 
@@ -43,7 +40,8 @@ def test_a_mistake_is_caught(mistake, tmp_path):
     assert f"AssertionError: {rule}" in said, said[-3000:]
 
 
-def test_the_lines_of_the_readme_that_use_the_engine_from_python_run():
+def test_the_lines_of_the_readme_that_use_the_engine_from_python_run(tmp_path):
     code = re.search(r"## From Python\n\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
-    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    (tmp_path / "lines.py").write_text(code)
+    ran = forked.run(tmp_path, tmp_path / "lines.py")
     assert [line.split()[-1] for line in ran.stdout.splitlines()] == ["miss", "cpu_hit"] and "Pip" in ran.stdout, ran.stderr

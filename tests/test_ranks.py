@@ -19,7 +19,7 @@ from common import store
 from common.link import Transfer, TransferError
 from common.requests import Request
 from shell import checkpoint, cli, ranks
-from tests.support import engines, serving
+from tests.support import engines, forked, serving
 from tests.support import ranks as rank_tests
 
 ranked = importlib.import_module("09_tensor_parallel")
@@ -27,11 +27,9 @@ posix = pytest.mark.skipif(os.name != "posix", reason="ranks are POSIX processes
 pytestmark = posix
 
 
-def scenario(count: int, *arguments) -> subprocess.CompletedProcess:
-    words = [sys.executable, "-m", "tests.support.ranks", count, *arguments]
-    buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
-    options = dict(cwd=ROOT, env=buffered, capture_output=True, text=True, timeout=300)
-    return subprocess.run(list(map(str, words)), **options)
+def scenario(folder, *arguments) -> subprocess.CompletedProcess:
+    """Rank 0 is forked, and starts the others as new processes."""
+    return forked.run(folder, "-m", "tests.support.ranks", *arguments, timeout=300)
 
 
 def passes(*arguments):
@@ -59,15 +57,15 @@ def test_all_ranks_write_the_same_text_so_that_all_find_the_same_stop_strings(fr
 
 
 @pytest.mark.parametrize("keep, kv_heads", [("kv", 2), ("states", 4), ("pages", 2)])
-def test_traffic_is_right_each_rank_loads_its_part_gives_up_what_hangs_on_one_and_does_what_rank_0_is_asked(keep, kv_heads):
+def test_traffic_is_right_each_rank_loads_its_part_gives_up_what_hangs_on_one_and_does_what_rank_0_is_asked(keep, kv_heads, tmp_path):
     more = ["lack"] if keep == "pages" else ["bytes", "hang", "commands"]
-    passes(2, "traffic", *more, "--keep", keep, "--kv-heads", kv_heads, "--requests", 20)
+    passes(tmp_path, 2, "traffic", *more, "--keep", keep, "--kv-heads", kv_heads, "--requests", 20)
 
 
 def test_another_number_of_ranks_finds_the_pages(tmp_path):
     asked = "share", "--keep", "pages", "--kv-heads", 1, "--storage", tmp_path
-    passes(2, *asked)  # both have the same head
-    passes(1, *asked, "--found")
+    passes(tmp_path, 2, *asked)  # both have the same head
+    passes(tmp_path, 1, *asked, "--found")
 
 
 # 2. The model's parts --------------------------------------------------------------------------
@@ -216,8 +214,8 @@ def test_host_memory_is_counted_in_what_is_kept(monkeypatch):
     ("failed", "Rank 1 has ended (AssertionError: something went wrong here); so have all."),
     ("diverge", "have not computed the same"),
 ])  # fmt: skip
-def test_when_a_rank_is_gone_or_computes_something_else_all_end_with_a_sentence(how, words):
-    done = scenario(2, how)
+def test_when_a_rank_is_gone_or_computes_something_else_all_end_with_a_sentence(how, words, tmp_path):
+    done = scenario(tmp_path, 2, how)
     assert done.returncode != 0 and words in done.stderr, done.stderr
     assert done.stdout == "ready\n", "what was printed before is not lost"
 

@@ -1,0 +1,42 @@
+"""Scripts in processes forked from one that has imported PyTorch and `transformers`, which take some five seconds."""
+
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+# No chapter, since exercises put another one in its place
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload([
+    "torch", "torch.nn.attention.bias", "transformers", "transformers.models.llama.modeling_llama", "hypothesis", "pytest", "numpy",
+    "shell.checkpoint", "shell.lesson", "shell.backends"])  # fmt: skip
+
+
+def run(folder: Path, *words, path: Path = ROOT, timeout: float = 600, **environment) -> subprocess.CompletedProcess:
+    """`python *words`: a script, or -m and a module, with options. `path` is looked in first; `folder` has the output."""
+    words, outputs = list(map(str, words)), [folder / name for name in ("stdout", "stderr")]
+    process = context.Process(target=execute, args=(words, outputs, str(path), environment))
+    process.start()
+    process.join(timeout)
+    process.kill()  # if it has not ended
+    process.join()
+    return subprocess.CompletedProcess(words, process.exitcode, *(output.read_text("utf-8") for output in outputs))
+
+
+def execute(words: list[str], outputs: list[Path], path: str, environment: dict):
+    from huggingface_hub import constants
+    constants.HF_HUB_OFFLINE = True  # as in HF_HUB_OFFLINE=1, read when it was imported
+    os.environ.update(environment)
+    os.chdir(ROOT)
+    for stream, output in zip((sys.stdout, sys.stderr), outputs):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), stream.fileno())
+        stream.reconfigure(encoding="utf-8", write_through=False, line_buffering=False)
+    sys.path[:0] = [path]
+    sys.argv, sys.orig_argv = words[words[0] == "-m" :], [sys.executable, *words]  # by which ranks start each other
+    if words[0] == "-m":
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(words[0], run_name="__main__")
