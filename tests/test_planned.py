@@ -52,6 +52,15 @@ def test_seconds_of_a_plan_by_hand(letters, seconds):
     assert plan_seconds("RHH", costs) == 3 * 3.5 and plan_seconds("RRH", costs) == float("inf")
 
 
+def test_of_plans_nearly_the_best_it_is_the_one_whose_busier_lane_has_least_to_do():
+    costs = Costs(7.0, 3.0, 1.0, 2.0, 0.5)
+    assert [planned.busier_lane(letters, costs) for letters in ("KKK", "HKK", "RRHK")] == [6.0, 5.0, 15.0]
+    assert planned.busier_lane("RHK", Costs(float("inf"), *costs[1:])) == 7.5, "recomputing is not measured"
+    long, short = Costs(43.0, 5.75, 5.75, 11.5, 3.4), Costs(21.5, 2.9, 2.9, 5.8, 3.4)
+    assert (best_plan(8, long), best_plan(8, long, short)) == ("RHHHHKKK", "RHHHKKKK")
+    assert plan_seconds("RHHHKKKK", long) <= plan_seconds("RHHHHKKK", long) / planned.BETTER
+
+
 def test_the_best_plan_is_the_best_of_all_and_none_is_below_the_bound():
     rng = random.Random(1)
     for _ in range(200):
