@@ -151,8 +151,10 @@ def test_the_tree_says_of_each_page_what_a_dictionary_says():
         first = rng.randrange(expected + 1)  # a run may begin anywhere that is known
         found = [(node, page, place) for node, part in tree.spans(chain[first:])
                  for page, place in zip(node.pages[part], (node.places or [None] * len(node.pages))[part])]  # fmt: skip
-        assert [page for _, page, _ in found] == chain[first:expected]
-        assert [dict(device=node.device, places=place, stored=node.stored) for node, _, place in found] == [known[page] for _, page, _ in found]
+        assert [page for _, page, _ in found] == chain[first:]
+        expected_of = [known.get(page, dict(device=False, places=None, stored=False)) for page in chain[first:]]
+        assert [dict(device=node.device, places=place, stored=node.stored) for node, _, place in found] == expected_of
+        assert [bool(node.parent) for node, *_ in found] == [page in known for page in chain[first:]], "in the tree"
         run, tier = chain[rng.randrange(expected + 1) :] or chain, rng.choice(["device", "places", "stored"])
         prefixes.use(chain)
         if rng.random() < 0.7:
@@ -313,7 +315,8 @@ def test_what_found_no_room_is_sent_down_when_there_is_though_its_request_is_ove
         engine.generate([Request(draw(rng, 16 * pages), 1) for _ in range(5)])
         other.finish(0.0, 0.0)
         settle(engine)
-        assert all(map(cache.is_below, engine.pool.block_of)) and not cache.owed
+        below = {page for node in cache.tree.nodes() if node.places or node.stored for page in node.pages}
+        assert below >= set(engine.pool.block_of) and not cache.owed
         assert len(shelf) + engine.counts["pages_lost"] == 5 * pages
 
 
@@ -387,7 +390,7 @@ def test_the_writer_writes_what_is_wanted_and_not_stored_and_nothing_behind_a_ga
             for node in cache.tree.change(rest):
                 [setattr(node, name, value) for name, value in state.items()]
             cache.storage.set.reset_mock()
-            cache.writer.send_l3([first, gone, *rest])
+            cache.send_l3([first, gone, *rest])
             settle(engine)
             return [key for call in cache.storage.set.call_args_list for key in call.args[0]]
 
@@ -495,7 +498,7 @@ def test_behind_a_page_that_the_tree_has_forgotten_both_ends_claims_nothing():
 
         def forgetful(run):  # lacks the last page that is to come back, as far as `restore_from_back` can see
             hides = sys._getframe(1).f_code.co_name == "restore_from_back"
-            return spans([page for page in run if not hides or page is not chain[28]])
+            return spans([paged.Prefix(page.parent, (), b"") if hides and page is chain[28] else page for page in run])
 
         tree.spans = forgetful
         request = right(engine, prompt)
@@ -553,7 +556,7 @@ def test_nobody_waits_for_storage_once_the_device_has_it():
         engine.step()
         while not waits.kept.reads:
             engine.step()
-        engine.behind.cache.prefetcher.threshold = 1 << 20  # the next one asks storage for nothing
+        engine.behind.cache.threshold = 1 << 20  # the next one asks storage for nothing
         engine.generate([Request(prompt, 4)])
         for _ in range(20):
             engine.step()
@@ -968,7 +971,7 @@ def test_traffic_on_storages_that_fail_come_and_go():
             known = {page.key.hex() for node in cache.tree.nodes() if node.stored for page in node.pages}
             assert known <= set(cache.storage.backend.pages if cache.storage else ()), "it has what it says"
             cache.attach_storage(rng.choice([None, *map(store.Storage, shelves)]))
-            cache.prefetcher.policy, cache.write_policy = rng.choice(tiers.PREFETCH), rng.choice(tiers.WRITE)
+            cache.prefetch_policy, cache.write_policy = rng.choice(tiers.PREFETCH), rng.choice(tiers.WRITE)
             stored.append(len(known))
         step()
 
@@ -1018,8 +1021,8 @@ def test_options_of_storage_and_of_host_memory(tmp_path, capsys):
         engine.close()
         shelf = engine.behind.cache.storage.backend
         assert shelf.secret == "sesame" and len(shelf) == 12 and engine.behind.cache.host.size == 60
-    prefetcher = engine.behind.cache.prefetcher
-    assert (prefetcher.threshold, prefetcher.timeout) == (7, (3, 0.25)), "the others are the command line's"
+    cache = engine.behind.cache
+    assert (cache.threshold, cache.timeout) == (7, (3, 0.25)), "the others are the command line's"
     assert made("--hicache-size=0.01").behind.cache.host.size == 10**7 // engine.behind.cache.host.block_bytes
     for options in ["--hicache-ratio=1"], ["--hicache-size=1", "--cpu-blocks=9"]:
         with pytest.raises(BadRequest, match="Give one of"):
