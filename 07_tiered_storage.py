@@ -3,22 +3,22 @@
 The problem. Host memory is larger than the device's, but it is one machine's, and it is lost with the
 process. A service runs many engines, and what one of them has read the others compute again.
 
-The mechanism. Pages of K and V live in three tiers: on the device (L1), in host memory (L2), and in storage
-that many engines share (L3). One radix tree knows all of them. As soon as a request stands in line, storage
-is asked for its pages, and those that neither L1 nor L2 has are fetched:
+The mechanism. Pages of K and V live on the device (L1), in host memory (L2), and in storage that many engines
+share (L3). One radix tree says which tiers have a page. As soon as a request stands in line, storage is asked
+for its pages, and those that neither L1 nor L2 has are fetched:
 
     tokens   0          320            800                        1792      16 tokens a page
     pages    |== L1 ====|==== L2 ======|:::::: L3 ::::::::::::::::|
              found      | by layers    | prefetched into L2, then by layers (chapter 03)
 
-How long does a request wait for storage? `best_effort`: not at all, it takes what has come at its turn.
-`wait_complete`: to the end. `timeout`: so many seconds, and some for each 1,024 tokens. `both_ends`: until
-storage has said what it has; then it computes from the front while pages arrive from the back (chapter 06).
-But none waits longer than computing would take, or for a load that takes more than 0.8 of it.
+How long does it wait for storage? `best_effort`: not at all, it takes what has come at its turn. `timeout`:
+so many seconds, and some for each 1,024 tokens. `wait_complete`: to the end. `both_ends`: until storage has
+said what it has; then it computes from the front while pages arrive from the back (chapter 06). But never
+longer than computing would take, nor for a load that takes more than 0.8 of that.
 
-When does a page go down? `write_through`: as soon as it is full. `write_through_selective`: when a second
-request has it on the device. `write_back`: on eviction, unless a lower tier has it; evictions from the device
-block the engine, those from host memory do not.
+When does a page go down? `write_through`: when it is full. `write_through_selective`: when a second request
+has it on the device. `write_back`: when a tier evicts it and none below has it; the engine waits only for
+what leaves the device.
 
 Source: HiCache of SGLang (design document); its tree is RadixAttention's (Zheng et al., 2024, section 3).
 
@@ -248,10 +248,8 @@ class TieredCache(offload.HostCache):
 
     def behind_gap(self, prefix) -> bool:
         """Whether no tier below the device has what comes before, or is about to."""
-        if not super().behind_gap(prefix) or prefix.parent in self.writing:
-            return False
-        (before, _), *_ = self.tree.spans([prefix.parent])
-        return not before.stored
+        behind = super().behind_gap(prefix) and prefix.parent not in self.writing
+        return behind and not any(node.stored for node, _ in self.tree.spans([prefix.parent]))
 
     def in_l2(self, prefixes, places: list[int]):
         """These pages have arrived in host memory. (If another copy had, its places stay.)"""
@@ -398,8 +396,8 @@ class TieredCache(offload.HostCache):
             seconds = self.load_link.seconds(len(places) * self.host.block_bytes)
             return Match(tokens, seconds, places, found)
         if prefetch := self.behind_in_storage(request, request.computed):
-            (last, _), *_ = self.tree.spans(prefetch.chain[-1:])
-            return self.offer(request) if last.places or not prefetch.ended else None
+            come = any(node.places for node, _ in self.tree.spans(prefetch.chain[-1:]))
+            return self.offer(request) if come or not prefetch.ended else None
 
     def behind_in_storage(self, request, end: int) -> Prefetch | None:
         """-> under both_ends, the Prefetch of what storage has behind token `end`."""
@@ -499,22 +497,18 @@ class TieredCache(offload.HostCache):
             self.counts["dirty_evicted"] += len(dirty)
             room = partial(self.host.make_room, own=() if self.storage else dirty, used=self.step_began)
             while not self.save_link.hangs and (fits := room(len(dirty))):
-                self.copy_to_l2(dirty[:fits], [block_of[prefix] for prefix in dirty[:fits]])
-                dirty = dirty[fits:]
+                pages, dirty, places = dirty[:fits], dirty[fits:], self.host.allocate(fits)
+                copy = self.copy_out([block_of[page] for page in pages], places)
+                try:
+                    copy.wait(min(offload.LONGEST_SAVE, lanes.HANGING + self.save_link.seconds(0)))
+                    self.in_l2(pages, places)
+                    self.counts["pages_written"] += fits
+                except links.TransferError:
+                    copy.cancel()
+                    self.hold("save", [copy], (self.host, places))  # a late one still writes there
+                    self.counts["pages_lost"] += fits
+                self.host.release(places)
         self.counts["pages_lost"] += len(dirty)
-
-    def copy_to_l2(self, prefixes: list, blocks: list[int]):
-        """Copy pages to host memory, and wait for that."""
-        copy = self.copy_out(blocks, places := self.host.allocate(len(blocks)))
-        try:
-            copy.wait(min(offload.LONGEST_SAVE, lanes.HANGING + self.save_link.seconds(0)))
-            self.in_l2(prefixes, places)
-            self.counts["pages_written"] += len(prefixes)
-        except links.TransferError:
-            copy.cancel()
-            self.hold("save", [copy], (self.host, places))  # a late one still writes there
-            self.counts["pages_lost"] += len(prefixes)
-        self.host.release(places)
 
     # From host memory to storage
 
@@ -625,12 +619,9 @@ class TieredCache(offload.HostCache):
         if self.storage:
             self.hold("measure", [self.storage.measure(self.pages_at_once * self.host.block_bytes)])
 
-    open_storage = staticmethod(backends.open_storage)  # on any thread, for `attach_storage`
-
     def attach_storage(self, storage: store.Storage | None):
-        """Between two steps: go on with another storage, or with none; close the one before on a thread, when
-        nothing of it is under way. What is being read does not come; what is being written and not near is
-        lost."""
+        """Between two steps: go on with another storage, or with none; on a thread close the one before, when
+        nothing of it is under way. What is being read does not come; what is being written may be lost."""
         before = self.storage
         for request in (*self.engine.waiting, *self.engine.running):
             self.finished(request)  # it goes on, without what was noted for the storage before
@@ -664,7 +655,7 @@ class TieredCache(offload.HostCache):
 
 # 3. The demo -----------------------------------------------------------------------------------
 
-TALKS, ON_DEVICE, ON_HOST = 8, 2, 4
+TALKS = 8
 
 
 def demo(model, frontend: Frontend, arguments):
@@ -678,7 +669,7 @@ def demo(model, frontend: Frontend, arguments):
     talks = [[system, *lesson.conversation(frontend, rng, context // 4)] for _ in range(TALKS)]
     longest = max(len(frontend.encode(None, talk)) for talk in talks) + 3 * new + 32
     pages = -(-longest // size)
-    device, host = device or ON_DEVICE * pages, host or ON_HOST * pages
+    device, host = device or 2 * pages, host or 4 * pages
     lesson.check_room(dict(device=device, host=host), pages, size)
 
     def engine_with(**options):
@@ -696,34 +687,32 @@ def demo(model, frontend: Frontend, arguments):
             engine.close()
         # 2. Time one long history that only storage has, under each policy
         engine = engine_with(storage=url, prefetch="both_ends", always_restore=True)
-        length = min(most, 2048) * 7 // 8
-        text = lesson.document_for(engine, frontend, rng, length, [lesson.SECRET], 2)
+        text = lesson.document_for(engine, frontend, rng, min(most, 2048) * 7 // 8, [lesson.SECRET], 2)
         asked = policies(engine, frontend.request(messages=[dict(role="user", content=text)]).tokens)
         engine.close()
-    last = [requests[-1] for requests in asked.values()]
-    verified = lesson.verify(paged.baseline.Engine(model), sum(taken.values(), last))
+    last = {policy: requests[-1] for policy, requests in asked.items()}
+    verified = lesson.verify(paged.baseline.Engine(model), sum(taken.values(), [*last.values()]))
 
     report = dict(link=lesson.described(engine.behind.cache.load_link), verified=verified, counters=counters)
-    print(
-        f"{TALKS} conversations of up to {pages} pages, each asked twice; L1 has {device} pages, L2 {host}\n"
-        f"{arguments.write_policy}, {arguments.prefetch}\n"
-    )
+    print(f"{TALKS} conversations of up to {pages} pages, each asked twice; L1 has {device} pages, L2 {host}")
+    print(f"{arguments.write_policy}, {arguments.prefetch}\n")
     rows = show_tiers(taken) + show_policies(asked)
-    timelines = [asked[policy][-1].timeline for policy in ("both_ends", "wait_complete")]
-    return dict(report, rows=rows), timelines
+    return dict(report, rows=rows), [last[policy].timeline for policy in ("both_ends", "wait_complete")]
 
 
 def converse(engine, frontend: Frontend, talks: list, new: int) -> list[Request]:
     """Ask all conversations, in any order, then each again with one more question -> the requests."""
-    rng, talks = random.Random(1), [list(talk) for talk in talks]
-    order = [*rng.sample(talks, len(talks)), *rng.sample(talks, len(talks))]
-    texts = [talk.pop()["content"] for talk in order[: len(talks)]] + [lesson.TURNS[2]] * len(talks)
-    return [lesson.say(engine, frontend, talk, text, new) for talk, text in zip(order, texts)]
+    rng, talks, asked = random.Random(1), [list(talk) for talk in talks], []
+    for question in None, lesson.TURNS[2]:
+        for talk in rng.sample(talks, len(talks)):
+            text = question or talk.pop()["content"]
+            asked.append(lesson.say(engine, frontend, talk, text, new))
+    return asked
 
 
 def policies(engine, prompt: list[int]) -> dict[str, list[Request]]:
     """Ask the same, when only an L3 that is as slow as computing has it, under each policy."""
-    engine.generate([Request(prompt, 1)])
+    lesson.ask(engine, prompt)
     cache, seconds = engine.behind.cache, engine.behind.estimates.seconds_to_compute(0, len(prompt))
     size = len(prompt) // cache.pool.block_size * cache.host.block_bytes
     cache.storage.bandwidth = modelled_link.Bandwidth(size / seconds)
@@ -731,8 +720,7 @@ def policies(engine, prompt: list[int]) -> dict[str, list[Request]]:
     cache.measure_storage()
 
     def ask(policy: str) -> Request:
-        lesson.settle(engine)
-        engine.evict("device")
+        lesson.settle(engine, "device")
         engine.evict("host")
         cache.prefetch_policy = policy
         return engine.generate([Request(prompt, 2, must_compute=policy == "computed")])[0]
@@ -795,34 +783,31 @@ def add_arguments(parser):
     add("--prefetch-timeout-per-1k", type=number, default=0.25, metavar="S", help="each 1,024 tokens (0.25)")
 
 
-def host_pages(model, arguments, page_bytes: int) -> int:
-    """-> how many pages host memory gets, as the one option says that is given. Raises BadRequest."""
-    useful = arguments.max_running * -(-model.config.max_position_embeddings // arguments.block_size)
-    device = cli.blocks_that_fit(arguments.gpu_blocks, useful, page_bytes, model.device, "--gpu-blocks")
-    ratio, size = arguments.hicache_ratio, arguments.hicache_size
-    asked = arguments.cpu_blocks, ratio and int(ratio * device), size and int(1e9 * size / page_bytes)
-    given = [pages for pages in asked if pages is not None]
-    if len(given) > 1 or ratio == 1:
-        raise BadRequest("Give one of --cpu-blocks, --hicache-size and --hicache-ratio, the last above 1.")
-    options = argparse.Namespace(**{**vars(arguments), "cpu_blocks": given[0] if given else None})
-    return offload.host_blocks(model, options, page_bytes)
-
-
 def make_engine(model, arguments) -> paged.Engine:
-    """Chapter 02's engine with this chapter's Cache."""
+    """Chapter 02's engine with this chapter's Cache. Raises BadRequest."""
     size, url = arguments.block_size, arguments.storage or None
-    block_bytes = size * model.config.kv_numbers_per_token * model.dtype.itemsize
-    blocks = host_pages(model, arguments, block_bytes)
+    # 1. Host memory gets as many pages as the one option says that is given
+    page_bytes = size * model.config.kv_numbers_per_token * model.dtype.itemsize
+    useful = arguments.max_running * -(-model.config.max_position_embeddings // size)
+    device = cli.blocks_that_fit(arguments.gpu_blocks, useful, page_bytes, model.device, "--gpu-blocks")
+    ratio, giga = arguments.hicache_ratio, arguments.hicache_size
+    asked = arguments.cpu_blocks, ratio and int(ratio * device), giga and int(1e9 * giga / page_bytes)
+    if asked.count(None) < 2 or ratio == 1:
+        raise BadRequest("Give one of --cpu-blocks, --hicache-size and --hicache-ratio, the last above 1.")
+    given = max((pages for pages in asked if pages is not None), default=None)
+    options = argparse.Namespace(**{**vars(arguments), "cpu_blocks": given})
+    pages = offload.host_blocks(model, options, page_bytes)
+    # 2. Storage, and the engine
     config, (threshold, *timeout) = backends.settings(arguments.storage_config, arguments)
     storage = url and backends.open_storage(url, config, arguments.storage_bandwidth)
     if arguments.hicache_io_backend and model.device.type != "cuda":
         raise BadRequest("--hicache-io-backend chooses what copies on a GPU, and here is none: leave it out.")
     cache = TieredCache(
-        blocks, modelled_link.bandwidth(model, arguments.link), storage, arguments.prefetch,
+        pages, modelled_link.bandwidth(model, arguments.link), storage, arguments.prefetch,
         arguments.write_policy, arguments.layout, threshold, tuple(timeout), arguments.hicache_io_backend,
     )  # fmt: skip
     engine = paged.make_engine(model, arguments, Restorer(cache, Estimates(arguments.always_restore)))
-    words = f"{blocks} pages of {size} tokens, {blocks * block_bytes / 1e6:.1f} MB, over a {cache.load_link}"
+    words = f"{pages} pages of {size} tokens, {pages * page_bytes / 1e6:.1f} MB, over a {cache.load_link}"
     print(f"Host: {words}; storage: {storage or 'none'}", file=sys.stderr)
     return engine
 
