@@ -279,8 +279,9 @@ class TieredCache(offload.HostCache):
             return
         near = sum(part.stop for _, part in takewhile(lambda span: span[0].near, self.tree.spans(chain)))
         tokens = (len(chain) - near) * size
-        timeout, most = request.received + self.timeout[0] + self.timeout[1] * tokens / 1024, request.patience
-        until = dict(best_effort=0.0, timeout=min(timeout, most)).get(self.prefetch_policy, most)
+        timeout = request.received + self.timeout[0] + self.timeout[1] * tokens / 1024
+        policies = dict(best_effort=0.0, timeout=timeout)  # 0: it does not wait
+        until = min(request.patience, policies.get(self.prefetch_policy, request.patience))
         pages_read = request.kept.pages_read if request.kept else set()
         self.prefetches.pop(request.kept, None)
         request.kept = prefetch = Prefetch(request, chain, until, tokens < self.threshold, pages_read)
@@ -448,8 +449,7 @@ class TieredCache(offload.HostCache):
             load = left / size * self.host.block_bytes / self.storage.speed()
             compute = self.estimates.seconds_to_compute(request.computed, restoration.limit)
             tokens = both_ends.portion(left, load, compute)
-        end = request.computed + min(tokens, self.engine.token_budget)
-        return self.pool.num_blocks(end) * size - request.computed
+        return self.pool.num_blocks(request.computed + tokens) * size - request.computed
 
     # From the device to host memory
 
@@ -629,9 +629,8 @@ class TieredCache(offload.HostCache):
         self.count_lost(self.writing)
         for known in self.coming, self.writing, self.unwritten, self.fresh:
             known.clear()
-        for node in self.tree.nodes():
+        for node in self.tree.change(self.in_storage()[0]):
             node.stored = False
-        self.tree.join(self.tree.nodes())
         if before:
             for lane in ("ask", "read", "measure", "write"):
                 for transfers, held, _ in self.under_way.pop(lane, ()):
