@@ -206,6 +206,7 @@ class TieredCache(offload.HostCache):
     """Chapter 03's host memory under a radix tree, and storage behind it."""
 
     fields = {}
+    open_storage = staticmethod(backends.open_storage)  # on any thread, for `attach_storage`
 
     def __init__(
         self, blocks: int, bandwidth=None, storage=None, prefetch="timeout", write="write_through",
@@ -279,9 +280,8 @@ class TieredCache(offload.HostCache):
             return
         near = sum(part.stop for _, part in takewhile(lambda span: span[0].near, self.tree.spans(chain)))
         tokens = (len(chain) - near) * size
-        timeout = request.received + self.timeout[0] + self.timeout[1] * tokens / 1024
-        policies = dict(best_effort=0.0, timeout=timeout)  # 0: it does not wait
-        until = min(request.patience, policies.get(self.prefetch_policy, request.patience))
+        timeout, most = request.received + self.timeout[0] + self.timeout[1] * tokens / 1024, request.patience
+        until = dict(best_effort=0.0, timeout=min(timeout, most)).get(self.prefetch_policy, most)
         pages_read = request.kept.pages_read if request.kept else set()
         self.prefetches.pop(request.kept, None)
         request.kept = prefetch = Prefetch(request, chain, until, tokens < self.threshold, pages_read)

@@ -25,7 +25,7 @@ from werkzeug.exceptions import HTTPException
 from werkzeug.serving import ThreadedWSGIServer, WSGIRequestHandler
 
 from common.requests import BadRequest, HungUp, Request, RequestError, Result, Unavailable
-from shell import backends, end, openai
+from shell import end, openai
 from shell.frontend import PROMPT, SAMPLING, check_fields
 
 MAX_BODY = 1 << 20                 # bytes of an HTTP request; a full context fits many times
@@ -356,7 +356,7 @@ def add_storage(app: Flask, server: Server):
             raise BadRequest("This chapter has no storage to attach; see GET / and GET /health.", 404)
         if request.method != "GET":             # a storage is opened on this thread: it may take a second
             put = request.method == "PUT"
-            opened = backends.open_storage(**check_fields(body(), known, needed="url")) if put else None
+            opened = cache.open_storage(**check_fields(body(), known, needed="url")) if put else None
             server.between_steps(partial(cache.attach_storage, opened))
         return server.between_steps(show)       # only the engine's thread settles a lane
 

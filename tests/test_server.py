@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.requests import BadRequest, Request, Unavailable
+from shell import backends
 from shell import server as servers
 from tests.support.serving import ASK, CHAT, INFO, TIMEOUT, eventually, run, sentence, serving
 from tests.support.stub import Engine
@@ -462,7 +463,7 @@ def test_evicting_drops_what_is_cached(client):
 def test_storage_is_shown_attached_and_detached_from_this_machine_only(client, frontend, tmp_path):
     assert "no storage" in client.ask("/storage").error(404)
     engine = Engine()
-    cache = Mock(storage=None)
+    cache = Mock(storage=None, open_storage=backends.open_storage)
     engine.behind = Mock(cache=cache)
     cache.attach_storage = lambda kept: kept and kept.open(engine.wake.set) or setattr(cache, "storage", kept)
     with serving(frontend, engine) as client:
