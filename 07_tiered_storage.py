@@ -17,8 +17,7 @@ said what it has; then it computes from the front while pages arrive from the ba
 longer than computing would take, nor for a load that takes more than 0.8 of that.
 
 When does a page go down? `write_through`: when it is full. `write_through_selective`: when a second request
-has it on the device. `write_back`: when a tier evicts it and none below has it; the engine waits only for
-what leaves the device.
+has it on the device. `write_back`: when a tier evicts it and none below has it (for L1's the engine waits).
 
 Source: HiCache of SGLang (design document); its tree is RadixAttention's (Zheng et al., 2024, section 3).
 
@@ -430,9 +429,10 @@ class TieredCache(offload.HostCache):
                     copies += self.copy_in(request, restoration.limit, places)
                 elif prefetch.ended:
                     break  # storage brings no more
-                if not self.engine.work:  # between two steps: the next one computes so much
-                    restoration.portion = self.portion(request)
-                yield
+                else:
+                    if not self.engine.work:  # between two steps: the next one computes so much
+                        restoration.portion = self.portion(request)
+                    yield
             restoration.portion = restoration.end  # enough: prefill goes on to the limit
             yield from copies
             restoration.layers = len(self.model.layers)
