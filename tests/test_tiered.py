@@ -492,12 +492,13 @@ def test_a_claimed_page_whose_copy_fails_at_once_is_computed():
         assert len(calls) > 1 and engine.counts["failed_restorations"] == 1 and not request.found
 
 
-def test_what_storage_fails_to_bring_before_both_ends_has_begun_is_computed():
-    with only_stored(480, "both_ends") as (engine, shelf, prompt):
-        shelf.get, offer = Mock(side_effect=OSError), engine.behind.cache.offer
+@pytest.mark.parametrize("found", [{}, {"storage": 464}])
+def test_before_both_ends_has_begun_storage_brings_all_or_fails(found):
+    with only_stored(480, "both_ends", host=64) as (engine, shelf, prompt):
+        shelf.get, offer = shelf.get if found else Mock(side_effect=OSError), engine.behind.cache.offer
         engine.behind.cache.offer = lambda request: ([read.over.wait(60) for read in request.kept.reads], offer(request))[1]
         engine.submit(request := Request(prompt, 4))
-        assert steps(engine, lambda: request.outcome, 500) and request.found == {} and ORACLE.judge(request) != "wrong"
+        assert steps(engine, lambda: request.outcome, 500) and request.found == found and ORACLE.judge(request) != "wrong"
 
 
 def test_behind_a_page_that_the_tree_has_forgotten_both_ends_claims_nothing():
