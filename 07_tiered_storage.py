@@ -3,24 +3,21 @@
 The problem. Host memory is larger than the device's, but it is one machine's, and it is lost with the
 process. A service runs many engines, and what one of them has read the others compute again.
 
-The mechanism. Pages of K and V live in three tiers: on the device (L1), in host memory (L2), and in storage
-that many engines share (L3). One radix tree knows all pages; along a request's tokens there is a run of pages
-on the device, then one in host memory, from where it is loaded layer by layer (chapter 03). As soon as the
-request stands in line, storage is asked for all of its pages, and those after the two runs are fetched:
+The mechanism. Pages of K and V live on the device (L1), in host memory (L2), and in storage that many engines
+share (L3). One radix tree says which tiers have a page. As soon as a request stands in line, storage is asked
+for its pages, and those that neither L1 nor L2 has are fetched:
 
     tokens   0          320            800                        1792      16 tokens a page
     pages    |== L1 ====|==== L2 ======|:::::: L3 ::::::::::::::::|
-             found      | by layers    | prefetched into L2, then by layers
+             found      | by layers    | prefetched into L2, then by layers (chapter 03)
 
-How long does a request wait for storage? `best_effort`: not at all, it takes what has come when its turn is
-there. `wait_complete`: to the end. `timeout`: so many seconds from its arrival on, and some for each 1,024
-tokens. `both_ends`: until storage has said what it has; then it computes from the front while pages arrive
-from the back (chapter 06). But no policy waits longer than computing the prompt would take, or for a load
-that takes more than 0.8 of it (`--always-restore`: for any load, up to a minute).
+How long does it wait for storage? `best_effort`: not at all, it takes what has come at its turn. `timeout`:
+so many seconds, and some for each 1,024 tokens. `wait_complete`: to the end. `both_ends`: until storage has
+said what it has; then it computes from the front while pages arrive from the back (chapter 06). But never
+longer than computing would take, nor for a load that takes more than 0.8 of that.
 
-When does a page go down? `write_through`: as soon as it is full. `write_through_selective`: when a second
-request has it on the device. `write_back`: copied one tier down on eviction, unless a lower tier has it;
-evictions from the device block the engine, those from host memory do not.
+When does a page go down? `write_through`: when it is full. `write_through_selective`: when a second request
+has it on the device. `write_back`: when a tier evicts it and none below has it (for L1's the engine waits).
 
 Source: HiCache of SGLang (design document); its tree is RadixAttention's (Zheng et al., 2024, section 3).
 
@@ -35,7 +32,7 @@ import shell.cli as cli
 import sys
 import tempfile
 import time
-from collections import deque
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice, takewhile
@@ -68,8 +65,8 @@ LAYOUTS = {
 # Which tier has a page, and what is on its way between two of them:
 #
 #     node.device              node.places                 node.stored
-#        HostCache.saving, down ->      Writer.going, down ->
-#                                    <- Prefetcher.coming, up
+#        cache.saving, down ->    cache.writing, down ->
+#                                 <- cache.coming, up
 
 @dataclass(eq=False, slots=True)
 class Node:
@@ -102,8 +99,8 @@ class HiRadixTree:
         self.root, self.size = Node(None, []), 0  # size: pages
 
     def spans(self, run: list) -> list[tuple[Node, slice]]:
-        """-> where the known beginning of `run` is (pages that follow each other, from anywhere in a chain):
-        nodes, upper ones first, and which of a node's pages are the run's."""
+        """-> where a run of pages, that follow each other from anywhere in a chain, is: nodes, upper first,
+        and which of a node's pages are the run's. What is not known is in a last node, which no tier has."""
         chain = before(run) + run
         node, at, first, spans = self.root, 0, len(chain) - len(run), []
         while at < len(chain) and (node := node.children.get(chain[at])):
@@ -116,16 +113,17 @@ class HiRadixTree:
             at += same
             if same < len(node.pages):
                 break
+        if unknown := chain[max(at, first) :]:
+            spans.append((Node(None, unknown), slice(0, len(unknown))))
         return spans
 
     def take(self, run: list) -> list[Node]:
-        """-> nodes that have the pages of `run` and no others: known ones, split at its ends, or new."""
+        """-> nodes of the tree that have these pages and no others: known ones, split at the ends, or new."""
         taken = [self.split(*span) for span in self.spans(run)]
-        if new := run[sum(len(node.pages) for node in taken) :]:
-            upper = (taken or self.take(before(run)) or [self.root])[-1]
-            upper.children[new[0]] = Node(upper, new)
-            taken.append(upper.children[new[0]])
-            self.size += len(new)
+        if taken and not (new := taken[-1]).parent:
+            new.parent = (taken[:-1] or self.take(before(run)) or [self.root])[-1]
+            new.parent.children[new.pages[0]] = new
+            self.size += len(new.pages)
         return taken
 
     def split(self, node: Node, part: slice) -> Node:
@@ -154,10 +152,9 @@ class HiRadixTree:
         used later than ends. The caller changes each, then it is joined with its neighbours."""
         runs = []
         for page in sorted(pages, key=lambda page: -page.used):
-            if runs and runs[-1][-1] is page.parent:
-                runs[-1].append(page)
-            else:
-                runs.append([page])
+            if not runs or runs[-1][-1] is not page.parent:
+                runs.append([])
+            runs[-1].append(page)
         for run in runs:
             yield from (nodes := self.take(run))
             self.join(nodes)
@@ -187,7 +184,7 @@ def before(run: list) -> list:
     return pages[::-1]
 
 
-# 2. From storage to host memory ----------------------------------------------------------------
+# 2. The Cache ----------------------------------------------------------------------------------
 
 @dataclass(eq=False)
 class Prefetch:
@@ -195,249 +192,20 @@ class Prefetch:
 
     request: Request
     chain: list  # prefixes of the request's full pages; when storage has answered, up to the last to read
-    first: int  # the first page that neither the device nor host memory has
     until: float  # seconds of time.perf_counter(): the policy waits no longer
     ended: bool  # nothing more will come: all is read, it was too little, no place is left, or nobody waits
+    pages_read: set  # their prefixes
     asked_at: float = field(default_factory=time.perf_counter)
     answered: bool = False  # storage has said how many pages it has
+    pays: bool = False  # the engine has decided that it is worth waiting for
     reads: list = field(default_factory=list)  # Transfers of the reads that were begun
-    unread: int = 0  # pages to read, for which no read has begun
-    pages_read: set = field(default_factory=set)  # their prefixes
-    wait_pays: bool = False  # the engine has decided that it is worth waiting for
 
-
-class Prefetcher:
-    """Reads the pages of requests in line from storage into host memory. `request.kept` is a Prefetch."""
-
-    def __init__(self, cache: "TieredCache", policy: str, threshold: int, timeout: tuple[float, float]):
-        self.cache, self.policy, self.threshold, self.timeout = cache, policy, threshold, timeout
-        self.prefetches: dict[Prefetch, None] = {}  # that storage has answered, first come, first served
-        self.coming: set = set()  # prefixes of pages that are being read
-        self.probed = 0.0  # when it was last tried whether a silent storage answers again
-
-    def ask_l3(self, request):
-        """Ask storage which pages of the request it has, and mark them as used; `poll` then reads those that
-        neither pool has. Where storage is silent, only find out whether it answers again."""
-        cache, storage, now = self.cache, self.cache.storage, time.perf_counter()
-        size = cache.pool.block_size
-        chain, earlier = request.chain[: request.history // size], request.kept
-        if storage is None or not chain:
-            return
-        if storage.silent:
-            if now > self.probed + AGAIN and not any(map(cache.under_way.get, ("ask", "read", "measure"))):
-                self.probed = now
-                cache.hold("ask", [storage.exists([bytes(32)])])
-                cache.measure_storage()
-            return
-        first = sum(part.stop for _, part in takewhile(lambda span: span[0].near, cache.tree.spans(chain)))
-        tokens = (len(chain) - first) * size
-        timeout = request.received + self.timeout[0] + self.timeout[1] * tokens / 1024
-        until = dict(best_effort=0.0, timeout=timeout).get(self.policy, request.patience)  # 0: no wait
-        request.kept = prefetch = Prefetch(request, chain, first, until, ended=tokens < self.threshold)
-        if earlier:
-            prefetch.pages_read = earlier.pages_read
-            self.end_prefetch(earlier)
-        answer = storage.exists([prefix.key for prefix in chain])
-        cache.hold("ask", [answer], then=partial(self.answered, prefetch, answer))
-
-    def answered(self, prefetch: Prefetch, answer, arrived: bool):
-        """Storage has said which pages it has: note that in the tree, and let the reads begin."""
-        tree, chain, first = self.cache.tree, prefetch.chain, prefetch.first
-        stored = answer.value if arrived else []
-        end = first + len(list(takewhile(bool, stored[first:])))
-        known = max(end, sum(part.stop for _, part in tree.spans(chain)))
-        there = {page for page, has in zip(chain[:end], stored) if has}  # past a gap: no
-        for pages in (there, set(chain[:known]) - there) if arrived else ():
-            for node in tree.change(pages):
-                node.stored = pages is there
-        if (end - first) * self.cache.pool.block_size < self.threshold:
-            end = first  # too few to be worth it
-        prefetch.answered, prefetch.unread, prefetch.chain = True, end - first, chain[:end]
-        if not prefetch.ended:
-            self.prefetches[prefetch] = None
-
-    def lacking(self, prefetch: Prefetch) -> list:
-        """-> the pages to read: those in storage that are not near, nor on their way, up to the first that is
-        nowhere; under both_ends from the last page back."""
-        step, lacking = -1 if self.policy == "both_ends" else 1, []
-        here = self.coming | self.cache.saving.keys()
-        for node, part in self.cache.tree.spans(prefetch.chain)[::step]:
-            away = [] if node.near else [page for page in node.pages[part] if page not in here]
-            if away and not node.stored:
-                break
-            lacking += away[::step]
-        return lacking
-
-    def read_l3(self, prefetch: Prefetch, lately: set):
-        """Begin to read what is lacking, as far as there are places: reads under way hold at most half of
-        host memory. `lately`: what all prefetches have read."""
-        cache, host, lacking = self.cache, self.cache.host, self.lacking(prefetch)
-        fits = min(len(lacking), max(0, host.size // 2 - len(self.coming)))
-        fits = host.make_room(fits, lately.union(prefetch.chain)) if fits else 0
-        lacking, prefetch.unread = lacking[:fits], len(lacking) - fits
-        for at in range(0, fits, cache.pages_at_once):
-            run = lacking[at : at + cache.pages_at_once]
-            places = host.allocate(len(run))
-            keys, into = [page.key for page in run], [cache.array[:, place] for place in places]
-            read = cache.storage.get(keys, into, f"page {prefetch.chain.index(run[0])}")
-            prefetch.reads.append(read)
-            self.coming.update(run)
-            then = partial(self.run_read, prefetch, run, places, read)
-            cache.hold("read", [read], given=[(host, places)], then=then)
-        none_comes = self.coming.isdisjoint(prefetch.chain[prefetch.first :])
-        prefetch.ended = none_comes and not (prefetch.unread and self.coming)
-
-    def run_read(self, prefetch: Prefetch, pages: list, places: list[int], read, arrived: bool):
-        """A read is over: its pages are in host memory, or storage is doubted."""
-        cache = self.cache
-        self.coming.difference_update(pages)
-        if arrived:
-            cache.in_l2(pages, places)
-            prefetch.pages_read.update(pages)
-            prefetch.request.timeline.add("storage", read.label, *read.span())
-            cache.counts["storage_pages_read"] += len(pages)
-        else:
-            for node in cache.tree.change(page for page in pages if page.key in cache.storage.doubted):
-                node.stored = False
-            self.end_prefetch(prefetch)  # cancelled, or storage was wrong about this chain, or hangs
-            cache.looked_at.pop(prefetch.request, None)  # `save` took its pages for coming: look again
-
-    def end_prefetch(self, prefetch: Prefetch):
-        """Nobody waits for this prefetch any more: cancel its reads that have not begun."""
-        prefetch.ended = True
-        links.cancel(prefetch.reads)
-        self.prefetches.pop(prefetch, None)
-
-    def waits(self, request) -> bool:
-        """Whether storage may bring more of what the request lacks, and the policy lets it wait for that."""
-        prefetch = request.kept
-        if not prefetch or prefetch.ended or self.cache.storage.silent:
-            return False
-        lacks = request.computed < len(prefetch.chain) * self.cache.pool.block_size
-        both = prefetch.answered and self.policy == "both_ends"  # it computes meanwhile
-        return lacks and not both and time.perf_counter() < min(prefetch.until, request.patience)
-
-    def pays(self, request) -> bool:
-        """Decide, once storage has answered, whether waiting for it takes less time than computing."""
-        prefetch = request.kept
-        if prefetch.answered and not prefetch.wait_pays:
-            prefetch.wait_pays = self.cache.engine.behind.decide(request, self.offer(request))
-        return prefetch.wait_pays or not prefetch.answered
-
-    def offer(self, request) -> Match:
-        """What storage has said it has: read first and then loaded, or under both_ends computed meanwhile."""
-        cache, start, prefetch = self.cache, request.computed, request.kept
-        end = len(prefetch.chain) * cache.pool.block_size
-        seconds = cache.storage.seconds(prefetch.unread * cache.host.block_bytes)
-        if self.policy == "both_ends":
-            seconds, _ = both_ends.meeting(seconds, cache.estimates.seconds_to_compute(start, end))
-        else:
-            pages = (end - start) // cache.pool.block_size
-            seconds += cache.load_link.seconds(pages * cache.host.block_bytes)
-        return Match(end - start, seconds, prefetch, {"storage": end - start})
-
-    def poll(self):
-        """Each step: end what nobody waits for, ask again, as another engine may have written, and read."""
-        size, now = self.cache.pool.block_size, time.perf_counter()
-        for request in self.cache.engine.running:
-            if request.kept and not (request.restoration and request.restoration.steps):
-                self.end_prefetch(request.kept)  # the request computes
-        for request in islice(self.cache.engine.waiting, NEXT):
-            asked, full = request.kept, request.history // size
-            if not asked or asked.ended and len(asked.chain) < full and now > asked.asked_at + AGAIN:
-                self.ask_l3(request)
-        lately = set().union(*(prefetch.pages_read for prefetch in self.prefetches))  # about to be used
-        for prefetch in list(self.prefetches):
-            self.read_l3(prefetch, lately)
-
-
-# 3. From host memory to storage ----------------------------------------------------------------
-
-class Writer:
-    """Writes pages to storage: from where they lie in host memory, or, when they leave it, from copies."""
-
-    def __init__(self, cache: "TieredCache"):
-        self.cache = cache
-        self.unwritten: dict = {}  # pages that may have to be written, once they are in host memory
-        self.going: set = set()  # pages that are being written
-        self.fresh: set = set()  # what was written, and what comes before: to be marked as used in storage
-
-    def owed(self, node: Node) -> list:
-        """-> the pages of a span that storage is owed. (The Cache's `owed` is what host memory is.)"""
-        owed = node.wanted and not node.stored and self.cache.storage
-        return [page for page in node.pages if page not in self.going] if owed else []
-
-    def behind_gap(self, node: Node) -> bool:
-        """Whether the page before is in no tier, so that no lookup would reach this span."""
-        return not node.parent.device and self.cache.behind_gap(node.pages[0])
-
-    def send_l3(self, pages=()):
-        """Write pages from where they lie in host memory, about a quarter of it at once; the others wait."""
-        cache, host = self.cache, self.cache.host
-        self.unwritten.update(dict.fromkeys(pages if cache.storage else ()))
-        while self.unwritten and not cache.storage.writer.hangs and len(self.going) < max(1, host.size // 4):
-            some, owed = list(islice(self.unwritten, cache.pages_at_once)), []
-            for page in some:
-                del self.unwritten[page]
-            for node in cache.tree.change(some):
-                owed += self.owed(node) if node.places and not self.behind_gap(node) else []
-            if owed:
-                places = [host.block_of[page] for page in owed]
-                self.write_l3(owed, [cache.array[:, place] for place in places], (host, places))
-
-    def evicting_l2(self, leaving: list):
-        """Write copies of owed pages that leave host memory. Count those that cannot be written as lost."""
-        cache, contents = self.cache, {}
-        place_of = {page: place for place, page in leaving}
-        full = len(self.going) > cache.pool.size + cache.host.size  # copies take no more than these pools
-        for node in cache.tree.change(place_of):
-            node.places, owed = [], self.owed(node)
-            if cache.write_policy == "write_back":
-                cache.counts["dirty_evicted"] += len(owed)
-            if owed and (full or cache.storage.writer.hangs or self.behind_gap(node)):
-                cache.counts["pages_lost"] += 0 if node.device else len(owed)
-            else:
-                contents.update((page, cache.array[:, place_of[page]].copy()) for page in owed)
-                self.going.update(owed)
-        if contents:
-            self.write_l3(list(contents), list(contents.values()))
-
-    def write_l3(self, pages: list, contents: list, *held):
-        write = self.cache.storage.set([page.key for page in pages], contents)
-        self.going.update(pages)
-        self.cache.hold("write", [write], *held, then=partial(self.written_l3, pages, write))
-
-    def written_l3(self, pages: list, write, arrived: bool):
-        """A write is over: note what storage has; mark it as used there, so that ends are deleted first."""
-        cache = self.cache
-        self.going.difference_update(pages)
-        cache.counts["storage_pages_written"] += write.value or 0
-        there = [page for page in pages if arrived and page.key not in cache.storage.doubted]
-        for node in cache.tree.change(there):
-            node.stored = True
-        for page in pages:
-            while page.parent is not None and page not in self.fresh:
-                self.fresh.add(page)
-                page = page.parent
-        if not self.going or len(self.fresh) > cache.host.size:
-            cache.storage.use([page.key for page in sorted(self.fresh, key=lambda page: -page.used)])
-            self.fresh.clear()
-        if cache.write_policy == "write_back":
-            cache.counts["pages_written"] += len(there)
-        self.count_lost(set(pages).difference(there))
-
-    def count_lost(self, pages):
-        """Count those of these pages that no tier has any more."""
-        for node in self.cache.tree.change(pages):
-            self.cache.counts["pages_lost"] += 0 if node.near or node.stored else len(node.pages)
-
-
-# 4. The Cache ----------------------------------------------------------------------------------
 
 class TieredCache(offload.HostCache):
-    """Chapter 03's host memory under a radix tree; a Prefetcher and a Writer connect it with storage."""
+    """Chapter 03's host memory under a radix tree, and storage behind it."""
 
     fields = {}
+    open_storage = staticmethod(backends.open_storage)  # on any thread, for `attach_storage`
 
     def __init__(
         self, blocks: int, bandwidth=None, storage=None, prefetch="timeout", write="write_through",
@@ -447,14 +215,19 @@ class TieredCache(offload.HostCache):
         `threshold`: tokens that a prefetch must bring. `timeout`: seconds, and more for each 1,024 tokens.
         `io_backend`: what copies on a GPU, direct (the copy engine) or kernel; by default the link's rule."""
         super().__init__(blocks, bandwidth)
-        self.storage, self.write_policy, self.layout = storage, write, layout
-        self.prefetcher, self.writer = Prefetcher(self, prefetch, threshold, timeout), Writer(self)
-        self.io_backend = io_backend
+        self.storage, self.write_policy, self.layout, self.io_backend = storage, write, layout, io_backend
+        self.prefetch_policy, self.threshold, self.timeout = prefetch, threshold, timeout
+        self.prefetches: dict[Prefetch, None] = {}  # that storage has answered, first come, first served
+        self.coming: set = set()  # prefixes of pages that are being read
+        self.probed = 0.0  # when it was last tried whether a silent storage answers again
+        self.unwritten: dict = {}  # pages that may have to be written, once they are in host memory
+        self.writing: set = set()  # pages that are being written
+        self.fresh: set = set()  # what was written, and what comes before: to be marked as used in storage
 
     def attach(self, engine):
         super().attach(engine)
         self.load_link.backend = self.save_link.backend = self.io_backend
-        self.tree, self.host.evicting = HiRadixTree(), self.writer.evicting_l2
+        self.tree, self.host.evicting = HiRadixTree(), self.evicting_l2
         self.array = as_integers(self.host.memory)  # for NumPy
         self.pages_at_once = max(1, both_ends.CHUNK // self.pool.block_size)  # in a read or write of storage
         self.step_began = 0  # of all uses: what was used since does not leave host memory for another page
@@ -471,15 +244,12 @@ class TieredCache(offload.HostCache):
 
     def keeps(self, prefix) -> bool:
         """Whether host memory has a page, or is about to."""
-        return super().keeps(prefix) or prefix in self.prefetcher.coming and not self.storage.reader.hangs
-
-    def is_below(self, prefix) -> bool:
-        """Whether a tier below the device has a page, or is about to."""
-        spans = self.tree.spans([prefix])
-        return self.keeps(prefix) or prefix in self.writer.going or any(node.stored for node, _ in spans)
+        return super().keeps(prefix) or prefix in self.coming and not self.storage.reader.hangs
 
     def behind_gap(self, prefix) -> bool:
-        return super().behind_gap(prefix) and not self.is_below(prefix.parent)
+        """Whether no tier below the device has what comes before, or is about to."""
+        behind = super().behind_gap(prefix) and prefix.parent not in self.writing
+        return behind and not any(node.stored for node, _ in self.tree.spans([prefix.parent]))
 
     def in_l2(self, prefixes, places: list[int]):
         """These pages have arrived in host memory. (If another copy had, its places stay.)"""
@@ -488,99 +258,188 @@ class TieredCache(offload.HostCache):
         for node in self.tree.change(prefixes):
             node.places = [self.host.block_of[prefix] for prefix in node.pages]
 
-    @property
-    def last_tier(self) -> bool:
-        return not self.storage or self.storage.behind
-
     def in_storage(self) -> tuple[list, int, int]:  # for GET /state
         stored = [prefix for node in self.tree.nodes() if node.stored for prefix in node.pages]
-        return stored, len(self.prefetcher.coming), len(self.writer.going)
+        return stored, len(self.coming), len(self.writing)
 
-    # Coming up
+    # From storage to host memory, while a request stands in line
 
     def submitted(self, request):
-        self.prefetcher.ask_l3(request)
+        """Ask storage which pages of the request it has, and mark them as used; `poll` then reads those that
+        neither pool has. Where storage is silent, only find out whether it answers again."""
+        storage, size, now = self.storage, self.pool.block_size, time.perf_counter()
+        chain = request.chain[: request.history // size]
+        if not storage or not chain:
+            return
+        if storage.silent:
+            if now > self.probed + AGAIN and not (self.under_way["ask"] or self.under_way["measure"]):
+                self.probed = now
+                self.hold("ask", [storage.exists([bytes(32)])])
+                self.measure_storage()
+            return
+        near = sum(part.stop for _, part in takewhile(lambda span: span[0].near, self.tree.spans(chain)))
+        tokens = (len(chain) - near) * size
+        timeout, most = request.received + self.timeout[0] + self.timeout[1] * tokens / 1024, request.patience
+        until = dict(best_effort=0.0, timeout=min(timeout, most)).get(self.prefetch_policy, most)
+        pages_read = request.kept.pages_read if request.kept else set()
+        self.prefetches.pop(request.kept, None)
+        request.kept = prefetch = Prefetch(request, chain, until, tokens < self.threshold, pages_read)
+        answer = storage.exists([prefix.key for prefix in chain])
+        self.hold("ask", [answer], then=partial(self.answered, prefetch, near, answer))
+
+    def answered(self, prefetch: Prefetch, near: int, answer, arrived: bool):
+        """Storage has said which pages it has: note that in the tree, and let those behind the first ones,
+        which were `near`, be read."""
+        chain, has = prefetch.chain, answer.value if arrived else []
+        end = near + len(list(takewhile(bool, has[near:])))
+        there = {page for page, known in zip(chain[:end], has) if known}  # past a gap: no
+        believed = {page for node, part in self.tree.spans(chain) if node.stored for page in node.pages[part]}
+        for pages in (there, believed - there) if arrived else ():
+            for node in self.tree.change(pages):
+                node.stored = pages is there
+        if (end - near) * self.pool.block_size < self.threshold:
+            end = near  # too few to be worth it
+        prefetch.answered, prefetch.chain = True, chain[:end]
+        if self.prefetch_policy == "both_ends":
+            prefetch.until = 0.0  # it computes meanwhile
+        if not prefetch.ended:
+            self.prefetches[prefetch] = None
 
     def waits(self, request):
-        if self.prefetcher.waits(request) and self.prefetcher.pays(request):
-            return True
-        if request.kept and (self.storage.silent or self.prefetcher.policy != "both_ends"):
-            self.prefetcher.end_prefetch(request.kept)
-        return False
+        """Whether storage may bring more of what the request lacks, and the policy lets it wait for that, and
+        the engine, once storage has answered. Else it goes on with what has come."""
+        prefetch, silent = request.kept, self.storage and self.storage.silent
+        if not prefetch:
+            return False
+        lacks = request.computed < len(prefetch.chain) * self.pool.block_size
+        waits = lacks and not (prefetch.ended or silent) and time.perf_counter() < prefetch.until
+        if waits and prefetch.answered and not prefetch.pays:
+            prefetch.pays = waits = self.engine.behind.decide(request, self.offer(request))
+        if not waits and (silent or self.prefetch_policy != "both_ends"):  # which reads on meanwhile
+            self.end_prefetch(prefetch)
+        return waits
+
+    def offer(self, request) -> Match:
+        """What storage has said it has: read first and then loaded, or under both_ends computed meanwhile."""
+        start, prefetch, size = request.computed, request.kept, self.host.block_bytes
+        end = len(prefetch.chain) * self.pool.block_size
+        seconds = self.storage.seconds(len(self.lacking(prefetch)) * size)
+        if self.prefetch_policy == "both_ends":
+            seconds, _ = both_ends.meeting(seconds, self.estimates.seconds_to_compute(start, end))
+        else:
+            seconds += self.load_link.seconds((end - start) // self.pool.block_size * size)
+        return Match(end - start, seconds, prefetch, {"storage": end - start})
+
+    def lacking(self, prefetch: Prefetch) -> list:
+        """-> the pages to read: those in storage that are not near, nor on their way, up to the first that is
+        nowhere; under both_ends from the last page back."""
+        step, lacking = -1 if self.prefetch_policy == "both_ends" else 1, []
+        here = self.coming | self.saving.keys()
+        for node, part in self.tree.spans(prefetch.chain)[::step]:
+            away = [] if node.near else [page for page in node.pages[part] if page not in here]
+            if away and not node.stored:
+                break
+            lacking += away[::step]
+        return lacking
+
+    def read_l3(self, prefetch: Prefetch):
+        """Begin to read what is lacking, as far as there are places: reads under way hold at most half of
+        host memory. What other prefetches have read stays there, since it is about to be used."""
+        lacking = self.lacking(prefetch)
+        fits = max(0, min(len(lacking), self.host.size // 2 - len(self.coming)))
+        if fits:
+            kept = set(prefetch.chain).union(*(each.pages_read for each in self.prefetches))
+            fits = self.host.make_room(fits, kept)
+        for at in range(0, fits, self.pages_at_once):
+            run = lacking[at:fits][: self.pages_at_once]
+            places = self.host.allocate(len(run))
+            keys, into = [page.key for page in run], [self.array[:, place] for place in places]
+            read = self.storage.get(keys, into, f"page {prefetch.chain.index(run[0])}")
+            prefetch.reads.append(read)
+            self.coming.update(run)
+            then = partial(self.run_read, prefetch, run, places, read)
+            self.hold("read", [read], given=[(self.host, places)], then=then)
+        none_comes = self.coming.isdisjoint(prefetch.chain)
+        prefetch.ended = none_comes and not (len(lacking) > fits and self.coming)
+
+    def run_read(self, prefetch: Prefetch, pages: list, places: list[int], read, arrived: bool):
+        """A read is over: its pages are in host memory, or storage is doubted."""
+        self.coming.difference_update(pages)
+        if arrived:
+            self.in_l2(pages, places)
+            prefetch.pages_read.update(pages)
+            prefetch.request.timeline.add("storage", read.label, *read.span())
+            self.counts["storage_pages_read"] += len(pages)
+        else:
+            for node in self.tree.change(page for page in pages if page.key in self.storage.doubted):
+                node.stored = False
+            self.end_prefetch(prefetch)  # cancelled, or storage was wrong about this chain, or hangs
+            self.looked_at.pop(prefetch.request, None)  # `save` took its pages for coming: look again
+
+    def end_prefetch(self, prefetch: Prefetch):
+        """Nobody waits for this prefetch any more: cancel its reads that have not begun."""
+        prefetch.ended = True
+        links.cancel(prefetch.reads)
+        self.prefetches.pop(prefetch, None)
+
+    # From host memory to the device
 
     def match(self, request):
         """Offer the next run in host memory; if there is none, under both_ends what storage has: `blocks`
         of the Match are places, or the Prefetch."""
-        pages, places = [], []
-        for node, part in takewhile(lambda span: span[0].places, self.tree.spans(self.missing(request))):
-            pages += node.pages[part]
-            places += node.places[part]
-        if places:
-            tokens, prefetch = self.tokens_in(request, places), request.kept
-            read = self.pool.block_size * len(prefetch.pages_read.intersection(pages)) if prefetch else 0
-            found = {"cpu": max(0, tokens - read), "storage": min(tokens, read)}
-            found = {source: count for source, count in found.items() if count}
+        missing, prefetch = self.missing(request), request.kept
+        there = takewhile(lambda span: span[0].places, self.tree.spans(missing))
+        if places := [place for node, part in there for place in node.places[part]]:
+            tokens, read = self.tokens_in(request, places), prefetch.pages_read if prefetch else set()
+            read = self.pool.block_size * len(read.intersection(missing[: len(places)]))
+            found = +Counter(cpu=tokens - read, storage=min(tokens, read))  # what is above 0
             seconds = self.load_link.seconds(len(places) * self.host.block_bytes)
             return Match(tokens, seconds, places, found)
-        prefetch = self.behind_in_storage(request, request.computed)
-        come = prefetch and any(node.places for node, _ in self.tree.spans(prefetch.chain[-1:]))
-        if prefetch and (come or not prefetch.ended):
-            return self.prefetcher.offer(request)
+        if prefetch := self.behind_in_storage(request, request.computed):
+            come = any(node.places for node, _ in self.tree.spans(prefetch.chain[-1:]))
+            return self.offer(request) if come or not prefetch.ended else None
 
     def behind_in_storage(self, request, end: int) -> Prefetch | None:
         """-> under both_ends, the Prefetch of what storage has behind token `end`."""
-        prefetch = request.kept if self.prefetcher.policy == "both_ends" else None
+        prefetch = request.kept if self.prefetch_policy == "both_ends" else None
         if prefetch and prefetch.answered and len(prefetch.chain) * self.pool.block_size > end:
             return prefetch
 
     def restore(self, request, restoration, match):
         """Load what host memory has; or compute from the front, and load from the back (chapter 06)."""
-        if not isinstance(match.blocks, Prefetch):
-            if self.behind_in_storage(request, restoration.end):
-                restoration.limit = restoration.end  # no step goes on behind it: storage offers what follows
-            yield from super().restore(request, restoration, match)
-            restoration.limit = restoration.start
-            return
-        restoration.limit = restoration.end
-        copies = deque()  # to the request's blocks: until they are over, no page after the limit is used
-        try:
-            yield from self.restore_from_back(request, restoration, match.blocks, copies)
-        finally:
-            links.cancel(copies)
-            restoration.portion = restoration.end  # enough: prefill goes on to the limit
-            self.prefetcher.end_prefetch(match.blocks)
-            request.timeline.plan = both_ends.drawn(restoration)
+        if isinstance(match.blocks, Prefetch):
+            return (yield from self.restore_from_back(request, restoration, match.blocks))
+        if self.behind_in_storage(request, restoration.end):
+            restoration.limit = restoration.end  # no step goes on behind it: storage offers what follows
+        yield from super().restore(request, restoration, match)
+        restoration.limit = restoration.start
 
-    def restore_from_back(self, request, restoration, prefetch: Prefetch, copies: deque):
+    def restore_from_back(self, request, restoration, prefetch: Prefetch):
         """Claim pages that have come into host memory, by lowering `limit`, and copy them to the request's
         blocks, until both ends have met or no more pages come. No step computes what is claimed."""
-        size = self.pool.block_size
-        while copies or not restoration.met:
-            super().poll()  # takes in what has been read meanwhile
-            front = request.computed + dict(self.engine.work).get(request, 0)  # where the step under way ends
-            unclaimed = prefetch.chain[self.pool.num_blocks(front) : restoration.limit // size]
-            spans = self.tree.spans(unclaimed)
-            if sum(len(node.pages[part]) for node, part in spans) < len(unclaimed):
-                spans = []  # the tree has forgotten the last page: nothing comes from the back
-            come = list(takewhile(lambda span: span[0].places, reversed(spans)))
-            if places := [place for node, part in reversed(come) for place in node.places[part]]:
-                restoration.limit -= len(places) * size
-                restoration.layers = 0  # of what is claimed, until it has been copied
-                copies.extend(self.copy_in(request, restoration.limit, places))
-            while copies and copies[0].ready:
-                copies[0].check()
-                restoration.passed.append(copies.popleft())
-            restoration.layers = 0 if copies else len(self.model.layers)
-            if restoration.met and copies:
-                yield copies[0]
-                copies.popleft()
-            elif not restoration.met:
-                if prefetch.ended and not copies and restoration.limit > front:
-                    return  # storage brings no more
-                if not self.engine.work:  # between two steps: the next one computes so much
-                    restoration.portion = self.portion(request)
-                yield
-        restoration.layers = len(self.model.layers)
+        size, copies, restoration.limit = self.pool.block_size, [], restoration.end
+        try:
+            while not restoration.met:
+                super().poll()  # takes in what has been read meanwhile
+                front = request.computed + dict(self.engine.work).get(request, 0)  # where the step ends
+                unclaimed = prefetch.chain[self.pool.num_blocks(front) : restoration.limit // size]
+                come = list(takewhile(lambda span: span[0].places, reversed(self.tree.spans(unclaimed))))
+                if places := [place for node, part in reversed(come) for place in node.places[part]]:
+                    restoration.limit -= len(places) * size
+                    copies += self.copy_in(request, restoration.limit, places)
+                elif prefetch.ended:
+                    break  # storage brings no more
+                else:
+                    if not self.engine.work:  # between two steps: the next one computes so much
+                        restoration.portion = self.portion(request)
+                    yield
+            restoration.portion = restoration.end  # enough: prefill goes on to the limit
+            yield from copies
+            restoration.layers = len(self.model.layers)
+        finally:
+            links.cancel(copies)
+            self.end_prefetch(prefetch)
+            request.timeline.plan = both_ends.drawn(restoration)
 
     def portion(self, request) -> int:
         """-> tokens that prefill computes next, to the end of a page: its share of the rest (chapter 06)."""
@@ -590,10 +449,9 @@ class TieredCache(offload.HostCache):
             load = left / size * self.host.block_bytes / self.storage.speed()
             compute = self.estimates.seconds_to_compute(request.computed, restoration.limit)
             tokens = both_ends.portion(left, load, compute)
-        end = request.computed + min(tokens, self.engine.token_budget)
-        return self.pool.num_blocks(end) * size - request.computed
+        return self.pool.num_blocks(request.computed + tokens) * size - request.computed
 
-    # Going down
+    # From the device to host memory
 
     def save(self, batch):
         """Put what was computed into the tree, and send down what the write policy wants there."""
@@ -602,7 +460,7 @@ class TieredCache(offload.HostCache):
         self.save_owed()
         if self.tree.size > 2 * (self.pool.size + self.host.size):
             chains = [one.kept.chain for one in (*self.engine.waiting, *self.engine.running) if one.kept]
-            self.tree.forget(set().union(self.saving, self.prefetcher.coming, self.writer.going, *chains))
+            self.tree.forget(set().union(self.saving, self.coming, self.writing, *chains))
 
     def note(self, request):
         """Note which pages the request has on the device, and which of them the write policy wants below."""
@@ -618,13 +476,13 @@ class TieredCache(offload.HostCache):
         owed = self.owed.pop(request, []) if first else []
         if self.write_policy != "write_back":
             self.owed[request] = owed + wanted
-            self.writer.send_l3(wanted)
+            self.send_l3(wanted)
 
     def saved(self, request, transfer, prefixes, places, arrived: bool):
         super().saved(request, transfer, prefixes, places, arrived)
         if arrived:
             self.in_l2(prefixes, places)
-            self.writer.send_l3(prefixes)
+            self.send_l3(prefixes)
         else:
             self.looked_at.pop(request, None)  # look at all of them again
 
@@ -634,51 +492,123 @@ class TieredCache(offload.HostCache):
         block_of, dirty = {prefix: block for block, prefix in leaving}, []
         for node in self.tree.change(block_of):
             node.device = False
-            if node.wanted and not node.stored:
-                dirty += [page for page in node.pages if not (self.keeps(page) or page in self.writer.going)]
+            dirty += [page for page in self.owed_l3(node) if not self.keeps(page)]
         if self.write_policy == "write_back":
             self.counts["dirty_evicted"] += len(dirty)
-            own = () if self.storage else dirty
-            while dirty and not self.save_link.hangs:
-                if not (fits := self.host.make_room(len(dirty), own, self.step_began)):
-                    break
-                self.copy_to_l2(dirty[:fits], [block_of[prefix] for prefix in dirty[:fits]])
-                dirty = dirty[fits:]
+            room = partial(self.host.make_room, own=() if self.storage else dirty, used=self.step_began)
+            while not self.save_link.hangs and (fits := room(len(dirty))):
+                pages, dirty, places = dirty[:fits], dirty[fits:], self.host.allocate(fits)
+                copy = self.copy_out([block_of[page] for page in pages], places)
+                try:
+                    copy.wait(min(offload.LONGEST_SAVE, lanes.HANGING + self.save_link.seconds(0)))
+                    self.in_l2(pages, places)
+                    self.counts["pages_written"] += fits
+                except links.TransferError:
+                    copy.cancel()
+                    self.hold("save", [copy], (self.host, places))  # a late one still writes there
+                    self.counts["pages_lost"] += fits
+                self.host.release(places)
         self.counts["pages_lost"] += len(dirty)
 
-    def copy_to_l2(self, prefixes: list, blocks: list[int]):
-        """Copy pages to host memory, and wait for that."""
-        copy = self.copy_out(blocks, places := self.host.allocate(len(blocks)))
-        try:
-            copy.wait(min(offload.LONGEST_SAVE, lanes.HANGING + self.save_link.seconds(0)))
-            self.in_l2(prefixes, places)
-            self.counts["pages_written"] += len(prefixes)
-        except links.TransferError:
-            copy.cancel()
-            self.hold("save", [copy], (self.host, places))  # a late one still writes there
-            self.counts["pages_lost"] += len(prefixes)
-        self.host.release(places)
+    # From host memory to storage
+
+    def owed_l3(self, node: Node) -> list:
+        """-> the pages of a span that storage is owed."""
+        owed = node.wanted and not node.stored
+        return [page for page in node.pages if page not in self.writing] if owed else []
+
+    def unreachable(self, node: Node) -> bool:
+        """Whether the page before is in no tier, so that no lookup would reach this span."""
+        return not node.parent.device and self.behind_gap(node.pages[0])
+
+    def send_l3(self, pages=()):
+        """Write pages from where they lie in host memory, about a quarter of it at once; the others wait."""
+        self.unwritten.update(dict.fromkeys(pages if self.storage else ()))
+        most = max(1, self.host.size // 4)
+        while self.unwritten and not self.storage.writer.hangs and len(self.writing) < most:
+            some, owed = list(islice(self.unwritten, self.pages_at_once)), []
+            for page in some:
+                del self.unwritten[page]
+            for node in self.tree.change(some):
+                owed += self.owed_l3(node) if node.places and not self.unreachable(node) else []
+            if owed:
+                places = [self.host.block_of[page] for page in owed]
+                self.write_l3(owed, [self.array[:, place] for place in places], (self.host, places))
+
+    def evicting_l2(self, leaving: list):
+        """Write copies of owed pages that leave host memory. Count those that cannot be written as lost."""
+        place_of, contents = {page: place for place, page in leaving}, {}
+        full = len(self.writing) > self.pool.size + self.host.size  # copies take no more than these pools
+        for node in self.tree.change(place_of):
+            node.places, owed = [], self.owed_l3(node) if self.storage else []
+            if self.write_policy == "write_back":
+                self.counts["dirty_evicted"] += len(owed)
+            if owed and (full or self.storage.writer.hangs or self.unreachable(node)):
+                self.counts["pages_lost"] += 0 if node.device else len(owed)
+            else:
+                contents.update((page, self.array[:, place_of[page]].copy()) for page in owed)
+                self.writing.update(owed)
+        if contents:
+            self.write_l3(list(contents), list(contents.values()))
+
+    def write_l3(self, pages: list, contents: list, *held):
+        write = self.storage.set([page.key for page in pages], contents)
+        self.writing.update(pages)
+        self.hold("write", [write], *held, then=partial(self.written_l3, pages, write))
+
+    def written_l3(self, pages: list, write, arrived: bool):
+        """A write is over: note what storage has; mark it as used there, so that ends are deleted first."""
+        self.writing.difference_update(pages)
+        self.counts["storage_pages_written"] += write.value or 0
+        there = [page for page in pages if arrived and page.key not in self.storage.doubted]
+        for node in self.tree.change(there):
+            node.stored = True
+        for page in pages:
+            while page.parent is not None and page not in self.fresh:
+                self.fresh.add(page)
+                page = page.parent
+        if not self.writing or len(self.fresh) > self.host.size:
+            self.storage.use([page.key for page in sorted(self.fresh, key=lambda page: -page.used)])
+            self.fresh.clear()
+        if self.write_policy == "write_back":
+            self.counts["pages_written"] += len(there)
+        self.count_lost(set(pages).difference(there))
+
+    def count_lost(self, pages):
+        """Count those of these pages that no tier has any more."""
+        for node in self.tree.change(pages):
+            self.counts["pages_lost"] += 0 if node.near or node.stored else len(node.pages)
 
     # In every step, when idle, and at the end
 
     def poll(self):
+        self.last_tier = not self.storage or self.storage.behind
         super().poll()
-        self.step_began = next(self.engine.prefixes.uses)
-        self.prefetcher.poll()
-        self.writer.send_l3()
+        self.step_began, now = next(self.engine.prefixes.uses), time.perf_counter()
+        for request in islice(self.engine.waiting, NEXT):  # another engine may have written meanwhile
+            asked, full = request.kept, request.history // self.pool.block_size
+            if not asked or asked.ended and len(asked.chain) < full and now > asked.asked_at + AGAIN:
+                self.submitted(request)
+        for prefetch in list(self.prefetches):
+            restoration = prefetch.request.restoration
+            if prefetch.request.table and not (restoration and restoration.steps):
+                self.end_prefetch(prefetch)  # the request computes
+            else:
+                self.read_l3(prefetch)
+        self.send_l3()
         self.counts["storage_errors"] = self.storage.errors if self.storage else 0
 
     def finished(self, request):
         self.note(request)
         super().finished(request)
         if request.kept:
-            self.prefetcher.end_prefetch(request.kept)
+            self.end_prefetch(request.kept)
         request.kept = None
 
     def probe(self, request, match):
         if not isinstance(match.blocks, Prefetch):
             return super().probe(request, match)
-        keys = [prefix.key for prefix in request.kept.chain[request.kept.first :][: self.pages_at_once]]
+        keys = [prefix.key for prefix in match.blocks.chain[-self.pages_at_once :]]
         return [self.storage.get(keys, [self.array[:, 0].copy() for _ in keys], "probe")]
 
     def idle(self):
@@ -689,22 +619,18 @@ class TieredCache(offload.HostCache):
         if self.storage:
             self.hold("measure", [self.storage.measure(self.pages_at_once * self.host.block_bytes)])
 
-    open_storage = staticmethod(backends.open_storage)  # on any thread, for `attach_storage`
-
     def attach_storage(self, storage: store.Storage | None):
-        """Between two steps: go on with another storage, or with none; close the one before on a thread, when
-        nothing of it is under way. What is being read does not come; what is being written and not near is
-        lost."""
-        before, writer = self.storage, self.writer
+        """Between two steps: go on with another storage, or with none; on a thread close the one before, when
+        nothing of it is under way. What is being read does not come; what is being written may be lost."""
+        before = self.storage
         for request in (*self.engine.waiting, *self.engine.running):
             self.finished(request)  # it goes on, without what was noted for the storage before
         self.storage = storage
-        writer.count_lost(writer.going)
-        for known in self.prefetcher.coming, writer.going, writer.unwritten, writer.fresh:
+        self.count_lost(self.writing)
+        for known in self.coming, self.writing, self.unwritten, self.fresh:
             known.clear()
-        for node in self.tree.nodes():
+        for node in self.tree.change(self.in_storage()[0]):
             node.stored = False
-        self.tree.join(self.tree.nodes())
         if before:
             for lane in ("ask", "read", "measure", "write"):
                 for transfers, held, _ in self.under_way.pop(lane, ()):
@@ -714,7 +640,7 @@ class TieredCache(offload.HostCache):
             storage.open(self.engine.wake.set)
             self.measure_storage()
             if self.write_policy != "write_back":
-                writer.send_l3([page for node in self.tree.nodes() if node.places for page in node.pages])
+                self.send_l3([page for node in self.tree.nodes() if node.places for page in node.pages])
 
     def close(self):
         """Let what is on its way arrive, and under write_back send down all that there is time for."""
@@ -726,9 +652,9 @@ class TieredCache(offload.HostCache):
         self.close_each(super(), self.storage)
 
 
-# 5. The demo -----------------------------------------------------------------------------------
+# 3. The demo -----------------------------------------------------------------------------------
 
-TALKS, ON_DEVICE, ON_HOST = 8, 2, 4
+TALKS = 8
 
 
 def demo(model, frontend: Frontend, arguments):
@@ -742,7 +668,7 @@ def demo(model, frontend: Frontend, arguments):
     talks = [[system, *lesson.conversation(frontend, rng, context // 4)] for _ in range(TALKS)]
     longest = max(len(frontend.encode(None, talk)) for talk in talks) + 3 * new + 32
     pages = -(-longest // size)
-    device, host = device or ON_DEVICE * pages, host or ON_HOST * pages
+    device, host = device or 2 * pages, host or 4 * pages
     lesson.check_room(dict(device=device, host=host), pages, size)
 
     def engine_with(**options):
@@ -760,45 +686,42 @@ def demo(model, frontend: Frontend, arguments):
             engine.close()
         # 2. Time one long history that only storage has, under each policy
         engine = engine_with(storage=url, prefetch="both_ends", always_restore=True)
-        length = min(most, 2048) * 7 // 8
-        text = lesson.document_for(engine, frontend, rng, length, [lesson.SECRET], 2)
+        text = lesson.document_for(engine, frontend, rng, min(most, 2048) * 7 // 8, [lesson.SECRET], 2)
         asked = policies(engine, frontend.request(messages=[dict(role="user", content=text)]).tokens)
         engine.close()
-    last = [requests[-1] for requests in asked.values()]
-    verified = lesson.verify(paged.baseline.Engine(model), sum(taken.values(), last))
+    last = {policy: requests[-1] for policy, requests in asked.items()}
+    verified = lesson.verify(paged.baseline.Engine(model), sum(taken.values(), [*last.values()]))
 
     report = dict(link=lesson.described(engine.behind.cache.load_link), verified=verified, counters=counters)
-    print(
-        f"{TALKS} conversations of up to {pages} pages, each asked twice; L1 has {device} pages, L2 {host}\n"
-        f"{arguments.write_policy}, {arguments.prefetch}\n"
-    )
+    print(f"{TALKS} conversations of up to {pages} pages, each asked twice; L1 has {device} pages, L2 {host}")
+    print(f"{arguments.write_policy}, {arguments.prefetch}\n")
     rows = show_tiers(taken) + show_policies(asked)
-    timelines = [asked[policy][-1].timeline for policy in ("both_ends", "wait_complete")]
-    return dict(report, rows=rows), timelines
+    return dict(report, rows=rows), [last[policy].timeline for policy in ("both_ends", "wait_complete")]
 
 
 def converse(engine, frontend: Frontend, talks: list, new: int) -> list[Request]:
     """Ask all conversations, in any order, then each again with one more question -> the requests."""
-    rng, talks = random.Random(1), [list(talk) for talk in talks]
-    order = [*rng.sample(talks, len(talks)), *rng.sample(talks, len(talks))]
-    texts = [talk.pop()["content"] for talk in order[: len(talks)]] + [lesson.TURNS[2]] * len(talks)
-    return [lesson.say(engine, frontend, talk, text, new) for talk, text in zip(order, texts)]
+    rng, talks, asked = random.Random(1), [list(talk) for talk in talks], []
+    for question in None, lesson.TURNS[2]:
+        for talk in rng.sample(talks, len(talks)):
+            text = question or talk.pop()["content"]
+            asked.append(lesson.say(engine, frontend, talk, text, new))
+    return asked
 
 
 def policies(engine, prompt: list[int]) -> dict[str, list[Request]]:
     """Ask the same, when only an L3 that is as slow as computing has it, under each policy."""
-    engine.generate([Request(prompt, 1)])
+    lesson.ask(engine, prompt)
     cache, seconds = engine.behind.cache, engine.behind.estimates.seconds_to_compute(0, len(prompt))
     size = len(prompt) // cache.pool.block_size * cache.host.block_bytes
     cache.storage.bandwidth = modelled_link.Bandwidth(size / seconds)
-    cache.prefetcher.timeout = seconds / 3, 0.0
+    cache.timeout = seconds / 3, 0.0
     cache.measure_storage()
 
     def ask(policy: str) -> Request:
-        lesson.settle(engine)
-        engine.evict("device")
+        lesson.settle(engine, "device")
         engine.evict("host")
-        cache.prefetcher.policy = policy
+        cache.prefetch_policy = policy
         return engine.generate([Request(prompt, 2, must_compute=policy == "computed")])[0]
 
     return lesson.in_turn({name: partial(ask, name) for name in ("computed", *PREFETCH)})
@@ -840,7 +763,7 @@ def show_policies(asked: dict[str, list[Request]]) -> list[dict]:
     return rows
 
 
-# 6. Main ---------------------------------------------------------------------------------------
+# 4. Main ---------------------------------------------------------------------------------------
 
 def add_arguments(parser):
     offload.add_arguments(parser)
@@ -859,34 +782,31 @@ def add_arguments(parser):
     add("--prefetch-timeout-per-1k", type=number, default=0.25, metavar="S", help="each 1,024 tokens (0.25)")
 
 
-def host_pages(model, arguments, page_bytes: int) -> int:
-    """-> how many pages host memory gets, as the one option says that is given. Raises BadRequest."""
-    useful = arguments.max_running * -(-model.config.max_position_embeddings // arguments.block_size)
-    device = cli.blocks_that_fit(arguments.gpu_blocks, useful, page_bytes, model.device, "--gpu-blocks")
-    ratio, size = arguments.hicache_ratio, arguments.hicache_size
-    asked = arguments.cpu_blocks, ratio and int(ratio * device), size and int(1e9 * size / page_bytes)
-    given = [pages for pages in asked if pages is not None]
-    if len(given) > 1 or ratio == 1:
-        raise BadRequest("Give one of --cpu-blocks, --hicache-size and --hicache-ratio, the last above 1.")
-    options = argparse.Namespace(**{**vars(arguments), "cpu_blocks": given[0] if given else None})
-    return offload.host_blocks(model, options, page_bytes)
-
-
 def make_engine(model, arguments) -> paged.Engine:
-    """Chapter 02's engine with this chapter's Cache."""
+    """Chapter 02's engine with this chapter's Cache. Raises BadRequest."""
     size, url = arguments.block_size, arguments.storage or None
-    block_bytes = size * model.config.kv_numbers_per_token * model.dtype.itemsize
-    blocks = host_pages(model, arguments, block_bytes)
+    # 1. Host memory gets as many pages as the one option says that is given
+    page_bytes = size * model.config.kv_numbers_per_token * model.dtype.itemsize
+    useful = arguments.max_running * -(-model.config.max_position_embeddings // size)
+    device = cli.blocks_that_fit(arguments.gpu_blocks, useful, page_bytes, model.device, "--gpu-blocks")
+    ratio, giga = arguments.hicache_ratio, arguments.hicache_size
+    asked = arguments.cpu_blocks, ratio and int(ratio * device), giga and int(1e9 * giga / page_bytes)
+    if asked.count(None) < 2 or ratio == 1:
+        raise BadRequest("Give one of --cpu-blocks, --hicache-size and --hicache-ratio, the last above 1.")
+    given = max((pages for pages in asked if pages is not None), default=None)
+    options = argparse.Namespace(**{**vars(arguments), "cpu_blocks": given})
+    pages = offload.host_blocks(model, options, page_bytes)
+    # 2. Storage, and the engine
     config, (threshold, *timeout) = backends.settings(arguments.storage_config, arguments)
     storage = url and backends.open_storage(url, config, arguments.storage_bandwidth)
     if arguments.hicache_io_backend and model.device.type != "cuda":
         raise BadRequest("--hicache-io-backend chooses what copies on a GPU, and here is none: leave it out.")
     cache = TieredCache(
-        blocks, modelled_link.bandwidth(model, arguments.link), storage, arguments.prefetch,
+        pages, modelled_link.bandwidth(model, arguments.link), storage, arguments.prefetch,
         arguments.write_policy, arguments.layout, threshold, tuple(timeout), arguments.hicache_io_backend,
     )  # fmt: skip
     engine = paged.make_engine(model, arguments, Restorer(cache, Estimates(arguments.always_restore)))
-    words = f"{blocks} pages of {size} tokens, {blocks * block_bytes / 1e6:.1f} MB, over a {cache.load_link}"
+    words = f"{pages} pages of {size} tokens, {pages * page_bytes / 1e6:.1f} MB, over a {cache.load_link}"
     print(f"Host: {words}; storage: {storage or 'none'}", file=sys.stderr)
     return engine
 

@@ -156,7 +156,7 @@ def policies(model, arguments, tokens: int = 512):
         def once(policy: str, question: list[int]) -> Request:
             forget(engine)
             time.sleep(0.02)
-            cache.prefetcher.policy, cache.storage = policy, None if policy == "computed" else storage
+            cache.prefetch_policy, cache.storage = policy, None if policy == "computed" else storage
             request, cache.storage = lesson.ask(engine, history + question, 1), storage
             return request
 
@@ -165,7 +165,7 @@ def policies(model, arguments, tokens: int = 512):
         for r, always in itertools.product((1.0, 2.0), (True, False)):
             alone = statistics.median(once("computed", bench.draw(QUESTION)).outcome.ttft_ms for _ in range(3))
             measure.change_speed(engine, storage, storage.reader, modelled_link.Bandwidth(size / (1e-3 * r * alone)))
-            cache.prefetcher.timeout = 1e-3 * alone / 3, 0.0  # a third of what computing takes
+            cache.timeout = 1e-3 * alone / 3, 0.0  # a third of what computing takes
             engine.behind.estimates.always = always
             cache.measure_storage()
             for row in measure.again_if_behind(partial(policy_cell, bench, once), arguments.rounds or 5):
