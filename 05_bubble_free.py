@@ -112,8 +112,8 @@ def divisions(layers: int) -> list[str]:
 
 
 def best_plan(layers: int, costs: LayerCosts, shorter: LayerCosts | None = None) -> str:
-    """-> the best division, of equals the one that keeps less. With the costs of a `shorter` history: of those
-    no slower there than K, and nearly the best, the one with the least for the busier lane there. With
+    """-> the best division, of equals what keeps less. With the costs of a `shorter` history: of those
+    no slower than K there, and nearly the best, the one whose busier lane has least to do there. With
     grouped queries H costs more than K on both lanes: only R and K are left."""
     plans, seconds = divisions(layers), partial(plan_seconds, costs=costs)
     order = lambda plan: (seconds(plan), plan.count("K"), plan.count("H"))  # noqa: E731
