@@ -550,7 +550,7 @@ def test_the_tree_knows_what_came_back_to_a_request_that_ends_before_it_computes
         engine.step()
         engine.submit(back := Request(prompt, 4))
         forward = engine.runner.forward
-        engine.runner.forward = lambda work, *given: 1 / 0 if back in dict(work) else forward(work, *given)
+        engine.runner.forward = lambda work, *given: 1 / 0 if back.registered and back in dict(work) else forward(work, *given)
         assert steps(engine, lambda: back.registered and engine.failures)
         engine.runner.forward = forward
         engine.cancel(back, RequestError("gone"))
