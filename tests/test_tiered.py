@@ -546,8 +546,8 @@ def test_the_tree_knows_what_came_back_to_a_request_that_ends_before_it_computes
     with engine_on(Shelf()) as engine:
         right(engine, prompt := draw(random.Random(0), 200))
         evict(engine)
-        engine.submit(other := Request(draw(random.Random(1), 20), 40))
-        engine.step()
+        engine.submit(other := Request(draw(random.Random(1), 20), 200))
+        assert steps(engine, lambda: other.new)  # so that `back` comes back between its steps
         engine.submit(back := Request(prompt, 4))
         forward = engine.runner.forward
         engine.runner.forward = lambda work, *given: 1 / 0 if back.registered and back in dict(work) else forward(work, *given)
