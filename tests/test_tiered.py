@@ -9,7 +9,8 @@ import threading
 import time
 from contextlib import contextmanager
 from functools import partial
-from unittest.mock import Mock
+from itertools import cycle
+from unittest.mock import DEFAULT, Mock
 
 import numpy
 import pytest
@@ -77,14 +78,7 @@ def right(engine, prompt: list[int], new: int = 4) -> Request:
 
 def failing(function):
     """The function, which fails now and then."""
-    calls = iter(range(10**9))
-
-    def fails_now_and_then(*given):
-        if next(calls) % 3 == 1:
-            raise OSError
-        return function(*given)
-
-    return fails_now_and_then
+    return Mock(wraps=function, side_effect=cycle([DEFAULT, OSError, DEFAULT]))
 
 
 def steps(engine, until, most=5000) -> bool:
@@ -459,6 +453,13 @@ def test_who_stands_in_line_finds_what_another_engine_has_written_meanwhile(monk
         assert request.found == {"storage": 192}
 
 
+@pytest.mark.parametrize("threshold, found", [(64, {"storage": 64}), (65, {})])
+def test_what_is_less_than_the_threshold_is_not_read(threshold, found):
+    with only_stored(200, threshold=threshold) as (engine, shelf, prompt):
+        shelf.pages.pop(engine.prefixes.extend([], prompt)[4].key.hex())  # behind four pages
+        assert right(engine, prompt).found == found
+
+
 def slower(function, seconds: float):
     """The function, which takes so much longer."""
     return lambda *given: (time.sleep(seconds), function(*given))[1]
@@ -467,9 +468,12 @@ def slower(function, seconds: float):
 def test_from_both_ends_prefill_and_storage_meet():
     with only_stored(480, "both_ends") as (engine, shelf, prompt):
         engine.token_budget, shelf.get = 16, slower(shelf.get, 0.02)
-        engine.runner.forward = slower(engine.runner.forward, 0.01)
+        engine.runner.forward, copy_in, ahead = slower(engine.runner.forward, 0.01), engine.behind.cache.copy_in, []
+        engine.behind.cache.copy_in = lambda request, start, places: ahead.append(
+            start - request.computed - dict(engine.work).get(request, 0)) or copy_in(request, start, places)  # fmt: skip
         request = right(engine, prompt)
         assert 0 < request.found["storage"] < 464, request.found
+        assert min(ahead) >= 0, "no step computes what is claimed"
         assert not engine.counts["failed_restorations"], "nothing has failed"
 
 
@@ -511,8 +515,7 @@ def test_behind_a_page_that_the_tree_has_forgotten_both_ends_claims_nothing():
             return spans([paged.Prefix(page.parent, (), b"") if hides and page is chain[28] else page for page in run])
 
         tree.spans = forgetful
-        request = right(engine, prompt)
-        assert not request.found, "what lies before it would come into its place"
+        assert not right(engine, prompt).found, "what lies before it would come into its place"
 
 
 def test_both_ends_begins_with_what_host_memory_has_however_slow_storage_is():
@@ -546,11 +549,11 @@ def test_the_tree_knows_what_came_back_to_a_request_that_ends_before_it_computes
     with engine_on(Shelf()) as engine:
         right(engine, prompt := draw(random.Random(0), 200))
         evict(engine)
-        engine.submit(other := Request(draw(random.Random(1), 20), 40))
-        engine.step()
+        engine.submit(other := Request(draw(random.Random(1), 20), 200))
+        assert steps(engine, lambda: other.new)  # so that `back` comes back between its steps
         engine.submit(back := Request(prompt, 4))
         forward = engine.runner.forward
-        engine.runner.forward = lambda work, *given: 1 / 0 if back in dict(work) else forward(work, *given)
+        engine.runner.forward = lambda work, *given: 1 / 0 if back.registered and back in dict(work) else forward(work, *given)
         assert steps(engine, lambda: back.registered and engine.failures)
         engine.runner.forward = forward
         engine.cancel(back, RequestError("gone"))
@@ -598,8 +601,7 @@ def test_prefetches_hold_half_of_host_memory_at_most_and_the_second_waits_for_th
         shelf.open.clear()
         for request in (asked := [Request(prompt, 2) for prompt in prompts]):
             engine.submit(request)
-        for _ in range(20):
-            engine.step()
+        steps(engine, lambda: False, 20)
         assert 0 < sum(engine.behind.cache.host.references) <= 5
         shelf.open.set()
         until_over(engine, *asked)
@@ -1017,8 +1019,7 @@ def test_options_of_storage_and_of_host_memory(tmp_path, capsys):
         engine.close()
         shelf = engine.behind.cache.storage.backend
         assert shelf.secret == "sesame" and len(shelf) == 12 and engine.behind.cache.host.size == 60
-    cache = engine.behind.cache
-    assert (cache.threshold, cache.timeout) == (7, (3, 0.25)), "the others are the command line's"
+    assert (engine.behind.cache.threshold, engine.behind.cache.timeout) == (7, (3, 0.25)), "the others are the command line's"
     assert made("--hicache-size=0.01").behind.cache.host.size == 10**7 // engine.behind.cache.host.block_bytes
     for options in ["--hicache-ratio=1"], ["--hicache-size=1", "--cpu-blocks=9"]:
         with pytest.raises(BadRequest, match="Give one of"):
