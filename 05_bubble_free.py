@@ -74,6 +74,13 @@ class LayerCosts(NamedTuple):
     question: float = 0.0  # to take the question's rows through it
 
 
+def recomputing_seconds(layers: int, costs: LayerCosts) -> float:
+    """Of the last of these layers only K and V are needed: it is projected."""
+    if layers < 2:  # (until it is measured, recomputing is infinite, and 0 times that is no number)
+        return layers * costs.project
+    return (layers - 1) * costs.recompute + costs.project
+
+
 def plan_seconds(letters: str, costs: LayerCosts) -> float:
     """Seconds until the question has passed all layers."""
     # 1. When each layer arrives: first all H, then all K
@@ -82,11 +89,8 @@ def plan_seconds(letters: str, costs: LayerCosts) -> float:
         for layer, letter in enumerate(letters):
             if letter == kind:
                 arrival[layer] = link = link + seconds
-    # 2. What the processor does: R, of whose last layer only K and V are needed, then layer by layer
-    recomputed = letters.count("R")
-    now = costs.project if recomputed else 0.0
-    if recomputed > 1:  # (until it is measured, recomputing is infinite, and 0 times that is no number)
-        now += (recomputed - 1) * costs.recompute
+    # 2. What the processor does: R, then layer by layer
+    now = recomputing_seconds(letters.count("R"), costs)
     for letter, arrived in zip(letters, arrival):
         now = max(now, arrived) + (costs.project if letter == "H" else 0.0) + costs.question
     return now
@@ -95,11 +99,9 @@ def plan_seconds(letters: str, costs: LayerCosts) -> float:
 def busier_lane(letters: str, costs: LayerCosts) -> float:
     """Seconds for which the busier lane is busy: the time of one among many that come back at once."""
     recomputed, hidden, loaded = map(letters.count, "RHK")
-    projected = hidden + min(1, recomputed)  # of the last R only K and V are needed
-    computing = projected * costs.project + len(letters) * costs.question
-    if recomputed > 1:
-        computing += (recomputed - 1) * costs.recompute
-    return max(computing, hidden * costs.load_states + loaded * costs.load_kv)
+    restoring = recomputing_seconds(recomputed, costs) + hidden * costs.project
+    link = hidden * costs.load_states + loaded * costs.load_kv
+    return max(link, restoring + len(letters) * costs.question)
 
 
 def divisions(layers: int) -> list[str]:
