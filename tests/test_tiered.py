@@ -609,6 +609,24 @@ def test_prefetches_hold_half_of_host_memory_at_most_and_the_second_waits_for_th
         assert [len(request.decisions) for request in asked] == [2, 2], "to wait, and to load: each is decided once"
 
 
+def test_what_was_read_for_a_request_that_waits_does_not_leave_for_another_ones_pages():
+    shelf, rng = Shelf(), random.Random(0)
+    prompts = draw(rng, 100), draw(rng, 80)
+    with engine_on(shelf, host=8) as engine:
+        for prompt in prompts:
+            right(engine, prompt)
+            settle(engine)
+        forget(engine)
+        engine.max_running = 0  # both stand in line
+        for request in (asked := [Request(prompt, 2) for prompt in prompts]):
+            engine.submit(request)
+        assert steps(engine, lambda: asked[0].kept and len(asked[0].kept.pages_read) == 6)
+        steps(engine, lambda: False, 20)
+        engine.max_running = 64
+        until_over(engine, *asked)
+        assert asked[0].found == {"storage": 96}
+
+
 def test_what_storage_says_too_late_is_not_read():
     """Under both_ends: the request has begun to compute."""
     with only_stored(200, "both_ends", "write_back") as (engine, shelf, prompt):
