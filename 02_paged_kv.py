@@ -49,8 +49,6 @@ from shell.frontend import Frontend
 baseline = importlib.import_module("01_baseline")
 # Longer contexts (bytes of a layer's K and V) get their own attention call; padding others to them costs more
 ALONE = {"cpu": 1 << 20, "cuda": 1 << 24}
-SALT = ((lambda v: isinstance(v, str) and len(v) <= 256), "a string of at most 256 characters")  # test, words
-LATER, FULL = "later", "full"  # answers of Engine.admit: others may pass, or none may
 
 # 1. Blocks -------------------------------------------------------------------------------------
 
@@ -185,11 +183,11 @@ class Batch:
 
     def __init__(self, pool: BlockPool, work: list[tuple[Request, int]]):
         """`work`: requests, and how many of their next tokens to compute."""
-        self.pool, self.device = pool, pool.memory.device
+        self.pool, device = pool, pool.memory.device
         self.work = sorted(work, key=lambda item: (item[1] > 1, item[0].next))  # first those of one token
-        most = ALONE[self.device.type] * len(pool.memory) * pool.block_size // pool.block_bytes  # tokens
+        most = ALONE[device.type] * len(pool.memory) * pool.block_size // pool.block_bytes  # tokens
         short = sum(count == 1 and request.next < most for request, count in self.work)
-        self.together = short if short > 1 else 0  # requests whose contexts are read together
+        together = short if short > 1 else 0  # requests whose contexts are read together
         tokens, positions, slots, last = [], [], [], []
         for request, count in self.work:
             own = range(request.next, request.next + count)
@@ -199,39 +197,35 @@ class Batch:
             if count == request.pending:
                 last.append(len(positions) - 1)
         tables = [request.table[: pool.num_blocks(request.next + count)] for request, count in self.work]
-        longest = max(map(len, tables[: self.together]), default=0)
-        for table in tables[: self.together]:
+        longest = max(map(len, tables[:together]), default=0)
+        for table in tables[:together]:
             table += table[:1] * (longest - len(table))
         lists = [tokens, positions, slots, last, *tables]  # in one upload: on a GPU each costs the host 10 us
         flat = list(itertools.chain.from_iterable(lists))
-        numbers = upload(flat, self.device).split_with_sizes([*map(len, lists)])
+        numbers = upload(flat, device).split_with_sizes([*map(len, lists)])
         self.tokens, self.positions, self.slots, self.last_rows = numbers[:4]  # [T], and [R] to draw from
-        self.reads = self.plan_reads(tables, numbers[4:])
+        self.reads = self.plan_reads(together, tables, numbers[4:])
 
-    def plan_reads(self, tables: list[list[int]], uploaded: tuple[torch.Tensor, ...]) -> list[tuple]:
-        """`tables`: of each request, on the host and on the device -> (rows, slots, mask) of each read."""
-        row, reads = self.together, []
-        if row:
+    def plan_reads(self, together: int, tables: list[list[int]], uploaded: tuple[torch.Tensor, ...]):
+        """-> (rows, slots, mask) of each read: one for the first `together` requests, one for each other.
+        `tables`: of each request, on the host and on the device. Slots are a slice if blocks are adjacent."""
+        pool, row, reads = self.pool, together, []
+        if together:
             reads.append((slice(0, row), *self.read_padded(torch.stack(uploaded[:row]))))
-        for (request, count), *table in list(zip(self.work, tables, uploaded))[row:]:
-            end = request.next + count
-            mask = causal_mask(count, end, self.device, self.pool.memory.dtype)  # [T, S]
-            reads.append((slice(row, row + count), self.slots_alone(*table, end), mask))
+        for (request, count), table, there in list(zip(self.work, tables, uploaded))[together:]:
+            first, end = table[0] * pool.block_size, request.next + count
+            adjacent = table == list(range(table[0], table[0] + len(table)))
+            slots = slice(first, first + end) if adjacent else pool.slots(there)[:end]  # else [S]
+            mask = causal_mask(count, end, there.device, pool.memory.dtype)  # [T, S]
+            reads.append((slice(row, row + count), slots, mask))
             row += count
         return reads
-
-    def slots_alone(self, table: list[int], uploaded: torch.Tensor, end: int):
-        """-> slots of tokens 0 to `end`: a slice if the blocks are adjacent, else [S]."""
-        if table == list(range(table[0], table[0] + len(table))):
-            first = table[0] * self.pool.block_size
-            return slice(first, first + end)
-        return self.pool.slots(uploaded)[:end]
 
     def read_padded(self, tables: torch.Tensor):
         """Block tables [B, blocks] of requests that compute a token each -> slots [B, S] and mask
         [B, 1, 1, S]. Padding points at a written slot: a masked NaN would still poison the sum."""
         slots = self.pool.slots(tables)[:, : self.work[len(tables) - 1][0].next + 1]  # [B, S]
-        behind = torch.arange(slots.shape[1], device=self.device) > self.positions[: len(tables), None]
+        behind = torch.arange(slots.shape[1], device=slots.device) > self.positions[: len(tables), None]
         mask = torch.zeros_like(behind, dtype=self.pool.memory.dtype).masked_fill_(behind, -math.inf)
         return slots.where(mask == 0, slots[:, :1]), mask[:, None, None]
 
@@ -298,9 +292,11 @@ class Nothing:
 
     def attach(self, engine): ...  # begin; add to the engine's fields and pools
     def idle(self): ...  # nothing runs: measure -> seconds until it wants to again, or None
-    def poll(self, waiting): ...  # a step begins: release what is over; see who stands in line
+    def submitted(self, request): ...  # it stands in line, maybe again: bring nearer what it needs
+    def poll(self): ...  # a step begins: release what is over
     def waits(self, request): ...  # -> whether it stays in line: what it lacks is on its way nearer
-    def resume(self, running): return running  # bring back what they lack -> those to compute in this step
+    def begin(self, request): ...  # it has got blocks: begin to bring back what they lack
+    def resume(self, running): return running  # go on with that -> those to compute in this step
     def before_layer(self, index, hidden, batch): ...  # in the pass: wait for what it reads; see its input
     def after_pass(self, batch, began, ended): return ()  # keep what it has computed -> when it waited
     def finished(self, request): ...  # it is over, cancelled or preempted: forget it
@@ -322,7 +318,8 @@ class Engine(Line):
         self.prefixes = Prefixes(f"{self.model.digest.hex()} {self.model.dtype} kv", self.pool.block_size)
         self.filling: dict[Prefix, Request] = {}  # contents that a running request is about to have
         self.work: list[tuple[Request, int]] = []  # of the step under way: requests, and how many tokens
-        self.fields, self.pools = {"cache_salt": SALT}, {"device": self.pool}
+        salt = (lambda v: isinstance(v, str) and len(v) <= 256), "a string of at most 256 characters"
+        self.fields, self.pools = {"cache_salt": salt}, {"device": self.pool}
         self.behind.attach(self)
         self.behind.idle()
 
@@ -334,10 +331,10 @@ class Engine(Line):
             self.wake.wait(self.behind.idle())  # until a request comes, or it is time to measure again
             self.wake.clear()
         self.take_arrivals()
-        self.behind.poll(self.waiting)
+        self.behind.poll()
         for request in list(self.waiting):
             with self.contain(request):
-                if self.admit(request) == FULL:
+                if not self.admit(request):
                     break
         self.work = self.schedule(self.behind.resume(self.running))
         if self.work:
@@ -352,38 +349,36 @@ class Engine(Line):
     def enqueue(self, request: Request):
         self.prefixes.use(self.extend(request))
         super().enqueue(request)
+        self.behind.submitted(request)
 
     # Admitting
 
-    def admit(self, request: Request) -> str | None:
-        """Give the request blocks for all of its tokens, those that hold its prefix and empty ones; or
-        let it wait -> LATER if others may pass, FULL if none may."""
+    def admit(self, request: Request) -> bool:
+        """Give the request blocks for all of its tokens, those that hold its prefix and empty ones, and let
+        it run; or let it wait -> whether those behind it in line may be admitted."""
         if len(self.running) == self.max_running:
-            return FULL
+            return False
         # 1. What does the device hold, and what is another request about to have?
-        pool, chain = self.pool, self.extend(request)
+        pool, chain = self.pool, request.chain
         cacheable = chain[: request.history // pool.block_size]
         hits = pool.find(cacheable)
         missing = cacheable[len(hits) :]
         soon = len(list(takewhile(self.filling.__contains__, missing)))
         if soon and 2 * soon >= len(missing):  # to share only a template's first block is no reason to wait
-            return LATER
+            return True
 
         # 2. Is there room? Each running request may need one more block
         empty = pool.num_blocks(len(request.tokens)) - len(hits)
         unreferenced = sum(pool.references[block] == 0 for block in hits)
         if empty + len(self.running) > pool.available - unreferenced:
-            return FULL
+            return False
 
-        # 3. Is what it lacks on its way nearer? (Whether that is brought back is decided in `resume`)
+        # 3. Is what it lacks on its way nearer? (Whether that is brought back is decided below)
         request.computed = len(hits) * pool.block_size
         if self.behind.waits(request):
-            return LATER
-        self.give_blocks(request, hits, empty)
+            return True
 
-    def give_blocks(self, request: Request, hits: list[int], empty: int):
-        """Let the request run, with the blocks that hold its prefix, and `empty` new ones."""
-        pool, chain = self.pool, request.chain
+        # 4. Let it run
         self.prefixes.use(chain)
         pool.share(hits)
         room = pool.num_blocks(request.prompt_tokens + request.max_tokens) - len(hits)
@@ -396,6 +391,8 @@ class Engine(Line):
         self.waiting.remove(request)
         self.running.append(request)
         self.tell("admit", [request], len(request.tokens), len(request.table), f"{len(hits)} blocks found")
+        self.behind.begin(request)
+        return True
 
     def extend(self, request: Request) -> list[Prefix]:
         return self.prefixes.extend(request.chain, request.tokens, request.options.get("cache_salt", ""))
@@ -438,6 +435,7 @@ class Engine(Line):
         request.readmitted = True
         self.waiting.appendleft(request)
         self.wake.set()  # if nobody can compute, this one is admitted at once
+        self.behind.submitted(request)
 
     # Computing
 
@@ -459,20 +457,19 @@ class Engine(Line):
             ended = [request for request, token in zip(requests, tokens) if token == -1]
             return self.answer(ended, [-1] * len(ended))
         self.counts["steps"] += 1
-        self.computed(batch, self.clock.seconds(began), self.clock.seconds(self.clock.mark()))
+        self.note(batch, self.clock.seconds(began), self.clock.seconds(self.clock.mark()))
         self.answer(requests, sample(requests, logits, tokens))
 
-    def computed(self, batch: Batch, began: float, ended: float):
+    def note(self, batch: Batch, began: float, ended: float):
         """Note what a step has computed: in the index of prefixes, behind the device, in the timelines."""
         self.tell("compute", [request for request, _ in batch.work], sum(count for _, count in batch.work))
-        labels = []
         for request, count in batch.work:
-            labels.append("decode" if request.new and request.pending == 1 else f"prefill {count}")
             request.computed = request.next + count
             self.register(request)
         waits = self.behind.after_pass(batch, began, ended)
-        for (request, _), label in zip(batch.work, labels):
-            request.timeline.add("compute", label, began, ended, waits)
+        for request, count in batch.work:
+            decoded = request.new and count == 1 and request.computed == len(request.tokens)
+            request.timeline.add("compute", "decode" if decoded else f"prefill {count}", began, ended, waits)
 
     def register(self, request: Request):
         """Let others find the blocks that the request has filled."""

@@ -144,8 +144,8 @@ class HostCache(Cache):
                 del self.owed[request]
 
     def behind_gap(self, prefix) -> bool:
-        """Whether the host lacks what comes before. (A chain's first parent is its salt.)"""
-        return prefix.parent.parent is not None and not self.keeps(prefix.parent)
+        """Whether the host lacks what comes before."""
+        return prefix.parent is not None and not self.keeps(prefix.parent)
 
     def save_blocks(self, request, lacking: list[tuple]) -> int:
         """Begin to copy out (prefix, device block) pairs, as far as there is room, and time -> how many."""

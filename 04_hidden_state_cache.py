@@ -189,7 +189,7 @@ class BlockStore:
         parent is not stored is not written: nothing would find it."""
         self.pool.register(block, prefix)
         before = prefix.parent
-        if self.storage and (before.parent is None or before in self.writing or self.find_stored(before)):
+        if self.storage and (before is None or before in self.writing or self.find_stored(before)):
             if written := self.storage.write(self.key(prefix), [part[block] for part in self.arrays]):
                 self.writing.add(prefix)
                 then = lambda arrived: self.writing.discard(prefix)  # noqa: E731

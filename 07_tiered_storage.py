@@ -176,9 +176,9 @@ class HiRadixTree:
 
 
 def before(run: list) -> list:
-    """-> all pages that come before a run, the first one first. (A chain's first parent is its salt.)"""
+    """-> all pages that come before a run, the first one first."""
     pages, page = [], run[0].parent if run else None
-    while page and page.parent:
+    while page:
         pages.append(page)
         page = page.parent
     return pages[::-1]
@@ -314,7 +314,7 @@ class TieredCache(offload.HostCache):
         lacks = request.computed < len(prefetch.chain) * self.pool.block_size
         waits = lacks and not (prefetch.ended or silent) and time.perf_counter() < prefetch.until
         if waits and prefetch.answered and not prefetch.pays:
-            prefetch.pays = waits = self.engine.behind.decide(request, self.offer(request))
+            prefetch.pays = waits = self.engine.behind.decide(request, self.offer(request)) > 0
         if not waits and (silent or self.prefetch_policy != "both_ends"):  # which reads on meanwhile
             self.end_prefetch(prefetch)
         return waits
@@ -564,7 +564,7 @@ class TieredCache(offload.HostCache):
         for node in self.tree.change(there):
             node.stored = True
         for page in pages:
-            while page.parent is not None and page not in self.fresh:
+            while page and page not in self.fresh:
                 self.fresh.add(page)
                 page = page.parent
         if not self.writing or len(self.fresh) > self.host.size:

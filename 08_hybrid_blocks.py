@@ -216,7 +216,7 @@ class Weights:
     @staticmethod
     def place(model: Llama) -> Layer:
         """Room for a layer on the device."""
-        return Layer(model.config, model.rotary, dtype=model.dtype, device=model.device).requires_grad_(False)
+        return Layer(model.config, dtype=model.dtype, device=model.device).requires_grad_(False)
 
     def expect(self, after: int):
         """Fetch next the weights of the first streamed layer behind layer `after`, while the layers up to it
@@ -488,7 +488,7 @@ class HybridRunner:
         began = self.clock.mark()
         portions = (each.split(ROWS) for each in (where, tokens.rows, tokens.positions))
         for places, rows, positions in zip(*portions):
-            new_kv = layer.project_kv(states.index_select(0, places), layer.rotary(positions))
+            new_kv = layer.project_kv(states.index_select(0, places), self.model.rotary(positions))
             for side, values in zip(kv.unbind(1), new_kv):
                 side.index_copy_(0, rows, values)
         self.marks.append(("rebuild", began, self.clock.mark()))

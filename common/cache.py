@@ -37,12 +37,12 @@ class Restoration:
     """Tokens `start` to `end` of a request come back. Those from `limit` on are in its blocks, for the first
     `layers` layers; those before are computed meanwhile, in ordinary steps of up to `portion` tokens.
 
-    By default `limit` is `start`, and the rows behind `end` are next at once: a pass waits before each layer
-    for that layer's history. Chapter 06 begins with `limit` at `end`, and lowers it until both ends meet."""
+    In chapters 03 to 05 `limit` is `start`: it has `met`, `portion` says nothing, and the rows behind `end`
+    are next at once, while a pass waits before each layer for that layer's history. Chapter 06 begins with
+    `limit` at `end`, and lowers it until both ends meet."""
 
     request: Request
     match: Match
-    depth: int  # layers of the model
     deadline: float  # in seconds of time.perf_counter(): nobody waits longer (but GRACE at least)
     steps: object = None  # the Cache's generator, until it has ended
     layers: int = 0  # whose history is there
@@ -80,24 +80,9 @@ class Restoration:
         return self.met and self.layers >= layers
 
     @property
-    def ready(self) -> bool:
-        """Whether a step can compute the next rows without waiting."""
-        return self.has(self.depth) or self.computes
-
-    def raise_computed(self):
-        """Raise `request.computed` over what has arrived."""
-        if self.has(self.depth):
-            self.request.computed = self.next
-
-    @property
     def whole(self) -> bool:
         """Whether all tokens up to `end` are in the blocks."""
         return self.request.computed >= self.end
-
-    @property
-    def restored(self) -> int:
-        """Of these tokens, those that were not computed."""
-        return self.end - self.limit
 
 
 class Cache:

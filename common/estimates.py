@@ -91,38 +91,26 @@ class Estimates:
     def attach(self, engine: Line, cache: Cache):
         self.engine, self.cache = engine, cache
 
-    def seconds_to_load(self, match: Match) -> float:
-        """Estimate for what a Cache has offered, as things go now."""
-        return statistics.median(self.paces) * match.seconds
-
     def seconds_to_compute(self, start: int, end: int) -> float:
         """Estimate for the prefill of tokens start to end; infinite until measured: restoring is tried."""
         passes = -(-(end - start) // self.engine.token_budget)
         return passes * self.launches + self.computing.seconds(flops(self.engine.model.config, start, end))
 
-    def weigh(self, request: Request, match: Match) -> tuple[bool, str]:
-        """-> whether to load what was offered, and why."""
-        load, compute = self.seconds_to_load(match), self.seconds_at_least(request, match)
+    def weigh(self, request: Request, match: Match) -> tuple[float, str]:
+        """Load what was offered, or compute it, at its share of each step? -> the seconds that loading may
+        take, which are those of computing, or 0: it is computed; and why."""
+        load, start = statistics.median(self.paces) * match.seconds, request.computed
+        compute = self.seconds_to_compute(start, start + match.tokens) / match.share
         mine = self.always or load <= WORTH * compute
         chosen, source = self.agree(mine) if self.agree else mine, " and ".join(match.found)
-        return chosen, (
+        if not chosen:  # a bad measurement or an old pace may be the reason
+            self.doubtful = True
+            self.paces.append(1.0)
+        most = compute if compute < math.inf and not self.always else PATIENCE
+        return most if chosen else 0.0, (
             f"{match.tokens} tokens offered ({source}): loading {1e3 * load:.1f} ms, computing "
             f"{1e3 * compute:.1f} ms: " + ("loaded" if chosen else "computed")
         )
-
-    def refused(self):
-        """What was offered is not loaded: a bad measurement or an old pace may be the reason."""
-        self.doubtful = True
-        self.paces.append(1.0)
-
-    def seconds_at_least(self, request: Request, match: Match) -> float:
-        """Estimate for computing what was offered, at its share of each step."""
-        return self.seconds_to_compute(request.computed, request.computed + match.tokens) / match.share
-
-    def seconds_to_wait(self, request: Request, match: Match) -> float:
-        """At most, for what was offered: as long as computing would take."""
-        compute = self.seconds_at_least(request, match)
-        return compute if compute < math.inf and not self.always else PATIENCE
 
     def patience(self, tokens: int) -> float:
         """Seconds that a prompt of so many tokens waits at most for its Cache."""
@@ -139,21 +127,17 @@ class Estimates:
             self.computing.note(sum(flops(self.engine.model.config, *span) for span in spans), seconds)
 
     def learn_pace(self, restoration: Restoration):
-        """Note how long a restoration took that was whole, and alone in the engine."""
-        match = restoration.match
-        all_came = restoration.whole and restoration.restored == match.tokens >= FULL_SPEED
+        """Note how long a restoration took that was whole, and alone in the engine: work at it, and waiting
+        for it. A GPU's host does not wait: there, from the first copy's start to the last one's end."""
+        match, seconds = restoration.match, restoration.spent
+        all_came = restoration.whole and restoration.limit == restoration.start and match.tokens >= FULL_SPEED
         alone = all(request is restoration.request for request in self.engine.running)
         if all_came and match.seconds and alone:
-            self.paces.append(max(1.0, self.seconds_taken(restoration) / match.seconds))
+            if self.engine.model.device.type == "cuda" and restoration.passed:
+                starts, ends = zip(*[transfer.span() for transfer in restoration.passed])
+                seconds = max(ends) - min(starts)
+            self.paces.append(max(1.0, seconds / match.seconds))
             self.doubtful |= self.paces[-1] > 1 + DOUBT
-
-    def seconds_taken(self, restoration: Restoration) -> float:
-        """Of work at it and of waiting for it. A GPU's host does not wait: there, from the first copy's start
-        to the last one's end."""
-        spans = [transfer.span() for transfer in restoration.passed]
-        if self.engine.model.device.type != "cuda" or not spans:
-            return restoration.spent
-        return max(end for _, end in spans) - min(start for start, _ in spans)
 
     # Measuring while nothing runs
 

@@ -98,13 +98,6 @@ class Rotary(nn.Module):
         return self.table[positions].unsqueeze(2).unbind(1)
 
 
-def rotate(x, rotation):
-    """q or k [T, H, hd], turned by what `Rotary` gave for its T positions -> [T, H, hd]."""
-    cos, sin = rotation                                                # [T, 1, hd] each
-    swapped = x.roll(x.shape[-1] // 2, dims=-1)             # [T, H, hd], each number at its partner's place
-    return torch.addcmul(x * cos, swapped, sin)
-
-
 def rotary_frequencies(config: LlamaConfig) -> torch.Tensor:
     """Angle per position of every pair, [hd/2] float32, after the config's rope_scaling."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
@@ -124,10 +117,10 @@ def rotary_frequencies(config: LlamaConfig) -> torch.Tensor:
 class Layer(nn.Module):
     """One transformer layer. Its parts are public: chapters 04, 05 and 08 call them one at a time."""
 
-    def __init__(self, config: LlamaConfig, rotary: Rotary, rotates: bool = True, **where):
+    def __init__(self, config: LlamaConfig, rotates: bool = True, **where):
         super().__init__()
         hidden, head_dim, intermediate = config.hidden_size, config.head_dim, config.intermediate_size
-        self.head_dim, self.rotary, self.rotates = head_dim, rotary, rotates
+        self.head_dim, self.rotates = head_dim, rotates
         self.attention_norm = nn.RMSNorm(hidden, config.rms_norm_eps, **where)
         self.q_proj = Linear(hidden, config.num_attention_heads * head_dim, config.qkv_bias, **where)
         self.kv_proj = Linear(hidden, 2 * config.num_key_value_heads * head_dim, config.qkv_bias, **where)
@@ -149,8 +142,12 @@ class Layer(nn.Module):
         return self.rotate(self.k_norm(k), rotation), v
 
     def rotate(self, x, rotation):
-        """q or k [T, H, hd], rotated in layers that do."""
-        return rotate(x, rotation) if self.rotates else x
+        """q or k [T, H, hd], turned by what `Rotary` gave for its T positions, in layers that do."""
+        if not self.rotates:
+            return x
+        cos, sin = rotation                                                      # [T, 1, hd] each
+        swapped = x.roll(self.head_dim // 2, dims=-1)       # [T, H, hd], each number at its partner's place
+        return torch.addcmul(x * cos, swapped, sin)
 
     def before_attention(self, hidden, rotation):
         """The layer's input [T, D], `rotation` of its T positions -> q [T, H, hd], k, v [T, KVH, hd]."""
@@ -218,7 +215,7 @@ class Llama(nn.Module):
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, **where))
         self.rotary = Rotary(config, **where)
         self.layers = nn.ModuleList(
-            Layer(config, self.rotary, number not in config.no_rope_layers, **where)
+            Layer(config, number not in config.no_rope_layers, **where)
             for number in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps, **where)
         self.head = Linear(config.hidden_size, config.vocab_size, False, **where)

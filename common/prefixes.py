@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 
 @dataclass(eq=False)
 class Prefix:
-    """`tokens` after all that `parent` stands for. One object per content: compare with `is`."""
+    """`tokens` after all that `parent`, if any, stands for. One object per content: compare with `is`."""
 
     parent: "Prefix | None" = field(repr=False)
     tokens: tuple
@@ -30,17 +30,14 @@ class Prefixes:
     def extend(self, chain: list[Prefix], tokens: list[int], salt: str = "") -> list[Prefix]:
         """Extend `chain`, one Prefix per full block, to all full blocks of `tokens`. Salts share nothing."""
         while (end := (len(chain) + 1) * self.size) <= len(tokens):
-            block = tuple(tokens[end - self.size : end])
-            parent = chain[-1] if chain else self.intern(None, (salt,), self.namespace + salt.encode())
-            chain.append(self.intern(parent, block, parent.key + struct.pack(f"<{self.size}i", *block)))
+            parent, block = chain[-1] if chain else None, tuple(tokens[end - self.size : end])
+            prefix = self.known.get((parent or salt, block))
+            if prefix is None:
+                before = parent.key if parent else hashlib.sha256(self.namespace + salt.encode()).digest()
+                key = hashlib.sha256(before + struct.pack(f"<{self.size}i", *block)).digest()
+                prefix = self.known[parent or salt, block] = Prefix(parent, block, key)
+            chain.append(prefix)
         return chain
-
-    def intern(self, parent: Prefix | None, tokens: tuple, content: bytes) -> Prefix:
-        prefix = self.known.get((parent, tokens))
-        if prefix is None:
-            prefix = Prefix(parent, tokens, hashlib.sha256(content).digest())
-            self.known[parent, tokens] = prefix
-        return prefix
 
     def use(self, chain: list[Prefix]):
         """Make a chain the most recently used, in every tier that holds it; its end is evicted first."""

@@ -1,4 +1,4 @@
-"""Request and Result, and the line of an engine. An engine calls a Request's `sample`, `push` and
+"""Request and Result, and the line of an engine. An engine calls a Request's `push` and
 `finish`; the client reads its `pieces`: text, and last the outcome, a `Result` or an exception."""
 import logging
 import math
@@ -63,7 +63,8 @@ class Result:
         self.finish_reason = request.finish_reason      # "stop": end token or stop string; "length": no room
         self.usage = dict(prompt_tokens=request.prompt_tokens, cached_tokens=request.cached_tokens,
                           completion_tokens=len(request.new))
-        self.source = request.source                    # "miss", "gpu_hit", "cpu_hit", ... or "mixed"
+        hits = [f"{tier}_hit" for tier, tokens in request.found.items() if tokens]
+        self.source = "mixed" if len(hits) > 1 else (hits or ["miss"])[0]
         self.found = request.found                      # where the prompt came from; the rest was computed
         self.decisions = request.decisions              # what was offered and what was decided
         self.ttft_ms = (first - request.received) * 1e3                 # request received to first token
@@ -141,11 +142,6 @@ class Request:
     @property
     def cached_tokens(self) -> int:
         return sum(self.found.values())
-
-    @property
-    def source(self) -> str:
-        tiers = [f"{tier}_hit" for tier, tokens in self.found.items() if tokens]
-        return "mixed" if len(tiers) > 1 else (tiers or ["miss"])[0]
 
     def sample(self, logits: torch.Tensor) -> int:
         """Draw the next token from logits [V], as `sampling.sample` does for many."""
@@ -240,7 +236,7 @@ class Line:
         self.wake.wait(max(0.0, min(seconds, most)))
         self.wake.clear()
 
-    def interrupt(self, *_):
+    def interrupt(self):
         """Raise Interrupted if a request has come, or was cancelled."""
         if self.arrivals:
             raise Interrupted

@@ -4,7 +4,6 @@
 what was to come back is computed. (What raises before it has begun ends its request: `Line.contain`.)"""
 
 import time
-from collections.abc import Iterable
 
 import torch
 
@@ -16,12 +15,11 @@ GRACE = 0.05  # seconds that a restoration may be late in any case: a busy host 
 
 
 class Restorer:
-    """A Cache behind the device. Of the engine it calls register, requeue, contain, interrupt, sleep."""
+    """A Cache behind the device. It calls the engine's register, requeue, contain, interrupt, sleep, tell."""
 
     def __init__(self, cache: Cache, estimates: object):
         """`estimates`: of what pays (common/estimates.py)."""
         self.cache, self.estimates = cache, estimates
-        self.not_begun: set[Request] = set()  # the Cache knows them; `resume` has not seen them since
         self.waited = []  # (start, end) marks of what the pass under way has waited for
 
     # What the engine calls, in the order of a step
@@ -41,15 +39,15 @@ class Restorer:
     def idle(self) -> float | None:
         return self.estimates.idle()
 
-    def poll(self, waiting: Iterable[Request]):
-        """Release what is over; have the Cache bring nearer what a request needs that is new in line."""
-        for request in [one for one in waiting if one not in self.not_begun]:
-            self.not_begun.add(request)
-            if not request.readmitted:
-                request.patience = request.received + self.estimates.patience(len(request.tokens))
-            if not request.must_compute:
-                with self.engine.contain(request):
-                    self.cache.submitted(request)
+    def submitted(self, request: Request):
+        """The request stands in line, maybe again: have the Cache bring nearer what it needs."""
+        if not request.readmitted:
+            request.patience = request.received + self.estimates.patience(len(request.tokens))
+        if not request.must_compute:
+            with self.engine.contain(request):
+                self.cache.submitted(request)
+
+    def poll(self):
         self.cache.poll()
 
     def waits(self, request: Request) -> bool:
@@ -57,19 +55,29 @@ class Restorer:
         waits = not request.must_compute and self.cache.waits(request)
         return waits and time.perf_counter() < request.patience
 
+    def begin(self, request: Request):
+        """Begin to bring back what the Cache has, if that pays: the first copies are issued here."""
+        match = None if request.must_compute else self.cache.match(request)
+        if match and (most := self.decide(request, match)):
+            deadline = time.perf_counter() + max(most, match.seconds + GRACE)
+            request.restoration = restoration = Restoration(request, match, deadline)
+            restoration.steps = self.cache.restore(request, restoration, match)  # which runs nothing yet
+            self.advance(request, 1, wait=False)
+
     def resume(self, running: list) -> list:
-        """Between two steps: begin with requests that are new, and go on with all, oldest first; together
-        they compute no more rows than a step. -> the requests that the step may compute: those that need not
-        wait. If all must, the oldest computes behind its history, layer by layer."""
+        """Between two steps: go on with all restorations, oldest first; together they compute no more rows
+        than a step. -> the requests that the step may compute: those that need not wait. If all must, the
+        oldest computes behind its history, layer by layer."""
         left = self.engine.token_budget * self.depth  # rows of a layer
         for request in list(running):
             with self.engine.contain(request):
-                if request in self.not_begun:  # it has just got blocks
-                    self.not_begun.remove(request)
-                    self.begin(request)
                 if request.restoration:
                     left -= self.resume_one(request, left)
-        return [one for one in running if not one.restoration or one.restoration.ready] or running[:1]
+        return [one for one in running if self.ready(one.restoration)] or running[:1]
+
+    def ready(self, restoration: Restoration | None) -> bool:
+        """-> whether a step can compute the next rows without waiting."""
+        return restoration is None or restoration.has(self.depth) or restoration.computes
 
     def resume_one(self, request: Request, left: int) -> int:
         """Go on with a restoration as far as `left` rows allow -> rows that it has computed."""
@@ -106,7 +114,6 @@ class Restorer:
         return [tuple(map(self.engine.clock.seconds, marks)) for marks in self.waited]
 
     def finished(self, request: Request):
-        self.not_begun.discard(request)
         if request.restoration:
             self.end(request)
         self.cache.finished(request)
@@ -116,28 +123,17 @@ class Restorer:
 
     # What these are written with
 
-    def begin(self, request: Request):
-        """Begin to bring back what the Cache has, if that pays: the first copies are issued here."""
-        match = None if request.must_compute else self.cache.match(request)
-        if match and self.decide(request, match):
-            wait = max(self.estimates.seconds_to_wait(request, match), match.seconds + GRACE)
-            restoration = Restoration(request, match, self.depth, time.perf_counter() + wait)
-            request.restoration = restoration
-            restoration.steps = self.cache.restore(request, restoration, match)  # which runs nothing yet
-            self.advance(request, 1, wait=False)
-
-    def decide(self, request: Request, match: Match) -> bool:
-        """Decide whether to load what was offered, and have the request say why. What is refused shows no
-        speed, so a little of it is loaded to nowhere."""
-        pays, words = self.estimates.weigh(request, match)
+    def decide(self, request: Request, match: Match) -> float:
+        """Decide whether to load what was offered, and have the request say why -> the seconds that it may
+        take, or 0. What is refused shows no speed, so a little of it is loaded to nowhere."""
+        most, words = self.estimates.weigh(request, match)
         request.decisions.append(words)
         self.engine.tell("restore", [request], match.tokens, words=words)
-        if not pays:
-            self.estimates.refused()
+        if not most:
             self.engine.counts["declined"] += 1
             if not self.cache.under_way[lane := f"probe {[*match.found]}"]:
                 self.cache.hold(lane, self.cache.probe(request, match))
-        return pays
+        return most
 
     def advance(self, request: Request, layers: int, wait: bool):
         """Go on until so many layers are there, or until a copy is awaited that has not arrived. If anything
@@ -153,7 +149,8 @@ class Restorer:
             self.give_up(restoration, error)
         finally:
             restoration.spent += time.perf_counter() - began
-            restoration.raise_computed()
+            if restoration.has(self.depth):  # over what has arrived
+                request.computed = restoration.next
 
     def go_on(self, restoration: Restoration, wait: bool) -> bool:
         """Run the Cache's generator to its next yield -> whether to go on at once. A bare yield means that it
@@ -224,7 +221,8 @@ class Restorer:
         restoration, request.restoration = request.restoration, None
         self.stop(restoration)
         self.estimates.learn_pace(restoration)
-        if restoration.whole and (restored := restoration.restored):
+        restored = restoration.end - restoration.limit  # of these tokens those that were not computed
+        if restoration.whole and restored:
             self.engine.counts["restored_tokens"] += restored
             if not request.readmitted:  # which had some of it itself
                 for source, tokens in restoration.match.found.items():

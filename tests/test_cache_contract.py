@@ -184,7 +184,7 @@ def test_a_request_that_is_cancelled_leaves_nothing(cache, steps):
         engine.submit(request)
     with faulty(rng, late=1.0, delay=0.05):
         for _ in range(steps):
-            if not engine.running or all(one.restoration is None or one.restoration.ready for one in engine.running):
+            if not engine.running or all(one.restoration is None or engine.behind.ready(one.restoration) for one in engine.running):
                 engine.step()
         for request in asked[:3]:
             engine.cancel(request, HungUp("gone"))

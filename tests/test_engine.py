@@ -117,7 +117,7 @@ def test_a_model_with_a_short_context_is_not_measured_and_keeps_its_blocks(monke
 
 def test_who_may_not_compute_below_its_limit_waits_until_the_deadline_only():
     restorer, match = make(RowCache()).behind, Match(2, 0.0, [])
-    restoration = Restoration(Request([5, 6, 7], 1), match, 4, 0.0, awaited=Transfer("load", "a copy"), portion=1)
+    restoration = Restoration(Request([5, 6, 7], 1), match, 0.0, awaited=Transfer("load", "a copy"), portion=1)
     restoration.limit = restoration.end
     assert not restorer.arrived(restoration, wait=False), "it computes, and nobody waits"
     restoration.portion = 0
@@ -278,7 +278,9 @@ def test_idle_measures_twice_at_the_start_and_once_for_each_doubt(monkeypatch):
     estimates.measure_computing = lambda: measured.append("computing")
     estimates.paces.extend(8 * [9.0])
     assert estimates.idle() is None and measured == ["loading", "computing"], "both"
-    assert estimates.seconds_to_load(Match(1, 1.0, [])) == 1.0, "the old pace was of what was believed before"
+    estimates.always = True
+    _, words = estimates.weigh(Request([0, 0], 1), Match(1, 1.0, []))
+    assert "loading 1000.0 ms" in words, "the old pace was of what was believed before"
     assert estimates.idle() is None and len(measured) == 2, "no doubt: nothing is left to measure"
     estimates.doubtful = True  # something was declined
     assert estimates.idle() is None and len(measured) == 4

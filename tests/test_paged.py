@@ -65,10 +65,10 @@ def test_keys_that_are_all_equal_change_no_token(monkeypatch):
 def test_prefixes_that_nobody_has_are_forgotten():
     prefixes = paged.Prefixes("model", 4)
     chain = prefixes.extend([], list(range(40)))
-    assert len(prefixes.known) == 11
+    assert len(prefixes.known) == 10
     del chain[3:]
     gc.collect()
-    assert len(prefixes.known) == 4
+    assert len(prefixes.known) == 3
 
 
 # 2. Blocks -------------------------------------------------------------------------------------

@@ -156,8 +156,8 @@ def test_the_pace_corrects_every_estimate_until_the_engine_has_measured_again(mo
     machine = Changing(monkeypatch, loading=0.5)
     machine.rest()
     for number in range(3):  # twice as long as estimated, alone
-        restoration = Restoration(Request([0] * 193, 1), Match(192, 0.5, []), 3, 0.0, layers=3, spent=1.0)
-        restoration.raise_computed()
+        restoration = Restoration(Request([0] * 193, 1), Match(192, 0.5, []), 0.0, layers=3, spent=1.0)
+        restoration.request.computed = 192
         machine.engine.running = [restoration.request][number % 2 :]  # none: it ends with its first token
         machine.estimates.learn_pace(restoration)
     machine.engine.running = []
@@ -171,12 +171,12 @@ def test_a_restoration_that_was_not_whole_or_not_alone_says_nothing_about_the_pa
     machine = Changing(monkeypatch, loading=0.5)
     request, other = Request([0] * 193, 1), Request([0], 1)
     machine.engine.running = [request] if alone else [other]  # as when it ends with its first token
-    restoration = Restoration(request, Match(192, 0.5, []), 3, 0.0, layers=layers, spent=9.0)
-    request.computed = restoration.limit = limit
-    restoration.raise_computed()
+    restoration = Restoration(request, Match(192, 0.5, []), 0.0, layers=layers, spent=9.0)
+    restoration.limit, request.computed = limit, 192 if layers == 3 else limit
     for _ in range(8):  # one alone would decide nothing
         machine.estimates.learn_pace(restoration)
-    assert machine.estimates.seconds_to_load(restoration.match) == 0.5
+    machine.engine.running = []
+    assert machine.loads()
 
 
 def test_on_a_gpu_a_pass_takes_its_launches_and_its_operations(monkeypatch):

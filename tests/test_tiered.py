@@ -871,7 +871,7 @@ def test_what_is_used_on_the_device_is_not_the_oldest_in_storage(kind, tmp_path)
     for prompt in (hot, one, *(draw(rng, 200) for _ in range(6))):
         ask(engine, prompt)
         settle(engine)
-        assert ask(engine, hot).source == "gpu_hit"
+        assert ask(engine, hot).outcome.source == "gpu_hit"
     engine.close()
     engine = make(cache_on(kind, tmp_path, 1.0), 60)
     assert ask(engine, hot, 4).cached_tokens > 100, "it was used last"

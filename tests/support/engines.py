@@ -238,7 +238,7 @@ def wrong_rows(engine) -> list[tuple]:
     wrong, store = [], getattr(getattr(engine.behind, "cache", None), "store", None)
     for prefix, block in store.pool.block_of.items() if store else ():
         tokens = []
-        while prefix.parent is not None:
+        while prefix:
             tokens, prefix = [*prefix.tokens, *tokens], prefix.parent
         runner, inputs = paged.Runner(engine.model, 32), []
         request = Request(tokens, 1, table=runner.pool.allocate(runner.pool.num_blocks(len(tokens))))
