@@ -187,9 +187,9 @@ def report(found: list[dict]) -> str:
     return tables.paragraphs(
         tables.table(
             "**TTFT with K and V (03), and how many times as soon it comes** with hidden states (04) and by a plan (05):", {
-                **history, "computed": "{computed_ms:ms}",
-                **tables.across(rows, {
-                    "03": "{ttft_ms[03]:ms}", "04": "{over_03[04]:spread}", "05": "{over_03[05]:spread}"}),
+                **history, **tables.across(rows, {
+                    "computed": "{computed_ms:ms}", "03": "{ttft_ms[03]:ms}",
+                    "04": "{over_03[04]:spread}", "05": "{over_03[05]:spread}"}),
             }, rows),
         tables.table(
             "**The plans** for the longest history, in layers that are recomputed (R), projected (H) and loaded (K); TTFT over "

@@ -46,7 +46,7 @@ def chapter_03(layers=4, kv=4.0, question=3.0):
 
 def chapter_04(T=1024, D=2048, heads=32, head=64, bytes=2, layers=8, states=4.0, project=2.0, question=1.0, running=16):
     kv, hidden, rows, noted = 2 * heads * head * bytes, D * bytes, running * (layers - 1), planned.hidden_states.SNAPSHOT
-    made = dict(kv=kv, hidden=hidden, share=hidden / kv, rows=rows, noted=f"{noted >> 20} MiB")
+    made = dict(kv=kv, hidden=hidden, share=hidden / kv, rows=rows, parts=layers - 1, noted=f"{noted >> 20} MiB")
     made["ratio"] = on_paper.layer_flops(on_paper.Model("", layers, D, 1.0), T) / (4 * T * D**2)
     made["steps"] = -(-noted // max(1, rows * hidden))
     costs = planned.LayerCosts(1.0, project, states, states * kv / hidden, question)
@@ -54,7 +54,7 @@ def chapter_04(T=1024, D=2048, heads=32, head=64, bytes=2, layers=8, states=4.0,
     return made, [], [(name, restored(plan, costs)[1]) for name, plan in plans.items()]
 
 
-def chapter_05(layers=6, recompute=6.0, project=1.0, states=2.0, kv=4.0, question=1.0, plan="best"):
+def chapter_05(layers=6, recompute=12.0, project=3.0, states=2.0, kv=4.0, question=1.0, plan="best"):
     costs = planned.LayerCosts(recompute, project, states, kv, question)
     best, closed = planned.best_plan(layers, costs), planned.closed_form(layers, costs)
     plan, hidden = dict(best=best, paper=closed).get(plan, plan), "R" + "H" * (layers - 1)

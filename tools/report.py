@@ -40,7 +40,7 @@ def headlines(results: dict) -> dict[str, str]:
     slow, even, fast = only("planned", "ttft", "random:long", history_tokens=1984)
     (both,) = only("both_ends", "grid", "classroom", history_tokens=1984, share=1.0, r=1)
     one, two = only("tiered", "mix", "random:long")
-    blocks = only("hybrid_blocks", "grid", "random:long", f=1.25)
+    blocks = grouped(only("hybrid_blocks", "grid", "random:long", f=1.25), ("batch", "context"), "f")  # a cell's last run
     (ranks,) = only("ranks", "ranks", "classroom", ranks=2, keep="states")
     by_plan = [median(row["over_03"]["05"]) for row in (slow, even, fast)]
     over = {policy: max(median(row["policies"][policy]["over"]) for row in blocks) for policy in ("kv-only", "act-only")}
