@@ -108,10 +108,9 @@ class Writer:
         if ends:
             self.text, self.stopped = self.text[:min(ends)], True
             return self.release(len(self.text))
-        text, certain = self.text, self.sent        # what begins no stop string never will: it is passed once
-        while certain < len(text) and not any(stop.startswith(text[certain:]) for stop in self.stop):
-            certain += 1
-        return self.release(certain)
+        held = [length for stop in self.stop for length in range(1, len(stop))
+                if self.text.endswith(stop[:length], self.sent)]
+        return self.release(len(self.text) - max(held, default=0))
 
     def release(self, end: int) -> str:
         """Return the text up to `end` that was not released before."""
