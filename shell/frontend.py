@@ -108,9 +108,10 @@ class Writer:
         if ends:
             self.text, self.stopped = self.text[:min(ends)], True
             return self.release(len(self.text))
-        held = [length for stop in self.stop for length in range(1, len(stop))
-                if self.text.endswith(stop[:length], self.sent)]
-        return self.release(len(self.text) - max(held, default=0))
+        text, certain = self.text, self.sent        # what begins no stop string never will: it is passed once
+        while certain < len(text) and not any(stop.startswith(text[certain:]) for stop in self.stop):
+            certain += 1
+        return self.release(certain)
 
     def release(self, end: int) -> str:
         """Return the text up to `end` that was not released before."""
