@@ -28,7 +28,7 @@ import torch
 from common.llama import attention, causal_mask, upload
 from common.requests import Line, Request
 from common.timeline import Clock
-from shell import charts, lesson
+from shell import charts, checkpoint, lesson
 from shell.frontend import Frontend
 
 PREFILL = 512  # tokens per forward pass of prefill
@@ -152,9 +152,7 @@ class Engine(Line):
 
 def equal_to_transformers(model, name: str, requests: list[Request]) -> bool:
     """Compare what was answered with the answers of `transformers`; end if float32 tokens differ."""
-    from shell.reference import reference_model  # which takes seconds to import
-
-    reference, pairs = reference_model(name, model.dtype, model.device.type), []
+    reference, pairs = checkpoint.reference_model(name, model.dtype, model.device.type), []
     for request in requests:
         prompt = torch.tensor([request.tokens[: request.prompt_tokens]], device=model.device)  # [1, T]
         theirs = reference.generate(

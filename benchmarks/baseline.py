@@ -18,7 +18,7 @@ from benchmarks import measure, tables
 from benchmarks.measure import ratio, spread
 from common.requests import Request
 from shell import cli, lesson
-from shell.reference import reference_model
+from shell.checkpoint import reference_model
 
 baseline, paged = importlib.import_module("01_baseline"), importlib.import_module("02_paged_kv")
 PEERS = {"dynamic": {}, "static": dict(cache_implementation="static"), "offloaded": dict(cache_implementation="offloaded")}

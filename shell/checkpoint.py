@@ -15,7 +15,7 @@ import json
 import os
 import time
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -34,13 +34,6 @@ WHOLE = "Choose a whole model, in safetensors: GGUF files, adapters and pickles 
 TIED = "model.embed_tokens.weight", "lm_head.weight"
 TRIED = 1 << 28  # bytes of weights, to know how a row is multiplied faster
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def keep_few_kernels():
-    """Let PyTorch and oneDNN keep 128 kernels, and not 1,024: each is for one number of rows and one shape of
-    weights, and takes some 0.7 MB, or 0.3 ms to make it again. Whoever sets these variables has the say."""
-    for name in "LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY":
-        os.environ.setdefault(name, "128")
 
 
 def keep_freed_memory():
@@ -71,7 +64,6 @@ def read_model(name: str, dtype: str, device: str, on_host: bool, division):
     device = pick_device(device)
     if device == "cuda":            # where cuDNN's attention plans anew for every length, 20 to 40 ms
         torch.backends.cuda.enable_cudnn_sdp(False)
-    keep_few_kernels()
     keep_freed_memory()
     if name.startswith("random:"):
         config, configs = random_models.random_config(name), [{}]
@@ -102,7 +94,9 @@ def read_model(name: str, dtype: str, device: str, on_host: bool, division):
         Linear.in_parts = parts_are_faster(model)
     if not on_host and 2 * weight_bytes(model) < free_host_memory():
         model.reorder_weights()
-    return model, tokenizer, read_end_tokens(tokenizer, configs)
+    named = [tokenizer.eos_token_id, *(config.get("eos_token_id") for config in configs)]
+    ends = sum((ids if isinstance(ids, list) else [ids] for ids in named), [])
+    return model, tokenizer, frozenset(token for token in ends if isinstance(token, int))
 
 
 @torch.inference_mode()
@@ -183,13 +177,6 @@ def read_tokenizer(folder: Path):
         str(folder), local_files_only=True, model_max_length=1 << 40)       # the context is checked elsewhere
 
 
-def read_end_tokens(tokenizer, configs: list[dict]) -> frozenset[int]:
-    """What the tokenizer, config.json and generation_config.json name as end of text, a token or several."""
-    named = [tokenizer.eos_token_id, *(config.get("eos_token_id") for config in configs)]
-    tokens = sum((ids if isinstance(ids, list) else [ids] for ids in named), [])
-    return frozenset(token for token in tokens if isinstance(token, int))
-
-
 def allocate(config: LlamaConfig, dtype: torch.dtype, device: str, name: str, division=None) -> Llama:
     """Room for the weights, after a look at whether there is any."""
     config = division.config(config) if division else config
@@ -241,3 +228,23 @@ def read_tensor(path: Path, name: str | None = None):
     """A tensor of a file, or all names in it. Each time it is opened: closing it unmaps what was read."""
     with safe_open(path, "pt") as file:
         return file.get_tensor(name) if name else list(file.keys())
+
+
+def reference_model(name: str, dtype: torch.dtype, device: str = "cpu"):
+    """-> the same weights as `transformers` runs them, by sdpa, and decodes with them greedily: what every
+    claim of equality is checked against."""
+    from transformers import AutoModelForCausalLM, GenerationConfig, logging
+    from transformers import LlamaConfig as TheirConfig
+    if name.startswith("random:"):      # on the host, where no weight is copied for products
+        plain = load(name, str(dtype)[6:], device, on_host=True)[0]
+        fields = asdict(plain.config)
+        sizes = {key: fields[key] for key in fields if not key.startswith("rope_") and "bias" not in key}
+        model = AutoModelForCausalLM.from_config(
+            TheirConfig(**sizes), dtype=dtype, attn_implementation="sdpa")
+        model.load_state_dict(plain.weights(), assign=True)
+    else:
+        logging.disable_progress_bar()      # of reading, in a demo's output
+        model = AutoModelForCausalLM.from_pretrained(
+            str(find_folder(name)), dtype=dtype, attn_implementation="sdpa", use_safetensors=True)
+        model.generation_config = GenerationConfig()    # the folder's may sample, or punish repetition
+    return model.to(device).eval()

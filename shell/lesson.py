@@ -33,12 +33,11 @@ def context(model, frontend: Frontend) -> int:
     mark = clock.mark if model.device.type == "cuda" else time.thread_time  # others' work does not count
 
     def seconds(count: int) -> float:
-        rows, marks = torch.arange(count, device=model.device), []  # [T]
+        rows, times = torch.arange(count, device=model.device), []  # [T]
         hidden, rotation = model.embed(0 * rows), model.rotary(rows)  # [T, D]; [T, 1, hd] each
         for _ in range(4):
-            marks.append(mark())
             layers[0](hidden, rotation, lambda q, k, v: attention(q, k, v, None))
-        times = list(map(clock.seconds, marks))
+            times.append(clock.seconds(mark()))
         return len(layers) * min(end - begin for begin, end in zip(times, times[1:]))
 
     while tokens < frontend.context and seconds(more := min(2 * tokens, frontend.context)) <= SECONDS:

@@ -162,14 +162,11 @@ class Trace(Bandwidth):
     @property
     def value(self) -> float:
         """The bandwidth of now."""
-        return self.values[self.slot(time.perf_counter()) % len(self.values)]
-
-    def slot(self, at: float) -> int:
-        return int((at - self.began) // self.seconds)
+        return self.values[int((time.perf_counter() - self.began) // self.seconds) % len(self.values)]
 
     def arrival(self, start: float, size: int, pieces: int = 0) -> float:
         at = start + LATENCY + pieces * PIECE
-        slot = self.slot(at)
+        slot = int((at - self.began) // self.seconds)
         while True:
             rate, end = self.values[slot % len(self.values)], self.began + (slot + 1) * self.seconds
             if size <= rate * (end - at):

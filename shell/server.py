@@ -185,21 +185,10 @@ def make_app(server: Server) -> Flask:
     app.after_request(lambda reply: reply.headers.set("X-Frame-Options", "DENY") or reply)
     add_answers(app, server)
     add_page(app, server)
-    add_storage(app, server)
     return app
 
 
 # 3. Routes that answer prompts ------------------------------------------------------------------------------
-
-def hung_up(connection) -> bool:
-    """Whether the client at the other end of a socket has closed it, or its half of it."""
-    poll = select.poll()
-    poll.register(connection, select.POLLIN)
-    try:
-        return bool(poll.poll(0)) and connection.recv(1, socket.MSG_PEEK) == b""
-    except OSError:
-        return True
-
 
 def events(chunks) -> Response:
     """Reply with server-sent events, one for each chunk. A client that hangs up closes `chunks`."""
@@ -220,7 +209,7 @@ def add_answers(app: Flask, server: Server):
     def answer(fields: dict):
         connection = request.environ["werkzeug.socket"]
         connection.until = 0.0                  # from now on it is not dropped
-        pieces = server.stream(partial(hung_up, connection), **fields)
+        pieces = server.stream(connection.hung_up, **fields)
         next(pieces)                            # what is wrong is told before a stream begins
         return pieces
 
@@ -312,10 +301,13 @@ def block_states(pool, tables: list[tuple[list[int], int]]) -> str:
 
 
 def add_page(app: Flask, server: Server):
-    """Add the page, and the routes that it, other programs and people look at."""
-    engine = server.engine
-    tiers = list(engine.pools)
-    known = {"tier": (tiers.__contains__, f"one of {', '.join(tiers) or 'none'}")}
+    """Add the page, and the routes that it, other programs and people look at. What attaches a storage opens
+    no module:Class, with which anybody who reaches the port could run code."""
+    engine, cache, tiers = server.engine, server.cache, list(server.engine.pools)
+    words = "file:DIR, redis://HOST:PORT/N or unix://PATH; give module:Class with --storage at the start"
+    tier = {"tier": (tiers.__contains__, f"one of {', '.join(tiers) or 'none'}")}
+    place = {"url": (lambda url: isinstance(url, str) and re.match(r"file:|(rediss?|unix)://", url), words),
+             "config": openai.OBJECT}
 
     app.add_url_rule("/", "page", partial(send_file, Path(__file__).with_name("page.html")))
     app.add_url_rule("/state", "state", partial(look, server, WeakKeyDictionary(), {}))
@@ -333,32 +325,22 @@ def add_page(app: Flask, server: Server):
 
     @app.post("/evict")
     def evict():
-        tier = check_fields(body(), known, needed="tier")["tier"]
-        return dict(evicted=server.between_steps(partial(engine.evict, tier)))
-
-
-def add_storage(app: Flask, server: Server):
-    """Add the route that shows, attaches and detaches the storage of a Cache that has any (07). It opens
-    no module:Class, with which anybody who reaches the port could run code."""
-    cache = server.cache
-    words = "file:DIR, redis://HOST:PORT/N or unix://PATH; give module:Class with --storage at the start"
-    known = {"url": (lambda url: isinstance(url, str) and re.match(r"file:|(rediss?|unix)://", url), words),
-             "config": openai.OBJECT}
-
-    def show() -> dict:
-        kept = cache.storage
-        said = dict(silent=kept.silent, behind=kept.behind, gbps=kept.speed() / 1e9) if kept else {}
-        return dict(storage=kept and str(kept), **said, counters=server.engine.counters())
+        asked = check_fields(body(), tier, needed="tier")
+        return dict(evicted=server.between_steps(partial(engine.evict, asked["tier"])))
 
     @app.route("/storage", methods=["GET", "PUT", "DELETE"])
     def storage():
+        """Show, attach and detach the storage of a Cache that has any (07)."""
         if not hasattr(cache, "attach_storage"):
             raise BadRequest("This chapter has no storage to attach; see GET / and GET /health.", 404)
         if request.method != "GET":             # a storage is opened on this thread: it may take a second
             put = request.method == "PUT"
-            opened = cache.open_storage(**check_fields(body(), known, needed="url")) if put else None
+            opened = cache.open_storage(**check_fields(body(), place, needed="url")) if put else None
             server.between_steps(partial(cache.attach_storage, opened))
-        return server.between_steps(show)       # only the engine's thread settles a lane
+        kept = cache.storage
+        rate = kept and server.between_steps(kept.speed)        # only the engine's thread settles a lane
+        said = dict(silent=kept.silent, behind=kept.behind, gbps=rate / 1e9) if kept else {}
+        return dict(storage=kept and str(kept), **said, counters=engine.counters())
 
 
 # 5. Connections ---------------------------------------------------------------------------------------------
@@ -371,6 +353,15 @@ class Connection(socket.socket):
         if time.monotonic() > self.until:
             raise TimeoutError
         return super().recv_into(*buffer)
+
+    def hung_up(self) -> bool:
+        """Whether the client has closed it, or its half of it."""
+        poll = select.poll()
+        poll.register(self, select.POLLIN)
+        try:
+            return bool(poll.poll(0)) and self.recv(1, socket.MSG_PEEK) == b""
+        except OSError:
+            return True
 
 
 class Handler(WSGIRequestHandler):

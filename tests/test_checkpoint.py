@@ -19,7 +19,7 @@ from support.engines import baseline
 
 from common.requests import Request
 from shell import checkpoint
-from shell.reference import reference_model
+from shell.checkpoint import reference_model
 
 
 def refusal(name, **options) -> str:

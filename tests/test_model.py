@@ -17,8 +17,8 @@ from support.engines import answer, ask_and_evict, baseline, hybrid, hybrid_runn
 
 from common.llama import Linear, attention, causal_mask, rotary_frequencies
 from shell import checkpoint, cli
+from shell.checkpoint import reference_model
 from shell.config import ModelError, read_config
-from shell.reference import reference_model
 
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=64)

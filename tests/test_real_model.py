@@ -8,7 +8,7 @@ from conftest import ROOT
 from support.engines import ask, ask_and_evict, baseline, both_ends, make, offload, planned, tiered
 
 from common.store import StoredChunks
-from shell import checkpoint, reference
+from shell import checkpoint
 from tools import real_model
 from tools.classroom_text import Conversation
 from tools.train_classroom import HARD
@@ -39,7 +39,7 @@ def model(folder):
 
 @pytest.fixture(scope="module")
 def theirs(folder):
-    return reference.reference_model(str(folder), torch.float32)
+    return checkpoint.reference_model(str(folder), torch.float32)
 
 
 @pytest.fixture(scope="module")
