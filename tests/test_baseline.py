@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 from conftest import TINY, load, write_model
-from support.engines import answer, baseline, until_over
+from support.engines import answer, baseline, submit, until_over
 
 from common.requests import HungUp, Request
 
@@ -79,10 +79,7 @@ def test_the_answer_ends_with_an_end_token(model):
 def test_who_hangs_up_in_line_or_under_way_frees_the_line(model, steps):
     engine = baseline.Engine(model)
     under_way, in_line, last = (Request(PROMPT[:30], 8) for _ in range(3))
-    for request in (under_way, in_line, last):
-        engine.submit(request)
-    for _ in range(steps):
-        engine.step()
+    submit(engine, under_way, in_line, last, steps=steps)
     for request in (under_way, in_line):
         engine.cancel(request, HungUp("gone"))
         engine.cancel(request, HungUp("gone twice"))

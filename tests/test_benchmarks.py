@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import load, write_model
 from support import engines, streams
-from support.engines import BANDWIDTH, ask, check_pools, draw, evict, make, settle, tiny_model
+from support.engines import BANDWIDTH, ORACLE, ask, check_pools, draw, evict, make, settle, tiny_model
 
 from benchmarks import both_ends, outside, ranks, tiered, variants
 from common import estimates, restoring
@@ -26,7 +26,6 @@ from tools import gpu_report, headlines
 
 # 1. Variants -----------------------------------------------------------------------------------
 
-ORACLE = engines.Oracle()
 HISTORY = 128  # tokens
 PROMPT = draw(random.Random(3), HISTORY + 40)
 
@@ -42,7 +41,6 @@ def goes_on(cache, pools=("device",)):
             engine.evict(pool)
         last = ask(engine, PROMPT[:HISTORY] + draw(rng, 20))
         assert ORACLE.judge(last) in ("equal", "tie")
-    settle(engine)
     evict(engine)
     check_pools(engine)
     engine.close()

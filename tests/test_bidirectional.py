@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 from support import engines
-from support.engines import Oracle, ask, both_ends, check_pools, draw, evict, make, settle
+from support.engines import ORACLE, ask, both_ends, check_pools, draw, evict, make, settle
 
 from common import store
 from common.link import Transfer, TransferError
@@ -17,7 +17,7 @@ from common.requests import HungUp, Request
 from common.store import StoredChunks
 from shell.modelled_link import LATENCY, PIECE, Bandwidth
 
-ORACLE, CHUNK = Oracle(), both_ends.CHUNK
+CHUNK = both_ends.CHUNK
 PROMPT = draw(random.Random(0), 400)  # 6 chunks, 384 tokens, and 16 more
 BYTES = 64 * 3 * 2 * 2 * 16 * 4  # of a chunk
 
@@ -67,9 +67,7 @@ def engine_for(storage=None, budget: int = 64, blocks: int = 96, memory=1e6, **o
 
 
 def submit(engine, prompt=PROMPT, new: int = 4, steps: int = 0) -> Request:
-    engine.submit(request := Request(list(prompt) + [7], new))
-    for _ in range(steps):
-        engine.step()
+    engines.submit(engine, request := Request(list(prompt) + [7], new), steps=steps)
     return request
 
 

@@ -13,12 +13,11 @@ from functools import partial
 import pytest
 import torch
 from support import engines, traffic
-from support.engines import CACHES, CONTEXT, ask, ask_and_evict, check_pools, draw, evict, make, settle
+from support.engines import CACHES, ORACLE, ask, ask_and_evict, check_pools, draw, evict, make, settle
 from support.faults import faulty
 
 from common.requests import HungUp, Request
 
-ORACLE = engines.Oracle()
 # K and V are computed again, in a batch of another shape
 COMPUTES = "hidden", "planned", "files", "both", "both, files", "tiered, both ends"
 
@@ -77,7 +76,6 @@ def test_what_a_copy_uses_is_referenced_and_found_only_when_it_is_there(cache):
     with faulty(rng, late=1.0, delay=0.1) as copies:
         for number in range(10):
             if number % 2:
-                settle(engine)
                 evict(engine)
             engine.submit(request := Request(rng.choice(documents) + draw(rng, 8), 2))
             while request.outcome is None:
@@ -134,12 +132,11 @@ def test_another_salt_finds_nothing(cache):
     assert came_back(cache, restored(ask(engine, prompt, cache_salt="\u00e4\U0001f511")))
 
 
-@pytest.mark.parametrize("length", [1, 16, 17, CONTEXT - 4])
+@pytest.mark.parametrize("length", [1, 16, 17, engines.CONTEXT - 4])
 def test_a_pool_as_small_as_the_prompt_is_enough(cache, length):
     engine, prompt = make(cache, -(-(length + 4) // 16)), draw(random.Random(length), length)
     for _ in range(3):
-        assert_equal(ask(engine, prompt, 4))
-        evict(engine)
+        assert_equal(ask_and_evict(engine, prompt, 4))
     check_pools(engine)
 
 
@@ -149,10 +146,7 @@ def test_of_equal_requests_at_once_the_first_may_hang_up(cache):
     for round in range(4):
         prompt = prompts[round // 2]
         asked = [Request(prompt, 6) for _ in range(5)]
-        for request in asked:
-            engine.submit(request)
-        for _ in range(round):
-            engine.step()
+        engines.submit(engine, *asked, steps=round)
         for request in asked[:2]:
             engine.cancel(request, HungUp("gone"))
         engines.until_over(engine, *asked)
@@ -180,8 +174,7 @@ def test_a_request_that_is_cancelled_leaves_nothing(cache, steps):
     prompt = draw(rng, 150)
     ask_and_evict(engine, prompt)
     asked = [Request(prompt + draw(rng, 8), 20) for _ in range(4)]
-    for request in asked:
-        engine.submit(request)
+    engines.submit(engine, *asked)
     with faulty(rng, late=1.0, delay=0.05):
         for _ in range(steps):
             if not engine.running or all(one.restoration is None or engine.behind.ready(one.restoration) for one in engine.running):
@@ -261,8 +254,7 @@ def test_a_tiny_second_tier_is_no_reason_to_wait(cache, blocks):
     for _ in range(3):
         prompt = draw(rng, 120)
         for _ in range(2):
-            assert_equal(ask(engine, prompt + draw(rng, 3)))
-            evict(engine)
+            assert_equal(ask_and_evict(engine, prompt + draw(rng, 3)))
     check_pools(engine)
 
 

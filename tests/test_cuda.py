@@ -19,7 +19,7 @@ from common.timeline import Clock
 from shell import modelled_link
 from shell.ranks import Ranks
 from tests.support import engines, streams, traffic, unordered
-from tests.support.engines import Oracle, ask, check_pools, draw, evict, settle, tiered, tiny_model
+from tests.support.engines import ask, ask_and_evict, check_pools, draw, evict, settle, tiered, tiny_model
 from tests.support.faults import faulty
 from tests.support.launches import a_layer
 
@@ -66,7 +66,7 @@ def gpu(request, monkeypatch):
 @pytest.fixture(scope="module")
 def oracle():
     """Chapter 01's answers, on the host."""
-    return {cache: Oracle(tiny_model(0, 4 if cache == "hybrid" else 2)) for cache in TESTED}
+    return {cache: engines.Oracle(tiny_model(0, 4 if cache == "hybrid" else 2)) for cache in TESTED}
 
 
 def make(cache: str, blocks: int = 40, size: int = 16, **options):
@@ -132,9 +132,8 @@ def test_what_left_the_device_comes_back(gpu, oracle, cache):
     engine, rng = make(cache), random.Random(2)
     prompt = draw(rng, 90)
     for _ in range(3):
-        request = ask(engine, prompt + draw(rng, 5), 3)
+        request = ask_and_evict(engine, prompt + draw(rng, 5), 3)
         assert oracle[cache].judge(request) != "wrong"
-        evict(engine)
     if cache in FOUND:
         assert sum(request.found.values()) >= 64
         assert {span.lane for span in request.timeline.spans} >= {"compute"}
@@ -148,9 +147,8 @@ def test_memory_that_cannot_be_pinned_serves_too(gpu, oracle, cache, capsys):
     with unordered.pageable():
         engine, prompt = make(cache), draw(random.Random(3), 70)
         for _ in range(2):
-            request = ask(engine, prompt, 3)
+            request = ask_and_evict(engine, prompt, 3)
             assert oracle[cache].judge(request) != "wrong"
-            evict(engine)
         assert request.found and "cannot be pinned" in capsys.readouterr().err
 
 
@@ -161,8 +159,7 @@ def test_requests_are_cancelled_and_preempted_under_way_and_copies_fail(gpu, ora
     documents = [draw(rng, length) for length in (70, 90)]
     for turn in range(2):
         asked = [Request(documents[number % 2] + draw(rng, 3), 12) for number in range(4)]
-        for request in asked:
-            engine.submit(request)
+        engines.submit(engine, *asked)
         with faulty(rng, failing=0.0 if cache == "hybrid" else 0.2):  # where a step fails with any of its copies
             for _ in range(1 + turn):
                 engine.step()
@@ -183,19 +180,15 @@ def test_an_engine_that_ends_with_copies_under_way_harms_no_other(gpu, oracle, c
     prompts = [draw(rng, 90) for _ in range(2)]
     for _ in range(2):
         engine = make(cache)
-        ask(engine, prompts[0], 2)
-        evict(engine)
-        engine.submit(Request(prompts[0] + [5], 4))
-        engine.submit(Request(prompts[1], 4))
-        engine.step()
+        ask_and_evict(engine, prompts[0], 2)
+        engines.submit(engine, Request(prompts[0] + [5], 4), Request(prompts[1], 4), steps=1)
         engine.close()
         del engine
         gc.collect()  # its memory is the next one's
         other = make(cache)
         for _ in range(2):
-            request = ask(other, prompts[1], 3)
+            request = ask_and_evict(other, prompts[1], 3)
             assert oracle[cache].judge(request) != "wrong"
-            evict(other)
         other.close()
 
 
@@ -279,8 +272,7 @@ def test_generated_traffic(gpu, request, number, cache):
 @pytest.mark.parametrize("cache", TESTED)
 def test_nothing_between_the_first_layer_and_the_logits_makes_the_host_wait(gpu, monkeypatch, cache):
     engine, prompt, seen, since = make(cache), draw(random.Random(7), 90), [], []
-    ask(engine, prompt, 3)
-    evict(engine)
+    ask_and_evict(engine, prompt, 3)
 
     def first(original, index, *args):
         if index == 0:
@@ -355,8 +347,7 @@ def test_the_host_gathers_no_scattered_blocks(gpu, oracle, cache):
 def test_a_restoration_that_takes_longer_than_estimated_is_learned_from_its_events(gpu, cache):
     engine, prompt = make(cache), draw(random.Random(9), 290)
     for speed in 1e15, 1.0:
-        ask(engine, prompt, 1)
-        evict(engine)
+        ask_and_evict(engine, prompt, 1)
         before = len(engine.behind.estimates.paces)
         engine.behind.cache.load_link.measured.forget()
         engine.behind.cache.load_link.measured.note(speed, 1.0)  # bytes a second, believed

@@ -12,13 +12,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support import engines
-from support.engines import ask, ask_and_evict, check_pools, draw, make, paged, tiny_model
+from support.engines import ORACLE, ask, ask_and_evict, check_pools, draw, make, paged, submit, tiny_model
 
 from common.cache import Cache, Match, Restoration
 from common.link import Transfer, TransferError
 from common.requests import HungUp, Interrupted, Request, RequestError, Unavailable
-
-ORACLE = engines.Oracle()
 
 
 class RowCache(Cache):
@@ -133,8 +131,7 @@ def test_who_may_not_compute_below_its_limit_waits_until_the_deadline_only():
 def test_rows_of_compute_are_bounded_by_the_budget_of_a_step():
     engine, layers = make(RowCache(computes=True), token_budget=64), []
     ask_and_evict(engine, PROMPT)
-    engine.submit(Request([9, 8, 7], 12))
-    engine.step()
+    submit(engine, Request([9, 8, 7], 12), steps=1)
     engine.submit(back := Request(PROMPT + [5, 6, 7], 4))
     while back.outcome is None:
         engine.step()
@@ -200,8 +197,7 @@ def test_a_step_that_fails_is_run_again_and_the_third_time_ends_its_requests_wit
         runner.failures = 2
         assert ORACLE.judge(ask_and_evict(engine, prompt)) == "equal"
     asked = [Request(PROMPT[::-1], 4), Request([3, 4, 5], 4)]  # nothing of which comes back
-    for request in asked:
-        engine.submit(request)
+    submit(engine, *asked)
     runner.failures = 3
     engines.until_over(engine, *asked)
     assert all(isinstance(request.outcome, Unavailable) for request in asked)
@@ -226,9 +222,7 @@ def test_logits_that_are_not_finite_end_their_request_and_no_other(chapter, monk
     ways = [dict(), dict(temperature=1.0, seed=3), dict(), dict(temperature=0.5, top_k=9, seed=4)]
     asked, alone = ([Request(prompt, 6, **way) for prompt, way in zip(prompts, ways)] for _ in range(2))
     sick = [Request(prompt[:20] + [SICK], 6, **way) for prompt, way in zip(prompts, ways)]  # their first block
-    for pair in zip(asked, sick):
-        for request in pair:
-            engine.submit(request)
+    submit(engine, *(request for pair in zip(asked, sick) for request in pair))
     engines.until_over(engine, *asked, *sick)
     for request in sick:
         assert isinstance(request.outcome, RequestError) and not request.new, "no token is made up"
@@ -247,8 +241,7 @@ def test_what_fails_in_work_for_one_request_ends_that_one_at_most(broken):
     else:  # for this request, or in each step
         plain = getattr(cache, broken)
         setattr(cache, broken, lambda one: 1 / 0 if one is request or broken == "save" else plain(one))
-    for one in request, other:
-        engine.submit(one)
+    submit(engine, request, other)
     engines.until_over(engine, request, other)
     assert ORACLE.judge(other) == "equal" and engine.counts["failed"] == (broken != "save")
     words = "This answer could not go on (" + ("TypeError: " if broken == "draw" else "ZeroDivisionError: division by zero); ask again.")

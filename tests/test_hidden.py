@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy
 import pytest
 from support import engines
-from support.engines import ask, ask_and_evict, check_pools, chunk_files, draw, evict, hidden_states, settle
+from support.engines import ORACLE, ask, ask_and_evict, check_pools, draw, evict, hidden_states, settle
 from support.faults import faulty
 
 from common.link import Transfer
@@ -20,7 +20,6 @@ from common.store import Storage, StoredChunks
 from shell import cli
 from shell.backends import in_directories
 
-ORACLE = engines.Oracle()
 PROMPT = draw(random.Random(0), 150)  # nine blocks and 6 tokens
 
 
@@ -127,9 +126,7 @@ def test_without_room_in_the_snapshot_buffer_rows_are_dropped_and_no_step_waits_
 def test_a_full_host_evicts_the_end_of_others_and_never_its_own_beginning():
     engine, cache = engine_for(host=16, token_budget=64)
     first, second = draw(random.Random(1), 190), draw(random.Random(2), 400)
-    ask(engine, first, 1)
-    settle(engine)
-    evict(engine)
+    ask_and_evict(engine, first, 1)
     ask(engine, second, 1)
     assert found(engine, second) == 256 and found(engine, first) == 0
     evict(engine)
@@ -158,11 +155,9 @@ def test_only_so_many_layers_travel_while_one_is_projected(depth, expected, monk
 def test_a_cancelled_restoration_calls_off_what_has_not_begun_and_holds_what_is_read_until_it_is_over(cache):
     engine = engines.make(cache, 64)
     chain = ask_and_evict(engine, PROMPT, 1).chain
-    engine.submit(other := Request(draw(random.Random(5), 20), 40))
-    engine.step()
+    engines.submit(engine, other := Request(draw(random.Random(5), 20), 40), steps=1)
     with faulty(random.Random(1), late=1.0, delay=3600.0, lanes=("load",)) as copies:
-        engine.submit(back := Request(PROMPT + [3], 1))
-        engine.step()
+        engines.submit(engine, back := Request(PROMPT + [3], 1), steps=1)
         engine.cancel(back, HungUp("gone"))
         engine.step()
         host, called_off = engine.pools["host"], [transfer.cancelled for transfer, *_ in copies.copies]
@@ -223,7 +218,7 @@ def restart(storage: StoredChunks, host: int = 256, **options):
 
 def saved(prompt=PROMPT, storage=None) -> StoredChunks:
     """-> storage that holds the full blocks of a prompt."""
-    storage = storage or chunk_files()
+    storage = storage or engines.chunk_files()
     engine, _ = engine_for(storage=storage)
     ask(engine, prompt, 1)
     settle(engine)
@@ -234,15 +229,14 @@ def saved(prompt=PROMPT, storage=None) -> StoredChunks:
 def test_blocks_survive_the_process_and_what_was_read_is_in_host_memory_then():
     engine = restart(saved())
     for tier in "disk", "cpu":
-        request = ask(engine, PROMPT + [3])
+        request = ask_and_evict(engine, PROMPT + [3])
         assert request.found == {tier: 144} and ORACLE.judge(request) == "equal"
-        evict(engine)
     assert engine.counts["restored_tokens"] == 2 * 144
     check_pools(engine)
 
 
 def test_a_block_is_held_while_it_is_written():
-    engine, written = engine_for(storage=chunk_files())[0], []
+    engine, written = engine_for(storage=engines.chunk_files())[0], []
     engine.behind.cache.storage.write = lambda *_: written.append(Transfer("save", "chunk", 1)) or written[-1]
     ask(engine, PROMPT, 1)
     while len(written) < 9:
@@ -287,7 +281,7 @@ def test_a_block_of_which_a_part_is_not_there_is_not_offered():
 
 def test_nothing_is_written_behind_a_block_that_was_not(monkeypatch, tmp_path):
     """Here since too many wait to be written."""
-    storage, write, calls = chunk_files(tmp_path), StoredChunks.write, iter(range(99))
+    storage, write, calls = engines.chunk_files(tmp_path), StoredChunks.write, iter(range(99))
     monkeypatch.setattr(StoredChunks, "write", lambda *given: next(calls) != 3 and write(*given) or None)
     engine, cache = engine_for(storage=storage)
     ask(engine, PROMPT)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import engines, traffic
-from support.engines import BANDWIDTH, Oracle, ask, check_pools, draw, hybrid, settle, tiny_model
+from support.engines import BANDWIDTH, Oracle, ask, check_pools, draw, hybrid, submit, tiny_model
 
 from benchmarks import hybrid_blocks
 from common.link import TransferError
@@ -47,7 +47,6 @@ def some_requests(rng, count: int = 8, new: int = 12) -> list[Request]:
 def assert_equal(engine, requests):
     answered = [request for request in requests if not isinstance(request.outcome, Exception)]
     assert not any(ORACLE.judge(request) == "wrong" for request in answered)
-    settle(engine)
     check_pools(engine)
 
 
@@ -238,8 +237,7 @@ def test_the_same_host_memory_keeps_more_contexts_as_activations_or_fewer(kv_hea
         engine = engine_for(plan, model=model, running=20)
         assert sum(memory.nbytes for memory in engine.runner.memory) == 136 * sizes.kv
         while not engine.waiting:  # for blocks
-            engine.submit(Request(draw(random.Random(len(engine.running)), 500), 12))
-            engine.step()
+            submit(engine, Request(draw(random.Random(len(engine.running)), 500), 12), steps=1)
         assert len(engine.running) == contexts
 
 
@@ -250,10 +248,7 @@ def test_one_fetch_of_the_weights_serves_all_mini_batches(monkeypatch, kind, fet
     engine = engine_for(Plan(1, 40, 40, 5, 5), rows=512)
     engine.generate(some_requests(random.Random(6), new=2))
     requests = some_requests(random.Random(7), new=12)
-    for request in requests:
-        engine.submit(request)
-    for _ in range(5):
-        engine.step()
+    submit(engine, *requests, steps=5)
     moved, size = hybrid_blocks.one_step(engine)["bytes"], hybrid.sizes_of(MODEL, 16).weights
     assert len(engine.runner.last) > 1
     assert moved["weights"] == pytest.approx(2 * size * fetches, rel=0.3), "two streamed layers"

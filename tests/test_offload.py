@@ -4,7 +4,7 @@ import random
 
 import pytest
 from support import engines
-from support.engines import ask, ask_and_evict, check_pools, draw, evict, make, offload, settle, tiny_model
+from support.engines import ORACLE, ask, ask_and_evict, check_pools, draw, evict, make, offload, settle
 
 from common import estimates
 from common.cache import Match
@@ -12,7 +12,7 @@ from common.link import Transfer
 from common.requests import Request
 from shell.frontend import check_fields
 
-BLOCK = 16 * tiny_model().config.kv_numbers_per_token * 4  # bytes of a block
+BLOCK = 16 * engines.tiny_model().config.kv_numbers_per_token * 4  # bytes of a block
 
 
 class Lane:
@@ -51,7 +51,6 @@ def engine_for(host: int = 64, blocks: int = 64, save=True, load=True, cache=off
     return engine, cache, Lane(cache.save_link, save), Lane(cache.load_link, load)
 
 
-ORACLE = engines.Oracle()
 PROMPT = draw(random.Random(0), 100)  # 6 blocks and 4 tokens
 
 # 1. Out ----------------------------------------------------------------------------------------
@@ -240,9 +239,7 @@ def test_offload_after_false_keeps_nothing_of_this_request():
 
 def test_what_several_requests_have_filled_leaves_in_the_same_step():
     engine, _, save, _ = engine_for(save=False)
-    for prompt in A, B:
-        engine.submit(Request(prompt, 1))
-    engine.step()
+    engines.submit(engine, Request(A, 1), Request(B, 1), steps=1)
     assert save.labels == ["save 4", "save 4"]
     save.deliver()
     check_pools(engine)

@@ -11,13 +11,12 @@ from unittest.mock import Mock
 import pytest
 import torch
 from conftest import load
-from support.engines import Oracle, ask, baseline, check_pools, draw, make, paged, tiny_model, until_over
+from support import engines
+from support.engines import ORACLE, ask, baseline, check_pools, draw, make, paged, tiny_model, until_over
 
 from common import prefixes as prefixes_module
 from common.cache import Cache
 from common.requests import BadRequest, HungUp, Request, Unavailable
-
-ORACLE = Oracle()
 
 
 def assert_equal(requests):
@@ -46,8 +45,8 @@ def test_a_key_is_the_sha256_of_its_parents_key_and_the_tokens_as_little_endian_
 
 
 def test_the_namespace_is_the_weights_and_their_dtype():
-    engines = [make(), make(), make(model=tiny_model(1))]
-    keys = [engine.extend(Request([5] * 16, 1))[0].key for engine in engines]
+    three = make(), make(), make(model=tiny_model(1))
+    keys = [engine.extend(Request([5] * 16, 1))[0].key for engine in three]
     assert keys[0] == keys[1] != keys[2]
 
 
@@ -205,9 +204,7 @@ def test_a_last_block_that_nobody_can_find_keeps_nobody_waiting():
     prompt = draw(random.Random(3), 32)  # two whole blocks: the second has the last token, and is computed
     ask(engine, prompt)
     asked = [Request(prompt, 2) for _ in range(3)]
-    for request in asked:
-        engine.submit(request)
-    engine.step()
+    engines.submit(engine, *asked, steps=1)
     assert engine.running == asked
     engine.generate([Request(draw(random.Random(4), 16), 2)])
     assert_equal(asked)
@@ -216,14 +213,9 @@ def test_a_last_block_that_nobody_can_find_keeps_nobody_waiting():
 def test_who_decodes_goes_first_and_prefill_gets_the_rest_of_the_budget():
     engine, rng = watched(token_budget=16), random.Random(5)
     decoding = [Request(draw(rng, 4), 30) for _ in range(3)]
-    for request in decoding:
-        engine.submit(request)
-    engine.step()
+    engines.submit(engine, *decoding, steps=1)
     late = [Request(draw(rng, 20), 3) for _ in range(2)]
-    for request in late:
-        engine.submit(request)
-    for _ in range(5):
-        engine.step()
+    engines.submit(engine, *late, steps=5)
     counts, ones = engine.runner.steps, [(1, 1), (2, 1), (3, 1)]
     assert counts[1:3] == [[*ones, (4, 13)], [*ones, (4, 7), (5, 6)]], "oldest first: 13 of 20, then 7 and 6"
     assert counts[3] == [*ones, (4, 1), (5, 12)]
@@ -279,9 +271,8 @@ def test_who_shares_most_of_what_is_missing_waits_for_it(shared, waits):
     rng, engine = random.Random(0), make(token_budget=16)
     prompt = draw(rng, 97)
     first, second = (Request(prompt[: 16 * count] + draw(rng, 97 - 16 * count), 2) for count in (6, shared))
-    for request in first, second:
-        engine.submit(request)
-        engine.step()  # the first block is there, and `shared` - 1 of the other five are about to be
+    for request in first, second:  # the first block is there, and `shared` - 1 of the other five are about to be
+        engines.submit(engine, request, steps=1)
     assert (second in engine.waiting) == waits
     until_over(engine, second)
     assert_equal([first, second])
@@ -305,9 +296,7 @@ def test_the_newest_are_preempted_the_oldest_never_and_their_dice_fall_the_same(
 def test_for_one_block_one_request_is_preempted_even_if_a_copy_holds_its_blocks():
     engine, rng = make(blocks=11), random.Random(11)
     asked = [Request(draw(rng, length), 20) for length in (47, 47, 40)]
-    for request in asked:
-        engine.submit(request)
-    engine.step()
+    engines.submit(engine, *asked, steps=1)
     held, spare = list(asked[2].table), engine.pool.allocate(engine.pool.available)
     engine.pool.share(held)  # as a copy does
     engine.step()

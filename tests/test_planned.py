@@ -5,7 +5,7 @@ import random
 
 import pytest
 from support import engines
-from support.engines import Oracle, ask, ask_and_evict, check_pools, chunk_files, draw, evict, planned, settle
+from support.engines import ORACLE, ask, ask_and_evict, check_pools, chunk_files, draw, evict, planned, settle
 
 from common.estimates import flops
 from common.link import Transfer
@@ -14,7 +14,6 @@ from shell import cli
 
 Costs, best_plan, closed_form = planned.LayerCosts, planned.best_plan, planned.closed_form
 plan_seconds, bound_seconds = planned.plan_seconds, planned.bound_seconds
-ORACLE = Oracle()
 PROMPT = draw(random.Random(0), 150)
 
 
@@ -93,7 +92,7 @@ def test_the_closed_form_is_the_papers():
 def test_every_plan_gives_the_same_tokens(plan, kv_heads):
     model = engines.tiny_model(1, kv_heads)
     engine, cache = engine_for(plan, model=model, block_size=4, token_budget=48)
-    oracle, talk = Oracle(model), PROMPT
+    oracle, talk = engines.Oracle(model), PROMPT
     for turn in range(3):
         request = ask(engine, talk, 6)
         assert oracle.judge(request) == "equal"
@@ -131,8 +130,7 @@ def test_recomputing_pauses_between_portions_while_others_decode():
     engine, _ = engine_for("RRK", token_budget=32)
     ask_and_evict(engine, PROMPT, 1)
     decoding, back = Request(draw(random.Random(3), 10), 40), Request(PROMPT + [3], 2)
-    engine.submit(decoding)
-    engine.step()
+    engines.submit(engine, decoding, steps=1)
     engine.submit(back)
     while not back.new:
         engine.step()

@@ -138,13 +138,11 @@ def test_however_many_wait_all_copies_are_agreed_on():
     cache = ranked.Together(ranked.offload.HostCache(64, engines.BANDWIDTH), ranks.Ranks())
     engine, rng = engines.make(cache, max_running=2), random.Random(0)
     asked = [Request(engines.draw(rng, 20), 2) for _ in range(2 * ranked.FACTS)]
-    for request in asked:
-        engine.submit(request)
+    engines.submit(engine, *asked)
     while asked[30].outcome is None:
         engine.step()
     assert engine.behind.cache.host.block_of, "what was saved has arrived"
     engine.generate([Request([7, 8, 9], 2)])
-    engines.settle(engine)
     engines.check_pools(engine)
 
 

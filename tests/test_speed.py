@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.engines import ask, check_pools, draw, evict, make, offload, settle, tiny_model
+from support.engines import ask, ask_and_evict, check_pools, draw, evict, make, offload, settle, tiny_model
 
 from common import estimates as module
 from common.cache import Match, Restoration
@@ -208,8 +208,7 @@ def test_a_real_restoration_is_noted():
     engine.behind.estimates.learn = lambda *work: None
     engine.behind.estimates.computing.forget()  # so it is tried
     prompt = draw(random.Random(0), 200)
-    ask(engine, prompt)
-    evict(engine)
+    ask_and_evict(engine, prompt)
     engine.behind.estimates.paces.extend(8 * [0.0])
     assert ask(engine, prompt).found == {"cpu": 192}
     settle(engine)
@@ -253,8 +252,7 @@ def test_what_was_slow_is_loaded_again_within_ten_asks_though_the_engine_is_neve
 @pytest.mark.parametrize("name", ["host", "hidden", "planned", "tiered"])
 def test_copies_that_nobody_waits_for_any_more_are_in_no_estimate(name):
     engine, prompt = make(name), draw(random.Random(1), 450)
-    ask(engine, prompt, 1)
-    evict(engine)
+    ask_and_evict(engine, prompt, 1)
     link = engine.behind.cache.load_link
     link.bandwidth = Bandwidth(1e5)  # a copy takes a second
     engine.submit(request := Request(prompt, 1))

@@ -148,6 +148,14 @@ def believe_slow(link):
     link.probe = lambda size: over
 
 
+def submit(engine, *requests: Request, steps: int = 0):
+    """Let these stand in line, in this order; then step so often."""
+    for request in requests:
+        engine.submit(request)
+    for _ in range(steps):
+        engine.step()
+
+
 def until_over(engine, *requests: Request):
     """Step until all of these have an outcome."""
     while any(request.outcome is None for request in requests):
@@ -231,6 +239,7 @@ class Oracle:
 
 
 checkpoint.keep_freed_memory()
+ORACLE = Oracle()
 
 
 def wrong_rows(engine) -> list[tuple]:

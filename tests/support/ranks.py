@@ -148,7 +148,6 @@ def hanging(ranks, arguments):
             transfer.finish(transfer.issued, transfer.issued)
         late.clear()
         assert again(engine, prompt).found == {"cpu": 256}
-    engines.settle(engine)
     engines.check_pools(engine)
 
 
