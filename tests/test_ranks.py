@@ -6,14 +6,13 @@ import os
 import random
 import signal
 import subprocess
-import sys
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import ROOT, write_model
+from conftest import write_model
 
 from common import store
 from common.link import Transfer, TransferError
@@ -218,23 +217,17 @@ def test_when_a_rank_is_gone_or_computes_something_else_all_end_with_a_sentence(
     assert done.stdout == "ready\n", "what was printed before is not lost"
 
 
-def chapter(*options) -> subprocess.Popen:
-    words = [sys.executable, "09_tensor_parallel.py", *options]
-    return subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def test_a_wrong_model_is_one_sentence(tmp_path):
+    done = forked.run(tmp_path, "09_tensor_parallel.py", "--model", "/nonexistent", timeout=60)
+    assert done.returncode == 1 and done.stderr.startswith("09_tensor_parallel: No model") and done.stderr.count("\n") == 1
 
 
-def test_a_wrong_model_is_one_sentence():
-    with chapter("--model", "/nonexistent") as process:
-        _, said = process.communicate(timeout=60)
-    assert process.returncode == 1 and said.startswith("09_tensor_parallel: No model") and said.count("\n") == 1
-
-
-def test_ctrl_c_ends_all():
-    with chapter("--port", "0") as process:
-        assert "serves" in process.stdout.readline()
-        process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
-    assert process.returncode == 130 and said.endswith("\nInterrupted.\n")
+def test_ctrl_c_ends_all(tmp_path):
+    process = forked.start(tmp_path, "09_tensor_parallel.py", "--port", "0")
+    serving.eventually(lambda: "serves" in (tmp_path / "stdout").read_text())
+    os.kill(process.pid, signal.SIGINT)
+    process.join(60)
+    assert process.exitcode == 130 and (tmp_path / "stderr").read_text().endswith("\nInterrupted.\n")
 
 
 def found(*words) -> list[str]:
@@ -243,11 +236,11 @@ def found(*words) -> list[str]:
 
 
 @pytest.mark.parametrize("when", ["it begins", "both are there"])
-def test_no_rank_outlives_the_one_that_has_started_it(when):
-    words = [sys.executable, "-m", "tests.support.ranks", "2", "idle"]
-    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as first:
-        serving.eventually(lambda: found("-P", str(first.pid)))
-        assert when == "it begins" or first.stdout.readline() == "ready\n"
-        (session,) = found("-P", str(first.pid))  # the other rank leads one of its own
-        first.send_signal(signal.SIGKILL)
+def test_no_rank_outlives_the_one_that_has_started_it(when, tmp_path):
+    first = forked.start(tmp_path, "-m", "tests.support.ranks", 2, "idle")
+    serving.eventually(lambda: found("-P", str(first.pid)))
+    serving.eventually(lambda: when == "it begins" or (tmp_path / "stdout").read_text() == "ready\n")
+    (session,) = found("-P", str(first.pid))  # the other rank leads one of its own
+    first.kill()
+    first.join()
     serving.eventually(lambda: not found("-s", session))

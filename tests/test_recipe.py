@@ -2,12 +2,12 @@
 
 import json
 import re
-import sys
-from subprocess import DEVNULL, PIPE, Popen
 from urllib.request import Request, urlopen
 
 from conftest import ROOT
 from support.serving import eventually
+
+from tests.support import forked
 
 
 def ask(url: str, **body) -> dict:
@@ -21,9 +21,12 @@ def test_one_process_prefills_and_another_one_decodes(tmp_path):
     talk = [dict(role="user", content=f"{text} What is the code of the gate?")]
     try:
         for chapter, options in re.findall(r"^python (\S+)( --storage file:pages .*?) *#.*$", section, re.M):
-            words = [sys.executable, ROOT / chapter, *options.split(), "--port", "0"]
-            servers.append(Popen(words, cwd=tmp_path, stdout=PIPE, stderr=DEVNULL, text=True))
-        here, there = (re.search(r"http://\S+:\d+", server.stdout.readline())[0] for server in servers)
+            (folder := tmp_path / str(len(servers))).mkdir()
+            words = options.replace("file:", f"file:{tmp_path}/").split()
+            servers.append(forked.start(folder, ROOT / chapter, *words, "--port", "0"))
+        said = [tmp_path / number / "stdout" for number in "01"]
+        eventually(lambda: all("\n" in path.read_text() for path in said))
+        here, there = (re.search(r"http://\S+:\d+", path.read_text())[0] for path in said)
         first, written = ask(f"{here}/generate", messages=talk, max_tokens=1), "storage_pages_written"
         pages = (first["usage"]["prompt_tokens"] - 1) // 16
         eventually(lambda: ask(f"{here}/health")["counters"].get(written, 0) >= pages)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+OUTPUTS = "stdout", "stderr"
 # No chapter, since exercises put another one in its place
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload([
@@ -15,15 +16,23 @@ context.set_forkserver_preload([
     "shell.checkpoint", "shell.lesson", "shell.backends"])  # fmt: skip
 
 
-def run(folder: Path, *words, path: Path = ROOT, timeout: float = 600, **environment) -> subprocess.CompletedProcess:
-    """`python *words`: a script, or -m and a module, with options. `path` is looked in first; `folder` has the output."""
-    words, outputs = list(map(str, words)), [folder / name for name in ("stdout", "stderr")]
-    process = context.Process(target=execute, args=(words, outputs, str(path), environment))
-    process.start()
+def run(folder: Path, *words, timeout: float = 600, **how) -> subprocess.CompletedProcess:
+    """Start it, and wait for its end."""
+    process = start(folder, *words, **how)
     process.join(timeout)
     process.kill()  # if it has not ended
     process.join()
-    return subprocess.CompletedProcess(words, process.exitcode, *(output.read_text("utf-8") for output in outputs))
+    outputs = ((folder / name).read_text("utf-8") for name in OUTPUTS)
+    return subprocess.CompletedProcess(words, process.exitcode, *outputs)
+
+
+def start(folder: Path, *words, path: Path = ROOT, **environment) -> multiprocessing.Process:
+    """`python *words`: a script, or -m and a module, with options. `path` is looked in first; `folder` has the output."""
+    for output in (outputs := [folder / name for name in OUTPUTS]):
+        output.touch()
+    process = context.Process(target=execute, args=([*map(str, words)], outputs, str(path), environment), daemon=True)
+    process.start()
+    return process
 
 
 def execute(words: list[str], outputs: list[Path], path: str, environment: dict):
