@@ -13,7 +13,7 @@ from tools import real_model
 from tools.classroom_text import Conversation
 from tools.train_classroom import HARD
 
-TOKENS, NEW, BLOCKS, BANDWIDTH = 1500, 64, 50, 2e9
+TOKENS, NEW, BLOCKS, BANDWIDTH = 1100, 32, 50, 2e9  # in three chunks of chapter 01's prefill, the half of them in two
 CACHES = {
     "03": lambda: offload.HostCache(BLOCKS, BANDWIDTH),
     "05": lambda: planned.PlannedCache(2 * BLOCKS, BANDWIDTH, plan="R" * 10 + "H" * 10 + "K" * 10),
