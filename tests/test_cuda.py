@@ -13,14 +13,13 @@ import torch.nn.attention.bias
 
 from common.link import Link, Places, TransferError
 from common.pieces import Pieces
-from common.requests import HungUp, Interrupted, Request
+from common.requests import Interrupted, Request
 from common.restoring import Restorer
 from common.timeline import Clock
 from shell import modelled_link
 from shell.ranks import Ranks
 from tests.support import engines, streams, traffic, unordered
 from tests.support.engines import ask, ask_and_evict, check_pools, draw, evict, settle, tiered, tiny_model
-from tests.support.faults import faulty
 from tests.support.launches import a_layer
 
 ranked = importlib.import_module("09_tensor_parallel")
@@ -38,8 +37,7 @@ TESTED |= {
 }
 EXACT = [cache for cache in TESTED if cache != "8 bits"]
 FOUND = set(TESTED) - {"both", "tiered, both ends", "8 bits", "hybrid"}  # whatever prefill does meanwhile
-IN_TRAFFIC = [cache for cache in EXACT if cache in {**engines.CACHES, **engines.RUNNERS}]
-REQUESTS = int(os.environ.get("GPU_REQUESTS", 150))  # of generated traffic, over all caches and schedules
+REQUESTS = int(os.environ.get("GPU_REQUESTS", 150 if REAL else 480))  # of generated traffic, over all caches and schedules
 
 
 @pytest.fixture(params=["real"] if REAL else streams.SCHEDULES)
@@ -152,27 +150,6 @@ def test_memory_that_cannot_be_pinned_serves_too(gpu, oracle, cache, capsys):
         assert request.found and "cannot be pinned" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("gpu", ["real" if REAL else "random"], indirect=True)
-@pytest.mark.parametrize("cache", EXACT)
-def test_requests_are_cancelled_and_preempted_under_way_and_copies_fail(gpu, oracle, cache):
-    rng, engine = random.Random(4), make(cache, 14, max_running=4, token_budget=32)
-    documents = [draw(rng, length) for length in (70, 90)]
-    for turn in range(2):
-        asked = [Request(documents[number % 2] + draw(rng, 3), 12) for number in range(4)]
-        engines.submit(engine, *asked)
-        with faulty(rng, failing=0.0 if cache == "hybrid" else 0.2):  # where a step fails with any of its copies
-            for _ in range(1 + turn):
-                engine.step()
-            engine.cancel(asked[turn], HungUp("cancelled"))
-            engines.until_over(engine, *asked)
-        left = [request for request in asked if not isinstance(request.outcome, HungUp)]
-        assert all(oracle[cache].judge(request) != "wrong" for request in left)
-        engine.evict("device")
-    settle(engine)
-    assert engine.counts["preemptions"]
-    check_pools(engine)
-
-
 @pytest.mark.parametrize("gpu", ["real" if REAL else "late copies"], indirect=True)
 @pytest.mark.parametrize("cache", EXACT)
 def test_an_engine_that_ends_with_copies_under_way_harms_no_other(gpu, oracle, cache):
@@ -256,12 +233,13 @@ def test_without_memory_for_graphs_kernels_are_launched_one_by_one(gpu, oracle, 
     assert capsys.readouterr().err.count("no CUDA graphs here (CUDA out of memory.): kernels are launched") == 1
 
 
-@pytest.mark.parametrize("number, cache", enumerate(IN_TRAFFIC))
+@pytest.mark.parametrize("gpu", ["real"] if REAL else [name for name in streams.SCHEDULES if name != "early"], indirect=True)
+@pytest.mark.parametrize("number, cache", enumerate(EXACT))
 def test_generated_traffic(gpu, request, number, cache):
-    each = -(-REQUESTS // (len(IN_TRAFFIC) * (1 if REAL else len(streams.SCHEDULES))))
+    each = -(-REQUESTS // (len(EXACT) * (1 if REAL else len(streams.SCHEDULES) - 1)))
     seed = 100 * number + len(request.node.name)
     share = 0.002 if cache == "hybrid" else 0.05
-    counts = traffic.run(cache, each, seed, share, make=traffic.on_gpu, longest=100, answer=7)
+    counts = traffic.run(cache, each, seed, share, make=make, longest=100, answer=7)
     assert not counts["wrong"] and not counts["failed"]
 
 
@@ -373,8 +351,11 @@ def test_without_a_guard_of_order_some_answer_is_wrong(guard):
 
 
 @pytest.mark.skipif(REAL, reason="there is a real one")
-def test_the_emulated_host_waits_for_pageable_memory_and_for_numbers():
-    with streams.emulate("late") as gpu:
+def test_the_emulated_host_waits_for_pageable_memory_and_for_numbers_and_its_gpu_knows_a_mask_of_the_lower_right_corner():
+    q, k = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 5, 8)
+    attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, enable_gqa=True)
+    expected = attend(q, k, k, attn_mask=torch.ones(3, 5).tril(2).bool())
+    with streams.emulate("late") as gpu, torch.inference_mode():
         device, pinned = torch.zeros(4, 4, device="cuda"), torch.ones(4, 4, pin_memory=True)
         device.copy_(pinned, non_blocking=True)
         assert not gpu.waits and gpu.copies == [("to the device", 64)]
@@ -385,18 +366,8 @@ def test_the_emulated_host_waits_for_pageable_memory_and_for_numbers():
         with pytest.raises(RuntimeError, match="same device"):
             device + torch.ones(4)
         assert torch.Generator | None, "what PyTorch imports late says so in its types"
-        torch.cuda.set_sync_debug_mode("error")
-        with pytest.raises(RuntimeError, match="synchronizing"):
-            device.nonzero()
+        device.nonzero()
+        assert gpu.waits[-1] == "nonzero"
         torch.cuda.current_stream().synchronize()
-
-
-@pytest.mark.skipif(REAL, reason="there is a real one")
-def test_the_emulated_device_knows_a_mask_of_the_lower_right_corner():
-    q, k = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 5, 8)
-    attend, bias = torch.nn.functional.scaled_dot_product_attention, torch.nn.attention.bias
-    expected = attend(q, k, k, attn_mask=torch.ones(3, 5).tril(2).bool(), enable_gqa=True)
-    with streams.emulate("random"), torch.inference_mode():
-        q, k = q.cuda(), k.cuda()
-        mask = bias.causal_lower_right(3, 5)
-        assert torch.equal(attend(q, k, k, attn_mask=mask, enable_gqa=True).cpu(), expected)
+        q, k, mask = q.cuda(), k.cuda(), torch.nn.attention.bias.causal_lower_right(3, 5)
+        assert torch.equal(attend(q, k, k, attn_mask=mask).cpu(), expected)
