@@ -221,13 +221,6 @@ def test_tokens_are_those_of_chapter_01(name, size, rows, budget):
         assert all(ORACLE.judge(request) == "equal" for request in requests)
 
 
-def test_grouped_queries():
-    oracle, engine = Oracle(tiny_model(1, 1)), engine_for(model=tiny_model(1, 1, on_host=True))
-    requests = some_requests(random.Random(1))
-    engine.generate(requests)
-    assert all(oracle.judge(request) == "equal" for request in requests)
-
-
 @pytest.mark.parametrize("kv_heads, kept", [(4, 8), (1, 2)])
 def test_the_same_host_memory_keeps_more_contexts_as_activations_or_fewer(kv_heads, kept):
     """Four as K and V: twice as many with as many KV heads as query heads, half with one for all four."""

@@ -22,10 +22,6 @@ def engine_for(plan="RHK", storage=None, blocks=256, bandwidth=2e9, model=None, 
     return engines.make(cache, 64, model=model, **options), cache
 
 
-def random_costs(rng) -> Costs:
-    return Costs(*(10 ** rng.uniform(-3, 0) for _ in Costs._fields))
-
-
 # 1. The planner --------------------------------------------------------------------------------
 
 def test_a_shorter_history_comes_no_later_than_by_chapter_03():
@@ -63,7 +59,7 @@ def test_of_plans_nearly_the_best_it_is_the_one_whose_busier_lane_has_least_to_d
 def test_the_best_plan_is_the_best_of_all_and_none_is_below_the_bound():
     rng = random.Random(1)
     for _ in range(200):
-        layers, costs = rng.randrange(1, 9), random_costs(rng)
+        layers, costs = rng.randrange(1, 9), Costs(*(10 ** rng.uniform(-3, 0) for _ in Costs._fields))
         plans = ["R" * r + "H" * h + "K" * (layers - r - h)
                  for r in range(layers) for h in range(layers - r + 1)]  # fmt: skip
         best = best_plan(layers, costs)
